@@ -35,10 +35,9 @@ class MemoryRules:
 
     @classmethod
     def served(cls, utilisation: float = 0.92, engines: int = 2, graph_sets: int = 1) -> MemoryRules:
-        """What `muxserve deploy` sets aside: the processes of a model are its weight holder and its engines (two; one
-        where an engine has both phases), which keep the memory of their largest step."""
-        processes = 1 + engines
-        return cls(utilisation, processes=processes, engines=engines, reserve_bytes=1024 * _MIB, graph_sets=graph_sets)
+        """What `muxserve deploy` sets aside: the processes of a model are its engines (two; one where an engine has
+        both phases), which keep the memory of their largest step. Who has loaded its weights ends before they start."""
+        return cls(utilisation, processes=engines, engines=engines, reserve_bytes=1024 * _MIB, graph_sets=graph_sets)
 
 
 def activation_bytes(demand: Demand, tp: int) -> int:

@@ -40,7 +40,8 @@ class Undo {
 
 }  // namespace
 
-CudaMapping::CudaMapping(const std::string& handle, Descriptor descriptor) : driver_(Driver::get()), handle_(handle) {
+CudaMapping::CudaMapping(const std::string& handle, Descriptor descriptor, bool read_only)
+    : driver_(Driver::get()), handle_(handle) {
   const std::vector<std::string> parts = parts_of(handle);
   if (parts.size() != 4 || (parts[0] != "cuda-vmm" && parts[0] != "cuda-ipc"))
     throw MappingError("this client cannot map pool memory of the kind \"" + handle + "\"");
@@ -55,14 +56,14 @@ CudaMapping::CudaMapping(const std::string& handle, Descriptor descriptor) : dri
   driver_.check(driver_.context_current(&current), "cuCtxGetCurrent", "looking for a CUDA context");
   if (current == nullptr) driver_.check(driver_.context_set(context_), "cuCtxSetCurrent", "making a CUDA context");
   if (kind_ == "cuda-vmm") {
-    map_vmm(descriptor);
+    map_vmm(descriptor, read_only);
   } else {
     map_legacy(parts[3]);
   }
   context.keep();
 }
 
-void CudaMapping::map_vmm(const Descriptor& descriptor) {
+void CudaMapping::map_vmm(const Descriptor& descriptor, bool read_only) {
   const std::string doing = "mapping the pool on " + uuid_;
   cuda::AllocationHandle allocation = 0;
   void* os_handle = reinterpret_cast<void*>(static_cast<std::intptr_t>(descriptor.get()));
@@ -77,7 +78,14 @@ void CudaMapping::map_vmm(const Descriptor& descriptor) {
   Undo mapped([&] { driver_.unmap(address, bytes_); });
   cuda::Access access;
   access.location.id = device_;
-  driver_.check(driver_.set_access(address, bytes_, &access, 1), "cuMemSetAccess", doing);
+  if (read_only) {
+    access.flags = cuda::kRead;
+    read_only_ = driver_.set_access(address, bytes_, &access, 1) == cuda::kSuccess;
+  }
+  if (!read_only_) {
+    access.flags = cuda::kReadAndWrite;
+    driver_.check(driver_.set_access(address, bytes_, &access, 1), "cuMemSetAccess", doing);
+  }
   mapped.keep();
   reserved.keep();
   address_ = address;

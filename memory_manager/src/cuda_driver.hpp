@@ -49,9 +49,12 @@ struct AllocationProperties {
 };
 static_assert(sizeof(AllocationProperties) == 32);
 
+constexpr int kRead = 1;
+constexpr int kReadAndWrite = 3;
+
 struct Access {
   Location location;
-  int flags = 3;  // read and write
+  int flags = kReadAndWrite;
 };
 static_assert(sizeof(Access) == 12);
 

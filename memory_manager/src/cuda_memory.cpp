@@ -103,6 +103,11 @@ VmmPoolMemory::VmmPoolMemory(const Driver& driver, const std::string& uuid, std:
   store.keep(name_ + size + id_, fd);
 }
 
+bool exports_memory(const Driver& driver, cuda::Device device) {
+  return driver.attribute(cuda::kAttributeVirtualMemory, device) &&
+         driver.attribute(cuda::kAttributeFileDescriptors, device);
+}
+
 VmmPoolMemory::~VmmPoolMemory() {
   if (allocation_) driver_.release(*allocation_);
 }
@@ -143,9 +148,7 @@ std::unique_ptr<PoolMemory> cuda_pool(const std::string& uuid, std::size_t bytes
   const cuda::Device device = driver.device(uuid);
   std::string why = "ipc: legacy was asked for";
   if (ipc != PoolIpc::kLegacy) {
-    const bool supported = driver.attribute(cuda::kAttributeVirtualMemory, device) &&
-                           driver.attribute(cuda::kAttributeFileDescriptors, device);
-    if (supported || ipc == PoolIpc::kVmm) {
+    if (exports_memory(driver, device) || ipc == PoolIpc::kVmm) {
       try {
         auto pool = std::make_unique<VmmPoolMemory>(driver, uuid, bytes, name, store);
         note = "pool " + name + " on " + uuid + ": by virtual memory management";

@@ -49,6 +49,9 @@ class VmmPoolMemory final : public PoolMemory {
   Descriptor descriptor_;
 };
 
+// Whether the GPU can export memory as a file descriptor.
+bool exports_memory(const cuda::Driver& driver, cuda::Device device);
+
 class LegacyPoolMemory final : public PoolMemory {
  public:
   // Throws cuda::DriverError; nothing is left behind then.

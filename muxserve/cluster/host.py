@@ -363,6 +363,7 @@ class UnitHost:
         engines = [part for part in gone if part.kind == "engine"]
         await self._stop_parts(engines, STOP_SECONDS)
         await self._stop_parts(set(gone).difference(engines), STOP_SECONDS)
+        self._starts.forget_weights(model)
         if self._starts.warm is not None:
             self._starts.warm.end_model(model)
         parent = self._model_parents.pop(model, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING
@@ -20,11 +21,12 @@ from muxserve.cluster.events import Event, PartId, Progress, Starting
 from muxserve.cluster.launcher import Launcher
 from muxserve.cluster.processes import Process, children, exit_words
 from muxserve.cluster.restarts import PATIENT_DELAYS, RestartPolicy
-from muxserve.cluster.supervision import GaveUp, Part, PartDied, while_running
+from muxserve.cluster.supervision import STOP_SECONDS, GaveUp, Part, PartDied, while_running
 from muxserve.cluster.warm_link import WarmLink
 from muxserve.gpu import mps
 from muxserve.gpu.budget import WAITING, Needs
 from muxserve.gpu.unit import PoolSizer, SizingError
+from muxserve.gpu.weight_server import WeightServer
 from muxserve.net.peer import Address, AsyncPeer
 from muxserve.net.sockets import until_reachable
 from muxserve.spec import UnitSpec
@@ -126,6 +128,8 @@ class Starts:
         self._on_model_parent = on_model_parent
         self._needs: dict[tuple[str, int], Needs] = {}
         self._store: FdStore | None = None
+        # Of models on GPUs whose weights outlive who has loaded them.
+        self._weights: dict[str, list[WeightServer]] = {}
         # Model loading is mostly computing; more at once than this only makes each of them later.
         self._at_once = asyncio.Semaphore(2 * max(2, unit_spec.cores))
         models = [model.name for model in unit_spec.models if model.name in serves]
@@ -226,6 +230,8 @@ class Starts:
         if self.unit is not None:
             self.unit.close()
         self.forget_memory()
+        for model in list(self._weights):
+            self.forget_weights(model)
 
     async def drop_warm(self) -> None:
         """Forget the warm parent: whoever still waits to be forked by it is told that it died."""
@@ -237,6 +243,29 @@ class Starts:
         """Let go of the GPU memory that is kept for the next memory manager: nobody computes on it any more."""
         if self._store is not None:
             self._store.close()
+
+    def forget_weights(self, model: str) -> None:
+        """Let go of the weights that are kept of a model: none of its engines runs any more."""
+        for server in self._weights.pop(model, []):
+            server.close()
+
+    def _keep_weights(self, part: Part) -> asyncio.Future[str]:
+        """Take what the process that loads the weights of a model will have kept; resolves when that is lost."""
+        model = part.id.model
+        self.forget_weights(model)
+        loop = asyncio.get_running_loop()
+        lost: asyncio.Future[str] = loop.create_future()
+
+        def resolve(reason: str) -> None:
+            if not lost.done():
+                lost.set_result(f"the weights are lost: {reason}")
+
+        def on_lost(reason: str) -> None:
+            loop.call_soon_threadsafe(resolve, reason)
+
+        paths = [self.unit_spec.weights_socket(model, rank) for rank in range(self.unit_spec.ranks)]
+        self._weights[model] = [WeightServer(path, on_lost=on_lost) for path in paths]
+        return lost
 
     # ------------------------------------------------------------ what parts wait for
 
@@ -332,6 +361,9 @@ class Starts:
         await self.parts[WARM].up.wait()
         link = self.warm
         assert link is not None
+        gpu = self.unit_spec.gpu
+        exported = part.id.kind == "weights" and gpu is not None and gpu.exports_weights
+        lost = self._keep_weights(part) if exported else None
         part.resume()
         part.began = time.monotonic()
         self._emit(Starting(part.id))
@@ -344,13 +376,21 @@ class Starts:
             except ProcessLookupError:
                 raise PartDied(exit_words(self._exits.get(pid))) from None
             self._exits.pop(pid, None)  # of an earlier process with that pid
-            await while_running(part.process, asyncio.shield(birth.up))
+            kept = await while_running(part.process, asyncio.shield(birth.up))
         except PartDied:
             # It may have said why just before it ended.
             await asyncio.wait([birth.up], timeout=_LAST_WORDS_SECONDS)
             if birth.up.done():
                 birth.up.result()
             raise
+        if kept and lost is not None:
+            # Its contexts leave the GPUs, before the pools take the rest.
+            ranks = [Process(pid) for pid in children(part.process.pid)]
+            await part.stop(STOP_SECONDS)
+            for rank in ranks:
+                rank.send(signal.SIGKILL)
+                await rank.wait()
+            part.left = lost
 
     def _on_progress(self, of: PartId, detail: str) -> None:
         # A holder waits for those before it, however long they take.

@@ -63,6 +63,8 @@ class Part:
         self.after = after
         self.timeout = timeout
         self.process: Process | None = None
+        # What its process has left behind and need not stay for: resolves with the reason when that is lost.
+        self.left: asyncio.Future[str] | None = None
         self.began = 0.0
         self.up = asyncio.Event()
         self.policy = RestartPolicy()
@@ -175,7 +177,7 @@ class Supervisor:
             GaveUp: it kept dying, or said at the first start of the unit that it cannot start.
         """
         while True:
-            part.process = None
+            part.process = part.left = None
             part.killed_for = part.hung = ""
             blameless = fatal = False
             if part.after is not None:
@@ -197,8 +199,11 @@ class Supervisor:
                 part.limit = None
                 part.up.set()
                 self._emit(Up(part.id, part.process.pid, time.monotonic() - part.began))
-                await self._until_end(part, begun=True)
-                reason = part.hung or exit_words(part.process.returncode)
+                if part.left is not None:
+                    reason = await part.left
+                else:
+                    await self._until_end(part, begun=True)
+                    reason = part.hung or exit_words(part.process.returncode)
             part.limit = None
             came_up = part.up.is_set()
             part.up.clear()

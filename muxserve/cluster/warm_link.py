@@ -28,7 +28,8 @@ class Birth:
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.forked: asyncio.Future[int] = loop.create_future()
-        self.up: asyncio.Future[None] = loop.create_future()
+        # Whether what it has made stays without it.
+        self.up: asyncio.Future[bool] = loop.create_future()
 
     def fail(self, error: Exception) -> None:
         """Whoever waits gets `error`."""
@@ -160,7 +161,7 @@ class WarmLink:
         elif event == "up" and not birth.up.done():
             if not birth.forked.done():  # the child may be quicker than its parent
                 birth.forked.set_result(int(message["pid"]))
-            birth.up.set_result(None)
+            birth.up.set_result(bool(message.get("kept")))
         elif event == "failed":
             birth.fail(PartFailed(str(message["error"])))
 

@@ -24,8 +24,8 @@ _TABLE_ENTRY = 4  # bytes of an engine's page table on the GPU, per page
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """One model on one GPU, in bytes. Weights are there once; each engine has activations and graphs of its own; each
-    engine and the weight holder have a CUDA context. `measured`: by the holder, not estimated."""
+    """One model on one GPU, in bytes. Weights are there once; each engine has activations, graphs and a CUDA context
+    of its own, and a process that holds the weights a context. `measured`: by the holder, not estimated."""
 
     model: str
     rank: int
@@ -115,7 +115,7 @@ def budget(
     lines.append(Line("taken by others beyond the rest", max(0, usable - (total_bytes - others_bytes))))
     for each in needs:
         lines.append(Line(f"{each.model}: weights", each.weights_bytes))
-        lines.append(Line(f"{each.model}: engines and holder", each.engines(rules)))
+        lines.append(Line(f"{each.model}: engines", each.engines(rules)))
     lines.append(Line("memory manager, reserve", rules.reserve_bytes))
     left = lines[0].bytes - sum(line.bytes for line in lines[1:])
     tables = max(0, left - left * page_bytes // (page_bytes + rules.engines * _TABLE_ENTRY))

@@ -87,6 +87,12 @@ class GpuUnit:
         )
 
     @property
+    def _memory_rules(self) -> MemoryRules:
+        """Where memory cannot be exported, who holds a model's weights has a context, too."""
+        holder = 0 if self.deployed.exports_weights else 1
+        return replace(self.rules, processes=self.rules.processes + holder)
+
+    @property
     def _keepers_in_mps(self) -> bool:
         exclusive = any(gpu.compute_mode.startswith("exclusive") for gpu in self.gpus)
         return exclusive or "keepers_in_mps" in self.fallbacks
@@ -126,7 +132,7 @@ class GpuUnit:
                 gpu.used_bytes,
                 [each for each in self.needs if each.rank == rank],
                 page_bytes,
-                self.rules,
+                self._memory_rules,
             )
             for rank, gpu in enumerate(self.gpus)
         ]
@@ -138,7 +144,7 @@ class GpuUnit:
             muxserve.gpu.budget.BudgetError: that is not there, or not enough for one sequence of every model.
         """
         budgets = self.budgets(demands)
-        check(budgets, self.needs, asked or least_pool_bytes(demands), self.rules)
+        check(budgets, self.needs, asked or least_pool_bytes(demands), self._memory_rules)
         return asked or pool_bytes(budgets)
 
     def describe(self) -> list[str]:

@@ -53,8 +53,15 @@ class CudaMapping:
     bytes: int
     handle: str
     device_uuid: str
-    def __init__(self, handle: str, descriptor: int = -1) -> None: ...
+    read_only: bool
+    def __init__(self, handle: str, descriptor: int = -1, read_only: bool = False) -> None: ...
 
+class ExportedMemory:
+    handle: str
+    descriptor: int
+    def __init__(self, uuid: str, bytes: int) -> None: ...
+
+def exports_memory(uuid: str) -> bool: ...
 def pool_descriptor(manager_socket: str, pool: int, rank: int) -> int: ...
 
 class CountersView:

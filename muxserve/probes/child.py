@@ -37,8 +37,37 @@ def compute() -> dict[str, Any]:
     }
 
 
+def export(socket: str, uuid: str) -> dict[str, Any]:
+    """Write memory that outlives this process, as who loads weights does, and have it kept."""
+    from muxserve.gpu import weight_wire as wire
+    from muxserve.memory import _native
+    from muxserve.memory.device import DeviceMemory
+
+    torch.zeros(1, device="cuda")
+    exported = _native.ExportedMemory(uuid, _SIZE)
+    mapping = _native.CudaMapping(exported.handle, os.dup(exported.descriptor))
+    torch.as_tensor(DeviceMemory(mapping, 1, _SIZE), device="cuda").fill_(_PATTERN)
+    torch.cuda.synchronize()
+    weights = wire.Weights(uuid, [wire.Allocation("vmm", exported.handle.encode(), _SIZE)], [], {})
+    wire.say(socket, wire.Keep({}, weights), [exported.descriptor])
+    return {}
+
+
+def map_exported(socket: str) -> dict[str, Any]:
+    """Map it for reading as an engine does, and read it with a kernel."""
+    from muxserve.gpu import weight_wire as wire
+    from muxserve.memory import _native
+    from muxserve.memory.device import DeviceMemory
+
+    torch.zeros(1, device="cuda")
+    weights, (descriptor,) = wire.fetch(socket, {}, 0.0)
+    mapping = _native.CudaMapping(weights.allocations[0].handle.decode(), descriptor, read_only=True)
+    whole = torch.as_tensor(DeviceMemory(mapping, 1, _SIZE), device="cuda")
+    return {"same": bool((whole == _PATTERN).all()), "read_only": mapping.read_only}
+
+
 def keep() -> dict[str, Any]:
-    """Hold memory of cudaMalloc as a weight holder does, and tell its handle; stays."""
+    """Hold memory of cudaMalloc as a weight holder that stays does, and tell its handle; stays."""
     from muxserve.engine.cuda import cuda_ipc
 
     global kept
@@ -194,6 +223,8 @@ def green() -> dict[str, Any]:
 
 ROLES: dict[str, Callable[..., dict[str, Any]]] = {
     "compute": compute,
+    "export": export,
+    "map-exported": map_exported,
     "keep": keep,
     "map": map_memory,
     "manage": manage,

@@ -25,6 +25,7 @@ from muxserve.gpu.environment import LOG, PIPE, VISIBLE
 from muxserve.gpu.findings import GRAPHS, Fallback, ProbeFinding
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.sm import PERCENTAGE
+from muxserve.gpu.weight_server import WeightServer
 
 CHILD = (sys.executable, "-m", "muxserve.probes.child")
 # Importing torch and making a context take some seconds, compiling kernels some more.
@@ -266,6 +267,8 @@ def _shares(lab: Lab) -> str:
 
 
 def _weights(lab: Lab) -> str:
+    if lab.fallbacks.isdisjoint({"ipc_legacy", "keepers_in_mps"}):
+        return _exported_weights(lab)
     with lab.child("keep", environment=lab.keeper()) as keeper:
         handle = keeper.answer()["handle"]
         seen = lab.ask("map", handle, environment=lab.client(50, 1))
@@ -273,6 +276,19 @@ def _weights(lab: Lab) -> str:
         raise ProbeFailed("what a client reads in another process's memory is not what was written there")
     where = "inside" if "keepers_in_mps" in lab.fallbacks or lab.why_no_mps else "outside"
     return f"a client maps memory of a process {where} MPS"
+
+
+def _exported_weights(lab: Lab) -> str:
+    path = str(lab.directory / "weights.sock")
+    server = WeightServer(path, on_lost=lambda reason: None)
+    try:
+        lab.ask("export", path, lab.gpus[0].uuid, environment=lab.keeper())
+        seen = lab.ask("map-exported", path, environment=lab.client(50, 1))
+    finally:
+        server.close()
+    if not seen["same"]:
+        raise ProbeFailed("what a client reads in memory that was kept is not what was written there")
+    return f"a client maps memory of a process that has ended{', for reading only' * seen['read_only']}"
 
 
 def _pool(lab: Lab) -> str:
@@ -342,7 +358,12 @@ def _green(lab: Lab) -> str:
 PROBES = (
     Probe("CUDA", _computes, "refuse"),
     Probe("SM shares under MPS", _shares, "mps_off"),
-    Probe("weights of another process", _weights, "refuse", (("keepers_in_mps",), ("mps_off",))),
+    Probe(
+        "weights of another process",
+        _weights,
+        "refuse",
+        (("ipc_legacy",), ("keepers_in_mps",), ("mps_off",), ("mps_off", "ipc_legacy")),
+    ),
     Probe(
         "pool of another process",
         _pool,

@@ -37,10 +37,10 @@ class GpuSpec(msgspec.Struct, frozen=True):
     `uuids` are in the order of the tensor-parallel ranks. `sm_sharing` is what was resolved from the fleet file and the
     machine: `mps` gives each engine its percentage of SMs, `green_contexts` sets of SMs under an MPS server without
     percentages (one for its life, or under `slack` one per lease), `off` lets the engines take turns. `ipc` is how
-    pools are exported. `keepers_in_mps`: weight holders and the memory manager are clients of the server, too, which a
-    GPU in an exclusive compute mode wants. `nvls`: NCCL may use the NVSwitch's multicast where one model of several
-    ranks has the GPUs to itself. `full_graphs`: CUDA graphs of decode batches hold attention, too, because that was
-    found to work; False: it was found not to. `restart_mps`: an engine that was killed takes the server along.
+    pools and weights are exported. `keepers_in_mps`: weight holders and the memory manager are clients of the server,
+    too, which a GPU in an exclusive compute mode wants. `nvls`: NCCL may use the NVSwitch's multicast where one model
+    of several ranks has the GPUs to itself. `full_graphs`: CUDA graphs of decode batches hold attention, too, because
+    that was found to work; False: it was found not to. `restart_mps`: an engine that was killed takes the server along.
     `decode_first`: under MPS prefill engines are clients of lower priority.
     """
 
@@ -52,6 +52,12 @@ class GpuSpec(msgspec.Struct, frozen=True):
     full_graphs: bool | None = None
     restart_mps: bool = False
     decode_first: bool = False
+
+    @property
+    def exports_weights(self) -> bool:
+        """Whether weights are moved to memory that outlives the process which has loaded them. Inside MPS the server
+        would take them along."""
+        return self.ipc != "legacy" and not self.keepers_in_mps
 
 
 def share_steps(sharing: SmSharing, policy: PolicyName) -> int:
@@ -330,7 +336,7 @@ class UnitSpec(msgspec.Struct, frozen=True):
         return Path(self.run_dir) / "mps"
 
     def weights_socket(self, model: str, rank: int) -> str:
-        """Where the process that holds a model's weights on one GPU hands out their IPC handles."""
+        """Where a model's weights on one GPU are handed out."""
         index = next(i for i, each in enumerate(self.models) if each.name == model)
         return self.socket(f"weights-{index}-{rank}")
 

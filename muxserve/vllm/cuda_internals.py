@@ -6,6 +6,7 @@ from muxserve.vllm.pin import Internal, differences
 
 _FLASH = "vllm.v1.attention.backends.flash_attn"
 _LOADER = "vllm.model_executor.model_loader"
+_QUANTISED = "vllm.model_executor.layers.quantization"
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 
 INTERNALS: list[Internal] = [
@@ -101,7 +102,15 @@ INTERNALS: list[Internal] = [
     (f"{_LOADER}.weight_cache.ipc_loader", "IpcModelLoader._build_model", ("vllm_config", "model_config", "state")),
     (f"{_LOADER}.weight_cache.ipc_loader", "IpcModelLoader._fetch_entries", ("model_config",)),
     (f"{_LOADER}.weight_cache.ipc_loader", "IpcModelLoader.get_external_weight_memory", ("vllm_config",)),
-    (f"{_LOADER}.weight_cache.protocol", "check_ipc_quant_support", ("model",)),
+    (f"{_LOADER}.weight_cache.ipc_loader", "IpcModelLoader._apply_entries", ("model", "state", "device_index")),
+    (f"{_LOADER}.weight_cache.ipc_loader", "_materialize_remaining_meta_tensors", ("model", "device")),
+    (f"{_LOADER}.utils", "initialize_model", ("vllm_config", "model_config", "prefix")),
+    (f"{_LOADER}.utils", "process_weights_after_loading", ("model", "model_config", "target_device")),
+    (f"{_LOADER}.reload.meta", "materialize_meta_tensor", ("meta_tensor",)),
+    ("vllm.model_executor.utils", "weights_already_processed", ()),
+    (f"{_QUANTISED}.base_config", "QuantizeMethodBase.supports_pre_processed_weights", ()),
+    (f"{_QUANTISED}.base_config", "QuantizeMethodBase.process_weights_after_loading", ("layer",)),
+    ("vllm.model_executor.layers.attention_layer_base", "AttentionLayerBase", ()),
     (f"{_LOADER}.weight_cache.protocol", "WeightCacheState", ("entries", "aliases", "attrs")),
     (f"{_LOADER}.weight_cache.protocol", "WeightCacheKey.from_model_config", ("model_config", "pp_size", "pp_rank")),
     ("vllm.distributed", "get_world_group", ()),

@@ -1,22 +1,18 @@
 """Which quantised checkpoints engines can serve: on a CPU what vLLM's kernels compute, on a GPU what engines can share.
 
-An engine on a GPU builds its model around weights in the form that the holder's loading has left them in (packed,
-transposed, with scales of their own). vLLM marks the methods that can do that (`supports_pre_processed_weights`) and
-refuses the others, but only when the weights have been loaded; this says the same from the checkpoint's configuration.
+An engine on a GPU maps weights in the form that another process's loading has left them in (packed, transposed, with
+scales of their own), and makes what vLLM's kernels keep beside them itself, as `engine/cuda/weight_loader.py` tells.
+That reaches plain tensors and numbers; methods that keep other things are refused, and those that nobody has looked at.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# By vLLM's `quant_method`; of ModelOpt's checkpoints by `quant_algo`, too.
-SHAREABLE = ("fp8", "mxfp4")
-SHAREABLE_MODELOPT = ("NVFP4", "W4A16_NVFP4", "MXFP8")
+# By `quant_method` of a checkpoint; ModelOpt has several.
+SHAREABLE = ("fp8", "mxfp4", "awq", "gptq", "compressed-tensors")
 _MODELOPT = "modelopt"
-_INSTEAD = (
-    "give a checkpoint that is not quantised, one in FP8 (`quant_method: fp8`) or MXFP4, or one of ModelOpt in NVFP4 "
-    "or MXFP8"
-)
+_INSTEAD = f"give a checkpoint that is not quantised, or one in {', '.join(SHAREABLE)} or by {_MODELOPT}"
 
 # Those whose kernels on a CPU take activations of 16 bits only.
 _HALF_ON_CPU = ("compressed-tensors", "awq", "gptq")
@@ -40,16 +36,16 @@ def unshareable(quantisation: str, engine_args: Mapping[str, object]) -> str:
     """Why engines cannot share a model's weights; empty if they can.
 
     Args:
-        quantisation: `quant_method` of the checkpoint, for ModelOpt with its `quant_algo` after a space; empty without.
+        quantisation: `quant_method` of the checkpoint, and perhaps more after a space; empty without.
         engine_args: the model's own options of vLLM.
     """
-    method, _, algorithm = quantisation.partition(" ")
+    method = quantisation.partition(" ")[0]
     if not method:
         asked = next((name for name in ("quantization", "quantization_config") if engine_args.get(name)), None)
         if asked is None:
             return ""
         why = "weights that vLLM quantises while it loads them cannot be shared by engines on a GPU"
         return f"{why}: leave engine_args.{asked} out, or {_INSTEAD}"
-    if method in SHAREABLE or (method.startswith(_MODELOPT) and algorithm.upper() in SHAREABLE_MODELOPT):
+    if method in SHAREABLE or method.startswith(_MODELOPT):
         return ""
     return f"weights quantised by {quantisation} cannot be shared by engines on a GPU: {_INSTEAD}"

@@ -8,7 +8,8 @@
 Files in the unit's or the fleet's directory (or in $FAKES) change what they do: `die-KIND` (die at once), `fail-NAME`
 (say that they cannot start), `slow-gateway` (draining lasts as long as it is there), `linger` (the scheduler never says
 that a replica is drained), `busy` (so many requests are in the unit), `mute` (the unit scheduler does not say how it
-stands), `beat` (unit scheduler, parents and engines show by heartbeats that they live).
+stands), `beat` (unit scheduler, parents and engines show by heartbeats that they live), `keep-weights` (weights are
+kept when they are loaded).
 The first gateway serves the fewest pages that `muxserve deploy` wants. What they see and do is written to `journal` in
 the fleet's directory, one line each. Lines in `orders` there are sent to the controller by the scheduler.
 """
@@ -318,10 +319,28 @@ class Warm(Parent):
             for rank in (0, 1):
                 self.event("measured", kind="weights", model=order["model"], rank=rank, **figures)
         beat = beating(self.run_dir, f"engine-{order['model']}-{order['phase']}")
-        self.event("up", pid=os.getpid(), **who)
+        kept = order["kind"] == "weights" and bool(told(self.run_dir, "keep-weights"))
+        if kept:
+            self.keep_weights(order["model"])
+        self.event("up", pid=os.getpid(), kept=kept, **who)
         while True:
             beat()
             time.sleep(0.02)
+
+    def keep_weights(self, model: str) -> None:
+        """Hand a piece of memory over, as who loads weights does, on each rank."""
+        from muxserve import spec
+        from muxserve.gpu import weight_wire as wire
+
+        fd = os.memfd_create("weights")
+        os.write(fd, model.encode())
+        unit_spec = spec.load(str(Path(self.run_dir) / "unit.json"))
+        for rank in range(unit_spec.ranks):
+            held = wire.Weights("GPU", [wire.Allocation("vmm", b"cuda-vmm:GPU:3:0", 3)], [], {})
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+                sock.connect(unit_spec.weights_socket(model, rank))
+                wire.send(sock, wire.Keep({"rank": str(rank)}, held), [fd])
+                assert isinstance(wire.receive(sock), wire.Done)
 
 
 def serve_pages(file: str) -> None:

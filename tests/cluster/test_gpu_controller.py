@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import cast
 
@@ -12,9 +13,11 @@ import pytest
 
 from muxserve.cluster.controller import EXIT_OK, EXIT_START
 from muxserve.cluster.events import Down, Failed, PartId, Progress, Starting, Up
+from muxserve.gpu import weight_wire as wire
 from muxserve.gpu.budget import WAITING
+from muxserve.gpu.weight_wire import fetch, say
 from muxserve.spec import load, load_fleet
-from tests.cluster.conftest import Fleet, alive
+from tests.cluster.conftest import Fleet, RunDir, alive, gpu_unit_spec, running
 from tests.cluster.test_controller import ENGINES, GATEWAY, MEMORY, UNIT, VLLM, WARM, index
 
 MPS = PartId("mps")
@@ -70,6 +73,56 @@ async def test_the_engines_of_a_dead_holder_start_after_it(gpu_fleet: Fleet) -> 
     assert reasons == dict.fromkeys(ENGINES[:2], "ended with the process that held its weights")
     assert "u0 got EngineDown one" in gpu_fleet.journal()
     assert len(gpu_fleet.plan.asked) == 1  # pools stay as they are
+
+
+async def kept(fleet: Fleet, model: str, rank: int = 0) -> bytes:
+    """What engines of a model are given of its weights."""
+    path = fleet.controller.fleet.units[0].unit_spec.weights_socket(model, rank)
+
+    def ask() -> bytes:
+        _, (fd,) = fetch(path, {"rank": str(rank)}, 0)
+        try:
+            return os.pread(fd, 100, 0)
+        finally:
+            os.close(fd)
+
+    return await asyncio.to_thread(ask)
+
+
+@pytest.fixture
+async def keeping_fleet(run_dir: RunDir) -> AsyncIterator[Fleet]:
+    """On GPUs that can export memory: weights outlive who has loaded them."""
+    (run_dir.path / "keep-weights").touch()
+    async for each in running(Fleet(run_dir, [gpu_unit_spec(run_dir.path)])):
+        yield each
+
+
+async def test_weights_stay_when_who_has_loaded_them_is_gone(keeping_fleet: Fleet) -> None:
+    """Nothing but memory is left on the GPUs; no death of anybody takes it along."""
+    fleet = keeping_fleet
+    await fleet.serving()
+    assert not any(alive(event.pid) for event in fleet.events if isinstance(event, Up) and event.part in HOLDERS)
+    assert [await kept(fleet, "one", rank) for rank in (0, 1)] == [b"one", b"one"]
+    for rounds, part in ((2, MPS), (3, WARM)):
+        os.kill(fleet.pid(part), signal.SIGKILL)
+        await fleet.until(lambda rounds=rounds: all(fleet.ups(each) == rounds for each in ENGINES))
+        assert all(fleet.ups(part) == 1 for part in HOLDERS)
+        assert await kept(fleet, "two") == b"two"
+    assert len(fleet.plan.asked) == 1
+
+
+async def test_weights_that_cannot_be_mapped_any_more_are_loaded_again(keeping_fleet: Fleet) -> None:
+    fleet = keeping_fleet
+    await fleet.serving()
+    path = fleet.controller.fleet.units[0].unit_spec.weights_socket("one", 1)
+    await asyncio.to_thread(say, path, wire.Lost("the GPU was reset"))
+    again = [HOLDERS[0], *ENGINES[:2]]
+    await fleet.until(lambda: all(fleet.ups(part) == 2 for part in again))
+    assert all(fleet.ups(part) == 1 for part in ALL if part not in again)
+    reasons = {event.part: event.reason for event in fleet.events if isinstance(event, Down)}
+    assert "the weights are lost: the GPU was reset" in reasons.pop(HOLDERS[0])
+    assert reasons == dict.fromkeys(ENGINES[:2], "ended with the process that held its weights")
+    assert await kept(fleet, "one", 1) == b"one"
 
 
 async def test_all_that_computes_ends_with_the_mps_server(gpu_fleet: Fleet) -> None:

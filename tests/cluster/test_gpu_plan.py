@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 
-from muxserve.config import FleetError, parse_fleet
+from muxserve.config import FleetError, Model, parse_fleet
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import GpuMachine as GpuMachine
 from muxserve.gpu.unit import GpuPlan, PoolSizer, SizingError, SmShares, from_json
+from muxserve.planning.checkpoints import architecture_of
 from muxserve.planning.fleet_planner import FleetPlanner
 from muxserve.planning.specs import unit_spec_of
 from muxserve.planning.unit_plan import ResolvedUnit
 from muxserve.spec import load
 from placement import Machine
 from placement.unit import MAX_BLOCKS
-from tests.cluster.test_plan import CONFIG
+from tests.cluster.test_plan import CONFIG, FakeHub
 
 GIB = 1 << 30
 MODELS = """
@@ -106,10 +107,7 @@ class TestQuantised:
     @pytest.mark.parametrize(
         "config",
         [
-            {"quant_method": "gptq", "bits": 4},
-            {"quant_method": "awq", "bits": 4},
-            {"quant_method": "compressed-tensors", "format": "float-quantized"},
-            {"quant_method": "modelopt", "quant_algo": "FP8"},
+            {"quant_method": "torchao"},
             {"quant_method": "bitsandbytes"},
         ],
     )
@@ -124,7 +122,15 @@ class TestQuantised:
 
     @pytest.mark.parametrize(
         "config",
-        [{"quant_method": "fp8"}, {"quant_method": "mxfp4"}, {"quant_method": "modelopt", "quant_algo": "NVFP4"}],
+        [
+            {"quant_method": "fp8"},
+            {"quant_method": "mxfp4"},
+            {"quant_method": "gptq", "bits": 4},
+            {"quant_method": "awq", "bits": 4},
+            {"quant_method": "compressed-tensors", "format": "float-quantized"},
+            {"quant_method": "modelopt", "quant_algo": "FP8"},
+            {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        ],
     )
     def test_others_are_served(self, tmp_path: Path, config: dict[str, Any]) -> None:
         plan(tmp_path, "{gpus: 1}")
@@ -135,8 +141,8 @@ class TestQuantised:
         plan(tmp_path, "{gpus: 1}")
         told = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
         (tmp_path / "a" / "hf_quant_config.json").write_text(json.dumps(told))
-        with pytest.raises(FleetError, match="weights quantised by modelopt FP8 cannot be shared"):
-            self.planned(tmp_path)
+        found = architecture_of(Model(name="a", path=str(tmp_path / "a")), FakeHub(tmp_path))
+        assert found.quantisation == "modelopt FP8"
 
     def test_an_fp8_cache_is_refused(self, tmp_path: Path) -> None:
         models = MODELS.replace("max_len: 512}", "max_len: 512, engine_args: {kv_cache_dtype: fp8}}", 1)

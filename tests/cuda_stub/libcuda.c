@@ -1,4 +1,5 @@
-// Stands in for libcuda.so.1: says when it is initialised (a line in $CUDA_STUB_LOG), and has no GPU.
+// Stands in for libcuda.so.1: says when it is initialised (a line in $CUDA_STUB_LOG), and has no GPU. Linked after
+// memory_manager/tests/fake_cuda, which has memory of its own, it adds what libraries of the wheels want beside that.
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -41,6 +42,41 @@ MISSING(cuMemSetAccess)
 MISSING(cuMemUnmap)
 MISSING(cuPointerGetAttribute)
 MISSING(cuTensorMapEncodeTiled)
+
+// What torch looks for by name when it is initialised.
+MISSING(cuCtxFromGreenCtx)
+MISSING(cuCtxPopCurrent)
+MISSING(cuCtxPushCurrent)
+MISSING(cuDevResourceGenerateDesc)
+MISSING(cuDevSmResourceSplitByCount)
+MISSING(cuDeviceGetDevResource)
+MISSING(cuFuncGetAttribute)
+MISSING(cuFuncSetAttribute)
+MISSING(cuGreenCtxCreate)
+MISSING(cuGreenCtxDestroy)
+MISSING(cuGreenCtxStreamCreate)
+MISSING(cuLaunchKernel)
+MISSING(cuMemGetAddressRange)
+MISSING(cuMemGetAllocationPropertiesFromHandle)
+MISSING(cuMemGetHandleForAddressRange)
+MISSING(cuMemRetainAllocationHandle)
+MISSING(cuMemsetD32Async)
+MISSING(cuModuleGetFunction)
+MISSING(cuModuleLoadData)
+MISSING(cuMulticastAddDevice)
+MISSING(cuMulticastBindMem)
+MISSING(cuMulticastCreate)
+MISSING(cuMulticastUnbind)
+MISSING(cuPointerGetAttributes)
+MISSING(cuStreamWaitValue32)
+MISSING(cuStreamWriteValue32)
+
+int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active) {
+  (void)device;
+  *flags = 0;
+  *active = 1;
+  return 0;
+}
 
 // The runtime takes its functions from here; those that are not above fail.
 int cuGetProcAddress_v2(const char* symbol, void** function, int version, unsigned long long flags, int* status) {

@@ -69,3 +69,12 @@ int nvmlDeviceGetP2PStatus(Device a, Device b, int kind, int* status) {
 }
 
 int nvmlSystemGetCudaDriverVersion_v2(int* version) { *version = 13000; return 0; }
+
+// What torch looks for by name.
+#define MISSING(name) \
+  int name(void) { return 3; }
+MISSING(nvmlDeviceGetComputeRunningProcesses)
+MISSING(nvmlDeviceGetGpuFabricInfoV)
+MISSING(nvmlDeviceGetHandleByPciBusId_v2)
+MISSING(nvmlDeviceGetNvLinkRemoteDeviceType)
+MISSING(nvmlDeviceGetNvLinkRemotePciInfo_v2)

@@ -8,43 +8,23 @@ installs that build and runs this; elsewhere it is skipped.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cuda_stub.conftest import ROOT, WHEELS, Environment
 from tests.support.patience import PATIENCE
-
-ROOT = Path(__file__).resolve().parents[2]
-HERE = Path(__file__).parent
-WHEELS = ROOT / "build/cuda-stub"
-LIBRARIES = {"libcuda.so.1": "libcuda.c", "libnvidia-ml.so.1": "libnvml.c"}
 
 pytestmark = pytest.mark.skipif(not (WHEELS / ".installed").exists(), reason="needs vLLM's CUDA build: make cuda-stub")
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def steps(tmp_path_factory: pytest.TempPathFactory, without_gpus: Environment) -> dict[str, dict[str, Any]]:
     """What `tests.cuda_stub.configure` has said, by step."""
     directory = tmp_path_factory.mktemp("cuda-stub")
-    compiler = shutil.which("cc")
-    assert compiler is not None
-    for library, source in LIBRARIES.items():
-        command = [compiler, "-shared", "-fPIC", "-o", str(directory / library), str(HERE / source), "-ldl"]
-        subprocess.run(command, check=True)
-    environ = {
-        **os.environ,
-        "LD_LIBRARY_PATH": str(directory),
-        "PYTHONPATH": f"{WHEELS}:{ROOT}",
-        "CUDA_STUB_LOG": str(directory / "initialised"),
-        # Else vLLM leaves FlashInfer alone, which initialises CUDA when it is imported.
-        "VLLM_HAS_FLASHINFER_CUBIN": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
+    environ = {**without_gpus, "CUDA_STUB_LOG": str(directory / "initialised")}
     command = [sys.executable, "-m", "tests.cuda_stub.configure", str(directory)]
     done = subprocess.run(
         command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, check=True, timeout=20 * PATIENCE

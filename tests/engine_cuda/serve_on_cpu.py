@@ -2,7 +2,7 @@
 
 Several requests at once, prompts of several chunks, a repeated prompt that hits the prefix cache, decodes of different
 lengths, a restart of the memory manager in between. Once with weights from the checkpoint, once with weights that
-another process holds.
+another process holds; and both with weights of 4 bits, of which vLLM makes another form when they are loaded.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "configs/models/arithmetic"
+INT4 = ROOT / "configs/models/atlas-int4"
 QUESTIONS = ["What is 12 + 7?", "hello", "What is 3 + 4? " * 20, "What is 9 - 2?", "What is 3 + 4? " * 20]
 TOKENS = [20, 33, 9, 25, 14]
 
@@ -38,26 +39,38 @@ def stock() -> list[list[int]]:
     return [list(result.prompt_token_ids) + list(result.outputs[0].token_ids) for result in results]
 
 
-def hold(path: str, ready: Any) -> None:
-    """Load the model as a holder does and hand its weights out (by value: they are on a CPU) until killed."""
+def hold(path: str, ready: Any, checkpoint: Path) -> None:
+    """Load a model as a holder does, move its weights, and hand them out (by value: they are on a CPU) until killed."""
+    import torch
     from vllm.v1.executor.abstract import Executor
 
     from muxserve.engine.cuda import weights
-    from muxserve.engine.cuda.weight_server import WeightServer
+    from muxserve.engine.cuda.weight_memory import ExportedWeights, Piece
     from muxserve.engine.cuda.weight_tensors import describe
+    from muxserve.gpu.weight_server import WeightServer
     from muxserve.vllm.args import config_of, frontend_args
-    from tests.engine.harness import deployed_model
 
     without_repacking()
-    options = {**frontend_args(deployed_model("m", MODEL)), "kv_cache_memory_bytes": 64 << 20, "additional_config": {}}
+    options = {**frontend_args(served(checkpoint)), "kv_cache_memory_bytes": 64 << 20, "additional_config": {}}
     config = config_of(options)
     executor = Executor.get_class(config)(config)
     fingerprint = weights.fingerprint(config.model_config)
-    held = describe(executor.driver_worker.worker.model_runner.get_model(), "GPU-none")
+    model = executor.driver_worker.worker.model_runner.get_model()
+    exported = ExportedWeights(lambda size: Piece("", -1, torch.zeros(size, dtype=torch.uint8)), device="cpu")
+    exported.move(model)
+    held = describe(model, "GPU-none")
     server = WeightServer(path, fingerprint, held)
-    ready.send(len(held.tensors))
+    kinds = [each.kind for each in held.tensors]
+    ready.send({"moved": exported.size, **{kind: kinds.count(kind) for kind in ("param", "buffer", "state")}})
     ready.close()
-    server._thread.join()
+    server.wait()
+
+
+def served(checkpoint: Path, **changes: Any) -> Any:
+    """A model of the fleet."""
+    from tests.engine.harness import deployed_model
+
+    return deployed_model("m", checkpoint, **changes)
 
 
 def without_repacking() -> None:
@@ -83,7 +96,7 @@ def map_held_weights(path: str) -> dict[str, Any]:
     return {"load_format": weights.LOAD_FORMAT, "model_loader_extra_config": {"sockets": [path]}}
 
 
-def ours(prompts: list[list[int]], held_at: str | None = None) -> dict[str, Any]:
+def ours(prompts: list[list[int]], held_at: str | None = None, checkpoint: Path = MODEL) -> dict[str, Any]:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.abstract import Executor
 
@@ -92,11 +105,11 @@ def ours(prompts: list[list[int]], held_at: str | None = None) -> dict[str, Any]
     from muxserve.memory.client import MemoryClient
     from muxserve.spec import GatewaySpec, PoolSpec, UnitSpec, save
     from muxserve.vllm.args import config_of, engine_args
-    from tests.engine.harness import deployed_model
 
-    model = deployed_model("m", MODEL, max_num_batched_tokens=64)
+    model = served(checkpoint, max_num_batched_tokens=64)
     with tempfile.TemporaryDirectory(prefix="mux", dir="/tmp") as run_dir:
-        pools = [PoolSpec("main", 2 * model.block_tokens * model.head_dim * 4, 2500)]
+        item = 4 if model.dtype == "float32" else 2
+        pools = [PoolSpec("main", 2 * model.block_tokens * model.head_dim * item, 2500)]
         gateway = GatewaySpec("127.0.0.1", 0)
         unit_spec = UnitSpec(run_dir, "test", "adbs", 1, pools, [model], gateway)
         save(unit_spec, Path(run_dir) / "unit.json")
@@ -205,16 +218,19 @@ def main() -> None:
     prompts = [tokens[: len(tokens) - count] for tokens, count in zip(expected, TOKENS, strict=True)]
     in_a_fork(lambda: ours(prompts), out / "ours.json")
 
-    path = str(out / "weights.sock")
-    receive, send = multiprocessing.Pipe(duplex=False)
-    holder = fork(lambda: hold(path, send))
-    send.close()
-    try:
-        (out / "tensors.json").write_text(json.dumps(receive.recv()))
-        in_a_fork(lambda: ours(prompts, held_at=path), out / "held.json")
-    finally:
-        os.kill(holder, signal.SIGKILL)
-        os.waitpid(holder, 0)
+    in_a_fork(lambda: ours(prompts, checkpoint=INT4), out / "int4.json")
+    for checkpoint, name in ((MODEL, "held"), (INT4, "held-int4")):
+        path = str(out / f"{name}.sock")
+        receive, send = multiprocessing.Pipe(duplex=False)
+        holder = fork(lambda path=path, send=send, checkpoint=checkpoint: hold(path, send, checkpoint))
+        send.close()
+        try:
+            (out / f"{name}-tensors.json").write_text(json.dumps(receive.recv()))
+            held_at = {"held_at": path, "checkpoint": checkpoint}
+            in_a_fork(lambda held_at=held_at: ours(prompts, **held_at), out / f"{name}.json")
+        finally:
+            os.kill(holder, signal.SIGKILL)
+            os.waitpid(holder, 0)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,17 @@ def test_tokens_are_those_of_stock_vllm(served: Path) -> None:
             assert answers[run] == expected, (weights, run)
         assert answers["known_after_restart"] == 0
         assert answers["uploads"] > 0
-    assert json.loads((served / "tensors.json").read_text()) > 20
+    tensors = json.loads((served / "held-tensors.json").read_text())
+    assert tensors["param"] > 20
+    assert tensors["moved"] > 0
+
+
+def test_weights_that_vllm_packs_are_packed_once_and_mapped(served: Path) -> None:
+    """What its kernels keep beside parameters is made in each engine; the tokens are those of weights it has loaded."""
+    expected = json.loads((served / "int4.json").read_text())
+    answers = json.loads((served / "held-int4.json").read_text())
+    assert answers == expected
+    assert expected["first"] != json.loads((served / "ours.json").read_text())["first"]
 
 
 class FakeGenerator:

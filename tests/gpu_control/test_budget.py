@@ -19,8 +19,8 @@ def needs(model: str = "a", rank: int = 0, weights: int = 16 * GIB, activation: 
 
 def test_the_sum_by_hand() -> None:
     made = budget("GPU 0", 100 * GIB, 1 * GIB, [needs(), needs("b", weights=3 * GIB)], 16384, RULES)
-    # 90 GiB, weights once, two engines with activations and graphs, three contexts each, a GiB in reserve.
-    engines = 2 * (2 * GIB + 256 * MIB) + 3 * 500 * MIB
+    # 90 GiB, weights once, two engines with activations, graphs and contexts each, a GiB in reserve.
+    engines = 2 * (2 * GIB + 256 * MIB) + 2 * 500 * MIB
     left = 90 * GIB - (16 + 3) * GIB - 2 * engines - GIB
     tables = left - left * 16384 // (16384 + 8)
     assert made.pool_bytes == (left - tables) // GRANULARITY * GRANULARITY

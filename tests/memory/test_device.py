@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from muxserve.memory import server
+from muxserve.memory import _native, server
 from muxserve.memory.client import MemoryClient
 from muxserve.memory.errors import DeviceMemoryError, MemoryManagerGone
 from muxserve.memory.fd_store import FdStore
@@ -112,6 +112,46 @@ def test_each_rank_has_its_gpu(tmp_path: Path, managers: list[subprocess.Popen[b
         other = client.map(of.models[1].name)
         if of.models[1].pool == of.models[0].pool:
             assert other.device_pool is first.device_pool
+
+
+MAP = """
+import ctypes, sys
+from muxserve.memory import _native
+mapping = _native.CudaMapping(sys.argv[1], int(sys.argv[2]), read_only=True)
+memory = (ctypes.c_char * 7).from_address(mapping.address)
+print(memory.raw.decode(), mapping.read_only, flush=True)
+memory[0] = b"x"
+print("written")
+"""
+
+
+@pytest.mark.parametrize("read_only", [True, False], ids=["read-only", "where the driver cannot"])
+def test_exported_memory_is_read_by_others_when_its_maker_is_gone(
+    read_only: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As weights are: made by one process, kept as a descriptor, mapped by engines."""
+    if not read_only:
+        monkeypatch.setenv("FAKE_CUDA_NO_READ_ONLY", "1")
+    exported = _native.ExportedMemory(GPUS[1], 3 << 20)
+    made = _native.CudaMapping(exported.handle, os.dup(exported.descriptor))
+    assert (made.bytes, made.device_uuid, made.read_only) == (4 << 20, GPUS[1], False)  # whole granules
+    ctypes.memmove(made.address, b"weights", 7)
+    handle, kept = exported.handle, os.dup(exported.descriptor)
+    del made, exported
+    command = [sys.executable, "-c", MAP, handle, str(kept)]
+    done = subprocess.run(command, pass_fds=[kept], capture_output=True, text=True, timeout=60)
+    os.close(kept)
+    said = done.stdout.split()
+    assert said == (["weights", "True"] if read_only else ["weights", "False", "written"])
+    assert (done.returncode == 0) is not read_only  # a write into what others compute with ends the writer
+
+
+def test_whether_a_gpu_can_export_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _native.exports_memory(GPUS[0])
+    monkeypatch.setenv("FAKE_CUDA_NO_VMM", "1")
+    assert not _native.exports_memory(GPUS[0])
+    with pytest.raises(DeviceMemoryError, match="cuMemExportToShareableHandle"):
+        _native.ExportedMemory(GPUS[0], 2 << 20)
 
 
 def test_a_mapping_outlives_the_manager(of: UnitSpec, managers: list[subprocess.Popen[bytes]]) -> None:

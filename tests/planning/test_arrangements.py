@@ -279,8 +279,8 @@ class TestGpus:
         )
         assert one is not None
         assert two is not None
-        assert (one.rules.engines, one.rules.processes) == (1, 2)
-        assert (two.rules.engines, two.rules.processes) == (2, 3)
+        assert (one.rules.engines, one.rules.processes) == (1, 1)
+        assert (two.rules.engines, two.rules.processes) == (2, 2)
 
     def test_too_few_for_all_units(self) -> None:
         said = refused(only(f"{ROLLING}, replicas: 3", head="cluster: {gpus: 2}"), None, H200)

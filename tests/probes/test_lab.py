@@ -19,6 +19,8 @@ from tests.cluster.conftest import alive
 HERE = Path(__file__).parent
 GOOD = {
     "compute": '{"name": "NVIDIA H200", "capability": [9, 0], "sms": 132, "torch": "2.13.0", "cuda": "13.0"}',
+    "export": "{}",
+    "map-exported": '{"same": true, "read_only": true}',
     "keep": 'stay {"handle": "0:1:ab"}',
     "map": '{"same": true}',
     "manage": 'stay {"socket": "/x"}',
@@ -74,8 +76,9 @@ def test_a_machine_on_which_everything_works(machine: Machine) -> None:
     assert {each.verdict for each in found.values()} == {"ok"}
     assert not any(each.fallbacks for each in found.values())
     assert "a client with 50% sees 66 of 132 SMs" in found["SM shares under MPS"].detail
-    (kept,), (mapped,) = machine.journal("keep"), machine.journal("map")
-    # Weights are kept outside MPS, and mapped by a client.
+    assert "that has ended, for reading only" in found["weights of another process"].detail
+    (kept,), (mapped,) = machine.journal("export"), machine.journal("map-exported")
+    # Weights are loaded outside MPS, and mapped by a client.
     assert kept["CUDA_MPS_PIPE_DIRECTORY"] != mapped["CUDA_MPS_PIPE_DIRECTORY"] == str(machine.directory / "mps/pipe")
     assert mapped["CUDA_VISIBLE_DEVICES"] == "GPU-0"
     assert [each["CUDA_VISIBLE_DEVICES"] for each in machine.journal("reduce")] == ["GPU-0,GPU-1"] * 4
@@ -91,9 +94,8 @@ def test_a_machine_on_which_everything_works(machine: Machine) -> None:
         ("CUDA", "compute", ['{"error": "RuntimeError: no kernel image"}'], "no kernel image", ("refuse",)),
         ("CUDA", "compute", [GOOD["compute"].replace("[9, 0]", "[7, 5]")], "needs 8.0 or later", ("refuse",)),
         ("SM shares under MPS", "compute", [GOOD["compute"]], "sees 132 of 132 SMs", ("mps_off",)),
-        ("weights of another process", "map", ["die", '{"same": true}'], "Segmentation fault", ("keepers_in_mps",)),
-        ("weights of another process", "map", ["die", "die", '{"same": true}'], "Segmentation", ("mps_off",)),
-        ("weights of another process", "map", ['{"same": false}'], "not what was written", ("refuse",)),
+        ("weights of another process", "map-exported", ["die"], "Segmentation fault", ("ipc_legacy",)),
+        ("weights of another process", "export", ['{"error": "x"}', "{}"], "x; so: a client", ("ipc_legacy",)),
         ("pool of another process", "read-page", ['{"same": false}', '{"same": true}'], "vmm", ("ipc_legacy",)),
         ("attention on one-head pages", "attention", ['{"most": 3.5, "mean": 0.4, "cases": 12}'], "3.5", ("refuse",)),
         ("attention on one-head pages", "attention", ['{"most": NaN, "mean": 0, "cases": 2}'], "nan", ("refuse",)),
@@ -111,6 +113,25 @@ def test_what_does_not_work_has_a_way_out(
     (found,) = run(machine.lab, [chosen])
     assert (found.verdict, found.fallbacks) == ("failed", fallbacks)
     assert detail in found.detail
+
+
+@pytest.mark.parametrize(
+    ("exported", "mapped", "fallbacks"),
+    [
+        (["die"], ["die", '{"same": true}'], ("keepers_in_mps",)),
+        (["die", '{"same": true, "read_only": false}'], ["die"], ("mps_off",)),
+        (["die"], ["die", "die", '{"same": true}'], ("mps_off", "ipc_legacy")),
+        (['{"same": false, "read_only": true}'], ['{"same": false}'], ("refuse",)),
+    ],
+)
+def test_weights_are_shared_in_the_first_way_that_works(
+    machine: Machine, exported: list[str], mapped: list[str], fallbacks: tuple[str, ...]
+) -> None:
+    machine.say("map-exported", *exported)
+    machine.say("map", *mapped)
+    (chosen,) = [each for each in PROBES if each.name == "weights of another process"]
+    (found,) = run(machine.lab, [chosen])
+    assert (found.verdict, found.fallbacks) == ("failed", fallbacks)
 
 
 def test_what_hangs_is_ended_with_all_that_it_started(machine: Machine) -> None:

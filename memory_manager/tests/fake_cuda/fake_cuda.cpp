@@ -4,6 +4,7 @@
 //   FAKE_CUDA_DEVICES         how many GPUs there are (1)
 //   FAKE_CUDA_MEMORY          bytes that may be allocated in this process (1 GiB)
 //   FAKE_CUDA_NO_VMM          memory cannot be exported as a file descriptor
+//   FAKE_CUDA_NO_READ_ONLY    memory cannot be mapped for reading only
 //   FAKE_CUDA_NEEDS_CONTEXT   virtual memory management needs a current context
 //   FAKE_CUDA_FAIL            NAME=CODE or NAME@N=CODE: this call fails, or only the N-th call of that name from now on
 //   FAKE_CUDA_LOG             file to which every call is appended, with what it answered
@@ -104,6 +105,11 @@ Result call(const char* name, F work) {
 struct Location {
   int type;
   int id;
+};
+
+struct Access {
+  Location location;
+  int flags;
 };
 
 struct IpcHandle {
@@ -298,10 +304,13 @@ Result cuMemUnmap(unsigned long long address, std::size_t bytes) {
   });
 }
 
-Result cuMemSetAccess(unsigned long long address, std::size_t bytes, const void*, std::size_t) {
+Result cuMemSetAccess(unsigned long long address, std::size_t bytes, const Access* access, std::size_t) {
   return call("cuMemSetAccess", [&] {
     if (mappings.count(address) == 0) return kInvalidValue;
-    return mprotect(reinterpret_cast<void*>(address), bytes, PROT_READ | PROT_WRITE) == 0 ? 0 : 999;
+    const bool writes = access->flags == 3;
+    if (!writes && *setting("FAKE_CUDA_NO_READ_ONLY") != '\0') return 801;
+    const int allowed = writes ? PROT_READ | PROT_WRITE : PROT_READ;
+    return mprotect(reinterpret_cast<void*>(address), bytes, allowed) == 0 ? 0 : 999;
   });
 }
 

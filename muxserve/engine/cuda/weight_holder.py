@@ -1,4 +1,8 @@
-"""The process that holds a model's weights on every GPU of the unit, and measures what its engines will need."""
+"""The process that loads a model's weights on every GPU of the unit, and measures what its engines will need.
+
+Where the GPUs can export memory, weights are moved to such memory, the controller keeps its descriptors, and this
+process ends: engines need it no more. Elsewhere it holds them, and hands out CUDA IPC handles until it is killed.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
-from vllm.model_executor.model_loader.weight_cache.protocol import (
-    UnsupportedQuantForIPCError,
-    check_ipc_quant_support,
-)
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -29,10 +29,14 @@ from muxserve.engine.cuda import attention, weights
 from muxserve.engine.cuda.page_table import STAGED_ROWS, table_bytes
 from muxserve.engine.cuda.runner import PooledGPUModelRunner
 from muxserve.engine.cuda.splits import MAX_PARTIAL_BYTES
-from muxserve.engine.cuda.weight_server import WeightServer
-from muxserve.engine.cuda.weight_tensors import describe
+from muxserve.engine.cuda.weight_memory import ExportedWeights, on_gpu
+from muxserve.engine.cuda.weight_tensors import describe, found_at, processed
 from muxserve.engine.cuda.worker import PooledGPUWorker, out_of_memory
+from muxserve.gpu import weight_wire as wire
 from muxserve.gpu.budget import WAITING
+from muxserve.gpu.weight_server import WeightServer
+from muxserve.gpu.weight_wire import say
+from muxserve.memory import _native
 from muxserve.net.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
 from muxserve.net.process import words
 from muxserve.spec import UnitSpec
@@ -73,6 +77,7 @@ class HolderWorker(PooledGPUWorker):
         super().init_device()
         self._fingerprint: dict[str, str] = {}
         self._server: WeightServer | None = None
+        self._exported: ExportedWeights | None = None
 
     def _make_model_runner(self) -> PooledGPUModelRunner:
         return HolderModelRunner(self.vllm_config, self.device)
@@ -81,22 +86,29 @@ class HolderWorker(PooledGPUWorker):
         self._fingerprint = weights.fingerprint(self.model_config)
         self._before_weights = _reserved(self.device)
         allocated = torch.cuda.memory_allocated(self.device)
+        unit_spec, model, _ = binding.place_of(self.vllm_config)
         try:
             super().load_model(load_dummy_weights=load_dummy_weights)
         except torch.OutOfMemoryError as error:
-            _, model, _ = binding.place_of(self.vllm_config)
             raise RuntimeError(out_of_memory(model, "the weights", self.device, error)) from error
-        try:
-            check_ipc_quant_support(self.model_runner.get_model())
-        except UnsupportedQuantForIPCError as error:
-            raise RuntimeError(
-                f"its quantisation cannot be shared between processes ({error}); use an FP8 checkpoint or one that is "
-                "not quantised"
-            ) from error
+        loaded = self.model_runner.get_model()
+        self._rebuilding = largest_rebuilt(loaded)
+        assert unit_spec.gpu is not None
+        uuid = unit_spec.gpu.uuids[self.rank]
+        if unit_spec.gpu.exports_weights:
+            if _native.exports_memory(uuid):
+                self._exported = ExportedWeights(on_gpu(uuid, self.device))
+                self._exported.move(loaded)
+            else:
+                log.warning("GPU %s cannot export memory; this process stays, to hold the weights", uuid)
         self._after_weights = _reserved(self.device)
         # A very small model fits into what torch had taken before.
         allocated = torch.cuda.memory_allocated(self.device) - allocated
-        self._weights_bytes = max(allocated, self._after_weights - self._before_weights)
+        self._weights_bytes = max(allocated, self._after_weights - self._before_weights) + self._exported_bytes
+
+    @property
+    def _exported_bytes(self) -> int:
+        return self._exported.size if self._exported is not None else 0
 
     def measure(self) -> dict[str, int]:
         """What the weights take, and what an engine of this model will take beside them, in bytes on this GPU.
@@ -116,31 +128,57 @@ class HolderWorker(PooledGPUWorker):
                 graphs = max(0, int(self.model_runner.profile_cudagraph_memory()))
         left = _reserved(device)
         assert unit_spec.gpu is not None
-        context = _context_bytes(unit_spec.gpu.uuids[self.rank], self._used_before, left)
+        context = _context_bytes(unit_spec.gpu.uuids[self.rank], self._used_before, left + self._exported_bytes)
+        # Where nobody has expected this process to stay, its own context is not counted.
+        stays = unit_spec.gpu.exports_weights and self._exported is None
         deployed = unit_spec.model(model)
         tables = attention.table_shape(self.vllm_config, deployed.layers, deployed.kv_heads, deployed.block_tokens)
         row_bytes = table_bytes(1, deployed.layers, deployed.kv_heads)
         return {
             "rank": self.rank,
-            "weights_bytes": self._weights_bytes,
+            "weights_bytes": self._weights_bytes + stays * context,
             # With the buffers that a runner has from the start, and what attention needs, which was left out: folded
-            # tables, partial results, staged rows.
+            # tables, partial results, staged rows. Before its first step an engine rebuilds its modules there.
             "activation_bytes": (
-                peak + self._before_weights + tables.bytes + MAX_PARTIAL_BYTES + STAGED_ROWS * row_bytes
+                max(peak, self._rebuilding)
+                + self._before_weights
+                + tables.bytes
+                + MAX_PARTIAL_BYTES
+                + STAGED_ROWS * row_bytes
             ),
             "context_bytes": context,
             "graph_bytes": graphs,
         }
 
-    def hand_out(self) -> None:
-        """Let engines map the weights from now on."""
+    def hand_out(self) -> bool:
+        """Let engines map the weights from now on; whether they can without this process."""
         unit_spec, model, _ = binding.place_of(self.vllm_config)
+        path = unit_spec.weights_socket(model, self.rank)
         gpu = "" if unit_spec.gpu is None else unit_spec.gpu.uuids[self.rank]
-        held = describe(self.model_runner.get_model(), gpu)
-        self._server = WeightServer(unit_spec.weights_socket(model, self.rank), self._fingerprint, held)
+        loaded = self.model_runner.get_model()
+        if self._exported is None:
+            self._server = WeightServer(path, self._fingerprint, describe(loaded, gpu))
+            return False
+        held = describe(loaded, gpu, self._exported.export, kind="vmm")
+        descriptors = self._exported.descriptors
+        in_order = [descriptors[each.handle] for each in held.allocations if each.kind == "vmm"]
+        torch.cuda.synchronize(self.device)
+        say(path, wire.Keep(self._fingerprint, held), in_order)
+        return True
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         raise NotImplementedError("a holder serves no requests")
+
+
+def largest_rebuilt(model: torch.nn.Module) -> int:
+    """Bytes that an engine needs while it rebuilds the largest module of `model` that it must: as loaded, and as made
+    of that, which are about as large."""
+
+    def size(name: str, module: torch.nn.Module) -> int:
+        tensors = [found.value for found in found_at(name, module) if isinstance(found.value, torch.Tensor)]
+        return sum({id(each): each.numel() * each.itemsize for each in tensors}.values())
+
+    return 2 * max((size(name, module) for name, module in model.named_modules() if processed(module)), default=0)
 
 
 def holder_args(unit_spec: UnitSpec, model: str) -> dict[str, Any]:
@@ -160,7 +198,7 @@ def holder_args(unit_spec: UnitSpec, model: str) -> dict[str, Any]:
 def run(unit_spec: UnitSpec, model: str, control: Any) -> None:
     """See `weights.run_holder`."""
     try:
-        executor = _load(unit_spec, model, control)
+        executor, kept = _load(unit_spec, model, control)
     except Exception as error:
         log.exception("cannot hold the weights of %s", model)
         control.event("failed", kind="weights", model=model, phase="", error=words(error))
@@ -168,14 +206,16 @@ def run(unit_spec: UnitSpec, model: str, control: Any) -> None:
     # A shard's process that dies takes the whole holder with it: engines need all of them.
     executor.register_failure_callback(lambda: os._exit(1))
     heartbeat = Heartbeat(heartbeat_file(unit_spec.run_dir, f"weights-{model}"))
-    control.event("up", kind="weights", model=model, phase="", pid=os.getpid())
+    # Whose weights are kept is ended then.
+    control.event("up", kind="weights", model=model, phase="", pid=os.getpid(), kept=kept)
     while True:
         heartbeat.beat()
         time.sleep(PERIOD_SECONDS)
 
 
-def _load(unit_spec: UnitSpec, model: str, control: Any) -> Any:
-    """An executor whose workers hold the weights, have told what they measured and hand them out."""
+def _load(unit_spec: UnitSpec, model: str, control: Any) -> tuple[Any, bool]:
+    """An executor whose workers have loaded the weights, told what they measured and handed them out; and whether the
+    weights are kept by others on all ranks."""
     from vllm.v1.executor.abstract import Executor
 
     from muxserve.engine.support import refuse_unsupported
@@ -203,10 +243,10 @@ def _load(unit_spec: UnitSpec, model: str, control: Any) -> Any:
         _resolve_layout(config, executor)
         progress("measuring memory")
         measured = executor.collective_rpc("measure")
-    executor.collective_rpc("hand_out")
+    kept = all(executor.collective_rpc("hand_out"))
     for each in measured:
         control.event("measured", kind="weights", model=model, **each)
-    return executor
+    return executor, kept
 
 
 def _resolve_layout(config: Any, executor: Any) -> None:

@@ -1,75 +1,157 @@
-"""vLLM's model loader that maps the weights of the model's holder."""
+"""vLLM's model loader that maps the weights which another process has loaded."""
 
 from __future__ import annotations
 
 import dataclasses
-import socket
-import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
 from vllm.distributed import get_world_group
-from vllm.model_executor.model_loader.weight_cache.ipc_loader import IpcModelLoader
+from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.model_executor.model_loader.weight_cache.ipc_loader import (
+    IpcModelLoader,
+    _materialize_remaining_meta_tensors,
+)
 from vllm.model_executor.model_loader.weight_cache.protocol import WeightCacheState
+from vllm.model_executor.utils import weights_already_processed
+from vllm.utils.torch_utils import set_default_torch_dtype
 
-from muxserve.engine.cuda import weight_wire as wire
 from muxserve.engine.cuda import weights
-from muxserve.engine.cuda.weight_tensors import mapped
+from muxserve.engine.cuda.weight_tensors import Found, MappedTensor, found_at, mapped, processed
+from muxserve.gpu import weight_wire as wire
+from muxserve.gpu.weight_wire import fetch, say
+from muxserve.memory.errors import DeviceMemoryError
 
-# How long a holder may take to come up; engines are started after it, so it is there unless it is being restarted.
+# How long weights may take to come up; engines are started after them, so they are there unless they are loaded anew.
 WAIT_SECONDS = 120.0
 
 
 class HeldWeightsLoader(IpcModelLoader):
-    """Builds the model of tensors that lie in its holder's memory. It never loads from disk: a second copy of the
-    weights is not in the unit's memory budget."""
+    """Builds the model of tensors that lie in memory which another process has filled. It never loads from disk: a
+    second copy of the weights is not in the unit's memory budget."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         extra: Any = load_config.model_loader_extra_config
         self._sockets: list[str] = list(extra["sockets"])
         self._seconds = float(extra.get("wait_seconds", WAIT_SECONDS))
+        self._scalars: Mapping[str, float] = {}
         super().__init__(dataclasses.replace(load_config, model_loader_extra_config={"fallback": False}))
 
     def get_external_weight_memory(self, vllm_config: VllmConfig) -> int:
         return 0  # an engine asks for no part of the GPU's memory, see `PooledGPUWorker`
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """The holder has the weights."""
+        """Somebody else has the weights."""
 
     def _fetch_entries(self, model_config: ModelConfig) -> WeightCacheState:
-        # A holder listens by its rank among all, over every stage of a pipeline.
-        rank = get_world_group().rank_in_group
-        found = fetch(self._sockets[rank], weights.fingerprint(model_config), self._seconds)
-        return WeightCacheState(entries=mapped(found, self._device()), aliases=found.aliases, attrs={})
+        # They are handed out by the rank among all, over every stage of a pipeline.
+        path = self._sockets[get_world_group().rank_in_group]
+        found, descriptors = fetch(path, weights.fingerprint(model_config), self._seconds)
+        self._scalars = found.scalars
+        try:
+            entries = mapped(found, self._device(), descriptors)
+        except DeviceMemoryError as error:
+            # Nobody can map it: a GPU that was reset has lost it. Who keeps it has it loaded again.
+            say(path, wire.Lost(str(error)))
+            raise
+        return WeightCacheState(entries=entries, aliases=found.aliases, attrs={})
+
+    def _build_model(
+        self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str, state: WeightCacheState
+    ) -> torch.nn.Module:
+        """As vLLM's, which refuses what is `processed`; here this is made as vLLM makes it after loading, one module
+        after the other, of zeros, and its tensors are replaced by those that were made of the weights."""
+        device = self._device()
+        with set_default_torch_dtype(model_config.dtype):
+            with torch.device("meta"):
+                model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+            made = rebuild(model, state, self._scalars, device)
+            rest = {name: entry for name, entry in state.entries.items() if name not in made}
+            aliases = {name: of for name, of in state.aliases.items() if name not in made}
+            self._apply_entries(model, state._replace(entries=rest, aliases=aliases), device.index or 0)
+            methods = [(module, module.quant_method) for module in model.modules() if processed(module)]
+            with weights_already_processed():
+                for module, _ in methods:
+                    module.quant_method = None
+                try:
+                    process_weights_after_loading(model, model_config, device)
+                finally:
+                    for module, method in methods:
+                        module.quant_method = method
+            _materialize_remaining_meta_tensors(model, device)
+        return model.eval()
 
     def _device(self) -> torch.device:
         return torch.device("cuda", torch.accelerator.current_device_index())
 
 
-def fetch(path: str, fingerprint: dict[str, str], seconds: float) -> wire.Weights:
-    """Ask the holder at `path`, waiting at most `seconds` for it to come up.
+def rebuild(
+    model: torch.nn.Module, state: WeightCacheState, scalars: Mapping[str, float], device: torch.device
+) -> set[str]:
+    """Make the modules of `model` that are `processed`, on meta, of what is held; returns the names that they took.
+
+    What vLLM builds beside tensors (kernels, workspaces, views) comes out as it would after loading, since it is vLLM
+    that builds it. So much memory is needed meanwhile as the largest of these modules takes, loaded and processed.
 
     Raises:
-        TimeoutError: it did not come up.
-        RuntimeError: it holds other weights; the message says what differs.
+        RuntimeError: the model is not made of the same parts as the one that was loaded.
     """
-    end = time.monotonic() + seconds
-    while True:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            try:
-                sock.connect(path)
-                wire.send(sock, wire.Ask(fingerprint))
-                answer = wire.receive(sock)
-            except (ConnectionError, FileNotFoundError) as error:
-                if time.monotonic() >= end:
-                    raise TimeoutError(
-                        f"the process that holds the weights did not answer at {path} within {seconds:.0f} s "
-                        f"({error}); see its log"
-                    ) from error
-                time.sleep(0.05)  # the socket appears when the holder has loaded and measured
+    entries: Mapping[str, MappedTensor] = state.entries
+    taken: set[str] = set()
+    for name, module in model.named_modules():
+        if not processed(module):
+            continue
+        with torch.device(device):
+            for tensors in (module._parameters, module._buffers):
+                for leaf, tensor in tensors.items():
+                    if tensor is not None and tensor.is_meta:
+                        tensors[leaf] = materialize_meta_tensor(tensor).zero_()
+            module.quant_method.process_weights_after_loading(module)
+        seen: set[int] = set()
+        for found in list(found_at(name, module)):
+            taken.add(found.name)
+            if not isinstance(found.value, torch.Tensor):
+                if found.name not in scalars:
+                    raise RuntimeError(_differs(found.name, "is not among the weights that are held"))
+                _put(found, scalars[found.name])
                 continue
-        if isinstance(answer, wire.Weights):
-            return answer
-        raise RuntimeError(answer.error if isinstance(answer, wire.WeightsRefused) else f"unexpected answer {answer!r}")
+            if id(found.value) in seen:
+                continue
+            seen.add(id(found.value))
+            entry = entries.get(state.aliases.get(found.name, found.name))
+            if entry is None:
+                raise RuntimeError(_differs(found.name, "is not among the weights that are held"))
+            ours, theirs = found.value, entry.tensor
+            if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+                raise RuntimeError(_differs(found.name, f"is {_form(ours)}, and {_form(theirs)} is held"))
+            if ours.is_meta:
+                # Made with the module, and untouched by its method.
+                _put(found, theirs)
+            else:
+                # In place: views of it, and what kernels keep of it, are tensors of their own, with names of their own.
+                ours.data = theirs
+    missing = sorted(each for each, entry in entries.items() if entry.kind == "state" and each not in taken)
+    if missing:
+        raise RuntimeError(_differs(missing[0], "is held, and the engine has not made it"))
+    return taken
+
+
+def _put(found: Found, value: torch.Tensor | float) -> None:
+    if isinstance(value, float) and value == found.value:
+        return  # a setting rather than a finding, perhaps of an object that may not change
+    if isinstance(found.owner, dict):
+        found.owner[found.at] = value
+    elif not isinstance(found.owner, list | tuple):
+        setattr(found.owner, found.at, value)
+
+
+def _differs(name: str, what: str) -> str:
+    return f"the model is made of other parts than the one whose weights are held: {name} {what}"
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -2,34 +2,138 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from muxserve.engine.cuda import cuda_ipc
-from muxserve.engine.cuda.weight_wire import Allocation, HeldTensor, Weights
+from muxserve.gpu.weight_wire import Allocation, HeldTensor, Weights
+from muxserve.memory import _native
+from muxserve.memory.device import DeviceMemory
 
-# Buffers up to this many bytes are an engine's own: a model may write into them (scales, counters), and the model's
-# other engine would see that. Larger ones are tables that nobody writes (rotary embeddings).
+# Buffers up to this many bytes are an engine's own: a model may write into them (scales, counters, locks of kernels),
+# and the model's other engine would see that. Larger ones are tables that nobody writes (rotary embeddings).
 OWN_BUFFER_BYTES = 1 << 20
 
 # From an address on a device to the allocation around it: its address, its size, its handle.
 Export = Callable[[int], tuple[int, int, bytes]]
-# From an allocation to its bytes here, uint8 [size].
-Open = Callable[[Allocation], torch.Tensor]
+# From an allocation, and its descriptor or -1, to its bytes here, uint8 [size].
+Open = Callable[[Allocation, int], torch.Tensor]
+
+
+class Found(NamedTuple):
+    """A tensor of a model, or a number that belongs to its weights, `at` an attribute of `owner`."""
+
+    name: str
+    kind: Literal["param", "buffer", "state"]
+    value: torch.Tensor | float
+    owner: Any
+    at: str
+
+
+def processed(module: torch.nn.Module) -> bool:
+    """Whether vLLM makes what `module` computes with of what was loaded (packs, transposes, derives), and can only do
+    so itself: in each engine, on memory of its own, before that is replaced by what another process holds."""
+    method = getattr(module, "quant_method", None)
+    return isinstance(method, QuantizeMethodBase) and not _takes_processed(method)
+
+
+def _takes_processed(method: QuantizeMethodBase) -> bool:
+    if _PROMISE in vars(method):
+        return method.supports_pre_processed_weights
+    for each in type(method).__mro__:
+        if _PROMISE in vars(each):
+            return method.supports_pre_processed_weights
+        if "process_weights_after_loading" in vars(each):
+            break  # the promise is of a class that processes otherwise
+    return False
+
+
+_PROMISE = "supports_pre_processed_weights"
+
+
+def found_in(model: torch.nn.Module) -> Iterator[Found]:
+    """All tensors of `model`: parameters and buffers, those included that a checkpoint does not have (rotary tables),
+    and of modules that are `processed` what hangs on them and on their quantisation method; tied ones under each name.
+    """
+    for name, module in model.named_modules(remove_duplicate=False):
+        yield from found_at(name, module)
+
+
+def found_at(name: str, module: torch.nn.Module) -> Iterator[Found]:
+    """Those of one module, without its children."""
+    prefix = name and f"{name}."
+    for leaf, parameter in module._parameters.items():
+        if parameter is not None:
+            yield Found(prefix + leaf, "param", parameter, module, leaf)
+    for leaf, buffer in module._buffers.items():
+        if buffer is not None:
+            yield Found(prefix + leaf, "buffer", buffer, module, leaf)
+    if processed(module):
+        seen = {id(module)}
+        others = _OF_ATTENTION if isinstance(module, AttentionLayerBase) else ()
+        for leaf, value in [*vars(module).items(), *module._modules.items()]:
+            if leaf in _OF_MODULES or leaf in others:
+                continue
+            if leaf == "quant_method" or not isinstance(value, torch.nn.Module):
+                yield from _state(f"{name}:{leaf}", value, module, leaf, seen)
+
+
+_OF_MODULES = vars(torch.nn.Module())
+# Made for the cache, whatever the weights are.
+_OF_ATTENTION = ("kv_cache", "impl")
+
+
+def _state(name: str, value: Any, owner: Any, at: str, seen: set[int]) -> Iterator[Found]:
+    """What is reached from `value` through vLLM's own objects and plain containers."""
+    if isinstance(value, torch.Tensor) or type(value) is float:
+        yield Found(name, "state", value, owner, at)
+        return
+    inside: Sequence[tuple[str, Any]]
+    if isinstance(value, dict):
+        inside = [(str(key), each) for key, each in value.items()]
+    elif isinstance(value, list | tuple):
+        inside = [(str(index), each) for index, each in enumerate(value)]
+    elif _holds_state(value):
+        attributes = {**getattr(value, "_parameters", {}), **getattr(value, "_buffers", {}), **vars(value)}
+        inside = [(key, each) for key, each in attributes.items() if key not in _OF_MODULES]
+    else:
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    for key, each in inside:
+        # A module below is found by its own name.
+        if not isinstance(each, torch.nn.Module):
+            yield from _state(f"{name}.{key}", each, value, key, seen)
+
+
+def _holds_state(value: Any) -> bool:
+    home = type(value).__module__
+    ours = isinstance(value, QuantizeMethodBase) or (home.startswith("vllm.") and not home.startswith("vllm.config"))
+    plain = isinstance(value, type | types.FunctionType | types.MethodType | types.ModuleType | QuantizationConfig)
+    return ours and hasattr(value, "__dict__") and not plain
 
 
 def describe(
-    model: torch.nn.Module, gpu: str, export: Export = cuda_ipc.export, shared_device: str = "cuda"
+    model: torch.nn.Module,
+    gpu: str,
+    export: Export = cuda_ipc.export,
+    shared_device: str = "cuda",
+    kind: Literal["cuda", "vmm"] = "cuda",
 ) -> Weights:
-    """All parameters and buffers of `model`, those included that a checkpoint does not have (rotary tables).
+    """What `found_in` finds in a model whose weights are loaded.
 
     Args:
         gpu: UUID of the GPU that they are on.
         export: tells the allocation around an address.
         shared_device: tensors on devices of this type are shared, others sent by value.
+        kind: of the handles of `export`. Descriptors of exported memory are not said here.
 
     Raises:
         CudaIpcError: the memory cannot be shared.
@@ -38,6 +142,7 @@ def describe(
     places: dict[int, int] = {}  # address of an allocation -> its index
     tensors: list[HeldTensor] = []
     aliases: dict[str, str] = {}
+    scalars: dict[str, float] = {}
     names: dict[int, str] = {}
 
     def place(tensor: torch.Tensor) -> tuple[int, int]:
@@ -49,28 +154,29 @@ def describe(
         base, size, handle = export(address)
         if base not in places:
             places[base] = len(allocations)
-            allocations.append(Allocation("cuda", handle, size))
+            allocations.append(Allocation(kind, handle, size))
         return places[base], address - base
 
-    def add(name: str, tensor: torch.Tensor, kind: Literal["param", "buffer"]) -> None:
+    for found in found_in(model):
+        tensor = found.value
+        if not isinstance(tensor, torch.Tensor):
+            scalars[found.name] = tensor
+            continue
         known = names.get(id(tensor))
         if known is not None:
-            aliases[name] = known
-            return
-        names[id(tensor)] = name
+            aliases[found.name] = known
+            continue
+        if tensor.is_meta:
+            continue
+        names[id(tensor)] = found.name
         tensor = tensor.detach()
         if tensor.device.type != shared_device:
             tensor = tensor.contiguous()
         allocation, offset = place(tensor) if tensor.numel() else (-1, 0)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        tensors.append(HeldTensor(name, kind, dtype, list(tensor.shape), list(tensor.stride()), allocation, offset))
-
-    # Tied tensors come out under each of their names.
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        add(name, parameter, "param")
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        add(name, buffer, "buffer")
-    return Weights(gpu, allocations, tensors, aliases)
+        shape, stride = list(tensor.shape), list(tensor.stride())
+        tensors.append(HeldTensor(found.name, found.kind, dtype, shape, stride, allocation, offset))
+    return Weights(gpu, allocations, tensors, aliases, scalars)
 
 
 @dataclass(slots=True)
@@ -84,25 +190,37 @@ class MappedTensor:
         return self.tensor
 
 
-def mapped(weights: Weights, device: torch.device, open_allocation: Open | None = None) -> dict[str, MappedTensor]:
-    """The tensors by name; only small buffers are copied. The memory stays mapped.
+def mapped(
+    weights: Weights, device: torch.device, descriptors: Sequence[int] = (), open_allocation: Open | None = None
+) -> dict[str, MappedTensor]:
+    """The tensors by name; only what is small and no parameter is copied. The memory stays mapped.
+
+    Args:
+        descriptors: of exported memory, in the order of the allocations; they are closed.
 
     Raises:
         CudaIpcError: the memory cannot be mapped.
+        muxserve.memory.errors.DeviceMemoryError: the same of exported memory.
     """
-    opened = [(open_allocation or _opener(device))(allocation) for allocation in weights.allocations]
+    fds = iter(descriptors)
+    opener = open_allocation or _opener(device)
+    opened = [opener(each, next(fds) if each.kind == "vmm" else -1) for each in weights.allocations]
     return {held.name: MappedTensor(held.kind, _own(held, _tensor(held, opened, device))) for held in weights.tensors}
 
 
 def _own(held: HeldTensor, tensor: torch.Tensor) -> torch.Tensor:
     small = tensor.numel() * tensor.itemsize <= OWN_BUFFER_BYTES
-    return tensor.clone() if held.kind == "buffer" and small else tensor
+    return tensor.clone() if held.kind != "param" and small else tensor
 
 
 def _opener(device: torch.device) -> Open:
-    def open_allocation(allocation: Allocation) -> torch.Tensor:
+    def open_allocation(allocation: Allocation, descriptor: int) -> torch.Tensor:
         if allocation.kind == "bytes":
             return torch.frombuffer(bytearray(allocation.handle or b"\0"), dtype=torch.uint8)
+        if allocation.kind == "vmm":
+            # For reading: a kernel that writes into what others compute with fails, rather than spoils their tokens.
+            mapping = _native.CudaMapping(allocation.handle.decode(), descriptor, read_only=True)
+            return torch.as_tensor(DeviceMemory(mapping, 1, allocation.size), device=device)[0]
         return cuda_ipc.as_bytes(cuda_ipc.open_handle(allocation.handle), allocation.size, device)
 
     return open_allocation
@@ -112,6 +230,17 @@ def _tensor(held: HeldTensor, opened: list[torch.Tensor], device: torch.device) 
     dtype = getattr(torch, held.dtype)
     if held.allocation < 0:
         return torch.empty_strided(held.shape, held.stride, dtype=dtype, device=device)
-    span = 1 + sum((size - 1) * stride for size, stride in zip(held.shape, held.stride, strict=True))
-    data = opened[held.allocation][held.offset : held.offset + span * dtype.itemsize]
-    return data.view(dtype).as_strided(held.shape, held.stride)
+    return placed(opened[held.allocation], held.offset, dtype, held.shape, held.stride)
+
+
+def placed(
+    memory: torch.Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """A tensor at `offset` bytes of `memory`, uint8 [size]; `stride` is in elements."""
+    span = span_of(shape, stride)
+    return memory[offset : offset + span * dtype.itemsize].view(dtype).as_strided(shape, stride)
+
+
+def span_of(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first of a tensor to its last, at least one of each; both included."""
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

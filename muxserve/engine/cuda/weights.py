@@ -1,11 +1,14 @@
-"""Weights once per GPU: a process that holds them, and the loader with which engines map them.
+"""Weights once per GPU: a process that loads them, and the loader with which engines map them.
 
-    holder (one per model, forked from the warm parent)
-      └── rank 0, rank 1, ...: a shard in the memory of one GPU, a Unix socket that hands out CUDA IPC handles
+    holder (one per model, forked from the warm parent; ends when the weights are kept)
+      └── rank 0, rank 1, ...: a shard in exported memory of one GPU; descriptors and places go to the controller,
+          which hands them out on a Unix socket. Or, where memory cannot be exported: in its own memory, with a socket
+          of its own that hands out CUDA IPC handles
 
-vLLM's own weight cache (`model_loader/weight_cache`) does the same for one model and one user of it per GPU. Its part
-that makes a model of mapped tensors is used as it is; its daemon and its wire are not: messages are pickled, sockets
-are named by GPU, and an engine may load a copy of its own from disk, which a unit has no memory for.
+vLLM's own weight cache (`model_loader/weight_cache`) does the latter for one model and one user of it per GPU. Its
+part that makes a model of mapped tensors is used, and what it refuses (most ways to quantise) is added; its daemon and
+its wire are not: messages are pickled, sockets are named by GPU, and an engine may load a copy of its own from disk,
+which a unit has no memory for.
 """
 
 from __future__ import annotations
@@ -30,9 +33,10 @@ def register_loader() -> None:
 
 
 def run_holder(unit_spec: UnitSpec, model: str, control: Any) -> None:
-    """Load the weights of `model` on each GPU of the unit, measure, hand them out until this process is killed.
+    """Load the weights of `model` on each GPU of the unit, measure, have them kept or hand them out; until this process
+    is killed.
 
-    Reports `measured` for each rank and then `up` on `control`; `failed` with the reason if it cannot.
+    Reports `measured` for each rank and then `up` on `control`, with `kept`; `failed` with the reason if it cannot.
     """
     from muxserve.engine.cuda.weight_holder import run
 

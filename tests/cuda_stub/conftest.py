@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+WHEELS = ROOT / "build/cuda-stub"
+# Of the CUDA toolkit, as two of the wheels bring them.
+HEADERS = (WHEELS / "nvidia/cu13/include", WHEELS / "triton/backends/nvidia/include")
+DRIVER = ROOT / "memory_manager/tests/fake_cuda/fake_cuda.cpp"
+
+Environment = dict[str, str]
+
+
+def compile_library(library: Path, *arguments: str | Path) -> None:
+    compiler = shutil.which("c++")
+    assert compiler is not None
+    subprocess.run([compiler, "-shared", "-fPIC", "-w", "-o", library, *arguments, "-ldl"], check=True)
+
+
+@pytest.fixture(scope="session")
+def without_gpus(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """In which CUDA says when it is initialised, and has no GPU."""
+    directory = tmp_path_factory.mktemp("without-gpus")
+    compile_library(directory / "libcuda.so.1", "-x", "c", HERE / "libcuda.c")
+    return _environment(directory)
+
+
+@pytest.fixture(scope="session")
+def with_a_gpu(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """In which a GPU has memory that is allocated, copied and shared, and launches nothing."""
+    directory = tmp_path_factory.mktemp("with-a-gpu")
+    # What both define is the driver's that has memory.
+    compile_library(
+        directory / "libcuda.so.1", DRIVER, "-Wl,--allow-multiple-definition", "-x", "c", HERE / "libcuda.c"
+    )
+    versions = directory / "versions"
+    versions.write_text("libcudart.so.13 { global: *; };")
+    runtime = directory / "libcudart.so.13"
+    includes = [word for header in HEADERS for word in ("-I", str(header))]
+    options = ["-Wl,-soname,libcudart.so.13", f"-Wl,--version-script={versions}"]
+    compile_library(runtime, *includes, *options, "-x", "c", HERE / "libcudart.c")
+    more = {"LD_PRELOAD": str(runtime), "FAKE_CUDA_DEVICES": "1", "FAKE_CUDA_MEMORY": str(8 << 30)}
+    return {**_environment(directory), **more, "CUDA_VISIBLE_DEVICES": "0"}
+
+
+def _environment(directory: Path) -> Environment:
+    compile_library(directory / "libnvidia-ml.so.1", "-x", "c", HERE / "libnvml.c")
+    return {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(directory),
+        "PYTHONPATH": f"{WHEELS}:{ROOT}",
+        # Else vLLM leaves FlashInfer alone, which initialises CUDA when it is imported.
+        "VLLM_HAS_FLASHINFER_CUBIN": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }

@@ -1,0 +1,202 @@
+"""Weights from who loads them to engines in vLLM's CUDA build: `python -m tests.cuda_stub.share DIRECTORY`.
+
+For each way to quantise: a process loads a model (its values are made up), fills every tensor with bytes of its own and
+has the weights kept; two engines build the model on them, the first of which has ended by then. Prints one line of JSON
+per model: what differs between any two of them, and how many tensors were compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "configs/models/atlas"
+UUIDS = [f"GPU-00010203-0405-0607-0809-0a0b0c0d0e{rank:02x}" for rank in range(2)]
+
+SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8,
+         "num_key_value_heads": 4, "head_dim": 64, "dtype": "bfloat16", "tie_word_embeddings": False}  # fmt: skip
+EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8,
+           "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True, "decoder_sparse_step": 1,
+           "mlp_only_layers": []}  # fmt: skip
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+
+
+def packed(bits: int, activations: dict[str, Any] | None = None, format: str = "pack-quantized") -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False}
+    weights |= {"strategy": "group", "group_size": 128} if activations is None else {"strategy": "channel"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {"quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed",
+            "ignore": ["lm_head"], "config_groups": {"group_0": group}}  # fmt: skip
+
+
+DYNAMIC = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
+FLOAT = {**packed(8, {**DYNAMIC, "type": "float"}, "float-quantized")}
+FLOAT["config_groups"]["group_0"]["weights"]["type"] = "float"
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "dense": ({}, None),
+    "fp8": ({}, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
+    "awq": ({}, AWQ),
+    "gptq": ({}, GPTQ),
+    "int4": ({}, packed(4)),
+    "int8": ({}, packed(8, DYNAMIC, "int-quantized")),
+    "float8": ({}, FLOAT),
+    "modelopt": ({}, {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": None,
+                      "exclude_modules": ["lm_head"]}),
+    "experts": (EXPERTS, None),
+    "experts, awq": (EXPERTS, AWQ),
+    "experts, gptq": (EXPERTS, GPTQ),
+    "experts, int4": (EXPERTS, packed(4)),
+}  # fmt: skip
+
+
+def checkpoint(directory: Path, name: str) -> Path:
+    more, quantisation = MODELS[name]
+    made = directory / name.replace(", ", "-")
+    shutil.copytree(SOURCE, made, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((SOURCE / "config.json").read_text()) | SIZES | more
+    if quantisation is not None:
+        config["quantization_config"] = quantisation
+    (made / "config.json").write_text(json.dumps(config))
+    return made
+
+
+def unit_spec_of(directory: Path, path: Path) -> Any:
+    from muxserve.spec import GatewaySpec, GpuSpec, PoolSpec, UnitSpec, save
+    from tests.engine.harness import deployed_model
+
+    model = deployed_model("m", path, 1, dtype="bfloat16", engine_args={"load_format": "dummy"})
+    pool = PoolSpec("main", 2 * model.block_tokens * model.head_dim * 2, 1000)
+    gpu = GpuSpec(UUIDS[:1], sm_sharing="off")
+    spec = UnitSpec(str(directory), "u", "slack", 2, [pool], [model], GatewaySpec("127.0.0.1", 0), 1, 1)
+    spec = msgspec.structs.replace(spec, gpu=gpu)
+    save(spec, directory / "unit.json")
+    return spec
+
+
+def bytes_of(tensor: Any) -> Any:
+    """The bytes that a tensor lies in, uint8, not copied: kernels are not launched here."""
+    import torch
+
+    from muxserve.engine.cuda.weight_tensors import span_of
+
+    start = tensor.data_ptr() - tensor.untyped_storage().data_ptr()
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return whole[start : start + span_of(tensor.shape, tensor.stride()) * tensor.itemsize]
+
+
+def contents(model: Any) -> dict[str, list[Any]]:
+    """By name: form and checksum of every tensor."""
+    import torch
+
+    from muxserve.engine.cuda.weight_tensors import found_in
+
+    found = {}
+    for each in found_in(model):
+        if isinstance(each.value, torch.Tensor):
+            tensor = each.value.detach()
+            data = bytes_of(tensor).cpu().numpy().tobytes() if tensor.numel() else b""
+            form = [str(tensor.dtype), list(tensor.shape), list(tensor.stride())]
+            found[each.name] = [*form, hashlib.sha256(data).hexdigest()]
+        else:
+            found[each.name] = ["number", each.value]
+    return found
+
+
+def fill(model: Any) -> None:
+    import torch
+
+    from muxserve.engine.cuda.weight_tensors import found_in
+
+    generator = torch.Generator().manual_seed(0)
+    for each in found_in(model):
+        if isinstance(each.value, torch.Tensor) and each.value.numel() and each.value.device.type == "cuda":
+            place = bytes_of(each.value.detach())
+            place.copy_(torch.randint(0, 255, place.shape, dtype=torch.uint8, generator=generator))
+
+
+def holder(spec: Any) -> dict[str, Any]:
+    from vllm.v1.executor.abstract import Executor
+
+    from muxserve.engine.cuda.weight_holder import holder_args
+    from muxserve.vllm.args import config_of
+
+    config = config_of(holder_args(spec, "m"))
+    executor: Any = Executor.get_class(config)(config)
+    model = executor.driver_worker.worker.model_runner.get_model()
+    fill(model)
+    if executor.collective_rpc("hand_out") != [True]:
+        raise RuntimeError("the weights are not kept")
+    return contents(model)
+
+
+def engine(spec: Any) -> dict[str, Any]:
+    from vllm.v1.executor.abstract import Executor
+
+    from muxserve.engine.cuda.worker import PooledGPUWorker
+    from muxserve.vllm.args import config_of, engine_args
+
+    PooledGPUWorker._bind = PooledGPUWorker._enter_sm_share = lambda self: None  # type: ignore[method-assign]
+    config = config_of(engine_args(spec, "m", spec.models[0].engines[0]))
+    executor: Any = Executor.get_class(config)(config)
+    return contents(executor.driver_worker.worker.model_runner.get_model())
+
+
+def in_a_fork(job: Callable[[], Any], out: Path) -> dict[str, Any]:
+    pid = os.fork()
+    if not pid:
+        try:
+            out.write_text(json.dumps(job()))
+        except BaseException as error:
+            traceback.print_exc()
+            out.write_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    from muxserve.forks import warm_parent
+    from muxserve.gpu.weight_server import WeightServer
+    from muxserve.vllm import args
+
+    os.environ.update(args.environment())
+    warm_parent.preload("cuda")
+    for name in sys.argv[2:] or MODELS:
+        path = checkpoint(directory, name)
+        run_dir = directory / f"{path.name}.run"
+        run_dir.mkdir()
+        spec = unit_spec_of(run_dir, path)
+        keeper = WeightServer(spec.weights_socket("m", 0), on_lost=print)
+        theirs = in_a_fork(lambda spec=spec: holder(spec), run_dir / "holder.json")
+        said: dict[str, Any] = {"model": name, "tensors": len(theirs)}
+        for number in range(2):
+            if "error" in theirs:
+                said["error"] = theirs["error"]
+                break
+            ours = in_a_fork(lambda spec=spec: engine(spec), run_dir / f"engine-{number}.json")
+            if "error" in ours:
+                said["error"] = ours["error"]
+                break
+            different = [each for each in {**theirs, **ours} if theirs.get(each) != ours.get(each)]
+            said["state"] = sum(":" in each for each in ours)
+            said["different"] = sorted(different)
+        keeper.close()
+        print(json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    main()
