@@ -105,7 +105,7 @@ CLOSE_SECONDS = 2.0
 # What a client gets for its handshake that is accepted last.
 HANDSHAKE_SECONDS = 5.0
 # So often it is looked whether the certificate was renewed.
-CERTIFICATE_SECONDS = 10.0
+CERTIFICATE_SECONDS = 2.0
 
 
 def serve(fleet: FleetSpec, index: int, lifeline_fd: int | None, on_up: Callable[[], None]) -> None:
