@@ -72,7 +72,7 @@ ONE = "models:\n  - name: one\n    path: a\n"
         (f"policy: adsb\n{ONE}", "fleet.yaml:1: policy: must be one of adbs, slack, fcfs, round_robin, not 'adsb'; did you mean \"adbs\"?"),
         (f"polizy: adbs\n{ONE}", 'fleet.yaml:1: polizy: unknown key; did you mean "policy"?'),
         (f"port: 80\n{ONE}", "fleet.yaml:1: port: unknown key; `port` belongs under `gateway`"),
-        (f"quux: 80\n{ONE}", "fleet.yaml:1: quux: unknown key; known here: cluster, policy, memory, kv_pool, gateway, tenants, priorities, default_priority, migration, watchdog, models"),
+        (f"quux: 80\n{ONE}", "fleet.yaml:1: quux: unknown key; known here: cluster, policy, memory, kv_pool, gateway, tenants, priorities, default_priority, migration, dispatch, watchdog, models"),
         (f"cluster:\n  gpu: 1\n{ONE}", 'fleet.yaml:2: cluster.gpu: unknown key; did you mean "gpus"?'),
         (f"cluster: many\n{ONE}", 'fleet.yaml:1: cluster: must be auto or a mapping such as "cores: 2", not \'many\''),
         (f"cluster: {{cores: 0}}\n{ONE}", "fleet.yaml:1: cluster.cores: must be a whole number of at least 1, or auto, not 0"),
