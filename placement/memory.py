@@ -73,7 +73,8 @@ def weight_bytes(demand: Demand, tp: int, stages: int = 1) -> int:
 
 
 def sequence_bytes(demand: Demand, tp: int) -> float:
-    """Bytes of KV on each device of one request in service. Devices beyond the KV heads hold copies."""
+    """Bytes of KV and states on each device of one request in service. Devices beyond the KV heads hold copies."""
     heads = demand.architecture.kv_heads
     held = max(1.0, heads / tp) / heads
-    return demand.sequence_tokens * demand.architecture.kv_bytes_per_token(demand.dtype) * held
+    kv = demand.sequence_tokens * demand.architecture.kv_bytes_per_token(demand.dtype) * held
+    return kv + demand.architecture.state_bytes(demand.dtype) / tp

@@ -20,12 +20,14 @@ _EXACT_HEAD_DIMS = 5
 
 @dataclass(frozen=True)
 class KVShape:
-    """What the pool must know of a model; `dtype` is that of its KV. `block_tokens` is None where it may be chosen."""
+    """What the pool must know of a model; `dtype` is that of its KV. `block_tokens` is None where it may be chosen, and
+    pages should then have `least_bytes`."""
 
     name: str
     head_dim: int
     dtype: str
     block_tokens: int | None = None
+    least_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,19 +78,21 @@ def group_pools(shapes: Sequence[KVShape]) -> list[PoolGroup]:
 def _page_elements(shapes: Sequence[KVShape]) -> dict[str, int]:
     """Name -> size of its page in elements (tokens x head_dim), of models of one dtype."""
     free = {shape.head_dim for shape in shapes if shape.block_tokens is None}
-    chosen = {dim: page for page, dims in (_cover(free) if free else {}).items() for dim in dims}
+    least = max(-(-shape.least_bytes // (2 * KV_ITEM_BYTES[shape.dtype])) for shape in shapes)
+    chosen = {dim: page for page, dims in (_cover(free, least) if free else {}).items() for dim in dims}
     return {
         shape.name: chosen[shape.head_dim] if shape.block_tokens is None else shape.block_tokens * shape.head_dim
         for shape in shapes
     }
 
 
-def _cover(head_dims: set[int]) -> dict[int, set[int]]:
-    """Page size in elements (tokens x head_dim) -> the head sizes that use it."""
+def _cover(head_dims: set[int], least: int) -> dict[int, set[int]]:
+    """Page size in elements (tokens x head_dim), if possible not below `least` -> the head sizes that use it."""
     reach: dict[int, set[int]] = {}
+    first = {dim: min(max(1, -(-least // (BLOCK_STEP * dim))) * BLOCK_STEP, MAX_BLOCK_TOKENS) for dim in head_dims}
     most = max(MAX_BLOCK_TOKENS, _LATENT) if _LATENT in head_dims else MAX_BLOCK_TOKENS
     for head_dim in head_dims:
-        for tokens in range(BLOCK_STEP, most + 1, BLOCK_STEP):
+        for tokens in range(first[head_dim], most + 1, BLOCK_STEP):
             reach.setdefault(tokens * head_dim, set()).add(head_dim)
     if len(head_dims) > _EXACT_HEAD_DIMS:
         return _greedy(head_dims, reach)
@@ -100,7 +104,7 @@ def _cover(head_dims: set[int]) -> dict[int, set[int]]:
         ]
         if found:
             return min(found, key=_waste)
-    return {BLOCK_STEP * head_dim: {head_dim} for head_dim in head_dims}
+    return {first[head_dim] * head_dim: {head_dim} for head_dim in head_dims}
 
 
 def _greedy(head_dims: set[int], reach: dict[int, set[int]]) -> dict[int, set[int]]:

@@ -22,7 +22,7 @@ LATENT = (512, 64)  # latent and rotated part of the CPU kernel for latent atten
 FLASH_STEP, FLASH_MOST = 8, 256  # head sizes of FlashAttention: multiples of 8 up to 256
 FORCED_MEMORY = 0.50  # of the machine's memory: what a pool of size auto may take if one sequence per model needs it
 _TABLE_ENTRY = 4  # bytes of a page table per page
-_LEAST_PAGE = 1 << 12  # bytes of a page that nobody takes
+_LEAST_PAGE = 1 << 12  # bytes of a page that nobody takes, and of the machine's pages
 
 
 def check_models(models: Sequence[ModelDemand], machine: Machine, cores: int, device: str) -> None:
@@ -46,6 +46,8 @@ def check_models(models: Sequence[ModelDemand], machine: Machine, cores: int, de
             problems.append(PlanProblem(message, "adapters", model.name))
         if architecture.latent is not None:
             problems += _latent_problems(model)
+        if architecture.states is not None:
+            problems += _state_problems(model)
         known = "" if architecture.latent is not None else _unknown_head_dim(architecture.head_dim, device)
         if known:
             message = f"its head size {architecture.head_dim} is not one that the attention kernel has ({known})"
@@ -85,6 +87,22 @@ def _latent_problems(model: ModelDemand) -> list[PlanProblem]:
         message = "LoRA adapters are not served with latent attention; leave them out"
         problems.append(PlanProblem(message, "adapters", model.name))
     return problems
+
+
+def _state_problems(model: ModelDemand) -> list[PlanProblem]:
+    """What keeps a model whose layers keep states from being served."""
+    if model.ranks == 1:
+        return []
+    message = "models that keep states are served by engines of one rank; here there would be several"
+    return [PlanProblem(message, "path", model.name)]
+
+
+def _unmappable(group: PoolGroup, model: ModelDemand) -> PlanProblem:
+    message = (
+        f"its states would lie in pages of {group.page_bytes} bytes, and engines can map multiples of {_LEAST_PAGE} "
+        "only (heads of another size, or float32, have others)"
+    )
+    return PlanProblem(message, "path", model.name)
 
 
 def _unknown_head_dim(head_dim: int, device: str) -> str:
@@ -256,18 +274,28 @@ def plan_unit(
         members = [by_name[name] for name in group.models]
         most = 1 + (MAX_BLOCKS - 1) * min(member.pages_per_block for member in members)
         num_pages = min(size // group.page_bytes, most)
+        if group.page_bytes % _LEAST_PAGE and any(member.state_bytes for member in members):
+            raise PlanError([_unmappable(group, member) for member in members if member.state_bytes])
         pool = PoolPlan(f"pool{index}", group.dtype, group.page_bytes, num_pages, group.models)
         pools.append(pool)
         if num_pages == most:
             notes.append(f"{pool.name} takes no more: a page table has at most {MAX_BLOCKS} blocks")
-        lengths = _lengths(members, group.block_tokens, num_pages - 1)
-        floors = [_pages(*of) for of in zip(members, group.block_tokens, lengths, strict=True)]
+        lengths = _lengths(members, group, num_pages - 1)
+        floors = [
+            _pages(m, group, tokens, n) for m, tokens, n in zip(members, group.block_tokens, lengths, strict=True)
+        ]
+        zeroed = any(member.state_bytes and group.dtype != "float32" for member in members)
         quotas = share_out(num_pages - 1, [member.demand for member in members], floors)
         for member, length, floor, quota in zip(members, lengths, floors, quotas, strict=True):
             wished = member.max_len or member.architecture.default_max_len
             if length < wished:
                 notes.append(
                     f"max_len of {member.name} is {length} tokens instead of {wished}: the pool is too small for more"
+                )
+            if member.state_bytes:
+                notes.append(
+                    f"{member.name} keeps states, {format_size(member.state_bytes)} of each sequence beside K and V of "
+                    "its tokens: no prefixes are cached, and requests stay in their unit"
                 )
             threads = _threads(member, models, cores)
             plans[member.name] = ModelPlan(
@@ -282,6 +310,8 @@ def plan_unit(
                 max_len=length,
                 threads=threads,
                 share=min(1.0, threads * member.ranks / cores),
+                state_blocks=member.state_blocks(group.page_bytes),
+                zeroed=zeroed,
             )
     described = _describe(pools, groups)
     if not pools:  # a memory manager has at least one, of the null page and another
@@ -319,7 +349,13 @@ def pool_groups(models: Sequence[ModelDemand]) -> list[PoolGroup]:
     """The pools of `models`, and who shares them; those that keep no KV are in none."""
     return group_pools(
         [
-            KVShape(m.name, m.architecture.head_dim, m.architecture.kv_dtype(m.resolved_dtype), m.block_tokens)
+            KVShape(
+                m.name,
+                m.architecture.head_dim,
+                m.architecture.kv_dtype(m.resolved_dtype),
+                m.block_tokens,
+                m.least_page_bytes,
+            )
             for m in models
             if m.architecture.causal
         ]
@@ -335,7 +371,7 @@ def _needed(models: Sequence[ModelDemand], groups: Sequence[PoolGroup]) -> list[
     by_name = {model.name: model for model in models}
     pages = [
         sum(
-            _pages(by_name[name], tokens, by_name[name].max_len or _least_auto(by_name[name]))
+            _pages(by_name[name], group, tokens, by_name[name].max_len or _least_auto(by_name[name]))
             for name, tokens in zip(group.models, group.block_tokens, strict=True)
         )
         for group in groups
@@ -347,9 +383,10 @@ def _least_auto(model: ModelDemand) -> int:
     return min(MIN_AUTO_LEN, model.architecture.default_max_len)
 
 
-def _pages(model: ModelDemand, block_tokens: int, length: int) -> int:
+def _pages(model: ModelDemand, group: PoolGroup, block_tokens: int, length: int) -> int:
     """Pages of one sequence of `length` tokens, on each rank."""
-    return math.ceil(length / block_tokens) * model.pages_per_block
+    blocks = math.ceil(length / block_tokens) + model.state_blocks(group.page_bytes)
+    return blocks * model.pages_per_block
 
 
 def _pool_size(models: Sequence[ModelDemand], machine: Machine, asked: int | None, needed: int, units: int) -> int:
@@ -359,7 +396,8 @@ def _pool_size(models: Sequence[ModelDemand], machine: Machine, asked: int | Non
     wanted = 0.0
     for model in models:
         sequences = min(model.max_num_seqs, max(4, math.ceil(model.rate * _RESIDENCE)))
-        wanted += sequences * (model.max_len or model.architecture.default_max_len) * model.bytes_per_token
+        length = model.max_len or model.architecture.default_max_len
+        wanted += sequences * (length * model.bytes_per_token + model.state_bytes)
     limit = machine.memory_bytes * AUTO_MEMORY
     if machine.shared_memory_bytes is not None:
         limit = min(limit, machine.shared_memory_bytes * SHARED_MEMORY)
@@ -367,18 +405,19 @@ def _pool_size(models: Sequence[ModelDemand], machine: Machine, asked: int | Non
     return math.ceil(size / _MIB) * _MIB
 
 
-def _lengths(models: Sequence[ModelDemand], block_tokens: Sequence[int], pages: int) -> list[int]:
+def _lengths(models: Sequence[ModelDemand], group: PoolGroup, pages: int) -> list[int]:
     """Longest sequence of each model of a pool.
 
     What is auto gets the model's own length if all such sequences together take at most half of what the others leave,
     so that quotas can still move; otherwise all of them are cut to the longest length that does.
     """
-    taken = sum(_pages(m, tokens, m.max_len) for m, tokens in zip(models, block_tokens, strict=True) if m.max_len)
-    auto = [(m, tokens) for m, tokens in zip(models, block_tokens, strict=True) if not m.max_len]
+    of = list(zip(models, group.block_tokens, strict=True))
+    taken = sum(_pages(m, group, tokens, m.max_len) for m, tokens in of if m.max_len)
+    auto = [(m, tokens) for m, tokens in of if not m.max_len]
     budget = (pages - taken) // 2
 
     def fits(cap: int) -> bool:
-        return sum(_pages(m, tokens, min(cap, m.architecture.default_max_len)) for m, tokens in auto) <= budget
+        return sum(_pages(m, group, tokens, min(cap, m.architecture.default_max_len)) for m, tokens in auto) <= budget
 
     longest = max((m.architecture.default_max_len for m, _ in auto), default=0)
     cap = longest

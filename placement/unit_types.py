@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from muxserve.costs.architecture import ModelArchitecture
 
+# Pieces of memory that an engine may map for states: Linux allows a process 65,530 unless it is told otherwise.
+STATE_MAPPINGS = 48_000
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -50,8 +53,9 @@ class ModelDemand:
 
     @property
     def layers(self) -> int:
-        """Layers of the stage with the most. vLLM gives the rest of an uneven division to as many stages, one each."""
-        return math.ceil(self.architecture.layers / self.stages)
+        """Layers with attention of the stage with the most. vLLM gives the rest of an uneven division to as many
+        stages, one each."""
+        return math.ceil(self.architecture.attention_layers / self.stages)
 
     @property
     def kv_heads(self) -> int:
@@ -69,6 +73,20 @@ class ModelDemand:
         return self.dtype or self.architecture.dtype
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's states, whatever its length."""
+        return self.architecture.state_bytes(self.resolved_dtype)
+
+    @property
+    def least_page_bytes(self) -> int:
+        """Bytes of pages that are so large that an engine on CPU can map the states of all sequences of a batch."""
+        return self.state_bytes * self.max_num_seqs // STATE_MAPPINGS
+
+    def state_blocks(self, page_bytes: int) -> int:
+        """Blocks that hold one sequence's states, where pages have so many bytes."""
+        return math.ceil(self.state_bytes / (self.pages_per_block * page_bytes)) if self.state_bytes else 0
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of K and V per token on each rank."""
         whole = self.architecture.kv_bytes_per_token(self.resolved_dtype)
@@ -76,8 +94,8 @@ class ModelDemand:
 
     @property
     def demand(self) -> float:
-        """Weight in the sharing of memory: KV bytes per second."""
-        return self.rate * self.tokens * self.bytes_per_token
+        """Weight in the sharing of memory: bytes of KV and states per second."""
+        return self.rate * (self.tokens * self.bytes_per_token + self.state_bytes)
 
 
 @dataclass(frozen=True)
@@ -94,7 +112,8 @@ class PoolPlan:
 @dataclass(frozen=True)
 class ModelPlan:
     """One placed model. Pages are of its pool on each rank, lengths in tokens, `threads` those of each rank, shares of
-    the machine's cores in (0, 1]."""
+    the machine's cores in (0, 1]. `state_blocks` of its blocks hold the states of a sequence, and with `zeroed` pages
+    are zeroed when it takes them, since states of another type may be in them."""
 
     name: str
     pool: str
@@ -106,6 +125,8 @@ class ModelPlan:
     max_len: int
     threads: int
     share: float
+    state_blocks: int = 0
+    zeroed: bool = False
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,8 @@ def models_table(unit_spec: UnitSpec) -> FigureTable:
     table = FigureTable(columns, words=len(columns))
     for model in unit_spec.models:
         kept = f"latent {model.latent}" if model.latent else f"head {model.head_dim}"
+        if model.state_blocks:
+            kept += f", states in {model.state_blocks} blocks"
         table.add_row(
             escape(model.name),
             model.dtype,

@@ -65,6 +65,10 @@ _KNOWN_BITS = (("nvfp4", 4.5), ("mxfp4", 4.25), ("mxfp8", 8.25), ("fp8", 8.0), (
 # With multi-head latent attention in vLLM.
 _LATENT = {"deepseek_v2", "deepseek_v3", "kimi_k2"}
 _LATENT_ROPES = {"yarn", "deepseek_yarn"}
+# With layers that keep a state, of kinds whose states are known here.
+_STATEFUL = {"granitemoehybrid", "qwen3_next"}
+_STATE_LAYERS = {"mamba", "linear_attention"}
+STATE_ALIGNMENT = 64
 _ENCODERS = {"bert", "roberta", "xlm-roberta", "modernbert", "nomic_bert"}
 _OTHER_ENCODERS = {"albert", "distilbert", "electra", "deberta", "deberta-v2"}
 
@@ -104,8 +108,30 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class StateLayers:
+    """The `count` layers that keep a state of a sequence instead of K and V of its tokens: Mamba-2 (arXiv:2405.21060)
+    or gated delta nets (arXiv:2412.06464).
+
+    Of each sequence a layer keeps `inputs` numbers, the last inputs of a convolution, in the type that is computed in,
+    and a `state` of so many numbers in float32. Its linear layers have `weights` weights. A token takes `flops`
+    operations on the state.
+    """
+
+    count: int
+    inputs: int
+    state: int
+    weights: int
+    flops: int
+
+    def bytes_per_sequence(self, dtype: str) -> int:
+        """Bytes of the states of all layers of one sequence when the model is computed in `dtype`."""
+        one = self.inputs * ITEM_BYTES[dtype] + self.state * ITEM_BYTES["float32"]
+        return self.count * -(-one // STATE_ALIGNMENT) * STATE_ALIGNMENT
+
+
+@dataclass(frozen=True)
 class ModelArchitecture:
-    """A transformer with attention in every layer.
+    """A transformer with attention in every layer, or in those that are not `states`.
 
     A `pooling` model answers with vectors (embeddings, scores, classes) instead of text. One that is not `causal` sees
     each prompt as a whole and keeps no KV.
@@ -154,11 +180,21 @@ class ModelArchitecture:
     adapter_rank: int = 0
     kv_cache: str = ""
     latent: LatentAttention | None = None
+    states: StateLayers | None = None
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers with attention."""
+        return self.layers - (self.states.count if self.states else 0)
 
     @property
     def pages_per_block(self) -> int:
         """Pages behind one token block: one per layer and KV head whose KV is kept."""
-        return self.layers * self.kv_heads if self.causal else 0
+        return self.attention_layers * self.kv_heads if self.causal else 0
+
+    def state_bytes(self, dtype: str) -> int:
+        """Bytes that a sequence takes whatever its length, when the model is computed in `dtype`."""
+        return self.states.bytes_per_sequence(dtype) if self.states else 0
 
     @property
     def parameters(self) -> int:
@@ -167,9 +203,13 @@ class ModelArchitecture:
 
     @property
     def _linear(self) -> int:
-        attention = int(self.attention_weights())
         mlp = 3 * self.hidden * (self.intermediate * self.experts + self.shared_intermediate)
-        return self.layers * (attention + mlp)
+        return int(self.mixer_weights()) + self.layers * mlp
+
+    def mixer_weights(self, tp: int = 1) -> float:
+        """Weights of what mixes tokens in all layers, attention or states, on each of `tp` devices."""
+        states = self.states.count * self.states.weights / tp if self.states else 0.0
+        return self.attention_layers * self.attention_weights(tp) + states
 
     def attention_weights(self, tp: int = 1) -> float:
         """Weights of one layer's attention on each of `tp` devices. KV heads beyond those that there are, and what
@@ -269,6 +309,8 @@ def read_architecture(config: Mapping[str, object], pooling: bool = False) -> Mo
     quantisation, weight_bits = _quantisation(config)
     intermediate = (
         (_count(config, ("moe_intermediate_size",)) if experts > 1 else None)
+        # Of Granite 4 without experts the MLP is what the experts would share.
+        or (_count(config, ("shared_intermediate_size",)) if experts == 1 else None)
         or _count(config, _INTERMEDIATE)
         or 4 * hidden
     )
@@ -295,9 +337,50 @@ def read_architecture(config: Mapping[str, object], pooling: bool = False) -> Mo
         window=window,
         windowed_layers=len(windowed),
         windowed=windowed,
-        cpu_only="attention sinks" if config.get("model_type") == "gpt_oss" else "latent attention" if latent else "",
+        cpu_only=_cpu_only(config),
         gpu_only="experts that are chosen by a sigmoid" if _chosen_by_sigmoid(config) else "",
         latent=latent,
+        states=_states(config, layers, hidden),
+    )
+
+
+def _cpu_only(config: Mapping[str, object]) -> str:
+    if config.get("model_type") == "gpt_oss":
+        return "attention sinks"
+    if _latent(config) is not None:
+        return "latent attention"
+    return "states of sequences" if config.get("model_type") in _STATEFUL else ""
+
+
+def _states(config: Mapping[str, object], layers: int, hidden: int) -> StateLayers | None:
+    if config.get("model_type") not in _STATEFUL:
+        return None
+    count = sum(kind in _STATE_LAYERS for kind in _layer_types(config)[:layers])
+
+    def number(key: str, default: int) -> int:
+        return _count(config, (key,)) or default
+
+    if config.get("model_type") == "qwen3_next":
+        keys = number("linear_num_key_heads", 16) * number("linear_key_head_dim", 128)
+        heads, width = number("linear_num_value_heads", 32), number("linear_value_head_dim", 128)
+        values, inputs = heads * width, 2 * keys + heads * width
+        return StateLayers(
+            count=count,
+            inputs=inputs * (number("linear_conv_kernel_dim", 4) - 1),
+            state=values * number("linear_key_head_dim", 128),
+            weights=hidden * (inputs + values + 2 * heads) + values * hidden,
+            # Decayed, read by the key, corrected by an outer product, read by the query.
+            flops=7 * values * number("linear_key_head_dim", 128),
+        )
+    inner, size = number("mamba_expand", 2) * hidden, number("mamba_d_state", 256)
+    inputs = inner + 2 * number("mamba_n_groups", 1) * size
+    return StateLayers(
+        count=count,
+        inputs=inputs * (number("mamba_d_conv", 4) - 1),
+        state=inner * size,
+        weights=hidden * (inner + inputs + number("mamba_n_heads", 128)) + inner * hidden,
+        # Decayed, an outer product added, read.
+        flops=5 * inner * size,
     )
 
 
@@ -351,15 +434,22 @@ def _unsupported(config: Mapping[str, object], name: str) -> str | None:
     # MiniMax: 1 is full attention, which MiniMax-M2 has in each of its layers.
     kinds = config.get("attn_type_list")
     linear = isinstance(kinds, list) and any(each != 1 for each in kinds)
-    if linear or kind in _HYBRID_TYPES or any(config.get(key) is not None for key in _HYBRID_KEYS):
+    hybrid = kind in _HYBRID_TYPES or any(config.get(key) is not None for key in _HYBRID_KEYS)
+    if linear or (hybrid and kind not in _STATEFUL):
+        known = ", ".join(sorted(_STATEFUL))
         return (
-            "it has state-space, recurrent or linear-attention layers; only full attention in every layer is supported"
+            f"it has state-space, recurrent or linear-attention layers, which are served of these model types: {known}"
         )
     if config.get("kv_lora_rank") and _rope_type(config) not in _LATENT_ROPES:
         return "vLLM's CPU kernel for plain rotary embeddings is wrong with latent attention; only YaRN's is served"
     if config.get("attention_chunk_size"):
         return "it uses chunked attention; only full and sliding-window attention are supported"
-    odd = sorted(set(_layer_types(config)) - {"full_attention", "attention", "sliding_attention"})
+    types = set(_layer_types(config))
+    if kind in _STATEFUL and not (types & _STATE_LAYERS and types & {"attention", "full_attention"}):
+        return "layer_types must name layers with attention and layers with states; it has others only"
+    odd = sorted(
+        types - {"full_attention", "attention", "sliding_attention"} - (_STATE_LAYERS if kind in _STATEFUL else set())
+    )
     if odd:
         return f"some of its layers are {', '.join(odd)}; only full and sliding-window attention are supported"
     if isinstance(config.get("block_configs"), list) or any(isinstance(config.get(key), list) for key in _KV_HEADS):
@@ -374,7 +464,13 @@ def _unsupported(config: Mapping[str, object], name: str) -> str | None:
 
 def _layer_types(config: Mapping[str, object]) -> list[str]:
     types = config.get("layer_types")
-    return [str(kind) for kind in types] if isinstance(types, list) else []
+    if isinstance(types, list):
+        return [str(kind) for kind in types]
+    layers = _count(config, _LAYERS)
+    if config.get("model_type") == "qwen3_next" and layers is not None:
+        every = _count(config, ("full_attention_interval",)) or 4
+        return ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    return []
 
 
 def _windows(config: Mapping[str, object], layers: int, max_len: int) -> tuple[int, tuple[int, ...]]:

@@ -80,6 +80,7 @@ class RooflineCosts:
         self._reduce_token = 2.0 * layers * sent / (on.link_bandwidth * link.efficiency)
         self._reduce_fixed = 2.0 * layers * math.log2(shape.tp) * link.latency if parallel else 0.0
         self._kv_second = self.work.kv_bytes_per_token / self._kv_bandwidth
+        self._state_second = self.work.state_bytes / self._kv_bandwidth
         self._batches: dict[int, tuple[Decode, ...]] = {}
 
     def layers(self, tokens: int) -> float:
@@ -104,7 +105,8 @@ class RooflineCosts:
     def prefill(self, tokens: int, pairs: int, sequences: int) -> float:
         """See `EngineCosts.prefill`."""
         attention = self.work.seen_pairs(pairs, tokens) * self.work.flops_per_pair / self._attention_speed
-        busy = self._linear(tokens, sequences) + attention + self.all_reduces(tokens)
+        states = sequences * self._state_second
+        busy = self._linear(tokens, sequences) + attention + states + self.all_reduces(tokens)
         return max(busy, self._prefill_floor) + self._host(sequences)
 
     def decode(self, batch: int, context: int) -> Decode:
@@ -119,7 +121,7 @@ class RooflineCosts:
         return pieces[-1]
 
     def _pieces(self, batch: int) -> tuple[Decode, ...]:
-        fixed = self._linear(batch, batch) + self.all_reduces(batch)
+        fixed = self._linear(batch, batch) + batch * self._state_second + self.all_reduces(batch)
         windowed = self._kv_second * self.work.windowed
         device = [Decode(fixed, self._kv_second)]
         if windowed:

@@ -16,7 +16,8 @@ class LayerWork:
     pair of attention. `dense_bytes` are weights that every token reads (attention, shared experts), `expert_bytes`
     those of all routed experts. `kv_bytes_per_token` is K and V of a token; `head_flops` (per row) and `head_bytes` are
     the LM head's; `activation_bytes` is what the layers read and write per token besides weights and KV. In the part
-    `windowed` of the layers (0 to 1) a token sees the last `window` tokens only.
+    `windowed` of the layers (0 to 1) a token sees the last `window` tokens only. `state_bytes` are what a step reads
+    and writes of the states of one sequence.
     """
 
     flops_per_token: float
@@ -31,6 +32,7 @@ class LayerWork:
     active_experts: int
     window: int
     windowed: float
+    state_bytes: float
 
     def seen_pairs(self, pairs: int, tokens: int) -> float:
         """(query, key) pairs that a layer computes on average, of the `pairs` of a prefill step over `tokens` tokens
@@ -69,18 +71,19 @@ def layer_work(architecture: ModelArchitecture, tp: int, dtype: str) -> LayerWor
         raise CostError(f"{a.name}: {a.heads} attention heads cannot be split over {tp} devices")
     item, weight = ITEM_BYTES[dtype], architecture.linear_bytes(dtype)
     local_kv = max(1.0, a.kv_heads / tp)
-    attention = a.attention_weights(tp)
+    # Of a layer on average, as all weights here.
+    mixer = a.mixer_weights(tp) / a.layers
     expert = 3 * a.hidden * a.intermediate / tp
     routed = expert * (a.experts if a.experts > 1 else 0)
-    dense = attention + (0.0 if a.experts > 1 else expert) + 3 * a.hidden * a.shared_intermediate / tp
+    dense = mixer + (0.0 if a.experts > 1 else expert) + 3 * a.hidden * a.shared_intermediate / tp
     used = dense + (expert * a.active_experts if a.experts > 1 else 0.0)
     head = a.vocab * a.hidden / tp
     return LayerWork(
-        flops_per_token=2.0 * a.layers * used,
-        flops_per_pair=2.0 * a.layers * a.heads / tp * a.pair_numbers,
+        flops_per_token=2.0 * a.layers * used + (a.states.count * a.states.flops / tp if a.states else 0.0),
+        flops_per_pair=2.0 * a.attention_layers * a.heads / tp * a.pair_numbers,
         dense_bytes=a.layers * dense * weight,
         expert_bytes=a.layers * routed * weight,
-        kv_bytes_per_token=2.0 * a.layers * local_kv * a.head_dim * KV_ITEM_BYTES[a.kv_dtype(dtype)],
+        kv_bytes_per_token=2.0 * a.attention_layers * local_kv * a.head_dim * KV_ITEM_BYTES[a.kv_dtype(dtype)],
         head_flops=2.0 * head,
         head_bytes=head * item,
         # Per layer and token: residual stream read and written by both norms and both additions, and what lies between
@@ -92,4 +95,6 @@ def layer_work(architecture: ModelArchitecture, tp: int, dtype: str) -> LayerWor
         active_experts=a.active_experts,
         window=a.window,
         windowed=a.windowed_layers / a.layers,
+        # Read and written.
+        state_bytes=2.0 * a.state_bytes(dtype) / tp,
     )

@@ -29,6 +29,7 @@ from muxserve.engine.budget import BudgetedSteps
 from muxserve.engine.grammars import NOTHING_LEFT, EngineGrammars
 from muxserve.engine.in_sight import one_phase, one_request
 from muxserve.engine.runner import RESUMED_OUTPUT
+from muxserve.engine.states import StatefulBlocks
 from muxserve.spec.unit import EnginePhase
 
 # What a step of vLLM's scheduler needs of the shared pool, found out before it is taken.
@@ -36,9 +37,11 @@ from muxserve.spec.unit import EnginePhase
 # It is reserved in one round trip for the whole batch, so that the scheduler finds what it asks for while it decides.
 
 
-def demand_of_step(scheduler: Scheduler, held: Mapping[str, Sequence[KVCacheBlock]]) -> tuple[int, list[list[bytes]]]:
-    """Blocks that the next step of `scheduler` can take at most, beside those that its requests have (`held`, by id),
-    and the hashes, a list for each prompt, whose cached blocks it can use."""
+def demand_of_step(
+    scheduler: Scheduler, held: Mapping[str, Sequence[KVCacheBlock]], states: StatefulBlocks | None = None
+) -> tuple[int, list[list[bytes]]]:
+    """Blocks that the next step of `scheduler` can take at most, beside those that its requests have (`held`, by id,
+    and those of their `states`), and the hashes, a list for each prompt, whose cached blocks it can use."""
     need, budget = 0, scheduler.max_num_scheduled_tokens
     size = scheduler.block_size
     for request in scheduler.running:
@@ -63,6 +66,8 @@ def demand_of_step(scheduler: Scheduler, held: Mapping[str, Sequence[KVCacheBloc
             # The chunk may start behind a cached prefix, so it can end anywhere up to the prompt's end.
             end = request.num_tokens if request.block_hashes else request.num_computed_tokens + tokens
             need += max(0, -(-end // size) - len(held.get(request.request_id, ())))
+            if states is not None and request.request_id not in states.states:
+                need += states.state_blocks
     return need, lookups
 
 
@@ -103,11 +108,21 @@ class PhaseScheduler(Scheduler):
         self.pool = PooledBlockPool(
             stock.num_gpu_blocks, self.cache_config.enable_prefix_caching, stock.hash_block_size, current()
         )
-        for holder in (manager, manager.coordinator, *manager.coordinator.single_type_managers):
+        coordinator = manager.coordinator
+        state_blocks = current().model.state_blocks
+        self._states: StatefulBlocks | None = None
+        if state_blocks:
+            self._states = StatefulBlocks(coordinator.single_type_managers[0], self.pool, state_blocks)
+            coordinator.single_type_managers = (self._states,)
+        if current().model.zeroed:
+            self.needs_kv_cache_zeroing = True
+            for each in coordinator.single_type_managers:
+                each._record_new_block_ids = True
+        for holder in (manager, coordinator, *coordinator.single_type_managers):
             holder.block_pool = self.pool
         # A model that keeps no KV has none, and its requests hold no blocks.
         self._blocks_of: Any
-        (self._blocks_of,) = manager.coordinator.single_type_managers or (None,)
+        (self._blocks_of,) = coordinator.single_type_managers or (None,)
         if self._blocks_of is not None:
             self._blocks_of._null_block = self.pool.null_block
         # Tokens that the layers with a window see, where pages behind it are given back; else 0. Of each request: how
@@ -201,6 +216,8 @@ class PhaseScheduler(Scheduler):
 
         `foreign` blocks were filled in another unit: nobody has published them here, so that its first step does.
         """
+        if self._states is not None:
+            blocks = self._states.adopt(request.request_id, blocks)
         self._blocks_of.req_to_blocks[request.request_id] = blocks
         # What is behind a window may not have been copied: nobody else is to find it.
         known = self._behind_window(computed_tokens) if foreign else computed_tokens // self.block_size
@@ -221,7 +238,10 @@ class PhaseScheduler(Scheduler):
 
     def running_blocks(self, request_id: str) -> tuple[list[int], int] | None:
         """Ids of the blocks of a running request, and of how many tokens they hold the KV; None if it does not decode,
-        or has gaps in its blocks (which this pool does not make). What is in flight is not counted."""
+        or has gaps in its blocks (which this pool does not make), or a state, which each step overwrites while blocks
+        are copied. What is in flight is not counted."""
+        if self._states is not None:
+            return None
         request = self.requests.get(request_id)
         if request is None or request.status != RequestStatus.RUNNING or request_id in self._prompts:
             return None
@@ -313,10 +333,16 @@ class PhaseScheduler(Scheduler):
         self.max_num_scheduled_tokens = most
         with self._in_sight():
             if self._blocks_of is not None:
-                self.pool.begin_step(*demand_of_step(self, self._blocks_of.req_to_blocks))
+                self.pool.begin_step(*demand_of_step(self, self._blocks_of.req_to_blocks, self._states))
                 self._let_one_in()
             output = super().schedule(throttle_prefills)
         self._step = output
+        # Of those preempted since then the blocks belong to others by now.
+        zeroed = output.new_block_ids_to_zero
+        if zeroed:
+            output.new_block_ids_to_zero = [each for each in zeroed if self.pool.blocks[each].ref_cnt]
+        if self._states is not None:
+            self._states.tell(output)
         for data in output.scheduled_new_reqs:
             request = self.requests[data.req_id]
             if request.num_output_tokens:

@@ -350,6 +350,11 @@ class FleetPlanner:
                 raise NoRoomError(f"{model} cannot join {name}: {words}") from None
             if [each.page_bytes for each in plan.unit.pools] == [pool.page_bytes]:
                 made = unit_spec_of(replace(plan, name=name), unit.run_dir)
+                if any(each.zeroed for each in made.models) and not all(each.zeroed for each in mates):
+                    raise NoRoomError(
+                        f"{model} cannot join {name}: engines there do not zero their pages, in which it would leave "
+                        "states of another type. Without --unit it gets a unit of its own"
+                    )
                 return _with_models(
                     unit, [msgspec.structs.replace(each, pool=pool.name) for each in made.models], declared
                 )

@@ -113,9 +113,10 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
     batch, latent = batch_of(model, CPU_BATCH), demand.architecture.latent
     # What is behind a window is given back by engines on CPU that have all layers.
     a = demand.architecture
-    windowed = a.windowed if a.window < plan.max_len and a.causal and demand.stages == 1 and unit.gpu is None else ()
+    given_back = a.window < plan.max_len and a.causal and demand.stages == 1 and unit.gpu is None and a.states is None
+    windowed = a.windowed if given_back else ()
     # vLLM computes no prompt in chunks whose tokens see what comes after them, nor, on CPU, with latent attention; of
-    # the latter it caches no prefixes either.
+    # the latter it caches no prefixes either. A cached prefix would need a state of its own.
     in_one_piece = not demand.architecture.causal or latent is not None
     return ModelSpec(
         name=model.name,
@@ -134,7 +135,7 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         request_tokens=model.workload.tokens,
         max_num_seqs=batch.seqs,
         max_num_batched_tokens=max(batch.tokens, plan.max_len) if in_one_piece else batch.tokens,
-        prefix_caching=model.prefix_caching and latent is None,
+        prefix_caching=model.prefix_caching and latent is None and demand.architecture.states is None,
         threads=plan.threads,
         prefill_share=plan.share,
         decode_share=plan.share,
@@ -151,6 +152,8 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         latent=0 if latent is None else latent.width,
         window=a.window if windowed else 0,
         windowed_layers=windowed,
+        state_blocks=plan.state_blocks,
+        zeroed=plan.zeroed,
     )
 
 

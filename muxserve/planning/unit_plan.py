@@ -326,8 +326,8 @@ def model_demands(
             problems.append(fleet.model_problem(model.name, "dtype", message))
         if gpu is None and (words := uncomputable(architecture.quantisation, demands[-1].resolved_dtype)):
             problems.append(fleet.model_problem(model.name, "dtype", words))
-        if architecture.latent is not None:
-            problems += _latent_problems(fleet, model)
+        for kind in _uncached(architecture):
+            problems += _kind_problems(fleet, model, kind)
         if architecture.kv_cache and (words := _kv_cache_problem(architecture, gpu is not None, machine)):
             problems.append(fleet.model_problem(model.name, "engine_args", words))
         if gpu is not None and (words := unshareable(architecture.quantisation, model.engine_args)):
@@ -343,20 +343,30 @@ def model_demands(
     return tuple(demands)
 
 
-def _latent_problems(fleet: Fleet, model: Model) -> list[Problem]:
-    """What a model with latent attention is asked for that it cannot have."""
+def _uncached(architecture: ModelArchitecture) -> list[str]:
+    """What the model has of which no prefix is cached."""
+    return ["latent attention"] * (architecture.latent is not None) + ["states"] * (architecture.states is not None)
+
+
+def _kind_problems(fleet: Fleet, model: Model, kind: str) -> list[Problem]:
+    """What a model with latent attention or states is asked for that it cannot have."""
     found = []
     if "prefix_caching" in model.model_fields_set and model.prefix_caching:
-        message = "vLLM caches no prefixes of models with latent attention on CPU; leave it out"
+        message = f"no prefixes are cached of models with {kind}; leave it out"
         found.append(fleet.model_problem(model.name, "prefix_caching", message))
     if arrangement_of(model).name != "multiplexed":
-        message = "models with latent attention are served by a prefill and a decode engine; set phases: multiplexed"
+        message = f"models with {kind} are served by a prefill and a decode engine; set phases: multiplexed"
         found.append(fleet.model_problem(model.name, "phases", message))
+    if model.adapters is not None:
+        message = f"LoRA adapters are not served with models with {kind}; leave them out"
+        found.append(fleet.model_problem(model.name, "adapters", message))
     return found
 
 
 def _kv_cache_problem(architecture: ModelArchitecture, gpu: bool, machine: Machine) -> str:
     """Why the KV cache cannot be of the type that `engine_args` ask for; empty if it can."""
+    if architecture.states is not None:
+        return "kv_cache_dtype: models that keep states have a cache in the model's dtype; leave it out"
     if architecture.latent is not None:
         return "kv_cache_dtype: vLLM's latent attention on CPU keeps its cache in the model's dtype; leave it out"
     if gpu:

@@ -29,8 +29,10 @@ class Claim:
 
 
 def demand_weight(profile: ModelProfile) -> float:
-    """Pages per second of load: rate x tokens of a request x layers x KV heads / tokens per block."""
-    return profile.rate * profile.tokens * profile.pages_per_block / profile.block_tokens
+    """Pages per second of load: rate x blocks of a request x layers x KV heads, where the blocks are tokens / tokens
+    per block and those of its states."""
+    blocks = profile.tokens / profile.block_tokens + profile.state_blocks
+    return profile.rate * blocks * profile.pages_per_block
 
 
 def max_min(pages: int, claims: Sequence[Claim]) -> list[int]:

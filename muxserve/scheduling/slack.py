@@ -213,7 +213,7 @@ class Slack(Adbs):
                 seated = model.in_engines
                 seats = min(waiting, model.max_seqs - seated)
                 blocks = min(model.queue.blocks * seats / waiting, room(model, seated, self._limits[model.index]))
-                tokens += max(0.0, blocks) * model.block_tokens
+                tokens += max(0.0, blocks - seats * model.state_blocks) * model.block_tokens
             steps += tokens / model.batch_tokens
         return steps >= self._rules.pressing
 

@@ -324,6 +324,7 @@ class ModelState:
         "queue",
         "quota",
         "retired",
+        "state_blocks",
         "tally",
         "used",
         "work_since",
@@ -336,6 +337,7 @@ class ModelState:
         self.pool = pool
         self.pages_per_block = profile.pages_per_block
         self.block_tokens = profile.block_tokens
+        self.state_blocks = profile.state_blocks
         self.max_seqs = profile.max_num_seqs
         self.batch_tokens = profile.max_num_batched_tokens
         self.counters = TenantCounters(lambda: self.rounds)
@@ -393,8 +395,8 @@ class ModelState:
         return self.decode.rounds if self.both else self.decode.jobs
 
     def blocks_of(self, tokens: int) -> int:
-        """Token blocks for `tokens` and the one token that comes after them, if one does."""
-        return (tokens - self.pooling) // self.block_tokens + 1
+        """Blocks for `tokens` and the one token that comes after them, if one does, and for the sequence's states."""
+        return (tokens - self.pooling) // self.block_tokens + 1 + self.state_blocks
 
     @property
     def in_engines(self) -> int:
@@ -424,7 +426,7 @@ class ModelState:
         """Set the tokens that admitted prompts still have to compute, and the pages that this promises away."""
         self.outstanding = outstanding
         waiting = len(self.prefilling)
-        blocks = -(-outstanding // self.block_tokens) + waiting if waiting else 0
+        blocks = -(-outstanding // self.block_tokens) + waiting * (1 + self.state_blocks) if waiting else 0
         pages = blocks * self.pages_per_block
         self.pool.promised += pages - self.promised
         self.promised = pages

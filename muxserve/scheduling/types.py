@@ -90,7 +90,8 @@ class ModelProfile:
     The requests of a `pooling` model are finished by their prefill: it has no decode engine. Without `kv_heads` it
     needs no pages. `elastic` engines can compute on another share from one lease to the next; of others every lease
     names the planned share. `tokens` is the mean length of its requests, prompt and answer, relative to the other
-    models' (1 for all: they are alike, or unknown).
+    models' (1 for all: they are alike, or unknown). The states that a sequence has take `state_blocks` blocks, whatever
+    its length.
     """
 
     name: str
@@ -111,6 +112,7 @@ class ModelProfile:
     elastic: bool = True
     pooling: bool = False
     tokens: float = 1.0
+    state_blocks: int = 0
 
     @property
     def pages_per_block(self) -> int:

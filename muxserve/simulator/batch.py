@@ -39,11 +39,14 @@ class DecodeBatch:
         "needs",
         "running",
         "slow",
+        "state_blocks",
         "until",
     )
 
     def __init__(self, block_tokens: int, first_serial: int = 0) -> None:
         self.block_tokens = block_tokens
+        # Of each sequence, whatever its length.
+        self.state_blocks = 0
         self.needs = [0] * block_tokens
         self.running: dict[SimRequest, None] = {}
         self.counter = 0
@@ -85,7 +88,7 @@ class DecodeBatch:
         self.context -= computed + 1
         request.made = computed + 1 - request.prompt
         request.serial = 0
-        return -(-computed // self.block_tokens)
+        return -(-computed // self.block_tokens) + self.state_blocks
 
     def next_end(self) -> int:
         """The counter at which the next sequence has its last token."""

@@ -107,6 +107,7 @@ class StepEngine(Engine):
         if phase is not PREFILL:
             pages.grower = self
         self.batch = self.make_batch(model.profile.block_tokens)
+        self.batch.state_blocks = model.profile.state_blocks
         # Joined, and have not been in a decode step yet.
         self.joined: list[SimRequest] = []
         self.chunks: list[tuple[SimRequest, int]] = []

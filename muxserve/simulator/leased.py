@@ -231,7 +231,7 @@ class PhaseEngine(LeasedEngine):
 
     def _choose(self, now: float) -> tuple[int, int]:
         """Fill a step with chunks that find pages; returns its tokens and attention pairs."""
-        chunks, size = self.chunks, self.model.profile.block_tokens
+        chunks, size, states = self.chunks, self.model.profile.block_tokens, self.model.profile.state_blocks
         budget = self.model.profile.max_num_batched_tokens
         tokens = pairs = 0
         # A live engine looks up the prompts that would fit into the step if nothing of them were cached.
@@ -246,7 +246,7 @@ class PhaseEngine(LeasedEngine):
                 self._find(request, now)
             chunk = min(length - request.computed, budget - tokens)
             end = request.computed + chunk
-            blocks = -(-end // size) - request.blocks
+            blocks = -(-end // size) + states - request.blocks
             if blocks and not self.pages.take(blocks, now, self.order):
                 if begins:
                     self._lose(request)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from muxserve.costs import ModelArchitecture
+from muxserve.costs.architecture import KV_ITEM_BYTES
 from muxserve.costs.calibration import Graphs
 from muxserve.scheduling.policies import DEFAULT_POLICY
 from muxserve.scheduling.quotas import initial_quotas
@@ -216,7 +217,7 @@ def lone_unit(
     stages = pipeline.stages if pipeline is not None else 1
     tp = max(1, len(devices) // stages)
     # Every stage has as many blocks in use; the one with the most layers has most pages.
-    layers = max(pipeline.layers) if pipeline is not None else model.architecture.layers
+    layers = max(pipeline.layers) if pipeline is not None else model.architecture.attention_layers
     kv_heads = max(1, model.architecture.kv_heads // tp)
     pages = blocks * layers * kv_heads
     profile = ModelProfile(
@@ -253,15 +254,20 @@ def _profile(
     architecture = model.architecture
     # Each device has its part of the KV heads; beyond their number, copies.
     kv_heads = max(1, architecture.kv_heads // tp) if architecture.causal else 0
-    per_block = architecture.layers * kv_heads
-    longest = math.ceil((model.max_len or architecture.default_max_len) / block_tokens) * per_block
+    layers = architecture.attention_layers
+    per_block = layers * kv_heads
+    item = KV_ITEM_BYTES[architecture.kv_dtype(model.dtype)]
+    block_bytes = 2 * per_block * block_tokens * architecture.head_dim * item
+    state_blocks = math.ceil(architecture.state_bytes(model.dtype) / tp / block_bytes) if per_block else 0
+    longest = math.ceil((model.max_len or architecture.default_max_len) / block_tokens) + state_blocks
+    longest *= per_block
     # The longest sequence at least, but no more than half of an equal part, so that quotas can move.
     floor = max(per_block, min(longest, pool.pages // (2 * members)))
     return ModelProfile(
         name=model.name,
         pool=pool.name,
         rate=placed.rate,
-        layers=architecture.layers,
+        layers=layers,
         kv_heads=kv_heads,
         block_tokens=block_tokens,
         quota_pages=0,
@@ -273,4 +279,5 @@ def _profile(
         elastic=model.elastic,
         tokens=model.tokens,
         pooling=architecture.pooling,
+        state_blocks=state_blocks,
     )

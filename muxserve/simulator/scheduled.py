@@ -117,10 +117,10 @@ class ScheduledUnit(SimulatedUnit):
     def _too_long(self, request: SimRequest, tokens: int, now: float) -> bool:
         model = self.ledger.by_name[request.model]
         capacity = self.capacity(model)
-        pages = -(-tokens // model.block_tokens) * model.pages_per_block
+        pages = (-(-tokens // model.block_tokens) + model.state_blocks) * model.pages_per_block
         if pages <= capacity:
             return False
-        most = capacity // model.pages_per_block * model.block_tokens
+        most = max(0, capacity // model.pages_per_block - model.state_blocks) * model.block_tokens
         self.refuse(request, now, f"longer than the {most} tokens that {model.name} has pages for")
         return True
 

@@ -93,7 +93,7 @@ class StockEngine(StepEngine):
                 if request.content:
                     self._find(request, now)
                 # Room for the whole prompt at once, or it waits: nobody overtakes it.
-                blocks = -(-length // profile.block_tokens)
+                blocks = -(-length // profile.block_tokens) + profile.state_blocks
                 if not pages.take(blocks - request.blocks, now, self.order):
                     if request.blocks:
                         self._lose(request)
@@ -128,10 +128,11 @@ class StockUnit(SimulatedUnit):
     def enqueue(self, request: SimRequest, now: float) -> None:
         engine = self._by_name[request.model]
         pages, block_tokens = engine.pages, engine.model.profile.block_tokens
-        needed = -(-(request.prompt + request.output - 1) // block_tokens) * pages.per_block
+        states = engine.model.profile.state_blocks
+        needed = (-(-(request.prompt + request.output - 1) // block_tokens) + states) * pages.per_block
         most = min(pages.quota, pages.pool.profile.pages)
         if needed > most:
-            room = most // pages.per_block * block_tokens
+            room = max(0, most // pages.per_block - states) * block_tokens
             self.refuse(request, now, f"longer than the {room} tokens that {request.model} has pages for")
             return
         engine.submit(request, now)
@@ -149,7 +150,8 @@ class StockUnit(SimulatedUnit):
         engine = self._by_name[name]
         pages, waiting, block = engine.pages, engine.waiting, engine.model.profile.block_tokens
         most = min(pages.quota, pages.pool.profile.pages) // pages.per_block
-        demands = [-(-request.tokens // block) * block for request in waiting]
+        states = engine.model.profile.state_blocks
+        demands = [(-(-request.tokens // block) + states) * block for request in waiting]
         return InstanceLoad(
             name=self.spec.name,
             capacity=most * block,

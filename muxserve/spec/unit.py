@@ -113,6 +113,10 @@ class ModelSpec(msgspec.Struct, frozen=True):
     In the `windowed_layers`, by number, a token sees the last `window` tokens only, and pages behind the window are
     given back; empty where they are kept.
 
+    Layers that keep a state of a sequence instead of K and V are not among `layers`. The states of all of them, of one
+    sequence, take the first `state_blocks` of its blocks. Where they are of another type than the KV of models in the
+    same pool, these have `zeroed` pages: an engine that takes one does not find what is no number in its type.
+
     `adapters` are directories of LoRA adapters by the names under which requests ask for them. They come and go while
     the model serves, if it has `adapter_slots`: an engine loads one with the first request that brings it.
     """
@@ -158,6 +162,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     latent: int = 0
     window: int = 0
     windowed_layers: tuple[int, ...] = ()
+    state_blocks: int = 0
+    zeroed: bool = False
 
     @property
     def engines(self) -> tuple[EnginePhase, ...]:

@@ -179,7 +179,7 @@ class UnitRequestTable:
         pages = pages_for(model, tokens)
         if pages <= capacity:
             return False
-        most = capacity // model.pages_per_block * model.block_tokens
+        most = max(0, capacity // model.pages_per_block - model.state_blocks) * model.block_tokens
         text = (
             f"the request can grow to {tokens} tokens, but model {model.name!r} has room for {most} "
             f"({pages} KV pages needed, {capacity} can be had). Ask for fewer tokens, or enlarge kv_pool.size"
@@ -400,5 +400,5 @@ class UnitRequestTable:
 
 
 def pages_for(model: ModelState, tokens: int) -> int:
-    """KV pages of a sequence of so many tokens."""
-    return -(-tokens // model.block_tokens) * model.pages_per_block
+    """Pages of a sequence of so many tokens."""
+    return (-(-tokens // model.block_tokens) + model.state_blocks) * model.pages_per_block

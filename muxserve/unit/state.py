@@ -91,6 +91,7 @@ def model_profile(model: ModelSpec, stages: int = 1, elastic: bool = False) -> M
         elastic=elastic,
         pooling=model.pooling,
         tokens=model.request_tokens,
+        state_blocks=model.state_blocks,
     )
 
 

@@ -15,8 +15,12 @@ from muxserve.memory.server import manager_config
 from muxserve.planning.checkpoints import CheckpointError, architecture_of, fetch, stored_weights
 from muxserve.planning.demands import demands_of
 from muxserve.planning.specs import unit_spec_of
-from muxserve.planning.unit_plan import resolve_unit
+from muxserve.planning.unit_plan import ResolvedUnit, resolve_unit
+from muxserve.scheduling.state import ModelState, PoolState
+from muxserve.scheduling.types import PoolProfile
 from muxserve.spec import load, save
+from muxserve.unit.request_table import pages_for
+from muxserve.unit.state import model_profile
 from placement import Machine, UnitPlan
 from placement.memory import sequence_bytes
 
@@ -261,7 +265,7 @@ class TestLatentAttention:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            (", prefix_caching: true", "caches no prefixes of models with latent attention"),
+            (", prefix_caching: true", "no prefixes are cached of models with latent attention"),
             (", engine_args: {kv_cache_dtype: fp8}", "keeps its cache in the model's dtype"),
             (", phases: rolling, slo: {ttft_ms: 100, tpot_ms: 10}", "set phases: multiplexed"),
         ],
@@ -273,6 +277,69 @@ class TestLatentAttention:
     def test_a_latent_that_the_kernel_lacks_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(FleetError, match=r"its latent of 256 \+ 64 numbers is not the one .* \(512 \+ 64\)"):
             self.resolve(tmp_path, config={**LATENT, "kv_lora_rank": 256})
+
+
+STATEFUL = {
+    **CONFIG,
+    "model_type": "granitemoehybrid",
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "num_hidden_layers": 4,
+    "layer_types": ["mamba", "attention"] * 2,
+    "shared_intermediate_size": 1024,
+    "mamba_n_heads": 16,
+    "mamba_d_head": 64,
+    "mamba_d_state": 64,
+}
+
+
+class TestStates:
+    def resolve(
+        self, directory: Path, options: str = "", beside: str = ", {name: b, hub: org/b}", head_dim: int = 128
+    ) -> ResolvedUnit:
+        (directory / "config.json").write_text(json.dumps({**STATEFUL, "head_dim": head_dim}))
+        (directory / "model.safetensors").touch()
+        text = f"models: [{{name: a, path: {directory}{options}}}{beside}]\n"
+        return resolve_unit(fleet(text), MACHINE, FakeHub(directory))
+
+    def test_the_states_of_a_sequence_are_counted_in_blocks(self, tmp_path: Path) -> None:
+        unit = self.resolve(tmp_path, ", max_len: 512")
+        (pool,) = unit.unit.pools
+        plan, beside = unit.unit.models
+        states = 2 * (3 * (1024 + 2 * 64) * 2 + 1024 * 64 * 4)
+        block = 2 * 2 * pool.page_bytes
+        assert (plan.state_blocks, beside.state_blocks) == (-(-states // block), 0)
+        assert plan.floor_pages == (plan.state_blocks + -(-512 // plan.block_tokens)) * 4
+        # The other model may find float32 in a page of its own.
+        assert plan.zeroed
+        assert beside.zeroed
+        model = unit_spec_of(unit.with_fleet(fetch(unit.fleet, print, FakeHub(tmp_path))), "/x").models[0]
+        assert (model.layers, model.state_blocks, model.zeroed) == (2, plan.state_blocks, True)
+        assert not model.prefix_caching
+        profile = model_profile(model)
+        assert profile.state_blocks == plan.state_blocks
+        state = ModelState(0, profile, PoolState(PoolProfile("pool0", 100), 100, 100))
+        assert pages_for(state, 512) == plan.floor_pages
+
+    def test_pages_that_engines_cannot_map_are_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(FleetError, match="pages of 10240 bytes, and engines can map multiples of 4096 only"):
+            self.resolve(tmp_path, beside="", head_dim=80)
+
+    def test_in_float32_nothing_needs_zeroing(self, tmp_path: Path) -> None:
+        unit = self.resolve(tmp_path, ", dtype: float32")
+        assert not any(model.zeroed for model in unit.unit.models)
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            (", prefix_caching: true", "no prefixes are cached of models with states"),
+            (", engine_args: {kv_cache_dtype: fp8}", "models that keep states have a cache in the model's dtype"),
+            (", adapters: {x: /x}", "LoRA adapters are not served with models with states"),
+            (", phases: rolling, slo: {ttft_ms: 100, tpot_ms: 10}", "set phases: multiplexed"),
+        ],
+    )
+    def test_what_it_cannot_have_is_refused(self, tmp_path: Path, options: str, words: str) -> None:
+        with pytest.raises(FleetError, match=words):
+            self.resolve(tmp_path, options, beside="")
 
 
 class TestStoredWeights:

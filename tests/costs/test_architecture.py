@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from muxserve.costs import EngineShape
 from muxserve.costs.architecture import ModelArchitecture, UnsupportedModelError, read_architecture
 from muxserve.costs.profile import ProfiledModel
+from muxserve.costs.roofline import Roofline
 from muxserve.costs.work import layer_work
 
 LLAMA = {
@@ -342,3 +344,82 @@ class TestLatentAttention:
         assert layer_work(a, 8, "bfloat16").kv_bytes_per_token == work.kv_bytes_per_token
         # A query head is multiplied with latent and rotated part, and then with the latent again.
         assert work.flops_per_pair == 2 * 61 * 128 * (576 + 512)
+
+
+GRANITE_4_H = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "hidden_size": 1536,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "intermediate_size": 512,
+    "shared_intermediate_size": 1024,
+    "num_local_experts": 64,
+    "num_experts_per_tok": 6,
+    "vocab_size": 100352,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+    "layer_types": ["attention" if layer % 10 == 5 else "mamba" for layer in range(40)],
+    "mamba_n_heads": 48,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
+QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "vocab_size": 151936,
+    "max_position_embeddings": 262144,
+}
+
+
+class TestStates:
+    def test_a_sequence_takes_a_state_of_some_layers_and_kv_of_the_others(self) -> None:
+        a = read_architecture(GRANITE_4_H)
+        assert (a.attention_layers, a.pages_per_block, a.cpu_only) == (4, 16, "states of sequences")
+        assert a.kv_bytes_per_token("bfloat16") == 2 * 4 * 4 * 128 * 2
+        # The last three inputs of the convolution, and a matrix of 64 x 128 for each head in float32.
+        assert a.state_bytes("bfloat16") == 36 * (3 * (3072 + 2 * 128) * 2 + 48 * 64 * 128 * 4)
+        assert a.parameters == pytest.approx(6.9e9, rel=0.02)
+        assert read_architecture(LLAMA).state_bytes("bfloat16") == 0
+
+    def test_every_fourth_layer_has_attention_unless_it_is_said(self) -> None:
+        a = read_architecture(QWEN3_NEXT)
+        assert (a.attention_layers, a.pages_per_block) == (12, 24)
+        assert a.state_bytes("bfloat16") == 36 * (3 * (2 * 16 * 128 + 32 * 128) * 2 + 32 * 128 * 128 * 4)
+        assert a.parameters == pytest.approx(80e9, rel=0.02)
+        said = {**QWEN3_NEXT, "layer_types": ["linear_attention", "full_attention"] * 24}
+        assert read_architecture(said).attention_layers == 24
+
+    def test_a_step_reads_and_writes_the_state_of_each_sequence(self) -> None:
+        a = read_architecture(GRANITE_4_H)
+        work = layer_work(a, 1, "bfloat16")
+        assert work.state_bytes == 2 * a.state_bytes("bfloat16")
+        assert work.kv_bytes_per_token == a.kv_bytes_per_token("bfloat16")
+        costs = Roofline().engine(a, EngineShape("A100-80GB", 1, 1.0, "bfloat16"))
+        one, two = (costs.decode(batch, 1000).seconds(1000) for batch in (64, 128))
+        assert two - one > 64 * work.state_bytes / 2.1e12  # no A100 reads faster
+
+    @pytest.mark.parametrize("types", [["mamba"] * 40, ["attention"] * 40, ["moe"] * 40])
+    def test_layers_of_one_kind_only_are_refused(self, types: list[str]) -> None:
+        with pytest.raises(UnsupportedModelError, match="layers with attention and layers with states"):
+            read_architecture({**GRANITE_4_H, "layer_types": types})

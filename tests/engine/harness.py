@@ -58,6 +58,8 @@ TINY: dict[str, Callable[[], Path]] = {
     "gpt_oss": partial(tiny_checkpoint, "gpt_oss"),
     "deepseek_v2": partial(tiny_checkpoint, "deepseek_v2"),
     "deepseek_v3": partial(tiny_checkpoint, "deepseek_v3"),
+    "granite_hybrid": partial(tiny_checkpoint, "granite_hybrid", layers=4),
+    "qwen3_next": partial(tiny_checkpoint, "qwen3_next", layers=4),
 }
 # Others, each served once: of more of today's families, and with those, multi-modal ones' texts.
 FAMILIES: dict[str, Callable[[], Path]] = {
@@ -72,6 +74,8 @@ MULTI_MODAL: dict[str, Callable[[], Path]] = {
 }
 # Those that keep one vector of each token instead of K and V by head.
 LATENT = frozenset({"deepseek_v2", "deepseek_v3"})
+# Those that keep a state of a sequence in some layers.
+STATEFUL = frozenset({"granite_hybrid", "qwen3_next"})
 # The same weights with 8 and with 4 bits.
 QUANTISED = {name: ROOT / "configs/models" / name for name in ("atlas-int8", "atlas-int4")}
 START_SECONDS = 3 * PATIENCE
@@ -90,10 +94,11 @@ def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> Mod
     if latent:
         head_dim = latent // 2
     architecture = read_architecture(config)
+    # vLLM's kernels on CPU for quantised weights and for gated delta nets have no float32.
+    bfloat16 = "quantization_config" in config or "linear_num_key_heads" in config
     values: dict[str, Any] = {
         "path": str(path),
-        # vLLM's kernels for quantised weights on CPU have no float32.
-        "dtype": "bfloat16" if "quantization_config" in config else "float32",
+        "dtype": "bfloat16" if bfloat16 else "float32",
         "layers": config["num_hidden_layers"],
         "kv_heads": 1 if latent else max(1, config["num_key_value_heads"] // ranks),
         "head_dim": head_dim,
@@ -105,7 +110,21 @@ def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> Mod
         # Prompts of those with latent attention are computed in one piece, and no prefix is cached.
         **({"max_num_batched_tokens": 1024, "prefix_caching": False, "latent": latent} if latent else {}),
     }
+    if config["model_type"] in ("granitemoehybrid", "qwen3_next"):
+        values |= stateful(config, values)
     return model_spec(name, **{**values, **changes})
+
+
+def stateful(config: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """What is different of a model some of whose layers keep states."""
+    architecture, dtype = read_architecture(config), values["dtype"]
+    block = 2 * values["block_tokens"] * values["head_dim"] * ITEM_BYTES[dtype] * architecture.pages_per_block
+    return {
+        "layers": architecture.attention_layers,
+        "state_blocks": -(-architecture.state_bytes(dtype) // block),
+        "prefix_caching": False,
+        "zeroed": dtype != "float32",
+    }
 
 
 def reply_to_of(unit_spec: UnitSpec) -> str:

@@ -1,22 +1,29 @@
-"""Models whose layers differ in what they see, or keep latents: real engines; the test plays scheduler and gateway."""
+"""Models whose layers differ in what they see, or keep latents or states: real engines; the test plays scheduler and
+gateway."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from muxserve.wire import Admit, Detach, Detached, HandOver, StepReport
 from tests.engine.cases import GROWN, NOISE
 from tests.engine.checks import bodies, check, nothing_owned, owned, reports
-from tests.engine.harness import LATENT, MODELS, TINY, Engines, deployed_model, engines
+from tests.engine.harness import LATENT, MODELS, STATEFUL, TINY, Engines, deployed_model, engines
 
-# Another model of full attention, on pages that are as large as those of latents.
+# Another model of full attention, on pages that are as large as those of latents, or of models that keep states.
 BY_HEAD = "arithmetic"
 SHARED_PAGES = 150
-UNCACHED = {"gemma3"} | LATENT
-WINDOWED = [kind for kind in TINY if kind not in LATENT]
+STATE_PAGES = 600
+UNCACHED = {"gemma3"} | LATENT | STATEFUL
+# Computed in 16 bits, where what else is in a batch changes the last bits, and now and then a token: served one by one.
+ALONE = {"qwen3_next"}
+# Blocks as large as those of the other kind, whose numbers have twice as many bytes.
+STATEFUL_BLOCKS = {"granite_hybrid": 64, "qwen3_next": 128}
+WINDOWED = [kind for kind in TINY if kind not in LATENT | STATEFUL]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +32,7 @@ def by_head() -> Iterator[Engines]:
     models = [
         deployed_model(kind, make(), max_num_batched_tokens=128, prefix_caching=kind not in UNCACHED)
         for kind, make in TINY.items()
-        if kind not in LATENT
+        if kind not in LATENT | STATEFUL
     ]
     with engines(models) as running:
         yield running
@@ -41,11 +48,47 @@ def latents() -> Iterator[Engines]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def stateful() -> Iterator[Engines]:
+    """In one pool, in which one model leaves K and V in float32, one states in float32, and one K and V in bfloat16."""
+    # Chunks of 128 tokens, which a state goes through.
+    paths = {kind: TINY[kind]() for kind in sorted(STATEFUL)} | {BY_HEAD: MODELS[BY_HEAD]}
+    models = [
+        deployed_model(
+            kind,
+            path,
+            block_tokens=STATEFUL_BLOCKS.get(kind, 64),
+            quota_pages=STATE_PAGES // 3,
+            max_num_batched_tokens=128,
+        )
+        for kind, path in paths.items()
+    ]
+    # As many blocks as fill the pool.
+    models = [
+        msgspec.structs.replace(model, num_blocks=(STATE_PAGES - 1) // model.pages_per_block + 1, zeroed=True)
+        for model in models
+    ]
+    with engines(models, pages=STATE_PAGES) as running:
+        yield running
+
+
 @pytest.fixture
 def family(request: pytest.FixtureRequest, kind: str) -> Engines:
     """The engines that serve models of that kind."""
-    running: Engines = request.getfixturevalue("latents" if kind in LATENT else "by_head")
+    name = "latents" if kind in LATENT else "stateful" if kind in STATEFUL else "by_head"
+    running: Engines = request.getfixturevalue(name)
     return running
+
+
+def serve(family: Engines, stock: dict[str, Any], kind: str, tag: str, cases: list[str]) -> None:
+    for together in [[case] for case in cases] if kind in ALONE else [cases]:
+        family.serve(kind, bodies(family, stock, tag, together))
+    check(family, stock, tag, cases)
+
+
+def grown(kind: str) -> list[str]:
+    """Cases with long answers for a model of that kind."""
+    return ["grown"] if kind in ALONE else list(GROWN)
 
 
 @pytest.mark.parametrize(
@@ -57,19 +100,21 @@ def family(request: pytest.FixtureRequest, kind: str) -> Engines:
         pytest.param("gpt_oss", marks=pytest.mark.serves("GptOss", "served", "prefix cache")),
         pytest.param("deepseek_v2", marks=pytest.mark.serves("DeepseekV2", "served")),
         pytest.param("deepseek_v3", marks=pytest.mark.serves("DeepseekV3", "served")),
+        pytest.param("granite_hybrid", marks=pytest.mark.serves("GraniteMoeHybrid (Granite 4 H)", "served")),
+        pytest.param("qwen3_next", marks=pytest.mark.serves("Qwen3Next", "served")),
     ],
 )
 def test_tokens_are_those_of_stock_vllm(family: Engines, stock_tiny: dict[str, Any], kind: str) -> None:
-    family.serve(kind, bodies(family, stock_tiny[kind], kind, NOISE))
-    check(family, stock_tiny[kind], kind, NOISE)
+    serve(family, stock_tiny[kind], kind, kind, NOISE)
     nothing_owned(family)
 
 
-@pytest.mark.parametrize("kind", TINY)
+@pytest.mark.parametrize("kind", [kind for kind in TINY if kind not in ALONE])
 def test_preempted_requests_keep_their_tokens(family: Engines, stock_tiny: dict[str, Any], kind: str) -> None:
-    """Two grow to four blocks each, or to three within a window, where there are five."""
+    """Two grow to four blocks each, or to three within a window, where there are five, and those of their states."""
+    states = family.unit_spec.model(kind).state_blocks
     since = len(family.returned())
-    with family.quota(kind, blocks=5):
+    with family.quota(kind, blocks=5 + 2 * states):
         family.serve(kind, bodies(family, stock_tiny[kind], f"tight-{kind}", GROWN))
     assert len(family.returned()) > since
     check(family, stock_tiny[kind], f"tight-{kind}", GROWN)
@@ -87,6 +132,18 @@ def test_latents_and_heads_share_a_pool(latents: Engines, stock: dict[str, Any],
             latents.serve(model, bodies(latents, known, f"share{turn}-{model}", ["chunked"]))
             check(latents, known, f"share{turn}-{model}", ["chunked"])
             nothing_owned(latents)
+
+
+def test_states_and_heads_share_a_pool(stateful: Engines, stock: dict[str, Any], stock_tiny: dict[str, Any]) -> None:
+    """Pages go from one model to the others and back, with the tokens of each, whatever was in them."""
+    known = {kind: stock_tiny[kind] for kind in sorted(STATEFUL)} | {BY_HEAD: stock[BY_HEAD]}
+    with stateful.memory() as client:
+        assert len(client.stats()["pools"]) == 1
+    for turn in range(2):
+        for model, answers in known.items():
+            stateful.forget_prefixes(BY_HEAD)
+            serve(stateful, answers, model, f"share{turn}-{model}", ["chunked", "greedy"])
+            nothing_owned(stateful)
 
 
 @pytest.mark.parametrize("kind", TINY)
@@ -163,18 +220,36 @@ def decoded(family: Engines, kind: str, admits: list[Admit], steps: int) -> None
 @pytest.mark.parametrize("kind", TINY)
 def test_requests_go_on_after_the_death_of_their_engine(family: Engines, stock_tiny: dict[str, Any], kind: str) -> None:
     """As a gateway does: with the tokens that it has, to whatever engine there is."""
-    requests = bodies(family, stock_tiny[kind], f"dead-{kind}", list(GROWN))
+    requests = bodies(family, stock_tiny[kind], f"dead-{kind}", grown(kind))
     decoded(family, kind, handed(family, kind, requests), steps=120)
     family.kill(kind, "decode")
     family.reborn(kind, "decode")
     sent = {name: list(family.tokens[name]) for name in requests}
     family.lease(f"{kind}/decode", handed(family, kind, requests, sent))
     family.until(lambda: all(family.finished(name) for name in requests))
-    check(family, stock_tiny[kind], f"dead-{kind}", list(GROWN))
+    check(family, stock_tiny[kind], f"dead-{kind}", grown(kind))
     nothing_owned(family)
 
 
-@pytest.mark.parametrize("kind", TINY)
+@pytest.mark.parametrize("kind", STATEFUL_BLOCKS)
+def test_requests_with_states_do_not_leave_while_they_are_decoded(
+    family: Engines, stock_tiny: dict[str, Any], kind: str
+) -> None:
+    requests = bodies(family, stock_tiny[kind], f"stay-{kind}", grown(kind))
+    admits = handed(family, kind, requests)
+    decoded(family, kind, admits, steps=40)
+    since = len(family.reports)
+    for admit in admits:
+        family.send(f"{kind}/decode", Detach(admit.request_id, admit.incarnation, f"{admit.request_id}/out", 0))
+    family.until(lambda: sum(isinstance(told, Detached) for _, told in family.reports[since:]) == len(admits))
+    assert not any(told.key for _, told in family.reports[since:] if isinstance(told, Detached))
+    family.lease(f"{kind}/decode")
+    family.until(lambda: all(family.finished(name) for name in requests))
+    check(family, stock_tiny[kind], f"stay-{kind}", grown(kind))
+    nothing_owned(family)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TINY if kind not in STATEFUL])
 def test_requests_that_leave_with_their_blocks_go_on_elsewhere(
     family: Engines, stock_tiny: dict[str, Any], kind: str
 ) -> None:

@@ -64,6 +64,15 @@ def test_latents_share_with_heads_through_larger_blocks() -> None:
     assert blocks((128, "bfloat16"), (288, "bfloat16")) == [(("a", "b"), (288, 128))]
 
 
+def test_pages_are_as_large_as_states_want_them() -> None:
+    shapes = [KVShape("a", 64, "bfloat16", least_bytes=30_000), KVShape("b", 128, "bfloat16")]
+    (group,) = group_pools(shapes)
+    assert group.page_bytes >= 30_000
+    assert group.block_tokens == (128, 64)
+    (largest,) = group_pools([KVShape("a", 64, "bfloat16", least_bytes=1 << 30)])
+    assert largest.block_tokens == (256,)
+
+
 def test_another_dtype_has_a_pool_of_its_own() -> None:
     assert blocks((64, "float32"), (64, "bfloat16")) == [(("b",), (32,)), (("a",), (32,))]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -457,6 +458,31 @@ def test_a_model_whose_kv_has_other_pages_cannot_join() -> None:
     # Nor do types mix in a pool.
     with pytest.raises(NoRoomError, match="atlas cannot join u0: its KV does not divide"):
         joining(fleet(), "atlas", dtype="float16")
+
+
+def test_a_model_with_states_of_another_type_cannot_join(tmp_path: Path) -> None:
+    """Pages of those that run are not zeroed when they take them."""
+    config = {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 512,
+        "max_position_embeddings": 512,
+        "layer_types": ["mamba", "attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 64,
+        "mamba_d_state": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
+    model = fleet().models[0].model_copy(update={"name": "states", "path": str(tmp_path)})
+    declared = fleet().with_models([*fleet().models, model.model_copy(update={"dtype": "bfloat16"})])
+    with pytest.raises(NoRoomError, match="states cannot join u0: engines there do not zero their pages"):
+        joining(declared, "states")
 
 
 def test_a_pool_may_have_no_room_for_one_more() -> None:

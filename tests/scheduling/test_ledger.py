@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
 from muxserve.scheduling.adbs import Adbs
 from muxserve.scheduling.admission import admissible, prefill_steps, wants_prefill
 from muxserve.scheduling.ledger import UnitLedger
-from muxserve.scheduling.loads import load_of
+from muxserve.scheduling.loads import load_of, view_of
 from muxserve.scheduling.types import (
     WHOLE,
     Grant,
@@ -646,3 +647,29 @@ def test_a_model_without_pages_is_bounded_by_its_seats_alone() -> None:
     assert (load.capacity, load.used, load.waiting) == (32, 0, 3)
     prefill(book, *admission.request_ids)
     assert load_of("u", book.by_name["a"], Adbs()).used == 32
+
+
+def test_states_are_counted_with_every_sequence() -> None:
+    book = ledger(state_blocks=3)
+    model = book.by_name["a"]
+    assert model.blocks_of(20) == 20 // model.block_tokens + 1 + 3
+    arrive(book, "r")
+    arrive(book, "s")
+    assert model.queue.blocks == 2 * model.blocks_of(20)
+    prefill(book, "r", "s")
+    # Both prompts, a block for the token after each, and their states.
+    assert model.promised == (-(-40 // model.block_tokens) + 2 * (1 + 3)) * model.pages_per_block
+
+
+def test_requests_with_states_do_not_move() -> None:
+    def movable(**changes: object) -> list[bool]:
+        book = ledger(**changes)
+        arrive(book, "r")
+        prefill(book, "r")
+        hand_over(book, "r")
+        decode(book, "r")
+        model, levels = book.by_name["a"], Levels(DEFAULT_LEVELS)
+        return [each.movable for each in view_of(model, load_of("u", model, Adbs()), levels, ()).running]
+
+    assert movable() == [True]
+    assert movable(state_blocks=1) == [False]

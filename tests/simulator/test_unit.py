@@ -112,6 +112,18 @@ def test_too_few_pages_preempt_the_last(kind: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [0, 1])
+def test_states_take_blocks_whatever_the_length(kind: int) -> None:
+    # Each sequence has 13 blocks of 4 pages at its end, and 6 for its states, of which only one fits into 80 pages.
+    world = worlds(pages=80, quota_pages=80, floor_pages=80, state_blocks=6)[kind]
+    records = run(world, requests((0.0, "a", 60, 140))).records
+    assert records[0].ok
+    assert world.pages[0].peak == (13 + 6) * 4
+    assert world.pages[0].held == 0
+    world = worlds(pages=80, quota_pages=80, floor_pages=80, state_blocks=8)[kind]
+    assert not run(world, requests((0.0, "a", 60, 140))).records[0].ok
+
+
+@pytest.mark.parametrize("kind", [0, 1])
 def test_quotas_are_kept(kind: int) -> None:
     profiles = [profile("a", quota_pages=120), profile("b", quota_pages=200)]
     simulated = unit(profiles, 320, adapt_quotas=False)

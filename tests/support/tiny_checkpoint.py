@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 # With full attention in every layer; with sliding windows; of the latter with experts in MXFP4; with latent attention;
-# multi-modal ones; a causal classifier with three labels, an encoder, and one with one label, as rerankers are.
+# with states in every other layer; multi-modal ones; a causal classifier with three labels, an encoder, and one with
+# one label, as rerankers are.
 Kind = Literal[
     "llama", "qwen2", "qwen3", "qwen3_moe", "granite", "phi3", "nemotron",
     "glm4_moe",
     "mistral", "gemma2", "gemma3", "olmo3", "gpt_oss",
     "gpt_oss-mxfp4",
     "deepseek_v2", "deepseek_v3",
+    "granite_hybrid", "qwen3_next",
     "gemma3-mm", "mistral3", "qwen2_5_vl", "qwen3_vl",
     "qwen3-classifier", "bert", "bert-reranker",
 ]  # fmt: skip
@@ -157,6 +159,8 @@ def _write_model(
         "glm4_moe": ("Glm4Moe", "ForCausalLM"),
         "deepseek_v2": ("DeepseekV2", "ForCausalLM"),
         "deepseek_v3": ("DeepseekV3", "ForCausalLM"),
+        "granite_hybrid": ("GraniteMoeHybrid", "ForCausalLM"),
+        "qwen3_next": ("Qwen3Next", "ForCausalLM"),
         "qwen3-classifier": ("Qwen3", "ForSequenceClassification"),
         "bert": ("Bert", "Model"),
         "bert-reranker": ("Bert", "ForSequenceClassification"),
@@ -167,7 +171,9 @@ def _write_model(
     more: dict[str, Any] = {} if labels is None else {"num_labels": labels}
     if not kind.startswith("bert"):
         more |= {"num_key_value_heads": heads if kind.startswith("deepseek") else kv_heads}
-    if not kind.startswith(("bert", "deepseek")) and kind not in ("granite", "olmo3", "phi3", "qwen2"):
+    if not kind.startswith(("bert", "deepseek")) and kind not in (
+        "granite", "granite_hybrid", "olmo3", "phi3", "qwen2",
+    ):  # fmt: skip
         more |= {"head_dim": head_dim}
     more |= _attention_fields(kind, layers, head_dim, max_len)
     hidden = heads * head_dim
@@ -179,7 +185,7 @@ def _write_model(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         max_position_embeddings=max_len,
-        tie_word_embeddings=not kind.startswith(("gpt_oss", "deepseek", "glm4")),
+        tie_word_embeddings=not kind.startswith(("gpt_oss", "deepseek", "glm4", "qwen3_next")),
         bos_token_id=SPECIAL_TOKENS.index("<s>"),
         eos_token_id=eos,
         pad_token_id=SPECIAL_TOKENS.index("<pad>"),
@@ -306,6 +312,33 @@ def _attention_fields(kind: Kind, layers: int, head_dim: int, max_len: int) -> d
             "residual_multiplier": 0.5,
             "attention_multiplier": 1 / head_dim,
             "logits_scaling": 0.5,
+        }
+    if kind == "granite_hybrid":
+        # Granite 4.0 H: Mamba-2, no positions, and no experts in the smallest.
+        hidden = 4 * head_dim
+        return {
+            "layer_types": ["attention" if layer % 2 else "mamba" for layer in range(layers)],
+            "position_embedding_type": "nope",
+            "mamba_n_heads": 2 * hidden // head_dim,
+            "mamba_d_head": head_dim,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 64,
+            "mamba_chunk_size": 64,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 2 * hidden,
+        }
+    if kind == "qwen3_next":
+        return {
+            "layer_types": ["full_attention" if layer % 2 else "linear_attention" for layer in range(layers)],
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": head_dim,
+            "linear_value_head_dim": head_dim,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": head_dim,
+            "shared_expert_intermediate_size": head_dim,
         }
     if kind == "phi3":  # Phi-4-mini: a rope for short and one for long sequences, and a window that no sequence leaves
         rotary = head_dim * 3 // 4
