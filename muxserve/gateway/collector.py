@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
-from muxserve.gateway.status import FleetStatus
+from muxserve.gateway.status import FleetStatus, UnitStatus
 from muxserve.scheduling.residency import Residence
 
 PLACES = ("queued", "prefilling", "handed", "decoding", "moving")
@@ -227,12 +227,17 @@ class FleetCollector(Collector):
                 {(name,): float(model[key] or 0) for name, model in models.items()},
             )
 
+    def _models(self, unit: UnitStatus) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """What a unit says of its models; it keeps books also of those that the fleet has no longer."""
+        known = {model.name for model in self._status.fleet.models}
+        return ((name, model) for name, model in unit.models().items() if name in known)
+
     def _per_model(self, key: str) -> Values:
         return {
             (unit.name, name): float(model[key])
             for unit in self._status.units.values()
             if unit.answered
-            for name, model in unit.models().items()
+            for name, model in self._models(unit)
             if key in model
         }
 
@@ -241,7 +246,7 @@ class FleetCollector(Collector):
             (unit.name, name, phase): float(engine[key])
             for unit in self._status.units.values()
             if unit.answered
-            for name, model in unit.models().items()
+            for name, model in self._models(unit)
             for phase, engine in model.get("phases", {}).items()
             if key in engine
         }
@@ -251,7 +256,7 @@ class FleetCollector(Collector):
             (unit.name, name, str(stage)): float(seconds)
             for unit in self._status.units.values()
             if unit.answered
-            for name, model in unit.models().items()
+            for name, model in self._models(unit)
             for stage, seconds in enumerate(model.get("bubbles", ()))
         }
 

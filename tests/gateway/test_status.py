@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 from muxserve.gateway import status
+from muxserve.gateway.collector import FleetCollector
 from muxserve.gateway.status import UnitStatus
 from muxserve.spec import UnitEntry
 from tests.gateway.unit_specs import model, unit_spec
@@ -97,3 +100,13 @@ async def test_a_unit_that_is_not_there_is_not_asked() -> None:
     await unit.refresh()
     assert not unit.answered
     assert not asked.questions
+
+
+def test_of_a_model_that_was_removed_no_metric_is_left() -> None:
+    """The unit that it was in may keep its page table, and a quota of nothing."""
+    told = {name: {"used_pages": 1, "phases": {"decode": {"jobs": 3}}} for name in ("here", "gone")}
+    unit: Any = SimpleNamespace(name="u0", answered=True, models=lambda: told)
+    fleet: Any = SimpleNamespace(units={"u0": unit}, fleet=SimpleNamespace(models=[model("here")]))
+    collector = FleetCollector(fleet)
+    assert collector._per_model("used_pages") == {("u0", "here"): 1.0}
+    assert collector._per_phase("jobs") == {("u0", "here", "decode"): 3.0}
