@@ -30,7 +30,17 @@ INTERNALS: list[Internal] = [
     (
         "vllm.v1.engine",
         "EngineCoreRequest",
-        ("request_id", "prompt_token_ids", "sampling_params", "mm_features", "prompt_embeds", "resumable", "priority"),
+        (
+            "request_id",
+            "prompt_token_ids",
+            "sampling_params",
+            "mm_features",
+            "prompt_embeds",
+            "resumable",
+            "priority",
+            "lora_request",
+            "cache_salt",
+        ),
     ),
     ("vllm.v1.engine", "EngineCoreOutputs", ("outputs", "engine_index", "scheduler_stats", "timestamp")),
     (
