@@ -77,8 +77,10 @@ class StockEngine(StepEngine):
             self._rests(now)
             return
         self._go_on(now)
-        # What was given up may find room again after this step.
-        self._leap(batch.counter + 1 if preempted else min(batch.next_end(), batch.until))
+        # What was given up may find room again after this step; and a prompt that waits with a prefix looks for that
+        # before each, which counts as use of it.
+        looks = bool(preempted) or (bool(self.waiting) and bool(self.waiting[0].content))
+        self._leap(batch.counter + 1 if looks else min(batch.next_end(), batch.until))
 
     def _prefill(self, now: float) -> bool:
         """Begin a prefill step, if a waiting prompt finds a seat and pages."""
