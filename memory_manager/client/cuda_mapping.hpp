@@ -10,13 +10,13 @@
 
 namespace muxserve::memory {
 
-// One pool (or other memory that was exported) on one GPU, mapped into this process until the last user of the object is gone. The device's primary context
-// is used, as by torch, and kept as long as the mapping.
+// One pool (or other memory that was exported) on one GPU, mapped into this process until the last user of the object
+// is gone. The device's primary context is used, as by torch, and kept as long as the mapping.
 class CudaMapping {
  public:
-  // `handle` is a pool's; `descriptor` is its, for handles of the kind "cuda-vmm", and not needed after the call. Memory
-  // of that kind is mapped for reading only if that is asked for and the driver can. Throws cuda::DriverError, or
-  // MappingError for a handle that is not understood; nothing is left behind then.
+  // `handle` is a pool's; `descriptor` is its, for handles of the kind "cuda-vmm", and not needed after the call.
+  // Memory of that kind is mapped for reading only if that is asked for and the driver can. Throws cuda::DriverError,
+  // or MappingError for a handle that is not understood; nothing is left behind then.
   CudaMapping(const std::string& handle, Descriptor descriptor, bool read_only = false);
   ~CudaMapping();
   CudaMapping(const CudaMapping&) = delete;

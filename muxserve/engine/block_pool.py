@@ -77,6 +77,11 @@ class PooledBlockPool(BlockPool):
         blocks = self.blocks
         self._reserved.extend(blocks[i] for i in result.reserved.tolist())
 
+    def cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
+        """How many blocks at the beginning of `hashes` were found for this step."""
+        hits = self._hits
+        return next((count for count, each in enumerate(hashes) if each not in hits), len(hashes))
+
     def take_filled(self) -> Filled:
         """Blocks that the micro-batch just scheduled fills, with their hashes. They are published (`publish`) when it
         has gone through every stage: until then no stage but the first may have written them."""

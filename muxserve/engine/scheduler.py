@@ -38,35 +38,45 @@ from muxserve.spec.unit import EnginePhase
 
 
 def demand_of_step(
-    scheduler: Scheduler, held: Mapping[str, Sequence[KVCacheBlock]], states: StatefulBlocks | None = None
-) -> tuple[int, list[list[bytes]]]:
+    scheduler: Scheduler,
+    held: Mapping[str, Sequence[KVCacheBlock]],
+    found: Mapping[str, int],
+    states: StatefulBlocks | None = None,
+) -> tuple[int, dict[str, list[bytes]]]:
     """Blocks that the next step of `scheduler` can take at most, beside those that its requests have (`held`, by id,
-    and those of their `states`), and the hashes, a list for each prompt, whose cached blocks it can use."""
+    and those of their `states`), and the hashes, by prompt, of whose cached blocks nothing is known and which it can
+    use. `found` says how many cached blocks prompts begin with, where that is known."""
     need, budget = 0, scheduler.max_num_scheduled_tokens
     size = scheduler.block_size
     for request in scheduler.running:
         tokens = min(request.num_tokens - request.num_computed_tokens, budget)
         budget -= tokens
         need += max(0, -(-(request.num_computed_tokens + tokens) // size) - len(held[request.request_id]))
-    lookups: list[list[bytes]] = []
+    lookups: dict[str, list[bytes]] = {}
     room = scheduler.max_num_active_reqs - len(scheduler.running)
     waiting = (scheduler.waiting,) if scheduler.pause_state == PauseState.UNPAUSED else ()
     for queue in (scheduler.kv_holding_waiting, *waiting):
         for request in queue:
             if budget <= 0 or room <= 0:
                 return need, lookups
-            if not request.num_computed_tokens and scheduler.kv_cache_manager.prefix_cache_lookup_enabled(request):
+            name, computed = request.request_id, request.num_computed_tokens
+            blocks, known = len(held.get(name, ())), True
+            if not computed and scheduler.kv_cache_manager.prefix_cache_lookup_enabled(request):
                 # The last token is computed again even when all its blocks are cached: its logits are needed.
                 hashes = request.block_hashes[: (request.num_tokens - 1) // size]
-                if hashes:
-                    lookups.append(hashes)
-            tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+                if name in found:
+                    blocks = found[name]
+                    computed = blocks * size
+                elif hashes:
+                    lookups[name] = hashes
+                    known = False
+            tokens = min(request.num_tokens - computed, budget)
             budget -= tokens
             room -= 1
-            # The chunk may start behind a cached prefix, so it can end anywhere up to the prompt's end.
-            end = request.num_tokens if request.block_hashes else request.num_computed_tokens + tokens
-            need += max(0, -(-end // size) - len(held.get(request.request_id, ())))
-            if states is not None and request.request_id not in states.states:
+            # Before it is known where the chunk begins, it can end anywhere up to the prompt's end.
+            end = computed + tokens if known else request.num_tokens
+            need += max(0, -(-end // size) - blocks)
+            if states is not None and name not in states.states:
                 need += states.state_blocks
     return need, lookups
 
@@ -333,7 +343,7 @@ class PhaseScheduler(Scheduler):
         self.max_num_scheduled_tokens = most
         with self._in_sight():
             if self._blocks_of is not None:
-                self.pool.begin_step(*demand_of_step(self, self._blocks_of.req_to_blocks, self._states))
+                self._reserve(self._blocks_of.req_to_blocks)
                 self._let_one_in()
             output = super().schedule(throttle_prefills)
         self._step = output
@@ -355,6 +365,18 @@ class PhaseScheduler(Scheduler):
         if self.budget is not None:
             self.budget.scheduled(tokens, self.current_step)
         return output
+
+    def _reserve(self, held: Mapping[str, Sequence[KVCacheBlock]]) -> None:
+        """Get what the next step can take. The more of a prompt is cached, the more prompts fit into the step, and what
+        is cached of those has to be known as well: vLLM would compute them from their beginning."""
+        found: dict[str, int] = {}
+        while True:
+            need, lookups = demand_of_step(self, held, found, self._states)
+            self.pool.begin_step(need, list(lookups.values()))
+            hits = {name: self.pool.cached_blocks(hashes) for name, hashes in lookups.items()}
+            if not any(hits.values()):
+                return
+            found |= hits
 
     def _let_one_in(self) -> None:
         """Preempt requests that wait with adopted blocks until the first of them finds the pages that it needs.

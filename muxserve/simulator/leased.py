@@ -234,14 +234,11 @@ class PhaseEngine(LeasedEngine):
         chunks, size, states = self.chunks, self.model.profile.block_tokens, self.model.profile.state_blocks
         budget = self.model.profile.max_num_batched_tokens
         tokens = pairs = 0
-        # A live engine looks up the prompts that would fit into the step if nothing of them were cached.
-        sight = budget
         for request in self.prompts:
             if tokens >= budget:
                 break
             length = request.prompt + request.made
-            begins = bool(request.content) and not request.computed and sight > 0
-            sight -= length - request.computed
+            begins = bool(request.content) and not request.computed
             if begins:
                 self._find(request, now)
             chunk = min(length - request.computed, budget - tokens)

@@ -233,6 +233,20 @@ def test_foreign_blocks_are_published_by_the_engine_that_adopts_them(family: Eng
     family.until(lambda: held(family) == 0)
 
 
+def test_prompts_behind_one_that_is_cached_are_looked_up_in_the_same_step(family: Engines) -> None:
+    prompts = {f"queued-{i}": prompt_of(f"{i} {i} {i}: {LONG}{LONG}") for i in range(3)}
+    # Each alone would fill the step, if nothing of it were cached.
+    assert min(len(prompt) for prompt in prompts.values()) >= 256
+    family.serve(MODEL, {name: family.body(name, prompt, max_tokens=1) for name, prompt in prompts.items()})
+    since = len(family.reports)
+    again = {f"again-{name}": family.body(f"again-{name}", each, max_tokens=1) for name, each in prompts.items()}
+    family.serve(MODEL, again)
+    steps = [r for e, r in family.reports[since:] if e == PREFILL and isinstance(r, StepReport)]
+    assert sum(r.tokens for r in steps) == sum((len(each) - 1) % BLOCK + 1 for each in prompts.values())
+    assert [family.tokens[name] for name in again] == [family.tokens[name] for name in prompts]
+    family.until(lambda: held(family) == 0)
+
+
 def test_low_execution_priority_is_preempted_first(family: Engines) -> None:
     """Both requests need a fourth block at the same moment and there is one: it goes to the older, or the higher."""
     prompt = prompt_of("What is 12 + 7? ")
