@@ -93,8 +93,10 @@ async def serve(front_end: ModelFrontEnd, gateway: int, store: ResponseStore | N
     await init_app_state(front_end.llm, app.state, front_end.args, tasks)
     # vLLM's handler of its engine's errors would end the server, and fails itself if there is none. Ours goes on.
     app.state.server = SimpleNamespace(should_exit=False)
-    if app.state.openai_serving_responses is not None:
-        attach(app.state.openai_serving_responses, front_end.model.name, gateway, store)
+    # Models that are pooled have none.
+    responses = getattr(app.state, "openai_serving_responses", None)
+    if responses is not None:
+        attach(responses, front_end.model.name, gateway, store)
     posts = POSTS.intersection(getattr(route, "path", "") for route in app.routes)
     front_end.models = app.state.openai_serving_models
     return await with_adapters(front_end, ServedApp(app, {}, app.openapi, posts))
