@@ -226,33 +226,47 @@ class TestCommand:
         assert "rolling" in out
 
 
+EVEN = Spread(0.1, 0.1, 0.1, 0.1)
+
+
+def figures_of(
+    layout: ReplicaLayout,
+    attainment: float = 1.0,
+    ttft: Spread = EVEN,
+    tpot: Spread = EVEN,
+    balance: float = 1.0,
+) -> ArrangementFigures:
+    return ArrangementFigures(
+        layout,
+        devices=8,
+        goodput=6.0,
+        goodput_smooth=6.0,
+        attainment=attainment,
+        attainment_smooth=attainment,
+        ttft=ttft,
+        ttft_with_wait=ttft,
+        tpot=tpot,
+        tpot_after_wait=tpot,
+        served=5.0,
+        running=20.0,
+        preemptions=0,
+        balance=balance,
+        bubbles=(),
+        link_bytes=2e6,
+        network_bytes=0.0,
+        device_hours=0.4,
+        tokens_per_request=490,
+    )
+
+
 class TestTables:
     @staticmethod
     def shown(width: int, monkeypatch: pytest.MonkeyPatch) -> str:
         console = Console(file=io.StringIO(), width=width)
         monkeypatch.setattr(plan_phases, "console", console)
         layout = ReplicaLayout("multiplexed", 4, 1, 2)
-        spread = Spread(0.1, 0.1, 0.2, 2.5)
-        figures = ArrangementFigures(
-            layout,
-            devices=8,
-            goodput=6.0,
-            goodput_smooth=6.0,
-            attainment=0.5,
-            attainment_smooth=0.5,
-            ttft=spread,
-            ttft_with_wait=spread,
-            tpot=spread,
-            tpot_after_wait=spread,
-            served=5.0,
-            running=20.0,
-            preemptions=0,
-            balance=1.25,
-            bubbles=(),
-            link_bytes=2e6,
-            network_bytes=0.0,
-            device_hours=0.4,
-            tokens_per_request=490,
+        figures = figures_of(
+            layout, attainment=0.5, tpot=Spread(0.1, 0.1, 0.2, 2.5), ttft=Spread(0.1, 0.1, 0.2, 2.5), balance=1.25
         )
         compared = (Compared("multiplexed", figures), Compared("rolling", None, "no objectives"))
         plan_phases.show(
@@ -298,28 +312,7 @@ class TestCrowding:
             replace(demand, name=name) for demand, name in zip(made.demands, ("open", "other"), strict=True)
         )
         place = gpus(2).place(Wanted(first), ReplicaLayout("rolling", 2, 1, 1))
-        spread = Spread(0.1, 0.1, 0.1, 0.1)
-        figures = ArrangementFigures(
-            place.layout,
-            devices=2,
-            goodput=9.0,
-            goodput_smooth=9.0,
-            attainment=1.0,
-            attainment_smooth=1.0,
-            ttft=spread,
-            ttft_with_wait=spread,
-            tpot=spread,
-            tpot_after_wait=spread,
-            served=8.0,
-            running=9.0,
-            preemptions=0,
-            balance=1.0,
-            bubbles=(),
-            link_bytes=0.0,
-            network_bytes=0.0,
-            device_hours=0.1,
-            tokens_per_request=240,
-        )
+        figures = figures_of(place.layout)
         found = ArrangedFleet([DedicatedModel(first, place, figures, ((0,), (1,)))], [other])
         divided = Divided(made.placement.cluster, found, Cluster(()), [])
         assert divided.crowds_out(declared, made, None) == crowds

@@ -17,6 +17,21 @@ from muxserve.simulator.stock import StockEngine, StockUnit
 from muxserve.simulator.unit import SimulatedUnit
 from muxserve.workload.trace import TraceRequest
 
+# The shape of a 14B model.
+LARGE = ModelArchitecture(
+    "large",
+    layers=48,
+    heads=40,
+    kv_heads=8,
+    head_dim=128,
+    hidden=5120,
+    intermediate=13824,
+    vocab=152064,
+    max_len=32768,
+    default_max_len=32768,
+    dtype="bfloat16",
+)
+
 
 @dataclass(frozen=True)
 class Linear:

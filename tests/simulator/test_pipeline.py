@@ -39,6 +39,7 @@ from muxserve.simulator.stages import PipelineEngine
 from muxserve.workload import ModelLoad, generate
 from muxserve.workload.lengths import LogNormalLengths
 from muxserve.workload.trace import TraceRequest
+from tests.simulator.support import LARGE
 
 TINY = ModelArchitecture(
     "tiny",
@@ -300,20 +301,7 @@ def test_prefill_is_suspended_while_the_cache_is_nearly_full() -> None:
 # ------------------------------------------------------------ what throttling is for
 
 
-# The shape of a 14B model, four GPUs, and costs from the roofline.
-LARGE = ModelArchitecture(
-    "large",
-    layers=48,
-    heads=40,
-    kv_heads=8,
-    head_dim=128,
-    hidden=5120,
-    intermediate=13824,
-    vocab=152064,
-    max_len=32768,
-    default_max_len=32768,
-    dtype="bfloat16",
-)
+# Four GPUs, and costs from the roofline.
 FOUR = lone_unit(
     "u",
     "L20-48GB",

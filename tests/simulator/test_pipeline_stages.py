@@ -8,27 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muxserve.costs import EngineShape, ModelArchitecture
+from muxserve.costs import EngineShape
 from muxserve.costs.architecture import split_layers
 from muxserve.costs.calibration import GPU
 from muxserve.costs.roofline import Roofline
 from muxserve.simulator import Link, Pipeline
 from muxserve.simulator.stages import Stage, StageWork, kv_blocks, make_stages, stage_architectures
+from tests.simulator.support import LARGE as MODEL
 from tests.simulator.support import Linear
 
-MODEL = ModelArchitecture(
-    "large",
-    layers=48,
-    heads=40,
-    kv_heads=8,
-    head_dim=128,
-    hidden=5120,
-    intermediate=13824,
-    vocab=152064,
-    max_len=32768,
-    default_max_len=32768,
-    dtype="bfloat16",
-)
 SHAPE = EngineShape("L20-48GB")
 FOUR = Pipeline((12,) * 4, (Link(),) * 3)
 
