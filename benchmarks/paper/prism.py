@@ -36,7 +36,7 @@ from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
 from muxserve.planning.elastic import WAKE_SECONDS, elastic_placement, host_bandwidth, residency_on
 from muxserve.scheduling.residency import ResidencyRules, WakeCosts
-from muxserve.simulator import FleetModel, HomeRules, SimResidency, SimUnit, sim_unit, simulate
+from muxserve.simulator import FleetModel, RelocationRules, SimResidency, SimUnit, sim_unit, simulate
 from muxserve.workload import open_workload
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit
 from placement.demand import Demand
@@ -182,7 +182,7 @@ def attempt(gpus: int, way: str, workload: str, names: Sequence[str], fixed: flo
         missing += without
         if made is not None:
             units.append(made)
-    rules = dict.fromkeys(names, HomeRules()) if way == "prism" else None
+    rules = dict.fromkeys(names, RelocationRules()) if way == "prism" else None
     result = simulate(units, load, Roofline(), rules=rules)
     ttft = [r.first_token - r.arrival for r in result.records if not r.error and r.first_token is not None]
     told = [each.residency for each in result.units if each.residency is not None]

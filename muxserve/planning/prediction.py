@@ -42,10 +42,10 @@ from muxserve.rolling.scaling import RollingScalingRules as RollingScaling
 from muxserve.simulator import (
     ControlDelays,
     FleetModel,
-    HomeRules,
     MigrationCosts,
     Mode,
     Options,
+    RelocationRules,
     ReplicaRules,
     ResidencyResult,
     RingRules,
@@ -137,7 +137,7 @@ class Simulated:
     def rules_of(self, mode: Mode) -> Rules:
         """By what replicas work together in that mode."""
         if self.elastic:
-            return dict.fromkeys(self.models, HomeRules())
+            return dict.fromkeys(self.models, RelocationRules())
         found: dict[str, ReplicaRules | RingRules] = {}
         for name, each in self.rules.items():
             spares = self.spares.get(name, ())

@@ -7,9 +7,9 @@ result = simulate(units, workload, latency_model)              # result.records:
 from muxserve.simulator.alone import AloneSimulation
 from muxserve.simulator.clock import SimulationError
 from muxserve.simulator.fleet import Rules, coupled, simulate
-from muxserve.simulator.homes import HomeRules
 from muxserve.simulator.modes import MODES, FleetModel, Mode, adapt, lone_unit, mode_of, sim_unit, units_of
 from muxserve.simulator.moves import MigrationCosts
+from muxserve.simulator.relocation import RelocationRules
 from muxserve.simulator.replicas import ReplicaRules
 from muxserve.simulator.result import FleetResult, ReplicasResult, ResidencyResult, UnitResult
 from muxserve.simulator.ring import RingRules
@@ -22,12 +22,12 @@ __all__ = [
     "ControlDelays",
     "FleetModel",
     "FleetResult",
-    "HomeRules",
     "Link",
     "MigrationCosts",
     "Mode",
     "Options",
     "Pipeline",
+    "RelocationRules",
     "ReplicaRules",
     "ReplicasResult",
     "ResidencyResult",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from muxserve.costs import LatencyModel
 from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
 from muxserve.simulator.clock import Clock, Compute, SimulationError
-from muxserve.simulator.homes import HomedReplicas, HomeRules, Homes
+from muxserve.simulator.relocation import RelocatableReplicas, Relocation, RelocationRules
 from muxserve.simulator.replicas import Dispatched, ReplicaRules, ReplicaSet
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.resident import ResidentUnit
@@ -25,7 +25,7 @@ _CPU_KEY = ("device", CPU)
 _PROGRESS_EVERY = 200
 
 # How the replicas of a model work together, by its name.
-Rules = Mapping[str, ReplicaRules | RingRules | HomeRules]
+Rules = Mapping[str, ReplicaRules | RingRules | RelocationRules]
 # (scheduling, execution) priority of the n-th request.
 PriorityOf = Callable[[int], tuple[str, str]]
 # Tenant of the n-th request.
@@ -100,11 +100,11 @@ class Group:
         self._latency = latency
         self._options = options or Options()
         self._cpu: Compute | None = None
-        self.replicas: dict[str, ReplicaSet | HomedReplicas] = {}
+        self.replicas: dict[str, ReplicaSet | RelocatableReplicas] = {}
         self._units: dict[str, SimulatedUnit] = {}
         by_model: dict[str, list[SimulatedUnit]] = {}
         fallback = ReplicaRules(levels=levels)
-        homes: Homes | None = None
+        relocation: Relocation | None = None
         for spec in units:
             unit = self._start(spec)
             for model in spec.models:
@@ -114,9 +114,9 @@ class Group:
             given = rules.get(name)
             if isinstance(given, RingRules):
                 self.replicas[name] = Ring(name, mine, self.clock, given, self._start, latency)
-            elif isinstance(given, HomeRules):
-                homes = homes or Homes(self.clock, given)
-                self.replicas[name] = homes.add(name, [unit for unit in mine if isinstance(unit, ResidentUnit)])
+            elif isinstance(given, RelocationRules):
+                relocation = relocation or Relocation(self.clock, given)
+                self.replicas[name] = relocation.add(name, [unit for unit in mine if isinstance(unit, ResidentUnit)])
             elif given is not None or len(mine) > 1:
                 self.replicas[name] = Dispatched(name, mine, self.clock, given or fallback, self._start)
 

@@ -25,7 +25,7 @@ _LEAST_RATE = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class HomeRules:
+class RelocationRules:
     """Every `period` seconds models are placed anew; arrivals count over `window` seconds.
 
     Raises:
@@ -41,124 +41,124 @@ class HomeRules:
 
 
 @dataclass(slots=True)
-class HomedModel:
-    """A model: the units that can have it, the one where it is at home, and the one where it is woken to move there."""
+class RelocatableModel:
+    """A model: the units that can have it, the one that serves it, and the one where it is woken to move there."""
 
     name: str
     units: Mapping[str, ResidentUnit]
     rates: ArrivalRates
-    home: str | None = None
-    next_home: str | None = None
+    unit: str | None = None
+    moving_to: str | None = None
     tokens: float = _TOKENS
     moves: int = 0
 
 
-class Homes:
+class Relocation:
     """Where the models of one fleet are. Each is told to the simulation as a set of replicas, of which one counts."""
 
-    def __init__(self, clock: Clock, rules: HomeRules) -> None:
+    def __init__(self, clock: Clock, rules: RelocationRules) -> None:
         self.clock = clock
         self.rules = rules
-        self.models: dict[str, HomedModel] = {}
+        self.models: dict[str, RelocatableModel] = {}
         clock.at(clock.now + rules.period, self._again)
 
-    def add(self, name: str, units: Sequence[ResidentUnit]) -> HomedReplicas:
+    def add(self, name: str, units: Sequence[ResidentUnit]) -> RelocatableReplicas:
         """A model that each of these units can have."""
-        model = HomedModel(name, {each.spec.name: each for each in units}, ArrivalRates((self.rules.window,)))
+        model = RelocatableModel(name, {each.spec.name: each for each in units}, ArrivalRates((self.rules.window,)))
         self.models[name] = model
         for unit in units:
             unit.on_wake = self._woke
-        return HomedReplicas(self, model)
+        return RelocatableReplicas(self, model)
 
-    def arrive(self, model: HomedModel, request: SimRequest, now: float) -> None:
+    def arrive(self, model: RelocatableModel, request: SimRequest, now: float) -> None:
         """A request goes where its model is, or is to be woken."""
         model.rates.add(now)
         model.tokens += _SMOOTHING * (request.prompt + request.output - model.tokens)
-        if model.home is None or self._sleeps(model):
-            waits = model.home is not None and self._resident(model).waiting
-            place = best_place(self._demanded(model, now), self._pressures(model, now), model.home if waits else None)
+        if model.unit is None or self._sleeps(model):
+            waits = model.unit is not None and self._resident(model).waiting
+            place = best_place(self._demanded(model, now), self._pressures(model, now), model.unit if waits else None)
             self._settle(model, place, now)
-        assert model.home is not None, "it has just been given one"
-        model.units[model.home].arrive(request, now)
+        assert model.unit is not None, "it has just been given one"
+        model.units[model.unit].arrive(request, now)
 
     # ------------------------------------------------------------ placement
 
-    def _resident(self, model: HomedModel) -> ResidentModel:
-        assert model.home is not None, "asked of models with a home"
-        return model.units[model.home].residents[model.name]
+    def _resident(self, model: RelocatableModel) -> ResidentModel:
+        assert model.unit is not None, "asked of models that have a unit"
+        return model.units[model.unit].residents[model.name]
 
-    def _sleeps(self, model: HomedModel) -> bool:
+    def _sleeps(self, model: RelocatableModel) -> bool:
         """Whether its requests wait for a wake that has not begun."""
         return self._resident(model).residence in (Residence.ASLEEP, Residence.LEAVING)
 
-    def _settle(self, model: HomedModel, place: str, now: float) -> None:
-        """It is at home there from now on; who waits for it does so there."""
-        before, model.home = model.home, place
+    def _settle(self, model: RelocatableModel, place: str, now: float) -> None:
+        """The unit at `place` serves it from now on; who waits for it does so there."""
+        before, model.unit = model.unit, place
         if before is not None and before != place:
             model.units[place].wait(model.units[before].resign(model.name), now)
 
-    def _demanded(self, model: HomedModel, now: float) -> DemandedModel:
+    def _demanded(self, model: RelocatableModel, now: float) -> DemandedModel:
         unit = next(iter(model.units.values()))
         rate, costs = model.rates.most(now), unit.residency.models[model.name]
         demand = rate * _SECONDS * model.tokens * unit.token_bytes(model.name) if rate >= _LEAST_RATE else 0.0
         return DemandedModel(model.name, costs.bytes, demand)
 
-    def _pressures(self, asking: HomedModel, now: float) -> dict[str, Pressure]:
+    def _pressures(self, asking: RelocatableModel, now: float) -> dict[str, Pressure]:
         """Of the units that can have a model, without it."""
         found = {name: Pressure(unit.residency.rules.limit) for name, unit in asking.units.items()}
         for other in self.models.values():
-            if other is not asking and other.home in found:
+            if other is not asking and other.unit in found:
                 there = self._resident(other)
                 if there.residence is not Residence.ASLEEP or there.waiting:
-                    found[other.home].add(self._demanded(other, now))
+                    found[other.unit].add(self._demanded(other, now))
         return found
 
     def _again(self, now: float) -> None:
         """Place all models anew."""
-        groups: dict[frozenset[str], list[HomedModel]] = {}
+        groups: dict[frozenset[str], list[RelocatableModel]] = {}
         for model in self.models.values():
             groups.setdefault(frozenset(model.units), []).append(model)
         for members in groups.values():
             memory = {name: unit.residency.rules.limit for name, unit in members[0].units.items()}
-            there = {each.name: each.home for each in members if each.home is not None}
-            demanded = [self._demanded(each, now) for each in members if each.home is not None]
+            there = {each.name: each.unit for each in members if each.unit is not None}
+            demanded = [self._demanded(each, now) for each in members if each.unit is not None]
             for name, place in placed(demanded, memory, there).items():
                 self._move(self.models[name], place, now)
         self.clock.at(now + self.rules.period, self._again)
 
-    def _move(self, model: HomedModel, place: str, now: float) -> None:
-        if place == model.home or model.next_home is not None:
+    def _move(self, model: RelocatableModel, place: str, now: float) -> None:
+        if place == model.unit or model.moving_to is not None:
             return
         if self._sleeps(model):
             self._settle(model, place, now)
         elif self._resident(model).residence is Residence.AWAKE:
-            model.next_home = place
+            model.moving_to = place
             model.units[place].prepare(model.name, now)
 
     def _woke(self, unit: ResidentUnit, name: str, now: float) -> None:
         model = self.models[name]
-        if model.next_home == unit.spec.name:
-            model.home, model.next_home = model.next_home, None
+        if model.moving_to == unit.spec.name:
+            model.unit, model.moving_to = model.moving_to, None
             model.moves += 1
 
 
 @dataclass
-class HomedReplicas:
-    """One model of `Homes`, as the simulation knows replicas."""
+class RelocatableReplicas:
+    """One model of `Relocation`, as the simulation knows replicas."""
 
-    homes: Homes
-    homed: HomedModel
+    relocation: Relocation
+    model: RelocatableModel
     result: ReplicasResult = field(init=False)
 
     def __post_init__(self) -> None:
-        self.result = ReplicasResult(self.homed.name, started=1, peak=1, counts=[(0.0, 1)])
+        self.result = ReplicasResult(self.model.name, started=1, peak=1, counts=[(0.0, 1)])
 
     def arrive(self, request: SimRequest, now: float) -> None:
         """A request comes in."""
-        self.homes.arrive(self.homed, request, now)
+        self.relocation.arrive(self.model, request, now)
 
     def finish(self, now: float) -> ReplicasResult:
         """What happened, once all has ended."""
         self.result.seconds = self.result.replica_seconds = now
-        self.result.migrations = self.homed.moves
+        self.result.migrations = self.model.moves
         return self.result
