@@ -60,9 +60,16 @@ def run(name: str, setting: Setting) -> dict[str, object]:
     """Compare, print a line, and return all figures."""
     architecture = planned_architecture(setting.model, ROOT)
     demand = Demand(
-        setting.model, architecture, setting.rate, setting.prompt, setting.output, architecture.dtype, setting.ttft,
-        setting.tpot, setting.max_num_seqs,
-    )  # fmt: skip
+        setting.model,
+        architecture,
+        architecture.dtype,
+        setting.max_num_seqs,
+        rate=setting.rate,
+        prompt_tokens=setting.prompt,
+        output_tokens=setting.output,
+        slo_ttft=setting.ttft,
+        slo_tpot=setting.tpot,
+    )
     pool = GpuPool(setting.gpu, setting.nodes, device(setting.gpu).memory_bytes, MemoryRules.served(0.92))
     began = time.process_time()
     found = compare(Wanted(demand), pool, Roofline())

@@ -50,7 +50,14 @@ def fleet(models: int, rate: float, seed: int, alpha: float, prompt: int = 161, 
     rng.shuffle(weights)
     scale = rate * models / sum(weights)
     return [
-        Demand(f"m{i}", planned_architecture(name, Path(".")), weight * scale, prompt, output, "float16")
+        Demand(
+            f"m{i}",
+            planned_architecture(name, Path(".")),
+            "float16",
+            rate=weight * scale,
+            prompt_tokens=prompt,
+            output_tokens=output,
+        )
         for i, (name, weight) in enumerate(zip(names, weights, strict=True))
     ]
 

@@ -6,36 +6,26 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from muxserve.costs.architecture import ModelArchitecture
-from muxserve.costs.calibration import Graphs
+from muxserve.costs.latency import ServedModel
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand(ServedModel):
     """One model and its load.
 
     `rate` is requests per second of the whole fleet, `prompt_tokens` and `output_tokens` are means. `slo_ttft` and
     `slo_tpot` are seconds (None: no objective). `weight` is what a served request counts in the throughput objective.
     It is placed with `least` replicas at least and `most` at most (None: as many as are worth it), or not at all.
-    `graphs` is as of `EngineShape`, `max_len` its longest sequence in tokens (None: as the architecture says). It keeps
-    full blocks for prompts that begin with the same tokens with `prefix_caching`.
     """
 
-    name: str
-    architecture: ModelArchitecture
     rate: float
     prompt_tokens: int = 512
     output_tokens: int = 256
-    dtype: str = "bfloat16"
     slo_ttft: float | None = None
     slo_tpot: float | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
     weight: float = 1.0
     least: int = 1
     most: int | None = None
-    graphs: Graphs = "piecewise"
-    prefix_caching: bool = True
-    max_len: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= (self.least if self.most is None else self.most):

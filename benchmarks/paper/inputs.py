@@ -72,7 +72,7 @@ def placed_unit(
     rules = MemoryRules()
     whole = device(DEVICE).memory_bytes * rules.utilisation
     taken = sum(
-        model_bytes(Demand(n, m.architecture, rate, dtype=m.dtype, max_num_seqs=m.max_num_seqs), size, rules)
+        model_bytes(Demand(n, m.architecture, m.dtype, m.max_num_seqs, rate=rate), size, rules)
         for n, (m, rate, _, _) in members.items()
     )
     if taken >= whole:

@@ -83,7 +83,9 @@ def architecture(size: str) -> ModelArchitecture:
 
 def demand(name: str, rate: float) -> Demand:
     """The model of that name (`8b-03`) with its share of the load."""
-    return Demand(name, architecture(name.split("-")[0]), rate, dtype=DTYPE, max_num_seqs=128, slo_ttft=HEADLINE_SLO)
+    return Demand(
+        name, architecture(name.split("-")[0]), rate=rate, dtype=DTYPE, max_num_seqs=128, slo_ttft=HEADLINE_SLO
+    )
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,14 @@ class Scenario:
     def demands(self) -> list[Demand]:
         """As the planner takes them."""
         return [
-            Demand(name, llama(size), self.rates[name], self.prompt, self.output, DTYPE)
+            Demand(
+                name,
+                llama(size),
+                DTYPE,
+                rate=self.rates[name],
+                prompt_tokens=self.prompt,
+                output_tokens=self.output,
+            )
             for name, size in self.sizes.items()
         ]
 

@@ -9,7 +9,7 @@ models. Names of devices are in costs.devices.
 """
 
 from muxserve.costs.architecture import ModelArchitecture, UnsupportedModelError, read_architecture
-from muxserve.costs.latency import CostError, Decode, EngineCosts, EngineShape, LatencyModel, Load
+from muxserve.costs.latency import CostError, Decode, EngineCosts, EngineShape, LatencyModel, Load, ServedModel
 
 __all__ = [
     "CostError",
@@ -19,6 +19,7 @@ __all__ = [
     "LatencyModel",
     "Load",
     "ModelArchitecture",
+    "ServedModel",
     "UnsupportedModelError",
     "read_architecture",
 ]

@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from muxserve.costs import ModelArchitecture
+from muxserve.costs import ServedModel
 from muxserve.costs.architecture import KV_ITEM_BYTES
-from muxserve.costs.calibration import Graphs
 from muxserve.scheduling.policies import DEFAULT_POLICY
 from muxserve.scheduling.quotas import initial_quotas
 from muxserve.scheduling.types import ModelProfile, PoolProfile
@@ -19,23 +18,14 @@ from placement.pools import BLOCK_STEP, KVShape, group_pools
 from placement.unit import share_out
 
 
-@dataclass(frozen=True, slots=True)
-class FleetModel:
-    """What the simulator must know of a model of the fleet. `max_len` is the longest sequence in tokens (None: the
-    architecture's); `graphs` is as of `EngineShape`, `elastic` and `tokens` as of `ModelProfile`,
-    `share_steps` as of `SimUnit`, `prefix_caching` as of `SimModel`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetModel(ServedModel):
+    """What the simulator must know of a model of the fleet. `elastic` and `tokens` are as of `ModelProfile`,
+    `share_steps` as of `SimUnit`."""
 
-    name: str
-    architecture: ModelArchitecture
-    dtype: str = "bfloat16"
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_len: int | None = None
-    graphs: Graphs = "piecewise"
     elastic: bool = True
     tokens: float = 1.0
     share_steps: int = 0
-    prefix_caching: bool = True
 
 
 @dataclass(frozen=True, slots=True)

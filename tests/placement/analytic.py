@@ -107,7 +107,7 @@ B65 = llama("65b", 80, 64, 8192, 22016)
 
 def demand(name: str, architecture: ModelArchitecture = B7, rate: float = 1.0, **more: object) -> Demand:
     fields: dict[str, object] = {"prompt_tokens": 161, "output_tokens": 338, "dtype": "float16"}
-    return Demand(name, architecture, rate, **(fields | more))  # type: ignore[arg-type]
+    return Demand(name, architecture, rate=rate, **(fields | more))  # type: ignore[arg-type]
 
 
 def estimator(demands: list[Demand], least_share: float = 0.0, interference: bool = True) -> Estimator:

@@ -207,7 +207,7 @@ class TestStages:
     @given(st.sampled_from(sorted(BUILT_IN)), st.integers(1, 16))
     def test_weights_of_the_largest_stage(self, name: str, stages: int) -> None:
         architecture = read_architecture({"architectures": [name], **BUILT_IN[name]})
-        demand = Demand(name, architecture, 1.0)
+        demand = Demand(name, architecture, rate=1.0)
         whole, held = architecture.weight_bytes("bfloat16"), weight_bytes(demand, 1, stages)
         assert whole / stages <= held <= whole
         assert weight_bytes(demand, 2, stages) == held // 2

@@ -27,7 +27,7 @@ def demand(name: str, layers: int, hidden: int = 4096) -> Demand:
         default_max_len=4096,
         dtype="bfloat16",
     )
-    return Demand(name, architecture, 1.0, max_num_seqs=64, slo_ttft=2.0)
+    return Demand(name, architecture, rate=1.0, max_num_seqs=64, slo_ttft=2.0)
 
 
 SMALL, LARGE = [demand(f"small{n}", 32) for n in range(6)], demand("large", 160)

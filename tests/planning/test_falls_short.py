@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
 from muxserve.planning.checkpoints import planned_architecture
@@ -13,9 +15,15 @@ from placement.planner import PlanOptions, plan_cluster
 
 
 def demand(rate: float, ttft: float) -> Demand:
-    from pathlib import Path
-
-    return Demand("m", planned_architecture("llama-7b", Path()), rate, 200, 100, slo_ttft=ttft, slo_tpot=0.1)
+    return Demand(
+        "m",
+        planned_architecture("llama-7b", Path()),
+        rate=rate,
+        prompt_tokens=200,
+        output_tokens=100,
+        slo_ttft=ttft,
+        slo_tpot=0.1,
+    )
 
 
 def short(rate: float, ttft: float) -> list[str]:

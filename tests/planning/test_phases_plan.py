@@ -93,7 +93,9 @@ class TestFreeDevices:
 class TestParts:
     @staticmethod
     def plan(rates: list[float], nodes: tuple[Node, ...]):  # type: ignore[no-untyped-def]
-        demands = [Demand(f"m{n}", WIDE, rate, 200, 40) for n, rate in enumerate(rates)]
+        demands = [
+            Demand(f"m{n}", WIDE, rate=rate, prompt_tokens=200, output_tokens=40) for n, rate in enumerate(rates)
+        ]
         options = PlanOptions(rules=MemoryRules.served(0.92))
         memory = {L20.name: L20.memory_bytes}
         return plan_cluster(demands, Cluster(nodes), COSTS, memory, options)

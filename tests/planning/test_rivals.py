@@ -71,7 +71,7 @@ def test_a_plan_is_at_least_what_spatial_and_temporal_plans_are(tmp_path: Path, 
 
 
 def demand(name: str = "a") -> Demand:
-    return Demand(name, planned_architecture("llama-2-7b", Path()), 1.0)
+    return Demand(name, planned_architecture("llama-2-7b", Path()), rate=1.0)
 
 
 def plan_of(*units: PlacedUnit, missing: int = 0, objective: str = "throughput") -> ClusterPlan:

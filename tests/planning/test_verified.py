@@ -19,7 +19,15 @@ A100 = "A100-80GB"
 
 
 def demand(name: str, rate: float, ttft: float = 1.0, tpot: float = 0.06, like: str = "llama-7b") -> Demand:
-    return Demand(name, planned_architecture(like, Path()), rate, 200, 150, slo_ttft=ttft, slo_tpot=tpot)
+    return Demand(
+        name,
+        planned_architecture(like, Path()),
+        rate=rate,
+        prompt_tokens=200,
+        output_tokens=150,
+        slo_ttft=ttft,
+        slo_tpot=tpot,
+    )
 
 
 def planner(gpus: int, objective: Literal["gpus", "slo"] = "gpus"):

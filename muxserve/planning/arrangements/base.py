@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, NamedTuple, Protocol
 
 from muxserve.config import AUTO, Fleet, Model, Problem
 from muxserve.costs.architecture import ITEM_BYTES
 from muxserve.costs.calibration import LINKS
 from muxserve.costs.devices import Device
-from muxserve.costs.latency import EngineShape, LatencyModel
+from muxserve.costs.latency import EngineShape, LatencyModel, ServedModel
 from muxserve.rolling.mitosis import Bounds
 from muxserve.scheduling.token_throttling import Throttle, prompt_tokens_ahead
 from muxserve.simulator import FleetModel, Link, Pipeline, RingRules, SimUnit, UnitResult, lone_unit
@@ -79,20 +79,9 @@ class Wanted:
 
 def fleet_model(demand: Demand, max_len: int | None = None, share_steps: int = 0) -> FleetModel:
     """A model as the simulator wants it; `max_len` in place of the demand's own, `share_steps` as of `UnitSpec`."""
-    d = demand
-    return FleetModel(
-        d.name,
-        d.architecture,
-        d.dtype,
-        d.max_num_seqs,
-        d.max_num_batched_tokens,
-        max_len or d.max_len,
-        d.graphs,
-        share_steps > 0,
-        d.sequence_tokens,
-        share_steps,
-        d.prefix_caching,
-    )
+    served = {each.name: getattr(demand, each.name) for each in fields(ServedModel)}
+    served["max_len"] = max_len or demand.max_len
+    return FleetModel(**served, elastic=share_steps > 0, tokens=demand.sequence_tokens, share_steps=share_steps)
 
 
 def wanted_of(model: Model, demand: Demand, free: bool) -> Wanted:
