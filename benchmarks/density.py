@@ -151,7 +151,15 @@ def figures(outcomes: Sequence[Outcome], slo: float, meter: Meter, limit: int) -
     }
 
 
-def fleet_file(folder: Path, name: str, paths: dict[str, Path], limit: int | None, idle: float, slo: float) -> Path:
+def fleet_file(
+    folder: Path,
+    name: str,
+    paths: dict[str, Path],
+    limit: int | None,
+    idle: float,
+    slo: float,
+    pool: int = KV_BYTES,
+) -> Path:
     """A fleet of these checkpoints; with `limit` memory decides, else the idle time."""
     models: list[dict[str, Any]] = []
     for model, path in paths.items():
@@ -166,7 +174,7 @@ def fleet_file(folder: Path, name: str, paths: dict[str, Path], limit: int | Non
         if limit is None:
             each["replicas"] = {"min": 0, "start": 0, "max": 1, "idle": idle}
         models.append(each)
-    declared: dict[str, Any] = {"kv_pool": {"size": KV_BYTES}, "models": models}
+    declared: dict[str, Any] = {"kv_pool": {"size": pool}, "models": models}
     if limit is not None:
         declared["memory"] = {"limit": limit}
     file = folder / f"{name}.yaml"

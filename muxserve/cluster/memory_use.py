@@ -40,6 +40,17 @@ def memory_of(pid: int, proc: Path = Path("/proc")) -> ProcessMemory:
     return ProcessMemory(sums.get("Pss:", 0), sums.get("Pss_Shmem:", 0), private)
 
 
+def gone_since_peak(pid: int, proc: Path = Path("/proc")) -> int:
+    """Bytes that the process had mapped, when it had most (since it was forked), beyond what it has mapped now."""
+    sizes: dict[str, int] = {}
+    with contextlib.suppress(OSError):
+        for line in (proc / str(pid) / "status").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name in ("VmHWM", "VmRSS"):
+                sizes[name] = int(value.split()[0]) * _KIB
+    return max(0, sizes.get("VmHWM", 0) - sizes.get("VmRSS", 0))
+
+
 def process_tree(proc: Path = Path("/proc")) -> dict[int, list[int]]:
     """The children of every process."""
     tree: defaultdict[int, list[int]] = defaultdict(list)
@@ -73,10 +84,14 @@ def measure(
     every = {pid: memory_of(pid, proc) for pid in below(tree, root)}
     # A warm parent's own pages aside, all of them map what it maps.
     shared = max((each.pss - each.private for pid in warm_parents if (each := every.get(pid))), default=0)
-    models = {}
+    models, wake_peaks = {}, {}
     for model, parent in model_parents.items():
         group = [every[pid] for pid in below(tree, parent) if pid in every]
         own = sum(each.pss - each.shared_memory - shared for each in group)
         models[model] = max(own, sum(each.private for each in group))
+        # It loaded the weights before it forked engines, which have written what is theirs alone since.
+        engines = sum(every[pid].private for pid in below(tree, parent)[1:] if pid in every)
+        wake_peaks[model] = models[model] - engines + gone_since_peak(parent, proc)
     used = sum(each.shared_memory for each in every.values())
-    return MemoryReport(sum(each.pss for each in every.values()), models, max(0, pools - used))
+    total = sum(each.pss for each in every.values())
+    return MemoryReport(total, models, max(0, pools - used), wake_peaks=wake_peaks)

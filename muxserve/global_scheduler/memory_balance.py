@@ -57,7 +57,7 @@ class MemoryBalance:
         for name, scheduler in schedulers.items():
             held = message.models.get(name)
             if held is not None and scheduler.residence is Residence.AWAKE:
-                self.policy.measured(name, held)
+                self.policy.measured(name, held, message.wake_peaks.get(name, 0))
             awake = scheduler.residence in (Residence.AWAKE, Residence.LEAVING)
             if held is None and awake and not scheduler.serves:
                 scheduler.ended("", now)  # the word of it was lost with the scheduler before this one
@@ -66,8 +66,10 @@ class MemoryBalance:
             scheduler.changed = True
 
     def decide(self, schedulers: Mapping[str, ResidentScheduler], now: float) -> None:
-        """Wake models and put them to sleep, if anything has changed."""
-        if self._total is None or not any(scheduler.changed for scheduler in schedulers.values()):
+        """Wake models and put them to sleep, if anything has changed or a moment may have come that was waited for."""
+        if self._total is None:
+            return
+        if not (self.policy.restless or any(scheduler.changed for scheduler in schedulers.values())):
             return
         standings = []
         for name, scheduler in schedulers.items():
@@ -76,6 +78,8 @@ class MemoryBalance:
                 self.policy.arrived(name, now)
             for seconds in scheduler.taken_wakes():
                 self.policy.woke(name, seconds)
+            for seconds in scheduler.taken_sleeps():
+                self.policy.slept(seconds)
             # A report from before it slept, or was woken, says nothing of it now.
             held = self._held.get(name, 0) if scheduler.residence in (Residence.AWAKE, Residence.LEAVING) else 0
             standings.append(scheduler.standing(now, held))

@@ -47,6 +47,9 @@ class ResidentScheduler(ModelScheduler):
         # Requests that have come since `taken_arrivals` was called last.
         self._arrived = 0
         self._woken: list[float] = []
+        # Since when it has been put to sleep with nothing to finish first; how long that took each time.
+        self._idle_since: float | None = None
+        self._slept: list[float] = []
         self._now = -math.inf
         # The next decision may be another one.
         self.changed = True
@@ -59,11 +62,14 @@ class ResidentScheduler(ModelScheduler):
 
     def standing(self, now: float, held: int) -> Standing:
         """How the model stands; `held` is what was measured of it, bytes."""
-        running = sum(r.load.running + r.load.waiting + r.load.moving_in for r in self._up.values())
+        running = self._running()
         self._failed = [until for until in self._failed if now < until]
         # After a start that failed it is tried again later.
         waiting = [] if self._failed else [asker.since for asker in self._askers.values()]
         return Standing(self.model, self.residence, self.since, running, waiting, held)
+
+    def _running(self) -> int:
+        return sum(r.load.running + r.load.waiting + r.load.moving_in for r in self._up.values())
 
     @property
     def waits(self) -> int:
@@ -79,6 +85,11 @@ class ResidentScheduler(ModelScheduler):
         """The seconds of the wakes that have ended since this was asked last."""
         woken, self._woken = self._woken, []
         return woken
+
+    def taken_sleeps(self) -> list[float]:
+        """The seconds that it took, since this was asked last, to end it when it had nothing to do."""
+        slept, self._slept = self._slept, []
+        return slept
 
     def wake(self, now: float) -> None:
         """Have the controller start it."""
@@ -100,6 +111,7 @@ class ResidentScheduler(ModelScheduler):
         log.info("%s is put to sleep: %s", self.model, reason)
         self.figures.evictions += 1
         self.figures.last_reason = reason
+        self._idle_since = None if self._running() else now
         self._become(Residence.LEAVING, now)
         for unit in self.serves:
             if unit in self._up:
@@ -121,6 +133,8 @@ class ResidentScheduler(ModelScheduler):
         """Its processes have ended."""
         self._leaving.discard(unit)
         self._stopping.discard(unit)
+        if self.residence is Residence.LEAVING and self._idle_since is not None:
+            self._slept.append(now - self._idle_since)
         if self.residence is not Residence.WAKING:
             self._become(Residence.ASLEEP, now)
 

@@ -28,9 +28,11 @@ FLEET_BYTES = 1 << 30
 DECLARED_BYTES = 8 << 20
 MODEL_BYTES = 200 << 20
 # What is no model, and an awake model, may come to take more before it is measured again: 2 to 5 s. Measured: 20 MiB of
-# each awake model's are counted as of what is no model, and 8 MiB are what it takes more under load than when it was
-# woken.
-FIXED_MARGIN, MODEL_MARGIN = 64 << 20, 32 << 20
+# each awake model's are counted as of what is no model, two of which may be woken meanwhile; and 8 MiB are what a model
+# takes more under load than when it was woken.
+FIXED_MARGIN, MODEL_MARGIN = 48 << 20, 12 << 20
+# The same when it has been measured for a few seconds, for what is simulated.
+LEARNT_FLEET_BYTES, LEARNT_DECLARED_BYTES, LEARNT_MODEL_BYTES = 880 << 20, 7 << 19, 90 << 20
 # While a model is loaded, so much of its files is mapped besides (`engine.cpu.weight_files`: a window of 32 MiB, a
 # tensor that reaches beyond it, and what safetensors reads ahead).
 MAPPED_BYTES = 48 << 20
@@ -41,6 +43,9 @@ TTFT_SECONDS = 5.0
 # How long a wake takes until one was measured: 0.40 s with next to no weights (benchmarks/results/startup.json), and
 # 0.65 s with 273 MiB (the table in docs/residency.md), on two cores that have little else to do.
 WAKE_SECONDS, WAKE_BANDWIDTH = 0.4, (273 << 20) / (0.65 - 0.4)
+# Until an idle model's memory is free, until that was measured; and how much longer than alone a wake takes for each
+# other wake or busy model per core (`scheduling.wake_times` learns its own).
+SLEEP_SECONDS, WAKE_DRAG = 0.3, 1.0
 # More at a time would take memory that others wait for, and come up no sooner.
 MOST_WAKES = 4
 
@@ -48,6 +53,7 @@ MOST_WAKES = 4
 def with_residency(unit: SimUnit, spec: ResidencySpec, exclusive: bool = False) -> SimUnit:
     """The simulated unit of a fleet in which memory decides which models are awake. What never sleeps is awake, and
     what it takes is part of the rules already. `exclusive`: one model at a time has all the rest."""
+    spec = _learnt(spec)
     models = {model.name: spec.models.get(model.name) or WakeCosts(0, pinned=True) for model in unit.models}
     if exclusive:
         rest = spec.rules.limit - spec.rules.fixed
@@ -55,7 +61,20 @@ def with_residency(unit: SimUnit, spec: ResidencySpec, exclusive: bool = False) 
             name: each if each.pinned else replace(each, bytes=rest, load_bytes=0) for name, each in models.items()
         }
     awake = tuple(name for name, costs in models.items() if costs.pinned)
-    return replace(unit, residency=SimResidency(spec.rules, models, awake))
+    residency = SimResidency(spec.rules, models, awake, sleep_seconds=SLEEP_SECONDS, wake_drag=WAKE_DRAG)
+    return replace(unit, residency=residency)
+
+
+def _learnt(spec: ResidencySpec) -> ResidencySpec:
+    """What is set aside when it has been measured, as on the machine where it was."""
+    declared = FLEET_BYTES + len(spec.models) * DECLARED_BYTES
+    learnt = LEARNT_FLEET_BYTES + len(spec.models) * LEARNT_DECLARED_BYTES + FIXED_MARGIN
+    models = {
+        # A wake takes no more than what stays: engines write their part after the weights are loaded.
+        name: replace(each, bytes=each.bytes - MODEL_BYTES + LEARNT_MODEL_BYTES + MODEL_MARGIN, load_bytes=0)
+        for name, each in spec.models.items()
+    }
+    return ResidencySpec(replace(spec.rules, fixed=spec.rules.fixed - max(0, declared - learnt)), models)
 
 
 def within_limit(fleet: Fleet, machine: Machine) -> Machine:
@@ -135,6 +154,8 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
         max_wait=fleet.memory.max_wait,
         # Loading is work of one core.
         wakes=max(1, min(machine.cores, MOST_WAKES)),
+        cores=max(1, machine.cores),
+        sleep_seconds=SLEEP_SECONDS,
         fixed=fixed,
         fixed_margin=FIXED_MARGIN,
     )

@@ -1,25 +1,31 @@
 """Residency: which models are awake, decided by demand under a limit of memory (weights and KV in one balance).
 
 Pure: told of requests, of what was measured and of the time, it answers which models to wake and which to put to
-sleep. A model sleeps only because another one needs its memory. Requests for sleeping models wait, grouped by model, so
-that one wake serves all of them; groups whose deadlines can still be met go first, hopeless ones last, and whoever has
-waited for `max_wait` before all others.
+sleep. A model sleeps only because another one needs its memory, or is about to: memory for the next wakes is kept free
+where that is worth more than what the cheapest idle model is there for. Requests for sleeping models wait, grouped by
+model, so that one wake serves all of them; groups whose deadlines can still be met go first, hopeless ones last, and
+whoever has waited for `max_wait` before all others.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from muxserve.scheduling.deadlines import TimedJob, moore_hodgson
+from muxserve.scheduling.wake_times import WakePace
 
 # How much of a new wake's duration counts against what was known before.
 _SMOOTHING = 0.3
 # Models that count as never asked for are put to sleep in the order of their bytes all the same.
 _LEAST_RATE = 1e-6
+# Of those that wait so many are looked at to say how many to wake at a time.
+_LOOKED_AT = 12
+# A wake that takes longer than was expected is counted on to end so soon, seconds.
+_ABOUT_TO_END = 0.02
 # What was measured of a model is believed from so many measurements on, and counts for so many residences after it.
 _BELIEVED, _REMEMBERED = 2, 3
 
@@ -33,7 +39,8 @@ class ResidencyRules:
     waking takes a bounded part of the time. A request that has waited for `max_wait` seconds goes before all that have
     not, and nobody takes memory that it needs. A model with running requests is put to sleep only when another has
     waited for `patience` seconds. Rates of arrivals are averages over each of the `windows`, seconds; the largest
-    counts. At most `wakes` models are woken at a time, each as fast as if it were alone.
+    counts. At most `wakes` models are woken at a time, on a machine of so many `cores`; fewer if that serves more
+    requests in time. Putting an idle model to sleep takes `sleep_seconds` until that was measured.
 
     Raises:
         ValueError: a number that makes no sense.
@@ -46,13 +53,15 @@ class ResidencyRules:
     patience: float = 0.5
     windows: tuple[float, ...] = (5.0, 60.0, 600.0)
     wakes: int = 1
+    cores: int = 1
+    sleep_seconds: float = 0.0
     fixed: int = 0
     fixed_margin: int = 0
 
     def __post_init__(self) -> None:
-        if self.limit <= 0 or self.wakes < 1 or not self.windows or min(self.windows) <= 0:
-            raise ValueError("limit, wakes and windows must be positive")
-        if min(self.min_residence, self.residence_factor, self.max_wait, self.patience) < 0:
+        if min(self.limit, self.wakes, self.cores) < 1 or not self.windows or min(self.windows) <= 0:
+            raise ValueError("limit, wakes, cores and windows must be positive")
+        if min(self.min_residence, self.residence_factor, self.max_wait, self.patience, self.sleep_seconds) < 0:
             raise ValueError("times must not be negative")
 
 
@@ -132,9 +141,13 @@ class ArrivalRates:
         self._counts = [count + 1.0 for count in self._aged(now)]
         self._at = now
 
+    def averages(self, now: float) -> list[float]:
+        """The average over each of the windows."""
+        return [count / window for count, window in zip(self._aged(now), self.windows, strict=True)]
+
     def most(self, now: float) -> float:
         """The largest of the averages: a burst counts at once, and what comes rarely is not forgotten at once."""
-        return max(count / window for count, window in zip(self._aged(now), self.windows, strict=True))
+        return max(self.averages(now))
 
     def _aged(self, now: float) -> list[float]:
         if not self._counts:
@@ -143,14 +156,35 @@ class ArrivalRates:
         return [count * math.exp(-gone / window) for count, window in zip(self._counts, self.windows, strict=True)]
 
 
+def _busy(standings: Iterable[Standing]) -> int:
+    """Models that run something."""
+    return sum(each.running > 0 for each in standings)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """A wake that goes on: until when it was followed, the seconds alone that are `done`, and the integral over time of
+    how many other wakes and busy models it had beside it."""
+
+    began: float
+    at: float
+    done: float = 0.0
+    beside: float = 0.0
+
+
 @dataclass(slots=True)
 class _Known:
-    """What is known of a model: as declared, then as measured. `peak` is the most of this residence, of which there are
-    so many `measurements`, `peaks` those of the residences before it."""
+    """What is known of a model: as declared, then as measured. `seconds` are what waking it takes alone. `peak` is the
+    most of this residence, of which there are so many `measurements`, `peaks` those of the residences before it;
+    `wake_peaks` what its last wakes took at most while they loaded it, and with `woken` the last one is not among
+    them."""
 
     costs: WakeCosts
     rates: ArrivalRates
-    seconds: float
+    seconds: float | None = None
+    progress: _Progress | None = None
+    woken: bool = True
+    wake_peaks: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     peak: int = 0
     measurements: int = 0
     peaks: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
@@ -162,6 +196,12 @@ class _Known:
             return None
         most = max(self.peak, *self.peaks, 0)
         return max(most, min(self.costs.bytes, most + self.costs.margin))
+
+    @property
+    def learned_wake(self) -> int | None:
+        """The most that its last wakes took, with the margin; None if that is not known."""
+        declared = self.costs.bytes + self.costs.load_bytes
+        return min(declared, max(self.wake_peaks) + self.costs.margin) if self.wake_peaks else None
 
 
 @dataclass(slots=True)
@@ -188,16 +228,21 @@ class Residency:
 
     def __init__(self, rules: ResidencyRules, models: dict[str, WakeCosts]) -> None:
         self.rules = rules
+        self.pace = WakePace(rules.cores)
+        self.sleep_seconds = rules.sleep_seconds
+        # Time alone may change what the last decision was: somebody waits, or memory ahead is missing.
+        self.restless = False
         self._known: dict[str, _Known] = {}
         self.change(rules, models)
 
     def change(self, rules: ResidencyRules, models: dict[str, WakeCosts]) -> None:
         """Other rules or models; what was measured of those that stay is kept."""
         self.rules = rules
+        self.pace.cores = rules.cores
         self._known = {
             name: known
             if (known := self._known.get(name)) is not None and known.costs == costs
-            else _Known(costs, ArrivalRates(rules.windows), costs.seconds)
+            else _Known(costs, ArrivalRates(rules.windows))
             for name, costs in models.items()
         }
         self._expect()
@@ -211,16 +256,31 @@ class Residency:
     def woke(self, model: str, seconds: float) -> None:
         """Waking it has taken so long."""
         known = self._known[model]
-        known.seconds += _SMOOTHING * (seconds - known.seconds)
+        followed = known.progress
+        beside = 0.0
+        if followed is not None and followed.at > followed.began:
+            beside = followed.beside / (followed.at - followed.began)
+        known.progress, known.woken = None, True
+        before = self.wake_seconds(model)
+        if known.costs.seconds > 0:
+            self.pace.learn(seconds / known.costs.seconds, beside)
+        known.seconds = before + _SMOOTHING * (seconds / self.pace.slowdown(beside) - before)
         if known.measurements >= _BELIEVED:
             known.peaks.append(known.peak)
             known.peak = known.measurements = 0
 
-    def measured(self, model: str, held: int) -> None:
-        """It takes so many bytes while it is awake."""
+    def slept(self, seconds: float) -> None:
+        """From when a model was told to sleep, while it had no requests, its memory was free after so long."""
+        self.sleep_seconds += _SMOOTHING * (seconds - self.sleep_seconds)
+
+    def measured(self, model: str, held: int, wake_peak: int = 0) -> None:
+        """It takes so many bytes while it is awake, and took so many at most while it was woken (0: not known)."""
         known = self._known[model]
         known.measurements += 1
         known.peak = max(known.peak, held)
+        if wake_peak and known.woken:
+            known.woken = False
+            known.wake_peaks.append(wake_peak)
         self._expect()
 
     def expected(self, model: str) -> int:
@@ -231,12 +291,15 @@ class Residency:
         return self._expected[model]
 
     def needs(self, model: str) -> int:
-        """Bytes that have to be free to wake the model."""
-        return self._expected[model] + self._known[model].costs.load_bytes
+        """Bytes that have to be free to wake the model: what it took at most in its last wakes, and what it may come to
+        take when it is awake. Before that is known, as `expected`."""
+        return self._needs[model]
 
     def wake_seconds(self, model: str) -> float:
-        """Expected time to wake it."""
-        return self._known[model].seconds
+        """Expected time to wake it with nothing beside: of a model that was never woken what was declared, times what
+        the wakes of others took of theirs."""
+        known = self._known[model]
+        return self.pace.scale * known.costs.seconds if known.seconds is None else known.seconds
 
     def rate(self, model: str, now: float) -> float:
         """Requests per second, the largest average."""
@@ -245,9 +308,8 @@ class Residency:
     def absence_cost(self, model: str, now: float) -> float:
         """Of a sleeping model: the seconds that its requests wait for it per second, weighed by how much of their
         objective that is."""
-        known = self._known[model]
-        rate = max(_LEAST_RATE, known.rates.most(now))
-        return rate * known.seconds * (known.seconds / known.costs.ttft)
+        rate, seconds = max(_LEAST_RATE, self.rate(model, now)), self.wake_seconds(model)
+        return rate * seconds * (seconds / self._known[model].costs.ttft)
 
     def hopeless(self, model: str, fixed: int | None) -> int:
         """How many bytes are missing to wake the model if all that may sleep did; 0 if there are enough. `fixed` as of
@@ -269,21 +331,25 @@ class Residency:
         First, models are put to sleep if more is taken than there is. Then the groups of waiting requests, in the
         order of `queue`: (1) if there is room, the model is woken; (2) if those that are leaving make room, it waits
         for them; (3) otherwise those whose absence costs least are told to sleep; (4) if that is not enough, it waits,
-        and from `max_wait` on so does everybody behind it. Last, models that are leaving although requests wait for
-        them stay if their memory is promised to nobody.
+        and from `max_wait` on so does everybody behind it. Then, models that are leaving although requests wait for
+        them stay if their memory is promised to nobody. Last, memory for the next wakes is kept free.
         """
         by_name = {each.model: each for each in standings}
+        self._follow(now, by_name.values())
+        self.restless = any(each.waiting and each.residence is not Residence.AWAKE for each in by_name.values())
         balance = self._balance(self._fixed(fixed), by_name.values())
         changes: list[Change] = []
         if balance.free + balance.promised < 0:
             changes += self._shrink(now, balance, by_name)
         told = {change.model for change in changes}
         wakes = sum(each.residence is Residence.WAKING for each in by_name.values())
-        for model in self.queue(now, by_name.values()):
+        queue = self.queue(now, by_name.values())
+        at_a_time = self.at_a_time(now, queue, by_name)
+        for model in queue:
             need, waited = self.needs(model), now - min(by_name[model].waiting)
             if need <= balance.free:
                 balance.free -= need
-                if wakes < self.rules.wakes:
+                if wakes < at_a_time:
                     wakes += 1
                     changes.append(Wake(model))
                 continue
@@ -304,44 +370,143 @@ class Residency:
             if each.residence is Residence.LEAVING and balance.promised >= self._taken(each):
                 balance.promised -= self._taken(each)
                 changes.append(Stay(each.model))
-        return changes
+                told.add(each.model)
+        return changes + self._room_ahead(now, balance, by_name, told)
 
     def queue(self, now: float, standings: Iterable[Standing]) -> list[str]:
         """The sleeping models that requests wait for, in the order in which they are to be woken."""
         starved, hopeless = [], []
         jobs: list[TimedJob] = []
+        standings = list(standings)
+        busy, waking = _busy(standings), sum(each.residence is Residence.WAKING for each in standings)
+        alone = self.pace.slowdown(waking + busy)
+        # As on one machine that is so many times as fast.
+        together = self.pace.slowdown(self.rules.wakes - 1 + busy) / self.rules.wakes
         for each in standings:
             if not each.waiting or each.residence is not Residence.ASLEEP:
                 continue
             oldest = min(each.waiting)
-            known = self._known[each.model]
-            deadlines = [arrival + known.costs.ttft for arrival in each.waiting]
-            possible = [deadline for deadline in deadlines if now + known.seconds <= deadline]
+            seconds = self.wake_seconds(each.model)
+            possible = [deadline for deadline in self._deadlines(each) if now + seconds * alone <= deadline]
             if now - oldest >= self.rules.max_wait:
                 starved.append((oldest, each.model))
             elif possible:
-                # As on one machine that is so many times as fast.
-                jobs.append(TimedJob(each.model, known.seconds / self.rules.wakes, min(possible), len(possible)))
+                jobs.append(TimedJob(each.model, seconds * together, min(possible), len(possible)))
             else:
                 hopeless.append((oldest, each.model))
         in_time, late = moore_hodgson(jobs, now)
         last = [job.name for job in late] + [model for _, model in sorted(hopeless)]
         return [model for _, model in sorted(starved)] + [job.name for job in in_time] + last
 
+    def at_a_time(self, now: float, queue: Sequence[str], standings: Mapping[str, Standing]) -> int:
+        """How many models to wake at once, those that are being woken included: with so many the most of those that
+        wait are served in time, and of several such numbers that with which they wait least together."""
+        if self.rules.wakes == 1 or not queue:
+            return self.rules.wakes
+        going = [each for each in standings.values() if each.residence is Residence.WAKING]
+        left = [self._left(each.model) for each in going]
+        first = [standings[model] for model in queue[:_LOOKED_AT]]
+        seconds = [self.wake_seconds(each.model) for each in first]
+        busy = _busy(standings.values())
+
+        def served(count: int) -> tuple[int, float]:
+            ends = [now + end for end in self.pace.ends(left, seconds, count, busy)]
+            groups = list(zip(ends, [*going, *first], strict=True))
+            in_time = sum(end <= deadline for end, each in groups for deadline in self._deadlines(each))
+            return in_time, -sum(end * len(each.waiting) for end, each in groups)
+
+        return max(range(1, self.rules.wakes + 1), key=served)
+
     # ------------------------------------------------------------ inside
 
+    def _deadlines(self, standing: Standing) -> list[float]:
+        ttft = self._known[standing.model].costs.ttft
+        return [arrival + ttft for arrival in standing.waiting]
+
+    def _follow(self, now: float, standings: Collection[Standing]) -> None:
+        """How far wakes have come since the last decision, and beside how much else."""
+        busy = _busy(standings)
+        waking = [each for each in standings if each.residence is Residence.WAKING]
+        for each in waking:
+            known = self._known[each.model]
+            if known.progress is None:
+                known.progress = _Progress(each.since, each.since)
+            gone, others = max(0.0, now - known.progress.at), len(waking) - 1 + busy
+            known.progress.at = max(now, known.progress.at)
+            known.progress.done += gone / self.pace.slowdown(others)
+            known.progress.beside += gone * others
+        for each in standings:
+            if each.residence is Residence.ASLEEP:
+                self._known[each.model].progress = None  # its wake has failed
+
+    def _left(self, model: str) -> float:
+        """Seconds alone that the wake of a model still takes; one that takes longer than expected is about to end."""
+        progress = self._known[model].progress
+        return max(_ABOUT_TO_END, self.wake_seconds(model) - (0.0 if progress is None else progress.done))
+
+    def _room_ahead(
+        self, now: float, balance: _Balance, standings: Mapping[str, Standing], told: Collection[str]
+    ) -> list[Change]:
+        """Puts idle models to sleep so that the next wake finds memory free, and perhaps the one after it.
+
+        With s seconds to put a model to sleep, whoever asks for a sleeping model waits w + s in place of w; that costs,
+        as in `absence_cost`, rate * ((w + s)^2 - w^2) / TTFT objective, summed over all sleeping models. It is
+        compared with the cost of the absence of those that would sleep. The room for a second wake counts as often as
+        another request comes within those s seconds, and so on (arrivals as of a Poisson process).
+        """
+        asleep = [e.model for e in standings.values() if e.residence is Residence.ASLEEP and not e.waiting]
+        asleep.sort(key=lambda model: (-self.rate(model, now), model))
+        s = self.sleep_seconds
+        rates = [0.0] * len(self.rules.windows)
+        gains = list(rates)
+        for model in asleep:
+            w, ttft = self.wake_seconds(model), self._known[model].costs.ttft
+            for index, rate in enumerate(self._known[model].rates.averages(now)):
+                rates[index] += rate
+                gains[index] += rate * (2 * w + s) * s / ttft
+        changes: list[Change] = []
+        need, likely = 0, 1.0
+        for number, model in enumerate(asleep[: self.rules.wakes]):
+            need += self.needs(model)
+            missing = need - balance.free - balance.promised
+            if missing > 0:
+                awake = [each for each in standings.values() if each.model not in told]
+                victims = self._victims(now, missing, awake, busy=False)
+                costs = sum(self.absence_cost(each.model, now) for each in victims or ())
+                if victims is None or costs >= likely * max(gains):
+                    self.restless = True
+                    break
+                for victim in victims:
+                    told = {*told, victim.model}
+                    balance.promised += self._taken(victim)
+                    changes.append(Sleep(victim.model, "memory for the next wake"))
+            # That more than so many come while one model is put to sleep.
+            likely -= math.exp(-max(rates) * s) * (max(rates) * s) ** number / math.factorial(number)
+        return changes
+
     def _expect(self) -> None:
-        known = [(each.costs, each.learned) for each in self._known.values()]
-        spared = [(costs.bytes, costs.bytes - learned) for costs, learned in known if learned is not None]
+        def estimated(known: _Known, declared: int, spared: Iterable[tuple[int, int]]) -> int:
+            """Of a model of which it is not known: what was declared, less what those that are as large spared."""
+            least = min((spare for size, spare in spared if size >= known.costs.bytes), default=0)
+            return declared - max(0, least)
 
-        def first(costs: WakeCosts) -> int:
-            least = min((spare for size, spare in spared if size >= costs.bytes), default=0)
-            return costs.bytes - max(0, least)
-
-        self._expected = {
-            name: max(first(each.costs), each.peak) if (learned := each.learned) is None else learned
-            for name, each in self._known.items()
-        }
+        every = self._known.values()
+        spared, spared_waking = [], []
+        for each in every:
+            costs = each.costs
+            if (learned := each.learned) is not None:
+                spared.append((costs.bytes, costs.bytes - learned))
+            if (learned := each.learned_wake) is not None:
+                spared_waking.append((costs.bytes, costs.bytes + costs.load_bytes - learned))
+        self._expected, self._needs = {}, {}
+        for name, each in self._known.items():
+            if (expected := each.learned) is None:
+                expected = max(estimated(each, each.costs.bytes, spared), each.peak)
+            if (woken := each.learned_wake) is None:
+                woken = estimated(each, each.costs.bytes + each.costs.load_bytes, spared_waking)
+                if not spared_waking:  # nobody has seen a wake's peak: it is that much above what stays
+                    woken = expected + each.costs.load_bytes
+            self._expected[name], self._needs[name] = expected, max(expected, woken)
 
     def _fixed(self, measured: int | None) -> int:
         return self.rules.fixed if measured is None else measured + self.rules.fixed_margin
@@ -354,7 +519,7 @@ class Residency:
             if each.residence is Residence.LEAVING:
                 promised += taken
             # What grows until the next wake has ended is not given away.
-            free -= math.ceil(max(0.0, each.growth) * self._known[each.model].seconds)
+            free -= math.ceil(max(0.0, each.growth) * self.wake_seconds(each.model))
         return _Balance(free, promised)
 
     def _taken(self, standing: Standing) -> int:
@@ -373,11 +538,11 @@ class Residency:
         )
 
     def _may_leave(self, standing: Standing, now: float) -> bool:
-        known = self._known[standing.model]
-        if standing.residence is not Residence.AWAKE or known.costs.pinned:
+        if standing.residence is not Residence.AWAKE or self._known[standing.model].costs.pinned:
             return False
         return now - standing.since >= max(
-            self.rules.min_residence, self.rules.residence_factor * min(known.seconds, self.rules.max_wait)
+            self.rules.min_residence,
+            self.rules.residence_factor * min(self.wake_seconds(standing.model), self.rules.max_wait),
         )
 
     def _cheapest(self, now: float, missing: int, candidates: Iterable[Standing]) -> list[Standing] | None:

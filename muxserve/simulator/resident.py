@@ -12,6 +12,7 @@ from muxserve.scheduling.residency import Residence, Residency, Sleep, Standing,
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.result import ResidencyResult, UnitResult
 from muxserve.simulator.scheduled import ScheduledUnit
+from muxserve.simulator.setup import SimResidency
 
 # How often the policy is asked while requests wait and nothing else happens: its rules know of times that pass.
 ASKED_SECONDS = 0.1
@@ -21,7 +22,8 @@ ASKED_SECONDS = 0.1
 class ResidentModel:
     """One model: where it is and since when, how many of its requests the unit has, and those that wait for it. What
     happened to it: wakes, the times that it was put to sleep, and requests that waited for it. `prepared`: since when
-    it is to be woken although no request waits."""
+    it is to be woken although no request waits. `left`: the seconds alone that its wake still takes. `idle_since`:
+    since when it is only put to sleep."""
 
     name: str
     residence: Residence
@@ -32,6 +34,8 @@ class ResidentModel:
     sleeps: int = 0
     waited: int = 0
     prepared: float | None = None
+    left: float = 0.0
+    idle_since: float = 0.0
 
     def become(self, residence: Residence, now: float) -> None:
         """It is there now."""
@@ -52,7 +56,7 @@ class ResidentUnit(ScheduledUnit):
         if residency is None or set(residency.models) != {model.name for model in self.spec.models}:
             raise ValueError(f"unit {self.spec.name} needs to know what each of its models takes")
         self.residency = residency
-        self.awake = Residency(residency.rules, residency.models)
+        self.awake = self._policy(residency)
         self.residents = {
             name: ResidentModel(name, Residence.AWAKE if name in residency.awake else Residence.ASLEEP, float("-inf"))
             for name in residency.models
@@ -63,6 +67,13 @@ class ResidentUnit(ScheduledUnit):
         self.peak_bytes = self._taken()
         self._there: set[str] = set()
         self._asks = False
+        # Until when wakes have been followed, and which expectation of their next end counts.
+        self._followed = 0.0
+        self._expected = 0
+
+    def _policy(self, residency: SimResidency) -> Residency:
+        """What decides which models are awake."""
+        return Residency(residency.rules, residency.models)
 
     # ------------------------------------------------------------ requests
 
@@ -88,7 +99,7 @@ class ResidentUnit(ScheduledUnit):
 
     def _serve(self, model: ResidentModel, request: SimRequest, now: float) -> None:
         self._there.add(request.request_id)
-        model.running += 1
+        self._run(model, 1, now)
         super().enqueue(request, now)
 
     def _serve_waiting(self, model: ResidentModel, now: float) -> None:
@@ -100,7 +111,7 @@ class ResidentUnit(ScheduledUnit):
         if request.request_id in self._there:  # not one that was refused before it was served
             self._there.remove(request.request_id)
             model = self.residents[request.model]
-            model.running -= 1
+            self._run(model, -1, now)
             self._sleep_if_done(model, now)
 
     def prepare(self, name: str, now: float) -> None:
@@ -183,13 +194,51 @@ class ResidentUnit(ScheduledUnit):
 
     def _sleep_if_done(self, model: ResidentModel, now: float) -> None:
         if model.residence is Residence.LEAVING and not model.running:
+            model.idle_since = now
             self.clock.at(now + self.residency.sleep_seconds, partial(self._asleep, model))
 
     def _asleep(self, model: ResidentModel, now: float) -> None:
         if model.residence is Residence.LEAVING and not model.running:
             model.become(Residence.ASLEEP, now)
+            self.awake.slept(now - model.idle_since)
             self._resize(-self.residency.models[model.name].bytes)
             self._decide(now)
+
+    def _run(self, model: ResidentModel, more: int, now: float) -> None:
+        """The model has so many more running requests; wakes beside it go on as fast as that lets them."""
+        self._follow(now)
+        model.running += more
+        if model.running == max(more, 0):  # it begins to run, or has ended
+            self._expect(now)
+
+    def _slowdown(self) -> float:
+        """How many times as long as alone the wakes that go on take."""
+        every = self.residents.values()
+        others = sum(each.residence is Residence.WAKING for each in every) - 1 + sum(each.running > 0 for each in every)
+        return 1.0 + self.residency.wake_drag * max(0, others) / self.residency.rules.cores
+
+    def _follow(self, now: float) -> None:
+        """How far wakes have come."""
+        gone = (now - self._followed) / self._slowdown()
+        self._followed = now
+        for each in self.residents.values():
+            if each.residence is Residence.WAKING:
+                each.left -= gone
+
+    def _expect(self, now: float) -> None:
+        """The next wake ends then if nothing else begins or ends before."""
+        self._expected += 1
+        waking = [each.left for each in self.residents.values() if each.residence is Residence.WAKING]
+        if waking:
+            self.clock.at(now + max(0.0, min(waking)) * self._slowdown(), partial(self._wake_ends, self._expected))
+
+    def _wake_ends(self, expected: int, now: float) -> None:
+        if expected != self._expected:
+            return
+        self._follow(now)
+        waking = [each for each in self.residents.values() if each.residence is Residence.WAKING]
+        self._woke(min(waking, key=lambda each: each.left), now)
+        self._expect(now)
 
     def _woke(self, model: ResidentModel, now: float) -> None:
         self.awake.woke(model.name, now - model.since)
@@ -205,11 +254,12 @@ class ResidentUnit(ScheduledUnit):
         for change in self.awake.decide(now, None, self._standings()):
             model = self.residents[change.model]
             if isinstance(change, Wake):
+                self._follow(now)
                 model.wakes += 1
                 model.become(Residence.WAKING, now)
+                model.left = self.residency.models[model.name].seconds
                 self._resize(self.residency.models[model.name].bytes)
-                seconds = self.residency.models[model.name].seconds
-                self.clock.at(now + seconds, partial(self._woke, model))
+                self._expect(now)
             elif isinstance(change, Sleep):
                 model.sleeps += 1
                 model.become(Residence.LEAVING, now)
@@ -222,19 +272,23 @@ class ResidentUnit(ScheduledUnit):
         self._ask_later(now)
 
     def _ask_later(self, now: float) -> None:
-        if not self._asks and self._somebody_waits():
+        if not self._asks and self._restless():
             self._asks = True
             self.clock.at(now + ASKED_SECONDS, self._ask)
 
     def _ask(self, now: float) -> None:
         self._asks = False
-        if self._somebody_waits():
+        if self._restless():
             self._decide(now)
 
-    def _somebody_waits(self) -> bool:
+    def _restless(self) -> bool:
+        """Whether time alone may change what was decided last."""
         if any(each.waiting or each.prepared is not None for each in self.residents.values()):
             return True
-        return self.residency.elastic and any(model.queue for model in self.ledger.models)
+        if self.residency.elastic and any(model.queue for model in self.ledger.models):
+            return True
+        # When nothing runs any more, nothing has to be kept free for.
+        return self.awake.restless and any(each.running for each in self.residents.values())
 
     def _taken(self) -> int:
         costs = self.residency.models

@@ -107,14 +107,15 @@ class Pipeline:
 @dataclass(frozen=True, slots=True)
 class SimResidency:
     """By which rules models are awake, what each takes, and which are awake at first. Bytes are those of one device of
-    the unit. A wake takes `WakeCosts.seconds`, and so does a sleep `sleep_seconds`. `elastic`: the pools have all
-    memory of the rules' limit, what models take that are not asleep is taken from their pages, and what is fixed is
-    kept free for caches that grow."""
+    the unit. A wake takes `WakeCosts.seconds`, longer by `wake_drag` of it for each other wake or busy model per core
+    of the rules; a sleep takes `sleep_seconds`. `elastic`: the pools have all memory of the rules' limit, what models
+    take that are not asleep is taken from their pages, and what is fixed is kept free for caches that grow."""
 
     rules: ResidencyRules
     models: dict[str, WakeCosts]
     awake: tuple[str, ...] = ()
     sleep_seconds: float = 0.0
+    wake_drag: float = 0.0
     elastic: bool = False
 
 

@@ -33,6 +33,16 @@ def test_what_comes_free_with_a_model_is_told_from_what_all_share(tmp_path: Path
     assert report.reserved == (100 - 30) * KIB
 
 
+def test_a_wake_took_at_most_what_its_process_had_before_it_forked_engines(tmp_path: Path) -> None:
+    process(tmp_path, 11, 0, 70, 10)
+    process(tmp_path, 20, 11, 300, 30)
+    process(tmp_path, 21, 20, 200, 25)
+    (tmp_path / "20" / "status").write_text("Name:\tpython\nVmHWM:\t  950 kB\nVmRSS:\t  900 kB\nThreads:\t1\n")
+    report = measure(11, {"a": 20}, [11], 0, proc=tmp_path)
+    assert report.models == {"a": (300 + 200 - 2 * 60) * KIB}
+    assert report.wake_peaks == {"a": (380 - 25 + 50) * KIB}
+
+
 def test_processes_that_have_ended_take_nothing(tmp_path: Path) -> None:
     process(tmp_path, 10, 1, 50, 40)
     assert memory_of(11, tmp_path).pss == 0

@@ -183,6 +183,33 @@ def test_a_herd_is_served_by_one_wake_of_each_model() -> None:
     assert not machine.refused
 
 
+def test_a_model_that_waits_is_woken_when_another_has_had_its_time_though_nothing_is_said() -> None:
+    machine = Machine(["a", "b"], FIXED + MODEL + LOADING, service=0.0)
+    machine.ask("r", "a")
+    while "r" not in machine.served:
+        machine.step()
+    machine.ask("s", "b")
+    for _ in range(int(3 / STEP)):
+        machine.step()
+    assert machine.served == ["r", "s"]
+
+
+def test_how_long_an_idle_model_takes_to_sleep_is_measured() -> None:
+    machine = Machine(["a", "b"], FIXED + MODEL + LOADING)
+    machine.ask("r", "a")
+    machine.say(G0, Unplace(["r"]))
+    del machine.waiting["r"]
+    for _ in range(20):
+        machine.step()
+    machine.ask("s", "b")
+    for _ in range(int(3 / STEP)):
+        machine.step()
+    assert machine.served == ["s"]
+    balance = machine.core._balance
+    assert balance is not None
+    assert balance.policy.sleep_seconds > 0.0
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_everybody_is_served_although_the_global_scheduler_dies(seed: int) -> None:
     chance = random.Random(seed)

@@ -213,7 +213,114 @@ def test_a_model_that_can_never_be_woken_is_known() -> None:
     assert policy.hopeless("b", 10) == 0
 
 
-@pytest.mark.parametrize("wrong", [{"limit": 0}, {"limit": 1, "wakes": 0}, {"limit": 1, "max_wait": -1.0}])
+def ahead(limit: int, sleep_seconds: float = 0.3, wakes: int = 1, **models: WakeCosts) -> Residency:
+    rules = ResidencyRules(limit, residence_factor=1.0, sleep_seconds=sleep_seconds, wakes=wakes)
+    return Residency(rules, models)
+
+
+def test_the_cheapest_idle_model_sleeps_before_the_next_one_is_asked_for() -> None:
+    costs = WakeCosts(40, seconds=0.6, ttft=2.0)
+    policy = ahead(100, a=costs, b=costs, c=costs, d=costs)
+    for n in range(10):
+        policy.arrived("a", 90.0 + n)
+        policy.arrived("c", 90.0 + n)
+    policy.arrived("b", 60.0)
+    standings = [Standing("a", AWAKE, 0.0), Standing("b", AWAKE, 0.0), Standing("c", ASLEEP, 0.0)]
+    standings.append(Standing("d", ASLEEP, 0.0))
+    assert policy.decide(100.0, 10, standings) == [Sleep("b", "memory for the next wake")]
+    leaving = [standings[0], Standing("b", LEAVING, 100.0), *standings[2:]]
+    assert policy.decide(100.1, 10, leaving) == []  # its memory is what the next wake takes
+
+
+def test_no_model_sleeps_ahead_that_is_asked_for_more_than_the_others() -> None:
+    costs = WakeCosts(40, seconds=0.6, ttft=2.0)
+    policy = ahead(100, a=costs, b=costs, c=costs)
+    for n in range(10):
+        policy.arrived("a", 90.0 + n)
+        policy.arrived("b", 90.0 + n)
+    policy.arrived("c", 90.0)
+    standings = [Standing("a", AWAKE, 0.0), Standing("b", AWAKE, 0.0), Standing("c", ASLEEP, 0.0)]
+    assert policy.decide(100.0, 10, standings) == []
+    assert policy.restless  # it may fall silent
+    assert ahead(100, 0.0, a=costs, b=costs, c=costs).decide(100.0, 10, standings) == []
+
+
+@pytest.mark.parametrize("how", [{"running": 1}, {"since": 99.0}])
+def test_busy_models_and_those_lately_woken_do_not_sleep_ahead(how: dict[str, float]) -> None:
+    costs = WakeCosts(40, seconds=0.6, ttft=2.0)
+    policy = ahead(60, a=costs, b=costs)
+    policy.arrived("b", 99.0)
+    awake = Standing("a", AWAKE, how.get("since", 0.0), running=int(how.get("running", 0)))
+    assert policy.decide(100.0, 10, [awake, Standing("b", ASLEEP, 0.0)]) == []
+    assert policy.restless
+
+
+def test_what_putting_to_sleep_takes_is_learnt_and_makes_room_ahead_worth_more() -> None:
+    costs = WakeCosts(40, seconds=0.6, ttft=2.0)
+    policy = ahead(60, 0.0, a=costs, b=costs)
+    policy.arrived("b", 99.0)
+    standings = [Standing("a", AWAKE, 0.0), Standing("b", ASLEEP, 0.0)]
+    assert policy.decide(100.0, 10, standings) == []
+    policy.slept(0.5)
+    assert policy.sleep_seconds == pytest.approx(0.15)
+    assert policy.decide(100.0, 10, standings) == [Sleep("a", "memory for the next wake")]
+
+
+def test_of_two_wakes_one_after_the_other_comes_first_where_that_serves_more_in_time() -> None:
+    costs = WakeCosts(10, seconds=1.0, ttft=1.7)
+    policy = Residency(ResidencyRules(1000, wakes=2, cores=2), {"a": costs, "b": costs})
+    policy.pace.drag = 1.0
+    both = [Standing("a", ASLEEP, 0.0, waiting=[10.0]), Standing("b", ASLEEP, 0.0, waiting=[10.0])]
+    assert policy.decide(10.0, 10, both) == [Wake("a"), Wake("b")]  # both after 1.5 s
+    policy.pace.drag = 1.8
+    assert len(policy.decide(10.0, 10, both)) == 1  # both after 1.9 s, or one after 1.0 s
+    # The one that is under way is not made late either.
+    going = [Standing("a", WAKING, 10.0, waiting=[10.0]), Standing("b", ASLEEP, 0.0, waiting=[10.2])]
+    assert policy.decide(10.2, 10, going) == []
+    idle = [Standing("a", AWAKE, 0.0), going[1]]
+    assert policy.decide(10.2, 10, idle) == [Wake("b")]
+
+
+def test_what_runs_beside_a_wake_is_not_held_against_its_model() -> None:
+    costs = WakeCosts(10, seconds=1.0)
+    alone, beside = (Residency(ResidencyRules(1000, wakes=2, cores=2), {"a": costs, "b": costs}) for _ in range(2))
+    waking = Standing("a", WAKING, 0.0)
+    alone.decide(0.0, 0, [waking])
+    alone.decide(1.0, 0, [waking])
+    alone.woke("a", 1.0)
+    others = [waking, Standing("b", AWAKE, 0.0, running=1)]
+    beside.decide(0.0, 0, others)
+    beside.decide(1.5, 0, others)
+    beside.woke("a", 1.5)
+    assert alone.wake_seconds("a") == pytest.approx(beside.wake_seconds("a")) == pytest.approx(1.0)
+
+
+def test_a_model_never_woken_is_expected_to_take_as_much_longer_than_declared_as_the_others() -> None:
+    policy = residency(1000, a=WakeCosts(10, seconds=1.0), b=WakeCosts(10, seconds=2.0))
+    for _ in range(50):
+        policy.woke("a", 1.5)
+    assert policy.wake_seconds("b") == pytest.approx(3.0, rel=0.1)
+
+
+def test_what_a_wake_needs_is_what_its_last_wakes_took_at_most() -> None:
+    costs = WakeCosts(100, load_bytes=40, margin=5)
+    policy = residency(1000, a=costs, b=costs)
+    for _ in range(2):
+        policy.measured("a", 70, wake_peak=85)
+    assert (policy.expected("a"), policy.needs("a")) == (75, 90)
+    assert policy.needs("b") == 90  # as large, and never woken
+    policy.woke("a", 1.0)
+    policy.measured("a", 70, wake_peak=60)
+    assert policy.needs("a") == 90  # the most of the last three
+    for _ in range(3):
+        policy.woke("a", 1.0)
+        policy.measured("a", 70, wake_peak=60)
+    assert policy.needs("a") == 75  # it takes more when it is awake
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"limit": 0}, {"limit": 1, "wakes": 0}, {"limit": 1, "max_wait": -1.0}, {"limit": 1, "cores": 0}]
+)
 def test_rules_that_make_no_sense(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must"):
         ResidencyRules(**wrong)  # type: ignore[arg-type]
@@ -260,6 +367,7 @@ class Memory:
         self.rounds = 0
         self.waits: list[float] = []
         self.wakes = 0
+        self.woken: dict[str, list[float]] = {name: [] for name in costs}
         self.short: list[str] = []
 
     @property
@@ -278,6 +386,7 @@ class Memory:
                 self.policy.woke(name, place.costs.seconds)
             if place.residence is LEAVING and not place.running and now >= place.until:
                 place.residence = ASLEEP
+                self.policy.slept(STOP_SECONDS)
             if place.residence is AWAKE:
                 for arrived, seconds in place.waiting:
                     self.waits.append(now - arrived)
@@ -312,6 +421,7 @@ class Memory:
             assert place.residence is ASLEEP
             place.residence, place.until = WAKING, now + place.costs.seconds
             self.wakes += 1
+            self.woken[change.model].append(now)
         elif isinstance(change, Sleep):
             assert place.residence is AWAKE
             assert not place.costs.pinned
@@ -341,7 +451,12 @@ def worlds(draw: st.DrawFn) -> tuple[Memory, list[tuple[float, str, float]]]:
     fixed = draw(st.integers(0, 30))
     limit = fixed + largest + draw(st.integers(0, 120))
     rules = ResidencyRules(
-        limit, min_residence=draw(st.sampled_from([0.5, 2.0])), max_wait=6.0, wakes=draw(st.integers(1, 2))
+        limit,
+        min_residence=draw(st.sampled_from([0.5, 2.0])),
+        max_wait=6.0,
+        wakes=draw(st.integers(1, 2)),
+        cores=2,
+        sleep_seconds=draw(st.sampled_from([0.0, 0.1, 1.0])),
     )
     arrivals = draw(
         st.lists(
@@ -377,6 +492,10 @@ def test_memory_is_kept_everybody_is_served_and_nobody_thrashes(
     assert len(memory.waits) == len(arrivals)
     assert not memory.short, "a model was put to sleep before it had its time"
     assert memory.wakes <= len(arrivals), "a wake that served nobody"
+    for name, at in memory.woken.items():
+        # However memory is kept free ahead: a wake, its residence, and a stop lie between two wakes of a model.
+        least = memory.places[name].costs.seconds + memory.rules.min_residence + STOP_SECONDS - 2 * ROUND
+        assert all(later - earlier >= least for earlier, later in itertools.pairwise(at)), "thrash"
 
 
 def test_two_that_never_fit_together_take_turns_under_endless_load() -> None:

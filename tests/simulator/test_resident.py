@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from muxserve.scheduling.residency import ResidencyRules, WakeCosts
@@ -59,6 +61,22 @@ def test_a_sleeping_model_answers_later_by_its_wake() -> None:
     (asleep,) = first_tokens(run(resident(200), load))
     (awake,) = first_tokens(run(resident(200, awake=("a",)), load))
     assert asleep == pytest.approx(awake + WAKE)
+
+
+def test_wakes_take_longer_beside_each_other() -> None:
+    def waited(drag: float, wakes: int) -> list[float]:
+        world = resident(200, wakes=wakes, cores=2)
+        world.residency = replace(world.residency, wake_drag=drag)
+        world.awake.pace.drag = drag
+        return first_tokens(run(world, requests((0.0, "a", 40, 1), (0.0, "b", 40, 1))))
+
+    alone = waited(0.0, 2)
+    assert alone == pytest.approx([WAKE, WAKE], abs=0.1)
+    assert waited(0.5, 2) == pytest.approx([at + WAKE / 4 for at in alone], abs=0.01)
+    # The second is alone again when the first has ended, but for the model that runs.
+    first, second = waited(0.5, 1)
+    assert first == pytest.approx(alone[0])
+    assert 2 * WAKE < second < 2 * WAKE + 0.1
 
 
 @pytest.mark.parametrize("limit", [50, 90, 95])

@@ -1,0 +1,142 @@
+"""The requests of `density.py` on a virtual clock: what residency by demand and idle timers make of the same wakes.
+
+    python benchmarks/density_replay.py [--models 24] [--limit 4GiB] [--rate 1.5] [--seeds 0 1 2]
+
+Both play in the simulator of `muxserve simulate`, with what `muxserve.planning.residency` says of wakes: seconds alone,
+how much longer beside others, what is set aside. Idle timers know no limit: what they took at most is printed, and with
+`--within` they wait for memory as residency does. Nothing here depends on what else the machine does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from density import KV_BYTES, OUTPUT, PROMPT, fleet_file
+from report import percentiles
+
+from muxserve.cli.simulate_places import PlacementSearch, places_of
+from muxserve.config.values import parse_size
+from muxserve.costs.measured import latency_model
+from muxserve.scheduling.residency import Change, Residence, Residency, Sleep, Standing, Stay, Wake
+from muxserve.simulator import SimResidency, SimUnit, mode_of
+from muxserve.simulator.requests import SimRequest
+from muxserve.simulator.resident import ResidentUnit
+from muxserve.workload import open_workload
+from placement.format import format_size
+from tests.support.tiny_checkpoint import tiny_checkpoint
+
+# The planner wants a pool that holds requests of usual lengths; here as much of it counts as there is live.
+POOL = 1 << 30
+
+
+class IdleTimers(Residency):
+    """Every model that somebody waits for is woken at once, or with `within` when there is memory. It sleeps when it
+    has had nothing to do for `idle` seconds."""
+
+    idle = 5.0
+    within = False
+
+    def decide(self, now: float, fixed: int | None, standings: Iterable[Standing]) -> list[Change]:
+        """See `Residency.decide`."""
+        every = list(standings)
+        self.restless = True
+        free = self.rules.limit - self._fixed(fixed) - sum(self._taken(each) for each in every)
+        changes: list[Change] = []
+        for each in every:
+            if each.residence is Residence.LEAVING and each.waiting:
+                changes.append(Stay(each.model))
+            elif each.residence is Residence.ASLEEP and each.waiting:
+                if not self.within or self.needs(each.model) <= free:
+                    free -= self.needs(each.model)
+                    changes.append(Wake(each.model))
+            elif each.residence is Residence.AWAKE and not each.running:
+                asked = self._known[each.model].rates._at
+                if now - max(each.since, asked) >= self.idle:
+                    changes.append(Sleep(each.model, "idle"))
+        return changes
+
+
+class TimedUnit(ResidentUnit):
+    """A unit whose models sleep by idle timers."""
+
+    def _policy(self, residency: SimResidency) -> Residency:
+        return IdleTimers(residency.rules, residency.models)
+
+
+def unit_of(models: int, limit: int, slo: float, folder: Path) -> SimUnit:
+    """The fleet of `density.py` as `muxserve simulate` plays it."""
+    checkpoint = tiny_checkpoint(layers=8, heads=16, kv_heads=4, seed=0, max_len=256)
+    paths = {f"model-{n:02d}": checkpoint for n in range(models)}
+    file = fleet_file(folder, "replay", paths, limit, 5.0, slo, POOL)
+    places = places_of(file, None, None, None, None, latency_model(None), PlacementSearch())
+    (unit,) = places.placed("muxserve").units(mode_of("muxserve"))
+    residency = unit.residency
+    assert residency is not None, "the fleet has a limit"
+    rules = replace(residency.rules, fixed=residency.rules.fixed - POOL + KV_BYTES)
+    return replace(unit, residency=replace(residency, rules=rules))
+
+
+def main() -> None:
+    """Replay, and print a line per seed and system."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=int, default=24)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--rate", type=float, default=1.5, help="requests per second of all models together")
+    parser.add_argument("--slo", type=float, default=2.0, help="seconds to the first token")
+    parser.add_argument("--limit", type=parse_size, default=4 << 30)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--wake", type=float, help="seconds that a wake takes alone, in place of the expected ones")
+    parser.add_argument("--drag", type=float, help="in place of the expected one")
+    parser.add_argument("--within", action="store_true", help="idle timers wait for memory")
+    args = parser.parse_args()
+    IdleTimers.within = args.within
+    with tempfile.TemporaryDirectory(prefix="density-") as name:
+        unit = unit_of(args.models, args.limit, args.slo, Path(name))
+    residency = unit.residency
+    assert residency is not None, "the fleet has a limit"
+    if args.wake is not None:
+        wakes = {name: replace(each, seconds=args.wake) for name, each in residency.models.items()}
+        residency = replace(residency, models=wakes)
+    if args.drag is not None:
+        residency = replace(residency, wake_drag=args.drag)
+    unit = replace(unit, residency=residency)
+    of_one = next(iter(residency.models.values()))
+    print(
+        f"limit {format_size(residency.rules.limit)}, not of models {format_size(residency.rules.fixed)}, "
+        f"a model {format_size(of_one.bytes)}, a wake {of_one.seconds:.2f} s alone, drag {residency.wake_drag:g}"
+    )
+    names = list(residency.models)
+    latency = latency_model(None)
+    met: dict[str, list[float]] = {}
+    for seed in args.seeds:
+        text = (
+            f"bursty-groups:rate={args.rate},alpha=0,duration={args.seconds},prompt={PROMPT},output={OUTPUT},"
+            f"seed={seed}"
+        )
+        for system, kind in (("memory", ResidentUnit), ("timers", TimedUnit)):
+            played = kind(unit, latency)
+            load = [SimRequest.of(each, number) for number, each in enumerate(open_workload(text, names))]
+            played.clock.run(iter(load), played.arrive, played.overheads.request)
+            result = played.result()
+            told = result.residency
+            assert told is not None, "residency is what is played"
+            waits = [each.first_token - each.arrival for each in result.records if each.first_token is not None]
+            attained = sum(each <= args.slo for each in waits) / len(result.records)
+            met.setdefault(system, []).append(attained)
+            times = percentiles(waits)
+            print(
+                f"seed {seed} {system}: {attained:.1%} of {len(result.records)} within {args.slo:g} s; TTFT p50 "
+                f"{times['p50']:.2f} s, p90 {times['p90']:.2f} s, p99 {times['p99']:.2f} s; {told.wakes} wakes, "
+                f"at most {format_size(told.peak_bytes)} (KV pool of {format_size(KV_BYTES)} included)"
+            )
+    for system, each in met.items():
+        print(f"{system}: {statistics.mean(each):.1%}, at worst {min(each):.1%}")
+
+
+if __name__ == "__main__":
+    main()
