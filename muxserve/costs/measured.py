@@ -102,7 +102,7 @@ class MeasuredCosts:
         self, architecture: ModelArchitecture, shape: EngineShape, engines: Sequence[EngineProfile], profile: Profile
     ) -> None:
         on = _device(shape.device)
-        prefill, decode = _at_share(engines, shape.share)
+        prefill, decode = at_share(engines, shape.share)
         self._prefill = PrefillTable(prefill)
         self._decode = DecodeTable(decode)
         self._work: LayerWork = layer_work(architecture, shape.tp, shape.dtype)
@@ -191,7 +191,7 @@ def _without(engine: EngineProfile, outliers: Sequence[Outlier]) -> EngineProfil
     return kept
 
 
-def _at_share(engines: Sequence[EngineProfile], share: float) -> tuple[list[PrefillCell], list[DecodeCell]]:
+def at_share(engines: Sequence[EngineProfile], share: float) -> tuple[list[PrefillCell], list[DecodeCell]]:
     """Cells as they would be at `share`, out of engines in order of theirs."""
     for engine in engines:
         if abs(engine.share - share) < _SAME_SHARE:

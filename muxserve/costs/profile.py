@@ -35,6 +35,11 @@ class PrefillCell(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
         return self.sequences * (self.tokens * self.context + self.tokens * (self.tokens + 1) // 2)
 
     @property
+    def work(self) -> tuple[int, int, int]:
+        """Tokens, pairs and sequences of the step, as cost models want them."""
+        return self.total, self.pairs, self.sequences
+
+    @property
     def place(self) -> tuple[int, int, int]:
         """Where it lies in the grid."""
         return self.sequences, self.tokens, self.context

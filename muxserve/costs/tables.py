@@ -101,6 +101,11 @@ class PrefillTable:
         """Of one prefill step."""
         return self._curve(tokens) + self.per_pair * pairs + self.per_sequence * sequences
 
+    def parts(self, tokens: int, pairs: int, sequences: int) -> tuple[float, float, float, float]:
+        """What `seconds` consists of: what every step takes, tokens, pairs, sequences. None of them falls."""
+        fixed = self._curve(0)
+        return fixed, self._curve(tokens) - fixed, self.per_pair * pairs, self.per_sequence * sequences
+
 
 class DecodeTable:
     """Seconds of decode steps over (batch, context), linear between the points of a grid that falls in no direction.
@@ -128,6 +133,12 @@ class DecodeTable:
             known = self._cache[batch] = self._pieces(batch)
         ends, pieces = known
         return pieces[bisect_left(ends, context)]
+
+    def parts(self, batch: int, context: int) -> tuple[float, float, float]:
+        """What a step's seconds consist of: what every step takes, its sequences, their context."""
+        fixed = max(0.0, self.decode(1, 0).fixed)
+        sequences = max(0.0, self.decode(batch, 0).fixed - fixed)
+        return fixed, sequences, max(0.0, self.decode(batch, context).seconds(context) - fixed - sequences)
 
     def _row(self, points: list[tuple[int, float]]) -> list[float]:
         contexts = [context for context, _ in points]

@@ -1,0 +1,210 @@
+"""Costs corrected by the steps that a fleet takes while it serves.
+
+A predicted step consists of parts: what every step takes, its tokens, its (query, key) pairs, its sequences, their
+context (`costs.tables`). Measured seconds are explained by factors of these parts, found by recursive least squares as
+steps are reported (`costs.least_squares`; FastPP's latency model is learnt in this way), so that
+
+    seconds = (sum of factor * part) + beside * predicted * share of the device that others had meanwhile
+
+Factors begin at 1. They move together at first, so that a prediction that is 1.5 times wrong everywhere is mended
+everywhere by a few steps of one size, and apart as far as steps of different sizes tell. The last term takes what
+neighbours cost, and is no part of the corrected costs, which are those of a step alone, as profiles have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from muxserve.costs.latency import EngineCosts
+from muxserve.costs.least_squares import RecursiveLeastSquares
+from muxserve.costs.measured import at_share
+from muxserve.costs.profile import DecodeCell, EngineProfile, PrefillCell
+from muxserve.costs.tables import DecodeTable, PrefillTable
+
+PhaseName = Literal["prefill", "decode"]
+
+# The names of the parts, as reports have them.
+PARTS: dict[PhaseName, tuple[str, ...]] = {
+    "prefill": ("step", "token", "pair", "sequence"),
+    "decode": ("step", "sequence", "context"),
+}
+# Standard deviations before anything was measured: of the factor that all parts have in common, of each part's own, and
+# of what neighbours cost.
+_COMMON, _OWN, _BESIDE = 0.7, 0.3, 0.2
+# Of one step beside what the factors explain, and how many steps are remembered.
+_NOISE, _MEMORY_STEPS = 0.1, 5_000.0
+# A report of more steps counts as so many: their errors are not independent.
+_MOST_STEPS = 8
+# Context at which a decode step has become affine in it.
+_MUCH_CONTEXT = 1 << 30
+
+
+class StepSums(NamedTuple):
+    """Steps of one kind, summed up: `steps` of them took `seconds`, computed `tokens` with `pairs` of (query, key) for
+    `sequences`, and sequences that decoded read `context` tokens of KV.
+
+    Prefill steps may have decoding sequences among theirs (of which pairs are not counted), decode steps no prompts.
+    """
+
+    steps: int
+    seconds: float
+    tokens: int
+    pairs: int
+    sequences: int
+    context: int
+
+
+class Correction(msgspec.Struct, frozen=True):
+    """What was learnt of a phase of a model: a factor of each part of the prediction, what a neighbour adds that has the
+    whole device (a part of the prediction), measured over predicted seconds of the last steps, and how far a step is
+    from the corrected costs, relatively. `steps` were measured in all."""
+
+    factors: tuple[float, ...]
+    beside: float
+    ratio: float
+    error: float
+    steps: int
+
+
+class PhaseCorrection:
+    """Learns how long the steps of one phase of one engine take, beside what was predicted.
+
+    Args:
+        engines: predicted costs at one or more shares, in their order.
+    """
+
+    def __init__(self, phase: PhaseName, engines: Sequence[EngineProfile]) -> None:
+        self.phase: PhaseName = phase
+        self._engines = engines
+        self._tables: dict[float, tuple[PrefillTable, DecodeTable]] = {}
+        parts = len(PARTS[phase])
+        covariance = [[_COMMON**2 + (_OWN**2 if i == j else 0.0) for j in range(parts)] for i in range(parts)]
+        covariance = [[*row, 0.0] for row in covariance] + [[*([0.0] * parts), _BESIDE**2]]
+        self._learnt = RecursiveLeastSquares([1.0] * parts + [0.0], covariance, _NOISE, _MEMORY_STEPS)
+        self._measured = self._predicted = 0.0
+        self._steps = 0
+
+    def observe(self, done: StepSums, share: float, beside: float, decode: PhaseCorrection | None = None) -> None:
+        """Steps were taken on `share` of the device while other engines had the part `beside` of it, in the mean.
+
+        Args:
+            decode: what is known of decode steps; for prefill steps among whose sequences some decoded.
+        """
+        if done.steps <= 0 or done.seconds <= 0.0:
+            return
+        parts = self.parts(done, share)
+        predicted = sum(parts)
+        seconds = done.seconds
+        if self.phase == "prefill" and done.context and decode is not None:
+            # They read their KV beside the tokens of all.
+            reading = decode.reading(done.context, share)
+            predicted += reading
+            seconds = max(0.1 * seconds, seconds - decode.correction.factors[-1] * reading)
+        whole = sum(parts)
+        if whole <= 0.0:
+            return
+        x = [part / whole for part in parts]
+        self._learnt.observe([*x, min(1.0, beside)], seconds / whole, min(done.steps, _MOST_STEPS))
+        fade = 1.0 - min(0.5, done.steps / _MEMORY_STEPS)
+        self._measured = fade * self._measured + done.seconds
+        self._predicted = fade * self._predicted + predicted
+        self._steps += done.steps
+
+    @property
+    def correction(self) -> Correction:
+        """As of the last step."""
+        *factors, beside = self._learnt.coefficients
+        ratio = self._measured / self._predicted if self._predicted else 1.0
+        return Correction(tuple(factors), beside, ratio, self._learnt.scale, self._steps)
+
+    def parts(self, done: StepSums, share: float) -> list[float]:
+        """What those steps consist of as predicted, seconds. All are taken to be like the mean of them."""
+        prefill, decode = self._at(share)
+        tokens, pairs = round(done.tokens / done.steps), round(done.pairs / done.steps)
+        sequences, context = round(done.sequences / done.steps), round(done.context / done.steps)
+        found: tuple[float, ...]
+        if self.phase == "prefill":
+            found = prefill.parts(tokens, pairs, sequences)
+        else:
+            found = decode.parts(max(1, sequences), context)
+        return [part * done.steps for part in found]
+
+    def reading(self, context: int, share: float) -> float:
+        """Predicted seconds of reading so many tokens of KV."""
+        _, decode = self._at(share)
+        return decode.decode(1, _MUCH_CONTEXT).per_token * context
+
+    def _at(self, share: float) -> tuple[PrefillTable, DecodeTable]:
+        known = self._tables.get(share)
+        if known is None:
+            prefill, decode = at_share(self._engines, share)
+            known = self._tables[share] = PrefillTable(prefill), DecodeTable(decode)
+        return known
+
+
+def corrected(engine: EngineProfile, prefill: Correction | None, decode: Correction | None) -> EngineProfile:
+    """An engine's costs with what was learnt. A cell's `samples` are the steps that it was learnt from; without any it
+    stays as predicted, and so does a phase of which nothing is known."""
+    found = msgspec.structs.replace(engine)
+    if prefill is not None and prefill.steps:
+        by_tokens = PrefillTable(engine.prefill)
+        found.prefill = [
+            PrefillCell(*cell.place, _weighed(prefill, by_tokens.parts(*cell.work)), prefill.steps)
+            for cell in engine.prefill
+        ]
+    if decode is not None and decode.steps:
+        by_batch = DecodeTable(engine.decode)
+        found.decode = [
+            DecodeCell(*cell.place, _weighed(decode, by_batch.parts(cell.batch, cell.batch * cell.context)), decode.steps)
+            for cell in engine.decode
+        ]
+    return found
+
+
+def _weighed(known: Correction, parts: Sequence[float]) -> float:
+    """Never nothing: not all parts of a step can be learnt to be free."""
+    seconds = sum(factor * part for factor, part in zip(known.factors, parts, strict=True))
+    return max(seconds, _LEAST_PART * sum(parts))
+
+
+_LEAST_PART = 0.01
+
+
+def predicted_cells(
+    costs: EngineCosts, max_tokens: int, max_sequences: int, max_len: int
+) -> tuple[list[PrefillCell], list[DecodeCell]]:
+    """What `costs` make of prefill and decode steps that an engine can come to, over a grid.
+
+    Args:
+        max_tokens: of one prefill step.
+        max_sequences: of one step.
+        max_len: tokens of a sequence.
+    """
+    prefill: dict[tuple[int, int, int], PrefillCell] = {}
+    for tokens in _powers(max_tokens, 2):
+        places = [(1, tokens, 0)] if tokens < max_len else []
+        places += [(n, tokens // n, 0) for n in _powers(min(max_sequences, tokens), 8)[1:] if tokens // n < max_len]
+        if tokens < max_len // 2:
+            # A chunk after others: what pairs cost apart from tokens.
+            places.append((1, tokens, max_len - tokens - 1))
+        for place in places:
+            cell = PrefillCell(*place, 0.0)
+            prefill[place] = PrefillCell(*place, costs.prefill(*cell.work))
+    decode = []
+    for batch in _powers(max_sequences, 2):
+        for context in _powers(max_len, 4):
+            total = batch * context
+            decode.append(DecodeCell(batch, context, costs.decode(batch, total).seconds(total)))
+    return [cell for cell in prefill.values() if cell.seconds > 0.0], [cell for cell in decode if cell.seconds > 0.0]
+
+
+def _powers(most: int, base: int) -> list[int]:
+    """1, the powers of `base` below `most`, and `most`."""
+    found, value = [], 1
+    while value < most:
+        found.append(value)
+        value *= base
+    return [*found, max(1, most)]
