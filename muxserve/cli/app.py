@@ -90,7 +90,8 @@ def deploy(
     profile: Annotated[
         Path | None,
         typer.Option(
-            help="With --simulated: costs as `muxserve profile` measured them, not the roofline.", show_default=False
+            help="Predict steps by this profile, not the roofline; with --simulated they take as long.",
+            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -105,13 +106,22 @@ def deploy(
     from muxserve.net.logs import choose
 
     choose(log_format.value, log_level.value)
-    if profile is not None and not simulated:
-        raise typer.BadParameter("is for --simulated only", param_hint="--profile")
     from muxserve.cli.deploy import deploy as run
     from muxserve.cli.deploy import simulated_cpu
 
     made_up = simulated_cpu(profile) if simulated else None
-    raise typer.Exit(run(fleet, host=host, port=port, demo=demo, plan_file=plan, log_dir=log_dir, simulated=made_up))
+    raise typer.Exit(
+        run(
+            fleet,
+            host=host,
+            port=port,
+            demo=demo,
+            plan_file=plan,
+            log_dir=log_dir,
+            simulated=made_up,
+            profile=profile,
+        )
+    )
 
 
 @app.command()

@@ -29,8 +29,8 @@ from muxserve.cluster.units import LocalUnits, PlannedUnit, UnitLauncher
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.control.client import running_fleets
 from muxserve.control.server import ControlServer
-from muxserve.costs.latency import CostError
-from muxserve.costs.profile import load_profile
+from muxserve.costs.latency import CostError, LatencyModel
+from muxserve.costs.measured import latency_model
 from muxserve.gpu import nvml
 from muxserve.gpu.sharing import SharingError
 from muxserve.net.sockets import new_keys
@@ -65,15 +65,19 @@ def deploy(
     plan_file: Path | None = None,
     log_dir: Path | None = None,
     simulated: SimulatedSpec | None = None,
+    profile: Path | None = None,
 ) -> int:
     """Deploy the fleet in `file`, as `plan_file` has it if given; returns the exit code when it has ended. Engines of
-    one that is `simulated` compute nothing."""
+    one that is `simulated` compute nothing. `profile` has what steps are predicted to cost."""
     try:
         fleet = load_fleet(file)
+        latency = _predictions(profile)
         if simulated is not None:
             _check_simulated(fleet, simulated)
         with comparing() as tell:
-            planner = FleetPlanner(fleet, this_machine(), gpus_for(fleet, start=True), tell=tell, simulated=simulated)
+            planner = FleetPlanner(
+                fleet, this_machine(), gpus_for(fleet, start=True), tell=tell, simulated=simulated, latency=latency
+            )
             plans = planner.at_start(plan_file)
         residency = residency_of(planner.fleet, plans, planner.machine)
         gateway = fleet.gateway
@@ -110,6 +114,18 @@ def deploy(
     return _run(planner, plans, run_dir, host, port, demo, FleetFile(file, fleet), residency)
 
 
+def _predictions(profile: Path | None) -> LatencyModel:
+    """What steps are predicted to cost.
+
+    Raises:
+        DeployRefused: the profile cannot be read.
+    """
+    try:
+        return latency_model(profile)
+    except CostError as error:
+        raise DeployRefused(f"--profile: {error}", EXIT_BAD_INPUT) from None
+
+
 def simulated_cpu(profile: Path | None) -> SimulatedSpec:
     """This machine's CPU, with costs as measured, or without a profile by the roofline."""
     return SimulatedSpec(CPU, "" if profile is None else str(profile.resolve()))
@@ -135,7 +151,9 @@ def _run(
     from muxserve.memory import server
 
     path = str(run_dir.path)
-    units = [planned_unit(plan, path, host, port, simulated=planner.simulated) for plan in plans]
+    units = [
+        planned_unit(plan, path, host, port, simulated=planner.simulated, latency=planner.latency) for plan in plans
+    ]
     fleet = fleet_spec_of(planner.fleet, units, path, host, port, residency=residency)
     for note in [*planner.reasons, *notes_of(plans)]:
         console.print(f"- {escape(note)}")
@@ -286,11 +304,6 @@ def _check_simulated(fleet: Fleet, simulated: SimulatedSpec) -> None:
             "file, or use `muxserve simulate`, which knows GPUs and several machines",
             EXIT_BAD_INPUT,
         )
-    if simulated.profile:
-        try:
-            load_profile(Path(simulated.profile))
-        except CostError as error:
-            raise DeployRefused(f"--profile: {error}", EXIT_BAD_INPUT) from None
 
 
 def _check_engines(plans: Sequence[ResolvedUnit]) -> None:

@@ -219,7 +219,9 @@ def simulate(
 
 @app.command()
 def profile(
-    fleet: FleetFile,
+    fleet: Annotated[
+        Path | None, typer.Argument(metavar="[FLEET]", help="The fleet file (YAML).", show_default=False)
+    ] = None,
     out: Annotated[
         Path,
         typer.Option("-o", "--out", "--output", help="The profile file; what it has already is not measured again."),
@@ -234,15 +236,37 @@ def profile(
     batches: Annotated[str | None, typer.Option(help="Sequences of decode steps, e.g. 1,8,32.")] = None,
     contexts: Annotated[str | None, typer.Option(help="Tokens of context of decode steps, e.g. 64,512.")] = None,
     pairs: Annotated[bool, typer.Option(help="Measure pairs of engines beside each other, too.")] = True,
+    from_fleet: Annotated[
+        bool, typer.Option("--from-fleet", help="Start nothing: write what a fleet that serves has learnt.")
+    ] = False,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            "--url",
+            envvar="MUXSERVE_URL",
+            help="With --from-fleet: its endpoint; else that of the fleet which runs on this machine.",
+            show_default=False,
+        ),
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option("--api-key", envvar="MUXSERVE_API_KEY", help="With --from-fleet: API key.")
+    ] = None,
 ) -> None:
     """Measure what prefill and decode steps of a fleet cost on this machine.
 
     Starts the fleet's engines without an endpoint. Every measured cell is written at once; after Ctrl-C the same
-    command goes on where it was.
+    command goes on where it was. With --from-fleet it asks a fleet that serves instead, which corrects its predicted
+    costs by the steps that it takes.
 
     Exit codes: 0 everything was measured, 2 the fleet file or the command line is wrong, 3 engines could not start,
-    130 stopped by Ctrl-C.
+    or the fleet has not measured anything yet, 130 stopped by Ctrl-C.
     """
+    if from_fleet:
+        from muxserve.cli.learnt_profile import learnt_profile
+
+        raise typer.Exit(learnt_profile(url, key, out))
+    if fleet is None:
+        raise typer.BadParameter("which fleet? Name its file, or give --from-fleet", param_hint="FLEET")
     from muxserve.cli.profile import profile as run
 
     raise typer.Exit(run(fleet, out, threads, tokens, sequences, batches, contexts, pairs))

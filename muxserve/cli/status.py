@@ -111,7 +111,7 @@ def _print(url: str, health: dict[str, Any], fleet: dict[str, Any]) -> None:
         for name, pool in (_state(unit).get("pools") or {}).items():
             free, total = pool.get("free_pages", "-"), pool.get("total_pages", "-")
             console.print(f"{escape(whose + str(name))}: {free} of {total} pages free")
-        for line in _in_time(unit):
+        for line in [*_in_time(unit), *_costs(unit)]:
             console.print(escape(whose + line))
         if several and not unit.get("serves"):
             console.print(f"{escape(whose)}serves nothing at present")
@@ -156,6 +156,17 @@ def _in_time(unit: dict[str, Any]) -> list[str]:
         if bubbles and up:
             idle = ", ".join(f"{seconds / up:.1%}" for seconds in bubbles)
             lines.append(f"{name}: stages in bubbles {idle} of the time")
+    return lines
+
+
+def _costs(unit: dict[str, Any]) -> list[str]:
+    """How long steps take against what was predicted when the fleet was deployed."""
+    lines = []
+    for name, model in _models(unit).items():
+        learnt: dict[str, dict[str, Any]] = model.get("costs") or {}
+        found = [f"{phase} {each['ratio']:.2f} ({each['steps']:,} steps)" for phase, each in learnt.items()]
+        if found:
+            lines.append(f"{name}: steps over predicted: {', '.join(found)}")
     return lines
 
 

@@ -13,15 +13,16 @@ neighbours cost, and is no part of the corrected costs, which are those of a ste
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
-from muxserve.costs.latency import EngineCosts
+from muxserve.costs.latency import EngineCosts, EngineShape
 from muxserve.costs.least_squares import RecursiveLeastSquares
 from muxserve.costs.measured import at_share
-from muxserve.costs.profile import DecodeCell, EngineProfile, PrefillCell
+from muxserve.costs.profile import DecodeCell, EngineProfile, PrefillCell, ProfiledModel
+from muxserve.costs.steps import StepSums
 from muxserve.costs.tables import DecodeTable, PrefillTable
 
 PhaseName = Literal["prefill", "decode"]
@@ -42,25 +43,10 @@ _MOST_STEPS = 8
 _MUCH_CONTEXT = 1 << 30
 
 
-class StepSums(NamedTuple):
-    """Steps of one kind, summed up: `steps` of them took `seconds`, computed `tokens` with `pairs` of (query, key) for
-    `sequences`, and sequences that decoded read `context` tokens of KV.
-
-    Prefill steps may have decoding sequences among theirs (of which pairs are not counted), decode steps no prompts.
-    """
-
-    steps: int
-    seconds: float
-    tokens: int
-    pairs: int
-    sequences: int
-    context: int
-
-
 class Correction(msgspec.Struct, frozen=True):
-    """What was learnt of a phase of a model: a factor of each part of the prediction, what a neighbour adds that has the
-    whole device (a part of the prediction), measured over predicted seconds of the last steps, and how far a step is
-    from the corrected costs, relatively. `steps` were measured in all."""
+    """What was learnt of a phase of a model: a factor of each part of the prediction (`PARTS`), what a neighbour adds
+    that has the whole device (a part of the prediction), measured over predicted seconds of the last steps, and how far
+    a step is from the corrected costs, relatively. `steps` were measured in all."""
 
     factors: tuple[float, ...]
     beside: float
@@ -132,6 +118,12 @@ class PhaseCorrection:
             found = decode.parts(max(1, sequences), context)
         return [part * done.steps for part in found]
 
+    def seconds(self, done: StepSums, share: float) -> float:
+        """How long those steps take by what is known now."""
+        if not done.steps:
+            return 0.0
+        return _weighed(self.correction, self.parts(done, share))
+
     def reading(self, context: int, share: float) -> float:
         """Predicted seconds of reading so many tokens of KV."""
         _, decode = self._at(share)
@@ -158,10 +150,30 @@ def corrected(engine: EngineProfile, prefill: Correction | None, decode: Correct
     if decode is not None and decode.steps:
         by_batch = DecodeTable(engine.decode)
         found.decode = [
-            DecodeCell(*cell.place, _weighed(decode, by_batch.parts(cell.batch, cell.batch * cell.context)), decode.steps)
+            DecodeCell(
+                *cell.place, _weighed(decode, by_batch.parts(cell.batch, cell.batch * cell.context)), decode.steps
+            )
             for cell in engine.decode
         ]
     return found
+
+
+def corrected_engines(
+    units: Iterable[tuple[Mapping[str, Sequence[EngineProfile]], Mapping[str, Mapping[str, Correction]]]],
+) -> list[EngineProfile]:
+    """The engines of a fleet of which something was learnt, by predictions and corrections of each unit's models. Of
+    several units that have an engine alike, that counts which has seen more steps."""
+    found: dict[tuple[ProfiledModel, EngineShape], tuple[int, EngineProfile]] = {}
+    for predicted, learnt in units:
+        for model, engines in predicted.items():
+            phases = learnt.get(model, {})
+            steps = sum(each.steps for each in phases.values())
+            for engine in engines:
+                known = found.get((engine.shape, engine.where))
+                if steps and (known is None or known[0] < steps):
+                    made = corrected(engine, phases.get("prefill"), phases.get("decode"))
+                    found[engine.shape, engine.where] = steps, made
+    return [engine for _, engine in found.values()]
 
 
 def _weighed(known: Correction, parts: Sequence[float]) -> float:

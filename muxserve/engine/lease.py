@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from muxserve.costs.steps import StepBatch, StepSums
+from muxserve.engine.stage_clock import NO_STAGES, StageSeconds
 from muxserve.wire import HandOver, Lease, Prefilled, Returned, StepReport
 
 
@@ -35,7 +37,7 @@ class HeldLease:
         send: sends a report to the unit scheduler.
         counts: requests in the engine, running and waiting.
         every_step: report each step, as prefill engines do.
-        bubbles: seconds of bubbles of each stage of a pipeline since it was last asked.
+        stages: seconds of each stage of a pipeline since it was last asked.
     """
 
     def __init__(
@@ -43,12 +45,12 @@ class HeldLease:
         send: Callable[[StepReport], None],
         counts: Callable[[], tuple[int, int]],
         every_step: bool,
-        bubbles: Callable[[], list[float]] = list,
+        stages: Callable[[], StageSeconds] = lambda: NO_STAGES,
     ) -> None:
         self._send = send
         self._counts = counts
         self._every_step = every_step
-        self._bubbles = bubbles
+        self._stages = stages
         # Of the last one; kept when it is dropped.
         self.lease_id = 0
         self.share = 0
@@ -64,6 +66,8 @@ class HeldLease:
         self._untold_tokens = 0
         self._untold_prefill_tokens = 0
         self._untold_prefill_seconds = 0.0
+        self._prefills = StepSums()
+        self._decodes = StepSums()
 
     def end(self) -> None:
         """The rest of the lease is not used; what was not told yet still is."""
@@ -92,9 +96,11 @@ class HeldLease:
         self._left = 0
         self._settle()
 
-    def stepped(self, seconds: float, tokens: int, news: StepNews, prefill_tokens: int = 0) -> None:
+    def stepped(
+        self, seconds: float, tokens: int, news: StepNews, prefill_tokens: int = 0, batch: StepBatch | None = None
+    ) -> None:
         """A step took `seconds` and computed `tokens` tokens, of which `prefill_tokens` are of prompts where the engine
-        is of both phases; report it if that is due."""
+        is of both phases; `batch` is what it consisted of. Report it if that is due."""
         now = time.monotonic()
         self._left -= 1
         if not tokens:
@@ -106,6 +112,8 @@ class HeldLease:
         self._untold_prefill_tokens += prefill_tokens
         if self._phase == "prefill":
             self._untold_prefill_seconds += seconds
+        if batch is not None and tokens:
+            (self._prefills if batch.prompts else self._decodes).add(seconds, batch)
         worth = bool(news) or not tokens or bool(prefill_tokens) or self._every_step or self._admitted
         half = self._left * 2 <= self._steps or now - self._begun >= self._deadline - now
         over = self._left <= 0 or now >= self._deadline
@@ -135,6 +143,7 @@ class HeldLease:
     def _report(self, news: StepNews) -> None:
         stepped = self._untold_steps > 0
         running, waiting = self._counts()
+        stages = self._stages()
         self._send(
             StepReport(
                 lease_id=self.lease_id,
@@ -150,7 +159,10 @@ class HeldLease:
                 prefilled=news.prefilled,
                 prefill_tokens=self._untold_prefill_tokens,
                 prefill_seconds=self._untold_prefill_seconds if stepped else 0.0,
-                bubbles=self._bubbles(),
+                bubbles=stages.bubbles,
+                computed=stages.computed,
+                prefills=self._prefills if self._prefills.steps else None,
+                decodes=self._decodes if self._decodes.steps else None,
             )
         )
         if stepped:
@@ -160,6 +172,10 @@ class HeldLease:
         """Nothing is untold."""
         self._untold_steps = self._untold_tokens = self._untold_prefill_tokens = 0
         self._untold_seconds = self._untold_prefill_seconds = 0.0
+        if self._prefills.steps:
+            self._prefills = StepSums()
+        if self._decodes.steps:
+            self._decodes = StepSums()
 
     def _remaining(self) -> int:
         return self._left if time.monotonic() < self._deadline else 0

@@ -118,7 +118,7 @@ class EngineLoop:
         self._pipeline = StepPipeline(core, lambda: self.binding.client.writing())
         self._requests = EngineRequests(core)
         self._lease = HeldLease(
-            self._send, core.scheduler.get_request_counts, binding.phase == "prefill", self._pipeline.take_bubbles
+            self._send, core.scheduler.get_request_counts, binding.phase == "prefill", self._pipeline.take_stages
         )
         self._inbox = Inbox(log, decode)
         self._trim = IdleTrim()
@@ -333,7 +333,8 @@ class EngineLoop:
         self._mind_alone()
         if ran or in_vain:
             prefill_tokens = self.scheduler.last_prefill_tokens if self.binding.phase == "both" else 0
-            self._lease.stepped(seconds, self.scheduler.last_scheduled_tokens, news, prefill_tokens)
+            batch = self.scheduler.last_batch if ran else None
+            self._lease.stepped(seconds, self.scheduler.last_scheduled_tokens, news, prefill_tokens, batch)
         else:
             self._lease.drained(seconds, news)
 

@@ -14,7 +14,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore
 
 from muxserve.engine.scheduler import PhaseScheduler
-from muxserve.engine.stage_clock import StageClocks
+from muxserve.engine.stage_clock import NO_STAGES, StageClocks, StageSeconds
 
 
 class PipelineStep(NamedTuple):
@@ -80,10 +80,9 @@ class StepPipeline:
             self._clocks.in_flight(False)
         self._open()
 
-    def take_bubbles(self) -> list[float]:
-        """Seconds that each stage did not compute although something was in flight, since the last call; empty without
-        a pipeline."""
-        return [] if self._clocks is None else self._clocks.take_bubbles()
+    def take_stages(self) -> StageSeconds:
+        """Of each stage since the last call; empty without a pipeline."""
+        return NO_STAGES if self._clocks is None else self._clocks.take()
 
     def _working(self) -> bool:
         """Something with tokens is in flight: vLLM puts empty micro-batches into the queue as well."""

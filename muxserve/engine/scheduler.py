@@ -23,6 +23,8 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from muxserve.costs.steps import StepBatch
+from muxserve.engine.batch_counter import BatchCounter
 from muxserve.engine.binding import current
 from muxserve.engine.block_pool import Filled, PooledBlockPool
 from muxserve.engine.budget import BudgetedSteps
@@ -147,6 +149,8 @@ class PhaseScheduler(Scheduler):
         self.step_tokens = 0
         self.last_scheduled_tokens = 0
         self.last_prefill_tokens = 0
+        self.last_batch: StepBatch | None = None
+        self._batches = BatchCounter()
         self._most_tokens: int = self.max_num_scheduled_tokens
         # Requests without a token from this engine, and how many output tokens they came with.
         self._prompts: dict[str, int] = {}
@@ -360,6 +364,7 @@ class PhaseScheduler(Scheduler):
         self.last_scheduled_tokens = output.total_num_scheduled_tokens
         tokens = output.num_scheduled_tokens
         self.last_prefill_tokens = sum(tokens.get(request_id, 0) for request_id in self._prompts)
+        self.last_batch = self._batches.count(tokens, self.last_scheduled_tokens, self.requests, self._prompts)
         self._in_vain = not tokens
         self._filled[id(output)] = self.pool.take_filled()
         if self.budget is not None:

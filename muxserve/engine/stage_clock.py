@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,17 @@ import numpy.typing as npt
 _LINE = 8  # 64-bit words of a cache line, of which one is used: nanoseconds computing
 
 Counts = npt.NDArray[np.int64]
+
+
+class StageSeconds(NamedTuple):
+    """Seconds of each stage: in which it had nothing to compute although something was in flight, and in which it
+    computed. The latter are told when a micro-batch is through the stage."""
+
+    bubbles: list[float]
+    computed: list[float]
+
+
+NO_STAGES = StageSeconds([], [])
 
 
 class StageClocks:
@@ -29,6 +40,7 @@ class StageClocks:
         self._active = 0
         self._since: int | None = None
         self._told = [0.0] * stages
+        self._told_busy = [0.0] * stages
 
     def clock(self, stage: int) -> StageClock:
         """What the worker of that stage counts with."""
@@ -39,6 +51,7 @@ class StageClocks:
         self._counts[:] = 0
         self._active = 0
         self._told = [0.0] * len(self._told)
+        self._told_busy = [0.0] * len(self._told)
 
     def in_flight(self, something: bool) -> None:
         """Told by the engine after each step: whether a micro-batch is in flight."""
@@ -47,13 +60,20 @@ class StageClocks:
             self._active += now - self._since
         self._since = now if something else None
 
-    def take_bubbles(self) -> list[float]:
-        """Seconds of bubbles of each stage since the last call.
+    def take(self) -> StageSeconds:
+        """Of each stage since the last call."""
+        busy = [int(count) / 1e9 for count in self._counts[:, 0]]
+        computed = [now - before for now, before in zip(busy, self._told_busy, strict=True)]
+        self._told_busy = busy
+        return StageSeconds(self._take_bubbles(busy), computed)
+
+    def _take_bubbles(self, busy: Sequence[float]) -> list[float]:
+        """Seconds of bubbles.
 
         A stage counts when it has computed, so that what it computes at the moment is told as a bubble now, and later
         bubbles as that much shorter; the sum is right whenever nothing is in flight.
         """
-        total = [(self._active - int(busy)) / 1e9 for busy in self._counts[:, 0]]
+        total = [self._active / 1e9 - seconds for seconds in busy]
         fresh = [max(0.0, now - before) for now, before in zip(total, self._told, strict=True)]
         self._told = [before + more for before, more in zip(self._told, fresh, strict=True)]
         return fresh

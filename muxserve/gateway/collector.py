@@ -68,6 +68,18 @@ PHASE_METRICS = (
     ),
     ("muxserve_sm_share", "Share of the unit's compute that the phase's jobs take (SMs on a GPU).", "share", False),
 )
+COST_METRICS = (
+    (
+        "muxserve_step_cost_ratio",
+        "Seconds that the last steps took, over those that were predicted at the start.",
+        "ratio",
+    ),
+    (
+        "muxserve_step_cost_error",
+        "How far a step is from its costs as they are corrected, a part of them.",
+        "error",
+    ),
+)
 POOL_METRICS = (
     ("muxserve_pool_pages", "KV pages of the pool.", "total_pages"),
     ("muxserve_pool_pages_free", "KV pages that nobody holds and nothing is cached in.", "free_pages"),
@@ -194,12 +206,20 @@ class FleetCollector(Collector):
         )
         for name, text, key, counts in PHASE_METRICS:
             yield _family(counts, name, text, ["unit", "model_name", "phase"], self._per_phase(key))
+        for name, text, key in COST_METRICS:
+            yield _gauge(name, text, ["unit", "model_name", "phase"], self._costs(key))
+        yield _gauge(
+            "muxserve_stage_cost_ratio",
+            "Seconds that the stage of a pipeline computed, over the mean of all stages.",
+            ["unit", "model_name", "stage"],
+            self._stages("stage_parts"),
+        )
         yield _family(
             True,
             "muxserve_stage_bubble_seconds",
             "Seconds in which the stage of a pipeline had nothing to compute although a micro-batch was in flight.",
             ["unit", "model_name", "stage"],
-            self._bubbles(),
+            self._stages("bubbles"),
         )
         for name, text, key in POOL_METRICS:
             yield _gauge(name, text, ["unit", "pool"], self._per_pool(key))
@@ -251,13 +271,23 @@ class FleetCollector(Collector):
             if key in engine
         }
 
-    def _bubbles(self) -> Values:
+    def _costs(self, key: str) -> Values:
+        """What was learnt of the steps' costs; phases without a step, and engines of both phases, have what they do."""
+        return {
+            (unit.name, name, phase): float(learnt[key])
+            for unit in self._status.units.values()
+            if unit.answered
+            for name, model in self._models(unit)
+            for phase, learnt in model.get("costs", {}).items()
+        }
+
+    def _stages(self, key: str) -> Values:
         return {
             (unit.name, name, str(stage)): float(seconds)
             for unit in self._status.units.values()
             if unit.answered
             for name, model in self._models(unit)
-            for stage, seconds in enumerate(model.get("bubbles", ()))
+            for stage, seconds in enumerate(model.get(key, ()))
         }
 
     def _per_pool(self, key: str) -> Values:

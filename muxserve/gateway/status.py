@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import msgspec
+
+from muxserve.costs.correction import Correction
 from muxserve.gateway.broker import Broker
 from muxserve.gateway.gpus import GpuStatus
 from muxserve.spec import EnginePhase, FleetSpec, UnitEntry
@@ -80,6 +83,11 @@ class UnitStatus:
         """Per model what the unit says of it."""
         models = self.state.get("models")
         return models if isinstance(models, dict) else {}
+
+    def learnt(self) -> dict[str, dict[str, Correction]]:
+        """What the unit has learnt of the costs of its models' steps, by model and phase."""
+        said = {name: model.get("costs", {}) for name, model in self.models().items()}
+        return msgspec.convert(said, dict[str, dict[str, Correction]])
 
     def engines(self, model: str) -> tuple[EnginePhase, ...]:
         """The phases of the engines that a model of the unit has.

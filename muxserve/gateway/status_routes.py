@@ -8,6 +8,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import Final
 
+import msgspec
 from fastapi.openapi.docs import get_swagger_ui_html
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -71,6 +72,7 @@ class StatusRoutes:
             OWN_METRICS: partial(self.own_metrics, full=False),
             OWN_METRICS + FULL: partial(self.own_metrics, full=True),
             "/fleet": self.fleet,
+            "/fleet/profile": self.profile,
             "/version": self.version,
             "/ping": self.health,
             "/load": self.load,
@@ -89,6 +91,11 @@ class StatusRoutes:
         """Everything that is known."""
         await asyncio.gather(self._status.refresh(), self._status.refresh_gpus())
         await respond_json(send, self._reports.fleet())
+
+    async def profile(self, send: Send) -> None:
+        """A profile: what prefill and decode steps cost, corrected by those that were taken."""
+        await self._status.refresh()
+        await respond_json(send, msgspec.to_builtins(self._reports.profile()))
 
     async def version(self, send: Send) -> None:
         """What serves here; `version` is vLLM's, as its own endpoint has it."""

@@ -19,6 +19,8 @@ from muxserve.cluster.steps import Addition, JoinedUnit
 from muxserve.cluster.units import PlannedUnit
 from muxserve.config import AUTO, Fleet, FleetError
 from muxserve.control.changes import ChangeError, Tell
+from muxserve.costs.latency import LatencyModel
+from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import Gpu, GpuChoiceError, choose
 from muxserve.gpu.nvml import GpuMachine as GpuMachine
 from muxserve.gpu.unit import GpuUnit
@@ -35,7 +37,7 @@ from muxserve.planning.device_pool import CPU
 from muxserve.planning.gpus import gpu_unit
 from muxserve.planning.plan_file import load_plan
 from muxserve.planning.residency import within_limit
-from muxserve.planning.specs import planned_unit, scaling_of, settings_of, unit_spec_of
+from muxserve.planning.specs import planned_unit, predicted_costs, scaling_of, settings_of, unit_spec_of
 from muxserve.planning.unit_plan import (
     ResolvedUnit,
     arranged,
@@ -73,6 +75,8 @@ class FleetPlanner:
         gpus: asked for the machine's GPUs if the fleet or its plan wants some.
         tell: told how far the comparison of arrangements is (a part in 0..1, and what is simulated); it takes seconds.
         simulated: what engines only pretend to compute on; their weights take no memory then.
+        latency: what steps are predicted to cost, against which those of engines are held; by default what engines
+            pretend, or the roofline.
 
     Raises:
         FleetError: the fleet may take more memory than there is.
@@ -86,8 +90,10 @@ class FleetPlanner:
         hub: Hub | None = None,
         tell: Callable[[float, str], None] = lambda part, text: None,
         simulated: SimulatedSpec | None = None,
+        latency: LatencyModel | None = None,
     ) -> None:
         self.fleet = fleet
+        self.latency = latency or Roofline()
         self.simulated = simulated
         # Why models are arranged as they are, of those that left that open.
         self.reasons: list[str] = []
@@ -355,9 +361,12 @@ class FleetPlanner:
                         f"{model} cannot join {name}: engines there do not zero their pages, in which it would leave "
                         "states of another type. Without --unit it gets a unit of its own"
                     )
-                return _with_models(
+                joined = _with_models(
                     unit, [msgspec.structs.replace(each, pool=pool.name) for each in made.models], declared
                 )
+                # What was predicted of the others stays: factors that were learnt belong to it.
+                costs = predicted_costs(plan, made, self.latency) | unit.costs
+                return msgspec.structs.replace(joined, costs=costs)
         have = enumerate_words([format_size(pool.page_bytes) for pool in unit.pools])
         raise NoRoomError(
             f"{model} cannot join {name}: its KV does not divide into pages of {have}, which that unit has. Without "
@@ -471,8 +480,8 @@ class ScaleOut:
             plan = self._planner.unit(name, [model], fleet)
         except NoRoomError as error:
             raise ChangeError(str(error)) from None
-        simulated = self._planner.simulated
-        return planned_unit(plan, fleet.run_dir, gateway.host, gateway.port, fleet.keys, simulated)
+        simulated, latency = self._planner.simulated, self._planner.latency
+        return planned_unit(plan, fleet.run_dir, gateway.host, gateway.port, fleet.keys, simulated, latency)
 
     def addition(self, declared: Fleet, names: Callable[[], str], fleet: FleetSpec, tell: Tell) -> Addition:
         """See `Planner.addition`."""

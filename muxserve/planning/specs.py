@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -13,8 +14,10 @@ import msgspec
 from muxserve.cluster.units import PlannedUnit
 from muxserve.config import AUTO, Fleet, Model
 from muxserve.config.adapters import slots_of
+from muxserve.costs.correction import predicted_cells
 from muxserve.costs.devices import device
-from muxserve.costs.latency import EngineCosts, EngineShape, LatencyModel, target_load
+from muxserve.costs.latency import CostError, EngineCosts, EngineShape, LatencyModel, target_load
+from muxserve.costs.profile import EngineProfile, ProfiledModel
 from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import device_name
 from muxserve.planning.arrangements import arrangement_of
@@ -170,6 +173,7 @@ def planned_unit(
     port: int | None = None,
     keys: Keys | None = None,
     simulated: SimulatedSpec | None = None,
+    latency: LatencyModel | None = None,
 ) -> PlannedUnit:
     """What starts a planned unit whose models are all local.
 
@@ -178,10 +182,46 @@ def planned_unit(
         host, port: of the endpoint, instead of the fleet file's.
         keys: the fleet's, if it is reached from other machines.
         simulated: what its engines only pretend to compute on.
+        latency: what their steps are predicted to cost; the roofline by default.
     """
     unit_spec = unit_spec_of(plan, os.path.join(run_dir, plan.name), host, port)
-    unit_spec = msgspec.structs.replace(unit_spec, keys=keys, simulated=simulated)
+    costs = predicted_costs(plan, unit_spec, latency or Roofline())
+    unit_spec = msgspec.structs.replace(unit_spec, keys=keys, simulated=simulated, costs=costs)
     return PlannedUnit(unit_spec, plan.served, plan.gpu_plan(), rolling_of(plan))
+
+
+def predicted_costs(plan: ResolvedUnit, unit_spec: UnitSpec, latency: LatencyModel) -> dict[str, list[EngineProfile]]:
+    """What steps of the unit's models are predicted to take, at each share that engines can have. Of models that answer
+    with vectors, and of those that `latency` does not know, nothing."""
+    found: dict[str, list[EngineProfile]] = {}
+    steps = unit_spec.share_steps
+    for index, model in enumerate(unit_spec.models):
+        architecture = plan.demands[index].architecture
+        if model.pooling:
+            continue
+        shares = {model.prefill_share, model.decode_share, *(step / steps for step in range(1, steps + 1))}
+        shape = _shape(plan, index)
+        try:
+            found[model.name] = [
+                EngineProfile(
+                    model.name,
+                    ProfiledModel.of(architecture),
+                    shape.device,
+                    shape.dtype,
+                    shape.tp,
+                    share,
+                    *predicted_cells(
+                        latency.engine(architecture, replace(shape, share=share)),
+                        model.max_num_batched_tokens,
+                        model.max_num_seqs,
+                        model.max_len,
+                    ),
+                )
+                for share in sorted(shares)
+            ]
+        except CostError:
+            continue
+    return found
 
 
 def fleet_spec_of(

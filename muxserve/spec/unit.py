@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from muxserve.costs.profile import EngineProfile
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, TARGET_LOAD, Level, Levels
 from muxserve.spec.network import Keys, Listen
@@ -277,6 +278,9 @@ class UnitSpec(msgspec.Struct, frozen=True):
     # None: nobody looks whether a process hangs.
     watchdog: WatchdogRules | None = WatchdogRules()
     simulated: SimulatedSpec | None = None
+    # What steps of the models are predicted to cost, each at the shares that its engines can have; of models that are
+    # left out nothing is known.
+    costs: dict[str, list[EngineProfile]] = {}
 
     def priority_levels(self, model: str | None = None) -> Levels:
         """The levels as the policies of that model want them."""

@@ -15,6 +15,7 @@ from muxserve.scheduling.quarantine import LoneTurn, is_culprit
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import Grant, Phase, RequestPlace, StepsDone
 from muxserve.spec import EnginePhase
+from muxserve.unit.costs import UnitCosts
 from muxserve.unit.pages import PageQuotas
 from muxserve.unit.reconcile import EngineProcess, Reconciliation
 from muxserve.unit.request_table import UnitRequestTable
@@ -60,6 +61,7 @@ class EngineTable:
         self._engines: dict[bytes, EngineProcess] = {}
         self.add(state.ledger.models)
         self.reconciliation = Reconciliation(state, table, self._engines.values())
+        self.costs = UnitCosts(state.unit_spec, state.started)
 
     def add(self, models: Iterable[ModelState]) -> None:
         """These models are of the unit, too."""
@@ -222,6 +224,8 @@ class EngineTable:
                 table.quarantine.decoded(lease.alone, report.steps)
         if report.seconds > 0.0:
             self._computed(engine, report, now)
+            self.costs.passed(ledger.share_used, now)
+            self.costs.reported(peer, name, lease.share if lease is not None else 0, report)
         done = StepsDone(
             report.lease_id,
             report.lease_left,
@@ -291,13 +295,18 @@ class EngineTable:
         if turn is not None:
             grant = grant._replace(steps=min(grant.steps, turn.steps))
         alone = turn.request_id if turn is not None else ""
-        self._state.ledger.granted(grant, self._lease_id, now, alone)
+        ledger = self._state.ledger
+        engine = ledger.by_name[grant.model].engine(grant.phase)
+        self.costs.passed(ledger.share_used, now)
+        if engine.lease is None:
+            self.costs.began(f"{grant.model}/{engine.phase}".encode())
+        ledger.granted(grant, self._lease_id, now, alone)
         if self._table.traced:
             self._table.leased(grant, now)
         admits = [self._table.admit(self._state.ledger.requests[request_id]) for request_id in grant.admit]
         phase = cast(EnginePhase, str(grant.phase))
         lease = Lease(self._lease_id, grant.steps, grant.seconds, admits, grant.tokens, phase, alone, grant.share)
-        return grant.model, self._state.ledger.by_name[grant.model].engine(grant.phase).phase, lease
+        return grant.model, engine.phase, lease
 
     def _turn_of(self, grant: Grant, now: float) -> LoneTurn | None:
         """Which suspect an engine computes alone under that lease, of those that it has or takes in."""

@@ -209,6 +209,7 @@ class UnitExecutor:
         unit_spec = self._planned()
         new = self._state.join(unit_spec, make_policy(unit_spec.policy, unit_spec.share_steps))
         self.engines.add(new)
+        self.engines.costs.join(unit_spec)
         self._pages.plan()
         log.info("%s joined the unit", ", ".join(model.name for model in new) or "no model")
 

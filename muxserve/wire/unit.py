@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from muxserve.costs.steps import StepSums
 from muxserve.wire.base import Count, Message, Seconds
 
 
@@ -302,8 +303,9 @@ class StepReport(Message):
     requests left in the engine; `lease_left` the steps left of lease `lease_id`. `finished` lists (request id) of those
     that ended here, for whatever reason. An engine of both phases says in `prefill_tokens` and `prefill_seconds` how
     much of this was prefill: with a lease of one phase all or nothing, else tokens only. `bubbles` are seconds of each
-    stage of a pipeline, since the last report, in which it did not compute although a micro-batch was in flight; empty
-    with one stage.
+    stage of a pipeline, since the last report, in which it did not compute although a micro-batch was in flight, and
+    `computed` those in which it did; empty with one stage. `prefills` and `decodes` are what the steps consisted of:
+    those with prompts in them, and the others.
     """
 
     lease_id: Count
@@ -320,6 +322,9 @@ class StepReport(Message):
     prefill_tokens: Count = 0
     prefill_seconds: Seconds = 0.0
     bubbles: list[Seconds] = []
+    computed: list[Seconds] = []
+    prefills: StepSums | None = None
+    decodes: StepSums | None = None
 
 
 # ---------------------------------------------------------------- controller or gateway <-> unit scheduler

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muxserve.costs.calibration import GPU, Launches
-from muxserve.costs.correction import Correction, PhaseCorrection, StepSums, corrected, predicted_cells
+from muxserve.costs.correction import Correction, PhaseCorrection, corrected, predicted_cells
 from muxserve.costs.latency import EngineCosts, EngineShape
 from muxserve.costs.measured import ProfileModel
 from muxserve.costs.profile import DecodeCell, EngineProfile, PrefillCell, Profile, ProfiledModel
 from muxserve.costs.roofline import Roofline
+from muxserve.costs.steps import StepSums
 from tests.costs.models import SEVEN_B
 
 SHAPE = EngineShape("A100-80GB", 1, 1.0, "float16")
@@ -66,7 +67,9 @@ class Served:
             seconds = self._seen(self.costs.prefill(count * tokens, pairs, count), 0.0, stall)
             self.prefill.observe(StepSums(1, seconds, count * tokens, pairs, count, 0), 1.0, 0.0)
 
-    def decodes(self, reports: int, most: int = 48, beside: float = 0.0, friction: float = 0.0, stall: float = 0.0) -> None:
+    def decodes(
+        self, reports: int, most: int = 48, beside: float = 0.0, friction: float = 0.0, stall: float = 0.0
+    ) -> None:
         for _ in range(reports):
             batch, steps = self.draw.randint(1, most), self.draw.randint(1, 8)
             context = batch * self.draw.randint(16, 1000)
@@ -200,7 +203,9 @@ def test_sequences_that_decode_among_prompts_are_read_beside_them() -> None:
     alone = StepSums(1, 1.0, 552, 512 * 513 // 2, 41, 0)
     seconds = sum(served.prefill.parts(alone, 1.0))
     for _ in range(200):
-        served.prefill.observe(StepSums(1, seconds + reading, 552, 512 * 513 // 2, 41, context), 1.0, 0.0, served.decode)
+        served.prefill.observe(
+            StepSums(1, seconds + reading, 552, 512 * 513 // 2, 41, context), 1.0, 0.0, served.decode
+        )
     known: Correction = served.prefill.correction
     assert known.factors == pytest.approx([1.0] * 4, rel=0.02)
     assert known.ratio == pytest.approx(1.0, rel=0.02)

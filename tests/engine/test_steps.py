@@ -156,14 +156,14 @@ def test_bubbles_are_the_seconds_in_which_a_stage_waits_for_another() -> None:
     second.stop()
     clocks.in_flight(False)
     now.seconds += 100
-    assert clocks.take_bubbles() == pytest.approx([5.0, 4.0])
-    assert clocks.take_bubbles() == [0.0, 0.0]
+    assert clocks.take().bubbles == pytest.approx([5.0, 4.0])
+    assert clocks.take().bubbles == [0.0, 0.0]
     clocks.in_flight(True)
     now.seconds += 2
     clocks.in_flight(True)
-    assert clocks.take_bubbles() == pytest.approx([2.0, 2.0])
+    assert clocks.take().bubbles == pytest.approx([2.0, 2.0])
     clocks.reset()
-    assert clocks.take_bubbles() == [0.0, 0.0]
+    assert clocks.take().bubbles == [0.0, 0.0]
 
 
 def test_waiting_outside_of_a_step_starts_no_clock() -> None:
@@ -178,4 +178,4 @@ def test_waiting_outside_of_a_step_starts_no_clock() -> None:
     clock.paused(wait)()
     now.seconds += 1
     clocks.in_flight(True)
-    assert clocks.take_bubbles() == pytest.approx([8.0])
+    assert clocks.take().bubbles == pytest.approx([8.0])

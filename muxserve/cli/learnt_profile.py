@@ -1,0 +1,51 @@
+"""`muxserve profile --from-fleet`: the costs that a fleet has learnt while it serves, as a profile file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from muxserve.cli.http import HTTPFailure, get_json
+from muxserve.cli.output import console, escape, print_error
+from muxserve.cli.status import endpoint_of
+from muxserve.costs.latency import CostError
+from muxserve.costs.profile import Profile, load_profile, save_profile
+
+EXIT_OK, EXIT_BAD_INPUT, EXIT_NOTHING = 0, 2, 3
+
+
+def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
+    """Write what the fleet at `url`, or the one that runs here, has learnt to `out`; returns the exit code. What the
+    file has of other engines, and of machines and overheads, stays."""
+    url = endpoint_of(url)
+    if url is None:
+        return EXIT_BAD_INPUT
+    try:
+        status, body = get_json(url, "/fleet/profile", key)
+        if status != 200:
+            message = body.get("error", {}).get("message") if isinstance(body, dict) else None
+            raise HTTPFailure(f"{url}/fleet/profile answered {status}: {message or 'no reason was given'}")
+        learnt = msgspec.convert(body, Profile)
+        known = load_profile(out) if out.exists() else Profile(about=learnt.about)
+    except msgspec.ValidationError:
+        print_error(f"{url}/fleet/profile answered with something that is no profile; is this another version?")
+        return EXIT_BAD_INPUT
+    except (HTTPFailure, CostError) as error:
+        print_error(str(error))
+        return EXIT_BAD_INPUT
+    if not learnt.engines:
+        print_error(f"the fleet at {url} has not taken a step yet; send it requests first")
+        return EXIT_NOTHING
+    new = {(engine.shape, engine.where) for engine in learnt.engines}
+    known.engines = [engine for engine in known.engines if (engine.shape, engine.where) not in new] + learnt.engines
+    try:
+        save_profile(known, out)
+    except OSError as error:
+        print_error(f"{out}: cannot be written: {error.strerror}")
+        return EXIT_BAD_INPUT
+    for engine in learnt.engines:
+        prefills, decodes = engine.prefill[0].samples, engine.decode[0].samples
+        console.print(escape(f"{engine}: from {prefills:,} prefill and {decodes:,} decode steps"))
+    console.print(f"written to {escape(str(out))}")
+    return EXIT_OK
