@@ -8,11 +8,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from muxserve.cli import doctor
 from muxserve.cli.app import app
+from muxserve.costs.profile import (
+    DecodeCell,
+    EngineProfile,
+    Overheads,
+    PrefillCell,
+    Profile,
+    ProfiledModel,
+    load_profile,
+    save_profile,
+)
 from muxserve.vllm.pin import VLLM_VERSION
 from tests.cli.conftest import Endpoint
 
@@ -200,6 +211,52 @@ def test_status_says_whether_shares_of_compute_can_change(endpoint: Endpoint) ->
     endpoint.answers = {"/health": (200, HEALTH), "/fleet": (200, fleet)}
     result = runner.invoke(app, ["status", "--url", endpoint.url])
     assert result.stdout.startswith(f"{endpoint.url}: ok, unit u0 up, slack (shares fixed)\n")
+
+
+LEARNT = {"factors": [1.5, 1.4, 1.3], "beside": 0.1, "ratio": 1.52, "error": 0.05, "steps": 12345}
+
+
+def test_status_says_how_long_steps_take_against_what_was_predicted(endpoint: Endpoint) -> None:
+    unit = FLEET["units"][0]
+    models = {"one": {**unit["state"]["models"]["one"], "costs": {"decode": LEARNT}}}
+    fleet = {"units": [{**unit, "state": {**unit["state"], "models": models}}]}
+    endpoint.answers = {"/health": (200, HEALTH), "/fleet": (200, fleet)}
+    result = runner.invoke(app, ["status", "--url", endpoint.url])
+    assert "one: steps over predicted: decode 1.52 (12,345 steps)" in result.stdout.splitlines()
+
+
+def engine_at(share: float, seconds: float) -> EngineProfile:
+    shape = ProfiledModel(2, 2, 2, 64, 128, 256, 1000)
+    cells = [PrefillCell(1, 16, 0, seconds, 5)], [DecodeCell(1, 16, seconds, 6)]
+    return EngineProfile("one", shape, "CPU", "float32", 1, share, *cells)
+
+
+def test_what_a_fleet_has_learnt_goes_into_a_profile(endpoint: Endpoint, tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    before = Profile(engines=[engine_at(0.5, 1.0), engine_at(1.0, 1.0)], overheads={"CPU": Overheads(turn=0.25)})
+    save_profile(before, file)
+    new = Profile(about="new", engines=[engine_at(0.5, 2.0)])
+    endpoint.answers = {"/fleet/profile": (200, msgspec.to_builtins(new))}
+    command = ["profile", "--from-fleet", "--url", endpoint.url, "-o", str(file)]
+    result = runner.invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "one on 1 x CPU at 50% in float32: from 5 prefill and 6 decode steps" in result.stdout
+    known = load_profile(file)
+    assert {engine.share: engine.decode[0].seconds for engine in known.engines} == {0.5: 2.0, 1.0: 1.0}
+    assert known.overheads == before.overheads
+    # Nothing is written where nothing was learnt, nor by whoever may not ask.
+    endpoint.answers = {"/fleet/profile": (200, msgspec.to_builtins(Profile()))}
+    assert runner.invoke(app, command).exit_code == 3
+    endpoint.answers = {"/fleet/profile": (401, {"error": {"message": "no key"}})}
+    result = runner.invoke(app, command)
+    assert (result.exit_code, "answered 401: no key" in result.stderr) == (2, True)
+    assert load_profile(file) == known
+
+
+def test_a_profile_is_of_a_file_or_of_a_fleet() -> None:
+    result = runner.invoke(app, ["profile"])
+    assert result.exit_code == 2
+    assert "--from-fleet" in result.stderr
 
 
 def test_status_of_phases_in_time(endpoint: Endpoint) -> None:

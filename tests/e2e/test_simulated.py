@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from muxserve.costs.measured import ideal_seconds
+from muxserve.costs.profile import load_profile
 from tests.e2e.fleet import QUICKSTART, Fleet, fleet_file, running
 from tests.support import preloaded
 from tests.support.patience import PATIENCE
@@ -42,6 +44,31 @@ def test_answers_have_the_length_that_was_asked_for_and_end_otherwise(fleet: Fle
         assert whole.usage.completion_tokens == ANSWER_TOKENS + 1
         assert whole.choices[0].message.content
     fleet.wait_pages_free()
+
+
+def test_what_steps_took_becomes_a_profile_that_plans_read(fleet: Fleet) -> None:
+    """Engines take the time of the roofline, by which the fleet predicts as well, and sleep a little too long."""
+    learnt = fleet.directory / "learnt.json"
+    for model in MODELS:
+        fleet.client.completions.create(model=model, prompt="a b c", max_tokens=40, extra_body={"ignore_eos": True})
+    shown = fleet.command("status", "--url", fleet.url).stdout
+    assert all(f"{model}: steps over predicted: prefill " in shown for model in MODELS), shown
+    metrics = fleet.get("/metrics").text
+    assert 'muxserve_step_cost_ratio{model_name="atlas",phase="decode",unit="u0"}' in metrics
+    written = fleet.command("profile", "--from-fleet", "--url", fleet.url, "-o", str(learnt))
+    assert written.returncode == 0, written.stderr
+    profile = load_profile(learnt)
+    assert sorted({engine.model for engine in profile.engines}) == sorted(MODELS)
+    for engine in profile.engines:
+        assert min(cell.samples for cell in [*engine.prefill, *engine.decode]) > 0
+        cell = next(each for each in engine.decode if each.place == (1, 64))
+        # How much too long depends on the machine; too short it cannot be.
+        assert cell.seconds > 0.9 * ideal_seconds(engine, "decode", cell.place)
+    made = fleet.command("plan", str(fleet.directory / "fleet.yaml"), "--profile", str(learnt), "--json")
+    assert made.returncode == 0, made.stderr
+    plan = json.loads(made.stdout)
+    assert str(learnt) in plan["costs"]
+    assert {model["model"] for unit in plan["units"] for model in unit["models"]} == set(MODELS)
 
 
 def test_structured_output_is_kept_to(fleet: Fleet) -> None:

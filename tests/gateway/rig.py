@@ -223,6 +223,9 @@ class Running:
         return status
 
 
+LEARNT = {"factors": [2.0, 2.0, 2.0], "beside": 0.1, "ratio": 2.25, "error": 0.05, "steps": 123}
+
+
 def unit_state(unit_spec: UnitSpec, up: dict[str, bool]) -> dict[str, Any]:
     """A unit's state in the shape that the unit scheduler gives it."""
     phase = {
@@ -249,6 +252,7 @@ def unit_state(unit_spec: UnitSpec, up: dict[str, bool]) -> dict[str, Any]:
                 "used_pages": 12,
                 "cached_pages": 4,
                 "phases": dict.fromkeys(model.engines, phase),
+                "costs": {"decode": LEARNT},
                 **({"phase_switches": 5, "phase_switch_seconds": 0.75, "bubbles": [0.25, 1.5]} if both(model) else {}),
             }
             for model in unit_spec.models

@@ -442,6 +442,8 @@ def test_metrics(client: openai.OpenAI, http: httpx.Client) -> None:
     assert after['muxserve_pages_quota{model_name="alpha",unit="main"}'] == 1000
     assert after['muxserve_jobs_total{model_name="alpha",phase="decode",unit="main"}'] == 7
     assert after['muxserve_sm_share{model_name="beta",phase="prefill",unit="main"}'] == 0.5
+    assert after['muxserve_step_cost_ratio{model_name="alpha",phase="decode",unit="main"}'] == 2.25
+    assert after['muxserve_step_cost_error{model_name="alpha",phase="decode",unit="main"}'] == 0.05
     assert after['muxserve_pool_pages_free{pool="main",unit="main"}'] == 100
     headers = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
     assert len(headers) == len(set(headers))
