@@ -78,6 +78,18 @@ def test_tokens_are_those_of_stock_vllm(family: Engines, answers: dict[str, Any]
     started = [p for report in reports(family, since) for p in report.prefilled]
     several = {f"{tag}-{case}" for case in CASES if len(answers[case]["tokens"]) > 1}
     assert sorted(p.request_id for p in started) == sorted(several)
+    # What the steps consisted of is all that they computed.
+    for report in reports(family, since):
+        sums = [each for each in (report.prefills, report.decodes) if each is not None]
+        assert sum(each.steps for each in sums) == report.steps
+        assert sum(each.tokens for each in sums) == report.tokens
+        assert sum(each.seconds for each in sums) == pytest.approx(report.seconds)
+        if report.decodes is not None:
+            # Every sequence that decodes has the token before in its context.
+            assert report.decodes.tokens == report.decodes.sequences < report.decodes.context
+            assert report.decodes.pairs == 0
+        if report.prefills is not None:
+            assert report.prefills.pairs >= report.prefill_tokens
     assert all(p.output_tokens == family.tokens[p.request_id][:1] for p in started)
     for report in reports(family, since):
         assert report.handed == []
