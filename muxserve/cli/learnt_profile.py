@@ -17,7 +17,7 @@ EXIT_OK, EXIT_BAD_INPUT, EXIT_NOTHING = 0, 2, 3
 
 def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
     """Write what the fleet at `url`, or the one that runs here, has learnt to `out`; returns the exit code. What the
-    file has of other engines, and of machines and overheads, stays."""
+    file has of other engines, and of machines and overheads, stays, and what it measured of pairs."""
     url = endpoint_of(url)
     if url is None:
         return EXIT_BAD_INPUT
@@ -39,6 +39,8 @@ def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
         return EXIT_NOTHING
     new = {(engine.shape, engine.where) for engine in learnt.engines}
     known.engines = [engine for engine in known.engines if (engine.shape, engine.where) not in new] + learnt.engines
+    measured = {pair.device for pair in known.pairs}
+    known.interference |= {name: each for name, each in learnt.interference.items() if name not in measured}
     try:
         save_profile(known, out)
     except OSError as error:

@@ -13,15 +13,18 @@ neighbours cost, and is no part of the corrected costs, which are those of a ste
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
+from muxserve.costs.devices import device
+from muxserve.costs.interference import Interference
 from muxserve.costs.latency import EngineCosts, EngineShape
 from muxserve.costs.least_squares import RecursiveLeastSquares
 from muxserve.costs.measured import at_share
-from muxserve.costs.profile import DecodeCell, EngineProfile, PrefillCell, ProfiledModel
+from muxserve.costs.profile import DecodeCell, EngineProfile, PrefillCell, Profile, ProfiledModel
 from muxserve.costs.steps import StepSums
 from muxserve.costs.tables import DecodeTable, PrefillTable
 
@@ -158,22 +161,38 @@ def corrected(engine: EngineProfile, prefill: Correction | None, decode: Correct
     return found
 
 
-def corrected_engines(
+def corrected_profile(
     units: Iterable[tuple[Mapping[str, Sequence[EngineProfile]], Mapping[str, Mapping[str, Correction]]]],
-) -> list[EngineProfile]:
+) -> Profile:
     """The engines of a fleet of which something was learnt, by predictions and corrections of each unit's models. Of
-    several units that have an engine alike, that counts which has seen more steps."""
+    several units that have an engine alike, that counts which has seen more steps.
+
+    On a CPU, where engines have cores of their own and conservation says that neighbours cost nothing, what they were
+    found to cost is the friction. On GPUs it is left out: most of it is conservation, which is counted by itself.
+    """
+    beside: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
     found: dict[tuple[ProfiledModel, EngineShape], tuple[int, EngineProfile]] = {}
     for predicted, learnt in units:
         for model, engines in predicted.items():
             phases = learnt.get(model, {})
             steps = sum(each.steps for each in phases.values())
+            for name in {engine.device for engine in engines if device(engine.device).kind == "cpu"}:
+                beside[name] += [(each.beside, each.steps) for each in phases.values()]
             for engine in engines:
                 known = found.get((engine.shape, engine.where))
                 if steps and (known is None or known[0] < steps):
                     made = corrected(engine, phases.get("prefill"), phases.get("decode"))
                     found[engine.shape, engine.where] = steps, made
-    return [engine for _, engine in found.values()]
+    friction = {name: _mean(each) for name, each in beside.items() if each}
+    return Profile(
+        engines=[engine for _, engine in found.values()],
+        interference={name: Interference(friction=value) for name, value in friction.items()},
+    )
+
+
+def _mean(values: Sequence[tuple[float, int]]) -> float:
+    """Of values with their weights, not all of which are 0."""
+    return sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
 
 
 def _weighed(known: Correction, parts: Sequence[float]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from muxserve.costs.correction import corrected_engines
+from muxserve.costs.correction import corrected_profile
 from muxserve.costs.profile import Profile
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.status import FleetStatus, UnitStatus
@@ -123,9 +123,10 @@ class Reports:
     def profile(self) -> Profile:
         """What steps cost here, as `muxserve plan --profile` reads it: predictions, corrected by what was measured."""
         units = [(unit.entry.unit_spec.costs, unit.learnt()) for unit in self._status.units.values()]
-        engines = corrected_engines(units)
-        names = ", ".join(dict.fromkeys(engine.model for engine in engines)) or "no model yet"
-        return Profile(about=f"steps of {names}, corrected while a fleet served", engines=engines)
+        profile = corrected_profile(units)
+        names = ", ".join(dict.fromkeys(engine.model for engine in profile.engines)) or "no model yet"
+        profile.about = f"steps of {names}, corrected while a fleet served"
+        return profile
 
     def _unit(self, unit: UnitStatus) -> dict[str, object]:
         unit_spec = unit.entry.unit_spec

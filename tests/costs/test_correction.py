@@ -6,12 +6,13 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muxserve.costs.calibration import GPU, Launches
-from muxserve.costs.correction import Correction, PhaseCorrection, corrected, predicted_cells
+from muxserve.costs.correction import Correction, PhaseCorrection, corrected, corrected_profile, predicted_cells
 from muxserve.costs.latency import EngineCosts, EngineShape
 from muxserve.costs.measured import ProfileModel
 from muxserve.costs.profile import DecodeCell, EngineProfile, PrefillCell, Profile, ProfiledModel
@@ -158,6 +159,21 @@ def test_neighbours_are_told_apart_from_the_steps_own_costs() -> None:
     served.decodes(1500, beside=1.0, friction=0.4)
     assert far_off(served.learnt, true) < 0.06
     assert served.decode.correction.beside == pytest.approx(0.4, abs=0.1)
+
+
+def test_neighbours_on_a_cpu_are_the_friction_of_its_profile() -> None:
+    known = {"prefill": Correction((1.0,) * 4, 0.1, 1.0, 0.0, 10), "decode": Correction((1.0,) * 3, 0.3, 1.0, 0.0, 30)}
+    on_cpu = msgspec.structs.replace(predicted(), device="CPU", dtype="float32")
+    profile = corrected_profile([({"a": [on_cpu], "b": [predicted()]}, {"a": known, "b": known})])
+    assert {name: each.friction for name, each in profile.interference.items()} == {"CPU": pytest.approx(0.25)}
+    assert sorted(engine.device for engine in profile.engines) == ["A100-80GB", "CPU"]
+
+
+def test_of_engines_alike_the_one_with_more_steps_counts() -> None:
+    few, many = (Correction((factor,) * 3, 0.0, factor, 0.0, steps) for factor, steps in ((3.0, 10), (2.0, 500)))
+    units = [({"a": [predicted()]}, {"a": {"decode": each}}) for each in (few, many, few)]
+    (engine,) = corrected_profile([*units, ({"c": [predicted()]}, {})]).engines
+    assert engine.decode[0].seconds == pytest.approx(2.0 * predicted().decode[0].seconds, rel=1e-6)
 
 
 def test_what_was_not_measured_stays_as_predicted() -> None:
