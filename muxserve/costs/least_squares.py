@@ -3,10 +3,12 @@
 The estimate minimises the squared errors of what was observed, which counts the less the longer ago it was, and of a
 prior, which always counts. In information form, with a forgetting factor `1 - f` and an observation `y = b x`:
 
-    R <- (1 - f) R + f R0 + w x x'        r <- (1 - f) r + f R0 b0 + w x y        b = argmin b' R b - 2 b' r,  b >= 0
+    R <- (1 - f) R + w x x'        r <- (1 - f) r + w x y
+    b = argmin b' (R + s^2 R0) b - 2 b' (r + s^2 R0 b0),  b >= 0
 
-R0 is the inverse of the prior's covariance. What is forgotten goes back to the prior, so that a coefficient of which
-nothing is heard keeps its value and its variance stays bounded (no windup).
+R0 is the inverse of the prior's covariance, and s the scatter of observations as it is now: the more they scatter, the
+more the prior counts. What is forgotten goes back to the prior, so that a coefficient of which nothing is heard keeps
+its value, and its variance stays bounded (no windup).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class RecursiveLeastSquares:
     Args:
         prior: coefficients before anything was observed.
         covariance: of their errors; what is positive between two makes one follow the other.
-        noise: standard deviation of an observation of weight 1.
+        noise: standard deviation of an observation of weight 1, at least.
         memory: the weight of observations after which one counts 1/e.
     """
 
@@ -43,9 +45,9 @@ class RecursiveLeastSquares:
         self._size = len(prior)
         self._prior = inverse(covariance)
         self._pulled = [sum(a * b for a, b in zip(row, prior, strict=True)) for row in self._prior]
-        self._information = [row[:] for row in self._prior]
-        self._vector = self._pulled[:]
-        self._certainty = 1.0 / noise**2
+        self._information = [[0.0] * self._size for _ in prior]
+        self._vector = [0.0] * self._size
+        self._noise = noise
         self._memory = memory
         self._coefficients = [float(value) for value in prior]
         self._unsolved = 0
@@ -63,16 +65,17 @@ class RecursiveLeastSquares:
         """`y` was seen where `x` was; returns its error before it was learnt from."""
         error = y - sum(a * b for a, b in zip(x, self._coefficients, strict=True))
         most = self.FAR * self.scale
-        trust = weight * self._certainty * (1.0 if abs(error) <= most else most / abs(error))
-        forget = min(0.5, weight / self._memory)
+        trust = weight * (1.0 if abs(error) <= most else most / abs(error))
+        keep = 1.0 - min(0.5, weight / self._memory)
         for i in range(self._size):
-            row, prior = self._information[i], self._prior[i]
+            row = self._information[i]
             at = trust * x[i]
             for j in range(self._size):
-                row[j] += forget * (prior[j] - row[j]) + at * x[j]
-            self._vector[i] += forget * (self._pulled[i] - self._vector[i]) + at * y
-        self.scale = max(self.LEAST_SCALE, self.scale + (min(abs(error), most) - self.scale) / self.SCALE_MEMORY)
+                row[j] = keep * row[j] + at * x[j]
+            self._vector[i] = keep * self._vector[i] + at * y
         self.observations += 1
+        counts = min(self.SCALE_MEMORY, self.observations + 3.0)
+        self.scale = max(self.LEAST_SCALE, self.scale + (min(abs(error), most) - self.scale) / counts)
         self._unsolved += 1
         if self._unsolved >= self.SOLVE_EVERY or self.observations <= self.FIRST:
             self._solve()
@@ -80,7 +83,13 @@ class RecursiveLeastSquares:
 
     def _solve(self) -> None:
         if self._unsolved:
-            self._coefficients = non_negative(self._information, self._vector)
+            doubt = max(self._noise, self.scale) ** 2
+            information = [
+                [seen + doubt * prior for seen, prior in zip(*rows, strict=True)]
+                for rows in zip(self._information, self._prior, strict=True)
+            ]
+            vector = [seen + doubt * prior for seen, prior in zip(self._vector, self._pulled, strict=True)]
+            self._coefficients = non_negative(information, vector)
             self._unsolved = 0
 
 

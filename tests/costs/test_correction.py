@@ -152,6 +152,17 @@ def test_stalled_steps_do_not_count_for_what_they_took() -> None:
     assert far_off(served.learnt, true) < 0.1
 
 
+def test_where_steps_scatter_their_parts_stay_together() -> None:
+    """On a machine with other work, from a few steps, a slope would be anything."""
+    served = Served(scaled(predicted(), 2.0), noise=0.7)
+    served.decodes(100, most=4)
+    served.prompts(100, most=64)
+    for phase in (served.prefill, served.decode):
+        factors = phase.correction.factors
+        assert max(factors) < 1.5 * min(factors)
+        assert sum(factors) / len(factors) == pytest.approx(2.0, rel=0.25)
+
+
 def test_neighbours_are_told_apart_from_the_steps_own_costs() -> None:
     true = scaled(predicted(), 1.1)
     served = Served(true)

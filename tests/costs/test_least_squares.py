@@ -19,9 +19,14 @@ def learning(memory: float = 1e9, noise: float = 0.1) -> RecursiveLeastSquares:
 def test_without_forgetting_it_is_the_ridge_regression_of_all() -> None:
     draw = random.Random(1)
     found = learning()
-    rows = [([draw.random(), draw.random()], draw.uniform(1.0, 1.5)) for _ in range(40)]
+    rows = [
+        ([x, z := draw.random()], 1.05 * x + 0.98 * z + draw.gauss(0, 0.01))
+        for x in map(draw.uniform, [0] * 40, [1] * 40)
+    ]
+    found.scale = 0.1
     for x, y in rows:
         found.observe(x, y)
+        assert found.scale <= 0.1, "errors count as they are expected"
     # R = R0 + X'X / noise^2 and r = R0 b0 + X'y / noise^2, at once.
     prior = inverse([[1.0, 0.5], [0.5, 1.0]])
     information = [[prior[i][j] + sum(100 * x[i] * x[j] for x, _ in rows) for j in range(2)] for i in range(2)]
