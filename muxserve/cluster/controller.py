@@ -284,7 +284,9 @@ class Controller:
             pools = sum(pool.num_pages * pool.page_bytes for _, spec in units for pool in spec.pools)
             report = await asyncio.to_thread(memory_use.measure, os.getpid(), parents, warm, pools)
             if self._scheduler is not None and self._scheduler.up:
-                self._scheduler.send(msgspec.structs.replace(report, starting=list(self.changes.starting)))
+                seconds = time.monotonic() - began
+                starting = list(self.changes.starting)
+                self._scheduler.send(msgspec.structs.replace(report, starting=starting, seconds=seconds))
             took = time.monotonic() - began
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(max(_WEIGH_SECONDS, _WEIGH_PART * took), _WEIGH_MOST)):

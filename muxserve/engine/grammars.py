@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import vllm.v1.structured_output as structured_output
 from vllm.config import VllmConfig
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
@@ -56,6 +58,15 @@ def make_backend(name: str, config: VllmConfig, tokenizer: Any) -> StructuredOut
     return backends[name](config, tokenizer=tokenizer, vocab_size=config.model_config.get_vocab_size())
 
 
+def load_tokenizers_later() -> None:
+    """Have no manager of grammars load its model's tokenizer when it is made: that is part of every start of an engine,
+    and few engines ever see a grammar. `EngineGrammars` loads it with the first one."""
+    structured_output.cached_tokenizer_from_config = lambda model_config: None
+
+
+load_tokenizers_later()
+
+
 class EngineGrammars(StructuredOutputManager):
     """vLLM's manager of grammars, with a backend for each request instead of the first one's for all.
 
@@ -72,6 +83,12 @@ class EngineGrammars(StructuredOutputManager):
         self._broken: dict[int, StructuredOutputGrammar] = {}
         self._compiling: dict[str, Future[StructuredOutputGrammar]] = {}
         self.executor = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar", initializer=_be_nice)
+        if self.reasoner_cls is not None:
+            self._load_tokenizer()  # what reads the reasoning of an answer needs it in the step's path
+
+    def _load_tokenizer(self) -> None:
+        if self.tokenizer is None:
+            self.tokenizer = cached_tokenizer_from_config(self.vllm_config.model_config)
 
     def grammar_init(self, request: Request) -> None:
         if request.structured_output_request is None:
@@ -93,6 +110,7 @@ class EngineGrammars(StructuredOutputManager):
         assert request.structured_output_request is not None
         name = params.structured_outputs._backend or "xgrammar"
         with self._making:
+            self._load_tokenizer()
             if name not in self._backends:
                 self._backends[name] = make_backend(name, self.vllm_config, self.tokenizer)
             backend = self._backends[name]

@@ -59,6 +59,7 @@ def prepare_workers() -> None:
     """Do once what vLLM would do in every process that loads a model, for a third of a second each time."""
     import vllm.distributed.elastic_ep.elastic_execute
     import vllm.model_executor.layers.quantization.online.base  # noqa: F401
+    import vllm.utils.cpu_resource_utils as cpus
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
     from vllm.platforms import current_platform
@@ -66,6 +67,9 @@ def prepare_workers() -> None:
 
     configure_logging_if_needed(LoggingConfig())
     load_general_plugins()
+    # It asks `lscpu`, a shell and a program more each time.
+    listed = cpus._get_cpu_list()
+    cpus._get_cpu_list = lambda: list(listed)
     # It looks through all modules for the kernels to replace. Who imports them later finds those that were put there.
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)

@@ -56,7 +56,9 @@ class MemoryBalance:
         self._held = message.models
         for name, scheduler in schedulers.items():
             held = message.models.get(name)
-            if held is not None and scheduler.residence is Residence.AWAKE:
+            # What was read of it before it was awake is not what it takes.
+            whole = scheduler.residence is Residence.AWAKE and scheduler.since < now - message.seconds
+            if held is not None and whole:
                 self.policy.measured(name, held, message.wake_peaks.get(name, 0))
             awake = scheduler.residence in (Residence.AWAKE, Residence.LEAVING)
             if held is None and awake and not scheduler.serves:

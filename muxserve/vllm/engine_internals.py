@@ -130,6 +130,8 @@ CPU_INTERNALS: list[Internal] = [
     ("vllm.platforms.cpu", "CpuPlatform.register_triton_kernel_overrides", ()),
     ("vllm.logger", "configure_logging_if_needed", ("config",)),
     ("vllm.plugins", "load_general_plugins", ()),
+    ("vllm.utils.cpu_resource_utils", "_get_cpu_list", ()),
+    ("vllm.v1.structured_output", "cached_tokenizer_from_config", ("model_config",)),
     ("vllm.distributed.elastic_ep.elastic_execute", "ElasticEPScalingExecutor", ()),
     ("vllm.model_executor.layers.quantization.online.base", "OnlineQuantizationConfig", ()),
     ("vllm.lora.punica_wrapper.punica_cpu", "PunicaWrapperCPU.add_lora_linear", ("y", "x")),

@@ -203,14 +203,15 @@ class DrainReplicas(Message):
 class MemoryReport(Message):
     """What everything of the fleet takes, bytes (PSS), and of that what would come free with each model that has
     processes now. `reserved`: what the KV pools may come to take besides. `starting` are models that are
-    being started. `wake_peaks`: of each model, what its process took at most while it loaded the weights. Sent where
-    memory decides which models are awake."""
+    being started. `wake_peaks`: of each model, what its process took at most while it loaded the weights. All of it was
+    read within the last `seconds`. Sent where memory decides which models are awake."""
 
     total: int
     models: dict[str, int]
     reserved: int = 0
     starting: list[str] = []
     wake_peaks: dict[str, int] = {}
+    seconds: float = 0.0
 
 
 class ReplicaEnded(Message):

@@ -194,6 +194,21 @@ def test_a_model_that_waits_is_woken_when_another_has_had_its_time_though_nothin
     assert machine.served == ["r", "s"]
 
 
+def test_what_was_read_of_a_model_before_it_was_awake_is_not_believed() -> None:
+    machine = Machine(["a"], 1000)
+    machine.ask("r", "a")
+    while "r" not in machine.served:
+        machine.step()
+    for _ in range(3):
+        machine.say(CONTROLLER, MemoryReport(FIXED + 30, {"a": 30}, wake_peaks={"a": 30}, seconds=1.0))
+    assert machine.state()["memory"]["models"]["a"]["needs_bytes"] == MODEL + LOADING
+    for _ in range(30):
+        machine.step()
+    for _ in range(3):
+        machine.say(CONTROLLER, MemoryReport(FIXED + 80, {"a": 80}, wake_peaks={"a": 90}, seconds=1.0))
+    assert machine.state()["memory"]["models"]["a"]["needs_bytes"] == 90
+
+
 def test_how_long_an_idle_model_takes_to_sleep_is_measured() -> None:
     machine = Machine(["a", "b"], FIXED + MODEL + LOADING)
     machine.ask("r", "a")
