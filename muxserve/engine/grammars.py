@@ -73,6 +73,8 @@ class EngineGrammars(StructuredOutputManager):
     `ended` has the requests that must end since their grammar cannot go on, and why; the scheduler takes it.
     """
 
+    tokenizer: Any
+
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config)
         self.backend: StructuredOutputBackend | None = None
