@@ -149,7 +149,10 @@ class Changes:
     async def _join(self, declared: Fleet, to: str, tell: Tell) -> None:
         """The only model of `declared` joins a running unit. To be called with the lock."""
         planner = self._steps.planner
-        joined = await asyncio.to_thread(planner.joined, declared, to, self.fleet, tell)
+        running = self._units.units.get(to)
+        if running is None:
+            raise ChangeError(f"there is no unit {to} any more")
+        joined = await asyncio.to_thread(planner.joined, declared, running.planned, self.fleet, tell)
         try:
             unit = await self._steps.join(joined, tell)
         except BaseException:

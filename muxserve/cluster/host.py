@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from muxserve.cluster.restarts import DEGRADED_STARTS, MAX_DEATHS
 from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM, Starts
 from muxserve.cluster.supervision import STOP_SECONDS, WITH_PARENT, GaveUp, Part, Supervisor
 from muxserve.cluster.watch import Watch
+from muxserve.gpu.budget import Needs
 from muxserve.gpu.unit import PoolSizer
 from muxserve.spec import UNIT_FILE, UnitSpec, save
 
@@ -319,11 +321,16 @@ class UnitHost:
         """Start the engines of a model of the unit that has none; returns when they are up.
 
         Raises:
-            GaveUp: they cannot start. Nothing of it is left then.
+            GaveUp: they cannot start, or the unit's GPUs have no room for it. Nothing of it is left then.
         """
         self._wanted.add(model)
         if any(engine.model == model for engine in self._starts.engines):
             return
+        try:
+            await self._starts.admit(model)
+        except GaveUp:
+            self._wanted.discard(model)
+            raise
         self._served.discard(model)
         self._retired.discard(model)
         await self.tell(wire.Revive(model))
@@ -378,14 +385,22 @@ class UnitHost:
             if part.kind == "engine":
                 await self.tell(wire.EngineDown(part.model, part.phase, _STOPPED))
 
-    async def join(self, unit_spec: UnitSpec, model: str) -> None:
+    async def join(self, unit_spec: UnitSpec, model: str, needs: Sequence[Needs] = ()) -> None:
         """The unit is as `unit_spec` has it from now on: of models with the same pools, among them `model`, which is
         new. Nothing of it runs yet. The memory manager takes it in first, then the unit scheduler; both find it in the
         unit's file when they are started again. Engines that get other numbers of threads are forked again.
 
+        Args:
+            needs: what the model is thought to take of the unit's GPUs.
+
         Raises:
-            GaveUp: the memory manager does not take it; then nothing has changed.
+            GaveUp: its checkpoint is not here, the GPUs have no room, or the memory manager does not take it; then
+                nothing has changed.
         """
+        if not (path := Path(unit_spec.model(model).path)).is_dir():
+            raise GaveUp(PartId("host"), f"{path} is no directory on {socket.gethostname()}")
+        self._starts.expect(needs)
+        await self._starts.check_room(model)
         if all(each.name != model for each in self.unit_spec.models):
             # Needs the native module, which a host of models that are there from the beginning can do without.
             from muxserve.memory import MemoryManagerError, server

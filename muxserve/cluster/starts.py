@@ -23,7 +23,7 @@ from muxserve.cluster.processes import Process, children, exit_words
 from muxserve.cluster.restarts import PATIENT_DELAYS, RestartPolicy
 from muxserve.cluster.supervision import STOP_SECONDS, GaveUp, Part, PartDied, while_running
 from muxserve.cluster.warm_link import WarmLink
-from muxserve.gpu import mps
+from muxserve.gpu import mps, nvml
 from muxserve.gpu.budget import WAITING, Needs
 from muxserve.gpu.unit import PoolSizer, SizingError
 from muxserve.gpu.weight_server import WeightServer
@@ -126,7 +126,11 @@ class Starts:
         self._exits = exits
         self._sizer = sizer
         self._on_model_parent = on_model_parent
+        # As measured, or, of a model that has joined the unit and not been loaded yet, as estimated.
         self._needs: dict[tuple[str, int], Needs] = {}
+        # Models that were started when the pools had been made: what they measure may be more than is left.
+        self._late: set[str] = set()
+        self._looking = asyncio.Lock()
         self._store: FdStore | None = None
         # Of models on GPUs whose weights outlive who has loaded them.
         self._weights: dict[str, list[WeightServer]] = {}
@@ -249,6 +253,50 @@ class Starts:
         for server in self._weights.pop(model, []):
             server.close()
 
+    def expect(self, estimated: Collection[Needs]) -> None:
+        """What a model that joins the unit needs of its GPUs, before it has been measured."""
+        for needs in estimated:
+            self._needs[needs.model, needs.rank] = needs
+
+    async def admit(self, model: str) -> None:
+        """Go on only if a model whose engines are about to be started has room. That is looked at again when it has
+        been loaded and measured.
+
+        Raises:
+            GaveUp: see `check_room`.
+        """
+        await self.check_room(model)
+        self._late.add(model)
+
+    async def _until_loaded(self, model: str) -> None:
+        """A model's engines come after its weights."""
+        holder = self.parts.get(PartId("weights", model))
+        if holder is None:
+            return
+        await holder.up.wait()
+        async with self._looking:  # once for both engines
+            if model in self._late:
+                await self.check_room(model, loaded=True)
+                self._late.discard(model)
+
+    async def check_room(self, model: str, loaded: bool = False) -> None:
+        """Go on only if a model whose engines do not run fits beside what the unit's GPUs hold. On CPU nothing is
+        looked at. `loaded`: its weights are on the GPUs.
+
+        Raises:
+            GaveUp: it does not fit, in words and numbers.
+        """
+        if self._sizer is None:
+            return
+        served = {part.model for part in self.engines} - {model}
+        needs = list(self._needs.values())
+        others, joining = ([each for each in needs if each.model in of] for of in (served, {model}))
+        try:
+            found = await asyncio.to_thread(nvml.machine)
+            self._sizer.check_room(others, joining, self.unit_spec.pools, found, loaded)
+        except SizingError as error:
+            raise GaveUp(PartId("weights", model), str(error)) from None
+
     def _keep_weights(self, part: Part) -> asyncio.Future[str]:
         """Take what the process that loads the weights of a model will have kept; resolves when that is lost."""
         model = part.id.model
@@ -350,9 +398,7 @@ class Starts:
         await self._until_mps()
         await self.parts[WARM].up.wait()
         if part.id.kind == "engine":
-            holder = self.parts.get(PartId("weights", part.id.model))
-            if holder is not None:
-                await holder.up.wait()
+            await self._until_loaded(part.id.model)
             await self.parts[MEMORY].up.wait()
         async with self._at_once:
             await self._fork(part)

@@ -7,7 +7,7 @@ import contextlib
 import math
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from muxserve import wire
@@ -16,6 +16,7 @@ from muxserve.cluster.unit_set import RunningUnit, UnitSet
 from muxserve.cluster.units import PlannedUnit
 from muxserve.config import Fleet
 from muxserve.control.changes import ChangeError, Tell
+from muxserve.gpu.budget import Needs
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
 from muxserve.spec import FleetSpec, ModelSpec, UnitSpec
@@ -54,10 +55,13 @@ class Addition:
 
 @dataclass(frozen=True)
 class JoinedUnit:
-    """A unit that is to have `model`, too: the whole of it, planned anew over the pools that it has."""
+    """A unit that is to have `model`, too: the whole of it, planned anew over the pools that it has. `planned` is what
+    it is started as when it has to be started again, `needs` what the model is thought to take of each of its GPUs."""
 
     model: ModelSpec
     unit_spec: UnitSpec
+    planned: PlannedUnit
+    needs: tuple[Needs, ...] = ()
     scaling: ScalingRules | None = None
 
 
@@ -78,7 +82,7 @@ class UnitPlanner(Protocol):
             ChangeError: there is no room, or the model cannot be served, in words.
         """
 
-    def joined(self, declared: Fleet, unit: str, fleet: FleetSpec, tell: Tell) -> JoinedUnit:
+    def joined(self, declared: Fleet, unit: PlannedUnit, fleet: FleetSpec, tell: Tell) -> JoinedUnit:
         """What it takes to serve the only model of `declared` in that running unit, too.
 
         Raises:
@@ -278,8 +282,8 @@ class FleetSteps:
             raise ChangeError(f"{joined.unit_spec.unit} is not up at present; try again when `muxserve status` says so")
         tell(f"making room for {name} in {unit.name}")
         try:
-            await unit.handle.join(joined.unit_spec, name)
-            unit.planned = replace(unit.planned, unit_spec=joined.unit_spec)
+            await unit.handle.join(joined.unit_spec, name, joined.needs)
+            unit.planned = joined.planned
             tell(f"starting {name} in {unit.name}")
             await unit.handle.start_model(name)
         except GaveUp as failure:

@@ -15,6 +15,7 @@ With `--commands`, lines of JSON on standard input are carried out, each answere
     {"id": 3, "do": "start_migrator"}
     {"id": 4, "do": "tell", "message": BASE64}       a message of `muxserve.wire` for the unit scheduler
     {"id": 5, "do": "state"}                         answered with the unit scheduler's `state`
+    {"id": 6, "do": "join", "model": "NAME", "unit_spec": {...}, "needs": [...]}     see `UnitHandle.join`
 
 Exit status: 0 ended as asked, 2 wrong input, 3 it could not start, 4 a part kept dying; with 3 and 4 there was a
 `Failed`.
@@ -46,6 +47,7 @@ from muxserve.cluster.host import UnitHost
 from muxserve.cluster.launcher import LocalLauncher, commands_for
 from muxserve.cluster.processes import Reaper, adopt_orphans
 from muxserve.cluster.supervision import GaveUp
+from muxserve.gpu.budget import Needs
 from muxserve.gpu.unit import PoolSizer, from_json
 from muxserve.net.heartbeat import Heartbeat, heartbeat_file
 from muxserve.net.logs import log_to_stderr
@@ -149,6 +151,9 @@ class HostProcess:
                 await self._host.stop_model(command["model"])
             case "start_migrator":
                 self._host.start_migrator()
+            case "join":
+                unit_spec = msgspec.convert(command["unit_spec"], UnitSpec)
+                await self._host.join(unit_spec, command["model"], msgspec.convert(command["needs"], list[Needs]))
             case "tell":
                 await self._host.tell(wire.decode(base64.b64decode(command["message"])))
             case "state":

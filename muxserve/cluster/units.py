@@ -8,7 +8,7 @@ what it has to do is what these protocols say.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +22,7 @@ from muxserve.cluster.launcher import Commands, LocalLauncher, WarmParents
 from muxserve.cluster.log_tail import Said
 from muxserve.cluster.processes import Reaper
 from muxserve.cluster.supervision import GaveUp
+from muxserve.gpu.budget import Needs
 from muxserve.gpu.unit import GpuPlan, PoolSizer
 from muxserve.rolling.rules import RollingRules
 from muxserve.spec import UNIT_FILE, UnitEntry, UnitSpec, save
@@ -95,9 +96,9 @@ class UnitHandle(Protocol):
             GaveUp: they cannot start. Nothing of it is left then.
         """
 
-    async def join(self, unit_spec: UnitSpec, model: str) -> None:
+    async def join(self, unit_spec: UnitSpec, model: str, needs: Sequence[Needs] = ()) -> None:
         """The unit is as `unit_spec` has it from now on: of models with the same pools, among them `model`, which
-        `start_model` starts.
+        `start_model` starts. `needs`: what it is thought to take of each GPU of the unit.
 
         Raises:
             GaveUp: it takes no model more; nothing has changed.
@@ -219,9 +220,9 @@ class LocalUnit:
         if model not in self._serves:
             self._serves.append(model)
 
-    async def join(self, unit_spec: UnitSpec, model: str) -> None:
+    async def join(self, unit_spec: UnitSpec, model: str, needs: Sequence[Needs] = ()) -> None:
         """See `UnitHandle.join`."""
-        await self._host.join(unit_spec, model)
+        await self._host.join(unit_spec, model, needs)
 
     async def stop_model(self, model: str) -> None:
         """See `UnitHandle.stop_model`."""

@@ -140,11 +140,7 @@ def _check_join(fleet: FleetSpec, model: Model, name: str) -> None:
         raise ChangeError(f"there is no unit {name}{did_you_mean(name, names)}")
     unit = fleet.unit(name)
     why = ""
-    if unit.unit_spec.gpu is not None:
-        why = f"the pools of {name} took what its GPUs had left beside the weights when it started"
-    elif unit.remote:
-        why = f"{name} runs in a Ray cluster, where units keep the models that they were started with"
-    elif any(each.phases != "multiplexed" for each in unit.unit_spec.models):
+    if any(each.phases != "multiplexed" for each in unit.unit_spec.models):
         why = f"{name} is for {enumerate_words([each.name for each in unit.unit_spec.models])} alone"
     elif model.phases not in ("multiplexed", "auto"):
         why = f"a model with phases: {model.phases} has a unit to itself"

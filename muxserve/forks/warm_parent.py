@@ -111,7 +111,23 @@ class WarmParent:
             self._end_model_parent(command["model"])
         elif operation != "fork":
             log.warning("unknown command %r", command)
-        elif command["kind"] == "weights":
+        else:
+            self._know(command["model"])
+            self._fork(command)
+
+    def _know(self, model: str) -> None:
+        """A model may have joined the unit since it was started."""
+        if all(each.name != model for each in self.unit_spec.models):
+            self.unit_spec = load(self.path)
+            os.environ.update(parent_environment(self.unit_spec))
+            try:
+                register([self.unit_spec.model(model)])
+            except Exception:
+                # Its engines say why they cannot start; those of the others go on.
+                log.exception("%s cannot be looked at", model)
+
+    def _fork(self, command: dict[str, Any]) -> None:
+        if command["kind"] == "weights":
             self._fork_holder(command["model"])
         elif shares_by_forking(self.unit_spec):
             self._order_engine(command["model"], json.dumps(command).encode())
@@ -151,9 +167,6 @@ class WarmParent:
         self._fork_model_parent(model).send(order)
 
     def _fork_model_parent(self, model: str) -> socket.socket:
-        if all(each.name != model for each in self.unit_spec.models):  # it has joined since
-            self.unit_spec = load(self.path)
-            register([self.unit_spec.model(model)])
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
         def child() -> None:

@@ -162,6 +162,46 @@ def check(budgets: Sequence[Budget], needs: Sequence[Needs], needed: int, rules:
     )
 
 
+def check_room(
+    budget: Budget, joining: Needs, pools_bytes: int, free_bytes: int | None, rules: MemoryRules, loaded: bool
+) -> None:
+    """Whether a model more fits on a GPU whose pools have been made, and stay as large as they are.
+
+    Args:
+        budget: of the GPU with all that is served there and `joining`.
+        joining: what the model needs.
+        pools_bytes: what the pools have.
+        free_bytes: what the driver says that nobody has; None: it does not say.
+        loaded: the model's weights are on the GPU by now, its engines are not.
+
+    Raises:
+        BudgetError: it does not fit; the message says what is left and what it takes.
+    """
+    engines = joining.engines(rules)
+    needed = joining.weights_bytes + engines
+    source = "measured" if joining.measured else "estimated"
+    needs = (
+        f"{joining.model} needs {format_size(needed)} (weights {format_size(joining.weights_bytes)}, engines "
+        f"{format_size(engines)}, {source})"
+    )
+    short = pools_bytes - budget.pool_bytes
+    if short > 0:
+        usable = budget.lines[0].bytes
+        most = (pools_bytes - short) // GRANULARITY * GRANULARITY
+        left = format_size(max(0, needed - short))
+        smaller = f", or deploy with kv_pool.size: {format_size(most)} at most" if most > 0 else ""
+        raise BudgetError(
+            f"{budget.gpu}: {needs}, and of {format_size(usable)} that may be used {left} are left beside the pools "
+            f"({format_size(pools_bytes)}) and the models that it has; remove one of them first{smaller}"
+        )
+    wanted = engines if loaded else needed
+    if free_bytes is not None and free_bytes < wanted:
+        raise BudgetError(
+            f"{budget.gpu}: {needs}, and the driver has {format_size(free_bytes)} of {format_size(budget.total_bytes)} "
+            "free; end what else computes there (`nvidia-smi` shows it)"
+        )
+
+
 def table(budgets: Sequence[Budget]) -> list[tuple[str, ...]]:
     """The budgets as rows of text: what, then bytes on each GPU; the last row is the pool."""
     rows = [

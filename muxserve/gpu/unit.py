@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from muxserve.gpu.budget import Budget, BudgetError, Needs, budget, check, pool_bytes
+from muxserve.gpu.budget import Budget, BudgetError, Needs, budget, check, check_room, pool_bytes
 from muxserve.gpu.findings import Fallback, Findings
-from muxserve.gpu.nvml import Gpu
+from muxserve.gpu.nvml import Gpu, GpuMachine
 from muxserve.gpu.sharing import MpsWish
 from muxserve.spec import GpuSpec, PhasesName, PoolSpec, SmSharing, UnitSpec, save
 from placement import Machine, ModelDemand, PlanError, UnitPlan, least_pool_bytes, plan_unit, pool_groups
@@ -124,7 +124,9 @@ class GpuUnit:
 
     def budgets(self, demands: Sequence[ModelDemand]) -> list[Budget]:
         """What the memory of each GPU goes to."""
-        page_bytes = min(group.page_bytes for group in pool_groups(demands))
+        return self._budgets(min(group.page_bytes for group in pool_groups(demands)))
+
+    def _budgets(self, page_bytes: int) -> list[Budget]:
         return [
             budget(
                 f"GPU {gpu.index} ({gpu.name})",
@@ -136,6 +138,25 @@ class GpuUnit:
             )
             for rank, gpu in enumerate(self.gpus)
         ]
+
+    def check_room(self, joining: Sequence[Needs], pools: Sequence[PoolSpec], found: GpuMachine, loaded: bool) -> None:
+        """Whether a model more fits beside the pools that the unit has, and the models of its `needs`.
+
+        Args:
+            joining: of that model on each GPU.
+            found: the GPUs as the driver has them now.
+            loaded: the model's weights are there by now.
+
+        Raises:
+            muxserve.gpu.budget.BudgetError: it does not fit.
+        """
+        size = sum(pool.page_bytes * pool.num_pages for pool in pools)
+        together = self.measured([*self.needs, *joining])
+        budgets = together._budgets(min(pool.page_bytes for pool in pools))
+        for each in joining:
+            now = found.by_uuid(self.gpus[each.rank].uuid)
+            free = None if now is None or not now.memory_bytes else now.free_bytes
+            check_room(budgets[each.rank], each, size, free, self._memory_rules, loaded)
 
     def pool(self, demands: Sequence[ModelDemand], asked: int | None) -> int:
         """Bytes of the pools on each GPU: `asked`, or all that is left.
@@ -205,6 +226,32 @@ class GpuPlan:
         size = gpu.pool(self.demands, self.pool_bytes)
         return plan_unit(self.demands, self.machine, self.cores, size, "cuda"), gpu.budgets(self.demands)
 
+    def check_room(
+        self,
+        served: Sequence[Needs],
+        joining: Sequence[Needs],
+        pools: Sequence[PoolSpec],
+        found: GpuMachine,
+        loaded: bool = False,
+    ) -> None:
+        """Whether a model more fits into the unit that runs, beside those that are `served`; see `GpuUnit.check_room`.
+
+        Raises:
+            muxserve.gpu.budget.BudgetError: it does not fit.
+        """
+        self.unit.measured(served).check_room(joining, pools, found, loaded)
+
+    def with_model(self, demand: ModelDemand, needs: Sequence[Needs], shares: Mapping[str, SmShares]) -> GpuPlan:
+        """The plan with a model more; of those that it has only the ones with `shares` are left."""
+        kept = [each for each in self.demands if each.name in shares and each.name != demand.name]
+        names = {each.name for each in kept}
+        left = [each for each in self.unit.needs if each.model in names]
+        return replace(
+            self,
+            unit=replace(self.unit, shares=dict(shares), needs=(*left, *needs)),
+            demands=(*kept, demand),
+        )
+
     def to_json(self) -> bytes:
         """For another machine."""
         return msgspec.json.encode(self)
@@ -224,7 +271,8 @@ class SizingError(Exception):
 
 
 class PoolSizer:
-    """Plans the pools of a unit's spec anew when its models have been measured, and writes that down."""
+    """Plans the pools of a unit's spec anew when its models have been measured, and writes that down; says later
+    whether a model more fits beside them."""
 
     def __init__(self, plan: GpuPlan, unit_spec: UnitSpec, file: Path) -> None:
         self._plan = plan
@@ -246,6 +294,24 @@ class PoolSizer:
         unit_spec = resized(self._unit_spec, unit)
         save(unit_spec, self._file)
         return unit_spec, budgets
+
+    def check_room(
+        self,
+        served: Sequence[Needs],
+        joining: Sequence[Needs],
+        pools: Sequence[PoolSpec],
+        found: GpuMachine,
+        loaded: bool = False,
+    ) -> None:
+        """Whether a model that needs `joining` fits beside those that are `served` and the `pools`.
+
+        Raises:
+            SizingError: it does not fit, in words and numbers.
+        """
+        try:
+            self._plan.check_room(served, joining, pools, found, loaded)
+        except BudgetError as error:
+            raise SizingError(str(error)) from None
 
 
 def resized(unit_spec: UnitSpec, unit: UnitPlan) -> UnitSpec:

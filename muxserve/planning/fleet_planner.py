@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
 
 from muxserve.cluster.steps import Addition, JoinedUnit
 from muxserve.cluster.units import PlannedUnit
-from muxserve.config import AUTO, Fleet, FleetError
+from muxserve.config import Fleet, FleetError
 from muxserve.control.changes import ChangeError, Tell
 from muxserve.costs.latency import LatencyModel
 from muxserve.costs.roofline import Roofline
@@ -35,9 +35,10 @@ from muxserve.planning.checkpoints import (
 )
 from muxserve.planning.device_pool import CPU
 from muxserve.planning.gpus import gpu_unit
+from muxserve.planning.joining import Joined, Joining, NoRoomError, remaining_capacity, same_table
 from muxserve.planning.plan_file import load_plan
 from muxserve.planning.residency import within_limit
-from muxserve.planning.specs import planned_unit, predicted_costs, scaling_of, settings_of, unit_spec_of
+from muxserve.planning.specs import planned_unit, scaling_of, settings_of
 from muxserve.planning.unit_plan import (
     ResolvedUnit,
     arranged,
@@ -54,15 +55,10 @@ from muxserve.planning.unit_plan import (
     who_replicates,
     wrong,
 )
-from muxserve.spec import FleetSpec, ModelSpec, SimulatedSpec, UnitEntry, UnitSpec
+from muxserve.spec import FleetSpec, SimulatedSpec, UnitEntry, UnitSpec
 from placement import Machine, pool_groups
 from placement.cluster import PlacedUnit
-from placement.format import enumerate_words, format_size
-from placement.pools import BLOCK_STEP, KVShape, block_in
-
-
-class NoRoomError(Exception):
-    """A unit more does not fit; the message says why and what to do."""
+from placement.format import enumerate_words
 
 
 class FleetPlanner:
@@ -312,66 +308,25 @@ class FleetPlanner:
             ) from None
         return replace(plan, name=name)
 
-    def joined(self, name: str, model: str, running: FleetSpec) -> UnitSpec:
-        """A running unit of this machine's CPU that has the declared model, too. Quotas of the models in its pool, and
-        their threads and shares, are planned anew; what models are to requests stays: blocks and lengths.
+    def joined(self, planned: PlannedUnit, model: str, running: FleetSpec) -> Joined:
+        """A running unit, started as `planned`, that has the declared model, too (`planning.joining`).
 
         Raises:
-            NoRoomError: no pool of the unit suits it, or pool or memory have no room.
+            NoRoomError: no pool of the unit suits it, or pool, memory or MPS have no room.
         """
-        unit = running.unit(name).unit_spec
-        declared = {each.name for each in self.fleet.models} - {model}
-        # Of models that the fleet has no longer, the unit keeps the page table and nothing else.
-        here = {each.name: each for each in unit.models if each.name in declared}
-        threads = max(1, unit.cores // (2 + len(here)) // unit.ranks) if self.fleet.policy != "fcfs" else AUTO
-        others = [entry.unit_spec for entry in running.units if entry.name != name]
-        try:
-            (demand,) = model_demands(
-                self.fleet.with_models([self.fleet.model(model)]), self.machine, self._hub, None, {}
-            )
-        except FleetError as error:
-            raise NoRoomError("; ".join(problem.message for problem in error.problems)) from None
-        kv = demand.architecture.kv_dtype(demand.resolved_dtype)
-        shape = KVShape(model, demand.architecture.head_dim, kv)
-        for pool in unit.pools:
-            block = block_in(pool.page_bytes, shape) if demand.architecture.causal else BLOCK_STEP
-            if block is None:
-                continue
-            mates = [each for each in here.values() if each.pool == pool.name]
-            models = [like(self.fleet.model(each.name), each) for each in mates] + [self.fleet.model(model)]
-            models = [each.model_copy(update={"threads": threads}) if each.threads == AUTO else each for each in models]
-            size = self.fleet.kv_pool.model_copy(update={"size": pool.num_pages * pool.page_bytes})
-            fleet = self.fleet.with_models(models).model_copy(update={"kv_pool": size})
-            elsewhere = msgspec.structs.replace(
-                unit,
-                models=[each for each in here.values() if each not in mates],
-                pools=[each for each in unit.pools if each is not pool],
-            )
-            machine = remaining_capacity(self.machine, self.fleet, [*others, elsewhere], self._hub)
-            blocks = {model: block, **{each.name: each.block_tokens for each in mates}}
-            try:
-                plan = resolve_unit(fleet, machine, self._hub, block_tokens=blocks)
-            except FleetError as error:
-                words = "; ".join(problem.message for problem in error.problems)
-                raise NoRoomError(f"{model} cannot join {name}: {words}") from None
-            if [each.page_bytes for each in plan.unit.pools] == [pool.page_bytes]:
-                made = unit_spec_of(replace(plan, name=name), unit.run_dir)
-                if any(each.zeroed for each in made.models) and not all(each.zeroed for each in mates):
-                    raise NoRoomError(
-                        f"{model} cannot join {name}: engines there do not zero their pages, in which it would leave "
-                        "states of another type. Without --unit it gets a unit of its own"
-                    )
-                joined = _with_models(
-                    unit, [msgspec.structs.replace(each, pool=pool.name) for each in made.models], declared
-                )
-                # What was predicted of the others stays: factors that were learnt belong to it.
-                costs = predicted_costs(plan, made, self.latency) | unit.costs
-                return msgspec.structs.replace(joined, costs=costs)
-        have = enumerate_words([format_size(pool.page_bytes) for pool in unit.pools])
-        raise NoRoomError(
-            f"{model} cannot join {name}: its KV does not divide into pages of {have}, which that unit has. Without "
-            "--unit it gets a unit of its own"
+        others = [entry.unit_spec for entry in running.units if entry.name != planned.name]
+        joining = Joining(
+            fleet=self.fleet,
+            model=model,
+            planned=planned,
+            unit=running.unit(planned.name).unit_spec,
+            # On Ray the machine stands for each of the cluster's.
+            others=[] if self._on_ray else others,
+            machine=self.machine,
+            hub=self._hub,
+            latency=self.latency,
         )
+        return joining.on_cpu() if planned.gpu is None else joining.on_gpu(self._gpus())
 
     def _free_gpus(self, fleet: Fleet, units: Sequence[UnitSpec]) -> GpuUnit:
         if self._on_ray:
@@ -420,33 +375,6 @@ def notes_of(plans: Sequence[ResolvedUnit]) -> list[str]:
 # ---------------------------------------------------------------- while the fleet serves
 
 
-def _with_models(unit: UnitSpec, planned: Sequence[ModelSpec], declared: Collection[str]) -> UnitSpec:
-    """A unit with models that were planned anew. Of its other ones those that are not `declared` any more get nothing,
-    and those in other pools stay as they are."""
-    new = {model.name: model for model in planned}
-    models = []
-    for model in unit.models:
-        if model.name in new:
-            models.append(new.pop(model.name))
-        elif model.name not in declared:
-            models.append(msgspec.structs.replace(model, quota_pages=0, floor_pages=0))
-        else:
-            models.append(model)
-    return msgspec.structs.replace(unit, models=[*models, *new.values()])
-
-
-def remaining_capacity(machine: Machine, fleet: Fleet, units: Sequence[UnitSpec], hub: Hub) -> Machine:
-    """The machine without what the weights and pools of `units` take; `fleet` declares their models."""
-    pools = sum(pool.num_pages * pool.page_bytes * unit.ranks for unit in units for pool in unit.pools)
-    weights = sum(_weights(fleet, unit, hub) for unit in units)
-    shared = machine.shared_memory_bytes
-    return replace(
-        machine,
-        memory_bytes=max(0, machine.memory_bytes - pools - weights),
-        shared_memory_bytes=None if shared is None else max(0, shared - pools),
-    )
-
-
 def _without_weights(machine: Machine, fleet: Fleet, hub: Hub) -> Machine:
     """A machine with as much more memory as the fleet's weights are planned to take."""
     weights = 0
@@ -454,17 +382,6 @@ def _without_weights(machine: Machine, fleet: Fleet, hub: Hub) -> Machine:
         with contextlib.suppress(CheckpointError):  # planning says so
             weights += architecture_of(model, hub).weight_bytes("float32")
     return replace(machine, memory_bytes=machine.memory_bytes + weights)
-
-
-def _weights(fleet: Fleet, unit: UnitSpec, hub: Hub) -> int:
-    total = 0
-    for model in unit.models:
-        try:
-            architecture = architecture_of(fleet.model(model.name), hub)
-        except (KeyError, CheckpointError):
-            continue  # removed meanwhile: its weights are gone
-        total += architecture.weight_bytes(model.dtype)
-    return total
 
 
 class ScaleOut:
@@ -506,7 +423,7 @@ class ScaleOut:
             raise
         return Addition(units[0].unit_spec.models[0], tuple(units), scaling_of(declared).get(model.name))
 
-    def joined(self, declared: Fleet, unit: str, fleet: FleetSpec, tell: Tell) -> JoinedUnit:
+    def joined(self, declared: Fleet, unit: PlannedUnit, fleet: FleetSpec, tell: Tell) -> JoinedUnit:
         """See `UnitPlanner.joined`."""
         try:
             declared = self._planner.fetched(declared, tell).multiplexed()
@@ -515,20 +432,20 @@ class ScaleOut:
         (model,) = declared.models
         if note := without_chat_template(model):
             tell(note)
-        known = next((each for each in fleet.unit(unit).unit_spec.models if each.name == model.name), None)
+        known = next((each for each in fleet.unit(unit.name).unit_spec.models if each.name == model.name), None)
         self._planner.declare(declared)
         try:
-            spec = self._planner.joined(unit, model.name, fleet)
-            made = spec.model(model.name)
-            if known is not None and _table(known) != _table(made):
+            joined = self._planner.joined(unit, model.name, fleet)
+            made = joined.unit_spec.model(model.name)
+            if known is not None and not same_table(known, made):
                 raise NoRoomError(
-                    f"{unit} has had another model called {model.name}, and keeps its page table; give this one "
+                    f"{unit.name} has had another model called {model.name}, and keeps its page table; give this one "
                     "another name, or leave --unit out"
                 )
         except NoRoomError as error:
             self._planner.forget(model.name)
             raise ChangeError(str(error)) from None
-        return JoinedUnit(made, spec, scaling_of(declared).get(model.name))
+        return JoinedUnit(made, *joined, scaling_of(declared).get(model.name))
 
     def forget(self, model: str) -> None:
         """See `Planner.forget`."""
@@ -537,11 +454,6 @@ class ScaleOut:
     def settings(self, wanted: Fleet, fleet: FleetSpec) -> FleetSpec:
         """See `Planner.settings`."""
         return settings_of(wanted, fleet)
-
-
-def _table(model: ModelSpec) -> tuple[object, ...]:
-    """What engines and memory manager of a unit know of a model for as long as the unit runs."""
-    return model.path, model.dtype, model.layers, model.kv_heads, model.head_dim, model.block_tokens, model.num_blocks
 
 
 def _with(fleet: FleetSpec, units: list[PlannedUnit]) -> FleetSpec:

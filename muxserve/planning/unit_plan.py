@@ -281,12 +281,13 @@ def resolve_unit(
     if len(fleet.models) > 1 and any(arrangement_of(model).dedicated for model in fleet.models):
         raise ValueError("rolling and pipelined models have units to themselves")
     default = least_batch((each.name, each.memory_bytes) for each in gpu.gpus) if gpu else CPU_BATCH
-    fleet = fleet.with_models([_with_batch(model, batch_of(model, default)) for model in fleet.models])
+    fleet = fleet.with_models([with_batch(model, batch_of(model, default)) for model in fleet.models])
     demands = model_demands(fleet, machine, hub, gpu, block_tokens or {}, units)
     return ResolvedUnit(fleet, _unit(fleet, demands, machine, gpu, units), demands, machine, gpu, units=units)
 
 
-def _with_batch(model: Model, batch: Batch) -> Model:
+def with_batch(model: Model, batch: Batch) -> Model:
+    """The model with sizes of its steps."""
     return model.model_copy(update={"max_num_seqs": batch.seqs, "max_num_batched_tokens": batch.tokens})
 
 

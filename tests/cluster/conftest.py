@@ -79,6 +79,9 @@ class FakePlan:
         self.unit_spec = unit_spec
         self.asked: list[list[Needs]] = []
         self.refuse = False
+        # Of models that came later: which, beside which, and whether they had been loaded; and whether they fit then.
+        self.joining: list[tuple[str, set[str], bool]] = []
+        self.fits = {False: True, True: True}
 
     def pools(self, needs: Sequence[Needs]) -> tuple[UnitPlan, list[Budget]]:
         self.asked.append(list(needs))
@@ -102,6 +105,13 @@ class FakePlan:
         )
         pools = (PoolPlan("pool0", "float32", 65536, 1000, tuple(m.name for m in models)),)
         return UnitPlan(2, pools, models, ()), [Budget("GPU 0", 1 << 30, (), 1000 * 65536)]
+
+    def check_room(
+        self, served: Sequence[Needs], joining: Sequence[Needs], pools: object, found: object, loaded: bool
+    ) -> None:
+        self.joining.append((joining[0].model, {each.model for each in served}, loaded))
+        if not self.fits[loaded]:
+            raise BudgetError("GPU 0 has 1 GiB left")
 
 
 def fake(*args: object) -> list[str]:

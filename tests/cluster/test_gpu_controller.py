@@ -6,17 +6,21 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import msgspec
 import pytest
 
 from muxserve.cluster.controller import EXIT_OK, EXIT_START
 from muxserve.cluster.events import Down, Failed, PartId, Progress, Starting, Up
+from muxserve.cluster.supervision import GaveUp
 from muxserve.gpu import weight_wire as wire
-from muxserve.gpu.budget import WAITING
+from muxserve.gpu.budget import WAITING, Needs
 from muxserve.gpu.weight_wire import fetch, say
-from muxserve.spec import load, load_fleet
+from muxserve.memory import server
+from muxserve.spec import UnitSpec, load, load_fleet
 from tests.cluster.conftest import Fleet, RunDir, alive, gpu_unit_spec, running
 from tests.cluster.test_controller import ENGINES, GATEWAY, MEMORY, UNIT, VLLM, WARM, index
 
@@ -233,3 +237,69 @@ async def test_what_a_gpu_did_is_told_in_words(gpu_fleet: Fleet) -> None:
     await gpu_fleet.until(lambda: gpu_fleet.ups(ENGINES[1]) == 3)
     again = [event for event in gpu_fleet.events if isinstance(event, Down)][1]
     assert "out of memory" not in again.reason
+
+
+# ---------------------------------------------------------------- a model joins
+
+
+async def joining(fleet: Fleet, monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> UnitSpec:
+    """The unit of a fleet that serves, with a third model; the manager of its memory is not asked."""
+    monkeypatch.setattr(server, "add_model", lambda unit_spec, model: None)
+    await fleet.serving()
+    now = fleet.host.unit_spec
+    three = msgspec.structs.replace(now.models[0], name="three", path=str(checkpoint))
+    return msgspec.structs.replace(now, models=[*now.models, three])
+
+
+def needs_of(model: str) -> list[Needs]:
+    return [Needs(model, rank, 5, 4, 3, 2) for rank in (0, 1)]
+
+
+async def test_a_model_joins_a_unit_on_gpus(gpu_fleet: Fleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wanted = await joining(gpu_fleet, monkeypatch, tmp_path)
+    handle = gpu_fleet.controller.units.units["u0"].handle
+    await handle.join(wanted, "three", needs_of("three"))
+    assert load(gpu_fleet.run_dir.path / "u0" / "unit.json") == wanted
+    await handle.start_model("three")
+    assert handle.up("three")
+    assert handle.entry.serves == ["one", "two", "three"]
+    # Before it is taken in, before it is started, and when it has been loaded: once for both engines.
+    beside = {"one", "two"}
+    assert gpu_fleet.plan.joining == [("three", beside, False), ("three", beside, False), ("three", beside, True)]
+    assert all(gpu_fleet.ups(part) == 1 for part in ALL)
+    assert len(gpu_fleet.plan.asked) == 1  # pools stay as they are
+    engine = PartId("engine", "three", "decode")
+    os.kill(gpu_fleet.pid(engine), signal.SIGKILL)
+    await gpu_fleet.until(lambda: gpu_fleet.ups(engine) == 2)
+    assert len(gpu_fleet.plan.joining) == 3
+
+
+async def test_a_model_for_which_gpus_have_no_room_changes_nothing(
+    gpu_fleet: Fleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wanted = await joining(gpu_fleet, monkeypatch, tmp_path)
+    before = gpu_fleet.host.unit_spec
+    gpu_fleet.plan.fits[False] = False
+    handle = gpu_fleet.controller.units.units["u0"].handle
+    with pytest.raises(GaveUp, match="GPU 0 has 1 GiB left") as caught:
+        await handle.join(wanted, "three", needs_of("three"))
+    assert caught.value.part == PartId("weights", "three")
+    assert gpu_fleet.host.unit_spec == before == load(gpu_fleet.run_dir.path / "u0" / "unit.json")
+    gone = msgspec.structs.replace(wanted.models[-1], path=str(tmp_path / "nowhere"))
+    with pytest.raises(GaveUp, match="nowhere is no directory on "):
+        await handle.join(msgspec.structs.replace(wanted, models=[*before.models, gone]), "three", needs_of("three"))
+
+
+async def test_a_model_that_measures_more_than_is_left_goes_again(
+    gpu_fleet: Fleet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wanted = await joining(gpu_fleet, monkeypatch, tmp_path)
+    gpu_fleet.plan.fits[True] = False
+    handle = gpu_fleet.controller.units.units["u0"].handle
+    await handle.join(wanted, "three", needs_of("three"))
+    with pytest.raises(GaveUp, match="GPU 0 has 1 GiB left"):
+        await handle.start_model("three")
+    assert not [part for part in handle.parts if part.model == "three"]
+    assert not any(alive(e.pid) for e in gpu_fleet.events if isinstance(e, Up) and e.part.model == "three")
+    assert all(gpu_fleet.ups(part) == 1 for part in ALL)
+    assert handle.up("one")

@@ -7,17 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from muxserve.config import FleetError, Model, parse_fleet
+from muxserve.gpu import unit
+from muxserve.gpu.budget import Needs
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import GpuMachine as GpuMachine
 from muxserve.gpu.unit import GpuPlan, PoolSizer, SizingError, SmShares, from_json
 from muxserve.planning.checkpoints import architecture_of
 from muxserve.planning.fleet_planner import FleetPlanner
-from muxserve.planning.specs import unit_spec_of
+from muxserve.planning.joining import Joined, NoRoomError
+from muxserve.planning.specs import fleet_spec_of, planned_unit, unit_spec_of
 from muxserve.planning.unit_plan import ResolvedUnit
-from muxserve.spec import load
+from muxserve.spec import UnitSpec, load
 from placement import Machine
 from placement.unit import MAX_BLOCKS
 from tests.cluster.test_plan import CONFIG, FakeHub
@@ -180,6 +184,82 @@ def test_more_clients_than_mps_takes_are_refused(tmp_path: Path) -> None:
     assert words(24, sharing="off") == ""
     exclusive = (replace(unit.gpus[0], compute_mode="exclusive_process"),)
     assert (words(15, gpus=exclusive), bool(words(16, gpus=exclusive))) == ("", True)
+
+
+class TestJoining:
+    """A model joins a unit that runs on GPUs, whose pools are as large as they were measured to be."""
+
+    def joined(
+        self,
+        tmp_path: Path,
+        cluster: str = "{gpus: 1}",
+        config: dict[str, Any] | None = None,
+        more: str = "",
+        length: int = 256,
+    ) -> tuple[UnitSpec, Joined]:
+        made = plan(tmp_path, cluster)
+        (tmp_path / "c").mkdir()
+        (tmp_path / "c" / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 16, **(config or {})}))
+        (tmp_path / "c" / "model.safetensors").touch()
+        fleet = parse_fleet(f"cluster: {cluster}\nmodels:{MODELS}", "f.yaml", tmp_path, {})
+        new = parse_fleet(f"models: [{{name: c, path: c, rate: 1, max_len: {length}{more}}}]", "c.yaml", tmp_path, {})
+        planner = FleetPlanner(fleet, Machine(8, 64 * GIB, 16 * GIB), lambda: gpus(2))
+        (made,) = planner.at_start()
+        planned = planned_unit(made, "/run")
+        running = fleet_spec_of(fleet, [planned], "/run")
+        planner.declare(new)
+        return running.unit("u0").unit_spec, planner.joined(planned, "c", running)
+
+    def test_engines_keep_their_percentage_and_the_new_ones_get_what_is_free(self, tmp_path: Path) -> None:
+        before, (after, planned, needs) = self.joined(tmp_path)
+        assert after.pools == before.pools
+        (pool,) = after.pools
+        assert [model.name for model in after.models] == ["a", "b", "c"]
+        assert sum(model.quota_pages for model in after.models) == pool.num_pages - 1
+        for old, new in zip(before.models, after.models, strict=False):
+            assert new == msgspec.structs.replace(old, quota_pages=new.quota_pages, floor_pages=new.floor_pages)
+            assert new.quota_pages < old.quota_pages
+        a, b, c = after.models
+        assert c.prefill_share == max(a.prefill_share, b.prefill_share)
+        assert 0 < c.decode_share <= 1
+        assert c.decode_share >= 1 - c.prefill_share - a.decode_share - b.decode_share - 1e-9
+        assert [(each.model, each.rank, each.measured) for each in needs] == [("c", 0, False)]
+        # Started again, all three are measured before the pools are made.
+        assert planned.gpu is not None
+        assert [each.name for each in planned.gpu.demands] == [each.name for each in planned.unit_spec.models]
+        size = [Needs(name, 0, GIB, GIB, GIB, GIB, measured=True) for name in "abc"]
+        again, _ = PoolSizer(planned.gpu, planned.unit_spec, tmp_path / "unit.json").size(size)
+        assert [each.name for each in again.models] == ["a", "b", "c"]
+
+    def test_where_leases_bring_shares_all_are_planned_anew(self, tmp_path: Path) -> None:
+        before, (after, planned, _) = self.joined(tmp_path, "{gpus: 1, sm_sharing: green_contexts}")
+        assert before.share_steps
+        shares = {model.name: (model.prefill_share, model.decode_share) for model in after.models}
+        assert planned.gpu is not None
+        assert shares == {name: (s.prefill, s.decode) for name, s in planned.gpu.unit.shares.items()}
+        assert set(shares) == {"a", "b", "c"}
+
+    def test_the_file_may_say_its_share(self, tmp_path: Path) -> None:
+        _, (after, _, _) = self.joined(tmp_path, more=", sm: {prefill: 0.3, decode: 0.2}")
+        assert (after.models[2].prefill_share, after.models[2].decode_share) == (0.3, 0.2)
+
+    def test_on_several_gpus_it_is_split_as_the_others(self, tmp_path: Path) -> None:
+        _, (after, _, needs) = self.joined(tmp_path, "{gpus: 2}")
+        assert {model.kv_heads for model in after.models} == {1}
+        assert [each.rank for each in needs] == [0, 1]
+
+    def test_a_pool_of_other_pages_is_none_for_it(self, tmp_path: Path) -> None:
+        with pytest.raises(NoRoomError, match=r"c cannot join u0: its KV does not divide into pages of"):
+            self.joined(tmp_path, config={"head_dim": 48})
+
+    def test_a_pool_that_is_too_small_says_so(self, tmp_path: Path) -> None:
+        with pytest.raises(NoRoomError, match=r"c cannot join u0: .*GiB"):
+            self.joined(tmp_path, config={"max_position_embeddings": 1 << 30}, length=1 << 29)
+
+    def test_mps_takes_so_many_processes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(unit, "MOST_CLIENTS", 6)
+        with pytest.raises(NoRoomError, match=r"c cannot join u0: 3 models are 7 clients of the MPS server"):
+            self.joined(tmp_path)
 
 
 class TestTypes:

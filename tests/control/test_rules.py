@@ -12,7 +12,7 @@ from muxserve.cluster.changes import with_adapter
 from muxserve.control.changes import ChangeError
 from muxserve.control.rules import check_adapter, check_add, check_drain, check_remove, check_scale
 from muxserve.replicas.scaling import ScalingRules
-from muxserve.spec import AdapterSlots, GpuSpec
+from muxserve.spec import AdapterSlots
 from tests.config.test_adapters import adapter
 from tests.control.fakes import fleet_of
 
@@ -102,19 +102,17 @@ def test_what_cannot_be_added(text: str, said: str, tmp_path: Path) -> None:
             {},
             "a model with phases: rolling has a unit to itself",
         ),
-        ("", "u0", {"remote": True}, "u0 runs in a Ray cluster, where units keep the models"),
-        ("", "u0", {"gpu": GpuSpec(["GPU-a"])}, "the pools of u0 took what its GPUs had left beside the weights"),
         ("", "u0", {"phases": "rolling"}, "u0 is for chat alone"),
     ],
 )
 def test_what_cannot_join_a_unit(model: str, unit: str, changes: dict[str, Any], said: str) -> None:
     fleet = fleet_of("/run", {"u0": ["chat"]})
     entry = fleet.units[0]
-    spec = msgspec.structs.replace(entry.unit_spec, gpu=changes.get("gpu"))
+    spec = entry.unit_spec
     if "phases" in changes:
         rolling = [msgspec.structs.replace(each, phases=changes["phases"]) for each in spec.models]
         spec = msgspec.structs.replace(spec, models=rolling)
-    entry = msgspec.structs.replace(entry, unit_spec=spec, remote=changes.get("remote", False))
+    entry = msgspec.structs.replace(entry, unit_spec=spec)
     fleet = msgspec.structs.replace(fleet, units=[entry])
     text = f"models: [{{name: new, hub: x/y{', ' if model else ''}{model}}}]"
     with pytest.raises(ChangeError) as caught:

@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muxserve.gpu.budget import GRANULARITY, BudgetError, Needs, budget, check, measured, pool_bytes, table
+from muxserve.gpu.budget import (
+    GRANULARITY,
+    BudgetError,
+    Needs,
+    budget,
+    check,
+    check_room,
+    measured,
+    pool_bytes,
+    table,
+)
+from placement.format import format_size
 from placement.memory import MemoryRules
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -91,3 +102,36 @@ def test_what_a_holder_says() -> None:
     with pytest.raises(ValueError, match="context_bytes"):
         measured(event)
     assert measured({**event, "context_bytes": 3, "graph_bytes": 2}) == Needs("m", 1, 5, 4, 3, 2, measured=True)
+
+
+class TestRoomForOneMore:
+    """Pools have been made and stay as they are."""
+
+    def room(self, joining: Needs, pools: int, free: int | None, loaded: bool = False) -> str:
+        made = budget("GPU 0 (H)", 100 * GIB, 0, [needs(), joining], 16384, RULES)
+        try:
+            check_room(made, joining, pools, free, RULES, loaded)
+        except BudgetError as error:
+            return str(error)
+        return ""
+
+    def test_what_is_left_beside_the_pools_is_enough_or_not(self) -> None:
+        joining = Needs("b", 0, 16 * GIB, 2 * GIB, 500 * MIB, 256 * MIB)
+        most = budget("GPU 0", 100 * GIB, 0, [needs(), joining], 16384, RULES).pool_bytes
+        assert self.room(joining, most, None) == ""
+        said = self.room(joining, most + 4 * GIB, None)
+        assert said.startswith(
+            "GPU 0 (H): b needs 21.48 GiB (weights 16 GiB, engines 5.477 GiB, estimated), and of 90 GiB"
+        )
+        assert "of 90 GiB that may be used 17.48 GiB are left beside the pools (" in said
+        assert said.endswith(f"remove one of them first, or deploy with kv_pool.size: {format_size(most)} at most")
+
+    def test_the_driver_must_have_it_free(self) -> None:
+        joining = needs("b")
+        own = joining.weights_bytes + joining.engines(RULES)
+        assert self.room(joining, 4 * GIB, own) == ""
+        said = self.room(joining, 4 * GIB, own - MIB)
+        assert "measured), and the driver has 21.48 GiB of 100 GiB free; end what else computes there" in said
+        # With the weights in place, only its engines are still to come.
+        assert self.room(joining, 4 * GIB, joining.engines(RULES), loaded=True) == ""
+        assert self.room(joining, 4 * GIB, joining.engines(RULES) - 1, loaded=True) != ""

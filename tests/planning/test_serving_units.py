@@ -431,9 +431,12 @@ def joining(declared: Fleet, model: str, **changes: object) -> tuple[UnitSpec, U
     planner = FleetPlanner(
         declared.with_models([each for each in declared.models if each.name != model]), MACHINE, lambda: NONE
     )
-    running = deployed(planner.fleet, planner.at_start())
+    plans = planner.at_start()
+    running = deployed(planner.fleet, plans)
     planner.declare(declared.with_models([declared.model(model).model_copy(update=changes)]))
-    return running.unit("u0").unit_spec, planner.joined("u0", model, running)
+    joined = planner.joined(planned_unit(plans[0], "/run"), model, running)
+    assert joined.planned.unit_spec == joined.unit_spec
+    return running.unit("u0").unit_spec, joined.unit_spec
 
 
 def test_a_model_that_joins_gets_its_part_of_the_pool() -> None:
@@ -492,11 +495,14 @@ def test_a_pool_may_have_no_room_for_one_more() -> None:
 
 def test_what_has_left_a_unit_takes_nothing_of_it() -> None:
     planner = FleetPlanner(fleet(), MACHINE, lambda: NONE)
-    running = deployed(planner.fleet, planner.at_start())
+    plans = planner.at_start()
+    running = deployed(planner.fleet, plans)
     model = planner.fleet.model("atlas").model_copy(update={"name": "new"})
     planner.forget("atlas")
     planner.declare(planner.fleet.with_models([model]))
-    joined = planner.joined("u0", "new", running)
-    quotas = {each.name: each.quota_pages for each in joined.models}
+    joined = planner.joined(planned_unit(plans[0], "/run"), "new", running)
+    quotas = {each.name: each.quota_pages for each in joined.unit_spec.models}
     assert quotas["atlas"] == 0
-    assert sum(quotas.values()) == joined.pools[0].num_pages - 1
+    assert sum(quotas.values()) == joined.unit_spec.pools[0].num_pages - 1
+    # Started again, the unit is without it.
+    assert set(quotas) - {each.name for each in joined.planned.unit_spec.models} == {"atlas"}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ from tests.ray.cluster import Nodes, nodes
 from tests.support.patience import PATIENCE
 
 HEAD, ONE, OTHER, THIRD = "127.0.1.2", "127.0.1.3", "127.0.1.4", "127.0.1.5"
-MODEL = "arithmetic"
+MODEL, JOINS = "arithmetic", "atlas"
 STREAMS, TOKENS = 8, 200
 TRIES = 20
 
@@ -51,10 +50,23 @@ def units(fleet: Fleet) -> list[dict[str, Any]]:
     return found
 
 
-def drain() -> None:
-    command = [sys.executable, "-m", "muxserve.cli.app", "drain", "u0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+def command(fleet: Fleet, *words: str) -> None:
+    done = fleet.command(*words)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def join(fleet: Fleet, directory: Path) -> None:
+    """Another model of the quickstart joins the unit of one node."""
+    model = next(each for each in yaml.safe_load(QUICKSTART.read_text())["models"] if each["name"] == JOINS)
+    model["path"] = str((QUICKSTART.parent / model["path"]).resolve())
+    file = directory / "joins.yaml"
+    file.write_text(yaml.safe_dump({"models": [model]}))
+    command(fleet, "add", str(file), "--unit", "u0")
+    answer_of(fleet)
+
+
+def answer_of(fleet: Fleet) -> None:
+    assert fleet.client.completions.create(model=JOINS, prompt="1", max_tokens=5).choices[0].text
 
 
 def in_flight(fleet: Fleet) -> list[int]:
@@ -128,6 +140,10 @@ def main() -> None:
                 wanted = asyncio.run(streams(fleet))
                 assert all(wanted)
                 say("streams served over TCP")
+                join(fleet, Path(directory))
+                served = [unit["name"] for unit in units(fleet) if JOINS in str(unit)]
+                assert served == ["u0"], units(fleet)
+                say("a model has joined the unit of a node")
 
                 killed: list[list[int]] = []
 
@@ -150,10 +166,11 @@ def main() -> None:
                     fleet.wait(lambda: all(unit["status"] == "up" for unit in units(fleet)), 240, "up again")
                     assert fleet.get("/fleet").json()["gateway"]["generation"] > before
                     say("the unit is up on another node")
-                    fleet.wait(lambda: len(engines_up(fleet)) == 4, 240, "serving again in both units")
+                    fleet.wait(lambda: len(engines_up(fleet)) == 6, 240, "serving again in both units")
+                    answer_of(fleet)
                     assert asyncio.run(streams(fleet, lambda: say(f"in flight: {in_flight(fleet)}"))) == wanted
                     say("served by both again")
-                    assert asyncio.run(streams(fleet, drain)) == wanted
+                    assert asyncio.run(streams(fleet, lambda: command(fleet, "drain", "u0"))) == wanted
                     moved = [line for line in fleet.get("/metrics").text.splitlines() if "migrations_total{" in line]
                     assert [unit["name"] for unit in units(fleet)] == ["u1"]
                     say(f"u0 drained while it served: {moved}")

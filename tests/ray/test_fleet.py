@@ -10,5 +10,6 @@ import pytest
 @pytest.mark.program("live")
 def test_requests_of_a_node_that_is_killed_are_served_on_the_other_one(said: Callable[[float], str]) -> None:
     text = said(280)
-    for step in ("a fleet of two units", "streams served over TCP", "every stream complete and as before"):
+    steps = ("a fleet of two units", "streams served over TCP", "a model has joined the unit of a node")
+    for step in (*steps, "every stream complete and as before"):
         assert step in text, text[-6000:]

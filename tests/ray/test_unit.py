@@ -13,9 +13,10 @@ import pytest
 from muxserve.cluster.events import Event, PartId, Ready, Up, to_line
 from muxserve.cluster.ray import unit
 from muxserve.cluster.ray.calls import ActorQuestions
-from muxserve.cluster.ray.unit import RayUnit
+from muxserve.cluster.ray.unit import RayUnit, with_joined
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
+from muxserve.gpu.budget import Needs
 from muxserve.spec import GpuSpec, Listen, UnitSpec
 from tests.global_scheduler.support import entry
 from tests.support.patience import PATIENCE
@@ -38,6 +39,7 @@ class Actor:
     def __init__(self) -> None:
         self.life = 0
         self.told: list[str] = []
+        self.joins: list[dict[str, Any]] = []
         self.answers: dict[str, dict[str, Any] | None] = {}
         self._lines: asyncio.Queue[str] = asyncio.Queue()
         self.hear, self.say, self.place = (
@@ -76,6 +78,8 @@ class Actor:
 
     async def _say(self, line: str) -> None:
         command = json.loads(line)
+        if command["do"] == "join":
+            self.joins.append(command)
         self.told.append(" ".join([command["do"], *([command["model"]] if "model" in command else [])]))
         answer = self.answers.get(command["do"], {})
         if answer is not None:
@@ -206,3 +210,50 @@ async def test_a_life_that_cannot_hold_what_was_offered_is_none() -> None:
     with pytest.raises(GaveUp, match=rf"on 127.0.0.1 hold {longest - 1} tokens of m, which was offered with {longest}"):
         await asyncio.wait_for(played.unit.wait(), 10)
     assert played.unit.entry.unit_spec == DEPLOYMENT
+
+
+def with_a_third(unit_spec: UnitSpec) -> UnitSpec:
+    third = msgspec.structs.replace(unit_spec.models[0], name="third", quota_pages=10)
+    return msgspec.structs.replace(unit_spec, models=[*unit_spec.models, third])
+
+
+async def test_a_model_joins_and_joins_again_when_the_unit_has_been_started_again() -> None:
+    played = Played(("m",))
+    needs = [Needs("third", 0, 3, 2, 1, 1)]
+    await played.unit.join(with_a_third(DEPLOYMENT), "third", needs)
+    await played.unit.start_model("third")
+    assert played.unit.entry.unit_spec == with_a_third(DEPLOYMENT)
+    assert played.unit.entry.serves == ["m", "third"]
+    played.actor.restart()
+    played.actor.sized()
+    await played.until(lambda: Up(PartId("host"), 0, 0.0) in played.events)
+    assert played.unit.entry.unit_spec == with_a_third(DEPLOYMENT)
+    played.actor.line(Ready(0.1))
+    await played.until(lambda: len(played.actor.told) == 4)
+    assert played.actor.told == ["join third", "start_model third"] * 2
+    assert [each["needs"] for each in played.actor.joins] == [[msgspec.to_builtins(each) for each in needs]] * 2
+    assert msgspec.convert(played.actor.joins[1]["unit_spec"], UnitSpec) == with_a_third(DEPLOYMENT)
+    played.end()
+
+
+async def test_a_model_that_the_host_does_not_take_has_not_joined() -> None:
+    played = Played(("m",))
+    part = msgspec.to_builtins(PartId("weights", "third"))
+    played.actor.answers["join"] = {"error": "GPU 0 has 1 GiB left", "part": part}
+    with pytest.raises(GaveUp, match="GPU 0 has 1 GiB left") as caught:
+        await played.unit.join(with_a_third(DEPLOYMENT), "third")
+    assert caught.value.part == PartId("weights", "third")
+    assert played.unit.entry.unit_spec == DEPLOYMENT
+    played.end()
+
+
+def test_pools_of_another_size_are_divided_in_the_same_way() -> None:
+    before = with_a_third(DEPLOYMENT)
+    pools = [msgspec.structs.replace(pool, num_pages=pool.num_pages // 2) for pool in DEPLOYMENT.pools]
+    begun = msgspec.structs.replace(DEPLOYMENT, pools=pools, gpu=GpuSpec(["GPU-b"]))
+    now = with_joined(begun, before, {"third": ()})
+    assert (now.pools, now.gpu) == (begun.pools, begun.gpu)
+    part = pools[0].num_pages / before.pools[0].num_pages
+    assert [model.name for model in now.models] == [model.name for model in before.models]
+    assert [each.quota_pages for each in now.models] == [int(each.quota_pages * part) for each in before.models]
+    assert with_joined(begun, before, {}) is begun

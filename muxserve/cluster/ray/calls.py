@@ -61,7 +61,7 @@ class ActorQuestions:
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._number = 0
 
-    async def ask(self, what: str, seconds: float = ASK_SECONDS, **more: str) -> dict[str, Any]:
+    async def ask(self, what: str, seconds: float = ASK_SECONDS, **more: Any) -> dict[str, Any]:
         """Have the host do something within `seconds`; returns its reply, with an `error` if it came to nothing."""
         self._number += 1
         number = self._number

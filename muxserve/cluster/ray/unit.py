@@ -11,7 +11,7 @@ import base64
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from muxserve.cluster.ray.calls import ASK_SECONDS, HOST, ActorQuestions, answer
 from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import MemoryParents, PlannedUnit
+from muxserve.gpu.budget import Needs
 from muxserve.net.sockets import tcp_address
-from muxserve.spec import UnitEntry, UnitSpec
+from muxserve.spec import ModelSpec, UnitEntry, UnitSpec
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,8 @@ class RayUnit:
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._questions = ActorQuestions(ray, actor)
         self._unit_spec = msgspec.json.decode(place["unit_spec"], type=UnitSpec)
+        # What models that have joined since take of the unit's GPUs: a new life of the actor knows nothing of them.
+        self._joined: dict[str, tuple[Needs, ...]] = {}
         self._life = self._host = ""
         self._was_away = False
         self._moved_to(place)
@@ -144,9 +147,15 @@ class RayUnit:
         if model not in self._serves:
             self._serves.append(model)
 
-    async def join(self, unit_spec: UnitSpec, model: str) -> None:
+    async def join(self, unit_spec: UnitSpec, model: str, needs: Sequence[Needs] = ()) -> None:
         """See `UnitHandle.join`."""
-        raise GaveUp(HOST, "it runs in a Ray cluster, where units keep the models that they were started with")
+        check(await self._ask_to_join(unit_spec, model, needs), model)
+        self._joined[model] = tuple(needs)
+        self._unit_spec = unit_spec
+
+    async def _ask_to_join(self, unit_spec: UnitSpec, model: str, needs: Sequence[Needs]) -> dict[str, Any]:
+        spec, estimated = msgspec.to_builtins(unit_spec), msgspec.to_builtins(needs)
+        return await self._questions.ask("join", model=model, unit_spec=spec, needs=estimated)
 
     async def stop_model(self, model: str) -> None:
         """See `UnitHandle.stop_model`."""
@@ -228,6 +237,9 @@ class RayUnit:
     async def _as_before(self, ready: asyncio.Event) -> None:
         """Have a new life of the actor, which begins as the first one did, serve what was served last."""
         await ready.wait()
+        for model, needs in self._joined.items():
+            if error := (await self._ask_to_join(self._unit_spec, model, needs)).get("error"):
+                log.warning("%s does not join a unit that was started again: %s", model, error)
         serves, migrates = self._begins_with
         if self._migrates and not migrates:
             await self._questions.ask("start_migrator")
@@ -251,7 +263,8 @@ class RayUnit:
                 words = f"{model.max_len} tokens of {model.name}, which was offered with {before}"
                 self._fail(HOST, f"the GPUs that it has now on {self._host} hold {words}; free their memory")
                 return
-        self._unit_spec = unit_spec
+        # The host joins them again when it is up.
+        self._unit_spec = with_joined(unit_spec, self._unit_spec, self._joined)
         self.sized.set()
         if self._was_away:
             # To the fleet this is a unit that may be somewhere else now.
@@ -301,3 +314,26 @@ class RayUnit:
         task: asyncio.Task[object] = asyncio.create_task(work)
         self._others.add(task)
         task.add_done_callback(self._others.discard)
+
+
+def with_joined(begun: UnitSpec, before: UnitSpec, joined: Collection[str]) -> UnitSpec:
+    """A unit as a life of its actor has begun it, with the models that had `joined` the one before. Its models have the
+    quotas of before, or, where the pools are of another size now, the same parts of them."""
+    if not joined:
+        return begun
+    parts = {pool.name: pool.num_pages / before.pool(pool.name).num_pages for pool in begun.pools}
+
+    def as_before(model: ModelSpec) -> ModelSpec:
+        part = parts[model.pool]
+        quota, floor = (pages if part == 1 else int(pages * part) for pages in (model.quota_pages, model.floor_pages))
+        return msgspec.structs.replace(model, quota_pages=quota, floor_pages=floor)
+
+    own = {model.name: model for model in begun.models}
+    models = []
+    for model in map(as_before, before.models):
+        if model.name in own and model.name not in joined:
+            model = msgspec.structs.replace(
+                own[model.name], quota_pages=model.quota_pages, floor_pages=model.floor_pages
+            )
+        models.append(model)
+    return msgspec.structs.replace(begun, models=models)
