@@ -170,6 +170,7 @@ def main() -> None:
                     answer_of(fleet)
                     assert asyncio.run(streams(fleet, lambda: say(f"in flight: {in_flight(fleet)}"))) == wanted
                     say("served by both again")
+                    command(fleet, "remove", JOINS)
                     assert asyncio.run(streams(fleet, lambda: command(fleet, "drain", "u0"))) == wanted
                     moved = [line for line in fleet.get("/metrics").text.splitlines() if "migrations_total{" in line]
                     assert [unit["name"] for unit in units(fleet)] == ["u1"]
