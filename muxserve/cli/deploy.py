@@ -197,7 +197,7 @@ async def _serve(
         unit_launcher,
         show,
         ScaleOut(planner),
-        lambda changes: ControlServer(changes, lambda: url),
+        lambda changes: ControlServer(changes, lambda: url, file.path.parent.absolute()),
         file.declared,
     )
     loop = asyncio.get_running_loop()

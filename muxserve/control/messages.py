@@ -32,7 +32,8 @@ class DrainUnit(ControlMessage):
 
 class Add(ControlMessage):
     """Serve one model more: the text of a fleet file with that model. `file` is what it is called in errors, `base` the
-    directory that paths in it are relative to. `unit`: the running unit that it joins; empty: it gets its own."""
+    directory that paths in it are relative to; empty: that of the fleet's own file. `unit`: the running unit that it
+    joins; empty: it gets its own."""
 
     text: str
     file: str
@@ -48,12 +49,13 @@ class Remove(ControlMessage):
 
 class Apply(ControlMessage):
     """Become what the text of a fleet file says; with `dry_run` only say what that takes. `environ` has the variables
-    whose keys the file names, as the command's user has them; `file` and `base` are as in `Add`."""
+    whose keys the file names, as the command's user has them; None: those of the controller. `file` and `base` are as
+    in `Add`."""
 
     text: str
     file: str
     base: str
-    environ: dict[str, str] = {}
+    environ: dict[str, str] | None = {}
     dry_run: bool = False
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from muxserve.config import Fleet, FleetError, Model, parse_fleet
@@ -132,6 +132,21 @@ def check_add(fleet: FleetSpec, text: str, file: str, base: str, unit: str = "")
     if unit:
         _check_join(fleet, declared.models[0], unit)
     return declared
+
+
+def check_from_elsewhere(declared: Fleet, names: Collection[str]) -> None:
+    """Whether models that are new may come from whoever has an admin's key and is not on the machine: engine options
+    can name code that engines run.
+
+    Raises:
+        ChangeError: one has engine options.
+    """
+    message = "can name code to run, and comes from the fleet's own machine only; use `muxserve add` or `apply` there"
+    problems = [
+        str(declared.model_problem(name, "engine_args", message)) for name in names if declared.model(name).engine_args
+    ]
+    if problems:
+        raise ChangeError("\n".join(problems))
 
 
 def _check_join(fleet: FleetSpec, model: Model, name: str) -> None:

@@ -33,9 +33,11 @@ class ControlServer:
     Args:
         control: what does the changes.
         url: where the endpoint is reached on this machine.
+        base: what paths in texts from elsewhere are relative to.
     """
 
-    def __init__(self, control: FleetControl, url: Callable[[], str]) -> None:
+    def __init__(self, control: FleetControl, url: Callable[[], str], base: Path = Path("/")) -> None:
+        self._base = str(base)
         self._control = control
         self._url = url
         self._context = zmq.asyncio.Context()
@@ -117,11 +119,14 @@ class ControlServer:
                     await self._control.drain(unit, tell)
                     return messages.Done(f"{unit} is empty and has ended")
                 case messages.Add(text, file, base, unit):
+                    fleet, place = self._control.fleet, base or self._base
                     try:
-                        declared = await asyncio.to_thread(rules.check_add, self._control.fleet, text, file, base, unit)
+                        declared = await asyncio.to_thread(rules.check_add, fleet, text, file, place, unit)
                     except ChangeError as error:
                         raise _MistakeError(str(error)) from None
                     name = declared.models[0].name
+                    if not base:
+                        _checked(rules.check_from_elsewhere, declared, [name])
                     await self._control.add(declared, tell, unit)
                     return messages.Done(f"{name} is served{_where(self._control.fleet, name)}")
                 case messages.Apply():
@@ -138,14 +143,15 @@ class ControlServer:
     async def _apply(self, command: messages.Apply, tell: Tell) -> str:
         """Settings first, which cannot fail for want of room; then what frees something, then what takes it. What has
         been done stays: another try goes on from there."""
-        control = self._control
+        control, base = self._control, command.base or self._base
+        environ = os.environ if command.environ is None else command.environ
         try:
-            wanted = await asyncio.to_thread(
-                rules.check_apply, command.text, command.file, command.base, command.environ
-            )
+            wanted = await asyncio.to_thread(rules.check_apply, command.text, command.file, base, environ)
         except ChangeError as error:
             raise _MistakeError(str(error)) from None
         plan = plan_changes(control.fleet, control.declared, wanted)
+        if not command.base:
+            _checked(rules.check_from_elsewhere, wanted, plan.add)
         lines = plan.lines()
         if command.dry_run or not plan.does_something:
             return "\n".join(lines) if lines else "the fleet is as the file says"

@@ -100,7 +100,7 @@ class GatewayApp:
         open_pages: those of them that need no key.
         model_pages: answers of paths below `/models/NAME`, for GET and without a key; they are given the name.
         settings: the largest body taken, and whether each request that ended leaves a line in the log.
-        apps: what answers at paths of its own, for admins.
+        apps: what answers at paths of its own, or, where one ends with a slash, below it; for admins.
         tracing: makes the spans of requests.
         responses: answers what is about one response.
     """
@@ -221,9 +221,9 @@ class GatewayApp:
             # Metrics shrink to a twentieth at the lowest level already.
             await GZipMiddleware(lambda _scope, _receive, answer: page(answer), compresslevel=1)(scope, receive, send)
             return
-        elif path in self._apps:
+        elif (app := self._app_at(path)) is not None:
             _only_admins(path, caller)
-            await self._apps[path](scope, receive, send)
+            await app(scope, receive, send)
             return
         elif path == "/v1/models":
             only_get(scope)
@@ -321,6 +321,10 @@ class GatewayApp:
         finally:
             showing.cancel()
             await asyncio.gather(showing, return_exceptions=True)
+
+    def _app_at(self, path: str) -> App | None:
+        below = (app for start, app in self._apps.items() if start.endswith("/") and path.startswith(start))
+        return self._apps.get(path) or next(below, None)
 
     def _model(self, asked: str | None, caller: Caller) -> str:
         if asked is None:

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from muxserve.gateway.app import Page, ServedApp
+from muxserve.gateway.changes import described
 from muxserve.gateway.collector import PLACES
 from muxserve.gateway.errors import Send, respond, respond_json
 from muxserve.gateway.peers import FULL, OWN_METRICS, OtherGateways, joined
@@ -117,6 +118,7 @@ class StatusRoutes:
             paths |= {path: of for path, of in document["paths"].items() if path in posts or path == "/v1/models"}
         for path, words in {**self._own_paths(), **_BESIDE}.items():
             paths.setdefault(path, {"get": {"summary": words, "responses": {"200": {"description": "OK"}}}})
+        paths |= described()
         about = {"title": "MuxServe", "version": version("muxserve")}
         await respond_json(
             send, {"openapi": "3.1.0", "info": about, "paths": paths, "components": {"schemas": schemas}}

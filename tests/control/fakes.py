@@ -144,12 +144,12 @@ class Controller:
         self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()))
 
     async def _serve(self) -> None:
-        server = ControlServer(self.control, lambda: "http://127.0.0.1:8123")
+        self.server = ControlServer(self.control, lambda: "http://127.0.0.1:8123")
         save_fleet(self.control.fleet)
-        server.start()
+        self.server.start()
         self._up.set()
         await self._end.wait()
-        await server.close()
+        await self.server.close()
 
     @property
     def name(self) -> str:

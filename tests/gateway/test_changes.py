@@ -33,7 +33,7 @@ class Asked:
     def __init__(self, controller: Controller, keys: bool = True) -> None:
         self.routes = ChangeRoutes(controller.control.fleet.run_dir, lambda: keys)
 
-    async def __call__(self, path: str, order: object, method: str = "POST") -> dict[str, Any]:
+    async def __call__(self, path: str, order: object, method: str = "POST", query: str = "") -> dict[str, Any]:
         """What came, or raises."""
         sent: list[Message] = []
 
@@ -44,8 +44,10 @@ class Asked:
         async def send(message: Message) -> None:
             sent.append(message)
 
-        scope = {"type": "http", "method": method, "path": path, "headers": []}
-        await asyncio.wait_for(self.routes.apps()[path](scope, receive, send), PATIENCE)
+        scope = {"type": "http", "method": method, "path": path, "headers": [], "query_string": query.encode()}
+        apps = self.routes.apps()
+        app = apps.get(path) or apps[path[: path.index("/", len("/admin/")) + 1]]
+        await asyncio.wait_for(app(scope, receive, send), PATIENCE)
         assert sent[0]["status"] == 200
         found = json.loads(sent[1]["body"])
         assert isinstance(found, dict)
@@ -82,6 +84,102 @@ async def test_mistakes_are_refused(controller: Controller, path: str, order: ob
     assert not controller.control.calls
 
 
+NEW = b"models:\n  - name: new\n    hub: org/new\n"
+
+
+async def test_a_model_comes_and_goes_as_a_resource(controller: Controller) -> None:
+    ask = Asked(controller)
+    answer = await ask("/admin/models", NEW)
+    assert (answer["result"], answer["text"]) == ("done", "new is served (u0)")
+    assert answer["steps"] == ["loading weights"]
+    json_too = {"models": [{"name": "second.new", "hub": "org/second"}]}
+    await ask("/admin/models", json_too, query="unit=u0")
+    await ask("/admin/models/second.new", b"", "DELETE")
+    assert controller.control.calls == [
+        ("add", "new", "org/new"),
+        ("add", "second.new", "org/second", "u0"),
+        ("remove", "second.new"),
+    ]
+
+
+async def test_a_fleet_file_is_applied_or_only_planned(controller: Controller) -> None:
+    ask = Asked(controller)
+    models = b"- {name: chat, hub: org/chat, replicas: 2}\n"
+    answer = await ask("/admin/apply", b"models:\n" + models, query="dry_run=true")
+    assert answer["result"] == "planned"
+    assert "code" in answer["text"]
+    assert not controller.control.calls
+    answer = await ask("/admin/apply", b"models:\n" + models)
+    assert answer["result"] == "done"
+    assert controller.control.calls == [("remove", "code")]
+
+
+async def test_paths_are_those_of_the_fleets_own_file_and_variables_the_controllers(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "config.json").write_text("{}")
+    (tmp_path / "weights" / "model.safetensors").touch()
+    monkeypatch.setattr(controller.server, "_base", str(tmp_path))
+    ask = Asked(controller)
+    await ask("/admin/models", b"models: [{name: near, path: weights}]")
+    assert controller.control.calls == [("add", "near", str(tmp_path / "weights"))]
+    monkeypatch.setenv("A_KEY_OF_THE_TEST", "secret")
+    models = "models: [{name: chat, hub: org/chat, replicas: 2}, {name: code, hub: org/code}]"
+    text = f"gateway: {{api_keys: ['env:A_KEY_OF_THE_TEST']}}\n{models}"
+    await ask("/admin/apply", text.encode())
+    (adopted,) = controller.control.adopted
+    assert [key.key for key in adopted.gateway.api_keys] == ["secret"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "query", "words"),
+    [
+        (
+            "/admin/models",
+            b"models:\n  - name: new\n    hub: org/new\n    rate: fast\n",
+            "",
+            r"body:4: models\[0\].rate: ",
+        ),
+        ("/admin/models", b"{", "", "body:1: "),
+        ("/admin/models", b"\xff", "", "no text in UTF-8"),
+        ("/admin/models", NEW.replace(b"new", b"chat"), "", r"body:2: models\[0\].name: the fleet has a model 'chat'"),
+        ("/admin/models", b"policy: fcfs\n" + NEW, "", "body:1: policy: belongs to the fleet"),
+        ("/admin/models", NEW, "unit=u7", "there is no unit u7"),
+        ("/admin/models", NEW, "units=u0", "takes unit behind its"),
+        ("/admin/models", NEW, "unit=u0&unit=u1", "takes unit behind its"),
+        (
+            "/admin/models",
+            NEW + b"    engine_args: {trust_remote_code: true}\n",
+            "",
+            r"body:4: .*engine_args: can name code",
+        ),
+        (
+            "/admin/apply",
+            NEW + b"    engine_args: {seed: 1}\n",
+            "dry_run=true",
+            r"body:4: .*engine_args: can name code",
+        ),
+        ("/admin/apply", b"models: []", "", "body:1: models: "),
+        ("/admin/apply", NEW, "dry_run=yes", "dry_run is true or false"),
+    ],
+)
+async def test_mistakes_in_a_file_are_told_with_key_and_line(
+    controller: Controller, path: str, body: bytes, query: str, words: str
+) -> None:
+    with pytest.raises(RequestError, match=words) as refused:
+        await Asked(controller)(path, body, query=query)
+    assert refused.value.status == 400
+    assert not controller.control.calls
+
+
+async def test_what_was_applied_before_a_failure_is_said_to_stay(controller: Controller) -> None:
+    controller.control.fails["remove", "code"] = broken("it cannot be taken out")
+    with pytest.raises(RequestError, match="what was done before stays; apply again goes on") as refused:
+        await Asked(controller)("/admin/apply", b"models: [{name: chat, hub: org/chat, replicas: 2}]")
+    assert refused.value.status == 409
+
+
 async def test_a_change_that_fails_is_a_conflict(controller: Controller) -> None:
     controller.control.fails["remove", "code"] = broken("it cannot be taken out")
     with pytest.raises(RequestError, match="it cannot be taken out; nothing was changed") as refused:
@@ -109,6 +207,25 @@ def test_at_a_real_gateway(gateway: Running, guarded: Running) -> None:
     assert httpx.post(f"{guarded.url}/admin/scale", json=order, timeout=PATIENCE).status_code == 401
     key = {"Authorization": "Bearer first-key"}
     assert httpx.get(f"{guarded.url}/admin/scale", headers=key, timeout=PATIENCE).status_code == 405
+    for path, method in (("/admin/models", "GET"), ("/admin/models/alpha", "GET"), ("/admin/apply", "DELETE")):
+        assert httpx.request(method, f"{guarded.url}{path}", headers=key, timeout=PATIENCE).status_code == 405
+        assert httpx.request("POST", f"{guarded.url}{path}", timeout=PATIENCE).status_code == 401
+    assert httpx.delete(f"{gateway.url}/admin/models/alpha", timeout=PATIENCE).status_code == 403
+    assert httpx.delete(f"{guarded.url}/admin/models/alpha", headers=key, timeout=PATIENCE).status_code == 409
     answer = httpx.post(f"{guarded.url}/admin/scale", json=order, headers=key, timeout=PATIENCE)
     assert answer.status_code == 409  # there is no controller behind it
     assert "has ended" in answer.json()["error"]["message"]
+
+
+def test_the_paths_are_described(gateway: Running) -> None:
+    paths = httpx.get(f"{gateway.url}/openapi.json", timeout=PATIENCE).json()["paths"]
+    own = {path: set(of) for path, of in paths.items() if path.startswith("/admin/") and path != "/admin/usage"}
+    apps = ChangeRoutes("/run", lambda: True).apps()
+    assert {path.partition("{")[0] for path in own} == set(apps)
+    assert own["/admin/models/{model}"] == {"delete"}
+    assert paths["/admin/scale"]["post"]["requestBody"]["content"]["application/json"]["schema"]["required"] == [
+        "model",
+        "replicas",
+    ]
+    assert [each["name"] for each in paths["/admin/models"]["post"]["parameters"]] == ["unit"]
+    assert "requestBody" not in paths["/admin/models/{model}"]["delete"]
