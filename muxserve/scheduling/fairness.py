@@ -12,7 +12,7 @@ The paper's bound (Theorem 4.4): of two tenants that both wait without a break, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 # The paper's weights of tokens (w_p, w_q), after what providers charge for them.
 INPUT = 1.0
@@ -35,22 +35,46 @@ class TenantService:
         """Its counter when a sequence that decodes from the start has been given `rounds` tokens."""
         return self.charged + OUTPUT * (self.decoding * rounds - self.missed) / self.weight
 
+    @property
+    def slope(self) -> float:
+        """How much that grows with each round."""
+        return OUTPUT * self.decoding / self.weight
+
 
 class TenantCounters:
-    """The counters of one model's tenants. All but `lift` take constant time.
+    """The counters of one model's tenants. Each call takes constant time, and what those take who `watch`.
 
     Args:
         rounds: tokens that a sequence has been given which decodes from the start. Steps are not told one by one: what
             a tenant's requests in decode have got is how many they are, times these, without what was before them.
     """
 
-    __slots__ = ("_last", "_rounds", "_tenants")
+    __slots__ = ("_last", "_rounds", "_tenants", "_watching")
 
     def __init__(self, rounds: Callable[[], float]) -> None:
         self._rounds = rounds
         self._tenants: dict[str, TenantService] = {}
         # Who was the last to have nothing waiting any more.
         self._last: str | None = None
+        self._watching: list[Callable[[str], None]] = []
+
+    @property
+    def rounds(self) -> Callable[[], float]:
+        """Says how many there are now."""
+        return self._rounds
+
+    def watch(self, changed: Callable[[str], None]) -> None:
+        """Have `changed` told whose counter, or the slope of it, has become another one; not that it grows by its
+        slope."""
+        self._watching.append(changed)
+
+    def unwatch(self, changed: Callable[[str], None]) -> None:
+        """Tell it nothing more."""
+        self._watching.remove(changed)
+
+    def _changed(self, tenant: str) -> None:
+        for changed in self._watching:
+            changed(tenant)
 
     def level(self, tenant: str) -> float:
         """The service that `tenant` got so far, in units of its weight."""
@@ -62,19 +86,19 @@ class TenantCounters:
         service = self._tenants.get(tenant)
         return service.weight if service is not None else 1.0
 
-    def lift(self, tenant: str, waiting: Iterable[str], weight: float) -> None:
-        """`tenant` begins to wait beside those of `waiting`: lines 6 to 13 of Algorithm 2."""
+    def lift(self, tenant: str, least: str | None, weight: float) -> None:
+        """`tenant` begins to wait beside others, of which `least` has got the least (None: there are none): lines 6 to
+        13 of Algorithm 2."""
         rounds = self._rounds()
-        service = self._of(tenant)
+        service = self.of(tenant)
         if weight != service.weight:
             level = service.level(rounds)
             service.weight = weight
             service.charged += level - service.level(rounds)
-        others = [self._of(other).level(rounds) for other in waiting]
-        if not others and self._last is not None:
-            others = [self._of(self._last).level(rounds)]
-        if others:
-            service.charged += max(0.0, min(others) - service.level(rounds))
+        level_with = self._last if least is None else least
+        if level_with is not None:
+            service.charged += max(0.0, self.of(level_with).level(rounds) - service.level(rounds))
+        self._changed(tenant)
 
     def waits_no_more(self, tenant: str) -> None:
         """`tenant` has nothing waiting."""
@@ -82,23 +106,27 @@ class TenantCounters:
 
     def admitted(self, tenant: str, tokens: int) -> None:
         """A prompt of so many tokens was admitted."""
-        service = self._of(tenant)
+        service = self.of(tenant)
         service.charged += INPUT * tokens / service.weight
+        self._changed(tenant)
 
     def decodes(self, tenant: str, since: float) -> None:
         """One of its requests decodes from round `since` on."""
-        service = self._of(tenant)
+        service = self.of(tenant)
         service.decoding += 1
         service.missed += since
+        self._changed(tenant)
 
     def decodes_no_more(self, tenant: str, since: float) -> None:
         """One that decoded from round `since` on has ended, or left."""
-        service = self._of(tenant)
+        service = self.of(tenant)
         service.decoding -= 1
         service.missed -= since
         service.charged += OUTPUT * (self._rounds() - since) / service.weight
+        self._changed(tenant)
 
-    def _of(self, tenant: str) -> TenantService:
+    def of(self, tenant: str) -> TenantService:
+        """What `tenant` was served; the object stays the same."""
         service = self._tenants.get(tenant)
         if service is None:
             service = self._tenants[tenant] = TenantService(1.0)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from muxserve.scheduling.engines import EngineState, Work
 from muxserve.scheduling.fairness import INPUT, TenantCounters
+from muxserve.scheduling.least_tenant import LeastTenant
 from muxserve.scheduling.types import (
     BOTH,
     DECODE,
@@ -148,10 +149,11 @@ class RequestQueue:
     as there are rounds before it, and no more.
 
     A sorted list for each tenant: entering at the end and leaving at the head are what happens, and moving a few
-    thousand pointers for the rest takes less time than a tree's bookkeeping.
+    thousand pointers for the rest takes less time than a tree's bookkeeping. Of several tenants a tree of winners knows
+    the next one, so that their number hardly counts.
     """
 
-    __slots__ = ("_count", "_counters", "_order", "_ranks", "_requests", "_serial", "blocks")
+    __slots__ = ("_count", "_counters", "_least", "_order", "_ranks", "_requests", "_serial", "blocks")
 
     def __init__(self, counters: TenantCounters) -> None:
         self._counters = counters
@@ -160,6 +162,8 @@ class RequestQueue:
         # By what goes before all tags; gone with the last request that has it.
         self._ranks: dict[QueueRank, dict[str, TenantQueue]] = {}
         self._order: list[QueueRank] = []
+        # Of ranks with several tenants: which of them is next.
+        self._least: dict[QueueRank, LeastTenant] = {}
         self._count = 0
         self.blocks = 0
 
@@ -175,8 +179,9 @@ class RequestQueue:
             tenants = self._ranks[rank] = {}
             insort(self._order, rank)
         tenant = tenants.get(request.tenant)
+        new = tenant is None
         if tenant is None:
-            self._counters.lift(request.tenant, tenants, request.weight)
+            self._counters.lift(request.tenant, self._next_tenant(rank, tenants), request.weight)
             tenant = tenants[request.tenant] = TenantQueue()
         key = (*rank, tenant.turns.enter(request.group), request.arrival, self._serial)
         request.key = key
@@ -185,6 +190,10 @@ class RequestQueue:
             insort(keys, key)
         else:
             keys.append(key)
+        if new:
+            self._enters(rank, request.tenant, tenants)
+        elif keys[0] is key and rank in self._least:
+            self._least[rank].moved(request.tenant, key)
         self._requests[key] = request
         self._count += 1
         self.blocks += request.blocks
@@ -206,21 +215,49 @@ class RequestQueue:
         if not keys:
             del tenants[request.tenant]
             self._counters.waits_no_more(request.tenant)
+            self._leaves(rank, request.tenant, tenants)
             if not tenants:
                 del self._ranks[rank]
                 self._order.remove(rank)
+        elif rank in self._least:
+            self._least[rank].moved(request.tenant, keys[0])
         self._count -= 1
         self.blocks -= request.blocks
 
     def head(self) -> LiveRequest:
         """The next one. The queue must not be empty."""
-        tenants = self._ranks[self._order[0]]
-        if len(tenants) == 1:
-            (queue,) = tenants.values()
-            return self._requests[queue.keys[0]]
-        level = self._counters.level
-        key = min((level(tenant), queue.keys[0]) for tenant, queue in tenants.items())[1]
-        return self._requests[key]
+        rank = self._order[0]
+        tenants = self._ranks[rank]
+        tenant = self._next_tenant(rank, tenants)
+        assert tenant is not None, "ranks go with the last request that has them"
+        return self._requests[tenants[tenant].keys[0]]
+
+    def _next_tenant(self, rank: QueueRank, tenants: dict[str, TenantQueue]) -> str | None:
+        """Of a rank's `tenants`, who is served next."""
+        least = self._least.get(rank)
+        return next(iter(tenants), None) if least is None else least.least()
+
+    def _enters(self, rank: QueueRank, tenant: str, tenants: dict[str, TenantQueue]) -> None:
+        """Among the rank's `tenants` there is a new one."""
+        least = self._least.get(rank)
+        if least is None and len(tenants) > 1:
+            least = self._least[rank] = LeastTenant(self._counters.rounds)
+            self._counters.watch(least.changed)
+            for each, queue in tenants.items():
+                least.add(each, self._counters.of(each), queue.keys[0])
+        elif least is not None:
+            least.add(tenant, self._counters.of(tenant), tenants[tenant].keys[0])
+
+    def _leaves(self, rank: QueueRank, tenant: str, tenants: dict[str, TenantQueue]) -> None:
+        """The rank's `tenants` have lost one."""
+        least = self._least.get(rank)
+        if least is None:
+            return
+        if len(tenants) > 1:
+            least.remove(tenant)
+        else:
+            self._counters.unwatch(least.changed)
+            del self._least[rank]
 
     def first(self, count: int) -> Iterator[LiveRequest]:
         """Up to `count` requests from the head, in the order in which they would be admitted one after the other."""

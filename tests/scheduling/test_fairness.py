@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from itertools import combinations
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muxserve.scheduling.admission import admissible
-from muxserve.scheduling.fairness import INPUT, OUTPUT, TenantCounters
+from muxserve.scheduling.fairness import INPUT, OUTPUT, TenantCounters, TenantService
+from muxserve.scheduling.least_tenant import LeastTenant
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.types import Grant, Phase, PoolProfile, QueuedRequest, StepsDone
 from tests.scheduling.machine import profile
@@ -110,6 +113,106 @@ def test_services_of_tenants_that_wait_differ_by_no_more_than_the_bound(
     assert not machine.model.counters.level("nobody")
 
 
+def next_of_all(machine: Batching) -> str:
+    """The head of the queue as its definition has it: every tenant is looked at."""
+    queue, level = machine.model.queue, machine.model.counters.level
+    tenants = queue._ranks[queue._order[0]]
+    key = min((level(tenant), waiting.keys[0]) for tenant, waiting in tenants.items())[1]
+    return queue._requests[key].request_id
+
+
+actions = st.one_of(
+    st.tuples(
+        st.just("arrive"),
+        st.integers(0, 12),
+        lengths,
+        st.sampled_from([0.5, 1.0, 2.0, 4.0]),
+        st.sampled_from([-1, 0, 0, 0]),
+    ),
+    st.tuples(st.just("step")),
+    st.tuples(st.just("cancel"), st.integers(0, 200)),
+    st.tuples(st.just("restart")),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(history=st.lists(actions, min_size=10, max_size=150))
+def test_the_head_is_that_of_the_least_of_all_tenants(history: list[tuple[Any, ...]]) -> None:
+    """Whatever happens to requests, weights and engines, the tree of winners says what looking at all of them does."""
+    machine = Batching()
+    for kind, *rest in history:
+        if kind == "arrive":
+            tenant, (prompt, answer), weight, priority = rest
+            machine.arrive(f"t{tenant}", prompt, answer, weight, priority)
+        elif kind == "cancel" and machine.ledger.requests:
+            names = sorted(machine.ledger.requests)
+            machine.ledger.cancelled(names[rest[0] % len(names)], machine.now)
+        elif kind == "restart":
+            machine.ledger.engine_down("a", Phase.DECODE, machine.now)
+            machine.ledger.engine_up("a", Phase.DECODE, machine.now)
+        else:
+            machine.step()
+        if len(machine.model.queue):
+            assert machine.model.queue.head().request_id == next_of_all(machine)
+            assert next(iter(machine.model.queue.first(1))) is machine.model.queue.head()
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_the_least_tenant_is_known_while_counters_grow(data: st.DataObject) -> None:
+    rounds = 0.0
+    services: dict[str, TenantService] = {}
+    keys: dict[str, tuple[float, ...]] = {}
+    least = LeastTenant(lambda: rounds)
+    for number in range(data.draw(st.integers(1, 60))):
+        kind = data.draw(st.sampled_from(["add", "add", "grow", "grow", "change", "key", "remove", "reset"]))
+        if kind == "add":
+            name = str(number)
+            services[name], keys[name] = TenantService(data.draw(st.sampled_from([0.5, 1.0, 2.0]))), (number,)
+            services[name].charged = float(data.draw(st.integers(0, 20)))
+            services[name].decoding = data.draw(st.integers(0, 4))
+            least.add(name, services[name], keys[name])
+        elif kind == "grow":
+            rounds += data.draw(st.integers(0, 7))
+        elif kind == "reset":
+            rounds = 0.0
+        elif services:
+            name = data.draw(st.sampled_from(sorted(services)))
+            if kind == "remove":
+                least.remove(name)
+                del services[name], keys[name]
+            elif kind == "key":
+                keys[name] = (data.draw(st.integers(0, 100)), number)
+                least.moved(name, keys[name])
+            else:
+                services[name].decoding = data.draw(st.integers(0, 4))
+                services[name].charged += data.draw(st.integers(0, 5))
+                least.changed(name)
+        if services:
+            assert least.least() == min(services, key=lambda each: (services[each].level(rounds), keys[each]))
+
+
+def test_the_next_tenant_of_many_is_found_without_asking_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [0]
+    level = TenantService.level
+
+    def counting(self: TenantService, rounds: float) -> float:
+        asked[0] += 1
+        return level(self, rounds)
+
+    monkeypatch.setattr(TenantService, "level", counting)
+    machine = Batching()
+    for number in range(1024):
+        machine.arrive(f"t{number}", 10, 3)
+        machine.arrive(f"t{number}", 10, 3)
+    for _ in range(20):
+        machine.step()
+    asked[0] = 0
+    for _ in range(100):
+        machine.model.queue.head()
+    assert asked[0] <= 100 * 4 * 10  # the tree is ten high; all of them would be 102,400
+
+
 def test_without_tenants_a_flood_takes_everything() -> None:
     """What the bound is worth: the same floods as one tenant."""
     machine = Batching()
@@ -155,25 +258,25 @@ def test_priority_goes_before_fairness() -> None:
 def test_what_was_not_used_is_not_saved_up() -> None:
     """A tenant that comes late begins at the level of those that wait, not at nothing."""
     counters = TenantCounters(lambda: 0.0)
-    counters.lift("early", (), 1.0)
+    counters.lift("early", None, 1.0)
     counters.admitted("early", 500)
-    counters.lift("late", ("early",), 1.0)
+    counters.lift("late", "early", 1.0)
     assert counters.level("late") == 500
     # The queue has emptied: the last that left is who one is measured by.
     counters.admitted("early", 100)
     counters.waits_no_more("late")
     counters.waits_no_more("early")
-    counters.lift("third", (), 1.0)
+    counters.lift("third", None, 1.0)
     assert counters.level("third") == 600
     # Never down.
-    counters.lift("early", ("late",), 1.0)
+    counters.lift("early", "late", 1.0)
     assert counters.level("early") == 600
 
 
 def test_what_decodes_counts_while_it_does() -> None:
     rounds = 10.0
     counters = TenantCounters(lambda: rounds)
-    counters.lift("one", (), 2.0)
+    counters.lift("one", None, 2.0)
     counters.decodes("one", 10.0)
     counters.decodes("one", 10.0)
     rounds = 13.0
@@ -181,7 +284,7 @@ def test_what_decodes_counts_while_it_does() -> None:
     counters.decodes_no_more("one", 10.0)
     rounds = 14.0
     assert counters.level("one") == OUTPUT * (3 + 4) / 2.0
-    counters.lift("one", (), 4.0)  # another weight changes nothing of what was
+    counters.lift("one", None, 4.0)  # another weight changes nothing of what was
     assert counters.level("one") == OUTPUT * (3 + 4) / 2.0
     rounds = 15.0
     assert counters.level("one") == OUTPUT * (7 / 2.0 + 1 / 4.0)
