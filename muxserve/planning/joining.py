@@ -219,7 +219,8 @@ class Joining:
         predicted = {**costs, **self.unit.costs}
         unit_spec = msgspec.structs.replace(_with_models(self.unit, made, declared), costs=predicted)
         left = [each for each in unit_spec.models if each.name in declared or each.name == self.model]
-        planned = replace(self.planned, unit_spec=msgspec.structs.replace(self.planned.unit_spec, models=left), gpu=gpu)
+        begun = msgspec.structs.replace(self.planned.unit_spec, models=left, costs=predicted)
+        planned = replace(self.planned, unit_spec=begun, gpu=gpu)
         return Joined(unit_spec, planned, needs)
 
     def _no_room(self, why: str) -> NoRoomError:
