@@ -159,7 +159,7 @@ def test_where_steps_scatter_their_parts_stay_together() -> None:
     served.prompts(100, most=64)
     for phase in (served.prefill, served.decode):
         factors = phase.correction.factors
-        assert max(factors) < 1.5 * min(factors)
+        assert max(factors) < 1.8 * min(factors)
         assert sum(factors) / len(factors) == pytest.approx(2.0, rel=0.25)
 
 
