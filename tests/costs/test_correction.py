@@ -160,7 +160,7 @@ def test_where_steps_scatter_their_parts_stay_together() -> None:
     for phase in (served.prefill, served.decode):
         factors = phase.correction.factors
         assert max(factors) < 1.8 * min(factors)
-        assert sum(factors) / len(factors) == pytest.approx(2.0, rel=0.25)
+        assert sum(factors) / len(factors) == pytest.approx(2.0, rel=0.35)
 
 
 def test_neighbours_are_told_apart_from_the_steps_own_costs() -> None:
