@@ -4,9 +4,11 @@
                                 [--out benchmarks/results/models.json]
 
 For each family a fleet and a stock server run side by side. The fleet has the checkpoint twice, with prefix caching and
-without, on one pool that is too small for all requests at once: some are preempted. They are sent together; some have
-prompts that begin alike, some are computed in chunks; half are greedy, half seeded. Then tokens per second of a few
-requests at a time, for which there is room, are measured in turns.
+without (once where prefixes of the family are not cached), on one pool that is too small for all requests at once: some
+are preempted. They are sent together; some have prompts that begin alike, some are computed in chunks; half are greedy,
+half seeded. Families that are computed in 16 bits are asked one request at a time: what else is in a batch changes the
+last bits, and now and then a token. Then tokens per second of a few requests at a time, for which there is room, are
+measured in turns; with `--rounds 0` they are not.
 """
 
 from __future__ import annotations
@@ -33,15 +35,16 @@ from servers import ROOT, Server, ServerError, end_cleanly, muxserve_fleet
 from stock_vllm import StockSettings, stock_server
 
 sys.path.insert(0, str(ROOT))
-from tests.engine.harness import FAMILIES, LATENT, TINY
+from muxserve.costs.architecture import read_architecture
+from tests.engine.harness import FAMILIES, LATENT, STATEFUL, TINY
 
 # Tokens of a tiny checkpoint's vocabulary that are plain bytes.
 FIRST_BYTE, LAST_BYTE = 5, 260
 MAX_LEN = 1024
 # Of a step: the longest prompts take several. Latent prompts are computed in one piece.
 CHUNK = 256
-# The pool holds so many sequences of MAX_LEN tokens.
-SEQUENCES = 3
+# The pool holds so many sequences of MAX_LEN tokens of each model.
+SEQUENCES = 2
 # Speed: requests at a time, and tokens of prompt and answer.
 CONCURRENCY, PROMPT, OUTPUT = 8, 32, 64
 TARGET = 0.95
@@ -67,13 +70,14 @@ class Asked(Call):
 
 
 def asked(count: int) -> list[Asked]:
-    """The requests: of 20 to 600 tokens, with answers of 60 to 160."""
+    """The requests: of 20 to 600 tokens. Short prompts have long answers, so that sequences outgrow the pool."""
     found = []
     for index in range(count):
         rng = random.Random(f"request {index}")
-        prompt = rng.choice([rng.randint(20, 120), rng.randint(160, 300), rng.randint(300, 600)])
+        prompt, answer = rng.choice([(20, 300), (60, 350), (200, 100), (450, 60)])
+        prompt, answer = (rng.randint(value, value + value // 3) for value in (prompt, answer))
         params: dict[str, object] = {"temperature": 1.0, "top_p": 0.9, "seed": index} if index % 2 else {}
-        found.append(Asked("", prompt, rng.randint(60, 160), index, shared=prompt > 150, params=params))
+        found.append(Asked("", prompt, answer, index, shared=prompt > 150, params=params))
     return found
 
 
@@ -100,23 +104,26 @@ def preempted(fleet: Server) -> int:
     return int(sum(map(float, values)))
 
 
+def type_of(path: Path) -> str:
+    """What the model is computed in: vLLM's kernels on CPU for quantised weights and gated delta nets know no float32."""
+    config = json.loads((path / "config.json").read_text())
+    return "bfloat16" if "quantization_config" in config or "linear_num_key_heads" in config else "float32"
+
+
 def fleet_of(kind: str, path: Path, folder: Path) -> tuple[Path, list[str]]:
     """A fleet file with that checkpoint, and the names of its models."""
-    config = json.loads((path / "config.json").read_text())
-    heads, layers = config["num_key_value_heads"], config["num_hidden_layers"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    numbers = 2 * heads * head_dim
-    if kind in LATENT:
-        numbers = config["kv_lora_rank"] + config["qk_rope_head_dim"]
-    item = 2 if "quantization_config" in config else 4
-    size = SEQUENCES * MAX_LEN * layers * numbers * item
+    architecture, dtype = read_architecture(json.loads((path / "config.json").read_text())), type_of(path)
+    caching = [False] if kind in LATENT | STATEFUL else [True, False]
+    sequence = MAX_LEN * architecture.kv_bytes_per_token(dtype) + architecture.state_bytes(dtype)
+    size = SEQUENCES * len(caching) * sequence
     common: dict[str, Any] = {
-        "path": str(path), "dtype": "bfloat16" if item == 2 else "float32", "max_len": MAX_LEN,
-        "limits": {"max_wait": "none"},
+        "path": str(path), "dtype": dtype, "max_len": MAX_LEN, "limits": {"max_wait": "none"},
     }  # fmt: skip
+    if kind in STATEFUL:
+        # Blocks are so large that the states of all can be mapped.
+        common["max_num_seqs"] = 4 * CONCURRENCY
     if kind not in LATENT:
         common["max_num_batched_tokens"] = CHUNK
-    caching = [False] if kind in LATENT else [True, False]
     names = ["cached" if on else "uncached" for on in caching]
     models = [{"name": name, **common, "prefix_caching": on} for name, on in zip(names, caching, strict=True)]
     fleet = folder / f"{kind}.yaml"
@@ -124,41 +131,50 @@ def fleet_of(kind: str, path: Path, folder: Path) -> tuple[Path, list[str]]:
     return fleet, names
 
 
-def measure(fleet: Server, names: Sequence[str], stock: Server, options: argparse.Namespace) -> dict[str, Any]:
-    """Identity and speed of one family."""
+def measure(
+    fleet: Server, names: Sequence[str], stock: Server, options: argparse.Namespace, alone: bool
+) -> dict[str, Any]:
+    """Identity and speed of one family; `alone`: its requests are asked one at a time."""
     requests = asked(options.requests)
-    # One at a time is what a server's answer is by itself.
-    right = asyncio.run(answers(stock, "stock", requests, CONCURRENCY))
+    right = asyncio.run(answers(stock, "stock", requests, 1 if alone else CONCURRENCY))
     different = 0
     for name in names:
-        given = asyncio.run(answers(fleet, name, requests, len(requests)))
+        given = asyncio.run(answers(fleet, name, requests, 1 if alone else len(requests)))
         for request, one, other in zip(requests, given, right, strict=True):
             if one != other:
                 different += 1
                 at = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), "-")
                 words = one if isinstance(one, str) else f"differs from token {at}"
                 print(f"  {name}, request {request.seed}: {words}", flush=True)
+    figures: dict[str, Any] = {
+        "requests": len(requests) * len(names), "different": different, "failed": 0, "preempted": preempted(fleet),
+    }  # fmt: skip
+    return figures | speed(fleet, names, stock, options.rounds) if options.rounds else figures
+
+
+def speed(fleet: Server, names: Sequence[str], stock: Server, rounds: int) -> dict[str, Any]:
+    """Tokens per second of both, in turns."""
     sides = [(fleet, name) for name in names] + [(stock, "stock")]
     speeds: dict[str, list[float]] = {name: [] for _, name in sides}
     failed = 0
-    for turn in range(-1, options.rounds):  # the first turn warms up
+    for turn in range(-1, rounds):  # the first turn warms up
         for server, name in sides if turn % 2 == 0 else sides[::-1]:
             calls = [
                 Call(name, PROMPT, OUTPUT, seed=(turn + 2) * 1000 + i, last_token=LAST_BYTE)
                 for i in range(2 * CONCURRENCY)
             ]
             outcomes: list[Outcome] = asyncio.run(closed_loop(server.url, calls, CONCURRENCY))
-            figures = summary(outcomes)
-            failed += int(str(figures["failed"]))
+            found = summary(outcomes)
+            failed += int(str(found["failed"]))
             if turn >= 0:
-                speeds[name].append(float(str(figures.get("output_tokens_per_second", 0.0))))
+                speeds[name].append(float(str(found.get("output_tokens_per_second", 0.0))))
     # Both sides of a ratio are of the same turn.
     ratios = {
         name: round(statistics.median(m / s for m, s in zip(speeds[name], speeds["stock"], strict=True)), 3)
         for name in names
     }
     return {
-        "requests": len(requests) * len(names), "different": different, "failed": failed, "preempted": preempted(fleet),
+        "failed": failed,
         "tokens_per_second": {name: round(statistics.median(values), 1) for name, values in speeds.items()},
         "to stock": ratios,
     }  # fmt: skip
@@ -183,11 +199,11 @@ def main() -> int:
         path = kinds[kind]()
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             file, names = fleet_of(kind, path, Path(folder))
-            latent = kind in LATENT
+            latent, dtype = kind in LATENT, type_of(path)
             settings = StockSettings(
-                dtype="bfloat16" if "mxfp4" in kind else "float32", kv_bytes=128 << 20, max_len=MAX_LEN,
+                dtype=dtype, kv_bytes=128 << 20, max_len=MAX_LEN,
                 # Stock vLLM on CPU fails where a seeded prompt is computed in chunks.
-                max_num_batched_tokens=CONCURRENCY * MAX_LEN, prefix_caching=not latent,
+                max_num_batched_tokens=CONCURRENCY * MAX_LEN, prefix_caching=kind not in LATENT | STATEFUL,
                 attention_backend="CPU_MLA" if latent else "",
                 # What waits for messages without a pause would take a core from the other side.
                 polls=False,
@@ -199,7 +215,7 @@ def main() -> int:
                 print(f"{kind}: {error}", file=sys.stderr)
                 status = 1
                 continue
-            figures = measure(fleet, names, stock, options)
+            figures = measure(fleet, names, stock, options, alone=dtype != "float32")
         report["families"][kind] = figures
         print(f"{kind:14s} {figures}", flush=True)
         status = status or int(bool(figures["different"] or figures["failed"]))

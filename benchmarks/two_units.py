@@ -23,6 +23,7 @@ import msgspec
 import zmq
 
 from muxserve import spec
+from muxserve.costs.architecture import ITEM_BYTES
 from muxserve.net import sockets
 from muxserve.profiling.jobs import Bodies
 from muxserve.replicas.views import InstanceLoad
@@ -82,8 +83,6 @@ def spec_of_unit(
     """A unit with one model, whose shape is read from its checkpoint."""
     shape = msgspec.json.decode((checkpoint / "config.json").read_bytes())
     layers, heads, head_dim = shape["num_hidden_layers"], shape["num_key_value_heads"], shape["head_dim"]
-    block_tokens = 32
-    pages = blocks * layers * heads + 1
     model = ModelSpec(
         name=MODEL,
         path=str(checkpoint),
@@ -92,10 +91,10 @@ def spec_of_unit(
         layers=layers,
         kv_heads=heads,
         head_dim=head_dim,
-        block_tokens=block_tokens,
-        num_blocks=blocks + 1,
-        quota_pages=pages,
-        floor_pages=pages // 2,
+        block_tokens=32,
+        num_blocks=0,
+        quota_pages=0,
+        floor_pages=0,
         max_len=max_len,
         rate=1.0,
         max_num_seqs=16,
@@ -107,7 +106,14 @@ def spec_of_unit(
         max_concurrency=64,
         max_queue=64,
     )
-    pool = PoolSpec("main", 2 * block_tokens * head_dim * 4, pages)
+    return unit_of(run_dir, name, model, blocks, **changes)
+
+
+def unit_of(run_dir: Path, name: str, model: ModelSpec, blocks: int, **changes: Any) -> UnitSpec:
+    """A unit with that model and a pool of so many blocks."""
+    pages = blocks * model.pages_per_block + 1
+    model = msgspec.structs.replace(model, num_blocks=blocks + 1, quota_pages=pages, floor_pages=pages // 2)
+    pool = PoolSpec(model.pool, 2 * model.block_tokens * model.head_dim * ITEM_BYTES[model.dtype], pages)
     return UnitSpec(str(run_dir), name, "adbs", 1, [pool], [model], GatewaySpec("127.0.0.1", 0), **changes)
 
 

@@ -56,7 +56,8 @@ log = logging.getLogger(__name__)
 
 # A decode engine's part in live migration: it shows blocks while it goes on, and lets go of requests between steps.
 #
-# What is copied meanwhile are whole blocks, which nobody writes any more: KV is only ever appended.
+# What is copied meanwhile are whole blocks, which nobody writes any more: KV is only ever appended. A state is copied
+# again when the request is out.
 
 # Long enough for the other side to be given up, and for the decode engine to take the request back.
 HAND_OFF_SECONDS = 120.0

@@ -238,6 +238,11 @@ class PhaseScheduler(Scheduler):
         self._blocks_of.num_cached_block[request.request_id] = known
         request.num_computed_tokens = computed_tokens
 
+    def disown(self, request_id: str) -> None:
+        """vLLM does not take the request after all: forget the blocks that it adopted, which stay the caller's."""
+        if self._blocks_of is not None:
+            self.kv_cache_manager.coordinator.pop_blocks_for_free(request_id)
+
     def _behind_window(self, computed_tokens: int) -> int:
         """How many blocks of a request with the KV of so many tokens no later token sees in layers with a window."""
         return max(0, computed_tokens - self._window + 1) // self.block_size if self._window else 0
@@ -251,15 +256,15 @@ class PhaseScheduler(Scheduler):
             self._behind[request.request_id] = behind
 
     def running_blocks(self, request_id: str) -> tuple[list[int], int] | None:
-        """Ids of the blocks of a running request, and of how many tokens they hold the KV; None if it does not decode,
-        or has gaps in its blocks (which this pool does not make), or a state, which each step overwrites while blocks
-        are copied. What is in flight is not counted."""
-        if self._states is not None:
-            return None
+        """Ids of the blocks of a running request, those of its state first, and of how many tokens the others hold the
+        KV; None if it does not decode, or has gaps in its blocks (which this pool does not make). What is in flight is
+        not counted."""
         request = self.requests.get(request_id)
         if request is None or request.status != RequestStatus.RUNNING or request_id in self._prompts:
             return None
         blocks = self._blocks_of.req_to_blocks[request_id]
+        if self._states is not None:
+            blocks = [*self._states.states[request_id], *blocks]
         if any(block.is_null for block in blocks):
             return None
         return [block.block_id for block in blocks], request.num_computed_tokens - request.num_in_flight_tokens

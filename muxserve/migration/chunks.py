@@ -170,14 +170,21 @@ class Chunks:
         per_block = self.block_bytes(move)
         count = max(1, (SEND_BYTES if move.streamed else COPY_BYTES) // per_block)
         first, last = move.next, min(move.next + count, move.end)
-        blocks = tuple(move.stage.blocks[first - move.stage.since : last - move.stage.since])
-        self._bandwidth.take(len(blocks) * per_block, now)
+        states = self._shapes[move.model].state_blocks
+        part = None
+        if first < states:
+            last = min(last, states)
+            part, ours, theirs = (first, last), move.stage.blocks[:states], move.held[:states]
+        else:
+            since = move.stage.since
+            ours, theirs = move.stage.blocks[first - since : last - since], move.held[first:last]
+        self._bandwidth.take((last - first) * per_block, now)
         self._running += 1
         move.next = last
         if last < move.end:
             self._turns.append(move.move)
         if move.streamed:
             move.window += 1
-            return Gather(move.move, move.model, first, blocks)
-        theirs, whole = tuple(move.held[first:last]), len(blocks) == len(move.stage.blocks)
-        return CopyOver(move.move, move.model, first, blocks, theirs, whole)
+            return Gather(move.move, move.model, first, last, tuple(ours), part)
+        whole = last - first == len(move.stage.blocks)
+        return CopyOver(move.move, move.model, last, tuple(ours), tuple(theirs), whole, part)

@@ -94,12 +94,12 @@ class CopyExecutor:
                 source = self._local.pages(task.model)
                 with self._remote.writing(task.move, task.model) as destination:
                     for ours, theirs in zip(source, destination, strict=True):
-                        ours.copy_to(task.source, theirs, task.destination)
+                        ours.copy_to(task.source, theirs, task.destination, task.part)
             case Gather():
-                return [pages.gather(task.source) for pages in self._local.pages(task.model)]
+                return [pages.gather(task.source, task.part) for pages in self._local.pages(task.model)]
             case Write():
                 with self._local.writing(task.model, task.life) as pages:
-                    pages[task.rank].scatter(task.data, task.blocks)
+                    pages[task.rank].scatter(task.data, task.blocks, task.part)
             case JoinPool():
                 return self._remote.join(task)
             case LeavePool():

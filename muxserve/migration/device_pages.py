@@ -18,7 +18,7 @@ import torch
 
 from muxserve.memory.view import ModelView
 from muxserve.migration.pages import PageIds, pages_of
-from muxserve.migration.tasks import Buffer
+from muxserve.migration.tasks import Buffer, StatePart
 
 
 class DevicePages:
@@ -32,24 +32,26 @@ class DevicePages:
         self.table = view.page_table
         self.pool = _mapped(view) if pool is None else pool
 
-    def copy_to(self, blocks: Sequence[int], destination: DevicePages, destination_blocks: Sequence[int]) -> None:
+    def copy_to(
+        self, blocks: Sequence[int], destination: DevicePages, destination_blocks: Sequence[int], part: StatePart = None
+    ) -> None:
         """See `Pages`."""
-        pages = self._gathered(blocks)
-        theirs = destination.pages_of(destination_blocks)
+        pages = self._gathered(blocks, part)
+        theirs = destination.pages_of(destination_blocks, part)
         destination.pool.index_copy_(0, theirs, pages.to(destination.pool.device, non_blocking=True))
         _finish(destination.pool)
 
-    def gather(self, blocks: Sequence[int]) -> Buffer:
+    def gather(self, blocks: Sequence[int], part: StatePart = None) -> Buffer:
         """See `Pages`."""
-        pages = self._gathered(blocks)
+        pages = self._gathered(blocks, part)
         out = torch.empty(pages.shape, dtype=torch.uint8, pin_memory=self.pool.is_cuda)
         out.copy_(pages, non_blocking=True)
         _finish(self.pool)
         return out.reshape(-1).numpy()
 
-    def scatter(self, data: Buffer, blocks: Sequence[int]) -> None:
+    def scatter(self, data: Buffer, blocks: Sequence[int], part: StatePart = None) -> None:
         """See `Pages`."""
-        pages = self.pages_of(blocks)
+        pages = self.pages_of(blocks, part)
         if data.size != len(pages) * self.pool.shape[1]:
             raise ValueError(f"{data.size} bytes do not fill {len(pages)} pages of {self.pool.shape[1]} bytes")
         # A frame that came over the network is read-only, which torch has no notion of.
@@ -57,15 +59,15 @@ class DevicePages:
         self.pool.index_copy_(0, pages, host.to(self.pool.device))
         _finish(self.pool)
 
-    def pages_of(self, blocks: Sequence[int]) -> torch.Tensor:
+    def pages_of(self, blocks: Sequence[int], part: StatePart = None) -> torch.Tensor:
         """int64[pages of the blocks], on the pool's device."""
-        pages: PageIds = pages_of(self.table, blocks)
+        pages: PageIds = pages_of(self.table, blocks, part)
         if pages.size and (pages.min() < 1 or pages.max() >= self.pool.shape[0]):
             raise IndexError(f"pages are 1 to {self.pool.shape[0] - 1}, not {pages.min()} to {pages.max()}")
         return torch.from_numpy(pages).to(self.pool.device, torch.int64)
 
-    def _gathered(self, blocks: Sequence[int]) -> torch.Tensor:
-        return self.pool.index_select(0, self.pages_of(blocks))
+    def _gathered(self, blocks: Sequence[int], part: StatePart) -> torch.Tensor:
+        return self.pool.index_select(0, self.pages_of(blocks, part))
 
 
 def _mapped(view: ModelView) -> torch.Tensor:

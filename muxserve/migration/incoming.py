@@ -211,18 +211,21 @@ class Incoming:
         self._show()
 
     def _pages(self, arrival: Arrival, message: PeerPages, data: Buffer | None) -> None:
-        end = message.since + message.blocks
+        end, states = message.since + message.blocks, self._shapes[arrival.model].state_blocks
         if arrival.key or data is None:
             self._refuse(arrival, "pages came at the wrong time")
         elif not (0 <= message.since < end <= len(arrival.blocks) and 0 <= message.rank < self._ranks):
             self._refuse(arrival, "pages came for blocks that were not set aside")
+        elif message.since < states < end or len(arrival.blocks) < states:
+            self._refuse(arrival, "pages of a state came with others")
         elif data.size != message.blocks * self._shapes[arrival.model].block_bytes:
             self._refuse(arrival, f"{data.size} bytes are not {message.blocks} blocks of {arrival.model!r}")
         else:
             arrival.writes += 1
-            blocks = tuple(arrival.blocks[message.since : end])
+            part = (message.since, end) if end <= states else None
+            blocks = tuple(arrival.blocks[message.since : end] if part is None else arrival.blocks[:states])
             self._effects.start(
-                Write(arrival.peer, arrival.move, arrival.model, message.rank, blocks, arrival.life, data)
+                Write(arrival.peer, arrival.move, arrival.model, message.rank, blocks, arrival.life, data, part)
             )
 
     def _acknowledge(self, arrival: Arrival, until: int) -> None:
@@ -232,10 +235,11 @@ class Incoming:
 
     def _commit(self, arrival: Arrival, message: PeerCommit, now: float) -> None:
         request = message.request
-        count = -(-request.computed_tokens // self._shapes[arrival.model].block_tokens)
+        shape = self._shapes[arrival.model]
+        count = shape.state_blocks - (-request.computed_tokens // shape.block_tokens)
         if arrival.key:
             return
-        if request.model != arrival.model or not 0 < count <= arrival.until or arrival.written != arrival.writes:
+        if request.model != arrival.model or not shape.state_blocks < count <= arrival.until or arrival.written != arrival.writes:
             self._refuse(arrival, f"{count} blocks were to be handed over, and {arrival.until} are here")
             return
         try:

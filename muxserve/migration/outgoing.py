@@ -101,6 +101,10 @@ class Outgoing:
         elif message.since > move.until:
             self._fail(move, f"blocks {move.until} to {message.since - 1} have not been moved")
             return
+        states = self._shapes[move.model].state_blocks
+        if message.since < states and (message.since or len(message.blocks) < states):
+            self._fail(move, "a part of its state was to be moved")
+            return
         first = not move.held and not move.until
         move.stage, move.began, move.next, move.done = message, now, message.since, message.since
         move.asked = max(message.reserve, move.end - len(move.held), 0)
@@ -183,7 +187,7 @@ class Outgoing:
             move.streamed = not outcome
             self._copy(move, now)
         elif isinstance(task, CopyOver):
-            move.done = task.first + len(task.source)
+            move.done = task.until
             if move.done == move.end:
                 # It is written, whatever the other side says; that only has to know how far we are.
                 self._tell_staged(move, move.end, now)
@@ -191,8 +195,8 @@ class Outgoing:
         elif isinstance(task, Gather):
             assert isinstance(outcome, list)
             for rank, pages in enumerate(outcome):
-                self._tell(move, PeerPages(move.move, task.first, len(task.source), rank), now, pages)
-            self._tell_staged(move, task.first + len(task.source), now, pages=True)
+                self._tell(move, PeerPages(move.move, task.first, task.until - task.first, rank), now, pages)
+            self._tell_staged(move, task.until, now, pages=True)
 
     # ------------------------------------------------------------ time
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Union
+from typing import Optional, Union
 
 import numpy as np
 import numpy.typing as npt
 
 Buffer = npt.NDArray[np.uint8]
+
+# Of a state the pages are one sequence in the order of their numbers, whatever block they are in: as engines map them.
+# Its blocks go together, and a task has a part of that sequence, as long as those from the first number to the one
+# before the second. None: K and V, or latents.
+StatePart = Optional[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,25 +33,29 @@ class JoinPool:
 
 @dataclass(frozen=True, slots=True)
 class CopyOver:
-    """Copy blocks of this unit's pools into blocks that were joined. `first` is the number of the first block in the
-    request; `whole` tells that they are all of their stage. Outcome: none."""
+    """Copy blocks of this unit's pools into blocks that were joined. They are the request's blocks up to number `until`;
+    `whole` tells that they are all of their stage. Outcome: none."""
 
     move: str
     model: str
-    first: int
+    until: int
     source: tuple[int, ...]
     destination: tuple[int, ...]
     whole: bool = False
+    part: StatePart = None
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Bring the pages of some blocks together. Outcome: one `Buffer` per rank, in the order of the page table."""
+    """Bring the pages of some blocks together, the first of which has number `first` in the request, and the one after
+    the last `until`. Outcome: one `Buffer` per rank, in the order of the page table."""
 
     move: str
     model: str
     first: int
+    until: int
     source: tuple[int, ...]
+    part: StatePart = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +77,7 @@ class Write:
     blocks: tuple[int, ...]
     life: int
     data: Buffer = field(repr=False)
+    part: StatePart = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ def view_of(
     tokens_of: Callable[[LiveRequest], int] | None = None,
 ) -> InstanceView:
     """The replica as it sees itself, request by request, with the sums of `load`. Requests that decode can be moved,
-    those in `staying` apart, and those of models that keep states. `tokens_of` says what a request has by now (None: as
+    those in `staying` apart. `tokens_of` says what a request has by now (None: as
     far as steps were reported). Takes time in proportion to the requests that have a seat."""
     tokens_of = tokens_of or model.tokens_of
     block = model.block_tokens
@@ -73,9 +73,9 @@ def view_of(
     for live in model.decoding.values():
         usage = model.blocks_of(tokens_of(live)) * block
         level = live.execution if live.execution in known else levels.default
-        # A state is overwritten by each step, so that it cannot be copied while the request is decoded.
-        movable = not model.state_blocks and live.request_id not in staying
-        running.append(RequestView(live.request_id, usage, execution=level, movable=movable))
+        running.append(
+            RequestView(live.request_id, usage, execution=level, movable=live.request_id not in staying)
+        )
     # What they hold is in the sums; only how many there are, and of which level, must be known.
     for others in (model.prefilling, model.handed, model.moving):
         for live in others.values():

@@ -45,7 +45,8 @@ class SimulatedMove:
     """Moves `request`, which decodes. `begin` it; `ended` is told whether it has arrived, `downtimes` gets how long it
     was in no batch.
 
-    The KV is append-only, so that what a stage has copied stays right. The request may end, or be preempted, between
+    The KV is append-only, so that what a stage has copied stays right. A state, which each step overwrites, is copied in
+    the first stage, and again in the last. The request may end, or be preempted, between
     two stages; then the destination gives the blocks back and nothing else has happened.
     """
 
@@ -71,6 +72,8 @@ class SimulatedMove:
         model = self._engine.model
         self._block_tokens = model.profile.block_tokens
         self._token_bytes = float(model.architecture.kv_bytes_per_token(model.dtype))
+        self._state_bytes = float(model.architecture.state_bytes(model.dtype))
+        self._state_blocks = model.profile.state_blocks
         self._lease_id = request.lease_id
         self._preemptions = request.preemptions
         self._reserved = 0
@@ -93,7 +96,7 @@ class SimulatedMove:
         """Copy what has been computed up to now."""
         computed = self._engine.computed(self.request, now)
         self._stages += 1
-        seconds = self._seconds(computed - self._copied)
+        seconds = self._seconds(computed - self._copied, state=self._stages == 1)
         self._copied = computed
         self._clock.at(now + seconds, self._stage_ends)
 
@@ -142,14 +145,16 @@ class SimulatedMove:
             self.destination.take_over(request, now)
             self._end(True, now)
 
-        self._clock.at(now + self._seconds(computed - self._copied) + self._costs.commit, commit)
+        seconds = self._seconds(computed - self._copied, state=True)
+        self._clock.at(now + seconds + self._costs.commit, commit)
 
     # ------------------------------------------------------------ inside
 
-    def _seconds(self, tokens: int) -> float:
+    def _seconds(self, tokens: int, state: bool) -> float:
         # The link of a unit is shared by those that are in flight there.
         sharing = max(self.source.moving_out, self.destination.moving_in, 1)
-        return self._costs.handshake + tokens * self._token_bytes * sharing / self._costs.bandwidth
+        size = tokens * self._token_bytes + state * self._state_bytes
+        return self._costs.handshake + size * sharing / self._costs.bandwidth
 
     def _alive(self) -> bool:
         """The request still decodes on the source."""
@@ -160,7 +165,8 @@ class SimulatedMove:
 
     def _reserve(self, now: float) -> bool:
         """Have blocks for what is computed at the destination."""
-        want = -(-self._engine.computed(self.request, now) // self._block_tokens) - self._reserved
+        blocks = -(-self._engine.computed(self.request, now) // self._block_tokens) + self._state_blocks
+        want = blocks - self._reserved
         if want > 0:
             if not self.destination.reserve(self.request.model, want, now):
                 return False

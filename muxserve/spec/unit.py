@@ -318,7 +318,8 @@ class UnitSpec(msgspec.Struct, frozen=True):
         page_bytes = self.pool(model.pool).page_bytes
         shape = f"{model.block_tokens}t.{model.layers}l.{model.kv_heads}h.{model.head_dim}d"
         stages = f".{self.stages}s" if self.stages > 1 else ""
-        return f"{shape}.{model.dtype}.{page_bytes}b.{self.ranks}r{stages}"
+        states = f".{model.state_blocks}states" if model.state_blocks else ""
+        return f"{shape}.{model.dtype}.{page_bytes}b.{self.ranks}r{stages}{states}"
 
     def pool(self, name: str) -> PoolSpec:
         """The pool of that name.

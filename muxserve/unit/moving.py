@@ -4,6 +4,7 @@
     migrator: MoveStage -> MoveStaged   ... until few are left, or for a few rounds
     engine:   Detach -> Detached        between two steps; the blocks wait under a key
     migrator: MoveStage -> MoveStaged   the rest
+    migrator: MoveStage -> MoveStaged   its state again, of a model that keeps one
     migrator: MoveCommit -> MoveCommitted
 
 Until `MoveCommit` is sent, whatever fails ends as if nothing had happened: a request that was detached is adopted by
@@ -64,13 +65,14 @@ class MoveStep(Enum):
     COPYING = auto()  # the migrator, while the request goes on
     DETACHING = auto()  # the engine, which is to let go of it
     LAST = auto()  # the migrator; the request stands still
+    STATE = auto()  # the same: each step has overwritten the state since it was copied first
     COMMITTING = auto()  # the other unit
 
 
 @dataclass(slots=True)
 class RequestMove:
     """One request on its way. `until` is how many of its blocks are over there, `held` how many were set aside there.
-    The step that it waits for is given up at `deadline`."""
+    The step that it waits for is given up at `deadline`. `states` are the blocks that hold its state, its first ones."""
 
     name: str
     live: LiveRequest
@@ -83,6 +85,7 @@ class RequestMove:
     until: int = 0
     held: int = 0
     total: int = 0
+    states: list[int] = field(default_factory=list)
     stages: int = 0
     shown_at: float = 0.0
     detached_at: float = 0.0
@@ -95,7 +98,7 @@ class RequestMove:
     @property
     def detached(self) -> bool:
         """The request has left its engine, and stands still."""
-        return self.step in (MoveStep.LAST, MoveStep.COMMITTING)
+        return self.step in (MoveStep.LAST, MoveStep.STATE, MoveStep.COMMITTING)
 
     def as_expected(self, ledger: UnitLedger) -> bool:
         """The request is still where it has to be for the step that is waited for."""
@@ -346,7 +349,7 @@ class Departures:
             if move.step is MoveStep.COMMITTING:
                 continue
             # One that is asked for may be out of its engine already, which would not tell of it any more then.
-            if move.step in (MoveStep.DETACHING, MoveStep.LAST):
+            if move.step in (MoveStep.DETACHING, MoveStep.LAST, MoveStep.STATE):
                 lost.append(move.live.request_id)
             self._end(move, now, tell=True)
         return lost
@@ -417,18 +420,23 @@ class Departures:
         self._tell_engine(move, ShowBlocks(move.live.request_id, move.incarnation, move.until))
 
     def _shown(self, move: RequestMove, message: Blocks, now: float) -> None:
-        block = move.live.model.block_tokens
-        whole = message.computed_tokens // block
+        model = move.live.model
+        whole = model.state_blocks + message.computed_tokens // model.block_tokens
         if not message.computed_tokens or message.since != move.until:
             self._fail(move, "it does not run in its engine", now)
             return
         move.shown_at = now
-        self._stage(
-            move, message.blocks[: whole - move.until], message.since + len(message.blocks), MoveStep.COPYING, now
-        )
+        if not move.until:
+            # Copied now for nothing but that its pages are mapped over there by the time that somebody waits for them.
+            move.states = message.blocks[: model.state_blocks]
+        blocks = message.blocks[: whole - move.until]
+        self._stage(move, move.until, blocks, message.since + len(message.blocks), MoveStep.COPYING, now)
 
-    def _stage(self, move: RequestMove, blocks: list[int], needed: int, step: MoveStep, now: float) -> None:
-        """Have `blocks` copied, and as many set aside over there as are `needed` in all."""
+    def _stage(
+        self, move: RequestMove, since: int, blocks: list[int], needed: int, step: MoveStep, now: float
+    ) -> None:
+        """Have `blocks` copied, the first of which has number `since`, and as many set aside over there as are `needed`
+        in all."""
         model = move.live.model
         move.stages += 1
         if step is MoveStep.COPYING:
@@ -439,15 +447,20 @@ class Departures:
         limit = self._state.unit_spec.migration_bandwidth
         slowest = min(limit, SLOWEST_COPY) if limit > 0.0 else SLOWEST_COPY
         # Moves of other models may be before it.
-        patience = LAST_SECONDS if step is MoveStep.LAST else SILENCE_SECONDS
+        patience = SILENCE_SECONDS if step is MoveStep.COPYING else LAST_SECONDS
         move.step, move.deadline = step, now + patience + len(self.moves) * copied / slowest
-        stage = MoveStage(move.name, model.name, move.address, move.until, blocks, reserve)
+        stage = MoveStage(move.name, model.name, move.address, since, blocks, reserve)
         self._state.send(MIGRATOR, stage)
 
     def _staged(self, move: RequestMove, message: MoveStaged, now: float) -> None:
         if not move.as_expected(self._state.ledger):
             return  # cancelled in the same turn, perhaps submitted anew
         if move.step is MoveStep.LAST and message.until >= move.total:
+            if move.states:
+                self._stage(move, 0, move.states, move.total, MoveStep.STATE, now)
+            else:
+                self._commit(move, now)
+        elif move.step is MoveStep.STATE:
             self._commit(move, now)
         elif move.step is MoveStep.COPYING:
             move.until = message.until
@@ -487,9 +500,9 @@ class Departures:
             self._table.staged(request_id, HAND_OVER, now)
             return
         move.detached_at = now
-        move.total = -(-message.computed_tokens // move.live.model.block_tokens)
+        move.total = len(move.states) - (-message.computed_tokens // move.live.model.block_tokens)
         blocks = message.blocks[: move.total - move.until]
-        self._stage(move, blocks, move.total, MoveStep.LAST, now)
+        self._stage(move, move.until, blocks, move.total, MoveStep.LAST, now)
 
     def _commit(self, move: RequestMove, now: float) -> None:
         live, held = move.live, self._table.held[move.live.request_id]

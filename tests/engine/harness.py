@@ -111,7 +111,7 @@ def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> Mod
         **({"max_num_batched_tokens": 1024, "prefix_caching": False, "latent": latent} if latent else {}),
     }
     if config["model_type"] in ("granitemoehybrid", "qwen3_next"):
-        values |= stateful(config, values)
+        values |= stateful(config, {**values, **changes})
     return model_spec(name, **{**values, **changes})
 
 

@@ -231,30 +231,12 @@ def test_requests_go_on_after_the_death_of_their_engine(family: Engines, stock_t
     nothing_owned(family)
 
 
-@pytest.mark.parametrize("kind", STATEFUL_BLOCKS)
-def test_requests_with_states_do_not_leave_while_they_are_decoded(
-    family: Engines, stock_tiny: dict[str, Any], kind: str
-) -> None:
-    requests = bodies(family, stock_tiny[kind], f"stay-{kind}", grown(kind))
-    admits = handed(family, kind, requests)
-    decoded(family, kind, admits, steps=40)
-    since = len(family.reports)
-    for admit in admits:
-        family.send(f"{kind}/decode", Detach(admit.request_id, admit.incarnation, f"{admit.request_id}/out", 0))
-    family.until(lambda: sum(isinstance(told, Detached) for _, told in family.reports[since:]) == len(admits))
-    assert not any(told.key for _, told in family.reports[since:] if isinstance(told, Detached))
-    family.lease(f"{kind}/decode")
-    family.until(lambda: all(family.finished(name) for name in requests))
-    check(family, stock_tiny[kind], f"stay-{kind}", grown(kind))
-    nothing_owned(family)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in TINY if kind not in STATEFUL])
+@pytest.mark.parametrize("kind", TINY)
 def test_requests_that_leave_with_their_blocks_go_on_elsewhere(
     family: Engines, stock_tiny: dict[str, Any], kind: str
 ) -> None:
     """As those do that move to another unit: adopted as blocks that nobody here has filled."""
-    requests = bodies(family, stock_tiny[kind], f"moved-{kind}", list(GROWN))
+    requests = bodies(family, stock_tiny[kind], f"moved-{kind}", grown(kind))
     admits = handed(family, kind, requests)
     decoded(family, kind, admits, steps=120)
     since = len(family.reports)
@@ -275,5 +257,5 @@ def test_requests_that_leave_with_their_blocks_go_on_elsewhere(
     ]  # fmt: skip
     family.lease(f"{kind}/decode", back)
     family.until(lambda: all(family.finished(name) for name in requests))
-    check(family, stock_tiny[kind], f"moved-{kind}", list(GROWN))
+    check(family, stock_tiny[kind], f"moved-{kind}", grown(kind))
     nothing_owned(family)

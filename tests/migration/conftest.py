@@ -2,30 +2,48 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from benchmarks.two_units import Pair, spec_of_unit
+from benchmarks.two_units import MODEL, Pair, unit_of
 from muxserve.engine.synthetic import Encoder, RequestsWanted
+from tests.engine.harness import TINY, deployed_model
 from tests.support import preloaded
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
 # Requests that move to and fro while they are decoded, and those that see a process die: count, prompt, output tokens.
 MOVING = (3, 300, 1000)
 STRUCK = (1, 300, 500)
+BLOCKS = 240
+# One model of each page class whose requests move in a way of their own.
+BY_HEAD, LATENTS, STATES = "llama", "deepseek_v2", "granite_hybrid"
+CLASSES = {BY_HEAD: partial(tiny_checkpoint, "llama", 2, 4, 2, 64), LATENTS: TINY[LATENTS], STATES: TINY[STATES]}
 
 
 @pytest.fixture(scope="package")
-def pair() -> Iterator[Pair]:
+def kind(request: pytest.FixtureRequest) -> str:
+    """The page class of the units' model; a test says with `pytest.mark.parametrize` which."""
+    asked: str = request.param
+    return asked
+
+
+@pytest.fixture(scope="package")
+def pair(kind: str) -> Iterator[Pair]:
     """Two real units. Whoever kills parts of them waits until they are whole again."""
-    checkpoint = tiny_checkpoint("llama", 2, 4, 2, 64)
+    model = deployed_model(
+        MODEL,
+        CLASSES[kind](),
+        block_tokens=32,
+        max_len=2048,
+        max_num_seqs=16,
+        max_num_batched_tokens=2048,
+        prefix_caching=False,
+    )
     with (
         tempfile.TemporaryDirectory(prefix="mx") as root,
-        Pair(
-            lambda name: spec_of_unit(Path(root) / name, name, checkpoint, max_len=2048, blocks=240),
-            start=preloaded.start,
-        ) as started,
+        Pair(lambda name: unit_of(Path(root) / name, name, model, BLOCKS), start=preloaded.start) as started,
     ):
         yield started
 

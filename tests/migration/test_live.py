@@ -8,10 +8,15 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.two_units import Pair, Seen, TwoUnits
-from tests.migration.conftest import MOVING
+from tests.migration.conftest import BY_HEAD, CLASSES, LATENTS, MOVING, STATES
 from tests.migration.live import limit, nothing_is_left, process
 
 _, PROMPT, OUTPUT = MOVING
+EACH_CLASS = [
+    pytest.param(BY_HEAD, marks=pytest.mark.serves("Llama", "migrates")),
+    pytest.param(LATENTS, marks=pytest.mark.serves("DeepseekV2", "migrates")),
+    pytest.param(STATES, marks=pytest.mark.serves("GraniteMoeHybrid (Granite 4 H)", "migrates")),
+]
 TRIES = 10
 
 
@@ -35,7 +40,7 @@ def expected(units: TwoUnits, bodies: list[bytes]) -> list[list[int]]:
     return [units.requests[name].tokens for name in names]
 
 
-@pytest.mark.serves("Llama", "migrates")
+@pytest.mark.parametrize("kind", EACH_CLASS, indirect=True)
 def test_tokens_are_the_same_wherever_they_come_from(
     units: TwoUnits, bodies: list[bytes], expected: list[list[int]]
 ) -> None:
@@ -63,7 +68,7 @@ def all_move(units: TwoUnits, seen: list[Seen], source: str, destination: str) -
     return not any(one.finished for one in seen)
 
 
-@pytest.mark.parametrize("victim", ["a", "b"])
+@pytest.mark.parametrize(("kind", "victim"), [*zip(CLASSES, "aba", strict=True), (STATES, "b")], indirect=["kind"])
 def test_a_migrator_that_dies_costs_no_request(
     units: TwoUnits, bodies: list[bytes], expected: list[list[int]], victim: str
 ) -> None:

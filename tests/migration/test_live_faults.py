@@ -4,7 +4,7 @@ The units are real; gateway and global scheduler are played (`benchmarks/two_uni
 process that it waits for is stopped, or copying is slow.
 
 Every process and every step is met, but not each with each, and one of them is stopped instead of killed: all that is
-120 cases of seven to twenty seconds, which run with MUXSERVE_EVERY_FAULT=1.
+390 cases of seven to twenty seconds, which run with MUXSERVE_EVERY_FAULT=1.
 """
 
 from __future__ import annotations
@@ -34,25 +34,42 @@ from muxserve.wire import (
     UnitHello,
     decode,
 )
-from tests.migration.conftest import STRUCK
+from tests.migration.conftest import BY_HEAD, CLASSES, LATENTS, STATES, STRUCK
 from tests.migration.live import find, limit, process, used
 from tests.support.patience import PATIENCE
 
 _, PROMPT, OUTPUT = STRUCK
-# Bytes per second; a token has 2 KiB.
+# Bytes per second; a token has 2 KiB by head, and a little more as latents or beside states.
 BANDWIDTH = 3e6
 STEPS = ("showing", "copying", "last", "committing")
+# Of a model that keeps states, too.
+STATE = "state"
 PARTS = ("decode", "prefill", "migrator", "memory", "scheduler")
 # Whoever is stopped for a step not to end. The last stage has to wait for the bandwidth of the first.
 HELD_BY = {"showing": ("a", "decode"), "copying": ("b", "migrator"), "committing": ("b", "scheduler")}
 VICTIMS = [f"{unit}-{part}" for part in PARTS for unit in "ab"]
 KILLED, PAUSED, STOPPED = "killed", "stopped for 5 s", "stopped for good"
 PAUSE_SECONDS = 5.0
-EVERY = [(step, victim, how) for how in (KILLED, PAUSED, STOPPED) for step in STEPS for victim in VICTIMS]
-SOME = [
-    *((STEPS[number % len(STEPS)], victim, KILLED) for number, victim in enumerate(VICTIMS)),
-    ("copying", "a-migrator", STOPPED),
+EVERY = [
+    (kind, step, victim, how)
+    for kind in CLASSES
+    for how in (KILLED, PAUSED, STOPPED)
+    for step in (*STEPS, *([STATE] if kind == STATES else ()))
+    for victim in VICTIMS
 ]
+# Those of the steps that everybody has, by class in turn: what differs is what is copied. While a state is copied again,
+# source, destination and migrators.
+SOME = sorted(
+    [
+        *(
+            ((BY_HEAD, LATENTS, BY_HEAD, STATES)[number // 2 % 4], STEPS[number % len(STEPS)], victim, KILLED)
+            for number, victim in enumerate(VICTIMS)
+        ),
+        (BY_HEAD, "copying", "a-migrator", STOPPED),
+        *((STATES, STATE, victim, KILLED) for victim in ("a-decode", "a-migrator", "b-migrator", "b-memory")),
+    ],
+    key=lambda case: list(CLASSES).index(case[0]),
+)
 TRIES = 20
 ASK_SECONDS = 0.004
 GREET_SECONDS = 0.2
@@ -194,7 +211,11 @@ def moves(units: Gateway) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize(("step", "victim", "how"), EVERY if os.environ.get("MUXSERVE_EVERY_FAULT") else SOME)
+@pytest.mark.parametrize(
+    ("kind", "step", "victim", "how"),
+    EVERY if os.environ.get("MUXSERVE_EVERY_FAULT") else SOME,
+    indirect=["kind"],
+)
 def test_any_process_killed_or_stopped_in_any_step(
     units: Gateway, body: bytes, expected: list[int], step: str, victim: str, how: str
 ) -> None:

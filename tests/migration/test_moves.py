@@ -24,7 +24,7 @@ from muxserve.wire import (
     PeerPages,
 )
 from tests.migration.support import moving
-from tests.migration.world import ADDRESS, BLOCK_BYTES, MODEL, World
+from tests.migration.world import ADDRESS, BLOCK_BYTES, MODEL, STATE_BLOCKS, World
 
 MOVE = "a:1:1"
 WAYS = {
@@ -74,6 +74,38 @@ def test_three_stages_and_the_last_block_twice(world: World) -> None:
     assert world.ends(MOVE) == [MoveCommitted(MOVE)]
     assert world.unit_b[-1] == MovingIn({})
     nothing_left(world, but=15)  # in B's engine; the one that was not needed has been given back
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_state_is_copied_again_at_the_end(way: str) -> None:
+    """Its pages are taken for one sequence in the order of their numbers, on either side."""
+    world = World(**WAYS[way], stateful=True)
+    staged(world, 0, 10, reserve=14)
+    world.settle()
+    assert world.staged() == [10]
+    world.steps += 7
+    staged(world, 10, 12)
+    world.settle()
+    staged(world, 0, STATE_BLOCKS)
+    world.settle()
+    assert world.staged() == [10, 12, STATE_BLOCKS]
+    commit(world, 12 - STATE_BLOCKS)
+    world.settle()
+    assert world.answer_take_over()
+    world.settle()
+    assert world.ends(MOVE) == [MoveCommitted(MOVE)]
+    nothing_left(world, but=12)
+
+
+@pytest.mark.parametrize("stage", [(0, 2), (1, 5)])
+def test_a_part_of_a_state_does_not_move(stage: tuple[int, int]) -> None:
+    world = World(stateful=True)
+    staged(world, 0, 5, reserve=5)
+    world.settle()
+    staged(world, *stage)
+    world.settle()
+    assert world.ends(MOVE) == [MoveFailed(MOVE, "a part of its state was to be moved")]
+    nothing_left(world)
 
 
 def test_several_moves_take_turns_and_keep_to_the_limit() -> None:
@@ -257,10 +289,11 @@ def test_a_migrator_that_started_anew_voids_its_earlier_moves(world: World) -> N
         (PeerPages(MOVE, -1, 2, 0), "not set aside"),
         (PeerPages(MOVE, 0, 2, 1), "not set aside"),
         (PeerPages(MOVE, 0, 1, 0), "bytes are not 1 blocks"),
+        (PeerPages(MOVE, 2, 2, 0), "of a state came with others"),
     ],
 )
 def test_pages_that_make_no_sense_end_the_move(wrong: PeerPages, reason: str) -> None:
-    world = World(same_machine=False)
+    world = World(same_machine=False, stateful="state" in reason)
     staged(world, 0, 4, reserve=4)
     world.settle()
     world.a_to_b.append((wrong, np.zeros(2 * BLOCK_BYTES, dtype=np.uint8)))
@@ -336,7 +369,8 @@ def test_whatever_happens_in_whatever_order() -> None:
 
 
 def one_history(draw: random.Random) -> Counter[str]:
-    world = World(**WAYS[draw.choice(list(WAYS))])
+    states = draw.choice([0, STATE_BLOCKS])
+    world = World(**WAYS[draw.choice(list(WAYS))], stateful=states > 0)
     moves: list[str] = []
     plan: list[tuple[int, int]] = []  # stages that unit A has still to ask for
     unheard: set[str] = set()  # moves of whose end unit A wants to hear nothing
@@ -358,13 +392,15 @@ def one_history(draw: random.Random) -> Counter[str]:
             case "unit a":
                 if current is None:
                     moves.append(f"a:1:{len(moves)}")
-                    plan = [(0, 5), (4, 7)]
+                    plan = [(0, 5), (4, 7), (0, states)] if states else [(0, 5), (4, 7)]
                     staged(world, 0, 6, reserve=6, move=moves[-1])
                 elif current.state is MoveState.IDLE:
                     if plan:
+                        # Until it leaves its engine, steps overwrite its state.
+                        world.steps += len(plan) > 1
                         staged(world, *plan.pop(0), move=moves[-1])
                     else:
-                        commit(world, 6, move=moves[-1])
+                        commit(world, 6 - states, move=moves[-1])
             case "yes":
                 world.answer_take_over()
             case "no":

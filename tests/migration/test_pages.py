@@ -31,6 +31,23 @@ def test_blocks_are_copied_gathered_and_scattered(connect: Connect) -> None:  # 
     assert np.array_equal(pages.gather(blocks[3:][::-1]), noise.reshape(-1))
 
 
+def test_parts_of_a_state_go_in_the_order_of_its_pages(connect: Connect) -> None:  # noqa: F811
+    """Whatever the order of its blocks is here and there."""
+    client = connect("one")
+    (pages,) = of_all_ranks(client, "a", 1, HostPages)
+    assert isinstance(pages, HostPages)
+    blocks = client.step("a", reserve=6).reserved.tolist()
+    ours, theirs = [blocks[i] for i in (4, 0, 2)], [blocks[i] for i in (1, 5, 3)]
+    per_block = pages.table[ours].size // 3
+    noise = np.random.default_rng(2).integers(0, 256, (3 * per_block, pages.pool.shape[1]), dtype=np.uint8)
+    pages.pool[np.sort(pages.table[ours].reshape(-1))] = noise
+    pages.copy_to(ours, pages, theirs, (0, 2))
+    data = pages.gather(ours, (2, 3))
+    assert np.array_equal(data, noise[2 * per_block :].reshape(-1))
+    pages.scatter(data, theirs, (2, 3))
+    assert np.array_equal(pages.pool[np.sort(pages.table[theirs].reshape(-1))], noise)
+
+
 @pytest.mark.parametrize("wrong", [[-1], [0], [20], [1, 1 << 40]])
 def test_blocks_that_the_table_does_not_have(connect: Connect, wrong: list[int]) -> None:  # noqa: F811
     pages = HostPages(connect("one").map("a"))

@@ -13,7 +13,18 @@ from muxserve.migration.chunks import TokenBucket
 from muxserve.migration.incoming import Incoming
 from muxserve.migration.outgoing import Outgoing
 from muxserve.migration.pages import ModelShape
-from muxserve.migration.tasks import Buffer, CopyOver, Gather, JoinPool, LeavePool, Outcome, Task, TaskFailed, Write
+from muxserve.migration.tasks import (
+    Buffer,
+    CopyOver,
+    Gather,
+    JoinPool,
+    LeavePool,
+    Outcome,
+    StatePart,
+    Task,
+    TaskFailed,
+    Write,
+)
 from muxserve.wire import (
     Message,
     MoveCommitted,
@@ -29,6 +40,15 @@ ADDRESS = "ipc://b"
 PEER = b"a/1/1"
 BLOCK_BYTES = 1 << 20
 SHAPES = {MODEL: ModelShape("layout", BLOCK_BYTES, 16)}
+# The first blocks of a request hold a state: what is in them depends on when they are copied.
+STATE_BLOCKS = 3
+STATEFUL_SHAPES = {MODEL: ModelShape("layout", BLOCK_BYTES, 16, STATE_BLOCKS)}
+
+
+def in_order(blocks: Sequence[int], part: StatePart) -> list[int]:
+    """The blocks that a task means, one by one. A block stands for its pages here, so that what it has of a state is
+    decided by its place in the order of the numbers."""
+    return list(blocks) if part is None else sorted(blocks)[part[0] : part[1]]
 
 
 @dataclass
@@ -48,7 +68,8 @@ class Store:
 
     def reserve(self, model: str, count: int) -> list[int]:
         self._up()
-        free = [b for b in range(1, self.size) if not self.taken(b)]
+        # Not in the order of their numbers.
+        free = [b for b in range(self.size - 1, 0, -1) if not self.taken(b)]
         if len(free) < count:
             return []
         for block in free[:count]:
@@ -96,7 +117,12 @@ class Store:
 class World:
     """Unit A with `Outgoing` and unit B with `Incoming`; the test plays both unit schedulers."""
 
-    def __init__(self, *, same_machine: bool = True, reachable: bool = True, rate: float = 0.0) -> None:
+    def __init__(
+        self, *, same_machine: bool = True, reachable: bool = True, rate: float = 0.0, stateful: bool = False
+    ) -> None:
+        self.shapes = STATEFUL_SHAPES if stateful else SHAPES
+        # How many steps have overwritten the state of the request that moves.
+        self.steps = 0
         self.now = 0.0
         self.lives = 1
         self.store = Store()
@@ -117,7 +143,7 @@ class World:
             "a",
             epoch="1",
             machine=self.machines[0],
-            shapes=SHAPES,
+            shapes=self.shapes,
             ranks=1,
             bandwidth=bucket,
             effects=_ActionsOfA(self),
@@ -126,7 +152,7 @@ class World:
 
     def begin_b(self) -> None:
         self.tasks_b.clear()
-        self.incoming = Incoming(SHAPES, 1, self.machines[1], self.store, _ActionsOfB(self))
+        self.incoming = Incoming(self.shapes, 1, self.machines[1], self.store, _ActionsOfB(self))
 
     # ------------------------------------------------------------ what can happen
 
@@ -188,11 +214,23 @@ class World:
                     self.accepted.add(message.move)
                     if message.key in self.store.keys:
                         blocks = self.store.adopt(message.key, "engine")
+                        states = self.shapes[MODEL].state_blocks
+                        state, kv = sorted(blocks[:states]), blocks[states:]
+                        assert [self.store.content.get(b) for b in state] == self.state()
                         # Block number i of the request has what its block 100 + i had over there.
-                        assert [self.store.content.get(b) for b in blocks] == [100 + i for i in range(message.blocks)]
+                        found = [self.store.content.get(b) for b in kv]
+                        assert found == [100 + i for i in range(states, message.blocks)]
                 self.incoming.taken_over(TakenOver(message.move, reason))
                 return True
         return False
+
+    def state(self) -> list[int]:
+        """What its state is now, in the order in which its pages hold it."""
+        return [(self.steps * STATE_BLOCKS + i) % 100 for i in range(self.shapes[MODEL].state_blocks)]
+
+    def read(self, blocks: Sequence[int], part: StatePart) -> list[int]:
+        """What is in blocks of unit A."""
+        return list(blocks) if part is None else self.state()[part[0] : part[1]]
 
     def disconnect(self) -> None:
         """B's migrator dies and is started again: it held blocks, and what was under way to it is lost."""
@@ -235,15 +273,16 @@ class World:
                 life, _ = self.joined[task.move]
                 if life != store.life:
                     raise MemoryManagerGone("died")
-                for source, block in zip(task.source, task.destination, strict=True):
+                theirs = in_order(task.destination, task.part)
+                for source, block in zip(self.read(task.source, task.part), theirs, strict=True):
                     assert "a:" + task.move in store.holders[block], "written to what is not held"
                     store.content[block] = source
             case Gather():
-                return [np.repeat(np.array(task.source, dtype=np.uint8), BLOCK_BYTES)]
+                return [np.repeat(np.array(self.read(task.source, task.part), dtype=np.uint8), BLOCK_BYTES)]
             case Write():
                 if task.life != store.life:
                     raise MemoryManagerGone("died")
-                for block, source in zip(task.blocks, task.data[::BLOCK_BYTES], strict=True):
+                for block, source in zip(in_order(task.blocks, task.part), task.data[::BLOCK_BYTES], strict=True):
                     assert "b" in store.holders[block], "written to what is not held"
                     store.content[block] = int(source)
             case LeavePool():

@@ -78,12 +78,17 @@ def bench(*requests: str, migrator: bool = True, models: Sequence[ModelSpec] = (
 
 
 class Course:
-    """Leads one move up to a step."""
+    """Leads one move up to a step; one of them is met by models that keep states only."""
 
-    STEPS = ("showing", "copying", "detaching", "last", "committing")
+    STEPS = ("showing", "copying", "detaching", "last", "state", "committing")
+    # The request has left its engine.
+    STILL = STEPS[3:]
+    # The migrator knows of it, and can undo it.
+    UNDONE = STEPS[1:5]
 
     def __init__(self, bench: Bench, request_id: str = "r") -> None:
         self.bench = bench
+        self.states = [21, 20][: bench.unit.ledger.by_name["a"].state_blocks]
         (self.show,) = to(DECODE, ShowBlocks, bench.say(SCHEDULER, paired()))
         assert self.show.request_id == request_id
         self.stage: MoveStage
@@ -92,15 +97,16 @@ class Course:
 
     def to(self, step: str) -> Course:
         for each in self.STEPS[1 : self.STEPS.index(step) + 1]:
-            getattr(self, each)()
+            if each != "state" or self.states:
+                getattr(self, each)()
         return self
 
     def copying(self) -> None:
-        blocks = Blocks(self.show.request_id, self.show.incarnation, 0, [4, 9, 7], 33)
+        blocks = Blocks(self.show.request_id, self.show.incarnation, 0, [*self.states, 4, 9, 7], 33)
         (self.stage,) = to(MIGRATOR, MoveStage, self.bench.say(DECODE.encode(), blocks))
 
     def detaching(self) -> None:
-        sent = self.bench.say(b"migrator", MoveStaged(self.stage.move, 2, 0.001, 100))
+        sent = self.bench.say(b"migrator", MoveStaged(self.stage.move, len(self.states) + 2, 0.001, 100))
         (self.detach,) = to(DECODE, Detach, sent)
 
     def last(self) -> Sent:
@@ -118,9 +124,20 @@ class Course:
         (self.stage,) = to(MIGRATOR, MoveStage, sent)
         return sent
 
+    def state(self) -> None:
+        sent = self.bench.say(b"migrator", MoveStaged(self.stage.move, len(self.states) + 3, 0.001, 50))
+        (self.stage,) = to(MIGRATOR, MoveStage, sent)
+
     def committing(self) -> None:
-        sent = self.bench.say(b"migrator", MoveStaged(self.stage.move, 3, 0.001, 50))
+        sent = self.bench.say(b"migrator", MoveStaged(self.stage.move, len(self.states) or 3, 0.001, 50))
         (self.commit,) = to(MIGRATOR, MoveCommit, sent)
+
+
+def at(step: str) -> tuple[Bench, Course]:
+    """A move at that step."""
+    models = [model("a", state_blocks=2), model("b")] if step == "state" else []
+    made = bench("r", models=models)
+    return made, Course(made).to(step)
 
 
 def in_engine(bench: Bench, request_id: str = "r") -> bool:
@@ -165,6 +182,19 @@ def test_the_course_of_a_move() -> None:
     assert not b.unit.moving.moves
     state = b.state()["models"]["a"]
     assert 0.01 <= state["last_downtime_seconds"] < 0.02
+
+
+def test_a_state_is_copied_again_when_its_request_is_out() -> None:
+    b, course = at("state")
+    stages = [m for _, m in b.sent if isinstance(m, MoveStage)]
+    # Ahead with the first whole blocks, and again after the last, when no step overwrites it any more.
+    assert [(stage.since, stage.blocks) for stage in stages] == [(0, [21, 20, 4, 9]), (4, [7]), (0, [21, 20])]
+    assert [stage.reserve for stage in stages] == [6, 0, 0]
+    assert course.detach.since == 4
+    assert b.state()["models"]["a"]["moves"] == {"state": 1}
+    course.committing()
+    b.say(b"migrator", MoveCommitted(course.stage.move))
+    assert counted(b) == (0, 1, 0)
 
 
 def test_who_was_given_away_is_lost_for_a_gateway_that_does_not_hear_of_it() -> None:
@@ -300,19 +330,18 @@ def fails(b: Bench, course: Course, cause: str) -> Sent:
 @pytest.mark.parametrize("step", Course.STEPS)
 @pytest.mark.parametrize("cause", ["refused", "migrator anew", "silence"])
 def test_a_move_that_fails_leaves_the_request_here_or_has_it_served_again(step: str, cause: str) -> None:
-    b = bench("r")
-    course = Course(b).to(step)
+    b, course = at(step)
     sent = fails(b, course, cause)
     assert not b.unit.moving.moves
     assert counted(b) == (0, 0, 1)
     uncertain = step == "committing" and cause != "refused"
     assert [m.request_ids for m in to(GATEWAY, Lost, sent)] == ([["r"]] if uncertain else [])
     aborts = [m.move for m in to(MIGRATOR, MoveAbort, sent)]
-    assert bool(aborts) == (cause == "silence" and step in ("copying", "detaching", "last"))
+    assert bool(aborts) == (cause == "silence" and step in Course.UNDONE)
     if uncertain:
         assert b.memory.dropped == [("a", course.detach.key)]
         assert "r" not in b.unit.request_table.held
-    elif step in ("last", "committing"):
+    elif step in Course.STILL:
         (lease,) = to(DECODE, Lease, sent)
         (admit,) = lease.admit
         assert (admit.adopt, admit.computed_tokens, admit.output_tokens) == (course.detach.key, 35, list(range(16)))
@@ -334,13 +363,12 @@ def test_a_move_that_fails_leaves_the_request_here_or_has_it_served_again(step: 
 
 @pytest.mark.parametrize("step", Course.STEPS)
 def test_a_client_that_goes_away_ends_the_move(step: str) -> None:
-    b = bench("r")
-    course = Course(b).to(step)
+    b, course = at(step)
     sent = b.say(GATEWAY, Cancel(["r"]))
     assert not b.unit.moving.moves
     assert "r" not in b.unit.request_table.held
-    assert bool(to(MIGRATOR, MoveAbort, sent)) == (step in ("copying", "detaching", "last"))
-    if step in ("last", "committing"):
+    assert bool(to(MIGRATOR, MoveAbort, sent)) == (step in Course.UNDONE)
+    if step in Course.STILL:
         assert b.memory.dropped == [("a", course.detach.key)]
         assert to(DECODE, Abort, sent) == []
     else:
@@ -409,10 +437,9 @@ def test_a_moving_request_outlives_its_engine() -> None:
     course.committing()
 
 
-@pytest.mark.parametrize("step", ["detaching", "last", "committing"])
+@pytest.mark.parametrize("step", Course.STEPS[2:])
 def test_the_memory_manager_dies_under_a_detached_request(step: str) -> None:
-    b = bench("r")
-    course = Course(b).to(step)
+    b, course = at(step)
     b.memory.die(up=True)
     sent = b.turn(after=0.1)
     assert bool(to(GATEWAY, Lost, sent)) == (step != "committing")
