@@ -105,7 +105,8 @@ def preempted(fleet: Server) -> int:
 
 
 def type_of(path: Path) -> str:
-    """What the model is computed in: vLLM's kernels on CPU for quantised weights and gated delta nets know no float32."""
+    """What the model is computed in: float32, but vLLM's CPU kernels for quantised weights and gated delta nets have
+    none."""
     config = json.loads((path / "config.json").read_text())
     return "bfloat16" if "quantization_config" in config or "linear_num_key_heads" in config else "float32"
 

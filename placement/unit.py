@@ -10,12 +10,11 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from placement.demand import splits_evenly
 from placement.format import enumerate_words, format_size
 from placement.pools import BLOCK_STEP, KVShape, PoolGroup, group_pools
-from placement.unit_types import Machine, ModelDemand, ModelPlan, PlanError, PlanProblem, PoolPlan, UnitPlan
+from placement.unit_types import Device, Machine, ModelDemand, ModelPlan, PlanError, PlanProblem, PoolPlan, UnitPlan
 
 HEAD_DIMS = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})  # of the CPU attention kernel
 LATENT = (512, 64)  # latent and rotated part of the CPU kernel for latent attention
@@ -234,7 +233,7 @@ def plan_unit(
     machine: Machine,
     cores: int | None = None,
     pool_bytes: int | None = None,
-    device: Literal["cpu", "cuda"] = "cpu",
+    device: Device = "cpu",
     units: int = 1,
 ) -> UnitPlan:
     """Plan all `models` onto `machine`.
@@ -267,7 +266,7 @@ def plan_unit(
         check_memory(models, machine, total, sum(needed), pool_bytes)
 
     notes: list[str] = []
-    weights = [sum(by_name[name].demand for name in group.models) for group in groups]
+    weights = [sum(by_name[name].demand(device) for name in group.models) for group in groups]
     pools, plans = [], {}
     sizes = share_out(total, weights, needed) if groups else []
     for index, (group, size) in enumerate(zip(groups, sizes, strict=True)):
@@ -285,7 +284,7 @@ def plan_unit(
             _pages(m, group, tokens, n) for m, tokens, n in zip(members, group.block_tokens, lengths, strict=True)
         ]
         zeroed = any(member.state_bytes and group.dtype != "float32" for member in members)
-        quotas = share_out(num_pages - 1, [member.demand for member in members], floors)
+        quotas = share_out(num_pages - 1, [member.demand(device) for member in members], floors)
         for member, length, floor, quota in zip(members, lengths, floors, quotas, strict=True):
             wished = member.max_len or member.architecture.default_max_len
             if length < wished:
@@ -295,7 +294,7 @@ def plan_unit(
             if member.state_bytes:
                 notes.append(
                     f"{member.name} keeps states, {format_size(member.state_bytes)} of each sequence beside K and V of "
-                    "its tokens: no prefixes are cached, and requests stay in their unit"
+                    "its tokens: no prefixes are cached"
                 )
             threads = _threads(member, models, cores)
             plans[member.name] = ModelPlan(
@@ -397,7 +396,7 @@ def _pool_size(models: Sequence[ModelDemand], machine: Machine, asked: int | Non
     for model in models:
         sequences = min(model.max_num_seqs, max(4, math.ceil(model.rate * _RESIDENCE)))
         length = model.max_len or model.architecture.default_max_len
-        wanted += sequences * (length * model.bytes_per_token + model.state_bytes)
+        wanted += sequences * model.sequence_bytes(length, "cpu")  # pools of GPUs are given
     limit = machine.memory_bytes * AUTO_MEMORY
     if machine.shared_memory_bytes is not None:
         limit = min(limit, machine.shared_memory_bytes * SHARED_MEMORY)

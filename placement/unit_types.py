@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from muxserve.costs.architecture import ModelArchitecture
 
@@ -21,6 +22,9 @@ class Machine:
     memory_bytes: int
     shared_memory_bytes: int | None = None
     fp8_kv: bool = True
+
+
+Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -92,10 +96,22 @@ class ModelDemand:
         whole = self.architecture.kv_bytes_per_token(self.resolved_dtype)
         return whole * self.pages_per_block // max(1, self.architecture.pages_per_block)
 
-    @property
-    def demand(self) -> float:
+    def gives_back(self, device: Device) -> bool:
+        """Its engines give back what is behind a window: those on CPU that have all layers."""
+        a = self.architecture
+        return device == "cpu" and self.stages == 1 and a.causal and a.states is None and bool(a.windowed)
+
+    def sequence_bytes(self, tokens: int, device: Device) -> float:
+        """Bytes on each rank of KV and states of a sequence of so many tokens, without what is given back."""
+        size = float(tokens * self.bytes_per_token + self.state_bytes)
+        if self.gives_back(device):
+            windowed = self.bytes_per_token * len(self.architecture.windowed) / self.layers
+            size -= max(0, tokens - self.architecture.window) * windowed
+        return size
+
+    def demand(self, device: Device) -> float:
         """Weight in the sharing of memory: bytes of KV and states per second."""
-        return self.rate * (self.tokens * self.bytes_per_token + self.state_bytes)
+        return self.rate * self.sequence_bytes(self.tokens, device)
 
 
 @dataclass(frozen=True)

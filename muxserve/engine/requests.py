@@ -86,7 +86,12 @@ class EngineRequests:
             scheduler.resume(request, admit.output_tokens)
         if blocks is not None:
             scheduler.adopt(request, blocks, admit.computed_tokens, admit.foreign)
-        self._core.add_request(request, wave)
+        try:
+            self._core.add_request(request, wave)
+        except Exception:
+            if blocks is not None:
+                scheduler.disown(internal)
+            raise
         if admit.output_tokens:
             request.events.clear()
 

@@ -240,8 +240,7 @@ class PhaseScheduler(Scheduler):
 
     def disown(self, request_id: str) -> None:
         """vLLM does not take the request after all: forget the blocks that it adopted, which stay the caller's."""
-        if self._blocks_of is not None:
-            self.kv_cache_manager.coordinator.pop_blocks_for_free(request_id)
+        self._blocks_of.pop_blocks_for_free(request_id)
 
     def _behind_window(self, computed_tokens: int) -> int:
         """How many blocks of a request with the KV of so many tokens no later token sees in layers with a window."""

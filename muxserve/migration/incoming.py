@@ -239,7 +239,8 @@ class Incoming:
         count = shape.state_blocks - (-request.computed_tokens // shape.block_tokens)
         if arrival.key:
             return
-        if request.model != arrival.model or not shape.state_blocks < count <= arrival.until or arrival.written != arrival.writes:
+        there = shape.state_blocks < count <= arrival.until and arrival.written == arrival.writes
+        if request.model != arrival.model or not there:
             self._refuse(arrival, f"{count} blocks were to be handed over, and {arrival.until} are here")
             return
         try:

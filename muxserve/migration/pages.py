@@ -44,8 +44,8 @@ PageIds = npt.NDArray[np.int32]
 
 
 class Pages(Protocol):
-    """Blocks are those of the model's page table; the pages of a block come in the table's order. With a `part` they are
-    all blocks of a state, and only that part of their pages is meant (`StatePart`).
+    """Blocks are those of the model's page table; the pages of a block come in the table's order. With a `part` they
+    are all blocks of a state, and only that part of their pages is meant (`StatePart`).
 
     Every method raises `IndexError` for a block that the table does not have.
     """

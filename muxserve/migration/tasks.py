@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Optional, Union
+from typing import Union
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ Buffer = npt.NDArray[np.uint8]
 # Of a state the pages are one sequence in the order of their numbers, whatever block they are in: as engines map them.
 # Its blocks go together, and a task has a part of that sequence, as long as those from the first number to the one
 # before the second. None: K and V, or latents.
-StatePart = Optional[tuple[int, int]]
+StatePart = Union[tuple[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class JoinPool:
 
 @dataclass(frozen=True, slots=True)
 class CopyOver:
-    """Copy blocks of this unit's pools into blocks that were joined. They are the request's blocks up to number `until`;
-    `whole` tells that they are all of their stage. Outcome: none."""
+    """Copy blocks of this unit's pools into blocks that were joined. They are the request's blocks up to number
+    `until`; `whole` tells that they are all of their stage. Outcome: none."""
 
     move: str
     model: str

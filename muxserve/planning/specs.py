@@ -46,6 +46,7 @@ from muxserve.spec import (
     offered,
 )
 from placement.unit import MAX_BLOCKS
+from placement.unit_types import Device
 
 # Stands for a GPU of which nothing is known. What is observed corrects predictions within some prefills.
 UNKNOWN_GPU = "A100-80GB"
@@ -114,10 +115,9 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
     model, plan, demand = unit.fleet.models[index], unit.unit.models[index], unit.demands[index]
     assert model.path is not None, "fetch() gives every model a path"
     batch, latent = batch_of(model, CPU_BATCH), demand.architecture.latent
-    # What is behind a window is given back by engines on CPU that have all layers.
     a = demand.architecture
-    given_back = a.window < plan.max_len and a.causal and demand.stages == 1 and unit.gpu is None and a.states is None
-    windowed = a.windowed if given_back else ()
+    device: Device = "cpu" if unit.gpu is None else "cuda"
+    windowed = a.windowed if a.window < plan.max_len and demand.gives_back(device) else ()
     # vLLM computes no prompt in chunks whose tokens see what comes after them, nor, on CPU, with latent attention; of
     # the latter it caches no prefixes either. A cached prefix would need a state of its own.
     in_one_piece = not demand.architecture.causal or latent is not None

@@ -207,7 +207,7 @@ class UnitLedger:
         live.lease_id = 0
         live.output_tokens = output_tokens
         live.resumed = True
-        live.blocks = model.blocks_of(live.tokens)
+        live.blocks = model.blocks_of_prompt(live.tokens)
         self._note(live, Event.CAME)
         model.queue.add(live)
         model.tally.returned += 1

@@ -73,9 +73,7 @@ def view_of(
     for live in model.decoding.values():
         usage = model.blocks_of(tokens_of(live)) * block
         level = live.execution if live.execution in known else levels.default
-        running.append(
-            RequestView(live.request_id, usage, execution=level, movable=live.request_id not in staying)
-        )
+        running.append(RequestView(live.request_id, usage, execution=level, movable=live.request_id not in staying))
     # What they hold is in the sums; only how many there are, and of which level, must be known.
     for others in (model.prefilling, model.handed, model.moving):
         for live in others.values():

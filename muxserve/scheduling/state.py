@@ -94,7 +94,7 @@ class LiveRequest:
         self.lease_id = 0
         self.entered_at = 0.0
         self.decoding_since: float | None = None
-        self.blocks = model.blocks_of(self.tokens)
+        self.blocks = model.blocks_of_prompt(self.tokens)
         self.key: QueueKey = (0, 0, 0, 0.0, 0)
 
     @property
@@ -332,6 +332,8 @@ class ModelState:
     """
 
     __slots__ = (
+        "_seen",
+        "_seen_in_prompt",
         "batch_tokens",
         "block_tokens",
         "both",
@@ -364,6 +366,7 @@ class ModelState:
         "state_blocks",
         "tally",
         "used",
+        "windowed_pages",
         "work_since",
     )
 
@@ -375,6 +378,9 @@ class ModelState:
         self.pages_per_block = profile.pages_per_block
         self.block_tokens = profile.block_tokens
         self.state_blocks = profile.state_blocks
+        self.windowed_pages = profile.windowed_pages
+        self._seen = profile.seen_blocks(1)
+        self._seen_in_prompt = profile.seen_blocks(profile.max_num_batched_tokens)
         self.max_seqs = profile.max_num_seqs
         self.batch_tokens = profile.max_num_batched_tokens
         self.counters = TenantCounters(lambda: self.rounds)
@@ -432,8 +438,19 @@ class ModelState:
         return self.decode.rounds if self.both else self.decode.jobs
 
     def blocks_of(self, tokens: int) -> int:
-        """Blocks for `tokens` and the one token that comes after them, if one does, and for the sequence's states."""
-        return (tokens - self.pooling) // self.block_tokens + 1 + self.state_blocks
+        """Blocks for `tokens` and the one token that comes after them, if one does, and for the sequence's states. What
+        is given back behind a window is not counted: as many pages as whole blocks have."""
+        return self._blocks(tokens, self._seen)
+
+    def blocks_of_prompt(self, tokens: int) -> int:
+        """The same, and what the last step of a prompt of so many tokens needs behind its window."""
+        return self._blocks(tokens, self._seen_in_prompt)
+
+    def _blocks(self, tokens: int, seen: int) -> int:
+        blocks = (tokens - self.pooling) // self.block_tokens + 1
+        if self.windowed_pages and blocks > seen:
+            blocks -= (blocks - seen) * self.windowed_pages // self.pages_per_block
+        return blocks + self.state_blocks
 
     @property
     def in_engines(self) -> int:
@@ -463,7 +480,10 @@ class ModelState:
         """Set the tokens that admitted prompts still have to compute, and the pages that this promises away."""
         self.outstanding = outstanding
         waiting = len(self.prefilling)
-        blocks = -(-outstanding // self.block_tokens) + waiting * (1 + self.state_blocks) if waiting else 0
+        filled = -(-outstanding // self.block_tokens)
+        blocks = filled + waiting * (1 + self.state_blocks) if waiting else 0
         pages = blocks * self.pages_per_block
+        if self.windowed_pages:
+            pages -= max(0, filled - waiting * self._seen_in_prompt) * self.windowed_pages
         self.pool.promised += pages - self.promised
         self.promised = pages

@@ -91,7 +91,7 @@ class ModelProfile:
     needs no pages. `elastic` engines can compute on another share from one lease to the next; of others every lease
     names the planned share. `tokens` is the mean length of its requests, prompt and answer, relative to the other
     models' (1 for all: they are alike, or unknown). The states that a sequence has take `state_blocks` blocks, whatever
-    its length.
+    its length. In `windowed_layers` of the layers pages behind the last `window` tokens are given back.
     """
 
     name: str
@@ -113,11 +113,23 @@ class ModelProfile:
     pooling: bool = False
     tokens: float = 1.0
     state_blocks: int = 0
+    window: int = 0
+    windowed_layers: int = 0
 
     @property
     def pages_per_block(self) -> int:
         """Pages behind one token block."""
         return self.layers * self.kv_heads
+
+    @property
+    def windowed_pages(self) -> int:
+        """Those of a block's pages that are given back when it is behind the window."""
+        return self.windowed_layers * self.kv_heads
+
+    def seen_blocks(self, tokens: int) -> int:
+        """Most blocks of a sequence that are not behind the window, when `tokens` of it are computed in a step: the
+        tokens that they see are `window` - 1 + `tokens` in a row, which begin anywhere in a block."""
+        return -(-(self.window - 1 + tokens) // self.block_tokens) + 1
 
 
 class QueuedRequest(NamedTuple):

@@ -6,53 +6,98 @@ a step, so the work of its first n steps is quadratic in n (`Decode.run`), and s
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import sqrt
 
 from muxserve.costs import Decode
+from muxserve.scheduling.types import ModelProfile
 from muxserve.simulator.requests import SimRequest
 
 _FOREVER = 1 << 60
 
 
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """How the blocks of a sequence are counted: each as 1, with `states` more that hold its state. Or, where pages
+    behind a window are given back, each as `block` pages, of which all but the last `seen` blocks (`seen_in_prompt`
+    while the prompt is computed) give back `behind`.
+
+    What others may find is counted whole: it is kept, or comes back into use when it is found.
+    """
+
+    states: int = 0
+    block: int = 1
+    behind: int = 0
+    seen: int = 0
+    seen_in_prompt: int = 0
+
+    @classmethod
+    def of(cls, profile: ModelProfile, windows: bool = False) -> BlockCounts:
+        """Those of a model; with `windows` what it gives back behind them is not counted."""
+        behind = profile.windowed_pages if windows else 0
+        if not behind:
+            return cls(profile.state_blocks)
+        seen, in_prompt = profile.seen_blocks(1), profile.seen_blocks(profile.max_num_batched_tokens)
+        return cls(profile.state_blocks, profile.pages_per_block, behind, seen, in_prompt)
+
+    def held(self, blocks: int, request: SimRequest, prompt: bool = False) -> int:
+        """What a sequence holds that has filled so many blocks; `prompt`: while its prompt is computed."""
+        count = (blocks + self.states) * self.block
+        if self.behind and not request.content:
+            count -= max(0, blocks - (self.seen_in_prompt if prompt else self.seen)) * self.behind
+        return count
+
+
+WHOLE_BLOCKS = BlockCounts()
+
+
 class DecodeBatch:
     """Sequences that decode together.
 
-    `counter` steps have been accounted for; `context` is the tokens that the next one reads, its own included. Which
-    steps need a block for how many sequences repeats with a period of `block_tokens` steps: `needs[s % block_tokens]`
-    is the number for step s.
+    `counter` steps have been accounted for; `context` is the tokens that the next one reads, its own included. What
+    steps need repeats with a period of `block_tokens` steps: `needs[s % block_tokens]` is the number for step s of
+    blocks, as `counts` counts them. A sequence needs less when it has come to fill blocks behind its window; no leap
+    goes beyond the step from which on one does.
     """
 
     __slots__ = (
         "_at",
+        "_behind",
         "_ending",
         "_growth",
         "_linear",
+        "_nearing",
+        "_round",
         "_serial",
         "_work",
         "block_tokens",
         "context",
         "counter",
+        "counts",
         "first",
         "floor",
         "generated",
         "needs",
         "running",
         "slow",
-        "state_blocks",
         "until",
     )
 
     def __init__(self, block_tokens: int, first_serial: int = 0) -> None:
         self.block_tokens = block_tokens
-        # Of each sequence, whatever its length.
-        self.state_blocks = 0
+        self.counts = WHOLE_BLOCKS
         self.needs = [0] * block_tokens
+        # Their sum.
+        self._round = 0
         self.running: dict[SimRequest, None] = {}
         self.counter = 0
         self.context = 0
         self.generated = 0
         self._ending: list[tuple[int, int, SimRequest]] = []
+        # Of sequences that will fill blocks behind their window: from which step on. Those that do are in the set.
+        self._nearing: list[tuple[int, int, SimRequest]] = []
+        self._behind: set[SimRequest] = set()
         # Sequences move between batches, so the numbers that say when they joined are different in all of them.
         self._serial = first_serial
         # The run: its first step, the step from which its cost is another; work of n steps = n * (linear + growth * n).
@@ -75,30 +120,46 @@ class DecodeBatch:
         request.serial = self._serial
         request.base = tokens - 1 - self.counter
         request.ends_at = self.counter + request.output - request.made
-        self.needs[-request.base % self.block_tokens] += 1
+        self._needs(request, self.counts.block)
+        if self.counts.behind and not request.content:
+            # In this step it takes the last block before one goes behind the window.
+            last = (self.counts.seen - 1) * self.block_tokens
+            heappush(self._nearing, (last + 1 - request.base, request.serial, request))
+            self._pass_windows()
         self.context += tokens
         self.running[request] = None
         heappush(self._ending, (request.ends_at, request.serial, request))
+
+    def growth_of(self, request: SimRequest) -> int:
+        """What one more block of a sequence counts."""
+        return self.counts.block - (self.counts.behind if request in self._behind else 0)
 
     def remove(self, request: SimRequest) -> int:
         """A sequence leaves before the next step; returns the blocks that it holds."""
         del self.running[request]
         computed = request.base + self.counter
-        self.needs[-request.base % self.block_tokens] -= 1
+        self._needs(request, -self.growth_of(request))
+        self._behind.discard(request)
         self.context -= computed + 1
         request.made = computed + 1 - request.prompt
         request.serial = 0
-        return -(-computed // self.block_tokens) + self.state_blocks
+        return self.counts.held(-(-computed // self.block_tokens), request)
 
     def next_end(self) -> int:
-        """The counter at which the next sequence has its last token."""
-        ending = self._ending
-        while ending:
-            head = ending[0]
-            if head[2].serial == head[1]:
-                return head[0]
-            heappop(ending)
-        return _FOREVER
+        """The counter at which the next sequence has its last token, or first needs less for its next block."""
+        end = _next(self._ending)
+        return min(end, _next(self._nearing)) if self._nearing else end
+
+    def _pass_windows(self) -> None:
+        """See which sequences fill blocks behind their windows from the next step on."""
+        while _next(self._nearing) <= self.counter:
+            _, _, request = heappop(self._nearing)
+            self._behind.add(request)
+            self._needs(request, -self.counts.behind)
+
+    def _needs(self, request: SimRequest, change: int) -> None:
+        self.needs[-request.base % self.block_tokens] += change
+        self._round += change
 
     def ended(self) -> list[SimRequest]:
         """Sequences that have their last token, in the order in which they joined."""
@@ -121,7 +182,7 @@ class DecodeBatch:
         if count <= period - start:
             return sum(needs[start : start + count])
         rounds, rest = divmod(count, period)
-        blocks = rounds * len(self.running)
+        blocks = rounds * self._round
         end_index = start + rest
         if end_index <= period:
             return blocks + sum(needs[start:end_index])
@@ -142,6 +203,8 @@ class DecodeBatch:
         self.context += tokens
         self.generated += tokens
         self.counter = counter
+        if self._nearing:
+            self._pass_windows()
 
     # ------------------------------------------------------------ the run
 
@@ -194,3 +257,13 @@ class DecodeBatch:
         self._work += (now - self._at) / self.slow
         self._at = now
         self.slow = slow
+
+
+def _next(moments: list[tuple[int, int, SimRequest]]) -> int:
+    """The earliest step of a heap whose sequence is still there as it was; others are dropped."""
+    while moments:
+        head = moments[0]
+        if head[2].serial == head[1]:
+            return head[0]
+        heappop(moments)
+    return _FOREVER

@@ -107,7 +107,7 @@ class StepEngine(Engine):
         if phase is not PREFILL:
             pages.grower = self
         self.batch = self.make_batch(model.profile.block_tokens)
-        self.batch.state_blocks = model.profile.state_blocks
+        self.batch.counts = pages.counts
         # Joined, and have not been in a decode step yet.
         self.joined: list[SimRequest] = []
         self.chunks: list[tuple[SimRequest, int]] = []
@@ -145,7 +145,7 @@ class StepEngine(Engine):
         unit = self.unit
         finished: list[SimRequest] = []
         through: list[SimRequest] = []
-        tokens = 0
+        tokens, freed, size = 0, False, self.model.profile.block_tokens
         for request, chunk in self.chunks:
             tokens += chunk
             request.computed += chunk
@@ -153,6 +153,7 @@ class StepEngine(Engine):
                 self.pages.publish(request, request.computed)
             if request.computed < request.prompt + request.made:
                 continue
+            filled = -(-request.computed // size)
             request.got_token(now + unit.overheads.token)
             if request.made >= request.output:
                 finished.append(request)
@@ -160,8 +161,12 @@ class StepEngine(Engine):
                 unit.finished(request, now)
             else:
                 through.append(request)
+                # What it needed for the last chunk of its prompt.
+                if spare := request.blocks - self.pages.counts.held(filled, request):
+                    self.pages.release(spare)
+                    freed = True
             request.blocks = 0
-        if finished:
+        if finished or freed:
             unit.freed(self.pages, now)
         if unit.timeline is not None and tokens:
             unit.timeline.job(self.model.name, "prefill", self._started, now, len(self.chunks), tokens)
@@ -192,7 +197,7 @@ class StepEngine(Engine):
     def _find(self, request: SimRequest, now: float) -> None:
         """Nothing of the prompt is computed: begin behind what is cached of it."""
         found = self.pages.find(request, now, self.order)
-        request.blocks, request.computed = found, found * self.model.profile.block_tokens
+        request.blocks, request.computed = found * self.pages.counts.block, found * self.model.profile.block_tokens
         if request.first_token is None and not request.preemptions:
             request.cached = request.computed
 
@@ -270,11 +275,12 @@ class StepEngine(Engine):
         while position < len(waiting):
             request = waiting[position]
             if (request.base + counter) % period == 0:
-                while not pages.take(1, now, self.order):
+                while not pages.take(batch.growth_of(request), now, self.order):
                     victim = unit.victim(waiting)
                     place = waiting.index(victim) if victim is not waiting[-1] else len(waiting) - 1
                     del waiting[place]
-                    pages.give_up(victim, self._remove(victim) + (victim in served))
+                    taken = batch.growth_of(victim) if victim in served else 0
+                    pages.give_up(victim, self._remove(victim) + taken)
                     victim.preempted(now)
                     gone.append(victim)
                     if place < position:

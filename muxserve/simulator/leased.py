@@ -231,7 +231,7 @@ class PhaseEngine(LeasedEngine):
 
     def _choose(self, now: float) -> tuple[int, int]:
         """Fill a step with chunks that find pages; returns its tokens and attention pairs."""
-        chunks, size, states = self.chunks, self.model.profile.block_tokens, self.model.profile.state_blocks
+        chunks, size, counts = self.chunks, self.model.profile.block_tokens, self.pages.counts
         budget = self.model.profile.max_num_batched_tokens
         tokens = pairs = 0
         for request in self.prompts:
@@ -243,7 +243,7 @@ class PhaseEngine(LeasedEngine):
                 self._find(request, now)
             chunk = min(length - request.computed, budget - tokens)
             end = request.computed + chunk
-            blocks = -(-end // size) + states - request.blocks
+            blocks = counts.held(-(-end // size), request, prompt=True) - request.blocks
             if blocks and not self.pages.take(blocks, now, self.order):
                 if begins:
                     self._lose(request)
@@ -295,6 +295,8 @@ class PhaseEngine(LeasedEngine):
         self.unit.at_boundary(self)
 
     def releases(self) -> bool:
+        if self.pages.counts.behind and self.chunks:
+            return True  # what the last chunk of a prompt needed behind its window
         return any(request.output - request.made <= 1 for request, _ in self.chunks)
 
     # ------------------------------------------------------------ decode

@@ -45,9 +45,9 @@ class SimulatedMove:
     """Moves `request`, which decodes. `begin` it; `ended` is told whether it has arrived, `downtimes` gets how long it
     was in no batch.
 
-    The KV is append-only, so that what a stage has copied stays right. A state, which each step overwrites, is copied in
-    the first stage, and again in the last. The request may end, or be preempted, between
-    two stages; then the destination gives the blocks back and nothing else has happened.
+    The KV is append-only, so that what a stage has copied stays right. A state, which each step overwrites, is copied
+    in the first stage, and again in the last. The request may end, or be preempted, between two stages; then the
+    destination gives the blocks back and nothing else has happened.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class SimulatedMove:
         self._block_tokens = model.profile.block_tokens
         self._token_bytes = float(model.architecture.kv_bytes_per_token(model.dtype))
         self._state_bytes = float(model.architecture.state_bytes(model.dtype))
-        self._state_blocks = model.profile.state_blocks
+        self._counts = self._engine.pages.counts
         self._lease_id = request.lease_id
         self._preemptions = request.preemptions
         self._reserved = 0
@@ -165,8 +165,8 @@ class SimulatedMove:
 
     def _reserve(self, now: float) -> bool:
         """Have blocks for what is computed at the destination."""
-        blocks = -(-self._engine.computed(self.request, now) // self._block_tokens) + self._state_blocks
-        want = blocks - self._reserved
+        filled = -(-self._engine.computed(self.request, now) // self._block_tokens)
+        want = self._counts.held(filled, self.request) - self._reserved
         if want > 0:
             if not self.destination.reserve(self.request.model, want, now):
                 return False

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from muxserve.scheduling.types import PoolProfile
+from muxserve.simulator.batch import WHOLE_BLOCKS, BlockCounts
 from muxserve.simulator.prefixes import PrefixIndex
 from muxserve.simulator.requests import SimRequest
 
@@ -36,10 +37,13 @@ class Grower(Protocol):
 
 class ModelPages:
     """Pages of one model. `held` counts those in use, `committed` those that its running leap will take. `prefixes` is
-    None without prefix caching; only requests that say what they consist of have any."""
+    None without prefix caching; only requests that say what they consist of have any. Blocks are counted as `counts`
+    says; each that is counted has `per_block` pages, and a whole block `block_pages`."""
 
     __slots__ = (
+        "block_pages",
         "committed",
+        "counts",
         "grower",
         "held",
         "index",
@@ -53,19 +57,28 @@ class ModelPages:
     )
 
     def __init__(
-        self, index: int, model: str, pool: SimPool, per_block: int, quota: int, block_tokens: int = 0
+        self,
+        index: int,
+        model: str,
+        pool: SimPool,
+        block_pages: int,
+        quota: int,
+        block_tokens: int = 0,
+        counts: BlockCounts = WHOLE_BLOCKS,
     ) -> None:
         self.index = index
         self.model = model
         self.pool = pool
-        self.per_block = per_block
+        self.counts = counts
+        self.block_pages = block_pages
+        self.per_block = block_pages // counts.block
         self.quota = quota
         self.held = 0
         self.committed = 0
         self.peak = 0
         self.told = 0
         self.grower: Grower | None = None
-        self.prefixes = PrefixIndex(self, block_tokens) if block_tokens and per_block else None
+        self.prefixes = PrefixIndex(self, block_tokens) if block_tokens and block_pages else None
         pool.models.append(self)
 
     def take(self, blocks: int, now: float, viewer: int, spare: int = 0) -> bool:
@@ -112,7 +125,7 @@ class ModelPages:
     def give_up(self, request: SimRequest, blocks: int) -> None:
         """A request gives back the blocks that it holds. Those that others may find stay as long as there is room."""
         if request.shared and self.prefixes is not None:
-            blocks -= self.prefixes.let_go(request)
+            blocks -= self.prefixes.let_go(request) * self.counts.block
         self.release(blocks)
 
     def hold(self, pages: int) -> None:

@@ -71,7 +71,7 @@ class PrefixIndex:
         """Hold the longest prefix of its first `blocks` blocks that is there, and return how many these are. It ends
         early where waking a cached block would exceed the quota."""
         pages, pool = self.pages, self.pages.pool
-        held, cached, per_block = self._held, self._cached, self.pages.per_block
+        held, cached, per_block = self._held, self._cached, self.pages.block_pages
         self.lookups += blocks
         hits = 0
         for key in self.keys(request, blocks):
@@ -103,7 +103,7 @@ class PrefixIndex:
 
     def let_go(self, request: SimRequest) -> int:
         """It gives up its blocks, the last ones first; returns how many of them are, or were, for others to find."""
-        pages, pool, held, per_block = self.pages, self.pages.pool, self._held, self.pages.per_block
+        pages, pool, held, per_block = self.pages, self.pages.pool, self._held, self.pages.block_pages
         count = len(request.shared)
         for key in reversed(request.shared):
             holders = held[key] - 1
@@ -122,5 +122,5 @@ class PrefixIndex:
     def evict(self) -> None:
         """The least recently used cached block goes."""
         self._cached.popitem(last=False)
-        self.pages.pool.cached -= self.pages.per_block
+        self.pages.pool.cached -= self.pages.block_pages
         self.evictions += 1

@@ -162,7 +162,7 @@ class ResidentUnit(ScheduledUnit):
         if not self.residency.elastic:
             return 0
         pages = self.page_of[name]
-        asked = sum(live.blocks for live in self.ledger.by_name[name].queue.first(1)) * pages.per_block
+        asked = sum(live.blocks for live in self.ledger.by_name[name].queue.first(1)) * pages.block_pages
         taken = pages.held + pages.committed + asked
         return math.ceil(taken * self.residency.rules.limit / pages.pool.profile.pages)
 

@@ -15,7 +15,8 @@ from muxserve.scheduling.loads import load_of, view_of
 from muxserve.scheduling.policies import make_policy
 from muxserve.scheduling.policy import AGAIN_SECONDS, Policy, Renewals
 from muxserve.scheduling.state import ModelState
-from muxserve.scheduling.types import BOTH, DECODE, PREFILL, Grant, Phase, QueuedRequest
+from muxserve.scheduling.types import BOTH, DECODE, PREFILL, Grant, ModelProfile, Phase, QueuedRequest
+from muxserve.simulator.batch import BlockCounts
 from muxserve.simulator.leased import LeasedEngine, PhaseEngine, SimLease, SimReport
 from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.requests import SimRequest
@@ -72,6 +73,10 @@ class ScheduledUnit(SimulatedUnit):
                 self._enter(engine)
                 self.prefillers.append((self.ledger.by_name[model.name], engine))
         self._far = [(m, e) for m, e in self.decoders if isinstance(e, PhaseEngine)]
+
+    def block_counts(self, profile: ModelProfile) -> BlockCounts:
+        # Engines that mix both phases in a step are simulated with whole blocks.
+        return BlockCounts.of(profile, windows=not profile.both)
 
     def _make(self, model: SimModel, pages: ModelPages) -> LeasedEngine:
         if self.spec.pipeline is not None:

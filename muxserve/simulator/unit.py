@@ -8,7 +8,8 @@ from operator import attrgetter
 
 from muxserve.costs import EngineCosts, EngineShape, LatencyModel
 from muxserve.replicas.views import InstanceLoad
-from muxserve.scheduling.types import PREFILL, WHOLE, Phase
+from muxserve.scheduling.types import PREFILL, WHOLE, ModelProfile, Phase
+from muxserve.simulator.batch import BlockCounts
 from muxserve.simulator.clock import Clock, Compute
 from muxserve.simulator.engine import BOUNDARY, STEPPING, Engine
 from muxserve.simulator.pages import ModelPages, SimPool
@@ -62,7 +63,13 @@ class SimulatedUnit:
             profile = model.profile
             block_tokens = profile.block_tokens if model.prefix_caching else 0
             pages = ModelPages(
-                index, model.name, self.pools[profile.pool], profile.pages_per_block, profile.quota_pages, block_tokens
+                index,
+                model.name,
+                self.pools[profile.pool],
+                profile.pages_per_block,
+                profile.quota_pages,
+                block_tokens,
+                self.block_counts(profile),
             )
             self.pages.append(pages)
             self.page_of[model.name] = pages
@@ -81,6 +88,10 @@ class SimulatedUnit:
         if options.sample_seconds > 0.0:
             self.clock.at(self.clock.now, self._sample)
         self._begin()
+
+    def block_counts(self, profile: ModelProfile) -> BlockCounts:
+        """How the blocks of a model's sequences are counted."""
+        return BlockCounts.of(profile)
 
     def _begin(self) -> None:
         """Make the engines, and what decides on them."""

@@ -72,7 +72,7 @@ class MoveStep(Enum):
 @dataclass(slots=True)
 class RequestMove:
     """One request on its way. `until` is how many of its blocks are over there, `held` how many were set aside there.
-    The step that it waits for is given up at `deadline`. `states` are the blocks that hold its state, its first ones."""
+    The step that it waits for is given up at `deadline`. `states` are its first blocks, those that hold its state."""
 
     name: str
     live: LiveRequest
@@ -432,9 +432,7 @@ class Departures:
         blocks = message.blocks[: whole - move.until]
         self._stage(move, move.until, blocks, message.since + len(message.blocks), MoveStep.COPYING, now)
 
-    def _stage(
-        self, move: RequestMove, since: int, blocks: list[int], needed: int, step: MoveStep, now: float
-    ) -> None:
+    def _stage(self, move: RequestMove, since: int, blocks: list[int], needed: int, step: MoveStep, now: float) -> None:
         """Have `blocks` copied, the first of which has number `since`, and as many set aside over there as are `needed`
         in all."""
         model = move.live.model

@@ -92,6 +92,8 @@ def model_profile(model: ModelSpec, stages: int = 1, elastic: bool = False) -> M
         pooling=model.pooling,
         tokens=model.request_tokens,
         state_blocks=model.state_blocks,
+        window=model.window,
+        windowed_layers=len(model.windowed_layers),
     )
 
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from muxserve.engine.block_pool import PooledBlockPool
 from muxserve.engine.budget import BudgetedSteps, token_budget_of
+from muxserve.engine.requests import EngineRequests
+from muxserve.engine.scheduler import PhaseScheduler
 from muxserve.engine.stage_clock import StageClocks
+from muxserve.engine.states import StatefulBlocks
 from muxserve.scheduling.token_throttling import FixedBudget, TokenThrottling
 from muxserve.spec import Batching
+from muxserve.wire import Admit
 
 
 @dataclass
@@ -179,3 +187,38 @@ def test_waiting_outside_of_a_step_starts_no_clock() -> None:
     now.seconds += 1
     clocks.in_flight(True)
     assert clocks.take().bubbles == pytest.approx([8.0])
+
+
+def test_of_a_request_that_is_refused_after_it_adopted_blocks_nothing_is_kept() -> None:
+    """The blocks are given back by whoever asked for it; nobody would ever take the other entries away."""
+    blocks = StatefulBlocks.__new__(StatefulBlocks)
+    blocks.state_blocks, blocks.states = 2, {}
+    blocks.req_to_blocks, blocks.num_cached_block, blocks._partial_hit_reqs = defaultdict(list), {}, {}
+    scheduler = PhaseScheduler.__new__(PhaseScheduler)
+    scheduler._states = scheduler._blocks_of = blocks
+    scheduler.block_size, scheduler._window = 16, 0
+
+    class Refusing:
+        def __init__(self) -> None:
+            self.scheduler = scheduler
+
+        def preprocess_add_request(self, request: EngineCoreRequest) -> tuple[Any, int]:
+            return SimpleNamespace(request_id=request.request_id), 0
+
+        def add_request(self, request: Any, wave: int) -> None:
+            assert blocks.states.keys() == blocks.req_to_blocks.keys() == {request.request_id}
+            raise ValueError("it is refused")
+
+    request = EngineCoreRequest(
+        request_id="r", prompt_token_ids=[1] * 20, mm_features=None, sampling_params=None, pooling_params=None,
+        arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None,
+    )  # fmt: skip
+    body = b"".join(bytes(frame) for frame in MsgpackEncoder().encode(request))
+    admit = Admit("r", 1, 1, gateway_epoch="g", reply_to="", body=body, adopt="key", computed_tokens=20)
+    requests = EngineRequests(Refusing())  # type: ignore[arg-type]
+    internal = requests.add(admit)
+    with pytest.raises(ValueError, match="it is refused"):
+        requests.begin(internal, admit, [KVCacheBlock(i) for i in range(1, 5)])
+    assert not blocks.states
+    assert not blocks.req_to_blocks
+    assert not blocks.num_cached_block

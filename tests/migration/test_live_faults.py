@@ -57,8 +57,8 @@ EVERY = [
     for step in (*STEPS, *([STATE] if kind == STATES else ()))
     for victim in VICTIMS
 ]
-# Those of the steps that everybody has, by class in turn: what differs is what is copied. While a state is copied again,
-# source, destination and migrators.
+# The steps that everybody has, by class in turn: what differs is what is copied. While a state is copied again, source,
+# destination and migrators.
 SOME = sorted(
     [
         *(

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
 from muxserve.scheduling.adbs import Adbs
 from muxserve.scheduling.admission import admissible, prefill_steps, wants_prefill
 from muxserve.scheduling.ledger import UnitLedger
-from muxserve.scheduling.loads import load_of, view_of
+from muxserve.scheduling.loads import load_of
 from muxserve.scheduling.types import (
     WHOLE,
     Grant,
@@ -661,15 +660,16 @@ def test_states_are_counted_with_every_sequence() -> None:
     assert model.promised == (-(-40 // model.block_tokens) + 2 * (1 + 3)) * model.pages_per_block
 
 
-def test_requests_with_states_do_not_move() -> None:
-    def movable(**changes: object) -> list[bool]:
-        book = ledger(**changes)
-        arrive(book, "r")
-        prefill(book, "r")
-        hand_over(book, "r")
-        decode(book, "r")
-        model, levels = book.by_name["a"], Levels(DEFAULT_LEVELS)
-        return [each.movable for each in view_of(model, load_of("u", model, Adbs()), levels, ()).running]
-
-    assert movable() == [True]
-    assert movable(state_blocks=1) == [False]
+def test_what_is_behind_a_window_is_not_promised() -> None:
+    """One layer of two has a window of 40 tokens: of it a sequence keeps 4 blocks of 16, and 8 while a prompt is
+    computed 64 tokens at a time."""
+    book = ledger(window=40, windowed_layers=1, max_num_batched_tokens=64, quota_pages=1000)
+    model = book.by_name["a"]
+    assert model.block_tokens == 16
+    # As many pages as whole blocks have.
+    assert model.blocks_of(63) == 4
+    assert model.blocks_of(16 * 99) == 100 - 96 // 2
+    arrive(book, "r", prompt=16 * 99)
+    assert model.queue.blocks == 100 - 92 // 2 == model.blocks_of_prompt(16 * 99)
+    prefill(book, "r")
+    assert model.promised == (99 + 1) * 4 - (99 - 8) * 2

@@ -138,9 +138,13 @@ class CountingBatch(DecodeBatch):
         return [request for request in self.running if request.ends_at <= self.counter]
 
     def growth(self, first: int, end: int) -> int:
-        return sum(
-            (request.base + step) % self.block_tokens == 0 for request in self.running for step in range(first, end)
-        )
+        found = 0
+        for request in self.running:
+            for step in range(first, end):
+                filled, rest = divmod(request.base + step, self.block_tokens)
+                if not rest:
+                    found += self.counts.held(filled + 1, request) - self.counts.held(filled, request)
+        return found
 
     def done_by(self, now: float) -> int:
         counter = self.floor

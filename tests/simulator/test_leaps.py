@@ -58,6 +58,8 @@ def models(draw: st.DrawFn, count: int) -> tuple[list[ModelProfile], int]:
                 decode_share=draw(st.sampled_from([0.2, 0.35, 0.5])),
                 max_num_seqs=draw(st.integers(1, 8)),
                 max_num_batched_tokens=draw(st.sampled_from([16, 64, 256])),
+                window=draw(st.sampled_from([20, 50])),
+                windowed_layers=draw(st.integers(0, layers)),
             )
         )
     return profiles, sum(p.quota_pages for p in profiles) + draw(st.integers(0, 40))

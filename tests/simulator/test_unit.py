@@ -123,6 +123,27 @@ def test_states_take_blocks_whatever_the_length(kind: int) -> None:
     assert not run(world, requests((0.0, "a", 60, 140))).records[0].ok
 
 
+def test_what_is_behind_a_window_is_given_back() -> None:
+    """Of 20 blocks of a sequence a layer with a window of 40 tokens keeps 4 while it decodes, and 5 while a chunk of
+    its prompt of at most 16 tokens is computed: 40 - 1 + 16 tokens in a row, which begin anywhere in a block."""
+    changes = {"pages": 160, "quota_pages": 160, "floor_pages": 80, "window": 40, "max_num_batched_tokens": 16}
+    load = requests((0.0, "a", 300, 21))
+
+    def peak(windowed_layers: int) -> int:
+        world, _ = worlds(windowed_layers=windowed_layers, **changes)
+        assert run(world, load).records[0].ok
+        assert world.pages[0].held == 0
+        return world.pages[0].peak
+
+    assert peak(0) == 20 * 4
+    assert peak(1) == 20 * 2 + 5 * 2 - (20 - 19) * 2
+    assert peak(2) == 5 * 4
+    # More sequences fit at a time.
+    several = requests(*((0.0, "a", 40, 261) for _ in range(4)))
+    whole, windowed = (run(worlds(windowed_layers=layers, **changes)[0], several) for layers in (0, 1))
+    assert windowed.records[-1].finish < whole.records[-1].finish  # type: ignore[operator]
+
+
 @pytest.mark.parametrize("kind", [0, 1])
 def test_quotas_are_kept(kind: int) -> None:
     profiles = [profile("a", quota_pages=120), profile("b", quota_pages=200)]
