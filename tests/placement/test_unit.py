@@ -194,6 +194,21 @@ def test_an_auto_pool_stays_within_a_tenth_of_the_memory_and_the_shared_memory()
     assert GIB - MIB <= plan_unit(models, Machine(2, 40 * GIB), units=4).pool_bytes <= GIB + MIB
 
 
+def test_what_is_given_back_behind_a_window_has_no_room_in_an_auto_pool() -> None:
+    """A quarter of the layers keeps all of 8,192 tokens, the others 1,024 of them: 11 of 32 parts."""
+    whole = demand("a", 4.0, layers=32, kv_heads=4, max_len=8192)
+    windowed = dataclasses.replace(
+        whole, architecture=dataclasses.replace(whole.architecture, window=1024, windowed=tuple(range(24)))
+    )
+    machine = Machine(2, 1024 * GIB)
+    kept = plan_unit([windowed], machine).pool_bytes / plan_unit([whole], machine).pool_bytes
+    assert kept == pytest.approx(11 / 32, rel=0.01)
+    assert windowed.demand("cuda") == whole.demand("cuda"), "engines on GPUs keep all pages"
+    # The one that holds less of each sequence has the smaller part of what is shared.
+    long = [dataclasses.replace(model, name=name, tokens=8192) for name, model in (("a", windowed), ("b", whole))]
+    assert long[0].demand("cpu") / long[1].demand("cpu") == pytest.approx(11 / 32)
+
+
 @given(fleets(), st.data())
 def test_a_part_of_a_fleet_can_have_the_blocks_of_the_whole(models: list[ModelDemand], data: st.DataObject) -> None:
     """Replicas in other units exchange pages only if blocks are equal."""
