@@ -8,7 +8,8 @@ without (once where prefixes of the family are not cached), on one pool that is 
 are preempted. They are sent together; some have prompts that begin alike, some are computed in chunks; half are greedy,
 half seeded. Families that are computed in 16 bits are asked one request at a time: what else is in a batch changes the
 last bits, and now and then a token. Then tokens per second of a few requests at a time, for which there is room, are
-measured in turns; with `--rounds 0` they are not.
+measured in turns. `--rounds 0` compares tokens only, which no other work on the machine disturbs, `--requests 0` speed
+only.
 """
 
 from __future__ import annotations
@@ -136,7 +137,14 @@ def measure(
     fleet: Server, names: Sequence[str], stock: Server, options: argparse.Namespace, alone: bool
 ) -> dict[str, Any]:
     """Identity and speed of one family; `alone`: its requests are asked one at a time."""
-    requests = asked(options.requests)
+    figures = identity(fleet, names, stock, asked(options.requests), alone) if options.requests else {}
+    return figures | speed(fleet, names, stock, options.rounds) if options.rounds else figures
+
+
+def identity(
+    fleet: Server, names: Sequence[str], stock: Server, requests: Sequence[Asked], alone: bool
+) -> dict[str, Any]:
+    """In how many answers of the fleet some token differs."""
     right = asyncio.run(answers(stock, "stock", requests, 1 if alone else CONCURRENCY))
     different = 0
     for name in names:
@@ -147,10 +155,7 @@ def measure(
                 at = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), "-")
                 words = one if isinstance(one, str) else f"differs from token {at}"
                 print(f"  {name}, request {request.seed}: {words}", flush=True)
-    figures: dict[str, Any] = {
-        "requests": len(requests) * len(names), "different": different, "failed": 0, "preempted": preempted(fleet),
-    }  # fmt: skip
-    return figures | speed(fleet, names, stock, options.rounds) if options.rounds else figures
+    return {"requests": len(requests) * len(names), "different": different, "preempted": preempted(fleet)}
 
 
 def speed(fleet: Server, names: Sequence[str], stock: Server, rounds: int) -> dict[str, Any]:
@@ -219,7 +224,7 @@ def main() -> int:
             figures = measure(fleet, names, stock, options, alone=dtype != "float32")
         report["families"][kind] = figures
         print(f"{kind:14s} {figures}", flush=True)
-        status = status or int(bool(figures["different"] or figures["failed"]))
+        status = status or int(bool(figures.get("different") or figures.get("failed")))
         # What is measured already is kept, whatever becomes of the others.
         write_report(options.out, report)
     return status
