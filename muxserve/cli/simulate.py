@@ -332,9 +332,10 @@ def _residency_words(result: FleetResult) -> Iterator[str]:
     for unit in result.units:
         if unit.residency is not None:
             told = unit.residency
+            stops = f"; {told.switches} times a model stopped to have its next turn later" if told.switches else ""
             yield (
                 f"{told.wakes} wakes, {told.sleeps} times a model was put to sleep, {told.waited} requests waited for "
-                f"a wake; at most {format_size(told.peak_bytes)} were set aside"
+                f"a wake; at most {format_size(told.peak_bytes)} were set aside{stops}"
             )
 
 

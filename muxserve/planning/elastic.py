@@ -29,6 +29,8 @@ _HOPPER = ("H100", "H200", "H20", "H800", "B200", "GB200")
 WAKE_SECONDS = 0.5
 # A first token within this time where a model has no objective.
 TTFT_SECONDS = 5.0
+# And a token in this time after the one before.
+TPOT_SECONDS = 0.1
 
 
 class NoUnitError(ValueError):
@@ -55,12 +57,13 @@ def residency_on(
             # Each GPU has a link of its own.
             seconds=wake_seconds + each.architecture.weight_bytes(each.dtype) / tp / bandwidth,
             ttft=TTFT_SECONDS if each.slo_ttft is None else each.slo_ttft,
+            tpot=TPOT_SECONDS if each.slo_tpot is None else each.slo_tpot,
         )
         for each in demands
     }
     # Half a second, and twice what waking takes: copying weights takes a third of the time at most.
     within = ResidencyRules(whole, min_residence=0.5, residence_factor=2.0, fixed=int(GROWTH_PART * whole))
-    return SimResidency(within, costs, elastic=True)
+    return SimResidency(within, costs, elastic=True, swap=bandwidth)
 
 
 def elastic_placement(demands: Sequence[Demand], cluster: Cluster, rules: MemoryRules) -> Placement:

@@ -39,6 +39,7 @@ from muxserve.replicas.prefixes import dispatch_policy
 from muxserve.replicas.priorities import Levels
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.scaling import RollingScalingRules as RollingScaling
+from muxserve.scheduling.turns import TurnRules
 from muxserve.simulator import (
     ControlDelays,
     FleetModel,
@@ -127,7 +128,8 @@ class Simulated:
         """
         units = units_of(self.placement, self.models, mode)
         if self.elastic:
-            return [replace(unit, residency=self.elastic[unit.name]) for unit in units]
+            turns = TurnRules() if mode.turns else None
+            return [replace(unit, residency=replace(self.elastic[unit.name], turns=turns)) for unit in units]
         if self.residency is None and mode.exclusive:
             raise SimulationError(f"mode {mode.name} needs a limit to share: give the fleet `memory:`, without GPUs")
         if self.residency is not None and mode.placement == "muxserve" and not (mode.combined or mode.all_awake):

@@ -68,8 +68,9 @@ class ResidencyRules:
 @dataclass(frozen=True, slots=True)
 class WakeCosts:
     """What a model takes, as expected before it was awake for the first time: bytes while it is awake, `load_bytes`
-    more while it is being woken, seconds to wake it; and its objective for the first token, seconds. From one
-    measurement to the next it takes at most `margin` bytes more. `pinned`: it never sleeps."""
+    more while it is being woken, seconds to wake it; and its objectives for the first token and for the time between
+    tokens, seconds. From one measurement to the next it takes at most `margin` bytes more. `pinned`: it never
+    sleeps."""
 
     bytes: int
     load_bytes: int = 0
@@ -77,6 +78,7 @@ class WakeCosts:
     ttft: float = 5.0
     pinned: bool = False
     margin: int = 0
+    tpot: float = 0.1
 
 
 class Residence(Enum):

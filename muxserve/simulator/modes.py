@@ -34,7 +34,8 @@ class Mode:
     (`SimUnit`). An empty `policy` is the unit's own. With `managed` shares jobs get the compute that the placement
     gives them, otherwise all of it, whatever runs beside them. `elastic`: engines can change their share, whatever the
     fleet's can. `all_awake`: no model sleeps, whatever memory there is; `exclusive`: one
-    model at a time has what memory there is for all."""
+    model at a time has what memory there is for all; `turns`: models that have to go for others stop, and go on
+    later."""
 
     name: str
     about: str
@@ -46,6 +47,7 @@ class Mode:
     elastic: bool = False
     all_awake: bool = False
     exclusive: bool = False
+    turns: bool = False
 
 
 MODES: dict[str, Mode] = {
@@ -76,6 +78,12 @@ MODES: dict[str, Mode] = {
             "prism",
             "weights and KV in one memory; models are woken, and move, where the KV pressure is lowest (Prism)",
             placement="prism",
+        ),
+        Mode(
+            "aegaeon",
+            "as prism, and models that cannot be awake together take turns, token by token (Aegaeon)",
+            placement="prism",
+            turns=True,
         ),
         Mode("all-awake", "muxserve with all models awake, whatever memory there is", all_awake=True),
         Mode("no-sm", "ADBS without management of compute: every job on all of it", policy="adbs", managed=False),

@@ -75,7 +75,7 @@ class Relocation:
         model.rates.add(now)
         model.tokens += _SMOOTHING * (request.prompt + request.output - model.tokens)
         if model.unit is None or self._sleeps(model):
-            waits = model.unit is not None and self._resident(model).waiting
+            waits = model.unit is not None and model.units[model.unit].wanted(model.name)
             place = best_place(self._demanded(model, now), self._pressures(model, now), model.unit if waits else None)
             self._settle(model, place, now)
         assert model.unit is not None, "it has just been given one"
@@ -90,6 +90,13 @@ class Relocation:
     def _sleeps(self, model: RelocatableModel) -> bool:
         """Whether its requests wait for a wake that has not begun."""
         return self._resident(model).residence in (Residence.ASLEEP, Residence.LEAVING)
+
+    def _stopped(self, model: RelocatableModel) -> bool:
+        """Whether its unit has the KV of requests that are to go on there, or may come to have it."""
+        unit = model.units[model.unit] if model.unit is not None else None
+        if unit is None or unit.turn_taking is None:
+            return False
+        return unit.turn_taking.waits(model.name) or unit.residents[model.name].running > 0
 
     def _settle(self, model: RelocatableModel, place: str, now: float) -> None:
         """The unit at `place` serves it from now on; who waits for it does so there."""
@@ -109,7 +116,7 @@ class Relocation:
         for other in self.models.values():
             if other is not asking and other.unit in found:
                 there = self._resident(other)
-                if there.residence is not Residence.ASLEEP or there.waiting:
+                if there.residence is not Residence.ASLEEP or other.units[other.unit].wanted(other.name):
                     found[other.unit].add(self._demanded(other, now))
         return found
 
@@ -127,7 +134,7 @@ class Relocation:
         self.clock.at(now + self.rules.period, self._again)
 
     def _move(self, model: RelocatableModel, place: str, now: float) -> None:
-        if place == model.unit or model.moving_to is not None:
+        if place == model.unit or model.moving_to is not None or self._stopped(model):
             return
         if self._sleeps(model):
             self._settle(model, place, now)

@@ -13,6 +13,7 @@ from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.result import ResidencyResult, UnitResult
 from muxserve.simulator.scheduled import ScheduledUnit
 from muxserve.simulator.setup import SimResidency
+from muxserve.simulator.turns import TurnTaking
 
 # How often the policy is asked while requests wait and nothing else happens: its rules know of times that pass.
 ASKED_SECONDS = 0.1
@@ -23,7 +24,7 @@ class ResidentModel:
     """One model: where it is and since when, how many of its requests the unit has, and those that wait for it. What
     happened to it: wakes, the times that it was put to sleep, and requests that waited for it. `prepared`: since when
     it is to be woken although no request waits. `left`: the seconds alone that its wake still takes. `idle_since`:
-    since when it is only put to sleep."""
+    since when it is only put to sleep. `awake_since`: when its turn began."""
 
     name: str
     residence: Residence
@@ -36,10 +37,13 @@ class ResidentModel:
     prepared: float | None = None
     left: float = 0.0
     idle_since: float = 0.0
+    awake_since: float = float("-inf")
 
     def become(self, residence: Residence, now: float) -> None:
         """It is there now."""
         self.residence, self.since = residence, now
+        if residence is Residence.AWAKE:
+            self.awake_since = now
 
 
 class ResidentUnit(ScheduledUnit):
@@ -64,6 +68,7 @@ class ResidentUnit(ScheduledUnit):
         self.on_wake: Callable[[ResidentUnit, str, float], None] = lambda unit, name, now: None
         for name in residency.awake:
             self._resize(residency.models[name].bytes)
+        self.turn_taking = TurnTaking(self, residency.turns) if residency.turns is not None else None
         self.peak_bytes = self._taken()
         self._there: set[str] = set()
         self._asks = False
@@ -103,6 +108,8 @@ class ResidentUnit(ScheduledUnit):
         super().enqueue(request, now)
 
     def _serve_waiting(self, model: ResidentModel, now: float) -> None:
+        if self.turn_taking is not None:
+            self.turn_taking.go_on(model.name, now)
         waiting, model.waiting = model.waiting, []
         for request in waiting:
             self._serve(model, request, now)
@@ -112,7 +119,41 @@ class ResidentUnit(ScheduledUnit):
             self._there.remove(request.request_id)
             model = self.residents[request.model]
             self._run(model, -1, now)
-            self._sleep_if_done(model, now)
+            self.sleep_if_done(model, now)
+
+    # ------------------------------------------------------------ turns
+
+    def wanted(self, name: str) -> bool:
+        """Whether requests wait here for the model to be awake."""
+        return bool(self.residents[name].waiting) or (self.turn_taking is not None and self.turn_taking.waits(name))
+
+    def wait_again(self, name: str, now: float) -> None:
+        """What waits in the unit's queue for the model waits for it to be awake again."""
+        model = self.residents[name]
+        back = self.withdraw(name, now)
+        for request in back:
+            self.stands_still(request, now)
+        model.waiting = back + model.waiting
+
+    def stands_still(self, request: SimRequest, now: float) -> None:
+        """The unit computes nothing of the request for now."""
+        self._there.remove(request.request_id)
+        self._run(self.residents[request.model], -1, now)
+
+    def goes_on(self, request: SimRequest, now: float) -> None:
+        """A request that was detached decodes again, with the KV that it has here."""
+        self._there.add(request.request_id)
+        self._run(self.residents[request.model], 1, now)
+        self.ledger.stays(request.request_id, now)
+        self._changed(now)
+
+    def begin_again(self, request: SimRequest, now: float) -> None:
+        """A request that was detached has lost its KV: all its tokens are prefilled once more."""
+        self.ledger.moved(request.request_id, now)
+        del self.live[request.request_id]
+        self._serve(self.residents[request.model], request, now)
+
+    # ------------------------------------------------------------ requests that wait elsewhere
 
     def prepare(self, name: str, now: float) -> None:
         """Wake the model as if a request had come."""
@@ -166,7 +207,7 @@ class ResidentUnit(ScheduledUnit):
         taken = pages.held + pages.committed + asked
         return math.ceil(taken * self.residency.rules.limit / pages.pool.profile.pages)
 
-    def _standings(self) -> list[Standing]:
+    def _standings(self, now: float) -> list[Standing]:
         """How all models stand. Where caches are short of room, idle models go, but no busy one: they count for no more
         than makes idle ones go."""
         there = [each for each in self.residents.values() if each.residence is not Residence.ASLEEP]
@@ -184,18 +225,30 @@ class ResidentUnit(ScheduledUnit):
                 each.residence,
                 each.since,
                 each.running,
-                [request.arrival for request in each.waiting] + ([each.prepared] if each.prepared is not None else []),
+                self._waiting(each, now),
                 costs[each.name].bytes + cached[each.name] if cached.get(each.name) else 0,
             )
             for each in self.residents.values()
         ]
 
+    def _waiting(self, model: ResidentModel, now: float) -> list[float]:
+        """Since when each of those waits that wait for the model."""
+        waiting = [request.arrival for request in model.waiting]
+        if self.turn_taking is not None:
+            waiting += self.turn_taking.since(model.name, now)
+        return waiting if model.prepared is None else [*waiting, model.prepared]
+
     # ------------------------------------------------------------ what is decided
 
-    def _sleep_if_done(self, model: ResidentModel, now: float) -> None:
+    def sleep_if_done(self, model: ResidentModel, now: float) -> None:
+        """A model that leaves has gone when nothing of it runs."""
         if model.residence is Residence.LEAVING and not model.running:
             model.idle_since = now
-            self.clock.at(now + self.residency.sleep_seconds, partial(self._asleep, model))
+            seconds = self.residency.sleep_seconds + self._copy_seconds(model)
+            self.clock.at(now + seconds, partial(self._asleep, model))
+
+    def _copy_seconds(self, model: ResidentModel) -> float:
+        return self.turn_taking.copy_seconds(model.name) if self.turn_taking is not None else 0.0
 
     def _asleep(self, model: ResidentModel, now: float) -> None:
         if model.residence is Residence.LEAVING and not model.running:
@@ -251,7 +304,7 @@ class ResidentUnit(ScheduledUnit):
     def _decide(self, now: float) -> None:
         if self.residency.elastic:
             self._count_pages(now)
-        for change in self.awake.decide(now, None, self._standings()):
+        for change in self.awake.decide(now, None, self._standings(now)):
             model = self.residents[change.model]
             if isinstance(change, Wake):
                 self._follow(now)
@@ -259,15 +312,18 @@ class ResidentUnit(ScheduledUnit):
                 model.become(Residence.WAKING, now)
                 model.left = self.residency.models[model.name].seconds
                 self._resize(self.residency.models[model.name].bytes)
+                model.left += self._copy_seconds(model)
                 self._expect(now)
             elif isinstance(change, Sleep):
                 model.sleeps += 1
                 model.become(Residence.LEAVING, now)
-                self._sleep_if_done(model, now)
+                self.sleep_if_done(model, now)
             else:
                 model.sleeps -= 1
                 model.become(Residence.AWAKE, now)
                 self._serve_waiting(model, now)
+        if self.turn_taking is not None:
+            self.turn_taking.decide(now)
         self.peak_bytes = max(self.peak_bytes, self._taken())
         self._ask_later(now)
 
@@ -283,7 +339,7 @@ class ResidentUnit(ScheduledUnit):
 
     def _restless(self) -> bool:
         """Whether time alone may change what was decided last."""
-        if any(each.waiting or each.prepared is not None for each in self.residents.values()):
+        if any(self.wanted(each.name) or each.prepared is not None for each in self.residents.values()):
             return True
         if self.residency.elastic and any(model.queue for model in self.ledger.models):
             return True
@@ -303,5 +359,6 @@ class ResidentUnit(ScheduledUnit):
             sleeps=sum(each.sleeps for each in self.residents.values()),
             waited=sum(each.waited for each in self.residents.values()),
             peak_bytes=self.peak_bytes,
+            switches=self.turn_taking.switches if self.turn_taking is not None else 0,
         )
         return found

@@ -10,6 +10,7 @@ from muxserve.costs.calibration import LINKS, Graphs
 from muxserve.scheduling.policies import DEFAULT_POLICY
 from muxserve.scheduling.residency import ResidencyRules, WakeCosts
 from muxserve.scheduling.token_throttling import TokenBudget, TokenThrottling
+from muxserve.scheduling.turns import TurnRules
 from muxserve.scheduling.types import ModelProfile, PoolProfile
 
 
@@ -109,7 +110,9 @@ class SimResidency:
     """By which rules models are awake, what each takes, and which are awake at first. Bytes are those of one device of
     the unit. A wake takes `WakeCosts.seconds`, longer by `wake_drag` of it for each other wake or busy model per core
     of the rules; a sleep takes `sleep_seconds`. `elastic`: the pools have all memory of the rules' limit, what models
-    take that are not asleep is taken from their pages, and what is fixed is kept free for caches that grow."""
+    take that are not asleep is taken from their pages, and what is fixed is kept free for caches that grow. With
+    `turns` a model that has to go may stop before what it runs has ended; that KV is copied to the host's memory and
+    back with `swap` bytes per second (0: it keeps its pages)."""
 
     rules: ResidencyRules
     models: dict[str, WakeCosts]
@@ -117,6 +120,8 @@ class SimResidency:
     sleep_seconds: float = 0.0
     wake_drag: float = 0.0
     elastic: bool = False
+    turns: TurnRules | None = None
+    swap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

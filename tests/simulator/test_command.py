@@ -118,7 +118,11 @@ def test_more_models_than_gpus_have_memory_for(tmp_path: Path) -> None:
     told = [unit["residency"] for unit in summary["extra"]["units"]]
     assert sum(each["wakes"] for each in told) >= 3
     assert not summary["errors"]
+    longer = "poisson:rate=2,duration=20,prompt=100,output=400,seed=1"
+    words = " ".join(run(file, "--workload", longer, "--mode", "aegaeon").stdout.split())
+    assert "times a model stopped to have its next turn later" in words
     words = " ".join(run(file, "--workload", load, "--mode", "prism").stdout.split())
+    assert "its next turn" not in words
     assert "units that may have every model that is split as they are" in words
     assert "times a model was put to sleep" in words
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from muxserve.scheduling.residency import ResidencyRules, WakeCosts
+from muxserve.scheduling.turns import TurnRules
 from muxserve.simulator import SimResidency, simulate
 from muxserve.simulator.resident import ResidentUnit
 from muxserve.simulator.result import ResidencyResult, UnitResult
@@ -105,3 +106,53 @@ def test_a_unit_must_know_what_its_models_take() -> None:
     residency = SimResidency(ResidencyRules(60), {"a": WakeCosts(40)})
     with pytest.raises(ValueError, match="unit0 needs to know what each of its models takes"):
         ResidentUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
+
+
+def taking_turns(turns: TurnRules | None, swap: float = 0.0) -> ResidentUnit:
+    """Room for one model of three; a token is due every 100 ms, and takes a tenth of that."""
+    costs = {name: WakeCosts(40, seconds=0.1, ttft=1.0, tpot=0.1) for name in NAMES}
+    rules = ResidencyRules(60, min_residence=0.1, residence_factor=1.0, max_wait=30.0, patience=0.1)
+    residency = SimResidency(rules, costs, turns=turns, swap=swap)
+    return ResidentUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
+
+
+LONG = requests(*((0.01 * n, NAMES[n % 3], 40, 250) for n in range(9)))
+
+
+@pytest.mark.parametrize("swap", [0.0, 1e9])
+def test_models_that_take_turns_go_on_where_they_were(swap: float) -> None:
+    one_by_one = run(taking_turns(None), LONG)
+    world = taking_turns(TurnRules(switching=0.3), swap)
+    result = run(world, LONG)
+    told = awakened(result)
+    assert told.switches >= 2
+    # Nothing is computed twice, and all is computed.
+    computed = {engine.model + engine.phase: engine.tokens for engine in result.engines}
+    assert computed == {engine.model + engine.phase: engine.tokens for engine in one_by_one.engines}
+    assert [record.output_tokens for record in result.records] == [250] * 9
+    assert all(record.preemptions == 0 for record in result.records)
+    assert all(pages.held == 0 for pages in world.pages)
+    # First tokens come in the first round, not when the models before have ended.
+    assert max(first_tokens(result)) < 2.0 < max(first_tokens(one_by_one))
+
+
+def test_what_finds_no_pages_when_its_turn_comes_is_computed_again() -> None:
+    costs = {name: WakeCosts(40, seconds=0.1, ttft=1.0, tpot=0.1) for name in NAMES}
+    rules = ResidencyRules(60, min_residence=0.1, residence_factor=1.0, max_wait=30.0, patience=0.1)
+    residency = SimResidency(rules, costs, turns=TurnRules(switching=0.3), swap=1e9)
+    small = [profile(name, quota_pages=100, floor_pages=80) for name in NAMES]
+    world = ResidentUnit(unit(small, 300, residency=residency), Analytic())
+    result = run(world, LONG)
+    assert [record.output_tokens for record in result.records] == [250] * 9
+    assert awakened(result).switches > 0
+    assert all(pages.held == 0 for pages in world.pages)
+
+
+def test_turns_do_not_happen_where_all_have_room() -> None:
+    load = requests(*((0.03 * n, NAMES[n % 3], 40, 10) for n in range(60)))
+    costs = {name: WakeCosts(40, seconds=WAKE) for name in NAMES}
+    awake = SimResidency(ResidencyRules(200), costs, NAMES)
+    with_turns = SimResidency(ResidencyRules(200), costs, NAMES, turns=TurnRules())
+    made = [unit([profile(name) for name in NAMES], 1200, residency=each) for each in (awake, with_turns)]
+    found, same = (run(ResidentUnit(each, Analytic()), load) for each in made)
+    assert found.records == same.records

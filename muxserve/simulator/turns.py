@@ -1,0 +1,165 @@
+"""Models of a unit that take turns, on the simulator's clock: what runs of a model is stopped between two steps, stays
+as it is while others have their turns, and goes on when the model is awake again.
+
+`muxserve.scheduling.turns` says whose turn is over. Prompts that are in an engine are computed to their end first;
+those that wait there for one wait with the model. The KV of what was stopped keeps its pages, or, where the unit has
+a link to the host's memory, is copied there and back, and leaves its pages to others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from muxserve.scheduling.residency import Residence
+from muxserve.scheduling.turns import TurnModel, TurnRules, TurnStanding, turns_over
+from muxserve.simulator.engine import STEPPING
+from muxserve.simulator.leased import PhaseEngine
+from muxserve.simulator.requests import SimRequest
+
+if TYPE_CHECKING:
+    from muxserve.simulator.resident import ResidentModel, ResidentUnit
+
+# How often a model that stops is looked at: what has been prefilled meanwhile stops, too.
+_SWEEP_SECONDS = 0.02
+# Tokens last until the model's next turn if they do for so many times what waking it takes: another is woken first.
+_AHEAD = 2.0
+
+
+@dataclass(slots=True)
+class StoppedRequest:
+    """A request that decodes, and was stopped at that time with so many blocks."""
+
+    request: SimRequest
+    at: float
+    blocks: int
+
+
+@dataclass
+class TurnTaking:
+    """Stops models of `unit` and lets them go on. `stopped` are their requests, by model; `pauses` the seconds for
+    which each of those that went on had stood still; `switches` counts how often a model was stopped."""
+
+    unit: ResidentUnit
+    rules: TurnRules
+    stopped: dict[str, list[StoppedRequest]] = field(default_factory=dict)
+    pauses: list[float] = field(default_factory=list)
+    switches: int = 0
+    _stopping: set[str] = field(default_factory=set)
+
+    # ------------------------------------------------------------ what the policies are told
+
+    def waits(self, name: str) -> bool:
+        """Whether requests of the model were stopped, and are to go on."""
+        return bool(self.stopped.get(name))
+
+    def since(self, name: str, now: float) -> list[float]:
+        """From when on each request that was stopped counts as waiting: not before it was stopped, and the later the
+        more tokens its client has got ahead. While these last, it does not take the turn of anybody new."""
+        stopped = self.stopped.get(name)
+        if not stopped:
+            return []
+        ttft = self.unit.residency.models[name].ttft
+        due = [max(each.at, self._next_token(name, each.request) - ttft) for each in stopped]
+        ahead = min(due) + ttft - now - _AHEAD * self.unit.awake.wake_seconds(name)
+        others = (each for each in self.unit.residents.values() if each.name != name)
+        if ahead > 0.0 and any(each.waiting and each.residence is Residence.ASLEEP for each in others):
+            return []
+        return due
+
+    def copy_seconds(self, name: str) -> float:
+        """How long the KV of what was stopped is copied in one direction."""
+        swap = self.unit.residency.swap
+        if not swap:
+            return 0.0
+        tokens = sum(each.request.tokens for each in self.stopped.get(name, ()))
+        return tokens * self.unit.token_bytes(name) / swap
+
+    def _next_token(self, name: str, request: SimRequest) -> float:
+        """When the client is to have its next token."""
+        costs = self.unit.residency.models[name]
+        return request.arrival + costs.ttft + request.made * costs.tpot
+
+    def _standing(self, model: ResidentModel) -> TurnStanding:
+        unit, name = self.unit, model.name
+        residency = unit.residency
+        costs, rules = residency.models[name], residency.rules
+        awake = model.residence in (Residence.AWAKE, Residence.LEAVING)
+        return TurnStanding(
+            TurnModel(
+                name,
+                costs.ttft,
+                costs.tpot,
+                unit.ledger.by_name[name].decode.step_seconds,
+                unit.awake.wake_seconds(name),
+                costs.bytes / (rules.limit - rules.fixed),
+            ),
+            model.awake_since if awake else None,
+            model.residence is Residence.LEAVING,
+            model.running,
+            self.unit.wanted(name) and model.residence is not Residence.WAKING,
+        )
+
+    # ------------------------------------------------------------ stopping
+
+    def decide(self, now: float) -> None:
+        """Stop the models whose turns are over."""
+        residents = self.unit.residents.values()
+        if not any(each.residence is Residence.LEAVING and each.running for each in residents):
+            return
+        standings = [
+            self._standing(each) for each in residents if each.running or each.waiting or self.waits(each.name)
+        ]
+        for name in turns_over(now, standings, self.rules):
+            if name not in self._stopping:
+                self._stopping.add(name)
+                self.switches += 1
+                self._sweep(name, now)
+
+    def _sweep(self, name: str, now: float) -> None:
+        """Stop what can be stopped now; the rest a little later."""
+        unit, model = self.unit, self.unit.residents[name]
+        if model.residence is not Residence.LEAVING or not model.running:
+            self._stopping.discard(name)
+            return
+        unit.wait_again(name, now)
+        engine = unit.decoder(name)
+        if not isinstance(engine, PhaseEngine):
+            raise TypeError("a pipeline has a unit to itself, where nobody takes turns")
+        if engine.state == STEPPING:
+            unit.disturbed(now)
+            engine.calls.append(partial(self._between_steps, name))
+            engine.interrupt(now)
+        else:
+            self._between_steps(name, now)
+        unit.clock.at(now + _SWEEP_SECONDS, partial(self._sweep, name))
+
+    def _between_steps(self, name: str, now: float) -> None:
+        unit, model = self.unit, self.unit.residents[name]
+        engine = unit.decoder(name)
+        if model.residence is not Residence.LEAVING or not isinstance(engine, PhaseEngine):
+            return
+        stopped = self.stopped.setdefault(name, [])
+        for request in list(engine.batch.running):
+            blocks = unit.detach(request, now)
+            if unit.residency.swap:
+                unit.page_of[name].give_up(request, blocks)
+                unit.freed(unit.page_of[name], now)
+            stopped.append(StoppedRequest(request, now, blocks))
+            unit.stands_still(request, now)
+        unit.sleep_if_done(model, now)
+
+    # ------------------------------------------------------------ going on
+
+    def go_on(self, name: str, now: float) -> None:
+        """The model is awake: what was stopped goes on where it was. What finds no pages is computed again."""
+        unit = self.unit
+        for each in self.stopped.pop(name, []):
+            request = each.request
+            if unit.residency.swap and not unit.reserve(name, each.blocks, now):
+                request.preempted(now)
+                unit.begin_again(request, now)
+                continue
+            request.left = each.at, self.pauses
+            unit.goes_on(request, now)

@@ -1,0 +1,115 @@
+"""Turns of models that cannot be awake together: how long they are, and when one is over."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from muxserve.scheduling.turns import TurnModel, TurnRules, TurnStanding, turn_round, turns_over
+
+# Nothing bounds a turn but Aegaeon's equation.
+PAPER = TurnRules(longest=4.0, first_token=1e9, switching=0.999, worthwhile=0.0)
+
+
+def model(name: str = "a", step: float = 0.02, switch: float = 0.5, memory: float = 1.0, **more: float) -> TurnModel:
+    return TurnModel(name, more.get("ttft", 10.0), more.get("tpot", 0.1), step, switch, memory)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_the_round_is_that_of_the_papers_equation(count: int) -> None:
+    models = [model(str(n), step=0.01 * (n + 1), switch=0.3 + 0.1 * n) for n in range(count)]
+    n = [each.tpot / each.step for each in models]
+    c, load = sum(each.switch for each in models), sum(1 / each for each in n)
+    alpha = max(c / (min(n) * PAPER.longest) + load, 0.5)
+    found = turn_round(models, PAPER)
+    for index, each in enumerate(models):
+        assert found.lengths[each.name] == pytest.approx(c / (n[index] * (alpha - load)))
+    assert found.attainment == pytest.approx(min(1.0, 1.0 / alpha))
+    assert found.seconds == pytest.approx(c + sum(found.lengths.values()))
+    assert max(found.lengths.values()) <= PAPER.longest + 1e-9
+
+
+def test_tokens_last_until_the_next_turn_if_they_can() -> None:
+    found = turn_round([model(str(n)) for n in range(3)], PAPER)
+    assert found.attainment == 1.0
+    for length in found.lengths.values():
+        assert length * 5 >= found.seconds  # a second of a turn makes tokens for five
+
+
+def test_models_that_are_awake_together_take_as_much_of_a_round_as_of_the_memory() -> None:
+    whole = turn_round([model(str(n)) for n in range(2)], PAPER)
+    halves = turn_round([model(str(n), memory=0.5) for n in range(4)], PAPER)
+    assert halves.seconds == pytest.approx(whole.seconds)
+    assert halves.lengths["3"] == pytest.approx(whole.lengths["1"])
+
+
+def test_a_round_is_no_longer_than_first_tokens_allow_but_switches_take_a_bounded_part() -> None:
+    models = [model(str(n), memory=0.5) for n in range(7)]
+    rules = TurnRules(first_token=0.5, switching=0.9)
+    assert turn_round(models, replace(rules, first_token=9.0)).seconds > 5.0
+    assert turn_round(models, rules).seconds == pytest.approx(5.0)
+    impatient = [replace(each, ttft=0.1) for each in models]
+    found = turn_round(impatient, rules)
+    assert found.seconds == pytest.approx(0.5 * 7 * 0.5 / 0.9)
+
+
+def test_bounds_hold_whatever_the_models() -> None:
+    chance = random.Random(3)
+    for _ in range(500):
+        models = [
+            model(
+                str(n),
+                step=chance.choice([0.0, chance.uniform(0.001, 0.5)]),
+                switch=chance.choice([0.0, chance.uniform(0.01, 3.0)]),
+                memory=chance.uniform(0.1, 1.0),
+                ttft=chance.uniform(0.2, 20.0),
+            )
+            for n in range(chance.randint(1, 8))
+        ]
+        rules = TurnRules(switching=chance.uniform(0.1, 0.9))
+        found = turn_round(models, rules)
+        switches = sum(each.memory * each.switch for each in models)
+        assert switches <= rules.switching * found.seconds + 1e-9
+        assert 0.0 <= found.attainment <= 1.0
+        assert all(length >= 0.0 for length in found.lengths.values())
+
+
+LEAVING = TurnStanding(model("a"), awake_since=0.0, leaving=True, running=3)
+WAITING = TurnStanding(model("b"), waits=True)
+TURN = turn_round([LEAVING.model, WAITING.model], TurnRules()).lengths["a"]
+
+
+def test_a_turn_is_over_when_it_was_had_and_somebody_waits() -> None:
+    assert turns_over(TURN * 0.99, [LEAVING, WAITING], TurnRules()) == []
+    assert turns_over(TURN, [LEAVING, WAITING], TurnRules()) == ["a"]
+
+
+@pytest.mark.parametrize(
+    "standings",
+    [
+        [LEAVING],
+        [replace(LEAVING, leaving=False), WAITING],
+        [replace(LEAVING, running=0), WAITING],
+        [LEAVING, replace(WAITING, waits=False)],
+        # Its own requests wait for the turn after the next.
+        [replace(LEAVING, waits=True)],
+    ],
+)
+def test_nobody_stops_for_nothing(standings: list[TurnStanding]) -> None:
+    assert turns_over(100.0, standings, TurnRules()) == []
+
+
+def test_models_that_would_all_be_late_are_served_one_after_the_other() -> None:
+    slow = [replace(each, model=replace(each.model, step=0.3)) for each in (LEAVING, WAITING)]
+    assert turns_over(100.0, slow, TurnRules()) == []
+    assert turns_over(100.0, slow, TurnRules(worthwhile=0.1)) == ["a"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"longest": 0.0}, {"first_token": 0.0}, {"switching": 1.0}, {"switching": 0.0}, {"worthwhile": 2.0}]
+)
+def test_rules_must_make_sense(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"must be above zero|parts of a whole"):
+        TurnRules(**wrong)
