@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from muxserve.costs.language_models import LANGUAGE_MODELS
+from muxserve.costs.language_models import LANGUAGE_MODELS, SEEING, seeing
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # What the KV cache may be kept in: the type that is computed in, or one of 8 bits.
@@ -144,7 +144,8 @@ class ModelArchitecture:
     the linear layers by config.json, scales included (0: not quantised). `stored` is what the checkpoint's files hold,
     where they could be read, `kv_cache` the type of the KV cache where it is another than the one computed in.
     Engines keep room for `adapter_slots` LoRA adapters of up to `adapter_rank`.
-    `text_only`: it is the language model of a multi-modal checkpoint, of which nothing else is served.
+    `text_only`: it is the language model of a multi-modal checkpoint, of which nothing else is served. One that
+    `sees_images` takes them as well; its layers are those of its language model, for which an image is so many tokens.
     In `windowed_layers` of the layers, those numbered `windowed`, a token sees the last `window` tokens only.
     `cpu_only` names what engines on GPUs cannot compute yet, `gpu_only` what vLLM's kernels on CPU cannot. With
     `latent` attention what a layer keeps of a token counts as K and V of one KV head, of half its size each.
@@ -176,6 +177,7 @@ class ModelArchitecture:
     cpu_only: str = ""
     gpu_only: str = ""
     text_only: bool = False
+    sees_images: bool = False
     adapter_slots: int = 0
     adapter_rank: int = 0
     kv_cache: str = ""
@@ -280,6 +282,12 @@ def read_architecture(config: Mapping[str, object], pooling: bool = False) -> Mo
     Raises:
         UnsupportedModelError: the page pool cannot carry the model, or fields are missing.
     """
+    inside = seeing(config)
+    if inside is not None:
+        if pooling:
+            raise UnsupportedModelError(f"{_name(config)}: models that see images generate text only here")
+        found = read_architecture(inside)
+        return replace(found, sees_images=True, cpu_only="an encoder of images")
     name = _name(config)
     encoder = config.get("model_type") in _ENCODERS and not config.get("is_decoder")
     pooling = pooling or encoder or (name.endswith(_POOLING) and not name.endswith(_GENERATING))
@@ -421,8 +429,8 @@ def _unsupported(config: Mapping[str, object], name: str) -> str | None:
         return "it has cross attention (an encoder-decoder model); only decoder-only models are supported"
     if isinstance(config.get("text_config"), Mapping) or isinstance(config.get("vision_config"), Mapping):
         return (
-            "it is multi-modal (config.json has a text_config or vision_config); only text models are supported, and "
-            f"the text of {', '.join(sorted(LANGUAGE_MODELS))}"
+            "it is multi-modal (config.json has a text_config or vision_config); only text models are supported, "
+            f"the text of {', '.join(sorted(LANGUAGE_MODELS))}, and with images {', '.join(sorted(SEEING))}"
         )
     if _quantisation(config)[0] == "gguf":
         return "its weights are in GGUF, which this vLLM cannot load; give the safetensors checkpoint it was made from"

@@ -1,6 +1,7 @@
-"""The language model inside a multi-modal checkpoint, which is what is served of it: its configuration and its weights.
+"""The language model inside a multi-modal checkpoint: its configuration and its weights.
 
-Images, audio and video are refused, so what computes them is neither loaded nor counted.
+Of some only the text is served (`LANGUAGE_MODELS`): what computes images is neither loaded nor counted. Others see
+images (`SEEING`): all of them is loaded, and requests hold their pages for the language model's tokens.
 """
 
 from __future__ import annotations
@@ -38,6 +39,21 @@ LANGUAGE_MODELS = {
     "qwen2_5_vl": LanguageModel("Qwen2ForCausalLM", "qwen2"),
     "qwen3_vl": LanguageModel("Qwen3ForCausalLM", "qwen3"),
 }
+# Those that are served with images.
+SEEING = {
+    "idefics3": LanguageModel(
+        "LlamaForCausalLM",
+        "llama",
+        {
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 2048,
+        },
+    ),
+}
 # What the tensors of the language model are called by itself, by how their names begin; None: it is not of it.
 TENSORS: dict[str, str | None] = {
     "model.vision_tower.": None,
@@ -60,8 +76,21 @@ def language_model(config: Mapping[str, object]) -> dict[str, object] | None:
     """The configuration of the language model of a multi-modal checkpoint with the configuration `config`; None if the
     checkpoint is of another kind, or of none that is known."""
     known = LANGUAGE_MODELS.get(str(config.get("model_type")))
+    return None if known is None else _inner(config, known)
+
+
+def seeing(config: Mapping[str, object]) -> dict[str, object] | None:
+    """The configuration of the language model, under the name of the whole, of a checkpoint with the configuration
+    `config` that is served with images; None if it is of another kind."""
+    known = SEEING.get(str(config.get("model_type")))
     if known is None:
         return None
+    tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
+    named = {"architectures": config["architectures"]} if "architectures" in config else {}
+    return {**_inner(config, known), **tied, **named}
+
+
+def _inner(config: Mapping[str, object], known: LanguageModel) -> dict[str, object]:
     inner = config.get("text_config")
     if not isinstance(inner, Mapping):  # older ones have the fields of both beside each other
         inner = {key: value for key, value in config.items() if not key.startswith("vision_")}

@@ -11,6 +11,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from muxserve.engine.scheduler import PhaseScheduler
+from muxserve.vllm.image_files import with_pixels
 from muxserve.wire import Abort, Admit, HeldRequests
 
 
@@ -78,6 +79,8 @@ class EngineRequests:
         scheduler = self._scheduler
         wire_request: EngineCoreRequest = self._decoder.decode(admit.body)
         wire_request.request_id = internal
+        if wire_request.mm_features and self._scheduler.phase != "decode":
+            wire_request.mm_features = with_pixels(wire_request.mm_features)
         if admit.output_tokens and wire_request.sampling_params is not None:
             # Sent with the first token already.
             wire_request.sampling_params.prompt_logprobs = None

@@ -33,6 +33,8 @@ class ResumingRunner(Base):
     def forget_step(self) -> None:
         """A step raised an exception half-way; its requests are dropped, and the next one begins anew."""
         self.execute_model_state = None
+        # The scheduler has forgotten what was computed of images, too.
+        self.encoder_cache.clear()
 
     def _update_states(self, scheduler_output: Any) -> Any:
         for data in scheduler_output.scheduled_new_reqs:

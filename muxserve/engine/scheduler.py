@@ -52,7 +52,8 @@ def demand_of_step(
     size = scheduler.block_size
     for request in scheduler.running:
         tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-        budget -= tokens
+        # One whose images must wait for the encoder leaves its part of the step to others.
+        budget -= 0 if request.has_encoder_inputs else tokens
         need += max(0, -(-(request.num_computed_tokens + tokens) // size) - len(held[request.request_id]))
     lookups: dict[str, list[bytes]] = {}
     room = scheduler.max_num_active_reqs - len(scheduler.running)
@@ -73,7 +74,7 @@ def demand_of_step(
                     lookups[name] = hashes
                     known = False
             tokens = min(request.num_tokens - computed, budget)
-            budget -= tokens
+            budget -= 0 if request.has_encoder_inputs else tokens
             room -= 1
             # Before it is known where the chunk begins, it can end anywhere up to the prompt's end.
             end = computed + tokens if known else request.num_tokens
@@ -324,6 +325,8 @@ class PhaseScheduler(Scheduler):
         self._started.clear()
         self._preempted.clear()
         self.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
+        # Of the images in it nobody knows which the runner has computed.
+        self.encoder_cache_manager.reset()
         self._in_vain = False
         return ids
 
@@ -331,6 +334,7 @@ class PhaseScheduler(Scheduler):
         """Drop every request and hold without telling the memory manager, which is gone. Returns their ids."""
         ids = list(self.requests)
         self.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        self.encoder_cache_manager.reset()
         # Nothing is in flight any more, and nobody wants the blocks back that a micro-batch was still to fill.
         self.deferred_frees.clear()
         self.processed_step_seq = self.sched_step_seq

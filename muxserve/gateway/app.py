@@ -31,7 +31,16 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 
 from muxserve.gateway.admission import ApiKeys, Caller, presented_key
-from muxserve.gateway.body import CLOSE, RETRY, BodyMemory, BodyReplay, ClientGoneError, asked_by, read_body
+from muxserve.gateway.body import (
+    CLOSE,
+    RETRY,
+    BodyMemory,
+    BodyReplay,
+    ClientGoneError,
+    asked_by,
+    check_media,
+    read_body,
+)
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.early_errors import EarlyErrors
 from muxserve.gateway.errors import App, Message, Receive, RequestError, Scope, Send, respond_error, respond_json
@@ -78,12 +87,14 @@ ModelPage = Callable[[str, Send], Awaitable[None]]
 @dataclass(frozen=True, slots=True)
 class ServedApp:
     """A model that is offered: vLLM's application, its entries in `/v1/models` by name, its aliases after it, the
-    OpenAPI document of all that the application has, and those of the paths for POST that it serves."""
+    OpenAPI document of all that the application has, those of the paths for POST that it serves, and whether messages
+    may have images."""
 
     app: App
     cards: Mapping[str, object]
     openapi: Callable[[], dict[str, Any]] = dict
     posts: frozenset[str] = POSTS
+    sees_images: bool = False
 
 
 class GatewayApp:
@@ -285,6 +296,7 @@ class GatewayApp:
                 raise RequestError(
                     HTTPStatus.NOT_FOUND, f"the model {name!r} does not serve {path}; it has {_listed(served.posts)}"
                 )
+            check_media(body, served.sees_images)
             inner = {**scope, "path": path, "raw_path": path.encode()} if path != scope["path"] else scope
             try:
                 if path not in COMPUTE:

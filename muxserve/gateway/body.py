@@ -110,6 +110,15 @@ _decoder = msgspec.json.Decoder(RequestFields)
 # Types of a message's parts that are no text, as chats, responses and Anthropic's messages have them.
 _MEDIA = re.compile(r"(?:input_)?(image|audio|video)(?:_\w+)?")
 _MAY_HAVE_MEDIA = re.compile(rb'"(?:input_)?(?:image|audio|video)(?:_\w+)?"')
+_TOO_DEEP = "the request body is nested too deeply"
+_TEXT_ONLY = "models are served for text only here, also those that could take {}; remove it"
+_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
+_DATA_ONLY = (
+    "this server fetches nothing, so an image must come with the request, as a URL that begins with "
+    "data:image/png;base64, (or another type of image)"
+)
+# Fields that would change how images are read.
+_ABOUT_MEDIA = ("mm_processor_kwargs", "media_io_kwargs")
 
 
 async def read_body(receive: Receive, headers: list[tuple[bytes, bytes]], limit: int, claim: BodyClaim) -> bytes:
@@ -174,16 +183,12 @@ def asked_by(body: bytes) -> RequestFields:
     """What a JSON body asks for, as far as that is looked at here.
 
     Raises:
-        RequestError: the body is no JSON object, one of these fields is of a wrong type, or a message has an image,
-            audio or video (400).
+        RequestError: the body is no JSON object, or one of these fields is of a wrong type (400).
     """
     try:
         if not body.isascii():
             str(body, "utf-8")  # msgspec does not look into strings that it skips
-        asked = _decoder.decode(body)
-        if _MAY_HAVE_MEDIA.search(body):
-            _refuse_media(msgspec.json.decode(body))
-        return asked
+        return _decoder.decode(body)
     except msgspec.ValidationError as error:
         if "$.model" in str(error):
             raise RequestError(HTTPStatus.BAD_REQUEST, "'model' must be a string", param="model") from None
@@ -198,27 +203,73 @@ def asked_by(body: bytes) -> RequestFields:
         reason = "it is empty" if not body.strip() else str(error)
         raise RequestError(HTTPStatus.BAD_REQUEST, f"the request body is not valid JSON: {reason}") from None
     except RecursionError:
-        raise RequestError(HTTPStatus.BAD_REQUEST, "the request body is nested too deeply") from None
+        raise RequestError(HTTPStatus.BAD_REQUEST, _TOO_DEEP) from None
 
 
-def _refuse_media(asked: dict[str, Any]) -> None:
+def check_media(body: bytes, sees_images: bool) -> None:
+    """Let nothing in that the model cannot take: images only where it `sees_images`, as data URLs, and nothing that
+    would have the server fetch something or believe what an image is.
+
+    Args:
+        body: JSON, as `asked_by` has found.
+
+    Raises:
+        RequestError: there is something else in it (400).
+    """
+    # Names can be written with escapes; where there is more to see than text, nothing may go by unseen.
+    if not sees_images and not _MAY_HAVE_MEDIA.search(body):
+        return
+    try:
+        _check_media(msgspec.json.decode(body), sees_images)
+    except RecursionError:
+        raise RequestError(HTTPStatus.BAD_REQUEST, _TOO_DEEP) from None
+
+
+def _check_media(asked: dict[str, Any], sees_images: bool) -> None:
+    found = False
     for field in ("messages", "input"):
-        messages = asked.get(field)
-        for index, message in enumerate(messages if isinstance(messages, list) else ()):
-            content = message.get("content") if isinstance(message, dict) else None
-            for place, part in enumerate(content if isinstance(content, list) else ()):
-                # Its `type` may be left out where another key says what it is.
-                given = [part.get("type"), *part] if isinstance(part, dict) else []
-                kind = next(
-                    (found for each in given if isinstance(each, str) and (found := _MEDIA.fullmatch(each))), None
-                )
-                if kind is not None:
-                    raise RequestError(
-                        HTTPStatus.BAD_REQUEST,
-                        f"{field}[{index}].content[{place}] is {kind[0]}: models are served for text only here, also "
-                        f"those that could take {kind[1]}; remove it",
-                        param=field,
-                    )
+        for place, part in _parts(asked.get(field), field):
+            # Its `type` may be left out where another key says what it is.
+            named = [each for each in (part.get("type"), *part) if isinstance(each, str)]
+            kind = next((match for each in named if (match := _MEDIA.fullmatch(each))), None)
+            if kind is None:
+                continue
+            reason = _why_not(part, kind[0], kind[1]) if sees_images else _TEXT_ONLY.format(kind[1])
+            if reason:
+                raise RequestError(HTTPStatus.BAD_REQUEST, f"{place} is {kind[0]}: {reason}", param=field)
+            found = True
+    for field in _ABOUT_MEDIA if found else ():
+        if asked.get(field):
+            raise RequestError(HTTPStatus.BAD_REQUEST, f"{field!r} is not served; remove it", param=field)
+
+
+def _parts(value: object, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The parts of messages, also of several conversations and of what tools have answered, and where they are."""
+    if isinstance(value, list):
+        for index, each in enumerate(value):
+            yield from _parts(each, f"{place}[{index}]")
+    elif isinstance(value, dict):
+        if "role" not in value:
+            yield place, value
+        for key in ("content", "output"):
+            if isinstance(value.get(key), list):
+                yield from _parts(value[key], f"{place}.{key}")
+
+
+def _why_not(part: dict[str, Any], name: str, kind: str) -> str:
+    """Why a part of a message, an image perhaps, is not taken; empty if it is."""
+    if kind != "image":
+        return f"this model takes text and images, no {kind}; remove it"
+    if part.get("uuid") is not None:
+        return "'uuid' is not served, since images are known by what is in them; remove it"
+    source = part.get("source")
+    if isinstance(source, dict):  # Anthropic's
+        return "" if source.get("type") == "base64" else _DATA_ONLY
+    if name not in ("image_url", "input_image"):
+        return "an image is given by its `image_url`"
+    url = part.get("image_url")
+    url = url.get("url") if isinstance(url, dict) else url
+    return "" if isinstance(url, str) and _DATA_URL.match(url) else _DATA_ONLY
 
 
 class BodyReplay:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.tasks import SupportedTask
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -19,6 +20,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from muxserve.gateway.adapters import for_engines
 from muxserve.gateway.broker import Broker
 from muxserve.gateway.grammars import GrammarCompilers
+from muxserve.gateway.images import ImageFile, RequestImages
 from muxserve.gateway.measure import RequestOutcome, current_http
 from muxserve.gateway.prefix_keys import prefix_keys
 from muxserve.gateway.priorities import RequestLevels
@@ -30,10 +32,11 @@ class UnitEngineClient(EngineCoreClient):
     """The engines of one model. Engine 0 of the statistics is its prefill engine, engine 1 its decode engine or that
     of both phases. `tasks` is what the model is offered for."""
 
-    def __init__(self, model: ModelSpec, broker: Broker, grammars: GrammarCompilers) -> None:
+    def __init__(self, model: ModelSpec, broker: Broker, grammars: GrammarCompilers, images: RequestImages) -> None:
         self.model = model.name
         self._unit_spec = model
         self._grammars = grammars
+        self._images = images
         self.broker = broker
         self.tasks: tuple[SupportedTask, ...] = ("generate",)
         self.engine_ranks_managed = [0, 1] if len(model.engines) > 1 else [0] if model.pooling else [1]
@@ -62,12 +65,13 @@ class UnitEngineClient(EngineCoreClient):
             assert prompt is not None
             if params is not None:
                 await self._grammars.admit(self._unit_spec, params)
-                if not self._has(front_id):
-                    return  # cancelled meanwhile
+            features, images = await self._keep_images(request)
+            if not self._has(front_id):
+                return  # cancelled meanwhile
             wire_id = self.broker.table.new_id()
             http = current_http.get()
             priority = http.priority if http is not None else RequestLevels()
-            body = self._encode(request, wire_id, priority)
+            body = self._encode(request, wire_id, priority, features)
         except BaseException:
             # AsyncLLM registered the request before it asked us, and does not take it back itself.
             self._end(front_id)
@@ -91,9 +95,18 @@ class UnitEngineClient(EngineCoreClient):
                 choice=self._choice(front_id),
                 group=http.group_of(wire_id) if http is not None else "",
                 prefix=self._prefix(request, prompt),
+                images=images,
                 context=http,
             )
         )
+
+    async def _keep_images(
+        self, request: EngineCoreRequest
+    ) -> tuple[list[MultiModalFeatureSpec] | None, Sequence[ImageFile]]:
+        """What engines are told of its images, and what keeps them."""
+        if not request.mm_features:
+            return request.mm_features, ()
+        return await self._images.keep(self.model, request.mm_features)
 
     def _prefix(self, request: EngineCoreRequest, prompt: Sequence[int]) -> bytes:
         """Keys of its prompt's beginnings, where there are replicas of which one may have them."""
@@ -103,7 +116,8 @@ class UnitEngineClient(EngineCoreClient):
         if len(self.broker.router.placing.replicas(self.model)) < 2:
             return b""
         adapter = request.lora_request.lora_name if request.lora_request is not None else ""
-        return prefix_keys(prompt, f"{adapter}/{request.cache_salt or ''}")
+        images = ",".join(feature.identifier for feature in request.mm_features or ())
+        return prefix_keys(prompt, f"{adapter}/{request.cache_salt or ''}/{images}")
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self.broker.cancel(self.model, request_ids, RequestOutcome.of_cancel)
@@ -174,26 +188,34 @@ class UnitEngineClient(EngineCoreClient):
             state.queue.put(error)
         return ended
 
-    def _encode(self, request: EngineCoreRequest, wire_id: str, priority: RequestLevels) -> bytes:
-        """`request` in vLLM's encoding, with the id that the unit knows it by and the priority that engines give it.
+    def _encode(
+        self,
+        request: EngineCoreRequest,
+        wire_id: str,
+        priority: RequestLevels,
+        features: list[MultiModalFeatureSpec] | None,
+    ) -> bytes:
+        """`request` in vLLM's encoding, with the id that the unit knows it by, the priority that engines give it and
+        what they are told of its images.
 
         Raises:
             VLLMValidationError: the request holds tensors.
         """
-        theirs = request.request_id, request.priority, request.lora_request
+        theirs = request.request_id, request.priority, request.lora_request, request.mm_features
         request.request_id, request.priority = wire_id, priority.engine(request.priority)
+        request.mm_features = features
         if request.lora_request is not None:
             request.lora_request = for_engines(request.lora_request)
         try:
             frames = self._encoder.encode(request)
         finally:
-            request.request_id, request.priority, request.lora_request = theirs
+            request.request_id, request.priority, request.lora_request, request.mm_features = theirs
         if len(frames) != 1:
             raise VLLMValidationError("this endpoint serves text; the request holds tensors")
         return bytes(frames[0])
 
     def _refuse_unsupported(self, request: EngineCoreRequest) -> None:
-        if request.mm_features:
+        if request.mm_features and not self._unit_spec.sees_images:
             raise VLLMValidationError("this endpoint serves text; images, audio and video are not supported")
         if request.prompt_embeds is not None:
             raise VLLMValidationError("prompt embeddings are not supported", parameter="prompt_embeds")

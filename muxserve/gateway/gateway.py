@@ -23,6 +23,7 @@ from muxserve.gateway.collector import FleetCollector, GatewayCollector
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.grammar_compiler import CompilerProcess
 from muxserve.gateway.grammars import GrammarCompilers
+from muxserve.gateway.images import RequestImages
 from muxserve.gateway.live import LiveView
 from muxserve.gateway.measure import Measures
 from muxserve.gateway.peers import OtherGateways
@@ -78,7 +79,10 @@ class Gateway:
         self.grammars = GrammarCompilers(fleet.gateway.grammars, compilers)
         kept = fleet.gateway.responses
         self.responses = ResponseStore(kept, index, fleet.gateway.count) if kept is not None else None
-        self.offered = OfferedModels(self.broker, self.limiter, self.grammars, self._has_left, index, self.responses)
+        images = RequestImages(Path(fleet.run_dir) / "images", index)
+        self.offered = OfferedModels(
+            self.broker, self.limiter, self.grammars, images, self._has_left, index, self.responses
+        )
         self._endpoint: GatewayApp | None = None
         self._changed = asyncio.Event()
         self._to_offer = asyncio.Event()

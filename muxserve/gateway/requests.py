@@ -41,7 +41,8 @@ class Tracked:
     `unit` is where it is served or was sent to; "" while it has no unit. (`request_id`, `attempt`) is in one unit at a
     time: within an attempt it goes to another unit by migration only, which `moves` counts. `refused_by` are units that
     gave it back because they are drained or too small; `repeated_at` are units that were sent this attempt twice.
-    `prefix` has the keys of its prompt's beginnings (`prefix_keys`), where anybody wants them.
+    `prefix` has the keys of its prompt's beginnings (`prefix_keys`), where anybody wants them. `images` are its images'
+    files, which stay as long as it refers to them.
     Requests of one `group` come from one HTTP request; `choice` numbers those of one prompt. Times are
     seconds of the monotonic clock. `context` belongs to the caller.
     """
@@ -62,6 +63,7 @@ class Tracked:
     weight: float = 1.0
     traced: bool = False
     prefix: bytes = b""
+    images: Sequence[object] = ()
     context: Any = None
     attempt: int = 0
     tries: int = 1

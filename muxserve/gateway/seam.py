@@ -99,7 +99,8 @@ async def serve(front_end: ModelFrontEnd, gateway: int, store: ResponseStore | N
         attach(responses, front_end.model.name, gateway, store)
     posts = POSTS.intersection(getattr(route, "path", "") for route in app.routes)
     front_end.models = app.state.openai_serving_models
-    return await with_adapters(front_end, ServedApp(app, {}, app.openapi, posts))
+    sees = front_end.model.sees_images
+    return await with_adapters(front_end, ServedApp(app, {}, app.openapi, posts, sees_images=sees))
 
 
 async def with_adapters(front_end: ModelFrontEnd, served: ServedApp) -> ServedApp:
@@ -184,6 +185,9 @@ def configure(model: ModelSpec) -> tuple[Namespace, VllmConfig]:
         raise ValueError(f"model {model.name}: vLLM has no option {', '.join(unknown)}")
     engine_args = AsyncEngineArgs(**{name: value for name, value in options.items() if name in engine_names})
     config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    # There is more than one engine process, so that none of them can have what the front end has sent before: it keeps
+    # what it has made of images to itself.
+    config.parallel_config._api_process_count = 2
     # What an engine of its own would have reported when ready.
     config.cache_config.num_gpu_blocks = model.num_blocks
 

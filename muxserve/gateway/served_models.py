@@ -14,6 +14,7 @@ from muxserve.gateway.broker import Broker
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.engine_client import UnitEngineClient
 from muxserve.gateway.grammars import GrammarCompilers
+from muxserve.gateway.images import RequestImages
 from muxserve.gateway.responses import ResponseStore
 from muxserve.spec import ModelSpec
 
@@ -27,6 +28,7 @@ class OfferedModels:
         broker: what they send requests to.
         limiter: says when a model's last request has ended.
         grammars: checks what structured outputs ask for.
+        images: keeps those that requests bring.
         left: called when one that was withdrawn is gone.
         gateway: which gateway this is.
         responses: keeps what they make.
@@ -37,6 +39,7 @@ class OfferedModels:
         broker: Broker,
         limiter: ConcurrencyLimiter,
         grammars: GrammarCompilers,
+        images: RequestImages,
         left: Callable[[], None],
         gateway: int,
         responses: ResponseStore | None,
@@ -45,6 +48,7 @@ class OfferedModels:
         self._broker = broker
         self._limiter = limiter
         self._grammars = grammars
+        self._images = images
         self._left = left
         self._gateway = gateway
         self._responses = responses
@@ -66,7 +70,7 @@ class OfferedModels:
         models = list(models)
         seam.register_architectures(model.path for model in models)
         for model in models:
-            client = UnitEngineClient(model, self._broker, self._grammars)
+            client = UnitEngineClient(model, self._broker, self._grammars, self._images)
             try:
                 # Reads files and compiles templates: others' streams must not wait for it.
                 front_end = await asyncio.to_thread(seam.make_llm, model, client)

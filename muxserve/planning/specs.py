@@ -150,6 +150,7 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         target_load=target_load(Roofline().engine(demand.architecture, _shape(unit, index))),
         pooling=demand.architecture.pooling,
         text_only=demand.architecture.text_only,
+        sees_images=demand.architecture.sees_images,
         adapters=dict(model.adapters or {}),
         adapter_slots=slots_of(model),
         latent=0 if latent is None else latent.width,

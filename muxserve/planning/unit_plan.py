@@ -328,7 +328,11 @@ def model_demands(
         if gpu is None and (words := uncomputable(architecture.quantisation, demands[-1].resolved_dtype)):
             problems.append(fleet.model_problem(model.name, "dtype", words))
         for kind in _uncached(architecture):
+            problems += _uncached_problems(fleet, model, kind)
+        for kind in (*_uncached(architecture), *(["images"] if architecture.sees_images else [])):
             problems += _kind_problems(fleet, model, kind)
+        if architecture.sees_images:
+            problems += _image_problems(fleet, model, ranks)
         if architecture.kv_cache and (words := _kv_cache_problem(architecture, gpu is not None, machine)):
             problems.append(fleet.model_problem(model.name, "engine_args", words))
         if gpu is not None and (words := unshareable(architecture.quantisation, model.engine_args)):
@@ -349,12 +353,29 @@ def _uncached(architecture: ModelArchitecture) -> list[str]:
     return ["latent attention"] * (architecture.latent is not None) + ["states"] * (architecture.states is not None)
 
 
-def _kind_problems(fleet: Fleet, model: Model, kind: str) -> list[Problem]:
-    """What a model with latent attention or states is asked for that it cannot have."""
+def _uncached_problems(fleet: Fleet, model: Model, kind: str) -> list[Problem]:
+    if "prefix_caching" not in model.model_fields_set or not model.prefix_caching:
+        return []
+    message = f"no prefixes are cached of models with {kind}; leave it out"
+    return [fleet.model_problem(model.name, "prefix_caching", message)]
+
+
+def _image_problems(fleet: Fleet, model: Model, ranks: int) -> list[Problem]:
+    """What a model that sees images is asked for that it cannot have."""
     found = []
-    if "prefix_caching" in model.model_fields_set and model.prefix_caching:
-        message = f"no prefixes are cached of models with {kind}; leave it out"
-        found.append(fleet.model_problem(model.name, "prefix_caching", message))
+    where = "path" if model.path else "hub"
+    if ranks > 1:
+        message = f"models with images are served by engines of one rank, not of {ranks}"
+        found.append(fleet.model_problem(model.name, where, message))
+    if fleet.cluster.launcher == "ray":
+        message = "engines read images from files of the gateway, so models with images are served on its machine only"
+        found.append(fleet.model_problem(model.name, where, message))
+    return found
+
+
+def _kind_problems(fleet: Fleet, model: Model, kind: str) -> list[Problem]:
+    """What a model with latent attention, states or images is asked for that it cannot have."""
+    found = []
     if arrangement_of(model).name != "multiplexed":
         message = f"models with {kind} are served by a prefill and a decode engine; set phases: multiplexed"
         found.append(fleet.model_problem(model.name, "phases", message))

@@ -106,7 +106,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     The answers of a `pooling` model are vectors (embeddings, scores, classes): a request is finished by its prefill, so
     that there is no decode engine. One with bidirectional attention keeps no KV at all: it has 0 `kv_heads`.
 
-    A `text_only` model is the language model of a multi-modal checkpoint, of which nothing else is loaded.
+    A `text_only` model is the language model of a multi-modal checkpoint, of which nothing else is loaded. One that
+    `sees_images` computes them in its prefill engine, which finds what the gateway made of them in files.
 
     With `latent` attention a layer keeps one vector of so many numbers of each token (else 0). In pages it stands for K
     and V of one KV head of half that size, which `kv_heads` and `head_dim` say.
@@ -156,6 +157,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     target_load: int = TARGET_LOAD
     pooling: bool = False
     text_only: bool = False
+    sees_images: bool = False
     adapters: dict[str, str] = {}
     adapter_slots: AdapterSlots | None = None
     # Mean length of a request, prompt and answer.

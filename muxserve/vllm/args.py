@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 PRIMITIVE_CACHE = 256
 LOAD_FORMAT = "muxserve_held"
 SIMULATED_WORKER = "muxserve.engine.simulated.SimulatedWorker"
+# Of a model that sees images: how many a prompt may have if its `engine_args` do not say, and what a gateway keeps of
+# them in memory, so that a conversation's are not processed with each turn.
+IMAGES_PER_PROMPT = 8
+IMAGE_CACHE_GIB = 0.25
+# No host is called so: images are sent with the request and fetched from nowhere.
+_NO_HOST = ["nowhere.invalid"]
+# The largest image that is decoded, in pixels.
+MOST_PIXELS = 4096 * 4096
 WORKERS = {
     "cpu": "muxserve.engine.cpu.worker.PooledCPUWorker",
     "cuda": "muxserve.engine.cuda.worker.PooledGPUWorker",
@@ -72,6 +80,13 @@ RESERVED = frozenset(
         "ssl_cert_reqs",
         "lora_modules",
         "enable_lora",
+        # Of images: what they are known by, and where they may come from.
+        "mm_processor_cache_gb",
+        "mm_processor_cache_type",
+        "enable_mm_embeds",
+        "mm_encoder_only",
+        "allowed_media_domains",
+        "allowed_local_media_path",
     }
 )
 
@@ -90,6 +105,7 @@ def frontend_args(model: ModelSpec) -> dict[str, Any]:
         "enforce_eager": True,
         "seed": 0,
         **({"runner": "pooling"} if model.pooling else {}),
+        **(_image_args() if model.sees_images else {}),
         **model.engine_args,
         **(_text_only_args(model) if model.text_only else {}),
         "model": model.path,
@@ -109,6 +125,15 @@ def frontend_args(model: ModelSpec) -> dict[str, Any]:
         "async_scheduling": False,
         # Without being told vLLM takes other kernels where the CPU has AMX, and they do not know the pool.
         **({"attention_backend": "CPU_MLA"} if model.latent else {}),
+    }
+
+
+def _image_args() -> dict[str, Any]:
+    return {
+        "limit_mm_per_prompt": {"image": IMAGES_PER_PROMPT, "video": 0, "audio": 0},
+        # Without a cache or prefix caching vLLM would not take hashes, but numbers that several gateways give out.
+        "mm_processor_cache_gb": IMAGE_CACHE_GIB,
+        "allowed_media_domains": _NO_HOST,
     }
 
 
@@ -144,6 +169,8 @@ def engine_args(unit_spec: UnitSpec, model: str, phase: EnginePhase) -> dict[str
         "distributed_executor_backend": "uni" if unit_spec.ranks == 1 else "mp",
         "worker_cls": WORKERS[unit_spec.device] if unit_spec.simulated is None else SIMULATED_WORKER,
         "scheduler_cls": "muxserve.engine.scheduler.PhaseScheduler",
+        # Each request brings its images to them; see `muxserve.vllm.image_files`.
+        **({"mm_processor_cache_gb": 0} if deployed.sees_images else {}),
         # When no page is left, requests of the lowest execution level give theirs back, of equals the latest. What
         # waits to be prefilled is in the unit scheduler's order already; the scheduler of an engine of both phases
         # sees to that.
@@ -256,6 +283,7 @@ def environment() -> dict[str, str]:
         # An engine that may use more threads makes its team after it was forked.
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_MAX_IMAGE_PIXELS": os.environ.get("VLLM_MAX_IMAGE_PIXELS", str(MOST_PIXELS)),
         # Of compiled grammars, in each engine; vLLM's own 512 MiB may be more than all else in a small one.
         "VLLM_XGRAMMAR_CACHE_MB": os.environ.get("VLLM_XGRAMMAR_CACHE_MB", "64"),
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PRIMITIVE_CACHE)),

@@ -45,6 +45,23 @@ GROWN: dict[str, tuple[str, dict[str, Any]]] = {
     "grown": ("What is 12 + 7?", {"max_tokens": 200, "ignore_eos": True}),
     "grown-seed": ("Tell me something.", {"max_tokens": 200, "temperature": 1.0, "seed": 3, "ignore_eos": True}),
 }
+# Of a model that sees images: a prompt, its images' sizes (width and height in pixels; the same size is the same image),
+# and sampling parameters. Of the sizes the first becomes five pieces of 16 tokens, the second one.
+WIDE, SMALL, TALL = (100, 80), (40, 30), (60, 110)
+SEEN: dict[str, tuple[str, list[tuple[int, int]], dict[str, Any]]] = {
+    "image": ("Look: <image> What is it?", [WIDE], {"max_tokens": 40, "ignore_eos": True}),
+    "another": ("Look: <image> What is it?", [TALL], {"max_tokens": 40, "ignore_eos": True}),
+    "seed": ("<image>Tell me.", [SMALL], {"max_tokens": 40, "temperature": 1.0, "seed": 7, "ignore_eos": True}),
+    "two": ("First <image>, then <image>.", [WIDE, TALL], {"max_tokens": 60, "ignore_eos": True}),
+    "twice": ("Is <image> like <image>?", [SMALL, SMALL], {"max_tokens": 24, "ignore_eos": True}),
+    "crossing": (
+        f"{LONG[:70]}<image>{LONG[:40]}<image>",
+        [WIDE, WIDE],
+        {"max_tokens": 24, "temperature": 0.8, "seed": 3, "ignore_eos": True},
+    ),
+    "none": ("What is 12 + 7?", [], {"max_tokens": 40, "ignore_eos": True}),
+    "long-none": (LONG, [], {"max_tokens": 24, "temperature": 1.0, "seed": 5, "ignore_eos": True}),
+}
 # What models with random weights are asked; their answers are no more than noise.
 NOISE = ["greedy", "chunked", "seed", "penalties", *GROWN]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.harness import FAMILIES, MODELS, QUANTISED, TINY
+from tests.engine.harness import FAMILIES, MODELS, QUANTISED, SEEING, TINY
 from tests.support.beside import begin, output, wanted
 
 # The model that is split over ranks. One of each kind of case that could go wrong between ranks: chunks, logits
@@ -24,6 +24,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     tiny = ["--tiny", *TINY] if wanted(session, "stock_tiny", HERE) is not None else []
     begin(session, "answered", HERE, "tests.engine.stock", *map(str, MODELS.values()), *split, *tiny)
     begin(session, "stock_families", HERE, "tests.engine.stock", "--tiny", *FAMILIES)
+    begin(session, "stock_seeing", HERE, "tests.engine.stock", "--seeing", *SEEING)
     quantised = [str(path) for path in QUANTISED.values()]
     begin(session, "quantised", HERE, "tests.engine.stock", "--quantised", *quantised, "--fp8", str(MODELS[SPLIT]))
 
@@ -51,6 +52,13 @@ def stock_families(pytestconfig: pytest.Config, stock_tiny: dict[str, Any]) -> d
     """The same of more kinds."""
     directory = output(pytestconfig, "stock_families")
     return stock_tiny | {kind: read(directory, kind) for kind in FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def stock_seeing(pytestconfig: pytest.Config) -> dict[str, Any]:
+    """Stock vLLM's answers to prompts with images, by kind of tiny model and case."""
+    directory = output(pytestconfig, "stock_seeing")
+    return {kind: read(directory, make().name) for kind, make in SEEING.items()}
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import zmq
 
 from muxserve import spec
 from muxserve.costs.architecture import ITEM_BYTES, read_architecture
-from muxserve.costs.language_models import language_model
+from muxserve.costs.language_models import language_model, seeing
 from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
 from muxserve.net import sockets
@@ -72,6 +72,8 @@ FAMILIES: dict[str, Callable[[], Path]] = {
 MULTI_MODAL: dict[str, Callable[[], Path]] = {
     kind: partial(tiny_checkpoint, kind, layers=6 if kind == "gemma3-mm" else 2) for kind in LANGUAGE_MODEL_OF
 }
+# Those that see images.
+SEEING: dict[str, Callable[[], Path]] = {"idefics3": partial(tiny_checkpoint, "idefics3")}
 # Those that keep one vector of each token instead of K and V by head.
 LATENT = frozenset({"deepseek_v2", "deepseek_v3"})
 # Those that keep a state of a sequence in some layers.
@@ -87,7 +89,8 @@ def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> Mod
     """A model as a fleet would deploy it, straight from its config.json; everything can be changed."""
     config = json.loads((path / "config.json").read_text())
     text = language_model(config)
-    config = config if text is None else text
+    sees = seeing(config)
+    config = sees or text or config
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     latent = config["kv_lora_rank"] + config["qk_rope_head_dim"] if "kv_lora_rank" in config else 0
@@ -105,6 +108,7 @@ def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> Mod
         "block_tokens": 64 if latent else 64 * 64 // head_dim,
         "quota_pages": 2000,
         "text_only": text is not None,
+        "sees_images": sees is not None,
         "window": architecture.window,
         "windowed_layers": architecture.windowed if ranks == 1 else (),
         # Prompts of those with latent attention are computed in one piece, and no prefix is cached.
@@ -168,9 +172,15 @@ class Engines:
         self._router.send_multipart([engine.encode(), encode(message)])
 
     def body(
-        self, request_id: str, prompt: list[int], eos: int | None = None, priority: int = 0, **params: Any
+        self,
+        request_id: str,
+        prompt: list[int],
+        eos: int | None = None,
+        priority: int = 0,
+        features: Any = None,
+        **params: Any,
     ) -> bytes:
-        """A request as the gateway's front end would encode it."""
+        """A request as the gateway's front end would encode it, with the `features` of its images."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
@@ -180,7 +190,7 @@ class Engines:
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=prompt,
-            mm_features=None,
+            mm_features=features,
             sampling_params=sampling_params,
             pooling_params=None,
             arrival_time=time.time(),

@@ -9,6 +9,7 @@ what they were trained on, and `--fp8 MODEL_DIR` that one with a cache in FP8, i
 from __future__ import annotations
 
 import argparse
+import base64
 import gc
 import json
 import multiprocessing
@@ -21,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.engine.cases import CASES, GROWN, NOISE, questions, sampling
+from tests.engine.cases import CASES, GROWN, NOISE, SEEN, questions, sampling
 
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -86,6 +87,43 @@ def answers(
     return found
 
 
+def seen(path: Path, out: Path, cases: Mapping[str, Any] = SEEN) -> dict[str, Any]:
+    """Answers to prompts with images; and the requests as vLLM's front end makes them, whose images are in files in
+    `out`."""
+    from vllm import LLM, SamplingParams
+    from vllm.v1.serial_utils import MsgpackEncoder
+
+    from muxserve.vllm.args import frontend_args
+    from muxserve.vllm.image_files import without_pixels, write
+    from tests.engine.harness import deployed_model
+    from tests.support.tiny_checkpoint import picture
+
+    args = frontend_args(deployed_model(path.name, path, max_num_batched_tokens=1024))
+    del args["served_model_name"]
+    llm = LLM(**{**args, "mm_processor_cache_gb": 0}, kv_cache_memory_bytes=64 << 20)
+    core, requests = llm.llm_engine.engine_core, []
+    add = core.add_request
+    core.add_request = lambda request: (requests.append(request), add(request))[1]
+    found = {}
+    for case, (text, sizes, params) in cases.items():
+        asked: dict[str, Any] = {"prompt": text}
+        if sizes:
+            asked["multi_modal_data"] = {"image": [picture(*size) for size in sizes]}
+        (result,) = llm.generate([asked], SamplingParams(**sampling(params)), use_tqdm=False)
+        features = requests.pop().mm_features or []
+        files = [out / f"{case}-{index}.image" for index in range(len(features))]
+        for file, feature in zip(files, features, strict=True):
+            write(file, feature.data)
+        (encoded,) = MsgpackEncoder(size_threshold=1 << 30).encode(without_pixels(features, files))
+        found[case] = {
+            "eos": llm.get_tokenizer().eos_token_id,
+            "prompt": list(result.prompt_token_ids),
+            "tokens": list(result.outputs[0].token_ids),
+            "features": base64.b64encode(encoded).decode(),
+        }
+    return found
+
+
 def prepare_forks() -> None:
     """Do once what vLLM would do in each process that loads a model. Half of such a process' time would go into looking
     for garbage; it ends when it has answered."""
@@ -138,6 +176,7 @@ def main() -> None:
     parser.add_argument("--split", type=Path)
     parser.add_argument("--quantised", type=Path, nargs="*", default=[])
     parser.add_argument("--fp8", type=Path)
+    parser.add_argument("--seeing", nargs="*", default=[])
     parser.add_argument("--cases", nargs="+", default=list(CASES), help="of the model that is split")
     given = parser.parse_args()
     write_each(answers, given.out, given.models)
@@ -154,6 +193,11 @@ def main() -> None:
     for path in given.quantised:
         asked = questions(path.name.partition("-")[0])
         write_each(partial(answers, cases=tuple(asked), of=asked), given.out, [path])
+    if given.seeing:
+        from tests.engine.harness import SEEING
+
+        for kind in given.seeing:
+            write_each(partial(seen, out=given.out), given.out, [SEEING[kind]()])
     if given.fp8 is not None:
         asked = questions(given.fp8.name)
         cached = partial(answers, cases=tuple(asked), of=asked, kv_cache_dtype="fp8")

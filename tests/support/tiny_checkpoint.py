@@ -8,11 +8,14 @@ import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 # With full attention in every layer; with sliding windows; of the latter with experts in MXFP4; with latent attention;
-# with states in every other layer; multi-modal ones; a causal classifier with three labels, an encoder, and one with
-# one label, as rerankers are.
+# with states in every other layer; multi-modal ones, of which the last is served with images; a causal classifier with
+# three labels, an encoder, and one with one label, as rerankers are.
 Kind = Literal[
     "llama", "qwen2", "qwen3", "qwen3_moe", "granite", "phi3", "nemotron",
     "glm4_moe",
@@ -21,6 +24,7 @@ Kind = Literal[
     "deepseek_v2", "deepseek_v3",
     "granite_hybrid", "qwen3_next",
     "gemma3-mm", "mistral3", "qwen2_5_vl", "qwen3_vl",
+    "idefics3",
     "qwen3-classifier", "bert", "bert-reranker",
 ]  # fmt: skip
 # Of those with sliding windows, in tokens: more than a block, and no multiple of one.
@@ -46,6 +50,22 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 VERSION = 6
+# Of a model that sees images. Each piece of 56 x 56 pixels becomes 16 tokens; a larger image is divided into up to
+# 2 x 2 pieces, beside the whole in small.
+PIECE, PATCH, SCALE, LONGEST_EDGE = 56, 7, 2, 112
+IMAGE_TOKENS = [
+    "<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
+]  # fmt: skip
+IMAGE_CHAT_TEMPLATE = (
+    "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{%- if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{%- for part in message['content'] %}"
+    "{%- if part['type'] == 'image' %}{{ '<image>' }}{% else %}{{ part['text'] }}{% endif %}"
+    "{%- endfor %}{% endif %}{{ '<|im_end|>\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 def tiny_checkpoint(
@@ -73,6 +93,8 @@ def tiny_checkpoint(
         if kind in LANGUAGE_MODEL_OF:
             of = tiny_checkpoint(LANGUAGE_MODEL_OF[kind], layers, heads, kv_heads, head_dim, seed, max_len)
             _write_multi_modal(scratch, kind, of)
+        elif kind == "idefics3":
+            _write_idefics3(scratch, layers, heads, kv_heads, head_dim, seed, max_len)
         else:
             _write_model(scratch, kind, layers, heads, kv_heads, head_dim, seed, max_len)
         os.rename(scratch, path)
@@ -81,6 +103,15 @@ def tiny_checkpoint(
         if not path.is_dir():  # another process may have been first
             raise
     return path
+
+
+def picture(width: int, height: int) -> Image:
+    """An image whose content follows from its size: as good as noise, and the same wherever it is made."""
+    import numpy as np
+    from PIL import Image
+
+    values = np.random.default_rng(width * 10_000 + height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values)
 
 
 def byte_token(byte: int) -> int:
@@ -132,7 +163,9 @@ def _write_tokenizer(path: Path, kind: Kind, max_len: int) -> None:
         model_max_length=max_len,
         clean_up_tokenization_spaces=False,
     )
-    fast.chat_template = CHAT_TEMPLATE
+    if kind == "idefics3":
+        fast.add_special_tokens({"additional_special_tokens": ["</s>", "<|im_start|>", *IMAGE_TOKENS]})
+    fast.chat_template = IMAGE_CHAT_TEMPLATE if kind == "idefics3" else CHAT_TEMPLATE
     fast.save_pretrained(path)
 
 
@@ -269,6 +302,66 @@ def _write_multi_modal(path: Path, kind: Kind, language_model: Path) -> None:
     model.lm_head.load_state_dict(text.lm_head.state_dict())
     model.save_pretrained(path)
     shutil.copy(language_model / "generation_config.json", path)
+
+
+def _write_idefics3(path: Path, layers: int, heads: int, kv_heads: int, head_dim: int, seed: int, max_len: int) -> None:
+    """A Llama that sees images through a SigLIP tower, as SmolVLM does, with the settings of its image processor."""
+    import torch
+    import transformers
+
+    hidden = heads * head_dim
+    tokens = {
+        "bos_token_id": SPECIAL_TOKENS.index("<s>"),
+        "eos_token_id": SPECIAL_TOKENS.index("<|im_end|>"),
+        "pad_token_id": SPECIAL_TOKENS.index("<pad>"),
+    }
+    text = transformers.LlamaConfig(
+        vocab_size=len(SPECIAL_TOKENS) + 256 + len(IMAGE_TOKENS),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=max_len,
+        tie_word_embeddings=False,
+        initializer_range=0.08,
+        **tokens,
+    )
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": PIECE,
+        "patch_size": PATCH,
+        "initializer_range": 0.08,
+    }
+    config = transformers.Idefics3Config(
+        text_config=text.to_dict(),
+        vision_config=vision,
+        scale_factor=SCALE,
+        image_token_id=len(SPECIAL_TOKENS) + 256 + IMAGE_TOKENS.index("<image>"),
+        tie_word_embeddings=False,
+        **tokens,
+    )
+    torch.manual_seed(seed)
+    transformers.Idefics3ForConditionalGeneration(config).to(torch.float32).eval().save_pretrained(path)
+    each = (PIECE // PATCH // SCALE) ** 2
+    image_processor = {
+        "image_processor_type": "Idefics3ImageProcessor",
+        "size": {"longest_edge": LONGEST_EDGE},
+        "max_image_size": {"longest_edge": PIECE},
+        "do_image_splitting": True,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "resample": 1,
+    }
+    (path / "preprocessor_config.json").write_text(json.dumps(image_processor, indent=2) + "\n")
+    processor = {"processor_class": "Idefics3Processor", "image_seq_len": each}
+    (path / "processor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
+    eos = {"eos_token_id": [tokens["eos_token_id"]], "bos_token_id": tokens["bos_token_id"]}
+    (path / "generation_config.json").write_text(json.dumps(eos) + "\n")
 
 
 def _quantise_experts(path: Path) -> None:
