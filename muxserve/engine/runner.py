@@ -34,7 +34,7 @@ class ResumingRunner(Base):
         """A step raised an exception half-way; its requests are dropped, and the next one begins anew."""
         self.execute_model_state = None
         # The scheduler has forgotten what was computed of images, too.
-        self.encoder_cache.clear()
+        self.reset_encoder_cache()
 
     def _update_states(self, scheduler_output: Any) -> Any:
         for data in scheduler_output.scheduled_new_reqs:

@@ -116,8 +116,8 @@ class UnitEngineClient(EngineCoreClient):
         if len(self.broker.router.placing.replicas(self.model)) < 2:
             return b""
         adapter = request.lora_request.lora_name if request.lora_request is not None else ""
-        images = ",".join(feature.identifier for feature in request.mm_features or ())
-        return prefix_keys(prompt, f"{adapter}/{request.cache_salt or ''}/{images}")
+        images = [(each.mm_position.offset, each.identifier) for each in request.mm_features or ()]
+        return prefix_keys(prompt, f"{adapter}/{request.cache_salt or ''}", images)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self.broker.cancel(self.model, request_ids, RequestOutcome.of_cancel)

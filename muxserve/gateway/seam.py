@@ -30,6 +30,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 
+from muxserve.gateway import data_urls
 from muxserve.gateway.adapters import adapter_requests
 from muxserve.gateway.app import POSTS, ServedApp
 from muxserve.gateway.engine_client import UnitEngineClient
@@ -64,6 +65,7 @@ def make_llm(model: ModelSpec, client: UnitEngineClient) -> ModelFrontEnd:
         OSError: the checkpoint cannot be read.
     """
     args, config = configure(model)
+    data_urls.install()
     client.tasks = tasks_of(config.model_config)
     registry = CollectorRegistry()
     stock = EngineCoreClient.__dict__["make_async_mp_client"]

@@ -25,8 +25,6 @@ SIMULATED_WORKER = "muxserve.engine.simulated.SimulatedWorker"
 # them in memory, so that a conversation's are not processed with each turn.
 IMAGES_PER_PROMPT = 8
 IMAGE_CACHE_GIB = 0.25
-# No host is called so: images are sent with the request and fetched from nowhere.
-_NO_HOST = ["nowhere.invalid"]
 # The largest image that is decoded, in pixels.
 MOST_PIXELS = 4096 * 4096
 WORKERS = {
@@ -133,7 +131,6 @@ def _image_args() -> dict[str, Any]:
         "limit_mm_per_prompt": {"image": IMAGES_PER_PROMPT, "video": 0, "audio": 0},
         # Without a cache or prefix caching vLLM would not take hashes, but numbers that several gateways give out.
         "mm_processor_cache_gb": IMAGE_CACHE_GIB,
-        "allowed_media_domains": _NO_HOST,
     }
 
 

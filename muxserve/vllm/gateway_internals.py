@@ -104,6 +104,11 @@ INTERNALS: list[Internal] = [
     ("vllm.entrypoints.launchers.cli_args", "make_arg_parser", ("parser",)),
     ("vllm.entrypoints.launchers.cli_args", "FrontendArgs", ()),
     ("vllm.envs", "enable_envs_cache", ()),
+    ("vllm.config", "ParallelConfig", ("_api_process_count",)),
+    ("vllm.multimodal.media", "MEDIA_CONNECTOR_REGISTRY.register", ("name",)),
+    ("vllm.multimodal.media", "MediaConnector.load_from_url", ("url",)),
+    ("vllm.multimodal.media", "MediaConnector.load_from_url_async", ("url",)),
+    ("vllm.multimodal.inputs", "MultiModalFeatureSpec", ("data", "identifier", "mm_position", "mm_hash")),
     (
         "vllm.sampling_params",
         "SamplingParams._validate_structured_outputs",

@@ -342,6 +342,37 @@ class TestStates:
             self.resolve(tmp_path, options, beside="")
 
 
+class TestImages:
+    def resolve(self, directory: Path, options: str = "") -> ResolvedUnit:
+        text = {key: value for key, value in CONFIG.items() if key not in ("architectures", "model_type")}
+        whole = {"architectures": ["Idefics3ForConditionalGeneration"], "model_type": "idefics3", "text_config": text}
+        (directory / "config.json").write_text(json.dumps({**whole, "vision_config": {"hidden_size": 32}}))
+        (directory / "model.safetensors").touch()
+        return resolve_unit(fleet(f"models: [{{name: a, path: {directory}{options}}}]\n"), MACHINE)
+
+    def test_the_encoder_counts_with_the_weights_and_engines_know_of_it(self, tmp_path: Path) -> None:
+        unit = self.resolve(tmp_path)
+        (model,) = unit_spec_of(unit, "/x").models
+        assert (model.sees_images, model.text_only, model.prefix_caching) == (True, False, True)
+        tensors = {"model.text_model.x": ("BF16", [8, 2], 32), "model.vision_model.x": ("BF16", [64, 64], 8192)}
+        TestStoredWeights().write(tmp_path, "model.safetensors", tensors)
+        found = architecture_of(Model(name="a", path=str(tmp_path)), FakeHub(tmp_path))
+        assert found.stored == StoredWeights(16 + 64 * 64, 0)
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            (", adapters: {x: /x}", "LoRA adapters are not served with models with images"),
+            (", phases: rolling, slo: {ttft_ms: 100, tpot_ms: 10}", "set phases: multiplexed"),
+            (", phases: pipelined, stages: 2", "engines of one rank, not of 2"),
+            (", engine_args: {runner: pooling}", "models that see images generate text only here"),
+        ],
+    )
+    def test_what_it_cannot_have_is_refused(self, tmp_path: Path, options: str, words: str) -> None:
+        with pytest.raises(FleetError, match=words):
+            self.resolve(tmp_path, options)
+
+
 class TestStoredWeights:
     def test_of_a_multi_modal_checkpoint_the_language_model_counts(self, tmp_path: Path) -> None:
         whole = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": CONFIG}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from muxserve.costs.architecture import read_architecture
+from muxserve.costs.architecture import UnsupportedModelError, read_architecture
 from muxserve.costs.language_models import is_of_language_model, language_model
 
 GEMMA3: dict[str, Any] = {
@@ -103,6 +103,48 @@ def test_of_multi_modal_checkpoints_the_language_model_is_read(
     rope = text.get("rope_scaling")
     assert rope is None or not {"mrope_section", "mrope_interleaved"} & set(rope)
     assert rope is None or "mrope" not in rope.values()
+
+
+# SmolVLM-256M-Instruct.
+IDEFICS3: dict[str, Any] = {
+    "architectures": ["Idefics3ForConditionalGeneration"],
+    "image_token_id": 49190,
+    "model_type": "idefics3",
+    "scale_factor": 4,
+    "text_config": {
+        "architectures": ["VLlama3ForCausalLM"],
+        "head_dim": 64,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "max_position_embeddings": 8192,
+        "model_type": "llama",
+        "num_attention_heads": 9,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 3,
+        "rope_theta": 100000,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 49280,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 768, "image_size": 512, "model_type": "idefics3_vision"},
+}
+
+
+def test_a_checkpoint_that_is_served_with_images_has_the_pages_of_its_language_model() -> None:
+    assert language_model(IDEFICS3) is None
+    found = read_architecture(IDEFICS3)
+    assert (found.name, found.sees_images, found.text_only) == ("Idefics3ForConditionalGeneration", True, False)
+    assert (found.layers, found.heads, found.kv_heads, found.head_dim, found.max_len) == (30, 9, 3, 64, 8192)
+    assert (found.dtype, found.tied_embeddings) == ("bfloat16", False)
+    assert found.cpu_only
+    with pytest.raises(UnsupportedModelError, match="models that see images generate text only here"):
+        read_architecture(IDEFICS3, pooling=True)
+
+
+def test_fields_that_its_text_config_leaves_out_are_those_of_llama() -> None:
+    found = read_architecture({**IDEFICS3, "text_config": {"vocab_size": 128259, "num_key_value_heads": 8}})
+    assert (found.layers, found.hidden, found.kv_heads, found.vocab) == (32, 4096, 8, 128259)
 
 
 def test_what_the_whole_says_of_its_weights_holds_for_the_language_model() -> None:

@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 
 from tests.e2e.fleet import ROOT, Fleet, fleet_file, running
-from tests.e2e.mixed_reference import CHUNK, GENERATING, KINDS, MAX_LEN, OPTIONS, adapter, checkpoint
+from tests.e2e.mixed_reference import CHUNK, GENERATING, KINDS, MAX_LEN, OPTIONS, SEEING, adapter, checkpoint
 from tests.e2e.reference import MODELS
 from tests.support import preloaded
 from tests.support.beside import begin, output
+from tests.support.tiny_checkpoint import tiny_checkpoint
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     models = [str(ROOT / "configs/models" / model) for model in MODELS]
     here = Path(__file__).parent
     begin(session, "reference", here, "tests.e2e.reference", *models)
-    begin(session, "stock_of_mixed", here, "tests.e2e.mixed_reference", *KINDS, GENERATING)
+    begin(session, "stock_of_mixed", here, "tests.e2e.mixed_reference", *KINDS, GENERATING, SEEING)
 
 
 @pytest.fixture(scope="session")
@@ -45,12 +46,13 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 def stock_of_mixed(pytestconfig: pytest.Config) -> dict[str, Any]:
     """Stock vLLM's answers of the models of `mixed`."""
     directory = output(pytestconfig, "stock_of_mixed")
-    return {model: json.loads((directory / f"{model}.json").read_text()) for model in (*KINDS, GENERATING)}
+    return {model: json.loads((directory / f"{model}.json").read_text()) for model in (*KINDS, GENERATING, SEEING)}
 
 
 @pytest.fixture(scope="package")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """A model that generates, with adapters, and models that answer with vectors. It logs in JSON."""
+    """A model that generates, with adapters, one that sees images, and models that answer with vectors. It logs in
+    JSON."""
     models: list[dict[str, Any]] = [
         {
             "name": GENERATING,
@@ -60,6 +62,8 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     ]
     for name in KINDS:
         models.append({"name": name, "path": str(checkpoint(name)), "engine_args": OPTIONS.get(name, {})})
+    sees = {"name": SEEING, "path": str(tiny_checkpoint("idefics3"))}
+    models.append({**sees, "engine_args": {"limit_mm_per_prompt": {"image": 2}}})
     common = {
         "max_len": MAX_LEN,
         "max_num_batched_tokens": CHUNK,

@@ -1,10 +1,13 @@
 """What stock vLLM answers for a fleet of several kinds: `python -m tests.e2e.mixed_reference OUT_DIR MODEL...`.
 
-Vectors of the texts of `test_pooling`, and with `GENERATING` the texts of `test_adapters` with each adapter.
+Vectors of the texts of `test_pooling`, with `GENERATING` the texts of `test_adapters` with each adapter, and with
+`SEEING` the chats of `test_images`.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import shutil
 import sys
@@ -14,7 +17,7 @@ from typing import Any
 from tests.e2e.fleet import ROOT
 from tests.engine.stock import write_each
 from tests.support.tiny_adapter import write_adapter
-from tests.support.tiny_checkpoint import CACHE, Kind, tiny_checkpoint
+from tests.support.tiny_checkpoint import CACHE, Kind, picture, tiny_checkpoint
 
 # By name in the fleet. The first three keep KV while they compute, the others do not.
 KINDS: dict[str, Kind] = {
@@ -48,6 +51,49 @@ ADAPTERS = {"one": 1, "two": 2, "three": 3}
 _LONG = "User: What is 12 + 7? Assistant: 19. " * 6
 PROMPTS = ["What is 12 + 7?", "What is 3 + 4?", "Tell me", _LONG, f"{_LONG}User: What is 8 + 8?", f"{_LONG}User: And"]
 MAX_TOKENS = 24
+
+
+# The model that sees images, and what it is asked: a text and the sizes of pictures before it.
+SEEING = "viewer"
+CHATS: list[tuple[str, list[tuple[int, int]]]] = [
+    ("What is it?", [(100, 80)]),
+    ("What is it?", [(60, 110)]),
+    ("Which is larger?", [(100, 80), (40, 30)]),
+    ("Tell me something.", []),
+]
+
+
+def messages(index: int) -> list[dict[str, Any]]:
+    """Chat `index` as OpenAI's client sends it: pictures come as data URLs."""
+    text, sizes = CHATS[index]
+    parts: list[dict[str, Any]] = []
+    for size in sizes:
+        with io.BytesIO() as file:
+            picture(*size).save(file, "PNG")
+            url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        parts.append({"type": "image_url", "image_url": {"url": url}})
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+def seen() -> list[str]:
+    """What is answered to each chat."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        str(tiny_checkpoint("idefics3")),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=MAX_LEN,
+        max_num_batched_tokens=MAX_LEN,
+        limit_mm_per_prompt={"image": 2},
+        kv_cache_memory_bytes=64 << 20,
+    )
+    found = []
+    for index in range(len(CHATS)):
+        params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, **sampling(index))
+        (answer,) = llm.chat(messages(index), params, use_tqdm=False)
+        found.append(answer.outputs[0].text)
+    return found
 
 
 def sampling(index: int) -> dict[str, Any]:
@@ -107,6 +153,8 @@ def answers(path: Path) -> dict[str, Any]:
     model = path.name
     if model == GENERATING:
         return generated()
+    if model == SEEING:
+        return {"texts": seen()}
     llm = LLM(
         str(checkpoint(model)),
         **{"runner": "pooling", **OPTIONS.get(model, {})},

@@ -80,21 +80,18 @@ def test_tokens_are_those_of_stock_vllm(family: Engines, stock: dict[str, Any], 
 
 
 def test_an_image_is_not_found_under_the_text_of_another(family: Engines, stock: dict[str, Any]) -> None:
-    """Both prompts are the same tokens; only what is seen differs."""
-    same = {**stock["two"], "tokens": []}
+    """The same tokens, but the two images have changed places."""
+    answer = stock["two"]
     family.serve(KIND, asked(family, stock, "seen", ["two"]))
     before = hits(family, KIND)
-    swapped = features(stock, "two")
-    # In the place of the second image what was the first, and the other way round: each has as many tokens.
-    first, second = swapped
-    if first.mm_position.length == second.mm_position.length:
-        first.data, second.data = None, None
-        first.identifier, second.identifier = second.identifier, first.identifier
-        first.mm_hash, second.mm_hash = second.mm_hash, first.mm_hash
-    request = family.body("swapped", same["prompt"], same["eos"], features=swapped, max_tokens=60, ignore_eos=True)
+    first, second = features(stock, "two")
+    assert first.mm_position.length == second.mm_position.length
+    first.mm_position, second.mm_position = second.mm_position, first.mm_position
+    params = {"max_tokens": len(answer["tokens"]), "ignore_eos": True}
+    request = family.body("swapped", answer["prompt"], answer["eos"], features=[second, first], **params)
     family.serve(KIND, {"swapped": request})
     assert hits(family, KIND) == before
-    assert family.tokens["swapped"] != stock["two"]["tokens"]
+    assert family.tokens["swapped"] != answer["tokens"]
 
 
 @pytest.mark.parametrize("model", [KIND, UNCACHED])

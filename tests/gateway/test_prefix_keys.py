@@ -25,3 +25,11 @@ def test_prompts_that_begin_alike_have_keys_that_begin_alike() -> None:
 
 def test_long_prompts_have_a_bounded_number_of_keys() -> None:
     assert len(prefix_keys(list(range(KEY_TOKENS * (MOST_KEYS + 3))))) == KEY_BYTES * MOST_KEYS
+
+
+def test_prompts_with_other_images_are_alike_before_them() -> None:
+    prompt = [7] * (6 * KEY_TOKENS)
+    place = 2 * KEY_TOKENS + 1
+    one, other = (keys_of(prefix_keys(prompt, images=[(place, name)])) for name in ("one", "other"))
+    assert one == keys_of(prefix_keys(prompt, images=[(place, "one"), (len(prompt) * MOST_KEYS, "late")]))
+    assert [a == b for a, b in zip(one, other, strict=True)] == [True] * 2 + [False] * 4

@@ -81,7 +81,7 @@ class PooledCPUModelRunner(ResumingRunner, CPUModelRunner):
     def rebind_pool(self) -> None:
         """Bind the layers to the pool of a restarted memory manager, which is another piece of memory."""
         self.kv_caches.clear()
-        self.encoder_cache.clear()
+        self.reset_encoder_cache()
         if self._states is not None:
             self._states.forget()
         self._bind_pool(self.kv_cache_config)
