@@ -151,7 +151,6 @@ def test_what_a_model_that_sees_images_does_not_take(given: bytes, words: str) -
         body({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}),
         body({"type": "text", "text": '"image_url": "http://x"'}),
         b'{"prompt": "image_url"}',
-        b"3",
     ],
 )
 def test_what_it_takes(given: bytes) -> None:
@@ -159,6 +158,6 @@ def test_what_it_takes(given: bytes) -> None:
 
 
 def test_a_body_that_is_nested_too_deeply_is_no_failure() -> None:
-    deep = b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}"
+    deep = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     with pytest.raises(RequestError, match="nested too deeply"):
         check_media(deep, sees_images=True)
