@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 
-from muxserve.wire import StepReport
+from muxserve.wire import Admit, HandOver, StepReport
 from tests.engine.cases import CASES, GROWN, sampling
 from tests.engine.harness import Engines
 
@@ -78,6 +78,34 @@ def reports(family: Engines, since: int = 0, lease: int | None = None) -> list[S
     """What engines have reported of their steps, of one lease if it is given."""
     found = [m for _, m in family.reports[since:] if isinstance(m, StepReport)]
     return [m for m in found if lease is None or m.lease_id == lease]
+
+
+def handed(
+    family: Engines, kind: str, requests: dict[str, bytes], sent: dict[str, list[int]] | None = None
+) -> list[Admit]:
+    """Prefill them, with the tokens that they have already; what the decode engine is to be told."""
+    since = len(family.reports)
+    admits = [family.admit(name, body, output_tokens=(sent or {}).get(name, [])) for name, body in requests.items()]
+    family.lease(f"{kind}/prefill", admits)
+
+    def found() -> dict[str, HandOver]:
+        told = [report for _, report in family.reports[since:] if isinstance(report, StepReport)]
+        return {each.request_id: each for report in told for each in report.handed}
+
+    family.until(lambda: found().keys() == requests.keys())
+    return [
+        family.admit(
+            name, requests[name], adopt=held.key, computed_tokens=held.computed_tokens, output_tokens=held.output_tokens
+        )
+        for name, held in found().items()
+    ]
+
+
+def decoded(family: Engines, kind: str, admits: list[Admit], steps: int) -> None:
+    """Decode for so many steps."""
+    lease = family.lease(f"{kind}/decode", admits, steps=steps)
+    family.until(lambda: any(report.lease_left == 0 for report in reports(family, lease=lease)))
+    family.until(lambda: all(len(family.tokens[admit.request_id]) > steps for admit in admits))
 
 
 def workers(engine: int) -> list[int]:

@@ -12,9 +12,9 @@ import pytest
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from muxserve.wire import Admit, HandOver, StepFailed
+from muxserve.wire import Detach, Detached, StepFailed
 from tests.engine.cases import SEEN, sampling
-from tests.engine.checks import check, nothing_owned
+from tests.engine.checks import check, decoded, handed, nothing_owned
 from tests.engine.harness import SEEING, Engines, deployed_model, engines
 from tests.support import poison
 
@@ -109,33 +109,45 @@ def test_no_token_is_lost_when_the_decode_engine_is_killed(family: Engines, stoc
     """Whatever was decoded is prefilled with its images, as the gateway asks for it again."""
     tag, cases = "dead", ["image", "two", "seed"]
     requests = asked(family, stock, tag, cases)
-    family.lease(f"{KIND}/prefill", [family.admit(name, each) for name, each in requests.items()])
-    family.until(lambda: all(name in family.held for name in requests))
-    adopted = [adoption(family, family.held[name], requests[name]) for name in requests]
-    family.lease(f"{KIND}/decode", adopted, steps=9)
-    family.until(lambda: all(len(family.tokens[name]) >= 10 for name in requests))
+    decoded(family, KIND, handed(family, KIND, requests), steps=9)
     family.kill(KIND, "decode")
     family.reborn(KIND, "decode")
-    again = {name: list(family.tokens[name]) for name in requests}
-    family.held.clear()
-    family.lease(
-        f"{KIND}/prefill", [family.admit(name, requests[name], output_tokens=sent) for name, sent in again.items()]
-    )
-    family.until(lambda: all(name in family.held for name in requests))
-    family.lease(f"{KIND}/decode", [adoption(family, family.held[name], requests[name]) for name in requests])
+    sent = {name: list(family.tokens[name]) for name in requests}
+    family.lease(f"{KIND}/decode", handed(family, KIND, requests, sent))
     family.until(lambda: all(family.finished(name) for name in requests))
     check(family, stock, tag, cases)
     nothing_owned(family)
 
 
-def adoption(family: Engines, told: HandOver, request: bytes) -> Admit:
-    return family.admit(
-        told.request_id,
-        request,
-        adopt=told.key,
-        computed_tokens=told.computed_tokens,
-        output_tokens=told.output_tokens,
-    )
+def test_requests_leave_an_engine_and_go_on_in_one_without_their_images(family: Engines, stock: dict[str, Any]) -> None:
+    """As when they move to another unit."""
+    tag, cases = "moved", ["image", "two", "seed"]
+    requests = asked(family, stock, tag, cases)
+    admits = handed(family, KIND, requests)
+    decoded(family, KIND, admits, steps=9)
+    since = len(family.reports)
+    for admit in admits:
+        family.send(f"{KIND}/decode", Detach(admit.request_id, admit.incarnation, f"{admit.request_id}/out"))
+
+    def left() -> list[Detached]:
+        return [told for _, told in family.reports[since:] if isinstance(told, Detached)]
+
+    family.until(lambda: len(left()) == len(admits))
+    again = [
+        family.admit(
+            told.request_id,
+            requests[told.request_id],
+            adopt=told.key,
+            computed_tokens=told.computed_tokens,
+            output_tokens=told.output_tokens,
+            foreign=True,
+        )
+        for told in left()
+    ]
+    family.lease(f"{KIND}/decode", again)
+    family.until(lambda: all(family.finished(name) for name in requests))
+    check(family, stock, tag, cases)
+    nothing_owned(family)
 
 
 def test_after_a_step_that_failed_images_are_computed_anew(family: Engines, stock: dict[str, Any]) -> None:

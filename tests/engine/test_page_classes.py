@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from muxserve.wire import Admit, Detach, Detached, HandOver, StepReport
+from muxserve.wire import Detach, Detached, StepReport
 from tests.engine.cases import GROWN, NOISE
-from tests.engine.checks import bodies, check, nothing_owned, owned, reports
+from tests.engine.checks import bodies, check, decoded, handed, nothing_owned, owned
 from tests.engine.harness import LATENT, MODELS, STATEFUL, TINY, Engines, deployed_model, engines
 
 # Another model of full attention, on pages that are as large as those of latents, or of models that keep states.
@@ -187,34 +187,6 @@ def test_pages_behind_the_window_are_given_back(family: Engines, stock_tiny: dic
         assert behind > 0
         expected += model.kv_heads * (blocks * full + (blocks - behind) * len(model.windowed_layers))
     assert held == expected
-
-
-def handed(
-    family: Engines, kind: str, requests: dict[str, bytes], sent: dict[str, list[int]] | None = None
-) -> list[Admit]:
-    """Prefill them, with the tokens that they have already; what the decode engine is to be told."""
-    since = len(family.reports)
-    admits = [family.admit(name, body, output_tokens=(sent or {}).get(name, [])) for name, body in requests.items()]
-    family.lease(f"{kind}/prefill", admits)
-
-    def found() -> dict[str, HandOver]:
-        told = [report for _, report in family.reports[since:] if isinstance(report, StepReport)]
-        return {each.request_id: each for report in told for each in report.handed}
-
-    family.until(lambda: found().keys() == requests.keys())
-    return [
-        family.admit(
-            name, requests[name], adopt=held.key, computed_tokens=held.computed_tokens, output_tokens=held.output_tokens
-        )
-        for name, held in found().items()
-    ]
-
-
-def decoded(family: Engines, kind: str, admits: list[Admit], steps: int) -> None:
-    """Decode for so many steps, beyond the window."""
-    lease = family.lease(f"{kind}/decode", admits, steps=steps)
-    family.until(lambda: any(report.lease_left == 0 for report in reports(family, lease=lease)))
-    family.until(lambda: all(len(family.tokens[admit.request_id]) > steps for admit in admits))
 
 
 @pytest.mark.parametrize("kind", TINY)
