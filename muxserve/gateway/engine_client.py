@@ -26,6 +26,7 @@ from muxserve.gateway.prefix_keys import prefix_keys
 from muxserve.gateway.priorities import RequestLevels
 from muxserve.gateway.requests import Failure, Output, Tracked
 from muxserve.spec import ModelSpec
+from muxserve.vllm.image_files import LARGEST
 
 
 class UnitEngineClient(EngineCoreClient):
@@ -43,7 +44,8 @@ class UnitEngineClient(EngineCoreClient):
         # Engines die and come back underneath; the client never does.
         self.resources = SimpleNamespace(engine_dead=False)
         self._batches: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
-        self._encoder = MsgpackEncoder()
+        # Which tokens of an image stand for it is a tensor.
+        self._encoder = MsgpackEncoder(size_threshold=LARGEST)
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
         self._processor: OutputProcessor | None = None
         broker.attach(model.name, self)
@@ -196,23 +198,17 @@ class UnitEngineClient(EngineCoreClient):
         features: list[MultiModalFeatureSpec] | None,
     ) -> bytes:
         """`request` in vLLM's encoding, with the id that the unit knows it by, the priority that engines give it and
-        what they are told of its images.
-
-        Raises:
-            VLLMValidationError: the request holds tensors.
-        """
+        what they are told of its images."""
         theirs = request.request_id, request.priority, request.lora_request, request.mm_features
         request.request_id, request.priority = wire_id, priority.engine(request.priority)
         request.mm_features = features
         if request.lora_request is not None:
             request.lora_request = for_engines(request.lora_request)
         try:
-            frames = self._encoder.encode(request)
+            (frame,) = self._encoder.encode(request)
         finally:
             request.request_id, request.priority, request.lora_request, request.mm_features = theirs
-        if len(frames) != 1:
-            raise VLLMValidationError("this endpoint serves text; the request holds tensors")
-        return bytes(frames[0])
+        return bytes(frame)
 
     def _refuse_unsupported(self, request: EngineCoreRequest) -> None:
         if request.mm_features and not self._unit_spec.sees_images:

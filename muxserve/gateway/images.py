@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 
 from vllm.exceptions import GracefulHTTPError
-from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
 
 from muxserve.vllm import image_files
 
@@ -28,11 +28,11 @@ MOST_BYTES = 1 << 30
 
 
 class ImageFile:
-    """One image's file, which is removed when nobody refers to it any more. `bytes` is 0 until it is written."""
+    """One image's file of so many `bytes`, which is removed when nobody refers to it any more."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, size: int) -> None:
         self.path = path
-        self.bytes = 0
+        self.bytes = size
         self.written: asyncio.Future[None] | None = None
 
 
@@ -80,17 +80,18 @@ class RequestImages:
         file = self._files.get(key)
         failed = file is not None and file.written is not None and file.written.done() and file.written.exception()
         if file is None or failed:
-            if self.bytes >= self._most_bytes:
+            assert feature.data is not None, "a front end keeps what it has made of images"
+            size = image_files.size(feature.data)
+            if self.bytes + size > self._most_bytes:
                 raise self._full()
-            self._files[key] = file = ImageFile(self._directory / str(next(self._numbers)))
+            self._files[key] = file = ImageFile(self._directory / str(next(self._numbers)), size)
             weakref.finalize(file, _remove, file.path)
-            file.written = asyncio.ensure_future(self._write(file, feature))
+            file.written = asyncio.ensure_future(self._write(file, feature.data))
         return file
 
-    async def _write(self, file: ImageFile, feature: MultiModalFeatureSpec) -> None:
-        assert feature.data is not None, "a front end keeps what it has made of images"
+    async def _write(self, file: ImageFile, item: MultiModalKwargsItem) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        file.bytes = await asyncio.to_thread(image_files.write, file.path, feature.data)
+        await asyncio.to_thread(image_files.write, file.path, item)
 
     def _full(self) -> GracefulHTTPError:
         return GracefulHTTPError(

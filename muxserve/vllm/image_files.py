@@ -11,11 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-# Of a tensor that is kept with what it belongs to; larger ones would go into frames of their own.
-_LARGEST = 1 << 40
+# Of a tensor that is encoded with what it belongs to; larger ones would go into frames of their own.
+LARGEST = 1 << 40
 
 
 def without_pixels(
@@ -26,14 +27,25 @@ def without_pixels(
     return [replace(each, data=None, mm_hash=str(file)) for each, file in zip(features, files, strict=True)]
 
 
-def write(file: Path, item: MultiModalKwargsItem) -> int:
-    """Keep `item` in a new file; returns its bytes.
+def size(item: MultiModalKwargsItem) -> int:
+    """Bytes of the tensors of `item`."""
+    return sum(_size(element.data) for element in item.values())
+
+
+def _size(value: object) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return sum(map(_size, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def write(file: Path, item: MultiModalKwargsItem) -> None:
+    """Keep `item` in a new file.
 
     Raises:
         OSError: the file cannot be written.
     """
-    (frame,) = MsgpackEncoder(size_threshold=_LARGEST).encode(item)
-    return file.write_bytes(frame)
+    (frame,) = MsgpackEncoder(size_threshold=LARGEST).encode(item)
+    file.write_bytes(frame)
 
 
 def with_pixels(features: Sequence[MultiModalFeatureSpec]) -> list[MultiModalFeatureSpec]:

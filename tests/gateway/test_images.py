@@ -6,10 +6,12 @@ import asyncio
 import gc
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
 from vllm.exceptions import GracefulHTTPError
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
@@ -18,11 +20,16 @@ from vllm.multimodal.inputs import (
     MultiModalKwargsItem,
     PlaceholderRange,
 )
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackDecoder
 
 from muxserve.gateway.body import check_media
+from muxserve.gateway.engine_client import UnitEngineClient
 from muxserve.gateway.errors import RequestError
 from muxserve.gateway.images import RequestImages
-from muxserve.vllm.image_files import with_pixels
+from muxserve.gateway.priorities import RequestLevels
+from muxserve.vllm.image_files import with_pixels, without_pixels
+from tests.support.unit_specs import model_spec
 
 URL = "data:image/png;base64,AA=="
 IMAGE = {"type": "image_url", "image_url": {"url": URL}}
@@ -88,11 +95,39 @@ async def test_who_is_cancelled_leaves_nothing_and_others_their_image(tmp_path: 
 async def test_there_is_room_for_so_many_bytes(tmp_path: Path) -> None:
     images = RequestImages(tmp_path, 0, most_bytes=4000)
     _, held = await images.keep("m", [feature("a")])
+    assert images.bytes == 4000
     with pytest.raises(GracefulHTTPError, match="no room for the images"):
         await images.keep("m", [feature("b")])
     del held
     gc.collect()
     assert (await images.keep("m", [feature("b")]))[1]
+
+
+def test_a_request_is_one_message_however_many_tokens_an_image_has(tmp_path: Path) -> None:
+    broker: Any = SimpleNamespace(attach=lambda name, client: None)
+    grammars: Any = None
+    client = UnitEngineClient(model_spec("m", sees_images=True), broker, grammars, RequestImages(tmp_path, 0))
+    stands = torch.arange(3000) % 65 > 0
+    seen = feature("a")
+    seen.mm_position = PlaceholderRange(offset=3, length=3000, is_embed=stands)
+    request = EngineCoreRequest(
+        request_id="front",
+        prompt_token_ids=[1] * 3010,
+        mm_features=[seen],
+        sampling_params=SamplingParams(),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    body = client._encode(request, "wire", RequestLevels(), without_pixels([seen], ["file"]))
+    assert request.mm_features == [seen]
+    decoded = MsgpackDecoder(EngineCoreRequest).decode(body)
+    assert decoded.request_id == "wire"
+    (told,) = decoded.mm_features
+    assert (told.data, told.identifier, told.mm_hash) == (None, "a", "file")
+    assert told.mm_position.is_embed.tolist() == stands.tolist()
 
 
 async def test_a_directory_that_cannot_be_written_is_no_room(tmp_path: Path) -> None:
