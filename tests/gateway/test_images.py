@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gc
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from vllm import SamplingParams
-from vllm.exceptions import GracefulHTTPError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
     MultiModalFeatureSpec,
@@ -24,11 +27,13 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from muxserve.gateway.body import check_media
+from muxserve.gateway.data_urls import DataUrls
 from muxserve.gateway.engine_client import UnitEngineClient
 from muxserve.gateway.errors import RequestError
 from muxserve.gateway.images import RequestImages
 from muxserve.gateway.priorities import RequestLevels
 from muxserve.vllm.image_files import with_pixels, without_pixels
+from tests.support.tiny_checkpoint import picture
 from tests.support.unit_specs import model_spec
 
 URL = "data:image/png;base64,AA=="
@@ -196,3 +201,34 @@ def test_a_body_that_is_nested_too_deeply_is_no_failure() -> None:
     deep = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     with pytest.raises(RequestError, match="nested too deeply"):
         check_media(deep, sees_images=True)
+
+
+def encoded(image: Image.Image) -> str:
+    with io.BytesIO() as file:
+        image.save(file, "PNG")
+        return base64.b64encode(file.getvalue()).decode()
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://127.0.0.1:9/x.png", "fetches nothing"),
+        ("file:///etc/hostname", "fetches nothing"),
+        ("data:image/png;base64,AAAA", "cannot be read"),
+        ("data:image/png;base64,%%%", "cannot be read"),
+        ("data:image/png,AAAA", "cannot be read"),
+        (f"data:image/png;base64,{encoded(picture(30, 20))[:400]}", "cannot be read"),
+        # Few bytes that would become many: more than Pillow opens.
+        (f"data:image/png;base64,{encoded(Image.new('1', (20_000, 18_000)))}", "cannot be read"),
+    ],
+)
+async def test_what_is_no_image_is_the_clients_to_mend(url: str, words: str) -> None:
+    with pytest.raises(VLLMValidationError, match=words):
+        await DataUrls().fetch_image_async(url)
+    with pytest.raises(VLLMValidationError, match=words):
+        DataUrls().fetch_image(url)
+
+
+async def test_a_data_url_is_read() -> None:
+    url = f"data:image/png;base64,{encoded(picture(30, 20))}"
+    assert (await DataUrls().fetch_image_async(url)).media.size == (30, 20)  # type: ignore[attr-defined]
