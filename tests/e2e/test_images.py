@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from tests.e2e.fleet import ROOT, Fleet
-from tests.e2e.mixed_reference import CHATS, MAX_TOKENS, SEEING, messages, sampling
+from tests.e2e.mixed_reference import CHATS, MAX_LEN, MAX_TOKENS, SEEING, messages, sampling
 from tests.support.patience import PATIENCE
 from tests.support.tiny_checkpoint import picture
 
@@ -160,8 +160,10 @@ def test_what_is_refused(fleet: Fleet) -> None:
         assert answer.status_code == 400, answer.text
         assert "cannot be read" in answer.json()["error"]["message"]
     # Longer than the model's longest sequence, which is known only when images are tokens.
-    answer = ask(fleet, data(png(100, 80)), data(png(60, 110)), max_tokens=400)
+    long = {"type": "text", "text": "x" * (MAX_LEN - 100)}
+    answer = ask(fleet, data(png(100, 80)), data(png(60, 110)), long)
     assert answer.status_code == 400, answer.text
+    assert str(MAX_LEN) in answer.json()["error"]["message"]
     other = {"model": "arithmetic", "messages": messages(0), "max_tokens": 4}
     answer = httpx.post(f"{fleet.url}/v1/chat/completions", json=other, timeout=PATIENCE, verify=False)
     assert "text only here" in answer.json()["error"]["message"]
