@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ from muxserve.gpu.sharing import SharingError
 from muxserve.net.sockets import new_keys
 from muxserve.planning.device_pool import CPU
 from muxserve.planning.fleet_planner import FleetPlanner, ScaleOut, notes_of
+from muxserve.planning.gpus import pretended_gpus
 from muxserve.planning.residency import residency_of
 from muxserve.planning.specs import fleet_spec_of, planned_unit
 from muxserve.planning.unit_plan import ResolvedUnit
@@ -75,15 +77,14 @@ def deploy(
         if simulated is not None:
             _check_simulated(fleet, simulated)
         with comparing() as tell:
-            planner = FleetPlanner(
-                fleet, this_machine(), gpus_for(fleet, start=True), tell=tell, simulated=simulated, latency=latency
-            )
+            gpus = gpus_for(fleet, start=True) if simulated is None else partial(pretended_gpus, fleet)
+            planner = FleetPlanner(fleet, this_machine(), gpus, tell=tell, simulated=simulated, latency=latency)
             plans = planner.at_start(plan_file)
         residency = residency_of(planner.fleet, plans, planner.machine)
         gateway = fleet.gateway
         host = gateway.host if host is None else host
         port = _usable_port(host, gateway.port if port is None else port)
-        _check_installation(plans[0].gpu is not None and not plans[0].gpu.elsewhere)
+        _check_installation(simulated is None and plans[0].gpu is not None and not plans[0].gpu.elsewhere)
         planner.fleet = planner.fetched(planner.fleet, lambda text: console.print(escape(text)))
         if simulated is not None:
             _check_engines(plans)
@@ -106,7 +107,9 @@ def deploy(
     if log_dir is not None:
         console.print(f"- logs are kept in {escape(str(run_dir.logs.resolve()))}")
     try:
-        plans = [_with_sharing(plan.with_paths(planner.fleet), run_dir) for plan in plans]
+        plans = [plan.with_paths(planner.fleet) for plan in plans]
+        if simulated is None:
+            plans = [_with_sharing(plan, run_dir) for plan in plans]
     except DeployRefused as error:
         run_dir.remove()
         print_error(str(error))
@@ -298,10 +301,9 @@ def _check_simulated(fleet: Fleet, simulated: SimulatedSpec) -> None:
     Raises:
         DeployRefused: its engines cannot be simulated.
     """
-    if fleet.cluster.gpus or fleet.cluster.gpu_ids or fleet.cluster.launcher == "ray":
+    if fleet.cluster.launcher == "ray":
         raise DeployRefused(
-            "--simulated is for fleets of this machine's CPU; take `cluster.gpus`, `gpu_ids` and `launcher` out of the "
-            "file, or use `muxserve simulate`, which knows GPUs and several machines",
+            "--simulated is for one machine: what Ray does cannot be pretended; take `launcher` out of the file",
             EXIT_BAD_INPUT,
         )
 
@@ -318,10 +320,10 @@ def _check_engines(plans: Sequence[ResolvedUnit]) -> None:
                     f"{demand.name} answers with vectors, which --simulated cannot make up; take it out of the file",
                     EXIT_BAD_INPUT,
                 )
-            if demand.ranks > 1:
+            if demand.stages > 1 or (demand.ranks > 1 and plan.gpu is None):
+                what = f"{demand.stages} stages" if demand.stages > 1 else f"{demand.ranks} ranks on the CPU"
                 raise DeployRefused(
-                    f"{demand.name} has {demand.ranks} ranks, and --simulated knows one; take `tensor_parallel` and "
-                    "`stages` out of the file",
+                    f"{demand.name} has {what}, which --simulated does not know; `muxserve simulate` does",
                     EXIT_BAD_INPUT,
                 )
 

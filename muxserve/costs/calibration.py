@@ -145,3 +145,12 @@ LINKS: Mapping[str, LinkUse] = MappingProxyType(
 def calibration_of(kind: Literal["gpu", "cpu"]) -> Calibration:
     """The one for a kind of device."""
     return GPU if kind == "gpu" else CPU
+
+
+def graphs_of(engine_args: Mapping[str, object]) -> Graphs:
+    """How a GPU engine launches its steps, by vLLM's options for it."""
+    compilation = engine_args.get("compilation_config")
+    mode = compilation.get("cudagraph_mode", "PIECEWISE") if isinstance(compilation, dict) else "PIECEWISE"
+    if engine_args.get("enforce_eager") or mode in ("NONE", None):
+        return "eager"
+    return "full" if "FULL" in str(mode) else "piecewise"

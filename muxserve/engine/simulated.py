@@ -23,6 +23,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from muxserve.costs import EngineCosts, LatencyModel, Load, read_architecture
+from muxserve.costs.calibration import graphs_of
 from muxserve.costs.latency import EngineShape
 from muxserve.costs.measured import latency_model
 from muxserve.engine.binding import current, place_of
@@ -41,7 +42,7 @@ _PLACES = 2048
 _FIELDS = 4
 # So many tokens take turns in an answer.
 _DIFFERENT = 7
-# In the fleet's run directory.
+# In the run directory of who shares the device.
 DEVICE_FILE = "device"
 # The memory that vLLM hears of; the pool is the memory manager's.
 _CACHE_BYTES = 64 << 20
@@ -200,9 +201,13 @@ class SimulatedWorker(WorkerBase):
             latency = latency_model(Path(simulated.profile) if simulated.profile else None)
             model, phase = self.model, current().phase
             share = model.prefill_share if phase == "prefill" else model.decode_share
-            shape = EngineShape(simulated.device, 1, share, model.dtype)
+            shape = EngineShape(
+                simulated.device, max(1, len(simulated.gpus)), share, model.dtype, graphs_of(model.engine_args)
+            )
             self._costs = latency.engine(read_architecture(self.model_config.hf_config.to_dict()), shape)
-            path = Path(self._unit_spec.run_dir).parent / DEVICE_FILE
+            # Units share a CPU, and have GPUs to themselves.
+            run_dir = Path(self._unit_spec.run_dir)
+            path = (run_dir if simulated.gpus else run_dir.parent) / DEVICE_FILE
             self._device = SharedDevice(path, simulated.device, latency)
         return self._device
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from muxserve.config import AUTO, Fleet, FleetError, Model, Problem
 from muxserve.config.adapters import AdapterError, slots_of
 from muxserve.costs.architecture import ModelArchitecture
-from muxserve.costs.calibration import Graphs
+from muxserve.costs.calibration import graphs_of
 from muxserve.costs.devices import device
 from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.costs.measured import ProfileModel
@@ -133,7 +133,7 @@ def _demand(model: Model, architecture: ModelArchitecture, gpu: bool, batch: Bat
         slo_tpot=None if slo.tpot_ms is None else slo.tpot_ms / 1000,
         max_num_seqs=batch.seqs,
         max_num_batched_tokens=batch.tokens,
-        graphs=graphs_of(model),
+        graphs=graphs_of(model.engine_args),
         # vLLM caches no prefixes of models with latent attention on CPU. A cached prefix would need a state of its own.
         prefix_caching=model.prefix_caching
         and architecture.causal
@@ -142,15 +142,6 @@ def _demand(model: Model, architecture: ModelArchitecture, gpu: bool, batch: Bat
         max_len=model.max_len if isinstance(model.max_len, int) else None,
         **_replicas(model),
     )
-
-
-def graphs_of(model: Model) -> Graphs:
-    """How a GPU engine of the model launches its steps, by its `engine_args`."""
-    compilation = model.engine_args.get("compilation_config")
-    mode = compilation.get("cudagraph_mode", "PIECEWISE") if isinstance(compilation, dict) else "PIECEWISE"
-    if model.engine_args.get("enforce_eager") or mode in ("NONE", None):
-        return "eager"
-    return "full" if "FULL" in str(mode) else "piecewise"
 
 
 def _replicas(model: Model) -> dict[str, int]:

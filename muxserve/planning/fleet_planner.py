@@ -333,10 +333,11 @@ class FleetPlanner:
             # Which ones are free, Ray knows; they are all alike.
             free = list(self._chosen[sum(unit.ranks for unit in units) :])
         else:
-            used = {uuid for unit in units if unit.gpu is not None for uuid in unit.gpu.uuids}
+            used = {uuid for unit in units for uuid in _gpus_of(unit)}
             free = [gpu for gpu in self._chosen if gpu.uuid not in used]
         names = {model.name for model in fleet.models}
-        count = next((u.ranks for u in units if names & {m.name for m in u.models}), self._per_unit)
+        like_it = (unit for unit in units if names & {model.name for model in unit.models})
+        count = next((len(_gpus_of(unit)) or unit.ranks for unit in like_it), self._per_unit)
         if len(free) < count:
             key = "gpu_ids" if self.fleet.cluster.gpu_ids else "gpus"
             message = f"it needs {count} GPUs of its own, and of the fleet's {len(self._chosen)} {len(free)} are free"
@@ -373,6 +374,13 @@ def notes_of(plans: Sequence[ResolvedUnit]) -> list[str]:
 
 
 # ---------------------------------------------------------------- while the fleet serves
+
+
+def _gpus_of(unit: UnitSpec) -> Sequence[str]:
+    """The GPUs that a unit has, or pretends to have."""
+    if unit.simulated is not None:
+        return unit.simulated.gpus
+    return unit.gpu.uuids if unit.gpu is not None else ()
 
 
 def _without_weights(machine: Machine, fleet: Fleet, hub: Hub) -> Machine:

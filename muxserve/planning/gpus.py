@@ -32,6 +32,27 @@ UNPLANNED = SmShares(prefill=0.6, decode=0.4)
 ALL_SMS = SmShares(prefill=1.0, decode=1.0)
 
 
+def pretended_gpus(fleet: Fleet) -> GpuMachine:
+    """The GPUs that the fleet file names, as if this machine had them: as many as it wants, of its `gpu_type`.
+
+    Raises:
+        FleetError: it names no type, or one of which nothing is known.
+    """
+    cluster = fleet.cluster
+    if cluster.gpu_type is None:
+        message = "say what the GPUs are that are pretended, such as H100"
+        raise FleetError([fleet.problem(("cluster", "gpu_type"), message)])
+    try:
+        kind = device(cluster.gpu_type)
+    except CostError as error:
+        raise FleetError([fleet.problem(("cluster", "gpu_type"), str(error))]) from None
+    numbers = [each for each in cluster.gpu_ids if isinstance(each, int)]
+    count = max(cluster.gpus, len(cluster.gpu_ids), *(number + 1 for number in numbers), 0)
+    named = [each for each in cluster.gpu_ids if isinstance(each, str)] + [None] * count
+    gpus = (Gpu(n, named[n] or f"simulated-{n}", kind.name, kind.memory_bytes) for n in range(count))
+    return GpuMachine(tuple(gpus), where="the fleet file")
+
+
 def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: PlacedUnit | None = None) -> GpuUnit:
     """Choose GPUs for the fleet, and how its models share them if MPS works there.
 

@@ -14,14 +14,16 @@ import msgspec
 from muxserve.cluster.units import PlannedUnit
 from muxserve.config import AUTO, Fleet, Model
 from muxserve.config.adapters import slots_of
+from muxserve.costs.calibration import graphs_of
 from muxserve.costs.correction import predicted_cells
 from muxserve.costs.devices import device
 from muxserve.costs.latency import CostError, EngineCosts, EngineShape, LatencyModel, target_load
 from muxserve.costs.profile import EngineProfile, ProfiledModel
 from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import device_name
+from muxserve.gpu.unit import GpuUnit
 from muxserve.planning.arrangements import arrangement_of
-from muxserve.planning.demands import CPU_BATCH, batch_of, graphs_of
+from muxserve.planning.demands import CPU_BATCH, batch_of
 from muxserve.planning.device_pool import CPU
 from muxserve.planning.unit_plan import ResolvedUnit
 from muxserve.replicas.migration import MigrationRules
@@ -188,7 +190,28 @@ def planned_unit(
     unit_spec = unit_spec_of(plan, os.path.join(run_dir, plan.name), host, port)
     costs = predicted_costs(plan, unit_spec, latency or Roofline())
     unit_spec = msgspec.structs.replace(unit_spec, keys=keys, simulated=simulated, costs=costs)
+    if simulated is not None and plan.gpu is not None:
+        return PlannedUnit(pretended(unit_spec, plan.gpu, simulated), plan.served, rolling=rolling_of(plan))
     return PlannedUnit(unit_spec, plan.served, plan.gpu_plan(), rolling_of(plan))
+
+
+# Nobody reads or writes the pages of engines that compute nothing.
+_PRETENDED_PAGE_BYTES = 64
+
+
+def pretended(unit_spec: UnitSpec, gpu: GpuUnit, simulated: SimulatedSpec) -> UnitSpec:
+    """A unit on GPUs as one that pretends to have them: on the CPU, in one process for each engine, with as many pages
+    on each GPU, which take no memory to speak of."""
+    pools = [PoolSpec(pool.name, _PRETENDED_PAGE_BYTES, pool.num_pages) for pool in unit_spec.pools]
+    kind = device_name(gpu.gpus[0]) or UNKNOWN_GPU
+    return msgspec.structs.replace(
+        unit_spec,
+        gpu=None,
+        ranks=1,
+        pools=pools,
+        models=[msgspec.structs.replace(model, threads=1) for model in unit_spec.models],
+        simulated=msgspec.structs.replace(simulated, device=kind, gpus=tuple(each.uuid for each in gpu.gpus)),
+    )
 
 
 def predicted_costs(plan: ResolvedUnit, unit_spec: UnitSpec, latency: LatencyModel) -> dict[str, list[EngineProfile]]:
@@ -393,7 +416,7 @@ def _shape(plan: ResolvedUnit, index: int = 0) -> EngineShape:
     if plan.gpu is not None:
         kind = device_name(plan.gpu.gpus[0]) or UNKNOWN_GPU
         return EngineShape(
-            kind, demand.tensor_parallel, 1.0, demand.resolved_dtype, graphs_of(plan.fleet.models[index])
+            kind, demand.tensor_parallel, 1.0, demand.resolved_dtype, graphs_of(plan.fleet.models[index].engine_args)
         )
     # What an engine's threads get where those of all units compute at the same time.
     cores = (plan.fleet.cluster.cores if plan.fleet.cluster.cores != AUTO else plan.machine.cores) / plan.units

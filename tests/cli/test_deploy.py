@@ -192,11 +192,17 @@ def test_what_cannot_be_simulated_starts_nothing(fleet_file: Path, runtime: Path
         code, text = Deploy(runtime, str(fleet_file), *options, "--profile", str(fleet_file)).end()
         assert code == 2
         assert "--profile: " in text
-    fleet_file.write_text(f"cluster: {{gpus: 1}}\n{fleet_file.read_text()}")
-    code, text = Deploy(runtime, str(fleet_file), "--simulated").end()
-    assert code == 2
-    assert "--simulated is for fleets of this machine's CPU" in text
-    assert deploy_started_nothing(text)
+    alone = fleet_file.read_text()
+    for cluster, said in (
+        ("launcher: ray", "--simulated is for one machine: what Ray does cannot be pretended"),
+        ("gpus: 1", ":1: cluster.gpu_type: say what the GPUs are that are pretended"),
+        ("ranks: 2", "2 ranks on the CPU, which --simulated does not know"),
+    ):
+        fleet_file.write_text(f"cluster: {{{cluster}}}\n{alone}")
+        code, text = Deploy(runtime, str(fleet_file), "--simulated").end()
+        assert code == 2
+        assert said in " ".join(text.split())
+        assert deploy_started_nothing(text)
 
 
 def test_keys_are_asked_for_and_not_shown(fleet_file: Path, runtime: Path) -> None:

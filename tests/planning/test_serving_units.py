@@ -17,12 +17,13 @@ from muxserve.gpu.nvml import GpuMachine as GpuMachine
 from muxserve.gpu.unit import GpuUnit
 from muxserve.planning.demands import demands_of
 from muxserve.planning.fleet_planner import FleetPlanner, NoRoomError, notes_of
+from muxserve.planning.gpus import pretended_gpus
 from muxserve.planning.plan_file import save_plan
 from muxserve.planning.specs import fleet_spec_of, planned_unit
 from muxserve.planning.unit_plan import ResolvedUnit, possible_units, units_at_start
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.scheduling.quotas import demand_weight
-from muxserve.spec import FleetSpec, GpuSpec, UnitSpec
+from muxserve.spec import FleetSpec, GpuSpec, SimulatedSpec, UnitSpec
 from muxserve.spec.unit import SHARE_STEPS
 from muxserve.unit.state import model_profile
 from placement import Machine
@@ -506,3 +507,56 @@ def test_what_has_left_a_unit_takes_nothing_of_it() -> None:
     assert sum(quotas.values()) == joined.unit_spec.pools[0].num_pages - 1
     # Started again, the unit is without it.
     assert set(quotas) - {each.name for each in joined.planned.unit_spec.models} == {"atlas"}
+
+
+# ---------------------------------------------------------------- GPUs that are pretended
+
+
+def pretending(cluster: str, replicas: str = "2") -> tuple[FleetPlanner, list[ResolvedUnit]]:
+    declared = fleet(replicas, replicas, "1", head=f"cluster: {cluster}")
+    simulated = SimulatedSpec("CPU")
+    planner = FleetPlanner(declared, MACHINE, lambda: pretended_gpus(declared), simulated=simulated)
+    return planner, planner.at_start()
+
+
+def test_units_of_pretended_gpus_have_their_costs_and_pages_and_no_memory() -> None:
+    planner, plans = pretending("{gpus: 4, gpu_type: H100}")
+    real = planned_unit(plans[0], "/run").unit_spec
+    planned = planned_unit(plans[0], "/run", simulated=planner.simulated)
+    spec = planned.unit_spec
+    assert planned.gpu is None
+    assert (real.device, real.ranks, spec.device, spec.ranks) == ("cuda", 2, "cpu", 1)
+    assert spec.simulated == SimulatedSpec("H100-80GB", gpus=("simulated-0", "simulated-1"))
+    assert [pool.num_pages for pool in spec.pools] == [pool.num_pages for pool in real.pools]
+    assert sum(pool.num_pages * pool.page_bytes for pool in spec.pools) < 1 << 30
+    for one, other in zip(real.models, spec.models, strict=True):
+        assert (one.quota_pages, one.kv_heads, one.prefill_share) == (
+            other.quota_pages,
+            other.kv_heads,
+            other.prefill_share,
+        )
+    assert spec.costs == real.costs
+
+
+def test_a_pretended_gpu_is_given_to_one_unit_only() -> None:
+    planner, plans = pretending("{gpus: 4, gpu_type: H100}", "{min: 1, max: 3, start: 2}")
+    units = [planned_unit(each, "/run", simulated=planner.simulated) for each in plans]
+    running = fleet_spec_of(planner.fleet, units, "/run")
+    taken = {name for unit in units for name in (unit.unit_spec.simulated or SimulatedSpec("")).gpus}
+    more = planned_unit(planner.unit("u2", ["arithmetic"], running), "/run", simulated=planner.simulated)
+    assert more.unit_spec.simulated is not None
+    assert more.unit_spec.simulated.gpus
+    assert not taken & set(more.unit_spec.simulated.gpus)
+
+
+def test_what_is_pretended_must_be_known() -> None:
+    with pytest.raises(FleetError, match=r"cluster\.gpu_type: say what the GPUs are"):
+        pretending("{gpus: 4}")
+    with pytest.raises(FleetError, match=r"cluster\.gpu_type: .*Abacus"):
+        pretending("{gpus: 4, gpu_type: Abacus}")
+    declared = fleet(head="cluster: {gpu_ids: [2, GPU-8f6d1234-0000-1111-2222-333344445555], gpu_type: H100}")
+    assert [gpu.uuid for gpu in pretended_gpus(declared).gpus] == [
+        "GPU-8f6d1234-0000-1111-2222-333344445555",
+        "simulated-1",
+        "simulated-2",
+    ]

@@ -1,6 +1,6 @@
 // The last lines of what a process of the fleet has written.
 
-import { html, useEffect, useState } from "./vendor/htm-preact.js";
+import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { errorOf, headers } from "./stream.js";
 
 const SECONDS = 2;
@@ -30,15 +30,28 @@ export function Logs() {
       clearInterval(again);
     };
   }, [open, part]);
+  const box = useRef(null);
+  const atEnd = useRef(true);
+  // New lines come at the end; whoever has scrolled up to read others stays there.
+  useLayoutEffect(() => {
+    if (box.current && atEnd.current) box.current.scrollTop = box.current.scrollHeight;
+  });
+  const scrolled = ({ target }) => {
+    atEnd.current = target.scrollHeight - target.scrollTop - target.clientHeight < 8;
+  };
+  const choose = (event) => {
+    atEnd.current = true;
+    setPart(event.target.value);
+  };
   return html`<section class="card logs">
     <details ontoggle=${(event) => setOpen(event.target.open)}>
       <summary><h2>Logs</h2><span class="dim">of processes on the gateway's machine</span></summary>
-      <select aria-label="Log" value=${part} onchange=${(event) => setPart(event.target.value)}>
+      <select aria-label="Log" value=${part} onchange=${choose}>
         <option value="">choose a process</option>
         ${said.parts.map((name) => html`<option key=${name} value=${name}>${name}</option>`)}
       </select>
       ${trouble && html`<span class="bad">${trouble}</span>`}
-      ${part && html`<pre class="log">${said.part === part ? said.lines.join("\n") || "(empty)" : ""}</pre>`}
+      ${part && html`<pre class="log" ref=${box} onscroll=${scrolled}>${said.part === part ? said.lines.join("\n") || "(empty)" : ""}</pre>`}
     </details>
   </section>`;
 }
