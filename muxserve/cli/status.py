@@ -135,7 +135,8 @@ def _memory(memory: dict[str, Any]) -> list[str]:
         if model.get("last_wake_seconds") is not None:
             parts.append(f"last in {model['last_wake_seconds']:.2f} s, {model['last_wake_ago_seconds']:.0f} s ago")
         if model.get("evictions"):
-            parts.append(f"put to sleep {model['evictions']} times, last: {model['last_eviction']}")
+            ahead = f" ({model['evictions_ahead']} ahead)" if model.get("evictions_ahead") else ""
+            parts.append(f"put to sleep {model['evictions']} times{ahead}, last: {model['last_eviction']}")
         if model.get("refused"):
             parts.append(f"{model['refused']} requests waited in vain")
         lines.append(f"{name}: {', '.join(parts)}")

@@ -98,6 +98,7 @@ RESIDENCY_METRICS = (
     ("muxserve_model_wakes", "How often it was woken.", "wakes", True),
     ("muxserve_model_failed_wakes", "Wakes that came to nothing.", "failed_wakes", True),
     ("muxserve_model_evictions", "How often it was put to sleep for want of memory.", "evictions", True),
+    ("muxserve_model_evictions_ahead", "Of these, before anybody waited for the memory.", "evictions_ahead", True),
     ("muxserve_model_wake_refusals", "Requests that waited for it in vain.", "refused", True),
     ("muxserve_model_wake_waits", "Requests that waited for it and were served.", "waited", True),
     ("muxserve_model_wake_wait_seconds", "What those waited together.", "waited_seconds", True),

@@ -91,7 +91,7 @@ class MemoryBalance:
                 self._held.pop(change.model, None)
                 scheduler.wake(now)
             elif isinstance(change, Sleep):
-                scheduler.put_to_sleep(change.reason, now)
+                scheduler.put_to_sleep(change.reason, change.ahead, now)
             else:
                 scheduler.stay(now)
         for name, scheduler in schedulers.items():
@@ -121,6 +121,7 @@ class MemoryBalance:
                 "waited_seconds": round(figures.waited_seconds, 4),
                 "refused": figures.refused,
                 "evictions": figures.evictions,
+                "evictions_ahead": figures.ahead,
                 "last_eviction": figures.last_reason or None,
             }
         return {
@@ -128,5 +129,9 @@ class MemoryBalance:
             "used_bytes": self._total,
             "fixed_bytes": self._fixed or 0,
             "reserved_bytes": self._reserved,
+            # What all wakes and sleeps have taught: see `muxserve.scheduling.wake_times`.
+            "wake_scale": round(self.policy.pace.scale, 4),
+            "wake_drag": round(self.policy.pace.drag, 4),
+            "sleep_seconds": round(self.policy.sleep_seconds, 4),
             "models": models,
         }

@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 @dataclass(slots=True)
 class WakeFigures:
     """What happened to a model: counts, the last wake in seconds and when it ended, requests that were dispatched after
-    a wait for it and what they waited together, requests refused, evictions by reason."""
+    a wait for it and what they waited together, requests refused, evictions (`ahead`: before anybody waited for the
+    memory) and the reason of the last."""
 
     wakes: int = 0
     failed_wakes: int = 0
@@ -32,6 +33,7 @@ class WakeFigures:
     waited_seconds: float = 0.0
     refused: int = 0
     evictions: int = 0
+    ahead: int = 0
     last_reason: str = ""
 
 
@@ -50,6 +52,8 @@ class ResidentScheduler(ModelScheduler):
         # Since when it has been put to sleep with nothing to finish first; how long that took each time.
         self._idle_since: float | None = None
         self._slept: list[float] = []
+        # What it was put to sleep for last: see `WakeFigures.ahead`.
+        self._ahead = False
         self._now = -math.inf
         # The next decision may be another one.
         self.changed = True
@@ -106,10 +110,12 @@ class ResidentScheduler(ModelScheduler):
             self.asked = 1
             self._become(Residence.WAKING, now)
 
-    def put_to_sleep(self, reason: str, now: float) -> None:
+    def put_to_sleep(self, reason: str, ahead: bool, now: float) -> None:
         """Nothing more is begun; what runs is finished, then the controller ends it."""
         log.info("%s is put to sleep: %s", self.model, reason)
         self.figures.evictions += 1
+        self.figures.ahead += ahead
+        self._ahead = ahead
         self.figures.last_reason = reason
         self._idle_since = None if self._running() else now
         self._become(Residence.LEAVING, now)
@@ -124,6 +130,7 @@ class ResidentScheduler(ModelScheduler):
         if self._stopping:
             return
         self.figures.evictions -= 1
+        self.figures.ahead -= self._ahead
         self._become(Residence.AWAKE, now)
         for unit in self._up:
             self._carry_out(self._scheduler.resume(unit), now)

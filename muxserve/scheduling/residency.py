@@ -114,10 +114,11 @@ class Wake:
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """Let the model finish what runs and sleep; `reason` for the user."""
+    """Let the model finish what runs and sleep; `reason` for the user. `ahead`: nobody waits for its memory yet."""
 
     model: str
     reason: str
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,7 +482,7 @@ class Residency:
                 for victim in victims:
                     told = {*told, victim.model}
                     balance.promised += self._taken(victim)
-                    changes.append(Sleep(victim.model, "memory for the next wake"))
+                    changes.append(Sleep(victim.model, "memory for the next wake", ahead=True))
             # That more than so many come while one model is put to sleep.
             likely -= math.exp(-max(rates) * s) * (max(rates) * s) ** number / math.factorial(number)
         return changes

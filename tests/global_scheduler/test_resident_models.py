@@ -194,6 +194,30 @@ def test_a_model_that_waits_is_woken_when_another_has_had_its_time_though_nothin
     assert machine.served == ["r", "s"]
 
 
+def test_an_idle_model_sleeps_ahead_of_the_next_request() -> None:
+    machine = Machine(["a", "b"], FIXED + MODEL + LOADING)
+    balance = machine.core._balance
+    assert balance is not None
+    balance.policy.sleep_seconds = 0.5
+    for request, model in (("r", "a"), ("s", "b")):
+        machine.ask(request, model)
+        while request not in machine.served:
+            machine.step()
+    for _ in range(int(3 / STEP)):
+        machine.step()
+    state = machine.state()["memory"]
+    assert [state["models"][name]["residence"] for name in "ab"] == ["asleep", "asleep"]
+    assert [state["models"][name]["evictions"] for name in "ab"] == [1, 1]
+    assert [state["models"][name]["evictions_ahead"] for name in "ab"] == [0, 1]
+    assert 0.0 < state["sleep_seconds"] < 0.5
+    # The next wake does not wait for another model to end.
+    since = machine.now
+    machine.ask("t", "a")
+    while "t" not in machine.served:
+        machine.step()
+    assert machine.now - since < WAKE_SECONDS + 3 * STEP
+
+
 def test_what_was_read_of_a_model_before_it_was_awake_is_not_believed() -> None:
     machine = Machine(["a"], 1000)
     machine.ask("r", "a")

@@ -227,7 +227,7 @@ def test_the_cheapest_idle_model_sleeps_before_the_next_one_is_asked_for() -> No
     policy.arrived("b", 60.0)
     standings = [Standing("a", AWAKE, 0.0), Standing("b", AWAKE, 0.0), Standing("c", ASLEEP, 0.0)]
     standings.append(Standing("d", ASLEEP, 0.0))
-    assert policy.decide(100.0, 10, standings) == [Sleep("b", "memory for the next wake")]
+    assert policy.decide(100.0, 10, standings) == [Sleep("b", "memory for the next wake", ahead=True)]
     leaving = [standings[0], Standing("b", LEAVING, 100.0), *standings[2:]]
     assert policy.decide(100.1, 10, leaving) == []  # its memory is what the next wake takes
 
@@ -263,7 +263,7 @@ def test_what_putting_to_sleep_takes_is_learnt_and_makes_room_ahead_worth_more()
     assert policy.decide(100.0, 10, standings) == []
     policy.slept(0.5)
     assert policy.sleep_seconds == pytest.approx(0.15)
-    assert policy.decide(100.0, 10, standings) == [Sleep("a", "memory for the next wake")]
+    assert policy.decide(100.0, 10, standings) == [Sleep("a", "memory for the next wake", ahead=True)]
 
 
 def test_of_two_wakes_one_after_the_other_comes_first_where_that_serves_more_in_time() -> None:
