@@ -108,6 +108,7 @@ def _run(settings: SimulateSettings) -> int:
         places = places_of(
             settings.fleet, settings.gpus, settings.gpu_type, settings.nodes, settings.plan, latency, search
         )
+        places.check(modes)
         workload = open_workload(
             settings.workload,
             {demand.name: demand.rate for demand in places.demands},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,9 +20,10 @@ from muxserve.planning.elastic import NoUnitError, elastic_placement, residency_
 from muxserve.planning.fleet_planner import FleetPlanner
 from muxserve.planning.plan_file import load_plan
 from muxserve.planning.planner import SEARCH_SECONDS, Planner, PlanningProgress, options_of
-from muxserve.planning.prediction import Simulated, Surroundings, simulated_of
+from muxserve.planning.prediction import Simulated, Surroundings, simulated_of, without_limit
 from muxserve.planning.this_machine import as_served, plan_machine, residency_here
 from muxserve.planning.unit_plan import arranged, resolve_unit, units_at_start
+from muxserve.simulator import Mode
 from muxserve.spec import ResidencySpec
 from placement.cluster import Cluster, Placement
 from placement.demand import Demand
@@ -62,6 +63,16 @@ class Places:
     search: PlacementSearch
     found: dict[str, Simulated] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    def check(self, modes: Iterable[Mode]) -> None:
+        """Before any placement is made, which may take long.
+
+        Raises:
+            SimulationError: a mode is about memory, which decides nothing here.
+        """
+        for mode in modes:
+            if mode.exclusive and (self.cluster is not None or self.fleet.memory is None):
+                raise without_limit(mode)
 
     def placed(self, kind: str) -> Simulated:
         """The placement of that kind; made now if it is not there. Baselines know nothing but multiplexed models.

@@ -131,7 +131,7 @@ class Simulated:
             turns = TurnRules() if mode.turns else None
             return [replace(unit, residency=replace(self.elastic[unit.name], turns=turns)) for unit in units]
         if self.residency is None and mode.exclusive:
-            raise SimulationError(f"mode {mode.name} needs a limit to share: give the fleet `memory:`, without GPUs")
+            raise without_limit(mode)
         if self.residency is not None and mode.placement == "muxserve" and not (mode.combined or mode.all_awake):
             units = [with_residency(unit, self.residency, mode.exclusive) for unit in units]
         return [*units, *self.others]
@@ -147,6 +147,11 @@ class Simulated:
                 each, spares=tuple(u if arrangement(u.phases).dedicated else adapt(u, mode) for u in spares)
             )
         return found
+
+
+def without_limit(mode: Mode) -> SimulationError:
+    """Why a mode that is about memory cannot be simulated where memory decides nothing."""
+    return SimulationError(f"mode {mode.name} needs a limit to share: give the fleet `memory:`, without GPUs")
 
 
 def simulated_of(placement: Placement, fleet: Fleet, demands: Sequence[Demand], around: Surroundings) -> Simulated:

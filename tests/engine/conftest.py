@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.harness import FAMILIES, MODELS, QUANTISED, SEEING, TINY
+from tests.engine.harness import MODELS, QUANTISED, SEEING, TINY, on_this_processor
 from tests.support.beside import begin, output, wanted
 
 # The model that is split over ranks. One of each kind of case that could go wrong between ranks: chunks, logits
@@ -23,7 +23,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     split = ["--split", str(MODELS[SPLIT]), "--cases", *TRIED] if ranks else []
     tiny = ["--tiny", *TINY] if wanted(session, "stock_tiny", HERE) is not None else []
     begin(session, "answered", HERE, "tests.engine.stock", *map(str, MODELS.values()), *split, *tiny)
-    begin(session, "stock_families", HERE, "tests.engine.stock", "--tiny", *FAMILIES)
+    begin(session, "stock_families", HERE, "tests.engine.stock", "--tiny", *on_this_processor())
     begin(session, "stock_seeing", HERE, "tests.engine.stock", "--seeing", *SEEING)
     quantised = [str(path) for path in QUANTISED.values()]
     begin(session, "quantised", HERE, "tests.engine.stock", "--quantised", *quantised, "--fp8", str(MODELS[SPLIT]))
@@ -51,7 +51,7 @@ def stock_tiny(answered: Path) -> dict[str, Any]:
 def stock_families(pytestconfig: pytest.Config, stock_tiny: dict[str, Any]) -> dict[str, Any]:
     """The same of more kinds."""
     directory = output(pytestconfig, "stock_families")
-    return stock_tiny | {kind: read(directory, kind) for kind in FAMILIES}
+    return stock_tiny | {kind: read(directory, kind) for kind in on_this_processor()}
 
 
 @pytest.fixture(scope="session")

@@ -74,6 +74,8 @@ MULTI_MODAL: dict[str, Callable[[], Path]] = {
 }
 # Those that see images.
 SEEING: dict[str, Callable[[], Path]] = {"idefics3": partial(tiny_checkpoint, "idefics3")}
+# vLLM's experts in MXFP4 on CPU need the tiles of AMX, which not every processor has.
+MXFP4 = "gpt_oss-mxfp4"
 # Those that keep one vector of each token instead of K and V by head.
 LATENT = frozenset({"deepseek_v2", "deepseek_v3"})
 # Those that keep a state of a sequence in some layers.
@@ -83,6 +85,14 @@ QUANTISED = {name: ROOT / "configs/models" / name for name in ("atlas-int8", "at
 START_SECONDS = 3 * PATIENCE
 # Stands for a token that has not been heard yet.
 MISSING = -1
+
+
+def on_this_processor() -> dict[str, Callable[[], Path]]:
+    """Those of `FAMILIES` for which vLLM has kernels here."""
+    import torch
+
+    amx = torch.cpu._is_amx_tile_supported()
+    return {kind: make for kind, make in FAMILIES.items() if kind != MXFP4 or amx}
 
 
 def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> ModelSpec:

@@ -393,7 +393,7 @@ def check(backend: Callable[[], Backend], examples: int, steps: int) -> None:
 
 
 def test_the_core_agrees_with_the_reference() -> None:
-    check(InProcess, examples=100, steps=60)
+    check(InProcess, examples=60, steps=60)
 
 
 def test_the_server_agrees_with_the_reference() -> None:

@@ -9,6 +9,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from muxserve.cli.app import app
+from muxserve.cli.simulate_places import Places
+from muxserve.planning import planner
 from muxserve.planning.plan_file import save_plan
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
@@ -90,8 +92,9 @@ def test_where_memory_decides_models_are_woken_and_put_to_sleep(tmp_path: Path) 
     assert f"{unit['residency']['wakes']} wakes" in shown.stdout
 
 
-def test_the_report_is_the_same_every_time(fleet: Path) -> None:
-    """Also the plan that it makes: of one device and short requests, since plans are tried by simulating them."""
+def test_the_report_is_the_same_every_time(fleet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the plan that it makes: of one device and few short requests, since plans are tried by simulating them."""
+    monkeypatch.setattr(planner, "_SIMULATED_REQUESTS", 300)
     short = "\n    workload: { prompt_tokens: 200, output_tokens: 20 }\n    rate"
     fleet.write_text(FLEET.replace("gpus: 4", "gpus: 1").replace("\n    rate", short))
     given = (fleet, "--workload", LOAD, "--seconds", "0", "--max-output", 100, "--json")
@@ -132,15 +135,18 @@ def test_more_models_than_gpus_have_memory_for(tmp_path: Path) -> None:
     [
         (("--mode", "magic"), "there is no mode 'magic'"),
         (("--mode", ","), "at least one is needed"),
-        (("--mode", "serverless", "--plan", "PLANNED"), "mode serverless needs a limit to share"),
+        (("--mode", "serverless"), "mode serverless needs a limit to share"),
         (("--gpu-type", "Z9", "--gpus", "2"), "Z9"),
         (("--plan", "/nowhere/plan.yaml"), "/nowhere/plan.yaml"),
         (("-o", "/nowhere/report.json"), "no directory /nowhere"),
         (("--profile", "/nowhere/profile.json"), "/nowhere/profile.json"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(fleet: Path, planned: Path, arguments: tuple[str, ...], words: str) -> None:
-    result = run(fleet, "--workload", LOAD, *(planned if word == "PLANNED" else word for word in arguments))
+def test_mistakes_are_told_in_a_sentence(
+    fleet: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
+) -> None:
+    monkeypatch.setattr(Places, "placed", lambda *_: pytest.fail("mistakes are told before anything is placed"))
+    result = run(fleet, "--workload", LOAD, *arguments)
     assert result.exit_code == 2
     assert words in result.output
     assert "Traceback" not in result.output

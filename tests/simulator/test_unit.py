@@ -79,7 +79,7 @@ def test_live_delays_are_half_a_turn_each_way() -> None:
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
 def test_one_prompt_at_a_time_is_an_m_d_1_queue(kind: int, load: float) -> None:
     """Answers of one token, one prompt per step: waiting is rho s / (2 (1 - rho)) on average (Pollaczek-Khinchine)."""
-    service, count, chance, now = 0.01, 20_000, random.Random(3), 0.0
+    service, count, chance, now = 0.01, 8_000, random.Random(3), 0.0
     arrivals = []
     for _ in range(count):
         now += chance.expovariate(load / service)
