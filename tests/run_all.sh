@@ -82,9 +82,9 @@ trap 'exit 143' TERM
 
 if [ "$mode" = quick ]; then
   shown=searching
-  python_lane deciding 0 tests/{config,costs,global_scheduler/test_core.py,metrics,replicas,rolling,scheduling,simulator,workload} \
+  python_lane deciding 0 tests/{config,costs,global_scheduler/test_core.py,replicas,rolling,scheduling,simulator} \
     tests/test_imports.py tests/test_docs.py
-  python_lane searching 0 tests/{placement,planning}
+  python_lane searching 0 tests/{metrics,placement,planning,workload}
 else
   # Whole fleets, and on Ray, whose programs run beside the others' tests; the processes that they are made of, those
   # first that need nothing of the programs that run beside the tests; and what is left, which mostly computes. A lane's

@@ -243,7 +243,7 @@ async def test_a_model_joins_a_unit_and_its_pool(fleet: Fleet, tmp_path: Path) -
     (unit,) = [name for name, served in units(fleet).items() if "arithmetic" in served]
     question = "When does the library open on Tuesday?"
     said, stop = set(), asyncio.Event()
-    asking = [asyncio.create_task(keep_asking(fleet, stop)) for _ in range(4)]
+    asking = [asyncio.create_task(keep_asking(fleet, stop)) for _ in range(2)]
     for _ in range(2):
         added = await asyncio.to_thread(command, "add", str(file), "--unit", unit)
         assert added.returncode == 0, added.stderr

@@ -11,6 +11,7 @@ from muxserve.planning import planner, trial
 def _brief_trials() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trial, "_FEWEST", 40)
+        patch.setattr(trial, "_MOST", 300)
         patch.setattr(trial, "_SECONDS", (2.0, 6.0))
         patch.setattr(planner, "_SIMULATED_REQUESTS", 500)
         yield
