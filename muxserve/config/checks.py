@@ -521,6 +521,12 @@ def _engine_args(source: Source, at: tuple[str | int, ...], model: dict[str, Any
     if args.get("kv_cache_dtype", "auto") not in KV_CACHE_TYPES:
         message = f"must be one of {', '.join(KV_CACHE_TYPES)}, not {args['kv_cache_dtype']!r}"
         yield source.problem((*at, "engine_args", "kv_cache_dtype"), message)
+    ahead = args.get("async_scheduling", False)
+    if not isinstance(ahead, bool):
+        yield source.problem((*at, "engine_args", "async_scheduling"), f"must be true or false, not {ahead!r}")
+    elif ahead and model.get("phases") == "pipelined":
+        message = "cannot be had with `phases: pipelined`, whose micro-batches are in flight already; remove it"
+        yield source.problem((*at, "engine_args", "async_scheduling"), message)
     for key in args:
         where = (*at, "engine_args", str(key))
         if not isinstance(key, str):

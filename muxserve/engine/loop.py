@@ -188,6 +188,8 @@ class EngineLoop:
     def _handle(self, message: object) -> None:
         match message:
             case Lease():
+                if message.share < self._lease.share or (self.unit_spec.share_steps and message.region != self._region):
+                    self._drain()
                 self.scheduler.alone = ""
                 told = self._lease.take(message)
                 if self.unit_spec.share_steps and message.region != self._region:
@@ -274,15 +276,19 @@ class EngineLoop:
     def _detach(self, ask: Detach) -> None:
         internal = internal_id(ask.request_id, ask.incarnation)
         # Stages may still write its blocks. A bubble now and then costs less than asking for it later again.
-        while self.scheduler.is_in_flight(internal):
-            self._heartbeat.beat()
-            self._step(may_begin=False)
+        self._drain(lambda: self.scheduler.is_in_flight(internal))
         try:
             self._send(detached(self.scheduler, internal, ask, self._requests.forget))
         except MemoryManagerGone:
             self._recover_memory()
             return
         self._mind_alone(tell=True)
+
+    def _drain(self, needed: Callable[[], bool] = lambda: True) -> None:
+        """Wait for what is in flight, and begin nothing, as long as that is `needed`."""
+        while self._pipeline.busy and needed():
+            self._heartbeat.beat()
+            self._step(may_begin=False)
 
     def _mind_alone(self, tell: bool = False) -> None:
         """Under a lease for one request alone there is nothing more to do when that has left; `tell` if nothing else is
@@ -445,6 +451,8 @@ def run_engine(
     bind(binding)
     core = EngineCore(config, executor_of, log_stats=True)
     use_grammars(core)
+    if config.scheduler_config.async_scheduling and config.device_config.device_type == "cpu":
+        core.model_executor.collective_rpc("schedule_ahead")
     warm_up(core, phase)
     loop = EngineLoop(unit_spec, binding, core)
     on_up()

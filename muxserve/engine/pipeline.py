@@ -1,7 +1,8 @@
 """The steps of an engine whose model may be cut into stages, with several micro-batches in flight.
 
 vLLM's queue of micro-batches fills first and is emptied one by one: a step puts one in, takes one out, or both. With
-one stage there is no queue, and a step is a step.
+one stage there is a queue of two with asynchronous scheduling (`engine.ahead`); else there is none, and a step is a
+step.
 """
 
 from __future__ import annotations
@@ -59,9 +60,13 @@ class StepPipeline:
             self._guard.enter_context(self._writing())
             self._guarded = True
         working = self._working()
+        in_turn = self._scheduler.in_turn
         try:
-            self._scheduler.holding = not may_begin
+            self._scheduler.holding = not may_begin or (in_turn and self.busy)
             outputs, ran = self._core.step_fn()
+            if in_turn and self.busy:
+                self._scheduler.holding = True
+                outputs, _ = self._core.step_fn()
         finally:
             if not self.busy:
                 self._open()

@@ -51,12 +51,13 @@ def probe(core: EngineCore, max_tokens: int, writing: Callable[[], AbstractConte
     try:
         core.add_request(*core.preprocess_add_request(request))
         steps = 0
-        while request.request_id in scheduler.requests or core.batch_queue:
-            with writing():
+        # A step may go on after the call that began it.
+        with writing():
+            while request.request_id in scheduler.requests or core.batch_queue:
                 core.step_fn()
-            scheduler.pool.end_step()
-            steps += 1
-            if steps == _MOST_STEPS:
-                core.abort_requests([request.request_id])
+                scheduler.pool.end_step()
+                steps += 1
+                if steps == _MOST_STEPS:
+                    core.abort_requests([request.request_id])
     finally:
         scheduler.alone, scheduler.holding = before, holding

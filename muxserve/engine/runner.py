@@ -35,6 +35,11 @@ class ResumingRunner(Base):
         self.execute_model_state = None
         # The scheduler has forgotten what was computed of images, too.
         self.reset_encoder_cache()
+        # With asynchronous scheduling: tokens that the next step was to begin with.
+        self.input_batch.prev_sampled_token_ids = None
+        self.input_batch.prev_req_id_to_index = None
+        self.input_batch.sampled_token_ids_cpu = None
+        self.input_batch.async_copy_ready_event = None
 
     def _update_states(self, scheduler_output: Any) -> Any:
         for data in scheduler_output.scheduled_new_reqs:

@@ -8,10 +8,10 @@ that. One that decodes and runs out of pages gives the preempted request back in
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Container, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.interface import PauseState
@@ -39,6 +39,19 @@ from muxserve.spec.unit import EnginePhase
 # It is reserved in one round trip for the whole batch, so that the scheduler finds what it asks for while it decides.
 
 
+def uncomputed(request: Request) -> int:
+    """Tokens of a running request that no step has computed or computes now; those that are sampled in a step in
+    flight count, although nobody here knows them yet."""
+    return request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
+
+
+def may_need_another(request: Request) -> bool:
+    """It may go on behind the tokens in flight: with these it has not got all that it may have. vLLM's scheduler asks
+    the same."""
+    unseen = request.num_output_placeholders
+    return not unseen or request.num_output_tokens + unseen < request.max_tokens
+
+
 def demand_of_step(
     scheduler: Scheduler,
     held: Mapping[str, Sequence[KVCacheBlock]],
@@ -51,7 +64,7 @@ def demand_of_step(
     need, budget = 0, scheduler.max_num_scheduled_tokens
     size = scheduler.block_size
     for request in scheduler.running:
-        tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+        tokens = min(uncomputed(request), budget)
         # One whose images must wait for the encoder leaves its part of the step to others.
         budget -= 0 if request.has_encoder_inputs else tokens
         need += max(0, -(-(request.num_computed_tokens + tokens) // size) - len(held[request.request_id]))
@@ -106,6 +119,13 @@ class RequestTokens:
     output_tokens: list[int]
 
 
+class _Step(NamedTuple):
+    """A step without an output yet, and the blocks that are full when it is through."""
+
+    output: SchedulerOutput
+    filled: Filled
+
+
 class PhaseScheduler(Scheduler):
     """`scheduler_cls` of an engine.
 
@@ -145,8 +165,8 @@ class PhaseScheduler(Scheduler):
         self.phase: EnginePhase = "both"
         self.lease_phase: EnginePhase = "both"
         self.alone = ""
-        # The last step that was scheduled; None while one is.
-        self._step: SchedulerOutput | None = None
+        # A step is being scheduled.
+        self._deciding = False
         self.step_tokens = 0
         self.last_scheduled_tokens = 0
         self.last_prefill_tokens = 0
@@ -164,11 +184,17 @@ class PhaseScheduler(Scheduler):
         # With several micro-batches in flight a stage may still write the blocks of a request that has ended; vLLM then
         # gives them back when the last micro-batch that has it is through.
         self.defer_block_free = self.vllm_config.max_concurrent_batches > 1
-        self._filled: dict[int, Filled] = {}
+        # Steps that were scheduled and whose output is not known yet, by the identity of what vLLM made.
+        self._unfinished: dict[int, _Step] = {}
         # No micro-batch may begin; set before each step, and once the queue of those in flight.
         self.holding = False
         self.in_flight: Sized = ()
         self._in_vain = False
+
+    @property
+    def in_turn(self) -> bool:
+        """Although several may be in flight, the next step must end before another one begins."""
+        return False
 
     def become(self, phase: EnginePhase) -> None:
         """The engine has warmed up and is for `phase` from now on."""
@@ -210,13 +236,14 @@ class PhaseScheduler(Scheduler):
         """Some request of the lease's phase is in no micro-batch."""
         if self.alone:
             return False
-        phase, prompts = self.lease_phase, self._prompts
+        phase, prompts = self.lease_phase, self._unread()
         if len(self.running) < self.max_num_active_reqs and (
             (phase != "decode" and self.waiting) or (phase != "prefill" and self.kv_holding_waiting)
         ):
             return True
         return any(
-            request.num_computed_tokens < request.num_tokens
+            uncomputed(request) > 0
+            and may_need_another(request)
             and (phase == "both" or (request.request_id in prompts) is (phase == "prefill"))
             for request in self.running
         )
@@ -308,17 +335,22 @@ class PhaseScheduler(Scheduler):
         return preempted
 
     def give_up_step(self) -> list[str]:
-        """A step raised an exception: drop the requests that were in it, and what it was to tell. Nothing is in flight.
+        """A step raised an exception: drop the requests that were in it, or in one in flight beside it, and what these
+        were to tell. Nothing is in flight any more.
 
-        What the others have stays as it is. Returns the ids of those that were in the step.
+        What the others have stays as it is. Returns the ids of those that were dropped.
         """
-        step = self._step
-        ids = list(self.requests) if step is None else list(step.num_scheduled_tokens)
-        if step is not None:
+        steps = [step.output for step in self._unfinished.values()]
+        ids = list(self.requests if self._deciding else {each for step in steps for each in step.num_scheduled_tokens})
+        for step in steps:
             # The runner may not have come to hear of them.
             self.finished_req_ids |= step.finished_req_ids
-        self._filled.clear()
+        self._deciding = False
+        self._unfinished.clear()
         self.pool.take_filled()
+        # Whoever was to be given back when a step is through.
+        self.processed_step_seq = self.sched_step_seq
+        self._drain_deferred_frees()
         for leaving in self._prefilled:
             self.pool.free_blocks(leaving.blocks)
         self._prefilled.clear()
@@ -338,7 +370,7 @@ class PhaseScheduler(Scheduler):
         # Nothing is in flight any more, and nobody wants the blocks back that a micro-batch was still to fill.
         self.deferred_frees.clear()
         self.processed_step_seq = self.sched_step_seq
-        self._filled.clear()
+        self._unfinished.clear()
         self.pool.forget()
         self._prefilled.clear()
         self._started.clear()
@@ -348,17 +380,18 @@ class PhaseScheduler(Scheduler):
     # ------------------------------------------------------------ vLLM's step
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        self._step = None
+        self._deciding = True
         most = min(self.step_tokens, self._most_tokens) if self.step_tokens else self._most_tokens
         if self.budget is not None and self.lease_phase == "both" and not self.alone:
             most = min(most, self._budgeted(self.budget))
         self.max_num_scheduled_tokens = most
-        with self._in_sight():
+        prompts = self._unread()
+        with self._in_sight(prompts):
             if self._blocks_of is not None:
                 self._reserve(self._blocks_of.req_to_blocks)
                 self._let_one_in()
             output = super().schedule(throttle_prefills)
-        self._step = output
+        self._deciding = False
         # Of those preempted since then the blocks belong to others by now.
         zeroed = output.new_block_ids_to_zero
         if zeroed:
@@ -371,10 +404,10 @@ class PhaseScheduler(Scheduler):
                 setattr(data, RESUMED_OUTPUT, list(request.output_token_ids))
         self.last_scheduled_tokens = output.total_num_scheduled_tokens
         tokens = output.num_scheduled_tokens
-        self.last_prefill_tokens = sum(tokens.get(request_id, 0) for request_id in self._prompts)
-        self.last_batch = self._batches.count(tokens, self.last_scheduled_tokens, self.requests, self._prompts)
+        self.last_prefill_tokens = sum(tokens.get(request_id, 0) for request_id in prompts)
+        self.last_batch = self._batches.count(tokens, self.last_scheduled_tokens, self.requests, prompts)
         self._in_vain = not tokens
-        self._filled[id(output)] = self.pool.take_filled()
+        self._unfinished[id(output)] = _Step(output, self.pool.take_filled())
         if self.budget is not None:
             self.budget.scheduled(tokens, self.current_step)
         return output
@@ -409,10 +442,15 @@ class PhaseScheduler(Scheduler):
             self.pool.exchange()
             self._give_back(victim)
 
-    def _in_sight(self) -> AbstractContextManager[None]:
+    def _unread(self) -> set[str]:
+        """Ids of those whose prompts are not through. Others without a token from this engine have it in flight, and
+        decode next."""
+        return {each for each in self._prompts if not self.requests[each].num_output_placeholders}
+
+    def _in_sight(self, prompts: Container[str]) -> AbstractContextManager[None]:
         if self.alone:
             return one_request(self, self.alone)
-        return one_phase(self, self.lease_phase, self._prompts) if self.lease_phase != "both" else nullcontext()
+        return one_phase(self, self.lease_phase, prompts) if self.lease_phase != "both" else nullcontext()
 
     def _budgeted(self, budget: BudgetedSteps) -> int:
         free = 1.0 - self.pool.get_usage()
@@ -423,10 +461,12 @@ class PhaseScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        self.pool.publish(self._filled.pop(id(scheduler_output)))
+        self.pool.publish(self._unfinished[id(scheduler_output)].filled)
         if scheduler_output.num_scheduled_tokens:
             self._in_vain = False
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        # Blocks whose last token is known only now: what computed their KV is through.
+        self.pool.publish(self.pool.take_filled())
         self._tell_ended_grammars(outputs)
         if self._window:
             for request_id in scheduler_output.num_scheduled_tokens:
@@ -437,6 +477,7 @@ class PhaseScheduler(Scheduler):
             request = self.requests[request_id]
             if request.num_output_tokens > self._prompts[request_id]:
                 self._first_token(request)
+        del self._unfinished[id(scheduler_output)]
         return outputs
 
     def _tell_ended_grammars(self, outputs: dict[int, EngineCoreOutputs]) -> None:

@@ -49,6 +49,10 @@ def run_model_parent(unit_spec: UnitSpec, model: str, commands: socket.socket, c
             own = engine_args(now, model, phase)
             config.model_config.seed = own["seed"]
             config.scheduler_config.policy = own["scheduling_policy"]
+            config.scheduler_config.scheduler_cls = own["scheduler_cls"]
+            config.scheduler_config.async_scheduling = own["async_scheduling"]
+            if own["async_scheduling"]:
+                executor.begin_thread(lambda: set_threads(now.model(model).threads))
             control.event("progress", kind="engine", model=model, phase=phase, detail="warming up")
             try:
                 run_engine(
@@ -82,8 +86,8 @@ def _load(unit_spec: UnitSpec, model: str, control: Control) -> tuple[Any, Any, 
     """vLLM's configuration, an executor with the weights loaded, and torch's own way to set the number of threads,
     which vLLM's worker puts out of use."""
     import torch
-    from vllm.v1.executor.abstract import Executor
 
+    from muxserve.engine.cpu.ahead import ThreadedExecutor
     from muxserve.engine.support import refuse_unsupported
     from muxserve.vllm.args import config_of, engine_args
 
@@ -95,7 +99,7 @@ def _load(unit_spec: UnitSpec, model: str, control: Control) -> tuple[Any, Any, 
     set_threads(1)
     config = config_of(engine_args(unit_spec, model, engines[0]))
     with temporary_files_in(unit_spec.run_dir):
-        executor = Executor.get_class(config)(config)
+        executor = ThreadedExecutor(config)
     if unit_spec.simulated is None:
         _end_groups()
     refuse_unsupported(executor, unit_spec.model(model))

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # for the first time anyway.
 PRIMITIVE_CACHE = 256
 LOAD_FORMAT = "muxserve_held"
+SCHEDULER = "muxserve.engine.scheduler.PhaseScheduler"
+AHEAD_SCHEDULER = "muxserve.engine.ahead.AheadScheduler"
 SIMULATED_WORKER = "muxserve.engine.simulated.SimulatedWorker"
 # Of a model that sees images: how many a prompt may have if its `engine_args` do not say, and what a gateway keeps of
 # them in memory, so that a conversation's are not processed with each turn.
@@ -49,7 +51,6 @@ RESERVED = frozenset(
         "distributed_executor_backend",
         "worker_cls",
         "scheduler_cls",
-        "async_scheduling",
         "scheduler_reserve_full_isl",
         "scheduling_policy",
         "disable_log_stats",
@@ -119,7 +120,7 @@ def frontend_args(model: ModelSpec) -> dict[str, Any]:
         # The hash must not depend on the process: prefill and decode engines share one index.
         "prefix_caching_hash_algo": "sha256_cbor",
         "distributed_executor_backend": "uni",
-        # A step runs only under a lease, so the scheduler cannot run one step ahead.
+        # What `engine_args` says of it is for the engines.
         "async_scheduling": False,
         # Without being told vLLM takes other kernels where the CPU has AMX, and they do not know the pool.
         **({"attention_backend": "CPU_MLA"} if model.latent else {}),
@@ -154,6 +155,7 @@ def engine_args(unit_spec: UnitSpec, model: str, phase: EnginePhase) -> dict[str
     """Keyword arguments of `EngineArgs` for the engine of `model` and `phase`."""
     deployed = unit_spec.model(model)
     common = frontend_args(deployed)
+    ahead = _ahead(unit_spec, deployed, phase)
     return {
         **common,
         "num_gpu_blocks_override": deployed.num_blocks,
@@ -165,7 +167,8 @@ def engine_args(unit_spec: UnitSpec, model: str, phase: EnginePhase) -> dict[str
         "pipeline_parallel_size": unit_spec.stages,
         "distributed_executor_backend": "uni" if unit_spec.ranks == 1 else "mp",
         "worker_cls": WORKERS[unit_spec.device] if unit_spec.simulated is None else SIMULATED_WORKER,
-        "scheduler_cls": "muxserve.engine.scheduler.PhaseScheduler",
+        "scheduler_cls": AHEAD_SCHEDULER if ahead else SCHEDULER,
+        "async_scheduling": ahead,
         # Each request brings its images to them; see `muxserve.vllm.image_files`.
         **({"mm_processor_cache_gb": 0} if deployed.sees_images else {}),
         # When no page is left, requests of the lowest execution level give theirs back, of equals the latest. What
@@ -184,6 +187,17 @@ def engine_args(unit_spec: UnitSpec, model: str, phase: EnginePhase) -> dict[str
         },
         **(_cuda_args(unit_spec, deployed) if unit_spec.device == "cuda" else {}),
     }
+
+
+def _ahead(unit_spec: UnitSpec, model: ModelSpec, phase: EnginePhase) -> bool:
+    """Whether the engine schedules a step before the last one's tokens are back. A prefill engine waits for a request's
+    first token, with which it hands the request over; one that answers with vectors has no next token, and a simulated
+    one nothing to hide. With several ranks, states and images it was
+    not tried."""
+    asked = bool(model.engine_args.get("async_scheduling", False))
+    able = unit_spec.ranks == 1 and unit_spec.simulated is None and not model.pooling
+    tried = not model.state_blocks and not model.sees_images
+    return asked and able and tried and phase != "prefill"
 
 
 def _cuda_args(unit_spec: UnitSpec, model: ModelSpec) -> dict[str, Any]:
@@ -231,6 +245,8 @@ def config_of(options: dict[str, Any]) -> VllmConfig:
         # vLLM's platform for CPUs sets them for caches and schedulers of its own.
         config.cache_config.block_size = options["block_size"]
         config.scheduler_config.max_num_batched_tokens = options["max_num_batched_tokens"]
+    # vLLM's platform for CPUs has switched it off.
+    config.scheduler_config.async_scheduling = options["async_scheduling"]
     config.additional_config = EnginePlace(options["additional_config"])
     return config
 

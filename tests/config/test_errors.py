@@ -164,6 +164,8 @@ ONE = "models:\n  - name: one\n    path: a\n"
         (f"{ONE}    engine_args: {{spec_method: ngram}}\n", "fleet.yaml:4: models[0].engine_args.spec_method: speculative decoding is not served: an engine reserves"),
         (f"{ONE}    engine_args: {{enable_lora: true}}\n", "fleet.yaml:4: models[0].engine_args.enable_lora: is what `adapters` of the model is for"),
         (f"{ONE}    adapters: {{one: b}}\n", "fleet.yaml:4: models[0].adapters.one: 'one' is already the name of the model on line 2"),
+        (f"{ONE}    engine_args: {{async_scheduling: 1}}\n", "fleet.yaml:4: models[0].engine_args.async_scheduling: must be true or false, not 1"),
+        (f"{ONE}    phases: pipelined\n    engine_args: {{async_scheduling: true}}\n", "fleet.yaml:5: models[0].engine_args.async_scheduling: cannot be had with `phases: pipelined`"),
         (f"{ONE}    engine_args: {{worker_cls: x}}\n", "fleet.yaml:4: models[0].engine_args.worker_cls: is decided by MuxServe"),
         (f"{ONE}    engine_args: {{trust_remote_cod: x}}\n", 'vLLM has no such option; did you mean "trust_remote_code"?'),
         (f"{ONE}    engine_args: {{1: x}}\n", "fleet.yaml:4: models[0].engine_args.1: must be a text, not 1"),

@@ -7,6 +7,7 @@ from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from muxserve.engine.cpu.ahead import AheadOnHost
 from muxserve.engine.cuda.attention import PooledFlashBackend
 from muxserve.engine.cuda.runner import PooledGPUModelRunner
 from tests.engine_cuda import paged_reference
@@ -22,7 +23,7 @@ class StandInBackend(PooledFlashBackend):
         return "CPU_ATTN"
 
 
-class StandInRunner(PooledGPUModelRunner, CPUModelRunner):
+class StandInRunner(PooledGPUModelRunner, AheadOnHost, CPUModelRunner):
     """Our runner over vLLM's for CPU, where ours is over vLLM's for GPUs otherwise."""
 
 
@@ -30,6 +31,9 @@ class StandInWorker(cpu_worker.CPUWorker):
     def init_device(self) -> None:
         cpu_worker.CPUModelRunner = StandInRunner
         super().init_device()
+
+    def schedule_ahead(self) -> None:
+        self.model_runner.schedule_ahead()
 
     def rebind_pool(self) -> None:
         self.model_runner.rebind_pool()

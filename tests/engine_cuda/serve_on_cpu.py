@@ -2,7 +2,8 @@
 
 Several requests at once, prompts of several chunks, a repeated prompt that hits the prefix cache, decodes of different
 lengths, a restart of the memory manager in between. Once with weights from the checkpoint, once with weights that
-another process holds; and both with weights of 4 bits, of which vLLM makes another form when they are loaded.
+another process holds; and both with weights of 4 bits, of which vLLM makes another form when they are loaded. Once
+with asynchronous scheduling.
 """
 
 from __future__ import annotations
@@ -96,17 +97,19 @@ def map_held_weights(path: str) -> dict[str, Any]:
     return {"load_format": weights.LOAD_FORMAT, "model_loader_extra_config": {"sockets": [path]}}
 
 
-def ours(prompts: list[list[int]], held_at: str | None = None, checkpoint: Path = MODEL) -> dict[str, Any]:
+def ours(
+    prompts: list[list[int]], held_at: str | None = None, checkpoint: Path = MODEL, ahead: bool = False
+) -> dict[str, Any]:
     from vllm.v1.engine.core import EngineCore
-    from vllm.v1.executor.abstract import Executor
 
     from muxserve.engine.binding import Binding, bind
+    from muxserve.engine.cpu.ahead import ThreadedExecutor
     from muxserve.memory import server
     from muxserve.memory.client import MemoryClient
     from muxserve.spec import GatewaySpec, PoolSpec, UnitSpec, save
     from muxserve.vllm.args import config_of, engine_args
 
-    model = served(checkpoint, max_num_batched_tokens=64)
+    model = served(checkpoint, max_num_batched_tokens=64, engine_args={"async_scheduling": ahead})
     with tempfile.TemporaryDirectory(prefix="mux", dir="/tmp") as run_dir:
         item = 4 if model.dtype == "float32" else 2
         pools = [PoolSpec("main", 2 * model.block_tokens * model.head_dim * item, 2500)]
@@ -120,7 +123,10 @@ def ours(prompts: list[list[int]], held_at: str | None = None, checkpoint: Path 
             bind(place)
             options = engine_args(unit_spec, "m", "decode") | (map_held_weights(held_at) if held_at else {})
             config = config_of({**options, "worker_cls": "tests.engine_cuda.cpu_stand_in.StandInWorker"})
-            core = EngineCore(config, Executor.get_class(config), log_stats=False)
+            core = EngineCore(config, ThreadedExecutor, log_stats=False)
+            if ahead:
+                core.model_executor.begin_thread(lambda: None)
+                core.model_executor.collective_rpc("schedule_ahead")
             first = run(core, place, prompts)
             table = core.model_executor.driver_worker.worker.model_runner.page_table
             uploads = table.uploaded_rows
@@ -157,7 +163,7 @@ def run(core: Any, place: Any, prompts: list[list[int]]) -> list[list[int]]:
     tokens: dict[str, list[int]] = {}
     waiting = list(enumerate(prompts))
     step = 0
-    while waiting or core.scheduler.has_requests():
+    while waiting or core.scheduler.has_requests() or core.batch_queue:
         if waiting and step % 3 == 0:
             index, prompt = waiting.pop(0)
             tokens[str(index)] = list(prompt)
@@ -174,9 +180,9 @@ def run(core: Any, place: Any, prompts: list[list[int]]) -> list[list[int]]:
             )
             core.add_request(*core.preprocess_add_request(request))
         with place.client.writing():
-            outputs, _ = core.step()
+            outputs, _ = core.step_fn()
         core.scheduler.pool.end_step()
-        for batch in outputs.values():
+        for batch in (outputs or {}).values():
             for output in batch.outputs:
                 tokens[output.request_id] += output.new_token_ids
         step += 1
@@ -217,6 +223,7 @@ def main() -> None:
     expected = in_a_fork(stock, out / "stock.json")
     prompts = [tokens[: len(tokens) - count] for tokens, count in zip(expected, TOKENS, strict=True)]
     in_a_fork(lambda: ours(prompts), out / "ours.json")
+    in_a_fork(lambda: ours(prompts, ahead=True), out / "ahead.json")
 
     in_a_fork(lambda: ours(prompts, checkpoint=INT4), out / "int4.json")
     for checkpoint, name in ((MODEL, "held"), (INT4, "held-int4")):

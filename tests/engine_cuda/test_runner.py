@@ -20,9 +20,9 @@ from muxserve.engine.cuda.runner import PooledGPUModelRunner
 
 
 def test_tokens_are_those_of_stock_vllm(served: Path) -> None:
-    """Also after a restart of the memory manager, and on weights that another process holds."""
+    """Also after a restart of the memory manager, on weights that another process holds, and one step ahead."""
     expected = json.loads((served / "stock.json").read_text())
-    for weights in ("ours", "held"):
+    for weights in ("ours", "held", "ahead"):
         answers = json.loads((served / f"{weights}.json").read_text())
         for run in ("first", "again", "after"):
             assert answers[run] == expected, (weights, run)

@@ -21,6 +21,7 @@ from vllm.v1.worker.utils import bind_kv_cache
 
 from muxserve.engine.binding import bind_worker, current
 from muxserve.engine.cpu import adapters, attention, latent, weight_files
+from muxserve.engine.cpu.ahead import AheadOnHost
 from muxserve.engine.cpu.states import StateSlots
 from muxserve.engine.runner import ResumingRunner
 from muxserve.engine.states import split
@@ -31,7 +32,7 @@ latent.register()
 weight_files.register()
 
 
-class PooledCPUModelRunner(ResumingRunner, CPUModelRunner):
+class PooledCPUModelRunner(ResumingRunner, AheadOnHost, CPUModelRunner):
     """Binds every layer to the whole pool, and those that keep a state to the slots of states on it."""
 
     # Of the model's layers those that keep a state, and where the states are.
@@ -153,6 +154,10 @@ class PooledCPUWorker(cpu_worker.CPUWorker):
         super().init_device()
         if ranks > 1:
             _unlink_shared_memory()
+
+    def schedule_ahead(self) -> None:
+        """See `AheadOnHost.schedule_ahead`."""
+        self.model_runner.schedule_ahead()
 
     def forget_step(self) -> None:
         """See `ResumingRunner.forget_step`."""
