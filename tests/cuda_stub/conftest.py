@@ -45,8 +45,10 @@ def with_a_gpu(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     includes = [word for header in HEADERS for word in ("-I", str(header))]
     options = ["-Wl,-soname,libcudart.so.13", f"-Wl,--version-script={versions}"]
     compile_library(runtime, *includes, *options, "-x", "c", HERE / "libcudart.c")
-    more = {"LD_PRELOAD": str(runtime), "FAKE_CUDA_DEVICES": "1", "FAKE_CUDA_MEMORY": str(8 << 30)}
-    return {**_environment(directory), **more, "CUDA_VISIBLE_DEVICES": "0"}
+    nccl = directory / "libnccl.so.2"
+    compile_library(nccl, "-Wl,-soname,libnccl.so.2", "-x", "c", HERE / "libnccl.c")
+    more = {"LD_PRELOAD": f"{runtime}:{nccl}", "FAKE_CUDA_DEVICES": "2", "FAKE_CUDA_MEMORY": str(8 << 30)}
+    return {**_environment(directory), **more, "VLLM_NCCL_SO_PATH": str(nccl), "CUDA_VISIBLE_DEVICES": "0,1"}
 
 
 def _environment(directory: Path) -> Environment:

@@ -26,7 +26,7 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, Device* device) {
 int nvmlDeviceGetHandleByIndex(unsigned index, Device* device) { return nvmlDeviceGetHandleByIndex_v2(index, device); }
 
 int nvmlDeviceGetUUID(Device device, char* uuid, unsigned length) {
-  snprintf(uuid, length, "GPU-%08d-0000-0000-0000-000000000000", index_of(device));
+  snprintf(uuid, length, "GPU-00010203-0405-0607-0809-0a0b0c0d0e%02x", index_of(device));
   return 0;
 }
 
@@ -70,9 +70,27 @@ int nvmlDeviceGetP2PStatus(Device a, Device b, int kind, int* status) {
 
 int nvmlSystemGetCudaDriverVersion_v2(int* version) { *version = 13000; return 0; }
 
-// What torch looks for by name.
+int nvmlSystemGetDriverVersion(char* text, unsigned length) { snprintf(text, length, "580.65.06"); return 0; }
+
+// Nobody computes.
+int nvmlDeviceGetComputeRunningProcesses_v3(Device device, unsigned* count, void* found) {
+  (void)device;
+  (void)found;
+  *count = 0;
+  return 0;
+}
+int nvmlDeviceGetMPSComputeRunningProcesses_v3(Device device, unsigned* count, void* found) {
+  return nvmlDeviceGetComputeRunningProcesses_v3(device, count, found);
+}
+
+// What torch and our own questions look for by name.
 #define MISSING(name) \
   int name(void) { return 3; }
+MISSING(nvmlDeviceGetComputeMode)
+MISSING(nvmlDeviceGetMigMode)
+MISSING(nvmlDeviceGetRemappedRows)
+MISSING(nvmlDeviceGetTotalEccErrors)
+MISSING(nvmlDeviceGetUtilizationRates)
 MISSING(nvmlDeviceGetComputeRunningProcesses)
 MISSING(nvmlDeviceGetGpuFabricInfoV)
 MISSING(nvmlDeviceGetHandleByPciBusId_v2)

@@ -43,6 +43,8 @@ def packed(bits: int, activations: dict[str, Any] | None = None, format: str = "
 DYNAMIC = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
 FLOAT = {**packed(8, {**DYNAMIC, "type": "float"}, "float-quantized")}
 FLOAT["config_groups"]["group_0"]["weights"]["type"] = "float"
+# Ranks over all stages, and stages; one of each where nothing is said.
+SPLIT = {"dense, 2 ranks": (2, 1), "experts, 2 ranks": (2, 1), "fp8, 2 ranks": (2, 1), "dense, 2 stages": (2, 2)}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "dense": ({}, None),
     "fp8": ({}, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
@@ -57,6 +59,10 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "experts, awq": (EXPERTS, AWQ),
     "experts, gptq": (EXPERTS, GPTQ),
     "experts, int4": (EXPERTS, packed(4)),
+    "dense, 2 ranks": ({}, None),
+    "experts, 2 ranks": (EXPERTS, None),
+    "fp8, 2 ranks": ({}, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
+    "dense, 2 stages": ({}, None),
 }  # fmt: skip
 
 
@@ -71,14 +77,18 @@ def checkpoint(directory: Path, name: str) -> Path:
     return made
 
 
-def unit_spec_of(directory: Path, path: Path) -> Any:
+def unit_spec_of(directory: Path, path: Path, ranks: int, stages: int) -> Any:
     from muxserve.spec import GatewaySpec, GpuSpec, PoolSpec, UnitSpec, save
     from tests.engine.harness import deployed_model
 
-    model = deployed_model("m", path, 1, dtype="bfloat16", engine_args={"load_format": "dummy"})
-    pool = PoolSpec("main", 2 * model.block_tokens * model.head_dim * 2, 1000)
-    gpu = GpuSpec(UUIDS[:1], sm_sharing="off")
-    spec = UnitSpec(str(directory), "u", "slack", 2, [pool], [model], GatewaySpec("127.0.0.1", 0), 1, 1)
+    phases = "pipelined" if stages > 1 else "multiplexed"
+    model = deployed_model(
+        "m", path, ranks // stages, dtype="bfloat16", phases=phases, engine_args={"load_format": "dummy"}
+    )
+    pool = PoolSpec("main", 2 * model.block_tokens * model.head_dim * 2, 2000)
+    gpu = GpuSpec(UUIDS[:ranks], sm_sharing="off")
+    policy = "pipelined" if stages > 1 else "slack"
+    spec = UnitSpec(str(directory), "u", policy, 2, [pool], [model], GatewaySpec("127.0.0.1", 0), ranks, stages)
     spec = msgspec.structs.replace(spec, gpu=gpu)
     save(spec, directory / "unit.json")
     return spec
@@ -95,34 +105,40 @@ def bytes_of(tensor: Any) -> Any:
     return whole[start : start + span_of(tensor.shape, tensor.stride()) * tensor.itemsize]
 
 
-def contents(model: Any) -> dict[str, list[Any]]:
-    """By name: form and checksum of every tensor."""
+def contents(worker: Any) -> dict[str, list[Any]]:
+    """By rank and name: form and checksum of every tensor of the worker's model."""
     import torch
 
     from muxserve.engine.cuda.weight_tensors import found_in
 
     found = {}
-    for each in found_in(model):
+    for each in found_in(worker.model_runner.get_model()):
+        name = f"{worker.rank}/{each.name}"
         if isinstance(each.value, torch.Tensor):
             tensor = each.value.detach()
             data = bytes_of(tensor).cpu().numpy().tobytes() if tensor.numel() else b""
             form = [str(tensor.dtype), list(tensor.shape), list(tensor.stride())]
-            found[each.name] = [*form, hashlib.sha256(data).hexdigest()]
+            found[name] = [*form, hashlib.sha256(data).hexdigest()]
         else:
-            found[each.name] = ["number", each.value]
+            found[name] = ["number", each.value]
     return found
 
 
-def fill(model: Any) -> None:
+def fill(worker: Any) -> None:
+    """Bytes of its own for every tensor, others on every rank."""
     import torch
 
     from muxserve.engine.cuda.weight_tensors import found_in
 
-    generator = torch.Generator().manual_seed(0)
-    for each in found_in(model):
+    generator = torch.Generator().manual_seed(worker.rank)
+    for each in found_in(worker.model_runner.get_model()):
         if isinstance(each.value, torch.Tensor) and each.value.numel() and each.value.device.type == "cuda":
             place = bytes_of(each.value.detach())
             place.copy_(torch.randint(0, 255, place.shape, dtype=torch.uint8, generator=generator))
+
+
+def of_all_ranks(executor: Any) -> dict[str, Any]:
+    return {name: form for each in executor.collective_rpc(contents) for name, form in each.items()}
 
 
 def holder(spec: Any) -> dict[str, Any]:
@@ -131,25 +147,30 @@ def holder(spec: Any) -> dict[str, Any]:
     from muxserve.engine.cuda.weight_holder import holder_args
     from muxserve.vllm.args import config_of
 
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     config = config_of(holder_args(spec, "m"))
     executor: Any = Executor.get_class(config)(config)
-    model = executor.driver_worker.worker.model_runner.get_model()
-    fill(model)
-    if executor.collective_rpc("hand_out") != [True]:
+    executor.collective_rpc(fill)
+    if executor.collective_rpc("hand_out") != [True] * spec.ranks:
         raise RuntimeError("the weights are not kept")
-    return contents(model)
+    return of_all_ranks(executor)
 
 
 def engine(spec: Any) -> dict[str, Any]:
-    from vllm.v1.executor.abstract import Executor
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-    from muxserve.engine.cuda.worker import PooledGPUWorker
+    from muxserve.engine.binding import Binding, bind
+    from muxserve.engine.ranks import RankedExecutor
+    from muxserve.memory.client import MemoryClient
     from muxserve.vllm.args import config_of, engine_args
 
-    PooledGPUWorker._bind = PooledGPUWorker._enter_sm_share = lambda self: None  # type: ignore[method-assign]
-    config = config_of(engine_args(spec, "m", spec.models[0].engines[0]))
-    executor: Any = Executor.get_class(config)(config)
-    return contents(executor.driver_worker.worker.model_runner.get_model())
+    model = spec.models[0]
+    phase = model.engines[0]
+    client = MemoryClient(spec.memory_socket, f"m/{phase}")
+    bind(Binding(model, phase, client, client.map("m")))
+    config = config_of(engine_args(spec, "m", phase))
+    executor: Any = (UniProcExecutor if spec.ranks == 1 else RankedExecutor)(config)
+    return of_all_ranks(executor)
 
 
 def in_a_fork(job: Callable[[], Any], out: Path) -> dict[str, Any]:
@@ -171,6 +192,7 @@ def main() -> None:
     directory = Path(sys.argv[1])
     from muxserve.forks import warm_parent
     from muxserve.gpu.weight_server import WeightServer
+    from muxserve.memory import server
     from muxserve.vllm import args
 
     os.environ.update(args.environment())
@@ -179,8 +201,9 @@ def main() -> None:
         path = checkpoint(directory, name)
         run_dir = directory / f"{path.name}.run"
         run_dir.mkdir()
-        spec = unit_spec_of(run_dir, path)
-        keeper = WeightServer(spec.weights_socket("m", 0), on_lost=print)
+        spec = unit_spec_of(run_dir, path, *SPLIT.get(name, (1, 1)))
+        manager = server.start(spec)
+        keepers = [WeightServer(spec.weights_socket("m", rank), on_lost=print) for rank in range(spec.ranks)]
         theirs = in_a_fork(lambda spec=spec: holder(spec), run_dir / "holder.json")
         said: dict[str, Any] = {"model": name, "tensors": len(theirs)}
         for number in range(2):
@@ -194,7 +217,10 @@ def main() -> None:
             different = [each for each in {**theirs, **ours} if theirs.get(each) != ours.get(each)]
             said["state"] = sum(":" in each for each in ours)
             said["different"] = sorted(different)
-        keeper.close()
+        manager.terminate()
+        manager.wait()
+        for keeper in keepers:
+            keeper.close()
         print(json.dumps(said), flush=True)
 
 
