@@ -18,9 +18,17 @@ Environment = dict[str, str]
 
 
 def compile_library(library: Path, *arguments: str | Path) -> None:
+    _compile("-shared", "-o", library, *arguments, "-ldl")
+
+
+def compile_object(made: Path, *arguments: str | Path) -> None:
+    _compile("-c", "-o", made, *arguments)
+
+
+def _compile(*arguments: str | Path) -> None:
     compiler = shutil.which("c++")
     assert compiler is not None
-    subprocess.run([compiler, "-shared", "-fPIC", "-w", "-o", library, *arguments, "-ldl"], check=True)
+    subprocess.run([compiler, "-fPIC", "-w", *arguments], check=True)
 
 
 @pytest.fixture(scope="session")
@@ -35,19 +43,22 @@ def without_gpus(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 def with_a_gpu(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """In which a GPU has memory that is allocated, copied and shared, and launches nothing."""
     directory = tmp_path_factory.mktemp("with-a-gpu")
-    # What both define is the driver's that has memory.
-    compile_library(
-        directory / "libcuda.so.1", DRIVER, "-Wl,--allow-multiple-definition", "-x", "c", HERE / "libcuda.c"
-    )
+    # What several define is the first one's.
+    objects = []
+    for language, source in (("c", HERE / "launching.c"), ("c++", DRIVER), ("c", HERE / "libcuda.c")):
+        objects.append(directory / f"{source.stem}.o")
+        compile_object(objects[-1], "-x", language, source)
+    compile_library(directory / "libcuda.so.1", *objects, "-Wl,--allow-multiple-definition")
     versions = directory / "versions"
     versions.write_text("libcudart.so.13 { global: *; };")
     runtime = directory / "libcudart.so.13"
     includes = [word for header in HEADERS for word in ("-I", str(header))]
     options = ["-Wl,-soname,libcudart.so.13", f"-Wl,--version-script={versions}"]
     compile_library(runtime, *includes, *options, "-x", "c", HERE / "libcudart.c")
-    nccl = directory / "libnccl.so.2"
+    nccl, blas = directory / "libnccl.so.2", directory / "libblas.so"
     compile_library(nccl, "-Wl,-soname,libnccl.so.2", "-x", "c", HERE / "libnccl.c")
-    more = {"LD_PRELOAD": f"{runtime}:{nccl}", "FAKE_CUDA_DEVICES": "2", "FAKE_CUDA_MEMORY": str(8 << 30)}
+    compile_library(blas, "-x", "c", HERE / "libcublas.c")
+    more = {"LD_PRELOAD": f"{runtime}:{nccl}:{blas}", "FAKE_CUDA_DEVICES": "2", "FAKE_CUDA_MEMORY": str(8 << 30)}
     return {**_environment(directory), **more, "VLLM_NCCL_SO_PATH": str(nccl), "CUDA_VISIBLE_DEVICES": "0,1"}
 
 
