@@ -21,6 +21,8 @@ class Nvml(Protocol):
     """What is used of the module `pynvml`; it has the names of NVML's C functions."""
 
     NVMLError: type[Exception]
+    # Raised where the driver is older than the module and lacks a form of a function.
+    NVMLLibraryMismatchError: type[Exception]
 
     def nvmlInit(self) -> None: ...  # noqa: N802
     def nvmlShutdown(self) -> None: ...  # noqa: N802
@@ -183,7 +185,7 @@ def _ask(nvml: Nvml, otherwise: Any, question: Callable[[], Any]) -> Any:
     """An answer that a GPU or driver need not have. A lost GPU answers nothing from here on, and says so elsewhere."""
     try:
         return question()
-    except (nvml.NVMLError, AttributeError):
+    except (nvml.NVMLError, nvml.NVMLLibraryMismatchError, AttributeError):
         return otherwise
 
 

@@ -8,12 +8,18 @@ from types import SimpleNamespace
 from typing import Any
 
 GIB = 1 << 30
+# In place of an error number: the driver has no such form of the function.
+OLDER = -1
 
 
 class NVMLError(Exception):
     def __init__(self, value: int) -> None:
         super().__init__(f"error {value}")
         self.value = value
+
+
+class NVMLLibraryMismatchError(Exception):
+    pass
 
 
 @dataclass
@@ -33,6 +39,7 @@ class FakeGpu:
 
 class FakeNvml:
     NVMLError = NVMLError
+    NVMLLibraryMismatchError = NVMLLibraryMismatchError
 
     def __init__(self, *gpus: FakeGpu, init_error: int = 0) -> None:
         self.gpus, self.init_error = gpus, init_error
@@ -79,6 +86,8 @@ class FakeNvml:
 
     def _of(self, gpu: FakeGpu, name: str, answer: Any) -> Any:
         assert self.sessions == 1
+        if gpu.errors.get(name) == OLDER:
+            raise NVMLLibraryMismatchError(name)
         if name in gpu.errors:
             raise NVMLError(gpu.errors[name])
         return answer

@@ -7,7 +7,7 @@ import pytest
 from muxserve.gpu import nvml
 from muxserve.gpu.faults import explain
 from muxserve.gpu.nvml import Gpu, GpuChoiceError, GpuMachine, GpuProcess, choose, device_name, visible
-from tests.gpu_control.fake_nvml import GIB, FakeGpu, FakeNvml
+from tests.gpu_control.fake_nvml import GIB, OLDER, FakeGpu, FakeNvml
 
 OPTIONAL = [
     "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetMigMode", "nvmlDeviceGetComputeMode",
@@ -39,8 +39,9 @@ def test_everything_that_is_known_of_a_gpu() -> None:
     assert found.by_uuid("GPU-x") is None
 
 
-def test_a_gpu_need_not_answer_everything() -> None:
-    (gpu,) = nvml.machine(FakeNvml(FakeGpu(errors=dict.fromkeys(OPTIONAL, 3)))).gpus  # NVML_ERROR_NOT_SUPPORTED
+@pytest.mark.parametrize("error", [3, OLDER])  # 3 is NVML_ERROR_NOT_SUPPORTED
+def test_a_gpu_need_not_answer_everything(error: int) -> None:
+    (gpu,) = nvml.machine(FakeNvml(FakeGpu(errors=dict.fromkeys(OPTIONAL, error)))).gpus
     assert (gpu.utilisation, gpu.processes, gpu.mig, gpu.capability, gpu.fault) == (None, (), False, (0, 0), "")
 
 
