@@ -199,8 +199,18 @@ def test_requests_go_on_after_the_death_of_their_engine(family: Engines, stock_t
     sent = {name: list(family.tokens[name]) for name in requests}
     family.lease(f"{kind}/decode", handed(family, kind, requests, sent))
     family.until(lambda: all(family.finished(name) for name in requests))
-    check(family, stock_tiny[kind], f"dead-{kind}", grown(kind))
     nothing_owned(family)
+    if kind not in ALONE:
+        check(family, stock_tiny[kind], f"dead-{kind}", grown(kind))
+        return
+    # In 16 bits tokens that are computed as a prompt leave another state than those that were decoded: what comes after
+    # them is what comes after such a prompt.
+    for name, known in ((f"dead-{kind}-{case}", stock_tiny[kind][case]) for case in grown(kind)):
+        left = len(known["tokens"]) - len(sent[name])
+        body = family.body(f"as-{name}", known["prompt"] + sent[name], max_tokens=left, ignore_eos=True)
+        family.serve(kind, {f"as-{name}": body})
+        assert sent[name] == known["tokens"][: len(sent[name])]
+        assert family.tokens[name] == sent[name] + family.tokens[f"as-{name}"]
 
 
 @pytest.mark.parametrize("kind", TINY)
