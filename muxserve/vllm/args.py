@@ -192,8 +192,7 @@ def engine_args(unit_spec: UnitSpec, model: str, phase: EnginePhase) -> dict[str
 def _ahead(unit_spec: UnitSpec, model: ModelSpec, phase: EnginePhase) -> bool:
     """Whether the engine schedules a step before the last one's tokens are back. A prefill engine waits for a request's
     first token, with which it hands the request over; one that answers with vectors has no next token, and a simulated
-    one nothing to hide. With several ranks, states and images it was
-    not tried."""
+    one nothing to hide. With several ranks, states and images it was not tried."""
     asked = bool(model.engine_args.get("async_scheduling", False))
     able = unit_spec.ranks == 1 and unit_spec.simulated is None and not model.pooling
     tried = not model.state_blocks and not model.sees_images
