@@ -163,6 +163,11 @@ class MemorySection(Section):
         default=_RESIDENCY.max_wait,
         description="A request that has waited so long for its model goes before all that have not",
     )
+    turns: bool = Field(
+        default=False,
+        description="A busy model that has to go for another stops when it had its turn, and goes on later; otherwise "
+        "it finishes its answers first",
+    )
 
 
 DEFAULT_PRIORITIES = {level.name: Priority(rank=level.rank, target_load=level.target_load) for level in DEFAULT_LEVELS}

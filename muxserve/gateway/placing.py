@@ -256,6 +256,9 @@ class Placing:
         request = self._answered(message.request_id)
         if request is None:
             return
+        if message.asleep:
+            # Its unit has it again when it is awake, although it has just given it back.
+            request.refused_by = ()
         asked_at = self._asked.pop(request, None)
         since = self._patient.pop(request, asked_at)
         if since is not None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from muxserve.global_scheduler.resident_scheduler import ResidentScheduler
 from muxserve.scheduling.residency import Residence, Residency, Sleep, Wake
+from muxserve.scheduling.turns import TurnModel, TurnRules, turns_over
 from muxserve.spec import ResidencySpec
 from muxserve.wire import MemoryReport
 
@@ -24,6 +25,7 @@ class MemoryBalance:
     def __init__(self, spec: ResidencySpec) -> None:
         self.policy = Residency(spec.rules, spec.models)
         self._models = spec.models
+        self._turns = spec.turns
         self._total: int | None = None
         # When it was measured, and what was no model then.
         self._measured: deque[tuple[float, int]] = deque()
@@ -42,7 +44,7 @@ class MemoryBalance:
 
     def change(self, spec: ResidencySpec) -> None:
         """Other rules or models."""
-        self._models = spec.models
+        self._models, self._turns = spec.models, spec.turns
         self.policy.change(spec.rules, spec.models)
 
     def reported(self, message: MemoryReport, schedulers: Mapping[str, ResidentScheduler], now: float) -> None:
@@ -71,6 +73,8 @@ class MemoryBalance:
         """Wake models and put them to sleep, if anything has changed or a moment may have come that was waited for."""
         if self._total is None:
             return
+        if self._turns is not None:
+            self._end_turns(schedulers, self._turns, now)
         if not (self.policy.restless or any(scheduler.changed for scheduler in schedulers.values())):
             return
         standings = []
@@ -100,6 +104,27 @@ class MemoryBalance:
                 needs = self.policy.needs(name)
                 scheduler.missing(f"waking it needs {needs} bytes, and {missing} of them are missing when others sleep")
 
+    def _end_turns(self, schedulers: Mapping[str, ResidentScheduler], rules: TurnRules, now: float) -> None:
+        """End the turns that are over."""
+        if not any(each.residence is Residence.LEAVING for each in schedulers.values()):
+            return
+        memory = max(1, self.policy.rules.limit - (self._fixed or 0))
+        standings = [
+            scheduler.turn(
+                TurnModel(
+                    name,
+                    self._models[name].ttft,
+                    self._models[name].tpot,
+                    0.0,
+                    self.policy.wake_seconds(name),
+                    min(1.0, self.policy.expected(name) / memory),
+                )
+            )
+            for name, scheduler in schedulers.items()
+        ]
+        for name in turns_over(now, standings, rules):
+            schedulers[name].end_turn()
+
     def state(self, schedulers: Mapping[str, ResidentScheduler], now: float) -> dict[str, object]:
         """How memory and models stand, as JSON-ready data; bytes and seconds."""
         models: dict[str, object] = {}
@@ -122,6 +147,7 @@ class MemoryBalance:
                 "refused": figures.refused,
                 "evictions": figures.evictions,
                 "evictions_ahead": figures.ahead,
+                "turns": figures.turns,
                 "last_eviction": figures.last_reason or None,
             }
         return {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from muxserve.global_scheduler.model_scheduler import ModelScheduler, request_key
 from muxserve.global_scheduler.model_scheduler_base import Rules
@@ -14,6 +14,7 @@ from muxserve.replicas.decisions import Decision
 from muxserve.replicas.global_scheduler import GlobalScheduler
 from muxserve.replicas.views import InstanceLoad
 from muxserve.scheduling.residency import Residence, Standing
+from muxserve.scheduling.turns import TurnModel, TurnStanding
 from muxserve.wire import Place, StopReplica, Waits
 
 log = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 class WakeFigures:
     """What happened to a model: counts, the last wake in seconds and when it ended, requests that were dispatched after
     a wait for it and what they waited together, requests refused, evictions (`ahead`: before anybody waited for the
-    memory) and the reason of the last."""
+    memory) and the reason of the last, and how often its turn was over before it had finished."""
 
     wakes: int = 0
     failed_wakes: int = 0
@@ -35,6 +36,7 @@ class WakeFigures:
     evictions: int = 0
     ahead: int = 0
     last_reason: str = ""
+    turns: int = 0
 
 
 class ResidentScheduler(ModelScheduler):
@@ -55,6 +57,9 @@ class ResidentScheduler(ModelScheduler):
         # What it was put to sleep for last: see `WakeFigures.ahead`.
         self._ahead = False
         self._now = -math.inf
+        # Since when it is awake for its turn; seconds of one of its steps, as was told last.
+        self._turn_since = -math.inf
+        self._step_seconds = 0.0
         # The next decision may be another one.
         self.changed = True
 
@@ -71,6 +76,24 @@ class ResidentScheduler(ModelScheduler):
         # After a start that failed it is tried again later.
         waiting = [] if self._failed else [asker.since for asker in self._askers.values()]
         return Standing(self.model, self.residence, self.since, running, waiting, held)
+
+    def turn(self, model: TurnModel) -> TurnStanding:
+        """How it stands among those that take turns; `model` is what is known of it besides."""
+        awake = self.residence in (Residence.AWAKE, Residence.LEAVING)
+        return TurnStanding(
+            replace(model, step=self._step_seconds),
+            self._turn_since if awake else None,
+            self.residence is Residence.LEAVING and not self._stopping,
+            self._running(),
+            bool(self._askers) and self.residence is not Residence.WAKING,
+        )
+
+    def end_turn(self) -> None:
+        """It is ended without finishing what runs: the unit gives that back, and it waits here for the next turn."""
+        log.info("the turn of %s is over: %d requests wait for the next one", self.model, self._running())
+        self.figures.turns += 1
+        for unit in self.serves:
+            self._end(unit)
 
     def _running(self) -> int:
         return sum(r.load.running + r.load.waiting + r.load.moving_in for r in self._up.values())
@@ -174,6 +197,10 @@ class ResidentScheduler(ModelScheduler):
         """Why it cannot be woken, for those whose time is over."""
         self._why_not = words
 
+    def _stands(self, unit: str, load: InstanceLoad, came: Sequence[str], now: float) -> None:
+        super()._stands(unit, load, came, now)
+        self._step_seconds = load.step_seconds or self._step_seconds
+
     def _came(self, unit: str, load: InstanceLoad, now: float) -> None:
         said = load.terminating
         super()._came(unit, load, now)
@@ -220,3 +247,5 @@ class ResidentScheduler(ModelScheduler):
 
     def _become(self, residence: Residence, now: float) -> None:
         self.residence, self.since, self.changed = residence, now, True
+        if residence is Residence.AWAKE:
+            self._turn_since = now

@@ -12,6 +12,7 @@ from muxserve.costs import ModelArchitecture
 from muxserve.costs.architecture import ITEM_BYTES
 from muxserve.planning.unit_plan import ResolvedUnit
 from muxserve.scheduling.residency import ResidencyRules, WakeCosts
+from muxserve.scheduling.turns import TurnRules
 from muxserve.simulator import SimResidency, SimUnit
 from muxserve.spec import ResidencySpec
 from placement import Machine
@@ -40,6 +41,8 @@ MAPPED_BYTES = 48 << 20
 _OTHER_LOADERS = ("load_format", "safetensors_load_strategy", "model_loader_extra_config")
 # A first token within this time where a model has no objective.
 TTFT_SECONDS = 5.0
+# And a token in this time after the one before.
+TPOT_SECONDS = 0.1
 # How long a wake takes alone until one was measured: 0.40 s with next to no weights (benchmarks/results/startup.json),
 # and 0.75 s with 273 MiB in a fleet that serves (docs/residency.md, Simulated).
 WAKE_SECONDS, WAKE_BANDWIDTH = 0.4, (273 << 20) / (0.75 - 0.4)
@@ -131,6 +134,7 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
                 load_bytes=load_bytes(model, demand.architecture, demand.resolved_dtype),
                 seconds=wake_seconds(weights),
                 ttft=TTFT_SECONDS if model.slo.ttft_ms is None else model.slo.ttft_ms / 1000,
+                tpot=TPOT_SECONDS if model.slo.tpot_ms is None else model.slo.tpot_ms / 1000,
                 pinned=model.keep == "always",
                 margin=MODEL_MARGIN,
             )
@@ -159,4 +163,4 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
         fixed=fixed,
         fixed_margin=FIXED_MARGIN,
     )
-    return ResidencySpec(rules, sleeping)
+    return ResidencySpec(rules, sleeping, TurnRules() if fleet.memory.turns else None)

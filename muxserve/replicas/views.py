@@ -75,7 +75,7 @@ class InstanceLoad(msgspec.Struct, omit_defaults=True, gc=False):
     `head_demand` is what the first of the `waiting` requests needs, `queued_demand` what all of them need. `levels`
     counts the running requests by execution priority. Only instances of equal `layout` can exchange KV: it is
     equal where block size, layers, heads, head size, type and ranks are. `freeness` is
-    filled in by `virtual_usage.score`.
+    filled in by `virtual_usage.score`. A decode step takes `step_seconds` by now (0: not known).
     """
 
     name: str
@@ -92,6 +92,7 @@ class InstanceLoad(msgspec.Struct, omit_defaults=True, gc=False):
     moving_out: int = 0
     layout: str = ""
     freeness: float = 0.0
+    step_seconds: float = 0.0
 
     @property
     def idle(self) -> bool:
@@ -108,7 +109,7 @@ class InstanceLoad(msgspec.Struct, omit_defaults=True, gc=False):
         self.model, self.capacity, self.layout = reported.model, reported.capacity, reported.layout
         self.used, self.running, self.waiting = reported.used, reported.running, reported.waiting
         self.head_demand, self.queued_demand = reported.head_demand, reported.queued_demand
-        self.levels = reported.levels
+        self.levels, self.step_seconds = reported.levels, reported.step_seconds
         self.moving_in, self.moving_out = reported.moving_in, reported.moving_out
         return self
 

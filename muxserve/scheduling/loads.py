@@ -53,6 +53,7 @@ def load_of(
         terminating=terminating,
         moving_in=moving_in,
         moving_out=moving_out,
+        step_seconds=0.0 if model.pooling else model.decode.step_seconds,
     )
 
 

@@ -19,6 +19,7 @@ from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Level, Levels
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
 from muxserve.scheduling.residency import ResidencyRules, WakeCosts
+from muxserve.scheduling.turns import TurnRules
 from muxserve.spec.network import Keys
 from muxserve.spec.unit import GatewaySpec, ModelSpec, UnitSpec, WatchdogRules, levels_of_model, write
 
@@ -76,10 +77,11 @@ class TenantSpec(msgspec.Struct, frozen=True):
 
 class ResidencySpec(msgspec.Struct, frozen=True):
     """Memory decides which models are awake: by these rules, and with what each model is expected to take. Models that
-    are not in it are served as without."""
+    are not in it are served as without. With `turns` a model that has to go may stop before it has finished."""
 
     rules: ResidencyRules
     models: dict[str, WakeCosts]
+    turns: TurnRules | None = None
 
 
 class FleetSpec(msgspec.Struct, frozen=True):

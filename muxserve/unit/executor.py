@@ -219,7 +219,7 @@ class UnitExecutor:
             log.warning("%r is no model of this unit", message.model)
         elif isinstance(message, Retire):
             log.info("%s is taken out of service", model.name)
-            self.request_table.give_back(model, now)
+            self.request_table.give_all_back(model, now)
             self._pages.retire(model)
         else:
             log.info("%s is put back into service", model.name)

@@ -39,7 +39,9 @@ def worth_telling(known: list[InstanceLoad], now: list[InstanceLoad]) -> bool:
     for old, new in zip(known, now, strict=True):
         if abs(old.used - new.used) >= max(1.0, _WORTH_TELLING * new.capacity):
             return True
-        if old != msgspec.structs.replace(new, used=old.used, queued_demand=old.queued_demand):
+        if old != msgspec.structs.replace(
+            new, used=old.used, queued_demand=old.queued_demand, step_seconds=old.step_seconds
+        ):
             return True
     return False
 

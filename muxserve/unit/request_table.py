@@ -169,7 +169,21 @@ class UnitRequestTable:
         waiting = [live.request_id for live in model.queue.first(len(model.queue))]
         for request_id in waiting:
             self._state.ledger.given_back(request_id, now)
-        for gateway, (ids, attempts) in self._let_go(waiting).items():
+        self._elsewhere(waiting, model)
+
+    def give_all_back(self, model: ModelState, now: float) -> None:
+        """Nothing of the model is served here any more: what waits and what runs is to be served elsewhere, or here
+        when the model is back. Gateways have the tokens that were made."""
+        self.give_back(model, now)
+        running = [*model.prefilling, *model.handed, *model.decoding, *model.moving]
+        for request_id in running:
+            held = self.held[request_id]
+            if self._state.ledger.cancelled(request_id, now) in (RequestPlace.HANDED, RequestPlace.MOVING) and held.key:
+                self._state.memory.drop(model.name, held.key)
+        self._elsewhere(running, model)
+
+    def _elsewhere(self, request_ids: Iterable[str], model: ModelState) -> None:
+        for gateway, (ids, attempts) in self._let_go(request_ids).items():
             log.info("%d requests of %s go elsewhere", len(ids), model.name)
             self._state.send(gateway, Elsewhere(ids, attempts))
 

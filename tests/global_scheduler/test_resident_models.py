@@ -10,6 +10,7 @@ import pytest
 from muxserve.global_scheduler.outbox import ToUnit
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.scheduling.residency import ResidencyRules, WakeCosts
+from muxserve.scheduling.turns import TurnRules
 from muxserve.spec import FleetSpec, ResidencySpec
 from muxserve.wire import (
     MemoryReport,
@@ -247,6 +248,55 @@ def test_how_long_an_idle_model_takes_to_sleep_is_measured() -> None:
     balance = machine.core._balance
     assert balance is not None
     assert balance.policy.sleep_seconds > 0.0
+
+
+class Turns(Machine):
+    """Requests take a long time; of a model that is ended they go on when it is awake again."""
+
+    def __init__(self, names: list[str], limit: int, turns: TurnRules | None, service: float) -> None:
+        self.turns = turns
+        self.ends: dict[str, tuple[str, float]] = {}
+        super().__init__(names, limit, service)
+        self.change(deployed(names, limit))
+
+    def change(self, fleet: FleetSpec) -> None:
+        assert fleet.residency is not None
+        fields = {field: getattr(fleet, field) for field in fleet.__struct_fields__}
+        residency = ResidencySpec(fleet.residency.rules, fleet.residency.models, self.turns)
+        super().change(fleet.__class__(**{**fields, "residency": residency}))
+
+    def step(self) -> None:
+        before = {name: list(ends) for name, ends in self.running.items()}
+        there = set(self.serves)
+        super().step()
+        for name in there - self.serves:
+            self.running[name] = []
+            for end in before[name]:
+                if end > self.now:
+                    self.left += 1
+                    self.ask(f"{name} again {self.left}", name)
+
+    left = 0
+
+
+@pytest.mark.parametrize("turns", [None, TurnRules()])
+def test_with_turns_a_busy_model_stops_for_another_and_goes_on_later(turns: TurnRules | None) -> None:
+    names = ["a", "b", "c"]
+    machine = Turns(names, FIXED + MODEL + LOADING, turns, service=8.0)
+    for name in names:
+        machine.ask(name, name)
+    for _ in range(int(9 / STEP)):
+        machine.step()
+    state = machine.state()["memory"]["models"]
+    stopped = sum(state[name]["turns"] for name in names)
+    if turns is None:
+        assert stopped == machine.left == 0
+        assert len(machine.served) <= 2
+        return
+    assert stopped == machine.left >= 2
+    # Everybody had a turn by then.
+    assert {request.split()[0] for request in machine.served} == set(names)
+    assert not machine.refused
 
 
 @pytest.mark.parametrize("seed", range(8))
