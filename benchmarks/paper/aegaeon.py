@@ -1,6 +1,6 @@
 """Aegaeon's headline in simulation (SOSP'25): seven models share a GPU when they take turns, token by token.
 
-    python benchmarks/paper/aegaeon.py [--seeds 1 2 3] [--gpus 1 4] [--seconds 300] [--out FILE]
+    python benchmarks/paper/aegaeon.py [--seeds 1 2 3] [--gpus 1] [--seconds 300] [--out FILE]
 
 Seven models of 14B for each H100, two of which have room; 0.1 requests/s each, answers as in ShareGPT. A first
 token is to come within 10 s, and then one every 100 ms. In time is a request whose first and whose last token are; the
@@ -70,7 +70,7 @@ def main() -> None:
     """Simulate all and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1])
     parser.add_argument("--seconds", type=int, default=300)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/paper_aegaeon.json")
     args = parser.parse_args()
