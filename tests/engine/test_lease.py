@@ -177,6 +177,7 @@ class Loop:
         self.made.binding = SimpleNamespace(phase="decode")
         self.made.scheduler = SimpleNamespace()
         self.made._region = 0
+        self.made._drain = lambda: self.did.append(("drained",))
         self.made.core = SimpleNamespace(
             model_executor=SimpleNamespace(collective_rpc=lambda method, args: self.did.append((method, *args)))
         )
@@ -192,10 +193,11 @@ def test_an_engine_computes_on_the_share_of_its_lease_before_it_says_that_the_re
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop = Loop(monkeypatch, share_steps=4)
-    assert loop.take(1_000_000, 1_000_000) == [("compute_on", 1_000_000)]
+    drained = ("drained",)
+    assert loop.take(1_000_000, 1_000_000) == [drained, ("compute_on", 1_000_000)]
     assert loop.take(1_000_000, 1_000_000) == [], "as before"
-    assert loop.take(250_000, 500_000) == [("compute_on", 500_000), StepReport]
-    assert loop.take(250_000, 250_000) == [("compute_on", 250_000)]
+    assert loop.take(250_000, 500_000) == [drained, ("compute_on", 500_000), StepReport]
+    assert loop.take(250_000, 250_000) == [drained, ("compute_on", 250_000)]
 
 
 def test_an_engine_with_one_share_for_life_does_nothing_about_it(monkeypatch: pytest.MonkeyPatch) -> None:
