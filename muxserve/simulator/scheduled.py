@@ -6,6 +6,7 @@ It tells the ledger what `muxserve.unit.executor` tells it, and when: reports, p
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from muxserve.replicas.priorities import NORMAL, Levels
@@ -40,7 +41,7 @@ class ScheduledUnit(SimulatedUnit):
     def _begin(self) -> None:
         spec = self.spec
         self.policy: Policy = make_policy(spec.policy, spec.share_steps)
-        self.ledger = UnitLedger([model.profile for model in spec.models], spec.pools)
+        self.ledger = UnitLedger([_counted(model.profile) for model in spec.models], spec.pools)
         self.policy.check(self.ledger)
         self.live: dict[str, SimRequest] = {}
         self.watcher: Callable[[SimReport, float], None] | None = None
@@ -75,8 +76,7 @@ class ScheduledUnit(SimulatedUnit):
         self._far = [(m, e) for m, e in self.decoders if isinstance(e, PhaseEngine)]
 
     def block_counts(self, profile: ModelProfile) -> BlockCounts:
-        # Engines that mix both phases in a step are simulated with whole blocks.
-        return BlockCounts.of(profile, windows=not profile.both)
+        return BlockCounts.of(_counted(profile), windows=True)
 
     def _make(self, model: SimModel, pages: ModelPages) -> LeasedEngine:
         if self.spec.pipeline is not None:
@@ -480,3 +480,9 @@ class ScheduledUnit(SimulatedUnit):
         if lease is None or grant.admit or not (grant.renewable and lease.renewable and lease.due(now)):
             return False
         return grant.phase is lease.phase is DECODE and grant.share == lease.share
+
+
+def _counted(profile: ModelProfile) -> ModelProfile:
+    """How admission and engine both count a model's blocks: engines of both phases are simulated with whole ones. If
+    admission counted less, it would let in again and again what the engine has no pages for."""
+    return replace(profile, window=0, windowed_layers=0) if profile.both else profile
