@@ -14,6 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -111,9 +112,14 @@ class Gateway(TwoUnits):
         # `pump` waits for messages for longer than a step may last.
         end = time.monotonic() + seconds
         while not there():
-            assert time.monotonic() < end, (self.states, self.requests)
+            assert time.monotonic() < end, f"{self.states}\n{self.requests}\n{self._logs()}"
             with contextlib.suppress(TimeoutError):
                 self.pump(lambda: bool(wanted()), ASK_SECONDS)
+
+    def _logs(self) -> str:
+        """The end of what each process of the units has logged."""
+        files = [log for unit in self.units.values() for log in Path(unit.unit_spec.run_dir).rglob("*.log")]
+        return "\n".join(f"== {log}\n{log.read_text(errors='replace')[-1500:]}" for log in files)
 
     @property
     def tokens_address(self) -> str:
