@@ -105,7 +105,7 @@ class Slack(Adbs):
             order = first + [model for model in order if model not in first]
 
         prefill = prefilling or starting
-        gives_way = prefill is not None and self._crowded(ledger) and not self._pressed(ledger)
+        gives_way = prefill is not None and self._gives_way(ledger)
         division = self._divide(prefill, order, len(first), gives_way)
         contended = self._left_out = len(division.decode) < len(order)
 
@@ -199,6 +199,10 @@ class Slack(Adbs):
         shares[chosen[0].index] += rest
         return Division(0, shares)
 
+    def _gives_way(self, ledger: UnitLedger) -> bool:
+        """Prefill leaves to large batches what it can."""
+        return self._crowded(ledger) and not self._pressed(ledger)
+
     def _crowded(self, ledger: UnitLedger) -> bool:
         """Some model's batch is large, so that many sequences are slowed by what prefill takes."""
         return any(len(model.decoding) >= self._rules.crowd * model.max_seqs for model in ledger.models)
@@ -233,15 +237,33 @@ class Slack(Adbs):
         }
 
     def renews(self, ledger: UnitLedger, now: float) -> Renewals | None:
+        if self._held:
+            return None
         if not _elastic(ledger):
             return super().renews(ledger, now)
-        if self._left_out or self._held or ledger.share_used != WHOLE:
+        if self._left_out or ledger.share_used != WHOLE or not self._settled(ledger, now):
             return None
+        return Renewals(contended=False) if self._divided(ledger) else None
+
+    def _divided(self, ledger: UnitLedger) -> bool:
+        """The next decision would leave all shares as they are. The last one may not: it counted the sequences before
+        those that it handed over, and some may have ended since."""
+        prefill: ModelState | None = None
+        decoding: list[ModelState] = []
         for model in ledger.models:
-            for engine in model.engines:
-                if engine.lease is not None and engine.lease.held != engine.lease.share:
-                    return None
-        return Renewals(contended=False) if self._settled(ledger, now) else None
+            if prefill is None and model.prefill.lease is not None:
+                prefill = model
+            lease = model.decode.lease
+            if lease is not None:
+                if self._firm.get(model.index) == lease.granted_at:
+                    return False  # it goes first, until it is renewed
+                decoding.append(model)
+        if prefill is not None and any(head_fits(ledger, m, self._limits[m.index]) for m in ledger.models):
+            return False  # whether prefill gives way depends on pages, which sequences take as they go on
+        division = self._divide(prefill, decoding, 0, prefill is not None and self._gives_way(ledger))
+        if prefill is not None and not _has(prefill.prefill.lease, division.prefill):
+            return False
+        return all(_has(model.decode.lease, division.decode.get(model.index, 0)) for model in decoding)
 
     # ------------------------------------------------------------ slack
 
@@ -288,6 +310,11 @@ def _elastic(ledger: UnitLedger) -> bool:
 def _stepped(part: int, step: int) -> int:
     """The multiple of `step` next to `part`, with one step at least on either side."""
     return min(max(step, round(part / step) * step), WHOLE - step)
+
+
+def _has(lease: LeaseState | None, share: int) -> bool:
+    """The lease has that share, and its engine computes on it."""
+    return lease is not None and lease.share == lease.held == share
 
 
 def _towards(target: int, lease: LeaseState, free: int) -> int:
