@@ -18,7 +18,7 @@ from muxserve.simulator.stock import StockUnit
 from muxserve.simulator.unit import SimulatedUnit
 from muxserve.workload.trace import Content, TraceRequest
 from tests.scheduling.machine import profile
-from tests.simulator.support import Analytic, Linear, SteppingStockUnit, SteppingUnit, run, unit
+from tests.simulator.support import Analytic, Linear, SteppingStockUnit, SteppingUnit, requests, run, unit
 
 SEARCH = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
@@ -108,6 +108,21 @@ def test_a_leap_is_many_steps(scene: tuple[SimUnit, Analytic, Options, list[Trac
     simulated, latency, options, load = scene
     leaping = outcome(ScheduledUnit(simulated, latency, options), load)
     assert leaping == outcome(SteppingUnit(simulated, latency, options), load)
+
+
+@pytest.mark.parametrize("adapt_quotas", [True, False])
+@pytest.mark.parametrize(
+    "load",
+    [
+        requests((0.0, "m0", 40, 100), (0.2, "m1", 40, 12)),
+        requests(*[(0.0, "m0", 4, 30)] * 3, (0.0, "m0", 4, 100), (0.0, "m1", 20, 100)),
+    ],
+    ids=["a sequence begins", "sequences end"],
+)
+def test_no_leap_goes_over_a_renewal_that_changes_shares(load: list[TraceRequest], adapt_quotas: bool) -> None:
+    simulated = unit([profile("m0"), profile("m1")], 800, "slack", adapt_quotas=adapt_quotas)
+    leaping, stepping = (outcome(kind(simulated, Analytic()), load) for kind in (ScheduledUnit, SteppingUnit))
+    assert leaping == stepping
 
 
 @st.composite
