@@ -531,7 +531,8 @@ class PhaseEngine(LeasedEngine):
         self.catch_up(now, True)
         super().retime(slow, now)
         if not self.steady():
-            self.cut(now)
+            # Others leap no further than its lease allows, either.
+            self.scheduler.disturbed(now)
         elif self._until != _NEVER:
             # Other steps than before are those that end by then.
             self._replan(self._bounded(self._planned), now)

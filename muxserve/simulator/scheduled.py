@@ -26,6 +26,9 @@ from muxserve.simulator.setup import SimModel
 from muxserve.simulator.stages import PipelineEngine
 from muxserve.simulator.unit import SimulatedUnit
 
+# Moments that are worked out by different formulas may differ by less.
+_ROUNDING_SECONDS = 1e-9
+
 
 class ScheduledUnit(SimulatedUnit):
     """Simulates a unit under the policy that it names. `watcher` is told of each report after the ledger was, and of
@@ -57,6 +60,7 @@ class ScheduledUnit(SimulatedUnit):
         self._in_flight = 0
         # What far leaps take for granted; and something has happened that calls for a decision even so.
         self._renewals: Renewals | None = None
+        self._until = -1.0
         self._news = False
         self._woken = False
         self._went_on = False
@@ -365,11 +369,29 @@ class ScheduledUnit(SimulatedUnit):
                 self.disturbed(now)
                 if renewals is None:
                     return
-            self._renewals = renewals
+        until = self._leaps_until(renewals)
+        if until != self._until:
+            # Who leaps already would leap too far, or could leap further.
+            self.disturbed(now)
+            until = self._leaps_until(renewals)
+        if until <= now:
+            self.disturbed(now)
+            return
+        self._renewals, self._until = renewals, until
         self.calm = True
         for _, engine in self._far:
             if not engine.far and engine.steady():
-                engine.extend(renewals)
+                engine.extend(renewals._replace(until=until))
+
+    def _leaps_until(self, renewals: Renewals) -> float:
+        """No leap over renewals goes beyond the moment at which another engine's lease is due because half of its time
+        is over: at whatever turn comes next it is renewed, and leaps take no turns."""
+        until = renewals.until
+        for model, engine in self._far:
+            lease = model.decode.lease
+            if lease is not None and not engine.far and not engine.steady():
+                until = min(until, (lease.granted_at + lease.deadline) / 2 - _ROUNDING_SECONDS)
+        return until
 
     def _only_renewals(self, now: float) -> Renewals | None:
         """What the policy says, and nothing but decoding sequences will give pages back: what each model held at most

@@ -125,6 +125,17 @@ def test_no_leap_goes_over_a_renewal_that_changes_shares(load: list[TraceRequest
     assert leaping == stepping
 
 
+@pytest.mark.parametrize("policy", ["adbs", "slack"])
+def test_no_leap_goes_over_a_renewal_of_anothers_lease_whose_time_is_half_over(policy: str) -> None:
+    # The first lease is of 64 steps, since nobody knows that each takes so long; its time is over before.
+    profiles = [profile(f"m{i}", elastic=False, decode_share=share) for i, share in enumerate([0.35, 0.5])]
+    simulated, latency = unit(profiles, 800, policy), Analytic(Linear(decode_fixed=0.15, bandwidth=0.9))
+    load = requests((0.5, "m0", 1, 9), (1.1, "m1", 1, 9), (3.0, "m1", 1, 2))
+    for each in (simulated, replace(simulated, adapt_quotas=False)):
+        leaping, stepping = (outcome(kind(each, latency), load) for kind in (ScheduledUnit, SteppingUnit))
+        assert leaping == stepping
+
+
 @st.composite
 def rolling_scenes(draw: st.DrawFn) -> tuple[SimUnit, Analytic, Options, list[TraceRequest]]:
     simulated, latency, options, _ = draw(scenes())
