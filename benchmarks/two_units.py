@@ -241,17 +241,18 @@ class TwoUnits:
     # ------------------------------------------------------------ messages
 
     def pump(self, until: Callable[[], bool], seconds: float = 120.0) -> None:
-        """Take in messages until something is so.
+        """Take in messages until something is so. What has come is taken in at least once, however long it takes to see
+        whether it is so.
 
         Raises:
             TimeoutError: it is not so in time.
         """
-        end = time.monotonic() + seconds
+        end, left = time.monotonic() + seconds, seconds
         while not until():
-            left = end - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"after {seconds:g} s: lost {sorted(self.lost)}")
-            ready = dict(self._poller.poll(min(left, 0.05) * 1000))
+            left = end - time.monotonic()
+            ready = dict(self._poller.poll(min(max(left, 0.0), 0.05) * 1000))
             now = time.monotonic()
             if self._moving and now - self._paired_at > PAIR_SECONDS:
                 self._pair(now)
