@@ -1,7 +1,7 @@
 # make setup       .venv with everything pinned, and the build
 # make quickstart  three tiny models behind one OpenAI endpoint (sets up first)
 # make test        every check and test, beside each other (sets up first)
-# make quick       ruff and the tests of the packages without I/O, in less than a minute (sets up first)
+# make quick       ruff and the tests of the packages without I/O, in about a minute (sets up first)
 # make docs        the documentation as a site, in build/site
 # make bench       every benchmark; results go to benchmarks/results/
 # make soak        real fleets under load and faults for an hour (SOAK_ARGS); docs/reliability.md has what came of it
