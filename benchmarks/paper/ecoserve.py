@@ -39,6 +39,7 @@ from muxserve.costs.architecture import split_layers
 from muxserve.costs.calibration import LINKS
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
+from muxserve.costs.step_costs import StepWork
 from muxserve.metrics.definitions import Objectives, time_per_token
 from muxserve.replicas.dispatch import DispatchPolicy, NewRequest
 from muxserve.replicas.views import InstanceLoad
@@ -62,7 +63,7 @@ from muxserve.simulator import (
     simulate,
 )
 from muxserve.simulator.requests import SimRequest
-from muxserve.simulator.stages import StageWork, kv_blocks, make_stages
+from muxserve.simulator.stages import kv_blocks, make_stages
 from muxserve.workload import ModelLoad, TraceRequest, generate
 from muxserve.workload.lengths import QuantileLengths
 
@@ -307,7 +308,7 @@ def sarathi(cluster: Cluster, model: str, dataset: str) -> System:
         # (section 4.3) has the budget chosen, by profiling, for the TPOT objective.
         chunk = max(1, budget - batch)
         pairs = chunk * (prompt // 2) + chunk * (chunk + 1) // 2
-        if stage.seconds(StageWork(chunk, 1, pairs, batch, 2 * batch * prompt)) + STEP <= TPOT:
+        if stage.seconds(StepWork(chunk, 1, pairs, batch, 2 * batch * prompt)) + STEP <= TPOT:
             best = budget
     return independent(cluster, model, best)
 

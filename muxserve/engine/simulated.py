@@ -22,10 +22,11 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from muxserve.costs import EngineCosts, LatencyModel, Load, read_architecture
+from muxserve.costs import LatencyModel, Load, read_architecture
 from muxserve.costs.calibration import graphs_of
 from muxserve.costs.latency import EngineShape
 from muxserve.costs.measured import latency_model
+from muxserve.costs.step_costs import StepCosts, StepWork
 from muxserve.engine.binding import current, place_of
 from muxserve.engine.runner import RESUMED_OUTPUT
 from muxserve.spec import UnitSpec
@@ -56,29 +57,6 @@ class _Sequence:
     tokens: int
     output: int
     endless: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StepWork:
-    """What a step computes, as cost models want it: prompt `tokens` with `pairs` of attention of `prompts` prompts, and
-    `batch` sequences that decode with `context` tokens of KV."""
-
-    tokens: int = 0
-    pairs: int = 0
-    prompts: int = 0
-    batch: int = 0
-    context: int = 0
-
-    def seconds(self, costs: EngineCosts) -> float:
-        """How long it takes alone."""
-        seconds = costs.prefill(self.tokens, self.pairs, self.prompts) if self.prompts else 0.0
-        return seconds + (costs.decode(self.batch, self.context).seconds(self.context) if self.batch else 0.0)
-
-    def load(self, costs: EngineCosts) -> Load:
-        """What it asks of the device."""
-        if self.prompts:
-            return costs.prefill_load(self.tokens, self.pairs, self.prompts)
-        return costs.decode_load(self.batch, self.context)
 
 
 class SharedDevice:
@@ -180,7 +158,7 @@ class SimulatedWorker(WorkerBase):
         device = self._on_device()
         work = self._schedule(scheduler_output)
         own = self._between if self._between < _MOST_BETWEEN else 0.0
-        device.run(work.seconds(self._costs) - own, work.load(self._costs))
+        device.run(self._costs.seconds(work) - own, self._costs.load(work))
         return None
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
@@ -204,7 +182,8 @@ class SimulatedWorker(WorkerBase):
             shape = EngineShape(
                 simulated.device, max(1, len(simulated.gpus)), share, model.dtype, graphs_of(model.engine_args)
             )
-            self._costs = latency.engine(read_architecture(self.model_config.hf_config.to_dict()), shape)
+            architecture = read_architecture(self.model_config.hf_config.to_dict())
+            self._costs = StepCosts(latency.engine(architecture, shape))
             # Units share a CPU, and have GPUs to themselves.
             run_dir = Path(self._unit_spec.run_dir)
             path = (run_dir if simulated.gpus else run_dir.parent) / DEVICE_FILE
@@ -223,21 +202,18 @@ class SimulatedWorker(WorkerBase):
             self._sequences[new.req_id] = _Sequence(len(new.prompt_token_ids) + output, output, params.ignore_eos)
         cached = scheduled.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        tokens = pairs = prompts = batch = context = 0
+        work = StepWork()
         ids, through = [], []
         for request, count in scheduled.num_scheduled_tokens.items():
             known, before = self._sequences[request].tokens, computed[request]
             ids.append(request)
             through.append(before + count >= known)
             if count == 1 and self._sequences[request].output and before + 1 >= known:
-                batch += 1
-                context += known
+                work.add_sequence(known)
             else:
-                prompts += 1
-                tokens += count
-                pairs += count * before + count * (count + 1) // 2
+                work.add_prompt(count, before)
         self._step = ids, through
-        return StepWork(tokens, pairs, prompts, batch, context)
+        return work
 
     def _token(self, request: str, allowed: Sequence[int] | None) -> int:
         """The next token of the sequence."""

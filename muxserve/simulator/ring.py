@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from muxserve.costs import EngineShape, LatencyModel
+from muxserve.costs.step_costs import StepWork
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
 from muxserve.rolling.constraints import PrefillDemand
@@ -23,7 +24,7 @@ from muxserve.simulator.replicas import ReplicaSet
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.scheduled import ScheduledUnit
 from muxserve.simulator.setup import Pipeline, SimUnit
-from muxserve.simulator.stages import PipelineEngine, StageWork, make_stages
+from muxserve.simulator.stages import PipelineEngine, make_stages
 from muxserve.simulator.unit import SimulatedUnit
 
 # What waits is tried again at least so often: live replicas tell of decode steps after this time.
@@ -119,7 +120,7 @@ class Ring(ReplicaSet):
 
     def _predicted(self, request: SimRequest) -> float:
         tokens = request.tokens
-        work = StageWork(tokens, 1, tokens * (tokens + 1) // 2)
+        work = StepWork(tokens, 1, tokens * (tokens + 1) // 2)
         return max(stage.seconds(work) for stage in self._stages) + self._step_seconds
 
     def _deliver(self, sent: Sent, now: float) -> None:

@@ -13,6 +13,7 @@ from muxserve.costs.architecture import ITEM_BYTES, split_layers
 from muxserve.costs.front_end import engines_only
 from muxserve.costs.latency import Decode, Load
 from muxserve.costs.measured import MeasuredCosts
+from muxserve.costs.step_costs import StepCosts, StepWork
 from muxserve.scheduling.token_throttling import BudgetInputs as Holding
 from muxserve.scheduling.types import Phase, StepsDone
 from muxserve.simulator.engine import BOUNDARY, IDLE, NO_LOAD, STEPPING
@@ -26,45 +27,22 @@ from muxserve.simulator.timeline import JobTimeline
 if TYPE_CHECKING:
     from muxserve.simulator.scheduled import ScheduledUnit
 
-# Where attention takes nearly all of a prefill step, whatever the model.
-_MANY_PAIRS = 1 << 40
-
-
-@dataclass(slots=True)
-class StageWork:
-    """One micro-batch as the stages see it. `prefill` prompt tokens of `prompts` prompts with `pairs` (query, key)
-    pairs of attention; `decode` sequences with `context` tokens of KV between them, the new ones included."""
-
-    prefill: int = 0
-    prompts: int = 0
-    pairs: int = 0
-    decode: int = 0
-    context: int = 0
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that go through the linear layers."""
-        return self.prefill + self.decode
-
 
 @dataclass(slots=True)
 class MicroBatch:
     """What goes through the stages together. `chunks` are prompts of which tokens are computed; `whole` are those whose
     prompt ends with it, which get a token by it like the `decodes`."""
 
-    work: StageWork = field(default_factory=StageWork)
+    work: StepWork = field(default_factory=StepWork)
     chunks: list[SimRequest] = field(default_factory=list)
     whole: list[SimRequest] = field(default_factory=list)
     decodes: list[SimRequest] = field(default_factory=list)
 
     def add_chunk(self, request: SimRequest, tokens: int) -> None:
         """The next `tokens` of a prompt."""
-        before, work = request.computed, self.work
         self.chunks.append(request)
-        work.prompts += 1
-        work.prefill += tokens
-        work.pairs += tokens * before + tokens * (tokens + 1) // 2
-        request.computed = before + tokens
+        self.work.add_prompt(tokens, request.computed)
+        request.computed += tokens
         request.flying += 1
         if request.computed == request.tokens:
             self.whole.append(request)
@@ -74,8 +52,7 @@ class MicroBatch:
         self.decodes.append(request)
         request.computed += 1
         request.flying += 1
-        self.work.decode += 1
-        self.work.context += request.computed
+        self.work.add_sequence(request.computed)
 
 
 class PipelineEngine(LeasedEngine):
@@ -253,7 +230,7 @@ class PipelineEngine(LeasedEngine):
             arrives = stage.free_at + latency + work.tokens * per_token
         self._flying.append((self.stages[-1].free_at + spec.return_seconds, batch))
 
-    def _load(self, work: StageWork) -> Load:
+    def _load(self, work: StepWork) -> Load:
         """What the stages that have something to do ask of the devices together."""
         each, stages = self.stages[0].load(work), min(len(self._flying) + 1, len(self.stages))
         return Load(min(1.0, each.bandwidth * stages), min(1.0, each.compute * stages))
@@ -602,41 +579,12 @@ def kv_blocks(
     return tuple(found)
 
 
-class Stage:
+class Stage(StepCosts):
     """One stage. `free_at` is when it has done all it was given."""
 
     def __init__(self, costs: EngineCosts) -> None:
+        super().__init__(costs)
         self.free_at = 0.0
-        self._costs = costs
-        longer = costs.prefill(1, 2 * _MANY_PAIRS, 1) - costs.prefill(1, _MANY_PAIRS, 1)
-        self._pair_seconds = longer / _MANY_PAIRS
-
-    def load(self, work: StageWork) -> Load:
-        """What it asks of the device meanwhile."""
-        if not work.prefill:
-            return self._costs.decode_load(work.decode, work.context)
-        return self._costs.prefill_load(work.tokens, work.pairs, work.prompts + work.decode)
-
-    def decode(self, batch: int, context: int) -> Decode:
-        """What a micro-batch of so many sequences alone takes."""
-        return self._costs.decode(batch, context)
-
-    def seconds(self, work: StageWork) -> float:
-        """How long it computes that micro-batch.
-
-        Latency models know steps of one kind. In a mixed one all tokens go through the linear layers together, which is
-        a prefill of as many tokens, and decoding sequences read their KV beside it. That is counted as so many pairs of
-        prefill attention as take the same time, so that a step that waits for the host waits only once.
-        """
-        if not work.decode:
-            return self._costs.prefill(work.prefill, work.pairs, work.prompts)
-        if not work.prefill:
-            return self._costs.decode(work.decode, work.context).seconds(work.context)
-        reading = self._costs.decode(work.decode, _MANY_PAIRS).per_token * work.context
-        tokens, rows = work.tokens, work.prompts + work.decode
-        if self._pair_seconds > 0.0:
-            return self._costs.prefill(tokens, work.pairs + round(reading / self._pair_seconds), rows)
-        return self._costs.prefill(tokens, work.pairs, rows) + reading
 
 
 def make_stages(

@@ -10,9 +10,14 @@ import numpy as np
 import pytest
 
 from muxserve.costs import Load
+from muxserve.costs.latency import EngineShape
+from muxserve.costs.roofline import Roofline
+from muxserve.costs.step_costs import StepCosts, StepWork
 from muxserve.engine import simulated
 from muxserve.engine.runner import RESUMED_OUTPUT
-from muxserve.engine.simulated import ANSWER_TOKENS, SharedDevice, SimulatedWorker, StepWork
+from muxserve.engine.simulated import ANSWER_TOKENS, SharedDevice, SimulatedWorker
+from muxserve.simulator.stages import Stage
+from tests.costs.models import SEVEN_B
 
 END = 3
 
@@ -90,16 +95,32 @@ def scheduled(counts: dict[str, int], first: list[Any], cached: dict[str, int] |
 def test_a_prompt_in_chunks_and_sequences_that_decode() -> None:
     engine = worker()
     first = engine._schedule(scheduled({"a": 4, "b": 2}, [new("a", 10), new("b", 5, computed=3)]))
-    assert first == StepWork(tokens=6, pairs=10 + 2 * 3 + 3, prompts=2)
+    assert first == StepWork(prefill=6, prompts=2, pairs=10 + 2 * 3 + 3)
     # Only the second prompt is through.
     output = engine.sample_tokens(None)
     assert (output.req_ids, [len(each) for each in output.sampled_token_ids]) == (["a", "b"], [0, 1])
     then = engine._schedule(scheduled({"a": 6, "b": 1}, [], {"a": 4, "b": 5}))
-    assert then == StepWork(tokens=6, pairs=6 * 4 + 21, prompts=1, batch=1, context=6)
+    assert then == StepWork(prefill=6, prompts=1, pairs=6 * 4 + 21, decode=1, context=6)
     assert [len(each) for each in engine.sample_tokens(None).sampled_token_ids] == [1, 1]
     # One that comes with tokens of another engine goes on.
     moved = engine._schedule(scheduled({"c": 1}, [new("c", 8, computed=9, resumed=2)]))
-    assert moved == StepWork(batch=1, context=10)
+    assert moved == StepWork(decode=1, context=10)
+
+
+def test_a_mixed_step_takes_what_the_simulator_says() -> None:
+    costs = Roofline().engine(SEVEN_B, EngineShape("A100-80GB", 1, 0.5, "float16"))
+    engine, ran = worker(), []
+    engine._costs, engine._ended, engine._between = StepCosts(costs), 0.0, 0.0
+    engine._device = SimpleNamespace(run=lambda seconds, load: ran.append((seconds, load)))  # type: ignore[assignment]
+    first = scheduled({"a": 9}, [new("a", 9)])
+    first.finished_req_ids, first.total_num_scheduled_tokens = set(), 9
+    engine.execute_model(first)
+    engine.sample_tokens(None)
+    mixed = scheduled({"a": 1, "b": 500}, [new("b", 500)], {"a": 9})
+    mixed.finished_req_ids, mixed.total_num_scheduled_tokens = set(), 501
+    engine.execute_model(mixed)
+    stage, work = Stage(costs), StepWork(500, 1, 500 * 501 // 2, 1, 10)
+    assert ran[1] == (stage.seconds(work), stage.load(work))
 
 
 def test_an_answer_ends_unless_it_must_not() -> None:

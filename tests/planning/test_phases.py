@@ -10,6 +10,7 @@ from muxserve.costs.latency import EngineShape
 from muxserve.costs.measured import ProfileModel
 from muxserve.costs.profile import DecodeCell, EngineProfile, Overheads, PrefillCell, Profile, ProfiledModel
 from muxserve.costs.roofline import Roofline
+from muxserve.costs.step_costs import StepWork
 from muxserve.metrics.definitions import Objectives
 from muxserve.planning.arrangements.base import NoPlaceError, ReplicaLayout, wanted_of
 from muxserve.planning.comparison import (
@@ -37,7 +38,7 @@ from muxserve.planning.trial import (
     run_trial,
 )
 from muxserve.simulator import Link, Pipeline
-from muxserve.simulator.stages import StageWork, make_stages
+from muxserve.simulator.stages import make_stages
 from muxserve.spec import PhasesName
 from tests.planning.phases_support import TINY, WIDE, cores, gpus, tiny, wanted, with_demand
 
@@ -399,7 +400,7 @@ class TestMeasuredCosts:
     def test_a_stage_takes_its_part_of_what_was_measured(self) -> None:
         latency = self.profile()
         whole = latency.engine(TINY, self.SHAPE)
-        prompt, answer = StageWork(prefill=64, prompts=1, pairs=2080), StageWork(decode=8, context=800)
+        prompt, answer = StepWork(prefill=64, prompts=1, pairs=2080), StepWork(decode=8, context=800)
         two = Pipeline((2, 2), (Link(),))
         for stage in make_stages(two, latency, TINY, self.SHAPE):
             assert stage.seconds(prompt) == pytest.approx(whole.prefill(64, 2080, 1) / 2)

@@ -12,8 +12,9 @@ from muxserve.costs import EngineShape
 from muxserve.costs.architecture import split_layers
 from muxserve.costs.calibration import GPU
 from muxserve.costs.roofline import Roofline
+from muxserve.costs.step_costs import StepWork
 from muxserve.simulator import Link, Pipeline
-from muxserve.simulator.stages import Stage, StageWork, kv_blocks, make_stages, stage_architectures
+from muxserve.simulator.stages import Stage, kv_blocks, make_stages, stage_architectures
 from tests.simulator.support import LARGE as MODEL
 from tests.simulator.support import Linear
 
@@ -74,7 +75,7 @@ def test_layers_may_be_assigned() -> None:
     assert blocks[3] > blocks[2] > blocks[1] > blocks[0]
     even, assigned = (
         [
-            stage.seconds(StageWork(64, 1, 2080, 64, 20_000))
+            stage.seconds(StepWork(64, 1, 2080, 64, 20_000))
             for stage in make_stages(Pipeline(layers, (Link(),) * 3), Roofline(), MODEL, SHAPE)
         ]
         for layers in ((12,) * 4, split)
@@ -99,17 +100,17 @@ def test_memory_that_does_not_hold_the_weights_is_refused() -> None:
 def test_steps_of_one_kind_cost_what_the_latency_model_says() -> None:
     costs = Roofline().engine(stage_architectures(MODEL, split_layers(48, 4))[0], SHAPE)
     stage = make_stages(FOUR, Roofline(), MODEL, SHAPE)[0]
-    assert stage.seconds(StageWork(512, 2, 70_000, 0, 0)) == costs.prefill(512, 70_000, 2)
-    assert stage.seconds(StageWork(0, 0, 0, 64, 20_000)) == costs.decode(64, 20_000).seconds(20_000)
+    assert stage.seconds(StepWork(512, 2, 70_000, 0, 0)) == costs.prefill(512, 70_000, 2)
+    assert stage.seconds(StepWork(0, 0, 0, 64, 20_000)) == costs.decode(64, 20_000).seconds(20_000)
 
 
 def test_a_mixed_step_reads_weights_once_and_adds_both_attentions() -> None:
     costs = Roofline().engine(stage_architectures(MODEL, split_layers(48, 4))[0], SHAPE)
     stage = make_stages(FOUR, Roofline(), MODEL, SHAPE)[0]
     reading = costs.decode(64, 1 << 30).per_token * 40_000
-    mixed = stage.seconds(StageWork(512, 2, 70_000, 64, 40_000))
+    mixed = stage.seconds(StepWork(512, 2, 70_000, 64, 40_000))
     assert mixed == pytest.approx(costs.prefill(576, 70_000, 66) + reading, rel=1e-6)
-    alone = stage.seconds(StageWork(512, 2, 70_000, 0, 0)) + stage.seconds(StageWork(0, 0, 0, 64, 40_000))
+    alone = stage.seconds(StepWork(512, 2, 70_000, 0, 0)) + stage.seconds(StepWork(0, 0, 0, 64, 40_000))
     assert mixed < alone
 
 
@@ -117,13 +118,13 @@ def test_a_step_that_waits_for_the_host_waits_once() -> None:
     # A device so fast that launching is all there is to it.
     quick = replace(MODEL, hidden=512, intermediate=512, heads=4, kv_heads=4)
     stage = make_stages(FOUR, Roofline(), quick, SHAPE)[0]
-    floor = stage.seconds(StageWork(1, 1, 1, 0, 0))
-    assert stage.seconds(StageWork(8, 1, 36, 8, 1000)) == pytest.approx(floor + 8 * GPU.host_sequence)
+    floor = stage.seconds(StepWork(1, 1, 1, 0, 0))
+    assert stage.seconds(StepWork(8, 1, 36, 8, 1000)) == pytest.approx(floor + 8 * GPU.host_sequence)
 
 
 def test_latency_models_that_know_no_pairs_add_the_reading_of_kv() -> None:
     stage = Stage(Linear())
-    assert stage.seconds(StageWork(100, 1, 5050, 10, 5000)) == pytest.approx(0.001 + 0.00005 * 110 + 0.000001 * 5000)
+    assert stage.seconds(StepWork(100, 1, 5050, 10, 5000)) == pytest.approx(0.001 + 0.00005 * 110 + 0.000001 * 5000)
 
 
 @given(
@@ -132,10 +133,10 @@ def test_latency_models_that_know_no_pairs_add_the_reading_of_kv() -> None:
 def test_more_work_never_takes_less_time(prefill: int, decode: int, context: int, more: int) -> None:
     stage = make_stages(FOUR, Roofline(), MODEL, SHAPE)[3]
     pairs = prefill * (prefill + 1) // 2
-    work = StageWork(prefill, 1, pairs, decode, context)
+    work = StepWork(prefill, 1, pairs, decode, context)
     seconds = stage.seconds(work)
-    assert stage.seconds(StageWork(prefill + more, 1, pairs, decode, context)) >= seconds
-    assert stage.seconds(StageWork(prefill, 1, pairs + more, decode, context)) >= seconds
-    assert stage.seconds(StageWork(prefill, 1, pairs, decode + more, context)) >= seconds
-    assert stage.seconds(StageWork(prefill, 1, pairs, decode, context + 100 * more)) >= seconds
-    assert seconds >= stage.seconds(StageWork(prefill, 1, pairs, 0, 0))
+    assert stage.seconds(StepWork(prefill + more, 1, pairs, decode, context)) >= seconds
+    assert stage.seconds(StepWork(prefill, 1, pairs + more, decode, context)) >= seconds
+    assert stage.seconds(StepWork(prefill, 1, pairs, decode + more, context)) >= seconds
+    assert stage.seconds(StepWork(prefill, 1, pairs, decode, context + 100 * more)) >= seconds
+    assert seconds >= stage.seconds(StepWork(prefill, 1, pairs, 0, 0))
