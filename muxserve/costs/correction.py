@@ -22,7 +22,7 @@ import msgspec
 from muxserve.costs.devices import device
 from muxserve.costs.interference import Interference
 from muxserve.costs.latency import EngineCosts, EngineShape
-from muxserve.costs.least_squares import RecursiveLeastSquares
+from muxserve.costs.least_squares import LeastSquaresState, RecursiveLeastSquares
 from muxserve.costs.measured import at_share
 from muxserve.costs.profile import DecodeCell, EngineProfile, PrefillCell, Profile, ProfiledModel
 from muxserve.costs.steps import StepSums
@@ -55,6 +55,16 @@ class Correction(msgspec.Struct, frozen=True):
     beside: float
     ratio: float
     error: float
+    steps: int
+
+
+class CorrectionState(msgspec.Struct, frozen=True):
+    """Everything that a `PhaseCorrection` knows beside the prediction; `measured` and `predicted` are the fading sums
+    of seconds behind `Correction.ratio`."""
+
+    learnt: LeastSquaresState
+    measured: float
+    predicted: float
     steps: int
 
 
@@ -108,6 +118,19 @@ class PhaseCorrection:
         *factors, beside = self._learnt.coefficients
         ratio = self._measured / self._predicted if self._predicted else 1.0
         return Correction(tuple(factors), beside, ratio, self._learnt.scale, self._steps)
+
+    def state(self) -> CorrectionState:
+        """What `restore` of another one beside the same prediction takes in."""
+        return CorrectionState(self._learnt.state(), self._measured, self._predicted, self._steps)
+
+    def restore(self, state: CorrectionState) -> None:
+        """Go on from there.
+
+        Raises:
+            ValueError: it is of another phase.
+        """
+        self._learnt.restore(state.learnt)
+        self._measured, self._predicted, self._steps = state.measured, state.predicted, state.steps
 
     def parts(self, done: StepSums, share: float) -> list[float]:
         """What those steps consist of as predicted, seconds. All are taken to be like the mean of them."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 from msgspec import structs
 
-from muxserve.costs.correction import PhaseCorrection, PhaseName
+from muxserve.costs.correction import CorrectionState, PhaseCorrection, PhaseName
+from muxserve.costs.profile import EngineProfile
 from muxserve.costs.steps import StepSums
 from muxserve.scheduling.types import WHOLE
 from muxserve.spec import UnitSpec
@@ -17,10 +20,21 @@ from muxserve.wire import StepReport
 PIPELINE_STEPS = 32
 
 
+class LearntModel(msgspec.Struct, frozen=True):
+    """What was learnt of one model beside the prediction with the digest `predicted`: its phases, and seconds of each
+    stage of a pipeline."""
+
+    predicted: str
+    phases: dict[PhaseName, CorrectionState]
+    stages: list[float]
+
+
 @dataclass(slots=True)
 class _Model:
-    """One model: its phases' corrections. Of a pipeline what was not looked at yet, and seconds of each stage."""
+    """One model: the digest of what was predicted, its phases' corrections. Of a pipeline what was not looked at yet,
+    and seconds of each stage."""
 
+    predicted: str
     phases: dict[PhaseName, PhaseCorrection]
     prefills: StepSums = field(default_factory=StepSums)
     decodes: StepSums = field(default_factory=StepSums)
@@ -42,6 +56,8 @@ class UnitCosts:
         self._integral = 0.0
         self._at = now
         self._marks: dict[bytes, tuple[float, float]] = {}
+        # That something was learnt from.
+        self.reports = 0
 
     def join(self, unit_spec: UnitSpec) -> None:
         """The unit has these models now; of those that it had, what was learnt stays."""
@@ -49,7 +65,8 @@ class UnitCosts:
         for name, engines in unit_spec.costs.items():
             if name not in self._models:
                 ordered = sorted(engines, key=lambda engine: engine.share)
-                self._models[name] = _Model({phase: PhaseCorrection(phase, ordered) for phase in phases})
+                learnt = {phase: PhaseCorrection(phase, ordered) for phase in phases}
+                self._models[name] = _Model(_digest(ordered), learnt)
 
     def passed(self, share_used: int, now: float) -> None:
         """So much of the device, in millionths, was leased out until now."""
@@ -67,6 +84,7 @@ class UnitCosts:
         known = self._models.get(model)
         if known is None or not share:
             return
+        self.reports += 1
         others = 0.0
         if self._at > since:
             others = max(0.0, (self._integral - integral) / (self._at - since) - share) / WHOLE
@@ -104,6 +122,33 @@ class UnitCosts:
         learnt = {phase: each.correction for phase, each in known.phases.items()}
         return {str(phase): structs.asdict(each) for phase, each in learnt.items() if each.steps}
 
+    def learnt(self) -> dict[str, LearntModel]:
+        """Everything that was learnt, by model, for `restore`."""
+        return {
+            name: LearntModel(
+                known.predicted, {phase: each.state() for phase, each in known.phases.items()}, [*known.stages]
+            )
+            for name, known in self._models.items()
+        }
+
+    def restore(self, learnt: Mapping[str, LearntModel]) -> list[str]:
+        """Go on from what was learnt before; returns the models of which that holds: those of the unit of which the
+        same was predicted.
+
+        Raises:
+            ValueError: a model's phases are not what phases are.
+        """
+        found = []
+        for name, each in learnt.items():
+            known = self._models.get(name)
+            if known is None or known.predicted != each.predicted:
+                continue
+            for phase, state in each.phases.items():
+                known.phases[phase].restore(state)
+            known.stages = [*each.stages]
+            found.append(name)
+        return found
+
     def stages(self, model: str) -> list[float]:
         """Of a pipeline: seconds that each stage computed, over the mean of all."""
         known = self._models.get(model)
@@ -111,6 +156,10 @@ class UnitCosts:
             return []
         mean = sum(known.stages) / len(known.stages)
         return [seconds / mean for seconds in known.stages]
+
+
+def _digest(engines: Sequence[EngineProfile]) -> str:
+    return hashlib.sha256(msgspec.msgpack.encode(engines)).hexdigest()
 
 
 def _observe(model: _Model, prefills: StepSums | None, decodes: StepSums | None, share: float, others: float) -> None:

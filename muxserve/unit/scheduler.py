@@ -10,6 +10,7 @@ import logging
 import secrets
 import sys
 import time
+from pathlib import Path
 
 from muxserve import spec
 from muxserve.gpu.watch import GpuWatch
@@ -18,6 +19,7 @@ from muxserve.net.process import Signals
 from muxserve.net.server import RouterLoop, ServerProgram
 from muxserve.scheduling.policies import make_policy
 from muxserve.spec import UnitSpec
+from muxserve.unit.costs_file import CostsFile
 from muxserve.unit.executor import UnitExecutor
 from muxserve.unit.memory import MemoryLink
 
@@ -39,7 +41,9 @@ class UnitScheduler:
         # The gateways of this machine ask for its GPUs themselves.
         gpus = GpuWatch(unit_spec).states if unit_spec.gpu is not None and listen is not None else None
         policy, memory = make_policy(unit_spec.policy, unit_spec.share_steps), MemoryLink(unit_spec)
-        self._executor = UnitExecutor(unit_spec, policy, memory, epoch, time.monotonic(), gpus, lambda: spec.load(path))
+        now = time.monotonic()
+        self._executor = UnitExecutor(unit_spec, policy, memory, epoch, now, gpus, lambda: spec.load(path))
+        self._costs = CostsFile(Path(unit_spec.run_dir), self._executor.engines.costs, now)
         self._loop = RouterLoop(
             signals,
             heartbeat_file(unit_spec.run_dir, "unit"),
@@ -58,9 +62,11 @@ class UnitScheduler:
                 loop.inbox.handle(message, peer, executor.handle, peer, message, now)
             for peer, answer in executor.turn(now):
                 loop.send(peer, answer)
+            self._costs.turn(now)
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the socket, and keep what was learnt."""
+        self._costs.write()
         self._loop.close()
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from muxserve.costs.correction import PARTS, predicted_cells
 from muxserve.costs.latency import EngineShape
@@ -13,6 +15,7 @@ from muxserve.costs.roofline import Roofline
 from muxserve.costs.steps import StepSums
 from muxserve.spec import UnitSpec
 from muxserve.unit.costs import PIPELINE_STEPS, UnitCosts
+from muxserve.unit.costs_file import COSTS_FILE, KEEP_SECONDS, CostsFile
 from muxserve.wire import StepReport
 from tests.costs.models import SEVEN_B
 from tests.unit.support import Bench, model, unit_spec
@@ -82,6 +85,65 @@ def test_a_model_that_joins_is_learnt_and_the_others_stay() -> None:
     costs.join(unit_spec(model("a"), model("c"), costs={"a": [PREDICTED], "c": [PREDICTED]}))
     costs.reported(b"c/decode", "c", HALF, report(1.0, decodes=decodes()))
     assert [costs.state(name)["decode"]["steps"] for name in ("a", "c")] == [4, 4]
+
+
+def told(costs: UnitCosts, count: int = 20, factor: float = 1.5) -> UnitCosts:
+    for number in range(count):
+        batch = 1 + number % 5
+        costs.reported(b"a/decode", "a", HALF, report(1.0, decodes=decodes(batch=batch, factor=factor)))
+        costs.reported(b"a/prefill", "a", HALF, report(1.0, prefills=prompts(16 * batch, factor)))
+    return costs
+
+
+def test_a_unit_scheduler_that_was_killed_goes_on_with_what_it_learnt(tmp_path: Path) -> None:
+    file = CostsFile(tmp_path, told(costs := UnitCosts(spec(), 0.0)), 0.0)
+    told(costs, 1)
+    file.turn(0.0)
+    after = UnitCosts(spec(), 0.0)
+    CostsFile(tmp_path, after, 0.0)
+    assert after.state("a") == costs.state("a")
+    assert after.state("a")["decode"]["steps"] == 21 * 4
+    # And on, as if nothing had been.
+    assert told(after, factor=1.1).state("a") == told(costs, factor=1.1).state("a")
+
+
+def test_what_was_learnt_is_written_now_and_then(tmp_path: Path) -> None:
+    file = CostsFile(tmp_path, costs := UnitCosts(spec(), 0.0), 0.0)
+    file.turn(0.0)
+    assert not list(tmp_path.iterdir())
+
+    def steps() -> Any:
+        CostsFile(tmp_path, found := UnitCosts(spec(), 0.0), 0.0)
+        return found.state("a")["decode"]["steps"]
+
+    for now, kept in ((1.0, 4), (1.0 + KEEP_SECONDS / 2, 4), (1.0 + KEEP_SECONDS, 12)):
+        told(costs, 1)
+        file.turn(now)
+        assert steps() == kept
+    told(costs, 1)
+    file.write()
+    assert steps() == 16
+
+
+def test_costs_learnt_beside_another_prediction_are_not_taken_over(tmp_path: Path) -> None:
+    file = CostsFile(tmp_path, costs := UnitCosts(spec(), 0.0), 0.0)
+    told(costs)
+    file.write()
+    other = structs.replace(PREDICTED, decode=DECODE[:-1])
+    after = UnitCosts(unit_spec(model("a"), costs={"a": [other]}), 0.0)
+    CostsFile(tmp_path, after, 0.0)
+    assert after.state("a") == {}
+
+
+@pytest.mark.parametrize("text", [b"", b"\x81\xa1a\xc0", b"not that"])
+def test_a_file_that_cannot_be_read_is_written_anew(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / COSTS_FILE).write_bytes(text)
+    file = CostsFile(tmp_path, costs := UnitCosts(spec(), 0.0), 0.0)
+    assert costs.state("a") == {}
+    told(costs)
+    file.write()
+    CostsFile(tmp_path, after := UnitCosts(spec(), 0.0), 0.0)
+    assert after.state("a") == costs.state("a")
 
 
 def test_steps_of_a_pipeline_are_what_its_stages_compute() -> None:
