@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections import Counter
@@ -36,6 +37,7 @@ from muxserve.cluster.machine import (
 from muxserve.cluster.ray.cluster import alive, ask_nodes, join
 from muxserve.cluster.supervision import GaveUp
 from muxserve.gpu import mps, nvml
+from muxserve.gpu.environment import without_compiler
 from muxserve.gpu.findings import FALLBACK_WORDS, Findings, place_of, remember, report
 from muxserve.probes import lab
 from muxserve.spec.run_dir import RunDirError, default_base
@@ -315,6 +317,7 @@ def _gpu(found: Callable[[], nvml.GpuMachine] = nvml.machine) -> Iterator[Check]
         advice = f"CUDA_VISIBLE_DEVICES leaves GPU {shown} to this process"
         yield Check("visible GPUs", "note", f"{len(left.gpus)} of {len(machine.gpus)}", advice)
     yield from _mps_checks()
+    yield from _compilers()
     yield _probed(machine)
     why_not = vllm_without_cuda()
     good = version_of("vllm") is not None and not why_not
@@ -361,6 +364,17 @@ def _mps_checks() -> Iterator[Check]:
         yield Check("MPS", "note", foreign, "a fleet starts a server of its own; the two take turns")
     else:
         yield Check("MPS", "ok", f"{control}; a fleet starts a server of its own")
+
+
+def _compilers() -> Iterator[Check]:
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "gcc"), "cc", "clang"))), None)
+    advice = "to serve on these GPUs: install gcc and the headers of the C library; Triton compiles its launchers"
+    yield Check("C compiler", "ok" if compiler else "note", compiler or "not found", advice)
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    advice = "install Python's headers (Debian and Ubuntu: python3-dev), or Triton cannot compile its launchers"
+    yield Check("Python headers", "ok" if header.exists() else "note", str(header), advice)
+    lacks = ", ".join(f"{name}={value}" for name, value in without_compiler().items())
+    yield Check("CUDA toolkit", "ok", f"not found or without ninja: not needed ({lacks})" if lacks else "found")
 
 
 def _pidfd_works() -> bool:

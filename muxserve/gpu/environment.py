@@ -6,7 +6,9 @@ that has initialised the driver cannot fork children that use it.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
@@ -25,6 +27,9 @@ PRIORITY = "CUDA_MPS_CLIENT_PRIORITY"
 _BELOW_NORMAL = "1"
 # The driver opens it when it is initialised, and nobody else does: asking NVML opens others.
 _TOUCHED = "/dev/nvidia-uvm"
+_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
+_DEEP_GEMM = "VLLM_USE_DEEP_GEMM"
+_TOOLKIT = "/usr/local/cuda"
 # Each communicator takes slots of the NVSwitch for these, and there are (holder + engines) x models of them on a GPU.
 _WITHOUT_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
@@ -72,11 +77,30 @@ def parent_environment(unit_spec: UnitSpec, environ: Mapping[str, str] | None = 
     chosen = {VISIBLE: ",".join(gpu.uuids), **client_environment(unit_spec), **_allocator(environ)}
     if unit_spec.ranks > unit_spec.stages and (len(unit_spec.models) > 1 or not gpu.nvls):
         chosen.update({name: value for name, value in _WITHOUT_MULTICAST.items() if name not in environ})
+    chosen.update({name: value for name, value in without_compiler(environ).items() if name not in environ})
     if gpu.sm_sharing == "green_contexts":
         # Its kernels make streams and graphs of the whole GPU, and so does the stream of shared experts.
-        chosen["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+        chosen[_SAMPLER] = "0"
         chosen["VLLM_DISABLE_SHARED_EXPERTS_STREAM"] = "1"
     return chosen
+
+
+def without_compiler(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What keeps vLLM from kernels that are compiled with the CUDA toolkit when they are called first, where there is
+    none: an engine would end at its warm-up. vLLM has others for all of them.
+
+    Args:
+        environ: says where the toolkit is, in the variables that these libraries read.
+    """
+    environ = os.environ if environ is None else environ
+    path = environ.get("PATH")
+    home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
+    compiler = os.path.join(home or _TOOLKIT, "bin", "nvcc")
+    compiles = os.access(compiler, os.X_OK) or (home is None and shutil.which("nvcc", path=path) is not None)
+    # FlashInfer wants ninja, too, or the package that has everything compiled.
+    cached = importlib.util.find_spec("flashinfer_jit_cache") is not None
+    samples = cached or (compiles and shutil.which("ninja", path=path) is not None)
+    return {**({} if samples else {_SAMPLER: "0"}), **({} if compiles else {_DEEP_GEMM: "0"})}
 
 
 def _allocator(environ: Mapping[str, str]) -> dict[str, str]:

@@ -38,7 +38,8 @@ class SmMarks:
     def take(self) -> set[int]:
         """Numbers of the SMs that were marked since the last call."""
         torch.cuda.synchronize()
-        seen = set(self._seen.nonzero().flatten().tolist())
-        self._seen.zero_()
+        marks = self._seen.cpu()
+        # By copies: kernels would run on SMs, too.
+        self._seen.copy_(torch.zeros_like(marks))
         torch.cuda.synchronize()
-        return seen
+        return set(marks.nonzero().flatten().tolist())

@@ -220,9 +220,11 @@ def _compilation(own: object, unit_spec: UnitSpec) -> object:
     processes of several ranks could not be forked any more.
     """
     full = None if unit_spec.gpu is None else unit_spec.gpu.full_graphs
-    config = {"cudagraph_mode": "FULL_AND_PIECEWISE" if full else "PIECEWISE"} if own is None else own
+    config = {} if own is None else own
     if not isinstance(config, Mapping):
         return config
+    # Without a word of it vLLM would capture whole graphs, which nobody may have tried here.
+    config = {"cudagraph_mode": "FULL_AND_PIECEWISE" if full else "PIECEWISE", **config}
     if full is False and config.get("cudagraph_mode") != "NONE":
         config = {**config, "cudagraph_mode": "PIECEWISE"}
     if unit_spec.ranks == 1:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,9 +47,11 @@ def with_a_gpu(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     directory = tmp_path_factory.mktemp("with-a-gpu")
     # What several define is the first one's.
     objects = []
-    for language, source in (("c", HERE / "launching.c"), ("c++", DRIVER), ("c", HERE / "libcuda.c")):
+    sources = (("c", HERE / "launching.c"), ("c++", HERE / "streams.cpp"), ("c++", DRIVER), ("c", HERE / "libcuda.c"))
+    for language, source in sources:
         objects.append(directory / f"{source.stem}.o")
-        compile_object(objects[-1], "-x", language, source)
+        renamed = [f"-DcuCtx{name}=fakeCtx{name}" for name in ("GetCurrent", "SetCurrent") if source == DRIVER]
+        compile_object(objects[-1], *renamed, "-x", language, source)
     compile_library(directory / "libcuda.so.1", *objects, "-Wl,--allow-multiple-definition")
     versions = directory / "versions"
     versions.write_text("libcudart.so.13 { global: *; };")
@@ -60,6 +64,30 @@ def with_a_gpu(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     compile_library(blas, "-x", "c", HERE / "libcublas.c")
     more = {"LD_PRELOAD": f"{runtime}:{nccl}:{blas}", "FAKE_CUDA_DEVICES": "2", "FAKE_CUDA_MEMORY": str(8 << 30)}
     return {**_environment(directory), **more, "VLLM_NCCL_SO_PATH": str(nccl), "CUDA_VISIBLE_DEVICES": "0,1"}
+
+
+@pytest.fixture
+def with_mps(tmp_path: Path, with_a_gpu: Environment) -> Environment:
+    """The same with a stand-in of MPS, whose notes are below `mps` (`tests/gpu_control/fake_mps_control.py`), and with
+    a place of its own for what `doctor --gpu` finds."""
+    control = tmp_path / "mps" / "nvidia-cuda-mps-control"
+    control.parent.mkdir()
+    script = shlex.quote(str(ROOT / "tests/gpu_control/fake_mps_control.py"))
+    control.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
+    control.chmod(0o755)
+    environment = {
+        **with_a_gpu,
+        "CUDA_STUB_TRACE": str(tmp_path / "trace"),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "PATH": f"{control.parent}:{with_a_gpu['PATH']}",
+        "FAKE_MPS": str(control.parent),
+        "FAKE_CUDA_MEMORY": str(32 << 30),
+        # As in our image (deploy/docker/Dockerfile.gpu) there is neither the CUDA toolkit nor a compiler of C++.
+        "CUDA_HOME": str(tmp_path),
+        "CXX": str(tmp_path / "c++"),
+    }
+    del environment["CUDA_VISIBLE_DEVICES"]
+    return environment
 
 
 def _environment(directory: Path) -> Environment:

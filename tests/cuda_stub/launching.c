@@ -1,7 +1,8 @@
-// What Triton and torch ask of the driver to launch kernels, in front of the other two stand-ins of libcuda.so.1: modules
-// are numbers, and kernels are launched into nothing.
+// What Triton and torch ask of the driver about kernels before they launch them (streams.cpp), in front of the other
+// stand-ins of libcuda.so.1: modules are numbers.
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 typedef int R;
@@ -16,6 +17,7 @@ static R number(void** made) {
 R cuDeviceGetAttribute(int* value, int which, int device) {
   (void)device;
   switch (which) {
+    case 102: *value = getenv("FAKE_CUDA_NO_VMM") == NULL; break;  // memory can be exported as a descriptor
     case 10: *value = 32; break;               // threads of a warp
     case 12: *value = 65536; break;            // registers of a block
     case 16: *value = 132; break;              // multiprocessors
@@ -27,11 +29,8 @@ R cuDeviceGetAttribute(int* value, int which, int device) {
   return 0;
 }
 
+R cuModuleLoad(void** module, const char* path) { (void)path; return number(module); }
 R cuModuleLoadData(void** module, const void* image) { (void)image; return number(module); }
-R cuModuleGetFunction(void** function, void* module, const char* name) {
-  (void)module; (void)name;
-  return number(function);
-}
 R cuFuncGetAttribute(int* value, int which, void* function) {
   (void)function;
   *value = which == 0 ? 1024 : 0;  // threads of a block
@@ -50,6 +49,5 @@ R cuPointerGetAttribute(void* value, int which, unsigned long long pointer) {
 }
 
 #define NOTHING(name) R name(void) { return 0; }
-NOTHING(cuCtxSetLimit) NOTHING(cuFuncSetAttribute) NOTHING(cuFuncSetCacheConfig) NOTHING(cuLaunchKernel)
-NOTHING(cuLaunchKernelEx) NOTHING(cuMemsetD32Async) NOTHING(cuModuleUnload) NOTHING(cuTensorMapEncodeIm2col)
-NOTHING(cuTensorMapEncodeTiled)
+NOTHING(cuCtxSetLimit) NOTHING(cuFuncSetAttribute) NOTHING(cuFuncSetCacheConfig)
+NOTHING(cuMemsetD32Async) NOTHING(cuModuleUnload) NOTHING(cuTensorMapEncodeIm2col) NOTHING(cuTensorMapEncodeTiled)

@@ -1,8 +1,13 @@
 // Stands in for libnccl.so.2: communicators are numbers, and nothing is sent. Several ranks start, load and are built, but
-// compute nothing together.
+// compute nothing together. As NCCL does, it makes the whole GPU's context current. With CUDA_STUB_NO_MULTICAST the
+// NVSwitch has no slot left for multicast, which NCCL_NVLS_ENABLE=0 does without.
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
+
+int cudaGetDevice(int* device);
+int cudaSetDevice(int device);
 
 typedef int R;
 typedef struct { char internal[128]; } Id;
@@ -15,7 +20,17 @@ static R number(void** made) {
 
 R ncclGetVersion(int* version) { *version = 22907; return 0; }
 R ncclGetUniqueId(Id* id) { memset(id, 7, sizeof *id); return 0; }
-R ncclCommInitRank(void** made, int ranks, Id id, int rank) { (void)ranks; (void)id; (void)rank; return number(made); }
+static R whole_gpu(void) {
+  int device = 0;
+  return cudaGetDevice(&device) || cudaSetDevice(device);
+}
+R ncclCommInitRank(void** made, int ranks, Id id, int rank) {
+  (void)id; (void)rank;
+  const char* multicast = getenv("NCCL_NVLS_ENABLE");
+  whole_gpu();
+  if (ranks > 1 && getenv("CUDA_STUB_NO_MULTICAST") && !(multicast && !strcmp(multicast, "0"))) return 1;
+  return number(made);
+}
 R ncclCommInitRankConfig(void** made, int ranks, Id id, int rank, void* config) {
   (void)config;
   return ncclCommInitRank(made, ranks, id, rank);
@@ -29,11 +44,13 @@ R ncclCommRegister(void* of, void* at, size_t size, void** made) { (void)of; (vo
 const char* ncclGetErrorString(R error) { return error ? "an error of the stand-in" : "no error"; }
 const char* ncclGetLastError(void* of) { (void)of; return ""; }
 
+#define SENDING(name) R name(void) { return whole_gpu(); }
+SENDING(ncclAllGather) SENDING(ncclAllReduce) SENDING(ncclAlltoAll) SENDING(ncclBcast) SENDING(ncclBroadcast)
+SENDING(ncclGroupEnd) SENDING(ncclRecv) SENDING(ncclReduce) SENDING(ncclReduceScatter) SENDING(ncclSend)
+
 #define NOTHING(name) R name(void) { return 0; }
-NOTHING(ncclAllGather) NOTHING(ncclAllReduce) NOTHING(ncclAlltoAll) NOTHING(ncclBcast) NOTHING(ncclBroadcast)
 NOTHING(ncclCommAbort) NOTHING(ncclCommDeregister) NOTHING(ncclCommDestroy) NOTHING(ncclCommFinalize)
-NOTHING(ncclGroupEnd) NOTHING(ncclGroupStart) NOTHING(ncclRecv) NOTHING(ncclReduce) NOTHING(ncclReduceScatter)
-NOTHING(ncclSend)
+NOTHING(ncclGroupStart)
 
 // Not stood in for: 3 is an internal error.
 #define MISSING(name) R name(void) { return 3; }

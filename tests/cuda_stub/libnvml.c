@@ -1,6 +1,8 @@
-// Stands in for libnvidia-ml.so.1: two H200, as far as vLLM and torch ask before they touch a GPU.
+// Stands in for libnvidia-ml.so.1: two H200, as far as vLLM and torch ask before they touch a GPU. CUDA_STUB_DRIVER is the
+// version of CUDA that the driver knows (13000).
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 enum { kGpus = 2, kInvalid = 2 };
@@ -68,7 +70,11 @@ int nvmlDeviceGetP2PStatus(Device a, Device b, int kind, int* status) {
   return 0;
 }
 
-int nvmlSystemGetCudaDriverVersion_v2(int* version) { *version = 13000; return 0; }
+int nvmlSystemGetCudaDriverVersion_v2(int* version) {
+  const char* said = getenv("CUDA_STUB_DRIVER");
+  *version = said ? atoi(said) : 13000;
+  return 0;
+}
 
 int nvmlSystemGetDriverVersion(char* text, unsigned length) { snprintf(text, length, "580.65.06"); return 0; }
 

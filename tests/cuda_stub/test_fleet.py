@@ -2,15 +2,17 @@
 
     make cuda-stub
 
-Kernels are not launched, so that answers mean nothing: only that all of their tokens come.
+Kernels compute nothing, so that answers mean nothing: only that all of their tokens come. What the engines do with
+graphs and contexts is read from the trace of the stand-in (`streams.cpp`).
 """
 
 from __future__ import annotations
 
-import shlex
-import sys
+import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,50 +21,43 @@ import openai
 import pytest
 import yaml
 
+from tests.cuda_stub import share
 from tests.cuda_stub.conftest import ROOT, WHEELS, Environment
+from tests.cuda_stub.trace import Trace
 from tests.e2e.fleet import Fleet, running
 from tests.support.patience import PATIENCE
 
 pytestmark = pytest.mark.skipif(not (WHEELS / ".installed").exists(), reason="needs vLLM's CUDA build: make cuda-stub")
 
 TOKENS = 300
-# Graphs are not captured here.
-SIZES = {"rate": 2, "max_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 512,
-         "engine_args": {"enforce_eager": True}}  # fmt: skip
+SIZES = {"rate": 2, "max_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 512}
+EAGER = {"enforce_eager": True}
+BATCHES = [1, 2, 4]
+# Captured whole, of the model as it is: what torch.compile makes of it takes half a minute.
+WHOLE = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": BATCHES}}
 
 Start = Callable[..., AbstractContextManager[Fleet]]
 
 
 def model(name: str, **more: Any) -> dict[str, Any]:
-    return {"name": name, "path": str(ROOT / "configs/models" / name), **SIZES, **more}
+    return {"name": name, "path": str(ROOT / "configs/models" / name), **SIZES, "engine_args": EAGER, **more}
 
 
 @pytest.fixture
-def deploy(tmp_path: Path, with_a_gpu: Environment) -> Start:
-    """Deploys a fleet on the stand-in, with a stand-in of MPS whose notes are below `mps`."""
-    control = tmp_path / "mps" / "nvidia-cuda-mps-control"
-    control.parent.mkdir()
-    script = shlex.quote(str(ROOT / "tests/gpu_control/fake_mps_control.py"))
-    control.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
-    control.chmod(0o755)
-    environment = {
-        **with_a_gpu,
-        "PATH": f"{control.parent}:{with_a_gpu['PATH']}",
-        "FAKE_MPS": str(control.parent),
-        "FAKE_CUDA_MEMORY": str(32 << 30),
-        # Compiles with the CUDA toolkit when it is used first.
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    }
-    del environment["CUDA_VISIBLE_DEVICES"]
+def deploy(tmp_path: Path, with_mps: Environment) -> Start:
+    """Deploys a fleet on the stand-ins."""
 
     @contextmanager
-    def start(*models: dict[str, Any], **cluster: Any) -> Iterator[Fleet]:
+    def start(
+        *models: dict[str, Any], policy: str = "slack", lies: Mapping[str, str] | None = None, **cluster: Any
+    ) -> Iterator[Fleet]:
         path = tmp_path / "fleet.yaml"
-        path.write_text(yaml.safe_dump({"cluster": {"gpu_memory": 0.05, **cluster}, "models": list(models)}))
+        fleet_file = {"policy": policy, "cluster": {"gpu_memory": 0.05, **cluster}, "models": list(models)}
+        path.write_text(yaml.safe_dump(fleet_file))
         # The sockets of MPS want a short path.
         with (
             tempfile.TemporaryDirectory(prefix="m") as short,
-            running(path, 10 * PATIENCE, {**environment, "XDG_RUNTIME_DIR": short}) as fleet,
+            running(path, 10 * PATIENCE, {**with_mps, **(lies or {}), "XDG_RUNTIME_DIR": short}) as fleet,
         ):
             yield fleet
 
@@ -111,7 +106,7 @@ def test_two_models_on_a_gpu_lose_nothing_to_deaths(deploy: Start) -> None:
 
 def test_two_ranks_go_on_when_the_mps_server_is_in_fault(deploy: Start) -> None:
     """Engines end, since they cannot compute any more; weights and pool are outside MPS and stay."""
-    with deploy(model("atlas"), gpus=2, mps="on") as fleet:
+    with deploy(model("atlas", engine_args=WHOLE), gpus=2, mps="on") as fleet:
         assert length(stream(fleet, "atlas")) == TOKENS
         fault = fleet.directory / "mps" / "fault"
 
@@ -132,3 +127,110 @@ def test_a_pipeline_of_two_stages(deploy: Start) -> None:
     with deploy(model("atlas", phases="pipelined", stages=2), gpus=2, mps="off") as fleet:
         assert through(fleet, "atlas", lambda: fleet.kill("worker atlas", "rank 1")) == TOKENS
         assert length(stream(fleet, "atlas")) == TOKENS
+
+
+def engine_trace(fleet: Fleet, engine: str) -> Trace:
+    """What the process that is now this engine has done."""
+    process = fleet.part(f"engine {engine}")
+    assert process is not None
+    return Trace.of(fleet.directory / "trace", process.pid)
+
+
+def test_graphs_of_every_batch_are_captured_and_replayed(deploy: Start) -> None:
+    """Decode batches whole, others in pieces between attention layers, by what torch.compile has made of the model."""
+    graphs = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": BATCHES}
+    with deploy(model("atlas", engine_args={"compilation_config": graphs}), gpus=1, mps="off") as fleet:
+        layers = json.loads((ROOT / "configs/models/atlas/config.json").read_text())["num_hidden_layers"]
+        captured = len(BATCHES) * (1 + layers + 1)
+        before = engine_trace(fleet, "atlas/decode")
+        assert len(before.captured) == captured
+        assert before.refused == []
+        assert length(stream(fleet, "atlas")) == TOKENS
+        # A step of one request is one graph, which was captured last of all whole ones.
+        replayed = engine_trace(fleet, "atlas/decode").replayed
+        assert max(Counter(replayed).values()) >= TOKENS - 2
+        # With the pool at its old address they are as good as before.
+        assert through(fleet, "atlas", lambda: fleet.kill("muxserve-memory-manager", "--socket")) == TOKENS
+        fleet.wait_healthy()
+        assert len(engine_trace(fleet, "atlas/decode").captured) == captured
+        assert through(fleet, "atlas", lambda: fleet.kill("atlas/decode")) == TOKENS
+        after = engine_trace(fleet, "atlas/decode")
+        assert len(after.captured) == captured
+        assert len(after.replayed) > 0
+
+
+def test_graphs_are_captured_anew_when_the_pool_has_moved(deploy: Start) -> None:
+    """Where memory cannot be exported, holders stay, and who has restarted allocates a pool of its own."""
+    lies = {"FAKE_CUDA_NO_VMM": "1"}
+    with deploy(model("atlas", engine_args=WHOLE), gpus=1, mps="off", lies=lies) as fleet:
+        assert fleet.part("weights atlas") is not None
+        assert length(stream(fleet, "atlas")) == TOKENS
+        assert through(fleet, "atlas", lambda: fleet.kill("muxserve-memory-manager", "--socket")) == TOKENS
+        fleet.wait_healthy()
+        moved = engine_trace(fleet, "atlas/decode")
+        assert len(moved.captured) == 2 * len(BATCHES)
+        assert len(moved.dropped) == len(BATCHES)
+        assert not set(moved.replayed_after_last_capture) & set(moved.dropped)
+        # An engine maps the weights again; when who has them dies, it ends, and they are loaded again.
+        assert through(fleet, "atlas", lambda: fleet.kill("atlas/decode")) == TOKENS
+        fleet.wait_healthy()
+        assert said(fleet, "weights of atlas: loading weights") == 1
+        assert through(fleet, "atlas", lambda: fleet.kill("weights atlas")) == TOKENS
+        fleet.wait_healthy()
+        assert said(fleet, "weights of atlas: loading weights") == 2
+
+
+def test_shares_of_leases_choose_the_context(deploy: Start, tmp_path: Path) -> None:
+    lost = tmp_path / "lost"
+    names = ("atlas", "frontdesk")
+    with deploy(
+        *(model(name, engine_args=WHOLE) for name in names),
+        gpus=1, gpu_memory=0.1, mps="on", sm_sharing="green_contexts",
+        lies={"CUDA_STUB_LOSES": str(lost)},
+    ) as fleet:  # fmt: skip
+        for _ in range(3):
+            answers = [stream(fleet, name) for name in names for _ in range(2)]
+            assert [length(answer) for answer in answers] == [TOKENS] * 4
+        whole = (0, 132)
+        for name in names:
+            decode, prefill = (engine_trace(fleet, f"{name}/{phase}") for phase in ("decode", "prefill"))
+            # Of 16 parts of 8 SMs: decode from the end, prefill from the front.
+            assert decode.made == [(96, 32), (64, 64), (32, 96)]
+            assert prefill.made == [(0, 32), (0, 64), (0, 96)]
+            # In each of them the same graphs.
+            assert Counter(decode.captured.values()) == dict.fromkeys((*decode.made, whole), len(BATCHES))
+            assert len(decode.replayed) > 0
+            for trace in (decode, prefill):
+                assert trace.refused == []
+                # Kernels and graphs of a step are those of the context that its lease has chosen.
+                assert trace.astray == []
+        used = {place for name in names for place in engine_trace(fleet, f"{name}/decode").chosen}
+        assert len(used) > 1, "shares have changed"
+        assert engine_trace(fleet, "atlas/decode").asked > 0
+
+        def find() -> None:
+            fleet.wait(lambda: said(fleet, "is not current any more"), PATIENCE, "told of the lost context")
+            lost.unlink()
+
+        # It looks when a lease has another share, and ends; the next engine has contexts of its own.
+        lost.touch()
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(find)
+            while not found.done():
+                answers = [stream(fleet, name) for name in names]
+                assert [length(answer) for answer in answers] == [TOKENS] * 2
+            found.result()
+        fleet.wait_healthy()
+
+
+def test_kernels_that_ask_for_a_stream_compute_in_the_context_of_the_lease(deploy: Start, tmp_path: Path) -> None:
+    """Marlin's do, and vLLM would make one for them, in whichever context is current at the first step."""
+    path = share.checkpoint(tmp_path, "experts, gptq")
+    experts = {**model("experts", engine_args={**WHOLE, "load_format": "dummy"}), "path": str(path)}
+    with deploy(experts, gpus=1, gpu_memory=0.1, mps="on", sm_sharing="green_contexts") as fleet:
+        for _ in range(3):
+            assert [length(answer) for answer in [stream(fleet, "experts") for _ in range(2)]] == [TOKENS] * 2
+        for phase in ("prefill", "decode"):
+            trace = engine_trace(fleet, f"experts/{phase}")
+            assert len(set(trace.chosen)) > 1, "shares have changed"
+            assert trace.astray == []

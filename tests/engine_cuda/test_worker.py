@@ -102,6 +102,21 @@ def test_a_worker_sees_to_it_that_its_sms_are_its_own(tmp_path: Path, monkeypatc
     assert ran == list(range(worker.CHECKED_STEPS + 1))
 
 
+def test_what_asks_for_a_stream_gets_that_of_the_current_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM makes one of its own otherwise, in whichever context is current when a kernel asks first."""
+    made = a_worker(tmp_path, monkeypatch, 0, "aaaa")
+    streams: list[object] = []
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: ("default", device))
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+    made._stay_on_default_stream()
+    assert streams == []
+    made._contexts = object()
+    made._stay_on_default_stream()
+    assert streams == [("default", made.device)]
+
+
 # ------------------------------------------------------------ the holder
 
 
@@ -255,6 +270,19 @@ def test_graphs_hold_attention_where_that_works(tmp_path: Path, found: bool | No
     options = {} if own is None else {"compilation_config": {"cudagraph_mode": own}}
     of = msgspec.structs.replace(unit_spec(tmp_path, **options), ranks=1, gpu=GpuSpec(UUIDS[:1], full_graphs=found))
     assert args.engine_args(of, "m", "decode")["compilation_config"] == {"cudagraph_mode": mode}
+
+
+@pytest.mark.parametrize(("found", "mode"), [(None, "PIECEWISE"), (False, "PIECEWISE"), (True, "FULL_AND_PIECEWISE")])
+def test_a_configuration_that_is_silent_about_graphs_has_those_of_the_machine(
+    tmp_path: Path, found: bool | None, mode: str
+) -> None:
+    """vLLM's own default would be whole ones, on GPUs that nobody has tried."""
+    own = unit_spec(tmp_path, compilation_config={"cudagraph_capture_sizes": [1, 8]})
+    of = msgspec.structs.replace(own, ranks=1, gpu=GpuSpec(UUIDS[:1], full_graphs=found))
+    assert args.engine_args(of, "m", "decode")["compilation_config"] == {
+        "cudagraph_mode": mode,
+        "cudagraph_capture_sizes": [1, 8],
+    }
 
 
 def test_ranks_are_not_forked_where_cuda_was_touched(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from muxserve.gpu import environment
 from muxserve.gpu.environment import (
     client_environment,
     keeper_environment,
@@ -145,7 +146,32 @@ class TestParent:
         of = msgspec.structs.replace(several_gpus(), stages=2)
         assert "NCCL_NVLS_ENABLE" not in parent_environment(of, {})
 
-    def test_green_contexts_sample_without_flashinfer(self) -> None:
+    def test_kernels_are_compiled_where_a_toolkit_is(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """vLLM's default sampler and its FP8 products are compiled in the warm-up: engines would end there without."""
+        monkeypatch.setattr(environment, "_TOOLKIT", str(tmp_path / "usual"))
+        names = ("VLLM_USE_FLASHINFER_SAMPLER", "VLLM_USE_DEEP_GEMM")
+
+        def chosen(**environ: str) -> list[str | None]:
+            found = parent_environment(several_gpus(), {"PATH": str(tmp_path), **environ})
+            return [found.get(name) for name in names]
+
+        assert chosen() == ["0", "0"]
+        assert chosen(VLLM_USE_FLASHINFER_SAMPLER="1") == [None, "0"]
+        for home in ("named", "usual"):
+            compiler = tmp_path / home / "bin" / "nvcc"
+            compiler.parent.mkdir(parents=True)
+            compiler.touch(mode=0o755)
+            assert chosen(CUDA_HOME=str(tmp_path / home)) == ["0", None]
+        assert chosen() == ["0", None]
+        (tmp_path / "ninja").touch(mode=0o755)
+        assert chosen() == [None, None]
+        compiler.unlink()
+        assert chosen(PATH=f"{tmp_path}:{tmp_path / 'named' / 'bin'}") == [None, None]
+        # They look nowhere else then.
+        assert chosen(PATH=f"{tmp_path}:{tmp_path / 'named' / 'bin'}", CUDA_PATH="/nowhere") == ["0", "0"]
+
+    def test_green_contexts_sample_without_flashinfer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(environment, "without_compiler", lambda environ: {})
         assert parent_environment(several_gpus("green_contexts"), {})["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
         assert "VLLM_USE_FLASHINFER_SAMPLER" not in parent_environment(several_gpus(), {})
 

@@ -206,6 +206,18 @@ class TestDoctor:
         assert checks["MPS"].verdict == "ok"
         assert "vLLM for CUDA" in checks
 
+    def test_compilers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(doctor, "without_compiler", lambda: {"VLLM_USE_DEEP_GEMM": "0"})
+        monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "cc" else None)
+        checks = self.checks(FakeGpu())
+        assert (checks["C compiler"].verdict, checks["C compiler"].detail) == ("ok", "/usr/bin/cc")
+        assert "not needed (VLLM_USE_DEEP_GEMM=0)" in checks["CUDA toolkit"].detail
+        monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: "/nowhere")
+        assert self.checks(FakeGpu())["Python headers"].verdict == "note"
+        monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+        missing = self.checks(FakeGpu())["C compiler"]
+        assert (missing.verdict, "Triton" in missing.advice) == ("note", True)
+
     @pytest.mark.parametrize(
         ("gpu", "words"),
         [

@@ -39,7 +39,11 @@ std::mutex mutex;
 std::map<unsigned long long, Allocation> allocations;    // by handle
 std::map<unsigned long long, std::size_t> reservations;  // by address
 std::map<unsigned long long, std::size_t> mappings;      // by address
-std::map<unsigned long long, std::size_t> legacy;        // by address: allocated or opened
+struct Legacy {
+  std::size_t bytes;
+  unsigned long long handle;  // 0: of another process
+};
+std::map<unsigned long long, Legacy> legacy;  // by address: allocated or opened
 std::map<std::string, int> calls;
 std::string planned;
 int contexts = 0;
@@ -322,8 +326,8 @@ Result cuMemAlloc_v2(unsigned long long* address, std::size_t bytes) {
     if (fd < 0) return 2;
     void* found = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     *address = reinterpret_cast<unsigned long long>(found);
-    legacy[*address] = bytes;
     // The descriptor stays open for cuIpcOpenMemHandle, which opens it through /proc.
+    legacy[*address] = {bytes, next_handle};
     allocations[next_handle++] = {fd, bytes, 1};
     allocated += bytes;
     return 0;
@@ -333,27 +337,31 @@ Result cuMemAlloc_v2(unsigned long long* address, std::size_t bytes) {
 Result cuMemFree_v2(unsigned long long address) {
   return call("cuMemFree", [&] {
     if (legacy.count(address) == 0) return kInvalidValue;
-    const std::size_t bytes = legacy[address];
-    munmap(reinterpret_cast<void*>(address), bytes);
+    const Legacy memory = legacy[address];
+    munmap(reinterpret_cast<void*>(address), memory.bytes);
     legacy.erase(address);
-    for (auto& each : allocations) {
-      if (each.second.bytes != bytes) continue;
-      drop(each.first);
-      break;
-    }
+    if (memory.handle != 0) drop(memory.handle);
+    return 0;
+  });
+}
+
+Result cuMemGetAddressRange_v2(unsigned long long* base, std::size_t* bytes, unsigned long long address) {
+  return call("cuMemGetAddressRange", [&] {
+    auto found = legacy.upper_bound(address);
+    if (found == legacy.begin() || address >= (--found)->first + found->second.bytes) return kInvalidValue;
+    *base = found->first;
+    *bytes = found->second.bytes;
     return 0;
   });
 }
 
 Result cuIpcGetMemHandle(IpcHandle* handle, unsigned long long address) {
   return call("cuIpcGetMemHandle", [&] {
-    if (legacy.count(address) == 0) return kInvalidValue;
+    if (legacy.count(address) == 0 || legacy[address].handle == 0) return kInvalidValue;
     std::memset(handle, 0, sizeof *handle);
-    for (const auto& each : allocations) {
-      if (each.second.bytes != legacy[address]) continue;
-      std::snprintf(reinterpret_cast<char*>(handle->bytes), sizeof handle->bytes, "/proc/%d/fd/%d %zu",
-                    static_cast<int>(getpid()), each.second.fd, each.second.bytes);
-    }
+    const Legacy memory = legacy[address];
+    std::snprintf(reinterpret_cast<char*>(handle->bytes), sizeof handle->bytes, "/proc/%d/fd/%d %zu",
+                  static_cast<int>(getpid()), allocations.at(memory.handle).fd, memory.bytes);
     return 0;
   });
 }
@@ -368,7 +376,7 @@ Result cuIpcOpenMemHandle_v2(unsigned long long* address, IpcHandle handle, unsi
     void* found = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     close(fd);
     *address = reinterpret_cast<unsigned long long>(found);
-    legacy[*address] = bytes;
+    legacy[*address] = {bytes, 0};
     return 0;
   });
 }
@@ -376,7 +384,7 @@ Result cuIpcOpenMemHandle_v2(unsigned long long* address, IpcHandle handle, unsi
 Result cuIpcCloseMemHandle(unsigned long long address) {
   return call("cuIpcCloseMemHandle", [&] {
     if (legacy.count(address) == 0) return kInvalidValue;
-    munmap(reinterpret_cast<void*>(address), legacy[address]);
+    munmap(reinterpret_cast<void*>(address), legacy[address].bytes);
     legacy.erase(address);
     return 0;
   });

@@ -52,7 +52,17 @@ class PooledGPUWorker(gpu_worker.Worker):
         # vLLM would refuse to start when less is free than a part of the whole GPU.
         gpu_worker.request_memory = _request_nothing
         super().init_device()
+        self._stay_on_default_stream()
         self._check_device()
+
+    def _stay_on_default_stream(self) -> None:
+        """Compute on the default stream, which is that of whichever context is current.
+
+        Some kernels (Marlin's) ask for `vllm.utils.current_stream`, which makes a stream of its own when it is asked
+        first: all later steps would be computed in the context that was current then, whatever their leases say.
+        """
+        if self._contexts is not None:
+            torch.cuda.set_stream(torch.cuda.default_stream(self.device))
 
     def _bind(self) -> None:
         binding.bind_worker(self.vllm_config, self.rank)
