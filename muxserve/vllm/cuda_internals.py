@@ -96,6 +96,10 @@ INTERNALS: list[Internal] = [
     ("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", ()),
     ("vllm.v1.worker.gpu_worker", "Worker.execute_model", ("scheduler_output",)),
     ("vllm.v1.worker.gpu_worker", "request_memory", ("init_snapshot", "cache_config", "external_weight_memory")),
+    ("vllm.v1.worker.workspace", "is_workspace_manager_initialized", ()),
+    ("vllm.v1.worker.workspace", "unlock_workspace", ()),
+    ("vllm.utils.torch_utils", "current_stream", ()),
+    ("vllm.utils.torch_utils", "_patched_set_stream", ("stream",)),
     # weights
     (_LOADER, "register_model_loader", ("load_format",)),
     (_LOADER, "_LOAD_FORMAT_TO_MODEL_LOADER", ()),

@@ -13,6 +13,7 @@ from typing import cast
 import msgspec
 import pytest
 
+from muxserve.cluster import starts
 from muxserve.cluster.controller import EXIT_OK, EXIT_START
 from muxserve.cluster.events import Down, Failed, PartId, Progress, Starting, Up
 from muxserve.cluster.supervision import GaveUp
@@ -174,6 +175,26 @@ async def test_a_server_that_does_not_outlive_a_killed_client_is_started_again(o
     assert "ended with the MPS server" in reasons.values()
     # That engines end with it is no reason to start it again.
     assert fleet.ups(MPS) == 2
+
+
+async def test_an_engine_that_hangs_is_taken_off_the_gpus_before_it_is_killed(
+    gpu_fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a killed client has launched may go on otherwise."""
+    told: list[tuple[Path, set[int], bool]] = []
+
+    def terminate(directory: Path, pids: set[int]) -> None:
+        told.append((directory, pids, all(alive(pid) for pid in pids)))
+
+    monkeypatch.setattr(starts.mps, "terminate", terminate)
+    await gpu_fleet.serving()
+    engine, memory = gpu_fleet.pid(ENGINES[0]), gpu_fleet.pid(MEMORY)
+    for part in (ENGINES[0], MEMORY):
+        gpu_fleet.host.parts[part].kill_hung(60.0)
+    await gpu_fleet.until(lambda: gpu_fleet.ups(ENGINES[0]) >= 2 and gpu_fleet.ups(MEMORY) == 2)
+    assert (gpu_fleet.controller.fleet.units[0].unit_spec.mps_dir, {engine}, True) in told
+    # It is no client.
+    assert not any(memory in pids for _, pids, _ in told)
 
 
 async def test_a_holder_that_waits_for_others_has_all_its_time_left(gpu_fleet: Fleet) -> None:

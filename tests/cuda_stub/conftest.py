@@ -5,9 +5,17 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+
+from tests.e2e.fleet import Fleet, running
+from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
@@ -17,6 +25,7 @@ HEADERS = (WHEELS / "nvidia/cu13/include", WHEELS / "triton/backends/nvidia/incl
 DRIVER = ROOT / "memory_manager/tests/fake_cuda/fake_cuda.cpp"
 
 Environment = dict[str, str]
+Start = Callable[..., AbstractContextManager[Fleet]]
 
 
 def compile_library(library: Path, *arguments: str | Path) -> None:
@@ -88,6 +97,27 @@ def with_mps(tmp_path: Path, with_a_gpu: Environment) -> Environment:
     }
     del environment["CUDA_VISIBLE_DEVICES"]
     return environment
+
+
+@pytest.fixture
+def deploy(tmp_path: Path, with_mps: Environment) -> Start:
+    """Deploys a fleet on the stand-ins."""
+
+    @contextmanager
+    def start(
+        *models: dict[str, Any], policy: str = "slack", lies: Mapping[str, str] | None = None, **cluster: Any
+    ) -> Iterator[Fleet]:
+        path = tmp_path / "fleet.yaml"
+        fleet_file = {"policy": policy, "cluster": {"gpu_memory": 0.05, **cluster}, "models": list(models)}
+        path.write_text(yaml.safe_dump(fleet_file))
+        # The sockets of MPS want a short path.
+        with (
+            tempfile.TemporaryDirectory(prefix="m") as short,
+            running(path, 10 * PATIENCE, {**with_mps, **(lies or {}), "XDG_RUNTIME_DIR": short}) as fleet,
+        ):
+            yield fleet
+
+    return start
 
 
 def _environment(directory: Path) -> Environment:

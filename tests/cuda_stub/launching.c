@@ -42,9 +42,13 @@ R cuOccupancyMaxActiveClusters(int* count, void* function, const void* config) {
   *count = 1;
   return 0;
 }
+// 11 is where its allocation begins.
+R cuMemGetAddressRange_v2(unsigned long long* base, size_t* size, unsigned long long pointer);
 R cuPointerGetAttribute(void* value, int which, unsigned long long pointer) {
-  (void)which;
-  memcpy(value, &pointer, sizeof pointer);
+  unsigned long long base = 0;
+  size_t size = 0;
+  if (which != 11 || cuMemGetAddressRange_v2(&base, &size, pointer)) base = pointer;
+  memcpy(value, &base, sizeof base);
   return 0;
 }
 

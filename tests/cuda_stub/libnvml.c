@@ -76,6 +76,8 @@ int nvmlSystemGetCudaDriverVersion_v2(int* version) {
   return 0;
 }
 
+int nvmlSystemGetCudaDriverVersion(int* version) { return nvmlSystemGetCudaDriverVersion_v2(version); }
+
 int nvmlSystemGetDriverVersion(char* text, unsigned length) { snprintf(text, length, "580.65.06"); return 0; }
 
 // Nobody computes.

@@ -14,18 +14,18 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from muxserve.gpu import mps
 from muxserve.gpu.findings import GRAPHS, Findings, ProbeFinding
 from muxserve.gpu.nvml import Gpu
 from muxserve.probes.lab import PROBES, Lab, run
-from tests.cuda_stub.conftest import ROOT, WHEELS, Environment
+from tests.cuda_stub.conftest import ROOT, WHEELS, Environment, Start
 from tests.cuda_stub.share import UUIDS
-from tests.cuda_stub.test_fleet import TOKENS, WHOLE, Start, engine_trace, length, model, said, stream, through
+from tests.cuda_stub.test_fleet import TOKENS, WHOLE, engine_trace, length, model, said, stream, through
+from tests.e2e.fleet import Fleet
 from tests.support.patience import PATIENCE
-
-import msgspec  # isort: skip
 
 pytestmark = pytest.mark.skipif(not (WHEELS / ".installed").exists(), reason="needs vLLM's CUDA build: make cuda-stub")
 
@@ -132,6 +132,6 @@ def test_deploy_does_what_is_remembered(with_mps: Environment, deploy: Start) ->
         assert said(fleet, "ended with the MPS server") > 0
 
 
-def _unit_specs(fleet) -> set[str]:
+def _unit_specs(fleet: Fleet) -> set[str]:
     lines = [line for _, line in fleet.commands() if "--unit-spec" in line]
     return {line[line.index("--unit-spec") + 1] for line in lines}

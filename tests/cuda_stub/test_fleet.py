@@ -9,22 +9,19 @@ graphs and contexts is read from the trace of the stand-in (`streams.cpp`).
 from __future__ import annotations
 
 import json
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-import yaml
 
 from tests.cuda_stub import share
-from tests.cuda_stub.conftest import ROOT, WHEELS, Environment
+from tests.cuda_stub.conftest import ROOT, WHEELS, Start
 from tests.cuda_stub.trace import Trace
-from tests.e2e.fleet import Fleet, running
+from tests.e2e.fleet import Fleet
 from tests.support.patience import PATIENCE
 
 pytestmark = pytest.mark.skipif(not (WHEELS / ".installed").exists(), reason="needs vLLM's CUDA build: make cuda-stub")
@@ -36,32 +33,9 @@ BATCHES = [1, 2, 4]
 # Captured whole, of the model as it is: what torch.compile makes of it takes half a minute.
 WHOLE = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": BATCHES}}
 
-Start = Callable[..., AbstractContextManager[Fleet]]
-
 
 def model(name: str, **more: Any) -> dict[str, Any]:
     return {"name": name, "path": str(ROOT / "configs/models" / name), **SIZES, "engine_args": EAGER, **more}
-
-
-@pytest.fixture
-def deploy(tmp_path: Path, with_mps: Environment) -> Start:
-    """Deploys a fleet on the stand-ins."""
-
-    @contextmanager
-    def start(
-        *models: dict[str, Any], policy: str = "slack", lies: Mapping[str, str] | None = None, **cluster: Any
-    ) -> Iterator[Fleet]:
-        path = tmp_path / "fleet.yaml"
-        fleet_file = {"policy": policy, "cluster": {"gpu_memory": 0.05, **cluster}, "models": list(models)}
-        path.write_text(yaml.safe_dump(fleet_file))
-        # The sockets of MPS want a short path.
-        with (
-            tempfile.TemporaryDirectory(prefix="m") as short,
-            running(path, 10 * PATIENCE, {**with_mps, **(lies or {}), "XDG_RUNTIME_DIR": short}) as fleet,
-        ):
-            yield fleet
-
-    return start
 
 
 def stream(fleet: Fleet, name: str, tokens: int = TOKENS) -> openai.Stream[Any]:

@@ -14,6 +14,7 @@ from vllm.compilation import cuda_graph
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode
 from vllm.distributed import parallel_state
+from vllm.v1.worker import workspace
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from muxserve.engine.cuda.graphs import ContextGraphs
@@ -91,6 +92,31 @@ def test_a_pool_that_moved_has_the_graphs_of_all_contexts_captured_anew(
     for index in (0, 1, 2):
         graphs.use(index)
         assert wrapper.concrete_cudagraph_entries == {"batch": ("anew", 11 + index)}
+
+
+@pytest.mark.parametrize("contexts", [True, False])
+def test_kernels_may_make_something_for_the_stream_of_every_capture(
+    fake: FakeDriver, graphs: ContextGraphs, monkeypatch: pytest.MonkeyPatch, contexts: bool
+) -> None:
+    """vLLM locks its workspaces at the end of a capture: no later one, from another stream, could take place."""
+    workspace.init_workspace_manager(torch.device("cpu"))
+    streams = iter(range(100))
+
+    def capture(self: object) -> int:
+        manager = workspace.current_workspace_manager()
+        manager.get_persistent(("marlin_locks", next(streams)), (1,), torch.int)
+        workspace.lock_workspace()
+        return 1
+
+    monkeypatch.setattr(GPUModelRunner, "capture_model", capture)
+    runner: Any = PooledGPUModelRunner.__new__(PooledGPUModelRunner)
+    runner.graphs = graphs if contexts else None
+    try:
+        captured = [runner.capture_model() for _ in range(2)]
+        assert captured == [3, 3] if contexts else [1, 1]
+        assert workspace.current_workspace_manager().is_locked()
+    finally:
+        workspace.reset_workspace_manager()
 
 
 def test_engines_with_all_sms_capture_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import torch
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+from vllm.v1.worker import workspace
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import bind_kv_cache
 
@@ -54,9 +55,14 @@ class PooledGPUModelRunner(ResumingRunner, GPUModelRunner):
             self.capture_model()
 
     def capture_model(self) -> int:
-        if self.graphs is None:
-            return super().capture_model()
-        return self.graphs.capture(super().capture_model)
+        return self._capture() if self.graphs is None else self.graphs.capture(self._capture)
+
+    def _capture(self) -> int:
+        # vLLM locks its workspaces when it has captured once. Marlin's kernels want something there for each stream,
+        # and every capture is from another one.
+        if workspace.is_workspace_manager_initialized():
+            workspace.unlock_workspace()
+        return super().capture_model()
 
     def _pool(self) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
         """The mapped pool, uint8 [pages, page bytes] on the device, and the page table in shared memory."""
