@@ -102,6 +102,18 @@ class TestDeploy:
         assert len(notes) == 4
         assert f"as found by `muxserve doctor --gpu`: {FALLBACK_WORDS['nvls_off']}" in notes
 
+    @pytest.mark.parametrize(
+        ("fallbacks", "exported", "contexts"),
+        [((), True, 2), (("nvls_off",), True, 2), (("ipc_legacy",), False, 3), (("keepers_in_mps",), False, 3)],
+    )
+    def test_holders_stay_where_memory_ends_with_them(
+        self, monkeypatch: pytest.MonkeyPatch, fallbacks: tuple[Fallback, ...], exported: bool, contexts: int
+    ) -> None:
+        """Each then has a context, which the budget counts."""
+        made, _ = self.tried(monkeypatch, findings(*fallbacks), unit())
+        assert made.deployed.exports_weights is exported
+        assert made._memory_rules.processes == contexts
+
     def test_graphs_hold_attention_where_that_was_found_to_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
         base = findings()
         worked = msgspec.structs.replace(base, findings=(ProbeFinding(GRAPHS, "ok", "equal"),))
