@@ -17,6 +17,9 @@ FLEET ?= configs/quickstart.yaml
 PORT ?= 8000
 PYTEST_ARGS ?=
 SOAK_ARGS ?= --minutes 60
+# Of what pip says, the packages of 10 MB and more: where most of the time goes.
+LARGE := sed -unE -e 's~^ *(Downloading|Using cached) ([^ ]*/)?([^ /]+) \(([0-9]{2,}\.[0-9] MB|[0-9.]+ GB)\).*~  \1 \3 (\4)~p' \
+	-e 's~^Installing collected packages.*~  Unpacking all of them~p'
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 NATIVE_PYTHON ?= python3.12
 
@@ -29,7 +32,7 @@ $(VENV)/.installed: requirements/cpu.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v == (3, 11) else "MuxServe needs Python 3.11, $(PYTHON) is %d.%d; set PYTHON=/path/to/python3.11" % v)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing pinned packages into $(VENV) (about 2 GB, a few minutes the first time)"
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --quiet --no-deps -r requirements/cpu.txt
+	@set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-deps -r requirements/cpu.txt | $(LARGE)
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.installed pyproject.toml CMakeLists.txt $(CPP)
