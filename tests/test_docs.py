@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from muxserve.config.loader import parse_fleet
 from tests.support import model_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -101,6 +102,14 @@ def test_prose_is_free_of_what_a_linter_finds(tmp_path: Path) -> None:
     (tmp_path / "bad.md").write_text("It is a very unique and completely finished thing, at the end of the day.\n")
     bad = subprocess.run([*linter, str(tmp_path / "bad.md")], capture_output=True, text=True, env=environment)
     assert "uncomparables" in bad.stdout, bad.stdout + bad.stderr
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/first-fleet.md"])
+def test_a_newcomer_can_save_the_fleet_files_in_the_repository(name: str) -> None:
+    files = re.findall(r"^```yaml\n(.*?)^```", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)
+    assert files
+    for text in files:
+        assert parse_fleet(text, "fleet.yaml", ROOT).models
 
 
 def test_the_table_of_models_claims_what_tests_show() -> None:
