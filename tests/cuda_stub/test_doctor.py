@@ -8,6 +8,7 @@ Kernels compute nothing: the stand-ins say what comparisons on the device come t
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -20,8 +21,10 @@ from muxserve.gpu import mps
 from muxserve.gpu.findings import GRAPHS, Findings, ProbeFinding
 from muxserve.gpu.nvml import Gpu
 from muxserve.probes.lab import PROBES, Lab, run
-from tests.cuda_stub.conftest import ROOT, WHEELS, Environment
+from tests.cuda_stub.conftest import ROOT, WHEELS, Environment, Start
 from tests.cuda_stub.share import UUIDS
+from tests.cuda_stub.test_fleet import TOKENS, WHOLE, engine_trace, length, model, said, stream, through
+from tests.e2e.fleet import Fleet
 from tests.support.patience import PATIENCE
 
 pytestmark = pytest.mark.skipif(not (WHEELS / ".installed").exists(), reason="needs vLLM's CUDA build: make cuda-stub")
@@ -104,3 +107,31 @@ def test_what_a_driver_refuses_or_lies_about_has_a_way_out(
     (found,) = run(lab, [each for each in PROBES if each.name == probe])
     assert (found.verdict, found.fallbacks) == ("failed", (fallback,)), found.detail
     assert words in found.detail
+
+
+def test_deploy_does_what_is_remembered(with_mps: Environment, deploy: Start) -> None:
+    fault = Path(with_mps["FAKE_MPS"]) / "fault"
+    fault.touch()
+    refused = {**NO_IMPORT, "CUDA_STUB_REFUSES": "cuGreenCtxCreate", "CUDA_STUB_NO_MULTICAST": "1"}
+    status, words = doctor(with_mps, {**refused, "CUDA_STUB_GRAPH_FLOAT": "3.5"})
+    fault.unlink()
+    assert status == 0, words
+    chosen = {each for finding in remembered(with_mps).values() for each in finding.fallbacks}
+    assert chosen == {"ipc_legacy", "piecewise", "nvls_off", "restart_mps", "mps_shares"}
+    of_two_ranks = model("atlas", engine_args=WHOLE)
+    with deploy(of_two_ranks, gpus=2, mps="on", sm_sharing="green_contexts", lies=refused) as fleet:
+        (unit,) = (Path(line).parent for line in _unit_specs(fleet))
+        gpu = json.loads((unit / "unit.json").read_text())["gpu"]
+        assert (gpu["sm_sharing"], gpu["ipc"], gpu["nvls"]) == ("mps", "legacy", False)
+        assert length(stream(fleet, "atlas")) == TOKENS
+        assert fleet.part("weights atlas") is not None
+        assert engine_trace(fleet, "atlas/decode").captured == {}
+        # The server is started again with an engine that was killed.
+        assert through(fleet, "atlas", lambda: fleet.kill("engine atlas/decode")) == TOKENS
+        fleet.wait_healthy()
+        assert said(fleet, "ended with the MPS server") > 0
+
+
+def _unit_specs(fleet: Fleet) -> set[str]:
+    lines = [line for _, line in fleet.commands() if "--unit-spec" in line]
+    return {line[line.index("--unit-spec") + 1] for line in lines}
