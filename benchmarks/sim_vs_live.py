@@ -8,9 +8,10 @@ then the workloads that are judged, with other requests and at other rates. The 
 --from-fleet` as it is after the calibration, and what single requests take beside their steps; then the workloads.
 Nothing of the judged runs is known to it. Bars: means within 5 %, p99 within 10 %.
 
-Costs are tried in two ways. `learnt`: steps were measured beside gateway and client, so that the work of these is in
-them. `learnt+front-end`: the work of requests and tokens outside of engines stretches jobs beside that
-(`costs/front_end.py`). `--profile` adds `profiled`: that profile instead, with the front end's work.
+What the fleet has learnt are steps without waiting for a core. The work of requests, steps and tokens outside of
+engines, the client's too, stretches jobs beside that (`costs/front_end.py`); it is measured with single requests, and
+with as many as the fleet takes at once. Way `learnt` is without that work, `learnt+front-end` with it. `--profile` adds
+`profiled`: that profile instead, with the front end's work.
 
 What remains is looked for in pairs of one request live and simulated: how much later its first token came, by the third
 of the prompts that it is in, and by how many requests were under way (`remains`, medians in ms). `client_late` is how
@@ -20,10 +21,12 @@ late the client sent requests, which counts as latency live.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import resource
 import sys
 import tempfile
+import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,7 +54,7 @@ ENGINES = "muxserve engine"  # what their processes are called
 PROMPT = LogNormalLengths(96, 0.8, 8, 768)
 OUTPUT = LogNormalLengths(96, 0.6, 8, 384)
 ALONE_TOKENS = 64
-# Requests in all and their output tokens: what the front end costs per request and per token comes apart.
+# Requests in all and their output tokens: what the front end costs per request and per step comes apart.
 SINGLES = ((24, 4), (24, 64), (48, 4))
 # Requests that are sent at once, and how many of them are under way.
 AT_ONCE, IN_FLIGHT = 100, 32
@@ -65,11 +68,12 @@ FLEETS: dict[str, tuple[str, dict[str, Any]]] = {
 
 class Served(NamedTuple):
     """Requests, and what became of them on the live fleet, both in order of arrival; core-seconds outside of engines
-    meanwhile; and by how many seconds the client sent them too late (`mean`, `p99`)."""
+    and steps of engines meanwhile; and by how many seconds the client sent them too late (`mean`, `p99`)."""
 
     requests: list[TraceRequest]
     records: list[RequestRecord]
     work: float
+    steps: int
     late: dict[str, float]
 
     @property
@@ -83,6 +87,7 @@ class Live(NamedTuple):
 
     capacity: float
     singles: list[Served]
+    at_once: Served
     learnt: Profile
     judged: dict[str, Served]
 
@@ -104,7 +109,7 @@ def serve(server: Server, names: Sequence[str], requests: list[TraceRequest], fo
     """Send them; the work is that of the gateway, the unit scheduler, and the client, which shares the cores too."""
     trace, lines, report = folder / "trace.jsonl", folder / "records.jsonl", folder / "replay.json"
     write_trace(trace, list(names), requests)
-    before = server.cpu_seconds(without=ENGINES) + client_seconds()
+    before, steps = server.cpu_seconds(without=ENGINES) + client_seconds(), engine_steps(server)
     run("replay", "--url", server.url, "--workload", trace, "--records", lines, "-o", report, *more)
     work = server.cpu_seconds(without=ENGINES) + client_seconds() - before
     records = msgspec.json.decode(_array(lines), type=list[RequestRecord])
@@ -114,6 +119,7 @@ def serve(server: Server, names: Sequence[str], requests: list[TraceRequest], fo
         # They are written as they end.
         sorted(records, key=lambda record: record.arrival),
         work,
+        engine_steps(server) - steps,
         {key: round(late["lateness"][key], 5) for key in ("mean", "p99")},
     )
 
@@ -123,20 +129,33 @@ def _array(lines: Path) -> bytes:
     return b"[" + b",".join(lines.read_bytes().splitlines()) + b"]"
 
 
+def engine_steps(server: Server) -> int:
+    """Steps that the fleet's engines have reported."""
+    with urllib.request.urlopen(f"{server.url}/fleet", timeout=30) as answer:
+        fleet = json.load(answer)
+    models = [model for unit in fleet["units"] for model in unit["state"]["models"].values()]
+    return sum(phase["jobs"] for model in models for phase in model["phases"].values())
+
+
 def client_seconds() -> float:
     """CPU time of the replays that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
-def front_end_work(runs: Sequence[Served]) -> tuple[float, float]:
-    """Core-seconds per request and per token: `work = start + request * n + token * tokens` of three runs."""
+def front_end_work(runs: Sequence[Served], at_once: Served) -> tuple[float, float, float]:
+    """Core-seconds per request, per step of an engine and per token, of runs of single requests and one of many:
+    `work = start + request * n + step * steps + token * tokens`. Each token of a single request is a step."""
     first, longer, more = runs
-    tokens = [sum(request.output_tokens for request in each.requests) for each in runs]
-    token = (longer.work - first.work) / (tokens[1] - tokens[0])
+    tokens = [sum(request.output_tokens for request in each.requests) for each in (*runs, at_once)]
+    alone = (longer.work - first.work) / (tokens[1] - tokens[0])
     others = len(more.requests) - len(first.requests)
-    request = (more.work - first.work - token * (tokens[2] - tokens[0])) / others
-    return max(0.0, request), max(0.0, token)
+    request = max(0.0, (more.work - first.work - alone * (tokens[2] - tokens[0])) / others)
+    start = first.work - request * len(first.requests) - alone * tokens[0]
+    # Of the many: alone * steps + token * (tokens - steps).
+    rest = at_once.work - start - request * len(at_once.requests) - alone * at_once.steps
+    token = min(max(0.0, rest / max(1, tokens[3] - at_once.steps)), alone)
+    return request, alone - token, token
 
 
 def measure(file: Path, names: Sequence[str], options: argparse.Namespace, folder: Path) -> Live:
@@ -158,7 +177,7 @@ def measure(file: Path, names: Sequence[str], options: argparse.Namespace, folde
         for part in options.parts:
             requests = workload(names, part * capacity, options.duration, options.seed)
             judged[f"{part:g}"] = serve(server, names, requests, folder)
-    return Live(capacity, lone, load_profile(out), judged)
+    return Live(capacity, lone, taken, load_profile(out), judged)
 
 
 class Played:
@@ -209,8 +228,8 @@ def misses(rows: dict[str, dict[str, float]]) -> list[str]:
 
 def judge(live: Live, file: Path, given: Profile | None, cores: int) -> dict[str, Any]:
     """Simulate what was served, with costs of each kind."""
-    request_work, token_work = front_end_work(live.singles)
-    work = Overheads(request_work=request_work / cores, token_work=token_work / cores)
+    request, step, token = (seconds / cores for seconds in front_end_work(live.singles, live.at_once))
+    work = Overheads(request_work=request, step_work=step, token_work=token)
     ways: dict[str, tuple[Profile, Overheads]] = {
         "learnt": (live.learnt, Overheads()),
         "learnt+front-end": (live.learnt, work),

@@ -17,15 +17,16 @@ from muxserve.costs.profile import Overheads
 @dataclass(frozen=True, slots=True)
 class FrontEnd:
     """A `LatencyModel` whose jobs bring work for the front end with them: seconds of the whole device per prompt
-    (`request`) and per token that is emitted (`token`)."""
+    (`request`), per token that is emitted (`token`) and per step, whose tokens come in one message (`step`)."""
 
     latency: LatencyModel
     request: float
     token: float
+    step: float = 0.0
 
     def engine(self, architecture: ModelArchitecture, shape: EngineShape) -> EngineCosts:
         """See `LatencyModel.engine`."""
-        return _WithFrontEnd(self.latency.engine(architecture, shape), self.request, self.token)
+        return _WithFrontEnd(self.latency.engine(architecture, shape), self.request, self.token, self.step)
 
     def slowdown(self, device: str, mine: Load, others: tuple[Load, ...]) -> float:
         """See `LatencyModel.slowdown`."""
@@ -37,6 +38,7 @@ class _WithFrontEnd:
     costs: EngineCosts
     request: float
     token: float
+    step: float
 
     def prefill(self, tokens: int, pairs: int, sequences: int) -> float:
         return self.costs.prefill(tokens, pairs, sequences)
@@ -46,20 +48,20 @@ class _WithFrontEnd:
 
     def prefill_load(self, tokens: int, pairs: int, sequences: int) -> Load:
         load = self.costs.prefill_load(tokens, pairs, sequences)
-        work = sequences * (self.request + self.token)
+        work = self.step + sequences * (self.request + self.token)
         return Load(load.bandwidth, load.compute + work / self.costs.prefill(tokens, pairs, sequences))
 
     def decode_load(self, batch: int, context: int) -> Load:
         load = self.costs.decode_load(batch, context)
         seconds = self.costs.decode(batch, context).seconds(context)
-        return Load(load.bandwidth, load.compute + batch * self.token / seconds)
+        return Load(load.bandwidth, load.compute + (self.step + batch * self.token) / seconds)
 
 
 def with_front_end(latency: LatencyModel, overheads: Overheads | None) -> LatencyModel:
     """`latency`, and the front end's work where some was measured."""
-    if overheads is None or not (overheads.request_work or overheads.token_work):
+    if overheads is None or not (overheads.request_work or overheads.token_work or overheads.step_work):
         return latency
-    return FrontEnd(latency, overheads.request_work, overheads.token_work)
+    return FrontEnd(latency, overheads.request_work, overheads.token_work, overheads.step_work)
 
 
 def engines_only(latency: LatencyModel) -> LatencyModel:

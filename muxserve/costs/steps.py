@@ -11,7 +11,8 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 class StepSums(msgspec.Struct, array_like=True, gc=False):
     """Steps of one kind of one engine, summed up: `steps` of them took `seconds`, computed `tokens` for `sequences`
-    with `pairs` of (query, key), and sequences that decoded read `context` tokens of KV.
+    with `pairs` of (query, key), and sequences that decoded read `context` tokens of KV. In `seconds` those are not
+    counted in which an engine on a CPU waited for a core.
 
     Prefill steps may have decoding sequences among theirs (of which pairs are not counted); decode steps have no
     prompts, and no pairs.

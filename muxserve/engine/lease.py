@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from muxserve.costs.steps import StepBatch, StepSums
+from muxserve.engine.core_waits import without_waiting
 from muxserve.engine.stage_clock import NO_STAGES, StageSeconds
 from muxserve.wire import HandOver, Lease, Prefilled, Returned, StepReport
 
@@ -97,10 +98,17 @@ class HeldLease:
         self._settle()
 
     def stepped(
-        self, seconds: float, tokens: int, news: StepNews, prefill_tokens: int = 0, batch: StepBatch | None = None
+        self,
+        seconds: float,
+        tokens: int,
+        news: StepNews,
+        prefill_tokens: int = 0,
+        batch: StepBatch | None = None,
+        waited: float = 0.0,
     ) -> None:
-        """A step took `seconds` and computed `tokens` tokens, of which `prefill_tokens` are of prompts where the engine
-        is of both phases; `batch` is what it consisted of. Report it if that is due."""
+        """A step took `seconds`, `waited` of them for a core, and computed `tokens` tokens, of which `prefill_tokens`
+        are of prompts where the engine is of both phases; `batch` is what it consisted of. Report it if that is due.
+        """
         now = time.monotonic()
         self._left -= 1
         if not tokens:
@@ -113,7 +121,7 @@ class HeldLease:
         if self._phase == "prefill":
             self._untold_prefill_seconds += seconds
         if batch is not None and tokens:
-            (self._prefills if batch.prompts else self._decodes).add(seconds, batch)
+            (self._prefills if batch.prompts else self._decodes).add(without_waiting(seconds, waited), batch)
         worth = bool(news) or not tokens or bool(prefill_tokens) or self._every_step or self._admitted
         half = self._left * 2 <= self._steps or now - self._begun >= self._deadline - now
         over = self._left <= 0 or now >= self._deadline

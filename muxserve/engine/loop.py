@@ -15,6 +15,7 @@ from vllm.v1.executor.abstract import Executor
 
 from muxserve.engine.binding import Binding, bind, current
 from muxserve.engine.budget import BudgetedSteps, token_budget_of
+from muxserve.engine.core_waits import CoreWaits, NoWaits
 from muxserve.engine.grammars import use_grammars
 from muxserve.engine.lease import HeldLease, StepNews
 from muxserve.engine.outputs import TokenSender
@@ -123,6 +124,7 @@ class EngineLoop:
         )
         self._inbox = Inbox(log, decode)
         self._trim = IdleTrim()
+        self._waits = CoreWaits() if core.vllm_config.device_config.device_type == "cpu" else NoWaits()
         self._stalled = False
         self._stopping = False
         # The part of the SMs on which the engine computes, where leases say which.
@@ -303,7 +305,7 @@ class EngineLoop:
 
     def _step(self, may_begin: bool) -> None:
         """Run a step; without `may_begin` only what is in the pipeline already."""
-        began = time.monotonic()
+        began, waits = time.monotonic(), self._waits.total()
         finished: list[str] = []
         try:
             try:
@@ -325,7 +327,7 @@ class EngineLoop:
         except MemoryManagerGone:
             self._recover_memory(finished)
             return
-        seconds = time.monotonic() - began
+        seconds, waited = time.monotonic() - began, self._waits.total() - waits
         self._stalled = in_vain
 
         news = StepNews(finished, handed)
@@ -341,7 +343,7 @@ class EngineLoop:
         if ran or in_vain:
             prefill_tokens = self.scheduler.last_prefill_tokens if self.binding.phase == "both" else 0
             batch = self.scheduler.last_batch if ran else None
-            self._lease.stepped(seconds, self.scheduler.last_scheduled_tokens, news, prefill_tokens, batch)
+            self._lease.stepped(seconds, self.scheduler.last_scheduled_tokens, news, prefill_tokens, batch, waited)
         else:
             self._lease.drained(seconds, news)
 

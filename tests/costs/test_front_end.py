@@ -14,8 +14,8 @@ from tests.costs.models import SEVEN_B
 SHAPE = EngineShape("CPU", 1, 0.5, "float32")
 
 
-def costs(request: float, token: float, architecture: ModelArchitecture = SEVEN_B):
-    return FrontEnd(Roofline(), request, token).engine(architecture, SHAPE)
+def costs(request: float, token: float, step: float = 0.0, architecture: ModelArchitecture = SEVEN_B):
+    return FrontEnd(Roofline(), request, token, step).engine(architecture, SHAPE)
 
 
 def test_steps_take_as_long_as_without() -> None:
@@ -39,6 +39,16 @@ def test_a_prefill_step_brings_the_work_of_its_requests_and_first_tokens() -> No
     assert more == pytest.approx(2 * 0.011 / seconds)
 
 
+def test_a_step_brings_work_of_its_own_however_many_tokens_it_has() -> None:
+    plain, loaded = Roofline().engine(SEVEN_B, SHAPE), costs(0.0, 0.0, 0.002)
+    for batch in (1, 8):
+        seconds = plain.decode(batch, 400).seconds(400)
+        more = loaded.decode_load(batch, 400).compute - plain.decode_load(batch, 400).compute
+        assert more == pytest.approx(0.002 / seconds)
+    more = loaded.prefill_load(128, 4160, 2).compute - plain.prefill_load(128, 4160, 2).compute
+    assert more == pytest.approx(0.002 / plain.prefill(128, 4160, 2))
+
+
 def test_two_engines_that_leave_no_core_free_are_stretched_by_just_that_work() -> None:
     model = FrontEnd(Roofline(), 0.0, 0.0)
     # Two engines on half of the cores each, and a tenth of the cores for the front end of each.
@@ -54,3 +64,4 @@ def test_nothing_measured_changes_nothing() -> None:
     assert with_front_end(roofline, None) is roofline
     assert with_front_end(roofline, Overheads(turn=0.001)) is roofline
     assert isinstance(with_front_end(roofline, Overheads(token_work=1e-4)), FrontEnd)
+    assert isinstance(with_front_end(roofline, Overheads(step_work=1e-4)), FrontEnd)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from muxserve.costs.steps import StepBatch, StepSums
 from muxserve.engine import lease as module
 from muxserve.engine.lease import HeldLease, StepNews
 from muxserve.wire import Admit, Lease, Prefilled, StepReport
@@ -70,6 +71,16 @@ def test_a_step_in_vain_is_told_apart_from_those_before(engine: Engine) -> None:
     engine.lease.take(Lease(1, 100, 10.0))
     assert engine.run(3) == []
     assert [(r.steps, r.tokens) for r in engine.run(1, tokens=0)] == [(3, 9), (1, 0)]
+
+
+def test_waiting_for_a_core_is_no_cost_of_a_step(engine: Engine) -> None:
+    engine.lease.take(Lease(1, 4, 10.0))
+    batch = StepBatch(False, 3, 0, 3, 90)
+    for _ in range(2):
+        engine.lease.stepped(0.010, 3, StepNews(), 0, batch, waited=0.004)
+    (report,) = engine.told
+    assert report.seconds == pytest.approx(0.020)
+    assert report.decodes == StepSums(2, pytest.approx(0.012), 6, 0, 6, 180)
 
 
 def test_an_empty_engine_says_so(engine: Engine) -> None:

@@ -1,0 +1,46 @@
+"""How long a thread waited for a core, by the kernel's count.
+
+Steps on a CPU take longer while more threads want to run than there are cores. That is no cost of the step, and whoever
+predicts steps counts it by itself: in the simulator jobs that ask for more cores than there are stretch each other.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+_NANOSECONDS = 1e-9
+# What is left of a step at least: the kernel's count and the step do not begin and end at the same moment.
+_LEAST = 0.05
+
+
+class CoreWaits:
+    """Of the thread that makes it; where the kernel does not tell, nothing ever waited. With several threads in a step
+    the others' waiting is not known."""
+
+    def __init__(self) -> None:
+        try:
+            self._file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._file = -1
+
+    def total(self) -> float:
+        """Seconds since the thread began."""
+        if self._file < 0:
+            return 0.0
+        try:
+            return int(os.pread(self._file, 64, 0).split()[1]) * _NANOSECONDS
+        except (OSError, ValueError, IndexError):
+            return 0.0
+
+
+class NoWaits(CoreWaits):
+    """Of an engine whose steps are a device's: its thread may wait while that computes."""
+
+    def __init__(self) -> None:
+        self._file = -1
+
+
+def without_waiting(seconds: float, waited: float) -> float:
+    """A step of so many seconds in which so many were waited for a core."""
+    return max(seconds - waited, _LEAST * seconds)
