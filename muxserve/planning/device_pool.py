@@ -167,7 +167,7 @@ class CpuPool:
                 f"memory is {format_size(self.machine.memory_bytes)}"
             )
         (model,) = plan.models
-        # Engines of both phases have as many threads as leave the others as many, but one at least. Where those are more
+        # Engines of both phases have as many threads as leave the others as many, but one at least. Where that is more
         # than there are cores, units slow each other down while they compute; the ranks of one unit always do.
         threads = max(1, self.cores // units // ranks)
         each = min(threads / self.cores, 1.0 / ranks)
