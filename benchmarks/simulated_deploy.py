@@ -4,9 +4,10 @@
 
 `muxserve deploy --simulated` serves three models of about 0.2 billion weights, of which there are none, and `muxserve
 replay` sends a Poisson workload; `muxserve simulate` gets the same file. Costs are the roofline's on both sides.
-Lone requests before that tell what gateway and engines take beside their steps, and the simulator gets it as a profile;
-their processes do not compete with the engines, which sleep. Compared are throughput and latencies (target: means
-within 5 %).
+Requests before that, each beside one long answer, tell what gateway and engines take beside their steps, and the
+simulator gets it as a profile; their processes do not compete with the engines, which sleep. Requests to an idle fleet
+would tell what processes take that have to wake up and have nothing in the caches. Compared are throughput and
+latencies (target: means within 5 %).
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ SHAPE = {
 }
 PROMPT, OUTPUT = LogNormalLengths(96, 0.8, 8, 512), LogNormalLengths(64, 0.6, 8, 256)
 TARGET = 0.05
-# Rounds of lone requests.
-LONE = 6
+# Rounds of requests that the overheads are learnt from: in each a long answer, and as many short ones beside it, so far
+# apart that they are alone with it.
+ROUNDS, BESIDE, APART = 6, 3, 1.5
+LONG, SHORT = 160, 16
 
 
 def fleet_file(folder: Path, rate: float) -> Path:
@@ -67,10 +70,15 @@ def fleet_file(folder: Path, rate: float) -> Path:
     return file
 
 
-def lone_requests(rounds: int) -> list[TraceRequest]:
-    """One of each model at a time, for so many rounds."""
-    models = list(NAMES) * rounds
-    return [TraceRequest(1.5 * number, model, 64, 16) for number, model in enumerate(models)]
+def sparse_requests(rounds: int) -> list[TraceRequest]:
+    """Of each round a long answer of the first model, and short ones of the others beside it, one at a time."""
+    found = []
+    for number in range(rounds):
+        began = number * (BESIDE + 1) * APART
+        found.append(TraceRequest(began, NAMES[0], 64, LONG))
+        short = (TraceRequest(began + (1 + n) * APART, NAMES[1 + n % 2], 64, SHORT) for n in range(BESIDE))
+        found += short
+    return found
 
 
 def main() -> int:
@@ -99,13 +107,13 @@ def main() -> int:
             with muxserve_fleet(file, options=("--simulated",)) as server:
                 report["start_seconds"] = round(server.start_seconds, 1)
                 report["pss_mib"] = {part: round(size, 1) for part, size in server.pss_by_part().items()}
-                replayed(server.url, NAMES, lone_requests(1), folder)  # the first requests of engines are slow
-                lone = lone_requests(LONE)
-                live = replayed(server.url, NAMES, lone, folder)
-                known = overheads(live, lambda told: simulated(lone, told), Overheads())
+                replayed(server.url, NAMES, sparse_requests(1), folder)  # the first requests of engines are slow
+                sparse = sparse_requests(ROUNDS)
+                live = replayed(server.url, NAMES, sparse, folder)
+                known = overheads(live, lambda told: simulated(sparse, told), Overheads())
                 report["overheads"] = {"request": round(known.request, 5), "between": round(known.between, 5)}
-                report["lone"] = compared(live, simulated(lone, known))
-                show("lone", live, report["lone"])
+                report["sparse"] = compared(live, simulated(sparse, known))
+                show("sparse", live, report["sparse"])
                 for rate in options.rates:
                     loads = {
                         m: ModelLoad(r, PROMPT, OUTPUT) for m, r in power_law_rates(list(NAMES), rate, 1.3).items()
