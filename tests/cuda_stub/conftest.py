@@ -91,9 +91,8 @@ def with_mps(tmp_path: Path, with_a_gpu: Environment) -> Environment:
         "PATH": f"{control.parent}:{with_a_gpu['PATH']}",
         "FAKE_MPS": str(control.parent),
         "FAKE_CUDA_MEMORY": str(32 << 30),
-        # As in our image (deploy/docker/Dockerfile.gpu) there is neither the CUDA toolkit nor a compiler of C++.
+        # As in our image (deploy/docker/Dockerfile.gpu) there is no CUDA toolkit.
         "CUDA_HOME": str(tmp_path),
-        "CXX": str(tmp_path / "c++"),
     }
     del environment["CUDA_VISIBLE_DEVICES"]
     return environment
