@@ -24,9 +24,13 @@ from muxserve.control.apply import followed
 from muxserve.control.changes import ChangeError, Tell
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
-from muxserve.spec import FleetSpec, ModelSpec
+from muxserve.spec import FleetSpec, FollowedFleet, ModelSpec
 
 log = logging.getLogger(__name__)
+
+# A gateway builds a model's front end in a few seconds. One that hangs is killed by then, and reads the fleet's file
+# when it comes up again.
+_FOLLOW_SECONDS = 60.0
 
 
 def with_adapter(model: ModelSpec, name: str, path: str) -> ModelSpec:
@@ -42,6 +46,7 @@ class Changes:
         planner: makes new units; None: there is nothing but the units that were started.
         send: tells the global scheduler, if there is one.
         say: told in words what the fleet does by itself.
+        until_followed: waits until what it is given holds for all gateways (`FleetStarts.until_followed`).
         declared: the fleet file; None: this fleet cannot become what another one says.
     """
 
@@ -51,12 +56,14 @@ class Changes:
         planner: UnitPlanner | None,
         send: Callable[[wire.Message], Awaitable[None]],
         say: Callable[[str], None],
+        until_followed: Callable[[Callable[[FollowedFleet], bool]], Awaitable[list[FollowedFleet]]],
         declared: Fleet | None = None,
     ) -> None:
         self._units = units
         self._steps = FleetSteps(units, planner, send)
         self._send = send
         self._say = say
+        self._until_followed = until_followed
         self._declared = declared
         # Which life of the global scheduler an order is from: those of one that has died are void.
         self._life = 0
@@ -92,7 +99,8 @@ class Changes:
             )
             self._units.publish()
             self._declared = followed(declared, wanted)
-            tell("keys, tenants, limits and objectives are as the file says")
+        await self._followed(tell)
+        tell("keys, tenants, limits and objectives are as the file says")
 
     async def scale(self, model: str, replicas: int, tell: Tell) -> None:
         """See `FleetControl.scale`."""
@@ -126,25 +134,30 @@ class Changes:
         (model,) = declared.models
         await self._steps.until_left(model.name, tell)
         async with self._steps.lock.alone():
-            planner = self._steps.planner
             if to:
                 await self._join(declared, to, tell)
-                return
-            addition = await asyncio.to_thread(planner.addition, declared, self._units.next_name, self.fleet, tell)
-            name, started = addition.model.name, []
-            try:
-                for planned in addition.units:
-                    tell(f"starting {planned.name} with {name}")
-                    started.append(await self._steps.bring_up(planned))
-            except BaseException:
-                for unit in started:
-                    await self._units.end(unit.name)
-                planner.forget(name)
-                raise
+            else:
+                await self._add(declared, tell)
+        await self._until_offered(model.name, tell)
+
+    async def _add(self, declared: Fleet, tell: Tell) -> None:
+        """The only model of `declared` gets units of its own. To be called with the lock."""
+        planner = self._steps.planner
+        addition = await asyncio.to_thread(planner.addition, declared, self._units.next_name, self.fleet, tell)
+        name, started = addition.model.name, []
+        try:
+            for planned in addition.units:
+                tell(f"starting {planned.name} with {name}")
+                started.append(await self._steps.bring_up(planned))
+        except BaseException:
             for unit in started:
-                self._units.announce(unit)
-            self._offer(declared, addition.model, addition.scaling, addition.rolling)
-            tell(f"{name} is served by {', '.join(unit.name for unit in started) or 'no unit yet'}")
+                await self._units.end(unit.name)
+            planner.forget(name)
+            raise
+        for unit in started:
+            self._units.announce(unit)
+        self._offer(declared, addition.model, addition.scaling, addition.rolling)
+        tell(f"{name} is served by {', '.join(unit.name for unit in started) or 'no unit yet'}")
 
     async def _join(self, declared: Fleet, to: str, tell: Tell) -> None:
         """The only model of `declared` joins a running unit. To be called with the lock."""
@@ -179,6 +192,31 @@ class Changes:
         if self._declared is not None:
             self._declared = self._declared.with_models([*self._declared.models, *declared.models])
 
+    async def _until_offered(self, model: str, tell: Tell) -> None:
+        """The fleet has had `model` for a moment: wait until clients of every gateway can ask for it.
+
+        Raises:
+            ChangeError: vLLM's front end does not take it; it has been removed again.
+        """
+        gateways = await self._followed(tell, lambda followed: followed.knows(model))
+        reason = next((each.refused[model] for each in gateways if model in each.refused), None)
+        if reason is not None:
+            await self.remove(model, tell)
+            raise ChangeError(f"{model} cannot be offered: {reason}")
+
+    async def _followed(
+        self, tell: Tell, enough: Callable[[FollowedFleet], bool] = lambda _: True
+    ) -> list[FollowedFleet]:
+        """Wait until all gateways go by the fleet's file as it is now, and `enough` holds for each. Says so if one does
+        not for too long. To be called without the lock."""
+        generation = self.fleet.generation
+        try:
+            async with asyncio.timeout(_FOLLOW_SECONDS):
+                return await self._until_followed(lambda each: each.generation >= generation and enough(each))
+        except TimeoutError:
+            tell(f"a gateway has not followed within {_FOLLOW_SECONDS:g} s; until it does it serves as before")
+            return []
+
     async def remove(self, model: str, tell: Tell) -> None:
         """See `FleetControl.remove`."""
         with contextlib.ExitStack() as leaving:
@@ -199,6 +237,8 @@ class Changes:
                 replicas = self._steps.replicas(model)
                 for unit in replicas:
                     leaving.enter_context(self._steps.leaving([model], unit))
+            # A gateway that does not know yet would still send requests to engines that end.
+            await self._followed(tell)
             if not await self._steps.until_empty(model, replicas, seconds):
                 tell(f"{model} may still have requests after {seconds:g} s; they end with it")
             async with self._steps.lock.alone():
@@ -217,6 +257,9 @@ class Changes:
                 models=[with_adapter(each, name, path) if each.name == model else each for each in self.fleet.models]
             )
             self._units.publish()
+        await self._followed(
+            self._say, lambda each: model not in each.offers or each.offers[model].get(name, "") == path
+        )
 
     # ------------------------------------------------------------ asked for by the global scheduler
 

@@ -95,7 +95,12 @@ class Controller:
         )
         # What users and the global scheduler want different.
         self.changes = Changes(
-            self.units, planner, self._tell_scheduler, lambda text: self._emit(Progress(SCHEDULER, text)), declared
+            self.units,
+            planner,
+            self._tell_scheduler,
+            lambda text: self._emit(Progress(SCHEDULER, text)),
+            self._starts.until_followed,
+            declared,
         )
         self._control = control(self.changes) if control is not None else None
         self._scheduler: AsyncPeer | None = None

@@ -18,11 +18,12 @@ from muxserve.cluster.restarts import PATIENT_DELAYS, RestartPolicy
 from muxserve.cluster.supervision import Part, PartDied, while_running
 from muxserve.cluster.warm_link import WarmLink
 from muxserve.net.sockets import until_reachable
-from muxserve.spec import UNIT_FILE, FleetSpec, UnitSpec
+from muxserve.spec import UNIT_FILE, FleetSpec, FollowedFleet, UnitSpec, followed_file, load_followed
 
 VLLM, SCHEDULER = PartId("vllm"), PartId("scheduler")
 _START_SECONDS = {"vllm": 300.0, "gateway": 300.0, "scheduler": 30.0}
 _LAST_WORDS_SECONDS = 0.1
+_LOOK_SECONDS = 0.02
 
 
 class FleetLauncher(Protocol):
@@ -129,6 +130,24 @@ class FleetStarts:
         for part in (*self.gateways, self.scheduler):
             if part.process is not None and part.up.is_set():
                 part.process.send(signal.SIGHUP)
+
+    async def until_followed(self, enough: Callable[[FollowedFleet], bool]) -> list[FollowedFleet]:
+        """Wait until `enough` holds for every gateway that runs; returns what they have taken in. One that ends is not
+        waited for: it reads the fleet's file when it comes up again. To be waited for with a time limit."""
+        while True:
+            found: list[FollowedFleet] = []
+            late = False
+            for part in self.gateways:
+                if part.process is None or not part.process.running:
+                    continue
+                followed = load_followed(followed_file(self._fleet().run_dir, part.id.index))
+                if followed is None or followed.pid != part.process.pid or not enough(followed):
+                    late = True
+                else:
+                    found.append(followed)
+            if not late:
+                return found
+            await asyncio.sleep(_LOOK_SECONDS)
 
     async def until_up(self) -> None:
         """See `launcher.WarmParents.until_up`."""

@@ -38,7 +38,7 @@ from muxserve.gateway.tenants import Tenancy
 from muxserve.gateway.ui import LivePage
 from muxserve.gateway.vllm_metrics import JoinedMetrics
 from muxserve.net.sockets import NetworkError
-from muxserve.spec import FleetSpec, ModelSpec, load_fleet
+from muxserve.spec import FleetSpec, FollowedFleet, ModelSpec, followed_file, load_fleet, save_followed
 from muxserve.vllm.pin import VLLM_VERSION
 
 if TYPE_CHECKING:
@@ -86,8 +86,8 @@ class Gateway:
         self._endpoint: GatewayApp | None = None
         self._changed = asyncio.Event()
         self._to_offer = asyncio.Event()
-        # Models that vLLM refused, as they were then; they are not tried again before the fleet changes.
-        self._refused: list[ModelSpec] = []
+        # Models that vLLM refused, and why; they are not tried again before the fleet changes.
+        self._refused: dict[str, tuple[ModelSpec, str]] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     async def build(self) -> GatewayApp:
@@ -137,6 +137,7 @@ class Gateway:
             apps=(page.apps() if shown else {}) | changes.apps(),
         )
         self._endpoint.models_sleep = self.fleet.residency is not None
+        self._tell_followed()
         tasks = [self._follow(), self._keep_offering(), self.tenancy.keep()]
         if self.responses is not None:
             tasks.append(self.responses.keep())
@@ -191,7 +192,8 @@ class Gateway:
             self.broker.learn(fleet)
         except NetworkError as error:
             log.error("units of other machines cannot reach this gateway: %s", error)
-        self._refused = []
+        self._refused = {}
+        self._tell_followed()
         self._to_offer.set()
         log.info("%d units and %d models in generation %d", len(fleet.units), len(fleet.models), fleet.generation)
 
@@ -203,18 +205,34 @@ class Gateway:
             await self._to_offer.wait()
             self._to_offer.clear()
             await self.offered.follow_adapters(self.fleet.models)
-            while (model := self._next_to_offer()) is not None:
+            while True:
+                self._withdraw_outdated()
+                self._tell_followed()
+                model = self._next_to_offer()
+                if model is None:
+                    break
                 try:
                     await self.offered.build([model])
                 except Exception as error:
-                    self._refused.append(model)
+                    self._refused[model.name] = model, str(error) or type(error).__name__
                     log.error("%s cannot be offered: %s", model.name, error, exc_info=not _is_refusal(error))
 
+    def _tell_followed(self) -> None:
+        """Whoever made a change waits for all gateways to go by it."""
+        refused = {name: reason for name, (_, reason) in self._refused.items()}
+        followed = FollowedFleet(os.getpid(), self.fleet.generation, self.offered.adapters(), refused)
+        try:
+            save_followed(followed, followed_file(self.fleet.run_dir, self.index))
+        except OSError as error:
+            log.warning("nobody will know which models this gateway offers: %s", error)
+
     def _next_to_offer(self) -> ModelSpec | None:
-        self._withdraw_outdated()
         for model in self.fleet.models:
+            name = model.name
             # One that comes back as something else can do so when it is gone, see `_has_left`.
-            if not (model.name in self.offered.models or self.offered.is_leaving(model.name) or model in self._refused):
+            if name in self.offered.models or self.offered.is_leaving(name):
+                continue
+            if name not in self._refused or self._refused[name][0] != model:
                 return model
         return None
 

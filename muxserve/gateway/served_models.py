@@ -60,6 +60,10 @@ class OfferedModels:
         # Read in another thread, while models may come and go.
         return [front_end.registry for front_end in list(self._front_ends.values())]
 
+    def adapters(self) -> dict[str, dict[str, str]]:
+        """The models that are offered, each with the directories of its adapters by name."""
+        return {name: self._front_ends[name].model.adapters for name in self.models}
+
     async def build(self, models: Iterable[ModelSpec]) -> None:
         """Offer these models, none of which `is_leaving`; in the order in which they are given. One call at a time.
 

@@ -15,6 +15,7 @@ from muxserve.spec.fleet import (
     offered,
     save_fleet,
 )
+from muxserve.spec.followed import FollowedFleet, followed_file, load_followed, save_followed
 from muxserve.spec.network import Keys, Listen
 from muxserve.spec.unit import (
     SHARES_PER_LEASE,
@@ -47,6 +48,7 @@ __all__ = [
     "Batching",
     "EnginePhase",
     "FleetSpec",
+    "FollowedFleet",
     "GatewaySpec",
     "GpuSpec",
     "GrammarLimits",
@@ -68,9 +70,12 @@ __all__ = [
     "UnitSpec",
     "WatchdogRules",
     "fleet_of",
+    "followed_file",
     "load",
     "load_fleet",
+    "load_followed",
     "offered",
     "save",
     "save_fleet",
+    "save_followed",
 ]

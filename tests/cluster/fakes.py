@@ -9,7 +9,8 @@ Files in the unit's or the fleet's directory (or in $FAKES) change what they do:
 (say that they cannot start), `slow-gateway` (draining lasts as long as it is there), `linger` (the scheduler never says
 that a replica is drained), `busy` (so many requests are in the unit), `mute` (the unit scheduler does not say how it
 stands), `beat` (unit scheduler, parents and engines show by heartbeats that they live), `keep-weights` (weights are
-kept when they are loaded).
+kept when they are loaded), `deaf-gateway` (gateways go by the fleet file as it was for as long as it is there),
+`refuse-MODEL` (gateways cannot offer that model).
 The first gateway serves the fewest pages that `muxserve deploy` wants. What they see and do is written to `journal` in
 the fleet's directory, one line each. Lines in `orders` there are sent to the controller by the scheduler.
 """
@@ -269,13 +270,27 @@ class Vllm(Parent):
         if told(self.run_dir, f"die-{name}"):
             os._exit(9)
         signal.signal(signal.SIGTERM, lambda *_: self.leave(name))
-        signal.signal(signal.SIGHUP, lambda *_: self.journal.write(f"{name} {seen(self.file)}"))
+        signal.signal(signal.SIGHUP, lambda *_: (self.follow(name), self.journal.write(f"{name} {seen(self.file)}")))
+        self.follow(name)
         if not order["index"]:
             serve_pages(self.file)
         self.event("up", pid=os.getpid(), **who)
         os.read(self.lifeline, 1)
         self.journal.write(f"{name} lost its controller")
         os._exit(0)
+
+    def follow(self, name: str) -> None:
+        """Go by the fleet's file as it is now, and say so."""
+        end = time.monotonic() + 600
+        while told(self.run_dir, "deaf-gateway") and time.monotonic() < end:
+            time.sleep(0.02)
+        fleet = read(self.file)
+        names = [model["name"] for model in fleet["models"]]
+        refused = {each: "its tokenizer is of cheese" for each in names if told(self.run_dir, f"refuse-{each}")}
+        offers: dict[str, dict[str, str]] = {each: {} for each in names if each not in refused}
+        followed = {"pid": os.getpid(), "generation": fleet["generation"], "offers": offers, "refused": refused}
+        (new := self.run_dir / f"{name}.new").write_text(json.dumps(followed))
+        new.replace(self.run_dir / f"{name}.json")
 
     def leave(self, name: str) -> None:
         end = time.monotonic() + 600

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from muxserve.cluster import steps
+from muxserve.cluster import changes, steps
 from muxserve.cluster.controller import EXIT_OK, EXIT_START
 from muxserve.cluster.events import Down, Failed, PartId, Progress, Starting, Up
 from muxserve.cluster.steps import Addition
@@ -20,12 +20,13 @@ from muxserve.control.changes import ChangeError
 from muxserve.planning.specs import settings_of
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.scaling import ScalingRules
-from muxserve.spec import FleetSpec, PhasesName
+from muxserve.spec import FleetSpec, PhasesName, followed_file, load_fleet, load_followed
 from muxserve.spec.run_dir import RunDir
 from tests.cluster.conftest import Fleet, alive, fake_unit_spec, running
 
 VLLM, SCHEDULER = PartId("vllm"), PartId("scheduler")
 GATEWAYS = [PartId("gateway"), PartId("gateway", index=1)]
+GATEWAY = GATEWAYS[0]
 
 
 def parts(unit: str, *models: str) -> list[PartId]:
@@ -435,6 +436,58 @@ async def test_a_model_comes_and_goes(single: Fleet, planner: FakePlanner) -> No
     assert planner.forgotten == ["three", "three"]
     with pytest.raises(ChangeError, match="no model three"):
         await single.changes.remove("three", said([]))
+
+
+async def test_a_change_is_complete_when_all_gateways_go_by_it(single: Fleet) -> None:
+    """Else who asks for a model that has just been added is told that there is none."""
+    await single.serving()
+    deaf = single.tell("deaf-gateway")
+    adding = asyncio.create_task(single.changes.add(declared("three"), said([])))
+    await single.until(lambda: single.serves == {"u0": ["one", "two"], "u1": ["three"]})
+    await asyncio.sleep(0)
+    assert not adding.done()
+    deaf.unlink()
+    await adding
+    followed = load_followed(followed_file(single.run_dir.path, 0))
+    assert followed is not None
+    assert followed.offers.keys() == {"one", "two", "three"}
+    # What gateways may still send requests to does not end.
+    deaf = single.tell("deaf-gateway")
+    removing = asyncio.create_task(single.changes.remove("three", said([])))
+    await single.until(lambda: "three" not in [model.name for model in load_fleet(single.controller.fleet.file).models])
+    await asyncio.sleep(0)
+    assert not removing.done()
+    assert single.serves == {"u0": ["one", "two"], "u1": ["three"]}
+    deaf.unlink()
+    await removing
+    assert single.serves == {"u0": ["one", "two"]}
+
+
+async def test_a_gateway_that_is_not_there_or_hangs_holds_up_no_change(
+    single: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await single.serving()
+    die = single.tell("die-gateway-0")
+    os.kill(single.pid(GATEWAY), signal.SIGKILL)
+    await single.until(lambda: any(isinstance(event, Down) and event.part == GATEWAY for event in single.events))
+    await single.changes.add(declared("three"), said([]))
+    die.unlink()
+    await single.until(lambda: single.ups(GATEWAY) == 2)
+    monkeypatch.setattr(changes, "_FOLLOW_SECONDS", 0.05)
+    deaf = single.tell("deaf-gateway")
+    steps: list[str] = []
+    await single.changes.remove("three", said(steps))
+    assert "a gateway has not followed within 0.05 s; until it does it serves as before" in steps
+    deaf.unlink()
+
+
+async def test_a_model_that_gateways_cannot_offer_is_not_added(single: Fleet) -> None:
+    await single.serving()
+    single.tell("refuse-three")
+    with pytest.raises(ChangeError, match="three cannot be offered: its tokenizer is of cheese"):
+        await single.changes.add(declared("three"), said([]))
+    assert [model.name for model in single.controller.fleet.models] == ["one", "two"]
+    assert single.serves == {"u0": ["one", "two"]}
 
 
 async def test_a_model_that_cannot_start_is_not_added(single: Fleet) -> None:
