@@ -54,14 +54,18 @@ def processes_of(fleet: Fleet, unit: str) -> list[psutil.Process]:
     return [process for process in found if process.pid != fleet.process.pid]
 
 
-def command(fleet: Fleet, *words: str) -> subprocess.CompletedProcess[str]:
-    """A command on this fleet, as its user would run it."""
+def run_directory(fleet: Fleet) -> Path:
+    """Where the fleet's files and sockets are."""
     manager = fleet.part("muxserve-memory-manager")
     assert manager is not None
     line = manager.cmdline()
-    identity = Path(line[line.index("--socket") + 1]).parent.parent.name
+    return Path(line[line.index("--socket") + 1]).parent.parent
+
+
+def command(fleet: Fleet, *words: str) -> subprocess.CompletedProcess[str]:
+    """A command on this fleet, as its user would run it."""
     return subprocess.run(
-        [sys.executable, "-m", "muxserve.cli.app", *words, "--fleet", identity],
+        [sys.executable, "-m", "muxserve.cli.app", *words, "--fleet", run_directory(fleet).name],
         capture_output=True,
         text=True,
         timeout=4 * PATIENCE,

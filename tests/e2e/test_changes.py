@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import yaml
@@ -202,9 +203,9 @@ def test_a_fleet_becomes_what_its_file_says(fleet: Fleet, tmp_path: Path, monkey
     # Nothing that ran was started anew.
     assert engines(fleet) == before
     # Any of the two gateways may answer.
-    fleet.wait(lambda: all(fleet.get("/v1/models").status_code == 401 for _ in range(16)), PATIENCE, "the tenant's")
+    assert {fleet.get("/v1/models").status_code for _ in range(16)} == {401}
     with openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="of-the-team", max_retries=0, timeout=PATIENCE) as team:
-        fleet.wait(lambda: [each.id for each in team.models.list()] == ["frontdesk"], PATIENCE, "with its model")
+        assert [each.id for each in team.models.list()] == ["frontdesk"]
         messages: Any = [{"role": "user", "content": "When does the library open on Tuesday?"}]
         answer = team.chat.completions.create(model="frontdesk", messages=messages, max_tokens=16)
         assert answer.choices[0].message.content
@@ -233,6 +234,73 @@ def test_a_model_is_added_and_removed(fleet: Fleet, tmp_path: Path) -> None:
     with pytest.raises(openai.NotFoundError):
         ask(fleet, "frontdesk", "When does the library open on Tuesday?")
     assert "frontdesk" not in {name for served in units(fleet).values() for name in served}
+
+
+def test_a_fleet_is_changed_over_http(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an admin alone; and who asks for a model right after it was added gets an answer of every gateway."""
+    taken_out(fleet, "frontdesk")
+    (unit,) = [name for name, served in units(fleet).items() if "arithmetic" in served]
+    new = f"models:\n- name: frontdesk\n  path: {MODELS / 'frontdesk'}\n  dtype: float32\n  rate: 2\n"
+    added, gone = f"/admin/models?unit={unit}", "/admin/models/frontdesk"
+
+    def change(path: str, body: str, key: str = "", method: str = "POST") -> tuple[int, dict[str, Any]]:
+        """Over a connection of its own, so that any gateway may answer."""
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        answer = httpx.request(method, f"{fleet.url}{path}", content=body, headers=headers, timeout=4 * PATIENCE)
+        return answer.status_code, answer.json()
+
+    def told(status: int, answer: tuple[int, dict[str, Any]]) -> str:
+        assert answer[0] == status, answer
+        text: str = answer[1]["error"]["message"] if status != 200 else answer[1]["text"]
+        return text
+
+    assert "this fleet has no keys" in told(403, change(added, new))
+    monkeypatch.setenv("OUR_KEYS", "of-the-admin")
+    monkeypatch.setenv("TEAM_KEYS", "of-the-team")
+    keys = {
+        **FLEET,
+        "gateway": {"count": 2, "api_keys": ["env:OUR_KEYS"]},
+        "tenants": {"team": {"keys": ["env:TEAM_KEYS"]}},
+    }
+    locked, open_to_all = tmp_path / "locked.yaml", tmp_path / "open.yaml"
+    locked.write_text(yaml.safe_dump(keys))
+    open_to_all.write_text(yaml.safe_dump(FLEET))
+    applied = command("apply", str(locked))
+    assert applied.returncode == 0, applied.stderr
+    try:
+        told(401, change(added, new))
+        told(401, change(gone, "", method="DELETE"))
+        assert "is for admins" in told(403, change(added, new, "of-the-team"))
+        wrong = new.replace("rate: 2", "rate: often")
+        assert "body:5: models[0].rate: " in told(400, change(added, wrong, "of-the-admin"))
+        assert "there is no unit u99" in told(400, change("/admin/models?unit=u99", new, "of-the-admin"))
+        assert "nothing was changed" in told(400, change(gone, "", "of-the-admin", "DELETE"))
+
+        assert told(200, change(added, new, "of-the-admin")) == f"frontdesk is served ({unit})"
+        for _ in range(8):
+            with openai.OpenAI(
+                base_url=f"{fleet.url}/v1", api_key="of-the-team", max_retries=0, timeout=4 * PATIENCE
+            ) as team:
+                messages: Any = [{"role": "user", "content": "When does the library open on Tuesday?"}]
+                answer = team.chat.completions.create(
+                    model="frontdesk", messages=messages, max_tokens=16, temperature=0
+                )
+            assert answer.choices[0].message.content
+        assert told(200, change(gone, "", "of-the-admin", "DELETE")) == "frontdesk is served no longer"
+        asked = '{"model": "frontdesk", "messages": [{"role": "user", "content": "Hello?"}]}'
+        for _ in range(8):
+            assert "'frontdesk' does not exist" in told(404, change("/v1/chat/completions", asked, "of-the-team"))
+
+        back = open_to_all.read_text()
+        planned = change("/admin/apply?dry_run=true", back, "of-the-admin")
+        assert "gateway.api_keys" in told(200, planned)
+        assert planned[1]["result"] == "planned"
+        told(401, change("/admin/apply", back))
+        assert change("/admin/apply", back, "of-the-admin")[1]["result"] == "done"
+        assert {fleet.get("/v1/models").status_code for _ in range(16)} == {200}
+    finally:
+        opened = command("apply", str(open_to_all))
+    assert opened.returncode == 0, opened.stderr
 
 
 async def test_a_model_joins_a_unit_and_its_pool(fleet: Fleet, tmp_path: Path) -> None:

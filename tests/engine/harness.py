@@ -48,6 +48,8 @@ from tests.support.tiny_checkpoint import LANGUAGE_MODEL_OF, tiny_checkpoint
 from tests.support.unit_specs import model_spec
 
 ROOT = Path(__file__).resolve().parents[2]
+# An engine that waits for pages when its lease ends says nothing, and nobody here minds the time: longer than any wait.
+LEASE_SECONDS = 10 * PATIENCE
 # One with as many KV heads as heads, one with fewer.
 MODELS = {"arithmetic": ROOT / "configs/models/arithmetic", "frontdesk": ROOT / "configs/models/frontdesk"}
 # Random ones of architectures whose layers differ, or see only a part of the sequence.
@@ -236,7 +238,13 @@ class Engines:
         self.send(
             engine,
             Lease(
-                self._lease_id, steps=steps, seconds=60.0, admit=list(admit), tokens=tokens, phase=phase, alone=alone
+                self._lease_id,
+                steps=steps,
+                seconds=LEASE_SECONDS,
+                admit=list(admit),
+                tokens=tokens,
+                phase=phase,
+                alone=alone,
             ),
         )
         return self._lease_id
