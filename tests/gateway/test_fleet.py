@@ -17,12 +17,21 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from muxserve.replicas.priorities import Level
 from muxserve.replicas.scaling import ScalingRules
-from muxserve.spec import FleetSpec, GatewaySpec, ModelSpec, TenantSpec, UnitEntry, UnitSpec
+from muxserve.spec import (
+    FleetSpec,
+    GatewaySpec,
+    ModelSpec,
+    TenantSpec,
+    UnitEntry,
+    UnitSpec,
+    followed_file,
+    load_followed,
+)
 from tests.gateway.fake_scheduler import FakeScheduler, at, nowhere
 from tests.gateway.playing import play
 from tests.gateway.rig import Event, Rig, Running, unit_state
 from tests.gateway.unit_specs import model, unit_spec
-from tests.support.patience import PATIENCE
+from tests.support.patience import PATIENCE, eventually
 from tests.support.ports import free_port
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
@@ -302,6 +311,16 @@ def test_levels_that_cannot_be_had(http: httpx.Client, key: str, level: str, sta
 # ------------------------------------------------------------ changes
 
 
+def until_followed(fleet: Running, generation: int, model: str = "") -> None:
+    """Until the gateway has written that it goes by the fleet's file of that generation, and offers `model`."""
+
+    def there() -> bool:
+        followed = load_followed(followed_file(fleet.fleet.run_dir, 0))
+        return followed is not None and followed.generation >= generation and (not model or model in followed.offers)
+
+    eventually(there, f"a gateway that follows generation {generation}")
+
+
 def test_models_come_and_go_while_others_serve(rig: Rig, fleet: Running, http: httpx.Client) -> None:
     before = fleet.fleet
     gamma = model("gamma", tiny_checkpoint("qwen3", 2, 4, 2, 128, 1))
@@ -313,22 +332,23 @@ def test_models_come_and_go_while_others_serve(rig: Rig, fleet: Running, http: h
         fleet.change(
             msgspec.structs.replace(before, models=[*before.models, gamma], units=[*before.units, added], generation=10)
         )
-        while "gamma" not in [card["id"] for card in http.get("/v1/models").json()["data"]]:
-            pass
+        until_followed(fleet, 10, "gamma")
+        assert "gamma" in [card["id"] for card in http.get("/v1/models").json()["data"]]
         assert said(complete(http, "hello", model="gamma")) == "hello"
         # Removed, with one request under way.
         mark = rig.unit.mark()
         last = pool.submit(complete, http, "the last of gamma", model="gamma", hold=3)
         rig.unit.wait("held", mark)
         fleet.change(msgspec.structs.replace(before, units=[*before.units, added], generation=11))
-        while complete(http, "too late", model="gamma").status_code != 404:
-            pass
-        assert complete(http, "too late", model="gamma").json()["error"]["type"] == "NotFoundError"
+        until_followed(fleet, 11)
+        late = complete(http, "too late", model="gamma")
+        assert late.status_code == 404
+        assert late.json()["error"]["type"] == "NotFoundError"
         rig.unit.send("go", unit="x3")
         assert said(last.result(PATIENCE)) == "the last of gamma"
         fleet.change(msgspec.structs.replace(before, generation=12))
-        while http.get("/fleet").json()["gateway"]["generation"] != 12:
-            pass
+        until_followed(fleet, 12)
+        assert http.get("/fleet").json()["gateway"]["generation"] == 12
         rig.unit.send("go", unit=held["unit"])
         assert running.result(PATIENCE) == "nobody disturbs this"
     assert 'model_name="gamma"' not in "\n".join(
@@ -340,8 +360,7 @@ def test_models_come_and_go_while_others_serve(rig: Rig, fleet: Running, http: h
     fleet.change(
         msgspec.structs.replace(before, models=[*before.models, again], units=[*before.units, added], generation=13)
     )
-    while complete(http, "reborn", model="gamma").status_code == 404:
-        pass
+    until_followed(fleet, 13, "gamma")
     assert said(complete(http, "reborn", model="gamma")) == "reborn"
     fleet.change(msgspec.structs.replace(before, generation=14))
     while http.get("/fleet").json()["gateway"]["generation"] != 14:
