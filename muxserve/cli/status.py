@@ -128,6 +128,8 @@ def _memory(memory: dict[str, Any]) -> list[str]:
     used, limit = (format_size(int(memory.get(key) or 0)) for key in ("used_bytes", "limit_bytes"))
     where = Counter(str(model.get("residence")) for model in models.values())
     lines = [f"memory: {used} of {limit} used; {', '.join(f'{n} {word}' for word, n in sorted(where.items()))}"]
+    if memory.get("turns"):
+        lines.append(_turns(memory["turns"]))
     for name, model in models.items():
         if not model.get("wakes") and not model.get("evictions") and not model.get("failed_wakes"):
             continue
@@ -139,8 +141,20 @@ def _memory(memory: dict[str, Any]) -> list[str]:
             parts.append(f"put to sleep {model['evictions']} times{ahead}, last: {model['last_eviction']}")
         if model.get("refused"):
             parts.append(f"{model['refused']} requests waited in vain")
+        if model.get("turns"):
+            parts.append(f"{model['turns']} turns ended before its requests")
         lines.append(f"{name}: {', '.join(parts)}")
     return lines
+
+
+def _turns(turns: dict[str, Any]) -> str:
+    """Whose turn it is, for how long yet, and who is next."""
+    there = []
+    for name, turn in turns["now"].items():
+        ends = ", and ends then" if turn["leaving"] else ""
+        there.append(f"{name} {turn['seconds']:.1f} s of {turn['length_seconds']:.1f} s{ends}")
+    after = ", ".join(turns["next"]) or "nobody"
+    return f"turns: {'; '.join(there) or 'nobody'}; next: {after}; {turns['ended']} ended before their requests"
 
 
 def _in_time(unit: dict[str, Any]) -> list[str]:

@@ -336,6 +336,7 @@ class UnitHost:
         await self.tell(wire.Revive(model))
         new = {part.id: part for part in self._starts.parts_of(model)}
         self.parts.update(new)
+        self._starts.awaited |= new.keys()
         supervisor = self._supervisor(lambda: model in self._served)
         tasks = {part.id: asyncio.create_task(supervisor.keep(part)) for part in new.values()}
         up: asyncio.Future[Any] = asyncio.gather(*(part.up.wait() for part in new.values()))
@@ -381,6 +382,7 @@ class UnitHost:
                     await parent.wait()
             parent.send(signal.SIGKILL)
         for part in gone:
+            self._starts.awaited.discard(part)
             del self.parts[part]
             if part.kind == "engine":
                 await self.tell(wire.EngineDown(part.model, part.phase, _STOPPED))

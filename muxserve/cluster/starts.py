@@ -130,6 +130,8 @@ class Starts:
         self._needs: dict[tuple[str, int], Needs] = {}
         # Models that were started when the pools had been made: what they measure may be more than is left.
         self._late: set[str] = set()
+        # Engines whose next start requests wait for.
+        self.awaited: set[PartId] = set()
         self._looking = asyncio.Lock()
         self._store: FdStore | None = None
         # Of models on GPUs whose weights outlive who has loaded them.
@@ -413,7 +415,9 @@ class Starts:
         part.resume()
         part.began = time.monotonic()
         self._emit(Starting(part.id))
-        birth = link.order(part.id)
+        awaited = {"awaited": "yes"} if part.id in self.awaited else {}
+        self.awaited.discard(part.id)
+        birth = link.order(part.id, **awaited)
         self.parent_of[part.id] = link
         pid = await birth.forked
         try:

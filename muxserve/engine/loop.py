@@ -441,11 +441,13 @@ def run_engine(
     config: VllmConfig,
     executor_of: Callable[[VllmConfig], Executor],
     on_up: Callable[[], None],
+    awaited: bool = False,
 ) -> None:
     """Bind to the pool, warm up, call `on_up`, serve until told to stop.
 
     `executor_of` makes the executor, or has one with the model loaded: on CPU the process then shares the memory of the
-    weights with the model's other engine until one of them writes, and neither does.
+    weights with the model's other engine until one of them writes, and neither does. An engine that is `awaited` by
+    requests does not warm up: its first step is slow in either case, and is better one of theirs.
     """
     deployed = unit_spec.model(model)
     client = MemoryClient(unit_spec.memory_socket, f"{model}/{phase}")
@@ -455,7 +457,8 @@ def run_engine(
     use_grammars(core)
     if config.scheduler_config.async_scheduling and config.device_config.device_type == "cpu":
         core.model_executor.collective_rpc("schedule_ahead")
-    warm_up(core, phase)
+    if not awaited:
+        warm_up(core, phase)
     loop = EngineLoop(unit_spec, binding, core)
     on_up()
     loop.run()

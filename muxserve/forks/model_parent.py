@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 
 def run_model_parent(unit_spec: UnitSpec, model: str, commands: socket.socket, control: Control) -> None:
-    """Load `model`, then fork an engine per command `{"op": "fork", "phase": ...}` until `commands` closes."""
+    """Load `model`, then fork an engine per command `{"op": "fork", "phase": ...}` until `commands` closes. With
+    `awaited` in the command requests wait for the engine."""
     try:
         loaded = _load(unit_spec, model, control)
     except Exception as error:
@@ -53,7 +54,8 @@ def run_model_parent(unit_spec: UnitSpec, model: str, commands: socket.socket, c
             config.scheduler_config.async_scheduling = own["async_scheduling"]
             if own["async_scheduling"]:
                 executor.begin_thread(lambda: set_threads(now.model(model).threads))
-            control.event("progress", kind="engine", model=model, phase=phase, detail="warming up")
+            detail = "binding to the pool" if "awaited" in command else "warming up"
+            control.event("progress", kind="engine", model=model, phase=phase, detail=detail)
             try:
                 run_engine(
                     now,
@@ -62,6 +64,7 @@ def run_model_parent(unit_spec: UnitSpec, model: str, commands: socket.socket, c
                     config,
                     lambda _: executor,
                     lambda: control.event("up", kind="engine", model=model, phase=phase, pid=os.getpid()),
+                    awaited="awaited" in command,
                 )
             except Exception as error:
                 control.event("failed", kind="engine", model=model, phase=phase, error=words(error))

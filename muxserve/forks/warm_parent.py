@@ -60,6 +60,7 @@ def prepare_workers() -> None:
     import vllm.distributed.elastic_ep.elastic_execute
     import vllm.model_executor.layers.quantization.online.base  # noqa: F401
     import vllm.utils.cpu_resource_utils as cpus
+    import vllm.v1.sample.logits_processor as processors
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
     from vllm.platforms import current_platform
@@ -70,6 +71,9 @@ def prepare_workers() -> None:
     # It asks `lscpu`, a shell and a program more each time.
     listed = cpus._get_cpu_list()
     cpus._get_cpu_list = lambda: list(listed)
+    # It reads what every installed package offers.
+    plugins = processors._load_logitsprocs_plugins()
+    processors._load_logitsprocs_plugins = lambda: list(plugins)
     # It looks through all modules for the kernels to replace. Who imports them later finds those that were put there.
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)

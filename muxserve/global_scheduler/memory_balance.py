@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from muxserve.global_scheduler.resident_scheduler import ResidentScheduler
 from muxserve.scheduling.residency import Residence, Residency, Sleep, Wake
-from muxserve.scheduling.turns import TurnModel, TurnRules, turns_over
+from muxserve.scheduling.turns import TurnModel, TurnRules, TurnStanding, turn_round, turns_over
 from muxserve.spec import ResidencySpec
 from muxserve.wire import MemoryReport
 
@@ -108,8 +108,12 @@ class MemoryBalance:
         """End the turns that are over."""
         if not any(each.residence is Residence.LEAVING for each in schedulers.values()):
             return
+        for name in turns_over(now, self._turn_standings(schedulers), rules):
+            schedulers[name].end_turn()
+
+    def _turn_standings(self, schedulers: Mapping[str, ResidentScheduler]) -> list[TurnStanding]:
         memory = max(1, self.policy.rules.limit - (self._fixed or 0))
-        standings = [
+        return [
             scheduler.turn(
                 TurnModel(
                     name,
@@ -122,8 +126,30 @@ class MemoryBalance:
             )
             for name, scheduler in schedulers.items()
         ]
-        for name in turns_over(now, standings, rules):
-            schedulers[name].end_turn()
+
+    def _turns_state(self, schedulers: Mapping[str, ResidentScheduler], now: float) -> dict[str, object] | None:
+        """Whose turn it is, for how long, and who is next; None where models take no turns."""
+        if self._turns is None:
+            return None
+        standings = self._turn_standings(schedulers)
+        found = turn_round([each.model for each in standings if each.running or each.waits], self._turns)
+        waiting = [schedulers[each.model.name].standing(now, 0) for each in standings if each.waits]
+        return {
+            "now": {
+                each.model.name: {
+                    "seconds": round(now - each.awake_since, 3),
+                    "length_seconds": round(found.lengths[each.model.name], 3),
+                    "leaving": each.leaving,
+                    "running": each.running,
+                }
+                for each in standings
+                if each.running and each.awake_since is not None and math.isfinite(each.awake_since)
+            },
+            "next": self.policy.queue(now, waiting),
+            "round_seconds": round(found.seconds, 3),
+            "in_time": round(found.attainment, 4),
+            "ended": sum(scheduler.figures.turns for scheduler in schedulers.values()),
+        }
 
     def state(self, schedulers: Mapping[str, ResidentScheduler], now: float) -> dict[str, object]:
         """How memory and models stand, as JSON-ready data; bytes and seconds."""
@@ -159,5 +185,6 @@ class MemoryBalance:
             "wake_scale": round(self.policy.pace.scale, 4),
             "wake_drag": round(self.policy.pace.drag, 4),
             "sleep_seconds": round(self.policy.sleep_seconds, 4),
+            "turns": self._turns_state(schedulers, now),
             "models": models,
         }

@@ -299,6 +299,33 @@ def test_with_turns_a_busy_model_stops_for_another_and_goes_on_later(turns: Turn
     assert not machine.refused
 
 
+def test_it_is_told_whose_turn_it_is_for_how_long_and_who_is_next() -> None:
+    names = ["a", "b", "c"]
+    machine = Turns(names, FIXED + MODEL + LOADING, TurnRules(), service=8.0)
+    assert machine.state()["memory"]["turns"] == {
+        "now": {}, "next": [], "round_seconds": 0.0, "in_time": 1.0, "ended": 0
+    }  # fmt: skip
+    for name in names:
+        machine.ask(name, name)
+    told = []
+    for _ in range(int(9 / STEP)):
+        machine.step()
+        told.append(machine.state()["memory"]["turns"])
+    seen = [turns for turns in told if turns["now"]]
+    assert {name for turns in seen for name in turns["now"]} == set(names)
+    for turns in seen:
+        # One has room at a time, and the others wait, but for one that is being woken.
+        [(name, turn)] = turns["now"].items()
+        assert turn["running"] >= 1
+        assert set(turns["next"]) <= {*names} - {name}
+    waited_for = [turns for turns in seen if turns["next"]]
+    for turns in waited_for:
+        [turn] = turns["now"].values()
+        assert 0.0 < turn["length_seconds"] < turns["round_seconds"]
+    assert any(turn["leaving"] for turns in waited_for for turn in turns["now"].values())
+    assert told[-1]["ended"] == machine.left
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_everybody_is_served_although_the_global_scheduler_dies(seed: int) -> None:
     chance = random.Random(seed)

@@ -20,7 +20,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.utils import bind_kv_cache
 
 from muxserve.engine.binding import bind_worker, current
-from muxserve.engine.cpu import adapters, attention, latent, weight_files
+from muxserve.engine.cpu import adapters, attention, latent, weight_files, weight_packing
 from muxserve.engine.cpu.ahead import AheadOnHost
 from muxserve.engine.cpu.states import StateSlots
 from muxserve.engine.runner import ResumingRunner
@@ -30,6 +30,7 @@ adapters.register()
 attention.register()
 latent.register()
 weight_files.register()
+weight_packing.register()
 
 
 class PooledCPUModelRunner(ResumingRunner, AheadOnHost, CPUModelRunner):

@@ -1,0 +1,151 @@
+"""Busy models that do not fit together take turns: whatever is switched or killed, answers have the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.e2e.fleet import Fleet, running
+from tests.e2e.load import until
+from tests.support.patience import PATIENCE
+from tests.support.tiny_checkpoint import tiny_checkpoint
+
+NAMES = ["m0", "m1", "m2"]
+# One or two of the three have room beside what every fleet takes.
+LIMIT = 1650 << 20
+PROMPTS = ["Each has its turn", "Then the others have theirs"]
+# An answer takes longer than a turn.
+TOKENS = 400
+SWITCHES = 20
+Answers = dict[tuple[str, str], str]
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    directory = tmp_path_factory.mktemp("turns")
+    declared = {
+        "memory": {"limit": LIMIT, "min_residence": "200ms", "turns": True},
+        "kv_pool": {"size": "64MiB"},
+        "models": [
+            {
+                "name": name,
+                "path": str(tiny_checkpoint(layers=4, heads=16, kv_heads=4, max_len=512, seed=number)),
+                "dtype": "float32",
+                "max_len": 512,
+                "limits": {"max_wait": "none"},
+                # Long enough for turns to be worth their while on a slow machine, too.
+                "slo": {"ttft_ms": 1000 * PATIENCE, "tpot_ms": 1000},
+                "replicas": {"max": 1, "wake": 8 * PATIENCE},
+            }
+            for number, name in enumerate(NAMES)
+        ],
+    }
+    file = directory / "fleet.yaml"
+    file.write_text(yaml.safe_dump(declared))
+    with running(file) as deployed:
+        yield deployed
+
+
+def memory(fleet: Fleet) -> dict[str, Any]:
+    told: dict[str, Any] = fleet.get("/fleet").json()["memory"]
+    return told
+
+
+def turns(fleet: Fleet) -> dict[str, Any]:
+    told: dict[str, Any] = memory(fleet)["turns"]
+    return told
+
+
+async def answers(fleet: Fleet, names: list[str]) -> Answers:
+    """What models say to all prompts, all asked at once."""
+    async with fleet.async_client() as client:
+
+        async def ask(name: str, prompt: str) -> str:
+            text = ""
+            stream = await client.chat.completions.create(
+                model=name,
+                messages=[{"role": "user", "content": prompt}],
+                max_tokens=TOKENS,
+                temperature=0,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            async for chunk in stream:
+                text += "".join(choice.delta.content or "" for choice in chunk.choices)
+            return text
+
+        asked = list(itertools.product(names, PROMPTS))
+        return dict(zip(asked, await asyncio.gather(*(ask(*each) for each in asked)), strict=True))
+
+
+@pytest.fixture(scope="module")
+def said(fleet: Fleet) -> Answers:
+    """What each model says when nobody else is asked."""
+    told: Answers = {}
+    for name in NAMES:
+        told |= asyncio.run(answers(fleet, [name]))
+    assert turns(fleet)["ended"] == 0
+    return told
+
+
+async def test_answers_are_the_same_through_twenty_turns(fleet: Fleet, said: Answers) -> None:
+    seen: list[dict[str, Any]] = []
+    while (await asyncio.to_thread(turns, fleet))["ended"] < SWITCHES:
+        load = asyncio.create_task(answers(fleet, NAMES))
+        while not load.done():
+            seen.append(await asyncio.to_thread(turns, fleet))
+            await asyncio.wait([load], timeout=0.2)
+        assert load.result() == said
+    assert {name for told in seen for name in told["now"]} == set(NAMES)
+    # Whoever has its turn has it for a while, and another one is next.
+    busy = [told for told in seen if told["now"] and told["next"]]
+    assert busy
+    assert all(turn["length_seconds"] > 0.0 for told in busy for turn in told["now"].values())
+    counted = sum(model["turns"] for model in memory(fleet)["models"].values())
+    assert counted >= SWITCHES
+
+
+ENGINE = "the decode engine of the model whose turn it is"
+
+
+@pytest.mark.parametrize(
+    "victim", [ENGINE, "muxserve.unit.scheduler", "muxserve-memory-manager", "muxserve.global_scheduler"]
+)
+async def test_whoever_is_killed_during_a_turn_answers_are_the_same(fleet: Fleet, said: Answers, victim: str) -> None:
+    struck = False
+
+    async def load() -> None:
+        while not struck:  # until a turn was caught
+            assert await answers(fleet, NAMES) == said
+        assert await answers(fleet, NAMES) == said
+
+    def strike() -> bool:
+        going = [name for name, turn in turns(fleet)["now"].items() if turn["leaving"]]
+        part = victim if victim != ENGINE else f"muxserve engine {going[0]}/decode" if going else ""
+        found = next(iter(fleet.parts(part)), None) if going else None
+        if found is not None:
+            found.kill()
+        return found is not None
+
+    loading = asyncio.create_task(load())
+    try:
+        await until(strike, "killed in a turn", 4 * PATIENCE)
+    finally:
+        struck = True
+        await loading
+    await until(lambda: fleet.get("/health").status_code == 200, "healthy")
+
+
+def test_status_tells_whose_turn_it_is(fleet: Fleet) -> None:
+    status = subprocess.run(
+        [sys.executable, "-m", "muxserve.cli.app", "status", "--url", fleet.url], capture_output=True, text=True
+    )
+    assert status.returncode == 0, status.stderr
+    assert "turns: nobody; next: nobody; " in status.stdout
