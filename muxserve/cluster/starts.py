@@ -417,7 +417,7 @@ class Starts:
         self._emit(Starting(part.id))
         awaited = {"awaited": "yes"} if part.id in self.awaited else {}
         self.awaited.discard(part.id)
-        birth = link.order(part.id, **awaited)
+        birth = link.order(part.id, (), **awaited)
         self.parent_of[part.id] = link
         pid = await birth.forked
         try:
