@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from muxserve.config.syntax import parse
+
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs/architecture.md"
 # What a pure package does not touch: other processes, the network, threads, the machine's clock.
@@ -40,7 +42,7 @@ def rows() -> dict[str, tuple[bool, set[str]]]:
 
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name

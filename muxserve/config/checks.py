@@ -26,6 +26,7 @@ from muxserve.config.schema import (
     RollingSection,
 )
 from muxserve.config.source import Source
+from muxserve.config.syntax import parse
 from muxserve.config.values import parse_duration
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL
@@ -556,7 +557,7 @@ def vllm_options() -> frozenset[str]:
         if spec is None or not spec.submodule_search_locations:
             return frozenset()
         root = Path(spec.submodule_search_locations[0])
-        trees = [ast.parse((root / name).read_bytes()) for name in _VLLM_OPTIONS]
+        trees = [parse(root / name) for name in _VLLM_OPTIONS]
     except (OSError, SyntaxError, ImportError, ValueError):
         return frozenset()
     classes = {name for names in _VLLM_OPTIONS.values() for name in names}

@@ -11,6 +11,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+from muxserve.config.syntax import parse
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- begin: tests/support/model_table.py -->", "<!-- end -->"
@@ -29,7 +31,7 @@ def shown(tests: Path = ROOT / "tests") -> Shown:
     """
     found: Shown = defaultdict(lambda: defaultdict(set))
     for file in sorted(tests.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_bytes())):
+        for node in ast.walk(parse(file)):
             if not (isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.serves"):
                 continue
             names = [each.value for each in node.args if isinstance(each, ast.Constant)]
