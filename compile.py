@@ -6,9 +6,9 @@
 
 With `--run` nothing is compiled: a script of this checkout runs with the modules that are compiled already.
 
-Nothing but speed may differ: `simulator_ab.py` compares what came of every request. A wheel that is built with
-`-C cmake.define.MUXSERVE_COMPILE=ON` has the compiled modules in it; an editable install has none, since they would
-hide the sources that are edited.
+Nothing but speed may differ: `simulator_ab.py` compares what came of every request. A wheel has the compiled modules in
+it (CMakeLists.txt runs this with `--package`), an editable install has none, since they would hide the sources that are
+edited.
 """
 
 from __future__ import annotations
@@ -49,14 +49,15 @@ runpy.run_path(script, run_name="__main__")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("target", type=Path, help="directory to make; what is there is removed")
+    parser.add_argument("--package", action="store_true", help="only what a wheel has: no benchmarks, no tests")
     parser.add_argument("--run", nargs=argparse.REMAINDER, help="a script and its arguments")
     given = parser.parse_args()
     target = given.target.resolve()
     if given.run:
         sys.exit(subprocess.run([sys.executable, "-c", RUN, str(target), *given.run]).returncode)
     shutil.rmtree(target, ignore_errors=True)
-    for name in ("muxserve", "placement", "benchmarks", "tests"):
-        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    for name in ("muxserve", "placement") if given.package else ("muxserve", "placement", "benchmarks", "tests"):
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "results", "*.so"))
     # Without what setuptools would read of it.
     config = (ROOT / "pyproject.toml").read_text()
     (target / "pyproject.toml").write_text(config[config.index("[tool.mypy]") : config.index("[tool.pytest")])
@@ -66,13 +67,16 @@ def main() -> None:
         for path in sorted((target / package).glob("*.py"))
         if path.stem not in LEFT
     ]
-    modules.append(str(SUBCLASSES))
+    if not given.package:
+        modules.append(str(SUBCLASSES))
     done = subprocess.run([sys.executable, "-c", SETUP, *modules], cwd=target, env={**os.environ, "CFLAGS": "-w"})
     if done.returncode:
         sys.exit(done.returncode)
     # It is imported from beside the scripts, not from where its name as a module says.
     for library in target.glob(f"{SUBCLASSES.stem}.*.so"):
         library.rename(target / SUBCLASSES.parent / library.name)
+    if not given.package:  # what builds a wheel need not have the packages that they import
+        sys.exit(subprocess.run([sys.executable, "-c", RUN, str(target), str(SUBCLASSES)], cwd=target).returncode)
 
 
 if __name__ == "__main__":

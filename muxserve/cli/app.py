@@ -51,7 +51,9 @@ def _version(value: bool) -> None:
     if value:
         from importlib.metadata import version
 
-        typer.echo(f"muxserve {version('muxserve')}")
+        from muxserve.cluster.machine import compiled
+
+        typer.echo(f"muxserve {version('muxserve')}{' (compiled)' if compiled() else ''}")
         raise typer.Exit
 
 

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from muxserve.cli.output import console, escape, print_error
 from muxserve.cluster.machine import (
+    compiled,
     driver_too_old,
     findings,
     free_shared_memory,
@@ -273,7 +274,8 @@ def _packages() -> Iterator[Check]:
             # vLLM imports torchvision where it finds it, and cannot start then; the others it leaves alone.
             verdict: Verdict = "missing" if extra == "torchvision" else "note"
             yield Check(extra, verdict, f"{extra_version} beside torch {torch}", advice)
-    yield Check("muxserve", "ok", version_of("muxserve") or "from a source tree")
+    kind = "compiled" if compiled() else "not compiled"
+    yield Check("muxserve", "ok", f"{version_of('muxserve') or 'from a source tree'}, {kind}")
 
 
 def _parts() -> Iterator[Check]:

@@ -127,6 +127,12 @@ def version_of(package: str) -> str | None:
         return None
 
 
+def compiled() -> bool:
+    """Whether the installed scheduling and simulator are compiled by mypyc."""
+    found = importlib.util.find_spec("muxserve.scheduling.ledger")
+    return found is not None and not str(found.origin).endswith(".py")
+
+
 def vllm_without_cuda() -> str:
     """Why the installed vLLM cannot serve on GPUs; empty if it can, as far as its name and torch's tell."""
     if version_of("vllm") is None:

@@ -168,14 +168,18 @@ class Slack(Adbs):
         first `certain` of these get a share whatever the others need; prefill `gives_way` to them, or they to it."""
         own = prefill.prefill.share if prefill is not None else 0
         least = own // 2 if gives_way else own
-        needed, wanted = least, own
+        needed, wanted, part_of = least, own, self._rules.least
         chosen: list[ModelState] = []
+        bases: list[int] = []
         for place, model in enumerate(decoding):
-            share = max(GRAIN, int(model.decode.share * self._rules.least))
+            planned = model.decode.share
+            base = int(planned * part_of)
+            share = base if base > GRAIN else GRAIN
             if needed + share <= WHOLE or place < certain:
                 chosen.append(model)
+                bases.append(base)
                 needed += share
-                wanted += model.decode.share
+                wanted += planned
         if not chosen:
             return Division(WHOLE if own else 0, {})
         decode = wanted - own
@@ -186,17 +190,19 @@ class Slack(Adbs):
             # Those that are certain do not fit even so.
             part = decode * WHOLE // wanted
         elif wanted > WHOLE:
-            part = min(decode, max(int(decode * self._rules.least), WHOLE - least))
-        if own and self._rules.boundary:
-            part = _stepped(part, self._rules.boundary)
-        shares = self._among(chosen, decode, part)
-        if own and self._rules.boundary:
-            shares[chosen[0].index] += max(0, part - sum(shares.values()))
-        rest = WHOLE - sum(shares.values())
+            part = min(decode, max(int(decode * part_of), WHOLE - least))
+        boundary = self._rules.boundary if own else 0
+        if boundary:
+            part = _stepped(part, boundary)
+        shares = _among(chosen, bases, decode, part)
+        given = sum(shares.values())
+        if boundary and part > given:
+            shares[chosen[0].index] += part - given
+            given = part
         if own:
-            return Division(rest, shares)
+            return Division(WHOLE - given, shares)
         # Nothing is idle for being less than a grain for each.
-        shares[chosen[0].index] += rest
+        shares[chosen[0].index] += WHOLE - given
         return Division(0, shares)
 
     def _gives_way(self, ledger: UnitLedger) -> bool:
@@ -205,7 +211,11 @@ class Slack(Adbs):
 
     def _crowded(self, ledger: UnitLedger) -> bool:
         """Some model's batch is large, so that many sequences are slowed by what prefill takes."""
-        return any(len(model.decoding) >= self._rules.crowd * model.max_seqs for model in ledger.models)
+        crowd = self._rules.crowd
+        for model in ledger.models:  # noqa: SIM110 - generators are slow, and every decision asks
+            if len(model.decoding) >= crowd * model.max_seqs:
+                return True
+        return False
 
     def _pressed(self, ledger: UnitLedger) -> bool:
         """Prompts that are in prefill engines, or could be, are so many steps' worth that prefill is the bottleneck."""
@@ -220,21 +230,6 @@ class Slack(Adbs):
                 tokens += max(0.0, blocks - seats * model.state_blocks) * model.block_tokens
             steps += tokens / model.batch_tokens
         return steps >= self._rules.pressing
-
-    def _among(self, chosen: list[ModelState], planned: int, part: int) -> dict[int, int]:
-        """Divide `part` of the unit among decode engines with `planned` shares in all: each has its least, and what is
-        left goes to the sequences of their batches, as much to each. Of their number only the order of magnitude
-        counts, so that shares do not change with every request."""
-        base = {m.index: int(m.decode.share * self._rules.least) for m in chosen}
-        spare = part - sum(base.values())
-        if spare < 0:
-            base = {m.index: m.decode.share * part // planned for m in chosen}
-            spare = 0
-        needs = {m.index: 1 << len(m.decoding).bit_length() for m in chosen}
-        whole = sum(needs.values())
-        return {
-            index: max(GRAIN, (share + spare * needs[index] // whole) // GRAIN * GRAIN) for index, share in base.items()
-        }
 
     def renews(self, ledger: UnitLedger, now: float) -> Renewals | None:
         if self._held:
@@ -304,7 +299,27 @@ class Slack(Adbs):
 
 def _elastic(ledger: UnitLedger) -> bool:
     """All engines can change their share."""
-    return all(model.profile.elastic for model in ledger.models)
+    for model in ledger.models:  # noqa: SIM110 - generators are slow, and every decision asks
+        if not model.profile.elastic:
+            return False
+    return True
+
+
+def _among(chosen: list[ModelState], bases: list[int], planned: int, part: int) -> dict[int, int]:
+    """Divide `part` of the unit among decode engines with `planned` shares in all: each has its least, which `bases`
+    are, and what is left goes to the sequences of their batches, as much to each. Of their number only the order of
+    magnitude counts, so that shares do not change with every request."""
+    spare = part - sum(bases)
+    if spare < 0:
+        bases = [model.decode.share * part // planned for model in chosen]
+        spare = 0
+    needs = [1 << len(model.decoding).bit_length() for model in chosen]
+    whole = sum(needs)
+    shares: dict[int, int] = {}
+    for model, base, need in zip(chosen, bases, needs, strict=True):
+        share = (base + spare * need // whole) // GRAIN * GRAIN
+        shares[model.index] = share if share > GRAIN else GRAIN
+    return shares
 
 
 def _stepped(part: int, step: int) -> int:

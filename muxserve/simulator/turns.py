@@ -8,7 +8,7 @@ a link to the host's memory, is copied there and back, and leaves its pages to o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -36,17 +36,18 @@ class StoppedRequest:
     blocks: int
 
 
-@dataclass
 class TurnTaking:
     """Stops models of `unit` and lets them go on. `stopped` are their requests, by model; `pauses` the seconds for
     which each of those that went on had stood still; `switches` counts how often a model was stopped."""
 
-    unit: ResidentUnit
-    rules: TurnRules
-    stopped: dict[str, list[StoppedRequest]] = field(default_factory=dict)
-    pauses: list[float] = field(default_factory=list)
-    switches: int = 0
-    _stopping: set[str] = field(default_factory=set)
+    # No dataclass: mypyc evaluates the types of its fields, and the unit's does not exist yet when this is imported.
+    def __init__(self, unit: ResidentUnit, rules: TurnRules) -> None:
+        self.unit = unit
+        self.rules = rules
+        self.stopped: dict[str, list[StoppedRequest]] = {}
+        self.pauses: list[float] = []
+        self.switches = 0
+        self._stopping: set[str] = set()
 
     # ------------------------------------------------------------ what the policies are told
 

@@ -1,0 +1,57 @@
+"""What wheels compile (compile.py): which modules, that they can be imported in any order, and how a user sees it."""
+
+from __future__ import annotations
+
+import ast
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from muxserve.cli.app import app
+from muxserve.cluster import machine
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPILED = [
+    path
+    for package in runpy.run_path(str(ROOT / "compile.py"))["PACKAGES"]
+    for path in sorted((ROOT / package).glob("*.py"))
+]
+
+
+def names_for_types_only(tree: ast.Module) -> set[str]:
+    """What is imported where `TYPE_CHECKING` holds."""
+    guarded = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    imports = (each for node in guarded for each in node.body if isinstance(each, ast.ImportFrom))
+    return {alias.asname or alias.name for each in imports for alias in each.names}
+
+
+def field_types(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """The class and the type's name of every field that is an object of a class."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign) and isinstance(field.annotation, ast.Name):
+                    yield node.name, field.annotation.id
+
+
+@pytest.mark.parametrize("path", COMPILED, ids=lambda path: f"{path.parent.name}.{path.stem}")
+def test_no_field_has_a_type_that_compiled_modules_cannot_import(path: Path) -> None:
+    """mypyc evaluates the types of fields of a dataclass at import. A class of a module that is not imported yet is a
+    null pointer then, and the process dies."""
+    tree = ast.parse(path.read_text())
+    unknown = names_for_types_only(tree)
+    assert [f"{name}: {kind}" for name, kind in field_types(tree) if kind in unknown] == []
+
+
+@pytest.mark.parametrize(("origin", "shown"), [("ledger.cpython-311-x86_64-linux-gnu.so", True), ("ledger.py", False)])
+def test_the_version_says_whether_it_is_compiled(origin: str, shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Found:
+        pass
+
+    found = Found()
+    found.origin = f"/site-packages/muxserve/scheduling/{origin}"  # type: ignore[attr-defined]
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: found)
+    assert ("(compiled)" in CliRunner().invoke(app, ["--version"]).stdout) == shown
