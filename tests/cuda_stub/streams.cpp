@@ -1,5 +1,5 @@
-// Contexts, streams and CUDA graphs of the stand-in for libcuda.so.1, which that of the runtime uses too: who computes on
-// which SMs, what is captured from which stream, and which graphs are launched. Kernels compute nothing, but for
+// Contexts, streams and CUDA graphs of the stand-in for libcuda.so.1, which that of the runtime uses too: who computes
+// on which SMs, what is captured from which stream, and which graphs are launched. Kernels compute nothing, but for
 // `mark_sm_kernel` (muxserve/probes/sms.py), which marks the SMs of the context that it runs in.
 //
 //   CUDA_STUB_TRACE        file of what happens, lines of `PID EVENT ...`: see `trace`
@@ -65,11 +65,11 @@ struct Capture {
 };
 
 std::recursive_mutex mutex;
-std::map<void*, Place> contexts;                       // green ones
-std::map<void*, void*> streams;                        // the context of each that was made
-std::map<void*, std::shared_ptr<Capture>> capturing;   // by stream
-std::map<void*, std::shared_ptr<Capture>> events;      // recorded in a stream that was captured
-std::map<std::string, int> launched;                   // by place, since the last line of it
+std::map<void*, Place> contexts;                      // green ones
+std::map<void*, void*> streams;                       // the context of each that was made
+std::map<void*, std::shared_ptr<Capture>> capturing;  // by stream
+std::map<void*, std::shared_ptr<Capture>> events;     // recorded in a stream that was captured
+std::map<std::string, int> launched;                  // by place, since the last line of it
 std::map<void*, std::string> functions;
 std::uintptr_t last = 0x100000;
 int graphs = 0;
@@ -82,8 +82,9 @@ bool listed(const char* variable, const char* name) {
 }
 
 // `context FIRST COUNT`: another is current from now on. `computed FIRST COUNT N`: N kernels were launched there since
-// the last such line. `captured NUMBER FIRST COUNT NODES`, `replayed NUMBER`, `dropped NUMBER`: of graphs. `refused NAME`:
-// a call that would have broken a capture. `asked`: which context is current. `green FIRST COUNT`: a context was made.
+// the last such line. `captured NUMBER FIRST COUNT NODES`, `replayed NUMBER`, `dropped NUMBER`: of graphs. `refused
+// NAME`: a call that would have broken a capture. `asked`: which context is current. `green FIRST COUNT`: a context was
+// made.
 void trace(const char* format, ...) {
   const char* path = std::getenv("CUDA_STUB_TRACE");
   if (path == nullptr) return;
@@ -367,8 +368,8 @@ static Result launch(void* function, void* stream, void** params) {
   return 0;
 }
 
-Result cuLaunchKernel(void* function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void* stream,
-                      void** params, void**) {
+Result cuLaunchKernel(void* function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                      void* stream, void** params, void**) {
   return launch(function, stream, params);
 }
 

@@ -89,9 +89,8 @@ def test_tokens_are_those_of_stock_vllm(family: Engines, answers: dict[str, Any]
         sums = [each for each in (report.prefills, report.decodes) if each is not None]
         assert sum(each.steps for each in sums) == report.steps
         assert sum(each.tokens for each in sums) == report.tokens
-        # What comes out when nothing goes in any more is told with the steps, and is of none of them.
-        seconds, ahead = sum(each.seconds for each in sums), family.unit_spec.models[0].engine_args["async_scheduling"]
-        assert seconds == pytest.approx(report.seconds) or (ahead and seconds < report.seconds)
+        # Waiting for a core is no cost of a step. What comes out when nothing goes in any more is of no step.
+        assert 0 < sum(each.seconds for each in sums) <= report.seconds * (1 + 1e-9)
         if report.decodes is not None:
             # Every sequence that decodes has the token before in its context.
             assert report.decodes.tokens == report.decodes.sequences < report.decodes.context
