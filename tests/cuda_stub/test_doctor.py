@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import yaml
 
 from muxserve.gpu import mps
 from muxserve.gpu.findings import GRAPHS, Findings, ProbeFinding
@@ -68,6 +69,24 @@ def test_a_driver_that_is_too_old_ends_it(with_mps: Environment) -> None:
     assert status == 1
     assert "knows CUDA 12.8" in " ".join(words.split())
     assert [(name, each.fallbacks) for name, each in remembered(with_mps).items()] == [("driver", ("refuse",))]
+
+
+@pytest.mark.parametrize("command", ["deploy", "validate", "doctor"])
+def test_every_command_says_that_a_driver_is_too_old(with_mps: Environment, tmp_path: Path, command: str) -> None:
+    """An old driver would fail in the first engine, long after models were read and MPS was started."""
+    file = tmp_path / "fleet.yaml"
+    file.write_text(yaml.safe_dump({"cluster": {"gpus": 1}, "models": [model("atlas")]}))
+    line = [sys.executable, "-m", "muxserve.cli.app", command, *([] if command == "doctor" else [str(file)])]
+    done = subprocess.run(
+        line, cwd=ROOT, env={**with_mps, "CUDA_STUB_DRIVER": "12080"}, capture_output=True, text=True, timeout=PATIENCE
+    )
+    words = " ".join((done.stdout + done.stderr).split())
+    assert "Traceback" not in words
+    assert "knows CUDA 12.8" in words
+    assert "install a newer driver (580 or later)" in words
+    # A machine serves on its cores all the same, of which `doctor` tells, too.
+    assert (done.returncode != 0) is (command != "doctor"), words
+    assert not (Path(with_mps["FAKE_MPS"]) / "journal").exists(), "an MPS server was started"
 
 
 @pytest.mark.parametrize(
