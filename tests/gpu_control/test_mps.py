@@ -126,11 +126,16 @@ def test_a_server_in_fault_is_as_good_as_dead(fake: Fake, place: Path, monkeypat
     server = fake.server(place)
     server.start()
     read, write = os.pipe()
+    # Who does not ask the server would wait without end.
+    end = threading.Timer(PATIENCE, os.write, [write, b"x"])
+    end.start()
     try:
         threading.Timer(0.2, fake.tell, ["fault"]).start()
         assert "FAULT" in server.wait(read)
-        server.stop(at_once=True)
     finally:
+        end.cancel()
+        end.join()
+        server.stop(at_once=True)
         os.close(read)
         os.close(write)
     assert not any(line.startswith("quit") for line in fake.journal())  # no time for clients that cannot compute

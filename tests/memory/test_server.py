@@ -16,7 +16,7 @@ import pytest
 
 from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
-from muxserve.spec import PoolSpec, UnitSpec, save
+from muxserve.spec import GpuSpec, PoolSpec, UnitSpec, save
 from tests.memory.support import model, unit_spec
 from tests.support.patience import eventually
 
@@ -87,6 +87,14 @@ def test_a_pool_larger_than_shared_memory_is_refused(tmp_path: Path) -> None:
         server.start(huge)
     assert not list(Path("/dev/shm").glob(f"{server.prefix(huge)}.pool.*"))
     server.remove_segments(huge)
+
+
+def test_blocks_of_the_dead_are_kept_on_gpus_only(tmp_path: Path) -> None:
+    """What an engine had launched there may write into them after its end; on a CPU nothing outlives a process."""
+    of = unit_spec(tmp_path)
+    assert "--linger-ms" not in server.command(of)
+    line = server.command(msgspec.structs.replace(of, gpu=GpuSpec(["GPU-a"])))
+    assert line[line.index("--linger-ms") + 1] == "500"
 
 
 def test_models_of_several_pools(start: Start, tmp_path: Path) -> None:
