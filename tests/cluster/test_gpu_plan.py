@@ -186,6 +186,16 @@ def test_more_clients_than_mps_takes_are_refused(tmp_path: Path) -> None:
     assert (words(15, gpus=exclusive), bool(words(16, gpus=exclusive))) == ("", True)
 
 
+def test_a_plan_asks_for_no_more_clients_than_mps_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models have four engines, beside the migrator."""
+    monkeypatch.setattr(unit, "MOST_CLIENTS", 4)
+    with pytest.raises(FleetError, match="2 models are 5 clients of the MPS server on each GPU, which takes 4"):
+        plan(tmp_path, "{gpus: 1}")
+    assert plan(tmp_path, "{gpus: 1, mps: off}").gpu is not None
+    monkeypatch.setattr(unit, "MOST_CLIENTS", 5)
+    assert plan(tmp_path, "{gpus: 1}").gpu is not None
+
+
 class TestJoining:
     """A model joins a unit that runs on GPUs, whose pools are as large as they were measured to be."""
 
