@@ -54,8 +54,9 @@ ENGINES = "muxserve engine"  # what their processes are called
 PROMPT = LogNormalLengths(96, 0.8, 8, 768)
 OUTPUT = LogNormalLengths(96, 0.6, 8, 384)
 ALONE_TOKENS = 64
-# Requests in all and their output tokens: what the front end costs per request and per step comes apart.
-SINGLES = ((24, 4), (24, 64), (48, 4))
+# Requests in all, their output tokens, and seconds from one to the next: what the front end costs per request and per
+# step comes apart. All take equally long, since an idle fleet and the client work a little, too.
+SINGLES = ((24, 4, 0.4), (24, 64, 0.4), (48, 4, 0.2))
 # Requests that are sent at once, and how many of them are under way.
 AT_ONCE, IN_FLIGHT = 100, 32
 MEANS, TAILS = 0.05, 0.10
@@ -98,11 +99,11 @@ def workload(names: Sequence[str], rate: float, duration: float, seed: int) -> l
     return list(generate(loads, duration, seed))
 
 
-def singles(names: Sequence[str], count: int, output: int, seed: int) -> list[TraceRequest]:
-    """Requests far apart: each is alone on the fleet."""
+def singles(names: Sequence[str], count: int, output: int, apart: float, seed: int) -> list[TraceRequest]:
+    """Requests so many seconds apart that each is alone on the fleet."""
     models = [names[number % len(names)] for number in range(count)]
     random.Random(seed).shuffle(models)
-    return [TraceRequest(0.4 * number, model, ALONE_TOKENS, output) for number, model in enumerate(models)]
+    return [TraceRequest(apart * number, model, ALONE_TOKENS, output) for number, model in enumerate(models)]
 
 
 def serve(server: Server, names: Sequence[str], requests: list[TraceRequest], folder: Path, *more: str) -> Served:
@@ -162,7 +163,7 @@ def measure(file: Path, names: Sequence[str], options: argparse.Namespace, folde
     """Everything that is asked of the live fleet."""
     with muxserve_fleet(file) as server:
         print(f"  serves after {server.start_seconds:.0f} s", flush=True)
-        serve(server, names, singles(names, 12, 4, options.seed), folder)  # the first requests of engines are slow
+        serve(server, names, singles(names, 12, 4, 0.4, options.seed), folder)  # the first requests of engines are slow
         lone = [serve(server, names, singles(names, *each, options.seed), folder) for each in SINGLES]
         at_once = workload(names, AT_ONCE, 1.0, options.seed + 2)
         taken = serve(server, names, at_once, folder, "--max-in-flight", str(IN_FLIGHT))

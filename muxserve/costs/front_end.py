@@ -15,18 +15,33 @@ from muxserve.costs.profile import Overheads
 
 
 @dataclass(frozen=True, slots=True)
-class FrontEnd:
-    """A `LatencyModel` whose jobs bring work for the front end with them: seconds of the whole device per prompt
-    (`request`), per token that is emitted (`token`) and per step, whose tokens come in one message (`step`)."""
+class FrontEndWork:
+    """Seconds of the whole device per prompt (`request`), per token that is emitted (`token`) and per step, whose
+    tokens come in one message (`step`)."""
 
-    latency: LatencyModel
     request: float
     token: float
     step: float = 0.0
 
+    def seconds(self, prompts: int, tokens: int) -> float:
+        """What a step brings that emits `tokens` tokens, the first ones of `prompts` prompts among them."""
+        return self.step + prompts * self.request + tokens * self.token
+
+    def of_stage(self, stages: int) -> FrontEndWork:
+        """What each of an engine's stages brings: a micro-batch, which goes through all of them, has one answer."""
+        return FrontEndWork(self.request / stages, self.token / stages, self.step / stages)
+
+
+@dataclass(frozen=True, slots=True)
+class FrontEnd:
+    """A `LatencyModel` whose jobs bring work for the front end with them."""
+
+    latency: LatencyModel
+    work: FrontEndWork
+
     def engine(self, architecture: ModelArchitecture, shape: EngineShape) -> EngineCosts:
         """See `LatencyModel.engine`."""
-        return _WithFrontEnd(self.latency.engine(architecture, shape), self.request, self.token, self.step)
+        return _WithFrontEnd(self.latency.engine(architecture, shape), self.work)
 
     def slowdown(self, device: str, mine: Load, others: tuple[Load, ...]) -> float:
         """See `LatencyModel.slowdown`."""
@@ -36,9 +51,7 @@ class FrontEnd:
 @dataclass(frozen=True, slots=True)
 class _WithFrontEnd:
     costs: EngineCosts
-    request: float
-    token: float
-    step: float
+    work: FrontEndWork
 
     def prefill(self, tokens: int, pairs: int, sequences: int) -> float:
         return self.costs.prefill(tokens, pairs, sequences)
@@ -48,22 +61,22 @@ class _WithFrontEnd:
 
     def prefill_load(self, tokens: int, pairs: int, sequences: int) -> Load:
         load = self.costs.prefill_load(tokens, pairs, sequences)
-        work = self.step + sequences * (self.request + self.token)
+        work = self.work.seconds(sequences, sequences)
         return Load(load.bandwidth, load.compute + work / self.costs.prefill(tokens, pairs, sequences))
 
     def decode_load(self, batch: int, context: int) -> Load:
         load = self.costs.decode_load(batch, context)
         seconds = self.costs.decode(batch, context).seconds(context)
-        return Load(load.bandwidth, load.compute + (self.step + batch * self.token) / seconds)
+        return Load(load.bandwidth, load.compute + self.work.seconds(0, batch) / seconds)
 
 
 def with_front_end(latency: LatencyModel, overheads: Overheads | None) -> LatencyModel:
     """`latency`, and the front end's work where some was measured."""
     if overheads is None or not (overheads.request_work or overheads.token_work or overheads.step_work):
         return latency
-    return FrontEnd(latency, overheads.request_work, overheads.token_work, overheads.step_work)
+    return FrontEnd(latency, FrontEndWork(overheads.request_work, overheads.token_work, overheads.step_work))
 
 
-def engines_only(latency: LatencyModel) -> LatencyModel:
-    """`latency` without the front end's work: what engines cost that nothing stretches."""
-    return latency.latency if isinstance(latency, FrontEnd) else latency
+def apart(latency: LatencyModel) -> tuple[LatencyModel, FrontEndWork | None]:
+    """What engines cost that nothing stretches, and the front end's work where `latency` has some."""
+    return (latency.latency, latency.work) if isinstance(latency, FrontEnd) else (latency, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from muxserve.costs.front_end import FrontEndWork
 from muxserve.costs.latency import Decode, EngineCosts, Load
 
 # Where attention takes nearly all of a prefill step, whatever the model.
@@ -43,10 +44,12 @@ class StepWork:
 
 
 class StepCosts:
-    """Prices the steps of one engine by its `costs`."""
+    """Prices the steps of one engine by its `costs`, which are those of the engine alone; `work` is what they bring for
+    the front end with them."""
 
-    def __init__(self, costs: EngineCosts) -> None:
+    def __init__(self, costs: EngineCosts, work: FrontEndWork | None = None) -> None:
         self._costs = costs
+        self._work = work
         longer = costs.prefill(1, 2 * _MANY_PAIRS, 1) - costs.prefill(1, _MANY_PAIRS, 1)
         self._pair_seconds = longer / _MANY_PAIRS
 
@@ -73,6 +76,11 @@ class StepCosts:
 
     def load(self, work: StepWork) -> Load:
         """What the step asks of the device meanwhile."""
-        if not work.prefill:
-            return self._costs.decode_load(work.decode, work.context)
-        return self._costs.prefill_load(work.tokens, work.pairs, work.prompts + work.decode)
+        if work.prefill:
+            load = self._costs.prefill_load(work.tokens, work.pairs, work.prompts + work.decode)
+        else:
+            load = self._costs.decode_load(work.decode, work.context)
+        if self._work is None:
+            return load
+        behind = self._work.seconds(work.prompts, work.prompts + work.decode)
+        return Load(load.bandwidth, load.compute + behind / self.seconds(work))

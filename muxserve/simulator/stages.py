@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from muxserve.costs import EngineCosts, EngineShape, LatencyModel, ModelArchitecture
 from muxserve.costs.architecture import ITEM_BYTES, split_layers
-from muxserve.costs.front_end import engines_only
+from muxserve.costs.front_end import FrontEndWork, apart
 from muxserve.costs.latency import Decode, Load
 from muxserve.costs.measured import MeasuredCosts
 from muxserve.costs.step_costs import StepCosts, StepWork
@@ -582,8 +582,8 @@ def kv_blocks(
 class Stage(StepCosts):
     """One stage. `free_at` is when it has done all it was given."""
 
-    def __init__(self, costs: EngineCosts) -> None:
-        super().__init__(costs)
+    def __init__(self, costs: EngineCosts, work: FrontEndWork | None = None) -> None:
+        super().__init__(costs, work)
         self.free_at = 0.0
 
 
@@ -600,11 +600,12 @@ def make_stages(
         ValueError: the layers are not the model's.
     """
     check_split(spec.layers, architecture.layers, spec.stages)
-    latency = engines_only(latency)
+    latency, work = apart(latency)
+    work = work and work.of_stage(spec.stages)
     whole = latency.engine(architecture, shape)
     if isinstance(whole, MeasuredCosts) and spec.stages > 1:
-        return [Stage(PartOfCosts(whole, layers / architecture.layers)) for layers in spec.layers]
-    return [Stage(latency.engine(part, shape)) for part in stage_architectures(architecture, spec.layers)]
+        return [Stage(PartOfCosts(whole, layers / architecture.layers), work) for layers in spec.layers]
+    return [Stage(latency.engine(part, shape), work) for part in stage_architectures(architecture, spec.layers)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 
 from muxserve.costs.architecture import ModelArchitecture
-from muxserve.costs.front_end import FrontEnd, with_front_end
+from muxserve.costs.front_end import FrontEnd, FrontEndWork, with_front_end
 from muxserve.costs.latency import EngineShape, Load
 from muxserve.costs.profile import Overheads
 from muxserve.costs.roofline import Roofline
+from muxserve.costs.step_costs import StepCosts, StepWork
 from tests.costs.models import SEVEN_B
 
 SHAPE = EngineShape("CPU", 1, 0.5, "float32")
 
 
 def costs(request: float, token: float, step: float = 0.0, architecture: ModelArchitecture = SEVEN_B):
-    return FrontEnd(Roofline(), request, token, step).engine(architecture, SHAPE)
+    return FrontEnd(Roofline(), FrontEndWork(request, token, step)).engine(architecture, SHAPE)
 
 
 def test_steps_take_as_long_as_without() -> None:
@@ -49,8 +50,20 @@ def test_a_step_brings_work_of_its_own_however_many_tokens_it_has() -> None:
     assert more == pytest.approx(0.002 / plain.prefill(128, 4160, 2))
 
 
+def test_a_mixed_step_brings_work_for_its_new_requests_and_for_all_tokens() -> None:
+    engine = Roofline().engine(SEVEN_B, SHAPE)
+    plain, loaded = StepCosts(engine), StepCosts(engine, FrontEndWork(0.01, 0.001, 0.002))
+    step = StepWork()
+    step.add_prompt(64, 0)
+    for context in (100, 120, 140):
+        step.add_sequence(context)
+    assert loaded.seconds(step) == plain.seconds(step)
+    more = loaded.load(step).compute - plain.load(step).compute
+    assert more == pytest.approx((0.002 + 0.01 + 4 * 0.001) / plain.seconds(step))
+
+
 def test_two_engines_that_leave_no_core_free_are_stretched_by_just_that_work() -> None:
-    model = FrontEnd(Roofline(), 0.0, 0.0)
+    model = FrontEnd(Roofline(), FrontEndWork(0.0, 0.0))
     # Two engines on half of the cores each, and a tenth of the cores for the front end of each.
     mine = Load(0.0, 0.6)
     slow = model.slowdown("CPU", mine, (mine,))

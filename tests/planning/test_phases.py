@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from muxserve.costs.front_end import FrontEnd, FrontEndWork
 from muxserve.costs.latency import EngineShape
 from muxserve.costs.measured import ProfileModel
 from muxserve.costs.profile import DecodeCell, EngineProfile, Overheads, PrefillCell, Profile, ProfiledModel
@@ -411,6 +412,17 @@ class TestMeasuredCosts:
         other = replace(TINY, hidden=512)
         measured, costs = (make_stages(two, each, other, self.SHAPE) for each in (latency, COSTS))
         assert [each.seconds(prompt) for each in measured] == [each.seconds(prompt) for each in costs]
+
+    def test_a_full_pipeline_brings_the_front_ends_work_of_one_engine(self) -> None:
+        step = StepWork(decode=8, context=800)
+        latency = self.profile()
+        for layers, links in (((4,), ()), ((2, 2), (Link(),))):
+            how = Pipeline(layers, links)
+            plain = make_stages(how, latency, TINY, self.SHAPE)
+            loaded = make_stages(how, FrontEnd(latency, FrontEndWork(0.0, 1e-4, 3e-4)), TINY, self.SHAPE)
+            more = sum(b.load(step).compute - a.load(step).compute for a, b in zip(plain, loaded, strict=True))
+            # As many micro-batches come out in a second as one stage computes.
+            assert more == pytest.approx(11e-4 / plain[0].seconds(step))
 
     def test_time_between_steps_is_in_every_arrangement(self) -> None:
         assert between_steps(COSTS, "CPU") == 0.0
