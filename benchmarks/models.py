@@ -212,7 +212,7 @@ def main() -> int:
                 max_num_batched_tokens=CONCURRENCY * MAX_LEN, prefix_caching=kind not in LATENT | STATEFUL,
                 attention_backend="CPU_MLA" if latent else "",
                 # What waits for messages without a pause would take a core from the other side.
-                polls=False,
+                polls=False, text_of_qwen3_5=kind.startswith("qwen3_5"),
             )  # fmt: skip
             try:
                 fleet = stack.enter_context(muxserve_fleet(file))

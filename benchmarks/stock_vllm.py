@@ -31,7 +31,7 @@ from servers import ROOT, Server, end_cleanly, free_port, server
 class StockSettings:
     """How a stock server runs. `kv_bytes` is the size of its KV cache; `dummy` makes weights up; `polls` says whether
     its processes look for messages without a pause, as they come. vLLM chooses its own `attention_backend` where none
-    is given."""
+    is given. With `text_of_qwen3_5` it knows the text models of Qwen3.5, whose module it cannot import on CPU."""
 
     threads: int = 1
     eager: bool = True
@@ -44,28 +44,36 @@ class StockSettings:
     dummy: bool = False
     polls: bool = True
     attention_backend: str = ""
+    text_of_qwen3_5: bool = False
 
 
 _SLEEPING = """
-import time
+    import time
 
-from vllm.distributed.device_communicators import shm_broadcast
+    from vllm.distributed.device_communicators import shm_broadcast
 
-
-def install():
     shm_broadcast.sched_yield = lambda: time.sleep(0.0001)
+"""
+_TEXT_OF_QWEN3_5 = """
+    from muxserve.vllm.language_models import make_importable
+    from vllm.model_executor.models import ModelRegistry
+
+    make_importable()
+    for name in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"):
+        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 """
 
 
 @contextlib.contextmanager
-def _sleeping() -> Iterator[dict[str, str]]:
-    """Environment of a server whose processes sleep between two looks for a message."""
+def _plugin(body: str) -> Iterator[dict[str, str]]:
+    """Environment of a server each of whose processes executes `body`, the lines of a function, before anything
+    else."""
     with tempfile.TemporaryDirectory(prefix="bench-plugin-") as folder:
-        described = Path(folder) / "stock_sleeping-1.dist-info"
+        described = Path(folder) / "stock_plugin-1.dist-info"
         described.mkdir()
-        (described / "METADATA").write_text("Metadata-Version: 2.1\nName: stock-sleeping\nVersion: 1\n")
-        (described / "entry_points.txt").write_text("[vllm.general_plugins]\nsleeping = stock_sleeping:install\n")
-        (Path(folder) / "stock_sleeping.py").write_text(_SLEEPING)
+        (described / "METADATA").write_text("Metadata-Version: 2.1\nName: stock-plugin\nVersion: 1\n")
+        (described / "entry_points.txt").write_text("[vllm.general_plugins]\nstock = stock_plugin:install\n")
+        (Path(folder) / "stock_plugin.py").write_text(f"def install():{body}")
         yield {"PYTHONPATH": os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))}
 
 
@@ -103,8 +111,9 @@ def stock_server(
         "VLLM_NO_USAGE_STATS": "1",
     }
     with contextlib.ExitStack() as stack:
-        if not settings.polls:
-            env |= stack.enter_context(_sleeping())
+        body = ("" if settings.polls else _SLEEPING) + (_TEXT_OF_QWEN3_5 if settings.text_of_qwen3_5 else "")
+        if body:
+            env |= stack.enter_context(_plugin(body))
         yield stack.enter_context(server(command, port, env=env))
 
 

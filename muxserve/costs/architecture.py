@@ -66,8 +66,12 @@ _KNOWN_BITS = (("nvfp4", 4.5), ("mxfp4", 4.25), ("mxfp8", 8.25), ("fp8", 8.0), (
 _LATENT = {"deepseek_v2", "deepseek_v3", "kimi_k2"}
 _LATENT_ROPES = {"yarn", "deepseek_yarn"}
 # With layers that keep a state, of kinds whose states are known here.
-_STATEFUL = {"granitemoehybrid", "qwen3_next"}
+_GATED_DELTA_NETS = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+_STATEFUL = {"granitemoehybrid", "nemotron_h", *_GATED_DELTA_NETS}
 _STATE_LAYERS = {"mamba", "linear_attention"}
+# What a layer of Nemotron-H is by the letter of its pattern; those of the last two kinds are an MLP and nothing else.
+_PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+_MLP_LAYERS = {"mlp", "moe"}
 STATE_ALIGNMENT = 64
 _ENCODERS = {"bert", "roberta", "xlm-roberta", "modernbert", "nomic_bert"}
 _OTHER_ENCODERS = {"albert", "distilbert", "electra", "deberta", "deberta-v2"}
@@ -131,7 +135,7 @@ class StateLayers:
 
 @dataclass(frozen=True)
 class ModelArchitecture:
-    """A transformer with attention in every layer, or in those that are not `states`.
+    """A transformer with attention in every layer, or in those that are neither `states` nor an MLP alone.
 
     A `pooling` model answers with vectors (embeddings, scores, classes) instead of text. One that is not `causal` sees
     each prompt as a whole and keeps no KV.
@@ -139,6 +143,8 @@ class ModelArchitecture:
     `max_len` is the longest sequence in tokens that the checkpoint allows; `default_max_len` what it is meant for when
     nobody asks for more (smaller for longrope models). `dtype` is the checkpoint's own. Of a mixture of experts each
     token takes `active_experts` of `experts` and the MLP of width `shared_intermediate` that all share (0: none).
+    Each layer has an MLP, unless `mlp_layers` of them are an MLP and nothing else (Nemotron-H). An MLP has
+    `mlp_matrices` matrices: 2 if nothing gates it.
     `quantisation` is how the checkpoint's weights are quantised: `quant_method`, and after a space `quant_algo` or, of
     compressed-tensors, the bits of weights and activations (`W4A16`). `weight_bits` are those of a quantised weight of
     the linear layers by config.json, scales included (0: not quantised). `stored` is what the checkpoint's files hold,
@@ -166,6 +172,8 @@ class ModelArchitecture:
     tied_embeddings: bool = False
     active_experts: int = 1
     shared_intermediate: int = 0
+    mlp_layers: int = 0
+    mlp_matrices: int = 3
     quantisation: str = ""
     weight_bits: float = 0.0
     stored: StoredWeights | None = None
@@ -187,7 +195,12 @@ class ModelArchitecture:
     @property
     def attention_layers(self) -> int:
         """Layers with attention."""
-        return self.layers - (self.states.count if self.states else 0)
+        return self.layers - (self.states.count if self.states else 0) - self.mlp_layers
+
+    @property
+    def mlps(self) -> int:
+        """MLPs in all layers; of a mixture of experts, all experts are one."""
+        return self.mlp_layers or self.layers
 
     @property
     def pages_per_block(self) -> int:
@@ -205,8 +218,8 @@ class ModelArchitecture:
 
     @property
     def _linear(self) -> int:
-        mlp = 3 * self.hidden * (self.intermediate * self.experts + self.shared_intermediate)
-        return int(self.mixer_weights()) + self.layers * mlp
+        mlp = self.mlp_matrices * self.hidden * (self.intermediate * self.experts + self.shared_intermediate)
+        return int(self.mixer_weights()) + self.mlps * mlp
 
     def mixer_weights(self, tp: int = 1) -> float:
         """Weights of what mixes tokens in all layers, attention or states, on each of `tp` devices."""
@@ -295,6 +308,8 @@ def read_architecture(config: Mapping[str, object], pooling: bool = False) -> Mo
     if reason:
         raise UnsupportedModelError(f"{name}: {reason}")
     layers, heads, hidden = (_count(config, keys) for keys in (_LAYERS, _HEADS, _HIDDEN))
+    if config.get("model_type") == "nemotron_h":
+        layers = len(_layer_types(config)) or layers
     missing = [keys[0] for keys, value in ((_LAYERS, layers), (_HEADS, heads), (_HIDDEN, hidden)) if value is None]
     if layers is None or heads is None or hidden is None:
         raise UnsupportedModelError(f"{name}: config.json lacks {', '.join(missing)}")
@@ -338,6 +353,8 @@ def read_architecture(config: Mapping[str, object], pooling: bool = False) -> Mo
         tied_embeddings=config.get("tie_word_embeddings") is True,
         active_experts=min(experts, _count(config, _ACTIVE_EXPERTS) or 1),
         shared_intermediate=_shared_intermediate(config, intermediate) if experts > 1 else 0,
+        mlp_layers=sum(kind in _MLP_LAYERS for kind in _layer_types(config)[:layers]),
+        mlp_matrices=2 if config.get("model_type") == "nemotron_h" else 3,
         quantisation=quantisation,
         weight_bits=weight_bits,
         pooling=pooling,
@@ -368,7 +385,7 @@ def _states(config: Mapping[str, object], layers: int, hidden: int) -> StateLaye
     def number(key: str, default: int) -> int:
         return _count(config, (key,)) or default
 
-    if config.get("model_type") == "qwen3_next":
+    if config.get("model_type") in _GATED_DELTA_NETS:
         keys = number("linear_num_key_heads", 16) * number("linear_key_head_dim", 128)
         heads, width = number("linear_num_value_heads", 32), number("linear_value_head_dim", 128)
         values, inputs = heads * width, 2 * keys + heads * width
@@ -380,13 +397,23 @@ def _states(config: Mapping[str, object], layers: int, hidden: int) -> StateLaye
             # Decayed, read by the key, corrected by an outer product, read by the query.
             flops=7 * values * number("linear_key_head_dim", 128),
         )
-    inner, size = number("mamba_expand", 2) * hidden, number("mamba_d_state", 256)
-    inputs = inner + 2 * number("mamba_n_groups", 1) * size
+    if config.get("model_type") == "nemotron_h":
+        heads = number("mamba_num_heads", 128)
+        inner, size, groups = heads * number("mamba_head_dim", 64), number("ssm_state_size", 128), number("n_groups", 8)
+        convolution = number("conv_kernel", 4)
+    else:
+        heads, groups, convolution = (
+            number("mamba_n_heads", 128),
+            number("mamba_n_groups", 1),
+            number("mamba_d_conv", 4),
+        )
+        inner, size = number("mamba_expand", 2) * hidden, number("mamba_d_state", 256)
+    inputs = inner + 2 * groups * size
     return StateLayers(
         count=count,
-        inputs=inputs * (number("mamba_d_conv", 4) - 1),
+        inputs=inputs * (convolution - 1),
         state=inner * size,
-        weights=hidden * (inner + inputs + number("mamba_n_heads", 128)) + inner * hidden,
+        weights=hidden * (inner + inputs + heads) + inner * hidden,
         # Decayed, an outer product added, read.
         flops=5 * inner * size,
     )
@@ -428,9 +455,10 @@ def _unsupported(config: Mapping[str, object], name: str) -> str | None:
     if config.get("is_encoder_decoder") or config.get("add_cross_attention") or config.get("cross_attention_layers"):
         return "it has cross attention (an encoder-decoder model); only decoder-only models are supported"
     if isinstance(config.get("text_config"), Mapping) or isinstance(config.get("vision_config"), Mapping):
+        texts = sorted(kind for kind in LANGUAGE_MODELS if not kind.endswith("_text"))
         return (
             "it is multi-modal (config.json has a text_config or vision_config); only text models are supported, "
-            f"the text of {', '.join(sorted(LANGUAGE_MODELS))}, and with images {', '.join(sorted(SEEING))}"
+            f"the text of {', '.join(texts)}, and with images {', '.join(sorted(SEEING))}"
         )
     if _quantisation(config)[0] == "gguf":
         return "its weights are in GGUF, which this vLLM cannot load; give the safetensors checkpoint it was made from"
@@ -453,11 +481,16 @@ def _unsupported(config: Mapping[str, object], name: str) -> str | None:
     if config.get("attention_chunk_size"):
         return "it uses chunked attention; only full and sliding-window attention are supported"
     types = set(_layer_types(config))
+    if kind == "nemotron_h" and "moe" in types:
+        return "some of its layers are experts without a gate, which vLLM's kernels on CPU do not compute"
     if kind in _STATEFUL and not (types & _STATE_LAYERS and types & {"attention", "full_attention"}):
         return "layer_types must name layers with attention and layers with states; it has others only"
-    odd = sorted(
-        types - {"full_attention", "attention", "sliding_attention"} - (_STATE_LAYERS if kind in _STATEFUL else set())
-    )
+    known_types = {"full_attention", "attention", "sliding_attention"}
+    if kind in _STATEFUL:
+        known_types |= _STATE_LAYERS
+    if kind == "nemotron_h":
+        known_types |= _MLP_LAYERS
+    odd = sorted(types - known_types)
     if odd:
         return f"some of its layers are {', '.join(odd)}; only full and sliding-window attention are supported"
     if isinstance(config.get("block_configs"), list) or any(isinstance(config.get(key), list) for key in _KV_HEADS):
@@ -472,10 +505,15 @@ def _unsupported(config: Mapping[str, object], name: str) -> str | None:
 
 def _layer_types(config: Mapping[str, object]) -> list[str]:
     types = config.get("layer_types")
+    if config.get("model_type") == "nemotron_h":
+        types = types or config.get("layers_block_type")
+        pattern = config.get("hybrid_override_pattern")
+        if not types and isinstance(pattern, str):
+            types = [_PATTERN.get(letter, letter) for letter in pattern]
     if isinstance(types, list):
         return [str(kind) for kind in types]
     layers = _count(config, _LAYERS)
-    if config.get("model_type") == "qwen3_next" and layers is not None:
+    if config.get("model_type") in _GATED_DELTA_NETS and layers is not None:
         every = _count(config, ("full_attention_interval",)) or 4
         return ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
     return []

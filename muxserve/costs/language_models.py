@@ -20,7 +20,39 @@ class LanguageModel:
     defaults: Mapping[str, object] = field(default_factory=dict)
 
 
-# By the `model_type` of the whole.
+_QWEN3_5: dict[str, object] = {
+    "vocab_size": 248320,
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "linear_num_key_heads": 16,
+}
+_QWEN3_5_DENSE = LanguageModel(
+    "Qwen3_5ForCausalLM",
+    "qwen3_5_text",
+    {
+        **_QWEN3_5,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+    },
+)
+_QWEN3_5_MOE = LanguageModel(
+    "Qwen3_5MoeForCausalLM",
+    "qwen3_5_moe_text",
+    {
+        **_QWEN3_5,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 8,
+        "num_experts": 256,
+    },
+)
+# By the `model_type` of the whole. Qwen3.5 is here by its text's own types, too: vLLM's module has it beside the whole.
 LANGUAGE_MODELS = {
     "gemma3": LanguageModel(
         "Gemma3ForCausalLM",
@@ -38,6 +70,10 @@ LANGUAGE_MODELS = {
     "mistral3": LanguageModel("MistralForCausalLM", "mistral"),
     "qwen2_5_vl": LanguageModel("Qwen2ForCausalLM", "qwen2"),
     "qwen3_vl": LanguageModel("Qwen3ForCausalLM", "qwen3"),
+    "qwen3_5": _QWEN3_5_DENSE,
+    "qwen3_5_text": _QWEN3_5_DENSE,
+    "qwen3_5_moe": _QWEN3_5_MOE,
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
 }
 # Those that are served with images.
 SEEING = {
@@ -65,6 +101,8 @@ TENSORS: dict[str, str | None] = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
+    # Layers that propose several tokens.
+    "mtp.": None,
 }
 # Of the whole, where the language model does not say it itself.
 _SHARED = ("dtype", "torch_dtype", "quantization_config", "compression_config")

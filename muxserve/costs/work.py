@@ -72,10 +72,11 @@ def layer_work(architecture: ModelArchitecture, tp: int, dtype: str) -> LayerWor
     item, weight = ITEM_BYTES[dtype], architecture.linear_bytes(dtype)
     local_kv = max(1.0, a.kv_heads / tp)
     # Of a layer on average, as all weights here.
-    mixer = a.mixer_weights(tp) / a.layers
-    expert = 3 * a.hidden * a.intermediate / tp
+    mixer, mlps = a.mixer_weights(tp) / a.layers, a.mlps / a.layers
+    expert = mlps * a.mlp_matrices * a.hidden * a.intermediate / tp
     routed = expert * (a.experts if a.experts > 1 else 0)
-    dense = mixer + (0.0 if a.experts > 1 else expert) + 3 * a.hidden * a.shared_intermediate / tp
+    shared = mlps * a.mlp_matrices * a.hidden * a.shared_intermediate / tp
+    dense = mixer + (0.0 if a.experts > 1 else expert) + shared
     used = dense + (expert * a.active_experts if a.experts > 1 else 0.0)
     head = a.vocab * a.hidden / tp
     return LayerWork(
@@ -90,7 +91,11 @@ def layer_work(architecture: ModelArchitecture, tp: int, dtype: str) -> LayerWor
         # the linear layers, written once and read once.
         activation_bytes=a.layers
         * item
-        * (8.0 * a.hidden + 2.0 * a.attention_numbers() / tp + 6.0 * a.intermediate * a.active_experts / tp),
+        * (
+            8.0 * a.hidden
+            + 2.0 * a.attention_numbers() / tp
+            + 2.0 * mlps * a.mlp_matrices * a.intermediate * a.active_experts / tp
+        ),
         experts=a.experts,
         active_experts=a.active_experts,
         window=a.window,

@@ -6,7 +6,10 @@ come; and they would load and count what computes images.
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Iterable, Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from muxserve.costs.language_models import LANGUAGE_MODELS, TENSORS, language_model
@@ -48,12 +51,14 @@ def register(model_type: object) -> bool:
     if model_type not in LANGUAGE_MODELS:
         return False
     from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.model_executor.models.utils import WeightsMapper
 
     architecture = LANGUAGE_MODELS[str(model_type)].architecture
     name = _PREFIX + architecture
     if name in ModelRegistry.models:
         return True
+    make_importable()
     by_itself: Any = ModelRegistry.models[architecture].load_model_cls()
     mapper = WeightsMapper(orig_to_new_prefix=TENSORS)
 
@@ -64,4 +69,36 @@ def register(model_type: object) -> bool:
     of_itself = getattr(by_itself, "hf_to_vllm_mapper", WeightsMapper())
     own = {"load_weights": load_weights, "hf_to_vllm_mapper": mapper | of_itself}
     ModelRegistry.register_model(name, type(name, (by_itself,), own))
+    if architecture in MODELS_CONFIG_MAP:
+        MODELS_CONFIG_MAP[name] = MODELS_CONFIG_MAP[architecture]
     return True
+
+
+def make_importable() -> None:
+    """From here on vLLM's modules of Qwen's models can be imported without torchvision.
+
+    They import a function that computes sizes of images from a module of Transformers, which begins with importing
+    torchvision. What text needs uses neither, and torchvision has no build that fits a CPU torch.
+    """
+    from transformers.utils.import_utils import is_torchvision_available
+
+    if is_torchvision_available():  # which Transformers remembers, so that it never takes the stand-in for it
+        return
+    parts = (
+        "torchvision",
+        "torchvision.transforms",
+        "torchvision.transforms.v2",
+        "torchvision.transforms.v2.functional",
+    )
+    modules = {name: ModuleType(name) for name in parts}
+    for name, module in modules.items():
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], last, module)
+    sys.modules.update(modules)
+    try:
+        # Transformers keeps it; nothing else shall find the stand-in.
+        importlib.import_module("transformers.models.qwen2_vl.image_processing_qwen2_vl")
+    finally:
+        for name in parts:
+            del sys.modules[name]

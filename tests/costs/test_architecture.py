@@ -147,7 +147,7 @@ def test_shapes(config: dict[str, Any], expected: tuple[object, ...]) -> None:
         ({**LLAMA, "architectures": ["BertForMaskedLM"], "model_type": "bert"}, "nor pool what it computes"),
         ({**LLAMA, "architectures": ["DebertaModel"], "model_type": "deberta"}, "nor pool what it computes"),
         ({**LLAMA, "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, "cross attention"),
-        ({**LLAMA, "text_config": {}}, "multi-modal .* the text of gemma3, mistral3, qwen2_5_vl, qwen3_vl"),
+        ({**LLAMA, "text_config": {}}, "multi-modal .* the text of gemma3, mistral3, qwen2_5_vl, qwen3_5, qwen3_5_moe"),
         ({**LLAMA, "quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}, "quantised KV cache"),
         ({**LLAMA, "quantization_config": {"quant_method": "gguf"}}, "GGUF, which this vLLM cannot load"),
         ({**LLAMA, "num_key_value_heads": [4, 8]}, "differ in KV heads"),
@@ -391,6 +391,27 @@ QWEN3_NEXT = {
     "max_position_embeddings": 262144,
 }
 
+# Nemotron-H-8B, whose config.json has the pattern of its layers as a text.
+NEMOTRON_H = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    "hidden_size": 4096,
+    "num_hidden_layers": 52,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "attention_head_dim": 128,
+    "intermediate_size": 21504,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "vocab_size": 131072,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16",
+}
+
 
 class TestStates:
     def test_a_sequence_takes_a_state_of_some_layers_and_kv_of_the_others(self) -> None:
@@ -409,6 +430,24 @@ class TestStates:
         assert a.parameters == pytest.approx(80e9, rel=0.02)
         said = {**QWEN3_NEXT, "layer_types": ["linear_attention", "full_attention"] * 24}
         assert read_architecture(said).attention_layers == 24
+
+    def test_layers_that_are_an_mlp_alone_keep_nothing(self) -> None:
+        a = read_architecture(NEMOTRON_H)
+        assert (a.layers, a.attention_layers, a.mlp_layers, a.pages_per_block) == (52, 4, 24, 32)
+        # A convolution over what goes into all heads and both matrices of each of the 8 groups.
+        assert a.state_bytes("bfloat16") == 24 * (3 * (8192 + 2 * 8 * 128) * 2 + 128 * 64 * 128 * 4)
+        assert a.parameters == pytest.approx(8.1e9, rel=0.01)
+        work = layer_work(a, 1, "bfloat16")
+        assert work.dense_bytes + 2 * work.head_bytes == pytest.approx(2 * a.parameters)
+        named = {"M": "mamba", "-": "mlp", "*": "attention"}
+        listed = [named[letter] for letter in str(NEMOTRON_H["hybrid_override_pattern"])]
+        for types in (listed, [{"mamba": "linear_attention", "attention": "full_attention"}.get(t, t) for t in listed]):
+            plain = {key: value for key, value in NEMOTRON_H.items() if "pattern" not in key and "layers" not in key}
+            assert read_architecture({**plain, "layers_block_type": types}) == a
+
+    def test_experts_without_a_gate_are_refused(self) -> None:
+        with pytest.raises(UnsupportedModelError, match="experts without a gate"):
+            read_architecture({**NEMOTRON_H, "hybrid_override_pattern": "MEM*ME"})
 
     def test_a_step_reads_and_writes_the_state_of_each_sequence(self) -> None:
         a = read_architecture(GRANITE_4_H)

@@ -60,6 +60,30 @@ QWEN3_VL: dict[str, Any] = {
     },
     "vision_config": {"depth": 27, "hidden_size": 1152},
 }
+QWEN3_5_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "text_config": {
+        "dtype": "bfloat16",
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_size": 2048,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": 512,
+        "num_attention_heads": 16,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default"},
+        "shared_expert_intermediate_size": 512,
+        "vocab_size": 248320,
+    },
+    "vision_config": {"depth": 27, "hidden_size": 1152},
+}
 # Without a text_config.
 QWEN2_5_VL: dict[str, Any] = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -86,6 +110,7 @@ QWEN2_5_VL: dict[str, Any] = {
         (GEMMA3, "Gemma3ForCausalLM", (34, 8, 4, 256, 2560, 131072, 1024, 29)),
         (MISTRAL3, "MistralForCausalLM", (40, 32, 8, 128, 5120, 131072, 0, 0)),
         (QWEN3_VL, "Qwen3ForCausalLM", (36, 32, 8, 128, 4096, 262144, 0, 0)),
+        (QWEN3_5_MOE, "Qwen3_5MoeForCausalLM", (40, 16, 2, 256, 2048, 262144, 0, 0)),
         (QWEN2_5_VL, "Qwen2ForCausalLM", (28, 28, 4, 128, 3584, 128000, 0, 0)),
     ],
 )
@@ -103,6 +128,19 @@ def test_of_multi_modal_checkpoints_the_language_model_is_read(
     rope = text.get("rope_scaling")
     assert rope is None or not {"mrope_section", "mrope_interleaved"} & set(rope)
     assert rope is None or "mrope" not in rope.values()
+
+
+def test_qwen3_5_keeps_states_with_images_and_without() -> None:
+    text = language_model(QWEN3_5_MOE)
+    assert text is not None
+    found = read_architecture(text)
+    assert (found.attention_layers, found.states and found.states.count) == (10, 30)
+    assert found.parameters == pytest.approx(35e9, rel=0.02)
+    # A checkpoint without images is what is in one with them.
+    alone = {**QWEN3_5_MOE["text_config"], "architectures": ["Qwen3_5MoeForCausalLM"]}
+    assert language_model(alone) is not None
+    assert read_architecture(language_model(alone) or {}) == found
+    assert not is_of_language_model("mtp.layers.0.mlp.gate.weight")
 
 
 # SmolVLM-256M-Instruct.

@@ -61,7 +61,10 @@ TINY: dict[str, Callable[[], Path]] = {
     "deepseek_v2": partial(tiny_checkpoint, "deepseek_v2"),
     "deepseek_v3": partial(tiny_checkpoint, "deepseek_v3"),
     "granite_hybrid": partial(tiny_checkpoint, "granite_hybrid", layers=4),
+    "nemotron_h": partial(tiny_checkpoint, "nemotron_h", layers=6),
     "qwen3_next": partial(tiny_checkpoint, "qwen3_next", layers=4),
+    "qwen3_5": partial(tiny_checkpoint, "qwen3_5", layers=4),
+    "qwen3_5_moe": partial(tiny_checkpoint, "qwen3_5_moe", layers=4),
 }
 # Others, each served once: of more of today's families, and with those, multi-modal ones' texts.
 FAMILIES: dict[str, Callable[[], Path]] = {
@@ -72,7 +75,8 @@ FAMILIES: dict[str, Callable[[], Path]] = {
     }.items()
 }  # fmt: skip
 MULTI_MODAL: dict[str, Callable[[], Path]] = {
-    kind: partial(tiny_checkpoint, kind, layers=6 if kind == "gemma3-mm" else 2) for kind in LANGUAGE_MODEL_OF
+    kind: partial(tiny_checkpoint, kind, layers={"gemma3-mm": 6, "qwen3_5-mm": 4}.get(kind, 2))
+    for kind in LANGUAGE_MODEL_OF
 }
 # Those that see images.
 SEEING: dict[str, Callable[[], Path]] = {"idefics3": partial(tiny_checkpoint, "idefics3")}
@@ -81,7 +85,7 @@ MXFP4 = "gpt_oss-mxfp4"
 # Those that keep one vector of each token instead of K and V by head.
 LATENT = frozenset({"deepseek_v2", "deepseek_v3"})
 # Those that keep a state of a sequence in some layers.
-STATEFUL = frozenset({"granite_hybrid", "qwen3_next"})
+STATEFUL = frozenset({"granite_hybrid", "nemotron_h", "qwen3_next", "qwen3_5", "qwen3_5_moe"})
 # The same weights with 8 and with 4 bits.
 QUANTISED = {name: ROOT / "configs/models" / name for name in ("atlas-int8", "atlas-int4")}
 START_SECONDS = 3 * PATIENCE
@@ -114,7 +118,7 @@ def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> Mod
     values: dict[str, Any] = {
         "path": str(path),
         "dtype": "bfloat16" if bfloat16 else "float32",
-        "layers": config["num_hidden_layers"],
+        "layers": architecture.layers,
         "kv_heads": 1 if latent else max(1, config["num_key_value_heads"] // ranks),
         "head_dim": head_dim,
         "block_tokens": 64 if latent else 64 * 64 // head_dim,
@@ -126,7 +130,7 @@ def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> Mod
         # Prompts of those with latent attention are computed in one piece, and no prefix is cached.
         **({"max_num_batched_tokens": 1024, "prefix_caching": False, "latent": latent} if latent else {}),
     }
-    if config["model_type"] in ("granitemoehybrid", "qwen3_next"):
+    if architecture.states is not None:
         values |= stateful(config, {**values, **changes})
     return model_spec(name, **{**values, **changes})
 

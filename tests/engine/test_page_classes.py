@@ -12,17 +12,19 @@ import pytest
 from muxserve.wire import Detach, Detached, StepReport
 from tests.engine.cases import GROWN, NOISE
 from tests.engine.checks import bodies, check, decoded, handed, nothing_owned, owned
-from tests.engine.harness import LATENT, MODELS, STATEFUL, TINY, Engines, deployed_model, engines
+from tests.engine.harness import LATENT, MODELS, MULTI_MODAL, STATEFUL, TINY, Engines, deployed_model, engines
 
 # Another model of full attention, on pages that are as large as those of latents, or of models that keep states.
 BY_HEAD = "arithmetic"
 SHARED_PAGES = 150
-STATE_PAGES = 600
+STATE_PAGES = 1200
 UNCACHED = {"gemma3"} | LATENT | STATEFUL
 # Computed in 16 bits, where what else is in a batch changes the last bits, and now and then a token: served one by one.
-ALONE = {"qwen3_next"}
-# Blocks as large as those of the other kind, whose numbers have twice as many bytes.
-STATEFUL_BLOCKS = {"granite_hybrid": 64, "qwen3_next": 128}
+ALONE = {"qwen3_next", "qwen3_5", "qwen3_5_moe"}
+# A checkpoint with images, and the kind of its language model, which is all that is served of it.
+WHOLE, TEXT = "qwen3_5-mm", "qwen3_5"
+# Blocks as large as those of the other kinds, whose numbers have twice as many bytes.
+STATEFUL_BLOCKS = dict.fromkeys({*ALONE, WHOLE}, 128)
 WINDOWED = [kind for kind in TINY if kind not in LATENT | STATEFUL]
 
 
@@ -52,13 +54,13 @@ def latents() -> Iterator[Engines]:
 def stateful() -> Iterator[Engines]:
     """In one pool, in which one model leaves K and V in float32, one states in float32, and one K and V in bfloat16."""
     # Chunks of 128 tokens, which a state goes through.
-    paths = {kind: TINY[kind]() for kind in sorted(STATEFUL)} | {BY_HEAD: MODELS[BY_HEAD]}
+    paths = {kind: TINY[kind]() for kind in sorted(STATEFUL)} | {WHOLE: MULTI_MODAL[WHOLE](), BY_HEAD: MODELS[BY_HEAD]}
     models = [
         deployed_model(
             kind,
             path,
             block_tokens=STATEFUL_BLOCKS.get(kind, 64),
-            quota_pages=STATE_PAGES // 3,
+            quota_pages=STATE_PAGES // len(paths),
             max_num_batched_tokens=128,
         )
         for kind, path in paths.items()
@@ -81,7 +83,7 @@ def family(request: pytest.FixtureRequest, kind: str) -> Engines:
 
 
 def serve(family: Engines, stock: dict[str, Any], kind: str, tag: str, cases: list[str]) -> None:
-    for together in [[case] for case in cases] if kind in ALONE else [cases]:
+    for together in [[case] for case in cases] if kind in {*ALONE, WHOLE} else [cases]:
         family.serve(kind, bodies(family, stock, tag, together))
     check(family, stock, tag, cases)
 
@@ -101,12 +103,21 @@ def grown(kind: str) -> list[str]:
         pytest.param("deepseek_v2", marks=pytest.mark.serves("DeepseekV2", "served")),
         pytest.param("deepseek_v3", marks=pytest.mark.serves("DeepseekV3", "served")),
         pytest.param("granite_hybrid", marks=pytest.mark.serves("GraniteMoeHybrid (Granite 4 H)", "served")),
+        pytest.param("nemotron_h", marks=pytest.mark.serves("NemotronH", "served")),
         pytest.param("qwen3_next", marks=pytest.mark.serves("Qwen3Next", "served")),
+        pytest.param("qwen3_5", marks=pytest.mark.serves("Qwen3_5", "served")),
+        pytest.param("qwen3_5_moe", marks=pytest.mark.serves("Qwen3_5Moe", "served")),
     ],
 )
 def test_tokens_are_those_of_stock_vllm(family: Engines, stock_tiny: dict[str, Any], kind: str) -> None:
     serve(family, stock_tiny[kind], kind, kind, NOISE)
     nothing_owned(family)
+
+
+@pytest.mark.serves("Qwen3_5 (text of multi-modal)", "served")
+def test_text_of_a_checkpoint_with_images(stateful: Engines, stock_tiny: dict[str, Any]) -> None:
+    """Tokens are those of its language model alone."""
+    serve(stateful, stock_tiny[TEXT], WHOLE, "whole", NOISE)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in TINY if kind not in ALONE])

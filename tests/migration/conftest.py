@@ -20,6 +20,8 @@ BLOCKS = 240
 # One model of each page class whose requests move in a way of their own.
 BY_HEAD, LATENTS, STATES = "llama", "deepseek_v2", "granite_hybrid"
 CLASSES = {BY_HEAD: partial(tiny_checkpoint, "llama", 2, 4, 2, 64), LATENTS: TINY[LATENTS], STATES: TINY[STATES]}
+# Another model with states, some of whose layers are an MLP alone.
+SPARSE_STATES = "nemotron_h"
 
 
 @pytest.fixture(scope="package")
@@ -34,7 +36,7 @@ def pair(kind: str) -> Iterator[Pair]:
     """Two real units. Whoever kills parts of them waits until they are whole again."""
     model = deployed_model(
         MODEL,
-        CLASSES[kind](),
+        TINY[SPARSE_STATES]() if kind == SPARSE_STATES else CLASSES[kind](),
         block_tokens=32,
         max_len=2048,
         max_num_seqs=16,

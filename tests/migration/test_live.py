@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.two_units import Pair, Seen, TwoUnits
-from tests.migration.conftest import BY_HEAD, CLASSES, LATENTS, MOVING, STATES
+from tests.migration.conftest import BY_HEAD, CLASSES, LATENTS, MOVING, SPARSE_STATES, STATES
 from tests.migration.live import limit, nothing_is_left, process
 
 _, PROMPT, OUTPUT = MOVING
@@ -16,6 +16,7 @@ EACH_CLASS = [
     pytest.param(BY_HEAD, marks=pytest.mark.serves("Llama", "migrates")),
     pytest.param(LATENTS, marks=pytest.mark.serves("DeepseekV2", "migrates")),
     pytest.param(STATES, marks=pytest.mark.serves("GraniteMoeHybrid (Granite 4 H)", "migrates")),
+    pytest.param(SPARSE_STATES, marks=pytest.mark.serves("NemotronH", "migrates")),
 ]
 TRIES = 10
 

@@ -22,8 +22,8 @@ Kind = Literal[
     "mistral", "gemma2", "gemma3", "olmo3", "gpt_oss",
     "gpt_oss-mxfp4",
     "deepseek_v2", "deepseek_v3",
-    "granite_hybrid", "qwen3_next",
-    "gemma3-mm", "mistral3", "qwen2_5_vl", "qwen3_vl",
+    "granite_hybrid", "nemotron_h", "nemotron_h-moe", "qwen3_next", "qwen3_5", "qwen3_5_moe",
+    "gemma3-mm", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_5-mm",
     "idefics3",
     "qwen3-classifier", "bert", "bert-reranker",
 ]  # fmt: skip
@@ -36,8 +36,11 @@ LANGUAGE_MODEL_OF: dict[str, Kind] = {
     "mistral3": "mistral",
     "qwen2_5_vl": "qwen2",
     "qwen3_vl": "qwen3",
+    "qwen3_5-mm": "qwen3_5",
 }
 
+# Of kinds whose configuration has another name than their model.
+TEXT_CONFIGS = {"gemma3": "Gemma3Text", "qwen3_5": "Qwen3_5Text", "qwen3_5_moe": "Qwen3_5MoeText"}
 CACHE = Path(__file__).resolve().parents[2] / "build" / "tiny-checkpoints"
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 # How DeepSeek V3 chooses its experts.
@@ -193,12 +196,16 @@ def _write_model(
         "deepseek_v2": ("DeepseekV2", "ForCausalLM"),
         "deepseek_v3": ("DeepseekV3", "ForCausalLM"),
         "granite_hybrid": ("GraniteMoeHybrid", "ForCausalLM"),
+        "nemotron_h": ("NemotronH", "ForCausalLM"),
+        "nemotron_h-moe": ("NemotronH", "ForCausalLM"),
         "qwen3_next": ("Qwen3Next", "ForCausalLM"),
+        "qwen3_5": ("Qwen3_5", "ForCausalLM"),
+        "qwen3_5_moe": ("Qwen3_5Moe", "ForCausalLM"),
         "qwen3-classifier": ("Qwen3", "ForSequenceClassification"),
         "bert": ("Bert", "Model"),
         "bert-reranker": ("Bert", "ForSequenceClassification"),
     }[kind]
-    config_class = getattr(transformers, {"gemma3": "Gemma3Text"}.get(kind, name) + "Config")
+    config_class = getattr(transformers, TEXT_CONFIGS.get(kind, name) + "Config")
     model_class = getattr(transformers, name + architecture)
     labels = {"qwen3-classifier": 3, "bert-reranker": 1}.get(kind)
     more: dict[str, Any] = {} if labels is None else {"num_labels": labels}
@@ -218,7 +225,7 @@ def _write_model(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         max_position_embeddings=max_len,
-        tie_word_embeddings=not kind.startswith(("gpt_oss", "deepseek", "glm4", "qwen3_next")),
+        tie_word_embeddings=not kind.startswith(("gpt_oss", "deepseek", "glm4", "qwen3_next", "qwen3_5", "nemotron_h")),
         bos_token_id=SPECIAL_TOKENS.index("<s>"),
         eos_token_id=eos,
         pad_token_id=SPECIAL_TOKENS.index("<pad>"),
@@ -280,13 +287,19 @@ def _write_multi_modal(path: Path, kind: Kind, language_model: Path) -> None:
             | {"deepstack_visual_indexes": [0]},
             {"image_token_id": 3, "video_token_id": 2},
         ),
+        "qwen3_5-mm": (
+            "Qwen3_5",
+            {**small, "depth": 1, "num_heads": 2, "out_hidden_size": width, "num_position_embeddings": 16},
+            {"image_token_id": 3, "video_token_id": 2},
+        ),
     }
     name, vision, more = of_kind[kind]
     if kind.startswith("qwen"):
-        head_dim = width // text.config.num_attention_heads
-        sections = [head_dim // 2 - 2 * (head_dim // 6), head_dim // 6, head_dim // 6]
-        fields["rope_parameters"] = {**fields["rope_parameters"], "mrope_section": sections}
-        if kind == "qwen3_vl":
+        rope = fields["rope_parameters"]
+        rotated = int(width // text.config.num_attention_heads * rope.get("partial_rotary_factor", 1.0))
+        sections = [rotated // 2 - 2 * (rotated // 6), rotated // 6, rotated // 6]
+        fields["rope_parameters"] = {**rope, "mrope_section": sections}
+        if kind.startswith("qwen3"):
             fields["rope_parameters"]["mrope_interleaved"] = True
     config_class = getattr(transformers, f"{name}Config")
     fields["model_type"] = config_class().text_config.model_type
@@ -421,17 +434,30 @@ def _attention_fields(kind: Kind, layers: int, head_dim: int, max_len: int) -> d
             "num_experts_per_tok": 0,
             "shared_intermediate_size": 2 * hidden,
         }
-    if kind == "qwen3_next":
+    if kind.startswith("nemotron_h"):
+        # Mamba-2 with several groups, no positions; a layer is one of three things.
+        of_layer = ["linear_attention", "moe" if kind.endswith("moe") else "mlp", "full_attention"]
+        return {
+            "layers_block_type": [of_layer[layer % 3] for layer in range(layers)],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": head_dim,
+            "n_groups": 2,
+            "ssm_state_size": 64,
+            "chunk_size": 64,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 64,
+            "moe_shared_expert_intermediate_size": 64,
+        }
+    if kind in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": head_dim}
+        experts |= {"shared_expert_intermediate_size": head_dim}
         return {
             "layer_types": ["full_attention" if layer % 2 else "linear_attention" for layer in range(layers)],
             "linear_num_value_heads": 4,
             "linear_num_key_heads": 2,
             "linear_key_head_dim": head_dim,
             "linear_value_head_dim": head_dim,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": head_dim,
-            "shared_expert_intermediate_size": head_dim,
+            **({} if kind == "qwen3_5" else experts),
         }
     if kind == "phi3":  # Phi-4-mini: a rope for short and one for long sequences, and a window that no sequence leaves
         rotary = head_dim * 3 // 4
