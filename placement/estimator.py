@@ -87,7 +87,8 @@ class ModelEstimate:
     `rate` is asked of it, `throughput` served, both in requests per second. Latencies are means in seconds; `ttft` is
     infinite where more is asked than can be served. `attainment` is the part of requests that meets the objectives
     (that is answered, where there are none). `limit` is what holds the replica back, or would next: "memory",
-    "compute", "sequences" or "slo". `own_bytes` is on each device without KV, `kv_bytes` KV in use on average.
+    "compute", "slo", "sequences" (`max_num_seqs`), or "batch" where that is vLLM's default. `own_bytes` is on each
+    device without KV, `kv_bytes` KV in use on average.
     """
 
     member: Member
@@ -325,16 +326,17 @@ def _crowded(loads: list[Load], asked: float, room: float) -> tuple[Load, ...]:
 
 def _limit(demand: Demand, runner: Runner, batch: float, rate: float, state: Steady, pool: int, index: int) -> str:
     """What holds a model back; for one that meets its rate, what would first if it grew."""
+    sequences = "sequences" if demand.own_batch else "batch"
     if rate < MEETS * runner.rate:
         if state.short[index]:
             return "memory"
         if batch >= runner.most - 1e-6:
-            return "sequences" if runner.most >= demand.max_num_seqs else "slo"
+            return sequences if runner.most >= demand.max_num_seqs else "slo"
         return "compute"
     # Compute is used up when progress is, memory when the pool is, sequences at the model's own bound.
     uses = {
         "memory": state.pool_used / pool if pool else 1.0,
         "compute": max(state.prefill, 1.0 - state.progress, min(1.0, state.decode)),
-        "sequences": batch / demand.max_num_seqs,
+        sequences: batch / demand.max_num_seqs,
     }
     return max(uses, key=lambda what: uses[what])

@@ -271,6 +271,7 @@ def limits_in_words(plan: ClusterPlan, estimate: UnitEstimate) -> str:
             "memory": "memory: the page pool is full",
             "compute": "SMs: prefill and decode use all compute",
             "sequences": "max_num_seqs: the batch is full",
+            "batch": "vLLM's default batch is full; max_num_seqs sets another",
             "slo": "SLO: larger batches would miss the TPOT objective",
         }
         return "; ".join(f"{words[limit]} ({', '.join(who)} of the rate)" for limit, who in by_limit.items())
@@ -282,6 +283,7 @@ def limits_in_words(plan: ClusterPlan, estimate: UnitEstimate) -> str:
         "memory": "the page pool",
         "compute": "SMs",
         "sequences": "max_num_seqs",
+        "batch": "vLLM's default batch",
         "slo": "the TPOT objective",
         # Of what was simulated: the rate at which too many requests miss some of theirs.
         "goodput": "the objectives",

@@ -132,6 +132,7 @@ def _demand(model: Model, architecture: ModelArchitecture, gpu: bool, batch: Bat
         slo_ttft=None if slo.ttft_ms is None else slo.ttft_ms / 1000,
         slo_tpot=None if slo.tpot_ms is None else slo.tpot_ms / 1000,
         max_num_seqs=batch.seqs,
+        own_batch=isinstance(model.max_num_seqs, int),
         max_num_batched_tokens=batch.tokens,
         graphs=graphs_of(model.engine_args),
         # vLLM caches no prefixes of models with latent attention on CPU. A cached prefix would need a state of its own.

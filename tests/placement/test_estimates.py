@@ -1,6 +1,7 @@
 """Curves, Algorithm 2, the steady state of Eq. 3, latencies and memory."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -189,6 +190,13 @@ class TestUnits:
         assert first.limit == second.limit == "memory"
         assert first.batch == pytest.approx(4 * second.batch)
         assert math.isinf(first.ttft)
+
+    @pytest.mark.parametrize(("own", "limit"), [(True, "sequences"), (False, "batch")])
+    def test_a_full_batch_is_named_by_who_has_set_it(self, own: bool, limit: str) -> None:
+        small = replace(demand("a", B7, rate=100.0), max_num_seqs=2, own_batch=own)
+        unit = estimator([small]).unit(ONE, (Member(0),), Shares(1.0, (1.0,)))
+        assert unit is not None
+        assert unit.models[0].limit == limit
 
     def test_who_needs_less_than_its_part_of_the_pool_leaves_the_rest(self) -> None:
         tight = estimator([demand("a", B65, rate=8.0), demand("b", B65, rate=2.0, output_tokens=2)])

@@ -254,6 +254,7 @@ class TestFleets:
         small, large = demands_of(load_fleet(fleet, serving=False), fleet.parent, gpus=[("A100", 80 << 30)])
         assert (small.rate, small.prompt_tokens, small.output_tokens, small.dtype) == (4, 161, 338, "float16")
         assert (small.slo_ttft, small.slo_tpot, small.max_num_seqs) == (0.5, 0.06, 256)
+        assert not small.own_batch
         assert (large.architecture.layers, large.prompt_tokens, large.slo_ttft) == (40, 512, None)
 
     def test_machines_of_the_file(self, fleet: Path) -> None:

@@ -121,7 +121,7 @@ class PipelinedArrangement(Arrangement):
 
     def unit_words(self, unit: PlacedUnit) -> str:
         """See `Arrangement`."""
-        return f"{self.name}, {unit.stages} stages"
+        return f"{self.name}, {unit.stages} stages" if unit.stages > 1 else "one engine for both"
 
     def plan_keys(self, unit: PlacedUnit) -> dict[str, object]:
         """See `Arrangement`."""
@@ -142,6 +142,8 @@ class PipelinedArrangement(Arrangement):
         """See `Arrangement`."""
         parts = [f"{statistics.fmean(each):.0%}" for each in zip(*map(_bubbles, units), strict=True)]
         replicas = f"{len(units)} replica{'s' if len(units) > 1 else ''}"
+        if len(parts) == 1:
+            return f"{model} has {replicas} with one engine for both phases"
         return f"{model} is pipelined, {replicas} of {len(parts)} stages with {enumerate_words(parts)} bubbles"
 
 
