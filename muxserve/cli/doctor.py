@@ -299,7 +299,8 @@ def _parts() -> Iterator[Check]:
 
 
 def _gpu(found: Callable[[], nvml.GpuMachine] = nvml.machine) -> Iterator[Check]:
-    """GPUs are used by fleets that ask for them; nothing here keeps one from being served on the CPU."""
+    """GPUs are used by fleets that ask for them. Only a driver that is too old for vLLM's build keeps every fleet from
+    being served: that build has no kernels for the CPU."""
     machine = found()
     if not machine.gpus:
         driver = Path("/proc/driver/nvidia/version").exists()
@@ -308,9 +309,12 @@ def _gpu(found: Callable[[], nvml.GpuMachine] = nvml.machine) -> Iterator[Check]
         )
         yield Check("GPU", "note", machine.why_none, advice)
         return
+    why_not = vllm_without_cuda()
     old = driver_too_old(machine)
     versions = f"{machine.driver_version}, CUDA {machine.cuda_version}"
-    yield Check("NVIDIA driver", "note" if old else "ok", versions, old)
+    # vLLM's build for CUDA serves nothing then. One for the CPU does, and fleets with `gpus` are refused.
+    verdict: Verdict = "ok" if not old else "note" if why_not else "missing"
+    yield Check("NVIDIA driver", verdict, versions, old)
     for gpu in machine.gpus:
         yield _one_gpu(gpu)
     left = nvml.visible(machine, os.environ)
@@ -321,7 +325,6 @@ def _gpu(found: Callable[[], nvml.GpuMachine] = nvml.machine) -> Iterator[Check]
     yield from _mps_checks()
     yield from _compilers()
     yield _probed(machine)
-    why_not = vllm_without_cuda()
     good = version_of("vllm") is not None and not why_not
     detail = f"vllm {version_of('vllm')}, torch {version_of('torch')}" if good else why_not or "vLLM is not installed"
     yield Check(

@@ -18,7 +18,16 @@ import msgspec
 from muxserve.gpu.nvml import GpuMachine
 
 Fallback = Literal[
-    "refuse", "mps_off", "ipc_legacy", "keepers_in_mps", "piecewise", "nvls_off", "fcfs", "restart_mps", "mps_shares"
+    "refuse",
+    "mps_off",
+    "ipc_legacy",
+    "keepers_in_mps",
+    "piecewise",
+    "nvls_off",
+    "fcfs",
+    "restart_mps",
+    "mps_shares",
+    "torch_sampler",
 ]
 FALLBACK_WORDS: Mapping[Fallback, str] = {
     "refuse": "nothing can be served on these GPUs",
@@ -30,11 +39,14 @@ FALLBACK_WORDS: Mapping[Fallback, str] = {
     "fcfs": "engines of several ranks compute one at a time (`policy: fcfs`)",
     "restart_mps": "the MPS server is started again whenever an engine was killed",
     "mps_shares": "`sm_sharing: mps` in place of green contexts",
+    "torch_sampler": "engines in green contexts sample with torch (`VLLM_USE_FLASHINFER_SAMPLER=0`)",
 }
 
 
 # The probe that shows whether CUDA graphs may hold attention.
 GRAPHS = "attention in a CUDA graph"
+# The one that shows whether engines in green contexts may sample with FlashInfer.
+SAMPLER = "FlashInfer's sampler in green contexts"
 
 
 class ProbeFinding(msgspec.Struct, frozen=True):
@@ -72,7 +84,15 @@ class Findings(msgspec.Struct, frozen=True):
     @property
     def full_graphs(self) -> bool | None:
         """Whether CUDA graphs may hold attention; None if that was not tried."""
-        verdict = next((each.verdict for each in self.findings if each.probe == GRAPHS), "not tried")
+        return self._works(GRAPHS)
+
+    @property
+    def flashinfer_sampler(self) -> bool | None:
+        """Whether engines in green contexts may sample with FlashInfer; None if that was not tried."""
+        return self._works(SAMPLER)
+
+    def _works(self, probe: str) -> bool | None:
+        verdict = next((each.verdict for each in self.findings if each.probe == probe), "not tried")
         return None if verdict == "not tried" else verdict == "ok"
 
     @property

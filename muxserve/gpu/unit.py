@@ -38,7 +38,8 @@ class GpuUnit:
     """One unit over `gpus`, in the order of the ranks. `needs` are estimates until they have been measured; `notes`
     says in words what was decided. `phases` is how its models are arranged, `stages` the depth of its pipeline. A unit
     that is served `elsewhere` gets GPUs like these on whatever machine it comes to. `fallbacks` are what is done
-    instead of what probes found not to work there, `full_graphs` whether they found CUDA graphs with attention to."""
+    instead of what probes found not to work there, `full_graphs` and `flashinfer_sampler` whether they found
+    CUDA graphs with attention, and that sampler in green contexts, to."""
 
     gpus: tuple[Gpu, ...]
     sharing: SmSharing
@@ -52,6 +53,7 @@ class GpuUnit:
     fallbacks: tuple[Fallback, ...] = ()
     full_graphs: bool | None = None
     decode_first: bool = False
+    flashinfer_sampler: bool | None = None
 
     @property
     def ranks(self) -> int:
@@ -71,6 +73,7 @@ class GpuUnit:
             full_graphs=self.full_graphs,
             restart_mps="restart_mps" in self.fallbacks,
             decode_first=self.decode_first,
+            flashinfer_sampler=self.flashinfer_sampler,
         )
 
     def as_found(self, findings: Findings) -> GpuUnit:
@@ -84,6 +87,7 @@ class GpuUnit:
             fallbacks=tuple(sorted(fallbacks)),
             # A pool that is allocated anew would have another address than the graphs know.
             full_graphs=None if "ipc_legacy" in fallbacks and findings.full_graphs else findings.full_graphs,
+            flashinfer_sampler=findings.flashinfer_sampler,
         )
 
     @property

@@ -11,9 +11,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from muxserve.probes.sampler import Sampler
 
 _SIZE = 16 << 20
 _PATTERN = 0x5A
@@ -221,6 +224,63 @@ def green() -> dict[str, Any]:
     return {"sms": contexts.contexts[1].sms, "total": division.total, "switch_us": seconds * 1e6}
 
 
+def compile_sampler() -> dict[str, Any]:
+    """Have FlashInfer's sampler compiled, which is kept for later processes; whether vLLM would use it here at all."""
+    from muxserve.probes.sampler import SamplerBatch, compare
+
+    compute()
+    sample = _flashinfer()
+    if sample is not None:
+        compare(sample, (SamplerBatch(1, 1),))
+    return {"used": sample is not None}
+
+
+def sampler() -> dict[str, Any]:
+    """Sample in green contexts, in the smallest one that an engine can have as well: FlashInfer counts all SMs of the
+    device, and its kernels wait for each other."""
+    from muxserve.gpu.green import ContextSet, Driver, device_of, divide, make_context
+    from muxserve.gpu.sm import SmRange
+    from muxserve.probes.sampler import compare
+    from muxserve.probes.sms import SmMarks
+
+    torch.cuda.set_device(0)
+    compute()
+    sample = _flashinfer()
+    if sample is None:
+        raise ValueError("vLLM does not use it here")
+    driver = Driver.load()
+    device = device_of(driver, 0)
+    division = divide(driver, device)
+    parts = len(division.parts)
+    ranges = (SmRange(parts - 1, 1), SmRange(0, max(1, parts // 2)))
+    contexts = ContextSet(driver, [make_context(driver, device, division, where) for where in ranges])
+    marks = SmMarks()
+    found = []
+    for index in (1, 0, 1):
+        contexts.use(index)
+        marks.launch()
+        own = marks.take()
+        found.append(compare(sample))
+        contexts.check()
+        marks.launch()
+        astray = marks.take() - own
+        if astray:
+            raise ValueError(f"a kernel after it ran on {len(astray)} SMs of others")
+    return {
+        "outside": sum(each.outside for each in found),
+        "difference": max(each.difference for each in found),
+        "draws": sum(each.draws for each in found),
+        "sms": [context.sms for context in contexts.contexts],
+    }
+
+
+def _flashinfer() -> Sampler | None:
+    """FlashInfer's sampler as vLLM calls it; None if vLLM would not."""
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    return topk_topp_sampler.flashinfer_sample if topk_topp_sampler.flashinfer_sampler_supported() else None
+
+
 ROLES: dict[str, Callable[..., dict[str, Any]]] = {
     "compute": compute,
     "export": export,
@@ -235,6 +295,8 @@ ROLES: dict[str, Callable[..., dict[str, Any]]] = {
     "reduce": reduce,
     "spin": spin,
     "green": green,
+    "compile-sampler": compile_sampler,
+    "sampler": sampler,
 }
 # These have something that others use, until they are killed or nobody listens any more.
 STAYING = ("keep", "manage", "spin")

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from muxserve.gpu import mps
-from muxserve.gpu.environment import LOG, PIPE, VISIBLE
-from muxserve.gpu.findings import GRAPHS, Fallback, ProbeFinding
+from muxserve.gpu.environment import LOG, PIPE, SAMPLER_OFF, VISIBLE, without_compiler
+from muxserve.gpu.findings import GRAPHS, SAMPLER, Fallback, ProbeFinding
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.sm import PERCENTAGE
 from muxserve.gpu.weight_server import WeightServer
@@ -30,6 +30,8 @@ from muxserve.gpu.weight_server import WeightServer
 CHILD = (sys.executable, "-m", "muxserve.probes.child")
 # Importing torch and making a context take some seconds, compiling kernels some more.
 LIMIT = 120.0
+# So many times that for what the CUDA toolkit compiles.
+_COMPILES = 5
 _TOLERANCE = 0.15  # of a share of SMs, which GPUs divide only so finely
 _SAID = 400
 
@@ -101,7 +103,7 @@ class Lab:
         directory: short, for sockets.
         control: the program that controls MPS; None without.
         command: what runs a role; it gets its name and arguments.
-        limit: seconds for one child.
+        limit: seconds for one child; one that compiles with the CUDA toolkit has more.
     """
 
     gpus: Sequence[Gpu]
@@ -169,8 +171,10 @@ class Lab:
         return {VISIBLE: self.gpus[0].uuid, PIPE: str(self.directory / "none")}
 
     @contextlib.contextmanager
-    def child(self, role: str, *arguments: object, environment: Mapping[str, str]) -> Iterator[ProbeProcess]:
-        """Run a role meanwhile."""
+    def child(
+        self, role: str, *arguments: object, environment: Mapping[str, str], limits: int = 1
+    ) -> Iterator[ProbeProcess]:
+        """Run a role meanwhile, for so many time limits at most."""
         inherited = {name: value for name, value in os.environ.items() if name not in (PERCENTAGE, PIPE, LOG)}
         errors = tempfile.TemporaryFile(dir=self.directory)  # noqa: SIM115 -- closed with the child
         process = subprocess.Popen(
@@ -181,19 +185,19 @@ class Lab:
             env={**inherited, **environment},
             start_new_session=True,
         )
-        child = ProbeProcess(role, process, errors, time.monotonic() + self.limit)
+        child = ProbeProcess(role, process, errors, time.monotonic() + limits * self.limit)
         try:
             yield child
         finally:
             child.kill()
 
-    def ask(self, role: str, *arguments: object, environment: Mapping[str, str]) -> dict[str, Any]:
+    def ask(self, role: str, *arguments: object, environment: Mapping[str, str], limits: int = 1) -> dict[str, Any]:
         """What a role has to say.
 
         Raises:
             ProbeFailed: see `Child.answer`.
         """
-        with self.child(role, *arguments, environment=environment) as child:
+        with self.child(role, *arguments, environment=environment, limits=limits) as child:
             return child.answer()
 
 
@@ -355,6 +359,28 @@ def _green(lab: Lab) -> str:
     return f"kernels and graphs keep to {said['sms']} of {said['total']} SMs; a switch takes {said['switch_us']:.0f} us"
 
 
+# Of some thousand draws of a token that has half of the probability, a share deviates by less than a third of this.
+_MOST_DIFFERENCE = 0.03
+
+
+def _sampler(lab: Lab) -> str:
+    lab.needs_mps()
+    if "mps_shares" in lab.fallbacks:
+        raise NotTried("engines do without green contexts")
+    if without_compiler().keys() & SAMPLER_OFF.keys():
+        raise NotTried("it is compiled when it is called first, and no CUDA toolkit with ninja was found")
+    if not lab.ask("compile-sampler", environment=lab.client(None, 1), limits=_COMPILES)["used"]:
+        raise NotTried("vLLM does not use it here")
+    said = lab.ask("sampler", environment=lab.client(None, 1))
+    where = f"in green contexts of {' and '.join(map(str, said['sms']))} SMs, {said['draws']} draws"
+    if said["outside"]:
+        raise ProbeFailed(f"{said['outside']} tokens are none that torch leaves ({where})")
+    words = f"largest difference of a token's share from torch's {said['difference']:.2g}"
+    if not said["difference"] <= _MOST_DIFFERENCE:
+        raise ProbeFailed(f"{words}, at most {_MOST_DIFFERENCE:g} ({where})")
+    return f"{words} ({where}); the context stays current"
+
+
 PROBES = (
     Probe("CUDA", _computes, "refuse"),
     Probe("SM shares under MPS", _shares, "mps_off"),
@@ -375,4 +401,5 @@ PROBES = (
     Probe("communicators side by side", _communicators, "fcfs", (("nvls_off",),)),
     Probe("a client killed in a kernel", _killed, "restart_mps"),
     Probe("green contexts", _green, "mps_shares"),
+    Probe(SAMPLER, _sampler, "torch_sampler"),
 )

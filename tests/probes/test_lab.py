@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from muxserve.gpu import mps
-from muxserve.gpu.findings import ProbeFinding
+from muxserve.gpu.findings import SAMPLER, ProbeFinding
 from muxserve.gpu.nvml import Gpu
+from muxserve.probes import lab
 from muxserve.probes.lab import PROBES, Lab, run
 from tests.cluster.conftest import alive
 
@@ -31,6 +32,8 @@ GOOD = {
     "reduce": '{"same": true}',
     "spin": "stay {}",
     "green": '{"sms": 64, "total": 132, "switch_us": 9.5}',
+    "compile-sampler": '{"used": true}',
+    "sampler": '{"outside": 0, "difference": 0.008, "draws": 3000, "sms": [8, 64]}',
 }
 
 
@@ -68,6 +71,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     monkeypatch.setenv("ROLES", str(directory))
     monkeypatch.setenv("FAKE_MPS", str(directory))
     monkeypatch.setattr(mps, "binary", lambda: str(directory / mps.CONTROL))
+    monkeypatch.setattr(lab, "without_compiler", dict)
     return Machine(directory)
 
 
@@ -78,6 +82,7 @@ def test_a_machine_on_which_everything_works(machine: Machine) -> None:
     assert "a client with 50% sees 66 of 132 SMs" in found["SM shares under MPS"].detail
     assert "that has ended, for reading only" in found["weights of another process"].detail
     (kept,), (mapped,) = machine.journal("export"), machine.journal("map-exported")
+    assert "in green contexts of 8 and 64 SMs" in found[SAMPLER].detail
     # Weights are loaded outside MPS, and mapped by a client.
     assert kept["CUDA_MPS_PIPE_DIRECTORY"] != mapped["CUDA_MPS_PIPE_DIRECTORY"] == str(machine.directory / "mps/pipe")
     assert mapped["CUDA_VISIBLE_DEVICES"] == "GPU-0"
@@ -103,6 +108,11 @@ def test_a_machine_on_which_everything_works(machine: Machine) -> None:
         ("communicators side by side", "reduce", ["unless NCCL_NVLS_ENABLE"], "status 139", ("nvls_off",)),
         ("communicators side by side", "reduce", ["die"], "status 139", ("fcfs",)),
         ("green contexts", "green", ['{"error": "GreenContextError: not current"}'], "not current", ("mps_shares",)),
+        (SAMPLER, "sampler", [GOOD["sampler"].replace(": 0,", ": 7,")], "7 tokens are none", ("torch_sampler",)),
+        (SAMPLER, "sampler", [GOOD["sampler"].replace("0.008", "0.25")], "0.25, at most", ("torch_sampler",)),
+        (SAMPLER, "sampler", [GOOD["sampler"].replace("0.008", "NaN")], "nan, at most", ("torch_sampler",)),
+        (SAMPLER, "sampler", ['{"error": "GreenContextError: not current"}'], "not current", ("torch_sampler",)),
+        (SAMPLER, "compile-sampler", ['{"error": "RuntimeError: ninja"}'], "ninja", ("torch_sampler",)),
     ],
 )
 def test_what_does_not_work_has_a_way_out(
@@ -149,6 +159,30 @@ def test_the_way_out_of_one_probe_holds_for_the_next(machine: Machine) -> None:
     assert found["SM shares under MPS"].fallbacks == ("mps_off",)
     assert found["a client killed in a kernel"].verdict == found["green contexts"].verdict == "not tried"
     assert all("CUDA_MPS_PIPE_DIRECTORY" not in each for each in machine.journal("attention"))
+
+
+def test_a_sampler_whose_kernels_wait_for_ever_is_ended(machine: Machine) -> None:
+    machine.lab.limit = 1.0
+    machine.say("sampler", "hang")
+    (found,) = run(machine.lab, [each for each in PROBES if each.name == SAMPLER])
+    assert (found.fallbacks, found.detail) == (("torch_sampler",), "sampler did not end in time")
+    assert not alive(machine.journal("sampler")[0]["pid"])
+
+
+def test_the_sampler_is_tried_where_engines_would_use_it(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    (chosen,) = [each for each in PROBES if each.name == SAMPLER]
+    machine.say("compile-sampler", '{"used": false}')
+    (found,) = run(machine.lab, [chosen])
+    assert (found.verdict, found.fallbacks) == ("not tried", ())
+    machine.say("compile-sampler", GOOD["compile-sampler"])
+    machine.say("green", "die")
+    assert machine.findings()[SAMPLER].verdict == "not tried"
+    machine.lab.fallbacks.clear()
+    monkeypatch.setattr(lab, "without_compiler", lambda: {"VLLM_USE_FLASHINFER_SAMPLER": "0"})
+    (found,) = run(machine.lab, [chosen])
+    assert (found.verdict, found.fallbacks) == ("not tried", ())
+    assert "no CUDA toolkit" in found.detail
+    assert machine.journal("sampler") == []
 
 
 def test_a_server_in_fault_after_a_kill_is_started_again_each_time(machine: Machine) -> None:
