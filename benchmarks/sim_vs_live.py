@@ -9,8 +9,8 @@ then the workloads that are judged, with other requests and at other rates. The 
 Nothing of the judged runs is known to it. Bars: means within 5 %, p99 within 10 %.
 
 What the fleet has learnt are steps without waiting for a core. The work of requests, steps and tokens outside of
-engines, the client's too, stretches jobs beside that (`costs/front_end.py`); it is measured with single requests, and
-with as many as the fleet takes at once. Way `learnt` is without that work, `learnt+front-end` with it. `--profile` adds
+engines, the client's too, stretches jobs beside that (`costs/front_end.py`); it is fitted to the CPU time of all runs
+before the judged ones (`work`). Way `learnt` is without that work, `learnt+front-end` with it. `--profile` adds
 `profiled`: that profile instead, with the front end's work.
 
 What remains is looked for in pairs of one request live and simulated: how much later its first token came, by the third
@@ -26,6 +26,7 @@ import random
 import resource
 import sys
 import tempfile
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import Sequence
@@ -34,8 +35,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 from against_live import compared, overheads, run, show, summary_of
 from report import machine, write_report
+from scipy.optimize import nnls
 from servers import ROOT, Server, ServerError, end_cleanly, fleet_with, muxserve_fleet
 
 from muxserve.cli.simulate_places import places_of
@@ -55,10 +58,12 @@ PROMPT = LogNormalLengths(96, 0.8, 8, 768)
 OUTPUT = LogNormalLengths(96, 0.6, 8, 384)
 ALONE_TOKENS = 64
 # Requests in all, their output tokens, and seconds from one to the next: what the front end costs per request and per
-# step comes apart. All take equally long, since an idle fleet and the client work a little, too.
-SINGLES = ((24, 4, 0.4), (24, 64, 0.4), (48, 4, 0.2))
+# step comes apart.
+SINGLES = ((24, 4, 0.4), (24, 64, 0.4), (96, 4, 0.1))
 # Requests that are sent at once, and how many of them are under way.
 AT_ONCE, IN_FLIGHT = 100, 32
+# For how long an idle fleet is looked at, which works a little, too.
+IDLE_SECONDS = 5.0
 MEANS, TAILS = 0.05, 0.10
 FLEETS: dict[str, tuple[str, dict[str, Any]]] = {
     "eager": ("configs/quickstart.yaml", {"enforce_eager": True}),
@@ -69,11 +74,13 @@ FLEETS: dict[str, tuple[str, dict[str, Any]]] = {
 
 class Served(NamedTuple):
     """Requests, and what became of them on the live fleet, both in order of arrival; core-seconds outside of engines
-    and steps of engines meanwhile; and by how many seconds the client sent them too late (`mean`, `p99`)."""
+    in so many seconds, and steps of engines meanwhile; and by how many seconds the client sent them too late (`mean`,
+    `p99`)."""
 
     requests: list[TraceRequest]
     records: list[RequestRecord]
     work: float
+    seconds: float
     steps: int
     late: dict[str, float]
 
@@ -84,11 +91,12 @@ class Served(NamedTuple):
 
 
 class Live(NamedTuple):
-    """All that was seen of one fleet."""
+    """All that was seen of one fleet. `idle`: core-seconds per second outside of engines when nobody asks for anything;
+    `before`: all runs but the judged ones, single requests first."""
 
     capacity: float
-    singles: list[Served]
-    at_once: Served
+    idle: float
+    before: list[Served]
     learnt: Profile
     judged: dict[str, Served]
 
@@ -110,7 +118,11 @@ def serve(server: Server, names: Sequence[str], requests: list[TraceRequest], fo
     """Send them; the work is that of the gateway, the unit scheduler, and the client, which shares the cores too."""
     trace, lines, report = folder / "trace.jsonl", folder / "records.jsonl", folder / "replay.json"
     write_trace(trace, list(names), requests)
-    before, steps = server.cpu_seconds(without=ENGINES) + client_seconds(), engine_steps(server)
+    began, before, steps = (
+        time.monotonic(),
+        server.cpu_seconds(without=ENGINES) + client_seconds(),
+        engine_steps(server),
+    )
     run("replay", "--url", server.url, "--workload", trace, "--records", lines, "-o", report, *more)
     work = server.cpu_seconds(without=ENGINES) + client_seconds() - before
     records = msgspec.json.decode(_array(lines), type=list[RequestRecord])
@@ -120,6 +132,7 @@ def serve(server: Server, names: Sequence[str], requests: list[TraceRequest], fo
         # They are written as they end.
         sorted(records, key=lambda record: record.arrival),
         work,
+        time.monotonic() - began,
         engine_steps(server) - steps,
         {key: round(late["lateness"][key], 5) for key in ("mean", "p99")},
     )
@@ -144,19 +157,19 @@ def client_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def front_end_work(runs: Sequence[Served], at_once: Served) -> tuple[float, float, float]:
-    """Core-seconds per request, per step of an engine and per token, of runs of single requests and one of many:
-    `work = start + request * n + step * steps + token * tokens`. Each token of a single request is a step."""
-    first, longer, more = runs
-    tokens = [sum(request.output_tokens for request in each.requests) for each in (*runs, at_once)]
-    alone = (longer.work - first.work) / (tokens[1] - tokens[0])
-    others = len(more.requests) - len(first.requests)
-    request = max(0.0, (more.work - first.work - alone * (tokens[2] - tokens[0])) / others)
-    start = first.work - request * len(first.requests) - alone * tokens[0]
-    # Of the many: alone * steps + token * (tokens - steps).
-    rest = at_once.work - start - request * len(at_once.requests) - alone * at_once.steps
-    token = min(max(0.0, rest / max(1, tokens[3] - at_once.steps)), alone)
-    return request, alone - token, token
+def idle_work(server: Server) -> float:
+    """Core-seconds per second outside of engines when nobody asks for anything."""
+    before = server.cpu_seconds(without=ENGINES)
+    time.sleep(IDLE_SECONDS)
+    return (server.cpu_seconds(without=ENGINES) - before) / IDLE_SECONDS
+
+
+def front_end_work(runs: Sequence[Served], idle: float) -> tuple[float, float, float]:
+    """Core-seconds per request, per step of an engine and per token. The sum of squares of what remains is least, and
+    none is negative, in `work = idle * seconds + start + request * n + step * steps + token * tokens` of all runs."""
+    rows = [(1.0, len(run.requests), run.steps, sum(r.output_tokens for r in run.requests)) for run in runs]
+    (_, request, step, token), _ = nnls(np.array(rows), np.array([run.work - idle * run.seconds for run in runs]))
+    return float(request), float(step), float(token)
 
 
 def measure(file: Path, names: Sequence[str], options: argparse.Namespace, folder: Path) -> Live:
@@ -164,13 +177,14 @@ def measure(file: Path, names: Sequence[str], options: argparse.Namespace, folde
     with muxserve_fleet(file) as server:
         print(f"  serves after {server.start_seconds:.0f} s", flush=True)
         serve(server, names, singles(names, 12, 4, 0.4, options.seed), folder)  # the first requests of engines are slow
+        idle = idle_work(server)
         lone = [serve(server, names, singles(names, *each, options.seed), folder) for each in SINGLES]
         at_once = workload(names, AT_ONCE, 1.0, options.seed + 2)
         taken = serve(server, names, at_once, folder, "--max-in-flight", str(IN_FLIGHT))
         capacity = taken.summary.overall.requests_per_second
         print(f"  {capacity:.1f} requests/s at once", flush=True)
         rate = options.calibrate * capacity
-        serve(server, names, workload(names, rate, options.duration, options.seed + 1), folder)
+        teaching = serve(server, names, workload(names, rate, options.duration, options.seed + 1), folder)
         out = folder / "learnt.json"
         out.unlink(missing_ok=True)
         run("profile", "--from-fleet", "--url", server.url, "-o", out)
@@ -178,7 +192,7 @@ def measure(file: Path, names: Sequence[str], options: argparse.Namespace, folde
         for part in options.parts:
             requests = workload(names, part * capacity, options.duration, options.seed)
             judged[f"{part:g}"] = serve(server, names, requests, folder)
-    return Live(capacity, lone, taken, load_profile(out), judged)
+    return Live(capacity, idle, [*lone, taken, teaching], load_profile(out), judged)
 
 
 class Played:
@@ -229,7 +243,7 @@ def misses(rows: dict[str, dict[str, float]]) -> list[str]:
 
 def judge(live: Live, file: Path, given: Profile | None, cores: int) -> dict[str, Any]:
     """Simulate what was served, with costs of each kind."""
-    request, step, token = (seconds / cores for seconds in front_end_work(live.singles, live.at_once))
+    request, step, token = (seconds / cores for seconds in front_end_work(live.before, live.idle))
     work = Overheads(request_work=request, step_work=step, token_work=token)
     ways: dict[str, tuple[Profile, Overheads]] = {
         "learnt": (live.learnt, Overheads()),
@@ -237,10 +251,18 @@ def judge(live: Live, file: Path, given: Profile | None, cores: int) -> dict[str
     }
     if given is not None:
         ways["profiled"] = given, work
-    found: dict[str, Any] = {"capacity": round(live.capacity, 2), "ways": {}}
+    seen = [
+        {"requests": len(run.requests), "steps": run.steps, "core_seconds": round(run.work, 3)} for run in live.before
+    ]
+    found: dict[str, Any] = {
+        "capacity": round(live.capacity, 2),
+        "idle_cores": round(live.idle, 4),
+        "work": seen,
+        "ways": {},
+    }
     for way, (profile, known) in ways.items():
         played = Played(file, profile)
-        known = played.calibrated(live.singles[1], known)
+        known = played.calibrated(live.before[1], known)
         friction = {name: round(each.friction, 3) for name, each in profile.interference.items()}
         constants = {key: round(value, 7) for key, value in msgspec.structs.asdict(known).items()}
         rows: dict[str, Any] = {}
