@@ -17,15 +17,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Properties are tried with the same examples every time, so that a run says of a change what the run before it did not;
 # MUXSERVE_NEW_EXAMPLES=1 looks for others. How long an example takes says nothing on a machine that does other things.
+# `--hypothesis-profile=long` tries more of them where one takes long: see tests/support/examples.py.
 with contextlib.suppress(ImportError):  # where only the tests on a GPU run
     from hypothesis import HealthCheck, settings
 
-    settings.register_profile(
-        "tests",
-        derandomize=not os.environ.get("MUXSERVE_NEW_EXAMPLES"),
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow],
-    )
+    from tests.support.examples import LONG
+
+    for profile in ("tests", LONG):
+        settings.register_profile(
+            profile,
+            derandomize=not os.environ.get("MUXSERVE_NEW_EXAMPLES"),
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+        )
     settings.load_profile("tests")
 
 

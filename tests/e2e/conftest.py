@@ -21,8 +21,8 @@ from tests.support.tiny_checkpoint import tiny_checkpoint
 def pytest_collection_finish(session: pytest.Session) -> None:
     models = [str(ROOT / "configs/models" / model) for model in MODELS]
     here = Path(__file__).parent
-    begin(session, "reference", here, "tests.e2e.reference", *models)
-    begin(session, "stock_of_mixed", here, "tests.e2e.mixed_reference", *KINDS, GENERATING, SEEING)
+    begin(session, "reference", here, "tests.e2e.reference", *models, keep=True)
+    begin(session, "stock_of_mixed", here, "tests.e2e.mixed_reference", *KINDS, GENERATING, SEEING, keep=True)
 
 
 @pytest.fixture(scope="session")

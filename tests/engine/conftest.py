@@ -22,11 +22,21 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     ranks = wanted(session, "stock_by_ranks", HERE) is not None
     split = ["--split", str(MODELS[SPLIT]), "--cases", *TRIED] if ranks else []
     tiny = ["--tiny", *TINY] if wanted(session, "stock_tiny", HERE) is not None else []
-    begin(session, "answered", HERE, "tests.engine.stock", *map(str, MODELS.values()), *split, *tiny)
-    begin(session, "stock_families", HERE, "tests.engine.stock", "--tiny", *on_this_processor())
+    begin(session, "answered", HERE, "tests.engine.stock", *map(str, MODELS.values()), *split, *tiny, keep=True)
+    begin(session, "stock_families", HERE, "tests.engine.stock", "--tiny", *on_this_processor(), keep=True)
     begin(session, "stock_seeing", HERE, "tests.engine.stock", "--seeing", *SEEING)
     quantised = [str(path) for path in QUANTISED.values()]
-    begin(session, "quantised", HERE, "tests.engine.stock", "--quantised", *quantised, "--fp8", str(MODELS[SPLIT]))
+    begin(
+        session,
+        "quantised",
+        HERE,
+        "tests.engine.stock",
+        "--quantised",
+        *quantised,
+        "--fp8",
+        str(MODELS[SPLIT]),
+        keep=True,
+    )
 
 
 @pytest.fixture(scope="session")

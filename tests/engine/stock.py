@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.engine.cases import CASES, GROWN, NOISE, SEEN, questions, sampling
+from tests.support.kept import note
 
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -159,6 +160,7 @@ def write_each(answer: Callable[[Path], Any], out: Path, models: list[Path], suf
             status = 1
             try:
                 (out / f"{path.name}{suffix}.json").write_text(json.dumps(answer(path)))
+                note(out)
                 status = 0
             except BaseException:
                 traceback.print_exc()

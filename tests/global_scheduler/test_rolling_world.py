@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.global_scheduler.rolling_world import MODEL, FakeUnit, RollingWorld
+from tests.support.examples import examples
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(seed=st.integers(0, 2**32), units=st.integers(1, 7), events=st.integers(0, 600))
 def test_every_request_is_placed_once_and_served_whatever_happens(seed: int, units: int, events: int) -> None:
     world = RollingWorld(Random(seed), units)
@@ -49,7 +50,7 @@ def loaded_and_drained(world: RollingWorld, rounds: int) -> FakeUnit:
     return drained
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(seed=st.integers(0, 2**32), units=st.integers(2, 5), events=st.integers(0, 400))
 def test_decodes_of_drained_replicas_move_and_are_forgotten_by_nobody(seed: int, units: int, events: int) -> None:
     world = RollingWorld(Random(seed), units)

@@ -17,6 +17,7 @@ from placement.objective import Objective, ObjectiveName
 from placement.planner import MODES, ClusterPlan, ModeName, PlanOptions, plan_cluster
 from placement.values import IMPOSSIBLE, Values
 from tests.placement.analytic import B7, B30, B65, MEMORY, Analytic, cluster, demand, estimator, random_fleet
+from tests.support.examples import examples
 
 QUICK = ImproveLimits(kicks=15, evaluations=3000)
 
@@ -56,7 +57,7 @@ class TestMachines:
         assert not machines.fits({Mesh("big", 8): 1, Mesh("big", 3): 2})
         assert machines.across_nodes() == [Mesh("big", 8), Mesh("big", 12)]
 
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=examples(80), deadline=None)
     @given(
         nodes=st.lists(st.tuples(st.sampled_from(["big", "small"]), st.integers(1, 9)), min_size=1, max_size=5),
         wanted=st.lists(st.tuples(st.sampled_from(["big", "small"]), st.integers(1, 12)), max_size=8),
@@ -213,7 +214,7 @@ class TestReplicas:
         assert count["c"] > 1
         assert not plan.missing
 
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=examples(12), deadline=None)
     @given(
         st.lists(st.tuples(st.integers(1, 4), st.none() | st.integers(0, 2)), min_size=1, max_size=4), st.integers(0, 9)
     )

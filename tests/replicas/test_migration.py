@@ -10,6 +10,7 @@ from muxserve.replicas.priorities import DEFAULT_LEVELS
 from muxserve.replicas.views import InstanceLoad, InstanceView
 from muxserve.replicas.virtual_usage import freeness_of, freeness_with, score
 from tests.replicas.support import CAPACITY, THREE, instances, load, rebalance, request
+from tests.support.examples import examples
 
 RULES = MigrationRules(source_below=50, destination_above=100)
 
@@ -145,7 +146,7 @@ def test_what_is_chosen_fits_and_leaves_the_destination_free_enough(one: Instanc
         assert freeness_with(there, THREE, each.usage, each.execution) < RULES.source_below
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(instances(), min_size=2, max_size=6))
 def test_requests_come_to_rest(views: list[InstanceView]) -> None:
     for number, view in enumerate(views):

@@ -23,6 +23,7 @@ from muxserve.scheduling.types import (
     StepsDone,
 )
 from tests.scheduling.machine import Job, Machine, profile
+from tests.support.examples import examples
 
 NAMES = sorted(name for name, policy in POLICIES.items() if policy.both)
 
@@ -424,7 +425,7 @@ def ended(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(drawn=one_model(), jobs=requests())
 def test_everything_is_served_within_a_bound(name: str, drawn: tuple[ModelProfile, int], jobs: list[Job]) -> None:
     machine = machine_of(name, drawn, jobs)
@@ -444,7 +445,7 @@ def test_everything_is_served_within_a_bound(name: str, drawn: tuple[ModelProfil
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(data=st.data())
 def test_whatever_dies_moves_or_is_cancelled_each_request_is_in_one_place(name: str, data: st.DataObject) -> None:
     jobs = data.draw(requests())

@@ -15,6 +15,7 @@ from muxserve.scheduling.least_tenant import LeastTenant
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.types import Grant, Phase, PoolProfile, QueuedRequest, StepsDone
 from tests.scheduling.machine import profile
+from tests.support.examples import examples
 
 SEATS = 3
 LONGEST_PROMPT = 30
@@ -79,7 +80,7 @@ lengths = st.tuples(st.integers(1, LONGEST_PROMPT), st.integers(1, LONGEST_ANSWE
 floods = st.lists(lengths, min_size=5, max_size=60)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(tenants=st.lists(floods, min_size=2, max_size=4), gaps=st.lists(st.integers(0, 40), min_size=4, max_size=4))
 def test_services_of_tenants_that_wait_differ_by_no_more_than_the_bound(
     tenants: list[list[tuple[int, int]]], gaps: list[int]
@@ -135,7 +136,7 @@ actions = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(history=st.lists(actions, min_size=10, max_size=150))
 def test_the_head_is_that_of_the_least_of_all_tenants(history: list[tuple[Any, ...]]) -> None:
     """Whatever happens to requests, weights and engines, the tree of winners says what looking at all of them does."""
@@ -157,7 +158,7 @@ def test_the_head_is_that_of_the_least_of_all_tenants(history: list[tuple[Any, .
             assert next(iter(machine.model.queue.first(1))) is machine.model.queue.head()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
 def test_the_least_tenant_is_known_while_counters_grow(data: st.DataObject) -> None:
     rounds = 0.0

@@ -17,6 +17,7 @@ from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.quotas import demand_weight
 from muxserve.scheduling.types import Grant, ModelProfile, Phase
 from tests.scheduling.machine import Job, Machine, idle_although_possible, profile
+from tests.support.examples import examples
 
 PAIRS = sorted(name for name, policy in POLICIES.items() if not policy.both)
 PHASES = [Phase.PREFILL, Phase.DECODE]
@@ -82,7 +83,7 @@ def never_idle(machine: Machine, grants: list[Grant]) -> None:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_every_request_is_served_within_a_bound(name: str, data: st.DataObject) -> None:
     profiles, pages = data.draw(models())
@@ -103,7 +104,7 @@ def test_every_request_is_served_within_a_bound(name: str, data: st.DataObject) 
 
 
 @pytest.mark.parametrize("name", PAIRS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 def test_whatever_dies_or_is_cancelled_no_request_is_lost_or_counted_twice(name: str, data: st.DataObject) -> None:
     profiles, pages = data.draw(models())
@@ -135,7 +136,7 @@ def test_whatever_dies_or_is_cancelled_no_request_is_lost_or_counted_twice(name:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_requests_that_move_are_in_one_place_whatever_dies_meanwhile(name: str, data: st.DataObject) -> None:
     profiles, pages = data.draw(models())
@@ -177,7 +178,7 @@ def test_requests_that_move_are_in_one_place_whatever_dies_meanwhile(name: str, 
 
 
 @pytest.mark.parametrize("name", ["adbs", "round_robin"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_no_compute_is_idle_while_something_could_run(name: str, data: st.DataObject) -> None:
     profiles, pages = data.draw(models())
@@ -188,7 +189,7 @@ def test_no_compute_is_idle_while_something_could_run(name: str, data: st.DataOb
     machine.run()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 def test_fcfs_runs_one_engine_at_a_time_and_never_idles(data: st.DataObject) -> None:
     profiles, pages = data.draw(models())

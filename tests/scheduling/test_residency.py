@@ -22,6 +22,7 @@ from muxserve.scheduling.residency import (
     Wake,
     WakeCosts,
 )
+from tests.support.examples import examples
 
 ROUND = 0.1
 # Rounds from one measurement of memory to the next.
@@ -467,7 +468,7 @@ def worlds(draw: st.DrawFn) -> tuple[Memory, list[tuple[float, str, float]]]:
     return Memory(rules, fixed, costs, spared), sorted(arrivals)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(worlds())
 def test_memory_is_kept_everybody_is_served_and_nobody_thrashes(
     world: tuple[Memory, list[tuple[float, str, float]]],

@@ -14,6 +14,7 @@ from muxserve.scheduling.types import WHOLE, Grant, Phase, PoolProfile, QueuedRe
 from tests.scheduling.machine import Job, Machine, profile
 from tests.scheduling.test_policies import Table
 from tests.scheduling.test_properties import models, requests
+from tests.support.examples import examples
 
 
 def lease(book: UnitLedger, share: float, lease_id: int, now: float = 0.0) -> None:
@@ -121,7 +122,7 @@ def shared_out(machine: Machine, grants: list[Grant]) -> None:
         assert ledger.share_free < WHOLE // 50, f"{ledger.share_free} idle at {machine.now}: {machine.describe()}"
 
 
-@settings(max_examples=40, deadline=None, phases=[Phases.explicit, Phases.reuse, Phases.generate])
+@settings(max_examples=examples(40), deadline=None, phases=[Phases.explicit, Phases.reuse, Phases.generate])
 @given(data=st.data())
 def test_shares_are_within_the_unit_and_none_of_it_is_idle(data: st.DataObject) -> None:
     profiles, pages = data.draw(models())
@@ -133,7 +134,7 @@ def test_shares_are_within_the_unit_and_none_of_it_is_idle(data: st.DataObject) 
     assert not machine.unfinished()
 
 
-@settings(max_examples=40, deadline=None, phases=[Phases.explicit, Phases.reuse, Phases.generate])
+@settings(max_examples=examples(40), deadline=None, phases=[Phases.explicit, Phases.reuse, Phases.generate])
 @given(data=st.data())
 def test_prefill_ends_where_engines_can_have_it(data: st.DataObject) -> None:
     steps = data.draw(st.sampled_from([2, 4, 5, 8]))

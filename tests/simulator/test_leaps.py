@@ -19,8 +19,11 @@ from muxserve.simulator.unit import SimulatedUnit
 from muxserve.workload.trace import Content, TraceRequest
 from tests.scheduling.machine import profile
 from tests.simulator.support import Analytic, Linear, SteppingStockUnit, SteppingUnit, requests, run, unit
+from tests.support.examples import examples
 
-SEARCH = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+SEARCH = settings(
+    max_examples=examples(100), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 def outcome(world: SimulatedUnit, load: list[TraceRequest]) -> tuple[object, ...]:

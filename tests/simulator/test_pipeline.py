@@ -40,6 +40,7 @@ from muxserve.workload import ModelLoad, generate
 from muxserve.workload.lengths import LogNormalLengths
 from muxserve.workload.trace import TraceRequest
 from tests.simulator.support import LARGE
+from tests.support.examples import examples
 
 TINY = ModelArchitecture(
     "tiny",
@@ -364,7 +365,7 @@ def test_decoding_sequences_are_dealt_out_evenly() -> None:
 # ------------------------------------------------------------ whatever comes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     requests=st.lists(st.tuples(st.floats(0, 5), st.integers(1, 120), st.integers(1, 40)), min_size=1, max_size=40),
     stages=st.integers(1, 4),

@@ -26,6 +26,7 @@ from muxserve.simulator.unit import SimulatedUnit
 from muxserve.workload.trace import Content, TraceRequest
 from tests.scheduling.machine import profile
 from tests.simulator.support import Analytic, run, unit
+from tests.support.examples import examples
 
 SIZE, PAGES = 4, 60
 PER_BLOCK = (1, 2)
@@ -97,7 +98,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(actions)
 def test_the_index_does_what_the_memory_managers_does(steps: list[tuple[str, int, int, int]]) -> None:
     live, pool = Live(), SimPool(PoolProfile("main", PAGES))

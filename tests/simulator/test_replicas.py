@@ -41,6 +41,7 @@ from muxserve.simulator.ring import Ring
 from muxserve.simulator.scheduled import ScheduledUnit
 from muxserve.workload.trace import TraceRequest
 from tests.simulator.support import SteppingEngine
+from tests.support.examples import examples
 
 TINY = ModelArchitecture(
     "tiny",
@@ -259,7 +260,7 @@ SCENES = st.tuples(
 )
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(25), deadline=None, derandomize=True)
 @given(SCENES)
 def test_every_request_ends_and_no_page_is_lost(drawn: tuple[int, int, str, bool, bool, int, int]) -> None:
     units, workload, given, priorities = scene(*drawn)
@@ -283,7 +284,7 @@ def test_every_request_ends_and_no_page_is_lost(drawn: tuple[int, int, str, bool
 
 # One in which a sequence waits for the end of a step, to leave, when leases begin to be renewed by themselves.
 @example((1464, 3, "freest", True, False, 3, 0))
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(25), deadline=None, derandomize=True)
 @given(SCENES)
 def test_leaping_is_stepping_with_replicas_too(drawn: tuple[int, int, str, bool, bool, int, int]) -> None:
     drawn = (*drawn[:6], 0)

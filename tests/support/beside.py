@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import preloaded
+from tests.support.kept import Kept
 
 ROOT = Path(__file__).resolve().parents[2]
 _END_SECONDS = 15.0
@@ -143,23 +144,40 @@ def wanted(session: pytest.Session, fixture: str, below: Path) -> int | None:
     return next(using, None)
 
 
-_OUTPUTS = pytest.StashKey[dict[str, tuple["tempfile.TemporaryDirectory[str]", Program]]]()
+_OUTPUTS = pytest.StashKey[dict[str, Callable[[], Path]]]()
 
 
-def begin(session: pytest.Session, fixture: str, below: Path, module: str, *arguments: str) -> None:
+def begin(session: pytest.Session, fixture: str, below: Path, module: str, *arguments: str, keep: bool = False) -> None:
     """For a fixture that is `wanted`: run `python -m MODULE DIRECTORY ARGUMENTS`, which writes into the directory. It
-    is forked from a process that has imported vLLM."""
+    is forked from a process that has imported vLLM. `keep`: what it has written is kept for the next session, as long
+    as it would write the same again."""
     turn = wanted(session, fixture, below)
-    if turn is not None:
-        directory = tempfile.TemporaryDirectory(prefix=f"mux-{fixture}-")
-        session.config.add_cleanup(directory.cleanup)
-        command = [sys.executable, "-m", module, directory.name, *arguments]
-        done = beside(session.config).add(command, turn, start=functools.partial(preloaded.start, stock=True))
-        session.config.stash.setdefault(_OUTPUTS, {})[fixture] = directory, done
+    if turn is None:
+        return
+    outputs = session.config.stash.setdefault(_OUTPUTS, {})
+    kept = Kept(fixture, [module, *arguments]) if keep else None
+    if kept is None:
+        scratch = tempfile.TemporaryDirectory(prefix=f"mux-{fixture}-")
+        session.config.add_cleanup(scratch.cleanup)
+        directory = Path(scratch.name)
+    elif (found := kept.found()) is not None:
+        outputs[fixture] = lambda: found
+        return
+    else:
+        directory = kept.new()
+        session.config.add_cleanup(lambda: kept.forget(directory))
+    command = [sys.executable, "-m", module, str(directory), *arguments]
+    program = beside(session.config).add(command, turn, start=functools.partial(preloaded.start, stock=True))
+
+    def made() -> Path:
+        program.result()
+        if kept is not None:
+            kept.keep(directory)
+        return directory
+
+    outputs[fixture] = made
 
 
 def output(config: pytest.Config, fixture: str) -> Path:
     """The directory into which the program of that fixture has written, when it has ended."""
-    directory, done = config.stash[_OUTPUTS][fixture]
-    done.result()
-    return Path(directory.name)
+    return config.stash[_OUTPUTS][fixture]()

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muxserve.unit import reconcile
+from tests.support.examples import examples
 from tests.unit.world import World
 
 PARTS = ("prefill", "decode", "migrator", "memory", "unit")
@@ -35,7 +36,7 @@ def play(world: World, rounds: int, events: dict[int, list[tuple[str, ...]]]) ->
             world.pass_time(world.random.choice([0.001, 0.003, 0.01]))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(seed=seeds)
 def test_requests_move_to_and_fro_and_end_with_all_their_tokens(seed: int) -> None:
     world = World(seed)
@@ -60,7 +61,7 @@ def test_the_world_has_moves_in_it() -> None:
     assert moves > 10
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(seed=seeds)
 def test_refused_moves_leave_requests_where_they_are(seed: int) -> None:
     world = World(seed, refusals=0.5)
@@ -72,7 +73,7 @@ def test_refused_moves_leave_requests_where_they_are(seed: int) -> None:
 
 
 @pytest.mark.parametrize("part", PARTS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(seed=seeds, at=st.integers(20, 700), unit=st.sampled_from(["u0", "u1"]))
 def test_any_process_dies_at_any_moment(part: str, seed: int, at: int, unit: str) -> None:
     world = World(seed)
@@ -82,7 +83,7 @@ def test_any_process_dies_at_any_moment(part: str, seed: int, at: int, unit: str
     world.check_end()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(seed=seeds)
 def test_many_die_and_clients_go_away(seed: int) -> None:
     drawn = random.Random(seed)
@@ -168,7 +169,7 @@ def test_requests_move_between_engines_of_both_phases(phases: str) -> None:
 
 
 @pytest.mark.parametrize("phases", ARRANGED)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(seed=seeds)
 def test_many_parts_of_units_with_one_engine_die(phases: str, seed: int) -> None:
     drawn = random.Random(seed)
@@ -184,7 +185,7 @@ def test_many_parts_of_units_with_one_engine_die(phases: str, seed: int) -> None
     world.check_end()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(seed=seeds)
 def test_a_global_scheduler_knows_what_a_rolling_replica_has(seed: int) -> None:
     """As far as it was told: each report follows from the one before, and then says it all."""
@@ -212,7 +213,7 @@ def test_a_global_scheduler_knows_what_a_rolling_replica_has(seed: int) -> None:
 
 @pytest.mark.parametrize("phases", ANY)
 @pytest.mark.parametrize("way", ["raise", "crash"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(seed=seeds)
 def test_poison_ends_with_an_error_and_all_others_are_served(phases: str, way: str, seed: int) -> None:
     world = World(seed, phases=phases)
@@ -231,7 +232,7 @@ def test_poison_ends_with_an_error_and_all_others_are_served(phases: str, way: s
     assert all(len(c.got) == c.most for r, c in world.clients.items() if r not in world.poison)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(seed=seeds)
 def test_engines_that_are_killed_over_and_over_condemn_nobody(seed: int) -> None:
     world = World(seed)
