@@ -15,6 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from muxserve.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = """
@@ -65,6 +68,13 @@ class Deploy:
     def run_dirs(self) -> list[Path]:
         base = self.runtime / "muxserve"
         return list(base.iterdir()) if base.exists() else []
+
+
+def refused(*args: str) -> str:
+    """What `deploy` says that is refused with exit code 2, without a process of its own."""
+    result = CliRunner().invoke(app, ["deploy", *args])
+    assert result.exit_code == 2, result.output
+    return result.output
 
 
 @pytest.fixture
@@ -157,22 +167,20 @@ def test_the_logs_of_a_failure_are_kept_until_the_next_start(fleet_file: Path, r
     assert not run_dir.exists()
 
 
-def test_a_port_that_is_taken_is_told_before_anything_starts(fleet_file: Path, runtime: Path) -> None:
+def test_a_port_that_is_taken_is_told_before_anything_starts(fleet_file: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        code, text = Deploy(runtime, str(fleet_file), "--port", str(port)).end()
-    assert code == 2
+        text = refused(str(fleet_file), "--port", str(port))
     assert f"port {port} on 127.0.0.1 is taken by another program" in text
     assert "--port" in text
     assert deploy_started_nothing(text)
 
 
 @pytest.mark.parametrize("host", ["203.0.113.1", "no.such.host.invalid"])
-def test_a_host_that_is_not_here(host: str, fleet_file: Path, runtime: Path) -> None:
-    code, text = Deploy(runtime, str(fleet_file), "--host", host, "--port", "0").end()
-    assert code == 2
+def test_a_host_that_is_not_here(host: str, fleet_file: Path) -> None:
+    text = refused(str(fleet_file), "--host", host, "--port", "0")
     assert "is no address of this machine" in text
     assert deploy_started_nothing(text)
 
@@ -187,11 +195,9 @@ def test_a_wrong_fleet_starts_nothing(fleet_file: Path, runtime: Path) -> None:
     assert deploy.run_dirs() == []
 
 
-def test_what_cannot_be_simulated_starts_nothing(fleet_file: Path, runtime: Path) -> None:
+def test_what_cannot_be_simulated_starts_nothing(fleet_file: Path) -> None:
     for options in ([], ["--simulated"]):
-        code, text = Deploy(runtime, str(fleet_file), *options, "--profile", str(fleet_file)).end()
-        assert code == 2
-        assert "--profile: " in text
+        assert "--profile: " in refused(str(fleet_file), *options, "--profile", str(fleet_file))
     alone = fleet_file.read_text()
     for cluster, said in (
         ("launcher: ray", "--simulated is for one machine: what Ray does cannot be pretended"),
@@ -199,8 +205,7 @@ def test_what_cannot_be_simulated_starts_nothing(fleet_file: Path, runtime: Path
         ("ranks: 2", "2 ranks on the CPU, which --simulated does not know"),
     ):
         fleet_file.write_text(f"cluster: {{{cluster}}}\n{alone}")
-        code, text = Deploy(runtime, str(fleet_file), "--simulated").end()
-        assert code == 2
+        text = refused(str(fleet_file), "--simulated")
         assert said in " ".join(text.split())
         assert deploy_started_nothing(text)
 

@@ -180,11 +180,9 @@ def scheduler(file: str, journal: Journal) -> None:
 
 def seen(file: str) -> str:
     """What the fleet's file says."""
-    from muxserve import spec
-
-    fleet = spec.load_fleet(file)
-    units = " ".join(f"{unit.name}={','.join(unit.serves)}" for unit in fleet.units)
-    return f"sees {','.join(model.name for model in fleet.models)} in {units}"
+    fleet = read(file)
+    units = " ".join(f"{unit['unit_spec']['unit']}={','.join(unit['serves'])}" for unit in fleet["units"])
+    return f"sees {','.join(model['name'] for model in fleet['models'])} in {units}"
 
 
 class Parent:
@@ -362,9 +360,7 @@ def serve_pages(file: str) -> None:
     """`/health` and one streamed answer, in a thread of this process."""
     import http.server
 
-    from muxserve import spec
-
-    gateway = spec.load_fleet(file).gateway
+    gateway = read(file)["gateway"]
 
     class Pages(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -390,7 +386,7 @@ def serve_pages(file: str) -> None:
     class Server(http.server.ThreadingHTTPServer):
         allow_reuse_port = True
 
-    server = Server((gateway.host, gateway.port), Pages)
+    server = Server((gateway["host"], gateway["port"]), Pages)
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
 

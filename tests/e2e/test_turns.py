@@ -22,8 +22,10 @@ NAMES = ["m0", "m1", "m2"]
 LIMIT = 1650 << 20
 PROMPTS = ["Each has its turn", "Then the others have theirs"]
 # An answer takes longer than a turn.
-TOKENS = 400
-SWITCHES = 20
+TOKENS = 250
+SWITCHES = 10
+# As much of an answer as tells that a model answers as before.
+BEGINNING = 60
 Answers = dict[tuple[str, str], str]
 
 
@@ -63,7 +65,7 @@ def turns(fleet: Fleet) -> dict[str, Any]:
     return told
 
 
-async def answers(fleet: Fleet, names: list[str]) -> Answers:
+async def answers(fleet: Fleet, names: list[str], tokens: int = TOKENS) -> Answers:
     """What models say to all prompts, all asked at once."""
     async with fleet.async_client() as client:
 
@@ -72,7 +74,7 @@ async def answers(fleet: Fleet, names: list[str]) -> Answers:
             stream = await client.chat.completions.create(
                 model=name,
                 messages=[{"role": "user", "content": prompt}],
-                max_tokens=TOKENS,
+                max_tokens=tokens,
                 temperature=0,
                 stream=True,
                 extra_body={"ignore_eos": True},
@@ -95,7 +97,7 @@ def said(fleet: Fleet) -> Answers:
     return told
 
 
-async def test_answers_are_the_same_through_twenty_turns(fleet: Fleet, said: Answers) -> None:
+async def test_answers_are_the_same_through_ten_turns(fleet: Fleet, said: Answers) -> None:
     seen: list[dict[str, Any]] = []
     while (await asyncio.to_thread(turns, fleet))["ended"] < SWITCHES:
         load = asyncio.create_task(answers(fleet, NAMES))
@@ -124,7 +126,10 @@ async def test_whoever_is_killed_during_a_turn_answers_are_the_same(fleet: Fleet
     async def load() -> None:
         while not struck:  # until a turn was caught
             assert await answers(fleet, NAMES) == said
-        assert await answers(fleet, NAMES) == said
+        for asked, text in (await answers(fleet, NAMES, BEGINNING)).items():
+            assert text
+            # The last character may be of bytes that come later.
+            assert said[asked].startswith(text.rstrip("\N{REPLACEMENT CHARACTER}"))
 
     def strike() -> bool:
         going = [name for name, turn in turns(fleet)["now"].items() if turn["leaving"]]

@@ -21,12 +21,13 @@ from muxserve.memory.client import MemoryClient
 from muxserve.memory.view import ModelView
 from muxserve.spec import UnitSpec
 from tests.memory.support import PAGES, assert_balanced, block_hash, ids, model, stats_of, unit_spec
+from tests.support.examples import examples
 from tests.support.patience import eventually
 
 Start = Callable[[UnitSpec], subprocess.Popen[bytes]]
 Connect = Callable[..., MemoryClient]
 CHILDREN = 8
-KILLS = 40
+KILLS = examples(40)
 KEYS = [f"key {i}" for i in range(6)]
 
 

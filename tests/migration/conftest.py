@@ -17,6 +17,7 @@ from tests.support.tiny_checkpoint import tiny_checkpoint
 MOVING = (3, 300, 1000)
 STRUCK = (1, 300, 500)
 BLOCKS = 240
+HERE = Path(__file__).parent
 # One model of each page class whose requests move in a way of their own.
 BY_HEAD, LATENTS, STATES = "llama", "deepseek_v2", "granite_hybrid"
 CLASSES = {BY_HEAD: partial(tiny_checkpoint, "llama", 2, 4, 2, 64), LATENTS: TINY[LATENTS], STATES: TINY[STATES]}
@@ -24,9 +25,29 @@ CLASSES = {BY_HEAD: partial(tiny_checkpoint, "llama", 2, 4, 2, 64), LATENTS: TIN
 SPARSE_STATES = "nemotron_h"
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one kind come after each other: the units of each kind are started once."""
+    places = [place for place, item in enumerate(items) if _kind(item) in CLASSES]
+    order = sorted(
+        (items[place] for place in places),
+        key=lambda item: (list(CLASSES).index(_kind(item)), item.path, item.reportinfo()[1]),
+    )
+    for place, item in zip(places, order, strict=True):
+        items[place] = item
+
+
+def _kind(item: pytest.Item) -> str:
+    """Of the test's units, if it has any."""
+    callspec = getattr(item, "callspec", None)
+    asked: str = callspec.params.get("kind", "") if callspec is not None and item.path.parent == HERE else ""
+    return asked
+
+
 @pytest.fixture(scope="package")
 def kind(request: pytest.FixtureRequest) -> str:
-    """The page class of the units' model; a test says with `pytest.mark.parametrize` which."""
+    """The page class of the units' model; a test says with `pytest.mark.parametrize` which, and with `scope="package"`
+    that the units may stay for the next test."""
     asked: str = request.param
     return asked
 

@@ -41,7 +41,7 @@ def expected(units: TwoUnits, bodies: list[bytes]) -> list[list[int]]:
     return [units.requests[name].tokens for name in names]
 
 
-@pytest.mark.parametrize("kind", EACH_CLASS, indirect=True)
+@pytest.mark.parametrize("kind", EACH_CLASS, indirect=True, scope="package")
 def test_tokens_are_the_same_wherever_they_come_from(
     units: TwoUnits, bodies: list[bytes], expected: list[list[int]]
 ) -> None:
@@ -69,7 +69,9 @@ def all_move(units: TwoUnits, seen: list[Seen], source: str, destination: str) -
     return not any(one.finished for one in seen)
 
 
-@pytest.mark.parametrize(("kind", "victim"), [*zip(CLASSES, "aba", strict=True), (STATES, "b")], indirect=["kind"])
+@pytest.mark.parametrize(
+    ("kind", "victim"), [*zip(CLASSES, "aba", strict=True), (STATES, "b")], indirect=["kind"], scope="package"
+)
 def test_a_migrator_that_dies_costs_no_request(
     units: TwoUnits, bodies: list[bytes], expected: list[list[int]], victim: str
 ) -> None:

@@ -221,6 +221,7 @@ def moves(units: Gateway) -> dict[str, int]:
     ("kind", "step", "victim", "how"),
     EVERY if os.environ.get("MUXSERVE_EVERY_FAULT") else SOME,
     indirect=["kind"],
+    scope="package",
 )
 def test_any_process_killed_or_stopped_in_any_step(
     units: Gateway, body: bytes, expected: list[int], step: str, victim: str, how: str

@@ -63,7 +63,7 @@ class TestCommand:
         models = [f"  - {{name: m{n}, path: {ROOT / 'configs/models/atlas'}, dtype: float32}}" for n in range(6)]
         file = tmp_path / "fleet.yaml"
         file.write_text("\n".join(["memory: {limit: 1600MiB}", "kv_pool: {size: 64MiB}", "models:", *models]))
-        code, out, err = run(file, "--simulate", 10)
+        code, out, err = run(file, "--simulate", 2)
         assert code == 0, err
         assert "all awake" in out
         assert "with residency" in out
@@ -75,7 +75,7 @@ class TestCommand:
         assert resident["waited"] >= resident["wakes"]
         # Without a limit there is nothing to say.
         file.write_text("\n".join(["kv_pool: {size: 64MiB}", "models:", *models]))
-        assert "residency" not in json.loads(run(file, "--simulate", 10, "--json")[1])
+        assert "residency" not in json.loads(run(file, "--simulate", 2, "--json")[1])
 
     def test_json_is_complete_and_agrees_with_itself(self, fleet: Path) -> None:
         code, out, _ = run(fleet, "--json", "--exact")

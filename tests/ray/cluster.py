@@ -21,17 +21,19 @@ class Nodes:
 
         self._cluster: Any = Cluster()
         # A dead node, which refuses connections, is found out in seconds; one that is slow is not taken for dead.
-        health = {
+        config = {
             "health_check_period_ms": 500,
             "health_check_failure_threshold": 5,
             "health_check_timeout_ms": 10_000,
+            # Ray would start a Python worker for each CPU before anybody asks for one.
+            "prestart_worker_first_driver": False,
         }
         self._cluster.add_node(
             num_cpus=0,
             object_store_memory=MEMORY,
             include_dashboard=False,
             node_ip_address=head,
-            _system_config=health,
+            _system_config=config,
         )
         self._nodes: dict[str, Any] = {}
 
