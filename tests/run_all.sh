@@ -27,6 +27,10 @@ if [ $# -gt 0 ]; then
   exec "$python" -m pytest "$@"
 fi
 
+# CI tries every property with all its examples.
+examples=()
+[ -z "${CI:-}" ] || examples=(--hypothesis-profile=long)
+
 logs=build/tests
 rm -rf "$logs"
 mkdir -p "$logs"
@@ -50,6 +54,7 @@ lane() { # NAME NICENESS COMMAND...: in the background; the lane called `shown` 
 python_lane() { # NAME NICENESS PYTEST'S ARGUMENTS
   local name=$1 niceness=$2
   shift 2
+  set -- "${examples[@]}" "$@"
   arguments[$name]="$*"
   lane "$name" "$niceness" "$python" -m pytest -o "cache_dir=$PWD/$logs/$name.cache" --durations=15 --durations-min=3 "$@"
 }
@@ -86,14 +91,12 @@ if [ "$mode" = quick ]; then
     tests/test_imports.py tests/test_docs.py
   python_lane searching 0 tests/{metrics,placement,planning,workload}
 else
-  # Whole fleets, and on Ray, whose programs run beside the others' tests; the processes that they are made of, those
-  # first that need nothing of the programs that run beside the tests; and what is left, which mostly computes. A lane's
-  # fixtures are shared by its tests: what imports vLLM is divided so that few do it twice. Lanes should take equally
-  # long.
+  # Whole fleets; the engines and other processes that they are made of, and Ray, whose programs run beside the others'
+  # tests; and what is left, which mostly computes. A lane's fixtures are shared by its tests: what imports vLLM is
+  # divided so that few do it twice. Lanes should take equally long.
   apart=(tests/e2e/test_{adapters,pooling}.py) # fleets that need nothing of what the other fleets' tests share
-  fleets=(tests/e2e "${apart[@]/#/--ignore=}" tests/ray)
-  parts=(tests/cluster tests/gpu_control tests/gateway tests/models tests/profiling tests/engine tests/engine_cuda
-    tests/migration "${apart[@]}")
+  fleets=(tests/e2e "${apart[@]/#/--ignore=}")
+  parts=(tests/gateway tests/models tests/profiling tests/engine tests/engine_cuda tests/migration "${apart[@]}" tests/ray)
   computing=()
   for tests in tests/[a-z]*/ tests/test_*.py; do
     tests=${tests%/}

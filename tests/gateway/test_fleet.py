@@ -148,8 +148,7 @@ def test_without_a_scheduler_requests_are_spread(rig: Rig, http: httpx.Client) -
 def test_the_scheduler_chooses(rig: Rig, fleet: Running, http: httpx.Client) -> None:
     mark = rig.unit.mark()
     with FakeScheduler(fleet.fleet.scheduler_address, at("x1")) as scheduler:
-        while not sample(http, "muxserve_scheduler_up"):
-            pass
+        eventually(lambda: bool(sample(http, "muxserve_scheduler_up")), "the scheduler is up")
         for n in range(3):
             assert said(complete(http, f"to x1, {n}")) == f"to x1, {n}"
         assert http.get("/fleet").json()["scheduler"] == "up"
@@ -158,15 +157,13 @@ def test_the_scheduler_chooses(rig: Rig, fleet: Running, http: httpx.Client) -> 
         assert place.demand == submits(rig, mark, 3)[-1]["prompt_tokens"] + 1
     assert [e["unit"] for e in submits(rig, mark, 3)] == ["x1"] * 3
     # It is gone, and nobody waits for it.
-    while http.get("/fleet").json()["scheduler"] == "up":
-        pass
+    eventually(lambda: http.get("/fleet").json()["scheduler"] != "up", "the scheduler is gone")
     assert said(complete(http, "still served")) == "still served"
 
 
 def test_a_scheduler_that_hangs_is_not_waited_for(rig: Rig, fleet: Running, http: httpx.Client) -> None:
     with FakeScheduler(fleet.fleet.scheduler_address, lambda _: None) as scheduler:
-        while not sample(http, "muxserve_scheduler_up"):
-            pass
+        eventually(lambda: bool(sample(http, "muxserve_scheduler_up")), "the scheduler is up")
         answer = complete(http, "without it")
         assert said(answer) == "without it"
         assert answer.elapsed.total_seconds() >= 0.25
@@ -189,8 +186,7 @@ def test_a_request_wakes_its_model(rig: Rig, fleet: Running, http: httpx.Client)
     mark = rig.unit.mark()
     with ThreadPoolExecutor(1) as pool, FakeScheduler(before.scheduler_address, lambda _: None) as scheduler:
         asked = pool.submit(complete, http, "good morning", model="beta")
-        while not scheduler.places:
-            pass
+        eventually(lambda: bool(scheduler.places), "the scheduler was asked")
         assert sample(http, 'muxserve_gateway_requests_unplaced{model_name="beta"}') == 1
         woken = unit(Path(before.run_dir), "x2", [before.models[1]])
         fleet.change(msgspec.structs.replace(before, units=[*before.units, woken], generation=1))
@@ -200,8 +196,7 @@ def test_a_request_wakes_its_model(rig: Rig, fleet: Running, http: httpx.Client)
         assert said(asked.result(PATIENCE)) == "good morning"
     assert [e["unit"] for e in submits(rig, mark, 2) if e["model"] == "beta"] == ["x2"]
     fleet.change(msgspec.structs.replace(before, generation=2))
-    while len(http.get("/fleet").json()["units"]) != 2:
-        pass
+    eventually(lambda: len(http.get("/fleet").json()["units"]) == 2, "two units again")
 
 
 # ------------------------------------------------------------ moves and deaths

@@ -57,8 +57,7 @@ def test_limits(guarded: Running) -> None:
         first = pool.submit(ask, "first", hold=2)
         guarded.wait("held", mark)
         second = pool.submit(ask, "second")
-        while not waiting():
-            pass
+        eventually(lambda: waiting() > 0, "a request waits")
         third = ask("third")
         assert third.status_code == 429
         assert third.json()["error"]["type"] == "RateLimitError"

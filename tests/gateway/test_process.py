@@ -20,7 +20,7 @@ from muxserve.spec import GatewaySpec, UnitSpec
 from tests.gateway.playing import play
 from tests.gateway.rig import Rig, Running
 from tests.gateway.unit_specs import model, unit_spec
-from tests.support.patience import PATIENCE
+from tests.support.patience import PATIENCE, eventually
 from tests.support.ports import free_port
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
@@ -47,8 +47,12 @@ def test_what_does_not_finish_in_time_is_cancelled(rig: Rig, hasty: UnitSpec) ->
         asked = pool.submit(httpx.post, url, json={"prompt": play("never", hold=2)}, timeout=PATIENCE)
         request_id = running.wait("held", mark)["id"]
         waiting = pool.submit(httpx.post, url, json={"prompt": play("nor this", hold=2)}, timeout=PATIENCE)
-        while not httpx.get(f"{running.url}/fleet", timeout=PATIENCE).json()["models"][0]["gateway"]["waiting"]:
-            pass
+
+        def told() -> bool:
+            models = httpx.get(f"{running.url}/fleet", timeout=PATIENCE).json()["models"]
+            return bool(models[0]["gateway"]["waiting"])
+
+        eventually(told, "a request waits")
         running.terminate()
         assert running.exit_status() == 0
         for answer in (asked.result(PATIENCE), waiting.result(PATIENCE)):

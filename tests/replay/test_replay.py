@@ -23,7 +23,7 @@ from muxserve.replay.prompts import Prompts
 from muxserve.replay.run import Replay
 from muxserve.workload import TraceRequest, write_trace
 from tests.replay.conftest import ROOT, Server
-from tests.support.patience import PATIENCE
+from tests.support.patience import PATIENCE, eventually
 
 Serve = Callable[..., Server]
 
@@ -211,8 +211,9 @@ def test_an_interruption_reports_what_was_done(serve: Serve, tmp_path: Path, aga
     )
     with process:
         assert process.stderr is not None
-        while len(server.seen("hang" if again else "exact")) < 5:
-            assert process.poll() is None
+        model = "hang" if again else "exact"
+        eventually(lambda: process.poll() is not None or len(server.seen(model)) >= 5, "five requests")
+        assert process.poll() is None
         process.send_signal(signal.SIGINT)
         for line in process.stderr:
             if "no new requests" in line:
