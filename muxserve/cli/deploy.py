@@ -320,12 +320,6 @@ def _check_engines(plans: Sequence[ResolvedUnit]) -> None:
                     f"{demand.name} answers with vectors, which --simulated cannot make up; take it out of the file",
                     EXIT_BAD_INPUT,
                 )
-            if demand.stages > 1 or (demand.ranks > 1 and plan.gpu is None):
-                what = f"{demand.stages} stages" if demand.stages > 1 else f"{demand.ranks} ranks on the CPU"
-                raise DeployRefused(
-                    f"{demand.name} has {what}, which --simulated does not know; `muxserve simulate` does",
-                    EXIT_BAD_INPUT,
-                )
 
 
 def _check_installation(on_gpus: bool) -> None:

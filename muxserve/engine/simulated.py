@@ -1,8 +1,9 @@
 """Engines that compute nothing: their steps take as long as the cost model says, and their tokens are made up.
 
 All else of an engine is real: vLLM's scheduler, blocks of the pool, hand-overs, leases. Only vLLM's worker is another
-one, which needs no weights. Jobs of a unit that run at the same time slow each other down as the cost model says; for
-that each engine writes into a file of the unit what its job asks of the device.
+one, which needs no weights. It stands for all ranks; the stages of a pipeline are threads of it
+(`muxserve.engine.simulated_stages`). Jobs of a unit that run at the same time slow each other down as the cost model
+says; for that each engine writes into a file of the unit what its job asks of the device.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import fcntl
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,17 +21,22 @@ import numpy as np
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from muxserve.costs import LatencyModel, Load, read_architecture
-from muxserve.costs.calibration import graphs_of
+from muxserve.costs import LatencyModel, Load, ModelArchitecture, read_architecture
+from muxserve.costs.architecture import ITEM_BYTES, split_layers
+from muxserve.costs.calibration import LINKS, graphs_of
+from muxserve.costs.devices import device
 from muxserve.costs.latency import EngineShape
 from muxserve.costs.measured import latency_model
+from muxserve.costs.stages import costs_of_stages
 from muxserve.costs.step_costs import StepCosts, StepWork
 from muxserve.engine.binding import current, place_of
 from muxserve.engine.runner import RESUMED_OUTPUT
-from muxserve.spec import UnitSpec
+from muxserve.engine.simulated_stages import SimulatedStage, StagedOutput, StageLink, StageThreads
+from muxserve.engine.stage_clock import StageClocks
+from muxserve.spec import SimulatedSpec, UnitSpec
 
 # An answer of a request that may be as long as it likes.
 ANSWER_TOKENS = 128
@@ -96,6 +103,10 @@ class SharedDevice:
 class SimulatedWorker(WorkerBase):
     """`worker_cls` of simulated engines."""
 
+    # Of a pipeline: what counts the seconds of its stages, and the micro-batch whose tokens are asked for next.
+    clocks: StageClocks | None = None
+    _begun: Future[None] | None = None
+
     def init_device(self) -> None:
         unit_spec, model, _ = place_of(self.vllm_config)
         assert unit_spec.simulated is not None
@@ -106,6 +117,7 @@ class SimulatedWorker(WorkerBase):
         self._plain = _plain_token(self.model_config.get_vocab_size(), self._ends)
         self._sequences: dict[str, _Sequence] = {}
         self._device: SharedDevice | None = None
+        self._stages: StageThreads | None = None
         self._step: tuple[list[str], list[bool]] = ([], [])
         # The engine's own work between two steps in a row, which is part of what cost models call a step: the shortest
         # pause so far, since in longer ones it waited for a lease.
@@ -147,24 +159,35 @@ class SimulatedWorker(WorkerBase):
     def forget_step(self) -> None:
         """A step raised an exception half-way."""
         self._step = ([], [])
+        self._begun = None
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Take the time of the step; its tokens are asked for by `sample_tokens`."""
+        """Take the time of the step; its tokens are asked for by `sample_tokens`. A pipeline only begins it."""
         self._between = min(self._between, time.monotonic() - self._ended)
         for finished in scheduler_output.finished_req_ids:
             self._sequences.pop(finished, None)
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
+        if self._unit_spec.stages > 1:
+            self._begun = self._in_stages().begin(self._schedule(scheduler_output))
+            return None
         device = self._on_device()
         work = self._schedule(scheduler_output)
         own = self._between if self._between < _MOST_BETWEEN else 0.0
         device.run(self._costs.seconds(work) - own, self._costs.load(work))
         return None
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """A token for each sequence whose known tokens are all computed."""
-        (ids, through), self._step = self._step, ([], [])
+        step, self._step = self._step, ([], [])
+        begun, self._begun = self._begun, None
         allowed = _allowed(grammar_output)
+        if begun is None:
+            return self._sampled(step, allowed)
+        return StagedOutput(begun, lambda: self._sampled(step, allowed))
+
+    def _sampled(self, step: tuple[list[str], list[bool]], allowed: Mapping[str, Sequence[int]]) -> ModelRunnerOutput:
+        ids, through = step
         tokens: list[list[int]] = []
         for request, has in zip(ids, through, strict=True):
             tokens.append([self._token(request, allowed.get(request))] if has else [])
@@ -174,21 +197,53 @@ class SimulatedWorker(WorkerBase):
     def _on_device(self) -> SharedDevice:
         """Made in the engine's own process: the one that it is forked from has others as well."""
         if self._device is None:
-            simulated = self._unit_spec.simulated
-            assert simulated is not None
-            latency = latency_model(Path(simulated.profile) if simulated.profile else None)
-            model, phase = self.model, current().phase
-            share = model.prefill_share if phase == "prefill" else model.decode_share
-            shape = EngineShape(
-                simulated.device, max(1, len(simulated.gpus)), share, model.dtype, graphs_of(model.engine_args)
-            )
-            architecture = read_architecture(self.model_config.hf_config.to_dict())
-            self._costs = StepCosts(latency.engine(architecture, shape))
-            # Units share a CPU, and have GPUs to themselves.
-            run_dir = Path(self._unit_spec.run_dir)
-            path = (run_dir if simulated.gpus else run_dir.parent) / DEVICE_FILE
-            self._device = SharedDevice(path, simulated.device, latency)
+            latency, shape = self._latency_on()
+            self._costs = StepCosts(latency.engine(self._architecture(), shape))
+            self._device = SharedDevice(self._device_file(), shape.device, latency)
         return self._device
+
+    def _in_stages(self) -> StageThreads:
+        """Made in the engine's own process, too."""
+        if self._stages is None:
+            architecture = self._architecture()
+            latency, shape = self._latency_on()
+            link = _link(shape, architecture.hidden)
+            split = split_layers(architecture.layers, self._unit_spec.stages)
+            costs = costs_of_stages(split, latency, architecture, shape)
+            self._stages = StageThreads(
+                [
+                    SimulatedStage(
+                        StepCosts(each),
+                        SharedDevice(self._device_file(stage), shape.device, latency),
+                        link,
+                        None if self.clocks is None else self.clocks.clock(stage),
+                    )
+                    for stage, each in enumerate(costs)
+                ]
+            )
+        return self._stages
+
+    def _architecture(self) -> ModelArchitecture:
+        return read_architecture(self.model_config.hf_config.to_dict())
+
+    def _latency_on(self) -> tuple[LatencyModel, EngineShape]:
+        """What steps take, and on what the engine, or a stage of it, runs."""
+        spec, model, phase = self._unit_spec, self.model, current().phase
+        simulated = _simulated(spec)
+        latency = latency_model(Path(simulated.profile) if simulated.profile else None)
+        share = model.prefill_share if phase == "prefill" else model.decode_share
+        tp = simulated.ranks // spec.stages
+        if not simulated.gpus and simulated.ranks > 1:
+            # A rank of a real one has its threads, and those of a stage share what cores there are with other stages.
+            share, tp = min(model.threads * tp / device(simulated.device).cores, 1.0 / spec.stages), 1
+        return latency, EngineShape(simulated.device, tp, share, model.dtype, graphs_of(model.engine_args))
+
+    def _device_file(self, stage: int = 0) -> Path:
+        """Units share a CPU, and have GPUs to themselves, and so have the stages of a pipeline."""
+        run_dir = Path(self._unit_spec.run_dir)
+        if not _simulated(self._unit_spec).gpus:
+            return run_dir.parent / DEVICE_FILE
+        return run_dir / (f"{DEVICE_FILE}-{stage}" if stage else DEVICE_FILE)
 
     def _schedule(self, scheduled: SchedulerOutput) -> StepWork:
         """Note what the step is about."""
@@ -217,12 +272,29 @@ class SimulatedWorker(WorkerBase):
 
     def _token(self, request: str, allowed: Sequence[int] | None) -> int:
         """The next token of the sequence."""
-        sequence = self._sequences[request]
+        sequence = self._sequences.get(request)
+        if sequence is None:
+            # It was cancelled while this was in flight.
+            return self._plain
         sequence.tokens += 1
         sequence.output += 1
         ends = bool(self._ends) and not sequence.endless and sequence.output > ANSWER_TOKENS
         token = self._ends[0] if ends else self._plain + sequence.output % _DIFFERENT
         return token if allowed is None or token in allowed else allowed[0]
+
+
+def _simulated(unit_spec: UnitSpec) -> SimulatedSpec:
+    assert unit_spec.simulated is not None
+    return unit_spec.simulated
+
+
+def _link(shape: EngineShape, hidden: int) -> StageLink:
+    """Between two stages, through which vLLM sends hidden states and residual."""
+    on = device(shape.device)
+    use = LINKS[on.link]
+    return StageLink(
+        use.latency, 2.0 * hidden * ITEM_BYTES[shape.dtype] / (on.link_bandwidth * use.efficiency * shape.tp)
+    )
 
 
 def _plain_token(vocabulary: int, ends: Sequence[int]) -> int:

@@ -40,6 +40,7 @@ def run_model_parent(unit_spec: UnitSpec, model: str, commands: socket.socket, c
 
         def child() -> None:
             from muxserve.engine.loop import run_engine
+            from muxserve.engine.stage_clock import StageClocks
             from muxserve.vllm.args import engine_args
 
             commands.close()
@@ -52,6 +53,10 @@ def run_model_parent(unit_spec: UnitSpec, model: str, commands: socket.socket, c
             config.scheduler_config.policy = own["scheduling_policy"]
             config.scheduler_config.scheduler_cls = own["scheduler_cls"]
             config.scheduler_config.async_scheduling = own["async_scheduling"]
+            if now.simulated is not None and now.stages > 1:
+                # Real ones are processes, of which another executor has the clocks.
+                executor.clocks = StageClocks(now.stages)
+                executor.driver_worker.worker.clocks = executor.clocks
             if own["async_scheduling"]:
                 executor.begin_thread(lambda: set_threads(now.model(model).threads))
             detail = "binding to the pool" if "awaited" in command else "warming up"
@@ -105,7 +110,7 @@ def _load(unit_spec: UnitSpec, model: str, control: Control) -> tuple[Any, Any, 
         executor = ThreadedExecutor(config)
     if unit_spec.simulated is None:
         _end_groups()
-    refuse_unsupported(executor, unit_spec.model(model))
+    refuse_unsupported(executor, unit_spec.model(model), unit_spec.stages)
     trim()  # what its engines are forked with is theirs, too
     return config, executor, set_threads
 

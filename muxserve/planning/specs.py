@@ -189,8 +189,8 @@ def planned_unit(
     """
     unit_spec = unit_spec_of(plan, os.path.join(run_dir, plan.name), host, port)
     costs = predicted_costs(plan, unit_spec, latency or Roofline())
-    unit_spec = msgspec.structs.replace(unit_spec, keys=keys, simulated=simulated, costs=costs)
-    if simulated is not None and plan.gpu is not None:
+    unit_spec = msgspec.structs.replace(unit_spec, keys=keys, costs=costs)
+    if simulated is not None:
         return PlannedUnit(pretended(unit_spec, plan.gpu, simulated), plan.served, rolling=rolling_of(plan))
     return PlannedUnit(unit_spec, plan.served, plan.gpu_plan(), rolling_of(plan))
 
@@ -199,9 +199,13 @@ def planned_unit(
 _PRETENDED_PAGE_BYTES = 64
 
 
-def pretended(unit_spec: UnitSpec, gpu: GpuUnit, simulated: SimulatedSpec) -> UnitSpec:
-    """A unit on GPUs as one that pretends to have them: on the CPU, in one process for each engine, with as many pages
-    on each GPU, which take no memory to speak of."""
+def pretended(unit_spec: UnitSpec, gpu: GpuUnit | None, simulated: SimulatedSpec) -> UnitSpec:
+    """A unit as one that computes nothing: one process for each engine, and one pool for all of its ranks, since nobody
+    reads what is in it. One on GPUs pretends to have them: it runs on the CPU, with as many pages as on each GPU, which
+    take no memory to speak of."""
+    simulated = msgspec.structs.replace(simulated, ranks=unit_spec.ranks)
+    if gpu is None:
+        return msgspec.structs.replace(unit_spec, ranks=1, simulated=simulated)
     pools = [PoolSpec(pool.name, _PRETENDED_PAGE_BYTES, pool.num_pages) for pool in unit_spec.pools]
     kind = device_name(gpu.gpus[0]) or UNKNOWN_GPU
     return msgspec.structs.replace(

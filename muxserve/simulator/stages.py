@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from muxserve.costs import EngineCosts, EngineShape, LatencyModel, ModelArchitecture
 from muxserve.costs.architecture import ITEM_BYTES, split_layers
 from muxserve.costs.front_end import FrontEndWork, apart
-from muxserve.costs.latency import Decode, Load
-from muxserve.costs.measured import MeasuredCosts
+from muxserve.costs.latency import Load
+from muxserve.costs.stages import costs_of_stages
 from muxserve.costs.step_costs import StepCosts, StepWork
 from muxserve.scheduling.token_throttling import BudgetInputs as Holding
 from muxserve.scheduling.types import Phase, StepsDone
@@ -525,21 +525,6 @@ class PipelineEngine(LeasedEngine):
 # ---------------------------------------------------------------- what stages cost and hold
 
 
-def stage_architectures(architecture: ModelArchitecture, split: Sequence[int]) -> list[ModelArchitecture]:
-    """The model's parts as models of their own. Only the last computes logits; looking up embeddings costs nothing.
-    Layers with a window are spread evenly."""
-    windowed = architecture.windowed_layers / architecture.layers
-    return [
-        replace(
-            architecture,
-            layers=layers,
-            windowed_layers=round(windowed * layers),
-            vocab=architecture.vocab if number == len(split) - 1 else 0,
-        )
-        for number, layers in enumerate(split)
-    ]
-
-
 def kv_blocks(
     architecture: ModelArchitecture,
     dtype: str,
@@ -592,9 +577,6 @@ def make_stages(
 ) -> list[Stage]:
     """The stages of that engine, each on a shape of its own.
 
-    Profiles have whole models: of those a stage takes the part that its layers are of all. Costs from first principles
-    know what a stage is.
-
     Raises:
         CostError: the latency model does not know a part of the model on that device.
         ValueError: the layers are not the model's.
@@ -602,32 +584,4 @@ def make_stages(
     check_split(spec.layers, architecture.layers, spec.stages)
     latency, work = apart(latency)
     work = work and work.of_stage(spec.stages)
-    whole = latency.engine(architecture, shape)
-    if isinstance(whole, MeasuredCosts) and spec.stages > 1:
-        return [Stage(PartOfCosts(whole, layers / architecture.layers), work) for layers in spec.layers]
-    return [Stage(latency.engine(part, shape), work) for part in stage_architectures(architecture, spec.layers)]
-
-
-@dataclass(frozen=True, slots=True)
-class PartOfCosts:
-    """`EngineCosts` of a part of a model's layers."""
-
-    costs: EngineCosts
-    part: float
-
-    def prefill(self, tokens: int, pairs: int, sequences: int) -> float:
-        """See `EngineCosts.prefill`."""
-        return self.part * self.costs.prefill(tokens, pairs, sequences)
-
-    def decode(self, batch: int, context: int) -> Decode:
-        """See `EngineCosts.decode`."""
-        whole = self.costs.decode(batch, context)
-        return Decode(self.part * whole.fixed, self.part * whole.per_token, whole.until)
-
-    def prefill_load(self, tokens: int, pairs: int, sequences: int) -> Load:
-        """See `EngineCosts.prefill_load`."""
-        return self.costs.prefill_load(tokens, pairs, sequences)
-
-    def decode_load(self, batch: int, context: int) -> Load:
-        """See `EngineCosts.decode_load`."""
-        return self.costs.decode_load(batch, context)
+    return [Stage(costs, work) for costs in costs_of_stages(spec.layers, latency, architecture, shape)]

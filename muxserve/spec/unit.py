@@ -250,11 +250,13 @@ class WatchdogRules(msgspec.Struct, frozen=True):
 class SimulatedSpec(msgspec.Struct, frozen=True):
     """Engines compute nothing, and take the time that steps take on `device` (a name of `costs.devices`) by the
     measurements in `profile`, a path; empty: by the roofline. `gpus` are the names of those that the unit pretends to
-    have, which split its models (tensor parallel); none: the CPU of this machine, which all units share."""
+    have; none: the CPU of this machine, which all units share. One process stands for `ranks` of a real engine, which
+    split the layers and the tensors of its models (`UnitSpec.stages`)."""
 
     device: str
     profile: str = ""
     gpus: tuple[str, ...] = ()
+    ranks: int = 1
 
 
 class UnitSpec(msgspec.Struct, frozen=True):

@@ -163,9 +163,10 @@ def engine_args(unit_spec: UnitSpec, model: str, phase: EnginePhase) -> dict[str
         "kv_cache_memory_bytes": 64 << 20,
         # Room for a whole prompt is checked by the unit scheduler before it admits the request.
         "scheduler_reserve_full_isl": False,
-        "tensor_parallel_size": unit_spec.ranks // unit_spec.stages,
+        # The stages of a simulated engine are in one process.
+        "tensor_parallel_size": max(1, unit_spec.ranks // unit_spec.stages),
         "pipeline_parallel_size": unit_spec.stages,
-        "distributed_executor_backend": "uni" if unit_spec.ranks == 1 else "mp",
+        "distributed_executor_backend": "mp" if max(unit_spec.ranks, unit_spec.stages) > 1 else "uni",
         "worker_cls": WORKERS[unit_spec.device] if unit_spec.simulated is None else SIMULATED_WORKER,
         "scheduler_cls": AHEAD_SCHEDULER if ahead else SCHEDULER,
         "async_scheduling": ahead,

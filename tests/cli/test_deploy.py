@@ -202,7 +202,6 @@ def test_what_cannot_be_simulated_starts_nothing(fleet_file: Path) -> None:
     for cluster, said in (
         ("launcher: ray", "--simulated is for one machine: what Ray does cannot be pretended"),
         ("gpus: 1", ":1: cluster.gpu_type: say what the GPUs are that are pretended"),
-        ("ranks: 2", "2 ranks on the CPU, which --simulated does not know"),
     ):
         fleet_file.write_text(f"cluster: {{{cluster}}}\n{alone}")
         text = refused(str(fleet_file), "--simulated")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Iterator
@@ -94,3 +95,48 @@ def test_a_death_costs_no_token(fleet: Fleet) -> None:
     assert last.usage is not None
     assert last.usage.completion_tokens == 400
     fleet.wait_healthy(PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A pipeline of two stages of two GPUs each, of which there is none."""
+    directory = tmp_path_factory.mktemp("split")
+    shutil.copytree(QUICKSTART.parent / "models" / "arithmetic", directory / "arithmetic")
+    path = fleet_file(
+        directory,
+        {"path": str(directory / "arithmetic"), "phases": "pipelined", "stages": 2, "dtype": "auto"},
+        without=["atlas", "frontdesk"],
+        cluster={"gpus": 4, "gpu_type": "A100-80GB"},
+    )
+    with running(path, start=preloaded.start, options=("--simulated",)) as deployed:
+        yield deployed
+
+
+async def test_a_pipeline_of_pretended_gpus(split: Fleet) -> None:
+    """Several answers go through its stages at once, and have all their tokens when the engine dies half-way."""
+    async with split.async_client() as client:
+
+        async def answer(number: int, under_way: asyncio.Event) -> int:
+            stream = await client.completions.create(
+                model="arithmetic", prompt=f"{number} plus", max_tokens=300, stream=True,
+                stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
+            )  # fmt: skip
+            last = None
+            async for chunk in stream:
+                last = chunk
+                under_way.set()
+            assert last is not None
+            assert last.usage is not None
+            return last.usage.completion_tokens
+
+        for killed in (False, True):
+            begun = [asyncio.Event() for _ in range(6)]
+            answers = asyncio.gather(*(answer(number, each) for number, each in enumerate(begun)))
+            for each in begun:
+                await each.wait()
+            if killed:
+                await asyncio.to_thread(split.kill, "engine arithmetic/both")
+            assert await answers == [300] * 6
+    assert "arithmetic: stages in bubbles" in split.command("status", "--url", split.url).stdout
+    await asyncio.to_thread(split.wait_healthy, PATIENCE)
+    await asyncio.to_thread(split.wait_pages_free)

@@ -68,6 +68,7 @@ def test_jobs_slow_each_other_down_while_they_run(tmp_path: Path, monkeypatch: p
 def worker() -> SimulatedWorker:
     made = SimulatedWorker.__new__(SimulatedWorker)
     made._sequences, made._step, made._ends, made._plain = {}, ([], []), [END], 10
+    made._unit_spec = SimpleNamespace(stages=1)  # type: ignore[assignment]
     return made
 
 

@@ -526,7 +526,7 @@ def test_units_of_pretended_gpus_have_their_costs_and_pages_and_no_memory() -> N
     spec = planned.unit_spec
     assert planned.gpu is None
     assert (real.device, real.ranks, spec.device, spec.ranks) == ("cuda", 2, "cpu", 1)
-    assert spec.simulated == SimulatedSpec("H100-80GB", gpus=("simulated-0", "simulated-1"))
+    assert spec.simulated == SimulatedSpec("H100-80GB", gpus=("simulated-0", "simulated-1"), ranks=2)
     assert [pool.num_pages for pool in spec.pools] == [pool.num_pages for pool in real.pools]
     assert sum(pool.num_pages * pool.page_bytes for pool in spec.pools) < 1 << 30
     for one, other in zip(real.models, spec.models, strict=True):

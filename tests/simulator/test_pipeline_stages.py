@@ -12,9 +12,10 @@ from muxserve.costs import EngineShape
 from muxserve.costs.architecture import split_layers
 from muxserve.costs.calibration import GPU
 from muxserve.costs.roofline import Roofline
+from muxserve.costs.stages import stage_architectures
 from muxserve.costs.step_costs import StepWork
 from muxserve.simulator import Link, Pipeline
-from muxserve.simulator.stages import Stage, kv_blocks, make_stages, stage_architectures
+from muxserve.simulator.stages import Stage, kv_blocks, make_stages
 from tests.simulator.support import LARGE as MODEL
 from tests.simulator.support import Linear
 

@@ -16,6 +16,8 @@ from vllm.config import VllmConfig
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors, ModelRunnerOutput
 
+from muxserve.engine.stage_clock import StageClocks
+
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Base
 else:
@@ -25,6 +27,8 @@ else:
 class ThreadedExecutor(UniProcExecutor):
     """vLLM's executor of one process, whose worker can be given a thread. Calls keep their order."""
 
+    # Of the stages of an engine that computes nothing.
+    clocks: StageClocks | None = None
     _thread: ThreadPoolExecutor | None = None
 
     def begin_thread(self, initialize: Callable[[], None]) -> None:
