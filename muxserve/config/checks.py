@@ -32,7 +32,7 @@ from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.spec import WatchdogRules
-from muxserve.vllm.args import RESERVED, SPECULATION
+from muxserve.vllm.args import NGRAM, NGRAM_NUMBERS, RESERVED, SPECULATION
 
 # What types cannot say of replicas, priorities, migration and launchers: bounds and names that go together.
 #
@@ -514,6 +514,10 @@ def _foreign(directory: Path) -> str | None:
     return next((words for pattern, words in _FOREIGN_WEIGHTS.items() if _has(directory, (pattern,))), None)
 
 
+# Tokens of a sequence that may be proposed, and of its end that are looked for. More were not tried.
+_MOST_PROPOSED = 16
+
+
 def _engine_args(source: Source, at: tuple[str | int, ...], model: dict[str, Any]) -> Iterator[Problem]:
     args = model.get("engine_args")
     if not isinstance(args, dict):
@@ -528,6 +532,8 @@ def _engine_args(source: Source, at: tuple[str | int, ...], model: dict[str, Any
     elif ahead and model.get("phases") == "pipelined":
         message = "cannot be had with `phases: pipelined`, whose micro-batches are in flight already; remove it"
         yield source.problem((*at, "engine_args", "async_scheduling"), message)
+    if "speculative_config" in args:
+        yield from _speculation(source, (*at, "engine_args", "speculative_config"), args, model.get("phases"))
     for key in args:
         where = (*at, "engine_args", str(key))
         if not isinstance(key, str):
@@ -537,13 +543,50 @@ def _engine_args(source: Source, at: tuple[str | int, ...], model: dict[str, Any
         elif key in ("enable_lora", "lora_modules"):
             yield source.problem(where, "is what `adapters` of the model is for: names and directories; remove it")
         elif key in SPECULATION:
-            yield source.problem(where, SPECULATION[key])
+            yield source.problem(
+                where, f"is part of `speculative_config: {{method: {NGRAM}, ...}}`; write that instead"
+            )
         elif key in RESERVED:
             yield source.problem(where, "is decided by MuxServe and cannot be passed through; remove it")
         elif known and key not in known:
             # A list of all 250 options would help nobody.
             near = closest(key, known)
             yield source.problem(where, "vLLM has no such option" + (f'; did you mean "{near}"?' if near else ""))
+
+
+def _speculation(
+    source: Source, at: tuple[str | int, ...], args: Mapping[str, Any], phases: object
+) -> Iterator[Problem]:
+    given = args["speculative_config"]
+    if not isinstance(given, dict):
+        yield source.problem(
+            at, f"must be a mapping like {{method: {NGRAM}, num_speculative_tokens: 3}}, not {given!r}"
+        )
+        return
+    if given.get("method") != NGRAM:
+        asked = f"{given['method']!r}" if "method" in given else "left out"
+        message = f"must be {NGRAM}, not {asked}: a draft model's or MTP layers' KV has no place in the pool"
+        yield source.problem((*at, "method") if "method" in given else at, f"method {message}")
+    numbers = {name: given[name] for name in NGRAM_NUMBERS if name in given}
+    for name, number in numbers.items():
+        if type(number) is not int or not 1 <= number <= _MOST_PROPOSED:
+            yield source.problem((*at, name), f"must be a whole number from 1 to {_MOST_PROPOSED}, not {number!r}")
+            return
+    if "num_speculative_tokens" not in given:
+        yield source.problem(at, "needs num_speculative_tokens, how many tokens are proposed at most")
+    least, most = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
+    if least is not None and most is not None and least > most:
+        yield source.problem((*at, "prompt_lookup_min"), f"must not be above prompt_lookup_max, {most}")
+    for name in given:
+        if name not in ("method", *NGRAM_NUMBERS):
+            known = ", ".join(("method", *NGRAM_NUMBERS))
+            yield source.problem((*at, str(name)), f"is not known here; {NGRAM} has {known}")
+    if phases not in (None, "multiplexed"):
+        message = f"cannot be had with `phases: {phases}`, only with multiplexed prefill and decode; remove one of them"
+        yield source.problem(at, message)
+    for name in ("async_scheduling", "logits_processors"):
+        if args.get(name):
+            yield source.problem(at, f"cannot be had together with {name}; remove one of them")
 
 
 @functools.cache

@@ -455,6 +455,8 @@ def run_engine(
     bind(binding)
     core = EngineCore(config, executor_of, log_stats=True)
     use_grammars(core)
+    if config.speculative_config is not None and phase == "prefill":
+        core.model_executor.collective_rpc("propose_nothing")
     if config.scheduler_config.async_scheduling and config.device_config.device_type == "cpu":
         core.model_executor.collective_rpc("schedule_ahead")
     if not awaited:

@@ -20,7 +20,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_qu
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from muxserve.costs.steps import StepBatch
@@ -40,9 +40,21 @@ from muxserve.spec.unit import EnginePhase
 
 
 def uncomputed(request: Request) -> int:
-    """Tokens of a running request that no step has computed or computes now; those that are sampled in a step in
-    flight count, although nobody here knows them yet."""
-    return request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
+    """Tokens of a running request that no step has computed or computes now, proposed ones among them; those that are
+    sampled in a step in flight count, although nobody here knows them yet."""
+    return request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
+
+
+def takes_proposals(request: Request) -> bool:
+    """Several of its tokens may be sampled in one step, with the same outcome: it takes the likeliest token, and has
+    nothing that vLLM applies to the last token of a step only."""
+    params = request.sampling_params
+    return (
+        params is not None
+        and params.temperature == 0.0
+        and not request.use_structured_output
+        and not (params.min_tokens or params.logit_bias or params.thinking_token_budget)
+    )
 
 
 def may_need_another(request: Request) -> bool:
@@ -186,6 +198,8 @@ class PhaseScheduler(Scheduler):
         self.defer_block_free = self.vllm_config.max_concurrent_batches > 1
         # Steps that were scheduled and whose output is not known yet, by the identity of what vLLM made.
         self._unfinished: dict[int, _Step] = {}
+        # Tokens that may be proposed for each sequence.
+        self._proposals: int = self.vllm_config.num_speculative_tokens
         # No micro-batch may begin; set before each step, and once the queue of those in flight.
         self.holding = False
         self.in_flight: Sized = ()
@@ -289,12 +303,16 @@ class PhaseScheduler(Scheduler):
         request = self.requests.get(request_id)
         if request is None or request.status != RequestStatus.RUNNING or request_id in self._prompts:
             return None
+        computed = request.num_computed_tokens - request.num_in_flight_tokens
         blocks = self._blocks_of.req_to_blocks[request_id]
+        if self._proposals:
+            # Behind them may be one for proposals that were rejected.
+            blocks = blocks[: -(-computed // self.block_size)]
         if self._states is not None:
             blocks = [*self._states.states[request_id], *blocks]
         if any(block.is_null for block in blocks):
             return None
-        return [block.block_id for block in blocks], request.num_computed_tokens - request.num_in_flight_tokens
+        return [block.block_id for block in blocks], computed
 
     def held(self) -> set[str]:
         """Ids of the requests that it goes on with."""
@@ -390,7 +408,15 @@ class PhaseScheduler(Scheduler):
             if self._blocks_of is not None:
                 self._reserve(self._blocks_of.req_to_blocks)
                 self._let_one_in()
-            output = super().schedule(throttle_prefills)
+            # vLLM would fill up a request's first step here with tokens that stand for proposals, and compute them.
+            self.num_spec_tokens = 0
+            try:
+                output = super().schedule(throttle_prefills)
+            finally:
+                self.num_spec_tokens = self._proposals
+        if self._proposals:
+            wanted = any(takes_proposals(self.requests[each]) for each in output.num_scheduled_tokens)
+            output.num_spec_tokens_to_schedule = self._proposals if wanted else 0
         self._deciding = False
         # Of those preempted since then the blocks belong to others by now.
         zeroed = output.new_block_ids_to_zero
@@ -421,8 +447,19 @@ class PhaseScheduler(Scheduler):
             self.pool.begin_step(need, list(lookups.values()))
             hits = {name: self.pool.cached_blocks(hashes) for name, hashes in lookups.items()}
             if not any(hits.values()):
-                return
+                break
             found |= hits
+        if self._proposals and self.pool.get_num_free_blocks() < need:
+            # Nobody is to give pages back for tokens that may be rejected.
+            for request in self.running:
+                request.spec_token_ids = []
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        super().update_draft_token_ids(draft_token_ids)
+        for request_id in draft_token_ids.req_ids:
+            request = self.requests.get(request_id)
+            if request is not None and request.spec_token_ids and not takes_proposals(request):
+                request.spec_token_ids = []
 
     def _let_one_in(self) -> None:
         """Preempt requests that wait with adopted blocks until the first of them finds the pages that it needs.
@@ -508,9 +545,14 @@ class PhaseScheduler(Scheduler):
             self._started.append(RequestTokens(request.request_id, list(request.output_token_ids)))
 
     def _taken(self, request: Request) -> Leaving:
+        blocks = self.kv_cache_manager.pop_blocks_for_free(request)
+        if self._proposals:
+            used = -(-request.num_computed_tokens // self.block_size)
+            self.pool.free_blocks(blocks[used:])
+            blocks = blocks[:used]
         return Leaving(
             request_id=request.request_id,
-            blocks=self.kv_cache_manager.pop_blocks_for_free(request),
+            blocks=blocks,
             computed_tokens=request.num_computed_tokens,
             output_tokens=list(request.output_token_ids),
         )

@@ -333,6 +333,8 @@ def model_demands(
             problems += _kind_problems(fleet, model, kind)
         if architecture.sees_images:
             problems += _image_problems(fleet, model, ranks)
+        if words := _unspeculative(model, architecture, ranks, gpu is not None):
+            problems.append(fleet.model_problem(model.name, "engine_args", f"no speculative_config: {words}"))
         if architecture.kv_cache and (words := _kv_cache_problem(architecture, gpu is not None, machine)):
             problems.append(fleet.model_problem(model.name, "engine_args", words))
         if gpu is not None and (words := unshareable(architecture.quantisation, model.engine_args)):
@@ -358,6 +360,22 @@ def _uncached_problems(fleet: Fleet, model: Model, kind: str) -> list[Problem]:
         return []
     message = f"no prefixes are cached of models with {kind}; leave it out"
     return [fleet.model_problem(model.name, "prefix_caching", message)]
+
+
+def _unspeculative(model: Model, architecture: ModelArchitecture, ranks: int, on_gpus: bool) -> str:
+    """Why the model cannot speculate, which it is to do; empty if it can, or is not asked to."""
+    if not model.engine_args.get("speculative_config"):
+        return ""
+    if on_gpus:
+        return "speculation was not tried on GPUs, where a decode batch's graphs have one token of each sequence"
+    if ranks > 1:
+        return f"speculation is for engines of one rank, not of {ranks}"
+    if architecture.pooling:
+        return "a model that answers with vectors has no next token"
+    kinds = ["images"] * architecture.sees_images + [*_uncached(architecture)]
+    if kinds:
+        return f"with {enumerate_words(kinds)} speculation was not tried"
+    return "with adapters speculation was not tried" if model.adapters is not None else ""
 
 
 def _image_problems(fleet: Fleet, model: Model, ranks: int) -> list[Problem]:

@@ -34,6 +34,12 @@ WORKERS = {
     "cuda": "muxserve.engine.cuda.worker.PooledGPUWorker",
 }
 
+# What `speculative_config` of a model may say: vLLM's method that needs no other model, and its numbers.
+NGRAM = "ngram"
+NGRAM_NUMBERS = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+# vLLM's short options of the same.
+SPECULATION = frozenset({"spec_method", "spec_model", "spec_tokens"})
+
 # Set by the unit for every engine; a fleet file cannot override them through `engine_args`.
 RESERVED = frozenset(
     {
@@ -55,10 +61,7 @@ RESERVED = frozenset(
         "scheduling_policy",
         "disable_log_stats",
         "kv_transfer_config",
-        "speculative_config",
-        "spec_method",
-        "spec_model",
-        "spec_tokens",
+        *SPECULATION,
         "tensor_parallel_size",
         "pipeline_parallel_size",
         "data_parallel_size",
@@ -89,14 +92,6 @@ RESERVED = frozenset(
     }
 )
 
-_NO_SPECULATION = (
-    "speculative decoding is not served: an engine reserves its pages before a step for the tokens that its requests "
-    "have, with none for proposals that may be rejected, and the unit counts one token of each sequence in a step; "
-    "remove it"
-)
-# Options of speculative decoding, and why each is refused.
-SPECULATION = dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _NO_SPECULATION)
-
 
 def frontend_args(model: ModelSpec) -> dict[str, Any]:
     """Keyword arguments of `AsyncEngineArgs` for the gateway's front end of `model`."""
@@ -105,7 +100,7 @@ def frontend_args(model: ModelSpec) -> dict[str, Any]:
         "seed": 0,
         **({"runner": "pooling"} if model.pooling else {}),
         **(_image_args() if model.sees_images else {}),
-        **model.engine_args,
+        **{name: value for name, value in model.engine_args.items() if name != "speculative_config"},
         **(_text_only_args(model) if model.text_only else {}),
         "model": model.path,
         "served_model_name": [model.name, *model.aliases],
@@ -170,6 +165,8 @@ def engine_args(unit_spec: UnitSpec, model: str, phase: EnginePhase) -> dict[str
         "worker_cls": WORKERS[unit_spec.device] if unit_spec.simulated is None else SIMULATED_WORKER,
         "scheduler_cls": AHEAD_SCHEDULER if ahead else SCHEDULER,
         "async_scheduling": ahead,
+        # Both engines of a model are forked from one process; that for prompts is told later to propose nothing.
+        **({} if unit_spec.simulated is not None else _speculation(deployed)),
         # Each request brings its images to them; see `muxserve.vllm.image_files`.
         **({"mm_processor_cache_gb": 0} if deployed.sees_images else {}),
         # When no page is left, requests of the lowest execution level give theirs back, of equals the latest. What
@@ -188,6 +185,11 @@ def engine_args(unit_spec: UnitSpec, model: str, phase: EnginePhase) -> dict[str
         },
         **(_cuda_args(unit_spec, deployed) if unit_spec.device == "cuda" else {}),
     }
+
+
+def _speculation(model: ModelSpec) -> dict[str, Any]:
+    given = model.engine_args.get("speculative_config")
+    return {"speculative_config": given} if given else {}
 
 
 def _ahead(unit_spec: UnitSpec, model: ModelSpec, phase: EnginePhase) -> bool:

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from muxserve.config import Fleet, FleetError, Model, parse_fleet
@@ -18,9 +19,10 @@ from muxserve.planning.specs import unit_spec_of
 from muxserve.planning.unit_plan import ResolvedUnit, resolve_unit
 from muxserve.scheduling.state import ModelState, PoolState
 from muxserve.scheduling.types import PoolProfile
-from muxserve.spec import load, save
+from muxserve.spec import SimulatedSpec, load, save
 from muxserve.unit.request_table import pages_for
 from muxserve.unit.state import model_profile
+from muxserve.vllm.args import engine_args, frontend_args
 from placement import Machine, UnitPlan
 from placement.memory import sequence_bytes
 
@@ -340,6 +342,37 @@ class TestStates:
     def test_what_it_cannot_have_is_refused(self, tmp_path: Path, options: str, words: str) -> None:
         with pytest.raises(FleetError, match=words):
             self.resolve(tmp_path, options, beside="")
+
+
+class TestSpeculation:
+    OWN = ", engine_args: {speculative_config: {method: ngram, num_speculative_tokens: 2}}"
+
+    @pytest.mark.parametrize(
+        ("options", "rest", "words"),
+        [
+            (", adapters: {}", "", "no speculative_config: with adapters speculation was not tried"),
+            ("", "cluster: {ranks: 2}\n", "speculation is for engines of one rank, not of 2"),
+        ],
+    )
+    def test_what_it_cannot_have_is_refused(self, tmp_path: Path, options: str, rest: str, words: str) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+        (tmp_path / "model.safetensors").touch()
+        with pytest.raises(FleetError, match=words):
+            resolve_unit(fleet(f"{rest}models: [{{name: a, path: {tmp_path}{options}{self.OWN}}}]\n"), MACHINE)
+
+    def test_models_with_states_are_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(FleetError, match="no speculative_config: with states speculation was not tried"):
+            TestStates().resolve(tmp_path, self.OWN, beside="")
+
+    def test_engines_hear_of_it_and_the_front_end_does_not(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+        (tmp_path / "model.safetensors").touch()
+        unit = unit_spec_of(resolve_unit(fleet(f"models: [{{name: a, path: {tmp_path}{self.OWN}}}]\n"), MACHINE), "/x")
+        given = {"method": "ngram", "num_speculative_tokens": 2}
+        assert engine_args(unit, "a", "decode")["speculative_config"] == given
+        assert "speculative_config" not in frontend_args(unit.models[0])
+        pretended = msgspec.structs.replace(unit, simulated=SimulatedSpec("CPU"))
+        assert "speculative_config" not in engine_args(pretended, "a", "decode")
 
 
 class TestImages:

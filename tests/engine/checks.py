@@ -112,3 +112,19 @@ def workers(engine: int) -> list[int]:
     """Pids of an engine's workers, in the order of their ranks."""
     titles = {child.pid: " ".join(child.cmdline()) for child in psutil.Process(engine).children()}
     return sorted((pid for pid, title in titles.items() if " rank " in title), key=lambda pid: titles[pid].split()[-1])
+
+
+def adopted(family: Engines, model: str, requests: dict[str, bytes]) -> list[Admit]:
+    """Prefill them; what the decode engine is to be sent."""
+    family.lease(f"{model}/prefill", [family.admit(name, body) for name, body in requests.items()])
+    family.until(lambda: all(name in family.held for name in requests))
+    return [
+        family.admit(
+            name,
+            body,
+            adopt=family.held[name].key,
+            computed_tokens=family.held[name].computed_tokens,
+            output_tokens=family.held[name].output_tokens,
+        )
+        for name, body in requests.items()
+    ]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from muxserve.memory import server
-from muxserve.wire import Admit, Detach, Detached, StepFailed
+from muxserve.wire import Detach, Detached, StepFailed
 from tests.engine.cases import CASES
-from tests.engine.checks import bodies, check, nothing_owned, reports, same_as_stock
+from tests.engine.checks import adopted, bodies, check, nothing_owned, reports, same_as_stock
 from tests.engine.harness import MODELS, Engines, deployed_model, engines
 from tests.support import poison
 
@@ -25,22 +25,6 @@ def family() -> Iterator[Engines]:
     own = {"async_scheduling": True, "logits_processors": [poison.NAME]}
     with engines([deployed_model(MODEL, MODELS[MODEL], max_num_batched_tokens=128, engine_args=own)]) as running:
         yield running
-
-
-def adopted(family: Engines, requests: dict[str, bytes]) -> list[Admit]:
-    """Prefill them; what the decode engine is to be sent."""
-    family.lease(PREFILL, [family.admit(name, body) for name, body in requests.items()])
-    family.until(lambda: all(name in family.held for name in requests))
-    return [
-        family.admit(
-            name,
-            body,
-            adopt=family.held[name].key,
-            computed_tokens=family.held[name].computed_tokens,
-            output_tokens=family.held[name].output_tokens,
-        )
-        for name, body in requests.items()
-    ]
 
 
 def equal(family: Engines, tag: str, answers: dict[str, Any], count: int, tokens: int) -> dict[str, bytes]:
@@ -66,7 +50,7 @@ def test_a_request_that_ends_by_a_token_costs_a_step_more(
 ) -> None:
     """One that ends by its length does not: that is known before the token is."""
     name = f"ends-{case}"
-    lease = family.lease(DECODE, adopted(family, bodies(family, answers, "ends", [case])))
+    lease = family.lease(DECODE, adopted(family, MODEL, bodies(family, answers, "ends", [case])))
     family.until(lambda: family.finished(name))
     nothing_owned(family)
     # The step in vain is told with the next report: that of a request that is not there.
@@ -78,7 +62,7 @@ def test_a_request_that_ends_by_a_token_costs_a_step_more(
 
 def test_a_lease_ends_with_nothing_in_flight(family: Engines, answers: dict[str, Any]) -> None:
     requests = equal(family, "leased", answers, 3, 60)
-    lease = family.lease(DECODE, adopted(family, requests), steps=5)
+    lease = family.lease(DECODE, adopted(family, MODEL, requests), steps=5)
     family.until(lambda: any(r.lease_left == 0 for r in reports(family, lease=lease)))
     # A message that is answered at once shows that no further step came.
     family.abort(DECODE, ["leased-0"])
@@ -94,7 +78,7 @@ def test_a_lease_ends_with_nothing_in_flight(family: Engines, answers: dict[str,
 
 def test_a_request_detached_in_flight_goes_on_with_the_same_tokens(family: Engines, answers: dict[str, Any]) -> None:
     requests = equal(family, "moves", answers, 3, 500)
-    admits = adopted(family, requests)
+    admits = adopted(family, MODEL, requests)
     family.lease(DECODE, admits, steps=100_000)
     family.until(lambda: len(family.tokens["moves-0"]) > 5)
     since = len(family.reports)
@@ -122,7 +106,7 @@ def test_a_request_detached_in_flight_goes_on_with_the_same_tokens(family: Engin
 @pytest.mark.parametrize("moment", [0, 1, 8])
 def test_abort_in_flight(family: Engines, answers: dict[str, Any], moment: int) -> None:
     requests = equal(family, f"gone{moment}", answers, 5, 400)
-    family.lease(DECODE, adopted(family, requests))
+    family.lease(DECODE, adopted(family, MODEL, requests))
     family.until(lambda: len(family.tokens[f"gone{moment}-0"]) >= moment)
     family.abort(DECODE, list(requests))
     nothing_owned(family)
@@ -150,7 +134,7 @@ def test_a_step_that_raises_costs_those_in_flight_and_nobody_else(family: Engine
     requests = bodies(family, answers, "beside", ["greedy", "seed-top-p"])
     asked = {"poison": "raise", "poison_at": 3}
     bad = family.body("bad", answers["greedy"]["prompt"], max_tokens=40, ignore_eos=True, extra_args=asked)
-    admits = adopted(family, {**requests, "bad": bad})
+    admits = adopted(family, MODEL, {**requests, "bad": bad})
     family.lease(DECODE, admits)
     family.until(lambda: any(isinstance(m, StepFailed) for _, m in family.reports))
     failed = next(m for _, m in family.reports if isinstance(m, StepFailed))
@@ -174,7 +158,7 @@ def test_a_step_that_raises_costs_those_in_flight_and_nobody_else(family: Engine
 def test_it_comes_back_when_it_has_died_and_binds_to_a_new_memory_manager(
     family: Engines, answers: dict[str, Any]
 ) -> None:
-    family.lease(DECODE, adopted(family, equal(family, "dies", answers, 2, 900)), steps=100_000)
+    family.lease(DECODE, adopted(family, MODEL, equal(family, "dies", answers, 2, 900)), steps=100_000)
     family.until(lambda: len(family.tokens["dies-0"]) > 3)
     family.kill(MODEL, "decode")
     nothing_owned(family)
@@ -182,7 +166,7 @@ def test_it_comes_back_when_it_has_died_and_binds_to_a_new_memory_manager(
     family.serve(MODEL, bodies(family, answers, "reborn", ["greedy", "seed"]))
     check(family, answers, "reborn", ["greedy", "seed"])
 
-    family.lease(DECODE, adopted(family, equal(family, "struck", answers, 2, 900)), steps=100_000)
+    family.lease(DECODE, adopted(family, MODEL, equal(family, "struck", answers, 2, 900)), steps=100_000)
     family.until(lambda: len(family.tokens["struck-0"]) > 3)
     os.kill(family.manager.pid, signal.SIGKILL)
     family.manager.wait()

@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 import vllm.v1.worker.cpu_worker as cpu_worker
-from vllm.config import CompilationMode
+from vllm.config import CompilationMode, SpeculativeConfig, VllmConfig
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.utils import bind_kv_cache
 
 from muxserve.engine.binding import bind_worker, current
-from muxserve.engine.cpu import adapters, attention, latent, weight_files, weight_packing
+from muxserve.engine.cpu import adapters, attention, latent, ngrams, weight_files, weight_packing
 from muxserve.engine.cpu.ahead import AheadOnHost
 from muxserve.engine.cpu.states import StateSlots
 from muxserve.engine.runner import ResumingRunner
@@ -40,6 +41,36 @@ class PooledCPUModelRunner(ResumingRunner, AheadOnHost, CPUModelRunner):
     _state_specs: dict[str, MambaSpec]
     _block_tokens: int
     _states: StateSlots | None = None
+    speculative_config: SpeculativeConfig | None
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        if vllm_config.speculative_config is not None:
+            ngrams.prepare()
+        super().__init__(vllm_config, device)
+        if vllm_config.speculative_config is not None:
+            ngrams.compile_search(self.drafter)
+
+    def _prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        """A step without proposals is sampled like any other; vLLM's way for those with some takes longer."""
+        known = self.speculative_config
+        if not scheduler_output.scheduled_spec_decode_tokens:
+            self.speculative_config = None
+        try:
+            return super()._prepare_inputs(scheduler_output, *args, **kwargs)
+        finally:
+            self.speculative_config = known
+
+    def propose_draft_token_ids(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        """Search only where a request of the step takes proposals."""
+        if not scheduler_output.num_spec_tokens_to_schedule:
+            return [[] for _ in self.input_batch.req_ids]
+        return super().propose_draft_token_ids(scheduler_output, *args, **kwargs)
+
+    def propose_nothing(self) -> None:
+        """This engine does not speculate, although the one does that was forked from the same process."""
+        self.speculative_config = None
+        self.num_spec_tokens = self.prev_num_spec_tokens = 0
+        self.uniform_decode_query_len = 1
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         self._block_tokens = self.cache_config.block_size
@@ -159,6 +190,10 @@ class PooledCPUWorker(cpu_worker.CPUWorker):
     def schedule_ahead(self) -> None:
         """See `AheadOnHost.schedule_ahead`."""
         self.model_runner.schedule_ahead()
+
+    def propose_nothing(self) -> None:
+        """See `PooledCPUModelRunner.propose_nothing`."""
+        self.model_runner.propose_nothing()
 
     def forget_step(self) -> None:
         """See `ResumingRunner.forget_step`."""
