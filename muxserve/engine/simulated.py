@@ -85,8 +85,8 @@ class SharedDevice:
             # What is mapped keeps the file open, and would keep it locked.
             fcntl.flock(file, fcntl.LOCK_UN)
 
-    def run(self, seconds: float, load: Load) -> None:
-        """Run a job that takes so long alone."""
+    def run(self, seconds: float, load: Load, after: float = 0.0) -> None:
+        """Run a job that takes so long alone. Others are slowed down for `after` seconds more."""
         left, now = seconds, time.monotonic()
         while left > _SHORTEST_SECONDS:
             self._rows[self._mine, 1:] = (now + 4 * _LOOK_SECONDS, *load)
@@ -97,7 +97,7 @@ class SharedDevice:
             time.sleep(min(left * slow, _LOOK_SECONDS))
             before, now = now, time.monotonic()
             left -= (now - before) / slow
-        self._rows[self._mine, 1] = 0.0
+        self._rows[self._mine, 1] = now + after
 
 
 class SimulatedWorker(WorkerBase):
@@ -174,7 +174,8 @@ class SimulatedWorker(WorkerBase):
         device = self._on_device()
         work = self._schedule(scheduler_output)
         own = self._between if self._between < _MOST_BETWEEN else 0.0
-        device.run(self._costs.seconds(work) - own, self._costs.load(work))
+        # What is left out of the step here is of it for its neighbours: cost models have no pauses between steps.
+        device.run(self._costs.seconds(work) - own, self._costs.load(work), own)
         return None
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:

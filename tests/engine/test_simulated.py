@@ -57,6 +57,11 @@ def test_jobs_slow_each_other_down_while_they_run(tmp_path: Path, monkeypatch: p
     other._rows[other._mine, 1:] = (100.25, 0.0, 1.0)
     one.run(0.1, Load(0.0, 0.5))
     assert clock.now == pytest.approx(100.275, abs=0.003)
+    # What an engine does between two steps counts like the steps.
+    other.run(0.1, Load(0.0, 1.0), after=0.05)
+    one.run(0.1, Load(0.0, 0.5))
+    assert clock.now == pytest.approx(100.5, abs=0.003)
+    other._rows[other._mine, 1] = 0.0
     # Of an engine that died, the last job counts for a moment only, and its row is another's.
     other._rows[other._mine] = (2**22 + 1, clock.now + 0.008, 0.0, 1.0)
     began = clock.now
@@ -112,7 +117,7 @@ def test_a_mixed_step_takes_what_the_simulator_says() -> None:
     costs = Roofline().engine(SEVEN_B, EngineShape("A100-80GB", 1, 0.5, "float16"))
     engine, ran = worker(), []
     engine._costs, engine._ended, engine._between = StepCosts(costs), 0.0, 0.0
-    engine._device = SimpleNamespace(run=lambda seconds, load: ran.append((seconds, load)))  # type: ignore[assignment]
+    engine._device = SimpleNamespace(run=lambda seconds, load, after: ran.append((seconds, load)))  # type: ignore[assignment]
     first = scheduled({"a": 9}, [new("a", 9)])
     first.finished_req_ids, first.total_num_scheduled_tokens = set(), 9
     engine.execute_model(first)
