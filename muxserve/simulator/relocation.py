@@ -1,16 +1,16 @@
 """Models that are awake in one of several units, and move between them: placement over time by KV pressure.
 
-`muxserve.scheduling.kv_pressure` says where each model is to be. A model that sleeps is woken where the pressure is
-lowest. One that is awake moves when it is much lower elsewhere: it is woken there first, and what runs finishes where
-it began.
+`muxserve.scheduling.kv_pressure` says where each model is to be, with the class that serves live fleets. A model that
+sleeps is woken where the pressure is lowest. One that is awake moves when it is much lower elsewhere: it is woken there
+first, and what runs finishes where it began.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from muxserve.scheduling.kv_pressure import DemandedModel, Pressure, best_place, placed
+from muxserve.scheduling.kv_pressure import DemandedModel, KvPressureMoves, ModelMove, MoveRules, Pressure, best_place
 from muxserve.scheduling.residency import ArrivalRates, Residence
 from muxserve.simulator.clock import Clock
 from muxserve.simulator.requests import SimRequest
@@ -26,7 +26,8 @@ _LEAST_RATE = 0.005
 
 @dataclass(frozen=True, slots=True)
 class RelocationRules:
-    """Every `period` seconds models are placed anew; arrivals count over `window` seconds.
+    """Every `period` seconds models are placed anew, all `together` or one at a time, none that has been in its unit
+    for less than `residence` seconds; arrivals count over `window` seconds.
 
     Raises:
         ValueError: a time that is not above zero.
@@ -34,10 +35,17 @@ class RelocationRules:
 
     period: float = 10.0
     window: float = 30.0
+    residence: float = 0.0
+    together: bool = True
 
     def __post_init__(self) -> None:
         if not (self.period > 0 and self.window > 0):
             raise ValueError("period and window must be above zero")
+
+    @property
+    def moves(self) -> MoveRules:
+        """As `KvPressureMoves` wants them."""
+        return MoveRules(self.period, self.residence, together=self.together)
 
 
 @dataclass(slots=True)
@@ -60,6 +68,7 @@ class Relocation:
         self.clock = clock
         self.rules = rules
         self.models: dict[str, RelocatableModel] = {}
+        self._moves = KvPressureMoves(rules.moves, clock.now)
         clock.at(clock.now + rules.period, self._again)
 
     def add(self, name: str, units: Sequence[ResidentUnit]) -> RelocatableReplicas:
@@ -122,24 +131,25 @@ class Relocation:
 
     def _again(self, now: float) -> None:
         """Place all models anew."""
-        groups: dict[frozenset[str], list[RelocatableModel]] = {}
-        for model in self.models.values():
-            groups.setdefault(frozenset(model.units), []).append(model)
-        for members in groups.values():
-            memory = {name: unit.residency.rules.limit for name, unit in members[0].units.items()}
-            there = {each.name: each.unit for each in members if each.unit is not None}
-            demanded = [self._demanded(each, now) for each in members if each.unit is not None]
-            for name, place in placed(demanded, memory, there).items():
-                self._move(self.models[name], place, now)
+        there = {each.name: each.unit for each in self.models.values() if each.unit is not None}
+        units = {name: unit for each in self.models.values() for name, unit in each.units.items()}
+        memory = {name: unit.residency.rules.limit for name, unit in units.items()}
+        demanded = [
+            replace(self._demanded(self.models[name], now), places=frozenset(self.models[name].units)) for name in there
+        ]
+        for move in self._moves.decide(now, demanded, memory, there):
+            self._move(self.models[move.name], move, now)
         self.clock.at(now + self.rules.period, self._again)
 
-    def _move(self, model: RelocatableModel, place: str, now: float) -> None:
-        if place == model.unit or model.moving_to is not None or self._stopped(model):
+    def _move(self, model: RelocatableModel, move: ModelMove, now: float) -> None:
+        place = move.destination
+        if model.moving_to is not None or self._stopped(model):
             return
         if self._sleeps(model):
             self._settle(model, place, now)
         elif self._resident(model).residence is Residence.AWAKE:
             model.moving_to = place
+            self._moves.began(move)
             model.units[place].prepare(model.name, now)
 
     def _woke(self, unit: ResidentUnit, name: str, now: float) -> None:
@@ -147,6 +157,7 @@ class Relocation:
         if model.moving_to == unit.spec.name:
             model.unit, model.moving_to = model.moving_to, None
             model.moves += 1
+            self._moves.ended(name)
 
 
 @dataclass

@@ -86,3 +86,14 @@ def test_a_model_moves_away_from_pressure_and_nobody_notices() -> None:
         return sum(record.first_token - record.arrival for record in result.records if record.first_token is not None)
 
     assert waited(moving) < 0.7 * waited(still)
+
+
+def test_one_move_at_a_time_is_enough_for_lasting_pressure() -> None:
+    """The rules of a live fleet: the same class, with a least residence."""
+    first = [(0.01 * n, name, 40, 4) for n, name in enumerate(NAMES)]
+    pressed = sorted(served_in(play(units_for(2), requests(*first)), 0))
+    load = requests(*first, *((5.0 + 0.02 * n, pressed[n % 2], 100, 200) for n in range(400)))
+    rules = RelocationRules(period=2.0, residence=3.0, together=False)
+    moved = play(units_for(2), load, rules)
+    assert [record.error for record in moved.records] == [""] * len(load)
+    assert sum(each.migrations for each in moved.replicas) == 1
