@@ -253,8 +253,7 @@ class Controller:
     # ------------------------------------------------------------ changes
 
     def _needs_scheduler(self) -> bool:
-        fleet = self.fleet
-        return any(fleet.placed_by_scheduler(model.name) for model in fleet.models)
+        return self.fleet.needs_scheduler
 
     def _on_change(self) -> None:
         """The fleet's file is another one."""

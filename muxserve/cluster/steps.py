@@ -89,6 +89,13 @@ class UnitPlanner(Protocol):
             ChangeError: its pools or the machine have no room, or the model cannot be served there, in words.
         """
 
+    def moved(self, model: str, unit: PlannedUnit, fleet: FleetSpec) -> JoinedUnit:
+        """What it takes to serve `model`, which the fleet has, in that running unit, too.
+
+        Raises:
+            ChangeError: its pools or the machine have no room, or the model cannot be served there, in words.
+        """
+
     def forget(self, model: str) -> None:
         """The model is not served any more."""
 
@@ -250,11 +257,7 @@ class FleetSteps:
         ]
         if idle:
             unit = idle[0]
-            tell(f"starting {model} in {unit.name}")
-            try:
-                await unit.handle.start_model(model)
-            except GaveUp as failure:
-                raise ChangeError(f"{failure.part} cannot start: {failure}") from None
+            await self._start_engines(model, unit, tell)
         else:
             planned = await asyncio.to_thread(self.planner.unit, model, self._units.next_name(), self._units.fleet)
             offered = next(each for each in self._units.fleet.models if each.name == model)
@@ -269,6 +272,38 @@ class FleetSteps:
         tell(f"{model} is served by {unit.name}")
         return unit
 
+    async def _start_engines(self, model: str, unit: RunningUnit, tell: Tell) -> None:
+        tell(f"starting {model} in {unit.name}")
+        try:
+            await unit.handle.start_model(model)
+        except GaveUp as failure:
+            raise ChangeError(f"{failure.part} cannot start: {failure}") from None
+
+    async def start_in(self, model: str, unit: RunningUnit, tell: Tell) -> None:
+        """Start a replica more of a model in that running unit, and have requests sent there. A unit that has never had
+        the model takes it into its pools.
+
+        Raises:
+            ChangeError: the unit has no room for it, or its engines cannot start.
+        """
+        if any(each.name == model for each in unit.planned.unit_spec.models):
+            await self._start_engines(model, unit, tell)
+            unit.serves.add(model)
+        else:
+            joined = await asyncio.to_thread(self.planner.moved, model, unit.planned, self._units.fleet)
+            offered = next(each for each in self._units.fleet.models if each.name == model)
+            if joined.model.max_len < offered.max_len:
+                raise ChangeError(
+                    f"{unit.name} would hold {joined.model.max_len} tokens of a request, not {offered.max_len}"
+                )
+            await self.join(joined, tell)
+        self._units.publish()
+        tell(f"{model} is served by {unit.name}, too")
+
+    def ready(self, unit: RunningUnit) -> bool:
+        """Whether the unit is up and stays."""
+        return unit.announced and unit.name not in self._ending and unit.handle.ready.is_set()
+
     async def join(self, joined: JoinedUnit, tell: Tell) -> RunningUnit:
         """Have a running unit serve a model more.
 
@@ -278,7 +313,7 @@ class FleetSteps:
         """
         name = joined.model.name
         unit = self._units.units.get(joined.unit_spec.unit)
-        if unit is None or not unit.announced or unit.name in self._ending or not unit.handle.ready.is_set():
+        if unit is None or not self.ready(unit):
             raise ChangeError(f"{joined.unit_spec.unit} is not up at present; try again when `muxserve status` says so")
         tell(f"making room for {name} in {unit.name}")
         try:
@@ -347,7 +382,8 @@ class FleetSteps:
             self._draining.update(waiting)
             seconds = self._units.fleet.gateway.drain_seconds + _DRAIN_MARGIN
             try:
-                await self._send(wire.DrainReplicas(unit.name, [model for model, _ in waiting]))
+                generation = self._units.fleet.generation
+                await self._send(wire.DrainReplicas(unit.name, [model for model, _ in waiting], generation))
                 _, late = await asyncio.wait(waiting.values(), timeout=seconds)
                 if late:
                     tell(f"{unit.name} is not empty after {seconds:g} s; what is left is computed again elsewhere")

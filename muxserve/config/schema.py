@@ -35,11 +35,13 @@ from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.prefixes import DispatchName
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL
 from muxserve.replicas.scaling import ScalingRules
+from muxserve.scheduling.kv_pressure import MoveRules
 from muxserve.scheduling.policies import DEFAULT_POLICY
 from muxserve.scheduling.residency import ResidencyRules
 from muxserve.spec import WatchdogRules
 
 _SCALING, _MIGRATION, _WATCHDOG, _RESIDENCY = ScalingRules(), MigrationRules(), WatchdogRules(), ResidencyRules(1)
+_MOVES = MoveRules()
 
 
 class Replicas(Section):
@@ -115,6 +117,24 @@ class Priority(Section):
     )
 
 
+def _model_moves(value: object) -> object:
+    switched = switch(value)
+    if switched in ("on", "off"):
+        return {} if switched == "on" else None
+    if value is not None and not isinstance(value, (dict, ModelMoves)):
+        raise ValueError(f'must be on, off, or a mapping such as "{{period: 60s}}", not {value!r}')
+    return value
+
+
+class ModelMoves(Section):
+    """Models move between units as the KV that they need changes, one at a time."""
+
+    period: Annotated[Seconds, Field(ge=1)] = Field(
+        default=_MOVES.period, description="So often it is looked whether a model is to move"
+    )
+    residence: Seconds = Field(default=_MOVES.residence, description="A model stays in a unit for so long at least")
+
+
 class Migration(Section):
     """Running requests move from full replicas to free ones. Freeness is in tokens per request."""
 
@@ -133,6 +153,9 @@ class Migration(Section):
     )
     bandwidth: Size | None = Field(
         default=None, description='Most bytes per second that leave a unit, e.g. "1GiB"; else no limit'
+    )
+    models: Annotated[ModelMoves | None, BeforeValidator(_model_moves)] = Field(
+        default=None, description="Whole models move, too, from units short of KV cache to others; off: they stay"
     )
 
 

@@ -107,7 +107,7 @@ class FleetLinks:
         self._listener.unit_up(name, answer.epoch)
 
     def _learn_scheduler(self, fleet: FleetSpec) -> None:
-        wanted = any(fleet.placed_by_scheduler(model.name) for model in fleet.models)
+        wanted = fleet.needs_scheduler
         if wanted and self.scheduler is None:
             self.scheduler = AsyncPeer(
                 self._context,

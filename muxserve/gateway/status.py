@@ -120,6 +120,8 @@ class FleetStatus:
         self.was_ready = False
         # Where memory decides which models are awake, how they and it stand, as the global scheduler said last.
         self.memory: dict[str, Any] = {}
+        # Where models move between units: the last moves and the pressures, as it said last.
+        self.moves: dict[str, Any] = {}
         self._were_up: set[tuple[str, str]] = set()
         self.learn(fleet)
 
@@ -138,15 +140,19 @@ class FleetStatus:
 
     async def refresh(self, max_age: float = MAX_AGE_SECONDS) -> None:
         """Ask those units of which too little is known."""
-        await asyncio.gather(self._refresh_memory(), *(unit.refresh(max_age) for unit in self.units.values()))
+        await asyncio.gather(self._refresh_scheduler(), *(unit.refresh(max_age) for unit in self.units.values()))
 
-    async def _refresh_memory(self) -> None:
-        if self.fleet.residency is None:
+    async def _refresh_scheduler(self) -> None:
+        if self.fleet.residency is None and self.fleet.moves is None:
             return
         state = await self.broker.scheduler_state(TIMEOUT_SECONDS)
-        memory = state.get("memory") if state is not None else None
+        if state is None:
+            return
+        memory, moves = state.get("memory"), state.get("moves")
         if isinstance(memory, dict):
             self.memory = memory
+        if isinstance(moves, dict):
+            self.moves = moves
 
     def resident(self, model: str) -> dict[str, Any]:
         """What is known of a model that memory decides on; nothing of others."""

@@ -14,6 +14,7 @@ from muxserve.global_scheduler.memory_balance import MemoryBalance
 from muxserve.global_scheduler.model_scheduler import ModelScheduler
 from muxserve.global_scheduler.model_scheduler_base import ModelSchedulerBase, Rules
 from muxserve.global_scheduler.outbox import Destination, Outbox, ToClient, ToUnit
+from muxserve.global_scheduler.replica_moves import ReplicaMoves
 from muxserve.global_scheduler.resident_scheduler import ResidentScheduler
 from muxserve.global_scheduler.rolling_scheduler import RollingModelScheduler
 from muxserve.net.sockets import tcp_address
@@ -25,6 +26,7 @@ from muxserve.wire import (
     Loads,
     MemoryReport,
     Message,
+    MoveEnded,
     NotPlaced,
     Paired,
     Place,
@@ -79,6 +81,9 @@ class SchedulerCore:
         # Where memory decides which models are awake.
         self._balance: MemoryBalance | None = None
         self._resident: dict[str, ResidentScheduler] = {}
+        self._moves: ReplicaMoves | None = None
+        # What was asked for before the fleet's file was read that it is about.
+        self._early: list[DrainReplicas] = []
         self._unknown: list[tuple[float, bytes, Place]] = []
         self._started = now
         self._tick_at = now
@@ -111,6 +116,9 @@ class SchedulerCore:
             case ToClient(), ReplicaEnded():
                 if message.model in self._resident:
                     self._resident[message.model].ended(message.unit, now)
+            case ToClient(), MoveEnded():
+                if self._moves is not None:
+                    self._moves.ended(message, now)
             case ToClient(), DrainReplicas():
                 self._drain(message, now)
             case ToClient(identity), StateRequest():
@@ -198,7 +206,14 @@ class SchedulerCore:
             self._balance = MemoryBalance(fleet.residency)
         else:
             self._balance.change(fleet.residency)
+        if fleet.moves is None:
+            self._moves = None
+        elif self._moves is None or self._moves.rules != fleet.moves:
+            self._moves = ReplicaMoves(fleet.moves, self._out, now)
         self._suspect(suspected, now)
+        early, self._early = self._early, []
+        for drain in early:
+            self._drain(drain, now)
         waiting, self._unknown = self._unknown, []
         for until, peer, place in waiting:
             self._place(peer, place, now, until)
@@ -257,6 +272,7 @@ class SchedulerCore:
             "generation": self.fleet.generation,
             "uptime_seconds": now - self._started,
             "memory": None if self._balance is None else self._balance.state(self._resident, now),
+            "moves": None if self._moves is None else self._moves.state(now),
             "units": {name: {"up": seen.up, "epoch": seen.epoch} for name, seen in sorted(self._units.items())},
             "models": {
                 name: model_scheduler.state(now) for name, model_scheduler in sorted(self._model_schedulers.items())
@@ -320,6 +336,9 @@ class SchedulerCore:
                 self._model_schedulers[name].gone(unit, now)
 
     def _drain(self, message: DrainReplicas, now: float) -> None:
+        if message.generation > self.fleet.generation:
+            self._early.append(message)
+            return
         for name in message.models:
             model_scheduler = self._model_schedulers.get(name)
             if model_scheduler is None:
@@ -363,6 +382,9 @@ class SchedulerCore:
                 address = self._migrator(source, destination)
                 if address:
                     self._out.to_unit(source, Paired(model_scheduler.model, destination, address, load))
+        if self._moves is not None:
+            standing = {name: each.staying() for name, each in self._model_schedulers.items()}
+            self._moves.round(self.fleet, standing, now)
         if self._unknown:
             for until, peer, place in self._unknown:
                 if now >= until:

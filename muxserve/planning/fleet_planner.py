@@ -309,14 +309,18 @@ class FleetPlanner:
         return replace(plan, name=name)
 
     def joined(self, planned: PlannedUnit, model: str, running: FleetSpec) -> Joined:
-        """A running unit, started as `planned`, that has the declared model, too (`planning.joining`).
+        """A running unit, started as `planned`, that has the declared model, too (`planning.joining`). A model that is
+        served elsewhere is as it is there.
 
         Raises:
             NoRoomError: no pool of the unit suits it, or pool, memory or MPS have no room.
         """
         others = [entry.unit_spec for entry in running.units if entry.name != planned.name]
+        offered = next((each for each in running.models if each.name == model), None)
         joining = Joining(
-            fleet=self.fleet,
+            fleet=self.fleet.with_models(
+                [like(each, offered) if each.name == model else each for each in self.fleet.models]
+            ),
             model=model,
             planned=planned,
             unit=running.unit(planned.name).unit_spec,
@@ -454,6 +458,14 @@ class ScaleOut:
             self._planner.forget(model.name)
             raise ChangeError(str(error)) from None
         return JoinedUnit(made, *joined, scaling_of(declared).get(model.name))
+
+    def moved(self, model: str, unit: PlannedUnit, fleet: FleetSpec) -> JoinedUnit:
+        """See `UnitPlanner.moved`."""
+        try:
+            joined = self._planner.joined(unit, model, fleet)
+        except NoRoomError as error:
+            raise ChangeError(str(error)) from None
+        return JoinedUnit(joined.unit_spec.model(model), *joined)
 
     def forget(self, model: str) -> None:
         """See `Planner.forget`."""

@@ -30,6 +30,7 @@ from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import Level
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
+from muxserve.scheduling.kv_pressure import MoveRules
 from muxserve.spec import (
     FleetSpec,
     GatewaySpec,
@@ -285,6 +286,7 @@ def fleet_spec_of(
         watchdog=watchdog_of(fleet),
         # Replicas of a model are alike, so that any of them says how long prefills take.
         residency=residency,
+        moves=moves_of(fleet),
         rolling={model.name: unit.rolling for unit in units if unit.rolling for model in unit.unit_spec.models},
     )
 
@@ -363,6 +365,12 @@ def migration_of(fleet: Fleet) -> MigrationRules | None:
     if given is None:
         return None
     return MigrationRules(given.source_below, given.destination_above, given.in_flight)
+
+
+def moves_of(fleet: Fleet) -> MoveRules | None:
+    """By which models move between units; None: they stay where they are."""
+    given = fleet.migration and fleet.migration.models
+    return MoveRules(given.period, given.residence) if given else None
 
 
 def watchdog_of(fleet: Fleet) -> WatchdogRules | None:

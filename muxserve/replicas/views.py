@@ -75,7 +75,8 @@ class InstanceLoad(msgspec.Struct, omit_defaults=True, gc=False):
     `head_demand` is what the first of the `waiting` requests needs, `queued_demand` what all of them need. `levels`
     counts the running requests by execution priority. Only instances of equal `layout` can exchange KV: it is
     equal where block size, layers, heads, head size, type and ranks are. `freeness` is
-    filled in by `virtual_usage.score`. A decode step takes `step_seconds` by now (0: not known).
+    filled in by `virtual_usage.score`. A decode step takes `step_seconds` by now (0: not known). `pages` are those of
+    the pool that the model's own requests hold, and those that its queue needs.
     """
 
     name: str
@@ -93,6 +94,7 @@ class InstanceLoad(msgspec.Struct, omit_defaults=True, gc=False):
     layout: str = ""
     freeness: float = 0.0
     step_seconds: float = 0.0
+    pages: int = 0
 
     @property
     def idle(self) -> bool:
@@ -109,7 +111,7 @@ class InstanceLoad(msgspec.Struct, omit_defaults=True, gc=False):
         self.model, self.capacity, self.layout = reported.model, reported.capacity, reported.layout
         self.used, self.running, self.waiting = reported.used, reported.running, reported.waiting
         self.head_demand, self.queued_demand = reported.head_demand, reported.queued_demand
-        self.levels, self.step_seconds = reported.levels, reported.step_seconds
+        self.levels, self.step_seconds, self.pages = reported.levels, reported.step_seconds, reported.pages
         self.moving_in, self.moving_out = reported.moving_in, reported.moving_out
         return self
 

@@ -101,8 +101,8 @@ def _lower(before: tuple[float, float], after: tuple[float, float]) -> bool:
 @dataclass(frozen=True, slots=True)
 class MoveRules:
     """Every `period` seconds it is looked whether a model is to move. A model stays for `residence` seconds at least
-    where it is. One that could not be moved is left alone for `retry` seconds, twice as long after each further
-    failure, up to `longest_retry`.
+    where it is. A move that failed is not tried again for `retry` seconds, twice as long after each further failure, up
+    to `longest_retry`.
 
     With `together` all models are placed anew in each period, since sleeping ones move at no cost; otherwise one model
     moves at a time.
@@ -150,8 +150,8 @@ class KvPressureMoves:
         self.due = now + rules.period
         self.moving: dict[str, ModelMove] = {}
         self._since: dict[str, tuple[str, float]] = {}
-        # Until when models are left alone, and for how long after the next failure.
-        self._left_alone: dict[str, tuple[float, float]] = {}
+        # Of a model and a place: until when it does not move there, and for how long after the next failure.
+        self._failed: dict[tuple[str, str], tuple[float, float]] = {}
 
     def decide(
         self, now: float, models: Iterable[DemandedModel], memory: Mapping[str, int], there: Mapping[str, str]
@@ -168,7 +168,7 @@ class KvPressureMoves:
         if now < self.due:
             return []
         self.due = now + self.rules.period
-        bound = [model if self._may_move(model.name, now) else _bound(model, there) for model in known]
+        bound = [replace(model, places=self._places(model, memory, there[model.name], now)) for model in known]
         pressures = {name: Pressure(size) for name, size in memory.items()}
         for model in bound:
             if model.demand > 0.0:
@@ -185,31 +185,32 @@ class KvPressureMoves:
 
     def ended(self, name: str) -> None:
         """The model is in its new place."""
-        self.moving.pop(name, None)
-        self._left_alone.pop(name, None)
+        move = self.moving.pop(name, None)
+        if move is not None:
+            self._failed.pop((name, move.destination), None)
 
     def failed(self, name: str, now: float) -> None:
         """The model stays where it was."""
-        self.moving.pop(name, None)
-        _, seconds = self._left_alone.get(name, (now, self.rules.retry))
-        self._left_alone[name] = now + seconds, min(2.0 * seconds, self.rules.longest_retry)
+        move = self.moving.pop(name, None)
+        if move is not None:
+            key = name, move.destination
+            _, seconds = self._failed.get(key, (now, self.rules.retry))
+            self._failed[key] = now + seconds, min(2.0 * seconds, self.rules.longest_retry)
 
     def _see(self, now: float, there: Mapping[str, str]) -> None:
         before, self._since = self._since, {}
         for name, place in there.items():
             known = before.get(name)
             self._since[name] = known if known is not None and known[0] == place else (place, now)
-        for name in self._left_alone.keys() - there.keys():
-            del self._left_alone[name]
+        self._failed = {key: value for key, value in self._failed.items() if key[0] in there}
 
-    def _may_move(self, name: str, now: float) -> bool:
-        until, _ = self._left_alone.get(name, (now, 0.0))
-        _, since = self._since[name]
-        return now >= until and now - since >= self.rules.residence
-
-
-def _bound(model: DemandedModel, there: Mapping[str, str]) -> DemandedModel:
-    return replace(model, places=frozenset((there[model.name],)))
+    def _places(self, model: DemandedModel, memory: Mapping[str, int], here: str, now: float) -> frozenset[str]:
+        """Where the model may be by now."""
+        if now - self._since[model.name][1] < self.rules.residence:
+            return frozenset((here,))
+        possible = model.places if model.places is not None else memory.keys()
+        shut = {place for (name, place), (until, _) in self._failed.items() if name == model.name and now < until}
+        return frozenset(possible) - shut | {here}
 
 
 def _move(model: DemandedModel, source: str, destination: str, pressures: Mapping[str, Pressure]) -> ModelMove:

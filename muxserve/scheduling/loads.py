@@ -33,6 +33,7 @@ def load_of(
     available = model.pool.available if available is None else available
     block, per_block, pool, queue = model.block_tokens, model.pages_per_block, model.pool, model.queue
     capacity = policy.capacity(model)
+    pages = used + queue.blocks * per_block
     left = min(capacity - used - model.promised, available - pool.promised)
     if not per_block:
         per_block, capacity, left = 1, model.max_seqs, model.max_seqs - model.in_engines
@@ -54,6 +55,7 @@ def load_of(
         moving_in=moving_in,
         moving_out=moving_out,
         step_seconds=0.0 if model.pooling else model.decode.step_seconds,
+        pages=pages if model.pages_per_block else 0,
     )
 
 

@@ -18,6 +18,7 @@ from muxserve.replicas.prefixes import DispatchName
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Level, Levels
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
+from muxserve.scheduling.kv_pressure import MoveRules
 from muxserve.scheduling.residency import ResidencyRules, WakeCosts
 from muxserve.scheduling.turns import TurnRules
 from muxserve.spec.network import Keys
@@ -118,6 +119,8 @@ class FleetSpec(msgspec.Struct, frozen=True):
     hangs: dict[str, int] = {}
     # None: models sleep when nobody has asked for them for some time, if they may at all.
     residency: ResidencySpec | None = None
+    # By what models move between units as the KV that they need changes; None: they stay where they are.
+    moves: MoveRules | None = None
 
     @property
     def needs_key(self) -> bool:
@@ -147,6 +150,12 @@ class FleetSpec(msgspec.Struct, frozen=True):
         """Whether the global scheduler says where requests of `model` go. With one replica for good there is nothing to
         choose, and gateways do not ask."""
         return model in self.scaling or model in self.rolling or len(self.replicas(model)) != 1
+
+    @property
+    def needs_scheduler(self) -> bool:
+        """Whether there is anything for a global scheduler to decide."""
+        moves = self.moves is not None and len(self.units) > 1
+        return moves or any(self.placed_by_scheduler(model.name) for model in self.models)
 
     def priority_levels(self, model: str | None = None) -> Levels:
         """The levels as the policies of that model want them."""

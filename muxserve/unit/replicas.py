@@ -40,7 +40,7 @@ def worth_telling(known: list[InstanceLoad], now: list[InstanceLoad]) -> bool:
         if abs(old.used - new.used) >= max(1.0, _WORTH_TELLING * new.capacity):
             return True
         if old != msgspec.structs.replace(
-            new, used=old.used, queued_demand=old.queued_demand, step_seconds=old.step_seconds
+            new, used=old.used, queued_demand=old.queued_demand, step_seconds=old.step_seconds, pages=old.pages
         ):
             return True
     return False

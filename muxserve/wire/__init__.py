@@ -43,6 +43,8 @@ from muxserve.wire.replicas import (
     Elsewhere,
     Loads,
     MemoryReport,
+    MoveEnded,
+    MoveReplica,
     NotPlaced,
     Paired,
     Place,
@@ -135,7 +137,9 @@ __all__ = [
     "MoveAbort",
     "MoveCommit",
     "MoveCommitted",
+    "MoveEnded",
     "MoveFailed",
+    "MoveReplica",
     "MoveStage",
     "MoveStaged",
     "MovedRequest",
@@ -202,7 +206,7 @@ AnyMessage = Union[
     PeerCommit, PeerCommitted, PeerRefused, PeerThere, PeerAbort, TakeOver, TakenOver, MovingIn, Retire, Revive, Joined,
     RollingReport, Waits, ShowRequests, HeldRequests, Degraded, EngineSuspect, RequestFailed, StepFailed,
     TimelineRequest, TimelineReply, RequestTrace,
-    MemoryReport, ReplicaEnded,
+    MemoryReport, ReplicaEnded, MoveReplica, MoveEnded,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -194,10 +194,32 @@ class StartFailed(Message):
 
 
 class DrainReplicas(Message):
-    """Somebody wants these replicas of `unit` drained; the global scheduler answers with `StopReplica` for each."""
+    """Somebody wants these replicas of `unit` drained; the global scheduler answers with `StopReplica` for each. It is
+    to be done when the fleet's file of that `generation` is known, which may have the replicas that take over."""
 
     unit: str
     models: list[str]
+    generation: int = 0
+
+
+class MoveReplica(Message):
+    """The global scheduler wants `model` served by the running unit `destination` instead of `source`, where KV is
+    short: `reason`, in words."""
+
+    model: str
+    source: str
+    destination: str
+    reason: str = ""
+
+
+class MoveEnded(Message):
+    """The move that was asked for is over. `error`: why the model is still served by `source`, and there alone; empty:
+    it is served by `destination` instead."""
+
+    model: str
+    source: str
+    destination: str
+    error: str = ""
 
 
 class MemoryReport(Message):

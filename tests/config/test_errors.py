@@ -134,6 +134,8 @@ ONE = "models:\n  - name: one\n    path: a\n"
         (f"priorities:\n  normal: {{rank: 1, target: 3}}\n{ONE}", 'fleet.yaml:2: priorities.normal.target: unknown key; did you mean "target_load"?'),
         (f"migration: maybe\n{ONE}", "fleet.yaml:1: migration: must be on, off, or a mapping"),
         (f"migration: {{source_below: 200}}\n{ONE}", "fleet.yaml:1: migration.source_below: source_below (200) must be at most destination_above (96)"),
+        (f"migration: {{models: maybe}}\n{ONE}", "fleet.yaml:1: migration.models: must be on, off, or a mapping such as"),
+        (f"migration: {{models: {{period: 0s}}}}\n{ONE}", "fleet.yaml:1: migration.models.period: must be at least 1"),
         (f"watchdog: maybe\n{ONE}", "fleet.yaml:1: watchdog: must be on, off, or a mapping"),
         (f"watchdog: {{suspect: 20s}}\n{ONE}", "fleet.yaml:1: watchdog.suspect: hung (10 s) must be at least suspect (20 s)"),
         (f"migration: {{bandwidth: fast}}\n{ONE}", "fleet.yaml:1: migration.bandwidth: must be a size such as 512MiB or 2GiB, not 'fast'"),

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from muxserve.config import FleetError, load_fleet, parse_fleet
 from muxserve.config.loader import fleet_schema, fleet_schema_text
 from muxserve.config.values import parse_duration, parse_size, parse_speed
-from muxserve.planning.specs import gateway_of, tenants_of
+from muxserve.planning.specs import gateway_of, moves_of, tenants_of
+from muxserve.scheduling.kv_pressure import MoveRules
 from muxserve.spec import ResponsesSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,6 +136,21 @@ def test_migration_is_a_switch_or_rules(text: str, bandwidth: object) -> None:
     assert ("off" if migration is None else migration.bandwidth) == bandwidth
 
 
+@pytest.mark.parametrize(
+    ("text", "rules"),
+    [
+        ("on", None),
+        ("off", None),
+        ("{models: off}", None),
+        ("{models: on}", MoveRules()),
+        ("{models: {period: 30s}}", MoveRules(period=30)),
+        ("{models: {residence: 10m}, bandwidth: 1GiB}", MoveRules(residence=600)),
+    ],
+)
+def test_models_move_between_units_if_that_is_switched_on(text: str, rules: MoveRules | None) -> None:
+    assert moves_of(parse_fleet(f"migration: {text}\n{ONE}", "f", Path("/"), {})) == rules
+
+
 def test_launchers() -> None:
     cluster = parse_fleet(f"cluster: {{launcher: ray, ray: {{placement: pack}}}}\n{ONE}", "f", Path("/"), {}).cluster
     assert (cluster.launcher, cluster.ray.address, cluster.ray.placement) == ("ray", "auto", "pack")
@@ -159,6 +175,10 @@ def test_a_part_of_a_fleet_tells_mistakes_at_their_place_in_the_file() -> None:
         ("gateway: {api_keys: [{priority: high}]}\nmodels: [{name: a, hub: x/y}]", False),
         ("migration: off\nmodels: [{name: a, hub: x/y}]", True),
         ("migration: {bandwidth: 1GiB}\nmodels: [{name: a, hub: x/y}]", True),
+        ("migration: {models: on}\nmodels: [{name: a, hub: x/y}]", True),
+        ("migration: {models: {period: 30s, residence: 0}}\nmodels: [{name: a, hub: x/y}]", True),
+        ("migration: {models: {periods: 30s}}\nmodels: [{name: a, hub: x/y}]", False),
+        ("migration: {models: 3}\nmodels: [{name: a, hub: x/y}]", False),
         ("migration: 3\nmodels: [{name: a, hub: x/y}]", False),
         ("priorities: {normal: {rank: 0}}\nmodels: [{name: a, hub: x/y}]", True),
         ("priorities: {normal: {}}\nmodels: [{name: a, hub: x/y}]", False),

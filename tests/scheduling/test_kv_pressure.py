@@ -146,9 +146,10 @@ def test_one_model_moves_at_a_time() -> None:
     assert other.name != move.name
 
 
-def test_a_model_that_could_not_be_moved_is_left_alone_for_ever_longer() -> None:
-    world = crowded(MoveRules(period=10, residence=0, retry=30, longest_retry=60))
-    world.models[0] = DemandedModel("a", 0, 60.0, frozenset("x"))  # only b can move
+def test_a_move_that_fails_is_tried_again_ever_more_rarely() -> None:
+    world = crowded(MoveRules(period=10, residence=0, retry=30, longest_retry=60), "xyz")
+    world.models[0] = DemandedModel("a", 0, 60.0, frozenset("x"))  # only b can move, and only to y
+    world.models[1] = DemandedModel("b", 0, 30.0, frozenset("xy"))
     failed = []
     while world.now < 300:
         world.now += 10
@@ -157,6 +158,10 @@ def test_a_model_that_could_not_be_moved_is_left_alone_for_ever_longer() -> None
             world.moves.failed(move.name, world.now)
             failed.append(world.now)
     assert failed == [10, 40, 100, 160, 220, 280]
+    # Elsewhere it may be possible.
+    world.models[1] = DemandedModel("b", 0, 30.0)
+    world.wait(10)
+    assert [(move.name, move.destination) for _, move in world.made] == [("b", "z")]
 
 
 def test_a_model_moves_only_where_it_can_be() -> None:
