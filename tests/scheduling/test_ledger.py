@@ -646,6 +646,18 @@ def test_a_model_without_pages_is_bounded_by_its_seats_alone() -> None:
     assert (load.capacity, load.used, load.waiting) == (32, 0, 3)
     prefill(book, *admission.request_ids)
     assert load_of("u", book.by_name["a"], Adbs()).used == 32
+    assert load_of("u", book.by_name["a"], Adbs()).pages == 0
+
+
+def test_a_load_has_the_pages_that_the_model_itself_asks_for() -> None:
+    book = ledger()
+    model = book.by_name["a"]
+    arrive(book, "r")
+    arrive(book, "s")
+    queued = 2 * model.blocks_of(20) * model.pages_per_block
+    assert load_of("u", model, Adbs()).pages == queued
+    # What others hold makes it less free, and asks for nothing in its name.
+    assert load_of("u", model, Adbs(), used=12, available=0).pages == queued + 12
 
 
 def test_states_are_counted_with_every_sequence() -> None:
