@@ -25,7 +25,7 @@ from tests.support.patience import PATIENCE
 ATLAS = {"path": str(ROOT / "configs/models/atlas"), "dtype": "float32", "max_len": 1024, "prefix_caching": False}
 FLEET = {
     "policy": "adbs",
-    # 65 blocks of 64 tokens in each unit: too few for many long answers of two models.
+    # 138 blocks of 32 tokens in each unit: too few for many long answers of two models.
     "kv_pool": {"size": "13MiB"},
     "migration": {"source_below": 16, "destination_above": 32, "models": {"period": "2s", "residence": "1s"}},
     # u0 has them all, u1 the one with two replicas.
