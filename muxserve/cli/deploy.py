@@ -86,8 +86,6 @@ def deploy(
         port = _usable_port(host, gateway.port if port is None else port)
         _check_installation(simulated is None and plans[0].gpu is not None and not plans[0].gpu.elsewhere)
         planner.fleet = planner.fetched(planner.fleet, lambda text: console.print(escape(text)))
-        if simulated is not None:
-            _check_engines(plans)
     except FleetError as error:
         print_problems(error, "nothing was started")
         return EXIT_BAD_INPUT
@@ -306,20 +304,6 @@ def _check_simulated(fleet: Fleet, simulated: SimulatedSpec) -> None:
             "--simulated is for one machine: what Ray does cannot be pretended; take `launcher` out of the file",
             EXIT_BAD_INPUT,
         )
-
-
-def _check_engines(plans: Sequence[ResolvedUnit]) -> None:
-    """
-    Raises:
-        DeployRefused: some engines cannot be simulated.
-    """
-    for plan in plans:
-        for demand in plan.demands:
-            if demand.architecture.pooling:
-                raise DeployRefused(
-                    f"{demand.name} answers with vectors, which --simulated cannot make up; take it out of the file",
-                    EXIT_BAD_INPUT,
-                )
 
 
 def _check_installation(on_gpus: bool) -> None:

@@ -1,4 +1,4 @@
-"""Engines that compute nothing: their steps take as long as the cost model says, and their tokens are made up.
+"""Engines that compute nothing: their steps take as long as the cost model says, and their answers are made up.
 
 All else of an engine is real: vLLM's scheduler, blocks of the pool, hand-overs, leases. Only vLLM's worker is another
 one, which needs no weights. It stands for all ranks; the stages of a pipeline are threads of it
@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
+from vllm.pooling_params import PoolingParams
+from vllm.tasks import SupportedTask
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -35,6 +38,7 @@ from muxserve.costs.step_costs import StepCosts, StepWork
 from muxserve.engine.binding import current, place_of
 from muxserve.engine.runner import RESUMED_OUTPUT
 from muxserve.engine.simulated_stages import SimulatedStage, StagedOutput, StageLink, StageThreads
+from muxserve.engine.simulated_vectors import MadeUpVectors
 from muxserve.engine.stage_clock import StageClocks
 from muxserve.spec import SimulatedSpec, UnitSpec
 
@@ -59,11 +63,13 @@ _CACHE_BYTES = 64 << 20
 @dataclass(slots=True)
 class _Sequence:
     """A request in this engine: its tokens that are known, the output tokens among them, and whether it goes on behind
-    the end of an answer."""
+    the end of an answer. Of one that is answered with vectors, what is asked for, and its tokens."""
 
     tokens: int
     output: int
     endless: bool
+    pooling: PoolingParams | None = None
+    prompt: Sequence[int] = ()
 
 
 class SharedDevice:
@@ -112,9 +118,11 @@ class SimulatedWorker(WorkerBase):
         assert unit_spec.simulated is not None
         self.model = unit_spec.model(model)
         self._unit_spec: UnitSpec = unit_spec
-        ends = self.model_config.hf_config.eos_token_id
+        # An encoder may have none.
+        ends = getattr(self.model_config.hf_config, "eos_token_id", None)
         self._ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
         self._plain = _plain_token(self.model_config.get_vocab_size(), self._ends)
+        self._vectors = MadeUpVectors(self.model_config) if self.model.pooling else None
         self._sequences: dict[str, _Sequence] = {}
         self._device: SharedDevice | None = None
         self._stages: StageThreads | None = None
@@ -127,13 +135,15 @@ class SimulatedWorker(WorkerBase):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """There is nothing to load."""
 
-    def get_supported_tasks(self) -> tuple[str, ...]:
-        """It generates."""
-        return ("generate",)
+    def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
+        """What vLLM would use the model for."""
+        return ("generate",) if self._vectors is None else self._vectors.tasks
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """As the model's attention layers would say."""
+        """As the model's attention layers would say, if they keep any KV."""
         model = self.model
+        if not model.kv_heads:
+            return {}
         shape = {"num_kv_heads": model.kv_heads, "head_size": model.head_dim, "dtype": self.model_config.dtype}
         spec = FullAttentionSpec(block_size=model.block_tokens, **shape)
         return {f"model.layers.{layer}.self_attn.attn": spec for layer in range(model.layers)}
@@ -179,7 +189,7 @@ class SimulatedWorker(WorkerBase):
         return None
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """A token for each sequence whose known tokens are all computed."""
+        """A token, or vectors, for each sequence whose known tokens are all computed."""
         step, self._step = self._step, ([], [])
         begun, self._begun = self._begun, None
         allowed = _allowed(grammar_output)
@@ -189,11 +199,18 @@ class SimulatedWorker(WorkerBase):
 
     def _sampled(self, step: tuple[list[str], list[bool]], allowed: Mapping[str, Sequence[int]]) -> ModelRunnerOutput:
         ids, through = step
-        tokens: list[list[int]] = []
-        for request, has in zip(ids, through, strict=True):
-            tokens.append([self._token(request, allowed.get(request))] if has else [])
+        output = ModelRunnerOutput(ids, {request: at for at, request in enumerate(ids)})
+        if self._vectors is None:
+            output.sampled_token_ids = [
+                [self._token(request, allowed.get(request))] if has else []
+                for request, has in zip(ids, through, strict=True)
+            ]
+        else:
+            output.pooler_output = [
+                self._pooled(self._vectors, request) if has else None for request, has in zip(ids, through, strict=True)
+            ]
         self._ended = time.monotonic()
-        return ModelRunnerOutput(ids, {request: at for at, request in enumerate(ids)}, tokens)
+        return output
 
     def _on_device(self) -> SharedDevice:
         """Made in the engine's own process: the one that it is forked from has others as well."""
@@ -225,7 +242,7 @@ class SimulatedWorker(WorkerBase):
         return self._stages
 
     def _architecture(self) -> ModelArchitecture:
-        return read_architecture(self.model_config.hf_config.to_dict())
+        return read_architecture(self.model_config.hf_config.to_dict(), self.model.pooling)
 
     def _latency_on(self) -> tuple[LatencyModel, EngineShape]:
         """What steps take, and on what the engine, or a stage of it, runs."""
@@ -251,11 +268,16 @@ class SimulatedWorker(WorkerBase):
         computed: dict[str, int] = {}
         for new in scheduled.scheduled_new_reqs:
             output = len(getattr(new, RESUMED_OUTPUT, None) or ())
-            params = new.sampling_params
-            assert params is not None, "models that answer with vectors are refused"
-            assert new.prompt_token_ids is not None
+            prompt, params = new.prompt_token_ids, new.sampling_params
+            assert prompt is not None
             computed[new.req_id] = new.num_computed_tokens
-            self._sequences[new.req_id] = _Sequence(len(new.prompt_token_ids) + output, output, params.ignore_eos)
+            self._sequences[new.req_id] = _Sequence(
+                len(prompt) + output,
+                output,
+                endless=params is not None and params.ignore_eos,
+                pooling=new.pooling_params,
+                prompt=() if new.pooling_params is None else prompt,
+            )
         cached = scheduled.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         work = StepWork()
@@ -270,6 +292,13 @@ class SimulatedWorker(WorkerBase):
                 work.add_prompt(count, before)
         self._step = ids, through
         return work
+
+    def _pooled(self, vectors: MadeUpVectors, request: str) -> torch.Tensor | None:
+        """What is pooled of the sequence."""
+        sequence = self._sequences.get(request)
+        if sequence is None or sequence.pooling is None:
+            return None
+        return vectors.answer(sequence.pooling, sequence.prompt)
 
     def _token(self, request: str, allowed: Sequence[int] | None) -> int:
         """The next token of the sequence."""

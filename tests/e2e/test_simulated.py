@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from muxserve.costs.measured import ideal_seconds
 from muxserve.costs.profile import load_profile
 from tests.e2e.fleet import QUICKSTART, Fleet, fleet_file, running
+from tests.e2e.mixed_reference import CHUNK, DOCUMENTS, KINDS, MAX_LEN, OPTIONS, QUERY, TEXTS, checkpoint
 from tests.support import preloaded
 from tests.support.patience import PATIENCE
 
@@ -140,3 +143,86 @@ async def test_a_pipeline_of_pretended_gpus(split: Fleet) -> None:
     assert "arithmetic: stages in bubbles" in split.command("status", "--url", split.url).stdout
     await asyncio.to_thread(split.wait_healthy, PATIENCE)
     await asyncio.to_thread(split.wait_pages_free)
+
+
+@pytest.fixture(scope="module")
+def pooling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A model that generates, and those of `tests/e2e/test_pooling.py`, all without weights."""
+    directory = tmp_path_factory.mktemp("pooling")
+    models: list[dict[str, Any]] = []
+    for name in ("arithmetic", *KINDS):
+        source = checkpoint(name) if name in KINDS else QUICKSTART.parent / "models" / name
+        shutil.copytree(source, directory / name, ignore=shutil.ignore_patterns("*.safetensors"))
+        models.append(
+            {
+                "name": name,
+                "path": str(directory / name),
+                "max_len": MAX_LEN,
+                "max_num_batched_tokens": CHUNK,
+                "dtype": "float32",
+                "limits": {"max_wait": "none"},
+                "engine_args": {"load_format": "dummy", **OPTIONS.get(name, {})},
+            }
+        )
+    path = fleet_file(directory, models=models)
+    with running(path, start=preloaded.start, options=("--simulated",)) as deployed:
+        yield deployed
+
+
+def post(fleet: Fleet, path: str, **body: Any) -> Any:
+    answer = httpx.post(f"{fleet.url}{path}", json=body, timeout=PATIENCE, verify=False)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def shape(answer: Any) -> tuple[int, ...]:
+    return (len(answer), *shape(answer[0])) if isinstance(answer, list) else ()
+
+
+@pytest.mark.parametrize("model", ["embedder", "encoder"])
+def test_made_up_embeddings(pooling: Fleet, model: str) -> None:
+    answer = pooling.client.embeddings.create(model=model, input=[*TEXTS, TEXTS[1]])
+    found = [each.embedding for each in answer.data]
+    assert found[1] == found[-1]
+    assert len({tuple(each) for each in found}) == len(TEXTS)
+    assert [math.fsum(number**2 for number in each) for each in found] == pytest.approx([1.0] * len(found), abs=1e-4)
+    text = pooling.client.completions.create(model="arithmetic", prompt="1 +", max_tokens=5)
+    assert text.usage is not None
+    assert text.usage.completion_tokens == 5
+
+
+@pytest.mark.parametrize("model", list(KINDS))
+def test_made_up_vectors_are_shaped_like_those_of_vllm(
+    pooling: Fleet, stock_of_mixed: dict[str, Any], model: str
+) -> None:
+    for text, stock in zip(TEXTS, stock_of_mixed[model]["data"], strict=True):
+        assert shape(post(pooling, "/pooling", model=model, input=text)["data"][0]["data"]) == shape(stock)
+
+
+def test_made_up_classes_scores_and_ranks(pooling: Fleet) -> None:
+    for model, labels in (("judge", 3), ("reranker", 1)):
+        (found,) = post(pooling, "/classify", model=model, input=TEXTS[1])["data"]
+        assert len(found["probs"]) == labels
+        assert all(0.0 < each < 1.0 for each in found["probs"])
+    for model in ("embedder", "tokens", "encoder", "reranker"):
+        scores = post(pooling, "/score", model=model, queries=QUERY, documents=DOCUMENTS)["data"]
+        assert len(scores) == len(DOCUMENTS)
+        ranked = post(pooling, "/rerank", model=model, query=QUERY, documents=DOCUMENTS)["results"]
+        assert sorted(each["index"] for each in ranked) == list(range(len(DOCUMENTS)))
+    pooling.wait_pages_free()
+
+
+async def test_a_death_costs_no_vector(pooling: Fleet) -> None:
+    async with pooling.async_client() as client:
+
+        async def ask(number: int) -> list[float]:
+            answer = await client.embeddings.create(model="embedder", input=TEXTS[number % len(TEXTS)])
+            return answer.data[0].embedding
+
+        before = [await ask(number) for number in range(len(TEXTS))]
+        asked = [asyncio.ensure_future(ask(number)) for number in range(40)]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.to_thread(pooling.kill, "engine embedder/prefill")
+        assert await asyncio.gather(*asked) == [before[number % len(TEXTS)] for number in range(40)]
+    await asyncio.to_thread(pooling.wait_healthy, PATIENCE)
+    await asyncio.to_thread(pooling.wait_pages_free)

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from vllm.v1.outputs import ModelRunnerOutput
 
 from muxserve.costs import Load
 from muxserve.costs.latency import EngineShape
@@ -74,15 +76,19 @@ def worker() -> SimulatedWorker:
     made = SimulatedWorker.__new__(SimulatedWorker)
     made._sequences, made._step, made._ends, made._plain = {}, ([], []), [END], 10
     made._unit_spec = SimpleNamespace(stages=1)  # type: ignore[assignment]
+    made._vectors = None
     return made
 
 
-def new(request: str, prompt: int, computed: int = 0, resumed: int = 0, endless: bool = False) -> Any:
+def new(
+    request: str, prompt: int, computed: int = 0, resumed: int = 0, endless: bool = False, pooling: Any = None
+) -> Any:
     made = SimpleNamespace(
         req_id=request,
         prompt_token_ids=[0] * prompt,
         num_computed_tokens=computed,
-        sampling_params=SimpleNamespace(ignore_eos=endless),
+        sampling_params=None if pooling else SimpleNamespace(ignore_eos=endless),
+        pooling_params=pooling,
     )
     if resumed:
         setattr(made, RESUMED_OUTPUT, [0] * resumed)
@@ -111,6 +117,23 @@ def test_a_prompt_in_chunks_and_sequences_that_decode() -> None:
     # One that comes with tokens of another engine goes on.
     moved = engine._schedule(scheduled({"c": 1}, [new("c", 8, computed=9, resumed=2)]))
     assert moved == StepWork(decode=1, context=10)
+
+
+def test_a_prompt_is_answered_with_vectors_when_all_of_it_is_computed() -> None:
+    engine, made = worker(), torch.ones(3)
+    asked: list[tuple[Any, int]] = []
+    engine._vectors = SimpleNamespace(answer=lambda params, prompt: asked.append((params, len(prompt))) or made)  # type: ignore[assignment]
+    first = engine._schedule(scheduled({"a": 4, "b": 2}, [new("a", 10, pooling="mean"), new("b", 2, pooling="last")]))
+    assert first == StepWork(prefill=6, prompts=2, pairs=10 + 3)
+    output = engine.sample_tokens(None)
+    assert isinstance(output, ModelRunnerOutput)
+    assert output.pooler_output == [None, made]
+    then = engine._schedule(scheduled({"a": 6}, [], {"a": 4}))
+    assert then == StepWork(prefill=6, prompts=1, pairs=6 * 4 + 21)
+    output = engine.sample_tokens(None)
+    assert isinstance(output, ModelRunnerOutput)
+    assert output.pooler_output == [made]
+    assert asked == [("last", 2), ("mean", 10)]
 
 
 def test_a_mixed_step_takes_what_the_simulator_says() -> None:
