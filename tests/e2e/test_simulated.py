@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,9 +16,23 @@ import pytest
 from muxserve.costs.measured import ideal_seconds
 from muxserve.costs.profile import load_profile
 from tests.e2e.fleet import QUICKSTART, Fleet, fleet_file, running
-from tests.e2e.mixed_reference import CHUNK, DOCUMENTS, KINDS, MAX_LEN, OPTIONS, QUERY, TEXTS, checkpoint
+from tests.e2e.mixed_reference import (
+    CHUNK,
+    DOCUMENTS,
+    GENERATING,
+    KINDS,
+    MAX_LEN,
+    OPTIONS,
+    QUERY,
+    SEEING,
+    TEXTS,
+    adapter,
+    checkpoint,
+    messages,
+)
 from tests.support import preloaded
 from tests.support.patience import PATIENCE
+from tests.support.tiny_checkpoint import WINDOW, Kind, tiny_checkpoint
 
 MODELS = ("atlas", "arithmetic")
 # As in `muxserve.engine.simulated`: importing it would import vLLM here, too.
@@ -145,25 +160,28 @@ async def test_a_pipeline_of_pretended_gpus(split: Fleet) -> None:
     await asyncio.to_thread(split.wait_pages_free)
 
 
+def without_weights(directory: Path, name: str, source: Path, **engine_args: Any) -> dict[str, Any]:
+    """A model of a fleet file, as the checkpoint is but for its weights."""
+    shutil.copytree(source, directory / name, ignore=shutil.ignore_patterns("*.safetensors"))
+    return {
+        "name": name,
+        "path": str(directory / name),
+        "max_len": MAX_LEN,
+        "max_num_batched_tokens": CHUNK,
+        "dtype": "float32",
+        "limits": {"max_wait": "none"},
+        "engine_args": {"load_format": "dummy", **engine_args},
+    }
+
+
 @pytest.fixture(scope="module")
 def pooling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """A model that generates, and those of `tests/e2e/test_pooling.py`, all without weights."""
     directory = tmp_path_factory.mktemp("pooling")
     models: list[dict[str, Any]] = []
-    for name in ("arithmetic", *KINDS):
+    for name in (GENERATING, *KINDS):
         source = checkpoint(name) if name in KINDS else QUICKSTART.parent / "models" / name
-        shutil.copytree(source, directory / name, ignore=shutil.ignore_patterns("*.safetensors"))
-        models.append(
-            {
-                "name": name,
-                "path": str(directory / name),
-                "max_len": MAX_LEN,
-                "max_num_batched_tokens": CHUNK,
-                "dtype": "float32",
-                "limits": {"max_wait": "none"},
-                "engine_args": {"load_format": "dummy", **OPTIONS.get(name, {})},
-            }
-        )
+        models.append(without_weights(directory, name, source, **OPTIONS.get(name, {})))
     path = fleet_file(directory, models=models)
     with running(path, start=preloaded.start, options=("--simulated",)) as deployed:
         yield deployed
@@ -186,7 +204,7 @@ def test_made_up_embeddings(pooling: Fleet, model: str) -> None:
     assert found[1] == found[-1]
     assert len({tuple(each) for each in found}) == len(TEXTS)
     assert [math.fsum(number**2 for number in each) for each in found] == pytest.approx([1.0] * len(found), abs=1e-4)
-    text = pooling.client.completions.create(model="arithmetic", prompt="1 +", max_tokens=5)
+    text = pooling.client.completions.create(model=GENERATING, prompt="1 +", max_tokens=5)
     assert text.usage is not None
     assert text.usage.completion_tokens == 5
 
@@ -226,3 +244,67 @@ async def test_a_death_costs_no_vector(pooling: Fleet) -> None:
         assert await asyncio.gather(*asked) == [before[number % len(TEXTS)] for number in range(40)]
     await asyncio.to_thread(pooling.wait_healthy, PATIENCE)
     await asyncio.to_thread(pooling.wait_pages_free)
+
+
+OTHER_CACHES: dict[str, tuple[Kind, int]] = {
+    "windowed": ("gemma3", 6),
+    "latent": ("deepseek_v2", 2),
+    "stateful": ("granite_hybrid", 4),
+}
+
+
+@pytest.fixture(scope="module")
+def various(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Models with windows, latents, states, images and adapters, all without weights."""
+    directory = tmp_path_factory.mktemp("various")
+    models = [
+        without_weights(directory, name, tiny_checkpoint(kind, layers=layers))
+        for name, (kind, layers) in OTHER_CACHES.items()
+    ]
+    models.append(without_weights(directory, SEEING, tiny_checkpoint("idefics3"), limit_mm_per_prompt={"image": 2}))
+    adapted = without_weights(directory, GENERATING, QUICKSTART.parent / "models" / GENERATING)
+    models.append({**adapted, "adapters": {"one": str(adapter("one"))}})
+    path = fleet_file(directory, models=models)
+    with running(path, start=preloaded.start, options=("--simulated",)) as deployed:
+        yield deployed
+
+
+@pytest.mark.parametrize("model", list(OTHER_CACHES))
+async def test_other_caches(various: Fleet, model: str) -> None:
+    """Answers leave the window behind, and have all their tokens when the engine dies half-way."""
+    async with various.async_client() as client:
+
+        async def answer(begun: asyncio.Event) -> int:
+            stream = await client.completions.create(
+                model=model, prompt="a" * WINDOW, max_tokens=250, stream=True,
+                stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
+            )  # fmt: skip
+            tokens = 0
+            async for chunk in stream:
+                begun.set()
+                tokens = chunk.usage.completion_tokens if chunk.usage is not None else tokens
+            return tokens
+
+        begun = [asyncio.Event() for _ in range(4)]
+        answers = asyncio.gather(*(answer(each) for each in begun))
+        for each in begun:
+            await each.wait()
+        await asyncio.to_thread(various.kill, f"engine {model}/decode")
+        assert await answers == [250] * 4
+    await asyncio.to_thread(various.wait_healthy, PATIENCE)
+    await asyncio.to_thread(various.wait_pages_free)
+
+
+def test_images_and_adapters(various: Fleet) -> None:
+    asked: Any = messages(1)
+    seen = various.client.chat.completions.create(model=SEEING, messages=asked, max_tokens=7)
+    plain = various.client.chat.completions.create(model=SEEING, messages=[asked[0] | {"content": "?"}], max_tokens=7)
+    assert seen.usage is not None
+    assert plain.usage is not None
+    assert seen.usage.completion_tokens == 7
+    assert seen.usage.prompt_tokens > plain.usage.prompt_tokens + 16
+    for name in (GENERATING, "one"):
+        text = various.client.completions.create(model=name, prompt="1 +", max_tokens=5)
+        assert text.usage is not None
+        assert text.usage.completion_tokens == 5
+    various.wait_pages_free()
