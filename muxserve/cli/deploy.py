@@ -74,8 +74,6 @@ def deploy(
     try:
         fleet = load_fleet(file)
         latency = _predictions(profile)
-        if simulated is not None:
-            _check_simulated(fleet, simulated)
         with comparing() as tell:
             gpus = gpus_for(fleet, start=True) if simulated is None else partial(pretended_gpus, fleet)
             planner = FleetPlanner(fleet, this_machine(), gpus, tell=tell, simulated=simulated, latency=latency)
@@ -292,18 +290,6 @@ def _with_sharing(plan: ResolvedUnit, run_dir: RunDir) -> ResolvedUnit:
         label, _, text = note.partition(":")
         errors.print(f"[yellow]{label}:[/]{escape(text)}")
     return plan.with_gpu(unit)
-
-
-def _check_simulated(fleet: Fleet, simulated: SimulatedSpec) -> None:
-    """
-    Raises:
-        DeployRefused: its engines cannot be simulated.
-    """
-    if fleet.cluster.launcher == "ray":
-        raise DeployRefused(
-            "--simulated is for one machine: what Ray does cannot be pretended; take `launcher` out of the file",
-            EXIT_BAD_INPUT,
-        )
 
 
 def _check_installation(on_gpus: bool) -> None:

@@ -54,7 +54,7 @@ _PLACES = 2048
 _FIELDS = 4
 # So many tokens take turns in an answer.
 _DIFFERENT = 7
-# In the run directory of who shares the device.
+# In the run directory of a unit with a device of its own.
 DEVICE_FILE = "device"
 # The memory that vLLM hears of; the pool is the memory manager's.
 _CACHE_BYTES = 64 << 20
@@ -258,10 +258,9 @@ class SimulatedWorker(WorkerBase):
 
     def _device_file(self, stage: int = 0) -> Path:
         """Units share a CPU, and have GPUs to themselves, and so have the stages of a pipeline."""
-        run_dir = Path(self._unit_spec.run_dir)
         if not _simulated(self._unit_spec).gpus:
-            return run_dir.parent / DEVICE_FILE
-        return run_dir / (f"{DEVICE_FILE}-{stage}" if stage else DEVICE_FILE)
+            return self._unit_spec.shared_device
+        return Path(self._unit_spec.run_dir) / (f"{DEVICE_FILE}-{stage}" if stage else DEVICE_FILE)
 
     def _schedule(self, scheduled: SchedulerOutput) -> StepWork:
         """Note what the step is about."""

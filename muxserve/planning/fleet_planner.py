@@ -333,7 +333,7 @@ class FleetPlanner:
         return joining.on_cpu() if planned.gpu is None else joining.on_gpu(self._gpus())
 
     def _free_gpus(self, fleet: Fleet, units: Sequence[UnitSpec]) -> GpuUnit:
-        if self._on_ray:
+        if self._on_ray and self.simulated is None:
             # Which ones are free, Ray knows; they are all alike.
             free = list(self._chosen[sum(unit.ranks for unit in units) :])
         else:

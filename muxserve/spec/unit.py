@@ -247,11 +247,14 @@ class WatchdogRules(msgspec.Struct, frozen=True):
     hung: float = 10.0
 
 
+_SHARED_DEVICE = "device"
+
+
 class SimulatedSpec(msgspec.Struct, frozen=True):
     """Engines compute nothing, and take the time that steps take on `device` (a name of `costs.devices`) by the
     measurements in `profile`, a path; empty: by the roofline. `gpus` are the names of those that the unit pretends to
-    have; none: the CPU of this machine, which all units share. One process stands for `ranks` of a real engine, which
-    split the layers and the tensors of its models (`UnitSpec.stages`)."""
+    have; none: the CPU of its machine, which it shares with others. One process stands for `ranks` of a real engine,
+    which split the layers and the tensors of its models (`UnitSpec.stages`)."""
 
     device: str
     profile: str = ""
@@ -304,6 +307,15 @@ class UnitSpec(msgspec.Struct, frozen=True):
     def device(self) -> Literal["cpu", "cuda"]:
         """What the engines run on."""
         return "cpu" if self.gpu is None else "cuda"
+
+    @property
+    def shared_device(self) -> Path:
+        """The file by which engines of a simulated fleet's units know of each other's jobs on this machine."""
+        run_dir = Path(self.run_dir)
+        if self.listen is None:
+            return run_dir.parent / _SHARED_DEVICE
+        # On another machine the directory lies beside those of other fleets, whose name it begins with.
+        return run_dir.with_name(run_dir.name.removesuffix(self.unit) + _SHARED_DEVICE)
 
     def model(self, name: str) -> ModelSpec:
         """The model of that name.

@@ -538,8 +538,11 @@ def test_units_of_pretended_gpus_have_their_costs_and_pages_and_no_memory() -> N
     assert spec.costs == real.costs
 
 
-def test_a_pretended_gpu_is_given_to_one_unit_only() -> None:
-    planner, plans = pretending("{gpus: 4, gpu_type: H100}", "{min: 1, max: 3, start: 2}")
+@pytest.mark.parametrize("launcher", ["local", "ray"])
+def test_a_pretended_gpu_is_given_to_one_unit_only(launcher: str) -> None:
+    """Those of Ray are not asked for."""
+    cluster = f"{{gpus: 8, gpu_type: H100, launcher: {launcher}}}"
+    planner, plans = pretending(cluster, "{min: 1, max: 3, start: 2}")
     units = [planned_unit(each, "/run", simulated=planner.simulated) for each in plans]
     running = fleet_spec_of(planner.fleet, units, "/run")
     taken = {name for unit in units for name in (unit.unit_spec.simulated or SimulatedSpec("")).gpus}

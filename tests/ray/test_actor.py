@@ -20,7 +20,7 @@ from muxserve.cluster.ray.actor import UnitActor
 from muxserve.cluster.ray.units import wished
 from muxserve.net import sockets
 from muxserve.net.heartbeat import HeartbeatReader, heartbeat_file
-from muxserve.spec import UnitSpec, WatchdogRules
+from muxserve.spec import SimulatedSpec, UnitSpec, WatchdogRules
 from tests.global_scheduler.support import entry
 from tests.support.patience import PATIENCE
 
@@ -154,6 +154,28 @@ def test_ports_that_others_have_taken_since_are_not_taken_up(base: Path, made: l
     after = deployed(second)
     assert after.listen is not None
     assert after.listen.unit_port != before.listen.unit_port
+
+
+def test_simulated_units_of_a_fleet_share_the_nodes_cpu(base: Path, tmp_path: Path, made: list[UnitActor]) -> None:
+    profile = tmp_path / "costs.json"
+    profile.write_text("{}")
+
+    def simulated(name: str) -> bytes:
+        unit_spec = msgspec.json.decode(unit(tmp_path, name), type=UnitSpec)
+        return msgspec.json.encode(msgspec.structs.replace(unit_spec, simulated=SimulatedSpec("CPU", str(profile))))
+
+    made += [UnitActor(simulated(name), [], HOST, FAKE) for name in ("u1", "u2")]
+    files = {deployed(actor).shared_device for actor in made}
+    assert files == {base / "01234567-device"}
+    (file,) = files
+    file.touch()
+    made[0].stop(1.0)
+    assert file.exists()
+    made[1].stop(1.0)
+    assert not file.exists()
+    profile.unlink()
+    problem = UnitActor(simulated("u3"), [], HOST, FAKE).place()["problem"]
+    assert problem.startswith(f"{profile} is no file on node ")
 
 
 def test_a_checkpoint_that_the_node_does_not_have_is_told_in_words(base: Path, tmp_path: Path) -> None:

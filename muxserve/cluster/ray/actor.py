@@ -135,6 +135,8 @@ class UnitActor:
                 self._process.wait()
         if not self._problem:
             shutil.rmtree(self._unit_spec.run_dir, ignore_errors=True)
+            if self._unit_spec.simulated is not None:
+                _forget_device(self._unit_spec.shared_device)
 
     # ------------------------------------------------------------ inside
 
@@ -275,6 +277,19 @@ def _check(unit_spec: UnitSpec, host: str) -> None:
                 f"{model.name}: {model.path} is no directory on node {socket.gethostname()} ({host}); checkpoints have "
                 "to lie under the same path on every node that units may run on"
             )
+    profile = "" if unit_spec.simulated is None else unit_spec.simulated.profile
+    if profile and not Path(profile).is_file():
+        raise ValueError(
+            f"{profile} is no file on node {socket.gethostname()} ({host}); the profile of a simulated fleet has to be "
+            "under the same path on every node that units may run on"
+        )
+
+
+def _forget_device(file: Path) -> None:
+    """Remove what simulated units of a fleet share on this node, if there is none any more."""
+    others = file.parent.glob(f"{file.name.rpartition('-')[0]}-*")
+    if all(other == file for other in others):
+        file.unlink(missing_ok=True)
 
 
 def _usual_priority(pid: int) -> str:
