@@ -1,9 +1,11 @@
 """A fleet whose engines only pretend to compute, against the simulator: the same fleet file, costs and requests.
 
-    python benchmarks/simulated_deploy.py [--rates 1 2] [--duration 60] [--out FILE]
+    python benchmarks/simulated_deploy.py [--gpus] [--rates 1 2] [--duration 60] [--out FILE]
 
 `muxserve deploy --simulated` serves three models of about 0.2 billion weights, of which there are none, and `muxserve
-replay` sends a Poisson workload; `muxserve simulate` gets the same file. Costs are the roofline's on both sides.
+replay` sends a Poisson workload; `muxserve simulate` gets the same file. Costs are the roofline's on both sides. With
+`--gpus` the models have 8, 3 and 1 billion weights and are served in two units, each on an H100 that is not there
+either; the plan file is the same on both sides, too.
 Requests before that, each beside one long answer, tell what gateway and engines take beside their steps, and the
 simulator gets it as a profile; their processes do not compete with the engines, which sleep. Requests to an idle fleet
 would tell what processes take that have to wake up and have nothing in the caches. Compared are throughput and
@@ -25,19 +27,37 @@ from against_live import compared, overheads, replayed, run, show, summary_of, w
 from report import machine, write_report
 from servers import ROOT, ServerError, end_cleanly, muxserve_fleet
 
+from muxserve.costs.devices import device
 from muxserve.costs.profile import Overheads, Profile, save_profile
 from muxserve.metrics.summary import Summary
 from muxserve.workload import LogNormalLengths, ModelLoad, generate, power_law_rates
 from muxserve.workload.trace import TraceRequest, write_trace
 
 NAMES = ("large", "middle", "small")
-SHAPE = {
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
+GPU = "H100"
+
+
+def shape(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, int]:
+    """Fields of a config.json."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+    }
+
+
+ON_CPU = dict.fromkeys(NAMES, shape(1024, 2816, 16, 16, 4))
+# Those of Llama 3.1 8B and of Llama 3.2 3B and 1B, but for their vocabularies.
+ON_GPUS = {
+    "large": shape(4096, 14336, 32, 32, 8),
+    "middle": shape(3072, 8192, 28, 24, 8),
+    "small": shape(2048, 8192, 16, 32, 8),
 }
+# Which of them share a GPU, and the SMs that a prefill and a decode engine get.
+UNITS, SHARES, KV_BYTES = (("large", "small"), ("middle",)), (0.6, 0.4), 40 << 30
 PROMPT, OUTPUT = LogNormalLengths(96, 0.8, 8, 512), LogNormalLengths(64, 0.6, 8, 256)
 TARGET = 0.05
 # Rounds of requests that the overheads are learnt from: in each a long answer, and as many short ones beside it, so far
@@ -46,15 +66,14 @@ ROUNDS, BESIDE, APART = 6, 3, 1.5
 LONG, SHORT = 160, 16
 
 
-def fleet_file(folder: Path, rate: float) -> Path:
+def fleet_file(folder: Path, rate: float, gpus: bool) -> Path:
     """Three models without weights."""
     models = []
     for name, share in power_law_rates(list(NAMES), rate, 1.3).items():
         path = folder / name
-        if not path.exists():
-            shutil.copytree(ROOT / "configs/models/atlas", path, ignore=shutil.ignore_patterns("*.safetensors"))
-            config = json.loads((path / "config.json").read_text()) | SHAPE
-            (path / "config.json").write_text(json.dumps(config))
+        shutil.copytree(ROOT / "configs/models/atlas", path, ignore=shutil.ignore_patterns("*.safetensors"))
+        config = json.loads((path / "config.json").read_text()) | (ON_GPUS if gpus else ON_CPU)[name]
+        (path / "config.json").write_text(json.dumps(config))
         models.append(
             {
                 "name": name,
@@ -65,8 +84,29 @@ def fleet_file(folder: Path, rate: float) -> Path:
                 "engine_args": {"load_format": "dummy"},
             }
         )
+    where = {"cluster": {"gpus": len(UNITS), "gpu_type": GPU}} if gpus else {"kv_pool": {"size": "512MiB"}}
     file = folder / "fleet.yaml"
-    file.write_text(yaml.safe_dump({"kv_pool": {"size": "512MiB"}, "models": models}))
+    file.write_text(yaml.safe_dump({**where, "models": models}))
+    return file
+
+
+def plan_file(folder: Path) -> Path:
+    """Two units on a GPU each."""
+    prefill, decode = SHARES
+    units = [
+        {
+            "name": f"unit{number}",
+            "device": device(GPU).name,
+            "devices": [number],
+            "kv_bytes": KV_BYTES,
+            "policy": "slack",
+            "models": [{"model": m, "rate": 1.0, "prefill_share": prefill, "decode_share": decode} for m in models],
+        }
+        for number, models in enumerate(UNITS)
+    ]
+    nodes = [{"device": device(GPU).name, "gpus": len(UNITS)}]
+    file = folder / "plan.yaml"
+    file.write_text(yaml.safe_dump({"plan_version": 1, "nodes": nodes, "units": units}))
     return file
 
 
@@ -84,27 +124,36 @@ def sparse_requests(rounds: int) -> list[TraceRequest]:
 def main() -> int:
     """Run everything; exit code 1 if a mean or a throughput is off by more than the target."""
     parser = argparse.ArgumentParser(description="deploy --simulated against the simulator.")
+    parser.add_argument("--gpus", action="store_true", help="pretended ones, instead of this machine's CPU")
     parser.add_argument("--rates", nargs="+", type=float, default=[1.0, 2.0], help="requests/s in all")
     parser.add_argument("--duration", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/simulated_deploy.json")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     end_cleanly()
-    report: dict[str, Any] = {"machine": machine(), "duration": options.duration, "seed": options.seed, "rates": {}}
+    on = device(GPU).name if options.gpus else "CPU"
+    report: dict[str, Any] = {
+        "machine": machine(),
+        "device": on,
+        "duration": options.duration,
+        "seed": options.seed,
+        "rates": {},
+    }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        file = fleet_file(folder, max(options.rates))
+        file = fleet_file(folder, max(options.rates), options.gpus)
+        plan = ("--plan", str(plan_file(folder))) if options.gpus else ()
         costs = folder / "costs.json"
 
         def simulated(requests: list[TraceRequest], known: Overheads) -> Summary:
             write_trace(folder / "trace.jsonl", list(NAMES), requests)
-            save_profile(Profile(overheads={"CPU": known}), costs)
+            save_profile(Profile(overheads={on: known}), costs)
             words = ("--workload", folder / "trace.jsonl", "--profile", costs, "-o", folder / "simulated.json")
-            run("simulate", file, *words)
+            run("simulate", file, *words, *plan)
             return summary_of(folder / "simulated.json")
 
         try:
-            with muxserve_fleet(file, options=("--simulated",)) as server:
+            with muxserve_fleet(file, options=("--simulated", *plan)) as server:
                 report["start_seconds"] = round(server.start_seconds, 1)
                 report["pss_mib"] = {part: round(size, 1) for part, size in server.pss_by_part().items()}
                 replayed(server.url, NAMES, sparse_requests(1), folder)  # the first requests of engines are slow
@@ -130,7 +179,8 @@ def main() -> int:
             return 1
     report["worst_error"] = worst_error(report["rates"])
     report["within_target"] = report["worst_error"] <= TARGET
-    write_report(options.out, report)
+    name = "simulated_deploy_gpus" if options.gpus else "simulated_deploy"
+    write_report(options.out or ROOT / f"benchmarks/results/{name}.json", report)
     return 0 if report["within_target"] else 1
 
 
