@@ -5,11 +5,10 @@
 `muxserve deploy --simulated` serves three models of about 0.2 billion weights, of which there are none, and `muxserve
 replay` sends a Poisson workload; `muxserve simulate` gets the same file. Costs are the roofline's on both sides. With
 `--gpus` the models have 8, 3 and 1 billion weights and are served in two units, each on an H100 that is not there
-either; the plan file is the same on both sides, too.
-Requests before that, each beside one long answer, tell what gateway and engines take beside their steps, and the
-simulator gets it as a profile; their processes do not compete with the engines, which sleep. Requests to an idle fleet
-would tell what processes take that have to wake up and have nothing in the caches. Compared are throughput and
-latencies (target: means within 5 %).
+either; the plan file is the same on both sides, too. Requests before that, each beside a long answer of its unit, tell
+what gateway and engines take beside their steps, and the simulator gets it as a profile; their processes do not compete
+with the engines, which sleep. Requests to an idle fleet would tell what processes take that have to wake up and have
+nothing in the caches. Compared are throughput and latencies (target: means within 5 %).
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from against_live import compared, overheads, replayed, run, show, summary_of, worst_error
@@ -60,10 +60,22 @@ ON_GPUS = {
 UNITS, SHARES, KV_BYTES = (("large", "small"), ("middle",)), (0.6, 0.4), 40 << 30
 PROMPT, OUTPUT = LogNormalLengths(96, 0.8, 8, 512), LogNormalLengths(64, 0.6, 8, 256)
 TARGET = 0.05
-# Rounds of requests that the overheads are learnt from: in each a long answer, and as many short ones beside it, so far
-# apart that they are alone with it.
-ROUNDS, BESIDE, APART = 6, 3, 1.5
-LONG, SHORT = 160, 16
+# Rounds of requests that the overheads are learnt from.
+ROUNDS, SHORT = 6, 16
+
+
+class Round(NamedTuple):
+    """A long answer of so many tokens in each unit, which takes most of the round, and `beside` short ones beside it,
+    `apart` seconds from each other, so that they are alone with it."""
+
+    long: Mapping[str, int]
+    beside: int
+    apart: float
+
+
+ROUND_ON_CPU = Round({"large": 160}, 3, 1.5)
+# As often as in the workloads.
+ROUND_ON_GPUS = Round({"large": 750, "middle": 1300}, 9, 0.75)
 
 
 def fleet_file(folder: Path, rate: float, gpus: bool) -> Path:
@@ -79,7 +91,7 @@ def fleet_file(folder: Path, rate: float, gpus: bool) -> Path:
                 "name": name,
                 "path": str(path),
                 "rate": share,
-                "max_len": 1024,
+                "max_len": 2048 if gpus else 1024,
                 "limits": {"max_wait": "none"},
                 "engine_args": {"load_format": "dummy"},
             }
@@ -110,14 +122,13 @@ def plan_file(folder: Path) -> Path:
     return file
 
 
-def sparse_requests(rounds: int) -> list[TraceRequest]:
-    """Of each round a long answer of the first model, and short ones of the others beside it, one at a time."""
+def sparse_requests(rounds: int, like: Round) -> list[TraceRequest]:
+    """So many rounds; short answers are those of the other models in turn."""
     found = []
     for number in range(rounds):
-        began = number * (BESIDE + 1) * APART
-        found.append(TraceRequest(began, NAMES[0], 64, LONG))
-        short = (TraceRequest(began + (1 + n) * APART, NAMES[1 + n % 2], 64, SHORT) for n in range(BESIDE))
-        found += short
+        began = number * (like.beside + 1) * like.apart
+        found += [TraceRequest(began, name, 64, tokens) for name, tokens in like.long.items()]
+        found += [TraceRequest(began + (1 + n) * like.apart, NAMES[1 + n % 2], 64, SHORT) for n in range(like.beside)]
     return found
 
 
@@ -156,8 +167,9 @@ def main() -> int:
             with muxserve_fleet(file, options=("--simulated", *plan)) as server:
                 report["start_seconds"] = round(server.start_seconds, 1)
                 report["pss_mib"] = {part: round(size, 1) for part, size in server.pss_by_part().items()}
-                replayed(server.url, NAMES, sparse_requests(1), folder)  # the first requests of engines are slow
-                sparse = sparse_requests(ROUNDS)
+                like = ROUND_ON_GPUS if options.gpus else ROUND_ON_CPU
+                replayed(server.url, NAMES, sparse_requests(1, like), folder)  # the first requests of engines are slow
+                sparse = sparse_requests(ROUNDS, like)
                 live = replayed(server.url, NAMES, sparse, folder)
                 known = overheads(live, lambda told: simulated(sparse, told), Overheads())
                 report["overheads"] = {"request": round(known.request, 5), "between": round(known.between, 5)}
