@@ -115,7 +115,7 @@ def type_of(path: Path) -> str:
 def fleet_of(kind: str, path: Path, folder: Path) -> tuple[Path, list[str]]:
     """A fleet file with that checkpoint, and the names of its models."""
     architecture, dtype = read_architecture(json.loads((path / "config.json").read_text())), type_of(path)
-    caching = [False] if kind in LATENT | STATEFUL else [True, False]
+    caching = [False] if kind in STATEFUL else [True, False]
     sequence = MAX_LEN * architecture.kv_bytes_per_token(dtype) + architecture.state_bytes(dtype)
     size = SEQUENCES * len(caching) * sequence
     common: dict[str, Any] = {

@@ -121,8 +121,7 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
     a = demand.architecture
     device: Device = "cpu" if unit.gpu is None else "cuda"
     windowed = a.windowed if a.window < plan.max_len and demand.gives_back(device) else ()
-    # vLLM computes no prompt in chunks whose tokens see what comes after them, nor, on CPU, with latent attention; of
-    # the latter it caches no prefixes either. A cached prefix would need a state of its own.
+    # vLLM computes no prompt in chunks whose tokens see what comes after them, nor, on CPU, with latent attention.
     in_one_piece = not demand.architecture.causal or latent is not None
     return ModelSpec(
         name=model.name,
@@ -141,7 +140,7 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         request_tokens=model.workload.tokens,
         max_num_seqs=batch.seqs,
         max_num_batched_tokens=max(batch.tokens, plan.max_len) if in_one_piece else batch.tokens,
-        prefix_caching=model.prefix_caching and latent is None and demand.architecture.states is None,
+        prefix_caching=model.prefix_caching and demand.architecture.states is None,
         threads=plan.threads,
         prefill_share=plan.share,
         decode_share=plan.share,

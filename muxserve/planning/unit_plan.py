@@ -327,9 +327,9 @@ def model_demands(
             problems.append(fleet.model_problem(model.name, "dtype", message))
         if gpu is None and (words := uncomputable(architecture.quantisation, demands[-1].resolved_dtype)):
             problems.append(fleet.model_problem(model.name, "dtype", words))
-        for kind in _uncached(architecture):
-            problems += _uncached_problems(fleet, model, kind)
-        for kind in (*_uncached(architecture), *(["images"] if architecture.sees_images else [])):
+        if architecture.states is not None:
+            problems += _uncached_problems(fleet, model)
+        for kind in (*_unlike(architecture), *(["images"] if architecture.sees_images else [])):
             problems += _kind_problems(fleet, model, kind)
         if architecture.sees_images:
             problems += _image_problems(fleet, model, ranks)
@@ -350,15 +350,15 @@ def model_demands(
     return tuple(demands)
 
 
-def _uncached(architecture: ModelArchitecture) -> list[str]:
-    """What the model has of which no prefix is cached."""
+def _unlike(architecture: ModelArchitecture) -> list[str]:
+    """What the model keeps instead of K and V by head."""
     return ["latent attention"] * (architecture.latent is not None) + ["states"] * (architecture.states is not None)
 
 
-def _uncached_problems(fleet: Fleet, model: Model, kind: str) -> list[Problem]:
+def _uncached_problems(fleet: Fleet, model: Model) -> list[Problem]:
     if "prefix_caching" not in model.model_fields_set or not model.prefix_caching:
         return []
-    message = f"no prefixes are cached of models with {kind}; leave it out"
+    message = "no prefixes are cached of models with states; leave it out"
     return [fleet.model_problem(model.name, "prefix_caching", message)]
 
 
@@ -372,7 +372,7 @@ def _unspeculative(model: Model, architecture: ModelArchitecture, ranks: int, on
         return f"speculation is for engines of one rank, not of {ranks}"
     if architecture.pooling:
         return "a model that answers with vectors has no next token"
-    kinds = ["images"] * architecture.sees_images + [*_uncached(architecture)]
+    kinds = ["images"] * architecture.sees_images + [*_unlike(architecture)]
     if kinds:
         return f"with {enumerate_words(kinds)} speculation was not tried"
     return "with adapters speculation was not tried" if model.adapters is not None else ""

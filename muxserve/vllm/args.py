@@ -246,8 +246,10 @@ def config_of(options: dict[str, Any]) -> VllmConfig:
     known = {name: value for name, value in options.items() if name in names}
     config = EngineArgs(**known).create_engine_config(UsageContext.ENGINE_CONTEXT)
     if config.model_config.use_mla:
-        # vLLM's platform for CPUs sets them for caches and schedulers of its own.
+        # vLLM's platform for CPUs sets them for caches and schedulers of its own. Its kernels can begin behind a cached
+        # prefix, though it switches that off.
         config.cache_config.block_size = options["block_size"]
+        config.cache_config.enable_prefix_caching = options["enable_prefix_caching"]
         config.scheduler_config.max_num_batched_tokens = options["max_num_batched_tokens"]
     # vLLM's platform for CPUs has switched it off.
     config.scheduler_config.async_scheduling = options["async_scheduling"]

@@ -154,6 +154,8 @@ CPU_INTERNALS: list[Internal] = [
     ("vllm.v1.attention.backends.mla.cpu_mla", "CPUMLABackend.get_supported_kernel_block_sizes", ()),
     ("vllm.v1.attention.backends.mla.cpu_mla", "CPUMLAImpl.do_kv_cache_update", ("kv_c_normed", "k_pe", "kv_cache")),
     ("vllm.v1.attention.backends.mla.cpu_mla", "CPUMLAImpl.forward_mqa", ("q", "kv_c_and_k_pe_cache")),
+    (_MLA, "MLACommonBaseImpl.forward_mha", ("q", "kv_c_and_k_pe_cache", "attn_metadata", "output_scale")),
+    (_MLA, "MLACommonPrefillMetadata", ("block_table", "chunked_context")),
     (_MLA, "MLACommonMetadataBuilder.__init__", ("kv_cache_spec", "layer_names", "metadata_cls")),
     (_MLA, "MLACommonMetadataBuilder.build", ("common_attn_metadata",)),
     (_MLA, "MLACommonMetadata", ("num_decodes", "num_actual_tokens", "decode")),

@@ -23,7 +23,7 @@ from muxserve.spec import SimulatedSpec, load, save
 from muxserve.unit.request_table import pages_for
 from muxserve.unit.state import model_profile
 from muxserve.vllm.args import engine_args, frontend_args
-from placement import Machine, UnitPlan
+from placement import Machine
 from placement.memory import sequence_bytes
 
 MACHINE = Machine(cores=4, memory_bytes=32 << 30, shared_memory_bytes=16 << 30)
@@ -251,23 +251,23 @@ LATENT = {
 class TestLatentAttention:
     def resolve(
         self, directory: Path, options: str = "", config: dict[str, object] = LATENT, beside: str = ""
-    ) -> UnitPlan:
+    ) -> ResolvedUnit:
         (directory / "config.json").write_text(json.dumps(config))
         (directory / "model.safetensors").touch()
         text = f"models: [{{name: a, path: {directory}{options}}}{beside}]\n"
-        return resolve_unit(fleet(text), MACHINE, FakeHub(directory)).unit
+        return resolve_unit(fleet(text), MACHINE, FakeHub(directory))
 
     def test_a_page_holds_the_latents_of_a_block_and_is_shared(self, tmp_path: Path) -> None:
-        plan = self.resolve(tmp_path, beside=", {name: b, hub: org/b}")
-        (pool,) = plan.pools
-        latent, by_head = plan.models
+        unit = self.resolve(tmp_path, beside=", {name: b, hub: org/b}")
+        (pool,) = unit.unit.pools
+        latent, by_head = unit.unit.models
         assert pool.page_bytes == latent.block_tokens * 576 * 2
+        assert unit_spec_of(unit.with_fleet(fetch(unit.fleet, print, FakeHub(tmp_path))), "/x").models[0].prefix_caching
         assert by_head.block_tokens > latent.block_tokens
 
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            (", prefix_caching: true", "no prefixes are cached of models with latent attention"),
             (", engine_args: {kv_cache_dtype: fp8}", "keeps its cache in the model's dtype"),
             (", phases: rolling, slo: {ttft_ms: 100, tpot_ms: 10}", "set phases: multiplexed"),
         ],

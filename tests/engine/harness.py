@@ -127,8 +127,8 @@ def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> Mod
         "sees_images": sees is not None,
         "window": architecture.window,
         "windowed_layers": architecture.windowed if ranks == 1 else (),
-        # Prompts of those with latent attention are computed in one piece, and no prefix is cached.
-        **({"max_num_batched_tokens": 1024, "prefix_caching": False, "latent": latent} if latent else {}),
+        # Prompts of those with latent attention are computed in one piece.
+        **({"max_num_batched_tokens": 1024, "latent": latent} if latent else {}),
     }
     if architecture.states is not None:
         values |= stateful(config, {**values, **changes})

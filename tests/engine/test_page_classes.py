@@ -18,7 +18,7 @@ from tests.engine.harness import LATENT, MODELS, MULTI_MODAL, STATEFUL, TINY, En
 BY_HEAD = "arithmetic"
 SHARED_PAGES = 150
 STATE_PAGES = 1200
-UNCACHED = {"gemma3"} | LATENT | STATEFUL
+UNCACHED = {"gemma3"} | STATEFUL
 # Computed in 16 bits, where what else is in a batch changes the last bits, and now and then a token: served one by one.
 ALONE = {"qwen3_next", "qwen3_5", "qwen3_5_moe"}
 # A checkpoint with images, and the kind of its language model, which is all that is served of it.
@@ -100,8 +100,8 @@ def grown(kind: str) -> list[str]:
         pytest.param("gemma2", marks=pytest.mark.serves("Gemma2", "served", "prefix cache")),
         pytest.param("gemma3", marks=pytest.mark.serves("Gemma3 (text)", "served")),
         pytest.param("gpt_oss", marks=pytest.mark.serves("GptOss", "served", "prefix cache")),
-        pytest.param("deepseek_v2", marks=pytest.mark.serves("DeepseekV2", "served")),
-        pytest.param("deepseek_v3", marks=pytest.mark.serves("DeepseekV3", "served")),
+        pytest.param("deepseek_v2", marks=pytest.mark.serves("DeepseekV2", "served", "prefix cache")),
+        pytest.param("deepseek_v3", marks=pytest.mark.serves("DeepseekV3", "served", "prefix cache")),
         pytest.param("granite_hybrid", marks=pytest.mark.serves("GraniteMoeHybrid (Granite 4 H)", "served")),
         pytest.param("nemotron_h", marks=pytest.mark.serves("NemotronH", "served")),
         pytest.param("qwen3_next", marks=pytest.mark.serves("Qwen3Next", "served")),
@@ -171,6 +171,15 @@ def test_a_cached_prefix_is_not_computed_again(family: Engines, stock_tiny: dict
     block = family.unit_spec.model(kind).block_tokens
     assert cold == len(stock_tiny[kind]["chunked"]["prompt"])
     assert warm == (cold if kind in UNCACHED else cold - (cold - 1) // block * block)
+
+
+@pytest.mark.parametrize("kind", sorted(LATENT))
+def test_a_step_has_prompts_with_and_without_a_cached_prefix(
+    latents: Engines, stock_tiny: dict[str, Any], kind: str
+) -> None:
+    latents.forget_prefixes(kind)
+    for tag in ("cold", "warm"):
+        serve(latents, stock_tiny[kind], kind, f"both-{tag}-{kind}", NOISE)
 
 
 @pytest.mark.parametrize("kind", WINDOWED)

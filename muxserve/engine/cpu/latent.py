@@ -50,8 +50,8 @@ class PooledLatentBackend(CPUMLABackend):
 
 @dataclass
 class PooledLatentMetadata(MLACommonMetadata):
-    """Adds the tables of all layers: `block_tables` int32 [L, decoding requests, blocks of the kernel], `slots` int64
-    [L, T], in tokens from the pool's beginning on."""
+    """Adds the tables of all layers: `block_tables` int32 [L, requests, blocks of the kernel], of those whose pages are
+    read, decoding ones first; `slots` int64 [L, T], in tokens from the pool's beginning on."""
 
     block_tables: torch.Tensor | None = None
     slots: torch.Tensor | None = None
@@ -77,10 +77,12 @@ class PooledLatentMetadataBuilder(MLACommonMetadataBuilder[PooledLatentMetadata]
         layers = page_table.shape[1]
         meta.slots = torch.empty((layers, tokens), dtype=torch.int64)
         fold_slots(page_table, common.slot_mapping[:tokens], self.page_size, meta.slots)
-        if meta.num_decodes:
+        # A prompt reads pages when its beginning was found in the prefix cache.
+        reading = common.num_reqs if meta.prefill is not None and meta.prefill.chunked_context else meta.num_decodes
+        if reading:
             blocks, parts = -(-common.max_seq_len // self.page_size), self.page_size // KERNEL_BLOCK
-            pages = torch.empty((layers, meta.num_decodes, blocks), dtype=torch.int32)
-            fold_decode(page_table, common.block_table_tensor, meta.num_decodes, blocks, pages)
+            pages = torch.empty((layers, reading, blocks), dtype=torch.int32)
+            fold_decode(page_table, common.block_table_tensor, reading, blocks, pages)
             meta.block_tables = (pages[..., None] * parts + torch.arange(parts, dtype=torch.int32)).flatten(2)
         return meta
 
@@ -122,8 +124,27 @@ class PooledLatentImpl(CPUMLAImpl):
         assert isinstance(attn_metadata, PooledLatentMetadata)
         assert attn_metadata.decode is not None
         assert attn_metadata.block_tables is not None
-        attn_metadata.decode.block_table = attn_metadata.block_tables[self.layer_index]
+        attn_metadata.decode.block_table = attn_metadata.block_tables[self.layer_index, : attn_metadata.num_decodes]
         return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+
+    def forward_mha(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: MLACommonMetadata,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        assert isinstance(attn_metadata, PooledLatentMetadata)
+        assert attn_metadata.prefill is not None
+        if attn_metadata.prefill.chunked_context:
+            assert attn_metadata.block_tables is not None
+            tables = attn_metadata.block_tables[self.layer_index, attn_metadata.num_decodes :]
+            attn_metadata.prefill.block_table = tables
+        super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
 
 
 def register() -> None:
