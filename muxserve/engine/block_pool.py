@@ -18,6 +18,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, resolve_block_h
 from vllm.v1.request import Request
 
 from muxserve.engine.binding import Binding
+from muxserve.engine.snapshots import snapshot_hashes
 
 Filled = tuple[list[int], list[bytes]]
 _NO_IDS = np.empty(0, dtype=np.int32)
@@ -36,6 +37,8 @@ class PooledBlockPool(BlockPool):
         self._reserved: list[KVCacheBlock] = []
         self._pinned: list[KVCacheBlock] = []
         self._hits: dict[bytes, KVCacheBlock] = {}
+        # Snapshots of states found for this step, by the hash of the block of tokens before them.
+        self._snapshots: dict[bytes, list[KVCacheBlock]] = {}
         self._released: list[int] = []
         self._behind: list[KVCacheBlock] = []
         self._publish_ids: list[int] = []
@@ -82,6 +85,87 @@ class PooledBlockPool(BlockPool):
         hits = self._hits
         return next((count for count, each in enumerate(hashes) if each not in hits), len(hashes))
 
+    def unpin(self) -> None:
+        """Give back what was found for this step, so far as no request has taken it."""
+        pinned, self._pinned = self._pinned, []
+        self._hits.clear()
+        self._snapshots.clear()
+        self.free_blocks(pinned)
+
+    def begin_behind_snapshots(self, prompts: Sequence[Sequence[BlockHash]], count: int) -> list[tuple[int, int]]:
+        """Pin the cached prefixes of `prompts` (block hashes in order) as far as they can begin there: up to the last
+        block behind which there is a snapshot of `count` blocks, which is pinned as well.
+
+        Returns, of each prompt, so many blocks, and how many are cached. Those that are of no use are given back before
+        the next reservation: the step may need their pages.
+
+        Raises:
+            MemoryManagerGone: the memory manager died.
+        """
+        used = {block.block_id for block in self._pinned}
+        since = len(self._pinned)
+        self.begin_step(0, prompts)
+        cached = [list(hashes[: self.cached_blocks(hashes)]) for hashes in prompts]
+        # Those with most before them first: there may be room in the quota for some only.
+        ends = sorted((end, index) for index, hashes in enumerate(cached) for end in range(1, len(hashes) + 1))
+        behind = dict.fromkeys(cached[index][end - 1] for end, index in reversed(ends))
+        # Their first blocks tell which there are.
+        self.begin_step(0, [snapshot_hashes(each, 1) for each in behind if each not in self._snapshots])
+        begins = [
+            next((end for end in range(len(hashes), 0, -1) if self._pin_snapshot(hashes[end - 1], count)), 0)
+            for hashes in cached
+        ]
+        for hashes, end in zip(cached, begins, strict=True):
+            used.update(self._hits[each].block_id for each in hashes[:end])
+        used.update(block.block_id for blocks in self._snapshots.values() for block in blocks)
+        idle = [block for block in self._pinned[since:] if block.block_id not in used]
+        self._pinned[since:] = [block for block in self._pinned[since:] if block.block_id in used]
+        self._hits = {each: block for each, block in self._hits.items() if block.block_id in used}
+        # The end of a sequence is evicted first.
+        self.free_blocks(reversed(idle))
+        return [(end, len(hashes)) for end, hashes in zip(begins, cached, strict=True)]
+
+    def _pin_snapshot(self, behind: BlockHash, count: int) -> bool:
+        """Whether the snapshot behind that block is there as a whole; then it is pinned. Its first block was looked up
+        before."""
+        if behind in self._snapshots:
+            return True
+        if snapshot_hashes(behind, 1)[0] not in self._hits:
+            return False
+        hashes = [BlockHash(each) for each in snapshot_hashes(behind, count)]
+        if count > 1:
+            self.begin_step(0, [hashes[1:]])
+        if self.cached_blocks(hashes) < count:
+            return False
+        self._snapshots[behind] = [self._hits[each] for each in hashes]
+        return True
+
+    def behind_snapshot(self, hashes: Sequence[BlockHash]) -> int:
+        """How many of the first blocks of a prompt it can begin behind in this step."""
+        return next((end for end in range(len(hashes), 0, -1) if hashes[end - 1] in self._snapshots), 0)
+
+    def snapshot(self, behind: BlockHash) -> list[KVCacheBlock]:
+        """The blocks of the snapshot that was found for this step behind that block of tokens."""
+        return self._snapshots[behind]
+
+    def keep_snapshot(self, behind: BlockHash, count: int) -> list[KVCacheBlock]:
+        """Blocks for a snapshot behind that block of tokens, published when the micro-batch just scheduled is through;
+        none if it is there already, or pages for it are not.
+
+        Raises:
+            MemoryManagerGone: the memory manager died.
+        """
+        if behind in self._snapshots:
+            return []
+        self.begin_step(count)
+        if len(self._reserved) < count:
+            return []
+        blocks = self._snapshots[behind] = self.get_new_blocks(count)
+        self._pinned += blocks
+        self._filled_ids += [block.block_id for block in blocks]
+        self._filled_hashes += snapshot_hashes(behind, count)
+        return blocks
+
     def take_filled(self) -> Filled:
         """Blocks that the micro-batch just scheduled fills, with their hashes. They are published (`publish`) when it
         has gone through every stage: until then no stage but the first may have written them."""
@@ -100,10 +184,7 @@ class PooledBlockPool(BlockPool):
         Raises:
             MemoryManagerGone: the memory manager died.
         """
-        if self._pinned:
-            pinned, self._pinned = self._pinned, []
-            self._hits.clear()
-            self.free_blocks(pinned)
+        self.unpin()
         if self._reserved:
             self._released.extend(block.block_id for block in self._reserved)
             self._reserved.clear()
@@ -194,6 +275,7 @@ class PooledBlockPool(BlockPool):
         self._reserved.clear()
         self._pinned.clear()
         self._hits.clear()
+        self._snapshots.clear()
         self._released.clear()
         self._behind.clear()
         self._publish_ids.clear()

@@ -453,6 +453,9 @@ def run_engine(
     client = MemoryClient(unit_spec.memory_socket, f"{model}/{phase}")
     binding = Binding(deployed, phase, client, client.map(model))
     bind(binding)
+    if deployed.state_blocks:
+        # When vLLM made the configuration it was off: it would have kept states in a way of its own.
+        config.cache_config.enable_prefix_caching = deployed.prefix_caching
     core = EngineCore(config, executor_of, log_stats=True)
     use_grammars(core)
     if config.speculative_config is not None and phase == "prefill":

@@ -31,6 +31,7 @@ from muxserve.engine.budget import BudgetedSteps
 from muxserve.engine.grammars import NOTHING_LEFT, EngineGrammars
 from muxserve.engine.in_sight import one_phase, one_request
 from muxserve.engine.runner import RESUMED_OUTPUT
+from muxserve.engine.snapshots import end_of_chunk
 from muxserve.engine.states import StatefulBlocks
 from muxserve.spec.unit import EnginePhase
 
@@ -159,6 +160,8 @@ class PhaseScheduler(Scheduler):
         if state_blocks:
             self._states = StatefulBlocks(coordinator.single_type_managers[0], self.pool, state_blocks)
             coordinator.single_type_managers = (self._states,)
+            # Chunks of prompts end where snapshots of states are kept (`_mamba_block_aligned_split`).
+            self.need_mamba_block_aligned_split = self.pool.enable_caching
         if current().model.zeroed:
             self.needs_kv_cache_zeroing = True
             for each in coordinator.single_type_managers:
@@ -366,6 +369,8 @@ class PhaseScheduler(Scheduler):
         self._deciding = False
         self._unfinished.clear()
         self.pool.take_filled()
+        # Nobody has written the snapshots that were to be kept.
+        self.pool.unpin()
         # Whoever was to be given back when a step is through.
         self.processed_step_seq = self.sched_step_seq
         self._drain_deferred_frees()
@@ -423,7 +428,9 @@ class PhaseScheduler(Scheduler):
         if zeroed:
             output.new_block_ids_to_zero = [each for each in zeroed if self.pool.blocks[each].ref_cnt]
         if self._states is not None:
-            self._states.tell(output)
+            computed = (self.requests[each] for each in output.num_scheduled_tokens if each in prompts)
+            kept = self._states.keep(computed) if self.pool.enable_caching else []
+            self._states.tell(output, self.requests, kept)
         for data in output.scheduled_new_reqs:
             request = self.requests[data.req_id]
             if request.num_output_tokens:
@@ -438,9 +445,24 @@ class PhaseScheduler(Scheduler):
             self.budget.scheduled(tokens, self.current_step)
         return output
 
+    def _mamba_block_aligned_split(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        """How many tokens of a chunk are computed in this step: up to where a snapshot is kept."""
+        assert self._states is not None
+        start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+        return end_of_chunk(start, start + num_new_tokens, self._states.stops(request)) - start
+
     def _reserve(self, held: Mapping[str, Sequence[KVCacheBlock]]) -> None:
         """Get what the next step can take. The more of a prompt is cached, the more prompts fit into the step, and what
         is cached of those has to be known as well: vLLM would compute them from their beginning."""
+        if self._states is not None and self.pool.enable_caching:
+            self._reserve_behind_snapshots(held, self._states)
+            return
         found: dict[str, int] = {}
         while True:
             need, lookups = demand_of_step(self, held, found, self._states)
@@ -453,6 +475,26 @@ class PhaseScheduler(Scheduler):
             # Nobody is to give pages back for tokens that may be rejected.
             for request in self.running:
                 request.spec_token_ids = []
+
+    def _reserve_behind_snapshots(self, held: Mapping[str, Sequence[KVCacheBlock]], states: StatefulBlocks) -> None:
+        """The same for prompts that can begin behind a snapshot only."""
+        found: dict[str, int] = {}
+        while True:
+            need, lookups = demand_of_step(self, held, found, states)
+            if not lookups:
+                break
+            known = self.pool.begin_behind_snapshots([*lookups.values()], states.state_blocks)
+            for name, (begins, cached) in zip(lookups, known, strict=True):
+                found[name] = begins
+                if cached > begins:
+                    states.junctions[name] = cached
+        self.pool.begin_step(need)
+        if any(found.values()) and self.pool.get_num_free_blocks() < need:
+            # A snapshot and the states that it is copied to are both there for a step. Whoever has pages for one of
+            # them only would wait for ever; it has enough to compute its prompt from the beginning.
+            self.pool.unpin()
+            need, _ = demand_of_step(self, held, dict.fromkeys(found, 0), states)
+            self.pool.begin_step(need)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         super().update_draft_token_ids(draft_token_ids)
@@ -584,6 +626,8 @@ class PhaseScheduler(Scheduler):
     def _forget(self, request_id: str) -> None:
         self._prompts.pop(request_id, None)
         self._behind.pop(request_id, None)
+        if self._states is not None:
+            self._states.junctions.pop(request_id, None)
         if isinstance(self.structured_output_manager, EngineGrammars):
             self.structured_output_manager.forget(request_id)
         if self.budget is not None:

@@ -5,20 +5,24 @@ A state has a fixed size and is overwritten by every step. It lies in blocks of 
 `state_blocks` blocks of a sequence hold the states of all its layers, the others its tokens. So it is reserved, handed
 over, preempted and counted with them, and an engine that adopts the blocks goes on with the state where the other one
 left it.
+
+With prefix caching a sequence may begin behind a snapshot (`snapshots.py`), which is copied to its own blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
+from vllm.v1.request import Request
 
 from muxserve.costs.architecture import STATE_ALIGNMENT
+from muxserve.engine.block_pool import PooledBlockPool
+from muxserve.engine.snapshots import snapshot_stops
 
 # Attribute that `PhaseScheduler` sets on vLLM's `SchedulerOutput`.
 STATE_NEWS = "muxserve_state_news"
@@ -28,7 +32,9 @@ class StatefulBlocks(FullAttentionManager):
     """vLLM's manager of the blocks of attention layers, which also takes those of a sequence's states: together with
     its first token's, so that there is none without the other."""
 
-    def __init__(self, stock: FullAttentionManager, pool: BlockPool, state_blocks: int) -> None:
+    block_pool: PooledBlockPool
+
+    def __init__(self, stock: FullAttentionManager, pool: PooledBlockPool, state_blocks: int) -> None:
         """In place of `stock`, which has no requests yet."""
         super().__init__(
             stock.kv_cache_spec,
@@ -40,6 +46,11 @@ class StatefulBlocks(FullAttentionManager):
         # Blocks that hold the states of one sequence, and those that do, by request id.
         self.state_blocks = state_blocks
         self.states: dict[str, list[KVCacheBlock]] = {}
+        # Requests that have taken blocks for their states in this step.
+        self._fresh: set[str] = set()
+        # Of prompts, by request id: how many of their first blocks are cached, where no snapshot is behind the last of
+        # these. Another prompt has begun like them, so that a third may.
+        self.junctions: dict[str, int] = {}
 
     def get_num_blocks_to_allocate(self, request_id: str, *args: Any, **kwargs: Any) -> int:
         blocks: int = super().get_num_blocks_to_allocate(request_id, *args, **kwargs)
@@ -48,10 +59,12 @@ class StatefulBlocks(FullAttentionManager):
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         if request_id not in self.states:
             self.states[request_id] = self.block_pool.get_new_blocks(self.state_blocks)
+            self._fresh.add(request_id)
         blocks: list[KVCacheBlock] = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
         return blocks
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        self._fresh.discard(request_id)
         return [*self.states.pop(request_id, ()), *super().pop_blocks_for_free(request_id)]
 
     def adopt(self, request_id: str, blocks: list[KVCacheBlock]) -> list[KVCacheBlock]:
@@ -59,20 +72,71 @@ class StatefulBlocks(FullAttentionManager):
         self.states[request_id] = blocks[: self.state_blocks]
         return blocks[self.state_blocks :]
 
-    def tell(self, output: SchedulerOutput) -> None:
-        """Say in `output` where the states of requests are that the runner does not know, or no longer, and whose there
-        are."""
-        ids = [data.req_id for data in output.scheduled_new_reqs] + [*output.scheduled_cached_reqs.resumed_req_ids]
-        blocks = {each: [block.block_id for block in self.states[each]] for each in ids}
-        setattr(output, STATE_NEWS, StateNews(blocks, self.states.keys()))
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[BlockHash], max_length: int, **kwargs: Any
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """As vLLM's, up to the last block behind which there is a snapshot for this step."""
+        (found,), _ = super().find_longest_cache_hit(block_hashes=block_hashes, max_length=max_length, **kwargs)
+        begins = self.block_pool.behind_snapshot(block_hashes[: len(found)])
+        return (found[:begins],), begins * self.block_size
+
+    def stops(self, request: Request) -> set[int]:
+        """Behind how many tokens of its prompt a snapshot is to be kept."""
+        return snapshot_stops(request.num_tokens, self.block_size, self.junctions.get(request.request_id, 0))
+
+    def keep(self, prompts: Iterable[Request]) -> list[StateCopy]:
+        """The snapshots of `prompts` that the step just scheduled ends at, as far as there are pages for them. They are
+        published with it."""
+        kept = []
+        for request in prompts:
+            computed = request.num_computed_tokens
+            if computed in self.stops(request):
+                behind = request.block_hashes[computed // self.block_size - 1]
+                if blocks := self.block_pool.keep_snapshot(behind, self.state_blocks):
+                    kept.append(StateCopy(_ids(self.states[request.request_id]), _ids(blocks)))
+        return kept
+
+    def tell(self, output: SchedulerOutput, requests: Mapping[str, Request], kept: list[StateCopy]) -> None:
+        """Say in `output` where the states of requests are that the runner does not know, or no longer, whose there
+        are, and what is copied before the step and (`kept`) after it."""
+        known = output.scheduled_cached_reqs
+        come = {data.req_id: data.num_computed_tokens for data in output.scheduled_new_reqs}
+        come |= {
+            request_id: computed
+            for request_id, computed in zip(known.req_ids, known.num_computed_tokens, strict=True)
+            if request_id in known.resumed_req_ids
+        }
+        restored = []
+        for request_id, computed in come.items():
+            if computed and request_id in self._fresh:
+                behind = requests[request_id].block_hashes[computed // self.block_size - 1]
+                snapshot = self.block_pool.snapshot(behind)
+                restored.append(StateCopy(_ids(snapshot), _ids(self.states[request_id])))
+        self._fresh.clear()
+        blocks = {request_id: _ids(self.states[request_id]) for request_id in come}
+        setattr(output, STATE_NEWS, StateNews(blocks, self.states.keys(), restored, kept))
+
+
+def _ids(blocks: Iterable[KVCacheBlock]) -> list[int]:
+    return [block.block_id for block in blocks]
+
+
+class StateCopy(NamedTuple):
+    """Ids of the blocks that hold the states of a sequence, and of those that are to hold the same."""
+
+    source: list[int]
+    target: list[int]
 
 
 class StateNews(NamedTuple):
     """What a step tells the runner of states: ids of the blocks that hold those of requests which come into the runner
-    or back to it, by request id; and the ids of all requests that have one."""
+    or back to it, by request id; the ids of all requests that have one; and what is copied before the step, and after
+    it."""
 
     blocks: dict[str, list[int]]
     held: Container[str]
+    restored: list[StateCopy]
+    kept: list[StateCopy]
 
 
 def layer_bytes(spec: MambaSpec) -> int:

@@ -135,7 +135,7 @@ def _demand(model: Model, architecture: ModelArchitecture, gpu: bool, batch: Bat
         own_batch=isinstance(model.max_num_seqs, int),
         max_num_batched_tokens=batch.tokens,
         graphs=graphs_of(model.engine_args),
-        # A cached prefix would need a state of its own.
+        # The simulator knows no snapshots of states.
         prefix_caching=model.prefix_caching and architecture.causal and architecture.states is None,
         max_len=model.max_len if isinstance(model.max_len, int) else None,
         **_replicas(model),

@@ -14,6 +14,7 @@ import msgspec
 from muxserve.cluster.units import PlannedUnit
 from muxserve.config import AUTO, Fleet, Model
 from muxserve.config.adapters import slots_of
+from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.calibration import graphs_of
 from muxserve.costs.correction import predicted_cells
 from muxserve.costs.devices import device
@@ -140,7 +141,7 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         request_tokens=model.workload.tokens,
         max_num_seqs=batch.seqs,
         max_num_batched_tokens=max(batch.tokens, plan.max_len) if in_one_piece else batch.tokens,
-        prefix_caching=model.prefix_caching and demand.architecture.states is None,
+        prefix_caching=_caches_prefixes(model, demand.architecture),
         threads=plan.threads,
         prefill_share=plan.share,
         decode_share=plan.share,
@@ -161,6 +162,12 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         state_blocks=plan.state_blocks,
         zeroed=plan.zeroed,
     )
+
+
+def _caches_prefixes(model: Model, architecture: ModelArchitecture) -> bool:
+    """Of models with states where it is asked for: a snapshot of states takes as many pages as thousands of tokens."""
+    asked = "prefix_caching" in model.model_fields_set
+    return model.prefix_caching and (asked or architecture.states is None)
 
 
 def _block_ids(whole: int, layers: int, full: int) -> int:

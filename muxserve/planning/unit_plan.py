@@ -327,8 +327,6 @@ def model_demands(
             problems.append(fleet.model_problem(model.name, "dtype", message))
         if gpu is None and (words := uncomputable(architecture.quantisation, demands[-1].resolved_dtype)):
             problems.append(fleet.model_problem(model.name, "dtype", words))
-        if architecture.states is not None:
-            problems += _uncached_problems(fleet, model)
         for kind in (*_unlike(architecture), *(["images"] if architecture.sees_images else [])):
             problems += _kind_problems(fleet, model, kind)
         if architecture.sees_images:
@@ -353,13 +351,6 @@ def model_demands(
 def _unlike(architecture: ModelArchitecture) -> list[str]:
     """What the model keeps instead of K and V by head."""
     return ["latent attention"] * (architecture.latent is not None) + ["states"] * (architecture.states is not None)
-
-
-def _uncached_problems(fleet: Fleet, model: Model) -> list[Problem]:
-    if "prefix_caching" not in model.model_fields_set or not model.prefix_caching:
-        return []
-    message = "no prefixes are cached of models with states; leave it out"
-    return [fleet.model_problem(model.name, "prefix_caching", message)]
 
 
 def _unspeculative(model: Model, architecture: ModelArchitecture, ranks: int, on_gpus: bool) -> str:

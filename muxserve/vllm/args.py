@@ -110,8 +110,9 @@ def frontend_args(model: ModelSpec) -> dict[str, Any]:
         "max_num_seqs": model.max_num_seqs,
         "max_num_batched_tokens": model.max_num_batched_tokens,
         "block_size": model.block_tokens,
-        # Not every pooling model can have it; of these vLLM knows which.
-        "enable_prefix_caching": None if model.pooling and model.prefix_caching else model.prefix_caching,
+        # Not every pooling model can have it; of these vLLM knows which. Of models with states engines switch it on
+        # when they start: vLLM would have kept states in a way of its own.
+        "enable_prefix_caching": _caches_prefixes(model),
         # The hash must not depend on the process: prefill and decode engines share one index.
         "prefix_caching_hash_algo": "sha256_cbor",
         "distributed_executor_backend": "uni",
@@ -120,6 +121,12 @@ def frontend_args(model: ModelSpec) -> dict[str, Any]:
         # Without being told vLLM takes other kernels where the CPU has AMX, and they do not know the pool.
         **({"attention_backend": "CPU_MLA"} if model.latent else {}),
     }
+
+
+def _caches_prefixes(model: ModelSpec) -> bool | None:
+    if model.pooling and model.prefix_caching:
+        return None
+    return model.prefix_caching and not model.state_blocks
 
 
 def _image_args() -> dict[str, Any]:

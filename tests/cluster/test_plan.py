@@ -322,6 +322,14 @@ class TestStates:
         state = ModelState(0, profile, PoolState(PoolProfile("pool0", 100), 100, 100))
         assert pages_for(state, 512) == plan.floor_pages
 
+    @pytest.mark.parametrize(("options", "on"), [("", False), (", prefix_caching: true", True)])
+    def test_prefixes_are_cached_where_that_is_asked_for(self, tmp_path: Path, options: str, on: bool) -> None:
+        unit = self.resolve(tmp_path, options)
+        spec = unit_spec_of(unit.with_fleet(fetch(unit.fleet, print, FakeHub(tmp_path))), "/x")
+        assert spec.models[0].prefix_caching is on
+        # vLLM's configuration is made without it.
+        assert not frontend_args(spec.models[0])["enable_prefix_caching"]
+
     def test_pages_that_engines_cannot_map_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(FleetError, match="pages of 10240 bytes, and engines can map multiples of 4096 only"):
             self.resolve(tmp_path, beside="", head_dim=80)
@@ -333,7 +341,6 @@ class TestStates:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            (", prefix_caching: true", "no prefixes are cached of models with states"),
             (", engine_args: {kv_cache_dtype: fp8}", "models that keep states have a cache in the model's dtype"),
             (", adapters: {x: /x}", "LoRA adapters are not served with models with states"),
             (", phases: rolling, slo: {ttft_ms: 100, tpot_ms: 10}", "set phases: multiplexed"),

@@ -18,7 +18,7 @@ from tests.engine.harness import LATENT, MODELS, MULTI_MODAL, STATEFUL, TINY, En
 BY_HEAD = "arithmetic"
 SHARED_PAGES = 150
 STATE_PAGES = 1200
-UNCACHED = {"gemma3"} | STATEFUL
+UNCACHED = {"gemma3", "qwen3_5_moe"}
 # Computed in 16 bits, where what else is in a batch changes the last bits, and now and then a token: served one by one.
 ALONE = {"qwen3_next", "qwen3_5", "qwen3_5_moe"}
 # A checkpoint with images, and the kind of its language model, which is all that is served of it.
@@ -62,6 +62,7 @@ def stateful() -> Iterator[Engines]:
             block_tokens=STATEFUL_BLOCKS.get(kind, 64),
             quota_pages=STATE_PAGES // len(paths),
             max_num_batched_tokens=128,
+            prefix_caching=kind not in UNCACHED,
         )
         for kind, path in paths.items()
     ]
@@ -102,10 +103,12 @@ def grown(kind: str) -> list[str]:
         pytest.param("gpt_oss", marks=pytest.mark.serves("GptOss", "served", "prefix cache")),
         pytest.param("deepseek_v2", marks=pytest.mark.serves("DeepseekV2", "served", "prefix cache")),
         pytest.param("deepseek_v3", marks=pytest.mark.serves("DeepseekV3", "served", "prefix cache")),
-        pytest.param("granite_hybrid", marks=pytest.mark.serves("GraniteMoeHybrid (Granite 4 H)", "served")),
-        pytest.param("nemotron_h", marks=pytest.mark.serves("NemotronH", "served")),
-        pytest.param("qwen3_next", marks=pytest.mark.serves("Qwen3Next", "served")),
-        pytest.param("qwen3_5", marks=pytest.mark.serves("Qwen3_5", "served")),
+        pytest.param(
+            "granite_hybrid", marks=pytest.mark.serves("GraniteMoeHybrid (Granite 4 H)", "served", "prefix cache")
+        ),
+        pytest.param("nemotron_h", marks=pytest.mark.serves("NemotronH", "served", "prefix cache")),
+        pytest.param("qwen3_next", marks=pytest.mark.serves("Qwen3Next", "served", "prefix cache")),
+        pytest.param("qwen3_5", marks=pytest.mark.serves("Qwen3_5", "served", "prefix cache")),
         pytest.param("qwen3_5_moe", marks=pytest.mark.serves("Qwen3_5Moe", "served")),
     ],
 )
@@ -171,6 +174,53 @@ def test_a_cached_prefix_is_not_computed_again(family: Engines, stock_tiny: dict
     block = family.unit_spec.model(kind).block_tokens
     assert cold == len(stock_tiny[kind]["chunked"]["prompt"])
     assert warm == (cold if kind in UNCACHED else cold - (cold - 1) // block * block)
+
+
+def prefilled(family: Engines, kind: str, name: str, prompt: list[int]) -> tuple[int, list[int]]:
+    """How many tokens are computed of a prompt, and how it goes on."""
+    since = len(family.reports)
+    family.serve(kind, {name: family.body(name, prompt, max_tokens=24, ignore_eos=True)})
+    told = [report for engine, report in family.reports[since:] if engine == f"{kind}/prefill"]
+    return sum(report.tokens for report in told if isinstance(report, StepReport)), family.tokens[name]
+
+
+@pytest.mark.parametrize("kind", sorted(STATEFUL - UNCACHED))
+def test_prompts_begin_behind_what_two_before_them_had_in_common(
+    stateful: Engines, stock_tiny: dict[str, Any], kind: str
+) -> None:
+    """The second one finds the tokens cached, but no states; these are kept there for the third."""
+    block, prompt = stateful.unit_spec.model(kind).block_tokens, stock_tiny[kind]["chunked"]["prompt"]
+    shared = 2 * block
+    prompts = [prompt[: shared + 10 * part] + prompt[part : 200 + part] for part in (1, 2, 3)]
+    stateful.forget_prefixes(kind)
+    expected = prefilled(stateful, kind, f"parts-cold-{kind}", prompts[2])
+    stateful.forget_prefixes(kind)
+    first, second, third = (
+        prefilled(stateful, kind, f"parts{index}-{kind}", each) for index, each in enumerate(prompts)
+    )
+    assert [first[0], second[0]] == [len(each) for each in prompts[:2]]
+    assert third == (len(prompts[2]) - shared, expected[1])
+    nothing_owned(stateful)
+
+
+@pytest.mark.parametrize("kind", sorted(STATEFUL - UNCACHED))
+def test_a_snapshot_is_left_alone_where_pages_are_short(
+    stateful: Engines, stock_tiny: dict[str, Any], kind: str
+) -> None:
+    """A request that has pages for its own states only would otherwise wait for those of the snapshot for ever."""
+    model, prompt = stateful.unit_spec.model(kind), stock_tiny[kind]["chunked"]["prompt"]
+    stateful.forget_prefixes(kind)
+    expected = prefilled(stateful, kind, f"short-cold-{kind}", prompt)
+    blocks = model.state_blocks + -(-(len(prompt) + 24) // model.block_tokens)
+    with stateful.memory() as client:
+        usual = next(m["quota_pages"] for m in client.stats()["models"] if m["name"] == kind)
+        client.set_quotas({kind: blocks * model.pages_per_block})
+        try:
+            assert prefilled(stateful, kind, f"short-{kind}", prompt) == expected
+        finally:
+            client.set_quotas({kind: usual})
+    assert prefilled(stateful, kind, f"room-{kind}", prompt)[0] < len(prompt)
+    nothing_owned(stateful)
 
 
 @pytest.mark.parametrize("kind", sorted(LATENT))

@@ -192,7 +192,7 @@ def test_waiting_outside_of_a_step_starts_no_clock() -> None:
 def test_of_a_request_that_is_refused_after_it_adopted_blocks_nothing_is_kept() -> None:
     """The blocks are given back by whoever asked for it; nobody would ever take the other entries away."""
     blocks = StatefulBlocks.__new__(StatefulBlocks)
-    blocks.state_blocks, blocks.states = 2, {}
+    blocks.state_blocks, blocks.states, blocks._fresh = 2, {}, set()
     blocks.req_to_blocks, blocks.num_cached_block, blocks._partial_hit_reqs = defaultdict(list), {}, {}
     scheduler = PhaseScheduler.__new__(PhaseScheduler)
     scheduler._states = scheduler._blocks_of = blocks

@@ -62,7 +62,7 @@ def pair(kind: str) -> Iterator[Pair]:
         max_len=2048,
         max_num_seqs=16,
         max_num_batched_tokens=2048,
-        prefix_caching=False,
+        prefix_caching=kind == STATES,
     )
     with (
         tempfile.TemporaryDirectory(prefix="mx") as root,

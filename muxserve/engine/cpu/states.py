@@ -18,7 +18,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from muxserve.engine.binding import current
-from muxserve.engine.states import STATE_NEWS, layer_bytes
+from muxserve.engine.states import STATE_NEWS, StateNews, layer_bytes
 from muxserve.memory.view import ModelView
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -81,7 +81,8 @@ class StateSlots:
     def follow(self, step: SchedulerOutput) -> None:
         """Give slots to the requests that come into the runner with this step, and take those of others that left it.
         vLLM is told the slot as the one block of the group of these layers."""
-        blocks, held = getattr(step, STATE_NEWS)
+        news: StateNews = getattr(step, STATE_NEWS)
+        blocks, held = news.blocks, news.held
         for request_id in [each for each in self._slots if each not in held]:
             self._free.append(self._slots.pop(request_id))
         for data in step.scheduled_new_reqs:
@@ -92,23 +93,52 @@ class StateSlots:
                 back = [self._mapped(request_id, blocks[request_id])] if request_id in known.resumed_req_ids else []
                 known.new_block_ids[index] = (*ids, back)
 
+    def restore(self, step: SchedulerOutput) -> None:
+        """Copy the snapshots behind which prompts begin with this step."""
+        news: StateNews = getattr(step, STATE_NEWS)
+        for snapshot, states in news.restored:
+            _copy(self._snapshot_pages(snapshot), self._state_pages(states))
+
+    def keep(self, step: SchedulerOutput) -> None:
+        """Copy the states of which snapshots are kept, when the step is computed."""
+        news: StateNews = getattr(step, STATE_NEWS)
+        for states, snapshot in news.kept:
+            _copy(self._state_pages(states), self._snapshot_pages(snapshot))
+
+    def _state_pages(self, blocks: list[int]) -> np.ndarray:
+        """The pages of a sequence's states, from their beginning to their end: in the order of their numbers, so that
+        neighbours are one mapping."""
+        return np.sort(_pages_of(blocks))[: self._pages]
+
+    def _snapshot_pages(self, blocks: list[int]) -> np.ndarray:
+        """The same of a snapshot: block by block, so that one of its blocks may be replaced by an equal one."""
+        return _pages_of(blocks)[: self._pages]
+
     def forget(self) -> None:
         """Nothing that was mapped is there any more, and nobody has a slot."""
         self._slots.clear()
         self._free = list(range(len(self) - 1, 0, -1))
 
     def _mapped(self, request_id: str, blocks: list[int]) -> int:
-        """The slot onto which the pages of `blocks` are mapped now, in the order of their numbers, so that neighbours
-        are one mapping."""
+        """The slot onto which the pages of `blocks` are mapped now."""
         slot = self._slots.get(request_id)
         if slot is None:
             slot = self._slots[request_id] = self._free.pop()
-        view = current().view
-        pages = np.sort(view.page_table[blocks].reshape(-1).astype(np.int64))[: self._pages]
+        view, pages = current().view, self._state_pages(blocks)
         at = self._bytes.data_ptr() + slot * self._slot_bytes
         for run in np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1):
             at += _map(view, int(run[0]), len(run), at)
         return slot
+
+
+def _pages_of(blocks: list[int]) -> np.ndarray:
+    return current().view.page_table[blocks].reshape(-1).astype(np.int64)
+
+
+def _copy(source: np.ndarray, target: np.ndarray) -> None:
+    pool = current().view.pool
+    for one, other in zip(source, target, strict=True):
+        pool[other] = pool[one]
 
 
 def _map(view: ModelView, page: int, count: int, at: int) -> int:

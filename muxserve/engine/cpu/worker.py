@@ -101,7 +101,15 @@ class PooledCPUModelRunner(ResumingRunner, AheadOnHost, CPUModelRunner):
     def _update_states(self, scheduler_output: Any) -> Any:
         if self._states is not None:
             self._states.follow(scheduler_output)
+            self._states.restore(scheduler_output)
         return super()._update_states(scheduler_output)
+
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        """Keeps snapshots of the states as they are behind this step."""
+        result = super().execute_model(scheduler_output, *args, **kwargs)
+        if self._states is not None:
+            self._states.keep(scheduler_output)
+        return result
 
     def initialize_kv_cache_tensors(
         self,
