@@ -4,12 +4,11 @@
                                 [--out benchmarks/results/models.json]
 
 For each family a fleet and a stock server run side by side. The fleet has the checkpoint twice, with prefix caching and
-without (once where prefixes of the family are not cached), on one pool that is too small for all requests at once: some
-are preempted. They are sent together; some have prompts that begin alike, some are computed in chunks; half are greedy,
-half seeded. Families that are computed in 16 bits are asked one request at a time: what else is in a batch changes the
-last bits, and now and then a token. Then tokens per second of a few requests at a time, for which there is room, are
-measured in turns. `--rounds 0` compares tokens only, which no other work on the machine disturbs, `--requests 0` speed
-only.
+without, on one pool that is too small for all requests at once: some are preempted. They are sent together; some have
+prompts that begin alike, some are computed in chunks; half are greedy, half seeded. Families that are computed in 16
+bits are asked one request at a time: what else is in a batch changes the last bits, and now and then a token. Then
+tokens per second of a few requests at a time, for which there is room, are measured in turns. `--rounds 0` compares
+tokens only, which no other work on the machine disturbs, `--requests 0` speed only.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ def type_of(path: Path) -> str:
 def fleet_of(kind: str, path: Path, folder: Path) -> tuple[Path, list[str]]:
     """A fleet file with that checkpoint, and the names of its models."""
     architecture, dtype = read_architecture(json.loads((path / "config.json").read_text())), type_of(path)
-    caching = [False] if kind in STATEFUL else [True, False]
+    caching = [True, False]
     sequence = MAX_LEN * architecture.kv_bytes_per_token(dtype) + architecture.state_bytes(dtype)
     size = SEQUENCES * len(caching) * sequence
     common: dict[str, Any] = {

@@ -3,12 +3,15 @@ gateway."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
+from muxserve.memory import server
 from muxserve.wire import Detach, Detached, StepReport
 from tests.engine.cases import GROWN, NOISE
 from tests.engine.checks import bodies, check, decoded, handed, nothing_owned, owned
@@ -273,11 +276,12 @@ def test_requests_go_on_after_the_death_of_their_engine(family: Engines, stock_t
     if kind not in ALONE:
         check(family, stock_tiny[kind], f"dead-{kind}", grown(kind))
         return
-    # In 16 bits tokens that are computed as a prompt leave another state than those that were decoded: what comes after
-    # them is what comes after such a prompt.
+    # In 16 bits tokens that are computed as a prompt leave another state, and other K and V, than those that were
+    # decoded: what comes after them is what comes after such a prompt.
     for name, known in ((f"dead-{kind}-{case}", stock_tiny[kind][case]) for case in grown(kind)):
         left = len(known["tokens"]) - len(sent[name])
         body = family.body(f"as-{name}", known["prompt"] + sent[name], max_tokens=left, ignore_eos=True)
+        family.forget_prefixes(kind)
         family.serve(kind, {f"as-{name}": body})
         assert sent[name] == known["tokens"][: len(sent[name])]
         assert family.tokens[name] == sent[name] + family.tokens[f"as-{name}"]
@@ -311,3 +315,20 @@ def test_requests_that_leave_with_their_blocks_go_on_elsewhere(
     family.until(lambda: all(family.finished(name) for name in requests))
     check(family, stock_tiny[kind], f"moved-{kind}", grown(kind))
     nothing_owned(family)
+
+
+def test_snapshots_are_gone_with_the_memory_manager(stateful: Engines, stock_tiny: dict[str, Any]) -> None:
+    """Those kept after it has come back are found."""
+    kind = "granite_hybrid"
+    prompt = stock_tiny[kind]["chunked"]["prompt"]
+    expected = prefilled(stateful, kind, "before", prompt)[1]
+    lost = len(stateful.lost())
+    os.kill(stateful.manager.pid, signal.SIGKILL)
+    stateful.manager.wait()
+    stateful.manager = server.start(stateful.unit_spec)
+    stateful.until(lambda: len(stateful.lost()) - lost >= 2 * len(stateful.unit_spec.models))
+    block = stateful.unit_spec.model(kind).block_tokens
+    last = (len(prompt) - 1) // block * block
+    for name, computed in (("cold-again", len(prompt)), ("warm-again", len(prompt) - last)):
+        assert prefilled(stateful, kind, name, prompt) == (computed, expected)
+    nothing_owned(stateful)
