@@ -68,3 +68,16 @@ def test_what_was_not_kept_is_removed(source: Path) -> None:
     result.forget(failed := made(result))
     assert not failed.exists()
     assert result.found() == first
+
+
+def test_two_sessions_that_make_the_same_at_once_have_what_they_made(source: Path) -> None:
+    result, other = Kept("answers", ["program"]), Kept("answers", ["program"])
+    first, second = made(result), made(other)
+    result.keep(first)
+    other.keep(second)
+    assert (first / "answer").exists()
+    assert (second / "answer").exists()
+    assert result.found() == first
+    other.forget(second)
+    assert not second.exists()
+    assert result.found() == first

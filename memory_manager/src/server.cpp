@@ -60,7 +60,9 @@ bool is_ending(const Descriptor& process) {
   while (info >> word)
     if (word == "Pid:") info >> pid;
   std::ifstream file("/proc/" + pid + "/stat");
-  std::string stat{std::istreambuf_iterator<char>(file), {}};
+  // The process may end between opening and reading, which fails then: getline is told so, an iterator throws.
+  std::string stat;
+  std::getline(file, stat, '\0');
   const std::size_t name = stat.rfind(')');  // the name before it may hold anything
   if (name == std::string::npos) return true;
   std::istringstream rest(stat.substr(name + 1));

@@ -49,7 +49,7 @@ def rebuild(
     them (`unnamed`). Of those that decode, what has been seen of them stays true. Returns the ids that it names."""
     known = dict(member.requests)
     member.clear()
-    member.counted(report.steps)
+    member.counted(report.steps, now - report.counted_ago, report.step_seconds)
     named = {request.request_id for request in report.requests}
     for request in report.requests:
         if request.decoding_seconds is not None:
@@ -88,7 +88,7 @@ def apply(
         brought: of those that came with their KV, what is known from where they were.
     """
     news = RollingNews()
-    member.counted(report.steps)
+    member.counted(report.steps, now - report.counted_ago, report.step_seconds)
     came = {request.request_id for request in report.requests}
     for request in report.requests:
         news.named.append(request.request_id)
@@ -142,7 +142,7 @@ def _came(
         if brought is not None and brought.since is not None:
             # On its way it has got no token.
             since = brought.since
-            place = brought.saved + brought.at - member.steps * member.tpot
+            place = member.place_of(brought.saved - (now - brought.at), now)
         member.found(request.request_id, tokens, since, now, place)
     elif request.prefilled:
         _waits_to_decode(member, request, now)

@@ -9,6 +9,9 @@ from enum import StrEnum
 
 # Of an observed prefill as long as usual in what is predicted from then on, and of the longest.
 _WEIGHT, _MOST_WEIGHT = 0.1, 0.5
+# Decode steps are taken to go on for no longer than this after they were last told: engines tell of them every half
+# lease, so one that is silent for longer may have stopped.
+_MOST_AHEAD_SECONDS = 0.25
 
 
 class Window(StrEnum):
@@ -67,10 +70,15 @@ class MacroMember:
     `window_seconds` sums the predicted prefills that it was given since the prefill window opened, done or not: the
     length that the window will have had. `pending` and `pending_seconds` are those that are not done.
 
-    A sequence that decodes gets a token with each of the member's `steps`, so what it has saved,
+    A sequence that decodes gets a token with each of the member's steps, so what it has saved,
     `L * SLO_TPOT - (now - since)`, is the same number for all, `steps * SLO_TPOT - now`, plus a constant of its own,
     its place: `since - steps_at_since * SLO_TPOT`. `places` are those, sorted: no event touches more than one. Of the
     places counted from first tokens, those of the open window included, a number and a sum are enough.
+
+    `steps` are those that were told. Replicas tell of them late, by dozens of steps, each of which saves nearly
+    `SLO_TPOT`. So where `step_seconds` is known, steps are taken to go on at that pace from `running_since` as long as
+    there are decodes and no prefill, as there have been since `resumed_at`; `ahead` are those that were taken to be
+    done before.
 
     `bias` corrects predicted prefills by what was observed, of which `usual` is the mean, predicted; `unattributed` are
     measured seconds of prefills of which none is done yet. A member that is `leaving` gets nothing more.
@@ -86,6 +94,10 @@ class MacroMember:
     pending: int = 0
     promised: int = 0
     steps: int = 0
+    step_seconds: float = 0.0
+    running_since: float = 0.0
+    resumed_at: float = 0.0
+    ahead: float = 0.0
     places: list[float] = field(default_factory=list)
     first_tokens: int = 0
     sum_of_first_places: float = 0.0
@@ -117,10 +129,21 @@ class MacroMember:
         """
         if spared is None:
             count = self.first_tokens
-            return self.steps * self.tpot - now + self.sum_of_first_places / count if count else float("inf")
+            return self.made(now) * self.tpot - now + self.sum_of_first_places / count if count else float("inf")
         if not self.places:
             return float("inf")
-        return self.steps * self.tpot - now + self.places[int(spared * len(self.places))]
+        return self.made(now) * self.tpot - now + self.places[int(spared * len(self.places))]
+
+    def made(self, now: float) -> float:
+        """Decode steps that it will have made by now."""
+        if not self.step_seconds:
+            return self.steps
+        running = min(max(0.0, now - self.running_since), _MOST_AHEAD_SECONDS) if self._running else 0.0
+        return self.steps + self.ahead + running / self.step_seconds
+
+    @property
+    def _running(self) -> bool:
+        return bool(self.places) and self.window is Window.DECODE
 
     # ------------------------------------------------------------ events
 
@@ -134,6 +157,7 @@ class MacroMember:
         """
         if request_id in self.requests:
             self.left(request_id, now)
+        self._settle(now)
         seconds = prefill_seconds * self.bias
         if self.window is Window.DECODE:
             self.window, self.switched_at, self.window_seconds = Window.PREFILL, now, 0.0
@@ -149,7 +173,8 @@ class MacroMember:
         if request is None or request.prefilled:
             return
         request.prefilled = True
-        self._first_token(request, now, now - self.steps * self.tpot)
+        self._settle(now)
+        self._first_token(request, now, now - self.made(now) * self.tpot)
         self.fresh.append(request_id)
         self._done(request, now)
 
@@ -162,6 +187,7 @@ class MacroMember:
         request = self.requests.pop(request_id, None)
         if request is None:
             return None
+        self._settle(now)
         self.promised -= request.tokens
         if not request.prefilled:
             self._done(request, now)
@@ -180,19 +206,28 @@ class MacroMember:
         can know, it has saved nothing."""
         if request_id in self.requests:
             self.left(request_id, now)
+        self._settle(now)
         if place is None:
-            place = now - self.steps * self.tpot
+            place = now - self.made(now) * self.tpot
         self.requests[request_id] = request = Admitted(tokens, 0.0, True, place, since)
         self.promised += tokens
         self._first_token(request, since, place)
         insort(self.places, place)
 
-    def counted(self, steps: int) -> None:
-        """So many decode steps there were in all. Fewer than before: it counts anew."""
+    def counted(self, steps: int, at: float = 0.0, step_seconds: float = 0.0) -> None:
+        """So many decode steps there were in all. Fewer than before: it counts anew.
+
+        Args:
+            at: when that was.
+            step_seconds: how long one takes by now; 0: others are told before anybody asks what was saved.
+        """
+        before, self.step_seconds = self.steps + self.ahead, step_seconds
+        self.ahead = 0.0
+        self.running_since = max(at, self.resumed_at)
         if steps >= self.steps:
             self.steps = steps
             return
-        shift = (self.steps - steps) * self.tpot
+        shift = (before - steps) * self.tpot
         self.steps = steps
         self.places = [place + shift for place in self.places]
         self.sum_of_first_places += shift * self.first_tokens
@@ -225,7 +260,11 @@ class MacroMember:
 
     def saved_by(self, request: Admitted, now: float) -> float:
         """Saved time of one of its requests, seconds; nothing before it decodes."""
-        return 0.0 if request.place is None else self.steps * self.tpot - now + request.place
+        return 0.0 if request.place is None else self.made(now) * self.tpot - now + request.place
+
+    def place_of(self, saved: float, now: float) -> float:
+        """The place of a decode that has saved so many seconds."""
+        return saved + now - self.made(now) * self.tpot
 
     def observed(self, predicted: float, measured: float, weight: float = _WEIGHT) -> None:
         """A prefill that was predicted, uncorrected, to take `predicted` seconds has taken `measured`."""
@@ -252,6 +291,13 @@ class MacroMember:
         self.first_tokens += 1
         self.sum_of_first_places += place
 
+    def _settle(self, now: float) -> None:
+        """Whether its decodes go on may change: what they are taken to have made by now stays."""
+        self.ahead = self.made(now) - self.steps
+        self.running_since = now
+        if not self._running:
+            self.resumed_at = now
+
     def _done(self, request: Admitted, now: float) -> None:
         """A prefill is not pending any more."""
         self.pending -= 1
@@ -262,6 +308,6 @@ class MacroMember:
         self.window, self.switched_at = Window.DECODE, now
         for request_id in self.fresh:
             decodes = self.requests[request_id]
-            decodes.since, decodes.place = now, now - self.steps * self.tpot
+            decodes.since, decodes.place = now, now - self.made(now) * self.tpot
             insort(self.places, decodes.place)
         self.fresh.clear()

@@ -262,7 +262,7 @@ class Ring(ReplicaSet):
         was = source.left(request_id, now)
         if was is not None:
             # What it had saved goes with it.
-            place = source.saved_by(was, now) + now - member.steps * member.tpot
+            place = member.place_of(source.saved_by(was, now), now)
             member.found(request_id, was.tokens, now if was.since is None else was.since, now, place)
         if source.name in self._pairs:
             self._pump(source.name, self._pairs[source.name])

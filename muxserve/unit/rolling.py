@@ -33,6 +33,9 @@ class _Reported:
     prefill_seconds: float = 0.0
     # Decode steps that were run by an engine that is gone.
     steps_before: int = 0
+    # Decode steps as the engine last told of them, and when.
+    counted: int = 0
+    counted_at: float = 0.0
 
 
 class RollingReports:
@@ -61,6 +64,8 @@ class RollingReports:
         for model, told in self._replicas:
             journal = model.journal
             assert journal is not None
+            if told.counted != model.decode.jobs:
+                told.counted, told.counted_at = model.decode.jobs, now
             if self._scheduler is None or not self._state.ledger.memory_up or not model.up or model.retired:
                 told.whole = True
                 told.steps_before = model.decode.jobs
@@ -118,6 +123,7 @@ class RollingReports:
         assert self._scheduler is not None
         engine, prefills = model.decode, model.prefill.of(Phase.PREFILL)
         report.steps = engine.jobs - told.steps_before
+        report.counted_ago, report.step_seconds = now - told.counted_at, engine.step_seconds
         report.prefill_tokens = prefills.tokens - told.prefill_tokens
         report.prefill_seconds = prefills.busy_seconds - told.prefill_seconds
         told.at, told.steps = now, engine.jobs

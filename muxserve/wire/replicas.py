@@ -50,7 +50,8 @@ class RollingReport(Message):
     `whole`: a first report, or one after something was lost: `requests` are then all that the replica has, otherwise
     those that came. `prefilled` have their first token; `left` ended, for whatever reason. What came is taken first and
     what left last: a request that leaves and comes again does so in two reports. `steps` counts the decode steps
-    since the engine is up; `prefill_tokens` took `prefill_seconds` since the last report.
+    since the engine is up, as it told `counted_ago` seconds before this report; one takes `step_seconds` by now (0: not
+    known). `prefill_tokens` took `prefill_seconds` since the last report.
     """
 
     unit: str
@@ -61,6 +62,8 @@ class RollingReport(Message):
     prefilled: list[str] = []
     left: list[str] = []
     steps: int = 0
+    counted_ago: float = 0.0
+    step_seconds: float = 0.0
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
 

@@ -220,3 +220,49 @@ def test_long_prefills_weigh_more_than_short_ones() -> None:
         member.measured(seconds + 0.1, ["a"])
         member.left("a", 0.0)
     assert 1.05 < member.bias < 1.5, "1.2 s were measured of 1.01 s; the mean of the ratios is 6.05"
+
+
+def test_steps_go_on_until_they_are_told() -> None:
+    member = MacroMember("u0", 1000, 0.1)
+    member.admitted("a", 10, 0.5, now=0.0)
+    member.prefilled("a", now=1.0)
+    member.counted(10, at=1.1, step_seconds=0.01)
+    assert member.made(1.15) == pytest.approx(15)
+    assert member.saved(1.15, 0.0) == pytest.approx(15 * 0.1 - 0.15)
+    member.admitted("b", 10, 0.5, now=1.15)
+    assert member.made(1.9) == pytest.approx(15), "a prefill keeps decodes waiting"
+    member.prefilled("b", now=2.0)
+    assert member.made(2.1) == pytest.approx(25)
+    assert member.saved(2.1, 0.0) == pytest.approx(10 * 0.1 - 0.1), "of the later one"
+    member.counted(30, at=2.1, step_seconds=0.02)
+    assert member.made(2.2) == pytest.approx(35), "what is told counts, and the pace"
+
+
+def test_steps_of_an_engine_that_is_silent_do_not_go_on_for_ever() -> None:
+    member = MacroMember("u0", 1000, 0.1)
+    member.admitted("a", 10, 0.5, now=0.0)
+    member.prefilled("a", now=1.0)
+    member.counted(10, at=1.0, step_seconds=0.01)
+    assert member.made(60.0) == member.made(30.0) < 40
+    assert member.saved(60.0, 0.0) < 0
+
+
+def test_an_idle_member_makes_no_steps() -> None:
+    member = MacroMember("u0", 1000, 0.1)
+    member.counted(10, at=1.0, step_seconds=0.01)
+    assert member.made(60.0) == 10
+    member.found("a", 10, since=60.0, now=60.0)
+    member.counted(10, at=1.0, step_seconds=0.01)
+    assert member.made(60.1) == pytest.approx(20), "since it has something to decode"
+    member.left("a", now=60.1)
+    assert member.made(90.0) == pytest.approx(20)
+
+
+def test_an_engine_that_counts_anew_has_not_lost_what_it_was_taken_to_have_made() -> None:
+    member = MacroMember("u0", 1000, 0.1)
+    member.found("a", 10, since=1.0, now=1.0)
+    member.counted(10, at=1.0, step_seconds=0.01)
+    member.admitted("b", 10, 0.5, now=1.1)
+    saved = member.saved(1.1, 0.0)
+    member.counted(0, at=1.1, step_seconds=0.01)
+    assert member.saved(1.1, 0.0) == pytest.approx(saved)

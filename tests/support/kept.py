@@ -8,6 +8,7 @@ them is another now, the program runs again. `make clean` forgets all.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -65,15 +66,20 @@ class Kept:
         return Path(tempfile.mkdtemp(prefix=f"{self._name}-", dir=KEPT))
 
     def keep(self, directory: Path) -> None:
-        """The program has ended well, and has written into that directory."""
+        """The program has ended well, and has written into that directory. Another session may have kept the same in
+        the meantime: it still reads what it has kept, and that stays."""
         files = {line for each in directory.glob(f"**/{_LOADED}/*") for line in each.read_text().splitlines()}
         told = {"directory": str(directory), "around": _around(), "files": _hashes(files)}
-        scratch = directory / "made-of.json"
-        scratch.write_text(json.dumps(told))
-        before = self._directory()
-        scratch.replace(self._pointer)
-        if before is not None and before != directory:
-            shutil.rmtree(before, ignore_errors=True)
+        with open(KEPT / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if self.found() is not None:
+                return
+            scratch = directory / "made-of.json"
+            scratch.write_text(json.dumps(told))
+            before = self._directory()
+            scratch.replace(self._pointer)
+            if before is not None:
+                shutil.rmtree(before, ignore_errors=True)
 
     def forget(self, directory: Path) -> None:
         """Remove what was not kept."""
