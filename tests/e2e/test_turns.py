@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import subprocess
 import sys
@@ -118,21 +119,22 @@ async def test_answers_are_the_same_through_ten_turns(fleet: Fleet, said: Answer
 ENGINE = "the decode engine of the model whose turn it is"
 
 
-@pytest.mark.parametrize(
-    "victim", [ENGINE, "muxserve.unit.scheduler", "muxserve-memory-manager", "muxserve.global_scheduler"]
-)
-async def test_whoever_is_killed_during_a_turn_answers_are_the_same(fleet: Fleet, said: Answers, victim: str) -> None:
-    struck = False
+VICTIMS = [ENGINE, "muxserve.unit.scheduler", "muxserve-memory-manager", "muxserve.global_scheduler"]
+
+
+async def test_whoever_is_killed_during_a_turn_answers_are_the_same(fleet: Fleet, said: Answers) -> None:
+    """One after the other, under one load."""
+    struck: list[str] = []
 
     async def load() -> None:
-        while not struck:  # until a turn was caught
-            assert await answers(fleet, NAMES) == said
+        while len(struck) < len(VICTIMS):
+            assert await answers(fleet, NAMES) == said, f"after {struck} were killed"
         for asked, text in (await answers(fleet, NAMES, BEGINNING)).items():
             assert text
             # The last character may be of bytes that come later.
             assert said[asked].startswith(text.rstrip("\N{REPLACEMENT CHARACTER}"))
 
-    def strike() -> bool:
+    def strike(victim: str) -> bool:
         going = [name for name, turn in turns(fleet)["now"].items() if turn["leaving"]]
         part = victim if victim != ENGINE else f"muxserve engine {going[0]}/decode" if going else ""
         found = next(iter(fleet.parts(part)), None) if going else None
@@ -140,21 +142,23 @@ async def test_whoever_is_killed_during_a_turn_answers_are_the_same(fleet: Fleet
             found.kill()
         return found is not None
 
-    def struck_soon() -> bool:
+    def struck_soon(victim: str) -> bool:
         """A model leaves for no longer than a step or two: looked for often."""
         for _ in range(100):
-            if strike():
+            if strike(victim):
                 return True
             time.sleep(0.01)
         return False
 
     loading = asyncio.create_task(load())
     try:
-        await until(struck_soon, "killed in a turn", 4 * PATIENCE)
+        for victim in VICTIMS:
+            await until(functools.partial(struck_soon, victim), f"{victim} killed in a turn", 4 * PATIENCE)
+            struck.append(victim)
+            await until(lambda: fleet.get("/health").status_code == 200, "healthy")
     finally:
-        struck = True
+        struck[:] = VICTIMS
         await loading
-    await until(lambda: fleet.get("/health").status_code == 200, "healthy")
 
 
 def test_status_tells_whose_turn_it_is(fleet: Fleet) -> None:
