@@ -454,15 +454,6 @@ TEST_F(ServerTest, TheBlocksOfADeadClientComeBackInTheEnd) {
   EXPECT_TRUE(until_used(fixture_, 0));
 }
 
-// A process can be gone between any two looks at it.
-TEST_F(ServerTest, ClientsThatDieWhileTheServerLooksAtThemDoNotEndIt) {
-  Limits limits;
-  limits.linger_time = 1'000'000;
-  restart(limits);
-  for (int i = 0; i < 50; ++i) OtherProcess(path_).kill();
-  EXPECT_TRUE(until_used(fixture_, 0));
-}
-
 TEST_F(ServerTest, AClientThatLivesOnHasFinishedWhatItComputed) {
   Limits limits;
   limits.linger_time = 3'600'000'000'000;

@@ -409,6 +409,7 @@ class PhaseScheduler(Scheduler):
             most = min(most, self._budgeted(self.budget))
         self.max_num_scheduled_tokens = most
         prompts = self._unread()
+        self._let_go_of_images()
         with self._in_sight(prompts):
             if self._blocks_of is not None:
                 self._reserve(self._blocks_of.req_to_blocks)
@@ -520,6 +521,18 @@ class PhaseScheduler(Scheduler):
             self._free_request_blocks(victim)
             self.pool.exchange()
             self._give_back(victim)
+
+    def _let_go_of_images(self) -> None:
+        """Whoever waits claims no computed images.
+
+        Where vLLM finds one image of a prompt but has no room for the next, the prompt stays in the queue and keeps its
+        claim. Prompts that begin behind cached prefixes can then wait for each other's images, for ever.
+        """
+        images = self.encoder_cache_manager
+        if images.request_cached_ids:
+            for request in self.waiting:
+                if request.request_id in images.request_cached_ids:
+                    images.free(request)
 
     def _unread(self) -> set[str]:
         """Ids of those whose prompts are not through. Others without a token from this engine have it in flight, and
