@@ -7,6 +7,7 @@ that. One that decodes and runs out of pages gives the preempted request back in
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Container, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
@@ -70,10 +71,12 @@ def demand_of_step(
     held: Mapping[str, Sequence[KVCacheBlock]],
     found: Mapping[str, int],
     states: StatefulBlocks | None = None,
+    most_entering: int = sys.maxsize,
 ) -> tuple[int, dict[str, list[bytes]]]:
     """Blocks that the next step of `scheduler` can take at most, beside those that its requests have (`held`, by id,
     and those of their `states`), and the hashes, by prompt, of whose cached blocks nothing is known and which it can
-    use. `found` says how many cached blocks prompts begin with, where that is known."""
+    use. `found` says how many cached blocks prompts begin with, where that is known. Of those that wait,
+    `most_entering` are looked at."""
     need, budget = 0, scheduler.max_num_scheduled_tokens
     size = scheduler.block_size
     for request in scheduler.running:
@@ -82,7 +85,7 @@ def demand_of_step(
         budget -= 0 if request.has_encoder_inputs else tokens
         need += max(0, -(-(request.num_computed_tokens + tokens) // size) - len(held[request.request_id]))
     lookups: dict[str, list[bytes]] = {}
-    room = scheduler.max_num_active_reqs - len(scheduler.running)
+    room = min(scheduler.max_num_active_reqs - len(scheduler.running), most_entering)
     waiting = (scheduler.waiting,) if scheduler.pause_state == PauseState.UNPAUSED else ()
     for queue in (scheduler.kv_holding_waiting, *waiting):
         for request in queue:
@@ -409,7 +412,6 @@ class PhaseScheduler(Scheduler):
             most = min(most, self._budgeted(self.budget))
         self.max_num_scheduled_tokens = most
         prompts = self._unread()
-        self._let_go_of_images()
         with self._in_sight(prompts):
             if self._blocks_of is not None:
                 self._reserve(self._blocks_of.req_to_blocks)
@@ -460,13 +462,18 @@ class PhaseScheduler(Scheduler):
 
     def _reserve(self, held: Mapping[str, Sequence[KVCacheBlock]]) -> None:
         """Get what the next step can take. The more of a prompt is cached, the more prompts fit into the step, and what
-        is cached of those has to be known as well: vLLM would compute them from their beginning."""
+        is cached of those has to be known as well: vLLM would compute them from their beginning.
+
+        What is found is held during the step. It may be all that the model is to have, so that there are no blocks for
+        any of the prompts to go on. After a step in vain only what runs is looked at, or else the first that waits.
+        """
+        entering = sys.maxsize if not self._in_vain else 0 if self.running else 1
         if self._states is not None and self.pool.enable_caching:
-            self._reserve_behind_snapshots(held, self._states)
+            self._reserve_behind_snapshots(held, self._states, entering)
             return
         found: dict[str, int] = {}
         while True:
-            need, lookups = demand_of_step(self, held, found, self._states)
+            need, lookups = demand_of_step(self, held, found, self._states, entering)
             self.pool.begin_step(need, list(lookups.values()))
             hits = {name: self.pool.cached_blocks(hashes) for name, hashes in lookups.items()}
             if not any(hits.values()):
@@ -477,11 +484,13 @@ class PhaseScheduler(Scheduler):
             for request in self.running:
                 request.spec_token_ids = []
 
-    def _reserve_behind_snapshots(self, held: Mapping[str, Sequence[KVCacheBlock]], states: StatefulBlocks) -> None:
+    def _reserve_behind_snapshots(
+        self, held: Mapping[str, Sequence[KVCacheBlock]], states: StatefulBlocks, entering: int
+    ) -> None:
         """The same for prompts that can begin behind a snapshot only."""
         found: dict[str, int] = {}
         while True:
-            need, lookups = demand_of_step(self, held, found, states)
+            need, lookups = demand_of_step(self, held, found, states, entering)
             if not lookups:
                 break
             known = self.pool.begin_behind_snapshots([*lookups.values()], states.state_blocks)
@@ -494,7 +503,7 @@ class PhaseScheduler(Scheduler):
             # A snapshot and the states that it is copied to are both there for a step. Whoever has pages for one of
             # them only would wait for ever; it has enough to compute its prompt from the beginning.
             self.pool.unpin()
-            need, _ = demand_of_step(self, held, dict.fromkeys(found, 0), states)
+            need, _ = demand_of_step(self, held, dict.fromkeys(found, 0), states, entering)
             self.pool.begin_step(need)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
@@ -521,18 +530,6 @@ class PhaseScheduler(Scheduler):
             self._free_request_blocks(victim)
             self.pool.exchange()
             self._give_back(victim)
-
-    def _let_go_of_images(self) -> None:
-        """Whoever waits claims no computed images.
-
-        Where vLLM finds one image of a prompt but has no room for the next, the prompt stays in the queue and keeps its
-        claim. Prompts that begin behind cached prefixes can then wait for each other's images, for ever.
-        """
-        images = self.encoder_cache_manager
-        if images.request_cached_ids:
-            for request in self.waiting:
-                if request.request_id in images.request_cached_ids:
-                    images.free(request)
 
     def _unread(self) -> set[str]:
         """Ids of those whose prompts are not through. Others without a token from this engine have it in flight, and

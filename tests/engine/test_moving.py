@@ -289,3 +289,15 @@ def test_of_those_that_wait_with_all_blocks_one_goes_on(family: Engines, loser: 
         family.until(lambda: family.finished(names[1 - loser]))
     family.abort(DECODE, names)
     family.until(lambda: held(family) == 0)
+
+
+def test_prompts_go_on_though_what_is_cached_of_them_is_all_that_there_may_be(family: Engines) -> None:
+    """Each needs another block. Together they would hold all of them, in each step again."""
+    text, ends = prompt_of(CASES["chunked"][0]), {"max_tokens": 1, "ignore_eos": True}
+    begun = [text[i : i + 2 * BLOCK] for i in range(2)]
+    with family.quota(MODEL, blocks=4):
+        for number, prompt in enumerate(begun):
+            family.serve(MODEL, {f"begun-{number}": family.body(f"begun-{number}", prompt, **ends)})
+        longer = {f"longer-{number}": [*prompt, *text[:8]] for number, prompt in enumerate(begun)}
+        family.serve(MODEL, {name: family.body(name, prompt, **ends) for name, prompt in longer.items()})
+    assert held(family) == 0
