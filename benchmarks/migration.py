@@ -27,6 +27,7 @@ slowed down by at most 2 %.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import sys
@@ -154,11 +155,14 @@ class Bench:
 
     def beside(self, long_ones: list[bytes], short_ones: list[bytes], most: int, times: int) -> dict[str, Any]:
         """Time between tokens of requests that stay, while another one leaves their batch; `times` for each of those
-        that leave."""
+        that leave. One that would end before it has moved so often is sent again."""
         ratios: dict[str, list[float]] = {"moving": [], "control": []}
         windows: list[float] = []
-        for long_one in long_ones:
-            self._beside(long_one, short_ones, most, times, ratios, windows)
+        wanted = times * len(long_ones)
+        for long_one in itertools.cycle(long_ones):
+            self._beside(long_one, short_ones, most, min(times, wanted - len(windows)), ratios, windows)
+            if len(windows) >= wanted:
+                break
         moves = len(windows)
         result: dict[str, Any] = {"moves": moves, "requests": BESIDE, "move_ms": _ms(windows)}
         for what, values in ratios.items():
@@ -183,6 +187,7 @@ class Bench:
         staying = [units.requests[name] for name in stay]
         units.pump(lambda: all(len(one.at) >= STEPS for one in (*staying, seen)))
         for _ in range(times):
+            tokens = len(seen.tokens)
             window = statistics.median(windows) if windows else 0.05
             units.wait(2 * CALM_SECONDS + window)
             began = self.move(seen, LIVE)
@@ -193,6 +198,8 @@ class Bench:
             ratios["moving"].append(_ratio(staying, began, seen.moved_at))
             self.move(seen, LIVE)  # and back
             units.wait(0.2)
+            if most - len(seen.tokens) < 2 * (len(seen.tokens) - tokens):
+                break
         for name in (*stay, mover):
             units.cancel(name)
         units.wait(0.2)
@@ -244,9 +251,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="256 and 1,024 tokens, three moves; to no file")
     parser.add_argument("--rounds", type=int, default=4, help="over all lengths")
     parser.add_argument("--moves", type=int, default=5, help="of each kind, length and round")
-    parser.add_argument(
-        "--beside", type=int, default=12, help="moves beside other requests, three times; more, and the mover ends"
-    )
+    parser.add_argument("--beside", type=int, default=12, help="moves beside other requests, three times")
     parser.add_argument("--limit", type=int, default=128, help="bandwidth of the limited moves, MiB/s")
     options = parser.parse_args()
     lengths = LENGTHS[:2] if options.quick else LENGTHS
