@@ -16,12 +16,14 @@ STATE_MAPPINGS = 48_000
 @dataclass(frozen=True)
 class Machine:
     """What there is: cores that may be used, bytes of memory, bytes of free shared memory (None: not limited), and
-    whether its cores have the instructions that attention over an FP8 KV cache needs."""
+    whether its cores have the instructions that attention over an FP8 KV cache needs, and those that experts in MXFP4
+    need (AMX)."""
 
     cores: int
     memory_bytes: int
     shared_memory_bytes: int | None = None
     fp8_kv: bool = True
+    amx: bool = True
 
 
 Device = Literal["cpu", "cuda"]

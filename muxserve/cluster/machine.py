@@ -22,7 +22,11 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 def this_machine() -> Machine:
     """The cores and memory that this process may use."""
-    return Machine(usable_cores(), usable_memory(), free_shared_memory(), fp8_kv=computes_fp8_kv())
+    # Where it cannot be told what the cores have, an engine says at its start what it lacks.
+    features = core_features()
+    amx = features is None or "amx_tile" in features
+    fp8_kv = amx or (features is not None and "avx512f" in features)
+    return Machine(usable_cores(), usable_memory(), free_shared_memory(), fp8_kv=fp8_kv, amx=amx)
 
 
 def this_machines_gpus() -> nvml.GpuMachine:
@@ -91,14 +95,12 @@ def usable_cores() -> int:
     return cores
 
 
-def computes_fp8_kv() -> bool:
-    """Whether the cores have what vLLM's attention over an FP8 KV cache needs: AVX-512 or AMX. True where it cannot be
-    told; an engine then says at its start."""
+def core_features() -> frozenset[str] | None:
+    """The instruction sets of the cores, as the kernel calls them; None where that cannot be told."""
     with contextlib.suppress(OSError, StopIteration):
         lines = _CPUINFO.read_text().splitlines()
-        features = next(line for line in lines if line.startswith(("flags", "Features"))).split()
-        return "avx512f" in features or "amx_tile" in features
-    return True
+        return frozenset(next(line for line in lines if line.startswith(("flags", "Features"))).split())
+    return None
 
 
 def usable_memory() -> int:

@@ -22,7 +22,7 @@ from muxserve.planning.checkpoints import CheckpointError, Hub, HuggingFaceHub, 
 from muxserve.planning.demands import CPU_BATCH, Batch, batch_of, least_batch
 from muxserve.planning.device_pool import CPU
 from muxserve.spec import ModelSpec, PolicyName
-from muxserve.vllm.quantisation import uncomputable, unshareable
+from muxserve.vllm.quantisation import beyond_cores, uncomputable, unshareable
 from placement import Machine, ModelDemand, PlanError, PlanProblem, UnitPlan, plan_unit
 from placement.cluster import PlacedUnit
 from placement.format import enumerate_words, format_size
@@ -327,6 +327,8 @@ def model_demands(
             problems.append(fleet.model_problem(model.name, "dtype", message))
         if gpu is None and (words := uncomputable(architecture.quantisation, demands[-1].resolved_dtype)):
             problems.append(fleet.model_problem(model.name, "dtype", words))
+        if gpu is None and (words := beyond_cores(architecture.quantisation, machine.amx)):
+            problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", words))
         for kind in (*_unlike(architecture), *(["images"] if architecture.sees_images else [])):
             problems += _kind_problems(fleet, model, kind)
         if architecture.sees_images:

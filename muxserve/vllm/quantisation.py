@@ -32,6 +32,21 @@ def uncomputable(quantisation: str, dtype: str) -> str:
     )
 
 
+def beyond_cores(quantisation: str, amx: bool) -> str:
+    """Why this machine's CPU cannot compute a model in any type; empty if it can.
+
+    Args:
+        quantisation: as for `unshareable`.
+        amx: the CPU has matrix instructions (AMX).
+    """
+    if amx or not quantisation.startswith("mxfp4"):
+        return ""
+    return (
+        "vLLM computes experts in MXFP4 only on CPUs with AMX, which this machine has not: give a checkpoint that is "
+        "not quantised, or serve the model on a machine that has it"
+    )
+
+
 def unshareable(quantisation: str, engine_args: Mapping[str, object]) -> str:
     """Why engines cannot share a model's weights; empty if they can.
 

@@ -261,21 +261,22 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cpuinfo", "computes"),
+    ("cpuinfo", "fp8_kv", "amx"),
     [
-        ("processor\t: 0\nflags\t\t: fpu sse2 avx2 avx512f avx512bw\n", True),
-        ("processor\t: 0\nflags\t\t: fpu sse2 avx2 amx_tile\n", True),
-        ("processor\t: 0\nflags\t\t: fpu sse2 avx2\n", False),
-        ("processor\t: 0\nFeatures\t: fp asimd\n", False),
-        ("", True),
+        ("processor\t: 0\nflags\t\t: fpu sse2 avx2 avx512f avx512bw\n", True, False),
+        ("processor\t: 0\nflags\t\t: fpu sse2 avx2 amx_tile\n", True, True),
+        ("processor\t: 0\nflags\t\t: fpu sse2 avx2\n", False, False),
+        ("processor\t: 0\nFeatures\t: fp asimd\n", False, False),
+        ("", True, True),
     ],
 )
-def test_whether_an_fp8_cache_can_be_computed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpuinfo: str, computes: bool
+def test_what_cores_can_compute(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpuinfo: str, fp8_kv: bool, amx: bool
 ) -> None:
     monkeypatch.setattr(machine, "_CPUINFO", tmp_path / "cpuinfo")
     (tmp_path / "cpuinfo").write_text(cpuinfo)
-    assert machine.this_machine().fp8_kv is computes
+    found = machine.this_machine()
+    assert (found.fp8_kv, found.amx) == (fp8_kv, amx)
 
 
 @pytest.mark.parametrize(

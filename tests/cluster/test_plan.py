@@ -25,6 +25,7 @@ from muxserve.unit.state import model_profile
 from muxserve.vllm.args import engine_args, frontend_args
 from placement import Machine
 from placement.memory import sequence_bytes
+from tests.support.tiny_checkpoint import tiny_checkpoint
 
 MACHINE = Machine(cores=4, memory_bytes=32 << 30, shared_memory_bytes=16 << 30)
 CONFIG = {
@@ -171,6 +172,14 @@ def test_quantised_models_are_served_in_sixteen_bits(name: str) -> None:
     words = r"models\[0\].dtype: weights quantised by compressed-tensors W.* computed in 16 bits on a CPU"
     with pytest.raises(FleetError, match=words):
         resolve_unit(fleet(f"models: [{{name: a, path: {path}, dtype: float32}}]\n"), MACHINE)
+
+
+def test_experts_in_mxfp4_are_refused_on_a_cpu_that_cannot_compute_them() -> None:
+    path = tiny_checkpoint("gpt_oss-mxfp4", layers=2, heads=4, kv_heads=2, head_dim=64)
+    text = f"models: [{{name: a, path: {path}}}]\n"
+    resolve_unit(fleet(text), MACHINE)
+    with pytest.raises(FleetError, match=r"models\[0\].path: vLLM computes experts in MXFP4 only on CPUs with AMX"):
+        resolve_unit(fleet(text), replace(MACHINE, amx=False))
 
 
 def test_layers_with_a_window_reach_the_memory_manager(tmp_path: Path) -> None:
