@@ -226,6 +226,28 @@ def test_a_snapshot_is_left_alone_where_pages_are_short(
     nothing_owned(stateful)
 
 
+@pytest.mark.parametrize("kind", ["mistral", "deepseek_v2", "granite_hybrid"])
+def test_cached_prefixes_of_those_that_wait_leave_the_first_its_pages(
+    family: Engines, stock_tiny: dict[str, Any], kind: str
+) -> None:
+    """Two whose prompts are cached, where there are pages for one."""
+    model, prompt = family.unit_spec.model(kind), stock_tiny[kind]["chunked"]["prompt"]
+    prompts = {f"one-{kind}": prompt, f"other-{kind}": prompt[1:] + prompt[:1]}
+    expected = {name: prefilled(family, kind, f"cold-{name}", each)[1] for name, each in prompts.items()}
+    blocks = model.state_blocks + -(-(len(prompt) + 24) // model.block_tokens)
+    with family.memory() as client:
+        usual = next(m["quota_pages"] for m in client.stats()["models"] if m["name"] == kind)
+        client.set_quotas({kind: blocks * model.pages_per_block})
+        try:
+            family.serve(
+                kind, {name: family.body(name, each, max_tokens=24, ignore_eos=True) for name, each in prompts.items()}
+            )
+        finally:
+            client.set_quotas({kind: usual})
+    assert {name: family.tokens[name] for name in prompts} == expected
+    nothing_owned(family)
+
+
 @pytest.mark.parametrize("kind", sorted(LATENT))
 def test_a_step_has_prompts_with_and_without_a_cached_prefix(
     latents: Engines, stock_tiny: dict[str, Any], kind: str
