@@ -179,27 +179,29 @@ def test_a_cached_prefix_is_not_computed_again(family: Engines, stock_tiny: dict
     assert warm == (cold if kind in UNCACHED else cold - (cold - 1) // block * block)
 
 
-def prefilled(family: Engines, kind: str, name: str, prompt: list[int]) -> tuple[int, list[int]]:
+def prefilled(family: Engines, kind: str, name: str, prompt: list[int], **params: Any) -> tuple[int, list[int]]:
     """How many tokens are computed of a prompt, and how it goes on."""
     since = len(family.reports)
-    family.serve(kind, {name: family.body(name, prompt, max_tokens=24, ignore_eos=True)})
+    family.serve(kind, {name: family.body(name, prompt, max_tokens=24, ignore_eos=True, **params)})
     told = [report for engine, report in family.reports[since:] if engine == f"{kind}/prefill"]
     return sum(report.tokens for report in told if isinstance(report, StepReport)), family.tokens[name]
 
 
+@pytest.mark.parametrize("sampled", [{}, {"temperature": 1.0, "seed": 9}], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("kind", sorted(STATEFUL - UNCACHED))
 def test_prompts_begin_behind_what_two_before_them_had_in_common(
-    stateful: Engines, stock_tiny: dict[str, Any], kind: str
+    stateful: Engines, stock_tiny: dict[str, Any], kind: str, sampled: dict[str, Any]
 ) -> None:
     """The second one finds the tokens cached, but no states; these are kept there for the third."""
     block, prompt = stateful.unit_spec.model(kind).block_tokens, stock_tiny[kind]["chunked"]["prompt"]
     shared = 2 * block
     prompts = [prompt[: shared + 10 * part] + prompt[part : 200 + part] for part in (1, 2, 3)]
     stateful.forget_prefixes(kind)
-    expected = prefilled(stateful, kind, f"parts-cold-{kind}", prompts[2])
+    expected = prefilled(stateful, kind, f"parts-cold-{kind}{len(sampled)}", prompts[2], **sampled)
     stateful.forget_prefixes(kind)
     first, second, third = (
-        prefilled(stateful, kind, f"parts{index}-{kind}", each) for index, each in enumerate(prompts)
+        prefilled(stateful, kind, f"parts{index}-{kind}{len(sampled)}", each, **sampled)
+        for index, each in enumerate(prompts)
     )
     assert [first[0], second[0]] == [len(each) for each in prompts[:2]]
     assert third == (len(prompts[2]) - shared, expected[1])
