@@ -10,8 +10,8 @@ little to do. With `migration: { models: ... }` one of the two moves; with `mode
 
 In the setting `cpu` the checkpoints of `configs/models` are computed on this machine's CPU, in pools that are small.
 Its units share the cores, so that its figures mean something on a quiet machine only: look at the control first. In
-`simulated` (`deploy --simulated`) engines only sleep for as long as models of 30 million weights would take on this CPU,
-by the roofline.
+`simulated` (`deploy --simulated`) engines only sleep for as long as models of 30 million weights would take on this
+CPU, by the roofline.
 
 A client's requests are the same with moves and without. Latencies are compared of those requests that were sent and
 answered in both, requests/s of all within the time. A fleet is deployed anew for each seed, with moves first and
