@@ -294,7 +294,7 @@ def plan_unit(
             if member.state_bytes:
                 notes.append(
                     f"{member.name} keeps states, {format_size(member.state_bytes)} of each sequence beside K and V of "
-                    "its tokens: no prefixes are cached"
+                    "its tokens; its prefixes are cached with `prefix_caching: true` only"
                 )
             threads = _threads(member, models, cores)
             plans[member.name] = ModelPlan(

@@ -10,6 +10,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
+# The kernels of gated delta nets compute so many tokens of a prompt at a time. Where a step ends within them, sums are
+# rounded otherwise, which in 16 bits changes a token now and then.
+SCAN_TOKENS = 64
+
 
 def snapshot_hashes(behind: bytes, count: int) -> list[bytes]:
     """Under which hashes the `count` blocks are published that hold the states as they are behind the block of tokens
@@ -19,9 +23,11 @@ def snapshot_hashes(behind: bytes, count: int) -> list[bytes]:
 
 def snapshot_stops(tokens: int, block_tokens: int, junction: int) -> set[int]:
     """Behind how many tokens of a prompt of `tokens` snapshots are kept: behind the last block from which the same
-    prompt could go on, and behind its first `junction` blocks, which others begin with as well."""
+    prompt could go on, and behind its first `junction` blocks, which others begin with as well; both rounded down to
+    `SCAN_TOKENS` where blocks divide these."""
     last = (tokens - 1) // block_tokens
-    return {blocks * block_tokens for blocks in (last, min(last, junction)) if blocks > 0}
+    step = SCAN_TOKENS // block_tokens if SCAN_TOKENS % block_tokens == 0 else 1
+    return {blocks // step * step * block_tokens for blocks in (last, min(last, junction)) if blocks >= step}
 
 
 def end_of_chunk(start: int, end: int, stops: Iterable[int]) -> int:
