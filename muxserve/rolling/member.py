@@ -77,8 +77,8 @@ class MacroMember:
 
     `steps` are those that were told. Replicas tell of them late, by dozens of steps, each of which saves nearly
     `SLO_TPOT`. So where `step_seconds` is known, steps are taken to go on at that pace from `running_since` as long as
-    there are decodes and no prefill, as there have been since `resumed_at`; `ahead` are those that were taken to be
-    done before.
+    there are decodes and no prefill, as there have been since `resumed_at`; `ahead` are the seconds for which they were
+    taken to go on before that, since they were told.
 
     `bias` corrects predicted prefills by what was observed, of which `usual` is the mean, predicted; `unattributed` are
     measured seconds of prefills of which none is done yet. A member that is `leaving` gets nothing more.
@@ -138,8 +138,11 @@ class MacroMember:
         """Decode steps that it will have made by now."""
         if not self.step_seconds:
             return self.steps
-        running = min(max(0.0, now - self.running_since), _MOST_AHEAD_SECONDS) if self._running else 0.0
-        return self.steps + self.ahead + running / self.step_seconds
+        return self.steps + self._untold(now) / self.step_seconds
+
+    def _untold(self, now: float) -> float:
+        running = max(0.0, now - self.running_since) if self._running else 0.0
+        return min(self.ahead + running, _MOST_AHEAD_SECONDS)
 
     @property
     def _running(self) -> bool:
@@ -221,8 +224,10 @@ class MacroMember:
             at: when that was.
             step_seconds: how long one takes by now; 0: others are told before anybody asks what was saved.
         """
-        before, self.step_seconds = self.steps + self.ahead, step_seconds
-        self.ahead = 0.0
+        before: float = self.steps
+        if self.step_seconds:
+            before += self.ahead / self.step_seconds
+        self.step_seconds, self.ahead = step_seconds, 0.0
         self.running_since = max(at, self.resumed_at)
         if steps >= self.steps:
             self.steps = steps
@@ -293,7 +298,7 @@ class MacroMember:
 
     def _settle(self, now: float) -> None:
         """Whether its decodes go on may change: what they are taken to have made by now stays."""
-        self.ahead = self.made(now) - self.steps
+        self.ahead = self._untold(now)
         self.running_since = now
         if not self._running:
             self.resumed_at = now

@@ -245,6 +245,9 @@ def test_steps_of_an_engine_that_is_silent_do_not_go_on_for_ever() -> None:
     member.counted(10, at=1.0, step_seconds=0.01)
     assert member.made(60.0) == member.made(30.0) < 40
     assert member.saved(60.0, 0.0) < 0
+    for at in (30.0, 31.0, 32.0):
+        member.found(f"moved in at {at}", 10, since=at, now=at)
+    assert member.made(60.0) < 40, "whatever else happens there"
 
 
 def test_an_idle_member_makes_no_steps() -> None:
