@@ -120,6 +120,24 @@ async def streams(fleet: Fleet, meanwhile: Any = None) -> list[str]:
     return texts
 
 
+def streams_survive(fleet: Fleet, cluster: Nodes, host: str, wanted: list[str]) -> None:
+    """That node is killed while both units serve, and all streams say what is wanted."""
+    killed: list[list[int]] = []
+
+    def kill() -> None:
+        serving = in_flight(fleet)
+        if all(serving):
+            kill_machine(cluster, host)
+            killed.append(serving)
+
+    # On a machine that is busy otherwise a unit may just be thought to be down.
+    for _ in range(TRIES):
+        assert asyncio.run(streams(fleet, kill)) == wanted, f"tokens are others; killed: {killed}"
+        if killed:
+            break
+    assert killed, "never did both units serve"
+
+
 def main() -> None:
     began = time.monotonic()
 
@@ -145,20 +163,7 @@ def main() -> None:
                 assert served == ["u0"], units(fleet)
                 say("a model has joined the unit of a node")
 
-                killed: list[list[int]] = []
-
-                def kill() -> None:
-                    serving = in_flight(fleet)
-                    if all(serving):
-                        kill_machine(cluster, ONE)
-                        killed.append(serving)
-
-                # On a machine that is busy otherwise a unit may just be thought to be down.
-                for _ in range(TRIES):
-                    assert asyncio.run(streams(fleet, kill)) == wanted, f"tokens are others; killed: {killed}"
-                    if killed:
-                        break
-                assert killed, "never did both units serve"
+                streams_survive(fleet, cluster, ONE, wanted)
                 say("a node killed, every stream complete and as before")
                 if "--come-back" in sys.argv:
                     before = fleet.get("/fleet").json()["gateway"]["generation"]

@@ -16,7 +16,7 @@ import yaml
 
 from tests.e2e.fleet import Fleet, running
 from tests.ray.cluster import Nodes, nodes
-from tests.ray.live import TRIES, engines_up, fleet_file, in_flight, kill_machine, streams, units
+from tests.ray.live import engines_up, fleet_file, streams, streams_survive, units
 
 HEAD, ONE, OTHER, THIRD = "127.0.3.2", "127.0.3.3", "127.0.3.4", "127.0.3.5"
 GPUS = {"gpus": 2, "gpu_type": "H100"}
@@ -47,19 +47,7 @@ def on_cpus(cluster: Nodes, directory: Path) -> None:
         started(fleet)
         wanted = asyncio.run(streams(fleet))
         assert all(wanted)
-        killed: list[list[int]] = []
-
-        def kill() -> None:
-            serving = in_flight(fleet)
-            if all(serving):
-                kill_machine(cluster, ONE)
-                killed.append(serving)
-
-        for _ in range(TRIES):
-            assert asyncio.run(streams(fleet, kill)) == wanted, f"tokens are others; killed: {killed}"
-            if killed:
-                break
-        assert killed, "never did both units serve"
+        streams_survive(fleet, cluster, ONE, wanted)
 
 
 def on_pretended_gpus(cluster: Nodes, directory: Path) -> None:
