@@ -25,12 +25,12 @@ FIRST_TOKEN, LAST_TOKEN = 10, 400
 @dataclass(frozen=True)
 class Call:
     """One request. `at` is when an open loop sends it, in seconds from the start; its prompt is of ids up to
-    `last_token`."""
+    `last_token`. A server that gets the same `seed` again may have cached the prompt."""
 
     model: str
     prompt_tokens: int
     output_tokens: int
-    seed: int = 0
+    seed: int | str = 0
     at: float = 0.0
     stream: bool = True
     last_token: int = LAST_TOKEN

@@ -84,7 +84,7 @@ def make_calls(options: argparse.Namespace, rate: float, seed: int) -> list[Call
     load = ModelLoad(rate, LogNormalLengths(*options.prompt), LogNormalLengths(*options.output))
     trace = generate({MODEL: load}, options.duration, seed)
     return [
-        Call(MODEL, r.prompt_tokens, r.output_tokens, seed=number, at=r.arrival, last_token=LAST_TOKEN)
+        Call(MODEL, r.prompt_tokens, r.output_tokens, f"{rate}/{seed}/{number}", r.arrival, last_token=LAST_TOKEN)
         for number, r in enumerate(trace)
     ]
 

@@ -108,7 +108,7 @@ def make_calls(options: argparse.Namespace, models: Sequence[str], rate: float) 
     loads = {model: ModelLoad(share, prompt, output) for model, share in rates.items()}
     trace = generate(loads, options.duration, options.seed)
     return [
-        Call(r.model, r.prompt_tokens, r.output_tokens, seed=number, at=r.arrival) for number, r in enumerate(trace)
+        Call(r.model, r.prompt_tokens, r.output_tokens, f"{rate}/{number}", r.arrival) for number, r in enumerate(trace)
     ]
 
 

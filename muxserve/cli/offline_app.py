@@ -306,6 +306,9 @@ def replay(
         Path | None, typer.Option(help="JSON Lines to write, a line for each request.", show_default=False)
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    prompt_seed: Annotated[
+        int | None, typer.Option(help="The same prompts in every run; new ones without.", show_default=False)
+    ] = None,
     *,
     reading: args.Reading,
 ) -> None:
@@ -322,6 +325,6 @@ def replay(
 
     settings = ReplaySettings(
         url, workload, reading, fleet, models, key, max_in_flight, timeout, alone, slo_ttft_ms, slo_tpot_ms,
-        out, html, plotly, records, json,
+        out, html, plotly, records, json, prompt_seed,
     )  # fmt: skip
     raise typer.Exit(run(settings))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -95,6 +96,7 @@ class ReplaySettings:
     plotly: str = DEFAULT
     records: Path | None = None
     as_json: bool = False
+    prompt_seed: int | None = None
 
 
 def replay(settings: ReplaySettings) -> int:
@@ -135,7 +137,9 @@ async def _replay(settings: ReplaySettings) -> int:
             raise WorkloadError(f"{workload.about} has no requests")
         _tell_mapping(settings, workload, given is not None, served)
         print_left_out(workload)
-        prompts = Prompts(options.seed)
+        # A server may still have the KV of prompts that it was sent before.
+        seed = secrets.randbits(32) if settings.prompt_seed is None else settings.prompt_seed
+        prompts = Prompts(seed)
         dialects = {name: await endpoint.probe(name, prompts) for name in described.models}
         for words in dict.fromkeys(dialect.words() for dialect in dialects.values()):
             errors.print(f"{escape(endpoint.url)}: {words}")
@@ -153,7 +157,7 @@ async def _replay(settings: ReplaySettings) -> int:
             running = Replay(endpoint, dialects, prompts, on_record, settings.max_in_flight)
             async with _interruptible(running), progress(errors, running, workload.duration, _count(described)):
                 await running.run(workload)
-    summary = collected.summary(extra=_extra(running, alone))
+    summary = collected.summary(extra=_extra(running, alone, seed))
     _report(settings, workload, dialects, summary)
     _warn(running, dialects, summary)
     if running.stopped:
@@ -226,13 +230,14 @@ async def _interruptible(running: Replay) -> AsyncIterator[None]:
             loop.remove_signal_handler(number)
 
 
-def _extra(running: Replay, alone: Mapping[str, Alone] | None) -> dict[str, object]:
+def _extra(running: Replay, alone: Mapping[str, Alone] | None, prompt_seed: int) -> dict[str, object]:
     late = Lateness.of(running.counts.lateness)
     extra: dict[str, object] = {
         "client": {
             "lateness": {"mean": late.mean, "p50": late.p50, "p99": late.p99, "max": late.max},
             "held_back": running.counts.held,
             "shorter_than_asked": running.counts.short,
+            "prompt_seed": prompt_seed,
         }
     }
     if alone is not None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -228,6 +229,23 @@ def test_an_interruption_reports_what_was_done(serve: Serve, tmp_path: Path, aga
         assert figures.unfinished == figures.requests
     else:
         assert figures.completed == figures.requests
+
+
+@pytest.mark.parametrize("again", [(), ("--prompt-seed", 3)], ids=["new", "the same"])
+def test_prompts_are_new_in_every_run_unless_they_are_to_be_the_same(
+    serve: Serve, tmp_path: Path, again: tuple[object, ...]
+) -> None:
+    server = serve(0.0)
+    path, out = trace(tmp_path / "t.jsonl", ["exact"], 3, 0.0), tmp_path / "r.json"
+    sent, seeds = [], []
+    for _ in range(2):
+        before = len(server.seen("exact"))
+        result = command(server, "-w", path, "-o", out, *again)
+        assert result.exit_code == 0, result.output
+        sent.append(sorted(body["prompt"] for body in server.seen("exact")[before:]))
+        extra: Any = read_json(out).runs["replay"].extra
+        seeds.append(extra["client"]["prompt_seed"])
+    assert (sent[0] == sent[1], seeds[0] == seeds[1]) == (bool(again), bool(again))
 
 
 async def test_stop_while_held_back(serve: Serve) -> None:
