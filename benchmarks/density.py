@@ -4,10 +4,10 @@
 
 The same requests go to (proxy) one stock vLLM server per model under a proxy that swaps them, as many at a time as the
 limit holds; (timer) a fleet whose models sleep after an idle time, `replicas: {min: 0}`; (memory) a fleet with
-`memory: {limit: ...}`. In each phase of ten seconds a few models are active, and the others silent. Each seed is
-another workload, and a run of its own. Checkpoints are made anew, and removed at the end. TTFT counts from when a
-request was sent, with every wait; what has not ended when the grace after the last arrival is over has missed the
-objective.
+`memory: {limit: ...}`; (hibernating) the same with the memory of sleeping models in files. In each phase of ten
+seconds a few models are active, and the others silent. Each seed is another workload, and a run of its own. Checkpoints
+are made anew, and removed at the end. TTFT counts from when a request was sent, with every wait; what has not ended
+when the grace after the last arrival is over has missed the objective.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import shutil
 import statistics
 import tempfile
@@ -41,6 +42,7 @@ from muxserve.workload import open_workload
 from placement.format import format_size
 from tests.support import tiny_checkpoint as checkpoints
 
+SYSTEMS = ("memory", "hibernating", "timer", "proxy")
 PROMPT, OUTPUT = 16, 16
 KV_BYTES = 128 << 20
 # A sample takes the kernel a hundredth of a second for each process with vLLM: of the machine that is measured it gets
@@ -164,8 +166,9 @@ def fleet_file(
     idle: float,
     slo: float,
     pool: int = KV_BYTES,
+    hibernate: str = "off",
 ) -> Path:
-    """A fleet of these checkpoints; with `limit` memory decides, else the idle time."""
+    """A fleet of these checkpoints; with `limit` memory decides, else the idle time. `hibernate` as in a fleet file."""
     models: list[dict[str, Any]] = []
     for model, path in paths.items():
         each: dict[str, Any] = {
@@ -181,7 +184,7 @@ def fleet_file(
         models.append(each)
     declared: dict[str, Any] = {"kv_pool": {"size": pool}, "models": models}
     if limit is not None:
-        declared["memory"] = {"limit": limit}
+        declared["memory"] = {"limit": limit, "hibernate": hibernate}
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(declared, sort_keys=False))
     return file
@@ -247,10 +250,12 @@ def made(count: int, layers: int) -> Iterator[dict[str, Path]]:
     before = checkpoints.CACHE
     checkpoints.CACHE = Path(tempfile.mkdtemp(prefix="density-"))
     try:
-        yield {
+        paths = {
             f"model-{n:02d}": checkpoints.tiny_checkpoint(layers=layers, heads=16, kv_heads=4, seed=n, max_len=256)
             for n in range(count)
         }
+        os.sync()  # the disks do not write them beside what is measured
+        yield paths
     finally:
         shutil.rmtree(checkpoints.CACHE)
         checkpoints.CACHE = before
@@ -267,7 +272,7 @@ def main() -> None:
     parser.add_argument("--slo", type=float, default=2.0, help="seconds to the first token")
     parser.add_argument("--idle", type=float, default=5.0, help="seconds, of the fleet with idle timers")
     parser.add_argument("--limit", type=parse_size, default=4 << 30)
-    parser.add_argument("--systems", nargs="+", default=["memory", "timer", "proxy"])
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["memory", "timer", "proxy"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/density.json")
     parser.add_argument("--add", action="store_true", help="to the runs that are in the file")
@@ -284,8 +289,9 @@ def main() -> None:
                 slots = max(1, args.limit // (STOCK_BYTES + weights))
                 outcomes, meter, extra = swapped(paths, slots, calls, args.grace)
             else:
-                limit = args.limit if system == "memory" else None
-                file = fleet_file(folder, system, paths, limit, args.idle, args.slo)
+                limit = None if system == "timer" else args.limit
+                hibernate = "auto" if system == "hibernating" else "off"
+                file = fleet_file(folder, system, paths, limit, args.idle, args.slo, hibernate=hibernate)
                 outcomes, meter, extra = served(file, calls, args.grace)
             runs.setdefault(system, []).append(
                 {"seed": seed, **figures(outcomes, args.slo, meter, args.limit), **extra}

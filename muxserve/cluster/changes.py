@@ -279,7 +279,7 @@ class Changes:
             await self._start_wanted(message.model, message.count)
         elif isinstance(message, wire.StopReplica):
             if not self._steps.drained(message.model, message.unit):
-                await self._stop_wanted(message.model, message.unit)
+                await self._stop_wanted(message)
         elif isinstance(message, wire.MoveReplica):
             await self._move_wanted(message)
         else:
@@ -366,11 +366,12 @@ class Changes:
             raise ChangeError(f"{destination} serves it already")
         return old, new
 
-    async def _stop_wanted(self, model: str, name: str) -> None:
+    async def _stop_wanted(self, message: wire.StopReplica) -> None:
+        model = message.model
         async with self._lock_of(model):
-            unit = self._units.units.get(name)
-            if unit is not None and model in unit.serves and not self._steps.is_leaving(model, name):
-                await self._steps.end_replicas([model], unit, self._say)
+            unit = self._units.units.get(message.unit)
+            if unit is not None and model in unit.serves and not self._steps.is_leaving(model, message.unit):
+                await self._steps.end_replicas([model], unit, self._say, message.urgent)
 
     # ------------------------------------------------------------ details
 

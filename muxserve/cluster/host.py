@@ -20,7 +20,7 @@ from muxserve.cluster.log_tail import LogTail, Said
 from muxserve.cluster.processes import Process, Reaper, exit_words, kill_group
 from muxserve.cluster.restarts import DEGRADED_STARTS, MAX_DEATHS
 from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM, Starts
-from muxserve.cluster.supervision import STOP_SECONDS, WITH_PARENT, GaveUp, Part, Supervisor
+from muxserve.cluster.supervision import STOP_SECONDS, WITH_PARENT, GaveUp, Part, PartDied, PartFailed, Supervisor
 from muxserve.cluster.watch import Watch
 from muxserve.gpu.budget import Needs
 from muxserve.gpu.unit import PoolSizer
@@ -110,6 +110,8 @@ class Deaths:
         return "" if same else WITH_PARENT
 
 
+# Of a model's memory; its parent gives up before.
+_HIBERNATION_SECONDS = 25.0
 _MPS_STOP_SECONDS = 15.0  # it gives its clients some time, too
 _STOPPED = "its model is not served here any more"
 
@@ -169,6 +171,10 @@ class UnitHost:
         self._movable = movable
         # By model, the process that loaded it and forks its engines.
         self._model_parents: dict[str, Process] = {}
+        # The same of models that sleep: their memory is in a file.
+        self._hibernating: dict[str, Process] = {}
+        # Models whose process has moved its memory before: next time only what has changed moves.
+        self._in_files: set[str] = set()
         self.ready = asyncio.Event()
 
     @property
@@ -333,6 +339,9 @@ class UnitHost:
             raise
         self._served.discard(model)
         self._retired.discard(model)
+        parent = self._hibernating.pop(model, None)
+        if parent is not None and parent.running:
+            self._model_parents[model] = parent
         await self.tell(wire.Revive(model))
         new = {part.id: part for part in self._starts.parts_of(model)}
         self.parts.update(new)
@@ -348,18 +357,22 @@ class UnitHost:
         except BaseException:
             up.cancel()
             self._tasks.update(tasks)
-            await self.stop_model(model)
+            self._wanted.discard(model)
+            await self._end_model(model)
             raise
         self._served.add(model)
         for who, task in tasks.items():
             self._watch(who, task)
 
-    async def stop_model(self, model: str) -> None:
-        """Stop the engines of a model, and let go of its weights. What it still computes is lost to this unit."""
+    async def stop_model(self, model: str, urgent: bool = False) -> None:
+        """Stop the engines of a model, and let go of its weights, or have them moved into a file until it is started
+        again. What it still computes is lost to this unit. `urgent`: requests wait for the memory, so that a model
+        which is not in a file yet is rather loaded again."""
         self._wanted.discard(model)
-        await self._end_model(model)
+        may_hibernate = bool(self.unit_spec.hibernation) and not (urgent and model not in self._in_files)
+        await self._end_model(model, may_hibernate)
 
-    async def _end_model(self, model: str) -> None:
+    async def _end_model(self, model: str, may_hibernate: bool = False) -> None:
         gone = [part for part in self.parts if part.model == model]
         self._retired.add(model)
         self._degraded.pop(model, None)
@@ -372,20 +385,41 @@ class UnitHost:
         await self._stop_parts(engines, STOP_SECONDS)
         await self._stop_parts(set(gone).difference(engines), STOP_SECONDS)
         self._starts.forget_weights(model)
+        # Until its memory is free it counts as the model's.
+        parent = self._model_parents.get(model)
+        if may_hibernate and parent is not None and await self._hibernate(model):
+            self._hibernating[model] = parent
+            self._in_files.add(model)
+        else:
+            await self._end_parent(model, parent)
+        self._model_parents.pop(model, None)
+        for part in gone:
+            self._starts.awaited.discard(part)
+            del self.parts[part]
+            if part.kind == "engine":
+                await self.tell(wire.EngineDown(part.model, part.phase, _STOPPED))
+
+    async def _hibernate(self, model: str) -> bool:
+        """Whether the memory of a model's parent has moved into a file."""
+        if self._starts.warm is None:
+            return False
+        try:
+            async with asyncio.timeout(_HIBERNATION_SECONDS):
+                await self._starts.warm.hibernate(model)
+        except (TimeoutError, PartDied, PartFailed) as error:
+            log.warning("%s is loaded again when it is woken: %s", model, str(error) or "its memory moves too slowly")
+            return False
+        return True
+
+    async def _end_parent(self, model: str, parent: Process | None) -> None:
         if self._starts.warm is not None:
             self._starts.warm.end_model(model)
-        parent = self._model_parents.pop(model, None)
         if parent is not None:
             # It ends by itself when it gets no more orders; the memory is free when it has.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_SECONDS):
                     await parent.wait()
             parent.send(signal.SIGKILL)
-        for part in gone:
-            self._starts.awaited.discard(part)
-            del self.parts[part]
-            if part.kind == "engine":
-                await self.tell(wire.EngineDown(part.model, part.phase, _STOPPED))
 
     async def join(self, unit_spec: UnitSpec, model: str, needs: Sequence[Needs] = ()) -> None:
         """The unit is as `unit_spec` has it from now on: of models with the same pools, among them `model`, which is
@@ -450,6 +484,7 @@ class UnitHost:
         except ProcessLookupError:
             return
         self._model_parents[model] = part.process
+        self._in_files.discard(model)
         self._spawn(self._supervisor(lambda: True).watch_only(part))
 
     def _keep(self, supervisor: Supervisor, part: Part) -> None:

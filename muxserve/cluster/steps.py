@@ -393,8 +393,9 @@ class FleetSteps:
         async with self.lock.alone():
             await self.end_replicas(models, unit, tell)
 
-    async def end_replicas(self, models: Sequence[str], unit: RunningUnit, tell: Tell) -> None:
-        """Have nobody sent there any more, and end the engines; and the unit, if there is nothing left in it."""
+    async def end_replicas(self, models: Sequence[str], unit: RunningUnit, tell: Tell, urgent: bool = False) -> None:
+        """Have nobody sent there any more, and end the engines; and the unit, if there is nothing left in it. `urgent`:
+        requests wait for their memory."""
         unit.serves.difference_update(models)
         # Where memory decides who is awake, any of its models may be woken the next moment.
         stays = self._units.fleet.residency is not None and unit.name not in self._ending
@@ -402,7 +403,7 @@ class FleetSteps:
             self._units.publish()
             for model in models:
                 try:
-                    await unit.handle.stop_model(model)
+                    await unit.handle.stop_model(model, urgent)
                 except GaveUp as failure:
                     tell(f"{failure.part} of {unit.name} may not have ended: {failure}")
             tell(f"{', '.join(models)} is not served by {unit.name} any more")

@@ -104,8 +104,9 @@ class UnitHandle(Protocol):
             GaveUp: it takes no model more; nothing has changed.
         """
 
-    async def stop_model(self, model: str) -> None:
+    async def stop_model(self, model: str, urgent: bool = False) -> None:
         """Stop the engines of a model and let go of its weights; what they still compute is lost to this unit.
+        `urgent`: requests wait for the memory.
 
         Raises:
             GaveUp: nobody knows whether they have ended.
@@ -224,11 +225,11 @@ class LocalUnit:
         """See `UnitHandle.join`."""
         await self._host.join(unit_spec, model, needs)
 
-    async def stop_model(self, model: str) -> None:
+    async def stop_model(self, model: str, urgent: bool = False) -> None:
         """See `UnitHandle.stop_model`."""
         if model in self._serves:
             self._serves.remove(model)
-        await self._host.stop_model(model)
+        await self._host.stop_model(model, urgent)
 
     def start_migrator(self) -> None:
         """See `UnitHandle.start_migrator`."""

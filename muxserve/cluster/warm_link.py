@@ -64,6 +64,8 @@ class WarmLink:
         self._parent = parent
         self._births: dict[PartId, Birth] = {}
         self._model_parents: dict[int, str] = {}
+        # By model, what waits for its memory to have moved.
+        self._hibernations: dict[str, asyncio.Future[int]] = {}
         self._on_progress = on_progress
         self._on_exited = on_exited
         self._on_measured = on_measured
@@ -89,6 +91,24 @@ class WarmLink:
         with contextlib.suppress(OSError):
             self._send({"op": "end", "model": model})
 
+    async def hibernate(self, model: str) -> int:
+        """The engines of `model` have been stopped, and may be wanted again: the process that has loaded it stays, and
+        its memory moves behind a file. Returns the bytes that have moved.
+
+        Raises:
+            PartFailed: they cannot.
+            PartDied: the process has died.
+        """
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._hibernations[model] = future
+        try:
+            self._send({"op": "hibernate", "model": model})
+            return await future
+        except OSError as error:
+            raise PartDied(f"{self._parent} does not take orders: {error}", blameless=True) from None
+        finally:
+            self._hibernations.pop(model, None)
+
     def _send(self, command: dict[str, object], fds: Sequence[int] = ()) -> None:
         data = json.dumps(command).encode()
         if fds:
@@ -108,6 +128,9 @@ class WarmLink:
         for birth in self._births.values():
             birth.fail(gone)
         self._births.clear()
+        for future in self._hibernations.values():
+            if not future.done():
+                future.set_exception(gone)
 
     async def _read(self) -> None:
         loop = asyncio.get_running_loop()
@@ -139,6 +162,14 @@ class WarmLink:
         if event == "forked" and message["kind"] == "model":
             self._model_parents[int(message["pid"])] = message["model"]
             self._on_model_parent(message["model"], int(message["pid"]))
+            return
+        if event == "hibernates":
+            future = self._hibernations.get(message["model"])
+            if future is not None and not future.done():
+                if "error" in message:
+                    future.set_exception(PartFailed(str(message["error"])))
+                else:
+                    future.set_result(int(message["bytes"]))
             return
         part = PartId(
             message["kind"],
@@ -172,4 +203,7 @@ class WarmLink:
             for part, birth in self._births.items():
                 if part.model == model:
                     birth.fail(PartDied(f"the process that loads {model} died"))
+            future = self._hibernations.get(model)
+            if future is not None and not future.done():
+                future.set_exception(PartDied(f"the process that has loaded {model} died"))
         self._on_exited(pid, status)

@@ -27,7 +27,7 @@ from muxserve.config.schema import (
 )
 from muxserve.config.source import Source
 from muxserve.config.syntax import parse
-from muxserve.config.values import parse_duration
+from muxserve.config.values import AUTO, parse_duration
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL
 from muxserve.replicas.scaling import ScalingRules
@@ -356,7 +356,10 @@ def resolve(fleet: Fleet, base: Path, environ: Mapping[str, str]) -> Fleet:
     }
     if fleet.memory is not None:
         models = [_by_memory(model) for model in models]
-    return fleet.model_copy(update={"models": models, "gateway": gateway, "tenants": tenants})
+    memory = fleet.memory
+    if memory is not None and memory.hibernate not in (AUTO, "off"):
+        memory = memory.model_copy(update={"hibernate": str(_directory(base, memory.hibernate))})
+    return fleet.model_copy(update={"models": models, "gateway": gateway, "tenants": tenants, "memory": memory})
 
 
 def _by_memory(model: Model) -> Model:

@@ -170,6 +170,13 @@ class WatchdogTimes(Section):
     )
 
 
+def _hibernate(value: object) -> object:
+    switched = switch(value)
+    if not isinstance(switched, str) or not switched or switched == "on":
+        raise ValueError(f"must be auto, off or a directory, not {value!r}")
+    return switched
+
+
 class MemorySection(Section):
     """How much of this machine's memory the fleet may take. With it, memory and not an idle time decides which models
     are awake: all may sleep, but those with `keep: always`, and a request wakes its model (docs/residency.md)."""
@@ -185,6 +192,11 @@ class MemorySection(Section):
     max_wait: Seconds = Field(
         default=_RESIDENCY.max_wait,
         description="A request that has waited so long for its model goes before all that have not",
+    )
+    hibernate: Annotated[str, BeforeValidator(_hibernate)] = Field(
+        default="off",
+        description="Directory on a disk for the memory of sleeping models, relative to the fleet file, so that they "
+        "need not be loaded again; auto: that of temporary files, if it is on a disk; off: they are loaded again",
     )
     turns: bool = Field(
         default=False,

@@ -10,22 +10,26 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from muxserve.forks.family import Control, ForkingParent, engine_log, file_name, temporary_files_in
+from muxserve.forks.hibernation import HibernationError, SleepingMemory
 from muxserve.net.heartbeat import heartbeat_file
 from muxserve.net.process import trim, words
-from muxserve.spec import UNIT_FILE, UnitSpec, load
+from muxserve.spec import UNIT_FILE, EnginePhase, UnitSpec, load
 
 log = logging.getLogger(__name__)
 
 
 def run_model_parent(unit_spec: UnitSpec, model: str, commands: socket.socket, control: Control) -> None:
     """Load `model`, then fork an engine per command `{"op": "fork", "phase": ...}` until `commands` closes. With
-    `awaited` in the command requests wait for the engine."""
+    `awaited` in the command requests wait for the engine. On `{"op": "hibernate"}` its engines have ended, and the
+    model sleeps until the next one is to be forked."""
+    began = time.monotonic()
     try:
         loaded = _load(unit_spec, model, control)
     except Exception as error:
@@ -34,9 +38,27 @@ def run_model_parent(unit_spec: UnitSpec, model: str, commands: socket.socket, c
             control.event("failed", kind="engine", model=model, phase=phase, error=words(error))
         raise
     config, executor, set_threads = loaded
+    sleeping = SleepingMemory(unit_spec.hibernation, time.monotonic() - began) if unit_spec.hibernation else None
 
     def handle(command: dict[str, Any]) -> None:
-        phase = command["phase"]
+        if command["op"] == "hibernate":
+            hibernate()
+        else:
+            fork(command["phase"], "awaited" in command)
+
+    def hibernate() -> None:
+        try:
+            if sleeping is None:
+                raise HibernationError("its unit does not")
+            if not parent.childless:
+                raise HibernationError("it has engines")
+            control.event("hibernates", model=model, bytes=sleeping.move(parent.beat))
+        except HibernationError as error:
+            control.event("hibernates", model=model, error=str(error))
+
+    def fork(phase: EnginePhase, awaited: bool) -> None:
+        if sleeping is not None:
+            sleeping.read_ahead()
 
         def child() -> None:
             from muxserve.engine.loop import run_engine
@@ -59,7 +81,7 @@ def run_model_parent(unit_spec: UnitSpec, model: str, commands: socket.socket, c
                 executor.driver_worker.worker.clocks = executor.clocks
             if own["async_scheduling"]:
                 executor.begin_thread(lambda: set_threads(now.model(model).threads))
-            detail = "binding to the pool" if "awaited" in command else "warming up"
+            detail = "binding to the pool" if awaited else "warming up"
             control.event("progress", kind="engine", model=model, phase=phase, detail=detail)
             try:
                 run_engine(
@@ -69,7 +91,7 @@ def run_model_parent(unit_spec: UnitSpec, model: str, commands: socket.socket, c
                     config,
                     lambda _: executor,
                     lambda: control.event("up", kind="engine", model=model, phase=phase, pid=os.getpid()),
-                    awaited="awaited" in command,
+                    awaited=awaited,
                 )
             except Exception as error:
                 control.event("failed", kind="engine", model=model, phase=phase, error=words(error))
@@ -94,6 +116,7 @@ def _load(unit_spec: UnitSpec, model: str, control: Control) -> tuple[Any, Any, 
     """vLLM's configuration, an executor with the weights loaded, and torch's own way to set the number of threads,
     which vLLM's worker puts out of use."""
     import torch
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
     from muxserve.engine.cpu.ahead import ThreadedExecutor
     from muxserve.engine.support import refuse_unsupported
@@ -102,7 +125,9 @@ def _load(unit_spec: UnitSpec, model: str, control: Control) -> tuple[Any, Any, 
     engines = unit_spec.model(model).engines
     for phase in engines:
         control.event("progress", kind="engine", model=model, phase=phase, detail="loading weights")
-    # No OpenMP team may exist before the fork: its threads would not live on in the children.
+    # No thread may exist before the fork, since it would not live on in the children: neither an OpenMP team, nor the
+    # one that watches progress bars.
+    tqdm.monitor_interval = 0
     set_threads = torch.set_num_threads
     set_threads(1)
     config = config_of(engine_args(unit_spec, model, engines[0]))

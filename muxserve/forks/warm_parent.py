@@ -113,6 +113,8 @@ class WarmParent:
         operation = command.get("op")
         if operation == "end":
             self._end_model_parent(command["model"])
+        elif operation == "hibernate":
+            self._hibernate(command["model"])
         elif operation != "fork":
             log.warning("unknown command %r", command)
         else:
@@ -193,6 +195,16 @@ class WarmParent:
         known = self._model_parents.pop(model, None)
         if known is not None:
             known[1].close()
+
+    def _hibernate(self, model: str) -> None:
+        """The model sleeps; its parent says when its memory has moved."""
+        known = self._model_parents.get(model)
+        try:
+            if known is None:
+                raise OSError("nobody has loaded it")
+            known[1].send(json.dumps({"op": "hibernate"}).encode())
+        except OSError as error:
+            self.control.event("hibernates", model=model, error=words(error))
 
     def _close_model_parents(self) -> None:
         for _, sock in self._model_parents.values():

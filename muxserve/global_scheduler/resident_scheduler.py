@@ -228,7 +228,7 @@ class ResidentScheduler(ModelScheduler):
     def _end(self, unit: str) -> None:
         if unit not in self._stopping:
             self._stopping.add(unit)
-            self._out.to_controller(StopReplica(self.model, unit))
+            self._out.to_controller(StopReplica(self.model, unit, urgent=not self._ahead))
 
     def _carry_out(self, decisions: Iterable[Decision], now: float) -> None:
         self._now = now

@@ -3,9 +3,13 @@ and simulated."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import psutil
 
 from muxserve.config import AUTO, Fleet, FleetError, Model
 from muxserve.costs import ModelArchitecture
@@ -49,6 +53,8 @@ WAKE_SECONDS, WAKE_BANDWIDTH = 0.4, (273 << 20) / (0.75 - 0.4)
 # Until an idle model's memory is free, until that was measured; and how much longer than alone a wake takes for each
 # other wake or busy model per core (`scheduling.wake_times` learns its own).
 SLEEP_SECONDS, WAKE_DRAG = 0.3, 1.5
+# File systems that have no disk behind them.
+_IN_MEMORY = ("tmpfs", "ramfs")
 # More at a time would take memory that others wait for, and come up no sooner.
 MOST_WAKES = 4
 
@@ -111,6 +117,35 @@ def load_bytes(model: Model, architecture: ModelArchitecture, dtype: str) -> int
         return weights
     # No tensor is larger than that of the embeddings.
     return min(weights, MAPPED_BYTES + ITEM_BYTES[dtype] * architecture.vocab * architecture.hidden)
+
+
+def hibernation_of(fleet: Fleet) -> str:
+    """The directory for the memory of models that sleep; empty where they are loaded again.
+
+    Raises:
+        FleetError: the file names one that is no directory, or that is in memory itself.
+    """
+    if fleet.memory is None or fleet.memory.hibernate == "off":
+        return ""
+    if fleet.memory.hibernate == AUTO:
+        candidates = [Path(tempfile.gettempdir()), Path("/var/tmp")]
+        return next((str(path) for path in candidates if path.is_dir() and not _in_memory(path)), "")
+    path = Path(fleet.memory.hibernate)
+    if not path.is_dir():
+        problem = f"{path} is no directory"
+    elif not os.access(path, os.W_OK | os.X_OK):
+        problem = f"{path} cannot be written to"
+    elif _in_memory(path):
+        problem = f"{path} is in memory itself; name a directory on a disk, or `off`"
+    else:
+        return str(path)
+    raise FleetError([fleet.problem(("memory", "hibernate"), problem)])
+
+
+def _in_memory(path: Path) -> bool:
+    mounted = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
+    path = path.resolve()
+    return next((mounted[each] for each in (path, *path.parents) if each in mounted), "") in _IN_MEMORY
 
 
 def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) -> ResidencySpec | None:

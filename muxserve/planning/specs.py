@@ -26,6 +26,7 @@ from muxserve.gpu.unit import GpuUnit
 from muxserve.planning.arrangements import arrangement_of
 from muxserve.planning.demands import CPU_BATCH, batch_of
 from muxserve.planning.device_pool import CPU
+from muxserve.planning.residency import hibernation_of
 from muxserve.planning.unit_plan import ResolvedUnit
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import Level
@@ -86,6 +87,7 @@ def unit_spec_of(plan: ResolvedUnit, run_dir: str, host: str | None = None, port
         levels=levels_of(plan.fleet),
         default_level=plan.fleet.default_level,
         watchdog=watchdog_of(plan.fleet),
+        hibernation=hibernation_of(plan.fleet),
     )
 
 
@@ -211,6 +213,8 @@ def pretended(unit_spec: UnitSpec, gpu: GpuUnit | None, simulated: SimulatedSpec
     reads what is in it. One on GPUs pretends to have them: it runs on the CPU, with as many pages as on each GPU, which
     take no memory to speak of."""
     simulated = msgspec.structs.replace(simulated, ranks=unit_spec.ranks)
+    # There are no weights to keep.
+    unit_spec = msgspec.structs.replace(unit_spec, hibernation="")
     if gpu is None:
         return msgspec.structs.replace(unit_spec, ranks=1, simulated=simulated)
     pools = [PoolSpec(pool.name, _PRETENDED_PAGE_BYTES, pool.num_pages) for pool in unit_spec.pools]

@@ -292,6 +292,8 @@ class UnitSpec(msgspec.Struct, frozen=True):
     # What steps of the models are predicted to cost, each at the shares that its engines can have; of models that are
     # left out nothing is known.
     costs: dict[str, list[EngineProfile]] = {}
+    # The directory for the memory of models that sleep; empty: it is given up, and they are loaded again.
+    hibernation: str = ""
 
     def priority_levels(self, model: str | None = None) -> Levels:
         """The levels as the policies of that model want them."""

@@ -183,10 +183,11 @@ class StartReplicas(Message):
 
 
 class StopReplica(Message):
-    """The replica is drained: the controller ends it."""
+    """The replica is drained: the controller ends it. `urgent`: requests for other models wait for its memory."""
 
     model: str
     unit: str
+    urgent: bool = False
 
 
 class StartFailed(Message):

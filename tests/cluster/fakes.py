@@ -220,11 +220,15 @@ class Parent:
                 self.fork(order, fds)
             else:
                 self.journal.write(f"{order['op']} {order['model']}")
+                self.obey(order["op"], order["model"])
             for fd in fds:
                 os.close(fd)
 
     def fork(self, order: dict[str, Any], fds: list[int]) -> None:
         raise NotImplementedError
+
+    def obey(self, operation: str, model: str) -> None:
+        """An order that is not for a fork."""
 
     def reap(self) -> None:
         while True:
@@ -306,6 +310,11 @@ class Vllm(Parent):
 class Warm(Parent):
     name = "warm_parent"
 
+    def __init__(self, file: str, journal: Journal, control: int) -> None:
+        super().__init__(file, journal, control)
+        # Where engines are forked from processes that have loaded their models.
+        self.model_parents: dict[str, int] = {}
+
     def run(self) -> None:
         if told(self.run_dir, "fail-warm"):
             self.event("failed", kind="warm_parent", error="no room here")
@@ -317,7 +326,36 @@ class Warm(Parent):
                 signal.pause()
         self.serve()
 
+    def obey(self, operation: str, model: str) -> None:
+        if operation == "end":
+            pid = self.model_parents.pop(model, None)
+            if pid is not None:
+                os.kill(pid, signal.SIGTERM)
+        elif operation == "hibernate":
+            self.load(model)
+            if told(self.run_dir, f"full-{model}"):
+                self.event("hibernates", model=model, error="the disk is full")
+            elif not told(self.run_dir, f"mute-{model}"):
+                self.event("hibernates", model=model, bytes=1 << 20)
+
+    def load(self, model: str) -> None:
+        """Have a process that stands for one that has loaded the model, if there is none."""
+        pid = self.model_parents.get(model)
+        if pid is not None and Path(f"/proc/{pid}").exists():
+            return
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent(signal.SIGKILL)
+            beat = beating(self.run_dir, f"model-{model}")
+            while True:
+                beat()
+                time.sleep(0.02)
+        self.model_parents[model] = pid
+        self.event("forked", kind="model", model=model, phase="", pid=pid)
+
     def fork(self, order: dict[str, Any], fds: list[int]) -> None:
+        if told(self.run_dir, "model-parents"):
+            self.load(order["model"])
         who = {key: order[key] for key in ("kind", "model", "phase")}
         pid = os.fork()
         if pid:

@@ -7,7 +7,8 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -28,11 +29,10 @@ LIMIT = 1500 << 20
 PROMPT = "More models than memory"
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    directory = tmp_path_factory.mktemp("residency")
+def declared_in(directory: Path, names: Sequence[str], limit: int, hibernate: str) -> Path:
+    """The file of a fleet of so many models, of which some have room."""
     declared = {
-        "memory": {"limit": LIMIT, "min_residence": "200ms"},
+        "memory": {"limit": limit, "min_residence": "200ms", "hibernate": hibernate},
         "kv_pool": {"size": "32MiB"},
         "models": [
             {
@@ -43,13 +43,18 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
                 "limits": {"max_wait": "none"},
                 "replicas": {"max": 1, "wake": 4 * PATIENCE},
             }
-            for number, name in enumerate(NAMES)
+            for number, name in enumerate(names)
         ],
     }
     file = directory / "fleet.yaml"
     file.write_text(yaml.safe_dump(declared))
-    # What it has in memory is its own, as where one imports vLLM for itself.
-    with running(file) as deployed:
+    return file
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    # What it has in memory is its own, as where one imports vLLM for itself. Each wake loads the model again.
+    with running(declared_in(tmp_path_factory.mktemp("residency"), NAMES, LIMIT, "off")) as deployed:
         yield deployed
 
 
@@ -62,7 +67,7 @@ def total(fleet: Fleet, key: str) -> int:
     return sum(model[key] for model in memory(fleet)["models"].values())
 
 
-async def answers(fleet: Fleet, rounds: int = 1) -> list[tuple[str, str]]:
+async def answers(fleet: Fleet, rounds: int = 1, names: Sequence[str] = NAMES) -> list[tuple[str, str]]:
     """What the models say, all asked at once."""
     async with fleet.async_client() as client:
 
@@ -80,7 +85,7 @@ async def answers(fleet: Fleet, rounds: int = 1) -> list[tuple[str, str]]:
                 text += "".join(choice.delta.content or "" for choice in chunk.choices)
             return name, text
 
-        return list(await asyncio.gather(*(ask(name) for _ in range(rounds) for name in NAMES)))
+        return list(await asyncio.gather(*(ask(name) for _ in range(rounds) for name in names)))
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from muxserve.config import Fleet, FleetError, parse_fleet
 from muxserve.planning.fleet_planner import FleetPlanner
-from muxserve.planning.residency import FLEET_BYTES, MODEL_BYTES, residency_of
+from muxserve.planning.residency import FLEET_BYTES, MODEL_BYTES, hibernation_of, residency_of
 from muxserve.spec import ResidencySpec
 from placement import Machine
 from tests.support.tiny_checkpoint import tiny_checkpoint
@@ -68,6 +71,33 @@ def test_limits_without_room(memory: str, models: list[str], expected: str) -> N
     with pytest.raises(FleetError) as error:
         planned(declared(memory, *models))
     assert expected in str(error.value)
+
+
+def test_sleeping_models_have_a_directory_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, memory = tmp_path / "disk", tmp_path / "memory"
+    disk.mkdir()
+    memory.mkdir()
+    kinds = {"/": "ext4", str(tmp_path): "ext4", str(memory): "tmpfs"}
+    mounted = [SimpleNamespace(mountpoint=path, fstype=kind) for path, kind in kinds.items()]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounted)
+
+    def given(hibernate: str) -> str:
+        return hibernation_of(declared(f"{{limit: 3GiB, hibernate: {hibernate}}}", ""))
+
+    assert given(str(disk)) == str(disk)
+    assert given("off") == ""
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+    assert given("auto") == str(disk)
+    monkeypatch.setattr(tempfile, "tempdir", str(memory))
+    assert given("auto") == "/var/tmp"
+    mounted.append(SimpleNamespace(mountpoint="/var/tmp", fstype="ramfs"))
+    assert given("auto") == ""
+    with pytest.raises(FleetError, match=r"memory\.hibernate: .*/memory is in memory itself; name a directory"):
+        given(str(memory))
+    with pytest.raises(FleetError, match=r"memory\.hibernate: .*/none is no directory"):
+        given(str(tmp_path / "none"))
+    with pytest.raises(FleetError, match=r"memory\.hibernate: must be auto, off or a directory, not 3"):
+        given("3")
 
 
 def test_a_plan_file_and_memory_exclude_each_other() -> None:

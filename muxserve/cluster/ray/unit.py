@@ -157,7 +157,7 @@ class RayUnit:
         spec, estimated = msgspec.to_builtins(unit_spec), msgspec.to_builtins(needs)
         return await self._questions.ask("join", model=model, unit_spec=spec, needs=estimated)
 
-    async def stop_model(self, model: str) -> None:
+    async def stop_model(self, model: str, urgent: bool = False) -> None:
         """See `UnitHandle.stop_model`."""
         if model in self._serves:
             self._serves.remove(model)

@@ -1,0 +1,108 @@
+"""What becomes of a loaded model's memory while the model sleeps: it moves into a file, and the process that has the
+model stays.
+
+The kernel keeps as much of the file in memory as nobody else needs, as of any file. When the model is woken its engines
+are forked from that process as ever, and find the weights where they were. So nothing is loaded, configured or packed
+again; weights that the kernel has dropped meanwhile are read from the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from muxserve.memory import Hibernation
+from muxserve.net.process import trim
+
+# Memory moves in pieces of so many bytes at least. Smaller ones are single objects of Python's that have changed.
+MIN_BYTES = 4 << 10
+# So much of the file system stays free.
+KEPT_FREE_BYTES = 1 << 30
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+# A beat is due after so long.
+_SLICE_SECONDS = 0.1
+
+
+class HibernationError(Exception):
+    """The memory cannot move, or not all of it; the process is as it was."""
+
+
+class SleepingMemory:
+    """The file of one process, which has no name and goes with the process.
+
+    Args:
+        directory: where it is made.
+        most_seconds: what takes longer to move is not worth it: as long as loading the model again takes.
+    """
+
+    def __init__(self, directory: str, most_seconds: float) -> None:
+        self._directory = directory
+        self._most_seconds = most_seconds
+        self._file: IO[bytes] | None = None
+        self._moved: Hibernation | None = None
+
+    def move(self, beat: Callable[[], None]) -> int:
+        """Move what is this process's alone into the file, and call `beat` meanwhile; returns the bytes that moved.
+        What has moved before and was not written to since stays there.
+
+        Raises:
+            HibernationError: the disk is full or slow, or the kernel does not let it.
+        """
+        trim()
+        needed = 0  # what changed since it moved has its place in the file
+        try:
+            if self._moved is None:
+                self._file = tempfile.TemporaryFile(dir=self._directory, buffering=0)  # noqa: SIM115 (stays open)
+                self._moved = Hibernation(self._file.fileno(), MIN_BYTES)
+                needed = _private_bytes()
+            free = shutil.disk_usage(self._directory).free
+            if free < KEPT_FREE_BYTES + needed:
+                raise HibernationError(f"{self._directory} has only {free >> 20} MiB free")
+            if needed and _is_behind(needed):
+                raise HibernationError("the disks have not written yet what they were given")
+            bytes_moved, everything, began = 0, False, time.monotonic()
+            while not everything:
+                moved, everything = self._moved.move(_SLICE_SECONDS)
+                bytes_moved += moved
+                beat()
+                if not everything and time.monotonic() > began + self._most_seconds:
+                    raise HibernationError(
+                        f"{self._directory} took only {bytes_moved >> 20} MiB in {self._most_seconds:.1f} s"
+                    )
+        except (OSError, RuntimeError) as error:
+            raise HibernationError(str(error)) from None
+        _forget_peak()
+        return bytes_moved
+
+    def read_ahead(self) -> None:
+        """Have the kernel read what it has dropped, beside whatever else the wake takes."""
+        if self._file is not None and self._moved is not None:
+            os.posix_fadvise(self._file.fileno(), 0, self._moved.file_bytes, os.POSIX_FADV_WILLNEED)
+
+
+def _private_bytes() -> int:
+    """Of this process, that no other has and that would have to be written."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
+        name, value = line.split()[:2]
+        if name == "Private_Dirty:":
+            return int(value) << 10
+    return 0
+
+
+def _is_behind(more: int) -> bool:
+    """Whether with so many bytes more the kernel would begin to hold up whoever writes."""
+    counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    waiting = sum(int(counts[name]) for name in ("nr_dirty", "nr_writeback")) * _PAGE_BYTES + more
+    return waiting > int(counts["nr_dirty_background_threshold"]) * _PAGE_BYTES
+
+
+def _forget_peak() -> None:
+    """The most that this process ever took counts from now on: what its next wake takes is seen from that."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
