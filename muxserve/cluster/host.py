@@ -110,7 +110,7 @@ class Deaths:
         return "" if same else WITH_PARENT
 
 
-# Of a model's memory; its parent gives up before.
+# A model whose memory takes longer to move into a file is loaded again instead.
 _HIBERNATION_SECONDS = 25.0
 _MPS_STOP_SECONDS = 15.0  # it gives its clients some time, too
 _STOPPED = "its model is not served here any more"

@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 SELF = Path(__file__).resolve()
 
@@ -190,6 +190,14 @@ def seen(file: str) -> str:
     return f"sees {','.join(model['name'] for model in fleet['models'])} in {units}"
 
 
+def live(run_dir: Path, name: str) -> NoReturn:
+    """Beat until somebody ends this process."""
+    beat = beating(run_dir, name)
+    while True:
+        beat()
+        time.sleep(0.02)
+
+
 class Parent:
     """What both forking parents have."""
 
@@ -346,10 +354,7 @@ class Warm(Parent):
         pid = os.fork()
         if pid == 0:
             die_with_parent(signal.SIGKILL)
-            beat = beating(self.run_dir, f"model-{model}")
-            while True:
-                beat()
-                time.sleep(0.02)
+            live(self.run_dir, f"model-{model}")
         self.model_parents[model] = pid
         self.event("forked", kind="model", model=model, phase="", pid=pid)
 
@@ -374,14 +379,11 @@ class Warm(Parent):
             figures = {"weights_bytes": 100, "activation_bytes": 20, "context_bytes": 3, "graph_bytes": 1}
             for rank in (0, 1):
                 self.event("measured", kind="weights", model=order["model"], rank=rank, **figures)
-        beat = beating(self.run_dir, f"engine-{order['model']}-{order['phase']}")
         kept = order["kind"] == "weights" and bool(told(self.run_dir, "keep-weights"))
         if kept:
             self.keep_weights(order["model"])
         self.event("up", pid=os.getpid(), kept=kept, **who)
-        while True:
-            beat()
-            time.sleep(0.02)
+        live(self.run_dir, f"engine-{order['model']}-{order['phase']}")
 
     def keep_weights(self, model: str) -> None:
         """Hand a piece of memory over, as who loads weights does, on each rank."""
