@@ -2,9 +2,10 @@
 
     python benchmarks/wakes.py [--models 8] [--layers 8] [--limit 2500MiB] [--rounds 6] [--out FILE]
 
-A fleet with `memory:`, in which about three of the eight models have room, is asked in turn: one model at a time, then two at once.
-So nearly every question wakes its model, and nothing else is going on. The same with `hibernate: auto` and `off`. Only
-questions that waited for a wake count. The first round, in which models are woken for the first time, is apart.
+A fleet with `memory:`, in which about three of the eight models have room, is asked in turn: one model at a time, then
+two at once. So nearly every question wakes its model, and nothing else is going on. The same with `hibernate: auto` and
+`off`. Only questions that waited for a wake count. The first round, in which models are woken for the first time, is
+apart.
 """
 
 from __future__ import annotations

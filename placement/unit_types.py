@@ -16,13 +16,12 @@ STATE_MAPPINGS = 48_000
 @dataclass(frozen=True)
 class Machine:
     """What there is: cores that may be used, bytes of memory, bytes of free shared memory (None: not limited), and
-    whether its cores have the instructions that attention over an FP8 KV cache needs, and those that experts in MXFP4
-    need (AMX)."""
+    whether its cores have AVX-512 (or AMX, which includes it) and AMX: some of vLLM's kernels need one of them."""
 
     cores: int
     memory_bytes: int
     shared_memory_bytes: int | None = None
-    fp8_kv: bool = True
+    avx512: bool = True
     amx: bool = True
 
 

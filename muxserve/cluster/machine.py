@@ -25,8 +25,8 @@ def this_machine() -> Machine:
     # Where it cannot be told what the cores have, an engine says at its start what it lacks.
     features = core_features()
     amx = features is None or "amx_tile" in features
-    fp8_kv = amx or (features is not None and "avx512f" in features)
-    return Machine(usable_cores(), usable_memory(), free_shared_memory(), fp8_kv=fp8_kv, amx=amx)
+    avx512 = amx or (features is not None and "avx512f" in features)
+    return Machine(usable_cores(), usable_memory(), free_shared_memory(), avx512=avx512, amx=amx)
 
 
 def this_machines_gpus() -> nvml.GpuMachine:

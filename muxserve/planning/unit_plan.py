@@ -327,7 +327,7 @@ def model_demands(
             problems.append(fleet.model_problem(model.name, "dtype", message))
         if gpu is None and (words := uncomputable(architecture.quantisation, demands[-1].resolved_dtype)):
             problems.append(fleet.model_problem(model.name, "dtype", words))
-        if gpu is None and (words := beyond_cores(architecture.quantisation, machine.amx)):
+        if gpu is None and (words := beyond_cores(architecture.quantisation, machine.avx512, machine.amx)):
             problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", words))
         for kind in (*_unlike(architecture), *(["images"] if architecture.sees_images else [])):
             problems += _kind_problems(fleet, model, kind)
@@ -408,7 +408,7 @@ def _kv_cache_problem(architecture: ModelArchitecture, gpu: bool, machine: Machi
         return (
             f"kv_cache_dtype: FP8 needs a head size that is a multiple of 32, not {architecture.head_dim}; leave it out"
         )
-    if not machine.fp8_kv:
+    if not machine.avx512:
         return (
             "kv_cache_dtype: FP8 needs a CPU with AVX-512 or AMX, which this machine has not; leave it out, or serve "
             "the model on a machine that has one"

@@ -16,6 +16,8 @@ _INSTEAD = f"give a checkpoint that is not quantised, or one in {', '.join(SHARE
 
 # Those whose kernels on a CPU take activations of 16 bits only.
 _HALF_ON_CPU = ("compressed-tensors", "awq", "gptq")
+# Those that keep several weights in an integer, and activations in 16 bits.
+_PACKED = ("awq", "gptq")
 
 
 def uncomputable(quantisation: str, dtype: str) -> str:
@@ -32,17 +34,22 @@ def uncomputable(quantisation: str, dtype: str) -> str:
     )
 
 
-def beyond_cores(quantisation: str, amx: bool) -> str:
+def beyond_cores(quantisation: str, avx512: bool, amx: bool) -> str:
     """Why this machine's CPU cannot compute a model in any type; empty if it can.
 
     Args:
         quantisation: as for `unshareable`.
+        avx512: the CPU has vectors of 512 bits. vLLM's kernels for other CPUs lack some operations.
         amx: the CPU has matrix instructions (AMX).
     """
-    if amx or not quantisation.startswith("mxfp4"):
+    if not amx and quantisation.startswith("mxfp4"):
+        what, needed = "experts in MXFP4", "AMX"
+    elif not avx512 and (quantisation.startswith(_PACKED) or quantisation.endswith("A16")):
+        what, needed = f"weights quantised by {quantisation}", "AVX-512"
+    else:
         return ""
     return (
-        "vLLM computes experts in MXFP4 only on CPUs with AMX, which this machine has not: give a checkpoint that is "
+        f"vLLM computes {what} only on CPUs with {needed}, which this machine has not: give a checkpoint that is "
         "not quantised, or serve the model on a machine that has it"
     )
 

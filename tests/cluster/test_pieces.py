@@ -261,7 +261,7 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cpuinfo", "fp8_kv", "amx"),
+    ("cpuinfo", "avx512", "amx"),
     [
         ("processor\t: 0\nflags\t\t: fpu sse2 avx2 avx512f avx512bw\n", True, False),
         ("processor\t: 0\nflags\t\t: fpu sse2 avx2 amx_tile\n", True, True),
@@ -271,12 +271,12 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ],
 )
 def test_what_cores_can_compute(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpuinfo: str, fp8_kv: bool, amx: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpuinfo: str, avx512: bool, amx: bool
 ) -> None:
     monkeypatch.setattr(machine, "_CPUINFO", tmp_path / "cpuinfo")
     (tmp_path / "cpuinfo").write_text(cpuinfo)
     found = machine.this_machine()
-    assert (found.fp8_kv, found.amx) == (fp8_kv, amx)
+    assert (found.avx512, found.amx) == (avx512, amx)
 
 
 @pytest.mark.parametrize(

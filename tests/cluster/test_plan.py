@@ -182,6 +182,15 @@ def test_experts_in_mxfp4_are_refused_on_a_cpu_that_cannot_compute_them() -> Non
         resolve_unit(fleet(text), replace(MACHINE, amx=False))
 
 
+def test_weights_in_four_bits_are_refused_on_a_cpu_that_cannot_compute_them() -> None:
+    configs = Path(__file__).parents[2] / "configs/models"
+    narrow = replace(MACHINE, avx512=False, amx=False)
+    resolve_unit(fleet(f"models: [{{name: a, path: {configs / 'atlas-int8'}}}]\n"), narrow)
+    words = r"models\[0\].path: vLLM computes weights quantised by compressed-tensors W4A16 only on CPUs with AVX-512"
+    with pytest.raises(FleetError, match=words):
+        resolve_unit(fleet(f"models: [{{name: a, path: {configs / 'atlas-int4'}}}]\n"), narrow)
+
+
 def test_layers_with_a_window_reach_the_memory_manager(tmp_path: Path) -> None:
     """Unless no sequence is longer than the window."""
     windows = {"sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"]}
@@ -242,7 +251,7 @@ def test_an_fp8_cache_is_refused_on_a_cpu_that_cannot_compute_it() -> None:
     resolve_unit(fleet(text), MACHINE)
     words = r"models\[0\].engine_args: kv_cache_dtype: FP8 needs a CPU with AVX-512 or AMX.*; leave it out, or serve"
     with pytest.raises(FleetError, match=words):
-        resolve_unit(fleet(text), replace(MACHINE, fp8_kv=False))
+        resolve_unit(fleet(text), replace(MACHINE, avx512=False))
 
 
 LATENT = {

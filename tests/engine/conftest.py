@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.harness import MODELS, QUANTISED, SEEING, TINY, on_this_processor
+from tests.engine.harness import AVX512, INT4, MODELS, QUANTISED, SEEING, TINY, on_this_processor
 from tests.support.beside import begin, output, wanted
 
 # The model that is split over ranks. One of each kind of case that could go wrong between ranks: chunks, logits
@@ -25,18 +25,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     begin(session, "answered", HERE, "tests.engine.stock", *map(str, MODELS.values()), *split, *tiny, keep=True)
     begin(session, "stock_families", HERE, "tests.engine.stock", "--tiny", *on_this_processor(), keep=True)
     begin(session, "stock_seeing", HERE, "tests.engine.stock", "--seeing", *SEEING)
-    quantised = [str(path) for path in QUANTISED.values()]
-    begin(
-        session,
-        "quantised",
-        HERE,
-        "tests.engine.stock",
-        "--quantised",
-        *quantised,
-        "--fp8",
-        str(MODELS[SPLIT]),
-        keep=True,
-    )
+    quantised = [str(path) for name, path in QUANTISED.items() if AVX512 or name != INT4]
+    cached = ["--fp8", str(MODELS[SPLIT])] if AVX512 else []
+    begin(session, "quantised", HERE, "tests.engine.stock", "--quantised", *quantised, *cached, keep=True)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from typing import Any
 import zmq
 
 from muxserve import spec
+from muxserve.cluster.machine import this_machine
 from muxserve.costs.architecture import ITEM_BYTES, read_architecture
 from muxserve.costs.language_models import language_model, seeing
 from muxserve.memory import server
@@ -86,8 +87,10 @@ MXFP4 = "gpt_oss-mxfp4"
 LATENT = frozenset({"deepseek_v2", "deepseek_v3"})
 # Those that keep a state of a sequence in some layers.
 STATEFUL = frozenset({"granite_hybrid", "nemotron_h", "qwen3_next", "qwen3_5", "qwen3_5_moe"})
-# The same weights with 8 and with 4 bits.
-QUANTISED = {name: ROOT / "configs/models" / name for name in ("atlas-int8", "atlas-int4")}
+# The same weights with 8 and with 4 bits. On CPUs without AVX-512 vLLM has no kernels for `INT4`, nor for an FP8 cache.
+INT4 = "atlas-int4"
+QUANTISED = {name: ROOT / "configs/models" / name for name in ("atlas-int8", INT4)}
+AVX512 = this_machine().avx512
 START_SECONDS = 3 * PATIENCE
 # Stands for a token that has not been heard yet.
 MISSING = -1
@@ -95,10 +98,7 @@ MISSING = -1
 
 def on_this_processor() -> dict[str, Callable[[], Path]]:
     """Those of `FAMILIES` for which vLLM has kernels here."""
-    import torch
-
-    amx = torch.cpu._is_amx_tile_supported()
-    return {kind: make for kind, make in FAMILIES.items() if kind != MXFP4 or amx}
+    return {kind: make for kind, make in FAMILIES.items() if kind != MXFP4 or this_machine().amx}
 
 
 def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> ModelSpec:

@@ -12,8 +12,11 @@ from tests.support.patience import PATIENCE
 # Linear layers as vLLM has them on CPU, with as many lengths of a step as a prefill engine soon meets.
 SCRIPT = """
 import torch
-import vllm._C
 import vllm._custom_ops as ops
+from vllm.platforms import current_platform
+
+# Of vLLM's builds the one for this processor.
+current_platform.import_kernels()
 
 def dirty():
     with open("/proc/self/smaps_rollup") as lines:

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.engine.cases import questions
 from tests.engine.checks import same_as_stock
 from tests.engine.conftest import SPLIT, read
-from tests.engine.harness import MODELS, QUANTISED, Engines, deployed_model, engines
+from tests.engine.harness import AVX512, INT4, MODELS, QUANTISED, Engines, deployed_model, engines
 
 # One of them compiled, too: that takes half a minute of a core.
 SERVED: dict[str, dict[str, Any]] = {
@@ -31,6 +30,7 @@ def weights() -> Iterator[Engines]:
     models = [
         deployed_model(model, QUANTISED[checkpoint(model)], max_num_batched_tokens=128, **changes)
         for model, changes in SERVED.items()
+        if AVX512 or model != INT4
     ]
     with engines(models) as running:
         yield running
@@ -39,11 +39,13 @@ def weights() -> Iterator[Engines]:
 @pytest.mark.serves("Llama", "quantised")
 @pytest.mark.parametrize("model", SERVED)
 def test_quantised_weights(weights: Engines, quantised: Path, model: str) -> None:
+    if model == INT4 and not AVX512:
+        pytest.skip("vLLM's kernels for int4 on CPU need AVX-512")
     same_as_stock(weights, model, read(quantised, checkpoint(model)), questions(model.partition("-")[0]))
 
 
 @pytest.mark.serves("Llama", "FP8 KV cache")
-@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's FP8 cache on CPU needs AVX-512")
+@pytest.mark.skipif(not AVX512, reason="vLLM's FP8 cache on CPU needs AVX-512")
 def test_a_cache_in_fp8(quantised: Path) -> None:
     changes: dict[str, Any] = {"max_num_batched_tokens": 128, "engine_args": {"kv_cache_dtype": "fp8"}}
     with engines([deployed_model(SPLIT, MODELS[SPLIT], **changes)]) as running:
