@@ -6,9 +6,11 @@ import asyncio
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
+from muxserve.cluster.machine import this_machine
 from tests.e2e.fleet import Fleet
 from tests.e2e.mixed_reference import DOCUMENTS, GENERATING, KINDS, MAX_LEN, QUERY, SEEING, TEXTS
 from tests.support.patience import PATIENCE
@@ -28,6 +30,11 @@ def fleet(mixed: Fleet) -> Fleet:
     return mixed
 
 
+def same(found: Any, expected: Any) -> bool:
+    """Whether these are the same floats. With vLLM's kernels for CPUs without AVX-512 last digits differ from stock's."""
+    return found == expected if this_machine().avx512 else np.allclose(found, expected, rtol=0, atol=1e-6)
+
+
 def post(fleet: Fleet, path: str, **body: Any) -> Any:
     answer = httpx.post(f"{fleet.url}{path}", json=body, timeout=PATIENCE, verify=False)
     assert answer.status_code == 200, answer.text
@@ -38,7 +45,7 @@ def post(fleet: Fleet, path: str, **body: Any) -> Any:
 def test_embeddings_with_the_official_client(fleet: Fleet, pooled: dict[str, Any], model: str) -> None:
     for text, expected in zip(TEXTS, pooled[model]["data"], strict=True):
         answer = fleet.client.embeddings.create(model=model, input=text)
-        assert answer.data[0].embedding == expected
+        assert same(answer.data[0].embedding, expected)
     # Of several at once the floats depend on what else is in the step, by rounding.
     answer = fleet.client.embeddings.create(model=model, input=TEXTS)
     assert [each.index for each in answer.data] == list(range(len(TEXTS)))
@@ -52,13 +59,13 @@ def test_embeddings_with_the_official_client(fleet: Fleet, pooled: dict[str, Any
 @pytest.mark.parametrize("model", list(KINDS))
 def test_what_is_pooled(fleet: Fleet, pooled: dict[str, Any], model: str) -> None:
     for text, expected in zip(TEXTS, pooled[model]["data"], strict=True):
-        assert post(fleet, "/pooling", model=model, input=text)["data"][0]["data"] == expected
+        assert same(post(fleet, "/pooling", model=model, input=text)["data"][0]["data"], expected)
 
 
 @pytest.mark.parametrize("model", ["judge", "reranker"])
 def test_classes(fleet: Fleet, pooled: dict[str, Any], model: str) -> None:
     for text, expected in zip(TEXTS, pooled[model]["data"], strict=True):
-        assert post(fleet, "/classify", model=model, input=text)["data"][0]["probs"] == expected
+        assert same(post(fleet, "/classify", model=model, input=text)["data"][0]["probs"], expected)
 
 
 @pytest.mark.parametrize("model", ["embedder", "tokens", "encoder", "reranker"])

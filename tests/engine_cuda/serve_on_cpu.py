@@ -19,6 +19,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from muxserve.cluster.machine import this_machine
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "configs/models/arithmetic"
 INT4 = ROOT / "configs/models/atlas-int4"
@@ -225,8 +227,10 @@ def main() -> None:
     in_a_fork(lambda: ours(prompts), out / "ours.json")
     in_a_fork(lambda: ours(prompts, ahead=True), out / "ahead.json")
 
-    in_a_fork(lambda: ours(prompts, checkpoint=INT4), out / "int4.json")
-    for checkpoint, name in ((MODEL, "held"), (INT4, "held-int4")):
+    packed = this_machine().avx512  # vLLM has no kernels for int4 on other CPUs
+    if packed:
+        in_a_fork(lambda: ours(prompts, checkpoint=INT4), out / "int4.json")
+    for checkpoint, name in ((MODEL, "held"), *([(INT4, "held-int4")] if packed else [])):
         path = str(out / f"{name}.sock")
         receive, send = multiprocessing.Pipe(duplex=False)
         holder = fork(lambda path=path, send=send, checkpoint=checkpoint: hold(path, send, checkpoint))

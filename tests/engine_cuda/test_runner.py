@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from muxserve.cluster.machine import this_machine
 from muxserve.engine.cuda import runner as runners
 from muxserve.engine.cuda.runner import PooledGPUModelRunner
 
@@ -33,6 +34,7 @@ def test_tokens_are_those_of_stock_vllm(served: Path) -> None:
     assert tensors["moved"] > 0
 
 
+@pytest.mark.skipif(not this_machine().avx512, reason="vLLM's kernels for int4 on CPU need AVX-512")
 def test_weights_that_vllm_packs_are_packed_once_and_mapped(served: Path) -> None:
     """What its kernels keep beside parameters is made in each engine; the tokens are those of weights it has loaded."""
     expected = json.loads((served / "int4.json").read_text())
