@@ -31,7 +31,7 @@ def fleet(mixed: Fleet) -> Fleet:
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Whether these are the same floats. With vLLM's kernels for CPUs without AVX-512 last digits differ from stock's."""
+    """Whether these are the same floats. Without AVX-512 vLLM has other kernels, and last digits differ."""
     return found == expected if this_machine().avx512 else np.allclose(found, expected, rtol=0, atol=1e-6)
 
 
