@@ -18,26 +18,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from prism import ROOT, demand, prism_units
+from prism import ELASTIC, ROOT, demand, elastic_units, in_time
 from report import machine, percentiles, write_report
 
 from muxserve.costs.roofline import Roofline
-from muxserve.metrics.records import RequestRecord
-from muxserve.planning.elastic import WAKE_SECONDS
-from muxserve.scheduling.turns import TurnRules
 from muxserve.simulator import RelocationRules, simulate
 from muxserve.workload import open_workload
 
 MODELS_PER_GPU, RATE = 7, 0.1
 TTFT, TPOT = 10.0, 0.1
-WAYS = {"prism": None, "aegaeon": TurnRules()}
-
-
-def in_time(record: RequestRecord) -> bool:
-    """Its first token and its last one are."""
-    if record.error or record.ttft is None or record.finish is None:
-        return False
-    return record.ttft <= TTFT and record.finish <= record.arrival + TTFT + (record.output_tokens - 1) * TPOT
 
 
 def attempt(gpus: int, workload: str, way: str) -> dict[str, Any]:
@@ -45,18 +34,14 @@ def attempt(gpus: int, workload: str, way: str) -> dict[str, Any]:
     names = [f"14b-{number:02d}" for number in range(MODELS_PER_GPU * gpus)]
     load = list(open_workload(workload, dict.fromkeys(names, 1.0)))
     demands = [replace(demand(name, RATE), slo_ttft=TTFT, slo_tpot=TPOT) for name in names]
-    units = [
-        replace(each, residency=replace(each.residency, turns=WAYS[way]))
-        for each in prism_units(gpus, demands, WAKE_SECONDS)
-        if each.residency is not None
-    ]
+    units = elastic_units(gpus, demands, ELASTIC[way])
     result = simulate(units, load, Roofline(), rules=dict.fromkeys(names, RelocationRules()))
     records = result.records
     told = [each.residency for each in result.units if each.residency is not None]
     return {
         "requests": len(records),
         "failed": sum(bool(record.error) for record in records),
-        "in_time": round(sum(map(in_time, records)) / len(records), 4),
+        "in_time": round(sum(in_time(record, TTFT, TPOT) for record in records) / len(records), 4),
         "first_token_in_time": round(
             sum(each.ttft is not None and each.ttft <= TTFT for each in records) / len(records), 4
         ),
@@ -82,7 +67,7 @@ def main() -> None:
                     f"{arrivals}:rate={RATE * MODELS_PER_GPU * gpus:g},duration={args.seconds},lengths=sharegpt,"
                     f"max_prompt=2048,max_output=1024,seed={seed}"
                 )
-                found = {way: attempt(gpus, workload, way) for way in WAYS}
+                found = {way: attempt(gpus, workload, way) for way in ELASTIC}
                 report["runs"][f"{gpus} GPUs, {workload}"] = found
                 shown = {way: (each["in_time"], each["ttft_seconds"]) for way, each in found.items()}
                 print(f"{gpus} GPUs, {arrivals}, seed {seed}: {shown}", flush=True)

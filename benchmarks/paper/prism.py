@@ -11,9 +11,12 @@ and the policy `slack`:
 - residency: `muxserve.scheduling.residency`, which decides live, wakes models and puts them to sleep.
 - prism: `muxserve simulate --mode prism`, Prism's policy as far as its paper tells it. Weights and KV are one memory,
   units may have every model that is split as they are, and models are woken, and move, where the KV pressure is lowest.
+- aegaeon: `muxserve simulate --mode aegaeon`, which is prism with turns (Aegaeon, SOSP'25). A model that has to go
+  stops between two steps, and goes on later.
 - one at a time: a unit has one model at a time, under the same policy (serverless systems that give a model the GPU).
 
-Attainment is a first token within so many seconds of the arrival. docs/residency.md discusses the result.
+Attainment is a first token within so many seconds of the arrival. `answers_in_time` are those whose last token was not
+late either, at the pace that every model promises. docs/residency.md discusses the result.
 """
 
 from __future__ import annotations
@@ -34,8 +37,10 @@ from report import machine, percentiles, write_report
 from muxserve.costs import ModelArchitecture
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
-from muxserve.planning.elastic import WAKE_SECONDS, elastic_placement, host_bandwidth, residency_on
+from muxserve.metrics.records import RequestRecord
+from muxserve.planning.elastic import TPOT_SECONDS, WAKE_SECONDS, elastic_placement, host_bandwidth, residency_on
 from muxserve.scheduling.residency import ResidencyRules, WakeCosts
+from muxserve.scheduling.turns import TurnRules
 from muxserve.simulator import FleetModel, RelocationRules, SimResidency, SimUnit, sim_unit, simulate
 from muxserve.workload import open_workload
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit
@@ -48,8 +53,9 @@ DEVICE, DTYPE = "H100-80GB", "bfloat16"
 KV_PART = 0.15
 SLOS = (1.0, 2.0, 3.0, 5.0, 10.0)
 HEADLINE_SLO = 3.0
-GPUS = (8, 12, 14, 16, 20, 24)
-WAYS = ("awake", "residency", "prism", "one at a time")
+GPUS = (8, 10, 12, 14, 16, 20, 24)
+ELASTIC = {"prism": None, "aegaeon": TurnRules()}  # their turns
+WAYS = ("awake", "residency", *ELASTIC, "one at a time")
 # Shapes from the models' config.json files: how many, layers, heads, KV heads, hidden, intermediate, vocabulary.
 SHAPES = {
     "1b": (14, 16, 32, 8, 2048, 8192, 128256),
@@ -158,17 +164,28 @@ def fleet_of(models: Sequence[Demand]) -> dict[str, FleetModel]:
     return {each.name: FleetModel(each.name, each.architecture, DTYPE, max_num_seqs=128) for each in models}
 
 
-def prism_units(gpus: int, demands: Sequence[Demand], fixed: float) -> list[SimUnit]:
-    """The units of Prism's way."""
+def elastic_units(
+    gpus: int, demands: Sequence[Demand], turns: TurnRules | None, fixed: float = WAKE_SECONDS
+) -> list[SimUnit]:
+    """The units of Prism's way, and with turns of Aegaeon's."""
     rules, fleet, by_name = MemoryRules(), fleet_of(demands), {each.name: each for each in demands}
     placement = elastic_placement(demands, Cluster((Node(DEVICE, gpus),)), rules)
     return [
         replace(
             sim_unit(replace(each, policy="slack"), fleet),
-            residency=residency_on(each, [by_name[placed.model] for placed in each.models], rules, fixed),
+            residency=replace(
+                residency_on(each, [by_name[placed.model] for placed in each.models], rules, fixed), turns=turns
+            ),
         )
         for each in placement.units
     ]
+
+
+def in_time(record: RequestRecord, ttft: float, tpot: float) -> bool:
+    """Its first token came within `ttft` seconds, and its last one within `tpot` seconds more for each after that."""
+    if record.error or record.ttft is None or record.finish is None:
+        return False
+    return record.ttft <= ttft and record.finish <= record.arrival + ttft + (record.output_tokens - 1) * tpot
 
 
 def attempt(gpus: int, way: str, workload: str, names: Sequence[str], fixed: float) -> dict[str, Any]:
@@ -177,14 +194,14 @@ def attempt(gpus: int, way: str, workload: str, names: Sequence[str], fixed: flo
     counts = {name: sum(each.model == name for each in load) for name in names}
     seconds = load[-1].arrival
     demands = [demand(name, max(1, counts[name]) / seconds) for name in names]
-    units: list[SimUnit] = prism_units(gpus, demands, fixed) if way == "prism" else []
+    units: list[SimUnit] = elastic_units(gpus, demands, ELASTIC[way], fixed) if way in ELASTIC else []
     missing: list[str] = []
-    for mesh in [] if way == "prism" else meshes(gpus, demands):
+    for mesh in [] if way in ELASTIC else meshes(gpus, demands):
         made, without = unit(mesh, way, fixed, HEADLINE_SLO)
         missing += without
         if made is not None:
             units.append(made)
-    rules = dict.fromkeys(names, RelocationRules()) if way == "prism" else None
+    rules = dict.fromkeys(names, RelocationRules()) if way in ELASTIC else None
     result = simulate(units, load, Roofline(), rules=rules)
     ttft = [r.first_token - r.arrival for r in result.records if not r.error and r.first_token is not None]
     told = [each.residency for each in result.units if each.residency is not None]
@@ -193,10 +210,14 @@ def attempt(gpus: int, way: str, workload: str, names: Sequence[str], fixed: flo
         "without_room": len(missing),
         "refused": sum(bool(record.error) for record in result.records),
         "attainment": {str(slo): round(sum(each <= slo for each in ttft) / len(load), 4) for slo in SLOS},
+        "answers_in_time": round(
+            sum(in_time(record, HEADLINE_SLO, TPOT_SECONDS) for record in result.records) / len(load), 4
+        ),
         "ttft_seconds": percentiles(ttft),
         "wakes": sum(each.wakes for each in told),
         "sleeps": sum(each.sleeps for each in told),
         "waited": sum(each.waited for each in told),
+        "switches": sum(each.switches for each in told),
         "moves": sum(each.migrations for each in result.replicas),
     }
 
@@ -207,6 +228,7 @@ def over_seeds(attempts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "attainment": {slo: round(statistics.mean(each), 4) for slo, each in found.items()},
         "worst_attainment": {slo: min(each) for slo, each in found.items()},
+        "answers_in_time": round(statistics.mean(each["answers_in_time"] for each in attempts), 4),
         "seeds": attempts,
     }
 
