@@ -32,8 +32,10 @@ PlotlyLibrary = Annotated[
 
 
 @app.command()
+@args.reads_a_workload("format", "map", "start", "duration", "limit", "rate", "max_prompt", "max_output")
 def plan(
     fleet: FleetFile,
+    reading: args.Reading,
     gpus: Annotated[
         int | None, typer.Option(min=1, help="Plan for so many GPUs instead of the file's.", show_default=False)
     ] = None,
@@ -91,6 +93,15 @@ def plan(
             min=0.001, help="Gbit/s between machines instead of the file's cluster.network.", show_default=False
         ),
     ] = None,
+    workload: Annotated[
+        str | None,
+        typer.Option(
+            "--workload",
+            help="Also say what models that sleep would bring, by this workload: a trace file, or a generator such as "
+            "bursty-groups:rate=8,duration=120,lengths=sharegpt.",
+            show_default=False,
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON (docs/plan.md).")] = False,
     html: Annotated[Path | None, typer.Option(help="Write one page with plots.", show_default=False)] = None,
     plotly: PlotlyLibrary = "beside",
@@ -128,6 +139,8 @@ def plan(
                 compare_phases=compare_phases,
                 network=network,
                 robust=robust,
+                workload=workload,
+                reading={**reading, "seed": seed},
             )
         )
     )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from muxserve.cli.output import command_line, errors, escape, print_error, print_problems, working
 from muxserve.cli.plan_phases import comparison_bar, documents, show_comparisons
-from muxserve.cli.plan_tables import show_plan, show_policies, show_residency, show_rivals, show_spare
+from muxserve.cli.plan_tables import show_plan, show_policies, show_residency, show_rivals, show_sleeping, show_spare
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.config.problems import did_you_mean
 from muxserve.costs.latency import CostError
@@ -17,7 +19,7 @@ from muxserve.costs.measured import latency_model
 from muxserve.metrics.plotly_library import DEFAULT
 from muxserve.planning.arrangements import may_be_dedicated
 from muxserve.planning.demands import ClusterError, cluster_of, format_latency
-from muxserve.planning.document import document, parse_sweep, residency_document
+from muxserve.planning.document import document, parse_sweep, residency_document, sleeping_document
 from muxserve.planning.plan_file import save_plan
 from muxserve.planning.planner import (
     ATTAINMENT,
@@ -28,6 +30,8 @@ from muxserve.planning.planner import (
     UsageError,
     options_of,
 )
+from muxserve.simulator import SimulationError
+from muxserve.workload import Workload, WorkloadError, WorkloadOptions, open_workload
 from placement.exact import TooLargeError
 from placement.planner import PlanOptions
 
@@ -58,6 +62,8 @@ class PlanArguments:
     compare_phases: str | None = None
     network: float | None = None
     robust: bool = True
+    workload: str | None = None
+    reading: Mapping[str, Any] = field(default_factory=dict)
 
 
 def plan(arguments: PlanArguments) -> int:
@@ -66,7 +72,7 @@ def plan(arguments: PlanArguments) -> int:
         return _plan(arguments)
     except FleetError as error:
         print_problems(error, "there is no plan")
-    except (ClusterError, CostError, TooLargeError, UsageError) as error:
+    except (ClusterError, CostError, SimulationError, TooLargeError, UsageError, WorkloadError) as error:
         print_error(str(error))
     except OSError as error:
         print_error(f"{error.filename}: cannot be written: {error.strerror}")
@@ -79,6 +85,7 @@ def _plan(arguments: PlanArguments) -> int:
     compare = _compared(arguments, fleet)
     latency = latency_model(arguments.profile)
     sizes = _sweep(arguments.sweep)
+    workload = _workload(arguments, fleet)
     cluster = cluster_of(
         fleet, (arguments.gpus or sizes[-1]) if sizes else arguments.gpus, arguments.gpu_type, arguments.nodes
     )
@@ -98,9 +105,11 @@ def _plan(arguments: PlanArguments) -> int:
         )
         if cluster is None:
             _check_cpu(arguments)
-            made = planner.on_cpu()
+            made = planner.on_cpu(workload)
         else:
             made = planner.swept(sizes, cluster) if sizes else planner.on_gpus(cluster)
+            if workload is not None:
+                made.sleeping = planner.asleep(made, workload)
     _tell(arguments, fleet, made, time.monotonic() - began)
     if any(map(may_be_dedicated, fleet.models)) and made.arrangements is None:
         why = "a sweep" if sizes else f"--mode {options.mode}"
@@ -118,12 +127,16 @@ def _tell(arguments: PlanArguments, fleet: Fleet, made: PlannedFleet, seconds: f
         data["search"]["robust_seconds"] = made.robust_seconds
         if made.residency is not None:
             data["residency"] = residency_document(made.residency)
+        if made.sleeping is not None:
+            data["sleeping"] = sleeping_document(made.sleeping)
         print(json.dumps({**data, "phases": documents(comparisons)}, indent=2))
     else:
         show_plan(made.plan, made.simulated, made.points, seconds, about)
         show_policies(fleet, made.plan)
         if made.residency is not None:
             show_residency(made.residency)
+        if made.sleeping is not None:
+            show_sleeping(made.sleeping)
         show_spare(made.spare)
         show_rivals(made.rivals, made.robust_seconds)
         show_comparisons(fleet, comparisons)
@@ -165,6 +178,16 @@ def _compared(arguments: PlanArguments, fleet: Fleet) -> tuple[str, ...]:
         if name not in known:
             raise UsageError(f"--compare-phases: the fleet has no model {name!r}{did_you_mean(name, known)}")
     return names
+
+
+def _workload(arguments: PlanArguments, fleet: Fleet) -> Workload | None:
+    """That by which models that sleep are compared with models that are all awake."""
+    if arguments.workload is None:
+        return None
+    if arguments.exact or arguments.mode != "muxserve":
+        raise UsageError("--workload goes neither with --exact nor with --mode")
+    rates = {model.name: model.rate for model in fleet.models}
+    return open_workload(arguments.workload, rates, WorkloadOptions(**arguments.reading))
 
 
 def _check_cpu(arguments: PlanArguments) -> None:

@@ -8,14 +8,18 @@ from collections.abc import Mapping, Sequence
 from muxserve.cli.output import console, escape
 from muxserve.config import Fleet
 from muxserve.metrics.figure_table import FigureTable
+from muxserve.metrics.summary import Summary
 from muxserve.planning.arrangements import arrangement
 from muxserve.planning.comparison import format_part, format_seconds
 from muxserve.planning.device_pool import CPU
 from muxserve.planning.document import SweepPoint, needed, warnings_of
 from muxserve.planning.prediction import Prediction, ResidencyForecast, shares_per_lease
 from muxserve.planning.rivals import EQUAL, WAYS, Rival
+from muxserve.planning.sleeping import SleepingForecast
 from placement.format import enumerate_words, format_size
 from placement.planner import ClusterPlan
+
+ALL_AWAKE, WITH_RESIDENCY = "all awake", "with residency"
 
 
 def plan_table(plan: ClusterPlan, simulated: Prediction | None) -> FigureTable:
@@ -169,17 +173,48 @@ def show_residency(forecast: ResidencyForecast) -> None:
     """Print what it costs that not all models are awake."""
     told = forecast.resident.residency
     assert told is not None, "memory decides"
-    table = FigureTable(["bursty groups", "memory", "wakes", "waited", "TTFT p50", "p99", "SLO"], words=1)
+    table = FigureTable([escape(forecast.about), "memory", "wakes", "waited", "TTFT p50", "p99", "SLO"], words=1)
     for name, run, size, wakes, waited in (
-        ("all awake", forecast.awake, forecast.awake_bytes, "-", "-"),
-        ("with residency", forecast.resident, forecast.limit, str(told.wakes), str(told.waited)),
+        (ALL_AWAKE, forecast.awake, forecast.awake_bytes, "-", "-"),
+        (WITH_RESIDENCY, forecast.resident, forecast.limit, str(told.wakes), str(told.waited)),
     ):
-        overall = run.summary.overall
-        ttft = overall.ttft
-        times = ["-", "-"] if ttft is None else [format_seconds(ttft.p50), format_seconds(ttft.p99)]
-        slo = overall.slo.get("all")
-        table.add_row(name, format_size(size), wakes, waited, *times, "-" if slo is None else f"{slo:.1%}")
+        table.add_row(name, format_size(size), wakes, waited, *_first_tokens(run.summary))
     console.print(table)
+
+
+def _first_tokens(summary: Summary) -> list[str]:
+    """Cells of a row: the median and the 99th percentile of TTFT, and the part of the requests within objectives."""
+    ttft, slo = summary.overall.ttft, summary.overall.slo.get("all")
+    times = ["-", "-"] if ttft is None else [format_seconds(ttft.p50), format_seconds(ttft.p99)]
+    return [*times, "-" if slo is None else f"{slo:.1%}"]
+
+
+def show_sleeping(forecast: SleepingForecast) -> None:
+    """Print what models that sleep would bring on GPUs."""
+    console.print(f"models that sleep, simulated on {escape(forecast.about)}")
+    columns = ["GPUs", "models", "without a place", "wakes", "waited", "turns", "TTFT p50", "p99", "SLO"]
+    table = FigureTable(columns, words=2, keys=(0, 1))
+    for point in forecast.points:
+        awake, resident = point.awake, point.resident
+        table.add_row(
+            str(point.gpus), ALL_AWAKE, str(len(awake.without_place)), "-", "-", "-", *_first_tokens(awake.summary)
+        )
+        if resident is None or (told := resident.residency) is None:
+            table.add_row(str(point.gpus), WITH_RESIDENCY, *["-"] * 7)
+            continue
+        counts = (told.wakes, told.waited, told.switches)
+        table.add_row(
+            str(point.gpus), WITH_RESIDENCY, "0", *[str(count) for count in counts], *_first_tokens(resident.summary)
+        )
+    console.print(table)
+    for point in forecast.points:
+        if point.why_not:
+            console.print(f"- {point.gpus} GPUs, {WITH_RESIDENCY}: {escape(point.why_not)}")
+    if len(forecast.points) > 1:
+        found = ((ALL_AWAKE, forecast.awake_gpus), (WITH_RESIDENCY, forecast.resident_gpus))
+        enough = ", ".join(f"{'more' if gpus is None else gpus} {name}" for name, gpus in found)
+        console.print(f"GPUs for {forecast.attainment:.0%} of these requests within their objectives: {enough}")
+    console.print("Only simulated: on GPUs `muxserve deploy` has all models awake")
 
 
 def show_policies(fleet: Fleet, plan: ClusterPlan) -> None:

@@ -13,10 +13,10 @@ from muxserve.cluster.machine import this_machine
 from muxserve.config import AUTO, Fleet, load_fleet
 from muxserve.costs.latency import LatencyModel
 from muxserve.planning.arrangements import arrangement_of, may_be_dedicated
-from muxserve.planning.arrangements.base import NoPlaceError, fleet_model
+from muxserve.planning.arrangements.base import NoPlaceError
 from muxserve.planning.demands import cluster_of, demands_of, memory_of
 from muxserve.planning.device_pool import CPU, CpuPool, cpu_pool
-from muxserve.planning.elastic import NoUnitError, elastic_placement, residency_on
+from muxserve.planning.elastic import NoUnitError, elastic_fleet
 from muxserve.planning.fleet_planner import FleetPlanner
 from muxserve.planning.plan_file import load_plan
 from muxserve.planning.planner import SEARCH_SECONDS, Planner, PlanningProgress, options_of
@@ -89,30 +89,17 @@ class Places:
     def _on_gpus(self, kind: str) -> Simulated:
         assert self.cluster is not None
         if kind == PRISM:
-            return self._elastic(self.cluster)
+            rules = MemoryRules.served(self.fleet.cluster.gpu_memory)
+            try:
+                return elastic_fleet(self.fleet, self.demands, self.cluster, rules)
+            except NoUnitError as error:
+                raise PlacesError(str(error)) from None
         made = self._planner(kind).on_gpus(self.cluster)
         self._check(made.plan.missing, kind)
         for each in made.arrangements.comparisons if made.arrangements else ():
             self.notes.append(f"{each.model} is {each.recommended}: {each.reason}")
         self.notes += made.arrangements.notes if made.arrangements else []
         return self.complete(made.plan.placement, self.demands, self._origin(kind, made.spare))
-
-    def _elastic(self, cluster: Cluster) -> Simulated:
-        own = self.fleet.cluster
-        rules = MemoryRules.served(own.gpu_memory)
-        try:
-            placement = elastic_placement(self.demands, cluster, rules)
-        except NoUnitError as error:
-            raise PlacesError(str(error)) from None
-        placement = replace(placement, units=tuple(replace(unit, policy=self.fleet.policy) for unit in placement.units))
-        by_name = {demand.name: demand for demand in self.demands}
-        elastic = {
-            unit.name: residency_on(unit, [by_name[placed.model] for placed in unit.models], rules)
-            for unit in placement.units
-        }
-        models = {demand.name: fleet_model(demand) for demand in self.demands}
-        origin = "units that may have every model that is split as they are"
-        return Simulated(placement, models, elastic=elastic, origin=origin)
 
     def _origin(self, kind: str, spare: Mapping[str, float]) -> str:
         mode = "" if kind == _MUXSERVE else f" --mode {kind}"

@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from muxserve.metrics.summary import Summary
 from muxserve.planning.arrangements import arrangement
 from muxserve.planning.prediction import Prediction, ResidencyForecast, falls_short
 from muxserve.planning.rivals import WAYS, Rival
+from muxserve.planning.sleeping import Outcome, SleepingForecast
+from muxserve.simulator import ResidencyResult
 from placement.cluster import PlacedUnit
 from placement.estimator import ModelEstimate, UnitEstimate
 from placement.format import enumerate_words
@@ -116,20 +119,48 @@ def _step(span: int) -> int:
 def residency_document(forecast: ResidencyForecast) -> dict[str, Any]:
     """What it costs that not all models are awake, as plain data."""
 
-    def figures(run: Prediction) -> dict[str, Any]:
-        overall = run.summary.overall
-        ttft = overall.ttft
-        times = None if ttft is None else {"mean": ttft.mean, "p50": ttft.p50, "p99": ttft.p99}
-        return {"requests": overall.requests, "ttft": times, "slo": overall.slo.get("all")}
-
-    told = forecast.resident.residency
     return {
-        "all_awake": {"bytes": forecast.awake_bytes, **figures(forecast.awake)},
+        "workload": forecast.about,
+        "all_awake": {"bytes": forecast.awake_bytes, **_first_tokens(forecast.awake.summary)},
         "with_residency": {
             "bytes": forecast.limit,
-            **figures(forecast.resident),
-            **({} if told is None else {"wakes": told.wakes, "sleeps": told.sleeps, "waited": told.waited}),
+            **_first_tokens(forecast.resident.summary),
+            **_wakes(forecast.resident.residency),
         },
+    }
+
+
+def _first_tokens(summary: Summary) -> dict[str, Any]:
+    overall = summary.overall
+    ttft = overall.ttft
+    times = None if ttft is None else {"mean": ttft.mean, "p50": ttft.p50, "p99": ttft.p99}
+    return {"requests": overall.requests, "ttft": times, "slo": overall.slo.get("all")}
+
+
+def _wakes(told: ResidencyResult | None) -> dict[str, int]:
+    return {} if told is None else {"wakes": told.wakes, "sleeps": told.sleeps, "waited": told.waited}
+
+
+def sleeping_document(forecast: SleepingForecast) -> dict[str, Any]:
+    """What models that sleep would bring on GPUs, as plain data."""
+
+    def resident(found: Outcome | None, why_not: str) -> dict[str, Any]:
+        if found is None or found.residency is None:
+            return {"why_not": why_not}
+        return {**_first_tokens(found.summary), **_wakes(found.residency), "turns": found.residency.switches}
+
+    return {
+        "workload": forecast.about,
+        "attainment": forecast.attainment,
+        "gpus_needed": {"all_awake": forecast.awake_gpus, "with_residency": forecast.resident_gpus},
+        "sizes": [
+            {
+                "gpus": each.gpus,
+                "all_awake": {**_first_tokens(each.awake.summary), "without_place": list(each.awake.without_place)},
+                "with_residency": resident(each.resident, each.why_not),
+            }
+            for each in forecast.points
+        ],
     }
 
 

@@ -8,9 +8,13 @@ What is its own here is which units there are and what a wake takes; what is dec
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
+from muxserve.config import Fleet
 from muxserve.costs.calibration import LINKS
 from muxserve.costs.devices import device
+from muxserve.planning.arrangements.base import fleet_model
+from muxserve.planning.prediction import Simulated
 from muxserve.scheduling.residency import ResidencyRules, WakeCosts
 from muxserve.simulator import SimResidency
 from placement.cluster import Cluster, PlacedModel, PlacedUnit, Placement
@@ -75,7 +79,7 @@ def elastic_placement(demands: Sequence[Demand], cluster: Cluster, rules: Memory
     """
     names = {node.device for node in cluster.nodes}
     if len(names) > 1:
-        raise NoUnitError(f"mode prism is for GPUs of one type, not {', '.join(sorted(names))}")
+        raise NoUnitError(f"models that sleep and move need GPUs of one type, not {', '.join(sorted(names))}")
     (name,) = names
     most = max(node.count for node in cluster.nodes)
     whole = int(device(name).memory_bytes * rules.utilisation)
@@ -92,6 +96,24 @@ def elastic_placement(demands: Sequence[Demand], cluster: Cluster, rules: Memory
             made.append(PlacedUnit(f"unit{len(made)}", name, tuple(range(first, first + tp)), placed, whole))
             first += tp
     return Placement(cluster, tuple(made))
+
+
+def elastic_fleet(fleet: Fleet, demands: Sequence[Demand], cluster: Cluster, rules: MemoryRules) -> Simulated:
+    """The fleet's models in such units, under its policy.
+
+    Raises:
+        NoUnitError: as `elastic_placement`.
+    """
+    placement = elastic_placement(demands, cluster, rules)
+    placement = replace(placement, units=tuple(replace(unit, policy=fleet.policy) for unit in placement.units))
+    by_name = {demand.name: demand for demand in demands}
+    elastic = {
+        unit.name: residency_on(unit, [by_name[placed.model] for placed in unit.models], rules)
+        for unit in placement.units
+    }
+    models = {demand.name: fleet_model(demand) for demand in demands}
+    origin = "units that may have every model that is split as they are"
+    return Simulated(placement, models, elastic=elastic, origin=origin)
 
 
 def _split(demand: Demand, whole: int, most: int, rules: MemoryRules) -> int:

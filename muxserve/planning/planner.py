@@ -18,6 +18,7 @@ from muxserve.planning.dedicated_units import ArrangedFleet, TrialOptions, conce
 from muxserve.planning.demands import demands_of, equal_nodes, memory_of
 from muxserve.planning.device_pool import CpuPool, cpu_pool
 from muxserve.planning.document import SweepPoint, point
+from muxserve.planning.elastic import NoUnitError
 from muxserve.planning.prediction import (
     PERTURBATIONS,
     Perturbation,
@@ -31,8 +32,10 @@ from muxserve.planning.prediction import (
 )
 from muxserve.planning.rivals import FIRST, WAYS, Rival, as_way, best_of, kept, shared_ways
 from muxserve.planning.simulations import Simulations
+from muxserve.planning.sleeping import SleepingForecast, SleepingPoint, all_awake, with_residency
 from muxserve.planning.this_machine import plan_this_machine, residency_here
 from muxserve.simulator import SimulationError
+from muxserve.workload import Workload
 from placement.cluster import Cluster
 from placement.demand import Demand
 from placement.format import enumerate_words
@@ -100,7 +103,8 @@ class PlanningProgress:
 class PlannedFleet:
     """What came of it. `simulated` is the simulation of the plan (`why_not`: why there is none), `spare` the factors by
     which rates were raised in planning, `rivals` the plans that were compared on all requests, the best first;
-    `robust_seconds` is how long it took to try those of them that were equal under other workloads."""
+    `robust_seconds` is how long it took to try those of them that were equal under other workloads. `by_size` are the
+    plans of a sweep. `residency` (on a CPU) and `sleeping` (on GPUs) say what models that sleep would bring."""
 
     plan: ClusterPlan
     simulated: Prediction | None = None
@@ -111,6 +115,8 @@ class PlannedFleet:
     rivals: Sequence[Rival] = ()
     robust_seconds: float = 0.0
     residency: ResidencyForecast | None = None
+    by_size: tuple[ClusterPlan, ...] = ()
+    sleeping: SleepingForecast | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +197,7 @@ class Planner:
         Larger ones than that are not simulated."""
         demands = demands_of(self.fleet, self.file.parent, gpus=memory_of(cluster).items())
         points: list[SweepPoint] = []
+        plans: list[ClusterPlan] = []
         found: PlannedFleet | None = None
         last: ClusterPlan | None = None
         enough = False
@@ -198,17 +205,43 @@ class Planner:
         for size in sizes:
             here = equal_nodes(size, cluster.nodes[0].device, self.fleet.cluster.gpus_per_node)
             last = self._place(demands, here, each, f"{size} GPUs: ")
+            plans.append(last)
             if enough or not last.meets:
                 points.append(point(last))
                 continue
             found = self._borne_out(last, demands, here)
+            plans[-1] = found.plan
             points.append(point(found.plan, found.simulated))
             enough = points[-1].enough
         if found is None:
             assert last is not None, "a sweep has a size"
             found = PlannedFleet(last, *self._simulated(last))
-        found.points = points
+        found.points, found.by_size = points, tuple(plans)
         return found
+
+    def asleep(self, made: PlannedFleet, workload: Workload) -> SleepingForecast:
+        """What models that sleep would bring on the GPUs of a plan, or on each number of them of a sweep.
+
+        Raises:
+            SimulationError, CostError: as `simulate`.
+        """
+        requests = list(workload)
+        points: list[SleepingPoint] = []
+        for plan in made.by_size or (made.plan,):
+            cluster, demands = plan.placement.cluster, plan.demands
+
+            def tell(way: str, done: int, total: int, gpus: int = cluster.devices) -> None:
+                self.progress.told(f"{gpus} GPUs, {way}: {done} of {total} requests")
+
+            planned = simulated_of(plan.placement, self.fleet, demands, self._surroundings())
+            awake = all_awake(planned, demands, requests, self._simulations, tell)
+            resident, why_not = None, ""
+            try:
+                resident = with_residency(self.fleet, demands, cluster, requests, self.latency, tell)
+            except NoUnitError as error:
+                why_not = str(error)
+            points.append(SleepingPoint(cluster.devices, awake, resident, why_not))
+        return SleepingForecast(workload.about, self.options.objective.attainment, tuple(points))
 
     def _place(
         self,
@@ -287,8 +320,13 @@ class Planner:
 
     # ------------------------------------------------------------ CPU
 
-    def on_cpu(self) -> PlannedFleet:
-        """A plan for this machine."""
+    def on_cpu(self, workload: Workload | None = None) -> PlannedFleet:
+        """A plan for this machine. Where memory decides which models are awake, what that costs is simulated on the
+        workload (None: bursty groups at the models' rates).
+
+        Raises:
+            UsageError: the models do not fit, or there is a workload although no model sleeps.
+        """
 
         resolved, own = load_fleet(self.file), self.fleet.cluster
         demands = demands_of(self.fleet, self.file.parent)
@@ -303,22 +341,31 @@ class Planner:
             raise UsageError(str(error)) from None
         simulated, why_not = self._simulated(made, pool)
         arrangements = found if self.arranges else None
-        forecast = None if simulated is None else self._residency(resolved, made, pool)
+        forecast = None if simulated is None else self._residency(resolved, made, pool, workload)
+        if workload is not None and forecast is None:
+            raise UsageError(
+                "--workload is for models that sleep: give the fleet `memory:` and one unit, or GPUs (--gpus)"
+            )
         return PlannedFleet(made, simulated, why_not, arrangements=arrangements, residency=forecast)
 
-    def _residency(self, resolved: Fleet, made: ClusterPlan, pool: CpuPool) -> ResidencyForecast | None:
+    def _residency(
+        self, resolved: Fleet, made: ClusterPlan, pool: CpuPool, workload: Workload | None
+    ) -> ResidencyForecast | None:
         """What sleeping costs, where memory decides which models are awake in one unit; None elsewhere."""
         spec = residency_here(resolved, made.placement)
         if spec is None:
             return None
-        self.progress.told("simulating bursty groups")
+        requests = None if workload is None else list(workload)
+        about = _GROUPS.name if workload is None else workload.about
+        seconds = requests[-1].arrival if requests else _GROUPS_SECONDS
+        self.progress.told(f"simulating {about}")
         units = simulated_of(made.placement, self.fleet, made.demands, self._surroundings(pool))
         resident, awake = (
-            predict(made, self.latency, _GROUPS_SECONDS, self.seed, each, perturbed=_GROUPS)
+            predict(made, self.latency, seconds, self.seed, each, perturbed=_GROUPS, requests=requests)
             for each in (replace(units, residency=spec), units)
         )
         every = spec.rules.fixed + sum(costs.bytes for costs in spec.models.values())
-        return ResidencyForecast(resident, awake, spec.rules.limit, every)
+        return ResidencyForecast(about, resident, awake, spec.rules.limit, every)
 
     # ------------------------------------------------------------ simulation
 

@@ -66,6 +66,7 @@ from muxserve.workload import Arrivals, Groups, Lengths, LogNormalLengths, Model
 from muxserve.workload.arrivals import POISSON
 from muxserve.workload.lengths import CappedLengths, FixedLength
 from muxserve.workload.published import published
+from muxserve.workload.trace import TraceRequest
 from placement.cluster import PlacedUnit, Placement
 from placement.demand import Demand
 from placement.memory import MemoryRules
@@ -326,9 +327,10 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class ResidencyForecast:
-    """A fleet with `memory` under bursty groups: as it is served, and with all models `awake`, for which `awake_bytes`
-    would be needed; its `limit` is what the fleet may take, headroom apart."""
+    """A fleet with `memory` under a workload, called `about`: as it is served, and with all models `awake`, for which
+    `awake_bytes` would be needed; its `limit` is what the fleet may take, headroom apart."""
 
+    about: str
     resident: Prediction
     awake: Prediction
     limit: int
@@ -375,11 +377,12 @@ def predict(
     progress: Callable[[int, int], None] | None = None,
     perturbed: Perturbation | None = None,
     simulations: Simulations | None = None,
+    requests: Sequence[TraceRequest] | None = None,
 ) -> Prediction:
     """Simulate `seconds` of Poisson arrivals at the demands' rates on the plan's placement, with log-normal lengths of
-    the demands' means, and sum up. `simulated` is what `simulated_of` makes of it, where it has other units than
-    multiplexed ones, or replicas work together by rules of the fleet's. `perturbed` says how the workload is another.
-    Plans that are compared share their `simulations`.
+    the demands' means, and sum up; or `requests` of so many seconds. `simulated` is what `simulated_of` makes of it,
+    where it has other units than multiplexed ones, or replicas work together by rules of the fleet's. `perturbed` says
+    how the workload is another. Plans that are compared share their `simulations`.
 
     Raises:
         SimulationError: a unit cannot run.
@@ -397,7 +400,7 @@ def predict(
     simulated = replace(simulated, models=models)
     # Memory-greedy placements are served as MuxServe's own are.
     how = mode_of("muxserve" if plan.mode == "memory" else plan.mode)
-    workload = list(generate(loads, seconds, seed))
+    workload = list(generate(loads, seconds, seed)) if requests is None else list(requests)
     units, rules = simulated.units(how), simulated.rules_of(how)
     residency: ResidencyResult | None = None
     if simulated.residency is None:

@@ -18,6 +18,7 @@ from muxserve.scheduling.policy import AGAIN_SECONDS, Policy, Renewals
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import BOTH, DECODE, PREFILL, Grant, ModelProfile, Phase, QueuedRequest
 from muxserve.simulator.batch import BlockCounts
+from muxserve.simulator.engine import IDLE
 from muxserve.simulator.leased import LeasedEngine, PhaseEngine, SimLease, SimReport
 from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.requests import SimRequest
@@ -182,6 +183,11 @@ class ScheduledUnit(SimulatedUnit):
                 ledger.cancelled(request.request_id, now)
                 del self.live[request.request_id]
         ledger.stepped(name, phase, report.done, now)
+        held = engine.account.lease
+        if held is not None and held.lease_id == engine.lease_id and engine.state == IDLE and not engine.account.inside:
+            # What left the engine while this report was on its way is known already (live it is told after it): nobody
+            # will tell that the engine rests.
+            ledger.lease_void(name, phase, now)
         if report.returned or report.through or not report.done.steps or phase is PREFILL:
             self._news = True
         self.turn_due = True

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 
 from muxserve.scheduling.residency import ResidencyRules, WakeCosts
 from muxserve.scheduling.turns import TurnRules
-from muxserve.simulator import SimResidency, simulate
+from muxserve.simulator import ControlDelays, Options, SimResidency, simulate
 from muxserve.simulator.resident import ResidentUnit
 from muxserve.simulator.result import ResidencyResult, UnitResult
 from muxserve.simulator.scheduled import ScheduledUnit
@@ -108,12 +109,12 @@ def test_a_unit_must_know_what_its_models_take() -> None:
         ResidentUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
 
 
-def taking_turns(turns: TurnRules | None, swap: float = 0.0) -> ResidentUnit:
+def taking_turns(turns: TurnRules | None, swap: float = 0.0, options: Options | None = None) -> ResidentUnit:
     """Room for one model of three; a token is due every 100 ms, and takes a tenth of that."""
     costs = {name: WakeCosts(40, seconds=0.1, ttft=1.0, tpot=0.1) for name in NAMES}
     rules = ResidencyRules(60, min_residence=0.1, residence_factor=1.0, max_wait=30.0, patience=0.1)
     residency = SimResidency(rules, costs, turns=turns, swap=swap)
-    return ResidentUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
+    return ResidentUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic(), options)
 
 
 LONG = requests(*((0.01 * n, NAMES[n % 3], 40, 250) for n in range(9)))
@@ -146,6 +147,17 @@ def test_what_finds_no_pages_when_its_turn_comes_is_computed_again() -> None:
     assert [record.output_tokens for record in result.records] == [250] * 9
     assert awakened(result).switches > 0
     assert all(pages.held == 0 for pages in world.pages)
+
+
+@pytest.mark.parametrize("seed", [1, 36, 39, 40])
+def test_a_turn_may_end_while_a_report_is_on_its_way(seed: int) -> None:
+    """A lease was then kept for an engine that had nothing left, and its model never decoded again."""
+    drawn = random.Random(seed)
+    rows = [(round(drawn.uniform(0, 3), 3), drawn.choice(NAMES), 40, drawn.randint(5, 120)) for _ in range(24)]
+    world = taking_turns(TurnRules(switching=0.3), 1e9, Options(ControlDelays.live()))
+    result = run(world, requests(*sorted(rows)))
+    assert [record.output_tokens for record in result.records] == [output for *_, output in sorted(rows)]
+    assert awakened(result).switches > 0
 
 
 def test_turns_do_not_happen_where_all_have_room() -> None:
