@@ -107,7 +107,8 @@ def _plan(arguments: PlanArguments) -> int:
             _check_cpu(arguments)
             made = planner.on_cpu(workload)
         else:
-            made = planner.swept(sizes, cluster) if sizes else planner.on_gpus(cluster)
+            every = workload is not None  # plans are compared of every size
+            made = planner.swept(sizes, cluster, every) if sizes else planner.on_gpus(cluster)
             if workload is not None:
                 made.sleeping = planner.asleep(made, workload)
     _tell(arguments, fleet, made, time.monotonic() - began)

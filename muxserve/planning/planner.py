@@ -192,9 +192,9 @@ class Planner:
         found.arrangements = divided.arrangements
         return found
 
-    def swept(self, sizes: Sequence[int], cluster: Cluster) -> PlannedFleet:
+    def swept(self, sizes: Sequence[int], cluster: Cluster, every: bool = False) -> PlannedFleet:
         """A plan for every size; of those that meet everything the first that its simulation bears out, else the last.
-        Larger ones than that are not simulated."""
+        Larger ones than that are not simulated, unless `every` one is to be borne out."""
         demands = demands_of(self.fleet, self.file.parent, gpus=memory_of(cluster).items())
         points: list[SweepPoint] = []
         plans: list[ClusterPlan] = []
@@ -206,13 +206,14 @@ class Planner:
             here = equal_nodes(size, cluster.nodes[0].device, self.fleet.cluster.gpus_per_node)
             last = self._place(demands, here, each, f"{size} GPUs: ")
             plans.append(last)
-            if enough or not last.meets:
+            if (enough and not every) or not last.meets:
                 points.append(point(last))
                 continue
-            found = self._borne_out(last, demands, here)
-            plans[-1] = found.plan
-            points.append(point(found.plan, found.simulated))
-            enough = points[-1].enough
+            tried = self._borne_out(last, demands, here)
+            plans[-1] = tried.plan
+            points.append(point(tried.plan, tried.simulated))
+            if not enough:
+                found, enough = tried, points[-1].enough
         if found is None:
             assert last is not None, "a sweep has a size"
             found = PlannedFleet(last, *self._simulated(last))
