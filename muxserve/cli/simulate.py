@@ -117,12 +117,10 @@ def _run(settings: SimulateSettings) -> int:
         levels = Levels(levels_of(places.fleet), places.fleet.default_level)
         priorities = _priorities(settings, levels)
         runs: dict[str, Run] = {}
-        alone: AloneSimulation | None = None
-        for mode in modes:
-            placed = places.placed(mode.placement)
-            units = placed.units(mode)
-            # One yardstick for all modes: the devices that a model has in the first.
-            alone = alone or AloneSimulation(units, latency)
+        found = [(mode, placed := places.of(mode), placed.units(mode)) for mode in modes]
+        # One yardstick for all modes: the devices that a model has in the first in which it has a place.
+        alone = AloneSimulation([unit for *_, units in found for unit in units], latency)
+        for mode, placed, units in found:
             measured = measured_overheads(latency, placed.placement.units[0].device)
             options = Options(_overheads(measured, settings), timeline=settings.timeline is not None)
             costs = with_front_end(latency, measured)

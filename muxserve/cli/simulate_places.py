@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from placement.demand import Demand
 from placement.format import enumerate_words
 from placement.memory import MemoryRules
 from placement.objective import Objective
+from placement.planner import ClusterPlan
 
 _MUXSERVE, PRISM = "muxserve", "prism"
 
@@ -51,7 +52,8 @@ class PlacementSearch:
 @dataclass
 class Places:
     """A fleet, what it runs on (`cluster`; None: the CPU of this machine), and where, by kind of placement (a mode's
-    `placement`). `notes` are for the user, of what was decided when a placement was made."""
+    `placement`). Where several modes are compared (`compares`), a model may have no place in one of them: its requests
+    fail there. `notes` are for the user, of what was decided when a placement was made."""
 
     about: str
     fleet: Fleet
@@ -61,25 +63,36 @@ class Places:
     cluster: Cluster | None
     machine: CpuPool | None
     search: PlacementSearch
+    compares: bool = False
     found: dict[str, Simulated] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def check(self, modes: Iterable[Mode]) -> None:
+    def check(self, modes: Sequence[Mode]) -> None:
         """Before any placement is made, which may take long.
 
         Raises:
             SimulationError: a mode is about memory, which decides nothing here.
         """
+        self.compares = len(modes) > 1
         for mode in modes:
-            if mode.exclusive and (self.cluster is not None or self.fleet.memory is None):
+            if mode.exclusive and self.cluster is None and self.fleet.memory is None:
                 raise without_limit(mode)
+
+    def of(self, mode: Mode) -> Simulated:
+        """Where the mode's models are.
+
+        Raises:
+            PlacesError: some model has no place, and no other mode is compared; or none has.
+            FleetError: the units of this machine do not fit.
+        """
+        # On GPUs one model at a time is in a unit that may have each of them; on a CPU there is one unit.
+        return self.placed(PRISM if mode.exclusive and self.cluster is not None else mode.placement)
 
     def placed(self, kind: str) -> Simulated:
         """The placement of that kind; made now if it is not there. Baselines know nothing but multiplexed models.
 
         Raises:
-            PlacesError: some model has no place.
-            FleetError: the units of this machine do not fit.
+            PlacesError, FleetError: as `of`.
         """
         known = self.found.get(kind)
         if known is None:
@@ -95,7 +108,7 @@ class Places:
             except NoUnitError as error:
                 raise PlacesError(str(error)) from None
         made = self._planner(kind).on_gpus(self.cluster)
-        self._check(made.plan.missing, kind)
+        self._check(made.plan, kind)
         for each in made.arrangements.comparisons if made.arrangements else ():
             self.notes.append(f"{each.model} is {each.recommended}: {each.reason}")
         self.notes += made.arrangements.notes if made.arrangements else []
@@ -113,7 +126,7 @@ class Places:
             raise PlacesError("mode prism is for fleets on GPUs: give --gpus, or the fleet `cluster.gpus`")
         if kind == _MUXSERVE or (not any(map(may_be_dedicated, self.fleet.models)) and self._units == 1):
             made = self._planner(_MUXSERVE).on_cpu()
-            self._check(made.plan.missing, kind)
+            self._check(made.plan, kind)
             for each in made.arrangements.comparisons if made.arrangements else ():
                 self.notes.append(f"{each.model} is {each.recommended}: {each.reason}")
             placed = self.complete(made.plan.placement, made.plan.demands, self._origin(_MUXSERVE, {}))
@@ -171,9 +184,12 @@ class Places:
             goodputs=False,
         )
 
-    @staticmethod
-    def _check(missing: Mapping[str, str], kind: str) -> None:
-        if missing:
+    def _check(self, plan: ClusterPlan, kind: str) -> None:
+        missing = plan.missing
+        if missing and self.compares and plan.placement.units:
+            names = enumerate_words(list(missing))
+            self.notes.append(f"{kind} placement has no place for {names}: their requests fail in its modes")
+        elif missing:
             why = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
             raise PlacesError(f"not every model has a place with {kind} placement. {why}")
 

@@ -130,7 +130,10 @@ class Simulated:
         units = units_of(self.placement, self.models, mode)
         if self.elastic:
             turns = TurnRules() if mode.turns else None
-            return [replace(unit, residency=replace(self.elastic[unit.name], turns=turns)) for unit in units]
+            return [
+                replace(unit, residency=replace(self.elastic[unit.name], turns=turns, exclusive=mode.exclusive))
+                for unit in units
+            ]
         if self.residency is None and mode.exclusive:
             raise without_limit(mode)
         if self.residency is not None and mode.placement == "muxserve" and not (mode.combined or mode.all_awake):
@@ -152,7 +155,7 @@ class Simulated:
 
 def without_limit(mode: Mode) -> SimulationError:
     """Why a mode that is about memory cannot be simulated where memory decides nothing."""
-    return SimulationError(f"mode {mode.name} needs a limit to share: give the fleet `memory:`, without GPUs")
+    return SimulationError(f"mode {mode.name} needs a limit to share: give the fleet `memory:`, or GPUs")
 
 
 def simulated_of(placement: Placement, fleet: Fleet, demands: Sequence[Demand], around: Surroundings) -> Simulated:

@@ -64,13 +64,10 @@ def with_residency(unit: SimUnit, spec: ResidencySpec, exclusive: bool = False) 
     what it takes is part of the rules already. `exclusive`: one model at a time has all the rest."""
     spec = _learnt(spec)
     models = {model.name: spec.models.get(model.name) or WakeCosts(0, pinned=True) for model in unit.models}
-    if exclusive:
-        rest = spec.rules.limit - spec.rules.fixed
-        models = {
-            name: each if each.pinned else replace(each, bytes=rest, load_bytes=0) for name, each in models.items()
-        }
     awake = tuple(name for name, costs in models.items() if costs.pinned)
-    residency = SimResidency(spec.rules, models, awake, sleep_seconds=SLEEP_SECONDS, wake_drag=WAKE_DRAG)
+    residency = SimResidency(
+        spec.rules, models, awake, sleep_seconds=SLEEP_SECONDS, wake_drag=WAKE_DRAG, exclusive=exclusive
+    )
     return replace(unit, residency=residency)
 
 

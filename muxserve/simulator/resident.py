@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from muxserve.scheduling.residency import Residence, Residency, Sleep, Standing, Wake
@@ -77,8 +77,13 @@ class ResidentUnit(ScheduledUnit):
         self._expected = 0
 
     def _policy(self, residency: SimResidency) -> Residency:
-        """What decides which models are awake."""
-        return Residency(residency.rules, residency.models)
+        """What decides which models are awake. Where one at a time is, it takes all that there is."""
+        rest = residency.rules.limit - residency.rules.fixed
+        models = {
+            name: replace(each, bytes=rest, load_bytes=0) if residency.exclusive and not each.pinned else each
+            for name, each in residency.models.items()
+        }
+        return Residency(residency.rules, models)
 
     # ------------------------------------------------------------ requests
 
@@ -200,7 +205,7 @@ class ResidentUnit(ScheduledUnit):
 
     def _cached(self, name: str) -> int:
         """Bytes of memory that the model's KV takes, with what the first of its queue asks for."""
-        if not self.residency.elastic:
+        if not self.residency.elastic or self.residency.exclusive:
             return 0
         pages = self.page_of[name]
         asked = sum(live.blocks for live in self.ledger.by_name[name].queue.first(1)) * pages.block_pages

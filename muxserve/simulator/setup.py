@@ -112,7 +112,8 @@ class SimResidency:
     of the rules; a sleep takes `sleep_seconds`. `elastic`: the pools have all memory of the rules' limit, what models
     take that are not asleep is taken from their pages, and what is fixed is kept free for caches that grow. With
     `turns` a model that has to go may stop before what it runs has ended; that KV is copied to the host's memory and
-    back with `swap` bytes per second (0: it keeps its pages)."""
+    back with `swap` bytes per second (0: it keeps its pages). `exclusive`: one model at a time is awake besides those
+    that are pinned, and has all the rest."""
 
     rules: ResidencyRules
     models: dict[str, WakeCosts]
@@ -122,6 +123,7 @@ class SimResidency:
     elastic: bool = False
     turns: TurnRules | None = None
     swap: float = 0.0
+    exclusive: bool = False
 
 
 @dataclass(frozen=True, slots=True)

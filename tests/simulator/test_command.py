@@ -135,7 +135,6 @@ def test_more_models_than_gpus_have_memory_for(tmp_path: Path) -> None:
     [
         (("--mode", "magic"), "there is no mode 'magic'"),
         (("--mode", ","), "at least one is needed"),
-        (("--mode", "serverless"), "mode serverless needs a limit to share"),
         (("--gpu-type", "Z9", "--gpus", "2"), "Z9"),
         (("--plan", "/nowhere/plan.yaml"), "/nowhere/plan.yaml"),
         (("-o", "/nowhere/report.json"), "no directory /nowhere"),
@@ -150,6 +149,40 @@ def test_mistakes_are_told_in_a_sentence(
     assert result.exit_code == 2
     assert words in result.output
     assert "Traceback" not in result.output
+
+
+def test_one_model_at_a_time_needs_memory_to_share(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(f"models: [{{name: m, path: {ROOT / 'configs/models/atlas'}}}]\n")
+    result = run(file, "--workload", LOAD, "--mode", "serverless")
+    assert result.exit_code == 2
+    assert "mode serverless needs a limit to share: give the fleet `memory:`, or GPUs" in result.output
+
+
+def test_modes_are_compared_where_not_all_models_have_a_place(tmp_path: Path) -> None:
+    models = [f"  - {{ name: m{n}, architecture: llama-3.1-8b, rate: 0.1 }}" for n in range(8)]
+    file = tmp_path / "fleet.yaml"
+    file.write_text("\n".join(["cluster: { gpus: 1, gpu_type: H100-80GB }", "models:", *models]))
+    given = (file, "--workload", "bursty-groups:rate=1,duration=40,phase=10,lengths=64,seed=1", "--seconds", "0")
+    result = run(*given, "--mode", "muxserve,prism,serverless", "--json")
+    assert result.exit_code == 1, result.output  # some were not answered
+    planned, resident, alone = json.loads(result.stdout)["runs"].values()
+    assert "muxserve placement has no place for" in " ".join(result.stderr.split())
+    assert planned["overall"]["failed"] > 0
+    assert all("no unit serves" in error for error in planned["errors"])
+    for summary in (resident, alone):
+        assert summary["overall"]["completed"] == summary["overall"]["requests"] == planned["overall"]["requests"]
+        # Of a model without a place in the first mode the yardstick is what it has in the next, which nobody is within.
+        assert summary["overall"]["attainment"]["latency"][0] == 0.0
+    told, exclusive = (each["extra"]["units"][0]["residency"] for each in (resident, alone))
+    assert exclusive["wakes"] > told["wakes"]
+    assert exclusive["waited"] > told["waited"]
+    # 16 GB of weights at a time and what is kept free; more where memory is shared.
+    assert exclusive["peak_bytes"] < 30e9 < told["peak_bytes"]
+    # With one mode there is nothing to compare.
+    refused = run(*given, "--mode", "muxserve")
+    assert refused.exit_code == 2
+    assert "not every model has a place with muxserve placement" in " ".join(refused.output.split())
 
 
 def test_requests_that_cannot_be_served_fail_the_command(fleet: Path, planned: Path) -> None:
