@@ -10,8 +10,9 @@ Nothing of the judged runs is known to it. Bars: means within 5 %, p99 within 10
 
 What the fleet has learnt are steps without waiting for a core. The work of requests, steps and tokens outside of
 engines, the client's too, stretches jobs beside that (`costs/front_end.py`); it is fitted to the CPU time of all runs
-before the judged ones (`work`). Way `learnt` is without that work, `learnt+front-end` with it. `--profile` adds
-`profiled`: that profile instead, with the front end's work.
+before the judged ones (`work`). It costs engines more than its own time, since they lose their caches to it: `weight`
+times as much, with which the simulated calibration takes as long in the mean as it took live. Way `learnt` is without
+that work, `learnt+front-end` with it. `--profile` adds `profiled`: that profile instead, with the front end's work.
 
 A shared machine does not serve the same requests twice in the same time. So each judged workload is served `--times`
 times, after all others each time. `spread` is how far the live runs are from each other (highest over lowest, less 1),
@@ -68,6 +69,8 @@ SINGLES = ((24, 4, 0.4), (24, 64, 0.4), (96, 4, 0.1))
 AT_ONCE, IN_FLIGHT = 100, 32
 # For how long an idle fleet is looked at, which works a little, too.
 IDLE_SECONDS = 5.0
+# The front end's work counts at most so many times; to one part in 2^n of that.
+MOST_WEIGHT, BISECTIONS = 4.0, 7
 MEANS, TAILS = 0.05, 0.10
 FLEETS: dict[str, tuple[str, dict[str, Any]]] = {
     "eager": ("configs/quickstart.yaml", {"enforce_eager": True}),
@@ -96,7 +99,8 @@ class Served(NamedTuple):
 
 class Live(NamedTuple):
     """All that was seen of one fleet. `idle`: core-seconds per second outside of engines when nobody asks for anything;
-    `before`: all runs but the judged ones, single requests first; `judged`: each workload as often as it was served."""
+    `before`: all runs but the judged ones, single requests first and the calibration last; `judged`: each workload as
+    often as it was served."""
 
     capacity: float
     idle: float
@@ -219,6 +223,33 @@ class Played:
         """`known` with what lone requests took beyond their steps."""
         return overheads(lone.summary, lambda told: summarise(self.records(lone.requests, told)), known)
 
+    def weighed(self, calibration: Served, lone: Served, work: Overheads) -> tuple[Overheads, float]:
+        """The overheads with the front end's work so many times (`weight`, the second) that the calibration's mean
+        latency is the live one's, by bisection."""
+        live = calibration.summary.overall.latency
+        assert live is not None
+        low, high = 0.0, MOST_WEIGHT
+        known = work
+        for _ in range(BISECTIONS):
+            weight = (low + high) / 2
+            known = self.calibrated(lone, times(work, weight))
+            simulated = summarise(self.records(calibration.requests, known)).overall.latency
+            if simulated is not None and simulated.mean < live.mean:
+                low = weight
+            else:
+                high = weight
+        return known, weight
+
+
+def times(work: Overheads, weight: float) -> Overheads:
+    """So many times as much work."""
+    return msgspec.structs.replace(
+        work,
+        request_work=weight * work.request_work,
+        step_work=weight * work.step_work,
+        token_work=weight * work.token_work,
+    )
+
 
 def remains(live: Sequence[RequestRecord], simulated: Sequence[RequestRecord]) -> dict[str, list[float]]:
     """Medians of how much later the first token came live, in ms, by thirds of the requests."""
@@ -285,7 +316,11 @@ def judge(live: Live, file: Path, given: Profile | None, cores: int) -> dict[str
     }
     for way, (profile, known) in ways.items():
         played = Played(file, profile)
-        known = played.calibrated(live.before[1], known)
+        weight = 0.0
+        if known == Overheads():
+            known = played.calibrated(live.before[1], known)
+        else:
+            known, weight = played.weighed(live.before[-1], live.before[1], known)
         friction = {name: round(each.friction, 3) for name, each in profile.interference.items()}
         constants = {key: round(value, 7) for key, value in msgspec.structs.asdict(known).items()}
         rows: dict[str, Any] = {}
@@ -300,7 +335,7 @@ def judge(live: Live, file: Path, given: Profile | None, cores: int) -> dict[str
             }
             rows[part] = {**row, **told}
             print(f"  misses: {', '.join(rows[part]['misses']) or 'none'}; {rows[part]['remains']}", flush=True)
-        found["ways"][way] = {"overheads": constants, "friction": friction, "parts": rows}
+        found["ways"][way] = {"overheads": constants, "weight": round(weight, 3), "friction": friction, "parts": rows}
     return found
 
 

@@ -25,10 +25,12 @@ from rich.table import Table
 from muxserve.cli.output import console, escape, print_error
 from muxserve.cluster.machine import (
     compiled,
+    core_features,
     driver_too_old,
     findings,
     free_shared_memory,
     packages,
+    this_machine,
     torch_cuda,
     usable_cores,
     usable_memory,
@@ -217,12 +219,14 @@ def _system() -> Iterator[Check]:
     yield Check(
         "cores", "ok" if cores > 1 else "note", f"{cores}{limited}", "with one core jobs never run side by side"
     )
-    flags = _cpu_flags()
+    flags = core_features() or frozenset()
     wide = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd") if flag in flags]
     advice = "vLLM's CPU kernels need AVX2 (x86) or ASIMD (ARM)"
     yield Check("CPU", "ok" if wide else "missing", f"{platform.machine()} {' '.join(wide)}".strip(), advice)
     if "avx512f" in flags and "avx512_bf16" not in flags:
         yield Check("bfloat16", "note", "no AVX512_BF16: dtype bfloat16 works, but float32 may be as fast")
+    if "avx2" in flags and not this_machine().avx512:
+        yield Check("kernels", "note", "no AVX-512: weights in int4 and FP8 KV caches are not served on this CPU")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     advice = "raise it (ulimit -n 65536): every client connection takes one"
     yield Check("open files", "ok" if soft >= 1024 else "note", f"limit {soft} (can be raised to {hard})", advice)
@@ -388,13 +392,3 @@ def _pidfd_works() -> bool:
     except OSError:
         return False
     return True
-
-
-def _cpu_flags() -> set[str]:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return set(line.partition(":")[2].split())
-    except OSError:
-        pass
-    return set()
