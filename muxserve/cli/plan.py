@@ -110,7 +110,7 @@ def _plan(arguments: PlanArguments) -> int:
             every = workload is not None  # plans are compared of every size
             made = planner.swept(sizes, cluster, every) if sizes else planner.on_gpus(cluster)
             if workload is not None:
-                made.sleeping = planner.asleep(made, workload)
+                made.sleeping = planner.with_sleeping_models(made, workload)
     _tell(arguments, fleet, made, time.monotonic() - began)
     if any(map(may_be_dedicated, fleet.models)) and made.arrangements is None:
         why = "a sweep" if sizes else f"--mode {options.mode}"

@@ -220,7 +220,7 @@ class Planner:
         found.points, found.by_size = points, tuple(plans)
         return found
 
-    def asleep(self, made: PlannedFleet, workload: Workload) -> SleepingForecast:
+    def with_sleeping_models(self, made: PlannedFleet, workload: Workload) -> SleepingForecast:
         """What models that sleep would bring on the GPUs of a plan, or on each number of them of a sweep.
 
         Raises:
