@@ -42,7 +42,7 @@ def sizes(told: dict[str, Any]) -> dict[int, dict[str, Any]]:
 
 
 def test_fewer_gpus_are_enough_for_models_that_sleep(fleet: Path) -> None:
-    asked = (fleet, "--workload", WORKLOAD, "--seconds", 1, "--simulate", 5, "--json")
+    asked = (fleet, "--workload", WORKLOAD, "--seconds", 60, "--simulate", 5, "--json")
     code, out, err = run(*asked, "--sweep", "gpus=1..4:1")
     assert code == 0, err
     told = json.loads(out)
@@ -63,7 +63,7 @@ def test_fewer_gpus_are_enough_for_models_that_sleep(fleet: Path) -> None:
 
 
 def test_a_table_says_it_for_people(fleet: Path) -> None:
-    limits = ("--seconds", 1, "--simulate", 5, "--max-output", 32)
+    limits = ("--seconds", 60, "--simulate", 5, "--max-output", 32)
     _, out, err = run(fleet, "--workload", WORKLOAD, "--sweep", "gpus=1..2:1", *limits)
     words = " ".join(out.split())
     assert "GPUs for 95% of these requests within their objectives: " in words, err
@@ -73,7 +73,7 @@ def test_a_table_says_it_for_people(fleet: Path) -> None:
 def test_where_models_cannot_sleep_the_reason_is_told(fleet: Path) -> None:
     with fleet.open("a") as file:
         file.write("  - { name: large, architecture: llama-3.1-70b, rate: 0.1 }\n")
-    limits = ("--seconds", 1, "--simulate", 5)
+    limits = ("--seconds", 60, "--simulate", 5)
     told = json.loads(run(fleet, "--workload", WORKLOAD, "--gpus", 2, "--json", *limits)[1])
     (found,) = told["sleeping"]["sizes"]
     assert "large is too large for 2 GPUs of a machine" in found["with_residency"]["why_not"]
@@ -83,7 +83,7 @@ def test_where_models_cannot_sleep_the_reason_is_told(fleet: Path) -> None:
 def test_traces_are_workloads_too(fleet: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     write_trace(trace, ["m0", "m1"], [TraceRequest(n / 4, f"m{n % 2}", 50, 20) for n in range(40)])
-    told = json.loads(run(fleet, "--workload", trace, "--gpus", 1, "--seconds", 1, "--simulate", 5, "--json")[1])
+    told = json.loads(run(fleet, "--workload", trace, "--gpus", 1, "--seconds", 60, "--simulate", 5, "--json")[1])
     assert sizes(told)[1]["with_residency"]["requests"] == 40
 
 
