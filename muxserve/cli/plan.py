@@ -188,7 +188,14 @@ def _workload(arguments: PlanArguments, fleet: Fleet) -> Workload | None:
     if arguments.exact or arguments.mode != "muxserve":
         raise UsageError("--workload goes neither with --exact nor with --mode")
     rates = {model.name: model.rate for model in fleet.models}
-    return open_workload(arguments.workload, rates, WorkloadOptions(**arguments.reading))
+    try:
+        found = open_workload(arguments.workload, rates, WorkloadOptions(**arguments.reading))
+        # Read to its end before anything is planned: a trace may be wrong at its last line.
+        if not sum(1 for _ in found):
+            raise WorkloadError(f"{found.about} has no requests")
+    except OSError as error:
+        raise UsageError(f"--workload: {error.filename} cannot be read: {error.strerror}") from None
+    return found
 
 
 def _check_cpu(arguments: PlanArguments) -> None:

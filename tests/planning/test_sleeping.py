@@ -94,6 +94,8 @@ def test_traces_are_workloads_too(fleet: Path, tmp_path: Path) -> None:
         (("--workload", WORKLOAD, "--mode", "spatial"), "--workload goes neither with --exact nor with --mode"),
         (("--workload", WORKLOAD, "--exact"), "--workload goes neither with --exact nor with --mode"),
         (("--workload", "poisson:rate=1,duration=5", "--max-prompt", "0"), "max_prompt"),
+        (("--workload", "poisson:rate=0.001,duration=1,lengths=64"), "has no requests"),
+        (("--workload", "/nowhere/trace.jsonl"), "/nowhere/trace.jsonl cannot be read: No such file"),
     ],
 )
 def test_what_makes_no_sense_is_refused(fleet: Path, options: tuple[str, ...], words: str) -> None:
