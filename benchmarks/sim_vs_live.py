@@ -10,9 +10,9 @@ Nothing of the judged runs is known to it. Bars: means within 5 %, p99 within 10
 
 What the fleet has learnt are steps without waiting for a core. The work of requests, steps and tokens outside of
 engines, the client's too, stretches jobs beside that (`costs/front_end.py`); it is fitted to the CPU time of all runs
-before the judged ones (`work`). It costs engines more than its own time, since they lose their caches to it: `weight`
-times as much, with which the mean latencies of the calibrations are nearest to the live ones. Way `learnt` is without
-that work, `learnt+front-end` with it. `--profile` adds `profiled`: that profile instead, with the front end's work.
+before the judged ones (`work`). What it costs engines need not be its own time, and counts `weight` times: with that
+the mean latencies of the calibrations are nearest to the live ones. Way `learnt` is without that work,
+`learnt+front-end` with it. `--profile` adds `profiled`: that profile instead, with the front end's work.
 
 A shared machine does not serve the same requests twice in the same time. So each judged workload is served `--times`
 times, after all others each time. `spread` is how far the live runs are from each other (highest over lowest, less 1),
@@ -70,8 +70,8 @@ SINGLES = ((24, 4, 0.4), (24, 64, 0.4), (96, 4, 0.1))
 AT_ONCE, IN_FLIGHT = 100, 32
 # For how long an idle fleet is looked at, which works a little, too.
 IDLE_SECONDS = 5.0
-# The front end's work counts at most so many times, to this precision. What engines lose to its traces in their caches
-# is no more than that; where they are late for another reason, the fit would make up any weight for it.
+# The front end's work counts at most so many times, to this precision. The bound is chosen, not measured. Rolling
+# replicas hardly feel that work at half of their capacity: with a bound of 4 they were simulated far too slow near it.
 MOST_WEIGHT, WEIGHT_PRECISION = 1.5, 0.02
 MEANS, TAILS = 0.05, 0.10
 FLEETS: dict[str, tuple[str, dict[str, Any]]] = {

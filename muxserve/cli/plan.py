@@ -23,6 +23,7 @@ from muxserve.planning.document import document, parse_sweep, residency_document
 from muxserve.planning.plan_file import save_plan
 from muxserve.planning.planner import (
     ATTAINMENT,
+    NO_SLEEPING,
     SEARCH_SECONDS,
     PlannedFleet,
     Planner,
@@ -104,7 +105,7 @@ def _plan(arguments: PlanArguments) -> int:
             robust=arguments.robust,
         )
         if cluster is None:
-            _check_cpu(arguments)
+            _check_cpu(arguments, fleet)
             made = planner.on_cpu(workload)
         else:
             every = workload is not None  # plans are compared of every size
@@ -198,7 +199,9 @@ def _workload(arguments: PlanArguments, fleet: Fleet) -> Workload | None:
     return found
 
 
-def _check_cpu(arguments: PlanArguments) -> None:
+def _check_cpu(arguments: PlanArguments, fleet: Fleet) -> None:
+    if arguments.workload is not None and fleet.memory is None:
+        raise UsageError(NO_SLEEPING)
     if arguments.sweep or arguments.exact or arguments.mode != "muxserve":
         raise UsageError("the fleet has no GPUs to choose among; give --gpus and --gpu-type, or gpus in the fleet file")
 

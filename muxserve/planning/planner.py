@@ -53,6 +53,7 @@ _SIMULATED_REQUESTS, _PER_MODEL, _SIMULATED_SECONDS = 2000, 40, 300.0
 # What `muxserve plan` does unless it is told otherwise, which is also what `muxserve simulate` places by.
 SEARCH_SECONDS = 10.0
 ATTAINMENT = 0.95
+NO_SLEEPING = "--workload is for models that sleep: give the fleet `memory:` and one unit, or GPUs (--gpus)"
 
 
 def options_of(
@@ -344,9 +345,7 @@ class Planner:
         arrangements = found if self.arranges else None
         forecast = None if simulated is None else self._residency(resolved, made, pool, workload)
         if workload is not None and forecast is None:
-            raise UsageError(
-                "--workload is for models that sleep: give the fleet `memory:` and one unit, or GPUs (--gpus)"
-            )
+            raise UsageError(NO_SLEEPING)
         return PlannedFleet(made, simulated, why_not, arrangements=arrangements, residency=forecast)
 
     def _residency(
