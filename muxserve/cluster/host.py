@@ -24,6 +24,7 @@ from muxserve.cluster.supervision import STOP_SECONDS, WITH_PARENT, GaveUp, Part
 from muxserve.cluster.watch import Watch
 from muxserve.gpu.budget import Needs
 from muxserve.gpu.unit import PoolSizer
+from muxserve.net.page_cache import read_weights_ahead
 from muxserve.spec import UNIT_FILE, UnitSpec, save
 
 log = logging.getLogger(__name__)
@@ -371,6 +372,14 @@ class UnitHost:
         self._wanted.discard(model)
         may_hibernate = bool(self.unit_spec.hibernation) and not (urgent and model not in self._in_files)
         await self._end_model(model, may_hibernate)
+
+    async def prefetch(self, model: str) -> None:
+        """Have the disk read the weights of a model that sleeps: it will be started soon."""
+        if model in self._hibernating:
+            if self._starts.warm is not None:
+                self._starts.warm.prefetch(model)
+        else:
+            await asyncio.to_thread(read_weights_ahead, self.unit_spec.model(model).path)
 
     async def _end_model(self, model: str, may_hibernate: bool = False) -> None:
         gone = [part for part in self.parts if part.model == model]

@@ -16,6 +16,7 @@ With `--commands`, lines of JSON on standard input are carried out, each answere
     {"id": 4, "do": "tell", "message": BASE64}       a message of `muxserve.wire` for the unit scheduler
     {"id": 5, "do": "state"}                         answered with the unit scheduler's `state`
     {"id": 6, "do": "join", "model": "NAME", "unit_spec": {...}, "needs": [...]}     see `UnitHandle.join`
+    {"id": 7, "do": "prefetch", "model": "NAME"}
 
 Exit status: 0 ended as asked, 2 wrong input, 3 it could not start, 4 a part kept dying; with 3 and 4 there was a
 `Failed`.
@@ -149,6 +150,8 @@ class HostProcess:
                 await self._host.start_model(self._host.unit_spec.model(command["model"]).name)
             case "stop_model":
                 await self._host.stop_model(command["model"])
+            case "prefetch":
+                await self._host.prefetch(self._host.unit_spec.model(command["model"]).name)
             case "start_migrator":
                 self._host.start_migrator()
             case "join":

@@ -112,6 +112,10 @@ class UnitHandle(Protocol):
             GaveUp: nobody knows whether they have ended.
         """
 
+    async def prefetch(self, model: str) -> None:
+        """Have the disk read the weights of a model that it declares and that sleeps, as far as that is possible: it
+        will be started soon."""
+
     def start_migrator(self) -> None:
         """Have a migrator from now on, if there is none."""
 
@@ -230,6 +234,10 @@ class LocalUnit:
         if model in self._serves:
             self._serves.remove(model)
         await self._host.stop_model(model, urgent)
+
+    async def prefetch(self, model: str) -> None:
+        """See `UnitHandle.prefetch`."""
+        await self._host.prefetch(model)
 
     def start_migrator(self) -> None:
         """See `UnitHandle.start_migrator`."""

@@ -91,6 +91,11 @@ class WarmLink:
         with contextlib.suppress(OSError):
             self._send({"op": "end", "model": model})
 
+    def prefetch(self, model: str) -> None:
+        """`model`, whose memory has moved behind a file, will be wanted again soon."""
+        with contextlib.suppress(OSError):
+            self._send({"op": "prefetch", "model": model})
+
     async def hibernate(self, model: str) -> int:
         """The engines of `model` have been stopped, and may be wanted again: the process that has loaded it stays, and
         its memory moves behind a file. Returns the bytes that have moved.

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from muxserve.memory import Hibernation
+from muxserve.net.page_cache import read_ahead
 from muxserve.net.process import trim
 
 # Memory moves in pieces of so many bytes at least: single pages, too. Of a process 6 MiB stay in memory; with pieces of
@@ -86,8 +87,7 @@ class SleepingMemory:
     def read_ahead(self) -> None:
         """Have the kernel read what it has dropped, beside whatever else the wake takes."""
         if self._file is not None and self._moved is not None:
-            with contextlib.suppress(OSError):  # it is read later all the same
-                os.posix_fadvise(self._file.fileno(), 0, self._moved.file_bytes, os.POSIX_FADV_WILLNEED)
+            read_ahead(self._file.fileno(), self._moved.file_bytes)
 
 
 def _private_bytes() -> int:

@@ -19,6 +19,7 @@ from typing import Any
 from muxserve.forks.family import Control, ForkingParent, engine_log, file_name, temporary_files_in
 from muxserve.forks.hibernation import HibernationError, SleepingMemory
 from muxserve.net.heartbeat import heartbeat_file
+from muxserve.net.page_cache import read_weights_ahead
 from muxserve.net.process import trim, words
 from muxserve.spec import UNIT_FILE, EnginePhase, UnitSpec, load
 
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 def run_model_parent(unit_spec: UnitSpec, model: str, commands: socket.socket, control: Control) -> None:
     """Load `model`, then fork an engine per command `{"op": "fork", "phase": ...}` until `commands` closes. With
     `awaited` in the command requests wait for the engine. On `{"op": "hibernate"}` its engines have ended, and the
-    model sleeps until the next one is to be forked."""
+    model sleeps until the next one is to be forked; on `{"op": "prefetch"}` that will be soon."""
     began = time.monotonic()
     try:
         loaded = _load(unit_spec, model, control)
@@ -43,6 +44,9 @@ def run_model_parent(unit_spec: UnitSpec, model: str, commands: socket.socket, c
     def handle(command: dict[str, Any]) -> None:
         if command["op"] == "hibernate":
             hibernate()
+        elif command["op"] == "prefetch":
+            if sleeping is not None:
+                sleeping.read_ahead()
         else:
             fork(command["phase"], "awaited" in command)
 
@@ -125,6 +129,9 @@ def _load(unit_spec: UnitSpec, model: str, control: Control) -> tuple[Any, Any, 
     engines = unit_spec.model(model).engines
     for phase in engines:
         control.event("progress", kind="engine", model=model, phase=phase, detail="loading weights")
+    if unit_spec.simulated is None:
+        # The disk reads them while vLLM is configured.
+        read_weights_ahead(unit_spec.model(model).path)
     # No thread may exist before the fork, since it would not live on in the children: neither an OpenMP team, nor the
     # one that watches progress bars.
     tqdm.monitor_interval = 0

@@ -7,6 +7,7 @@ machine, started as `python -m muxserve.forks.warm_parent --unit-spec FILE --con
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import logging
@@ -115,6 +116,8 @@ class WarmParent:
             self._end_model_parent(command["model"])
         elif operation == "hibernate":
             self._hibernate(command["model"])
+        elif operation == "prefetch":
+            self._prefetch(command["model"])
         elif operation != "fork":
             log.warning("unknown command %r", command)
         else:
@@ -205,6 +208,13 @@ class WarmParent:
             known[1].send(json.dumps({"op": "hibernate"}).encode())
         except OSError as error:
             self.control.event("hibernates", model=model, error=words(error))
+
+    def _prefetch(self, model: str) -> None:
+        """A model that sleeps in a file will be woken soon."""
+        known = self._model_parents.get(model)
+        if known is not None:
+            with contextlib.suppress(OSError):  # it has died: the next one loads the model
+                known[1].send(json.dumps({"op": "prefetch"}).encode())
 
     def _close_model_parents(self) -> None:
         for _, sock in self._model_parents.values():

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from muxserve.global_scheduler.resident_scheduler import ResidentScheduler
-from muxserve.scheduling.residency import Residence, Residency, Sleep, Wake
+from muxserve.scheduling.residency import Prefetch, Residence, Residency, Sleep, Wake
 from muxserve.scheduling.turns import TurnModel, TurnRules, TurnStanding, turn_round, turns_over
 from muxserve.spec import ResidencySpec
 from muxserve.wire import MemoryReport
@@ -96,6 +96,8 @@ class MemoryBalance:
                 scheduler.wake(now)
             elif isinstance(change, Sleep):
                 scheduler.put_to_sleep(change.reason, change.ahead, now)
+            elif isinstance(change, Prefetch):
+                scheduler.prefetch()
             else:
                 scheduler.stay(now)
         for name, scheduler in schedulers.items():
@@ -165,6 +167,7 @@ class MemoryBalance:
                 "rate": self.policy.rate(name, now),
                 "waiting": scheduler.waits,
                 "wakes": figures.wakes,
+                "prefetched": figures.prefetched,
                 "failed_wakes": figures.failed_wakes,
                 "last_wake_seconds": round(figures.last_wake_seconds, 4) if figures.wakes else None,
                 "last_wake_ago_seconds": round(now - woken, 3) if math.isfinite(woken) else None,

@@ -67,7 +67,7 @@ def residency_on(
     }
     # Half a second, and twice what waking takes: copying weights takes a third of the time at most.
     within = ResidencyRules(whole, min_residence=0.5, residence_factor=2.0, fixed=int(GROWTH_PART * whole))
-    return SimResidency(within, costs, elastic=True, swap=bandwidth)
+    return SimResidency(within, costs, elastic=True, swap=bandwidth, start_seconds=wake_seconds)
 
 
 def elastic_placement(demands: Sequence[Demand], cluster: Cluster, rules: MemoryRules) -> Placement:

@@ -4,7 +4,8 @@ Pure: told of requests, of what was measured and of the time, it answers which m
 sleep. A model sleeps only because another one needs its memory, or is about to: memory for the next wakes is kept free
 where that is worth more than what the cheapest idle model is there for. Requests for sleeping models wait, grouped by
 model, so that one wake serves all of them; groups whose deadlines can still be met go first, hopeless ones last, and
-whoever has waited for `max_wait` before all others.
+whoever has waited for `max_wait` before all others. While a model waits for memory, its weights are prefetched into
+what is free of that by now.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ class Residence(Enum):
 @dataclass(frozen=True, slots=True)
 class Standing:
     """How a model stands: where it is and since when; its running requests; when those that wait for it arrived; the
-    bytes that were measured of it (0: not measured), its KV cache included; and the bytes per second by which that
-    grows."""
+    bytes that were measured of it (0: not measured), its KV cache included, or of a sleeping one those that prefetched
+    weights take; and the bytes per second by which that grows."""
 
     model: str
     residence: Residence
@@ -128,7 +129,16 @@ class Stay:
     model: str
 
 
-Change = Wake | Sleep | Stay
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """The sleeping model is woken when there is memory for it; by then its weights are to be at hand. They may take so
+    many bytes of the memory already, and no longer what they took of it beyond that."""
+
+    model: str
+    bytes: int
+
+
+Change = Wake | Sleep | Stay | Prefetch
 
 
 @dataclass(slots=True)
@@ -235,6 +245,8 @@ class Residency:
         self.sleep_seconds = rules.sleep_seconds
         # Time alone may change what the last decision was: somebody waits, or memory ahead is missing.
         self.restless = False
+        # By model that is to be prefetched, the bytes that it was told last.
+        self._prefetching: dict[str, int] = {}
         self._known: dict[str, _Known] = {}
         self.change(rules, models)
 
@@ -334,8 +346,9 @@ class Residency:
         First, models are put to sleep if more is taken than there is. Then the groups of waiting requests, in the
         order of `queue`: (1) if there is room, the model is woken; (2) if those that are leaving make room, it waits
         for them; (3) otherwise those whose absence costs least are told to sleep; (4) if that is not enough, it waits,
-        and from `max_wait` on so does everybody behind it. Then, models that are leaving although requests wait for
-        them stay if their memory is promised to nobody. Last, memory for the next wakes is kept free.
+        and from `max_wait` on so does everybody behind it. The first that wait are prefetched. Then, models that are
+        leaving although requests wait for them stay if their memory is promised to nobody. Last, memory for the next
+        wakes is kept free.
         """
         by_name = {each.model: each for each in standings}
         self._follow(now, by_name.values())
@@ -345,6 +358,7 @@ class Residency:
         if balance.free + balance.promised < 0:
             changes += self._shrink(now, balance, by_name)
         told = {change.model for change in changes}
+        spare = balance.free
         wakes = sum(each.residence is Residence.WAKING for each in by_name.values())
         queue = self.queue(now, by_name.values())
         at_a_time = self.at_a_time(now, queue, by_name)
@@ -354,6 +368,7 @@ class Residency:
                 balance.free -= need
                 if wakes < at_a_time:
                     wakes += 1
+                    spare -= need
                     changes.append(Wake(model))
                 continue
             missing = need - balance.free - balance.promised
@@ -361,8 +376,8 @@ class Residency:
                 awake = [each for each in by_name.values() if each.model not in told]
                 victims = self._victims(now, missing, awake, busy=waited >= self.rules.patience)
                 if victims is None:
-                    if waited >= self.rules.max_wait:
-                        return changes  # what comes free is for this one
+                    if waited >= self.rules.max_wait:  # what comes free is for this one
+                        return self._prefetch(queue, spare, by_name, changes) + changes
                     continue
                 for victim in victims:
                     told.add(victim.model)
@@ -374,7 +389,8 @@ class Residency:
                 balance.promised -= self._taken(each)
                 changes.append(Stay(each.model))
                 told.add(each.model)
-        return changes + self._room_ahead(now, balance, by_name, told)
+        changes += self._room_ahead(now, balance, by_name, told)
+        return self._prefetch(queue, spare, by_name, changes) + changes
 
     def queue(self, now: float, standings: Iterable[Standing]) -> list[str]:
         """The sleeping models that requests wait for, in the order in which they are to be woken."""
@@ -421,6 +437,23 @@ class Residency:
         return max(range(1, self.rules.wakes + 1), key=served)
 
     # ------------------------------------------------------------ inside
+
+    def _prefetch(
+        self, queue: Iterable[str], spare: int, standings: Mapping[str, Standing], changes: Iterable[Change]
+    ) -> list[Change]:
+        """What is prefetched from now on, to be carried out before `changes`: of those that wait as many models as may
+        be woken at a time, into the `spare` bytes that nothing takes; and of others nothing any more. What prefetched
+        weights take counts as free elsewhere: if another model needs it, nothing is lost but time."""
+        woken = {change.model for change in changes if isinstance(change, Wake)}
+        allowed: dict[str, int] = {}
+        for model in [name for name in queue if name not in woken][: self.rules.wakes]:
+            allowed[model] = min(self.needs(model), max(0, spare))
+            spare -= allowed[model]
+        asleep = [each for each in standings.values() if each.residence is Residence.ASLEEP]
+        given_back = {each.model: 0 for each in asleep if each.held and each.model not in {*allowed, *woken}}
+        told, self._prefetching = self._prefetching, allowed
+        changed = {name: most for name, most in {**given_back, **allowed}.items() if told.get(name) != most}
+        return [Prefetch(name, most) for name, most in changed.items()]
 
     def _deadlines(self, standing: Standing) -> list[float]:
         ttft = self._known[standing.model].costs.ttft

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from muxserve.scheduling.residency import Residence, Residency, Sleep, Standing, Wake
+from muxserve.scheduling.residency import Prefetch, Residence, Residency, Sleep, Standing, Wake
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.result import ResidencyResult, UnitResult
 from muxserve.simulator.scheduled import ScheduledUnit
@@ -24,7 +24,9 @@ class ResidentModel:
     """One model: where it is and since when, how many of its requests the unit has, and those that wait for it. What
     happened to it: wakes, the times that it was put to sleep, and requests that waited for it. `prepared`: since when
     it is to be woken although no request waits. `left`: the seconds alone that its wake still takes. `idle_since`:
-    since when it is only put to sleep. `awake_since`: when its turn began."""
+    since when it is only put to sleep. `awake_since`: when its turn began. `prefetched`: bytes that its weights have
+    while it sleeps (None: nothing of its next wake is done before), `done` the seconds of the wake that this is worth,
+    `saved` those of the last wake."""
 
     name: str
     residence: Residence
@@ -38,6 +40,9 @@ class ResidentModel:
     left: float = 0.0
     idle_since: float = 0.0
     awake_since: float = float("-inf")
+    prefetched: int | None = None
+    done: float = 0.0
+    saved: float = 0.0
 
     def become(self, residence: Residence, now: float) -> None:
         """It is there now."""
@@ -67,7 +72,7 @@ class ResidentUnit(ScheduledUnit):
         }
         self.on_wake: Callable[[ResidentUnit, str, float], None] = lambda unit, name, now: None
         for name in residency.awake:
-            self._resize(residency.models[name].bytes)
+            self._resize(0, residency.models[name].bytes)
         self.turn_taking = TurnTaking(self, residency.turns) if residency.turns is not None else None
         self.peak_bytes = self._taken()
         self._there: set[str] = set()
@@ -75,6 +80,8 @@ class ResidentUnit(ScheduledUnit):
         # Until when wakes have been followed, and which expectation of their next end counts.
         self._followed = 0.0
         self._expected = 0
+        # Whose wakes are begun before there is memory for them, in that order.
+        self._prefetching: list[str] = []
 
     def _policy(self, residency: SimResidency) -> Residency:
         """What decides which models are awake. Where one at a time is, it takes all that there is."""
@@ -189,18 +196,18 @@ class ResidentUnit(ScheduledUnit):
         model = next(each for each in self.spec.models if each.name == name)
         return model.architecture.kv_bytes_per_token(model.dtype) / self.spec.tp
 
-    def _resize(self, taken: int) -> None:
-        """So many bytes more (negative: fewer) are not the pools'."""
+    def _resize(self, before: int, after: int) -> None:
+        """Of what is not the pools' a model takes `after` bytes, and took `before`."""
         if not self.residency.elastic:
             return
         now = self.clock.now
         self.disturbed(now)
         for pool in self.pools.values():
-            pages = math.ceil(pool.profile.pages * abs(taken) / self.residency.rules.limit)
+            had, has = (math.ceil(pool.profile.pages * each / self.residency.rules.limit) for each in (before, after))
             pool.sync(now, -1)
-            pool.held += pages if taken > 0 else -pages
+            pool.held += has - had
             pool.check(now)
-        self._freed = self._freed or taken < 0
+        self._freed = self._freed or after < before
         self._changed(now)
 
     def _cached(self, name: str) -> int:
@@ -231,7 +238,7 @@ class ResidentUnit(ScheduledUnit):
                 each.since,
                 each.running,
                 self._waiting(each, now),
-                costs[each.name].bytes + cached[each.name] if cached.get(each.name) else 0,
+                costs[each.name].bytes + cached[each.name] if cached.get(each.name) else each.prefetched or 0,
             )
             for each in self.residents.values()
         ]
@@ -259,7 +266,7 @@ class ResidentUnit(ScheduledUnit):
         if model.residence is Residence.LEAVING and not model.running:
             model.become(Residence.ASLEEP, now)
             self.awake.slept(now - model.idle_since)
-            self._resize(-self.residency.models[model.name].bytes)
+            self._resize(self.residency.models[model.name].bytes, 0)
             self._decide(now)
 
     def _run(self, model: ResidentModel, more: int, now: float) -> None:
@@ -276,12 +283,41 @@ class ResidentUnit(ScheduledUnit):
         return 1.0 + self.residency.wake_drag * max(0, others) / self.residency.rules.cores
 
     def _follow(self, now: float) -> None:
-        """How far wakes have come."""
-        gone = (now - self._followed) / self._slowdown()
+        """How far wakes have come, or where there is none, what is prefetched: one model after the other."""
+        gone, waking = (now - self._followed) / self._slowdown(), False
         self._followed = now
         for each in self.residents.values():
             if each.residence is Residence.WAKING:
                 each.left -= gone
+                waking = True
+        for name in [] if waking else self._prefetching:
+            model = self.residents[name]
+            part = min(gone, max(0.0, self._prefetchable(model) - model.done))
+            model.done += part
+            gone -= part
+
+    def _prefetchable(self, model: ResidentModel) -> float:
+        """Seconds of the model's next wake that can be done with the memory that it has before."""
+        costs, start = self.residency.models[model.name], self.residency.start_seconds
+        return start + max(0.0, costs.seconds - start) * min(1.0, (model.prefetched or 0) / costs.bytes)
+
+    def _prefetch(self, model: ResidentModel, most: int, now: float) -> None:
+        """The model may take so many bytes before its wake. On a CPU it takes none: the kernel reads its weights."""
+        if not self.residency.elastic:
+            return
+        self._follow(now)
+        self._resize(model.prefetched or 0, most)
+        if model.prefetched is None:
+            self._prefetching.append(model.name)
+        model.prefetched = most
+        model.done = min(model.done, self._prefetchable(model))
+
+    def _prefetched(self, model: ResidentModel) -> float:
+        """Nothing is done for its next wake any more; the seconds of it that have been."""
+        done, model.prefetched, model.done = model.done, None, 0.0
+        if model.name in self._prefetching:
+            self._prefetching.remove(model.name)
+        return done
 
     def _expect(self, now: float) -> None:
         """The next wake ends then if nothing else begins or ends before."""
@@ -299,7 +335,8 @@ class ResidentUnit(ScheduledUnit):
         self._expect(now)
 
     def _woke(self, model: ResidentModel, now: float) -> None:
-        self.awake.woke(model.name, now - model.since)
+        # What a wake takes is what it takes without anything done before.
+        self.awake.woke(model.name, now - model.since + model.saved)
         model.become(Residence.AWAKE, now)
         model.prepared = None
         self.on_wake(self, model.name, now)
@@ -315,10 +352,12 @@ class ResidentUnit(ScheduledUnit):
                 self._follow(now)
                 model.wakes += 1
                 model.become(Residence.WAKING, now)
-                model.left = self.residency.models[model.name].seconds
-                self._resize(self.residency.models[model.name].bytes)
-                model.left += self._copy_seconds(model)
+                self._resize(model.prefetched or 0, self.residency.models[model.name].bytes)
+                model.saved = self._prefetched(model)
+                model.left = self.residency.models[model.name].seconds - model.saved + self._copy_seconds(model)
                 self._expect(now)
+            elif isinstance(change, Prefetch):
+                self._prefetch(model, change.bytes, now)
             elif isinstance(change, Sleep):
                 model.sleeps += 1
                 model.become(Residence.LEAVING, now)
@@ -327,6 +366,9 @@ class ResidentUnit(ScheduledUnit):
                 model.sleeps -= 1
                 model.become(Residence.AWAKE, now)
                 self._serve_waiting(model, now)
+        for model in [self.residents[name] for name in self._prefetching]:
+            if not model.prefetched and not self._waiting(model, now):
+                self._prefetched(model)
         if self.turn_taking is not None:
             self.turn_taking.decide(now)
         self.peak_bytes = max(self.peak_bytes, self._taken())
@@ -353,7 +395,10 @@ class ResidentUnit(ScheduledUnit):
 
     def _taken(self) -> int:
         costs = self.residency.models
-        held = sum(costs[each.name].bytes for each in self.residents.values() if each.residence is not Residence.ASLEEP)
+        held = sum(
+            each.prefetched or 0 if each.residence is Residence.ASLEEP else costs[each.name].bytes
+            for each in self.residents.values()
+        )
         waking = (costs[each.name].load_bytes for each in self.residents.values() if each.residence is Residence.WAKING)
         return self.residency.rules.fixed + held + sum(waking)
 

@@ -113,7 +113,8 @@ class SimResidency:
     take that are not asleep is taken from their pages, and what is fixed is kept free for caches that grow. With
     `turns` a model that has to go may stop before what it runs has ended; that KV is copied to the host's memory and
     back with `swap` bytes per second (0: it keeps its pages). `exclusive`: one model at a time is awake besides those
-    that are pinned, and has all the rest."""
+    that are pinned, and has all the rest. `start_seconds` of a wake are not for copying weights: a unit with `elastic`
+    memory does that part, and copies what has room, while the model waits for memory (`residency.Prefetch`)."""
 
     rules: ResidencyRules
     models: dict[str, WakeCosts]
@@ -124,6 +125,7 @@ class SimResidency:
     turns: TurnRules | None = None
     swap: float = 0.0
     exclusive: bool = False
+    start_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

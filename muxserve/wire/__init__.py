@@ -49,6 +49,7 @@ from muxserve.wire.replicas import (
     Paired,
     Place,
     Placed,
+    PrefetchModel,
     ReplicaEnded,
     RollingReport,
     RollingRequest,
@@ -158,6 +159,7 @@ __all__ = [
     "PeerThere",
     "Place",
     "Placed",
+    "PrefetchModel",
     "Prefilled",
     "Refused",
     "ReplicaEnded",
@@ -206,7 +208,7 @@ AnyMessage = Union[
     PeerCommit, PeerCommitted, PeerRefused, PeerThere, PeerAbort, TakeOver, TakenOver, MovingIn, Retire, Revive, Joined,
     RollingReport, Waits, ShowRequests, HeldRequests, Degraded, EngineSuspect, RequestFailed, StepFailed,
     TimelineRequest, TimelineReply, RequestTrace,
-    MemoryReport, ReplicaEnded, MoveReplica, MoveEnded,
+    MemoryReport, ReplicaEnded, MoveReplica, MoveEnded, PrefetchModel,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -339,6 +339,8 @@ class Warm(Parent):
             pid = self.model_parents.pop(model, None)
             if pid is not None:
                 os.kill(pid, signal.SIGTERM)
+        elif operation == "prefetch":
+            pass  # the journal has it
         elif operation == "hibernate":
             self.load(model)
             if told(self.run_dir, f"full-{model}"):

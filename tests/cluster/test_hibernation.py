@@ -36,6 +36,15 @@ async def test_a_stopped_model_keeps_the_process_that_has_loaded_it(fleet: Fleet
     assert "end one" not in fleet.journal()
 
 
+async def test_before_a_model_is_started_again_its_process_is_told(fleet: Fleet) -> None:
+    await fleet.host.prefetch("one")  # it is not asleep: its checkpoint is read
+    await fleet.host.stop_model("one")
+    assert "prefetch one" not in fleet.journal()
+    await fleet.host.prefetch("one")
+    await fleet.host.start_model("one")
+    assert fleet.journal().count("prefetch one") == 1
+
+
 async def test_whoever_waits_for_memory_does_not_wait_until_all_of_it_is_in_a_file(fleet: Fleet) -> None:
     parent = fleet.host.model_parents["one"]
     await fleet.host.stop_model("one", urgent=True)

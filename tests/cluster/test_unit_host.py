@@ -134,6 +134,7 @@ async def test_it_serves_what_it_is_told_to(host: Host) -> None:
     assert (await host.tell("state"))["state"]["models"]["one"] == {"decoding": 0}
     message = base64.b64encode(wire.encode(wire.GatewayDown(3))).decode()
     assert await host.tell("tell", message=message) == {}
+    assert await host.tell("prefetch", model="two") == {}
     assert await host.tell("start_model", model="two") == {}
     two = {PartId("engine", "two", phase) for phase in ("prefill", "decode")}
     assert {event.part for event in host.events if isinstance(event, Up)} >= two

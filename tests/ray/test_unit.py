@@ -130,6 +130,13 @@ async def test_a_model_is_up_when_its_scheduler_and_engines_are() -> None:
     played.end()
 
 
+async def test_a_model_is_read_ahead_where_the_unit_is() -> None:
+    played = Played(("m",))
+    await played.unit.prefetch("n")
+    assert played.actor.told == ["prefetch n"]
+    played.end()
+
+
 async def test_an_end_that_failed_is_told() -> None:
     played = Played(("m", "n"))
     played.actor.answers["stop_model"] = {"error": "RuntimeError: no", "part": None}

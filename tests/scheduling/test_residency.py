@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,6 +14,7 @@ from muxserve.scheduling.deadlines import TimedJob, moore_hodgson
 from muxserve.scheduling.residency import (
     ArrivalRates,
     Change,
+    Prefetch,
     Residence,
     Residency,
     ResidencyRules,
@@ -31,8 +33,15 @@ STOP_SECONDS = 0.1
 ASLEEP, WAKING, AWAKE, LEAVING = Residence.ASLEEP, Residence.WAKING, Residence.AWAKE, Residence.LEAVING
 
 
+class Movements(Residency):
+    """What it decides but for what is prefetched."""
+
+    def decide(self, now: float, fixed: int | None, standings: Iterable[Standing]) -> list[Change]:
+        return [each for each in super().decide(now, fixed, standings) if not isinstance(each, Prefetch)]
+
+
 def residency(limit: int, **models: WakeCosts) -> Residency:
-    return Residency(ResidencyRules(limit, min_residence=2.0, residence_factor=1.0), models)
+    return Movements(ResidencyRules(limit, min_residence=2.0, residence_factor=1.0), models)
 
 
 # ---------------------------------------------------------------- deadlines
@@ -183,7 +192,7 @@ def test_a_model_never_awake_is_expected_to_be_as_sparing_as_those_that_are_as_l
 
 
 def test_what_is_no_model_counts_as_declared_until_it_was_measured() -> None:
-    policy = Residency(ResidencyRules(100, fixed=30, fixed_margin=5), {"a": WakeCosts(71)})
+    policy = Movements(ResidencyRules(100, fixed=30, fixed_margin=5), {"a": WakeCosts(71)})
     asked = [Standing("a", ASLEEP, 0.0, waiting=[10.0])]
     assert policy.decide(10.0, None, asked) == []
     assert policy.hopeless("a", None) == 1
@@ -269,7 +278,7 @@ def test_what_putting_to_sleep_takes_is_learnt_and_makes_room_ahead_worth_more()
 
 def test_of_two_wakes_one_after_the_other_comes_first_where_that_serves_more_in_time() -> None:
     costs = WakeCosts(10, seconds=1.0, ttft=1.7)
-    policy = Residency(ResidencyRules(1000, wakes=2, cores=2), {"a": costs, "b": costs})
+    policy = Movements(ResidencyRules(1000, wakes=2, cores=2), {"a": costs, "b": costs})
     policy.pace.drag = 1.0
     both = [Standing("a", ASLEEP, 0.0, waiting=[10.0]), Standing("b", ASLEEP, 0.0, waiting=[10.0])]
     assert policy.decide(10.0, 10, both) == [Wake("a"), Wake("b")]  # both after 1.5 s
@@ -327,6 +336,47 @@ def test_rules_that_make_no_sense(wrong: dict[str, float]) -> None:
         ResidencyRules(**wrong)  # type: ignore[arg-type]
 
 
+# ---------------------------------------------------------------- prefetched weights
+
+
+def prefetching(limit: int, wakes: int = 1, **models: WakeCosts) -> Residency:
+    return Residency(ResidencyRules(limit, min_residence=2.0, residence_factor=1.0, wakes=wakes), models)
+
+
+def test_who_waits_for_memory_is_prefetched_into_what_is_free_of_it() -> None:
+    policy = prefetching(100, a=WakeCosts(60), b=WakeCosts(60))
+    busy = Standing("a", AWAKE, 0.0, running=1)
+    assert policy.decide(10.0, 10, [busy, Standing("b", ASLEEP, 0.0, waiting=[9.9])]) == [Prefetch("b", 30)]
+    # Said once.
+    assert policy.decide(10.1, 10, [busy, Standing("b", ASLEEP, 0.0, waiting=[9.9], held=30)]) == []
+    # What is prefetched is part of what its wake needs.
+    gone = Standing("a", ASLEEP, 10.2)
+    assert policy.decide(10.2, 10, [gone, Standing("b", ASLEEP, 0.0, waiting=[9.9], held=30)]) == [Wake("b")]
+
+
+def test_prefetched_weights_give_way() -> None:
+    policy = prefetching(100, a=WakeCosts(60), b=WakeCosts(60), c=WakeCosts(20, ttft=1.0))
+    busy, b = Standing("a", AWAKE, 0.0, running=1), Standing("b", ASLEEP, 0.0, waiting=[9.9], held=30)
+    policy.decide(10.0, 10, [busy, b, Standing("c", ASLEEP, 0.0)])
+    # Of a model that is woken: what nothing takes is less by then.
+    c = Standing("c", ASLEEP, 0.0, waiting=[10.1])
+    assert policy.decide(10.1, 10, [busy, b, c]) == [Prefetch("b", 10), Wake("c")]
+    # Of caches that grow.
+    grown = Standing("a", AWAKE, 0.0, running=1, held=85)
+    assert policy.decide(10.2, 10, [grown, b, Standing("c", ASLEEP, 0.0)]) == [Prefetch("b", 5)]
+    # And when nobody waits for the model any more.
+    alone = Standing("b", ASLEEP, 0.0, held=5)
+    assert policy.decide(10.3, 10, [busy, alone, Standing("c", ASLEEP, 0.0)]) == [Prefetch("b", 0)]
+
+
+def test_as_many_are_prefetched_as_may_be_woken_at_a_time() -> None:
+    models = {name: WakeCosts(60) for name in "abcd"}
+    policy = prefetching(100, wakes=2, **models)
+    busy = Standing("a", AWAKE, 0.0, running=1)
+    waiting = [Standing(name, ASLEEP, 0.0, waiting=[9.0 + n / 10]) for n, name in enumerate("bcd")]
+    assert policy.decide(9.3, 10, [busy, *waiting]) == [Prefetch("b", 30), Prefetch("c", 0)]
+
+
 # ---------------------------------------------------------------- properties
 
 
@@ -348,7 +398,7 @@ class Place:
     @property
     def taken(self) -> int:
         if self.residence is ASLEEP:
-            return 0
+            return self.held  # what was prefetched
         if self.residence is WAKING:
             return self.most + self.costs.load_bytes
         return self.most if self.served > 1 else self.idle
@@ -386,7 +436,7 @@ class Memory:
                 place.residence, place.since, place.served, place.held = AWAKE, now, 0, 0
                 self.policy.woke(name, place.costs.seconds)
             if place.residence is LEAVING and not place.running and now >= place.until:
-                place.residence = ASLEEP
+                place.residence, place.held = ASLEEP, 0
                 self.policy.slept(STOP_SECONDS)
             if place.residence is AWAKE:
                 for arrived, seconds in place.waiting:
@@ -411,14 +461,18 @@ class Memory:
                 place.since,
                 len(place.running),
                 [since for since, _ in place.waiting],
-                place.held if place.residence in (AWAKE, LEAVING) else 0,
+                0 if place.residence is WAKING else place.held,
             )
             for name, place in self.places.items()
         ]
 
     def carry_out(self, change: Change, now: float) -> None:
         place = self.places[change.model]
-        if isinstance(change, Wake):
+        if isinstance(change, Prefetch):
+            assert place.residence is ASLEEP
+            assert place.waiting or not change.bytes
+            place.held = change.bytes
+        elif isinstance(change, Wake):
             assert place.residence is ASLEEP
             place.residence, place.until = WAKING, now + place.costs.seconds
             self.wakes += 1

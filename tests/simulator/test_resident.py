@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -158,6 +159,54 @@ def test_a_turn_may_end_while_a_report_is_on_its_way(seed: int) -> None:
     result = run(world, requests(*sorted(rows)))
     assert [record.output_tokens for record in result.records] == [output for *_, output in sorted(rows)]
     assert awakened(result).switches > 0
+
+
+def test_a_wake_begins_while_its_model_waits_for_memory() -> None:
+    """`b` waits for `a`, which leaves two thirds of what `b` needs: with them its wake is nearly done by then."""
+
+    def waited(start: float) -> tuple[float, ResidentUnit]:
+        costs = {name: WakeCosts(600, seconds=1.0, ttft=2.0) for name in NAMES}
+        rules = ResidencyRules(1000, min_residence=0.1, residence_factor=1.0)
+        residency = SimResidency(rules, costs, ("a",), elastic=True, start_seconds=start)
+        world = ResidentUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
+        result = run(world, requests((0.0, "a", 40, 250), (0.1, "b", 40, 4)))
+        a, b = sorted(result.records, key=lambda each: each.arrival)
+        assert (a.output_tokens, b.output_tokens) == (250, 4)
+        assert awakened(result).peak_bytes <= 1000
+        assert a.finish is not None
+        assert b.first_token is not None
+        assert a.finish > 1.2, "there is time for it"
+        return b.first_token - a.finish, world
+
+    # All seconds are copying, or 0.4 of them are not. What the KV of `a` takes, a tenth, is not there for weights.
+    copied, world = waited(0.0)
+    assert copied == pytest.approx(1 / 3 + 0.1, abs=0.05)
+    assert waited(0.4)[0] == pytest.approx(0.6 * (1 / 3 + 0.1), abs=0.05)
+    # What is not awake has given its pages back, and nothing is under way.
+    assert [each.prefetched for each in world.residents.values()] == [None] * 3
+    (pool,) = world.pools.values()
+    assert pool.held == 720  # of 1,200 pages, for 600 of 1,000 bytes
+
+
+def test_what_was_prefetched_for_nobody_is_given_back() -> None:
+    costs = {name: WakeCosts(600, seconds=1.0, ttft=2.0) for name in NAMES}
+    rules = ResidencyRules(1000, min_residence=0.1, residence_factor=1.0)
+    residency = SimResidency(rules, costs, ("a",), elastic=True)
+    world = ResidentUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
+    (pool,) = world.pools.values()
+    held: list[int] = []
+
+    def leaves(now: float) -> None:
+        held.append(pool.held)
+        gone = world.resign("b")
+        world.clock.at(1.2, lambda now: held.append(pool.held))
+        world.clock.at(1.3, partial(world.wait, gone))
+
+    world.clock.at(0.8, leaves)
+    result = run(world, requests((0.0, "a", 40, 250), (0.1, "b", 40, 4)))
+    assert [record.output_tokens for record in result.records] == [250, 4]
+    assert held[0] > 720 + 400
+    assert held[1] < 720 + 100  # with what `a` has cached
 
 
 def test_turns_do_not_happen_where_all_have_room() -> None:

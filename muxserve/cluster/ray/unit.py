@@ -163,6 +163,10 @@ class RayUnit:
             self._serves.remove(model)
         check(await self._questions.ask("stop_model", model=model), model)
 
+    async def prefetch(self, model: str) -> None:
+        """See `UnitHandle.prefetch`."""
+        check(await self._questions.ask("prefetch", model=model), model)
+
     def start_migrator(self) -> None:
         """See `UnitHandle.start_migrator`."""
         if not self._migrates:
