@@ -4,10 +4,11 @@
 
 The same requests go to (proxy) one stock vLLM server per model under a proxy that swaps them, as many at a time as the
 limit holds; (timer) a fleet whose models sleep after an idle time, `replicas: {min: 0}`; (memory) a fleet with
-`memory: {limit: ...}`; (hibernating) the same with the memory of sleeping models in files. In each phase of ten
-seconds a few models are active, and the others silent. Each seed is another workload, and a run of its own. Checkpoints
-are made anew, and removed at the end. TTFT counts from when a request was sent, with every wait; what has not ended
-when the grace after the last arrival is over has missed the objective.
+`memory: {limit: ...}`; (hibernating) the same with the memory of sleeping models in files; (even, even-hibernating) the
+same two with `decode_niceness: 0`, so that decoding does not give way to wakes. In each phase of ten seconds a few
+models are active, and the others silent. Each seed is another workload, and a run of its own. Checkpoints are made
+anew, and removed at the end. TTFT counts from when a request was sent, with every wait; what has not ended when the
+grace after the last arrival is over has missed the objective.
 """
 
 from __future__ import annotations
@@ -42,7 +43,14 @@ from muxserve.workload import open_workload
 from placement.format import format_size
 from tests.support import tiny_checkpoint as checkpoints
 
-SYSTEMS = ("memory", "hibernating", "timer", "proxy")
+# By system, what its `memory` section has besides the limit.
+MEMORY: dict[str, dict[str, object]] = {
+    "memory": {},
+    "hibernating": {"hibernate": "auto"},
+    "even": {"decode_niceness": 0},
+    "even-hibernating": {"decode_niceness": 0, "hibernate": "auto"},
+}
+SYSTEMS = (*MEMORY, "timer", "proxy")
 PROMPT, OUTPUT = 16, 16
 KV_BYTES = 128 << 20
 # A sample takes the kernel a hundredth of a second for each process with vLLM: of the machine that is measured it gets
@@ -144,11 +152,14 @@ def document(runs: dict[str, list[dict[str, Any]]], parameters: dict[str, Any]) 
 
 def figures(outcomes: Sequence[Outcome], slo: float, meter: Meter, limit: int) -> dict[str, Any]:
     """What the clients saw, and the memory."""
-    ttft = [each.ttft for each in outcomes if each.ok]
+    answered = [each for each in outcomes if each.ok]
+    ttft = [each.ttft for each in answered]
     return {
         "requests": len(outcomes),
         "attainment": round(sum(value <= slo for value in ttft) / len(outcomes), 4),
         "ttft_seconds": percentiles(ttft) if ttft else None,
+        # From the first token to the last.
+        "after_first_seconds": percentiles([each.last - each.first for each in answered]) if answered else None,
         "given_up": sum(each.error == "given up" for each in outcomes),
         "failed": sum(not each.ok and each.error != "given up" for each in outcomes),
         "errors": sorted({each.error for each in outcomes if each.error})[:3],
@@ -166,9 +177,10 @@ def fleet_file(
     idle: float,
     slo: float,
     pool: int = KV_BYTES,
-    hibernate: str = "off",
+    **memory: object,
 ) -> Path:
-    """A fleet of these checkpoints; with `limit` memory decides, else the idle time. `hibernate` as in a fleet file."""
+    """A fleet of these checkpoints; with `limit` memory decides, else the idle time. `memory`: more of that section of
+    the fleet file."""
     models: list[dict[str, Any]] = []
     for model, path in paths.items():
         each: dict[str, Any] = {
@@ -184,7 +196,7 @@ def fleet_file(
         models.append(each)
     declared: dict[str, Any] = {"kv_pool": {"size": pool}, "models": models}
     if limit is not None:
-        declared["memory"] = {"limit": limit, "hibernate": hibernate}
+        declared["memory"] = {"limit": limit, **memory}
     file = folder / f"{name}.yaml"
     file.write_text(yaml.safe_dump(declared, sort_keys=False))
     return file
@@ -210,6 +222,8 @@ def served(file: Path, calls: Sequence[Call], grace: float) -> tuple[list[Outcom
             "wakes": sum(each["wakes"] for each in models),
             "evictions": sum(each["evictions"] for each in models),
             "wake_seconds": sorted(each["last_wake_seconds"] for each in models if each["wakes"]),
+            "sleep_seconds": memory["sleep_seconds"],
+            "prefetched": sum(each["prefetched"] for each in models),
             "fixed_gib": round(memory["fixed_bytes"] / 2**30, 3),
             "needs_gib": [round(each["needs_bytes"] / 2**30, 3) for each in models],
         },
@@ -290,8 +304,7 @@ def main() -> None:
                 outcomes, meter, extra = swapped(paths, slots, calls, args.grace)
             else:
                 limit = None if system == "timer" else args.limit
-                hibernate = "auto" if system == "hibernating" else "off"
-                file = fleet_file(folder, system, paths, limit, args.idle, args.slo, hibernate=hibernate)
+                file = fleet_file(folder, system, paths, limit, args.idle, args.slo, **MEMORY.get(system, {}))
                 outcomes, meter, extra = served(file, calls, args.grace)
             runs.setdefault(system, []).append(
                 {"seed": seed, **figures(outcomes, args.slo, meter, args.limit), **extra}

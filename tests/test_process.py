@@ -29,6 +29,26 @@ def test_a_parent_that_has_ended_before_is_noticed() -> None:
     assert asked(gone.pid) == 7
 
 
+GIVE_WAY = """
+import os, threading
+from muxserve.net.process import give_way
+ends = threading.Event()
+before = threading.Thread(target=ends.wait)
+before.start()
+give_way(7)
+after = threading.Thread(target=ends.wait)
+after.start()
+print(*(os.getpriority(os.PRIO_PROCESS, each.native_id) for each in (threading.main_thread(), before, after)))
+ends.set()
+"""
+
+
+def test_all_threads_give_way() -> None:
+    ran = subprocess.run([sys.executable, "-c", GIVE_WAY], capture_output=True, text=True, check=True)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert ran.stdout.split() == [str(min(own + 7, 19))] * 3
+
+
 CLOSE = """
 import os, sys
 from muxserve.net.process import close_inherited

@@ -203,6 +203,11 @@ class MemorySection(Section):
         description="A busy model that has to go for another stops when it had its turn, and goes on later; otherwise "
         "it finishes its answers first",
     )
+    decode_niceness: Annotated[int, Field(ge=0, le=19)] = Field(
+        default=10,
+        description="By so much decoding gives way to models that are woken and to prompts, as of nice(2); 0: all "
+        "processes share the cores equally, so that first tokens come later, and other tokens more evenly",
+    )
 
 
 DEFAULT_PRIORITIES = {level.name: Priority(rank=level.rank, target_load=level.target_load) for level in DEFAULT_LEVELS}

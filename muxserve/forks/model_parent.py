@@ -20,7 +20,7 @@ from muxserve.forks.family import Control, ForkingParent, engine_log, file_name,
 from muxserve.forks.hibernation import HibernationError, SleepingMemory
 from muxserve.net.heartbeat import heartbeat_file
 from muxserve.net.page_cache import read_weights_ahead
-from muxserve.net.process import trim, words
+from muxserve.net.process import give_way, trim, words
 from muxserve.spec import UNIT_FILE, EnginePhase, UnitSpec, load
 
 log = logging.getLogger(__name__)
@@ -85,6 +85,12 @@ def run_model_parent(unit_spec: UnitSpec, model: str, commands: socket.socket, c
                 executor.driver_worker.worker.clocks = executor.clocks
             if own["async_scheduling"]:
                 executor.begin_thread(lambda: set_threads(now.model(model).threads))
+
+            def up() -> None:
+                control.event("up", kind="engine", model=model, phase=phase, pid=os.getpid())
+                if now.decode_niceness and phase != "prefill":
+                    give_way(now.decode_niceness)
+
             detail = "binding to the pool" if awaited else "warming up"
             control.event("progress", kind="engine", model=model, phase=phase, detail=detail)
             try:
@@ -94,7 +100,7 @@ def run_model_parent(unit_spec: UnitSpec, model: str, commands: socket.socket, c
                     phase,
                     config,
                     lambda _: executor,
-                    lambda: control.event("up", kind="engine", model=model, phase=phase, pid=os.getpid()),
+                    up,
                     awaited=awaited,
                 )
             except Exception as error:

@@ -294,6 +294,8 @@ class UnitSpec(msgspec.Struct, frozen=True):
     costs: dict[str, list[EngineProfile]] = {}
     # The directory for the memory of models that sleep; empty: it is given up, and they are loaded again.
     hibernation: str = ""
+    # By so much engines that decode give way to other processes, as of nice(2): while models are woken beside them.
+    decode_niceness: int = 0
 
     def priority_levels(self, model: str | None = None) -> Levels:
         """The levels as the policies of that model want them."""

@@ -112,6 +112,20 @@ def test_tokens_are_the_same_through_sleeps_and_wakes_under_load(fleet: Fleet, s
     assert not unanswered(fleet.get("/metrics").text, residency=True)
 
 
+def test_only_decoding_gives_way_to_wakes_and_prompts(fleet: Fleet, said: dict[str, str]) -> None:
+    assert dict(asyncio.run(answers(fleet))) == said
+
+    def nicer(*words: str) -> set[int]:
+        gateway = fleet.part("muxserve gateway")
+        assert gateway is not None
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return {each.nice() - gateway.nice() for each in fleet.parts("muxserve engine", *words)}
+        return set()  # one has been put to sleep meanwhile
+
+    for words, by in ((("/prefill",), 0), (("/decode",), 10)):
+        fleet.wait(lambda words=words, by=by: nicer(*words) == {by}, PATIENCE, f"{words} nicer by {by}")
+
+
 # Where a wake is stopped: by which process, the moment that it is there.
 LOADING, WARMING = "muxserve model", "muxserve engine"
 ITSELF = "the process that was stopped"

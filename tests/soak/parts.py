@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.e2e.fleet import Fleet
 # What a command line holds -> the kind of part.
 _KINDS = (
     (r"muxserve\.cli\.app", "controller"),
-    (r"muxserve\.engine\.machine_parent", "vLLM parent"),
+    (r"muxserve\.forks\.machine_parent", "vLLM parent"),
     (r"muxserve-memory-manager", "memory manager"),
     (r"muxserve\.unit\.scheduler", "unit scheduler"),
     (r"muxserve\.global_scheduler\.process", "global scheduler"),
@@ -71,9 +72,10 @@ def parts(fleet: Fleet) -> list[Part]:
     return sorted(found, key=lambda part: (part.kind, part.name, part.process.pid))
 
 
-def how_many(found: list[Part]) -> Counter[str]:
-    """Processes of each kind. What parents fork for a moment has no name yet."""
-    return Counter(part.kind for part in found if part.kind != OTHER)
+def how_many(found: list[Part], changing: Collection[str] = ()) -> Counter[str]:
+    """Processes of each kind but those that come and go by themselves. What parents fork for a moment has no name
+    yet."""
+    return Counter(part.kind for part in found if part.kind != OTHER and part.kind not in changing)
 
 
 @dataclass

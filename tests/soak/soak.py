@@ -134,9 +134,9 @@ class Soak:
         async with Background(fleet, questions, rng, self._clients) as load:
             load.resume()
             await load.until_busy()
-            whole = await self._settled(fleet)
+            whole = await self._settled(fleet, topology)
             await load.quiesce()
-            kinds = possible(self._kinds, whole)
+            kinds = possible(self._kinds, whole + Counter(topology.changing))
             if not kinds:
                 raise SystemExit(f"{topology.name} has no part that these faults concern")
             if not soaked.first:
@@ -171,7 +171,7 @@ class Soak:
             struck = Struck(f"could not be done: {error!r}", faults=[f"the fault could not be made: {error!r}"])
         since = struck.since or time.monotonic()
         step.what, step.faults = struck.what, struck.faults
-        recovered = await self._recovered(fleet, struck, whole, step)
+        recovered = await self._recovered(world, struck, whole, step)
         if recovered is not None:
             step.recovery_seconds = max(0.0, recovered - since)
         # What began meanwhile has ended one way or the other before it is counted.
@@ -184,24 +184,25 @@ class Soak:
             step.faults.append(f"the fleet ended by itself with status {fleet.process.returncode}")
         step.seconds = time.monotonic() - began
 
-    async def _settled(self, fleet: Fleet) -> Counter[str]:
+    async def _settled(self, fleet: Fleet, topology: Topology) -> Counter[str]:
         """The parts of a fleet that is whole: as many for two seconds."""
-        seen, since = how_many(parts(fleet)), time.monotonic()
+        seen, since = how_many(parts(fleet), topology.changing), time.monotonic()
         async with asyncio.timeout(PATIENCE):
             while time.monotonic() - since < 2.0 or (await self._status(fleet))[0] != "ok":
                 await asyncio.sleep(0.2)
-                if (now := how_many(parts(fleet))) != seen:
+                if (now := how_many(parts(fleet), topology.changing)) != seen:
                     seen, since = now, time.monotonic()
         return seen
 
-    async def _recovered(self, fleet: Fleet, struck: Struck, whole: Counter[str], step: Step) -> float | None:
+    async def _recovered(self, world: World, struck: Struck, whole: Counter[str], step: Step) -> float | None:
         """When all parts were there again and `/health` said so, twice in a row, by the monotonic clock."""
+        fleet, changing = world.fleet, world.topology.changing
         began = time.monotonic()
         deadline = began + _RECOVERY_SECONDS
         first: float | None = None
         words = ""
         while time.monotonic() < deadline and fleet.process.poll() is None:
-            now = how_many(parts(fleet))
+            now = how_many(parts(fleet), changing)
             there = [str(part) for part in struck.gone if _alive_or_stopped(part)]
             status, said = await self._status(fleet)
             imported = _imported(self._log(step.topology))

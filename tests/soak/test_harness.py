@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import subprocess
@@ -31,8 +32,10 @@ from tests.soak.load import (
     judge_status,
     judged,
 )
+from tests.soak.parts import _KINDS, Part, how_many
 from tests.soak.report import Step, again, by_kind, failures, table, totals
 from tests.soak.schedule import KINDS, chosen, kind_of, possible, random_of
+from tests.soak.topologies import TOPOLOGIES
 from tests.support.patience import PATIENCE
 
 
@@ -46,6 +49,20 @@ def test_a_step_is_the_same_whenever_it_is_done() -> None:
     assert steps[: len(kinds)] != steps[len(kinds) :]
     assert steps != [kind_of(kinds, 8, "quickstart", step).name for step in range(2 * len(kinds))]
     assert random_of(7, "quickstart", 3).random() == random_of(7, "quickstart", 3).random()
+
+
+def test_parts_are_told_by_modules_that_exist() -> None:
+    modules = [pattern.replace("\\.", ".") for pattern, _ in _KINDS if pattern.startswith("muxserve\\.")]
+    assert len(modules) >= 5
+    for module in modules:
+        assert importlib.util.find_spec(module), module
+
+
+def test_parts_that_come_and_go_are_not_counted() -> None:
+    topology = TOPOLOGIES["sleeping"]
+    found = [Part(kind, kind, psutil.Process()) for kind in ("engine", "engine", "model parent", "gateway")]
+    assert how_many(found, topology.changing) == Counter(gateway=1)
+    assert how_many(found, TOPOLOGIES["quickstart"].changing)["engine"] == 2
 
 
 def test_faults_are_chosen_by_group_and_name_and_only_where_they_are_possible() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import yaml
 
 from tests.e2e.fleet import ROOT
+from tests.soak.parts import ENGINE
 
 # vLLM's logits processor, which throws for requests that ask for it (`poison.py`).
 _POISON = "tests.soak.poison:Poison"
@@ -16,13 +18,20 @@ _POISON = "tests.soak.poison:Poison"
 
 @dataclass(frozen=True)
 class Topology:
-    """One fleet. `poisoned` is the model whose engines can be made to throw."""
+    """One fleet. `poisoned` is the model whose engines can be made to throw. `memory`: its models sleep and are woken
+    within that, so that its engines come and go."""
 
     name: str
     config: str
     models: tuple[str, ...]
     poisoned: str
     units: int = 1
+    memory: Mapping[str, object] | None = None
+
+    @property
+    def changing(self) -> tuple[str, ...]:
+        """The kinds of parts of which there are now more, now fewer."""
+        return () if self.memory is None else (ENGINE, "model parent")
 
     def write(self, directory: Path) -> Path:
         """The fleet file, in `directory`."""
@@ -32,6 +41,8 @@ class Topology:
             model["path"] = str((source.parent / model["path"]).resolve())
             if model["name"] == self.poisoned:
                 model.setdefault("engine_args", {})["logits_processors"] = [_POISON]
+        if self.memory is not None:
+            fleet["memory"] = dict(self.memory)
         path = directory / "fleet.yaml"
         path.write_text(yaml.safe_dump(fleet))
         return path
@@ -44,5 +55,13 @@ TOPOLOGIES = {
         Topology("replicas", "replicas.yaml", ("arithmetic",), "arithmetic", units=4),
         Topology("rolling", "rolling.yaml", ("arithmetic",), "arithmetic", units=3),
         Topology("pipelined", "pipeline.yaml", ("arithmetic",), "arithmetic"),
+        # Two of the three have room.
+        Topology(
+            "sleeping",
+            "quickstart.yaml",
+            ("arithmetic", "atlas", "frontdesk"),
+            "frontdesk",
+            memory={"limit": "1700MiB", "min_residence": "500ms", "hibernate": "auto"},
+        ),
     )
 }
