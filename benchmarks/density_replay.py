@@ -1,8 +1,9 @@
-"""The requests of `density.py` on a virtual clock: what residency by demand and idle timers make of the same wakes.
+"""The requests of `density.py` on a virtual clock: what residency by demand, also with models that sleep in files, and
+idle timers make of the same wakes.
 
     python benchmarks/density_replay.py [--models 24] [--limit 4GiB] [--rate 1.5] [--seeds 0 1 2]
 
-Both play in the simulator of `muxserve simulate`, with what `muxserve.planning.residency` says of wakes: seconds alone,
+All play in the simulator of `muxserve simulate`, with what `muxserve.planning.residency` says of wakes: seconds alone,
 how much longer beside others, what is set aside. Idle timers know no limit: what they took at most is printed, and with
 `--within` they wait for memory as residency does. Nothing here depends on what else the machine does.
 """
@@ -22,6 +23,7 @@ from report import percentiles
 from muxserve.cli.simulate_places import PlacementSearch, places_of
 from muxserve.config.values import parse_size
 from muxserve.costs.measured import latency_model
+from muxserve.planning.residency import hibernated_seconds
 from muxserve.scheduling.residency import Change, Residence, Residency, Sleep, Standing, Stay, Wake
 from muxserve.simulator import SimResidency, SimUnit, mode_of
 from muxserve.simulator.requests import SimRequest
@@ -118,8 +120,9 @@ def main() -> None:
             f"bursty-groups:rate={args.rate},alpha=0,duration={args.seconds},prompt={PROMPT},output={OUTPUT},"
             f"seed={seed}"
         )
-        for system, kind in (("memory", ResidentUnit), ("timers", TimedUnit)):
-            played = kind(unit, latency)
+        for system, kind in (("memory", ResidentUnit), ("hibernating", ResidentUnit), ("timers", TimedUnit)):
+            hibernated = dict.fromkeys(names, hibernated_seconds(of_one)) if system == "hibernating" else {}
+            played = kind(replace(unit, residency=replace(residency, hibernated=hibernated)), latency)
             load = [SimRequest.of(each, number) for number, each in enumerate(open_workload(text, names))]
             played.clock.run(iter(load), played.arrive, played.overheads.request)
             result = played.result()

@@ -72,8 +72,8 @@ def close_inherited(given: Collection[str] = ()) -> None:
 
 
 def give_way(niceness: int) -> None:
-    """Have all threads of this process, and those that they start, be by so much nicer than they were (nice(2)). Nothing
-    makes them less nice again."""
+    """Have all threads of this process, and those that they start, be by so much nicer than they were (nice(2)).
+    Nothing makes them less nice again."""
     for thread in map(int, os.listdir("/proc/self/task")):
         with contextlib.suppress(OSError):  # it has ended
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + niceness)

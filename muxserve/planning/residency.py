@@ -50,6 +50,9 @@ TPOT_SECONDS = 0.1
 # How long a wake takes alone until one was measured: 0.40 s with next to no weights (benchmarks/results/startup.json),
 # and 0.75 s with 273 MiB in a fleet that serves (docs/residency.md, Simulated).
 WAKE_SECONDS, WAKE_BANDWIDTH = 0.4, (273 << 20) / (0.75 - 0.4)
+# The same of a model that sleeps in a file (benchmarks/results/wakes.json, 273 MiB, one at a time): engines are up
+# after 0.16 s, and the first token comes 0.19 s later than from weights that are in memory.
+HIBERNATED_SECONDS, HIBERNATED_BANDWIDTH = 0.16, (273 << 20) / 0.19
 # Until an idle model's memory is free, until that was measured; and how much longer than alone a wake takes for each
 # other wake or busy model per core (`scheduling.wake_times` learns its own).
 SLEEP_SECONDS, WAKE_DRAG = 0.3, 1.5
@@ -66,7 +69,13 @@ def with_residency(unit: SimUnit, spec: ResidencySpec, exclusive: bool = False) 
     models = {model.name: spec.models.get(model.name) or WakeCosts(0, pinned=True) for model in unit.models}
     awake = tuple(name for name, costs in models.items() if costs.pinned)
     residency = SimResidency(
-        spec.rules, models, awake, sleep_seconds=SLEEP_SECONDS, wake_drag=WAKE_DRAG, exclusive=exclusive
+        spec.rules,
+        models,
+        awake,
+        sleep_seconds=SLEEP_SECONDS,
+        wake_drag=WAKE_DRAG,
+        exclusive=exclusive,
+        hibernated={name: hibernated_seconds(each) for name, each in spec.models.items()} if spec.hibernates else {},
     )
     return replace(unit, residency=residency)
 
@@ -80,7 +89,9 @@ def _learnt(spec: ResidencySpec) -> ResidencySpec:
         name: replace(each, bytes=each.bytes - MODEL_BYTES + LEARNT_MODEL_BYTES + MODEL_MARGIN, load_bytes=0)
         for name, each in spec.models.items()
     }
-    return ResidencySpec(replace(spec.rules, fixed=spec.rules.fixed - max(0, declared - learnt)), models)
+    return ResidencySpec(
+        replace(spec.rules, fixed=spec.rules.fixed - max(0, declared - learnt)), models, hibernates=spec.hibernates
+    )
 
 
 def within_limit(fleet: Fleet, machine: Machine) -> Machine:
@@ -104,6 +115,12 @@ def wake_seconds(weights: int) -> float:
     """How long waking a model with so many bytes of weights takes on this machine's CPU, as far as was measured: its
     processes come up, and its weights are copied out of the page cache."""
     return WAKE_SECONDS + weights / WAKE_BANDWIDTH
+
+
+def hibernated_seconds(costs: WakeCosts) -> float:
+    """How long it takes from a wake of a model in a file until its weights are there, as far as was measured."""
+    weights = max(0.0, costs.seconds - WAKE_SECONDS) * WAKE_BANDWIDTH
+    return HIBERNATED_SECONDS + weights / HIBERNATED_BANDWIDTH
 
 
 def load_bytes(model: Model, architecture: ModelArchitecture, dtype: str) -> int:
@@ -195,4 +212,5 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
         fixed=fixed,
         fixed_margin=FIXED_MARGIN,
     )
-    return ResidencySpec(rules, sleeping, TurnRules() if fleet.memory.turns else None)
+    turns = TurnRules() if fleet.memory.turns else None
+    return ResidencySpec(rules, sleeping, turns, bool(hibernation_of(fleet)))

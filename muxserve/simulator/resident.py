@@ -26,7 +26,8 @@ class ResidentModel:
     it is to be woken although no request waits. `left`: the seconds alone that its wake still takes. `idle_since`:
     since when it is only put to sleep. `awake_since`: when its turn began. `prefetched`: bytes that its weights have
     while it sleeps (None: nothing of its next wake is done before), `done` the seconds of the wake that this is worth,
-    `saved` those of the last wake."""
+    `saved` those of the last wake. `hibernated`: its memory is in a file; `moves`: it moves there
+    when it is put to sleep this time."""
 
     name: str
     residence: Residence
@@ -43,6 +44,8 @@ class ResidentModel:
     prefetched: int | None = None
     done: float = 0.0
     saved: float = 0.0
+    hibernated: bool = False
+    moves: bool = False
 
     def become(self, residence: Residence, now: float) -> None:
         """It is there now."""
@@ -265,9 +268,15 @@ class ResidentUnit(ScheduledUnit):
     def _asleep(self, model: ResidentModel, now: float) -> None:
         if model.residence is Residence.LEAVING and not model.running:
             model.become(Residence.ASLEEP, now)
+            model.hibernated |= model.moves
             self.awake.slept(now - model.idle_since)
             self._resize(self.residency.models[model.name].bytes, 0)
             self._decide(now)
+
+    def _wake_seconds(self, model: ResidentModel) -> float:
+        """Seconds that waking it takes alone."""
+        residency = self.residency
+        return residency.hibernated[model.name] if model.hibernated else residency.models[model.name].seconds
 
     def _run(self, model: ResidentModel, more: int, now: float) -> None:
         """The model has so many more running requests; wakes beside it go on as fast as that lets them."""
@@ -354,12 +363,13 @@ class ResidentUnit(ScheduledUnit):
                 model.become(Residence.WAKING, now)
                 self._resize(model.prefetched or 0, self.residency.models[model.name].bytes)
                 model.saved = self._prefetched(model)
-                model.left = self.residency.models[model.name].seconds - model.saved + self._copy_seconds(model)
+                model.left = self._wake_seconds(model) - model.saved + self._copy_seconds(model)
                 self._expect(now)
             elif isinstance(change, Prefetch):
                 self._prefetch(model, change.bytes, now)
             elif isinstance(change, Sleep):
                 model.sleeps += 1
+                model.moves = change.ahead and not model.hibernated and model.name in self.residency.hibernated
                 model.become(Residence.LEAVING, now)
                 self.sleep_if_done(model, now)
             else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from muxserve.costs import ModelArchitecture
@@ -114,7 +114,9 @@ class SimResidency:
     `turns` a model that has to go may stop before what it runs has ended; that KV is copied to the host's memory and
     back with `swap` bytes per second (0: it keeps its pages). `exclusive`: one model at a time is awake besides those
     that are pinned, and has all the rest. `start_seconds` of a wake are not for copying weights: a unit with `elastic`
-    memory does that part, and copies what has room, while the model waits for memory (`residency.Prefetch`)."""
+    memory does that part, and copies what has room, while the model waits for memory (`residency.Prefetch`). A model
+    that was put to sleep when nobody waited for its memory is woken in its `hibernated` seconds from then on, if it has
+    such."""
 
     rules: ResidencyRules
     models: dict[str, WakeCosts]
@@ -126,6 +128,7 @@ class SimResidency:
     swap: float = 0.0
     exclusive: bool = False
     start_seconds: float = 0.0
+    hibernated: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

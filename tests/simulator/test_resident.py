@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
-from muxserve.scheduling.residency import ResidencyRules, WakeCosts
+from muxserve.scheduling.residency import Change, Residence, Residency, ResidencyRules, Sleep, Standing, WakeCosts
 from muxserve.scheduling.turns import TurnRules
 from muxserve.simulator import ControlDelays, Options, SimResidency, simulate
 from muxserve.simulator.resident import ResidentUnit
@@ -159,6 +161,32 @@ def test_a_turn_may_end_while_a_report_is_on_its_way(seed: int) -> None:
     result = run(world, requests(*sorted(rows)))
     assert [record.output_tokens for record in result.records] == [output for *_, output in sorted(rows)]
     assert awakened(result).switches > 0
+
+
+class Ahead(Residency):
+    """Puts whatever is idle to sleep at once, as if memory were wanted for the next wake; or for somebody who waits."""
+
+    ahead = True
+
+    def _room_ahead(self, now: float, balance: Any, standings: Mapping[str, Standing], told: Any) -> list[Change]:
+        self.restless = True
+        idle = [each.model for each in standings.values() if each.residence is Residence.AWAKE and not each.running]
+        return [Sleep(name, "idle", self.ahead) for name in idle]
+
+
+@pytest.mark.parametrize(("ahead", "second"), [(True, 0.05), (False, WAKE)])
+def test_a_model_is_in_a_file_once_it_was_put_to_sleep_when_nobody_waited(ahead: bool, second: float) -> None:
+    costs = {name: WakeCosts(40, seconds=WAKE, ttft=2.0) for name in NAMES}
+    residency = SimResidency(ResidencyRules(200), costs, hibernated=dict.fromkeys(NAMES, 0.05))
+    world = ResidentUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
+    world.awake = Ahead(residency.rules, residency.models)
+    world.awake.ahead = ahead
+    # While `b` runs somebody looks.
+    result = run(world, requests((0.0, "a", 40, 2), (0.0, "b", 40, 250), (1.8, "a", 40, 2)))
+    first, _, again = [(record.first_token or 0.0) - record.arrival for record in result.records]
+    assert first == pytest.approx(WAKE, abs=0.05)
+    assert again == pytest.approx(second, abs=0.05)
+    assert world.residents["a"].hibernated is ahead
 
 
 def test_a_wake_begins_while_its_model_waits_for_memory() -> None:
