@@ -1,5 +1,5 @@
-"""The requests of `density.py` on a virtual clock: what residency by demand, also with models that sleep in files, and
-idle timers make of the same wakes.
+"""The requests of `density.py` on a virtual clock: what residency by demand, also with models that sleep in files or
+that take turns, and idle timers make of the same wakes.
 
     python benchmarks/density_replay.py [--models 24] [--limit 4GiB] [--rate 1.5] [--seeds 0 1 2]
 
@@ -25,6 +25,7 @@ from muxserve.config.values import parse_size
 from muxserve.costs.measured import latency_model
 from muxserve.planning.residency import hibernated_seconds
 from muxserve.scheduling.residency import Change, Residence, Residency, Sleep, Standing, Stay, Wake
+from muxserve.scheduling.turns import TurnRules
 from muxserve.simulator import SimResidency, SimUnit, mode_of
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.resident import ResidentUnit
@@ -68,6 +69,15 @@ class TimedUnit(ResidentUnit):
 
     def _policy(self, residency: SimResidency) -> Residency:
         return IdleTimers(residency.rules, residency.models)
+
+
+SYSTEMS = {
+    "memory": ResidentUnit,
+    "hibernating": ResidentUnit,
+    "turns": ResidentUnit,
+    "turns-hibernating": ResidentUnit,
+    "timers": TimedUnit,
+}
 
 
 def unit_of(models: int, limit: int, slo: float, folder: Path) -> SimUnit:
@@ -120,9 +130,13 @@ def main() -> None:
             f"bursty-groups:rate={args.rate},alpha=0,duration={args.seconds},prompt={PROMPT},output={OUTPUT},"
             f"seed={seed}"
         )
-        for system, kind in (("memory", ResidentUnit), ("hibernating", ResidentUnit), ("timers", TimedUnit)):
-            hibernated = dict.fromkeys(names, hibernated_seconds(of_one)) if system == "hibernating" else {}
-            played = kind(replace(unit, residency=replace(residency, hibernated=hibernated)), latency)
+        for system, kind in SYSTEMS.items():
+            way = replace(
+                residency,
+                hibernated=dict.fromkeys(names, hibernated_seconds(of_one)) if "hibernating" in system else {},
+                turns=TurnRules() if "turns" in system else None,
+            )
+            played = kind(replace(unit, residency=way), latency)
             load = [SimRequest.of(each, number) for number, each in enumerate(open_workload(text, names))]
             played.clock.run(iter(load), played.arrive, played.overheads.request)
             result = played.result()

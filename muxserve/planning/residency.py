@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from muxserve.config import AUTO, Fleet, FleetError, Model
@@ -56,6 +57,8 @@ HIBERNATED_SECONDS, HIBERNATED_BANDWIDTH = 0.16, (273 << 20) / 0.19
 # Until an idle model's memory is free, until that was measured; and how much longer than alone a wake takes for each
 # other wake or busy model per core (`scheduling.wake_times` learns its own).
 SLEEP_SECONDS, WAKE_DRAG = 0.3, 1.5
+# What a thread gets of a core that is contended, for each level that it is nicer than another (Linux, sched(7)).
+_WEIGHT_OF_A_LEVEL = 1 / 1.25
 # File systems that have no disk behind them.
 _IN_MEMORY = ("tmpfs", "ramfs")
 # More at a time would take memory that others wait for, and come up no sooner.
@@ -75,6 +78,10 @@ def with_residency(unit: SimUnit, spec: ResidencySpec, exclusive: bool = False) 
         sleep_seconds=SLEEP_SECONDS,
         wake_drag=WAKE_DRAG,
         exclusive=exclusive,
+        turns=None if exclusive else spec.turns,
+        # The engine whose turn is over ends.
+        swap=None,
+        decode_weight=_WEIGHT_OF_A_LEVEL**spec.decode_niceness,
         hibernated={name: hibernated_seconds(each) for name, each in spec.models.items()} if spec.hibernates else {},
     )
     return replace(unit, residency=residency)
@@ -89,9 +96,8 @@ def _learnt(spec: ResidencySpec) -> ResidencySpec:
         name: replace(each, bytes=each.bytes - MODEL_BYTES + LEARNT_MODEL_BYTES + MODEL_MARGIN, load_bytes=0)
         for name, each in spec.models.items()
     }
-    return ResidencySpec(
-        replace(spec.rules, fixed=spec.rules.fixed - max(0, declared - learnt)), models, hibernates=spec.hibernates
-    )
+    rules = replace(spec.rules, fixed=spec.rules.fixed - max(0, declared - learnt))
+    return msgspec.structs.replace(spec, rules=rules, models=models)
 
 
 def within_limit(fleet: Fleet, machine: Machine) -> Machine:
@@ -213,4 +219,4 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
         fixed_margin=FIXED_MARGIN,
     )
     turns = TurnRules() if fleet.memory.turns else None
-    return ResidencySpec(rules, sleeping, turns, bool(hibernation_of(fleet)))
+    return ResidencySpec(rules, sleeping, turns, bool(hibernation_of(fleet)), fleet.memory.decode_niceness)

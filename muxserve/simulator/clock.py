@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from muxserve.costs import LatencyModel
+from muxserve.scheduling.types import DECODE
 from muxserve.simulator.engine import Engine
 from muxserve.simulator.requests import SimRequest
 
@@ -42,6 +43,16 @@ class Compute:
         self.units: list[SimulatedUnit] = []
         self.changed = False
         self._slowdown = latency.slowdown
+        # Models that are woken, each on a core of its own as far as there are so many, and how much less of a core a
+        # decode job gets that shares it with one of them or with a prefill job.
+        self.waking = 0
+        self._cores = 1
+        self._decode_weight = 1.0
+
+    def beside_wakes(self, waking: int, cores: int, decode_weight: float) -> None:
+        """So many models are woken on the CPU's `cores` from now on."""
+        self.waking, self._cores, self._decode_weight = waking, cores, decode_weight
+        self.changed = True
 
     def lone(self) -> bool:
         """No job can ever run beside the one engine's."""
@@ -61,16 +72,37 @@ class Compute:
         else:
             for unit in self.units:
                 unit.works(any(engine.active for engine in unit.engines), now)
-        if len(running) == 1:
+        if len(running) == 1 and not self.waking:
             engine = running[0]
             if engine.slow != 1.0:
                 engine.retime(1.0, now)
             return
+        decoding = sum(engine.phase is DECODE for engine in running)
+        before, decode = self._beside(len(running) - decoding, decoding) if self.waking else (1.0, 1.0)
         loads = [engine.load for engine in running]
         for index, engine in enumerate(running):
             slow = self._slowdown(self.device, loads[index], (*loads[:index], *loads[index + 1 :]))
+            slow *= decode if engine.phase is DECODE else before
             if slow != engine.slow:
                 engine.retime(slow, now)
+
+    def _beside(self, first: int, decoding: int) -> tuple[float, float]:
+        """How many times as long as without wakes so many decode jobs take, and (before that) so many others."""
+        without = fair_shares(self._cores, first, decoding, self._decode_weight)
+        there = fair_shares(self._cores, first + self.waking, decoding, self._decode_weight)
+        return without[0] / there[0], without[1] / there[1]
+
+
+def fair_shares(cores: int, first: int, second: int, weight: float) -> tuple[float, float]:
+    """The part of a core that each of `first` threads gets, and each of `second` threads of that `weight` (at most 1):
+    by weight, and a core at most, as of the kernel's fair scheduler."""
+    if first + second <= cores:
+        return 1.0, 1.0
+    left = cores - first
+    if second and left >= weight * second:
+        return 1.0, left / second
+    share = min(1.0, cores / (first + weight * second))
+    return share, share * weight
 
 
 class Clock:

@@ -285,10 +285,13 @@ class ResidentUnit(ScheduledUnit):
         if model.running == max(more, 0):  # it begins to run, or has ended
             self._expect(now)
 
+    def _waking(self) -> int:
+        return sum(each.residence is Residence.WAKING for each in self.residents.values())
+
     def _slowdown(self) -> float:
         """How many times as long as alone the wakes that go on take."""
-        every = self.residents.values()
-        others = sum(each.residence is Residence.WAKING for each in every) - 1 + sum(each.running > 0 for each in every)
+        busy = sum(each.running > 0 for each in self.residents.values())
+        others = self._waking() - 1 + self.residency.decode_weight * busy
         return 1.0 + self.residency.wake_drag * max(0, others) / self.residency.rules.cores
 
     def _follow(self, now: float) -> None:
@@ -331,6 +334,10 @@ class ResidentUnit(ScheduledUnit):
     def _expect(self, now: float) -> None:
         """The next wake ends then if nothing else begins or ends before."""
         self._expected += 1
+        if self.residency.wake_drag and self.compute.waking != (count := self._waking()):
+            self.disturbed(now)
+            self.compute.beside_wakes(count, self.residency.rules.cores, self.residency.decode_weight)
+            self._changed(now)
         waking = [each.left for each in self.residents.values() if each.residence is Residence.WAKING]
         if waking:
             self.clock.at(now + max(0.0, min(waking)) * self._slowdown(), partial(self._wake_ends, self._expected))

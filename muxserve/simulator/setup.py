@@ -108,15 +108,21 @@ class Pipeline:
 @dataclass(frozen=True, slots=True)
 class SimResidency:
     """By which rules models are awake, what each takes, and which are awake at first. Bytes are those of one device of
-    the unit. A wake takes `WakeCosts.seconds`, longer by `wake_drag` of it for each other wake or busy model per core
-    of the rules; a sleep takes `sleep_seconds`. `elastic`: the pools have all memory of the rules' limit, what models
-    take that are not asleep is taken from their pages, and what is fixed is kept free for caches that grow. With
-    `turns` a model that has to go may stop before what it runs has ended; that KV is copied to the host's memory and
-    back with `swap` bytes per second (0: it keeps its pages). `exclusive`: one model at a time is awake besides those
-    that are pinned, and has all the rest. `start_seconds` of a wake are not for copying weights: a unit with `elastic`
-    memory does that part, and copies what has room, while the model waits for memory (`residency.Prefetch`). A model
-    that was put to sleep when nobody waited for its memory is woken in its `hibernated` seconds from then on, if it has
-    such."""
+    the unit.
+
+    A wake takes `WakeCosts.seconds`, and a sleep `sleep_seconds`. On a CPU a wake takes a core besides, and is longer
+    by `wake_drag` of its seconds for each other wake or busy model per core of the rules. Of a core that it shares with
+    a wake, decoding gets `decode_weight` times as much as that. A model that was put to sleep when nobody waited for
+    its memory is woken in its `hibernated` seconds from then on, if it has such.
+
+    `elastic`: the pools have all memory of the rules' limit, what models take that are not asleep is taken from their
+    pages, and what is fixed is kept free for caches that grow. `start_seconds` of a wake are not for copying weights: a
+    unit with `elastic` memory does that part, and copies what has room, while the model waits for memory
+    (`residency.Prefetch`).
+
+    With `turns` a model that has to go may stop before what it runs has ended; that KV is copied to the host's memory
+    and back with `swap` bytes per second (0: it keeps its pages; None: it is lost, as live). `exclusive`: one model at
+    a time is awake besides those that are pinned, and has all the rest."""
 
     rules: ResidencyRules
     models: dict[str, WakeCosts]
@@ -125,9 +131,10 @@ class SimResidency:
     wake_drag: float = 0.0
     elastic: bool = False
     turns: TurnRules | None = None
-    swap: float = 0.0
+    swap: float | None = 0.0
     exclusive: bool = False
     start_seconds: float = 0.0
+    decode_weight: float = 1.0
     hibernated: Mapping[str, float] = field(default_factory=dict)
 
 

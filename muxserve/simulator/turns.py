@@ -3,7 +3,8 @@ as it is while others have their turns, and goes on when the model is awake agai
 
 `muxserve.scheduling.turns` says whose turn is over. Prompts that are in an engine are computed to their end first;
 those that wait there for one wait with the model. The KV of what was stopped keeps its pages, or, where the unit has
-a link to the host's memory, is copied there and back, and leaves its pages to others.
+a link to the host's memory, is copied there and back, and leaves its pages to others; or it is computed again, but for
+prefixes that are cached.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class TurnTaking:
         stopped = self.stopped.get(name)
         if not stopped:
             return []
+        if self.unit.residency.swap is None:  # nobody there knows what clients have
+            return [each.at for each in stopped]
         ttft = self.unit.residency.models[name].ttft
         due = [max(each.at, self._next_token(name, each.request) - ttft) for each in stopped]
         ahead = min(due) + ttft - now - _AHEAD * self.unit.awake.wake_seconds(name)
@@ -144,7 +147,7 @@ class TurnTaking:
         stopped = self.stopped.setdefault(name, [])
         for request in list(engine.batch.running):
             blocks = unit.detach(request, now)
-            if unit.residency.swap:
+            if unit.residency.swap != 0.0:
                 unit.page_of[name].give_up(request, blocks)
                 unit.freed(unit.page_of[name], now)
             stopped.append(StoppedRequest(request, now, blocks))
@@ -155,10 +158,10 @@ class TurnTaking:
 
     def go_on(self, name: str, now: float) -> None:
         """The model is awake: what was stopped goes on where it was. What finds no pages is computed again."""
-        unit = self.unit
+        unit, swap = self.unit, self.unit.residency.swap
         for each in self.stopped.pop(name, []):
             request = each.request
-            if unit.residency.swap and not unit.reserve(name, each.blocks, now):
+            if swap is None or (swap and not unit.reserve(name, each.blocks, now)):
                 request.preempted(now)
                 unit.begin_again(request, now)
                 continue

@@ -79,12 +79,13 @@ class TenantSpec(msgspec.Struct, frozen=True):
 class ResidencySpec(msgspec.Struct, frozen=True):
     """Memory decides which models are awake: by these rules, and with what each model is expected to take. Models that
     are not in it are served as without. With `turns` a model that has to go may stop before it has finished. Where it
-    `hibernates`, a sleeping model's memory is in a file."""
+    `hibernates`, a sleeping model's memory is in a file. Decoding gives way to wakes by `decode_niceness`."""
 
     rules: ResidencyRules
     models: dict[str, WakeCosts]
     turns: TurnRules | None = None
     hibernates: bool = False
+    decode_niceness: int = 0
 
 
 class FleetSpec(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ import pytest
 from muxserve.scheduling.residency import Change, Residence, Residency, ResidencyRules, Sleep, Standing, WakeCosts
 from muxserve.scheduling.turns import TurnRules
 from muxserve.simulator import ControlDelays, Options, SimResidency, simulate
+from muxserve.simulator.clock import fair_shares
 from muxserve.simulator.resident import ResidentUnit
 from muxserve.simulator.result import ResidencyResult, UnitResult
 from muxserve.simulator.scheduled import ScheduledUnit
@@ -161,6 +162,41 @@ def test_a_turn_may_end_while_a_report_is_on_its_way(seed: int) -> None:
     result = run(world, requests(*sorted(rows)))
     assert [record.output_tokens for record in result.records] == [output for *_, output in sorted(rows)]
     assert awakened(result).switches > 0
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shares"),
+    [
+        (1, 1, (1.0, 1.0)),
+        (2, 2, (1 / 1.1, 0.1 / 1.1)),  # two cores' worth for 2.2 of weight
+        (1, 2, (1.0, 0.5)),  # the other core is theirs
+        (1, 20, (2 / 3, 0.1 * 2 / 3)),
+        (3, 0, (2 / 3, 0.1 * 2 / 3)),
+        (0, 4, (1.0, 0.5)),
+    ],
+)
+def test_two_cores_are_shared_by_weight(first: int, second: int, shares: tuple[float, float]) -> None:
+    assert fair_shares(2, first, second, 0.1) == pytest.approx(shares)
+    of_first, of_second = fair_shares(2, first, second, 0.1)
+    assert first * of_first + second * of_second == pytest.approx(min(2.0, first + second))
+
+
+def test_decoding_waits_for_wakes_where_it_gives_way_to_them() -> None:
+    """One core: `a` decodes for 1.5 s alone, while `b` is woken for half a second."""
+
+    def ends(weight: float, drag: float = 0.001) -> tuple[float, float]:
+        costs = {name: WakeCosts(40, seconds=WAKE, ttft=2.0) for name in NAMES}
+        residency = SimResidency(ResidencyRules(200), costs, ("a",), wake_drag=drag, decode_weight=weight)
+        world = ResidentUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
+        result = run(world, requests((0.0, "a", 40, 250), (0.2, "b", 40, 1)))
+        a, b = result.records
+        return a.finish or 0.0, b.first_token or 0.0
+
+    alone, woken = ends(1.0, drag=0.0)  # no CPU
+    assert woken == pytest.approx(0.2 + WAKE, abs=0.05)
+    # It gets half of the core meanwhile, or a tenth of what the wake gets.
+    assert ends(1.0)[0] - alone == pytest.approx(WAKE / 2, abs=0.05)
+    assert ends(0.1)[0] - alone == pytest.approx(WAKE * (1 - 0.1 / 1.1), abs=0.05)
 
 
 class Ahead(Residency):
