@@ -101,7 +101,10 @@ class FleetStarts:
         self._exits = exits
         self._link: WarmLink | None = None
         self._lifeline_read, self._lifeline_write = os.pipe()
-        self.vllm = Part(VLLM, self._start_vllm, _START_SECONDS["vllm"])
+        self.vllm = Part(VLLM, self._start_vllm, _START_SECONDS["vllm"], self._until_needed)
+        # Somebody waits to be forked by it.
+        self._needed = asyncio.Event()
+        self._had_vllm = False
         self.gateways = [
             Part(PartId("gateway", index=index), self._start_gateway, _START_SECONDS["gateway"], before_gateways)
             for index in range(gateways)
@@ -151,7 +154,9 @@ class FleetStarts:
 
     async def until_up(self) -> None:
         """See `launcher.WarmParents.until_up`."""
-        await self.vllm.up.wait()
+        if not self.vllm.up.is_set():
+            self._needed.set()
+            await self.vllm.up.wait()
 
     async def fork(self, unit_spec: UnitSpec, control_fd: int) -> Process:
         """See `launcher.WarmParents.fork`."""
@@ -165,9 +170,17 @@ class FleetStarts:
         return self._process(await birth.forked)
 
     async def _linked(self) -> WarmLink:
-        await self.vllm.up.wait()
+        await self.until_up()
         assert self._link is not None
         return self._link
+
+    async def _until_needed(self) -> None:
+        """Until what imported vLLM is to be started. What it has imported is shared by all that it forks; a second one
+        would have all of that once more, which is memory for a model. So where memory decides which models are awake,
+        it waits for somebody to be forked."""
+        if self._had_vllm and self._fleet().residency is not None and not self._needed.is_set():
+            self._emit(Progress(VLLM, "is started again when a process is to be forked: what it imports takes memory"))
+            await self._needed.wait()
 
     async def _start_vllm(self, part: Part) -> None:
         self._emit(Starting(part.id))
@@ -179,6 +192,8 @@ class FleetStarts:
             self._link.theirs.close()
         self._emit(Progress(part.id, "importing vLLM"))
         await while_running(part.process, self._link.ready)
+        self._had_vllm = True
+        self._needed.clear()
 
     async def _start_gateway(self, part: Part) -> None:
         link = await self._linked()

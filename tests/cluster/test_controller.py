@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
@@ -16,7 +17,10 @@ import pytest
 from muxserve.cluster.controller import EXIT_FORCED, EXIT_OK, EXIT_START
 from muxserve.cluster.events import Down, Draining, Event, Failed, PartId, Progress, Ready, Starting, Stopping, Up
 from muxserve.cluster.restarts import RestartPolicy
-from tests.cluster.conftest import ROOT, Fleet, alive
+from muxserve.scheduling.residency import ResidencyRules, WakeCosts
+from muxserve.spec import ResidencySpec
+from muxserve.spec.run_dir import RunDir
+from tests.cluster.conftest import ROOT, Fleet, alive, fake_unit_spec, running
 from tests.support.patience import PATIENCE
 
 MEMORY, WARM, UNIT = PartId("memory"), PartId("warm_parent"), PartId("unit")
@@ -221,6 +225,31 @@ async def test_an_engine_that_ends_with_its_parent_is_not_said_to_have_failed(fl
     os.kill(fleet.pid(WARM), signal.SIGKILL)
     await fleet.until(lambda: all(fleet.ups(engine) == 2 for engine in ENGINES))
     await fleet.until(lambda: "u0 lost one/prefill: nothing" in fleet.journal())
+
+
+@pytest.fixture
+async def sleeping(run_dir: RunDir) -> AsyncIterator[Fleet]:
+    """A fleet in which memory decides which models are awake."""
+    models = {name: WakeCosts(1 << 20) for name in ("one", "two")}
+    residency = ResidencySpec(ResidencyRules(1 << 40), models)
+    async for each in running(Fleet(run_dir, [fake_unit_spec(run_dir.path)], residency=residency)):
+        yield each
+
+
+async def test_what_imported_vllm_comes_back_when_it_is_needed_where_memory_decides(sleeping: Fleet) -> None:
+    def waits() -> int:
+        said = [event.detail for event in sleeping.events if isinstance(event, Progress) and event.part == VLLM]
+        return sum("when a process is to be forked" in detail for detail in said)
+
+    await sleeping.serving()
+    for number, victim in enumerate((GATEWAY, WARM), start=1):
+        os.kill(sleeping.pid(VLLM), signal.SIGKILL)
+        await sleeping.until(lambda number=number: waits() == number)  # type: ignore[misc]
+        assert sleeping.ups(VLLM) == number
+        os.kill(sleeping.pid(victim), signal.SIGKILL)
+        await sleeping.until(lambda victim=victim: sleeping.ups(victim) == 2)  # type: ignore[misc]
+        assert sleeping.ups(VLLM) == number + 1
+    await sleeping.until(lambda: not zombies())
 
 
 async def test_a_gateway_and_a_vllm_that_keep_dying_are_started_again(fleet: Fleet) -> None:

@@ -126,6 +126,15 @@ def test_only_decoding_gives_way_to_wakes_and_prompts(fleet: Fleet, said: dict[s
         fleet.wait(lambda words=words, by=by: nicer(*words) == {by}, PATIENCE, f"{words} nicer by {by}")
 
 
+def test_models_are_woken_without_what_imported_vllm(fleet: Fleet, said: dict[str, str]) -> None:
+    """A second one would take the memory of several models."""
+    before = memory(fleet)["fixed_bytes"]
+    fleet.kill("muxserve.forks.machine_parent")
+    assert dict(asyncio.run(answers(fleet))) == said
+    assert fleet.part("muxserve.forks.machine_parent") is None
+    assert memory(fleet)["fixed_bytes"] < before + (100 << 20)
+
+
 # Where a wake is stopped: by which process, the moment that it is there.
 LOADING, WARMING = "muxserve model", "muxserve engine"
 ITSELF = "the process that was stopped"

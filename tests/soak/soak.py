@@ -316,7 +316,9 @@ def _alive_or_stopped(part: Part) -> bool:
 
 def _imported(log: Path) -> bool:
     """Whether the vLLM parent can fork: its process is there much earlier."""
-    states = re.findall(r"^ *[\d.]+ s  vLLM: (up|starting|importing)\b", log.read_text(errors="replace"), re.MULTILINE)
+    states = re.findall(
+        r"^(?:[\d:]+ )? *[\d.]+ s  vLLM: (up|starting|importing)\b", log.read_text(errors="replace"), re.MULTILINE
+    )
     return not states or states[-1] == "up"
 
 

@@ -31,7 +31,7 @@ class Topology:
     @property
     def changing(self) -> tuple[str, ...]:
         """The kinds of parts of which there are now more, now fewer."""
-        return () if self.memory is None else (ENGINE, "model parent")
+        return () if self.memory is None else (ENGINE, "model parent", "vLLM parent")
 
     def write(self, directory: Path) -> Path:
         """The fleet file, in `directory`."""
