@@ -135,6 +135,8 @@ def main() -> None:
                 residency,
                 hibernated=dict.fromkeys(names, hibernated_seconds(of_one)) if "hibernating" in system else {},
                 turns=TurnRules() if "turns" in system else None,
+                # Live, decoding gives way only where memory decides.
+                decode_weight=1.0 if system == "timers" else residency.decode_weight,
             )
             played = kind(replace(unit, residency=way), latency)
             load = [SimRequest.of(each, number) for number, each in enumerate(open_workload(text, names))]
