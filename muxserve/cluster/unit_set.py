@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,10 @@ from muxserve.spec import FleetSpec, UnitEntry, offered, save_fleet
 
 # A unit that could not be kept alive: its processes have been started again several times already.
 _RESTARTS = (1.0, 5.0, 15.0, 60.0)
+# Between two tries to write the fleet's file.
+_PUBLISH_SECONDS = 0.5
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -75,6 +80,9 @@ class UnitSet:
         self._on_failure = on_failure
         self._several = len(fleet.units) > 1
         self._written: FleetSpec | None = None
+        # The file could not be written, and somebody tries it again.
+        self._unwritten = False
+        self._later: asyncio.Task[None] | None = None
         self._health = Health()
         self._named = 1 + max((_number(unit.name) for unit in fleet.units), default=-1)
 
@@ -151,6 +159,8 @@ class UnitSet:
 
     async def stop(self) -> None:
         """Stop all units."""
+        if self._later is not None:
+            self._later.cancel()
         units = list(self.units.values())
         await asyncio.gather(*(self._release(unit) for unit in units))
         await asyncio.gather(*(unit.handle.stop() for unit in units))
@@ -167,15 +177,31 @@ class UnitSet:
         self._ensure_migrators()
 
     def publish(self) -> None:
-        """Write the fleet's file if anything is not as it says, and have it read."""
+        """Write the fleet's file if anything is not as it says, and have it read. While it cannot be written, as on a
+        full disk, what happens goes on, and writing it is tried again and again."""
         entries = [unit.entry for unit in self.units.values() if unit.announced]
         health = {"suspects": self._health.suspects, "hangs": self._health.hangs}
         changed = msgspec.structs.replace(self.fleet, units=entries, **health)
         if self._written is None or msgspec.json.encode(changed) != msgspec.json.encode(self._written):
             self.fleet = msgspec.structs.replace(changed, generation=self.fleet.generation + 1)
-            self._written = self.fleet
-            save_fleet(self.fleet)
+            try:
+                save_fleet(self.fleet)
+            except OSError as error:
+                self._publish_later(error)
+                return
+            self._written, self._unwritten = self.fleet, False
             self._on_change()
+
+    def _publish_later(self, error: OSError) -> None:
+        self._unwritten = True
+        if self._later is None or self._later.done():
+            log.warning("cannot write %s, which is tried until it can: %s", self.fleet.file, error.strerror)
+            self._later = asyncio.create_task(self._until_published())
+
+    async def _until_published(self) -> None:
+        while self._unwritten:
+            await asyncio.sleep(_PUBLISH_SECONDS)
+            self.publish()
 
     def note(self, event: Event, unit: str = "") -> None:
         """Have the file say who is suspected, and who hung. `unit`: whose event it is, empty for the fleet's own

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from muxserve.cluster import unit_set
 from muxserve.cluster.events import Down, Event, PartId, Progress, Ready, Up
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.unit_set import UnitSet
@@ -117,6 +118,31 @@ async def test_the_file_is_written_when_something_is_different(pair: World) -> N
     assert read == pair.units.fleet
     assert [unit.serves for unit in read.units] == [["one", "two"], ["two"]]
     assert read.generation == 2
+    await pair.units.stop()
+
+
+async def test_a_file_that_cannot_be_written_is_written_when_it_can(
+    pair: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unit_set, "_PUBLISH_SECONDS", 0.001)
+    await pair.serve()
+    instead = pair.units.fleet.file.with_suffix(".new")
+    instead.mkdir()  # as good as a full disk
+    for model in ("one", "two"):
+        pair.units.units["u1"].serves.discard(model)
+        pair.units.publish()
+    await asyncio.sleep(0.01)
+    assert (pair.writes, pair.addresses) == (1, {"u0": "tcp://10.0.0.1:0", "u1": "tcp://10.0.0.1:1"})
+    assert load_fleet(pair.units.fleet.file).generation == 1
+    instead.rmdir()
+    await pair.until(lambda: pair.writes == 2)
+    assert [unit.serves for unit in load_fleet(pair.units.fleet.file).units] == [["one", "two"], []]
+    # Nobody tries any more; the next change is written at once.
+    await asyncio.sleep(0.01)
+    assert pair.writes == 2
+    pair.units.units["u1"].serves.add("one")
+    pair.units.publish()
+    assert pair.writes == 3
     await pair.units.stop()
 
 
