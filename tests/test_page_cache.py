@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from muxserve.net.page_cache import read_ahead, read_weights_ahead
-from tests.support.patience import PATIENCE
+from tests.support.patience import PATIENCE, pauses
 
 SIZE = 24 << 20  # more than a kernel reads for one call
 PIECE = 64 << 10
@@ -42,9 +42,11 @@ def cold(tmp_path: Path) -> Path:
 
 def until_cached(descriptor: int) -> None:
     ends = time.monotonic() + PATIENCE
-    while cached(descriptor) < SIZE:
+    for pause in pauses():
+        if cached(descriptor) >= SIZE:
+            return
         assert time.monotonic() < ends
-        time.sleep(0.01)
+        time.sleep(pause)
 
 
 def test_all_of_a_file_is_read(cold: Path) -> None:

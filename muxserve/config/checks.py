@@ -32,6 +32,7 @@ from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.spec import WatchdogRules
+from muxserve.spec.unit import WEIGHT_FILES
 from muxserve.vllm.args import NGRAM, NGRAM_NUMBERS, RESERVED, SPECULATION
 
 # What types cannot say of replicas, priorities, migration and launchers: bounds and names that go together.
@@ -286,9 +287,7 @@ def _batching(source: Source, at: KeyPath, model: dict[str, Any]) -> Iterator[Pr
 
 _ENV = "env:"
 _FILE = "file:"
-# What vLLM's loader takes for weights.
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
-# What it does not, or not this version of it, and what to do then.
+# What vLLM's loader does not take for weights, or not this version of it, and what to do then.
 _FOREIGN_WEIGHTS = {
     "*.gguf": "GGUF files, which this vLLM cannot load; give the safetensors checkpoint that they were made from",
     "*.pth": "PyTorch's original *.pth files; convert them to safetensors (Transformers' conversion scripts do)",
@@ -496,13 +495,13 @@ def _origin(
         yield source.problem(where, f"{directory} {lacking}")
     elif not (directory / "config.json").is_file():
         yield source.problem(where, f"{directory} has no config.json; is it a Hugging Face checkpoint?")
-    elif serving and load_format != "dummy" and not _has(directory, _WEIGHTS):
+    elif serving and load_format != "dummy" and not _has(directory, WEIGHT_FILES):
         yield source.problem(where, f"{directory} {lacks_weights(directory)}")
 
 
 def lacks_weights(directory: Path) -> str:
     """What is wrong with a checkpoint's directory that has no weights which vLLM's loader takes; else empty."""
-    if _has(directory, _WEIGHTS):
+    if _has(directory, WEIGHT_FILES):
         return ""
     foreign = _foreign(directory)
     return f"has no weights that can be served, only {foreign}" if foreign else "has no weights (*.safetensors)"

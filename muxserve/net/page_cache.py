@@ -6,10 +6,10 @@ import contextlib
 import os
 from pathlib import Path
 
+from muxserve.spec.unit import WEIGHT_FILES
+
 # Kernels read no more for one call than they would read ahead by themselves: by default 128 KiB, often some MiB.
 _STEP_BYTES = 128 << 10
-# What vLLM's loader takes for weights; where there are safetensors files, only these.
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 
 
 def read_ahead(descriptor: int, size: int) -> None:
@@ -23,7 +23,7 @@ def read_ahead(descriptor: int, size: int) -> None:
 def read_weights_ahead(directory: str | Path) -> int:
     """Have the kernel begin to read the weights of the checkpoint there; returns their bytes. A file that cannot be
     opened is left out: who loads it says so."""
-    found: list[Path] = next((files for each in _WEIGHTS if (files := sorted(Path(directory).glob(each)))), [])
+    found: list[Path] = next((files for each in WEIGHT_FILES if (files := sorted(Path(directory).glob(each)))), [])
     read = 0
     for file in found:
         with contextlib.suppress(OSError), file.open("rb") as opened:

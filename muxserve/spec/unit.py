@@ -16,6 +16,8 @@ from muxserve.spec.network import Keys, Listen
 
 # Where a unit's spec is, in its directory.
 UNIT_FILE = "unit.json"
+# What vLLM's loader takes for weights; where there are files of the first kind, only these.
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 
 PolicyName = Literal["adbs", "slack", "fcfs", "round_robin", "rolling", "pipelined"]
 PhasesName = Literal["multiplexed", "rolling", "pipelined"]
