@@ -214,6 +214,7 @@ class Controller:
         if self._control is not None:
             self._control.start()
         self.ready.set()
+        self._spawn(self._starts.keep_spare())
         if self.fleet.residency is not None:
             self._spawn(self._weigh())
         self._emit(Ready(time.monotonic() - began))
@@ -308,8 +309,8 @@ class Controller:
         elif part.id == VLLM:
             # What it forked serves on, and is ours from now on.
             await self._starts.drop_vllm()
-            if part.process is not None:
-                self.reaper.add(part.process.pid)
+            for group in self._starts.groups:
+                self.reaper.add(group)
         return ""
 
     async def _explain(self, part: Part) -> str:
@@ -346,6 +347,6 @@ class Controller:
         for group in (self._starts.gateways, [self._starts.scheduler]):
             await stop_parts(group)
         await self.units.stop()
+        await self._starts.drop_spare()
         await stop_parts([self._starts.vllm])
-        vllm = self._starts.vllm.process
-        await self.reaper.end([vllm.pid] if vllm is not None else [], STOP_SECONDS)
+        await self.reaper.end(self._starts.groups, STOP_SECONDS)

@@ -19,6 +19,7 @@ Kind = Literal[
     "engine",
     "host",
     "vllm",
+    "spare",
     "gateway",
     "scheduler",
 ]
@@ -29,6 +30,7 @@ _NAMES = {
     "unit": "unit scheduler",
     "host": "unit",
     "vllm": "vLLM",
+    "spare": "spare vLLM",
     "scheduler": "global scheduler",
 }
 

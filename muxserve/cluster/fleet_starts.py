@@ -20,10 +20,14 @@ from muxserve.cluster.warm_link import WarmLink
 from muxserve.net.sockets import until_reachable
 from muxserve.spec import UNIT_FILE, FleetSpec, FollowedFleet, UnitSpec, followed_file, load_followed
 
-VLLM, SCHEDULER = PartId("vllm"), PartId("scheduler")
+VLLM, SCHEDULER, SPARE = PartId("vllm"), PartId("scheduler"), PartId("spare")
 _START_SECONDS = {"vllm": 300.0, "gateway": 300.0, "scheduler": 30.0}
 _LAST_WORDS_SECONDS = 0.1
 _LOOK_SECONDS = 0.02
+# Between two spares, of which the first did not live.
+_SPARE_SECONDS = 1.0
+# One that does not serve by then is given up: it has nothing to do but to begin.
+_SPARE_READY_SECONDS = 10.0
 
 
 class FleetLauncher(Protocol):
@@ -99,12 +103,17 @@ class FleetStarts:
         self._launcher = launcher
         self._emit = emit
         self._exits = exits
+        # Process groups of those that have imported vLLM: in each, what was forked from it, but for units.
+        self.groups: list[int] = []
         self._link: WarmLink | None = None
         self._lifeline_read, self._lifeline_write = os.pipe()
         self.vllm = Part(VLLM, self._start_vllm, _START_SECONDS["vllm"], self._until_needed)
         # Somebody waits to be forked by it.
         self._needed = asyncio.Event()
         self._had_vllm = False
+        # What takes its place when it dies.
+        self._spare: tuple[WarmLink, Process] | None = None
+        self._spare_taken = asyncio.Event()
         self.gateways = [
             Part(PartId("gateway", index=index), self._start_gateway, _START_SECONDS["gateway"], before_gateways)
             for index in range(gateways)
@@ -121,6 +130,52 @@ class FleetStarts:
         for fd in (self._lifeline_read, self._lifeline_write):
             os.close(fd)
         await self.drop_vllm()
+
+    async def keep_spare(self) -> None:
+        """Have a spare of what has imported vLLM, and another one when it was taken or has ended; never returns. It
+        shares its memory with what it was forked from."""
+        while True:
+            # Others are forked first.
+            for part in (self.vllm, *self.gateways):
+                await part.up.wait()
+            try:
+                spare = self._spare = await self._fork_spare()
+            except (PartDied, OSError):
+                await asyncio.sleep(_SPARE_SECONDS)
+                continue
+            self._spare_taken.clear()
+            ends = [asyncio.ensure_future(spare[1].wait()), asyncio.ensure_future(self._spare_taken.wait())]
+            try:
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for end in ends:
+                    end.cancel()
+            if self._spare is spare:
+                await self.drop_spare()
+                await asyncio.sleep(_SPARE_SECONDS)
+
+    async def _fork_spare(self) -> tuple[WarmLink, Process]:
+        link = self._new_link()
+        try:
+            parent = self._link
+            if parent is None or not self.vllm.up.is_set():
+                raise PartDied("it has died meanwhile")
+            log_file = self._fleet().log_dir / "vllm.log"
+            birth = parent.order(SPARE, [link.theirs.fileno()], log=str(log_file))
+            process = self._process(await birth.forked)
+        except BaseException:
+            await link.close()
+            raise
+        finally:
+            link.theirs.close()
+        return link, process
+
+    async def drop_spare(self) -> None:
+        """Have the spare end, if there is one."""
+        if self._spare is not None:
+            (link, process), self._spare = self._spare, None
+            process.send(signal.SIGKILL)
+            await link.close()
 
     async def drop_vllm(self) -> None:
         """Forget the process that imported vLLM: whoever still waits to be forked by it is told that it died."""
@@ -177,23 +232,51 @@ class FleetStarts:
     async def _until_needed(self) -> None:
         """Until what imported vLLM is to be started. What it has imported is shared by all that it forks; a second one
         would have all of that once more, which is memory for a model. So where memory decides which models are awake,
-        it waits for somebody to be forked."""
-        if self._had_vllm and self._fleet().residency is not None and not self._needed.is_set():
+        and there is no spare one, it waits for somebody to be forked."""
+        spare = self._spare is not None and self._spare[1].running
+        if self._had_vllm and self._fleet().residency is not None and not spare and not self._needed.is_set():
             self._emit(Progress(VLLM, "is started again when a process is to be forked: what it imports takes memory"))
             await self._needed.wait()
 
     async def _start_vllm(self, part: Part) -> None:
         self._emit(Starting(part.id))
         await self.drop_vllm()
-        self._link = WarmLink(VLLM, lambda of, detail: self._emit(Progress(of, detail)), self._exits.__setitem__)
-        try:
-            part.process = self._launcher.vllm(self._link.theirs.fileno(), self._lifeline_read)
-        finally:
-            self._link.theirs.close()
-        self._emit(Progress(part.id, "importing vLLM"))
-        await while_running(part.process, self._link.ready)
+        if not await self._take_spare(part):
+            self._link = self._new_link()
+            try:
+                part.process = self._launcher.vllm(self._link.theirs.fileno(), self._lifeline_read)
+            finally:
+                self._link.theirs.close()
+            self.groups.append(part.process.pid)
+            self._emit(Progress(part.id, "importing vLLM"))
+            await while_running(part.process, self._link.ready)
         self._had_vllm = True
         self._needed.clear()
+
+    async def _take_spare(self, part: Part) -> bool:
+        """Have the spare, if there is one that lives, be what imported vLLM."""
+        spare, self._spare = self._spare, None
+        self._spare_taken.set()
+        if spare is None:
+            return False
+        link, process = spare
+        serves = False
+        try:
+            link.serve()
+            async with asyncio.timeout(_SPARE_READY_SECONDS):
+                await while_running(process, link.ready)
+            serves = True
+        except (PartDied, TimeoutError):
+            return False
+        finally:
+            if not serves:
+                process.send(signal.SIGKILL)
+                await link.close()
+        self._link, part.process = link, process
+        return True
+
+    def _new_link(self) -> WarmLink:
+        return WarmLink(VLLM, lambda of, detail: self._emit(Progress(of, detail)), self._exits.__setitem__)
 
     async def _start_gateway(self, part: Part) -> None:
         link = await self._linked()

@@ -86,6 +86,17 @@ class WarmLink:
             raise PartDied(f"{self._parent} does not take orders: {error}", blameless=True) from None
         return birth
 
+    def serve(self) -> None:
+        """The parent, a spare one until now, is to serve.
+
+        Raises:
+            PartDied: it is gone.
+        """
+        try:
+            self._send({"op": "serve"})
+        except OSError as error:
+            raise PartDied(f"{self._parent} does not take orders: {error}", blameless=True) from None
+
     def end_model(self, model: str) -> None:
         """The engines of `model` have been stopped for good: what holds its weights may go."""
         with contextlib.suppress(OSError):

@@ -5,6 +5,9 @@ python -m muxserve.forks.machine_parent --fleet FILE --control-fd N --lifeline-f
 What is forked here lives on when this process dies: gateways hold the clients' connections, and a unit's warm parent
 has all of the unit's engines below it. Both end with the controller, whose ends of the lifeline and of their control
 sockets close then.
+
+A spare one is forked from it, too, and takes its place when it dies: nothing is imported again, which would take half a
+minute, and memory for everything that is imported.
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ from muxserve.forks import warm_parent
 from muxserve.forks.family import Control, ForkingParent
 from muxserve.net.heartbeat import heartbeat_file
 from muxserve.net.logs import log_to_stderr
-from muxserve.net.process import words
+from muxserve.net.process import set_title, words
 from muxserve.spec import load_fleet
 
 log = logging.getLogger(__name__)
+
+TITLE = "vLLM parent"
 
 
 def preload(device: str) -> None:
@@ -61,6 +66,8 @@ class MachineParent:
                 self._fork_gateway(int(command["index"]))
             elif command.get("op") == "fork" and command["kind"] == "warm_parent":
                 self._fork_warm_parent(command["unit"], command["unit_spec"], Path(command["log"]), fds[0])
+            elif command.get("op") == "fork" and command["kind"] == "spare":
+                self._fork_spare(Path(command["log"]), fds[0])
             else:
                 log.warning("unknown command %r", command)
         finally:
@@ -101,6 +108,18 @@ class MachineParent:
             os.setpgid(pid, pid)
         self.control.event("forked", kind="warm_parent", unit=unit, pid=pid)
 
+    def _fork_spare(self, log_file: Path, control_fd: int) -> None:
+        def child() -> None:
+            self.control.close()
+            control = Control(socket.socket(fileno=control_fd))
+            if control.receive() is None:
+                return  # the controller has gone
+            set_title(TITLE)
+            MachineParent(self.fleet_file, control, self.lifeline_fd).run()
+
+        pid = self._parent.fork(f"spare {TITLE}", log_file, child, die_with_parent=False)
+        self.control.event("forked", kind="spare", pid=pid)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -120,6 +139,7 @@ def main() -> None:
     except Exception as error:
         control.event("failed", kind="vllm", error=words(error))
         raise
+    set_title(TITLE)
     MachineParent(args.fleet, control, args.lifeline_fd).run()
 
 

@@ -265,10 +265,20 @@ class Vllm(Parent):
 
     def fork(self, order: dict[str, Any], fds: list[int]) -> None:
         who = {key: order[key] for key in ("kind", "unit", "index")}
+        if order["kind"] == "spare" and told(self.run_dir, "no-spare"):
+            return
         pid = os.fork()
         if pid:
             self.event("forked", pid=pid, **who)
             return
+        if order["kind"] == "spare":
+            self.control.close()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self.control = socket.socket(fileno=fds[0])
+            if self.control.recv(4096) and not told(self.run_dir, "die-vllm"):
+                self.journal.write("the spare vllm serves")
+                self.run()
+            os._exit(7)
         if order["kind"] == "warm_parent":
             os.setpgid(0, 0)
             self.control.close()

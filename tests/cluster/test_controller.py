@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from muxserve.cluster import fleet_starts
 from muxserve.cluster.controller import EXIT_FORCED, EXIT_OK, EXIT_START
 from muxserve.cluster.events import Down, Draining, Event, Failed, PartId, Progress, Ready, Starting, Stopping, Up
 from muxserve.cluster.restarts import RestartPolicy
@@ -233,6 +234,7 @@ async def sleeping(run_dir: RunDir) -> AsyncIterator[Fleet]:
     models = {name: WakeCosts(1 << 20) for name in ("one", "two")}
     residency = ResidencySpec(ResidencyRules(1 << 40), models)
     async for each in running(Fleet(run_dir, [fake_unit_spec(run_dir.path)], residency=residency)):
+        each.tell("no-spare")
         yield each
 
 
@@ -250,6 +252,63 @@ async def test_what_imported_vllm_comes_back_when_it_is_needed_where_memory_deci
         await sleeping.until(lambda victim=victim: sleeping.ups(victim) == 2)  # type: ignore[misc]
         assert sleeping.ups(VLLM) == number + 1
     await sleeping.until(lambda: not zombies())
+
+
+def taken(fleet: Fleet) -> int:
+    """How often a spare took the place of what had imported vLLM."""
+    return fleet.journal().count("the spare vllm serves")
+
+
+async def spare_of(fleet: Fleet, but: int = 0) -> int:
+    """The pid of what is forked to take the place of what imported vLLM, when there is one, and not that of `but`."""
+
+    def pid() -> int:
+        spare = fleet.controller._starts._spare
+        return 0 if spare is None else spare[1].pid
+
+    await fleet.until(lambda: pid() not in (0, but))
+    return pid()
+
+
+async def test_a_spare_vllm_takes_the_place_of_one_that_died(fleet: Fleet) -> None:
+    await fleet.serving()
+    for number in (1, 2):
+        await spare_of(fleet)
+        os.kill(fleet.pid(VLLM), signal.SIGKILL)
+        await fleet.until(lambda number=number: fleet.ups(VLLM) == number + 1)  # type: ignore[misc]
+        assert taken(fleet) == number
+        await fleet.until(lambda: not zombies())
+    # It forks what dies, and its own end is noticed; so is that of a spare which nobody needed.
+    for victim in (GATEWAY, WARM):
+        os.kill(fleet.pid(victim), signal.SIGKILL)
+        await fleet.until(lambda victim=victim: fleet.ups(victim) == 2)  # type: ignore[misc]
+    before = await spare_of(fleet)
+    os.kill(before, signal.SIGKILL)
+    spare = await spare_of(fleet, but=before)
+    assert fleet.ups(VLLM) == 3
+    await fleet.until(lambda: not zombies())
+    # Both at once: it is imported again.
+    for pid in (spare, fleet.pid(VLLM)):
+        os.kill(pid, signal.SIGKILL)
+    await fleet.until(lambda: fleet.ups(VLLM) == 4)
+    assert taken(fleet) == 2
+    spare = await spare_of(fleet, but=spare)
+    fleet.controller.stop()
+    assert await fleet.task == EXIT_OK
+    assert not alive(spare)
+    assert not zombies()
+
+
+async def test_a_spare_vllm_that_hangs_is_given_up(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_starts, "_SPARE_READY_SECONDS", 0.1)
+    await fleet.serving()
+    spare = await spare_of(fleet)
+    os.kill(spare, signal.SIGSTOP)
+    os.kill(fleet.pid(VLLM), signal.SIGKILL)
+    await fleet.until(lambda: fleet.ups(VLLM) == 2)
+    assert taken(fleet) == 0
+    await fleet.until(lambda: not alive(spare) and not zombies())
+    await spare_of(fleet, but=spare)
 
 
 async def test_a_gateway_and_a_vllm_that_keep_dying_are_started_again(fleet: Fleet) -> None:

@@ -33,7 +33,7 @@ PARTS = {
     "unit scheduler": ("muxserve.unit.scheduler",),
     "memory manager": ("muxserve-memory-manager",),
     "warm parent": ("muxserve warm parent",),
-    "vLLM": ("muxserve.forks.machine_parent",),
+    "vLLM": ("muxserve vLLM parent",),
 }
 
 

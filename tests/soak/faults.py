@@ -27,6 +27,7 @@ RESTARTED = (
     "migrator",
     "global scheduler",
     "vLLM parent",
+    "spare vLLM parent",
     "rank worker",
 )
 _PAUSE_SECONDS = 5.0

@@ -16,7 +16,8 @@ from tests.e2e.fleet import Fleet
 # What a command line holds -> the kind of part.
 _KINDS = (
     (r"muxserve\.cli\.app", "controller"),
-    (r"muxserve\.forks\.machine_parent", "vLLM parent"),
+    (r"muxserve\.forks\.machine_parent|^muxserve vLLM parent", "vLLM parent"),
+    (r"^muxserve spare vLLM parent", "spare vLLM parent"),
     (r"muxserve-memory-manager", "memory manager"),
     (r"muxserve\.unit\.scheduler", "unit scheduler"),
     (r"muxserve\.global_scheduler\.process", "global scheduler"),

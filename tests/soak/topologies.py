@@ -31,7 +31,8 @@ class Topology:
     @property
     def changing(self) -> tuple[str, ...]:
         """The kinds of parts of which there are now more, now fewer."""
-        return () if self.memory is None else (ENGINE, "model parent", "vLLM parent")
+        # vLLM is not imported again before somebody is to be forked, when the spare parent has died, too.
+        return () if self.memory is None else (ENGINE, "model parent", "vLLM parent", "spare vLLM parent")
 
     def write(self, directory: Path) -> Path:
         """The fleet file, in `directory`."""
