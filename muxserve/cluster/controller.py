@@ -83,10 +83,16 @@ class Controller:
         self._cause = ""
         self._stopping = asyncio.Event()
         self._forced = asyncio.Event()
-        self._starts = FleetStarts(
-            lambda: self.units.fleet, launcher, self._emit, self.reaper.exits, fleet.gateway.count, self._until_sized
-        )
         self._watch = Watch(fleet.watchdog, fleet.run_dir)
+        self._starts = FleetStarts(
+            lambda: self.units.fleet,
+            launcher,
+            self._emit,
+            self.reaper.exits,
+            fleet.gateway.count,
+            self._until_sized,
+            self._watch,
+        )
         self.units = UnitSet(
             fleet, unit_launcher(self._starts, self.reaper), self._emit, self._on_change, self._on_failure
         )

@@ -17,6 +17,8 @@ from muxserve.cluster.processes import Process, exit_words, spawn
 from muxserve.cluster.restarts import PATIENT_DELAYS, RestartPolicy
 from muxserve.cluster.supervision import Part, PartDied, while_running
 from muxserve.cluster.warm_link import WarmLink
+from muxserve.cluster.watch import Watch
+from muxserve.cluster.watchdog import Finding, Liveness
 from muxserve.net.sockets import until_reachable
 from muxserve.spec import UNIT_FILE, FleetSpec, FollowedFleet, UnitSpec, followed_file, load_followed
 
@@ -88,6 +90,7 @@ class FleetStarts:
         exits: return codes of processes that are not our children, as they are told.
         gateways: how many.
         before_gateways: awaited before a gateway is started.
+        watch: over the processes of this machine.
     """
 
     def __init__(
@@ -98,11 +101,13 @@ class FleetStarts:
         exits: dict[int, int],
         gateways: int,
         before_gateways: Callable[[], Awaitable[object]],
+        watch: Watch,
     ) -> None:
         self._fleet = fleet
         self._launcher = launcher
         self._emit = emit
         self._exits = exits
+        self._watch = watch
         # Process groups of those that have imported vLLM: in each, what was forked from it, but for units.
         self.groups: list[int] = []
         self._link: WarmLink | None = None
@@ -144,9 +149,16 @@ class FleetStarts:
                 await asyncio.sleep(_SPARE_SECONDS)
                 continue
             self._spare_taken.clear()
-            ends = [asyncio.ensure_future(spare[1].wait()), asyncio.ensure_future(self._spare_taken.wait())]
+            process = spare[1]
+            ends = [asyncio.ensure_future(process.wait()), asyncio.ensure_future(self._spare_taken.wait())]
+
+            def found(finding: Finding[PartId], process: Process = process) -> None:
+                if finding.state is Liveness.HUNG:
+                    process.send(signal.SIGKILL)
+
             try:
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                with self._watch.over(SPARE, process.pid, found):
+                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for end in ends:
                     end.cancel()

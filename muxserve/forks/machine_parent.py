@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import logging
 import os
+import select
 import signal
 import socket
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 
 from muxserve.forks import warm_parent
 from muxserve.forks.family import Control, ForkingParent
-from muxserve.net.heartbeat import heartbeat_file
+from muxserve.net.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
 from muxserve.net.logs import log_to_stderr
 from muxserve.net.process import set_title, words
 from muxserve.spec import load_fleet
@@ -112,6 +113,10 @@ class MachineParent:
         def child() -> None:
             self.control.close()
             control = Control(socket.socket(fileno=control_fd))
+            heartbeat = Heartbeat(heartbeat_file(Path(self.fleet_file).parent, "spare"))
+            while not select.select([control], [], [], PERIOD_SECONDS)[0]:
+                heartbeat.beat()
+            heartbeat.close()
             if control.receive() is None:
                 return  # the controller has gone
             set_title(TITLE)

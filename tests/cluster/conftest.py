@@ -225,6 +225,16 @@ class Fleet:
     def pid(self, part: PartId) -> int:
         return [event.pid for event in self.events if isinstance(event, Up) and event.part == part][-1]
 
+    async def spare(self, but: int = 0) -> int:
+        """The pid of what is forked to take the place of what imported vLLM, when there is one other than `but`."""
+
+        def pid() -> int:
+            spare = self.controller._starts._spare
+            return 0 if spare is None else spare[1].pid
+
+        await self.until(lambda: pid() not in (0, but))
+        return pid()
+
     def ups(self, part: PartId) -> int:
         return sum(isinstance(event, Up) and event.part == part for event in self.events)
 

@@ -275,6 +275,9 @@ class Vllm(Parent):
             self.control.close()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self.control = socket.socket(fileno=fds[0])
+            beat = beating(self.run_dir, "spare")
+            while not select.select([self.control], [], [], 0.01)[0]:
+                beat()
             if self.control.recv(4096) and not told(self.run_dir, "die-vllm"):
                 self.journal.write("the spare vllm serves")
                 self.run()

@@ -259,21 +259,10 @@ def taken(fleet: Fleet) -> int:
     return fleet.journal().count("the spare vllm serves")
 
 
-async def spare_of(fleet: Fleet, but: int = 0) -> int:
-    """The pid of what is forked to take the place of what imported vLLM, when there is one, and not that of `but`."""
-
-    def pid() -> int:
-        spare = fleet.controller._starts._spare
-        return 0 if spare is None else spare[1].pid
-
-    await fleet.until(lambda: pid() not in (0, but))
-    return pid()
-
-
 async def test_a_spare_vllm_takes_the_place_of_one_that_died(fleet: Fleet) -> None:
     await fleet.serving()
     for number in (1, 2):
-        await spare_of(fleet)
+        await fleet.spare()
         os.kill(fleet.pid(VLLM), signal.SIGKILL)
         await fleet.until(lambda number=number: fleet.ups(VLLM) == number + 1)  # type: ignore[misc]
         assert taken(fleet) == number
@@ -282,9 +271,9 @@ async def test_a_spare_vllm_takes_the_place_of_one_that_died(fleet: Fleet) -> No
     for victim in (GATEWAY, WARM):
         os.kill(fleet.pid(victim), signal.SIGKILL)
         await fleet.until(lambda victim=victim: fleet.ups(victim) == 2)  # type: ignore[misc]
-    before = await spare_of(fleet)
+    before = await fleet.spare()
     os.kill(before, signal.SIGKILL)
-    spare = await spare_of(fleet, but=before)
+    spare = await fleet.spare(but=before)
     assert fleet.ups(VLLM) == 3
     await fleet.until(lambda: not zombies())
     # Both at once: it is imported again.
@@ -292,7 +281,7 @@ async def test_a_spare_vllm_takes_the_place_of_one_that_died(fleet: Fleet) -> No
         os.kill(pid, signal.SIGKILL)
     await fleet.until(lambda: fleet.ups(VLLM) == 4)
     assert taken(fleet) == 2
-    spare = await spare_of(fleet, but=spare)
+    spare = await fleet.spare(but=spare)
     fleet.controller.stop()
     assert await fleet.task == EXIT_OK
     assert not alive(spare)
@@ -302,13 +291,13 @@ async def test_a_spare_vllm_takes_the_place_of_one_that_died(fleet: Fleet) -> No
 async def test_a_spare_vllm_that_hangs_is_given_up(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_starts, "_SPARE_READY_SECONDS", 0.1)
     await fleet.serving()
-    spare = await spare_of(fleet)
+    spare = await fleet.spare()
     os.kill(spare, signal.SIGSTOP)
     os.kill(fleet.pid(VLLM), signal.SIGKILL)
     await fleet.until(lambda: fleet.ups(VLLM) == 2)
     assert taken(fleet) == 0
     await fleet.until(lambda: not alive(spare) and not zombies())
-    await spare_of(fleet, but=spare)
+    await fleet.spare(but=spare)
 
 
 async def test_a_gateway_and_a_vllm_that_keep_dying_are_started_again(fleet: Fleet) -> None:

@@ -331,6 +331,17 @@ async def test_a_stopped_process_is_reported_killed_and_started_again(watched: F
     assert told.hangs == {"engine": 1, "unit": 1, "warm_parent": 1, "vllm": 1}
 
 
+@pytest.mark.parametrize("watched", [QUICK], indirect=True, ids=[""])
+async def test_a_spare_that_was_stopped_is_replaced(watched: Fleet) -> None:
+    await watched.serving()
+    before = await watched.spare()
+    os.kill(before, signal.SIGSTOP)
+    after = await watched.spare(but=before)
+    assert not alive(before)
+    assert alive(after)
+    assert watched.ups(VLLM) == 1
+
+
 @pytest.mark.parametrize("watched", [PATIENT], indirect=True, ids=[""])
 async def test_what_is_not_served_any_more_is_not_suspected_any_more(watched: Fleet) -> None:
     fleet = watched
