@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import psutil
 import pytest
 
 from muxserve.cluster import fleet_starts, starts, supervision, unit_set
@@ -261,12 +264,26 @@ def alive(pid: int) -> bool:
 
 
 async def running(fleet: Fleet) -> AsyncIterator[Fleet]:
+    before = {child.pid for child in psutil.Process().children()}
     yield fleet
     if fleet.task is not None and not fleet.task.done():
         fleet.controller.stop()
         fleet.controller.stop()
         await asyncio.wait([fleet.task])
+    await _nothing_left(before)
     fleet.run_dir.remove()
+
+
+async def _nothing_left(before: set[int]) -> None:
+    """A controller that could not start ends at once, and its process with it; what was being forked meanwhile ends
+    without it, and comes to this process, which goes on."""
+    deadline = time.monotonic() + PATIENCE
+    while left := [child for child in psutil.Process().children() if child.pid not in before]:
+        for child in left:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child.pid, os.WNOHANG)
+        assert time.monotonic() < deadline, f"not ended: {left}"
+        await asyncio.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)
