@@ -1,6 +1,7 @@
 """Many models whose weights do not fit into the memory together, under bursty groups: who meets the objective.
 
-    python benchmarks/density.py [--models 24] [--seconds 60] [--limit 4GiB] [--seeds 0 1 2] [--add] [--out FILE]
+    python benchmarks/density.py [--models 24] [--seconds 60] [--limit 4GiB] [--tokens 16] [--seeds 0 1 2] [--add]
+                                 [--out FILE]
 
 The same requests go to (proxy) one stock vLLM server per model under a proxy that swaps them, as many at a time as the
 limit holds; (timer) a fleet whose models sleep after an idle time, `replicas: {min: 0}`; (memory) a fleet with
@@ -54,7 +55,7 @@ MEMORY: dict[str, dict[str, object]] = {
     "turns-hibernating": {"turns": True, "hibernate": "auto"},
 }
 SYSTEMS = (*MEMORY, "timer", "proxy")
-PROMPT, OUTPUT = 16, 16
+PROMPT = 16
 KV_BYTES = 128 << 20
 # A sample takes the kernel a hundredth of a second for each process with vLLM: of the machine that is measured it gets
 # no more than this part of a core.
@@ -63,11 +64,12 @@ SAMPLE_SECONDS, SAMPLE_PART = 1.0, 0.1
 STOCK_BYTES = 2_000 << 20
 
 
-def bursty_groups(models: Sequence[str], seconds: float, rate: float, seed: int) -> list[Call]:
-    """In each phase between 23 and 50 % of the models are active; `rate` is that of all together."""
-    text = f"bursty-groups:rate={rate},alpha=0,duration={seconds},prompt={PROMPT},output={OUTPUT},seed={seed}"
+def bursty_groups(models: Sequence[str], seconds: float, rate: float, tokens: int, seed: int) -> list[Call]:
+    """In each phase between 23 and 50 % of the models are active; `rate` is that of all together, answers have so many
+    tokens."""
+    text = f"bursty-groups:rate={rate},alpha=0,duration={seconds},prompt={PROMPT},output={tokens},seed={seed}"
     return [
-        Call(request.model, PROMPT, OUTPUT, seed=number, at=request.arrival, last_token=200)
+        Call(request.model, PROMPT, tokens, seed=number, at=request.arrival, last_token=200)
         for number, request in enumerate(open_workload(text, models))
     ]
 
@@ -286,6 +288,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--grace", type=float, default=20.0, help="after the last arrival")
     parser.add_argument("--rate", type=float, default=1.5, help="requests per second of all models together")
+    parser.add_argument("--tokens", type=int, default=16, help="of each answer, at most 240")
     parser.add_argument("--slo", type=float, default=2.0, help="seconds to the first token")
     parser.add_argument("--idle", type=float, default=5.0, help="seconds, of the fleet with idle timers")
     parser.add_argument("--limit", type=parse_size, default=4 << 30)
@@ -296,12 +299,12 @@ def main() -> None:
     args = parser.parse_args()
     end_cleanly()
     runs: dict[str, list[dict[str, Any]]] = json.loads(args.out.read_text())["runs"] if args.add else {}
-    parameters = {key: getattr(args, key) for key in ("models", "seconds", "rate", "slo", "idle", "limit")}
+    parameters = {key: getattr(args, key) for key in ("models", "seconds", "rate", "tokens", "slo", "idle", "limit")}
     with made(args.models, args.layers) as paths, tempfile.TemporaryDirectory(prefix="density-") as name:
         folder = Path(name)
         weights = (next(iter(paths.values())) / "model.safetensors").stat().st_size
         for seed, system in itertools.product(args.seeds, args.systems):
-            calls = bursty_groups(list(paths), args.seconds, args.rate, seed)
+            calls = bursty_groups(list(paths), args.seconds, args.rate, args.tokens, seed)
             if system == "proxy":
                 slots = max(1, args.limit // (STOCK_BYTES + weights))
                 outcomes, meter, extra = swapped(paths, slots, calls, args.grace)

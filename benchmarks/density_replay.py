@@ -1,7 +1,7 @@
 """The requests of `density.py` on a virtual clock: what residency by demand, also with models that sleep in files or
 that take turns, and idle timers make of the same wakes.
 
-    python benchmarks/density_replay.py [--models 24] [--limit 4GiB] [--rate 1.5] [--seeds 0 1 2]
+    python benchmarks/density_replay.py [--models 24] [--limit 4GiB] [--rate 1.5] [--tokens 16] [--seeds 0 1 2]
 
 All play in the simulator of `muxserve simulate`, with what `muxserve.planning.residency` says of wakes: seconds alone,
 how much longer beside others, what is set aside. Idle timers know no limit: what they took at most is printed, and with
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from density import KV_BYTES, OUTPUT, PROMPT, fleet_file
+from density import KV_BYTES, PROMPT, fleet_file
 from report import percentiles
 
 from muxserve.cli.simulate_places import PlacementSearch, places_of
@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=24)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--rate", type=float, default=1.5, help="requests per second of all models together")
+    parser.add_argument("--tokens", type=int, default=16, help="of each answer")
     parser.add_argument("--slo", type=float, default=2.0, help="seconds to the first token")
     parser.add_argument("--limit", type=parse_size, default=4 << 30)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -127,7 +128,7 @@ def main() -> None:
     met: dict[str, list[float]] = {}
     for seed in args.seeds:
         text = (
-            f"bursty-groups:rate={args.rate},alpha=0,duration={args.seconds},prompt={PROMPT},output={OUTPUT},"
+            f"bursty-groups:rate={args.rate},alpha=0,duration={args.seconds},prompt={PROMPT},output={args.tokens},"
             f"seed={seed}"
         )
         for system, kind in SYSTEMS.items():
@@ -146,12 +147,14 @@ def main() -> None:
             assert told is not None, "residency is what is played"
             waits = [each.first_token - each.arrival for each in result.records if each.first_token is not None]
             attained = sum(each <= args.slo for each in waits) / len(result.records)
+            paces = [each.tpot for each in result.records if each.tpot is not None]
             met.setdefault(system, []).append(attained)
             times = percentiles(waits)
             print(
                 f"seed {seed} {system}: {attained:.1%} of {len(result.records)} within {args.slo:g} s; TTFT p50 "
-                f"{times['p50']:.2f} s, p90 {times['p90']:.2f} s, p99 {times['p99']:.2f} s; {told.wakes} wakes, "
-                f"at most {format_size(told.peak_bytes)} (KV pool of {format_size(KV_BYTES)} included)"
+                f"{times['p50']:.2f} s, p90 {times['p90']:.2f} s, p99 {times['p99']:.2f} s; then a token every "
+                f"{1e3 * statistics.mean(paces):.0f} ms; {told.wakes} wakes, at most {format_size(told.peak_bytes)} "
+                f"(KV pool of {format_size(KV_BYTES)} included)"
             )
     for system, each in met.items():
         print(f"{system}: {statistics.mean(each):.1%}, at worst {min(each):.1%}")
