@@ -135,7 +135,7 @@ def main() -> None:
             way = replace(
                 residency,
                 hibernated=dict.fromkeys(names, hibernated_seconds(of_one)) if "hibernating" in system else {},
-                turns=TurnRules() if "turns" in system else None,
+                turns=TurnRules(cores=residency.rules.cores) if "turns" in system else None,
                 # Live, decoding gives way only where memory decides.
                 decode_weight=1.0 if system == "timers" else residency.decode_weight,
             )

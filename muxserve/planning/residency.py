@@ -218,5 +218,5 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
         fixed=fixed,
         fixed_margin=FIXED_MARGIN,
     )
-    turns = TurnRules() if fleet.memory.turns else None
+    turns = TurnRules(cores=rules.cores) if fleet.memory.turns else None
     return ResidencySpec(rules, sleeping, turns, bool(hibernation_of(fleet)), fleet.memory.decode_niceness)

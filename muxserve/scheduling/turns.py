@@ -23,7 +23,8 @@ class TurnRules:
     first token may take, since who comes new waits for a turn as well; unless more than the part `switching` of the
     time would be spent on switches: then turns are longer. Where less than the part `worthwhile` of the tokens would be
     in time, there are no turns: models are served one after the other, so that some requests are in time rather than
-    none.
+    none. Where wakes are work of the processor that steps are computed on, it has so many `cores`, and a wake takes
+    one of them (0: wakes take nothing from steps).
 
     Raises:
         ValueError: a number that makes no sense.
@@ -33,10 +34,11 @@ class TurnRules:
     first_token: float = 0.8
     switching: float = 0.5
     worthwhile: float = 0.5
+    cores: int = 0
 
     def __post_init__(self) -> None:
-        if not (self.longest > 0.0 and self.first_token > 0.0):
-            raise ValueError("the longest turn and round must be above zero")
+        if not (self.longest > 0.0 and self.first_token > 0.0 and self.cores >= 0):
+            raise ValueError("the longest turn and round must be above zero, and cores not below")
         if not 0.0 < self.switching < 1.0 or not 0.0 <= self.worthwhile <= 1.0:
             raise ValueError("switching and worthwhile are parts of a whole")
 
@@ -81,10 +83,11 @@ def turn_round(models: Collection[TurnModel], rules: TurnRules) -> TurnRound:
     A turn of q_i makes tokens for n_i * q_i seconds, which is the same for all models; a round takes alpha times as
     long, so that the part 1 / alpha of the tokens is in time.
 
-    Three things are our own. One model at a time has the device there; here as many are awake as the memory holds: one
+    Four things are our own. One model at a time has the device there; here as many are awake as the memory holds: one
     that takes the part m_i of it counts with that, c = sum m_i c_i and sum m_k / n_k, which with m = 1 is the equation
     above. Prompts have devices of their own there; here a new one waits for its model's turn, so that a round is no
-    longer than first tokens allow. And turns are no shorter than `TurnRules.switching` asks for.
+    longer than first tokens allow. Turns are no shorter than `TurnRules.switching` asks for. And where wakes compute,
+    steps have what is left of the cores: with less than the turns need, fewer tokens are in time.
     """
     if not models:
         return TurnRound({}, 0.0, 1.0)
@@ -99,6 +102,10 @@ def turn_round(models: Collection[TurnModel], rules: TurnRules) -> TurnRound:
     lasts = max(lasts, switches * (1.0 - rules.switching) / (rules.switching * load))
     seconds = switches + lasts * load
     attainment = min(1.0, lasts / seconds) if seconds > 0.0 else 1.0
+    needed = lasts * sum(1.0 / each.gain for each in models)
+    if rules.cores and needed > 0.0:
+        left = rules.cores * seconds - sum(each.switch for each in models)
+        attainment *= min(1.0, max(0.0, left) / needed)
     return TurnRound({each.name: lasts / each.gain for each in models}, seconds, attainment)
 
 

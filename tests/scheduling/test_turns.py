@@ -107,8 +107,28 @@ def test_models_that_would_all_be_late_are_served_one_after_the_other() -> None:
     assert turns_over(100.0, slow, TurnRules(worthwhile=0.1)) == ["a"]
 
 
+def test_wakes_that_compute_leave_less_for_steps() -> None:
+    models = [model(str(n), step=0.03, switch=0.75, memory=0.2, ttft=4.0) for n in range(6)]
+    free = turn_round(models, TurnRules())
+    # A round takes `seconds` of each core, the wakes 6 * 0.75 s of one; the rest is for steps.
+    found = turn_round(models, TurnRules(cores=2))
+    assert (found.lengths, found.seconds) == (free.lengths, free.seconds)
+    needed = sum(found.lengths.values())
+    assert found.attainment == pytest.approx(free.attainment * (2 * found.seconds - 6 * 0.75) / needed)
+    assert found.attainment < 0.5 < free.attainment
+    assert turn_round(models, TurnRules(cores=16)).attainment == free.attainment
+    # Nothing at all is left.
+    assert turn_round([replace(each, switch=9.0) for each in models], TurnRules(cores=1)).attainment == 0.0
+    standings = [
+        TurnStanding(models[0], awake_since=0.0, leaving=True, running=1),
+        *(TurnStanding(each, waits=True) for each in models[1:]),
+    ]
+    assert turns_over(100.0, standings, TurnRules()) == ["0"]
+    assert turns_over(100.0, standings, TurnRules(cores=2)) == []
+
+
 @pytest.mark.parametrize(
-    "wrong", [{"longest": 0.0}, {"first_token": 0.0}, {"switching": 1.0}, {"switching": 0.0}, {"worthwhile": 2.0}]
+    "wrong", [{"cores": -1}, {"longest": 0.0}, {"first_token": 0.0}, {"switching": 1.0}, {"switching": 0.0}, {"worthwhile": 2.0}]
 )
 def test_rules_must_make_sense(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"must be above zero|parts of a whole"):
