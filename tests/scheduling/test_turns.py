@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -128,8 +129,16 @@ def test_wakes_that_compute_leave_less_for_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"cores": -1}, {"longest": 0.0}, {"first_token": 0.0}, {"switching": 1.0}, {"switching": 0.0}, {"worthwhile": 2.0}]
+    "wrong",
+    [
+        {"cores": -1},
+        {"longest": 0.0},
+        {"first_token": 0.0},
+        {"switching": 1.0},
+        {"switching": 0.0},
+        {"worthwhile": 2.0},
+    ],
 )
-def test_rules_must_make_sense(wrong: dict[str, float]) -> None:
+def test_rules_must_make_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"must be above zero|parts of a whole"):
         TurnRules(**wrong)
