@@ -3,6 +3,7 @@
     controller ── control socket ── machine parent (vLLM imported)
         │              │                ├── gateway, one or several
         │              └── (inherited) ─┘
+        │                               ├── spare machine parent, which takes its place when it dies
         │                               └── warm parent, one per unit
         └── control socket per unit ───────┤   └── model parent, one per model (weights loaded)
                        │                   │           ├── prefill engine
