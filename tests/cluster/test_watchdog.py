@@ -335,6 +335,8 @@ async def test_a_stopped_process_is_reported_killed_and_started_again(watched: F
 async def test_a_spare_that_was_stopped_is_replaced(watched: Fleet) -> None:
     await watched.serving()
     before = await watched.spare()
+    # Who has never beaten is not watched.
+    await watched.until(heartbeat_file(watched.run_dir.path, "spare").exists)
     os.kill(before, signal.SIGSTOP)
     after = await watched.spare(but=before)
     assert not alive(before)
