@@ -1,6 +1,7 @@
 # make setup       .venv with everything pinned, and the build
 # make quickstart  three tiny models behind one OpenAI endpoint (sets up first)
-# make test        every check and test, beside each other (sets up first)
+# make test        the checks and tests, beside each other (sets up first)
+# make thorough    the same with every model, fault and example: four times as long
 # make quick       ruff and the tests of the packages without I/O, in about a minute (sets up first)
 # make docs        the documentation as a site, in build/site
 # make bench       every benchmark; results go to benchmarks/results/
@@ -23,7 +24,7 @@ LARGE := sed -unE -e 's~^ *(Downloading|Using cached) ([^ ]*/)?([^ /]+) \(([0-9]
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 NATIVE_PYTHON ?= python3.12
 
-.PHONY: setup quickstart test quick lint unit cpp docs bench soak gpu-test gpu-bench gpu-native cuda-stub clean
+.PHONY: setup quickstart test thorough quick lint unit cpp docs bench soak gpu-test gpu-bench gpu-native cuda-stub clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.built
@@ -45,6 +46,9 @@ quickstart: setup
 
 test: setup build/triton/.installed build/ray/.installed build/shipping/.installed
 	@tests/run_all.sh --all $(BIN)/python
+
+thorough: export MUXSERVE_TESTS := thorough
+thorough: test
 
 quick: setup
 	@$(BIN)/ruff check .

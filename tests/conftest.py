@@ -11,26 +11,34 @@ from typing import Any
 
 import pytest
 
+from tests.support.thoroughness import THOROUGH
+
 # torch in the tests' own processes computes with one thread, as MuxServe's processes do. Threads that spin at the
 # barriers of small operations take the cores of what runs beside, and take ten times as long where those are busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Properties are tried with the same examples every time, so that a run says of a change what the run before it did not;
 # MUXSERVE_NEW_EXAMPLES=1 looks for others. How long an example takes says nothing on a machine that does other things.
-# `--hypothesis-profile=long` tries more of them where one takes long: see tests/support/examples.py.
+# How many there are: tests/support/thoroughness.py.
 with contextlib.suppress(ImportError):  # where only the tests on a GPU run
     from hypothesis import HealthCheck, settings
 
-    from tests.support.examples import LONG
-
-    for profile in ("tests", LONG):
-        settings.register_profile(
-            profile,
-            derandomize=not os.environ.get("MUXSERVE_NEW_EXAMPLES"),
-            deadline=None,
-            suppress_health_check=[HealthCheck.too_slow],
-        )
+    settings.register_profile(
+        "tests",
+        derandomize=not os.environ.get("MUXSERVE_NEW_EXAMPLES"),
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
     settings.load_profile("tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is only for `make thorough`, unless a test was asked for by its name."""
+    if THOROUGH or any("::" in each for each in config.args):
+        return
+    left_out = [item for item in items if item.get_closest_marker("thorough")]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

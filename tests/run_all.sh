@@ -2,7 +2,7 @@
 # Runs the checks and tests in lanes beside each other: most Python tests use half a core, since they start processes
 # and wait for them.
 #
-#     tests/run_all.sh --all PYTHON                  everything: lint, C++ tests, Python tests
+#     tests/run_all.sh --all PYTHON                  lint, C++ tests, Python tests; MUXSERVE_TESTS=thorough: all of them
 #     tests/run_all.sh --quick PYTHON                only the Python packages without I/O
 #     tests/run_all.sh PYTHON [pytest's arguments]   all Python tests, or one pytest with these arguments
 #
@@ -26,10 +26,6 @@ unset PYTHONDONTWRITEBYTECODE
 if [ $# -gt 0 ]; then
   exec "$python" -m pytest "$@"
 fi
-
-# CI tries every property with all its examples.
-examples=()
-[ -z "${CI:-}" ] || examples=(--hypothesis-profile=long)
 
 logs=build/tests
 rm -rf "$logs"
@@ -56,7 +52,6 @@ cpp_tests=(env "PATH=$PWD/$(dirname "$python"):$PATH" memory_manager/run_tests.s
 python_lane() { # NAME NICENESS PYTEST'S ARGUMENTS
   local name=$1 niceness=$2
   shift 2
-  set -- "${examples[@]}" "$@"
   arguments[$name]="$*"
   lane "$name" "$niceness" "$python" -m pytest -o "cache_dir=$PWD/$logs/$name.cache" --durations=15 --durations-min=3 "$@"
 }
@@ -94,6 +89,7 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 
 if [ "$mode" = quick ]; then
+  export MUXSERVE_TESTS=quick
   shown=searching
   python_lane deciding 0 tests/{config,costs,global_scheduler/test_core.py,replicas,rolling,scheduling,simulator} \
     tests/test_imports.py tests/test_docs.py

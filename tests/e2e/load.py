@@ -78,6 +78,7 @@ class Load:
         self.wrong: dict[str, tuple[Answer, Answer]] = {}
         requests = {model: requests_for(model)[:per_model] for model in models}
         count = len(requests[models[0]])
+        self.models = models
         self._fleet, self._reference, self._requests = fleet, reference, requests
         self._missing = count * len(models) if each else 0
         self._next = itertools.cycle([(model, index) for index in range(count) for model in models])

@@ -13,6 +13,7 @@ from tests.e2e.fleet import Fleet, running
 from tests.e2e.load import until
 from tests.e2e.test_residency import LOADING, WARMING, StoppedWake, answers, declared_in, memory, total, used
 from tests.support.patience import PATIENCE
+from tests.support.thoroughness import THOROUGH, cases
 
 NAMES = [f"m{number}" for number in range(9)]
 LIMIT = 1640 << 20
@@ -55,7 +56,7 @@ def check(told: list[tuple[str, str]], said: dict[str, str]) -> None:
 
 
 async def test_a_model_wakes_in_the_process_that_has_it_and_says_the_same(fleet: Fleet, said: dict[str, str]) -> None:
-    for _ in range(3):
+    for _ in range(3 if THOROUGH else 1):
         for name, pid in (await until_some_hibernate(fleet, said)).items():
             assert await answers(fleet, names=[name]) == [(name, said[name])]
             assert pid in {each.pid for each in fleet.parts(LOADING)}
@@ -63,7 +64,7 @@ async def test_a_model_wakes_in_the_process_that_has_it_and_says_the_same(fleet:
 
 def test_tokens_are_the_same_through_sleeps_and_wakes_under_load(fleet: Fleet, said: dict[str, str]) -> None:
     for _ in range(2):
-        check(asyncio.run(answers(fleet, rounds=4, names=NAMES)), said)
+        check(asyncio.run(answers(fleet, rounds=2, names=NAMES)), said)
         fleet.wait(lambda: used(fleet) <= LIMIT, PATIENCE, "within the limit")
     assert total(fleet, "evictions") > 0
     assert total(fleet, "wakes") > len(NAMES)
@@ -77,7 +78,7 @@ async def test_processes_of_sleeping_models_may_be_killed(fleet: Fleet, said: di
     await until(lambda: fleet.get("/health").status_code == 200, "healthy")
 
 
-@pytest.mark.parametrize("victim", ["the engine", "muxserve warm parent"])
+@pytest.mark.parametrize("victim", cases(["the engine", "muxserve warm parent"], ["the engine"]))
 async def test_whoever_is_killed_during_a_wake_everybody_is_answered(
     fleet: Fleet, said: dict[str, str], victim: str
 ) -> None:

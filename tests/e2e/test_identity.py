@@ -10,15 +10,17 @@ import pytest
 from tests.e2e.fleet import fleet_file, running
 from tests.e2e.load import ask_each
 from tests.support import preloaded
+from tests.support.thoroughness import cases
 
 ROUNDS = 4
+TIGHT = "chunked prefill in a tight pool"
 SETTINGS: dict[str, dict[str, Any]] = {
     # Each model's quota holds two or three of the longer requests, so decode engines preempt.
-    "chunked prefill in a tight pool": {
+    TIGHT: {
         "model_changes": {"max_len": 320, "max_num_batched_tokens": 64},
         "kv_pool": {"size": "6MiB"},
     },
-    # One of them: compiling takes a quarter of a minute of two cores for each.
+    # When thorough. One of them compiled: that takes a quarter of a minute of two cores for each.
     "no prefix caching, one model compiled": {
         "model_changes": {"prefix_caching": False},
         "changes_of": {"frontdesk": {"engine_args": {"enforce_eager": False}}},
@@ -28,7 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.serves("Llama", "served", "prefix cache")
 @pytest.mark.serves("Qwen3", "served", "prefix cache")
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", cases(SETTINGS, [TIGHT]))
 async def test_answers_are_those_of_stock_vllm(name: str, tmp_path: Path, reference: dict[str, Any]) -> None:
     with running(fleet_file(tmp_path, **SETTINGS[name]), start=preloaded.start) as fleet:
         # On a machine that has much else to do, few requests may be in the pool at once.

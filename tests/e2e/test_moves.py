@@ -22,11 +22,11 @@ from tests.e2e.several import units
 from tests.support import preloaded
 from tests.support.patience import PATIENCE
 
-ATLAS = {"path": str(ROOT / "configs/models/atlas"), "dtype": "float32", "max_len": 1024, "prefix_caching": False}
+ATLAS = {"path": str(ROOT / "configs/models/atlas"), "dtype": "float32", "max_len": 512, "prefix_caching": False}
 FLEET = {
     "policy": "adbs",
-    # 138 blocks of 32 tokens in each unit: too few for many long answers of two models.
-    "kv_pool": {"size": "13MiB"},
+    # 74 blocks of 32 tokens in each unit: too few for many long answers of two models.
+    "kv_pool": {"size": "7MiB"},
     "migration": {"source_below": 16, "destination_above": 32, "models": {"period": "2s", "residence": "1s"}},
     # u0 has them all, u1 the one with two replicas.
     "models": [
@@ -34,7 +34,7 @@ FLEET = {
         for name in ("a", "b", "c", "both")
     ],
 }
-PROMPT, ANSWER = 120, 800
+PROMPT, ANSWER = 80, 400
 
 
 @pytest.fixture(scope="module")

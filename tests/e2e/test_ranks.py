@@ -24,7 +24,7 @@ async def test_requests_survive_the_death_of_a_worker_and_of_the_memory_manager(
         workers = fleet.parts(" rank ")
         assert len(workers) == 4
         async with fleet.async_client() as client:
-            undisturbed = await asyncio.gather(*(stream_chat(client, MODEL, each) for each in requests_for(MODEL)[:24]))
+            undisturbed = await asyncio.gather(*(stream_chat(client, MODEL, each) for each in requests_for(MODEL)[:12]))
         for victim in (("worker arithmetic/decode", "rank 1"), ("worker arithmetic/prefill", "rank 0"),
                        ("muxserve-memory-manager",)):  # fmt: skip
             async with Load(fleet, {MODEL: undisturbed}, [MODEL], len(undisturbed)) as load:

@@ -17,14 +17,18 @@ import yaml
 from tests.e2e.fleet import Fleet, running
 from tests.e2e.load import until
 from tests.support.patience import PATIENCE
+from tests.support.thoroughness import cases
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
 NAMES = ["m0", "m1", "m2"]
-# One or two of the three have room beside what every fleet takes.
-LIMIT = 1650 << 20
+# One or two of the three have room beside what every fleet takes, by how much of that counts as shared with others that
+# run here.
+LIMIT = 1730 << 20
+# For that long a token lasts: turns are worth their while on a slow machine, too.
+TPOT_MS = 30_000
 PROMPTS = ["Each has its turn", "Then the others have theirs"]
 # An answer takes longer than a turn.
-TOKENS = 250
+TOKENS = 120
 SWITCHES = 10
 # As much of an answer as tells that a model answers as before.
 BEGINNING = 60
@@ -40,12 +44,11 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         "models": [
             {
                 "name": name,
-                "path": str(tiny_checkpoint(layers=4, heads=16, kv_heads=4, max_len=512, seed=number)),
+                "path": str(tiny_checkpoint(layers=8, heads=16, kv_heads=4, max_len=512, seed=number)),
                 "dtype": "float32",
                 "max_len": 512,
                 "limits": {"max_wait": "none"},
-                # Long enough for turns to be worth their while on a slow machine, too.
-                "slo": {"ttft_ms": 1000 * PATIENCE, "tpot_ms": 1000},
+                "slo": {"ttft_ms": 1000 * PATIENCE, "tpot_ms": TPOT_MS},
                 "replicas": {"max": 1, "wake": 8 * PATIENCE},
             }
             for number, name in enumerate(NAMES)
@@ -119,7 +122,10 @@ async def test_answers_are_the_same_through_ten_turns(fleet: Fleet, said: Answer
 ENGINE = "the decode engine of the model whose turn it is"
 
 
-VICTIMS = [ENGINE, "muxserve.unit.scheduler", "muxserve-memory-manager", "muxserve.global_scheduler"]
+VICTIMS = cases(
+    [ENGINE, "muxserve.unit.scheduler", "muxserve-memory-manager", "muxserve.global_scheduler"],
+    [ENGINE, "muxserve-memory-manager"],
+)
 
 
 async def test_whoever_is_killed_during_a_turn_answers_are_the_same(fleet: Fleet, said: Answers) -> None:

@@ -45,6 +45,7 @@ from muxserve.wire import (
 )
 from tests.engine.nursery import end, nursery
 from tests.support.patience import PATIENCE
+from tests.support.thoroughness import cases
 from tests.support.tiny_checkpoint import LANGUAGE_MODEL_OF, tiny_checkpoint
 from tests.support.unit_specs import model_spec
 
@@ -54,7 +55,7 @@ LEASE_SECONDS = 10 * PATIENCE
 # One with as many KV heads as heads, one with fewer.
 MODELS = {"arithmetic": ROOT / "configs/models/arithmetic", "frontdesk": ROOT / "configs/models/frontdesk"}
 # Random ones of architectures whose layers differ, or see only a part of the sequence.
-TINY: dict[str, Callable[[], Path]] = {
+_TINY: dict[str, Callable[[], Path]] = {
     "mistral": partial(tiny_checkpoint, "mistral"),
     "gemma2": partial(tiny_checkpoint, "gemma2", layers=4),
     "gemma3": partial(tiny_checkpoint, "gemma3", layers=6),
@@ -67,26 +68,30 @@ TINY: dict[str, Callable[[], Path]] = {
     "qwen3_5": partial(tiny_checkpoint, "qwen3_5", layers=4),
     "qwen3_5_moe": partial(tiny_checkpoint, "qwen3_5_moe", layers=4),
 }
-# Others, each served once: of more of today's families, and with those, multi-modal ones' texts.
-FAMILIES: dict[str, Callable[[], Path]] = {
-    kind: partial(tiny_checkpoint, kind, layers=layers)
-    for kind, layers in {
-        "qwen2": 2, "qwen3": 2, "qwen3_moe": 2, "granite": 2, "phi3": 2, "nemotron": 2,
-        "olmo3": 3, "gpt_oss-mxfp4": 2, "glm4_moe": 2,
-    }.items()
+# Usually one with windows and full attention, one that goes without prefix caching, one with latents, one with states,
+# and one with gated delta nets.
+TINY = {kind: _TINY[kind] for kind in cases(_TINY, ["mistral", "gemma3", "deepseek_v2", "granite_hybrid", "qwen3_5"])}
+# vLLM's experts in MXFP4 on CPU need the tiles of AMX, which not every processor has.
+MXFP4 = "gpt_oss-mxfp4"
+# Others, each served once: of more of today's families, and with those, multi-modal ones' texts. Usually one with
+# biases, and one with experts.
+_FAMILIES = {
+    "qwen2": 2, "qwen3": 2, "qwen3_moe": 2, "granite": 2, "phi3": 2, "nemotron": 2, "olmo3": 3, MXFP4: 2, "glm4_moe": 2,
 }  # fmt: skip
+FAMILIES: dict[str, Callable[[], Path]] = {
+    kind: partial(tiny_checkpoint, kind, layers=_FAMILIES[kind])
+    for kind in cases(_FAMILIES, ["qwen2", "qwen3_moe", MXFP4])
+}
 MULTI_MODAL: dict[str, Callable[[], Path]] = {
     kind: partial(tiny_checkpoint, kind, layers={"gemma3-mm": 6, "qwen3_5-mm": 4}.get(kind, 2))
-    for kind in LANGUAGE_MODEL_OF
+    for kind in cases(LANGUAGE_MODEL_OF, ["gemma3-mm", "qwen3_5-mm"])
 }
 # Those that see images.
 SEEING: dict[str, Callable[[], Path]] = {"idefics3": partial(tiny_checkpoint, "idefics3")}
-# vLLM's experts in MXFP4 on CPU need the tiles of AMX, which not every processor has.
-MXFP4 = "gpt_oss-mxfp4"
-# Those that keep one vector of each token instead of K and V by head.
-LATENT = frozenset({"deepseek_v2", "deepseek_v3"})
-# Those that keep a state of a sequence in some layers.
-STATEFUL = frozenset({"granite_hybrid", "nemotron_h", "qwen3_next", "qwen3_5", "qwen3_5_moe"})
+# Those of `TINY` that keep one vector of each token instead of K and V by head.
+LATENT = TINY.keys() & {"deepseek_v2", "deepseek_v3"}
+# Those of `TINY` that keep a state of a sequence in some layers.
+STATEFUL = TINY.keys() & {"granite_hybrid", "nemotron_h", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
 # The same weights with 8 and with 4 bits. On CPUs without AVX-512 vLLM has no kernels for `INT4`, nor for an FP8 cache.
 INT4 = "atlas-int4"
 QUANTISED = {name: ROOT / "configs/models" / name for name in ("atlas-int8", INT4)}

@@ -18,6 +18,7 @@ from tests.engine.checks import bodies, check, owned, reports
 from tests.engine.harness import MODELS, Engines, deployed_model, engines
 from tests.support import poison
 from tests.support.patience import PATIENCE
+from tests.support.thoroughness import cases
 
 MODEL = "arithmetic"
 ENGINE = f"{MODEL}/both"
@@ -75,7 +76,7 @@ def gone(family: Engines, names: list[str]) -> None:
 
 
 @ALSO_AHEAD
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("mixed", cases([False, True], [True]))
 def test_tokens_are_those_of_stock_vllm(family: Engines, answers: dict[str, Any], mixed: bool) -> None:
     tag, since = f"mixed-{mixed}", len(family.reports)
     family.serve_both(MODEL, bodies(family, answers, tag), mixed)
@@ -250,7 +251,7 @@ def test_prompts_wait_under_a_lease_to_decode(family: Engines, answers: dict[str
 
 
 @ALSO_AHEAD
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("mixed", cases([False, True], [True]))
 def test_preempted_requests_come_back_and_end_with_the_same_tokens(
     family: Engines, answers: dict[str, Any], mixed: bool
 ) -> None:

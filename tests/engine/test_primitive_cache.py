@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from muxserve.vllm.args import environment
 from tests.support.patience import PATIENCE
 
@@ -37,6 +39,7 @@ print(dirty() - before)
 """
 
 
+@pytest.mark.thorough
 def test_prompts_of_ever_new_lengths_take_bounded_memory() -> None:
     env = {**os.environ, **environment()}
     ran = subprocess.run(

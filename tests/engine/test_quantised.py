@@ -12,12 +12,15 @@ from tests.engine.cases import questions
 from tests.engine.checks import same_as_stock
 from tests.engine.conftest import SPLIT, read
 from tests.engine.harness import AVX512, INT4, MODELS, QUANTISED, Engines, deployed_model, engines
+from tests.support.thoroughness import cases
 
-# One of them compiled, too: that takes half a minute of a core.
-SERVED: dict[str, dict[str, Any]] = {
+# When thorough one of them compiled, too: that takes half a minute of a core.
+COMPILED = "atlas-int8-compiled"
+CHANGES: dict[str, dict[str, Any]] = {
     **{name: {} for name in QUANTISED},
-    "atlas-int8-compiled": {"engine_args": {"enforce_eager": False}},
+    COMPILED: {"engine_args": {"enforce_eager": False}},
 }
+SERVED = cases(CHANGES, QUANTISED)
 
 
 def checkpoint(model: str) -> str:
@@ -29,8 +32,8 @@ def weights() -> Iterator[Engines]:
     # Chunks of 128 tokens, so that the long prompts take several steps.
     models = [
         deployed_model(model, QUANTISED[checkpoint(model)], max_num_batched_tokens=128, **changes)
-        for model, changes in SERVED.items()
-        if AVX512 or model != INT4
+        for model, changes in CHANGES.items()
+        if model in SERVED and (AVX512 or model != INT4)
     ]
     with engines(models) as running:
         yield running

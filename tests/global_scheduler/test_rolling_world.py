@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.global_scheduler.rolling_world import MODEL, FakeUnit, RollingWorld
-from tests.support.examples import examples
+from tests.support.thoroughness import examples
 
 
 @settings(max_examples=examples(25), deadline=None)

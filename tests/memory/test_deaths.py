@@ -21,8 +21,8 @@ from muxserve.memory.client import MemoryClient
 from muxserve.memory.view import ModelView
 from muxserve.spec import UnitSpec
 from tests.memory.support import PAGES, assert_balanced, block_hash, ids, model, stats_of, unit_spec
-from tests.support.examples import examples
 from tests.support.patience import eventually
+from tests.support.thoroughness import examples
 
 Start = Callable[[UnitSpec], subprocess.Popen[bytes]]
 Connect = Callable[..., MemoryClient]

@@ -14,7 +14,7 @@ from tests.support import preloaded
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
 # Requests that move to and fro while they are decoded, and those that see a process die: count, prompt, output tokens.
-MOVING = (3, 300, 1000)
+MOVING = (3, 300, 700)
 STRUCK = (1, 300, 500)
 BLOCKS = 240
 HERE = Path(__file__).parent

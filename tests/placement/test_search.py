@@ -17,7 +17,7 @@ from placement.objective import Objective, ObjectiveName
 from placement.planner import MODES, ClusterPlan, ModeName, PlanOptions, plan_cluster
 from placement.values import IMPOSSIBLE, Values
 from tests.placement.analytic import B7, B30, B65, MEMORY, Analytic, cluster, demand, estimator, random_fleet
-from tests.support.examples import examples
+from tests.support.thoroughness import examples
 
 QUICK = ImproveLimits(kicks=15, evaluations=3000)
 

@@ -10,7 +10,7 @@ from muxserve.replicas.priorities import DEFAULT_LEVELS
 from muxserve.replicas.views import InstanceLoad, InstanceView
 from muxserve.replicas.virtual_usage import freeness_of, freeness_with, score
 from tests.replicas.support import CAPACITY, THREE, instances, load, rebalance, request
-from tests.support.examples import examples
+from tests.support.thoroughness import examples
 
 RULES = MigrationRules(source_below=50, destination_above=100)
 

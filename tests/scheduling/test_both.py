@@ -23,7 +23,7 @@ from muxserve.scheduling.types import (
     StepsDone,
 )
 from tests.scheduling.machine import Job, Machine, profile
-from tests.support.examples import examples
+from tests.support.thoroughness import examples
 
 NAMES = sorted(name for name, policy in POLICIES.items() if policy.both)
 

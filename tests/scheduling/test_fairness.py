@@ -15,7 +15,7 @@ from muxserve.scheduling.least_tenant import LeastTenant
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.types import Grant, Phase, PoolProfile, QueuedRequest, StepsDone
 from tests.scheduling.machine import profile
-from tests.support.examples import examples
+from tests.support.thoroughness import examples
 
 SEATS = 3
 LONGEST_PROMPT = 30

@@ -17,7 +17,7 @@ from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.quotas import demand_weight
 from muxserve.scheduling.types import Grant, ModelProfile, Phase
 from tests.scheduling.machine import Job, Machine, idle_although_possible, profile
-from tests.support.examples import examples
+from tests.support.thoroughness import examples
 
 PAIRS = sorted(name for name, policy in POLICIES.items() if not policy.both)
 PHASES = [Phase.PREFILL, Phase.DECODE]

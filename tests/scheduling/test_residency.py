@@ -24,7 +24,7 @@ from muxserve.scheduling.residency import (
     Wake,
     WakeCosts,
 )
-from tests.support.examples import examples
+from tests.support.thoroughness import examples
 
 ROUND = 0.1
 # Rounds from one measurement of memory to the next.

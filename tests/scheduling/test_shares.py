@@ -14,7 +14,7 @@ from muxserve.scheduling.types import WHOLE, Grant, Phase, PoolProfile, QueuedRe
 from tests.scheduling.machine import Job, Machine, profile
 from tests.scheduling.test_policies import Table
 from tests.scheduling.test_properties import models, requests
-from tests.support.examples import examples
+from tests.support.thoroughness import examples
 
 
 def lease(book: UnitLedger, share: float, lease_id: int, now: float = 0.0) -> None:

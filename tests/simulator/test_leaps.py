@@ -19,7 +19,7 @@ from muxserve.simulator.unit import SimulatedUnit
 from muxserve.workload.trace import Content, TraceRequest
 from tests.scheduling.machine import profile
 from tests.simulator.support import Analytic, Linear, SteppingStockUnit, SteppingUnit, requests, run, unit
-from tests.support.examples import examples
+from tests.support.thoroughness import examples
 
 SEARCH = settings(
     max_examples=examples(100), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

@@ -40,7 +40,7 @@ from muxserve.workload import ModelLoad, generate
 from muxserve.workload.lengths import LogNormalLengths
 from muxserve.workload.trace import TraceRequest
 from tests.simulator.support import LARGE
-from tests.support.examples import examples
+from tests.support.thoroughness import examples
 
 TINY = ModelArchitecture(
     "tiny",

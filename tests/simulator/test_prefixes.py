@@ -26,7 +26,7 @@ from muxserve.simulator.unit import SimulatedUnit
 from muxserve.workload.trace import Content, TraceRequest
 from tests.scheduling.machine import profile
 from tests.simulator.support import Analytic, run, unit
-from tests.support.examples import examples
+from tests.support.thoroughness import examples
 
 SIZE, PAGES = 4, 60
 PER_BLOCK = (1, 2)

@@ -41,7 +41,7 @@ from muxserve.simulator.ring import Ring
 from muxserve.simulator.scheduled import ScheduledUnit
 from muxserve.workload.trace import TraceRequest
 from tests.simulator.support import SteppingEngine
-from tests.support.examples import examples
+from tests.support.thoroughness import examples
 
 TINY = ModelArchitecture(
     "tiny",

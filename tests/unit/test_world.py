@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muxserve.unit import reconcile
-from tests.support.examples import examples
+from tests.support.thoroughness import examples
 from tests.unit.world import World
 
 PARTS = ("prefill", "decode", "migrator", "memory", "unit")
