@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.thoroughness import THOROUGH
+from tests.support.thoroughness import LEVEL, THOROUGH
 
 # torch in the tests' own processes computes with one thread, as MuxServe's processes do. Threads that spin at the
 # barriers of small operations take the cores of what runs beside, and take ten times as long where those are busy.
@@ -27,16 +27,18 @@ with contextlib.suppress(ImportError):  # where only the tests on a GPU run
         "tests",
         derandomize=not os.environ.get("MUXSERVE_NEW_EXAMPLES"),
         deadline=None,
+        max_examples=25 if LEVEL == "quick" else 100,
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is only for `make thorough`, unless a test was asked for by its name."""
+    """Leave out what is for other levels, unless a test was asked for by its name."""
     if THOROUGH or any("::" in each for each in config.args):
         return
-    left_out = [item for item in items if item.get_closest_marker("thorough")]
+    others = ("thorough",) if LEVEL == "usual" else ("thorough", "slow")
+    left_out = [item for item in items if any(item.get_closest_marker(name) for name in others)]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
 

@@ -90,10 +90,9 @@ trap 'exit 143' TERM
 
 if [ "$mode" = quick ]; then
   export MUXSERVE_TESTS=quick
-  shown=searching
-  python_lane deciding 0 tests/{config,costs,global_scheduler/test_core.py,replicas,rolling,scheduling,simulator} \
-    tests/test_imports.py tests/test_docs.py
-  python_lane searching 0 tests/{metrics,placement,planning,workload}
+  shown=planning
+  python_lane simulating 0 tests/{global_scheduler/test_core.py,replicas,rolling,simulator} tests/test_{docs,imports}.py
+  python_lane planning 0 tests/{config,costs,metrics,placement,planning,scheduling,workload}
 else
   # Whole fleets; the engines and other processes that they are made of, and Ray, whose programs run beside the others'
   # tests; and what is left, which mostly computes. A lane's fixtures are shared by its tests: what imports vLLM is

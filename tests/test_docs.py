@@ -90,6 +90,7 @@ UNASKED = ("typography", "lexical_illusions", "dates_times", "misc.but", "weasel
 TOOLS = ROOT / "build/shipping"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (TOOLS / "proselint").exists(), reason="no proselint: see requirements/shipping.txt")
 def test_prose_is_free_of_what_a_linter_finds(tmp_path: Path) -> None:
     config = tmp_path / "proselint.json"
@@ -112,6 +113,7 @@ def test_a_newcomer_can_save_the_fleet_files_in_the_repository(name: str) -> Non
         assert parse_fleet(text, "fleet.yaml", ROOT).models
 
 
+@pytest.mark.slow
 def test_the_table_of_models_claims_what_tests_show() -> None:
     text = model_table.PAGE.read_text()
     assert text == model_table.page(text), "run: python -m tests.support.model_table"

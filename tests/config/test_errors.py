@@ -254,6 +254,7 @@ def test_an_anchor_that_contains_itself_is_refused(base: Path) -> None:
     assert problems("models: &m\n  - *m\n", base)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [100, 5000])
 def test_deep_nesting_is_refused(depth: int, base: Path) -> None:
     assert "nested too deeply" in "".join(problems("models: " + "[" * depth + "]" * depth, base))

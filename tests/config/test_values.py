@@ -250,6 +250,7 @@ def test_durations_are_finite_and_not_negative(value: object) -> None:
     assert 0 <= duration < float("inf")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "mode"), [("on", "on"), ("off", "off"), ("'off'", "off"), ("auto", "auto")])
 def test_switches_are_what_they_say_whatever_yaml_makes_of_them(text: str, mode: str, tmp_path: Path) -> None:
     fleet = parse_fleet(f"cluster: {{gpus: 1, mps: {text}}}\nmodels: [{{name: a, hub: x/y}}]", "f", tmp_path, {})
@@ -314,6 +315,7 @@ def test_importing_muxserve_loads_nothing_heavy() -> None:
     assert not modules & {"pydantic", "yaml", "typer", "rich", "numpy", "zmq", "torch", "vllm"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "speed"),
     [("25Gb/s", 3.125e9), ("25 Gbit", 3.125e9), ("100Gbps", 12.5e9), ("3GB/s", 3e9), ("1.5 GiB/s", 1.5 * 2**30)],

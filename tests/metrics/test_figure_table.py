@@ -57,6 +57,7 @@ def test_then_the_table_is_divided_and_each_part_says_what_a_row_is_about() -> N
     assert sum(line[:1] == ["model"] for line in lines) == sum(line[:1] == ["bear"] for line in lines) > 1
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.lists(st.integers(0, 10**12), min_size=6, max_size=6), min_size=1, max_size=4),
     st.integers(40, 120),

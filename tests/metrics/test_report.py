@@ -117,6 +117,7 @@ def test_the_page_is_self_contained_and_escaped(tmp_path: Path) -> None:
     assert len(re.findall(r"plotly\.js v\d", source)) == 1
 
 
+@pytest.mark.slow
 def test_pages_of_one_directory_share_the_library(tmp_path: Path) -> None:
     for name in ("a.html", "b.html"):
         write_html(tmp_path / name, {"one": run(1)})

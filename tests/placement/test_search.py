@@ -129,6 +129,7 @@ class TestGreedy:
 
 
 class TestImprove:
+    @pytest.mark.slow
     @pytest.mark.parametrize("objective", ["throughput", "slo", "gpus"])
     @pytest.mark.parametrize("seed", range(3))
     def test_never_worse_and_the_same_every_time(self, objective: ObjectiveName, seed: int) -> None:
@@ -168,6 +169,7 @@ class TestImprove:
 
 
 class TestExact:
+    @pytest.mark.slow
     def test_no_search_beats_it_and_the_searches_come_near(self) -> None:
         for seed in range(4):
             values = values_of(random_fleet(seed, 4, 6.0))
@@ -296,6 +298,7 @@ def plans(seed: int = 3) -> dict[str, ClusterPlan]:
 
 
 class TestPlans:
+    @pytest.mark.slow
     def test_modes_keep_their_rules_and_muxserve_serves_most(self) -> None:
         found = plans()
         for mode, plan in found.items():
@@ -315,6 +318,7 @@ class TestPlans:
         best = found["muxserve"].throughput
         assert all(plan.throughput <= best * 1.001 for plan in found.values())
 
+    @pytest.mark.slow
     def test_every_unit_says_what_limits_it(self) -> None:
         plan = plans()["muxserve"]
         for unit, note in zip(plan.placement.units, plan.placement.notes, strict=False):

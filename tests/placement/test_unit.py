@@ -84,6 +84,7 @@ def check(plan: UnitPlan, models: list[ModelDemand]) -> None:
         assert model.threads == round(model.share * plan.cores)
 
 
+@pytest.mark.slow
 @given(fleets(), st.integers(1, 4096), st.integers(1, 64))
 def test_every_plan_keeps_the_invariants(models: list[ModelDemand], pool_mib: int, cores: int) -> None:
     machine = Machine(cores, 512 * GIB, 256 * GIB)
@@ -105,6 +106,7 @@ def test_an_auto_pool_always_holds_one_sequence_of_each_model(models: list[Model
     assert plan.pool_bytes <= machine.memory_bytes // 2
 
 
+@pytest.mark.slow
 @given(fleets())
 def test_the_size_that_an_error_asks_for_is_enough(models: list[ModelDemand]) -> None:
     machine = Machine(8, 512 * GIB, 256 * GIB)
@@ -209,6 +211,7 @@ def test_what_is_given_back_behind_a_window_has_no_room_in_an_auto_pool() -> Non
     assert long[0].demand("cpu") / long[1].demand("cpu") == pytest.approx(11 / 32)
 
 
+@pytest.mark.slow
 @given(fleets(), st.data())
 def test_a_part_of_a_fleet_can_have_the_blocks_of_the_whole(models: list[ModelDemand], data: st.DataObject) -> None:
     """Replicas in other units exchange pages only if blocks are equal."""

@@ -68,6 +68,7 @@ def plan(fleet: Path, *options: object) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_profile_that_is_one_and_a_half_times_wrong_plans_right_when_corrected(tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.yaml"
     fleet.write_text(FLEET)

@@ -230,6 +230,7 @@ class TestPlaying:
 
 
 class TestGoodput:
+    @pytest.mark.slow
     def test_it_is_the_last_point_of_the_grid_that_attains(self) -> None:
         asked, pool = wanted(), gpus(2)
         search = GoodputSearch(
@@ -243,6 +244,7 @@ class TestGoodput:
         assert search.goodput(0.9, point_of(1.0)) == pytest.approx(found, rel=0.11)
         assert search.goodput(0.9, point_of(300.0, 4), 4) == pytest.approx(found, rel=0.3)
 
+    @pytest.mark.slow
     def test_what_never_attains_has_none(self) -> None:
         asked, pool = wanted(tpot=1e-4), gpus(2)
         search = GoodputSearch(
@@ -258,6 +260,7 @@ def comparison() -> Comparison:
 
 
 class TestComparison:
+    @pytest.mark.slow
     def test_all_arrangements_have_figures_of_the_same_devices(self, comparison: Comparison) -> None:
         assert [each.phases for each in comparison.arrangements] == ["multiplexed", "pipelined", "rolling"]
         for each in comparison.arrangements:
@@ -296,6 +299,7 @@ class TestComparison:
         assert found.recommended == "multiplexed"
         assert found.layout is None
 
+    @pytest.mark.slow
     def test_weights_that_need_all_devices_leave_nothing_to_roll_over(self) -> None:
         found = compare(wanted(), gpus(2, memory=20e9), COSTS)
         rolling = found.of("rolling")
@@ -310,6 +314,7 @@ class TestComparison:
         assert told[0] >= 0.0
         assert 0.8 < told[-1] <= 1.0
 
+    @pytest.mark.slow
     def test_cores_of_one_machine(self) -> None:
         found = compare(replace(tiny(), replicas=2), cores(2), COSTS)
         for each in found.arrangements:
@@ -356,6 +361,7 @@ class TestRecommendation:
 
 
 class TestFleet:
+    @pytest.mark.slow
     def test_models_that_leave_it_open_are_chosen_for(self) -> None:
         from muxserve.config import parse_fleet
 

@@ -47,6 +47,7 @@ def chosen(phases: str, stages: int = 1) -> ChosenPhases:
     return ChosenPhases(phases, 2, stages, 1, "", comparison)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_only_models_that_leave_it_open_are_chosen_for(tmp_path: Path) -> None:
     fleet = fleet_of(tmp_path, "replicas: 2, max_num_seqs: 4, phases: auto", "phases: multiplexed")
     found = choose_at_deploy(fleet, Machine(1, 8 << 30), latency=COSTS)
@@ -58,6 +59,7 @@ def test_only_models_that_leave_it_open_are_chosen_for(tmp_path: Path) -> None:
     assert choose_at_deploy(fleet_of(tmp_path, "replicas: 2"), Machine(1, 8 << 30)) == {}
 
 
+@pytest.mark.slow
 def test_gpus_of_all_units_of_a_model(tmp_path: Path) -> None:
     fleet = fleet_of(tmp_path, "replicas: 2, max_num_seqs: 4, phases: auto", "replicas: 2", width=8192)
     # Two units of its own and two of the other model, if it does not share: a quarter of eight for each.

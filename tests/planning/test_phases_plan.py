@@ -114,6 +114,7 @@ class TestParts:
 
 
 class TestCommand:
+    @pytest.mark.slow
     def test_a_model_that_leaves_it_open_is_compared_and_planned_as_chosen(self, fleet: Path) -> None:
         fleet.write_text(FLEET.format(phases="auto", more="").replace("gpus: 4", "gpus: 2"))
         plan = fleet.with_name("plan.yaml")
@@ -133,6 +134,7 @@ class TestCommand:
         placement = load_plan(plan, load_fleet(fleet, serving=False))
         assert {unit.phases for unit in placement.units} == {comparison["recommended"]}
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("phases", ["rolling", "pipelined"])
     def test_a_model_that_says_so_has_devices_to_itself(self, fleet: Path, phases: str) -> None:
         fleet.write_text(FLEET.format(phases=phases, more=OTHER))
@@ -152,6 +154,7 @@ class TestCommand:
         assert set(shared) == {"other"}
         load_plan(plan, load_fleet(fleet, serving=False))
 
+    @pytest.mark.slow
     def test_a_comparison_that_was_asked_for_changes_nothing(self, fleet: Path) -> None:
         fleet.write_text(FLEET.format(phases="multiplexed", more=OTHER))
         page = fleet.with_name("page.html")
@@ -171,6 +174,7 @@ class TestCommand:
         assert code == 1
         assert "open is placed nowhere: prefill rolls over replicas, and there is one GPU" in out
 
+    @pytest.mark.slow
     def test_what_the_file_says_gets_the_devices_that_it_takes(self, fleet: Path) -> None:
         # By its load the model would have one GPU of the two, which nothing can roll over.
         other = OTHER.replace("rate: 2", "rate: 30")
@@ -207,6 +211,7 @@ class TestCommand:
         assert code == 2
         assert words in err
 
+    @pytest.mark.slow
     def test_replicas_on_cpu_are_units_of_a_plan_file(self, tmp_path: Path) -> None:
         fleet = tmp_path / "fleet.yaml"
         path = ROOT / "configs/models/arithmetic"

@@ -52,6 +52,7 @@ def run(*arguments: object) -> tuple[int, str, str]:
 
 
 class TestCommand:
+    @pytest.mark.slow
     def test_a_table_says_who_is_where_what_it_delivers_and_why(self, fleet: Path) -> None:
         code, out, err = run(fleet)
         assert code == 0, err
@@ -59,6 +60,7 @@ class TestCommand:
         for words in ("small", "large", "headroom", "4.50 of 4.50 requests/s served", "simulated", "objective slo"):
             assert words in out, words
 
+    @pytest.mark.slow
     def test_where_memory_decides_it_says_what_sleeping_costs(self, tmp_path: Path) -> None:
         models = [f"  - {{name: m{n}, path: {ROOT / 'configs/models/atlas'}, dtype: float32}}" for n in range(6)]
         file = tmp_path / "fleet.yaml"
@@ -103,6 +105,7 @@ class TestCommand:
         _, table, _ = run(fleet, "--sweep", "gpus=1..4", "--simulate", 0)
         assert f"{min(meets)} GPUs are enough" in table
 
+    @pytest.mark.slow
     def test_a_size_is_enough_only_if_its_simulation_says_so(self, tmp_path: Path) -> None:
         model = "workload: { prompt_tokens: 200, output_tokens: 150 }, slo: { ttft_ms: 300, tpot_ms: 30 }"
         file, page = tmp_path / "close.yaml", tmp_path / "close.html"

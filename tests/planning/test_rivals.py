@@ -56,6 +56,7 @@ def rival(found: PlannedFleet) -> Rival:
     return Rival("", found.plan, found.simulated)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 15, 17, 21, 29])
 def test_a_plan_is_at_least_what_spatial_and_temporal_plans_are(tmp_path: Path, seed: int) -> None:
     file = fleet_file(tmp_path / "fleet.yaml", seed)
@@ -139,6 +140,7 @@ class TestOtherWorkloads:
         ranked = best_of(plans, lambda plan, _: PlannedResult(plan.value), stress)  # type: ignore[arg-type, return-value]
         assert ranked[0].way == "shared"
 
+    @pytest.mark.slow
     def test_workloads_differ_in_rates_in_lengths_or_by_a_burst_of_the_busiest(self) -> None:
         models = [replace(demand("a"), rate=2.0, prompt_tokens=40), replace(demand("b"), rate=1.0, prompt_tokens=40)]
         memory = {"A100-80GB": device("A100-80GB").memory_bytes}
@@ -157,6 +159,7 @@ class TestOtherWorkloads:
         assert (burst[0] / a, burst[1] / b) == pytest.approx((3.0, 1.0), rel=0.25)
         assert told["lengths of ShareGPT"][2] > 3 * mean
 
+    @pytest.mark.slow
     def test_shares_per_lease_compete_where_engines_can_change_theirs(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -184,6 +187,7 @@ class TestOtherWorkloads:
             assert {own, *others} <= simulated
             assert ("slack", not ways) not in simulated
 
+    @pytest.mark.slow
     def test_the_plan_tells_what_equal_ways_kept_and_how_long_that_took(self, tmp_path: Path) -> None:
         file = tmp_path / "fleet.yaml"
         file.write_text(
@@ -238,6 +242,7 @@ class TestWays:
         assert as_way("one engine", plan_of(UNIT), fleet).placement.units == (UNIT,)
 
 
+@pytest.mark.slow
 def test_a_plan_says_who_came_second_and_why(tmp_path: Path) -> None:
     file, plan = fleet_file(tmp_path / "fleet.yaml", 17), tmp_path / "plan.yaml"
     arguments = ["plan", str(file), "--simulate", "20", "--seconds", "0.5"]

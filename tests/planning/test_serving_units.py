@@ -114,6 +114,7 @@ BOUNDS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(BOUNDS, BOUNDS, BOUNDS)
 def test_every_replica_has_its_unit_and_all_of_them_one_layout(one: str, two: str, three: str) -> None:

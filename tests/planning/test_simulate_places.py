@@ -59,6 +59,7 @@ def simulate(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["simulate", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_a_fleet_of_three_arrangements(mixed: Path, plan_of_mixed: Path, tmp_path: Path) -> None:
     page, trace = tmp_path / "page.html", tmp_path / "trace.json"
     modes = ("--mode", "muxserve,spatial,no-split")
@@ -92,6 +93,7 @@ def test_a_fleet_of_three_arrangements(mixed: Path, plan_of_mixed: Path, tmp_pat
     assert len({job["pid"] for job in jobs if job["ph"] == "X"}) == mux["extra"]["devices"]
 
 
+@pytest.mark.slow
 def test_words_of_each_arrangement(mixed: Path, plan_of_mixed: Path) -> None:
     """Of a plan, which is simulated as it is, and with the same report every time."""
     given = (mixed, "--workload", LOAD, *SHORT, "--plan", plan_of_mixed)
@@ -129,6 +131,7 @@ def test_replicas_on_this_machine_divide_its_cores() -> None:
     assert places.baselines(["temporal"]) == ""
 
 
+@pytest.mark.slow
 def test_what_is_left_open_is_chosen_as_in_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = tmp_path / "fleet.yaml"
     fleet.write_text(MIXED.replace("phases: rolling, replicas: 2", "phases: auto, replicas: 2"))
@@ -199,6 +202,7 @@ def test_stages_on_different_machines_are_joined_by_the_network(tmp_path: Path) 
     assert "the GPUs of a stage of unit0 are not all on one machine" in " ".join(result.output.split())
 
 
+@pytest.mark.slow
 def test_the_default_placement_is_the_one_that_plan_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where objectives are missed in the first plan's simulation, too: `plan` makes it again with spare."""
     file, plan = tmp_path / "fleet.yaml", tmp_path / "plan.json"

@@ -34,6 +34,7 @@ def expected(of: list[SimUnit], load: list[TraceRequest]) -> FleetResult:
     return simulate(of, load, Analytic(), Options(ControlDelays.live()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 3])
 def test_several_processes_find_what_one_simulation_of_all_finds(processes: int) -> None:
     made = Simulations(Analytic(), processes).records(units(), workload(), {})

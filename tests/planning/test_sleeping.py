@@ -41,6 +41,7 @@ def sizes(told: dict[str, Any]) -> dict[int, dict[str, Any]]:
     return {each["gpus"]: each for each in told["sleeping"]["sizes"]}
 
 
+@pytest.mark.slow
 def test_fewer_gpus_are_enough_for_models_that_sleep(fleet: Path) -> None:
     asked = (fleet, "--workload", WORKLOAD, "--seconds", 60, "--simulate", 5, "--json")
     code, out, err = run(*asked, "--sweep", "gpus=1..4:1")

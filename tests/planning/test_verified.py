@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import pytest
+
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
 from muxserve.planning.checkpoints import planned_architecture
@@ -50,6 +52,7 @@ def test_a_plan_that_is_borne_out_is_left_alone() -> None:
     assert found.plan.demands == tuple(demands)
 
 
+@pytest.mark.slow
 def test_a_plan_close_to_what_the_gpus_can_do_gets_more_of_them() -> None:
     demands = [demand("a", 0.43, 0.3, 0.03), demand("b", 0.21, 0.3, 0.03, "llama-13b")]
     plan = planner(8)

@@ -207,6 +207,7 @@ def test_each_move_lowers_the_pressure_of_the_place_that_it_leaves_and_none_is_u
     assert len(set(visited)) == len(visited), "a model went to and fro under constant demand"
 
 
+@pytest.mark.slow
 @given(DRAWN, st.floats(1.0, 100.0), st.floats(0.0, 500.0))
 def test_however_demands_change_no_period_has_two_moves_and_no_model_leaves_early(
     drawn: list[tuple[int, float, str]], period: float, residence: float

@@ -225,6 +225,7 @@ def policies_for_starvation() -> list[Callable[[], Policy]]:
     return [lambda name=name: make_policy(name) for name in PAIRS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", policies_for_starvation())
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_a_quiet_model_is_served_soon_beside_flooded_ones(make: Callable[[], Policy], share: float) -> None:
@@ -242,6 +243,7 @@ def test_a_quiet_model_is_served_soon_beside_flooded_ones(make: Callable[[], Pol
     assert max((job.done or 9.0) - job.arrival for job in quiet) < 2.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_stream_of_prompts_does_not_starve_decode(name: str) -> None:
     profiles = [profile("prompts", prefill_share=1.0), profile("chat", prefill_share=1.0, decode_share=1.0)]
@@ -252,6 +254,7 @@ def test_a_stream_of_prompts_does_not_starve_decode(name: str) -> None:
     assert machine.jobs["chat"].done is not None
 
 
+@pytest.mark.slow
 def test_a_model_that_needs_much_compute_is_not_passed_over_for_ever() -> None:
     profiles = [profile(n, decode_share=0.25, prefill_share=0.25) for n in "abcd"]
     profiles.append(profile("big", decode_share=1.0, prefill_share=1.0))
@@ -273,6 +276,7 @@ def usage(machine: Machine) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [(560, 120, 120), (120, 120, 560), (270, 270, 260)])
 def test_backlogged_models_hold_pages_in_proportion_to_their_weight(start: tuple[int, int, int]) -> None:
     rates = (4.0, 2.0, 1.0)

@@ -52,6 +52,7 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["simulate", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_modes_side_by_side(fleet: Path, planned: Path, tmp_path: Path) -> None:
     page, trace = tmp_path / "page.html", tmp_path / "trace.json"
     given = ("--mode", "muxserve,spatial", "--plan", planned, "--max-prompt", 900, "--max-output", 200)
@@ -92,6 +93,7 @@ def test_where_memory_decides_models_are_woken_and_put_to_sleep(tmp_path: Path) 
     assert f"{unit['residency']['wakes']} wakes" in shown.stdout
 
 
+@pytest.mark.slow
 def test_the_report_is_the_same_every_time(fleet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the plan that it makes: of one device and few short requests, since plans are tried by simulating them."""
     monkeypatch.setattr(planner, "_SIMULATED_REQUESTS", 300)
@@ -109,6 +111,7 @@ def test_a_plan_file_is_followed(fleet: Path, planned: Path) -> None:
     assert "weighted requests/s" in result.stdout
 
 
+@pytest.mark.slow
 def test_more_models_than_gpus_have_memory_for(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     models = "\n".join(f"  - {{name: m{n}, architecture: llama-2-13b, rate: 0.1}}" for n in range(12))
@@ -159,6 +162,7 @@ def test_one_model_at_a_time_needs_memory_to_share(tmp_path: Path) -> None:
     assert "mode serverless needs a limit to share: give the fleet `memory:`, or GPUs" in result.output
 
 
+@pytest.mark.slow
 def test_modes_are_compared_where_not_all_models_have_a_place(tmp_path: Path) -> None:
     models = [f"  - {{ name: m{n}, architecture: llama-3.1-8b, rate: 0.1 }}" for n in range(8)]
     file = tmp_path / "fleet.yaml"

@@ -173,6 +173,7 @@ def one_stage_scenes(draw: st.DrawFn) -> tuple[SimUnit, Analytic, Options, list[
     return unit, latency, options, workload(draw, 1)
 
 
+@pytest.mark.slow
 @SEARCH
 @given(one_stage_scenes())
 def test_an_engine_of_one_stage_runs_ahead_without_another_result(

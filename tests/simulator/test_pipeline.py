@@ -334,6 +334,7 @@ def test_throttling_evens_micro_batches_out_and_fills_bubbles(rate: float) -> No
     assert mean_latency(throttled) < mean_latency(fixed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("without", ["token_throttling_without_wt", "token_throttling_without_ut"])
 def test_each_half_of_the_prefill_throttle_has_its_effect(without: str) -> None:
     # A small cache that fills up, and prompts that come faster than they can be answered.

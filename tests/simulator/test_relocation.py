@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from muxserve.scheduling.residency import ResidencyRules, WakeCosts
 from muxserve.simulator import FleetResult, RelocationRules, SimResidency, SimUnit, simulate
 from muxserve.workload.trace import TraceRequest
@@ -70,6 +72,7 @@ def test_who_waits_for_a_model_follows_it_to_another_unit() -> None:
     assert sum(len(each.requests) for each in result.units) == 200
 
 
+@pytest.mark.slow
 def test_a_model_moves_away_from_pressure_and_nobody_notices() -> None:
     # Two come to each unit; those of the first are asked for much more later.
     first = [(0.01 * n, name, 40, 4) for n, name in enumerate(NAMES)]
@@ -88,6 +91,7 @@ def test_a_model_moves_away_from_pressure_and_nobody_notices() -> None:
     assert waited(moving) < 0.7 * waited(still)
 
 
+@pytest.mark.slow
 def test_one_move_at_a_time_is_enough_for_lasting_pressure() -> None:
     """The rules of a live fleet: the same class, with a least residence."""
     first = [(0.01 * n, name, 40, 4) for n, name in enumerate(NAMES)]

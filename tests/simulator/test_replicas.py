@@ -283,6 +283,7 @@ def test_every_request_ends_and_no_page_is_lost(drawn: tuple[int, int, str, bool
 
 
 # One in which a sequence waits for the end of a step, to leave, when leases begin to be renewed by themselves.
+@pytest.mark.slow
 @example((1464, 3, "freest", True, False, 3, 0))
 @settings(max_examples=examples(25), deadline=None, derandomize=True)
 @given(SCENES)

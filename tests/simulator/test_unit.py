@@ -75,6 +75,7 @@ def test_live_delays_are_half_a_turn_each_way() -> None:
     assert ControlDelays.live().lease > 0.0, "also where nothing was measured"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [0, 1])
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
 def test_one_prompt_at_a_time_is_an_m_d_1_queue(kind: int, load: float) -> None:

@@ -160,6 +160,7 @@ def test_slightly_disordered_logs_are_put_in_order(tmp_path: Path) -> None:
         rows(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["array", "csv"])
 def test_reading_takes_constant_memory(tmp_path: Path, kind: str) -> None:
     if kind == "array":

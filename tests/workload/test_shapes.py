@@ -49,6 +49,7 @@ def test_when_inverts_mass_and_keeps_order(shape: Shape, masses: list[float]) ->
     assert first <= second + 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cv", [1.0, 2.0])
 def test_a_day_swings_around_its_mean(cv: float) -> None:
     times = list(Arrivals(cv, Diurnal(0.8)).times(50.0, 1000.0, random.Random(1)))
@@ -102,6 +103,7 @@ def test_nonsense_is_refused(make: object) -> None:
         make()  # type: ignore[operator]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(st.integers(2, 60), st.integers(0, 99), st.floats(0.1, 0.4), st.floats(0.4, 1.0))
 def test_groups_are_parts_of_the_models_and_each_keeps_its_rate(

@@ -46,6 +46,7 @@ def test_rates_of_the_fleet(spec: str, shares: tuple[float, float]) -> None:
     assert [made.models[name].rate for name in "ab"] == pytest.approx(shares, rel=0.12)
 
 
+@pytest.mark.slow
 def test_every_key_reaches_the_generator() -> None:
     calm = describe(open_workload("even:rate=10,duration=100,models=a"))
     clumpy = describe(open_workload("gamma:rate=10,duration=400,cv=3,models=a"))
