@@ -17,7 +17,6 @@ import yaml
 from tests.e2e.fleet import Fleet, running
 from tests.e2e.load import until
 from tests.support.patience import PATIENCE
-from tests.support.thoroughness import cases
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
 NAMES = ["m0", "m1", "m2"]
@@ -122,12 +121,10 @@ async def test_answers_are_the_same_through_ten_turns(fleet: Fleet, said: Answer
 ENGINE = "the decode engine of the model whose turn it is"
 
 
-VICTIMS = cases(
-    [ENGINE, "muxserve.unit.scheduler", "muxserve-memory-manager", "muxserve.global_scheduler"],
-    [ENGINE, "muxserve-memory-manager"],
-)
+VICTIMS = [ENGINE, "muxserve.unit.scheduler", "muxserve-memory-manager", "muxserve.global_scheduler"]
 
 
+@pytest.mark.thorough
 async def test_whoever_is_killed_during_a_turn_answers_are_the_same(fleet: Fleet, said: Answers) -> None:
     """One after the other, under one load."""
     struck: list[str] = []
