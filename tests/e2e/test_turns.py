@@ -101,6 +101,7 @@ def said(fleet: Fleet) -> Answers:
     return told
 
 
+@pytest.mark.timeout(1200)  # ten turns are as long as this machine makes them
 async def test_answers_are_the_same_through_ten_turns(fleet: Fleet, said: Answers) -> None:
     seen: list[dict[str, Any]] = []
     while (await asyncio.to_thread(turns, fleet))["ended"] < SWITCHES:
