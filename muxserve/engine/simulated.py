@@ -8,9 +8,6 @@ says; for that each engine writes into a file of the unit what its job asks of t
 
 from __future__ import annotations
 
-import fcntl
-import mmap
-import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -40,6 +37,7 @@ from muxserve.engine.runner import RESUMED_OUTPUT
 from muxserve.engine.simulated_stages import SimulatedStage, StagedOutput, StageLink, StageThreads
 from muxserve.engine.simulated_vectors import MadeUpVectors
 from muxserve.engine.stage_clock import StageClocks
+from muxserve.net.process_rows import ProcessRows
 from muxserve.spec import SimulatedSpec, UnitSpec
 
 # An answer of a request that may be as long as it likes.
@@ -50,7 +48,6 @@ _LOOK_SECONDS = 0.002
 _SHORTEST_SECONDS = 1e-6
 # No engine needs so long for its own work.
 _MOST_BETWEEN = 0.005
-_PLACES = 2048
 _FIELDS = 4
 # So many tokens take turns in an answer.
 _DIFFERENT = 7
@@ -79,17 +76,10 @@ class SharedDevice:
     def __init__(self, path: Path, device: str, latency: LatencyModel) -> None:
         self._device = device
         self._latency = latency
-        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            os.ftruncate(file.fileno(), _PLACES * _FIELDS * 8)
-            self._rows = np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.float64).reshape(_PLACES, _FIELDS)
-            pids = self._rows[:, 0]
-            self._mine = next(
-                row for row, pid in enumerate(pids.tolist()) if not pid or not Path(f"/proc/{pid:.0f}").exists()
-            )
-            self._rows[self._mine] = (os.getpid(), 0.0, 0.0, 0.0)
-            # What is mapped keeps the file open, and would keep it locked.
-            fcntl.flock(file, fcntl.LOCK_UN)
+        rows = ProcessRows(path, _FIELDS)
+        self._rows = np.asarray(rows.numbers).reshape(-1, _FIELDS)
+        self._mine = rows.mine // _FIELDS
+        self._rows[self._mine, 1:] = 0.0
 
     def run(self, seconds: float, load: Load, after: float = 0.0) -> None:
         """Run a job that takes so long alone. Others are slowed down for `after` seconds more."""

@@ -250,6 +250,7 @@ class WatchdogRules(msgspec.Struct, frozen=True):
 
 
 _SHARED_DEVICE = "device"
+_SHARED_CORES = "cores"
 
 
 class SimulatedSpec(msgspec.Struct, frozen=True):
@@ -317,11 +318,21 @@ class UnitSpec(msgspec.Struct, frozen=True):
     @property
     def shared_device(self) -> Path:
         """The file by which engines of a simulated fleet's units know of each other's jobs on this machine."""
+        return self._of_the_machine(_SHARED_DEVICE)
+
+    @property
+    def shared_cores(self) -> Path | None:
+        """The file by which the fleet's units on this machine know of each other's leases; None: the unit's engines
+        have GPUs, which are no other unit's."""
+        gpus = self.gpu is not None or (self.simulated is not None and self.simulated.gpus)
+        return None if gpus else self._of_the_machine(_SHARED_CORES)
+
+    def _of_the_machine(self, name: str) -> Path:
         run_dir = Path(self.run_dir)
         if self.listen is None:
-            return run_dir.parent / _SHARED_DEVICE
+            return run_dir.parent / name
         # On another machine the directory lies beside those of other fleets, whose name it begins with.
-        return run_dir.with_name(run_dir.name.removesuffix(self.unit) + _SHARED_DEVICE)
+        return run_dir.with_name(run_dir.name.removesuffix(self.unit) + name)
 
     def model(self, name: str) -> ModelSpec:
         """The model of that name.

@@ -45,8 +45,8 @@ class _Model:
 class UnitCosts:
     """What the unit learns of the costs of its models' steps.
 
-    It is told of every change of the shares that are leased out, so that it knows which part of the device an engine's
-    neighbours had while it ran.
+    It is told of every change of the shares that are leased out, and of those that other units on the same device
+    leased out meanwhile, so that it knows which part of the device an engine's neighbours had while it ran.
     """
 
     def __init__(self, unit_spec: UnitSpec, now: float) -> None:
@@ -55,6 +55,7 @@ class UnitCosts:
         # Shares that are leased out, summed up over time; and what it was when an engine last began, or reported.
         self._integral = 0.0
         self._at = now
+        self._elsewhere = 0.0
         self._marks: dict[bytes, tuple[float, float]] = {}
         # That something was learnt from.
         self.reports = 0
@@ -68,10 +69,11 @@ class UnitCosts:
                 learnt = {phase: PhaseCorrection(phase, ordered) for phase in phases}
                 self._models[name] = _Model(_digest(ordered), learnt)
 
-    def passed(self, share_used: int, now: float) -> None:
-        """So much of the device, in millionths, was leased out until now."""
-        self._integral += share_used * (now - self._at)
-        self._at = now
+    def passed(self, share_used: int, now: float, elsewhere: float = 0.0) -> None:
+        """So much of the device, in millionths, was leased out until now; and what other units leased out, summed up
+        over time (seconds), is `elsewhere` now."""
+        self._integral += share_used * (now - self._at) + max(0.0, elsewhere - self._elsewhere)
+        self._at, self._elsewhere = now, elsewhere
 
     def began(self, engine: bytes) -> None:
         """An engine that had no lease gets one now."""

@@ -15,6 +15,7 @@ from muxserve.scheduling.quarantine import LoneTurn, is_culprit
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import Grant, Phase, RequestPlace, StepsDone
 from muxserve.spec import EnginePhase
+from muxserve.unit.core_leases import CoreLeases
 from muxserve.unit.costs import UnitCosts
 from muxserve.unit.pages import PageQuotas
 from muxserve.unit.reconcile import EngineProcess, Reconciliation
@@ -41,14 +42,17 @@ EMPTY_SECONDS = 1.0
 
 
 class EngineTable:
-    """Every engine of the unit, by its ZeroMQ identity.
+    """Every engine of the unit, by its ZeroMQ identity. `cores` is what the units that share the machine's cores have
+    leased out; None: nobody shares the unit's devices.
 
     `failures` counts crashes of engines and steps that failed, `culprits` the requests that turned out to be the cause,
     by model.
 
     """
 
-    def __init__(self, state: UnitState, table: UnitRequestTable, pages: PageQuotas) -> None:
+    def __init__(
+        self, state: UnitState, table: UnitRequestTable, pages: PageQuotas, cores: CoreLeases | None = None
+    ) -> None:
         self._state = state
         self._table = table
         self._pages = pages
@@ -62,6 +66,8 @@ class EngineTable:
         self.add(state.ledger.models)
         self.reconciliation = Reconciliation(state, table, self._engines.values())
         self.costs = UnitCosts(state.unit_spec, state.started)
+        self._cores = cores
+        self._passed(state.started)
 
     def add(self, models: Iterable[ModelState]) -> None:
         """These models are of the unit, too."""
@@ -224,7 +230,7 @@ class EngineTable:
                 table.quarantine.decoded(lease.alone, report.steps)
         if report.seconds > 0.0:
             self._computed(engine, report, now)
-            self.costs.passed(ledger.share_used, now)
+            self._passed(now)
             self.costs.reported(peer, name, lease.share if lease is not None else 0, report)
         done = StepsDone(
             report.lease_id,
@@ -287,6 +293,13 @@ class EngineTable:
         for model, phase, lease in leases:
             region = decoding if phase is Phase.DECODE else lease.share
             self._state.send(f"{model}/{phase}".encode(), structs.replace(lease, region=region))
+        if self._cores is not None:
+            self._cores.leased(self._state.ledger.share_used, now)
+
+    def _passed(self, now: float) -> None:
+        """Tell the costs which shares were leased out until now, here and by other units on the same cores."""
+        elsewhere = 0.0 if self._cores is None else self._cores.elsewhere(now)
+        self.costs.passed(self._state.ledger.share_used, now, elsewhere)
 
     def _lease(self, grant: Grant, now: float) -> tuple[str, Phase, Lease]:
         """Enter a grant into the ledger; returns model and phase of the engine, and what it is to be sent."""
@@ -297,7 +310,7 @@ class EngineTable:
         alone = turn.request_id if turn is not None else ""
         ledger = self._state.ledger
         engine = ledger.by_name[grant.model].engine(grant.phase)
-        self.costs.passed(ledger.share_used, now)
+        self._passed(now)
         if engine.lease is None:
             self.costs.began(f"{grant.model}/{engine.phase}".encode())
         ledger.granted(grant, self._lease_id, now, alone)

@@ -16,6 +16,7 @@ from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import make_policy
 from muxserve.scheduling.policy import AGAIN_SECONDS, Policy
 from muxserve.spec import UnitSpec
+from muxserve.unit.core_leases import CoreLeases
 from muxserve.unit.degraded import DegradedModels
 from muxserve.unit.engines import EngineTable
 from muxserve.unit.memory import Memory
@@ -71,6 +72,7 @@ class UnitExecutor:
         now: seconds of the machine's monotonic clock.
         gpus: tells the state of the unit's GPUs, for those who cannot ask for it themselves.
         planned: reads the unit's spec anew.
+        cores: what the units that share the machine's cores have leased out.
 
     Raises:
         ValueError: the unit's spec contradicts itself, or the policy is not made for it.
@@ -85,6 +87,7 @@ class UnitExecutor:
         now: float,
         gpus: Callable[[], list[dict[str, object]]] | None = None,
         planned: Callable[[], UnitSpec] | None = None,
+        cores: CoreLeases | None = None,
     ) -> None:
         self._state = state = UnitState(unit_spec, policy, memory, epoch, now)
         self.epoch = epoch
@@ -95,7 +98,7 @@ class UnitExecutor:
         self.moving = Departures(state, self.request_table)
         self.degraded = DegradedModels(state, self.request_table)
         self._pages = PageQuotas(state, self.request_table, self.moving)
-        self.engines = EngineTable(state, self.request_table, self._pages)
+        self.engines = EngineTable(state, self.request_table, self._pages, cores)
 
     @property
     def ledger(self) -> UnitLedger:

@@ -10,6 +10,7 @@ from muxserve.net.inbox import ImpossibleMessageError
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import make_policy
 from muxserve.spec import GatewaySpec, ModelSpec, PoolSpec, UnitSpec
+from muxserve.unit.core_leases import CoreLeases
 from muxserve.unit.executor import UnitExecutor
 from muxserve.wire import Admit, EngineHello, GatewayHello, HandOver, Lease, Message, StepReport, Submit, decode, encode
 from tests.support.unit_specs import model_spec
@@ -101,7 +102,9 @@ class FakeMemory:
 class Bench:
     """An executor, a clock that the test moves, and the peers' side of the messages."""
 
-    def __init__(self, *models: ModelSpec, policy: str = "adbs", up: bool = True, **more: Any) -> None:
+    def __init__(
+        self, *models: ModelSpec, policy: str = "adbs", up: bool = True, cores: CoreLeases | None = None, **more: Any
+    ) -> None:
         self.now = 1000.0
         self.memory = FakeMemory()
         self.unit_spec = unit_spec(*models, policy=policy, **more)
@@ -109,7 +112,7 @@ class Bench:
         # What the unit's file says when it is read again.
         self.planned = self.unit_spec
         self.unit = UnitExecutor(
-            self.unit_spec, make_policy(policy), self.memory, "unit-1", self.now, planned=lambda: self.planned
+            self.unit_spec, make_policy(policy), self.memory, "unit-1", self.now, None, lambda: self.planned, cores
         )
         self.sent: Sent = []
         if up:
@@ -146,12 +149,12 @@ class Bench:
     def admitted(self, engine: str) -> list[Admit]:
         return [a for peer, m in self.sent if peer == engine.encode() and isinstance(m, Lease) for a in m.admit]
 
-    def report(self, engine: str, left: int | None = None, **more: Any) -> Sent:
+    def report(self, engine: str, left: int | None = None, after: float = 0.001, **more: Any) -> Sent:
         """The engine reports a step under its last lease."""
         lease = self.lease(engine)
         values: dict[str, Any] = {"seconds": 0.002, "tokens": 1, "running": 1, "waiting": 0}
         left = lease.steps - 1 if left is None else left
-        return self.say(engine.encode(), StepReport(lease.lease_id, left, **{**values, **more}))
+        return self.say(engine.encode(), StepReport(lease.lease_id, left, **{**values, **more}), after)
 
     def hand_over(self, request_id: str, model: str = "a", tokens: tuple[int, ...] = (7,)) -> Sent:
         """The prefill engine is done with the request."""

@@ -135,8 +135,7 @@ class UnitActor:
                 self._process.wait()
         if not self._problem:
             shutil.rmtree(self._unit_spec.run_dir, ignore_errors=True)
-            if self._unit_spec.simulated is not None:
-                _forget_device(self._unit_spec.shared_device)
+            _forget_shared(self._unit_spec)
 
     # ------------------------------------------------------------ inside
 
@@ -285,11 +284,13 @@ def _check(unit_spec: UnitSpec, host: str) -> None:
         )
 
 
-def _forget_device(file: Path) -> None:
-    """Remove what simulated units of a fleet share on this node, if there is none any more."""
-    others = file.parent.glob(f"{file.name.rpartition('-')[0]}-*")
-    if all(other == file for other in others):
-        file.unlink(missing_ok=True)
+def _forget_shared(unit_spec: UnitSpec) -> None:
+    """Remove the files that a fleet's units share on this node, if it has no unit here any more."""
+    device, cores = unit_spec.shared_device, unit_spec.shared_cores
+    files = {device} if cores is None else {device, cores}
+    if files.issuperset(device.parent.glob(f"{device.name.rpartition('-')[0]}-*")):
+        for file in files:
+            file.unlink(missing_ok=True)
 
 
 def _usual_priority(pid: int) -> str:
