@@ -134,6 +134,7 @@ def main() -> None:
         for system, kind in SYSTEMS.items():
             way = replace(
                 residency,
+                rules=replace(residency.rules, files_ahead="hibernating" in system),
                 hibernated=dict.fromkeys(names, hibernated_seconds(of_one)) if "hibernating" in system else {},
                 turns=TurnRules(cores=residency.rules.cores) if "turns" in system else None,
                 # Live, decoding gives way only where memory decides.

@@ -207,6 +207,7 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
         if largest is not None:
             message += f", and waking {largest} {format_size(needed - fixed)} more"
         raise FleetError([fleet.problem(("memory", "limit"), f"{message}; give more, or a smaller kv_pool.size")])
+    hibernates = bool(hibernation_of(fleet))
     rules = ResidencyRules(
         most,
         min_residence=fleet.memory.min_residence,
@@ -217,6 +218,7 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
         sleep_seconds=SLEEP_SECONDS,
         fixed=fixed,
         fixed_margin=FIXED_MARGIN,
+        files_ahead=hibernates,
     )
     turns = TurnRules(cores=rules.cores) if fleet.memory.turns else None
-    return ResidencySpec(rules, sleeping, turns, bool(hibernation_of(fleet)), fleet.memory.decode_niceness)
+    return ResidencySpec(rules, sleeping, turns, hibernates, fleet.memory.decode_niceness)

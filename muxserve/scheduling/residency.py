@@ -5,7 +5,8 @@ sleep. A model sleeps only because another one needs its memory, or is about to:
 where that is worth more than what the cheapest idle model is there for. Requests for sleeping models wait, grouped by
 model, so that one wake serves all of them; groups whose deadlines can still be met go first, hopeless ones last, and
 whoever has waited for `max_wait` before all others. While a model waits for memory, its weights are prefetched into
-what is free of that by now.
+what is free of that by now. Where what sleeps is in files, a model that was never awake is woken while there is nothing
+else to do: it is in a file then when somebody asks for it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class ResidencyRules:
     not, and nobody takes memory that it needs. A model with running requests is put to sleep only when another has
     waited for `patience` seconds. Rates of arrivals are averages over each of the `windows`, seconds; the largest
     counts. At most `wakes` models are woken at a time, on a machine of so many `cores`; fewer if that serves more
-    requests in time. Putting an idle model to sleep takes `sleep_seconds` until that was measured.
+    requests in time. Putting an idle model to sleep takes `sleep_seconds` until that was measured. `files_ahead`: a
+    model that has been awake is woken faster, as its memory is in a file, and all models are to get there.
 
     Raises:
         ValueError: a number that makes no sense.
@@ -58,6 +60,7 @@ class ResidencyRules:
     sleep_seconds: float = 0.0
     fixed: int = 0
     fixed_margin: int = 0
+    files_ahead: bool = False
 
     def __post_init__(self) -> None:
         if min(self.limit, self.wakes, self.cores) < 1 or not self.windows or min(self.windows) <= 0:
@@ -149,6 +152,11 @@ class ArrivalRates:
     _counts: list[float] = field(default_factory=list)
     _at: float = -math.inf
 
+    @property
+    def never(self) -> bool:
+        """Whether no request has ever come."""
+        return not self._counts
+
     def add(self, now: float) -> None:
         """A request has come."""
         self._counts = [count + 1.0 for count in self._aged(now)]
@@ -190,12 +198,13 @@ class _Known:
     """What is known of a model: as declared, then as measured. `seconds` are what waking it takes alone. `peak` is the
     most of this residence, of which there are so many `measurements`, `peaks` those of the residences before it;
     `wake_peaks` what its last wakes took at most while they loaded it, and with `woken` the last one is not among
-    them."""
+    them. `begun`: it has been told to wake."""
 
     costs: WakeCosts
     rates: ArrivalRates
     seconds: float | None = None
     progress: _Progress | None = None
+    begun: bool = False
     woken: bool = True
     wake_peaks: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     peak: int = 0
@@ -245,6 +254,8 @@ class Residency:
         self.sleep_seconds = rules.sleep_seconds
         # Time alone may change what the last decision was: somebody waits, or memory ahead is missing.
         self.restless = False
+        # A model is to be woken for its file when there is nothing else to do, or there is room.
+        self.preparing = False
         # By model that is to be prefetched, the bytes that it was told last.
         self._prefetching: dict[str, int] = {}
         self._known: dict[str, _Known] = {}
@@ -252,7 +263,7 @@ class Residency:
 
     def change(self, rules: ResidencyRules, models: dict[str, WakeCosts]) -> None:
         """Other rules or models; what was measured of those that stay is kept."""
-        self.rules = rules
+        self.rules, self.preparing = rules, rules.files_ahead
         self.pace.cores = rules.cores
         self._known = {
             name: known
@@ -348,7 +359,7 @@ class Residency:
         for them; (3) otherwise those whose absence costs least are told to sleep; (4) if that is not enough, it waits,
         and from `max_wait` on so does everybody behind it. The first that wait are prefetched. Then, models that are
         leaving although requests wait for them stay if their memory is promised to nobody. Last, memory for the next
-        wakes is kept free.
+        wakes is kept free, and if nothing of all this changes anything, a model is woken for its file.
         """
         by_name = {each.model: each for each in standings}
         self._follow(now, by_name.values())
@@ -369,7 +380,7 @@ class Residency:
                 if wakes < at_a_time:
                     wakes += 1
                     spare -= need
-                    changes.append(Wake(model))
+                    changes.append(self._wake(model))
                 continue
             missing = need - balance.free - balance.promised
             if missing > 0:
@@ -390,6 +401,8 @@ class Residency:
                 changes.append(Stay(each.model))
                 told.add(each.model)
         changes += self._room_ahead(now, balance, by_name, told)
+        if self.rules.files_ahead and not changes:
+            changes = self._files_ahead(now, balance.free, by_name.values())
         return self._prefetch(queue, spare, by_name, changes) + changes
 
     def queue(self, now: float, standings: Iterable[Standing]) -> list[str]:
@@ -519,6 +532,36 @@ class Residency:
             # That more than so many come while one model is put to sleep.
             likely -= math.exp(-max(rates) * s) * (max(rates) * s) ** number / math.factorial(number)
         return changes
+
+    def _files_ahead(self, now: float, free: int, standings: Collection[Standing]) -> list[Change]:
+        """Wakes a model that was never awake, if nobody waits, nothing runs, and no model comes or goes. Room for a wake
+        besides stays free. Models that nobody has ever asked for sleep for that."""
+        asleep = [each.model for each in standings if each.residence is Residence.ASLEEP]
+        model = min((name for name in asleep if not self._known[name].begun), default=None)
+        self.preparing = model is not None
+        settled = all(each.residence in (Residence.AWAKE, Residence.ASLEEP) for each in standings)
+        if model is None or not settled or any(each.running or each.waiting for each in standings):
+            return []
+        besides = max((self.needs(name) for name in asleep if name != model), default=0)
+        missing = self.needs(model) + besides - free
+        if missing <= 0:
+            return [self._wake(model)]
+        unasked = [
+            each
+            for each in standings
+            if each.residence is Residence.AWAKE
+            and self._known[each.model].rates.never
+            and not self._known[each.model].costs.pinned
+        ]
+        victims = self._cheapest(now, missing, [each for each in unasked if self._may_leave(each, now)])
+        if victims is None:
+            self.preparing = self._cheapest(now, missing, unasked) is not None  # some have not been awake for long
+            return []
+        return [Sleep(each.model, f"{model} is to be in a file, too", ahead=True) for each in victims]
+
+    def _wake(self, model: str) -> Wake:
+        self._known[model].begun = True
+        return Wake(model)
 
     def _expect(self) -> None:
         def estimated(known: _Known, declared: int, spared: Iterable[tuple[int, int]]) -> int:

@@ -79,7 +79,9 @@ class ResidentUnit(ScheduledUnit):
         self.turn_taking = TurnTaking(self, residency.turns) if residency.turns is not None else None
         self.peak_bytes = self._taken()
         self._there: set[str] = set()
-        self._asks = False
+        self._asks = self.awake.preparing
+        if self._asks:
+            self.clock.at(0.0, self._ask)
         # Until when wakes have been followed, and which expectation of their next end counts.
         self._followed = 0.0
         self._expected = 0
@@ -135,6 +137,8 @@ class ResidentUnit(ScheduledUnit):
             model = self.residents[request.model]
             self._run(model, -1, now)
             self.sleep_if_done(model, now)
+            if self.awake.preparing:
+                self._ask_later(now)
 
     # ------------------------------------------------------------ turns
 
@@ -408,7 +412,7 @@ class ResidentUnit(ScheduledUnit):
         if self.residency.elastic and any(model.queue for model in self.ledger.models):
             return True
         # When nothing runs any more, nothing has to be kept free for.
-        return self.awake.restless and any(each.running for each in self.residents.values())
+        return self.awake.preparing or (self.awake.restless and any(each.running for each in self.residents.values()))
 
     def _taken(self) -> int:
         costs = self.residency.models

@@ -512,6 +512,7 @@ def worlds(draw: st.DrawFn) -> tuple[Memory, list[tuple[float, str, float]]]:
         wakes=draw(st.integers(1, 2)),
         cores=2,
         sleep_seconds=draw(st.sampled_from([0.0, 0.1, 1.0])),
+        files_ahead=draw(st.booleans()),
     )
     arrivals = draw(
         st.lists(
@@ -546,11 +547,47 @@ def test_memory_is_kept_everybody_is_served_and_nobody_thrashes(
         now += ROUND
     assert len(memory.waits) == len(arrivals)
     assert not memory.short, "a model was put to sleep before it had its time"
-    assert memory.wakes <= len(arrivals), "a wake that served nobody"
+    into_files = models if memory.rules.files_ahead else 0
+    assert memory.wakes <= len(arrivals) + into_files, "a wake that served nobody"
     for name, at in memory.woken.items():
         # However memory is kept free ahead: a wake, its residence, and a stop lie between two wakes of a model.
         least = memory.places[name].costs.seconds + memory.rules.min_residence + STOP_SECONDS - 2 * ROUND
         assert all(later - earlier >= least for earlier, later in itertools.pairwise(at)), "thrash"
+
+
+@pytest.mark.parametrize("limit", [130, 150, 400])
+def test_every_model_gets_into_a_file_before_it_is_asked_for(limit: int) -> None:
+    rules = ResidencyRules(limit, min_residence=0.5, residence_factor=1.0, cores=2, files_ahead=True)
+    memory = Memory(rules, 10, {f"m{n}": WakeCosts(30, 5, seconds=0.6) for n in range(8)})
+    memory.arrive(0.0, "m5", 0.3)
+    for step in range(round(15.0 / ROUND)):
+        memory.step(step * ROUND)
+        room = memory.rules.limit - memory.taken
+        assert room >= (0 if any(p.residence is WAKING for p in memory.places.values()) else 35)
+    assert {name: len(at) for name, at in memory.woken.items()} == dict.fromkeys(memory.places, 1)
+    assert memory.places["m5"].residence is AWAKE, "the one that was asked for makes room for nobody's file"
+    assert not memory.short
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Standing("b", ASLEEP, 0.0, waiting=[9.0]),
+        Standing("b", WAKING, 9.0),
+        Standing("b", LEAVING, 9.0),
+        Standing("b", AWAKE, 0.0, running=1),
+    ],
+)
+def test_nothing_is_loaded_for_a_file_beside_other_work(other: Standing) -> None:
+    costs = WakeCosts(40)
+    policy = Residency(ResidencyRules(200, files_ahead=True), {"a": costs, "b": costs})
+    assert Wake("a") not in policy.decide(10.0, 10, [Standing("a", ASLEEP, 0.0), other])
+    idle = [Standing("a", ASLEEP, 0.0), Standing("b", AWAKE, 0.0)]
+    assert policy.decide(11.0, 10, idle) == [Wake("a")]
+    # Once: whatever became of it.
+    assert policy.decide(12.0, 10, idle) == []
+    without = Residency(ResidencyRules(200), {"a": costs, "b": costs})
+    assert without.decide(11.0, 10, idle) == []
 
 
 def test_two_that_never_fit_together_take_turns_under_endless_load() -> None:
