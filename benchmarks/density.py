@@ -207,26 +207,31 @@ def fleet_file(
     return file
 
 
-def served(file: Path, calls: Sequence[Call], grace: float) -> tuple[list[Outcome], Meter, dict[str, Any]]:
-    """All calls go to a fleet."""
+def served(file: Path, calls: Sequence[Call], grace: float, rest: float) -> tuple[list[Outcome], Meter, dict[str, Any]]:
+    """All calls go to a fleet that has had `rest` seconds with nothing to do."""
 
     async def play(url: str) -> list[Outcome]:
         async with client() as session:
             return await offered(calls, lambda call: send(session, url, call), grace)
 
     with muxserve_fleet(file) as server, Meter(lambda: [server.pid]) as meter:
+        time.sleep(rest)
+        before = get_json(server.url, "/fleet")[1]["memory"]
         outcomes = asyncio.run(play(server.url))
         memory = get_json(server.url, "/fleet")[1]["memory"]
     if not memory:
         return outcomes, meter, {}
     models = memory["models"].values()
+    earlier = {name: each["wakes"] for name, each in before["models"].items()}
+    woken = [each for name, each in memory["models"].items() if each["wakes"] > earlier[name]]
     return (
         outcomes,
         meter,
         {
-            "wakes": sum(each["wakes"] for each in models),
+            "wakes": sum(each["wakes"] for each in models) - sum(earlier.values()),
+            "wakes_at_rest": sum(earlier.values()),
             "evictions": sum(each["evictions"] for each in models),
-            "wake_seconds": sorted(each["last_wake_seconds"] for each in models if each["wakes"]),
+            "wake_seconds": sorted(each["last_wake_seconds"] for each in woken),
             "sleep_seconds": memory["sleep_seconds"],
             "prefetched": sum(each["prefetched"] for each in models),
             "fixed_gib": round(memory["fixed_bytes"] / 2**30, 3),
@@ -286,6 +291,7 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=24)
     parser.add_argument("--layers", type=int, default=8, help="of 35 MB each")
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--rest", type=float, default=0.0, help="seconds for which fleets have nothing to do at first")
     parser.add_argument("--grace", type=float, default=20.0, help="after the last arrival")
     parser.add_argument("--rate", type=float, default=1.5, help="requests per second of all models together")
     parser.add_argument("--tokens", type=int, default=16, help="of each answer, at most 240")
@@ -299,7 +305,9 @@ def main() -> None:
     args = parser.parse_args()
     end_cleanly()
     runs: dict[str, list[dict[str, Any]]] = json.loads(args.out.read_text())["runs"] if args.add else {}
-    parameters = {key: getattr(args, key) for key in ("models", "seconds", "rate", "tokens", "slo", "idle", "limit")}
+    parameters = {
+        key: getattr(args, key) for key in ("models", "rest", "seconds", "rate", "tokens", "slo", "idle", "limit")
+    }
     with made(args.models, args.layers) as paths, tempfile.TemporaryDirectory(prefix="density-") as name:
         folder = Path(name)
         weights = (next(iter(paths.values())) / "model.safetensors").stat().st_size
@@ -311,7 +319,7 @@ def main() -> None:
             else:
                 limit = None if system == "timer" else args.limit
                 file = fleet_file(folder, system, paths, limit, args.idle, args.slo, **MEMORY.get(system, {}))
-                outcomes, meter, extra = served(file, calls, args.grace)
+                outcomes, meter, extra = served(file, calls, args.grace, args.rest)
             runs.setdefault(system, []).append(
                 {"seed": seed, **figures(outcomes, args.slo, meter, args.limit), **extra}
             )

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from muxserve.memory import Hibernation
-from muxserve.net.page_cache import read_ahead
+from muxserve.net.page_cache import read_ahead, write_out
 from muxserve.net.process import trim
 
 # Memory moves in pieces of so many bytes at least: single pages, too. Of a process 6 MiB stay in memory; with pieces of
@@ -83,6 +83,11 @@ class SleepingMemory:
             raise HibernationError(str(error)) from None
         _forget_peak()
         return bytes_moved
+
+    def write_out(self) -> None:
+        """Have the disk write what has moved: the next one to sleep is refused while too much waits for that."""
+        if self._file is not None:
+            write_out(self._file.fileno())
 
     def read_ahead(self) -> None:
         """Have the kernel read what it has dropped, beside whatever else the wake takes."""

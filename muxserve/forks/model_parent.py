@@ -59,6 +59,8 @@ def run_model_parent(unit_spec: UnitSpec, model: str, commands: socket.socket, c
             control.event("hibernates", model=model, bytes=sleeping.move(parent.beat))
         except HibernationError as error:
             control.event("hibernates", model=model, error=str(error))
+        else:
+            sleeping.write_out()
 
     def fork(phase: EnginePhase, awaited: bool) -> None:
         if sleeping is not None:

@@ -534,8 +534,8 @@ class Residency:
         return changes
 
     def _files_ahead(self, now: float, free: int, standings: Collection[Standing]) -> list[Change]:
-        """Wakes a model that was never awake, if nobody waits, nothing runs, and no model comes or goes. Room for a wake
-        besides stays free. Models that nobody has ever asked for sleep for that."""
+        """Wakes a model that was never awake, if nobody waits, nothing runs, and no model comes or goes. Models that
+        nobody has ever asked for sleep for that, and room for another wake stays free."""
         asleep = [each.model for each in standings if each.residence is Residence.ASLEEP]
         model = min((name for name in asleep if not self._known[name].begun), default=None)
         self.preparing = model is not None

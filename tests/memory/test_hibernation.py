@@ -300,6 +300,7 @@ beats = []
 memory = SleepingMemory(sys.argv[1], 60.0)
 assert memory.move(lambda: beats.append(1)) > BYTES
 assert len(beats) > 2
+memory.write_out()
 memory.read_ahead()
 assert same()
 assert memory.move(lambda: None) < BYTES // 4
