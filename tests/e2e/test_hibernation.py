@@ -55,6 +55,16 @@ def check(told: list[tuple[str, str]], said: dict[str, str]) -> None:
         assert text == said[name]
 
 
+def test_models_get_into_files_before_anybody_asks_for_them(fleet: Fleet) -> None:
+    fleet.wait(lambda: all(each["wakes"] for each in memory(fleet)["models"].values()), 2 * PATIENCE, "all were awake")
+    assert used(fleet) <= LIMIT
+    fleet.wait(lambda: hibernating(fleet), PATIENCE, "asleep in files")
+    assert total(fleet, "wakes") == len(NAMES)
+    # Nobody waited for the memory of any.
+    models = memory(fleet)["models"].values()
+    assert sum(each["evictions_ahead"] for each in models) == sum(each["evictions"] for each in models)
+
+
 async def test_a_model_wakes_in_the_process_that_has_it_and_says_the_same(fleet: Fleet, said: dict[str, str]) -> None:
     for _ in range(3 if THOROUGH else 1):
         for name, pid in (await until_some_hibernate(fleet, said)).items():
