@@ -29,6 +29,8 @@ KEPT_FREE_BYTES = 1 << 30
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # From so many pages on the kernel does not wait any longer, but writes at once.
 _WRITES_AT_ONCE = "nr_dirty_background_threshold"
+# A model that is woken meanwhile waits for so long at most.
+_WRITE_SECONDS = 1.0
 # A beat is due after so long.
 _SLICE_SECONDS = 0.1
 
@@ -86,8 +88,8 @@ class SleepingMemory:
 
     def write_out(self) -> None:
         """Have the disk write what has moved: the next one to sleep is refused while too much waits for that."""
-        if self._file is not None:
-            write_out(self._file.fileno())
+        if self._file is not None and self._moved is not None:
+            write_out(self._file.fileno(), self._moved.file_bytes, _WRITE_SECONDS)
 
     def read_ahead(self) -> None:
         """Have the kernel read what it has dropped, beside whatever else the wake takes."""

@@ -1,10 +1,11 @@
-"""Files that the kernel is to have in memory before somebody reads them, and on the disk before it would have to."""
+"""Files that the kernel is asked to read ahead, or to write at once."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import time
 from pathlib import Path
 
 from muxserve.spec.unit import WEIGHT_FILES
@@ -13,6 +14,8 @@ from muxserve.spec.unit import WEIGHT_FILES
 _STEP_BYTES = 128 << 10
 # Of sync_file_range(2): write what is not being written yet, and do not wait for it.
 _WRITE = 2
+# A call waits until the disk has taken its orders, on a slow disk almost until they are carried out.
+_WRITE_BYTES = 16 << 20
 
 
 def read_ahead(descriptor: int, size: int) -> None:
@@ -23,12 +26,18 @@ def read_ahead(descriptor: int, size: int) -> None:
             os.posix_fadvise(descriptor, offset, _STEP_BYTES, os.POSIX_FADV_WILLNEED)
 
 
-def write_out(descriptor: int) -> None:
-    """Have the kernel begin to write what it has of a file, which it would otherwise keep to itself for half a minute.
-    Returns before it is written, but not before the disk has taken the orders."""
+def write_out(descriptor: int, size: int, seconds: float) -> None:
+    """Have the kernel begin to write the first `size` bytes of a file; by itself it would wait half a minute. What the
+    disk has not taken after so many seconds is left to the kernel."""
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "sync_file_range"):  # it is written later all the same
-        libc.sync_file_range(ctypes.c_int(descriptor), ctypes.c_int64(0), ctypes.c_int64(0), ctypes.c_uint(_WRITE))
+    if not hasattr(libc, "sync_file_range"):
+        return
+    until = time.monotonic() + seconds
+    for offset in range(0, size, _WRITE_BYTES):
+        if time.monotonic() > until:
+            return
+        part = ctypes.c_int64(offset), ctypes.c_int64(_WRITE_BYTES)
+        libc.sync_file_range(ctypes.c_int(descriptor), *part, ctypes.c_uint(_WRITE))
 
 
 def read_weights_ahead(directory: str | Path) -> int:

@@ -112,7 +112,13 @@ class Bench:
         # What the unit's file says when it is read again.
         self.planned = self.unit_spec
         self.unit = UnitExecutor(
-            self.unit_spec, make_policy(policy), self.memory, "unit-1", self.now, None, lambda: self.planned, cores
+            self.unit_spec,
+            make_policy(policy),
+            self.memory,
+            "unit-1",
+            self.now,
+            planned=lambda: self.planned,
+            cores=cores,
         )
         self.sent: Sent = []
         if up:
