@@ -1,7 +1,7 @@
 # make setup       .venv with everything pinned, and the build
 # make quickstart  three tiny models behind one OpenAI endpoint (sets up first)
 # make test        the checks and tests, beside each other (sets up first)
-# make thorough    the same with every model, and more faults and examples
+# make thorough    the same with every model, option, fault and example; CI runs it
 # make quick       ruff and the tests of the packages without I/O, in about a minute (sets up first)
 # make docs        the documentation as a site, in build/site
 # make bench       every benchmark; results go to benchmarks/results/

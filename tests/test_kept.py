@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -42,7 +43,7 @@ def test_a_result_is_found_until_something_of_what_made_it_is_another(
     result.forget(first)
     assert Kept("answers", ["program", "model"]).found() == first
     assert Kept("answers", ["program", "another model"]).found() is None
-    monkeypatch.setenv("VLLM_CPU_SGL_KERNEL", "1")
+    monkeypatch.setattr(kept, "_SETTINGS", [("VLLM_CPU_SGL_KERNEL", "1")])
     assert result.found() is None
 
 
@@ -59,7 +60,13 @@ def test_a_module_that_was_loaded_makes_a_new_result(source: Path) -> None:
     source.write_text("ANSWER = 2")
     result.keep(second := made(result))
     assert result.found() == second
+    # Another session may be reading it. A day later none does.
+    assert first.exists()
+    for directory in first, second:
+        os.utime(directory, (0, 0))
+    result.forget(result.new())
     assert not first.exists()
+    assert result.found() == second
 
 
 def test_what_was_not_kept_is_removed(source: Path) -> None:

@@ -24,6 +24,7 @@ from muxserve.scheduling.kv_pressure import MoveRules
 from muxserve.spec import FleetSpec, PhasesName, followed_file, load_fleet, load_followed
 from muxserve.spec.run_dir import RunDir
 from tests.cluster.conftest import Fleet, alive, fake_unit_spec, running
+from tests.support.thoroughness import cases
 
 VLLM, SCHEDULER = PartId("vllm"), PartId("scheduler")
 GATEWAYS = [PartId("gateway"), PartId("gateway", index=1)]
@@ -163,7 +164,7 @@ async def test_where_phases_take_turns_a_unit_has_one_engine(turns: Fleet) -> No
     assert "stop one-both" in turns.journal()
 
 
-@pytest.mark.parametrize("victim", [SCHEDULER, PartId("migrator", unit="u0")], ids=str)
+@pytest.mark.parametrize("victim", cases([SCHEDULER, PartId("migrator", unit="u0")], [SCHEDULER]), ids=str)
 async def test_what_only_helps_is_started_again_for_ever(pair: Fleet, victim: PartId) -> None:
     await pair.serving()
     for count in range(2, 9):
@@ -188,6 +189,7 @@ async def test_a_unit_that_keeps_dying_is_started_again_as_a_whole(pair: Fleet) 
     assert pair.serves == {"u0": ["one", "two"], "u1": ["one"]}
 
 
+@pytest.mark.thorough
 async def test_a_unit_that_is_not_up_can_be_taken_out(pair: Fleet) -> None:
     await pair.serving()
     (pair.run_dir.path / "u1" / "die-unit").write_text("")
@@ -203,6 +205,7 @@ async def test_a_unit_that_is_not_up_can_be_taken_out(pair: Fleet) -> None:
     assert started == [event for event in pair.events if isinstance(event, Starting) and event.part.unit == "u1"]
 
 
+@pytest.mark.thorough
 async def test_without_another_unit_the_fleet_goes_on_trying(pair: Fleet) -> None:
     await pair.serving()
     broken = pair.tell("die-unit")
@@ -216,7 +219,7 @@ async def test_without_another_unit_the_fleet_goes_on_trying(pair: Fleet) -> Non
     assert not any(isinstance(event, Failed) for event in pair.events)
 
 
-@pytest.mark.parametrize("file", ["u1/die-unit", "die-scheduler", "fail-gateway-1"])
+@pytest.mark.parametrize("file", cases(["u1/die-unit", "die-scheduler", "fail-gateway-1"], ["u1/die-unit"]))
 async def test_a_start_that_fails_ends_everything(pair: Fleet, file: str) -> None:
     (pair.run_dir.path / "u1").mkdir()
     pair.tell(file)
@@ -274,6 +277,7 @@ async def test_the_busier_replica_stays_and_a_unit_that_serves_more_lends_its_pa
     await pair.until(lambda: "u0 got Revive one" in pair.journal())
 
 
+@pytest.mark.thorough
 async def test_a_retired_model_stays_so_when_the_unit_scheduler_is_new(pair: Fleet) -> None:
     await pair.serving()
     (pair.run_dir.path / "u1" / "busy").write_text("3")
@@ -294,6 +298,7 @@ async def test_a_drained_unit_ends(pair: Fleet) -> None:
         await pair.changes.drain("u1", said([]))
 
 
+@pytest.mark.thorough
 async def test_a_drain_is_told_to_a_new_scheduler_again(pair: Fleet) -> None:
     await pair.serving()
     linger = pair.tell("linger")
@@ -322,6 +327,7 @@ async def test_what_sleeps_is_woken_while_another_is_drained(pair: Fleet) -> Non
     assert pair.serves == {"u0": ["one", "two"], "u3": ["one"]}
 
 
+@pytest.mark.thorough
 async def test_an_order_does_not_end_what_a_user_is_draining(pair: Fleet) -> None:
     await pair.serving()
     (pair.run_dir.path / "u1" / "busy").write_text("1")
@@ -335,6 +341,7 @@ async def test_an_order_does_not_end_what_a_user_is_draining(pair: Fleet) -> Non
     assert pair.serves == {"u0": ["two"], "u2": ["two"]}
 
 
+@pytest.mark.thorough
 async def test_a_replica_that_is_not_up_does_not_count_when_another_is_drained(pair: Fleet) -> None:
     await pair.serving()
     die = pair.run_dir.path / "u1" / "die-unit"
@@ -352,6 +359,7 @@ async def test_a_replica_that_is_not_up_does_not_count_when_another_is_drained(p
     assert pair.serves == {"u1": ["one"], "u2": ["two"]}
 
 
+@pytest.mark.thorough
 async def test_the_replica_that_is_not_up_is_the_first_to_go(pair: Fleet) -> None:
     await pair.serving()
     (pair.run_dir.path / "u1" / "busy").write_text("3")
@@ -363,6 +371,7 @@ async def test_the_replica_that_is_not_up_is_the_first_to_go(pair: Fleet) -> Non
     assert pair.serves == {"u0": ["one", "two"]}
 
 
+@pytest.mark.thorough
 async def test_a_unit_that_does_not_answer_is_not_taken_for_empty(
     single: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,7 +388,7 @@ async def test_a_unit_that_does_not_answer_is_not_taken_for_empty(
     assert single.serves == {"u0": ["one", "two"]}
 
 
-@pytest.mark.parametrize("file", ["fail-two-decode", "die-memory", "fail-warm"])
+@pytest.mark.parametrize("file", cases(["fail-two-decode", "die-memory", "fail-warm"], ["fail-two-decode"]))
 async def test_a_replica_that_cannot_start_changes_nothing(single: Fleet, file: str) -> None:
     await single.serving()
     before = single.controller.fleet
@@ -398,6 +407,7 @@ async def test_a_replica_that_cannot_start_changes_nothing(single: Fleet, file: 
     assert single.serves == {"u0": ["one", "two"], "u2": ["two"]}
 
 
+@pytest.mark.thorough
 async def test_engines_that_cannot_start_again_change_nothing(pair: Fleet) -> None:
     await pair.serving()
     (pair.run_dir.path / "u1" / "busy").write_text("3")
@@ -409,6 +419,7 @@ async def test_engines_that_cannot_start_again_change_nothing(pair: Fleet) -> No
     assert not pair.task.done()
 
 
+@pytest.mark.thorough
 async def test_all_replicas_or_none(single: Fleet, planner: FakePlanner) -> None:
     planner.room = 2
     await single.serving()
@@ -473,6 +484,7 @@ async def test_a_change_is_complete_when_all_gateways_go_by_it(single: Fleet) ->
     assert single.serves == {"u0": ["one", "two"]}
 
 
+@pytest.mark.thorough
 async def test_a_gateway_that_is_not_there_or_hangs_holds_up_no_change(
     single: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -491,6 +503,7 @@ async def test_a_gateway_that_is_not_there_or_hangs_holds_up_no_change(
     deaf.unlink()
 
 
+@pytest.mark.thorough
 async def test_a_model_that_gateways_cannot_offer_is_not_added(single: Fleet) -> None:
     await single.serving()
     single.tell("refuse-three")
@@ -500,6 +513,7 @@ async def test_a_model_that_gateways_cannot_offer_is_not_added(single: Fleet) ->
     assert single.serves == {"u0": ["one", "two"]}
 
 
+@pytest.mark.thorough
 async def test_a_model_that_cannot_start_is_not_added(single: Fleet) -> None:
     await single.serving()
     single.tell("fail-three-prefill")
@@ -518,6 +532,7 @@ async def test_the_global_scheduler_starts_and_stops_replicas(pair: Fleet) -> No
     assert pair.serves == {"u0": ["one", "two"], "u2": ["two"]}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("error", [ChangeError("no place"), OSError("no disk"), RuntimeError("no place, nobody knows")])
 async def test_the_global_scheduler_hears_of_a_start_that_fails(
     pair: Fleet, planner: FakePlanner, error: Exception
@@ -556,6 +571,7 @@ async def test_a_model_moves_from_unit_to_unit(equal: Fleet) -> None:
     assert equal.serves == {"u0": ["one", "two"], "u1": ["one"]}
 
 
+@pytest.mark.thorough
 async def test_a_move_whose_engines_cannot_start_leaves_the_model_where_it_is(equal: Fleet) -> None:
     await two_in_u0_alone(equal)
     before = {part: equal.pid(part) for part in parts("u0", "one", "two")}
@@ -567,6 +583,7 @@ async def test_a_move_whose_engines_cannot_start_leaves_the_model_where_it_is(eq
     assert all(alive(pid) for pid in before.values())
 
 
+@pytest.mark.thorough
 async def test_an_engine_that_dies_while_its_model_moves_there_is_started_again(equal: Fleet) -> None:
     await two_in_u0_alone(equal)
     linger = equal.tell("linger")
@@ -586,6 +603,7 @@ async def test_an_engine_that_dies_while_its_model_moves_there_is_started_again(
     assert equal.serves == {"u0": ["one"], "u1": ["one", "two"]}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("order", "why"),
     [
@@ -602,6 +620,7 @@ async def test_a_move_that_makes_no_sense_any_more_is_refused(equal: Fleet, orde
     assert equal.serves == {"u0": ["one", "two"], "u1": ["one", "two"]}
 
 
+@pytest.mark.thorough
 async def test_what_a_unit_has_alone_does_not_move(pair: Fleet) -> None:
     await pair.serving()
     pair.tell("orders", "stop one u0")

@@ -142,6 +142,7 @@ async def a_conversation_stays(fleet: Fleet) -> None:
 ASKING = 3
 
 
+@pytest.mark.thorough
 async def test_replicas_come_and_go_under_load(fleet: Fleet) -> None:
     answers: list[str] = []
 
@@ -247,6 +248,7 @@ def test_a_model_is_added_and_removed(fleet: Fleet, tmp_path: Path) -> None:
     assert "frontdesk" not in {name for served in units(fleet).values() for name in served}
 
 
+@pytest.mark.thorough
 def test_a_fleet_is_changed_over_http(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By an admin alone; and who asks for a model right after it was added gets an answer of every gateway."""
     taken_out(fleet, "frontdesk")
@@ -314,6 +316,7 @@ def test_a_fleet_is_changed_over_http(fleet: Fleet, tmp_path: Path, monkeypatch:
     assert opened.returncode == 0, opened.stderr
 
 
+@pytest.mark.thorough
 async def test_a_model_joins_a_unit_and_its_pool(fleet: Fleet, tmp_path: Path) -> None:
     """While others are served there; also when it had left, and when what has it only in memory dies."""
     await asyncio.to_thread(taken_out, fleet, "frontdesk")
@@ -354,6 +357,7 @@ def quotas_of(fleet: Fleet, unit: str) -> dict[str, int]:
     return {name: state["quota_pages"] for name, state in found["state"]["models"].items()}
 
 
+@pytest.mark.thorough
 def test_a_change_that_fails_changes_nothing(fleet: Fleet, tmp_path: Path) -> None:
     fleet.wait(lambda: model(fleet, "atlas")["status"] == "asleep", PATIENCE, "asleep")
     broken = tmp_path / "broken"
@@ -377,6 +381,7 @@ def test_a_change_that_fails_changes_nothing(fleet: Fleet, tmp_path: Path) -> No
     assert ask(fleet, "arithmetic", "What is 14 plus 29?")
 
 
+@pytest.mark.thorough
 def test_a_fleet_without_any_unit_is_woken(fleet: Fleet) -> None:
     """The last test of this fleet: what never sleeps is taken out."""
     for name in ("arithmetic", "frontdesk"):

@@ -72,6 +72,7 @@ async def test_a_model_wakes_in_the_process_that_has_it_and_says_the_same(fleet:
             assert pid in {each.pid for each in fleet.parts(LOADING)}
 
 
+@pytest.mark.thorough
 def test_tokens_are_the_same_through_sleeps_and_wakes_under_load(fleet: Fleet, said: dict[str, str]) -> None:
     for _ in range(2):
         check(asyncio.run(answers(fleet, rounds=2, names=NAMES)), said)
@@ -88,6 +89,7 @@ async def test_processes_of_sleeping_models_may_be_killed(fleet: Fleet, said: di
     await until(lambda: fleet.get("/health").status_code == 200, "healthy")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("victim", cases(["the engine", "muxserve warm parent"], ["the engine"]))
 async def test_whoever_is_killed_during_a_wake_everybody_is_answered(
     fleet: Fleet, said: dict[str, str], victim: str

@@ -10,9 +10,9 @@ import pytest
 from tests.e2e.fleet import fleet_file, running
 from tests.e2e.load import ask_each
 from tests.support import preloaded
-from tests.support.thoroughness import cases
+from tests.support.thoroughness import THOROUGH, cases
 
-ROUNDS = 4
+ROUNDS = 4 if THOROUGH else 2
 TIGHT = "chunked prefill in a tight pool"
 SETTINGS: dict[str, dict[str, Any]] = {
     # Each model's quota holds two or three of the longer requests, so decode engines preempt.

@@ -59,6 +59,7 @@ def test_chats_with_the_official_client(fleet: Fleet, expected: list[str]) -> No
     fleet.wait(lambda: not kept(fleet), PATIENCE, "without images that nobody needs")
 
 
+@pytest.mark.thorough
 def test_the_example_asks_about_a_file(fleet: Fleet, tmp_path: Path) -> None:
     file = tmp_path / "picture.png"
     picture(100, 80).save(file)
@@ -68,6 +69,7 @@ def test_the_example_asks_about_a_file(fleet: Fleet, tmp_path: Path) -> None:
         subprocess.run([*line[:-1], __file__], check=True, capture_output=True, timeout=2 * PATIENCE, cwd=ROOT)
 
 
+@pytest.mark.thorough
 def test_responses(fleet: Fleet, expected: list[str]) -> None:
     (message,) = messages(0)
     url = message["content"][0]["image_url"]["url"]
@@ -82,6 +84,7 @@ def test_responses(fleet: Fleet, expected: list[str]) -> None:
     assert made.output_text == expected[0]
 
 
+@pytest.mark.thorough
 def test_nothing_is_lost_when_engines_are_killed(fleet: Fleet, expected: list[str]) -> None:
     async def load() -> None:
         client = fleet.async_client()
@@ -169,6 +172,7 @@ def test_what_is_refused(fleet: Fleet) -> None:
     assert "text only here" in answer.json()["error"]["message"]
 
 
+@pytest.mark.thorough
 def test_an_image_beside_its_own_token_in_the_text(fleet: Fleet) -> None:
     """A text that names the token of images takes nobody else's."""
     answer = ask(fleet, data(png(40, 30)), {"type": "text", "text": "<image> <image>"})

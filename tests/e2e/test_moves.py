@@ -95,6 +95,7 @@ async def pressed(fleet: Fleet, models: tuple[str, ...], texts: set[str]) -> Asy
             stop.set()
 
 
+@pytest.mark.thorough
 async def test_a_model_moves_away_from_pressure_and_every_stream_goes_on(fleet: Fleet) -> None:
     assert serves(fleet) == {"u0": {"a", "b", "c", "both"}, "u1": {"both"}}
     texts = {await generate(fleet, "a")}
@@ -113,6 +114,7 @@ async def test_a_model_moves_away_from_pressure_and_every_stream_goes_on(fleet: 
     assert 'muxserve_model_moves_total{result="moved"} 1.0' in fleet.get("/metrics").text
 
 
+@pytest.mark.thorough
 async def test_a_death_in_the_middle_of_a_move_loses_nothing(fleet: Fleet) -> None:
     """The engines of the new replica, those of the old one, and the global scheduler: all at once."""
     (stayed,) = serves(fleet)["u0"] & {"a", "b"}
@@ -130,6 +132,7 @@ async def test_a_death_in_the_middle_of_a_move_loses_nothing(fleet: Fleet) -> No
     assert len(texts) == 1
 
 
+@pytest.mark.thorough
 async def test_nothing_is_left_of_a_fleet_whose_controller_is_killed_during_a_move(fleet: Fleet) -> None:
     """Back to the unit that knows them, whose pool is free by now."""
     models = serves(fleet)["u1"] - {"both"}

@@ -83,6 +83,7 @@ async def test_a_rolling_replica_that_is_killed_loses_no_request(rolling: Fleet,
     assert not (await ask_each(rolling, reference, [MODEL], FEW)).wrong
 
 
+@pytest.mark.thorough
 async def test_the_ring_is_known_to_a_new_global_scheduler(rolling: Fleet, reference: dict[str, Any]) -> None:
     async with Load(rolling, reference, [MODEL]) as busy:
         await busy.until(lambda: sum(of_model(rolling, MODEL, "decoding").values()) >= 4, "busy")
@@ -94,6 +95,7 @@ async def test_the_ring_is_known_to_a_new_global_scheduler(rolling: Fleet, refer
     assert not (await ask_each(rolling, reference, [MODEL], FEW)).wrong
 
 
+@pytest.mark.thorough
 async def test_replicas_join_and_leave_the_ring_under_load(rolling: Fleet, reference: dict[str, Any]) -> None:
     async with Load(rolling, reference, [MODEL]) as busy:
         more = await asyncio.to_thread(command, rolling, "scale", f"{MODEL}=4")
@@ -187,6 +189,7 @@ async def test_two_stages_answer_as_one_engine(pipeline: Fleet, reference: dict[
     await asyncio.to_thread(pipeline.wait_pages_free)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", cases([0, 1], [1]))
 async def test_requests_survive_the_death_of_a_stage(pipeline: Fleet, reference: dict[str, Any], stage: int) -> None:
     before = await asyncio.to_thread(stages, pipeline)

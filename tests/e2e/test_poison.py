@@ -19,6 +19,7 @@ from tests.e2e.load import Load, stream_chat, until
 from tests.e2e.reference import requests_for
 from tests.support import poison, preloaded
 from tests.support.patience import PATIENCE
+from tests.support.thoroughness import cases
 
 MODEL, OTHER = "arithmetic", "frontdesk"
 
@@ -75,7 +76,7 @@ async def good(client: openai.AsyncOpenAI, reference: dict[str, Any], model: str
     assert answers == reference[model][:count]
 
 
-@pytest.mark.parametrize("way", ["raise", "abort"])
+@pytest.mark.parametrize("way", cases(["raise", "abort"], ["raise"]))
 async def test_the_culprit_ends_with_an_error_and_all_others_with_their_answers(
     fleet: Fleet, reference: dict[str, Any], way: str
 ) -> None:
@@ -97,6 +98,7 @@ async def test_the_culprit_ends_with_an_error_and_all_others_with_their_answers(
     await asyncio.to_thread(fleet.wait_pages_free)
 
 
+@pytest.mark.thorough
 async def test_poison_over_and_over_ends_nothing(fleet: Fleet, reference: dict[str, Any]) -> None:
     client, before = fleet.async_client(), engines(fleet)
     load = asyncio.create_task(good(client, reference, MODEL, 16))
@@ -111,6 +113,7 @@ async def test_poison_over_and_over_ends_nothing(fleet: Fleet, reference: dict[s
     await asyncio.to_thread(fleet.wait_pages_free)
 
 
+@pytest.mark.thorough
 async def test_one_that_is_killed_with_its_engine_is_not_condemned(fleet: Fleet, reference: dict[str, Any]) -> None:
     known, killed = culprits(fleet), set[int]()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.e2e.fleet import Fleet, fleet_file, running
@@ -15,6 +16,7 @@ from tests.support import preloaded
 MODEL = "arithmetic"
 
 
+@pytest.mark.thorough
 async def test_requests_survive_the_death_of_a_worker_and_of_the_memory_manager(tmp_path: Path) -> None:
     path = fleet_file(tmp_path, cluster={"ranks": 2})
     fleet_of_three = yaml.safe_load(path.read_text())

@@ -80,6 +80,7 @@ async def generate(fleet: Fleet, tokens: int, output: int, first: int, on_first:
     return pieces
 
 
+@pytest.mark.thorough
 async def test_a_long_prompt_gets_room_by_moving_others(fleet: Fleet) -> None:
     moved_before = sum(of_model(fleet, MODEL, "moved_out").values())
     await until(lambda: len(of_model(fleet, MODEL, "decoding")) == 4, "all there", START_SECONDS)
@@ -170,6 +171,7 @@ def in_unit(fleet: Fleet, unit: str) -> int:
     return sum(state[place] for place in ("queued", "prefilling", "handed", "decoding"))
 
 
+@pytest.mark.thorough
 async def test_a_killed_replica_loses_no_stream(fleet: Fleet, reference: dict[str, Any]) -> None:
     async with Load(fleet, reference, [MODEL]) as streams:
         struck = await busy_unit(streams, fleet, MODEL)

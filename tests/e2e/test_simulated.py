@@ -197,6 +197,7 @@ def shape(answer: Any) -> tuple[int, ...]:
     return (len(answer), *shape(answer[0])) if isinstance(answer, list) else ()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", ["embedder", "encoder"])
 def test_made_up_embeddings(pooling: Fleet, model: str) -> None:
     answer = pooling.client.embeddings.create(model=model, input=[*TEXTS, TEXTS[1]])
@@ -209,6 +210,7 @@ def test_made_up_embeddings(pooling: Fleet, model: str) -> None:
     assert text.usage.completion_tokens == 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", list(KINDS))
 def test_made_up_vectors_are_shaped_like_those_of_vllm(
     pooling: Fleet, stock_of_mixed: dict[str, Any], model: str
@@ -217,6 +219,7 @@ def test_made_up_vectors_are_shaped_like_those_of_vllm(
         assert shape(post(pooling, "/pooling", model=model, input=text)["data"][0]["data"]) == shape(stock)
 
 
+@pytest.mark.thorough
 def test_made_up_classes_scores_and_ranks(pooling: Fleet) -> None:
     for model, labels in (("judge", 3), ("reranker", 1)):
         (found,) = post(pooling, "/classify", model=model, input=TEXTS[1])["data"]
@@ -230,6 +233,7 @@ def test_made_up_classes_scores_and_ranks(pooling: Fleet) -> None:
     pooling.wait_pages_free()
 
 
+@pytest.mark.thorough
 async def test_a_death_costs_no_vector(pooling: Fleet) -> None:
     async with pooling.async_client() as client:
 
@@ -269,6 +273,7 @@ def various(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield deployed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", list(OTHER_CACHES))
 async def test_other_caches(various: Fleet, model: str) -> None:
     """Answers leave the window behind, and have all their tokens when the engine dies half-way."""
@@ -295,6 +300,7 @@ async def test_other_caches(various: Fleet, model: str) -> None:
     await asyncio.to_thread(various.wait_pages_free)
 
 
+@pytest.mark.thorough
 def test_images_and_adapters(various: Fleet) -> None:
     asked: Any = messages(1)
     seen = various.client.chat.completions.create(model=SEEING, messages=asked, max_tokens=7)

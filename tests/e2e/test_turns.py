@@ -101,6 +101,7 @@ def said(fleet: Fleet) -> Answers:
     return told
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(1200)  # ten turns are as long as this machine makes them
 async def test_answers_are_the_same_through_ten_turns(fleet: Fleet, said: Answers) -> None:
     seen: list[dict[str, Any]] = []
@@ -165,6 +166,7 @@ async def test_whoever_is_killed_during_a_turn_answers_are_the_same(fleet: Fleet
         await loading
 
 
+@pytest.mark.thorough
 def test_status_tells_whose_turn_it_is(fleet: Fleet) -> None:
     status = subprocess.run(
         [sys.executable, "-m", "muxserve.cli.app", "status", "--url", fleet.url], capture_output=True, text=True

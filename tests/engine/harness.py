@@ -68,23 +68,21 @@ _TINY: dict[str, Callable[[], Path]] = {
     "qwen3_5": partial(tiny_checkpoint, "qwen3_5", layers=4),
     "qwen3_5_moe": partial(tiny_checkpoint, "qwen3_5_moe", layers=4),
 }
-# Usually one with windows and full attention, one that goes without prefix caching, one with latents, one with states,
-# and one with gated delta nets.
-TINY = {kind: _TINY[kind] for kind in cases(_TINY, ["mistral", "gemma3", "deepseek_v2", "granite_hybrid", "qwen3_5"])}
+# Usually one with a window, one with latents and one with states.
+TINY = {kind: _TINY[kind] for kind in cases(_TINY, ["mistral", "deepseek_v2", "granite_hybrid"])}
 # vLLM's experts in MXFP4 on CPU need the tiles of AMX, which not every processor has.
 MXFP4 = "gpt_oss-mxfp4"
 # Others, each served once: of more of today's families, and with those, multi-modal ones' texts. Usually one with
-# biases, and one with experts.
+# experts.
 _FAMILIES = {
     "qwen2": 2, "qwen3": 2, "qwen3_moe": 2, "granite": 2, "phi3": 2, "nemotron": 2, "olmo3": 3, MXFP4: 2, "glm4_moe": 2,
 }  # fmt: skip
 FAMILIES: dict[str, Callable[[], Path]] = {
-    kind: partial(tiny_checkpoint, kind, layers=_FAMILIES[kind])
-    for kind in cases(_FAMILIES, ["qwen2", "qwen3_moe", MXFP4])
+    kind: partial(tiny_checkpoint, kind, layers=_FAMILIES[kind]) for kind in cases(_FAMILIES, ["qwen3_moe", MXFP4])
 }
 MULTI_MODAL: dict[str, Callable[[], Path]] = {
     kind: partial(tiny_checkpoint, kind, layers={"gemma3-mm": 6, "qwen3_5-mm": 4}.get(kind, 2))
-    for kind in cases(LANGUAGE_MODEL_OF, ["gemma3-mm", "qwen3_5-mm"])
+    for kind in cases(LANGUAGE_MODEL_OF, ["mistral3"])
 }
 # Those that see images.
 SEEING: dict[str, Callable[[], Path]] = {"idefics3": partial(tiny_checkpoint, "idefics3")}

@@ -76,6 +76,7 @@ def test_a_lease_ends_with_nothing_in_flight(family: Engines, answers: dict[str,
     nothing_owned(family)
 
 
+@pytest.mark.thorough
 def test_a_request_detached_in_flight_goes_on_with_the_same_tokens(family: Engines, answers: dict[str, Any]) -> None:
     requests = equal(family, "moves", answers, 3, 500)
     admits = adopted(family, MODEL, requests)
@@ -155,6 +156,7 @@ def test_a_step_that_raises_costs_those_in_flight_and_nobody_else(family: Engine
     nothing_owned(family)
 
 
+@pytest.mark.thorough
 def test_it_comes_back_when_it_has_died_and_binds_to_a_new_memory_manager(
     family: Engines, answers: dict[str, Any]
 ) -> None:

@@ -105,6 +105,7 @@ def test_requests_detached_again_and_again_end_with_the_same_tokens(family: Engi
     detach_again_and_again(family)
 
 
+@pytest.mark.thorough
 def test_engines_of_several_ranks_let_go_of_requests_in_the_same_way() -> None:
     with engines([deployed_model(MODEL, PATH, ranks=2, max_num_batched_tokens=256)], ranks=2) as running:
         detach_again_and_again(running)
@@ -247,6 +248,7 @@ def test_prompts_behind_one_that_is_cached_are_looked_up_in_the_same_step(family
     family.until(lambda: held(family) == 0)
 
 
+@pytest.mark.thorough
 def test_low_execution_priority_is_preempted_first(family: Engines) -> None:
     """Both requests need a fourth block at the same moment and there is one: it goes to the older, or the higher."""
     prompt = prompt_of("What is 12 + 7? ")

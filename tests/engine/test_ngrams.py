@@ -42,11 +42,13 @@ def decoded(family: Engines, since: int) -> tuple[int, int]:
     return sum(r.steps for r in told), sum(r.tokens for r in told)
 
 
+@pytest.mark.thorough
 def test_tokens_are_those_of_stock_vllm(family: Engines, answers: dict[str, Any]) -> None:
     """With room, with cached prefixes, and with so few pages that requests are preempted."""
     same_as_stock(family, MODEL, answers, CASES)
 
 
+@pytest.mark.thorough
 def test_an_answer_that_repeats_itself_takes_fewer_steps_than_tokens(family: Engines, answers: dict[str, Any]) -> None:
     since = len(family.reports)
     prompt = answers["greedy"]["prompt"]
@@ -57,6 +59,7 @@ def test_an_answer_that_repeats_itself_takes_fewer_steps_than_tokens(family: Eng
     nothing_owned(family)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "own", [{"temperature": 0.01}, {"seed": 3, "temperature": 0.01}, {"min_tokens": 40}, {"logit_bias": {5: 1.0}}]
 )
@@ -67,6 +70,7 @@ def test_some_parameters_go_without_proposals(family: Engines, answers: dict[str
     assert decoded(family, since) == (59, 59)
 
 
+@pytest.mark.thorough
 def test_logprobs_agree(family: Engines, answers: dict[str, Any]) -> None:
     family.serve(MODEL, bodies(family, answers, "lp", ["logprobs"]))
     got = [row for output in family.outputs["lp-logprobs"] for row in output.new_logprobs.logprobs[:, 0]]
@@ -74,6 +78,7 @@ def test_logprobs_agree(family: Engines, answers: dict[str, Any]) -> None:
     assert got == pytest.approx([expected[i][str(token)] for i, token in enumerate(tokens)], abs=1e-3)
 
 
+@pytest.mark.thorough
 def test_a_request_that_leaves_takes_the_blocks_of_its_tokens(family: Engines, answers: dict[str, Any]) -> None:
     """Not those of proposals that were rejected; it goes on with the same tokens."""
     prompt = answers["greedy"]["prompt"]

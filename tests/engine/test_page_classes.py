@@ -16,6 +16,7 @@ from muxserve.wire import Detach, Detached, StepReport
 from tests.engine.cases import GROWN, NOISE
 from tests.engine.checks import bodies, check, decoded, handed, nothing_owned, owned
 from tests.engine.harness import LATENT, MODELS, MULTI_MODAL, STATEFUL, TINY, Engines, deployed_model, engines
+from tests.support.thoroughness import THOROUGH, cases
 
 # Another model of full attention, on pages that are as large as those of latents, or of models that keep states.
 BY_HEAD = "arithmetic"
@@ -57,7 +58,9 @@ def latents() -> Iterator[Engines]:
 def stateful() -> Iterator[Engines]:
     """In one pool, in which one model leaves K and V in float32, one states in float32, and one K and V in bfloat16."""
     # Chunks of 128 tokens, which a state goes through.
-    paths = {kind: TINY[kind]() for kind in sorted(STATEFUL)} | {WHOLE: MULTI_MODAL[WHOLE](), BY_HEAD: MODELS[BY_HEAD]}
+    paths = {kind: TINY[kind]() for kind in sorted(STATEFUL)} | {BY_HEAD: MODELS[BY_HEAD]}
+    if THOROUGH:
+        paths |= {WHOLE: MULTI_MODAL[WHOLE]()}
     models = [
         deployed_model(
             kind,
@@ -120,6 +123,7 @@ def test_tokens_are_those_of_stock_vllm(family: Engines, stock_tiny: dict[str, A
     nothing_owned(family)
 
 
+@pytest.mark.thorough
 @pytest.mark.serves("Qwen3_5 (text of multi-modal)", "served")
 def test_text_of_a_checkpoint_with_images(stateful: Engines, stock_tiny: dict[str, Any]) -> None:
     """Tokens are those of its language model alone."""
@@ -286,7 +290,7 @@ def test_pages_behind_the_window_are_given_back(family: Engines, stock_tiny: dic
     assert held == expected
 
 
-@pytest.mark.parametrize("kind", TINY)
+@pytest.mark.parametrize("kind", cases(TINY, ["granite_hybrid"]))
 def test_requests_go_on_after_the_death_of_their_engine(family: Engines, stock_tiny: dict[str, Any], kind: str) -> None:
     """As a gateway does: with the tokens that it has, to whatever engine there is."""
     requests = bodies(family, stock_tiny[kind], f"dead-{kind}", grown(kind))
@@ -311,7 +315,7 @@ def test_requests_go_on_after_the_death_of_their_engine(family: Engines, stock_t
         assert family.tokens[name] == sent[name] + family.tokens[f"as-{name}"]
 
 
-@pytest.mark.parametrize("kind", TINY)
+@pytest.mark.parametrize("kind", cases(TINY, ["deepseek_v2"]))
 def test_requests_that_leave_with_their_blocks_go_on_elsewhere(
     family: Engines, stock_tiny: dict[str, Any], kind: str
 ) -> None:
@@ -341,6 +345,7 @@ def test_requests_that_leave_with_their_blocks_go_on_elsewhere(
     nothing_owned(family)
 
 
+@pytest.mark.thorough
 def test_snapshots_are_gone_with_the_memory_manager(stateful: Engines, stock_tiny: dict[str, Any]) -> None:
     """Those kept after it has come back are found."""
     kind = "granite_hybrid"

@@ -39,6 +39,7 @@ def weights() -> Iterator[Engines]:
         yield running
 
 
+@pytest.mark.thorough
 @pytest.mark.serves("Llama", "quantised")
 @pytest.mark.parametrize("model", SERVED)
 def test_quantised_weights(weights: Engines, quantised: Path, model: str) -> None:
@@ -47,6 +48,7 @@ def test_quantised_weights(weights: Engines, quantised: Path, model: str) -> Non
     same_as_stock(weights, model, read(quantised, checkpoint(model)), questions(model.partition("-")[0]))
 
 
+@pytest.mark.thorough
 @pytest.mark.serves("Llama", "FP8 KV cache")
 @pytest.mark.skipif(not AVX512, reason="vLLM's FP8 cache on CPU needs AVX-512")
 def test_a_cache_in_fp8(quantised: Path) -> None:

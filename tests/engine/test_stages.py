@@ -127,6 +127,7 @@ def test_prompts_come_in_chunks_of_the_budget(family: Engines, answers: dict[str
     family.until(lambda: any("chunks" in r.finished for r in reports(family, since)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", cases([THROTTLED, PLAIN], [THROTTLED]))
 def test_requests_let_go_of_in_flight_go_on_elsewhere(family: Engines, answers: dict[str, Any], model: str) -> None:
     for number in range(TRIES):
@@ -202,6 +203,7 @@ def test_an_engine_goes_down_with_a_stage_and_comes_back(family: Engines, answer
     check(family, answers, "stage-anew", ["greedy", "seed"])
 
 
+@pytest.mark.thorough
 def test_a_new_memory_manager_is_bound_to_with_micro_batches_in_flight(
     family: Engines, answers: dict[str, Any]
 ) -> None:

@@ -39,6 +39,7 @@ def test_interpreted_kernels_do_as_plain_torch(tmp_path: Path) -> None:
     assert run("interpreted.py", tmp_path, TRITON_INTERPRET="1").split() == ["equal"]
 
 
+@pytest.mark.thorough
 def test_kernels_compile_to_machine_code(tmp_path: Path) -> None:
     lines = run("compiled.py", tmp_path).splitlines()
     for name in ("fold_requests", "gather_tables", "store_kv", "scatter_rows"):

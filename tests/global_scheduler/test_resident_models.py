@@ -26,6 +26,7 @@ from muxserve.wire import (
     Waits,
 )
 from tests.global_scheduler.support import CONTROLLER, G0, World, entry, fleet, load, place
+from tests.support.thoroughness import cases
 
 MODEL, LOADING, FIXED = 100, 20, 50
 WAKE_SECONDS, STOP_SECONDS, STEP = 0.4, 0.1, 0.05
@@ -348,7 +349,7 @@ def test_it_is_told_whose_turn_it_is_for_how_long_and_who_is_next() -> None:
     assert told[-1]["ended"] == machine.left
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", cases(range(8), [0, 5]))
 def test_everybody_is_served_although_the_global_scheduler_dies(seed: int) -> None:
     chance = random.Random(seed)
     names = [f"m{number}" for number in range(6)]

@@ -74,9 +74,6 @@ SOME = sorted(
     key=lambda case: list(CLASSES).index(case[0]),
 )
 FEW = [
-    (BY_HEAD, "copying", "a-migrator", STOPPED),
-    (BY_HEAD, "showing", "a-decode", KILLED),
-    (BY_HEAD, "copying", "b-scheduler", KILLED),
     (STATES, "last", "a-memory", KILLED),
     (STATES, STATE, "b-migrator", KILLED),
 ]

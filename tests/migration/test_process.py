@@ -25,6 +25,7 @@ from muxserve.wire import (
 from tests.migration.support import HEADS, LAYERS, MODEL, TOKENS, Unit, adopt, moving, stage
 from tests.support.patience import PATIENCE
 from tests.support.ports import free_port
+from tests.support.thoroughness import cases
 
 MakeUnits = Callable[..., tuple[Unit, Unit]]
 PAGES = LAYERS * HEADS
@@ -123,10 +124,16 @@ def limited(make: MakeUnits, other_machine: bool = False) -> tuple[Unit, Unit]:
     return make(page_bytes=1 << 16, bandwidth=4 << 20, b={"machine": "another/0"} if other_machine else {})
 
 
+POINTS = [(OPENED, False), (COPYING, False), (COPYING, True), (COMMITTING, False)]
+VICTIMS = ["a.migrator", "b.migrator", "a.memory", "b.memory", "a.scheduler", "b.scheduler"]
+DEATHS = [(victim, *point) for victim in VICTIMS for point in POINTS]
+
+
 @pytest.mark.parametrize(
-    ("point", "other_machine"), [(OPENED, False), (COPYING, False), (COPYING, True), (COMMITTING, False)]
+    ("victim", "point", "other_machine"),
+    # Usually each at one point, and one at each.
+    cases(DEATHS, [(victim, *POINTS[number % 4]) for number, victim in enumerate(VICTIMS)]),
 )
-@pytest.mark.parametrize("victim", ["a.migrator", "b.migrator", "a.memory", "b.memory", "a.scheduler", "b.scheduler"])
 def test_whatever_dies_nothing_is_left(units: MakeUnits, victim: str, point: str, other_machine: bool) -> None:
     a, b = limited(units, other_machine)
     free_a, free_b = a.free_pages(), b.free_pages()

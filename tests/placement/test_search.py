@@ -17,7 +17,7 @@ from placement.objective import Objective, ObjectiveName
 from placement.planner import MODES, ClusterPlan, ModeName, PlanOptions, plan_cluster
 from placement.values import IMPOSSIBLE, Values
 from tests.placement.analytic import B7, B30, B65, MEMORY, Analytic, cluster, demand, estimator, random_fleet
-from tests.support.thoroughness import examples
+from tests.support.thoroughness import cases, examples
 
 QUICK = ImproveLimits(kicks=15, evaluations=3000)
 
@@ -131,7 +131,7 @@ class TestGreedy:
 class TestImprove:
     @pytest.mark.slow
     @pytest.mark.parametrize("objective", ["throughput", "slo", "gpus"])
-    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("seed", cases(range(3), [0]))
     def test_never_worse_and_the_same_every_time(self, objective: ObjectiveName, seed: int) -> None:
         fleet = random_fleet(seed, 8, 5.0)
         machines = Machines(cluster(("big", 8), ("small", 4)))

@@ -27,6 +27,7 @@ from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand
 from placement.objective import Objective
 from placement.planner import ClusterPlan, PlanOptions, plan_cluster
+from tests.support.thoroughness import cases
 
 SIZES = ("llama-2-7b", "llama-3.1-8b", "qwen2.5-7b", "llama-2-13b", "qwen2.5-14b")
 
@@ -57,7 +58,7 @@ def rival(found: PlannedFleet) -> Rival:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 15, 17, 21, 29])
+@pytest.mark.parametrize("seed", cases([1, 15, 17, 21, 29], [15, 21]))
 def test_a_plan_is_at_least_what_spatial_and_temporal_plans_are(tmp_path: Path, seed: int) -> None:
     file = fleet_file(tmp_path / "fleet.yaml", seed)
     plan = rival(planned(file, "muxserve"))

@@ -110,6 +110,7 @@ def run_dir() -> Iterator[RunDir]:
     directory.remove()
 
 
+@pytest.mark.thorough
 def test_measuring_is_interrupted_and_goes_on(tmp_path: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(family, "LocalLauncher", lambda of, commands: LocalLauncher(of, commands, Nursed()))
     nursery()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 
+@pytest.mark.thorough
 @pytest.mark.program("gpus")
 def test_units_are_on_the_gpus_that_ray_gives_them_and_leave_nothing_there(said: Callable[[float], str]) -> None:
     text = said(280)

@@ -8,6 +8,7 @@ them is another now, the program runs again. `make clean` forgets all.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -16,13 +17,21 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "build" / "kept"
 _OURS = ("muxserve", "placement", "tests")
-_SETTINGS = ("VLLM_", "TORCH", "OMP_", "MUXSERVE_", "HF_")
+# As this process was started with them: importing vLLM changes some. How much the tests try says nothing of an answer.
+_SETTINGS = sorted(
+    (name, value)
+    for name, value in os.environ.items()
+    if name.startswith(("VLLM_", "TORCH", "OMP_", "MUXSERVE_", "HF_")) and name != "MUXSERVE_TESTS"
+)
+# No session lasts as long.
+_DAY = 24 * 3600.0
 _LOADED = "loaded"
 
 
@@ -49,6 +58,7 @@ class Kept:
         asked = hashlib.sha256(json.dumps([name, *command]).encode()).hexdigest()[:16]
         self._name = f"{name}-{asked}"
         self._pointer = KEPT / f"{self._name}.json"
+        self._stay: set[Path] = set()
 
     def found(self) -> Path | None:
         """Where it is, if it was made of what is there now."""
@@ -63,11 +73,15 @@ class Kept:
     def new(self) -> Path:
         """A directory for it, whose name stays."""
         KEPT.mkdir(parents=True, exist_ok=True)
+        for old in set(KEPT.glob(f"{self._name}-*/")) - {self._directory()}:
+            with contextlib.suppress(OSError):
+                if old.stat().st_mtime < time.time() - _DAY:
+                    shutil.rmtree(old)
         return Path(tempfile.mkdtemp(prefix=f"{self._name}-", dir=KEPT))
 
     def keep(self, directory: Path) -> None:
         """The program has ended well, and has written into that directory. Another session may have kept the same in
-        the meantime: it still reads what it has kept, and that stays."""
+        the meantime, or may be reading what this replaces: both stay (`new` removes them when they are old)."""
         files = {line for each in directory.glob(f"**/{_LOADED}/*") for line in each.read_text().splitlines()}
         told = {"directory": str(directory), "around": _around(), "files": _hashes(files)}
         with open(KEPT / "lock", "w") as lock:
@@ -76,14 +90,12 @@ class Kept:
                 return
             scratch = directory / "made-of.json"
             scratch.write_text(json.dumps(told))
-            before = self._directory()
             scratch.replace(self._pointer)
-            if before is not None:
-                shutil.rmtree(before, ignore_errors=True)
+            self._stay.add(directory)
 
     def forget(self, directory: Path) -> None:
         """Remove what was not kept."""
-        if self._directory() != directory:
+        if directory not in self._stay:
             shutil.rmtree(directory, ignore_errors=True)
 
     def _directory(self) -> Path | None:
@@ -102,7 +114,7 @@ def _around() -> str:
         sorted(path.name for path in Path(sysconfig.get_path("purelib")).glob("*.dist-info")),
         [line for line in processor if line.startswith(("vendor_id", "model", "stepping", "flags"))],
         os.cpu_count(),
-        sorted(item for item in os.environ.items() if item[0].startswith(_SETTINGS)),
+        _SETTINGS,
         _hashes(map(str, models)),
     ]
     return hashlib.sha256(json.dumps(there).encode()).hexdigest()
