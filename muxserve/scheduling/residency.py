@@ -5,8 +5,8 @@ sleep. A model sleeps only because another one needs its memory, or is about to:
 where that is worth more than what the cheapest idle model is there for. Requests for sleeping models wait, grouped by
 model, so that one wake serves all of them; groups whose deadlines can still be met go first, hopeless ones last, and
 whoever has waited for `max_wait` before all others. While a model waits for memory, its weights are prefetched into
-what is free of that by now. Where what sleeps is in files, a model that was never awake is woken while there is nothing
-else to do: it is in a file then when somebody asks for it.
+what is free of that by now. Where what sleeps is in files, models get there while there is nothing else to do: a model
+that was never awake is woken, and one that has not slept yet sleeps for a moment.
 """
 
 from __future__ import annotations
@@ -198,13 +198,16 @@ class _Known:
     """What is known of a model: as declared, then as measured. `seconds` are what waking it takes alone. `peak` is the
     most of this residence, of which there are so many `measurements`, `peaks` those of the residences before it;
     `wake_peaks` what its last wakes took at most while they loaded it, and with `woken` the last one is not among
-    them. `begun`: it has been told to wake."""
+    them. `begun`: it has been told to wake; `filed`: and to sleep, with time for its memory to move into a file;
+    `back`: and to wake again for that."""
 
     costs: WakeCosts
     rates: ArrivalRates
     seconds: float | None = None
     progress: _Progress | None = None
     begun: bool = False
+    filed: bool = False
+    back: bool = False
     woken: bool = True
     wake_peaks: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     peak: int = 0
@@ -359,7 +362,7 @@ class Residency:
         for them; (3) otherwise those whose absence costs least are told to sleep; (4) if that is not enough, it waits,
         and from `max_wait` on so does everybody behind it. The first that wait are prefetched. Then, models that are
         leaving although requests wait for them stay if their memory is promised to nobody. Last, memory for the next
-        wakes is kept free, and if nothing of all this changes anything, a model is woken for its file.
+        wakes is kept free, and if nothing of all this changes anything, a model gets into its file.
         """
         by_name = {each.model: each for each in standings}
         self._follow(now, by_name.values())
@@ -403,6 +406,9 @@ class Residency:
         changes += self._room_ahead(now, balance, by_name, told)
         if self.rules.files_ahead and not changes:
             changes = self._files_ahead(now, balance.free, by_name.values())
+        for change in changes:
+            if isinstance(change, Sleep) and change.ahead:
+                self._known[change.model].filed = True
         return self._prefetch(queue, spare, by_name, changes) + changes
 
     def queue(self, now: float, standings: Iterable[Standing]) -> list[str]:
@@ -534,18 +540,12 @@ class Residency:
         return changes
 
     def _files_ahead(self, now: float, free: int, standings: Collection[Standing]) -> list[Change]:
-        """Wakes a model that was never awake, if nobody waits, nothing runs, and no model comes or goes. Models that
-        nobody has ever asked for sleep for that, and room for another wake stays free."""
+        """If nobody waits, nothing runs, and no model comes or goes: (1) a model that was never awake is woken; models
+        that nobody has ever asked for sleep for that. (2) When there is none, one of these that has not slept yet does,
+        and (3) is woken again, once. Room for another wake stays free."""
         asleep = [each.model for each in standings if each.residence is Residence.ASLEEP]
-        model = min((name for name in asleep if not self._known[name].begun), default=None)
-        self.preparing = model is not None
-        settled = all(each.residence in (Residence.AWAKE, Residence.ASLEEP) for each in standings)
-        if model is None or not settled or any(each.running or each.waiting for each in standings):
-            return []
-        besides = max((self.needs(name) for name in asleep if name != model), default=0)
-        missing = self.needs(model) + besides - free
-        if missing <= 0:
-            return [self._wake(model)]
+        never = [name for name in asleep if not (self._known[name].begun or self._known[name].filed)]
+        model = min(never, default=None)
         unasked = [
             each
             for each in standings
@@ -553,6 +553,28 @@ class Residency:
             and self._known[each.model].rates.never
             and not self._known[each.model].costs.pinned
         ]
+        unfiled = [each for each in unasked if not self._known[each.model].filed]
+        self.preparing = model is not None or bool(unfiled)
+        settled = all(each.residence in (Residence.AWAKE, Residence.ASLEEP) for each in standings)
+        if not settled or any(each.running or each.waiting for each in standings):
+            return []
+
+        def missing_for(model: str) -> int:
+            return self.needs(model) + max((self.needs(name) for name in asleep if name != model), default=0) - free
+
+        if model is None:
+            for each in unfiled:
+                if self._may_leave(each, now):
+                    return [Sleep(each.model, "it is to be in a file", ahead=True)]
+            for name in asleep:
+                known = self._known[name]
+                if known.filed and not known.back and known.rates.never and missing_for(name) <= 0:
+                    known.back = True
+                    return [self._wake(name)]
+            return []
+        missing = missing_for(model)
+        if missing <= 0:
+            return [self._wake(model)]
         victims = self._cheapest(now, missing, [each for each in unasked if self._may_leave(each, now)])
         if victims is None:
             self.preparing = self._cheapest(now, missing, unasked) is not None  # some have not been awake for long

@@ -55,6 +55,7 @@ def check(told: list[tuple[str, str]], said: dict[str, str]) -> None:
         assert text == said[name]
 
 
+@pytest.mark.thorough
 def test_models_get_into_files_before_anybody_asks_for_them(fleet: Fleet) -> None:
     fleet.wait(lambda: all(each["wakes"] for each in memory(fleet)["models"].values()), 2 * PATIENCE, "all were awake")
     assert used(fleet) <= LIMIT
@@ -65,6 +66,7 @@ def test_models_get_into_files_before_anybody_asks_for_them(fleet: Fleet) -> Non
     assert sum(each["evictions_ahead"] for each in models) == sum(each["evictions"] for each in models)
 
 
+@pytest.mark.thorough
 async def test_a_model_wakes_in_the_process_that_has_it_and_says_the_same(fleet: Fleet, said: dict[str, str]) -> None:
     for _ in range(3 if THOROUGH else 1):
         for name, pid in (await until_some_hibernate(fleet, said)).items():
@@ -82,6 +84,7 @@ def test_tokens_are_the_same_through_sleeps_and_wakes_under_load(fleet: Fleet, s
     assert total(fleet, "failed_wakes") == total(fleet, "refused") == 0
 
 
+@pytest.mark.thorough
 async def test_processes_of_sleeping_models_may_be_killed(fleet: Fleet, said: dict[str, str]) -> None:
     for pid in (await until_some_hibernate(fleet, said)).values():
         os.kill(pid, signal.SIGKILL)

@@ -72,13 +72,13 @@ _TINY: dict[str, Callable[[], Path]] = {
 TINY = {kind: _TINY[kind] for kind in cases(_TINY, ["mistral", "deepseek_v2", "granite_hybrid"])}
 # vLLM's experts in MXFP4 on CPU need the tiles of AMX, which not every processor has.
 MXFP4 = "gpt_oss-mxfp4"
-# Others, each served once: of more of today's families, and with those, multi-modal ones' texts. Usually one with
-# experts.
+# Others, each served once: of more of today's families, and with those, multi-modal ones' texts. Usually one of
+# these, and experts in MXFP4.
 _FAMILIES = {
     "qwen2": 2, "qwen3": 2, "qwen3_moe": 2, "granite": 2, "phi3": 2, "nemotron": 2, "olmo3": 3, MXFP4: 2, "glm4_moe": 2,
 }  # fmt: skip
 FAMILIES: dict[str, Callable[[], Path]] = {
-    kind: partial(tiny_checkpoint, kind, layers=_FAMILIES[kind]) for kind in cases(_FAMILIES, ["qwen3_moe", MXFP4])
+    kind: partial(tiny_checkpoint, kind, layers=_FAMILIES[kind]) for kind in cases(_FAMILIES, [MXFP4])
 }
 MULTI_MODAL: dict[str, Callable[[], Path]] = {
     kind: partial(tiny_checkpoint, kind, layers={"gemma3-mm": 6, "qwen3_5-mm": 4}.get(kind, 2))

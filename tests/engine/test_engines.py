@@ -152,6 +152,7 @@ def test_abort_gives_pages_back_at_any_moment(family: Engines, stock: dict[str, 
     family.until(lambda: owned(family)[MHA] == 0)
 
 
+@pytest.mark.thorough
 def test_preempted_requests_come_back_and_end_with_the_same_tokens(family: Engines, stock: dict[str, Any]) -> None:
     client = family.memory()
     view = client.map(MHA)

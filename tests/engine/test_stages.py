@@ -173,6 +173,7 @@ def test_abort_in_flight(family: Engines, answers: dict[str, Any], model: str, m
     check(family, answers, f"after-{tag}", ["greedy", "chunked"])
 
 
+@pytest.mark.thorough
 def test_preempted_requests_come_back_and_end_with_the_same_tokens(family: Engines, answers: dict[str, Any]) -> None:
     requests = equal(family, "tight", answers, 6, 160)
     requests |= bodies(family, answers, "tight", ["chunked", "seed"])

@@ -35,6 +35,7 @@ def run(script: str, tmp_path: Path, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_interpreted_kernels_do_as_plain_torch(tmp_path: Path) -> None:
     assert run("interpreted.py", tmp_path, TRITON_INTERPRET="1").split() == ["equal"]
 

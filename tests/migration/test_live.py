@@ -71,6 +71,7 @@ def all_move(units: TwoUnits, seen: list[Seen], source: str, destination: str) -
     return not any(one.finished for one in seen)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "victim"), cases(VICTIMS, [(STATES, "b")]), indirect=["kind"], scope="package")
 def test_a_migrator_that_dies_costs_no_request(
     units: TwoUnits, bodies: list[bytes], expected: list[list[int]], victim: str
