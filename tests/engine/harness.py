@@ -78,7 +78,7 @@ _FAMILIES = {
     "qwen2": 2, "qwen3": 2, "qwen3_moe": 2, "granite": 2, "phi3": 2, "nemotron": 2, "olmo3": 3, MXFP4: 2, "glm4_moe": 2,
 }  # fmt: skip
 FAMILIES: dict[str, Callable[[], Path]] = {
-    kind: partial(tiny_checkpoint, kind, layers=_FAMILIES[kind]) for kind in cases(_FAMILIES, [MXFP4])
+    kind: partial(tiny_checkpoint, kind, layers=_FAMILIES[kind]) for kind in cases(_FAMILIES, ["qwen2", MXFP4])
 }
 MULTI_MODAL: dict[str, Callable[[], Path]] = {
     kind: partial(tiny_checkpoint, kind, layers={"gemma3-mm": 6, "qwen3_5-mm": 4}.get(kind, 2))
