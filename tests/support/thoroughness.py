@@ -1,7 +1,7 @@
 """How much the tests try: MUXSERVE_TESTS is `quick`, `usual` (when it is not set) or `thorough`.
 
-`usual` tries each property with a part of its examples, and what is the same of many models,
-options or processes with some of them. `thorough` has them all: `make thorough`, and CI.
+`usual` tries each property with a part of its examples, and what is the same of many models, options or processes with
+some of them. `thorough` has them all: `make thorough`, and CI.
 `quick` is the usual tests of the packages without I/O, with fewer examples again: `make quick`.
 """
 
