@@ -311,7 +311,7 @@ class Controller:
 
     async def _on_down(self, part: Part, reason: str) -> str:
         if part.id.kind == "gateway":
-            await self.units.tell(wire.GatewayDown(part.id.index))
+            await self.units.tell(wire.GatewayDown(part.id.index, part.pid))
         elif part.id == VLLM:
             # What it forked serves on, and is ours from now on.
             await self._starts.drop_vllm()

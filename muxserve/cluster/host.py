@@ -61,7 +61,7 @@ class Deaths:
             if cause != wire.Cause.NONE and self._starts.restarts_mps:
                 # What it had launched may hang in the server.
                 self._kill([MPS], "is started again after the death of an engine")
-            await self._tell(wire.EngineDown(part.id.model, part.id.phase, reason, cause))
+            await self._tell(wire.EngineDown(part.id.model, part.id.phase, reason, cause, part.pid))
             return parent
         if part.id == WARM:
             # What it forked dies with it; what did not would hold its model twice.
@@ -216,7 +216,7 @@ class UnitHost:
             for model, (reason, due) in self._degraded.items():
                 self._spawn(self.tell(wire.Degraded(model, reason, max(0.0, due - time.monotonic()))))
             for engine in self._suspects:
-                self._spawn(self.tell(wire.EngineSuspect(engine.model, engine.phase, True)))
+                self._spawn(self._tell_suspect(engine, True))
         elif isinstance(event, Up) and event.part.model:
             if all(part.up.is_set() for part in self.parts.values() if part.id.model == event.part.model):
                 self._degraded.pop(event.part.model, None)
@@ -227,8 +227,11 @@ class UnitHost:
         elif isinstance(event, Suspected | Recovered) and event.part.kind == "engine":
             suspect = isinstance(event, Suspected)
             (self._suspects.add if suspect else self._suspects.discard)(event.part)
-            self._spawn(self.tell(wire.EngineSuspect(event.part.model, event.part.phase, suspect)))
+            self._spawn(self._tell_suspect(event.part, suspect))
         self._tell_user(event)
+
+    def _tell_suspect(self, engine: PartId, on: bool) -> Coroutine[object, object, None]:
+        return self.tell(wire.EngineSuspect(engine.model, engine.phase, on, self.parts[engine].pid))
 
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(work)
@@ -404,9 +407,9 @@ class UnitHost:
         self._model_parents.pop(model, None)
         for part in gone:
             self._starts.awaited.discard(part)
-            del self.parts[part]
+            stopped = self.parts.pop(part)
             if part.kind == "engine":
-                await self.tell(wire.EngineDown(part.model, part.phase, _STOPPED))
+                await self.tell(wire.EngineDown(part.model, part.phase, _STOPPED, pid=stopped.pid))
 
     async def _hibernate(self, model: str) -> bool:
         """Whether the memory of a model's parent has moved into a file."""

@@ -76,6 +76,11 @@ class Part:
         self.hung = ""
         self.suspect = False
 
+    @property
+    def pid(self) -> int:
+        """Of its process, also when that has ended; 0: it has had none since it was started last."""
+        return self.process.pid if self.process is not None else 0
+
     def kill(self, because: str = "") -> None:
         """SIGKILL, if it runs. `because`: another part's end, in words; its own end does not count then."""
         if self.process is not None and self.process.running:

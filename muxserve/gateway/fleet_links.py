@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from functools import partial
 from typing import Protocol
 
@@ -95,7 +96,7 @@ class FleetLinks:
         self.units[name] = AsyncPeer(
             self._context,
             Address(f"the unit scheduler of {name}", unit.unit_address, f"gateway/{self._epoch}", fleet.keys),
-            hello=GatewayHello(self._epoch, reply_to, self._index),
+            hello=GatewayHello(self._epoch, reply_to, self._index, os.getpid()),
             answer=UnitHello,
             on_up=partial(self._unit_up, name),
             on_down=partial(self._listener.unit_down, name),

@@ -119,6 +119,9 @@ class EngineTable:
         if engine is None:
             log.warning("%s/%s is no engine of this unit", down.model, down.phase)
             return
+        if engine.is_another(down.pid):
+            log.info("engine %s, pid %s, was up before it was told that pid %d died", engine.name, engine.pid, down.pid)
+            return
         model = engine.model
         self._blame(engine, self._batch(engine), down.cause)
         self._table.give_up_hand_offs([*engine.state.inside, *engine.state.incoming], model)
@@ -132,6 +135,8 @@ class EngineTable:
         engine = self._engines.get(f"{message.model}/{message.phase}".encode())
         if engine is None:
             log.warning("%s/%s is no engine of this unit", message.model, message.phase)
+            return
+        if engine.is_another(message.pid):
             return
         log.warning("engine %s %s", engine.name, "gives no sign of life" if message.on else "gives signs of life again")
         self._state.ledger.engine_suspect(engine.model.name, engine.state.phase, message.on)

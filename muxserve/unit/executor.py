@@ -137,7 +137,7 @@ class UnitExecutor:
                 self.degraded.told(message, now)
             case GatewayDown():
                 log.warning("the controller says that gateway %d died", message.gateway)
-                self.request_table.gateway_down(message.gateway, now)
+                self.request_table.gateway_down(message.gateway, message.pid, now)
             case StateRequest():
                 self._state.send(peer, wire.StateReply(self.state(now)))
             case TimelineRequest():

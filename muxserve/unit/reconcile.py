@@ -49,6 +49,10 @@ class EngineProcess:
         """MODEL/PHASE."""
         return self.address.decode()
 
+    def is_another(self, pid: int) -> bool:
+        """Whether the process that is up is not `pid`; 0 stands for whichever is up."""
+        return pid != 0 and self.pid is not None and self.pid != pid
+
     def anew(self, pid: int | None) -> None:
         """It is another process by now, or none, and has nothing of what the one before had."""
         self.pid = pid

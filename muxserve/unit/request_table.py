@@ -63,11 +63,12 @@ class RequestEntry:
 
 @dataclass(slots=True)
 class GatewayEntry:
-    """A gateway that has greeted; `number` is its place among the fleet's."""
+    """A gateway that has greeted; `number` is its place among the fleet's, `pid` its process."""
 
     epoch: str
     reply_to: str
     number: int = 0
+    pid: int = 0
 
 
 class UnitRequestTable:
@@ -90,7 +91,7 @@ class UnitRequestTable:
             # There is one gateway of a number: a new one means that the old one is gone.
             if known.epoch != hello.epoch and known.number == hello.gateway:
                 self.forget_gateway(address, now)
-        self.gateways[peer] = GatewayEntry(hello.epoch, hello.reply_to, hello.gateway)
+        self.gateways[peer] = GatewayEntry(hello.epoch, hello.reply_to, hello.gateway, hello.pid)
         self._state.send(peer, UnitHello(self._state.epoch))
         log.info("gateway %d, %s", hello.gateway, hello.epoch)
         for request_id, held in self.held.items():
@@ -98,10 +99,11 @@ class UnitRequestTable:
                 # It may not have heard: it greets again when the connection was lost.
                 self._state.send(peer, TookOver(request_id, held.attempt, held.moves))
 
-    def gateway_down(self, number: int, now: float) -> None:
-        """The gateway of that number has died."""
-        for address in [a for a, gateway in self.gateways.items() if gateway.number == number]:
-            self.forget_gateway(address, now)
+    def gateway_down(self, number: int, pid: int, now: float) -> None:
+        """The gateway of that number has died, which was the process `pid`; 0: whichever has greeted."""
+        for address, gateway in list(self.gateways.items()):
+            if gateway.number == number and pid in (0, gateway.pid):
+                self.forget_gateway(address, now)
 
     def forget_gateway(self, address: bytes, now: float) -> None:
         """A gateway is gone, and nobody wants what it asked for."""

@@ -51,11 +51,12 @@ class Failures(msgspec.Struct, omit_defaults=True, gc=False, frozen=True):
 class GatewayHello(Message):
     """First message of a gateway. `epoch` is fresh per gateway process; `reply_to` is the ZeroMQ address on which the
     gateway's PULL socket takes tokens from engines; `gateway` is its number among the fleet's gateways, which the one
-    that is started in its place has again."""
+    that is started in its place has again; `pid` is its process, on the controller's machine."""
 
     epoch: str
     reply_to: str
     gateway: Count = 0
+    pid: Count = 0
 
 
 class Submit(Message):
@@ -331,12 +332,17 @@ class StepReport(Message):
 
 
 class EngineDown(Message):
-    """The controller saw the engine die."""
+    """The controller saw the engine die whose process was `pid`; 0: it had none yet.
+
+    The engine that is started in its place greets over a connection of its own, so that a unit scheduler which is late
+    may hear the greeting first.
+    """
 
     model: str
     phase: str
     reason: str
     cause: Cause = Cause.NONE
+    pid: Count = 0
 
 
 class Degraded(Message):
@@ -353,17 +359,20 @@ class Degraded(Message):
 
 class EngineSuspect(Message):
     """The controller has no sign of life of the engine (`on`), or has it again. Meanwhile it gets no new work; if that
-    goes on, it is killed, and there is an `EngineDown`."""
+    goes on, it is killed, and there is an `EngineDown`. `pid` is its process, as there."""
 
     model: str
     phase: str
     on: bool
+    pid: Count = 0
 
 
 class GatewayDown(Message):
-    """The controller saw gateway number `gateway` die: every request of that gateway is cancelled."""
+    """The controller saw gateway number `gateway` die, whose process was `pid`: every request of that gateway is
+    cancelled. The next one of that number may have greeted already."""
 
     gateway: Count = 0
+    pid: Count = 0
 
 
 class Retire(Message):

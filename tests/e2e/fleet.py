@@ -161,6 +161,18 @@ class Fleet:
             assert self.process.poll() is None, f"muxserve deploy ended with {self.process.returncode}"
             time.sleep(0.1)
 
+    def account(self) -> str:
+        """What it tells of itself, and the end of its log: for a failure that nobody saw."""
+        said = [f"--- {path}\n{self._told(path)}" for path in ("/health", "/fleet")]
+        log = (self.directory / "deploy.log").read_text()[-20_000:]
+        return "\n".join([*said, f"--- deploy\n{log}"])
+
+    def _told(self, path: str) -> str:
+        try:
+            return self.get(path).text
+        except httpx.TransportError as error:
+            return repr(error)
+
     def memory(self) -> list[dict[str, Any]]:
         """The memory managers' own statistics."""
         stats = []

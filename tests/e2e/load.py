@@ -106,7 +106,11 @@ class Load:
             model, index = next(self._next)
             self._missing -= 1
             self.open += 1
-            answer = await stream_chat(client, model, self._requests[model][index])
+            try:
+                answer = await stream_chat(client, model, self._requests[model][index])
+            except openai.APITimeoutError as error:
+                error.add_note(await asyncio.to_thread(self._fleet.account))
+                raise
             self.open -= 1
             self.answers[model, index] = answer
             if answer != self._reference[model][index]:

@@ -743,6 +743,33 @@ def test_an_engine_that_was_killed_is_not_suspected_any_more() -> None:
     assert to("a/prefill", Lease, bench.submit("r")) != []
 
 
+def test_of_a_death_that_is_heard_late_only_the_engine_that_died_is_down() -> None:
+    bench = Bench()
+    bench.decoding("r")
+    (lost,) = to(GATEWAY, Lost, bench.say(b"a/decode", EngineHello("a", "decode", 4712)))
+    assert lost.request_ids == ["r"]
+    late = EngineSuspect("a", "decode", True, 100), EngineDown("a", "decode", "killed", pid=100)
+    for message in late:
+        assert to(GATEWAY, Lost, bench.say(b"controller/1", message)) == []
+        assert bench.state()["engines"]["a/decode"]["up"]
+        assert not bench.state()["engines"]["a/decode"]["suspect"]
+    bench.decoding("r", attempt=1)
+    (lost,) = to(GATEWAY, Lost, bench.say(b"controller/1", EngineDown("a", "decode", "killed", pid=4712)))
+    assert lost.attempts == [1]
+    assert not bench.state()["engines"]["a/decode"]["up"]
+
+
+def test_of_the_death_of_a_gateway_that_is_heard_late_only_its_own_requests_end() -> None:
+    bench = Bench()
+    bench.say(GATEWAY, GatewayHello("g1", "ipc:///g1", 0, 31))
+    bench.say(b"gateway/g2", GatewayHello("g2", "ipc:///g2", 0, 32))
+    bench.submit("r", gateway=b"gateway/g2")
+    bench.say(b"controller/1", GatewayDown(0, 31))
+    assert set(bench.unit.request_table.held) == {"r"}
+    bench.say(b"controller/1", GatewayDown(0, 32))
+    assert not bench.unit.request_table.held
+
+
 # ---------------------------------------------------------------- shares per lease
 
 

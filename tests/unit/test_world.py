@@ -226,8 +226,8 @@ def test_poison_ends_with_an_error_and_all_others_are_served(phases: str, way: s
     world.check_end()
     assert {r for r, client in world.clients.items() if client.failed} == set(world.poison)
     # Two failures among others and one alone each. A crash while a lease is on its way may be that of the one before,
-    # and does not tell as much.
-    assert world.failures <= (3 if way == "raise" else 6) * len(world.poison)
+    # and does not tell as much; one that is heard late tells nothing.
+    assert world.failures <= (3 if way == "raise" else 6) * len(world.poison) + world.late
     # Everybody else is whole.
     assert all(len(c.got) == c.most for r, c in world.clients.items() if r not in world.poison)
 

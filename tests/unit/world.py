@@ -128,10 +128,13 @@ class Engine:
         self.doing = "both"
         self.alone = ""
         self.keys = 0
+        self.pid = 0
 
     def hello(self) -> None:
+        """It is a new process."""
         self.running, self.left, self.alone = {}, 0, ""
-        self.tell(EngineHello("a", self.phase, 1))
+        self.pid += 1
+        self.tell(EngineHello("a", self.phase, self.pid))
 
     def tell(self, message: Message) -> None:
         self.world.post(self.unit.address(self.address), self.unit, self.address, message)
@@ -514,6 +517,8 @@ class World:
         # Requests that make their engine fail: how (`raise` or `crash`), and at which token; and how often they did.
         self.poison: dict[str, tuple[str, int]] = {}
         self.failures = 0
+        # Deaths of engines that were heard after the greeting of the next one, for which nobody can be blamed.
+        self.late = 0
         self.units = {name: Unit(self, name) for name in ("u0", "u1")}
         for unit in self.units.values():
             self.greet(unit)
@@ -638,6 +643,8 @@ class World:
         if isinstance(message, tuple):
             unit.migrator.heard(message)
         elif name[2] == "unit":
+            if isinstance(message, EngineDown):
+                self.late += unit.scheduler.engines.pids.get(f"a/{message.phase}") != message.pid
             unit.hear(peer, message)
         elif peer == GATEWAY:
             self.gateway_hears(unit, message)
@@ -682,8 +689,9 @@ class World:
         if what in ("prefill", "decode", "both"):
             engine = unit.engines[f"a/{what}".encode()]
             self.drop_channels(f"{unit.name}:a/{what}")
-            # The controller starts another one only when it has seen it die.
-            unit.hear(b"controller", EngineDown("a", what, "killed", cause))
+            # The controller starts another one only when it has told of the death; but what it said may arrive later.
+            down = EngineDown("a", what, "killed", cause, engine.pid)
+            self.post(unit.address(b"controller"), unit, b"controller", down)
             # What it had adopted is freed; what it had handed off stays.
             engine.hello()
         elif what == "some requests":
@@ -714,7 +722,7 @@ class World:
             if not client.over and client.unit == unit.name:
                 self.again(request_id)
         for engine in unit.engines.values():
-            engine.tell(EngineHello("a", engine.phase, 1))
+            engine.tell(EngineHello("a", engine.phase, engine.pid))
         unit.migrator.tell(MigratorHello(f"{unit.name}{unit.migrator.life}", 1))
 
     def check_end(self) -> None:
