@@ -90,6 +90,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def free_ports(count: int) -> list[int]:
+    """So many different ones, for servers that start side by side."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
 def _tail(log: Path, lines: int = 25) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
@@ -165,8 +174,7 @@ def muxserve_fleet(
         ServerError: the fleet did not become ready.
     """
     port = port or free_port()
-    muxserve = Path(sys.executable).parent / "muxserve"
-    command = [str(muxserve), "deploy", str(fleet), "--port", str(port), *options]
+    command = [sys.executable, "-m", "muxserve.cli.app", "deploy", str(fleet), "--port", str(port), *options]
     with server(command, port, stop_signal=signal.SIGINT, timeout=timeout) as running:
         yield running
 

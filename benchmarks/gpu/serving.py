@@ -2,13 +2,14 @@
 
 (a) `spatial`: one stock vLLM server per model, the KV memory divided by their rates;
 (b) `temporal`: a MuxServe fleet whose models take turns (`policy: fcfs`);
-(c) `muxserve`: a MuxServe fleet with SM shares and ADBS.
+(c) `muxserve`: a MuxServe fleet with SM shares and the default policy.
 
     python benchmarks/gpu/serving.py [--alphas 0.9 2.1] [--rates 4 8 16] [--quick] [--out FILE]
 
 All get the same requests. Reported are the throughput weighted by rates, the part of requests within 8 times their
-latency alone (measured first on a stock server), and p99 of TTFT and TPOT. Targets: 1.8 times the throughput of the
-better of (a) and (b) at the best point, never below it. kvcached is not among them yet.
+latency alone (measured first, on the stock servers while the others have nothing to do), and p99 of TTFT and TPOT.
+Targets: 1.8 times the throughput of the better of (a) and (b) at the best point, never below it. kvcached is not among
+them yet.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from load import Call, closed_loop
 from report import machine, write_report
-from servers import ROOT, Server, ServerError, end_cleanly, muxserve_fleet
+from servers import ROOT, Server, ServerError, end_cleanly, free_ports, muxserve_fleet
 from serving_cpu import Alone, drive, fit_alone, make_calls, show
 from stock_vllm import StockSettings, stock_server
 
@@ -49,9 +51,9 @@ def shares_of(names: list[str], alpha: float) -> dict[str, float]:
 
 
 def fleet_file(
-    folder: Path, paths: dict[str, Path], rates: dict[str, float], policy: str, settings: StockSettings
+    folder: Path, paths: dict[str, Path], rates: dict[str, float], system: str, settings: StockSettings
 ) -> Path:
-    """A fleet of these models on one GPU."""
+    """A fleet of these models on one GPU, that serves all requests, however late."""
     models = [
         {
             "name": name,
@@ -60,17 +62,18 @@ def fleet_file(
             "dtype": settings.dtype,
             "max_len": settings.max_len,
             "max_num_seqs": settings.max_num_seqs,
+            "limits": {"max_wait": "none"},
             "engine_args": {"load_format": "dummy", "enforce_eager": settings.eager},
         }
         for name, path in paths.items()
     ]
     fleet = {
         "cluster": {"gpus": 1},
-        "policy": policy,
+        **({"policy": "fcfs"} if system == "temporal" else {}),
         "kv_pool": {"size": settings.kv_bytes},
         "models": models,
     }
-    path = folder / f"{policy}.yaml"
+    path = folder / f"{system}.yaml"
     path.write_text(yaml.safe_dump(fleet, sort_keys=False))
     return path
 
@@ -87,19 +90,39 @@ def serving(
     with contextlib.ExitStack() as stack:
         if system == "spatial":
             total = sum(rates.values())
-            servers = {
-                name: stack.enter_context(
-                    stock_server(path, name, replace(settings, kv_bytes=int(settings.kv_bytes * rates[name] / total)))
-                )
-                for name, path in paths.items()
-            }
+            ports = free_ports(len(paths))
+            with ThreadPoolExecutor(len(paths)) as starts:
+                entered = {
+                    name: starts.submit(
+                        stack.enter_context,
+                        stock_server(
+                            path, name, replace(settings, kv_bytes=int(settings.kv_bytes * rates[name] / total)), port
+                        ),
+                    )
+                    for (name, path), port in zip(paths.items(), ports, strict=True)
+                }
+            servers = {name: each.result() for name, each in entered.items()}
             yield {name: server.url for name, server in servers.items()}, list(servers.values())
             return
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        policy = "fcfs" if system == "temporal" else "adbs"
-        file = fleet_file(folder, paths, rates, policy, settings)
+        file = fleet_file(folder, paths, rates, system, settings)
         fleet = stack.enter_context(muxserve_fleet(file, timeout=START_SECONDS))
         yield dict.fromkeys(paths, fleet.url), [fleet]
+
+
+def alone_by_model(shapes: dict[str, str], urls: dict[str, str]) -> dict[str, Alone]:
+    """What requests take on stock servers while nothing else runs, measured once for each shape.
+
+    Raises:
+        ServerError: a request failed.
+    """
+    of_shape: dict[str, Alone] = {}
+    for name, shape in shapes.items():
+        if shape not in of_shape:
+            calls = [Call(name, p, 48, seed=-100 - i) for i, p in enumerate((16, 64, 256, 1024) * 3)]
+            asyncio.run(closed_loop(urls[name], [replace(call, seed=-10) for call in calls[:4]], 1))
+            of_shape[shape] = fit_alone(asyncio.run(closed_loop(urls[name], calls, 1)))
+    return {name: of_shape[shape] for name, shape in shapes.items()}
 
 
 def weighted(result: dict[str, Any], shares: dict[str, float]) -> float:
@@ -143,27 +166,30 @@ def main() -> int:
     settings = StockSettings(
         eager=False, kv_bytes=int(options.kv_gib * (1 << 30)), dtype="bfloat16", dummy=True, max_num_seqs=128
     )
-    report: dict[str, Any] = {"machine": machine(), "gpus": [gpu.name for gpu in found.gpus], "results": {}}
+    report: dict[str, Any] = {
+        "machine": machine(),
+        "gpus": [gpu.name for gpu in found.gpus],
+        "start_seconds": {},
+        "results": {},
+    }
     with tempfile.TemporaryDirectory(prefix="models-") as folder:
         shapes = dict(list(checkpoints.FLEET.items())[: options.models])
         paths = {name: checkpoints.make(Path(folder), name, shape) for name, shape in shapes.items()}
         names = list(paths)
         try:
             alone: dict[str, Alone] = {}
-            of_shape: dict[str, Alone] = {}
-            for name, shape in shapes.items():
-                if shape not in of_shape:
-                    with stock_server(paths[name], name, replace(settings, kv_bytes=4 << 30)) as stock:
-                        calls = [Call(name, p, 48, seed=-100 - i) for i, p in enumerate((16, 64, 256, 1024) * 3)]
-                        asyncio.run(closed_loop(stock.url, [replace(call, seed=-10) for call in calls[:4]], 1))
-                        of_shape[shape] = fit_alone(asyncio.run(closed_loop(stock.url, calls, 1)))
-                alone[name] = of_shape[shape]
+            if "spatial" not in options.systems:
+                with serving("spatial", paths, dict.fromkeys(names, 1.0), settings) as (urls, _):
+                    alone = alone_by_model(shapes, urls)
             for alpha in options.alphas:
                 options.alpha = alpha
                 shares = shares_of(names, alpha)
                 for system in options.systems:
                     rates = power_law_rates(names, max(options.rates), alpha)
                     with serving(system, paths, rates, settings) as (urls, servers):
+                        starts = report["start_seconds"].setdefault(system, [])
+                        starts.append(max(server.start_seconds for server in servers))
+                        alone = alone or alone_by_model(shapes, urls)
                         for rate in options.rates:
                             result = drive(urls, servers, make_calls(options, names, rate), alone)
                             result["weighted"] = weighted(result, shares)

@@ -29,15 +29,19 @@ from gpu import checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT, BATCHES, CONTEXT = 1024, (1, 32, 128), 512
-PAIR_SECONDS = 5.0
+PAIR_SECONDS = 3.0
 PAIR = (60, 40)
+PAIR_DECODE = "decode-32"
 RESULT = "result: "
-KV_BYTES = 36 << 30  # 128 requests of 2,048 tokens of an 8B model
+KV_BYTES = 12 << 30  # 128 requests of 700 tokens of an 8B model
+PROCESS_BYTES = 31 << 30  # KV, weights of an 8B model, activations, graphs, context
+GROWTH = 20_000  # so many tokens all requests of a batch grow by, at most
 
 
-def role(model: str, phase: str, seconds: float, batch: int, gate: str) -> None:
-    """Steps of one phase for so long, in a process with its share; prints what one took. `gate` holds it back until the
-    other process is ready, too."""
+def role(model: str) -> None:
+    """A process with its share. It reads phases, `prefill` or `decode-` and the batch, each with its seconds; says when
+    steps of that phase are about to be measured; and after one more line of input measures them and prints what one
+    took."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import torch
     from vllm import LLM, SamplingParams
@@ -49,19 +53,19 @@ def role(model: str, phase: str, seconds: float, batch: int, gate: str) -> None:
         max_model_len=2048,
         max_num_seqs=max(BATCHES),
         max_num_batched_tokens=2048,
-        # Fixed: vLLM's own way looks at what is free, and two processes that start together disturb each other.
+        # Fixed: vLLM's own way looks at what is free, and processes that start together disturb each other.
         kv_cache_memory_bytes=KV_BYTES,
         enable_prefix_caching=False,
         async_scheduling=False,
     )
     engine = llm.llm_engine
-    number = 0
+    ids: list[str] = []
 
     def add(tokens: int, output: int) -> None:
-        nonlocal number
-        number += 1
         params = SamplingParams(max_tokens=output, ignore_eos=True, temperature=0.0)
-        engine.add_request(str(number), {"prompt_token_ids": [7 + number % 50] * tokens}, params)
+        prompt = [7 + len(ids) % 50] * tokens
+        ids.append(str(len(ids)))
+        engine.add_request(ids[-1], {"prompt_token_ids": prompt}, params)
 
     def step() -> float:
         began = time.perf_counter()
@@ -73,84 +77,140 @@ def role(model: str, phase: str, seconds: float, batch: int, gate: str) -> None:
         while engine.has_unfinished_requests():
             engine.step()
 
+    def say(**words: Any) -> None:
+        print(RESULT + json.dumps(words), flush=True)
+
     add(PROMPT, 4)
     drain()
-    if phase == "decode":
-        for _ in range(batch):
-            add(CONTEXT, 1500)
-        # Until all prompts are in.
-        for _ in range(batch * CONTEXT // 2048 + 4):
-            step()
-    if gate:
-        Path(gate, phase).touch()
-        limit = time.monotonic() + 120
-        while len(list(Path(gate).iterdir())) < 2 and time.monotonic() < limit:
-            time.sleep(0.01)
-    times = []
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and len(times) < 1200:
-        if phase == "prefill":
-            add(PROMPT, 1)
-        times.append(step())
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    print(RESULT + json.dumps({"seconds": statistics.median(times), "steps": len(times), "sms": sms}))
+    say(sms=sms)
+    for line in sys.stdin:
+        phase, seconds = line.split()
+        first, most = len(ids), 1200
+        if phase != "prefill":
+            batch = int(phase.removeprefix("decode-"))
+            most = min(most, GROWTH // batch)
+            for _ in range(batch):
+                add(CONTEXT, 1500)
+            # Until all prompts are in.
+            for _ in range(batch * CONTEXT // 2048 + 4):
+                step()
+        say(ready=phase)
+        sys.stdin.readline()
+        times = []
+        end = time.monotonic() + float(seconds)
+        while time.monotonic() < end and len(times) < most:
+            if phase == "prefill":
+                add(PROMPT, 1)
+            times.append(step())
+        say(seconds=statistics.median(times), steps=len(times), sms=sms)
+        engine.abort_request(ids[first:])
+        drain()
 
 
-def start(
-    share: int, environment: dict[str, str], model: Path, phase: str, seconds: float, batch: int = 32, gate: str = ""
-) -> subprocess.Popen[str]:
+class Sharer:
     """A process with `share` percent of the SMs."""
-    arguments = ["--role", phase, "--model", str(model), "--role-seconds", str(seconds), "--batch", str(batch)]
-    return subprocess.Popen(
-        [sys.executable, __file__, *arguments, "--gate", gate],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environment, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(share)},
-    )
 
-
-def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What it measured.
-
-    Raises:
-        RuntimeError: it failed; the message ends with its last lines.
-    """
-    out, err = process.communicate(timeout=600)
-    if process.returncode != 0:
-        raise RuntimeError(err[-2000:])
-    # vLLM writes to the standard output, too.
-    line = next(line for line in reversed(out.splitlines()) if line.startswith(RESULT))
-    return dict(json.loads(line.removeprefix(RESULT)))
-
-
-def measure(shape: str, shares: list[int], environment: dict[str, str], model: Path) -> dict[str, Any]:
-    """Steps alone at every share, and prefill beside decode."""
-    alone = []
-    for share in shares:
-        prefill = finish(start(share, environment, model, "prefill", 3.0))
-        row: dict[str, Any] = {"share": share, "sms": prefill["sms"], "prefill": prefill["seconds"]}
-        for batch in BATCHES:
-            row[f"decode_{batch}"] = finish(start(share, environment, model, "decode", 3.0, batch))["seconds"]
-        alone.append(row)
-        decode = ", ".join(f"{row[f'decode_{batch}'] * 1e3:.2f} ms at batch {batch}" for batch in BATCHES)
-        print(
-            f"{shape} {share:3d} % ({row['sms']} SMs): prefill {row['prefill'] * 1e3:.1f} ms, decode {decode}",
-            flush=True,
+    def __init__(self, share: int, environment: dict[str, str], model: Path) -> None:
+        self.share = share
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- as long as the process
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--role", str(model)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**os.environ, **environment, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(share)},
         )
-    single = [
-        finish(start(PAIR[0], environment, model, "prefill", PAIR_SECONDS)),
-        finish(start(PAIR[1], environment, model, "decode", PAIR_SECONDS)),
-    ]
-    with tempfile.TemporaryDirectory() as gate:
-        both = [
-            start(PAIR[0], environment, model, "prefill", PAIR_SECONDS, gate=gate),
-            start(PAIR[1], environment, model, "decode", PAIR_SECONDS, gate=gate),
-        ]
-        together = [finish(process) for process in both]
+
+    def answer(self) -> dict[str, Any]:
+        """What it says next.
+
+        Raises:
+            RuntimeError: it ended; the message ends with its last lines.
+        """
+        assert self.process.stdout is not None
+        for line in self.process.stdout:  # vLLM writes there, too
+            if line.startswith(RESULT):
+                return dict(json.loads(line.removeprefix(RESULT)))
+        self._errors.seek(0)
+        raise RuntimeError(f"a process with {self.share} % ended:\n{self._errors.read()[-2000:]}")
+
+    def prepare(self, phase: str, seconds: float) -> None:
+        """Have it compute steps of that phase up to where they are measured."""
+        self._tell(f"{phase} {seconds}")
+        self.answer()
+
+    def go(self) -> None:
+        """Have it measure; its next answer is the result."""
+        self._tell("go")
+
+    def measure(self, phase: str, seconds: float) -> dict[str, Any]:
+        """Steps of a phase, while no other process computes."""
+        self.prepare(phase, seconds)
+        self.go()
+        return self.answer()
+
+    def _tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._errors.close()
+
+
+def measure(
+    shape: str, shares: list[int], environment: dict[str, str], model: Path, seconds: float, at_once: int
+) -> dict[str, Any]:
+    """Steps alone at every share, and prefill beside decode. `at_once` processes fit on the GPU: these start together,
+    and are measured one after another."""
+    shares = list(dict.fromkeys((*PAIR, *shares)))
+    alone: list[dict[str, Any]] = []
+    pair: dict[str, Any] = {}
+    for first in range(0, len(shares), at_once):
+        sharers = [Sharer(share, environment, model) for share in shares[first : first + at_once]]
+        try:
+            for sharer in sharers:
+                sharer.answer()
+            for sharer in sharers:
+                alone.append(measure_alone(shape, sharer, seconds))
+            if first == 0:
+                pair = measure_pair(sharers[0], sharers[1])
+        finally:
+            for sharer in sharers:
+                sharer.end()
+    return {"alone": sorted(alone, key=lambda row: row["share"]), "pair": pair}
+
+
+def measure_alone(shape: str, sharer: Sharer, seconds: float) -> dict[str, Any]:
+    """Steps of every phase at one share."""
+    prefill = sharer.measure("prefill", seconds)
+    row: dict[str, Any] = {"share": sharer.share, "sms": prefill["sms"], "prefill": prefill["seconds"]}
+    for batch in BATCHES:
+        row[f"decode_{batch}"] = sharer.measure(f"decode-{batch}", seconds)["seconds"]
+    decode = ", ".join(f"{row[f'decode_{batch}'] * 1e3:.2f} ms at batch {batch}" for batch in BATCHES)
+    print(
+        f"{shape} {sharer.share:3d} % ({row['sms']} SMs): prefill {row['prefill'] * 1e3:.1f} ms, decode {decode}",
+        flush=True,
+    )
+    return row
+
+
+def measure_pair(prefill: Sharer, decode: Sharer) -> dict[str, Any]:
+    """Prefill in one process beside decode in another, and each of them alone just before."""
+    phases = ((prefill, "prefill"), (decode, PAIR_DECODE))
+    single = [sharer.measure(phase, PAIR_SECONDS) for sharer, phase in phases]
+    for sharer, phase in phases:
+        sharer.prepare(phase, PAIR_SECONDS)
+    for sharer, _ in phases:
+        sharer.go()
+    together = [sharer.answer() for sharer, _ in phases]
     slower = [b["seconds"] / a["seconds"] for a, b in zip(single, together, strict=True)]
     print(f"{PAIR[0]} % prefill beside {PAIR[1]} % decode: {slower[0]:.2f} and {slower[1]:.2f} times as long as alone")
-    return {"alone": alone, "pair": {"shares": PAIR, "alone": single, "together": together, "slowdown": slower}}
+    return {"shares": PAIR, "alone": single, "together": together, "slowdown": slower}
 
 
 def as_profile(shape: str, gpu_type: str, measured: dict[str, Any], path: Path) -> None:
@@ -182,14 +242,11 @@ def main() -> int:
     parser.add_argument("--shares", nargs="+", type=int, default=[10, 20, 40, 60, 80, 100])
     default = Path(os.environ.get("OUT", ROOT / "benchmarks/results/gpu"))
     parser.add_argument("--out", type=Path, default=default / "sharing.json")
-    parser.add_argument("--role", choices=["prefill", "decode"], help=argparse.SUPPRESS)
-    parser.add_argument("--model", help=argparse.SUPPRESS)
-    parser.add_argument("--role-seconds", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--batch", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--gate", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each phase")
+    parser.add_argument("--role", metavar="MODEL", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.role:
-        role(options.model, options.role, options.role_seconds, options.batch, options.gate)
+        role(options.role)
         return 0
     from muxserve.gpu import mps, nvml
 
@@ -208,7 +265,14 @@ def main() -> int:
         try:
             server.start()
             environment = {"CUDA_VISIBLE_DEVICES": gpu.uuid, "CUDA_MPS_PIPE_DIRECTORY": str(directory / "pipe")}
-            measured = measure(options.shape, options.shares, environment, model)
+            measured = measure(
+                options.shape,
+                options.shares,
+                environment,
+                model,
+                options.seconds,
+                max(len(PAIR), gpu.free_bytes // PROCESS_BYTES),
+            )
         except (RuntimeError, mps.MpsError) as error:
             print(error, file=sys.stderr)
             return 1

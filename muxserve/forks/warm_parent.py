@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from muxserve.forks.family import Control, ForkingParent, adopt_orphans, engine_log, file_name
-from muxserve.gpu.environment import parent_environment, refuse_cuda
+from muxserve.gpu.environment import ImportsThatTouchCuda, parent_environment, refuse_cuda
 from muxserve.net.heartbeat import heartbeat_file
 from muxserve.net.logs import log_to_stderr
 from muxserve.net.process import words
@@ -31,27 +31,28 @@ log = logging.getLogger(__name__)
 
 def preload(device: str) -> None:
     """Import what engines on `device` (cpu or cuda) need, so that a fork starts with it. Touches no GPU."""
-    import transformers  # noqa: F401
-    import vllm.model_executor.models.llama
-    import vllm.model_executor.models.qwen2
-    import vllm.model_executor.models.qwen3
-    import vllm.v1.engine.core
-    import vllm.v1.executor.uniproc_executor  # noqa: F401
+    with ImportsThatTouchCuda() as imports:
+        import transformers  # noqa: F401
+        import vllm.model_executor.models.llama
+        import vllm.model_executor.models.qwen2
+        import vllm.model_executor.models.qwen3
+        import vllm.v1.engine.core
+        import vllm.v1.executor.uniproc_executor  # noqa: F401
 
-    import muxserve.engine.loop
-    import muxserve.engine.ranks
-    import muxserve.engine.support
-    from muxserve.vllm import engine_internals
+        import muxserve.engine.loop
+        import muxserve.engine.ranks
+        import muxserve.engine.support
+        from muxserve.vllm import engine_internals
 
-    if device == "cuda":
-        import muxserve.engine.cuda.worker
-    else:
-        # Not on a GPU: vLLM's CPU worker puts stand-ins into torch when it is imported.
-        import muxserve.engine.cpu.worker  # noqa: F401
+        if device == "cuda":
+            import muxserve.engine.cuda.worker
+        else:
+            # Not on a GPU: vLLM's CPU worker puts stand-ins into torch when it is imported.
+            import muxserve.engine.cpu.worker  # noqa: F401
 
-        prepare_workers()
-    engine_internals.check(device)
-    refuse_cuda()
+            prepare_workers()
+        engine_internals.check(device)
+    refuse_cuda(imports.after)
     # Imports leave nothing to collect, and looking for it before the first fork takes a third of a second.
     gc.freeze()
 

@@ -6,12 +6,13 @@ that has initialised the driver cannot fork children that use it.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import shutil
 import sys
 from collections.abc import Mapping, MutableMapping
-from pathlib import Path
+from typing import Self
 
 from muxserve.gpu.sm import PERCENTAGE, SHARING, percentage, share_of
 from muxserve.spec import UnitSpec
@@ -25,8 +26,6 @@ _EXPANDABLE = "expandable_segments"
 # A client's kernels wait for those of clients with a lower number; 0 is normal, 1 below that. There are no others.
 PRIORITY = "CUDA_MPS_CLIENT_PRIORITY"
 _BELOW_NORMAL = "1"
-# The driver opens it when it is initialised, and nobody else does: asking NVML opens others.
-_TOUCHED = "/dev/nvidia-uvm"
 # Has vLLM sample with torch.
 SAMPLER_OFF = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 _DEEP_GEMM = "VLLM_USE_DEEP_GEMM"
@@ -133,11 +132,11 @@ def prepare(unit_spec: UnitSpec, model: str, phase: str, environ: MutableMapping
         environ[PRIORITY] = _BELOW_NORMAL
 
 
-def refuse_cuda(descriptors: Path = Path("/proc/self/fd")) -> None:
+def refuse_cuda(after: str = "") -> None:
     """Go on only in a process that has not touched CUDA, and so can fork.
 
     Args:
-        descriptors: where the kernel lists this process's open files.
+        after: what is known of who has (see `ImportsThatTouchCuda`).
 
     Raises:
         RuntimeError: it has.
@@ -145,18 +144,48 @@ def refuse_cuda(descriptors: Path = Path("/proc/self/fd")) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         how = "torch has initialised it"
-    elif _opened(descriptors):
-        how = f"something has called cuInit ({_TOUCHED} is open), such as a library that asks for the GPU's capability"
+    elif driver_is_initialised():
+        how = "something has called cuInit, such as a library that asks for the GPU's capability"
     else:
         return
-    raise RuntimeError(f"this process has touched CUDA and cannot fork: {how}; it was imported or asked too early")
+    where = f" {after}" if after else ""
+    raise RuntimeError(
+        f"this process has touched CUDA and cannot fork: {how}{where}; it was imported or asked too early"
+    )
 
 
-def _opened(descriptors: Path) -> bool:
-    def target(link: Path) -> str:
-        try:
-            return os.readlink(link)
-        except OSError:
-            return ""
+def driver_is_initialised(driver: str = "libcuda.so.1") -> bool:
+    """Whether this process has called cuInit: only then the driver counts its GPUs.
 
-    return any(target(link) == _TOUCHED for link in descriptors.iterdir())
+    A driver that is not loaded yet stays so. Open devices say nothing: NVML opens them, too, by driver and version.
+    """
+    try:
+        library = ctypes.CDLL(driver, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except OSError:
+        return False
+    return bool(library.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0)
+
+
+class ImportsThatTouchCuda:
+    """While it is entered, notes after which import the driver was initialised first.
+
+    A finder that finds nothing: Python asks it at each import, and what was imported last is known then.
+    """
+
+    def __init__(self) -> None:
+        self._last = ""
+        self.after = ""
+        """In words for `refuse_cuda`; empty while nothing has been seen."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if not self.after and driver_is_initialised():
+            self.after = f"after the import of {self._last}" if self._last else f"before that of {name}"
+        self._last = name
+
+    def __enter__(self) -> Self:
+        sys.meta_path.insert(0, self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.meta_path.remove(self)
+        self.find_spec("what follows")

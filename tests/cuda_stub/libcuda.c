@@ -31,6 +31,7 @@ static int missing(void) { return kNoDevice; }
 MISSING(cuCtxGetCurrent)
 MISSING(cuCtxSetCurrent)
 MISSING(cuDeviceGetAttribute)
+MISSING(cuDeviceGetCount)
 MISSING(cuDevicePrimaryCtxRetain)
 MISSING(cuMemAddressFree)
 MISSING(cuMemAddressReserve)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ def gpu() -> str:
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What stock vLLM answers on this GPU, by model."""
+    """What stock vLLM answers on this GPU, by model; in the directory of `MUXSERVE_GPU_REFERENCE`, where given, it is
+    kept for the next run."""
     from tests.gpu.stock import reference_answers
 
-    return reference_answers(tmp_path_factory.mktemp("reference"))
+    kept = os.environ.get("MUXSERVE_GPU_REFERENCE")
+    return reference_answers(Path(kept) if kept else tmp_path_factory.mktemp("reference"))

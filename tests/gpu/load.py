@@ -40,29 +40,31 @@ async def complete(client: openai.AsyncOpenAI, model: str, prompt: list[int]) ->
 
 
 async def all_answers(
-    fleet: Fleet, reference: dict[str, Any], concurrency: int = 32
-) -> dict[tuple[str, int], list[int]]:
-    """Every request of the reference, models interleaved."""
+    fleet: Fleet, reference: dict[str, Any], until: asyncio.Event | None = None, concurrency: int = 32
+) -> list[tuple[str, int, list[int]]]:
+    """Every request of the reference, models interleaved, again and again `until` that is set; once without it."""
     gate = asyncio.Semaphore(concurrency)
     client = fleet.async_client()
-    found: dict[tuple[str, int], list[int]] = {}
+    found: list[tuple[str, int, list[int]]] = []
 
     async def one(model: str, index: int) -> None:
         async with gate:
-            found[model, index] = await complete(client, model, reference[model][index]["prompt"])
+            found.append((model, index, await complete(client, model, reference[model][index]["prompt"])))
 
-    await asyncio.gather(*(one(m, i) for i in range(len(reference[MODELS[0]])) for m in MODELS))
-    return found
+    while True:
+        await asyncio.gather(*(one(m, i) for i in range(len(reference[MODELS[0]])) for m in MODELS))
+        if until is None or until.is_set():
+            return found
 
 
-def check(answers: dict[tuple[str, int], list[int]], reference: dict[str, Any]) -> str:
+def check(answers: list[tuple[str, int, list[int]]], reference: dict[str, Any]) -> str:
     """Refuse answers that leave stock vLLM's where that was not a near tie; says how many were the same.
 
     Raises:
         AssertionError: which answers, where and by how much.
     """
     wrong, same = {}, 0
-    for (model, index), tokens in answers.items():
+    for model, index, tokens in answers:
         difference = first_difference(tokens, reference[model][index])
         if difference is None:
             same += 1

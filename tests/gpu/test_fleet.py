@@ -13,7 +13,7 @@ from tests.e2e.fleet import Fleet, fleet_file, running
 from tests.gpu.load import all_answers, check
 
 MODEL = {"dtype": "bfloat16", "max_len": 1024, "max_num_seqs": 32, "engine_args": {"enforce_eager": True}}
-CLUSTER = {"gpus": 1, "gpu_memory": 0.5}
+CLUSTER = {"gpus": 1, "gpu_memory": 0.2}
 
 WAYS: dict[str, dict[str, Any]] = {
     "mps": {"cluster": {**CLUSTER, "mps": "on"}},
@@ -73,10 +73,12 @@ def test_requests_survive(fleet: Fleet, reference: dict[str, Any], part: str) ->
     if fleet.part(*PARTS[part]) is None:
         pytest.skip(f"this fleet has no {part}")
 
-    async def scenario() -> dict[tuple[str, int], list[int]]:
-        load = asyncio.create_task(all_answers(fleet, reference))
+    async def scenario() -> list[tuple[str, int, list[int]]]:
+        killed = asyncio.Event()
+        load = asyncio.create_task(all_answers(fleet, reference, killed))
         await asyncio.to_thread(fleet.wait, lambda: decoding(fleet) >= 4, 60, "busy")
         fleet.kill(*PARTS[part])
+        killed.set()
         return await load
 
     print(part, check(asyncio.run(scenario()), reference))

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+import subprocess
+import sys
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +15,9 @@ import pytest
 
 from muxserve.gpu import environment
 from muxserve.gpu.environment import (
+    ImportsThatTouchCuda,
     client_environment,
+    driver_is_initialised,
     keeper_environment,
     parent_environment,
     prepare,
@@ -181,16 +188,41 @@ class TestParent:
 
 class TestForks:
     def test_a_bare_cuinit_is_seen(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """torch does not know of it: a library asked the driver for the GPU's capability."""
-        monkeypatch.setitem(
-            __import__("sys").modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=bool))
-        )
-        for number, target in enumerate(("/dev/null", "/dev/nvidiactl", "/dev/nvidia0")):  # the latter two are NVML's
-            (tmp_path / str(number)).symlink_to(target)
-        refuse_cuda(tmp_path)
-        (tmp_path / "7").symlink_to("/dev/nvidia-uvm")
+        """torch does not know of it: a library asked the driver for the GPU's capability. That open devices say nothing
+        was seen on a GPU: NVML of driver 580 opens those that cuInit opens."""
+        monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_initialized=bool)))
+        library = tmp_path / "libcuda.so.1"
+        source = "static int ready; int cuInit(int f) { ready = 1; return 0; }"
+        source += " int cuDeviceGetCount(int* n) { *n = 1; return ready ? 0 : 3; }"
+        compiler = [shutil.which("cc") or "cc", "-shared", "-fPIC", "-o", str(library), "-x", "c", "-"]
+        subprocess.run(compiler, input=source, text=True, check=True)
+
+        assert not driver_is_initialised(str(library)), "it has not even been loaded"
+        driver = ctypes.CDLL(str(library))
+        assert not driver_is_initialised(str(library)), "loaded, and not initialised"
+        driver.cuInit(0)
+        assert driver_is_initialised(str(library))
+
+        monkeypatch.setattr(environment, "driver_is_initialised", lambda: True)
         with pytest.raises(RuntimeError, match="has touched CUDA and cannot fork: something has called cuInit"):
-            refuse_cuda(tmp_path)
+            refuse_cuda()
+
+    def test_who_touches_cuda_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        touched = False
+        monkeypatch.setattr(environment, "driver_is_initialised", lambda: touched)
+        monkeypatch.syspath_prepend(tmp_path)
+        for name in ("harmless", "greedy", "late"):
+            (tmp_path / f"{name}_library.py").write_text("")
+        with ImportsThatTouchCuda() as imports:
+            import_module("harmless_library")
+            assert not imports.after
+            import_module("greedy_library")
+            touched = True
+            import_module("late_library")
+        assert imports.after == "after the import of greedy_library"
+        assert imports not in sys.meta_path
+        with pytest.raises(RuntimeError, match="capability after the import of greedy_library; it was"):
+            refuse_cuda(imports.after)
 
     def test_this_process_may_fork(self) -> None:
         refuse_cuda()

@@ -141,11 +141,18 @@ Result cuGetErrorString(Result, const char** text) {
   return 0;
 }
 
+// The process that has called cuInit: a child of it has not.
+static pid_t initialised = 0;
+
 Result cuInit(unsigned) {
-  return call("cuInit", [] { return number("FAKE_CUDA_DEVICES", 1) == 0 ? 100 : 0; });
+  return call("cuInit", [] {
+    initialised = getpid();
+    return number("FAKE_CUDA_DEVICES", 1) == 0 ? 100 : 0;
+  });
 }
 
 Result cuDeviceGetCount(int* count) {
+  if (initialised != getpid()) return 3;
   return call("cuDeviceGetCount", [&] {
     *count = static_cast<int>(number("FAKE_CUDA_DEVICES", 1));
     return 0;
