@@ -389,8 +389,9 @@ class ClusterSection(Section):
         description="CUDA's Multi-Process Service, so that engines compute at the same time; auto: if it works here",
     )
     sm_sharing: SmSharingName = Field(
-        default="mps",
-        description="How engines get their share of SMs under MPS: by percentage, or as SMs of their own",
+        default="auto",
+        description="How engines get their share of SMs under MPS: by percentage, or as SMs of their own (green "
+        "contexts); auto: the latter if `muxserve doctor --gpu` has found that it works here, else they take turns",
     )
     decode_first: bool = Field(
         default=False, description="Under MPS, kernels of prefill engines wait for those of decode engines"

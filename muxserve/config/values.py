@@ -95,7 +95,7 @@ AUTO: Literal["auto"] = "auto"
 NONE: Literal["none"] = "none"
 Auto = Literal["auto"]
 PolicyName = Literal["adbs", "slack", "fcfs", "round_robin"]
-SmSharingName = Literal["mps", "green_contexts"]
+SmSharingName = Literal["auto", "mps", "green_contexts"]
 GPU_UUID_PATTERN = r"^GPU-[0-9a-fA-F-]{36}$"
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 # As models are called elsewhere: org/name, name:tag.

@@ -26,7 +26,8 @@ Fallback = Literal[
     "nvls_off",
     "fcfs",
     "restart_mps",
-    "mps_shares",
+    "no_green_contexts",
+    "no_percentages",
     "torch_sampler",
 ]
 FALLBACK_WORDS: Mapping[Fallback, str] = {
@@ -38,13 +39,17 @@ FALLBACK_WORDS: Mapping[Fallback, str] = {
     "nvls_off": "NCCL does without the NVSwitch's multicast",
     "fcfs": "engines of several ranks compute one at a time (`policy: fcfs`)",
     "restart_mps": "the MPS server is started again whenever an engine was killed",
-    "mps_shares": "`sm_sharing: mps` in place of green contexts",
+    "no_green_contexts": "engines have no green contexts",
+    "no_percentages": "engines have no percentages of the SMs",
     "torch_sampler": "engines in green contexts sample with torch (`VLLM_USE_FLASHINFER_SAMPLER=0`)",
 }
 
 
 # The probe that shows whether CUDA graphs may hold attention.
 GRAPHS = "attention in a CUDA graph"
+# Those that show whether engines with SMs of their own, or with percentages of them, compute the same side by side.
+GREEN = "green contexts"
+PERCENTAGES = "percentages side by side"
 # The one that shows whether engines in green contexts may sample with FlashInfer.
 SAMPLER = "FlashInfer's sampler in green contexts"
 
@@ -90,6 +95,16 @@ class Findings(msgspec.Struct, frozen=True):
     def flashinfer_sampler(self) -> bool | None:
         """Whether engines in green contexts may sample with FlashInfer; None if that was not tried."""
         return self._works(SAMPLER)
+
+    @property
+    def green_contexts(self) -> bool | None:
+        """Whether engines may have green contexts; None if that was not tried."""
+        return self._works(GREEN)
+
+    @property
+    def percentages(self) -> bool | None:
+        """Whether engines may have percentages of the SMs; None if that was not tried."""
+        return self._works(PERCENTAGES)
 
     def _works(self, probe: str) -> bool | None:
         verdict = next((each.verdict for each in self.findings if each.probe == probe), "not tried")

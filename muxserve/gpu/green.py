@@ -199,6 +199,18 @@ class ContextSet:
         """
         self.contexts[self.current].check()
 
+    def enter_again(self) -> None:
+        """Make the context that should be current so again, when all that was launched on the device is done. For while
+        an engine starts: libraries that compile or capture make the whole GPU's current, which in a step would put
+        kernels out of order.
+
+        Raises:
+            GreenContextError: the driver refuses.
+        """
+        self._driver.call("cuCtxSynchronize")
+        self._driver.call("cuCtxSetCurrent", ctypes.c_void_p(self.contexts[self.current].handle))
+        self._driver.call("cuCtxSynchronize")
+
     def use(self, index: int) -> None:
         """Make that context current, when all that was launched in the present one is done.
 

@@ -39,7 +39,8 @@ class GpuUnit:
     says in words what was decided. `phases` is how its models are arranged, `stages` the depth of its pipeline. A unit
     that is served `elsewhere` gets GPUs like these on whatever machine it comes to. `fallbacks` are what is done
     instead of what probes found not to work there, `full_graphs` and `flashinfer_sampler` whether they found
-    CUDA graphs with attention, and that sampler in green contexts, to."""
+    CUDA graphs with attention, and that sampler in green contexts, to. With green contexts an engine has graphs for
+    each of `green_sets` sets of SMs. `named`: the fleet file says how SMs are shared, or there is nothing to share."""
 
     gpus: tuple[Gpu, ...]
     sharing: SmSharing
@@ -54,6 +55,8 @@ class GpuUnit:
     full_graphs: bool | None = None
     decode_first: bool = False
     flashinfer_sampler: bool | None = None
+    green_sets: int = 1
+    named: bool = True
 
     @property
     def ranks(self) -> int:
@@ -79,16 +82,33 @@ class GpuUnit:
     def as_found(self, findings: Findings) -> GpuUnit:
         """The same on GPUs of which that was found; whether MPS works is not looked at here."""
         fallbacks = findings.fallbacks
-        shares = self.sharing == "green_contexts" and "mps_shares" in fallbacks
+        sharing = self._sharing_as_found(findings)
+        sets = self.green_sets if sharing == "green_contexts" else 1
         return replace(
             self,
-            sharing="mps" if shares else self.sharing,
-            rules=replace(self.rules, graph_sets=1) if shares else self.rules,
+            sharing=sharing,
+            rules=self.rules if sharing == self.sharing else replace(self.rules, graph_sets=sets),
             fallbacks=tuple(sorted(fallbacks)),
             # A pool that is allocated anew would have another address than the graphs know.
             full_graphs=None if "ipc_legacy" in fallbacks and findings.full_graphs else findings.full_graphs,
             flashinfer_sampler=findings.flashinfer_sampler,
         )
+
+    def _sharing_as_found(self, findings: Findings) -> SmSharing:
+        """The way that the fleet file names unless it was found not to work, then the other one, then turns. Where none
+        is named, green contexts if they were found to work: percentages are for who asks for them."""
+        if self.sharing == "off":
+            return "off"
+        # NCCL would leave the green contexts of several ranks.
+        green = findings.green_contexts if self.ranks == self.stages else False
+        works: dict[SmSharing, bool | None] = {"green_contexts": green, "mps": findings.percentages}
+        ways: list[SmSharing] = ["green_contexts"]
+        if self.named:
+            ways = sorted(works, key=lambda way: way != self.sharing)
+        for way in ways:
+            if works[way] or (works[way] is None and self.named and way == self.sharing):
+                return way
+        return "off"
 
     @property
     def _memory_rules(self) -> MemoryRules:

@@ -75,7 +75,9 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
     stages, problem = how.stages(fleet, fleet.models[0], demands[0].architecture.layers, len(gpus))
     if problem:
         raise FleetError([problem])
-    sharing: SmSharing = "off" if fleet.cluster.mps == "off" else fleet.cluster.sm_sharing
+    named = fleet.cluster.sm_sharing
+    # Planned as if by percentages; what is done is decided where the GPUs are.
+    sharing: SmSharing = "off" if fleet.cluster.mps == "off" else "mps" if named == "auto" else named
     split = sharing == "green_contexts" and len(gpus) > stages and not how.dedicated
     if split:
         sharing = "mps"
@@ -116,6 +118,8 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
         stages=stages,
         elsewhere=fleet.cluster.launcher == "ray",
         decode_first=fleet.cluster.decode_first,
+        named=named != "auto" or how.dedicated,
+        green_sets=1 if how.dedicated else max(1, share_steps("green_contexts", fleet.policy)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -48,36 +49,63 @@ class AttentionBatch:
 
 
 class FoldedAttention:
-    """Builder and attention class of the CUDA engine over a pool with pages in random order."""
+    """Builder and attention class of the CUDA engine over pages in random order: of a pool of its own, or of `pool`
+    [pages, 1, block, 2*dim] from page `first_page` on."""
 
     def __init__(
-        self, heads: int, kv_heads: int, dim: int, block: int, layers: int, dtype: torch.dtype, device: str = DEVICE
+        self,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        block: int,
+        layers: int,
+        dtype: torch.dtype,
+        device: str = DEVICE,
+        pool: torch.Tensor | None = None,
+        first_page: int = 0,
     ) -> None:
         self.heads, self.kv_heads, self.dim, self.block, self.layers = heads, kv_heads, dim, block, layers
         self.dtype, self.device = dtype, torch.device(device)
+        self.pool, self.first_page = pool, first_page
         self.generator = torch.Generator().manual_seed(1)
 
     def run(self, batch: AttentionBatch, replayed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs [layers, tokens, heads, dim], folded and plain. `replayed`: of a CUDA graph that was captured whole,
         with the requests in another order; the batch must be decodes only."""
-        longest = max(c + n for c, n in zip(batch.contexts, batch.new, strict=True))
-        blocks = 1 + len(batch.new) * -(-longest // self.block)
-        pages = blocks * self.layers * self.kv_heads
-        order = torch.randperm(pages, generator=self.generator).to(torch.int32)
-        table = order.view(blocks, self.layers, self.kv_heads).clone()
-        table[0] = -1
-        pool = torch.zeros((pages, 1, self.block, 2 * self.dim), dtype=self.dtype, device=self.device)
-        builder, impls = self._engine(table.to(self.device), longest, len(batch.new), replayed)
-        ids = 1 + torch.arange(blocks - 1).view(len(batch.new), -1)
-        tokens = [self._random(c + n) for c, n in zip(batch.contexts, batch.new, strict=True)]
-        before = [(c, 0) for c in batch.contexts]
-        if any(batch.contexts):
-            self._step(builder, impls, pool, ids, tokens, before)
+        builder, impls, pool, ids, tokens = self._begin(batch, replayed)
         parts = list(zip(batch.new, batch.contexts, strict=True))
         step = self._replay if replayed else self._step
         output = step(builder, impls, pool, ids, tokens, parts)
         expected = torch.stack([self._plain(tokens, batch, layer) for layer in range(self.layers)])
         return output, expected
+
+    def repeated(self, batch: AttentionBatch) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
+        """A function that computes the same step anew each time, and what plain attention makes of it."""
+        builder, impls, pool, ids, tokens = self._begin(batch)
+        parts = list(zip(batch.new, batch.contexts, strict=True))
+        expected = torch.stack([self._plain(tokens, batch, layer) for layer in range(self.layers)])
+        return lambda: self._step(builder, impls, pool, ids, tokens, parts), expected
+
+    def _begin(
+        self, batch: AttentionBatch, replayed: bool = False
+    ) -> tuple[Any, list[Any], torch.Tensor, torch.Tensor, list[Any]]:
+        """Builder, layers, pool, block ids and numbers of the requests, with what they have in the cache."""
+        longest = max(c + n for c, n in zip(batch.contexts, batch.new, strict=True))
+        blocks = 1 + len(batch.new) * -(-longest // self.block)
+        pages = blocks * self.layers * self.kv_heads
+        order = self.first_page + torch.randperm(pages, generator=self.generator).to(torch.int32)
+        table = order.view(blocks, self.layers, self.kv_heads).clone()
+        table[0] = -1
+        pool = self.pool
+        if pool is None:
+            shape = (self.first_page + pages, 1, self.block, 2 * self.dim)
+            pool = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        builder, impls = self._engine(table.to(self.device), longest, len(batch.new), replayed)
+        ids = 1 + torch.arange(blocks - 1).view(len(batch.new), -1)
+        tokens = [self._random(c + n) for c, n in zip(batch.contexts, batch.new, strict=True)]
+        if any(batch.contexts):
+            self._step(builder, impls, pool, ids, tokens, [(c, 0) for c in batch.contexts])
+        return builder, impls, pool, ids, tokens
 
     def _engine(
         self, table: torch.Tensor, longest: int, requests: int, full_graphs: bool = False

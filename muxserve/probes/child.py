@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from muxserve.gpu.green import ContextSet
+    from muxserve.probes.beside import SameSteps
     from muxserve.probes.sampler import Sampler
+    from muxserve.probes.sms import SmMarks
 
 _SIZE = 16 << 20
 _PATTERN = 0x5A
@@ -94,7 +97,7 @@ def map_memory(handle: str) -> dict[str, Any]:
     return {"same": bool((whole[int(offset) : int(offset) + _SIZE] == _PATTERN).all())}
 
 
-def manage(directory: str, uuid: str, ipc: str) -> dict[str, Any]:
+def manage(directory: str, uuid: str, ipc: str, pages: str = "256") -> dict[str, Any]:
     """Start a memory manager with a small pool on the GPU; stays."""
     import msgspec
 
@@ -103,18 +106,22 @@ def manage(directory: str, uuid: str, ipc: str) -> dict[str, Any]:
 
     Path(directory).mkdir(exist_ok=True)
     model = ModelSpec("m", "", "p", "bfloat16", 2, 2, 64, 16, 64, 128, 0, 512, 1.0, 8, 64, True, 1, 1.0, 1.0, 8, 8)
-    unit_spec = UnitSpec(directory, "probe", "adbs", 1, [PoolSpec("p", 4096, 256)], [model], GatewaySpec("", 0))
+    unit_spec = UnitSpec(directory, "probe", "adbs", 1, [PoolSpec("p", 4096, int(pages))], [model], GatewaySpec("", 0))
     gpu = msgspec.convert({"uuids": [uuid], "ipc": ipc}, GpuSpec)
     server.start(msgspec.structs.replace(unit_spec, gpu=gpu))
     return {"socket": unit_spec.memory_socket}
 
 
-def _page(socket: str) -> torch.Tensor:
+def _pool(socket: str) -> torch.Tensor:
     from muxserve.memory.client import MemoryClient
 
     torch.zeros(1, device="cuda")
     client = MemoryClient(socket, f"probe-{os.getpid()}")
-    return torch.as_tensor(client.map("m").device_pool, device="cuda")[3]
+    return torch.as_tensor(client.map("m").device_pool, device="cuda")
+
+
+def _page(socket: str) -> torch.Tensor:
+    return _pool(socket)[3]
 
 
 def write_page(socket: str) -> dict[str, Any]:
@@ -178,9 +185,93 @@ def spin() -> dict[str, Any]:
     return {}
 
 
+def beside(socket: str, first_page: str, phase: str, seconds: str, part: str = "") -> dict[str, Any]:
+    """Steps of an engine on the pool's pages from that one on: from a line of input on alone, and from another one on
+    for so long beside others; how many came out otherwise. `part` of the SMs is its green context, from the front for
+    prefill and from the end for decode."""
+    import muxserve.engine.cuda.attention  # noqa: F401 -- takes seconds, and others wait from the first line on
+    from muxserve.probes import beside as work
+
+    torch.cuda.set_device(0)
+    contexts = _green_part(phase, float(part)) if part else None
+    print(json.dumps({"ready": True}), flush=True)
+    sys.stdin.readline()
+    whole = _pool(socket).view(torch.bfloat16).view(-1, 1, work.BLOCK, 2 * work.DIM)
+    steps = work.same_steps(phase, whole, int(first_page))
+    if not steps.error <= work.TOLERANCE:  # not a number compares with nothing
+        raise ValueError(f"a step is wrong by {steps.error:.2g} of the largest value before others begin")
+    alone, different = _count(steps, float(seconds) / 2)
+    if different:
+        raise ValueError(f"steps come out otherwise before others begin, {different} times")
+    print(json.dumps({"alone": alone}), flush=True)
+    sys.stdin.readline()
+    rate, different = _count(steps, float(seconds))
+    if contexts is not None:
+        contexts.check()
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    sms = contexts.contexts[0].sms if contexts is not None else sms
+    return {"sms": sms, "rate": rate, "alone": alone, "steps": int(rate * float(seconds)), "different": different}
+
+
+def _count(steps: SameSteps, seconds: float) -> tuple[float, int]:
+    """Steps a second, and how many came out otherwise than the first."""
+    from muxserve.probes.beside import TOLERANCE
+
+    count = different = 0
+    began = time.monotonic()
+    while time.monotonic() < began + seconds:
+        count += 1
+        different += not steps.difference() <= TOLERANCE
+    return count / (time.monotonic() - began), different
+
+
+def _green_part(phase: str, part: float) -> ContextSet:
+    """A green context of a part of the SMs, current, as an engine of that phase has it."""
+    from muxserve.gpu.green import ContextSet, Driver, device_of, divide, make_context
+    from muxserve.gpu.sm import SmRange, parts_of
+
+    driver = Driver.load()
+    device = device_of(driver, 0)
+    division = divide(driver, device)
+    parts = len(division.parts)
+    count = parts_of(part, parts)
+    where = SmRange(0 if phase == "prefill" else parts - count, count)
+    return ContextSet(driver, [make_context(driver, device, division, where)])
+
+
+# Two kernels of this many rounds side by side take as long as one where they share no SM.
+_TIMED_ROUNDS = 40
+_SIDE_BY_SIDE = 1.5
+_MEASURABLE = 2e-3
+
+
+def _slowdown(contexts: ContextSet, marks: SmMarks) -> float:
+    """How many times as long kernels in two contexts take at once as the longer of them takes alone: about 1 where the
+    contexts have no SM in common, up to 2 where they have all; 1 where it is over too soon to tell."""
+    streams = []
+    for index in (0, 1):
+        contexts.use(index)
+        streams.append(torch.cuda.ExternalStream(contexts.stream()))
+
+    def seconds(*which: int) -> float:
+        began = time.perf_counter()
+        for _ in range(_TIMED_ROUNDS):
+            for index in which:
+                with torch.cuda.stream(streams[index]):
+                    marks.launch()
+        for index in which:
+            streams[index].synchronize()
+        return time.perf_counter() - began
+
+    seconds(0, 1)
+    alone = max(seconds(0), seconds(1))
+    return seconds(0, 1) / alone if alone >= _MEASURABLE else 1.0
+
+
 def green() -> dict[str, Any]:
     """Have two green contexts as an engine has them, and see on which SMs kernels run, and graphs of one of them that
-    are replayed in the other."""
+    are replayed in the other. Under MPS the SMs of each context are numbered from 0 on (seen with driver 580), so that
+    whether two have SMs in common shows in the time that they take at once."""
     from muxserve.gpu.green import ContextSet, Driver, device_of, divide, make_context
     from muxserve.gpu.sm import SmRange
     from muxserve.probes.sms import SmMarks
@@ -208,10 +299,13 @@ def green() -> dict[str, Any]:
             marks.launch()
         graphs.append(graph)
         marks.take()
-    if used[0] & used[1]:
-        raise ValueError(f"two green contexts have {len(used[0] & used[1])} SMs in common")
+    slowdown = _slowdown(contexts, marks)
+    if slowdown > _SIDE_BY_SIDE:
+        raise ValueError(f"kernels in two green contexts take {slowdown:.2f} times as long at once: they share SMs")
+    marks.take()
     for index, graph in enumerate(graphs):
         contexts.use(1 - index)
+        marks.take()
         graph.replay()
         astray = marks.take() - used[index]
         if astray:
@@ -221,7 +315,12 @@ def green() -> dict[str, Any]:
         contexts.use(turn % 2)
     seconds = (time.monotonic() - began) / _ROUNDS
     contexts.check()
-    return {"sms": contexts.contexts[1].sms, "total": division.total, "switch_us": seconds * 1e6}
+    return {
+        "sms": contexts.contexts[1].sms,
+        "total": division.total,
+        "switch_us": seconds * 1e6,
+        "slowdown": slowdown,
+    }
 
 
 def compile_sampler() -> dict[str, Any]:
@@ -294,6 +393,7 @@ ROLES: dict[str, Callable[..., dict[str, Any]]] = {
     "graph": graph,
     "reduce": reduce,
     "spin": spin,
+    "beside": beside,
     "green": green,
     "compile-sampler": compile_sampler,
     "sampler": sampler,

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from muxserve.gpu import mps
 from muxserve.gpu.environment import LOG, PIPE, SAMPLER_OFF, VISIBLE, without_compiler
-from muxserve.gpu.findings import GRAPHS, SAMPLER, Fallback, ProbeFinding
+from muxserve.gpu.findings import GRAPHS, GREEN, PERCENTAGES, SAMPLER, Fallback, ProbeFinding
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.sm import PERCENTAGE
 from muxserve.gpu.weight_server import WeightServer
@@ -83,6 +83,13 @@ class ProbeProcess:
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").strip().splitlines()
         return lines[-1][:_SAID] if lines else "it wrote nothing"
+
+    def go(self) -> None:
+        """Have it go on, if it waits for a line of input."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended: its next answer says how
+            self.process.stdin.write(b"\n")
+            self.process.stdin.flush()
 
     def kill(self) -> None:
         """End it with all that it has started."""
@@ -356,7 +363,61 @@ def _killed(lab: Lab) -> str:
 def _green(lab: Lab) -> str:
     lab.needs_mps()
     said = lab.ask("green", environment=lab.client(None, 1))
-    return f"kernels and graphs keep to {said['sms']} of {said['total']} SMs; a switch takes {said['switch_us']:.0f} us"
+    beside = _side_by_side(lab, [("prefill", None, 0.6), *[("decode", None, 0.2)] * 2])
+    return (
+        f"kernels and graphs keep to {said['sms']} of {said['total']} SMs; side by side they take "
+        f"{said['slowdown']:.2f} times as long; a switch takes {said['switch_us']:.0f} us; {beside}"
+    )
+
+
+def _percentages(lab: Lab) -> str:
+    lab.needs_mps()
+    return _side_by_side(lab, [("prefill", 70, None), *[("decode", 10, None)] * 3])
+
+
+# Seconds for which processes compute beside each other, and pages that each has.
+_BESIDE_SECONDS = 3.0
+_BESIDE_PAGES = 4096
+
+
+def _side_by_side(lab: Lab, shares: Sequence[tuple[str, int | None, float | None]]) -> str:
+    """Have processes compute steps of a phase with a percentage of MPS or a part of the SMs as a green context, each
+    alone and then all at once, on one pool."""
+    pages = len(shares) * _BESIDE_PAGES
+    with contextlib.ExitStack() as stack:
+        ipc = "legacy" if "ipc_legacy" in lab.fallbacks else "vmm"
+        directory = lab.directory / f"beside-{len(lab.fallbacks)}-{shares[0][1]}"
+        manager = stack.enter_context(
+            lab.child("manage", directory, lab.gpus[0].uuid, ipc, pages, environment=lab.keeper())
+        )
+        socket = manager.answer()["socket"]
+        children = [
+            stack.enter_context(
+                lab.child(
+                    "beside", socket, place * _BESIDE_PAGES, phase, _BESIDE_SECONDS, "" if part is None else part,
+                    environment=lab.client(percentage, 1),
+                )
+            )
+            for place, (phase, percentage, part) in enumerate(shares)
+        ]  # fmt: skip
+        for child in children:
+            child.answer()
+        for child in children:
+            child.go()
+            child.answer()
+        for child in children:
+            child.go()
+        said = [child.answer() for child in children]
+    for (phase, _, _), each in zip(shares, said, strict=True):
+        if each["different"]:
+            raise ProbeFailed(
+                f"{each['different']} of {each['steps']} {phase} steps on {each['sms']} SMs came out otherwise beside "
+                "other processes"
+            )
+    slower = max(each["alone"] / each["rate"] for each in said)
+    return (
+        f"{sum(each['steps'] for each in said)} steps beside others are those alone, {slower:.2f} times as slow at most"
+    )
 
 
 # Of some thousand draws of a token that has half of the probability, a share deviates by less than a third of this.
@@ -365,7 +426,7 @@ _MOST_DIFFERENCE = 0.03
 
 def _sampler(lab: Lab) -> str:
     lab.needs_mps()
-    if "mps_shares" in lab.fallbacks:
+    if "no_green_contexts" in lab.fallbacks:
         raise NotTried("engines do without green contexts")
     if without_compiler().keys() & SAMPLER_OFF.keys():
         raise NotTried("it is compiled when it is called first, and no CUDA toolkit with ninja was found")
@@ -400,6 +461,7 @@ PROBES = (
     Probe(GRAPHS, _attention("graph"), "piecewise"),
     Probe("communicators side by side", _communicators, "fcfs", (("nvls_off",),)),
     Probe("a client killed in a kernel", _killed, "restart_mps"),
-    Probe("green contexts", _green, "mps_shares"),
+    Probe(GREEN, _green, "no_green_contexts"),
+    Probe(PERCENTAGES, _percentages, "no_percentages"),
     Probe(SAMPLER, _sampler, "torch_sampler"),
 )

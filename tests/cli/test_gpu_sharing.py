@@ -26,7 +26,12 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunDir]:
 
 
 def sharing(
-    tmp_path: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, keys: str = "", why_not: str = "", mode: str = ""
+    tmp_path: Path,
+    run_dir: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    keys: str = ", sm_sharing: mps",
+    why_not: str = "",
+    mode: str = "",
 ) -> tuple[str, str]:
     """The way of sharing, and what the user is told."""
     asked: list[list[str]] = []
@@ -50,7 +55,9 @@ def sharing(
 
 
 def test_mps_that_works(tmp_path: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sharing(tmp_path, run_dir, monkeypatch) == ("mps", "")
+    how, told = sharing(tmp_path, run_dir, monkeypatch)
+    assert how == "mps"
+    assert "on an H200 (driver 580.159.04) such fleets answered wrongly" in " ".join(told.split())
     assert sharing(tmp_path, run_dir, monkeypatch, ", sm_sharing: green_contexts")[0] == "mps", "of several ranks"
 
 
@@ -72,13 +79,13 @@ def test_mps_on_is_refused_where_it_does_not_work(
     tmp_path: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(DeployRefused, match=r"cluster\.mps is on, but MPS does not work here: broken"):
-        sharing(tmp_path, run_dir, monkeypatch, ", mps: on", why_not="broken")
+        sharing(tmp_path, run_dir, monkeypatch, ", mps: on, sm_sharing: mps", why_not="broken")
 
 
 def test_an_exclusive_gpu_needs_mps(tmp_path: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sharing(tmp_path, run_dir, monkeypatch, mode="exclusive_process")[0] == "mps"
     with pytest.raises(
-        DeployRefused, match=r"GPU 0 lets one process compute only \(exclusive_process\), and MPS does not"
+        DeployRefused, match=r"GPU 0 lets one process compute only \(exclusive_process\), and MPS cannot"
     ):
         sharing(tmp_path, run_dir, monkeypatch, why_not="broken", mode="exclusive_process")
 

@@ -12,6 +12,7 @@ from muxserve.cluster import machine
 from muxserve.cluster.gpu_host import GpuHostError, UnitGpus, settle_gpus
 from muxserve.cluster.units import PlannedUnit, write_unit_spec
 from muxserve.gpu import mps
+from muxserve.gpu.sharing import PERCENTAGES_NOTE
 from muxserve.gpu.unit import GpuPlan
 from muxserve.planning.specs import planned_unit
 from muxserve.spec import GpuSpec, load
@@ -33,7 +34,9 @@ class There:
         self.tried: list[list[str]] = []
         self.ours: Path | None = None
         self.environ = {"CUDA_VISIBLE_DEVICES": "2,3"}
-        self.unit: PlannedUnit = planned_unit(plan(directory, "{gpus: 2, launcher: ray}"), str(directory / "run"))
+        self.unit: PlannedUnit = planned_unit(
+            plan(directory, "{gpus: 2, launcher: ray, sm_sharing: mps}"), str(directory / "run")
+        )
         monkeypatch.setattr(machine, "vllm_without_cuda", lambda: "")
         monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*self.gpus))
         monkeypatch.setenv("XDG_CACHE_HOME", str(directory / "cache"))
@@ -77,7 +80,8 @@ def test_the_gpus_that_it_may_see_are_the_units(there: There) -> None:
     assert there.tried == [["GPU-node-2", "GPU-node-3"]]
     assert there.ours == default_base()
     assert there.environ["CUDA_VISIBLE_DEVICES"] == "GPU-node-2,GPU-node-3"
-    hint, words = done.notes
+    hint, warning, words = done.notes
+    assert warning == PERCENTAGES_NOTE
     assert "`muxserve doctor --gpu`" in hint
     assert (
         words == "GPU 2 (NVIDIA H200, 140 GiB), 3 (NVIDIA H200, 140 GiB): engines share the SMs by percentages of MPS"

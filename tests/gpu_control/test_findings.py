@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -14,6 +15,8 @@ from muxserve.gpu.environment import parent_environment
 from muxserve.gpu.findings import (
     FALLBACK_WORDS,
     GRAPHS,
+    GREEN,
+    PERCENTAGES,
     SAMPLER,
     Fallback,
     Findings,
@@ -24,7 +27,7 @@ from muxserve.gpu.findings import (
     report,
 )
 from muxserve.gpu.nvml import Gpu, GpuMachine
-from muxserve.gpu.sharing import SharingError
+from muxserve.gpu.sharing import PERCENTAGES_NOTE, SharingError
 from muxserve.gpu.unit import GpuUnit, SmShares
 from muxserve.spec import SmSharing
 from placement.memory import MemoryRules
@@ -96,6 +99,59 @@ class TestDeploy:
         assert made == unit()
         assert "`muxserve doctor --gpu`" in notes[0]
 
+    def test_where_nobody_has_asked_for_a_way_and_none_was_tried_engines_take_turns(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made, notes = self.tried(monkeypatch, None, unit(named=False))
+        assert made.sharing == "off"
+        assert len(notes) == 1
+        assert "until then engines take turns" in notes[0]
+        monkeypatch.setattr(machine, "findings", lambda whole: None)
+        made, notes = gpu_host.tried(unit(named=False), "on", Path("/x"), FOUND)
+        assert (made.sharing, notes[-1]) == ("mps", PERCENTAGES_NOTE), "who wants MPS gets it"
+
+    @pytest.mark.parametrize(
+        ("asked", "green", "percentages", "ranks", "served"),
+        [
+            ("", True, True, 1, "green_contexts"),
+            ("", True, False, 1, "green_contexts"),
+            ("", False, True, 1, "off"),
+            ("", None, None, 1, "off"),
+            ("", True, True, 2, "off"),
+            ("mps", True, True, 1, "mps"),
+            ("mps", True, False, 1, "green_contexts"),
+            ("mps", True, False, 2, "off"),
+            ("mps", False, False, 1, "off"),
+            ("mps", False, None, 1, "mps"),
+            ("green_contexts", True, True, 1, "green_contexts"),
+            ("green_contexts", False, True, 1, "mps"),
+            ("green_contexts", False, False, 1, "off"),
+            ("green_contexts", None, None, 1, "green_contexts"),
+            ("green_contexts", False, None, 1, "off"),
+        ],
+    )
+    def test_a_way_of_sharing_that_was_found_to_answer_wrongly_is_not_taken(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        asked: SmSharing | Literal[""],
+        green: bool | None,
+        percentages: bool | None,
+        ranks: int,
+        served: SmSharing,
+    ) -> None:
+        verdicts: dict[bool | None, Literal["ok", "failed", "not tried"]] = {
+            True: "ok",
+            False: "failed",
+            None: "not tried",
+        }
+        probes = (ProbeFinding(GREEN, verdicts[green], "x"), ProbeFinding(PERCENTAGES, verdicts[percentages], "x"))
+        base = unit(gpus=GPUS[:ranks], sharing=asked or "mps", named=bool(asked), green_sets=4)
+        made, notes = self.tried(monkeypatch, msgspec.structs.replace(findings(), findings=probes), base)
+        assert made.sharing == served
+        assert (PERCENTAGES_NOTE in notes) == (served == "mps")
+        if served == "green_contexts" != base.sharing:
+            assert made.rules.graph_sets == 4, "graphs of each set of SMs are counted"
+
     def test_fallbacks_reach_the_processes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         found = findings("ipc_legacy", "keepers_in_mps", "nvls_off", "restart_mps")
         made, notes = self.tried(monkeypatch, found, unit())
@@ -103,7 +159,7 @@ class TestDeploy:
         assert (told.ipc, told.keepers_in_mps, told.nvls, told.restart_mps) == (
             "legacy", True, False, True,
         )  # fmt: skip
-        assert len(notes) == 4
+        assert len([note for note in notes if note != PERCENTAGES_NOTE]) == 4
         assert f"as found by `muxserve doctor --gpu`: {FALLBACK_WORDS['nvls_off']}" in notes
 
     @pytest.mark.parametrize(
@@ -137,10 +193,6 @@ class TestDeploy:
         made, _ = self.tried(monkeypatch, findings("fcfs"), unit())
         assert (made.sharing, made.one_at_a_time) == ("mps", True)
 
-    def test_green_contexts_become_percentages(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        made, _ = self.tried(monkeypatch, findings("mps_shares"), unit(sharing="green_contexts"))
-        assert made.sharing == "mps"
-
     def test_flashinfer_samples_in_green_contexts_where_that_was_found_to_work(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -148,7 +200,7 @@ class TestDeploy:
         monkeypatch.setattr(environment, "without_compiler", lambda environ: {})
 
         def sampler(found: Findings | None, sharing: SmSharing = "green_contexts") -> tuple[bool | None, str | None]:
-            made, _ = self.tried(monkeypatch, found, unit(sharing=sharing))
+            made, _ = self.tried(monkeypatch, found, unit(sharing=sharing, stages=2))
             of = msgspec.structs.replace(several_gpus(), gpu=made.deployed)
             return made.deployed.flashinfer_sampler, parent_environment(of, {}).get("VLLM_USE_FLASHINFER_SAMPLER")
 

@@ -177,7 +177,7 @@ class TestOtherWorkloads:
             monkeypatch.setattr(prediction, "SHARES_PER_LEASE", frozenset(ways))
             simulated.clear()
             file.write_text(
-                f"policy: {policy}\ncluster: {{ gpus: 1, gpu_type: a100 }}\nmodels:\n"
+                f"policy: {policy}\ncluster: {{ gpus: 1, gpu_type: a100, sm_sharing: mps }}\nmodels:\n"
                 f"  - {{ name: a, {model} }}\n  - {{ name: b, {model} }}\n"
             )
             arguments = ["plan", str(file), "--simulate", "8", "--no-robust", "--json"]

@@ -2,7 +2,7 @@
 
 A file may hold several lines, one for each time that the role runs, the last for all further times: JSON to be said, or
 `hang`, `die`, `stay` (JSON follows, then it stays), `unless NAME` (dies unless its environment has that). `spin` is a
-client of the MPS server.
+client of the MPS server; `beside` says that it is ready for each of two lines of input.
 """
 
 import json
@@ -31,6 +31,10 @@ if word == "die":
     print("Segmentation fault: as the test says", file=sys.stderr)
     sys.exit(139)
 print("a library says hello", flush=True)
+if role == "beside" and "error" not in mine:
+    for _ in ("alone", "beside others"):
+        print('{"ready": true}', flush=True)
+        sys.stdin.readline()
 print(rest if word == "stay" else mine, flush=True)
 if word == "stay":
     sys.stdin.read()

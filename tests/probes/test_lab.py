@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from muxserve.gpu import mps
-from muxserve.gpu.findings import SAMPLER, ProbeFinding
+from muxserve.gpu.findings import GREEN, PERCENTAGES, SAMPLER, ProbeFinding
 from muxserve.gpu.nvml import Gpu
+from muxserve.gpu.sm import PERCENTAGE
 from muxserve.probes import lab
 from muxserve.probes.lab import PROBES, Lab, run
 from tests.cluster.conftest import alive
@@ -31,10 +32,14 @@ GOOD = {
     "graph": '{"most": 0.01, "mean": 0.0005, "cases": 6}',
     "reduce": '{"same": true}',
     "spin": "stay {}",
-    "green": '{"sms": 64, "total": 132, "switch_us": 9.5}',
+    "green": '{"sms": 64, "total": 132, "switch_us": 9.5, "slowdown": 1.02}',
+    "beside": '{"sms": 92, "rate": 500.0, "alone": 600.0, "steps": 1500, "different": 0}',
     "compile-sampler": '{"used": true}',
     "sampler": '{"outside": 0, "difference": 0.008, "draws": 3000, "sms": [8, 64]}',
 }
+
+
+DIFFERENT = GOOD["beside"].replace('"different": 0', '"different": 7')
 
 
 class Machine:
@@ -83,6 +88,16 @@ def test_a_machine_on_which_everything_works(machine: Machine) -> None:
     assert "that has ended, for reading only" in found["weights of another process"].detail
     (kept,), (mapped,) = machine.journal("export"), machine.journal("map-exported")
     assert "in green contexts of 8 and 64 SMs" in found[SAMPLER].detail
+    assert "6000 steps beside others are those alone, 1.20 times as slow" in found[PERCENTAGES].detail
+    assert "side by side they take 1.02 times as long" in found[GREEN].detail
+    green, percent = machine.journal("beside")[:3], machine.journal("beside")[3:]
+    for processes, shares in (
+        (green, {("prefill", ""), ("decode", "")}),
+        (percent, {("prefill", "70"), ("decode", "10")}),
+    ):
+        assert {(each["arguments"][2], each.get(PERCENTAGE, "")) for each in processes} == shares
+        pages = sorted(int(each["arguments"][1]) for each in processes)
+        assert pages == [4096 * place for place in range(len(processes))], "each has pages of its own"
     # Weights are loaded outside MPS, and mapped by a client.
     assert kept["CUDA_MPS_PIPE_DIRECTORY"] != mapped["CUDA_MPS_PIPE_DIRECTORY"] == str(machine.directory / "mps/pipe")
     assert mapped["CUDA_VISIBLE_DEVICES"] == "GPU-0"
@@ -107,7 +122,11 @@ def test_a_machine_on_which_everything_works(machine: Machine) -> None:
         ("attention in a CUDA graph", "graph", ["die"], "ended with status 139", ("piecewise",)),
         ("communicators side by side", "reduce", ["unless NCCL_NVLS_ENABLE"], "status 139", ("nvls_off",)),
         ("communicators side by side", "reduce", ["die"], "status 139", ("fcfs",)),
-        ("green contexts", "green", ['{"error": "GreenContextError: not current"}'], "not current", ("mps_shares",)),
+        (GREEN, "green", ['{"error": "GreenContextError: not current"}'], "not current", ("no_green_contexts",)),
+        (GREEN, "beside", [DIFFERENT], "7 of 1500 prefill steps on 92 SMs came out otherwise", ("no_green_contexts",)),
+        (PERCENTAGES, "beside", [GOOD["beside"], DIFFERENT], "steps on 92 SMs came out otherwise", ("no_percentages",)),
+        (PERCENTAGES, "beside", ['{"error": "ValueError: a step is wrong"}'], "step is wrong", ("no_percentages",)),
+        (PERCENTAGES, "beside", ["die"], "status 139", ("no_percentages",)),
         (SAMPLER, "sampler", [GOOD["sampler"].replace(": 0,", ": 7,")], "7 tokens are none", ("torch_sampler",)),
         (SAMPLER, "sampler", [GOOD["sampler"].replace("0.008", "0.25")], "0.25, at most", ("torch_sampler",)),
         (SAMPLER, "sampler", [GOOD["sampler"].replace("0.008", "NaN")], "nan, at most", ("torch_sampler",)),

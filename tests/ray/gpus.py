@@ -84,7 +84,7 @@ class Node:
         (self.directory / name).touch()
 
 
-def fleet_of(address: str, keys: str = "gpus: 4, gpu_type: A10") -> Fleet:
+def fleet_of(address: str, keys: str = "gpus: 4, gpu_type: A10, sm_sharing: mps") -> Fleet:
     text = (
         f'cluster: {{{keys}, cores: 1, launcher: ray, ray: {{address: "{address}"}}}}\n'
         f"models:\n"

@@ -39,7 +39,7 @@ def host(node: Node, tmp_path_factory: pytest.TempPathFactory) -> Iterator[subpr
 
 
 def start(node: Node, run_dir: Path, **gpu_plan: object) -> subprocess.Popen[str]:
-    unit = planned_unit(plan(run_dir, "{gpus: 2, launcher: ray}"), str(run_dir))
+    unit = planned_unit(plan(run_dir, "{gpus: 2, launcher: ray, sm_sharing: mps}"), str(run_dir))
     assert unit.gpu is not None
     file, planned = write_unit_spec(unit.unit_spec), run_dir / "gpu_plan.json"
     planned.write_bytes(replace(unit.gpu, **gpu_plan).to_json())  # type: ignore[arg-type]

@@ -56,8 +56,10 @@ class ContextGraphs:
             graphs.clear()
         captured = 0
         for index in range(len(self.contexts.contexts)):
+            self.contexts.enter_again()
             self.use(index)
             captured += self._capture(capture)
+        self.contexts.enter_again()
         self.use(before)
         return captured
 

@@ -98,6 +98,7 @@ class PooledGPUWorker(gpu_worker.Worker):
         memory shows at start-up, with a reason, and not while serving.
         """
         self._run_largest_batch()
+        self._enter_again()
         blocks = self.cache_config.num_gpu_blocks_override
         assert blocks is not None
         return blocks * sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
@@ -106,7 +107,7 @@ class PooledGPUWorker(gpu_worker.Worker):
         times = super().compile_or_warm_up_model()
         # Capturing graphs has given the memory of activations back.
         self._run_largest_batch()
-        self._check_sm_share()
+        self._enter_again()
         return times
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
@@ -114,6 +115,11 @@ class PooledGPUWorker(gpu_worker.Worker):
             self._check_sm_share()
         self._steps += 1
         return super().execute_model(scheduler_output)
+
+    def _enter_again(self) -> None:
+        """What is compiled and captured may have made the whole GPU's context current (seen with torch 2.11)."""
+        if self._contexts is not None:
+            self._contexts.enter_again()
 
     def _check_sm_share(self) -> None:
         if self._contexts is not None:
