@@ -25,7 +25,7 @@ _SM = 1  # CU_DEV_RESOURCE_TYPE_SM
 _DEFAULT_STREAM = 1  # CU_GREEN_CTX_DEFAULT_STREAM, required
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-_ADVICE = "use `sm_sharing: mps`, or a driver of CUDA 12.4 or later"
+_ADVICE = "use `mps: off`, or a driver of CUDA 12.4 or later"
 
 
 class GreenContextError(RuntimeError):
@@ -173,7 +173,7 @@ class GreenContext:
         if current.value != self.handle:
             raise GreenContextError(
                 f"the engine's green context of {self.sms} SMs is not current any more: some library has chosen the "
-                "whole GPU's; use `sm_sharing: mps`"
+                "whole GPU's; use `mps: off`"
             )
 
 

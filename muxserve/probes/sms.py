@@ -31,9 +31,9 @@ class SmMarks:
         self.launch()
         self.take()
 
-    def launch(self) -> None:
-        """Launch a kernel that marks the SMs it runs on."""
-        mark_sm_kernel[(_PROGRAMS,)](self._seen, _ROUNDS)
+    def launch(self, times: int = 1) -> None:
+        """Launch a kernel that marks the SMs it runs on, and takes so many times as long as it needs to."""
+        mark_sm_kernel[(_PROGRAMS,)](self._seen, times * _ROUNDS)
 
     def take(self) -> set[int]:
         """Numbers of the SMs that were marked since the last call."""

@@ -101,10 +101,10 @@ def test_every_command_says_that_a_driver_is_too_old(with_mps: Environment, tmp_
         (GRAPHS, {"CUDA_STUB_GRAPH_FLOAT": "3.5"}, "plain attention 3.5", "piecewise"),
         (RANKS, {"CUDA_STUB_NO_MULTICAST": "1"}, "so: two communicators", "nvls_off"),
         (RANKS, {"CUDA_STUB_TRUE": ""}, "a sum over two GPUs is wrong", "fcfs"),
-        (GREEN, {"CUDA_STUB_REFUSES": "cuGreenCtxCreate"}, "cuGreenCtxCreate failed", "mps_shares"),
-        (GREEN, {"CUDA_STUB_REFUSES": "cuDevSmResourceSplitByCount"}, "SplitByCount failed", "mps_shares"),
-        (GREEN, {"CUDA_STUB_ASTRAY": "1"}, "ran on 100 SMs of others", "mps_shares"),
-        (GREEN, {"CUDA_STUB_LOSES": "/"}, "is not current any more", "mps_shares"),
+        (GREEN, {"CUDA_STUB_REFUSES": "cuGreenCtxCreate"}, "cuGreenCtxCreate failed", "no_green_contexts"),
+        (GREEN, {"CUDA_STUB_REFUSES": "cuDevSmResourceSplitByCount"}, "SplitByCount failed", "no_green_contexts"),
+        (GREEN, {"CUDA_STUB_ASTRAY": "1"}, "ran on 100 SMs of others", "no_green_contexts"),
+        (GREEN, {"CUDA_STUB_LOSES": "/"}, "is not current any more", "no_green_contexts"),
     ],
 )
 def test_what_a_driver_refuses_or_lies_about_has_a_way_out(
@@ -136,7 +136,7 @@ def test_deploy_does_what_is_remembered(with_mps: Environment, deploy: Start) ->
     fault.unlink()
     assert status == 0, words
     chosen = {each for finding in remembered(with_mps).values() for each in finding.fallbacks}
-    assert chosen == {"ipc_legacy", "piecewise", "nvls_off", "restart_mps", "mps_shares"}
+    assert chosen == {"ipc_legacy", "piecewise", "nvls_off", "restart_mps", "no_green_contexts"}
     of_two_ranks = model("atlas", engine_args=WHOLE)
     with deploy(of_two_ranks, gpus=2, mps="on", sm_sharing="green_contexts", lies=refused) as fleet:
         (unit,) = (Path(line).parent for line in _unit_specs(fleet))

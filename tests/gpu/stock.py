@@ -66,7 +66,7 @@ def answers(path: Path) -> list[dict[str, Any]]:
         ]
         prompts.append(tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True))
     ids = [prompt if isinstance(prompt, list) else prompt["input_ids"] for prompt in prompts]
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, min_tokens=TOKENS, ignore_eos=True, logprobs=TOP)
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=TOP)
     results = llm.generate([{"prompt_token_ids": prompt} for prompt in ids], params, use_tqdm=False)
     return [
         {

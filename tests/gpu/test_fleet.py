@@ -16,7 +16,7 @@ MODEL = {"dtype": "bfloat16", "max_len": 1024, "max_num_seqs": 32, "engine_args"
 CLUSTER = {"gpus": 1, "gpu_memory": 0.2}
 
 WAYS: dict[str, dict[str, Any]] = {
-    "mps": {"cluster": {**CLUSTER, "mps": "on"}},
+    "mps": {"cluster": {**CLUSTER, "mps": "on", "sm_sharing": "mps"}},
     "green contexts": {"cluster": {**CLUSTER, "mps": "on", "sm_sharing": "green_contexts"}},
     "shares per lease": {
         "cluster": {**CLUSTER, "mps": "on", "sm_sharing": "green_contexts"},

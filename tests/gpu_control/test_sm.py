@@ -178,7 +178,7 @@ class TestGreenContexts:
         context = self.enter(fake, monkeypatch)
         context.check()
         fake.current = 1
-        with pytest.raises(GreenContextError, match=r"of 32 SMs is not current any more.*sm_sharing: mps"):
+        with pytest.raises(GreenContextError, match=r"of 32 SMs is not current any more.*mps: off"):
             context.check()
 
     def test_the_current_context_tells_the_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
