@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 def preload(device: str) -> None:
     """Import what engines on `device` (cpu or cuda) need, so that a fork starts with it. Touches no GPU."""
-    with ImportsThatTouchCuda() as imports:
+    imports = ImportsThatTouchCuda()
+    with imports if device == "cuda" else contextlib.nullcontext():
         import transformers  # noqa: F401
         import vllm.model_executor.models.llama
         import vllm.model_executor.models.qwen2
