@@ -32,7 +32,7 @@ from muxserve.config import Fleet
 from muxserve.control.server import ControlServer
 from muxserve.net.logs import keep_bounded
 from muxserve.net.peer import Address, AsyncPeer
-from muxserve.spec import FleetSpec, save_fleet
+from muxserve.spec import FleetSpec, ResidencySpec, save_fleet
 
 log = logging.getLogger(__name__)
 
@@ -288,12 +288,8 @@ class Controller:
         while True:
             self._weigh_now.clear()
             began = time.monotonic()
-            units = [(unit.handle.memory_parents(), unit.planned.unit_spec) for unit in self.units.units.values()]
-            sleeping = self.fleet.residency.models if self.fleet.residency is not None else {}
-            parents = {model: pid for each, _ in units for model, pid in each.models.items() if model in sleeping}
-            warm = [each.warm for each, _ in units if each.warm is not None]
-            pools = sum(pool.num_pages * pool.page_bytes for _, spec in units for pool in spec.pools)
-            report = await asyncio.to_thread(memory_use.measure, os.getpid(), parents, warm, pools)
+            assert self.fleet.residency is not None
+            report = await self._weighed(self.fleet.residency)
             if self._scheduler is not None and self._scheduler.up:
                 seconds = time.monotonic() - began
                 starting = list(self.changes.starting)
@@ -302,6 +298,18 @@ class Controller:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(max(_WEIGH_SECONDS, _WEIGH_PART * took), _WEIGH_MOST)):
                     await self._weigh_now.wait()
+
+    async def _weighed(self, residency: ResidencySpec) -> wire.MemoryReport:
+        if residency.on_gpus:
+            (unit,) = self.units.units.values()
+            there = {part.model for part in unit.handle.parts}
+            return memory_use.of_gpus(unit.handle.gpu_memory(), residency, there)
+        units = [(unit.handle.memory_parents(), unit.planned.unit_spec) for unit in self.units.units.values()]
+        sleeping = residency.models
+        parents = {model: pid for each, _ in units for model, pid in each.models.items() if model in sleeping}
+        warm = [each.warm for each, _ in units if each.warm is not None]
+        pools = sum(pool.num_pages * pool.page_bytes for _, spec in units for pool in spec.pools)
+        return await asyncio.to_thread(memory_use.measure, os.getpid(), parents, warm, pools)
 
     async def _tell_scheduler(self, message: wire.Message) -> None:
         if self._scheduler is not None:

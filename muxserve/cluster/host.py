@@ -23,7 +23,7 @@ from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM, Starts
 from muxserve.cluster.supervision import STOP_SECONDS, WITH_PARENT, GaveUp, Part, PartDied, PartFailed, Supervisor
 from muxserve.cluster.watch import Watch
 from muxserve.gpu.budget import Needs
-from muxserve.gpu.unit import PoolSizer
+from muxserve.gpu.unit import GpuMemory, PoolSizer
 from muxserve.net.page_cache import read_weights_ahead
 from muxserve.spec import UNIT_FILE, UnitSpec, save
 
@@ -122,7 +122,8 @@ class UnitHost:
 
     Args:
         serves: the models of the unit that have engines from the beginning. On GPUs all have them until they are
-            up, since they are measured before the pools take the rest; those that are not wanted leave then.
+            up, but those that sleep until memory wakes them: they are measured before the pools take the rest. Those
+            that are not wanted leave then.
         emit: told what happens; a `Ready` when everything is up for the first time.
         sizer: on GPUs, what makes pools of what was measured.
         migrates: whether there is a migrator from the beginning.
@@ -145,7 +146,9 @@ class UnitHost:
         self._tell_user = emit
         self._reaper = reaper
         self._wanted = set(serves)
-        first = serves if unit_spec.gpu is None else [model.name for model in unit_spec.models]
+        asleep = {needs.model for needs in sizer.sleeping} if sizer is not None else set()
+        first = [model.name for model in unit_spec.models if model.name in serves or model.name not in asleep]
+        first = first if unit_spec.gpu is not None else list(serves)
         self._starts = Starts(unit_spec, first, launcher, self._emit, reaper.exits, sizer, self._on_model_parent)
         # What calls the memory manager falls silent with it, and is not to blame.
         self._hangs = Watch(
@@ -261,6 +264,10 @@ class UnitHost:
     def model_parents(self) -> dict[str, int]:
         """By model, the process that has loaded it and forks its engines."""
         return {model: process.pid for model, process in self._model_parents.items()}
+
+    def gpu_memory(self) -> GpuMemory | None:
+        """What is taken of the unit's GPUs; None on a CPU."""
+        return self._starts.gpu_memory() if self.sized.is_set() else None
 
     @property
     def warm_parent(self) -> int | None:

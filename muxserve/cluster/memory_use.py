@@ -1,4 +1,5 @@
-"""What the processes of a fleet take of this machine's memory, as the kernel counts it.
+"""What the processes of a fleet take of this machine's memory, as the kernel counts it; and of its GPUs, as it was
+measured when their models were loaded.
 
 PSS (proportional set size) shares a page among those that map it, so the sum over all processes is what they take
 together. Of a model it says too much: its processes share the pages of the vLLM that they were forked from, which stay
@@ -11,10 +12,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from muxserve.gpu.unit import GpuMemory
+from muxserve.spec import ResidencySpec
 from muxserve.wire import MemoryReport
 
 _KIB = 1024
@@ -95,3 +98,17 @@ def measure(
     used = sum(each.shared_memory for each in every.values())
     total = sum(each.pss for each in every.values())
     return MemoryReport(total, models, max(0, pools - used), wake_peaks=wake_peaks)
+
+
+def of_gpus(found: GpuMemory | None, residency: ResidencySpec, there: Collection[str]) -> MemoryReport:
+    """What a unit takes of its GPUs.
+
+    Args:
+        found: what the unit's host says; None: it measures nothing, since the GPUs are pretended, or it is only being
+            started. What was expected counts then.
+        there: the models that have processes.
+    """
+    if found is not None:
+        return MemoryReport(found.total, dict(found.models))
+    models = {name: costs.bytes for name, costs in residency.models.items() if name in there}
+    return MemoryReport(residency.rules.fixed + sum(models.values()), models)

@@ -25,7 +25,7 @@ from muxserve.cluster.supervision import STOP_SECONDS, GaveUp, Part, PartDied, w
 from muxserve.cluster.warm_link import WarmLink
 from muxserve.gpu import mps, nvml
 from muxserve.gpu.budget import WAITING, Needs
-from muxserve.gpu.unit import PoolSizer, SizingError
+from muxserve.gpu.unit import GpuMemory, PoolSizer, SizingError
 from muxserve.gpu.weight_server import WeightServer
 from muxserve.net.peer import Address, AsyncPeer
 from muxserve.net.sockets import until_reachable
@@ -48,6 +48,8 @@ _START_SECONDS = {
 }
 _LAST_WORDS_SECONDS = 0.1
 _ASK_AGAIN_SECONDS = 1.0
+# What a process had on a GPU is free some time after its end; so long, and so often, is looked.
+_FREE_SECONDS, _FREE_LOOK_SECONDS = 5.0, 0.1
 
 
 class UnitPeer:
@@ -139,8 +141,11 @@ class Starts:
         # Model loading is mostly computing; more at once than this only makes each of them later.
         self._at_once = asyncio.Semaphore(2 * max(2, unit_spec.cores))
         models = [model.name for model in unit_spec.models if model.name in serves]
-        if unit_spec.gpu is not None and len(models) < len(unit_spec.models):
-            raise ValueError("on GPUs a unit starts with all of its models")
+        for needs in sizer.sleeping if sizer is not None else ():
+            self._needs[needs.model, needs.rank] = needs
+        sleeping = {model for model, _ in self._needs}
+        if unit_spec.gpu is not None and any(m.name not in models and m.name not in sleeping for m in unit_spec.models):
+            raise ValueError("on GPUs a unit starts with all of its models that never sleep")
         self.parts: dict[PartId, Part] = {part.id: part for part in self._base()}
         for model in models:
             self.parts.update({part.id: part for part in self.parts_of(model)})
@@ -267,8 +272,24 @@ class Starts:
         Raises:
             GaveUp: see `check_room`.
         """
-        await self.check_room(model)
+        until = time.monotonic() + _FREE_SECONDS
+        while True:
+            try:
+                await self.check_room(model)
+                break
+            except GaveUp as failure:
+                passing = isinstance(failure.__cause__, SizingError) and failure.__cause__.passing
+                if not passing or time.monotonic() > until:
+                    raise
+            await asyncio.sleep(_FREE_LOOK_SECONDS)
         self._late.add(model)
+
+    def gpu_memory(self) -> GpuMemory | None:
+        """What is taken of the unit's GPUs, as measured or estimated; None on a CPU."""
+        if self._sizer is None:
+            return None
+        there = {part.model for part in self.parts}
+        return self._sizer.used([each for each in self._needs.values() if each.model in there], self.unit_spec.pools)
 
     async def _until_loaded(self, model: str) -> None:
         """A model's engines come after its weights."""
@@ -297,7 +318,7 @@ class Starts:
             found = await asyncio.to_thread(nvml.machine)
             self._sizer.check_room(others, joining, self.unit_spec.pools, found, loaded)
         except SizingError as error:
-            raise GaveUp(PartId("weights", model), str(error)) from None
+            raise GaveUp(PartId("weights", model), str(error)) from error
 
     def _keep_weights(self, part: Part) -> asyncio.Future[str]:
         """Take what the process that loads the weights of a model will have kept; resolves when that is lost."""
@@ -337,7 +358,7 @@ class Starts:
         if self.sized.is_set():
             return
         assert self._sizer is not None
-        wanted = [(model.name, rank) for model in self.unit_spec.models for rank in range(self.unit_spec.ranks)]
+        wanted = [(holder.model, rank) for holder in self.holders for rank in range(self.unit_spec.ranks)]
         for holder in self.holders:
             await self.parts[holder].up.wait()
         missing = [f"{model} on rank {rank}" for model, rank in wanted if (model, rank) not in self._needs]

@@ -23,7 +23,7 @@ from muxserve.cluster.log_tail import Said
 from muxserve.cluster.processes import Reaper
 from muxserve.cluster.supervision import GaveUp
 from muxserve.gpu.budget import Needs
-from muxserve.gpu.unit import GpuPlan, PoolSizer
+from muxserve.gpu.unit import GpuMemory, GpuPlan, PoolSizer
 from muxserve.rolling.rules import RollingRules
 from muxserve.spec import UNIT_FILE, UnitEntry, UnitSpec, save
 from muxserve.spec.run_dir import make_log_dir
@@ -75,6 +75,9 @@ class UnitHandle(Protocol):
 
     def memory_parents(self) -> MemoryParents:
         """The processes of this machine by which its memory is told apart; none of units elsewhere."""
+
+    def gpu_memory(self) -> GpuMemory | None:
+        """What is taken of its GPUs; None of units on a CPU, and of units elsewhere."""
 
     async def wait(self) -> None:
         """Until the unit has ended or cannot be kept alive; it is then stopped and perhaps started again.
@@ -206,6 +209,10 @@ class LocalUnit:
     def memory_parents(self) -> MemoryParents:
         """See `UnitHandle.memory_parents`."""
         return MemoryParents(dict(self._host.model_parents), self._host.warm_parent)
+
+    def gpu_memory(self) -> GpuMemory | None:
+        """See `UnitHandle.gpu_memory`."""
+        return self._host.gpu_memory()
 
     async def wait(self) -> None:
         """See `UnitHandle.wait`."""

@@ -158,7 +158,7 @@ def _watchdog(source: Source) -> Iterator[Problem]:
 
 
 def _memory(source: Source) -> Iterator[Problem]:
-    """Memory decides over one replica of each model on this machine's CPU."""
+    """Memory decides over one replica of each model, in one unit of this machine."""
     models = source.data.get("models")
     given = source.data.get("memory")
     for index, model in enumerate(models if isinstance(models, list) else ()):
@@ -178,13 +178,24 @@ def _memory(source: Source) -> Iterator[Problem]:
             yield source.problem(("models", index, "phases"), f"{message}; leave one of the two out")
     cluster = source.data.get("cluster")
     if given is not None and isinstance(cluster, dict):
-        for key in ("gpus", "gpu_ids", "nodes"):
-            if cluster.get(key):
-                yield source.problem(("cluster", key), "`memory` decides over models on this machine's CPU only")
+        if cluster.get("nodes"):
+            yield source.problem(("cluster", "nodes"), "`memory` decides over models of one machine only; write `gpus`")
+        if isinstance(given, dict) and (cluster.get("gpus") or cluster.get("gpu_ids")):
+            yield from _memory_of_gpus(source, given)
         if cluster.get("launcher") == "ray":
             yield source.problem(("cluster", "launcher"), "`memory` decides over models of this machine only")
         if _whole(cluster.get("ranks")) and cluster["ranks"] > 1:
             yield source.problem(("cluster", "ranks"), "`memory` decides over models of one rank only")
+
+
+def _memory_of_gpus(source: Source, given: Mapping[str, object]) -> Iterator[Problem]:
+    """What sleeping models cannot do on GPUs yet."""
+    if given.get("hibernate") not in (None, "off", False):
+        message = "is for models on a CPU; on GPUs the page cache keeps the files that weights are loaded from"
+        yield source.problem(("memory", "hibernate"), f"{message}; leave it out")
+    if given.get("turns") is True:
+        message = "is for models on a CPU; on a GPU each turn would start the model's engines anew, which takes seconds"
+        yield source.problem(("memory", "turns"), f"{message}; leave it out")
 
 
 def _whole(value: object) -> TypeGuard[int]:

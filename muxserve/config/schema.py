@@ -178,13 +178,14 @@ def _hibernate(value: object) -> object:
 
 
 class MemorySection(Section):
-    """How much of this machine's memory the fleet may take. With it, memory and not an idle time decides which models
-    are awake: all may sleep, but those with `keep: always`, and a request wakes its model (docs/residency.md)."""
+    """How much of this machine's memory, or of the memory of each of its GPUs, the fleet may take. With it, memory and
+    not an idle time decides which models are awake: all may sleep, but those with `keep: always`, and a request wakes
+    its model (docs/residency.md)."""
 
     limit: SizeOrAuto = Field(
         default=AUTO,
-        description='Most that all processes take together, e.g. "6GiB"; auto: 90 % of what the machine, or its '
-        "container, has",
+        description='Most that all processes take together, e.g. "6GiB", on GPUs of the memory of each; auto: 90 % of '
+        "what the machine, or its container, has, on GPUs `cluster.gpu_memory` of it",
     )
     min_residence: Seconds = Field(
         default=_RESIDENCY.min_residence, description="A model that was woken stays awake for so long at least"

@@ -63,6 +63,10 @@ class BudgetError(ValueError):
     """A GPU's memory is not enough; the message says what takes it and what to lower, and by how much."""
 
 
+class NotFreeError(BudgetError):
+    """The driver has less free than is needed: of what has just ended, or of somebody else."""
+
+
 def estimated(demands: Sequence[Demand], ranks: int, rules: MemoryRules, stages: int = 1) -> list[Needs]:
     """The needs of models that have not been measured, on each of `ranks` GPUs, which are `stages` of a pipeline."""
     return [
@@ -129,8 +133,11 @@ def pool_bytes(budgets: Sequence[Budget]) -> int:
     return min(each.pool_bytes for each in budgets)
 
 
-def check(budgets: Sequence[Budget], needs: Sequence[Needs], needed: int, rules: MemoryRules) -> None:
-    """Whether the tightest GPU has room for pools of `needed` bytes, one sequence of every model.
+def check(
+    budgets: Sequence[Budget], needs: Sequence[Needs], needed: int, rules: MemoryRules, sleeping: bool = False
+) -> None:
+    """Whether the tightest GPU has room for pools of `needed` bytes, one sequence of every model. `sleeping`: beside
+    those that never sleep, and the largest of those that do.
 
     Raises:
         BudgetError: it has not.
@@ -148,17 +155,20 @@ def check(budgets: Sequence[Budget], needs: Sequence[Needs], needed: int, rules:
     ways = []
     usable = tightest.lines[0].bytes
     most = int(0.97 * tightest.total_bytes)
-    if usable + short <= most:
+    if usable + short <= most and sleeping:
+        ways.append(f"raise memory.limit to {format_size(usable + short)}")
+    elif usable + short <= most:
         ways.append(f"raise cluster.gpu_memory to {(usable + short) / tightest.total_bytes + 0.005:.2f}")
     if step > short:
         part = (step - short) / step
         ways.append(f"lower max_num_batched_tokens of {largest.model} to {part:.0%} of what it is")
-    ways.append("lower max_len, serve fewer or smaller models, or give the unit more GPUs")
+    smaller = "lower kv_pool.size or max_len" if sleeping else "lower max_len"
+    ways.append(f"{smaller}, serve fewer or smaller models, or give the unit more GPUs")
     source = "measured" if all(each.measured for each in here) else "estimated"
     raise BudgetError(
         f"{tightest.gpu}: of {format_size(usable)} that may be used weights take {format_size(weights)} and engines "
-        f"{format_size(engines)} ({source}); {left} for the KV pool, {format_size(short)} too little for one sequence "
-        f"of every model: {'; or '.join(ways)}"
+        f"{format_size(engines)} ({source}); {left} for the KV pool, {format_size(short)} too little "
+        f"{'for it' if sleeping else 'for one sequence of every model'}: {'; or '.join(ways)}"
     )
 
 
@@ -196,7 +206,7 @@ def check_room(
         )
     wanted = engines if loaded else needed
     if free_bytes is not None and free_bytes < wanted:
-        raise BudgetError(
+        raise NotFreeError(
             f"{budget.gpu}: {needs}, and the driver has {format_size(free_bytes)} of {format_size(budget.total_bytes)} "
             "free; end what else computes there (`nvidia-smi` shows it)"
         )

@@ -6,13 +6,13 @@ planned. It goes as JSON to hosts on other machines, which find the GPUs themsel
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
-from muxserve.gpu.budget import Budget, BudgetError, Needs, budget, check, check_room, pool_bytes
+from muxserve.gpu.budget import Budget, BudgetError, Needs, NotFreeError, budget, check, check_room, pool_bytes
 from muxserve.gpu.findings import Fallback, Findings
 from muxserve.gpu.nvml import Gpu, GpuMachine
 from muxserve.gpu.sharing import MpsWish
@@ -23,6 +23,9 @@ from placement.memory import MemoryRules
 
 # An MPS server takes so many processes with a context on each GPU (NVIDIA, "Multi-Process Service", since Volta).
 MOST_CLIENTS = 48
+# Of what may be used of a GPU's memory, the pools have so much where models come and go in the rest of it: between the
+# 15 and 30 % that were tried in simulation (docs/residency.md).
+SLEEPING_POOL_PART = 0.2
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,9 @@ class GpuUnit:
     that is served `elsewhere` gets GPUs like these on whatever machine it comes to. `fallbacks` are what is done
     instead of what probes found not to work there, `full_graphs` and `flashinfer_sampler` whether they found
     CUDA graphs with attention, and that sampler in green contexts, to. With green contexts an engine has graphs for
-    each of `green_sets` sets of SMs. `named`: the fleet file says how SMs are shared, or there is nothing to share."""
+    each of `green_sets` sets of SMs. `named`: the fleet file says how SMs are shared, or there is nothing to share.
+    Where memory decides which models are awake, `sleeping` has estimates of those that sleep until somebody asks for
+    them, and `needs` only the others and the largest of these."""
 
     gpus: tuple[Gpu, ...]
     sharing: SmSharing
@@ -57,6 +62,7 @@ class GpuUnit:
     flashinfer_sampler: bool | None = None
     green_sets: int = 1
     named: bool = True
+    sleeping: tuple[Needs, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -132,18 +138,61 @@ class GpuUnit:
         """Why an MPS server cannot take all processes of the unit; empty if it can."""
         if self.sharing == "off":
             return ""
-        models = len(self.shares)
+        models = self._awake_at_once
         # With the migrator, and with what keeps memory where a GPU lets clients in only.
         clients = models * self.rules.engines + 1 + (models + 1 if self._keepers_in_mps else 0)
         if clients <= MOST_CLIENTS:
             return ""
+        at_once = " that have room at once" if self.sleeping else ""
         return (
-            f"{models} models are {clients} clients of the MPS server on each GPU, which takes {MOST_CLIENTS}; serve "
-            "fewer models in a unit, or set `cluster.mps: off`"
+            f"{models} models{at_once} are {clients} clients of the MPS server on each GPU, which takes "
+            f"{MOST_CLIENTS}; serve fewer models in a unit, or set `cluster.mps: off`"
         )
 
+    @property
+    def _awake_at_once(self) -> int:
+        """As many models as can have engines at the same time, whatever the pools take."""
+        if not self.sleeping:
+            return len(self.shares)
+        # The tightest GPU is that of any rank: estimates are alike on all of them.
+        room = min(int(gpu.memory_bytes * self.rules.utilisation) for gpu in self.gpus) - self.rules.reserve_bytes
+        asleep = {each.model for each in self.sleeping}
+        room -= sum(self._taken(each) for each in self.needs if each.rank == 0 and each.model not in asleep)
+        count = len(self.shares) - len(asleep)
+        for taken in sorted(self._taken(each) for each in self.sleeping if each.rank == 0):
+            if taken > room:
+                break
+            room -= taken
+            count += 1
+        return count
+
+    def _taken(self, needs: Needs) -> int:
+        return needs.weights_bytes + needs.engines(self._memory_rules)
+
+    def with_sleeping(self, models: Collection[str]) -> GpuUnit:
+        """The same where those of its models sleep until they are woken."""
+        sleeping = tuple(each for each in self.needs if each.model in models)
+        awake = [each for each in self.needs if each.model not in models]
+        return replace(self, sleeping=sleeping).present(awake)
+
+    def present(self, needs: Sequence[Needs]) -> GpuUnit:
+        """The same with those models at the start. If all of the others sleep, the largest of these has to have room,
+        too."""
+        asleep = {each.model for each in self.sleeping}
+        if not asleep or any(each.model in asleep for each in needs):
+            return self.measured(needs)
+        largest = max(self.sleeping, key=lambda each: (self._taken(each), each.model)).model
+        return self.measured([*needs, *(each for each in self.sleeping if each.model == largest)])
+
+    def taken(self, needs: Sequence[Needs]) -> dict[str, int]:
+        """Bytes of weights and engines by model, on the GPU where it takes most."""
+        found: dict[str, int] = {}
+        for each in needs:
+            found[each.model] = max(found.get(each.model, 0), self._taken(each))
+        return found
+
     def measured(self, needs: Sequence[Needs]) -> GpuUnit:
-        """The same with what was measured of the models."""
+        """The same with what was measured of the models that are there."""
         return replace(self, needs=tuple(needs))
 
     def budgets(self, demands: Sequence[ModelDemand]) -> list[Budget]:
@@ -162,6 +211,18 @@ class GpuUnit:
             )
             for rank, gpu in enumerate(self.gpus)
         ]
+
+    def used(self, demands: Sequence[ModelDemand], pools_bytes: int) -> int:
+        """Bytes that the models of `needs`, pools of `pools_bytes` and all else take of the GPU with least left."""
+        return self._used(min(group.page_bytes for group in pool_groups(demands)), pools_bytes)
+
+    def used_with(self, pools: Sequence[PoolSpec]) -> int:
+        """The same with those pools."""
+        size = sum(pool.page_bytes * pool.num_pages for pool in pools)
+        return self._used(min(pool.page_bytes for pool in pools), size)
+
+    def _used(self, page_bytes: int, pools_bytes: int) -> int:
+        return max(each.lines[0].bytes - each.pool_bytes + pools_bytes for each in self._budgets(page_bytes))
 
     def check_room(self, joining: Sequence[Needs], pools: Sequence[PoolSpec], found: GpuMachine, loaded: bool) -> None:
         """Whether a model more fits beside the pools that the unit has, and the models of its `needs`.
@@ -183,13 +244,16 @@ class GpuUnit:
             check_room(budgets[each.rank], each, size, free, self._memory_rules, loaded)
 
     def pool(self, demands: Sequence[ModelDemand], asked: int | None) -> int:
-        """Bytes of the pools on each GPU: `asked`, or all that is left.
+        """Bytes of the pools on each GPU: `asked`, or all that is left; where models sleep, a part of it.
 
         Raises:
             muxserve.gpu.budget.BudgetError: that is not there, or not enough for one sequence of every model.
         """
+        if self.sleeping and asked is None:
+            usable = min(gpu.memory_bytes for gpu in self.gpus) * self.rules.utilisation
+            asked = max(least_pool_bytes(demands), int(SLEEPING_POOL_PART * usable))
         budgets = self.budgets(demands)
-        check(budgets, self.needs, asked or least_pool_bytes(demands), self._memory_rules)
+        check(budgets, self.needs, asked or least_pool_bytes(demands), self._memory_rules, bool(self.sleeping))
         return asked or pool_bytes(budgets)
 
     def describe(self) -> list[str]:
@@ -246,7 +310,7 @@ class GpuPlan:
             muxserve.gpu.budget.BudgetError: too little is left.
             placement.PlanError: it is no plan.
         """
-        gpu = self.unit.measured(needs)
+        gpu = self.unit.present(needs)
         size = gpu.pool(self.demands, self.pool_bytes)
         return plan_unit(self.demands, self.machine, self.cores, size, "cuda"), gpu.budgets(self.demands)
 
@@ -290,8 +354,21 @@ def from_json(data: bytes) -> GpuPlan:
     return msgspec.json.decode(data, type=GpuPlan)
 
 
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Bytes that everything takes of the GPU with least left, and in that by model those that sleep at times."""
+
+    total: int
+    models: Mapping[str, int]
+
+
 class SizingError(Exception):
-    """The GPUs have too little memory for the unit; the message says what to change."""
+    """The GPUs have too little memory for the unit; the message says what to change. `passing`: the driver may have
+    more free in a moment."""
+
+    def __init__(self, message: str, passing: bool = False) -> None:
+        super().__init__(message)
+        self.passing = passing
 
 
 class PoolSizer:
@@ -335,7 +412,19 @@ class PoolSizer:
         try:
             self._plan.check_room(served, joining, pools, found, loaded)
         except BudgetError as error:
-            raise SizingError(str(error)) from None
+            raise SizingError(str(error), isinstance(error, NotFreeError)) from None
+
+    @property
+    def sleeping(self) -> tuple[Needs, ...]:
+        """Estimates of the models that are loaded when they are woken."""
+        return self._plan.unit.sleeping
+
+    def used(self, present: Sequence[Needs], pools: Sequence[PoolSpec]) -> GpuMemory:
+        """What is taken with the models that are `present`."""
+        asleep = {each.model for each in self.sleeping}
+        unit = self._plan.unit.measured(present)
+        models = unit.taken([each for each in present if each.model in asleep])
+        return GpuMemory(unit.used_with(pools), models)
 
 
 def resized(unit_spec: UnitSpec, unit: UnitPlan) -> UnitSpec:

@@ -96,7 +96,7 @@ class FleetPlanner:
         self._hub = hub or HuggingFaceHub()
         if simulated is not None:
             machine = _without_weights(machine, fleet, self._hub)
-        self.machine = machine if fleet.memory is None else within_limit(fleet, machine)
+        self.machine = machine if self._wants_gpus else within_limit(fleet, machine)
         self._gpus = gpus
         self._tell = tell
         # The GPUs of the fleet, also those that no unit uses yet, and how many a unit gets.

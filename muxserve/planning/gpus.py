@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from muxserve.config import Fleet, FleetError
+from muxserve.config import AUTO, Fleet, FleetError
 from muxserve.costs.devices import device
 from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.costs.roofline import Roofline
@@ -22,6 +22,7 @@ from placement.cluster import PlacedUnit
 from placement.demand import Demand, Member, Mesh
 from placement.engines import Engines
 from placement.estimator import Estimator
+from placement.format import format_size
 from placement.memory import MemoryRules
 from placement.objective import Objective
 from placement.values import Values
@@ -82,7 +83,7 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
     if split:
         sharing = "mps"
     sets = 1 if how.dedicated else max(1, share_steps(sharing, fleet.policy))
-    rules = MemoryRules.served(fleet.cluster.gpu_memory, 1 if how.dedicated else 2, sets)
+    rules = MemoryRules.served(_utilisation(fleet, gpus), 1 if how.dedicated else 2, sets)
     kind = device_name(gpus[0])
     notes = [
         f"{demand.name} is served in bfloat16, since FlashAttention has no float32 (its checkpoint is in float32)"
@@ -100,14 +101,22 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
     if placed is not None and kind is not None and placed.device != kind:
         message = f"the plan is for {placed.device}, but {found.where} has {gpus[0].name}; make it anew"
         raise FleetError([fleet.problem(("cluster",), message)])
+    sleeping: list[str] = []
     if how.dedicated:
         shares = {demand.name: ALL_SMS for demand in demands}
     elif placed is not None:
         shares = {each.model: SmShares(each.prefill_share, each.decode_share) for each in placed.models}
+    elif sleeping := [model.name for model in fleet.models if fleet.memory is not None and model.keep == "auto"]:
+        # Which of them compute beside each other is decided while they are served.
+        shares = {demand.name: UNPLANNED for demand in demands}
+        notes.append(
+            f"{len(sleeping)} of {len(demands)} models sleep until somebody asks for them; everything together takes "
+            f"at most {format_size(int(rules.utilisation * gpus[0].memory_bytes))} of each GPU"
+        )
     else:
         shares, note = _planned(fleet, demands, gpus, kind, rules)
         notes += [note] if note else []
-    return GpuUnit(
+    unit = GpuUnit(
         gpus=gpus,
         sharing=sharing,
         shares=_with_overrides(fleet, shares),
@@ -121,6 +130,23 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
         named=named != "auto" or how.dedicated,
         green_sets=1 if how.dedicated else max(1, share_steps("green_contexts", fleet.policy)),
     )
+    return unit.with_sleeping(sleeping) if sleeping else unit
+
+
+def _utilisation(fleet: Fleet, gpus: Sequence[Gpu]) -> float:
+    """The part of each GPU's memory that everything together may take.
+
+    Raises:
+        FleetError: `memory.limit` is more than a GPU has.
+    """
+    limit = AUTO if fleet.memory is None else fleet.memory.limit
+    if not isinstance(limit, int):
+        return fleet.cluster.gpu_memory
+    smallest = min(gpu.memory_bytes for gpu in gpus)
+    if limit > smallest:
+        message = f"{format_size(limit)} are more than a GPU has ({format_size(smallest)}); it is of each GPU"
+        raise FleetError([fleet.problem(("memory", "limit"), message)])
+    return limit / smallest
 
 
 def _type(name: str) -> str:

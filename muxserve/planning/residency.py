@@ -1,5 +1,5 @@
 """The part of a fleet's plan that memory decides at run time: its limit, and what each model is expected to take; live
-and simulated."""
+and simulated. The memory is this machine's, or that of each of its GPUs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import psutil
 
-from muxserve.config import AUTO, Fleet, FleetError, Model
+from muxserve.config import AUTO, Fleet, FleetError, MemorySection, Model
 from muxserve.costs import ModelArchitecture
 from muxserve.costs.architecture import ITEM_BYTES
+from muxserve.gpu.unit import GpuUnit
 from muxserve.planning.unit_plan import ResolvedUnit
 from muxserve.scheduling.residency import ResidencyRules, WakeCosts
 from muxserve.scheduling.turns import TurnRules
@@ -63,6 +65,12 @@ _WEIGHT_OF_A_LEVEL = 1 / 1.25
 _IN_MEMORY = ("tmpfs", "ramfs")
 # More at a time would take memory that others wait for, and come up no sooner.
 MOST_WAKES = 4
+# The same of GPUs, where weights are loaded by one process at a time, and engines start meanwhile. How long a wake
+# takes there is an assumption until one was measured: contexts, vLLM's start and graphs, then weights from the page
+# cache. The first GPU had three small models up 19 s after vLLM was imported, beside three other fleets (docs/gpu.md).
+GPU_WAKES = 2
+GPU_WAKE_SECONDS, GPU_WAKE_BANDWIDTH = 8.0, 2e9
+GPU_SLEEP_SECONDS = 1.0
 
 
 def with_residency(unit: SimUnit, spec: ResidencySpec, exclusive: bool = False) -> SimUnit:
@@ -179,6 +187,8 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
     """
     if fleet.memory is None:
         return None
+    if plans[0].gpu is not None:
+        return _on_gpus(fleet, fleet.memory, plans[0], plans[0].gpu, machine)
     limit = machine.memory_bytes
     costs: dict[str, WakeCosts] = {}
     for plan in plans:
@@ -188,8 +198,8 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
                 bytes=weights + MODEL_BYTES,
                 load_bytes=load_bytes(model, demand.architecture, demand.resolved_dtype),
                 seconds=wake_seconds(weights),
-                ttft=TTFT_SECONDS if model.slo.ttft_ms is None else model.slo.ttft_ms / 1000,
-                tpot=TPOT_SECONDS if model.slo.tpot_ms is None else model.slo.tpot_ms / 1000,
+                ttft=_objectives(model).ttft,
+                tpot=_objectives(model).tpot,
                 pinned=model.keep == "always",
                 margin=MODEL_MARGIN,
             )
@@ -222,3 +232,47 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
     )
     turns = TurnRules(cores=rules.cores) if fleet.memory.turns else None
     return ResidencySpec(rules, sleeping, turns, hibernates, fleet.memory.decode_niceness)
+
+
+class _Objectives(NamedTuple):
+    ttft: float
+    tpot: float
+
+
+def _objectives(model: Model) -> _Objectives:
+    """For the first token, and between tokens, seconds."""
+    return _Objectives(
+        ttft=TTFT_SECONDS if model.slo.ttft_ms is None else model.slo.ttft_ms / 1000,
+        tpot=TPOT_SECONDS if model.slo.tpot_ms is None else model.slo.tpot_ms / 1000,
+    )
+
+
+def _on_gpus(fleet: Fleet, memory: MemorySection, plan: ResolvedUnit, gpu: GpuUnit, machine: Machine) -> ResidencySpec:
+    """The same where the memory is that of each of the unit's GPUs. That there is room for the models that never sleep
+    and one of the others was looked at when the unit was planned."""
+    taken = gpu.taken(gpu.sleeping)
+    costs = {
+        model.name: WakeCosts(
+            bytes=taken[model.name],
+            seconds=GPU_WAKE_SECONDS
+            + demand.architecture.weight_bytes(demand.resolved_dtype) / gpu.ranks / GPU_WAKE_BANDWIDTH,
+            ttft=_objectives(model).ttft,
+            tpot=_objectives(model).tpot,
+        )
+        for model, demand in zip(plan.fleet.models, plan.demands, strict=True)
+        if model.name in taken
+    }
+    limit = min(each.lines[0].bytes for each in gpu.budgets(plan.demands))
+    awake = sum(gpu.taken([each for each in gpu.needs if each.model in taken]).values())
+    rules = ResidencyRules(
+        limit,
+        min_residence=memory.min_residence,
+        max_wait=memory.max_wait,
+        # An idle model leaves as soon as it has been awake for as long as its wake took: those that wait for it wait long.
+        residence_factor=1.0,
+        wakes=min(max(1, machine.cores), GPU_WAKES),
+        cores=max(1, machine.cores),
+        sleep_seconds=GPU_SLEEP_SECONDS,
+        fixed=gpu.used(plan.demands, plan.unit.pool_bytes) - awake,
+    )
+    return ResidencySpec(rules, costs, on_gpus=True)

@@ -88,7 +88,7 @@ def unit_spec_of(plan: ResolvedUnit, run_dir: str, host: str | None = None, port
         default_level=plan.fleet.default_level,
         watchdog=watchdog_of(plan.fleet),
         hibernation=hibernation_of(plan.fleet),
-        decode_niceness=plan.fleet.memory.decode_niceness if plan.fleet.memory is not None else 0,
+        decode_niceness=plan.fleet.memory.decode_niceness if plan.fleet.memory is not None and plan.gpu is None else 0,
     )
 
 

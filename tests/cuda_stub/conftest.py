@@ -104,10 +104,16 @@ def deploy(tmp_path: Path, with_mps: Environment) -> Start:
 
     @contextmanager
     def start(
-        *models: dict[str, Any], policy: str = "slack", lies: Mapping[str, str] | None = None, **cluster: Any
+        *models: dict[str, Any],
+        policy: str = "slack",
+        lies: Mapping[str, str] | None = None,
+        memory: Mapping[str, Any] | None = None,
+        **cluster: Any,
     ) -> Iterator[Fleet]:
         path = tmp_path / "fleet.yaml"
         fleet_file = {"policy": policy, "cluster": {"gpu_memory": 0.05, **cluster}, "models": list(models)}
+        if memory is not None:
+            fleet_file["memory"] = dict(memory)
         path.write_text(yaml.safe_dump(fleet_file))
         # The sockets of MPS want a short path.
         with (

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 
 from tests.cuda_stub import share
@@ -76,6 +77,43 @@ def test_two_models_on_a_gpu_lose_nothing_to_deaths(deploy: Start) -> None:
             fleet.wait_healthy()
         assert length(stream(fleet, "frontdesk")) == TOKENS
         assert said(fleet, "weights of atlas: loading weights") == 1, "they were kept"
+
+
+def test_memory_decides_which_models_are_awake(deploy: Start) -> None:
+    """Three models, and room for one or two beside the pool."""
+    names = ("arithmetic", "atlas", "frontdesk")
+    limit = 6 << 30
+
+    def awake(fleet: Fleet) -> dict[str, Any]:
+        memory = fleet.get("/fleet").json()["memory"]
+        assert memory["used_bytes"] <= memory["limit_bytes"] == limit
+        return {name: each for name, each in memory["models"].items() if each["residence"] == "awake"}
+
+    with deploy(*map(model, names), memory={"limit": limit, "min_residence": 0}, gpus=1, mps="off") as fleet:
+        assert awake(fleet) == {}
+        assert fleet.part("weights atlas") is None
+        controller = psutil.Process(fleet.process.pid)
+        for name in names:
+            assert length(stream(fleet, name, 4)) == 4
+        files = controller.num_fds()
+        for name in names * 2:
+            assert length(stream(fleet, name, 4)) == 4
+            assert name in awake(fleet)
+            # What is kept of the weights of those that sleep has been let go of.
+            assert controller.num_fds() <= files + len(names)
+        assert said(fleet, "weights of atlas: loading weights") > 1
+        # Whatever dies while a model is woken, or serves: its requests are answered.
+        for words in (("weights atlas",), ("atlas/decode",), ("muxserve-memory-manager", "--socket")):
+            others = [name for name in names if name != "atlas"]
+            while "atlas" in awake(fleet):
+                for name in others:
+                    length(stream(fleet, name, 4))
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(lambda: length(stream(fleet, "atlas")))
+                fleet.wait(lambda words=words: fleet.part(*words) is not None, PATIENCE, words[0])
+                fleet.kill(*words)
+                assert answer.result() == TOKENS
+            fleet.wait_healthy()
 
 
 def test_two_ranks_go_on_when_the_mps_server_is_in_fault(deploy: Start) -> None:

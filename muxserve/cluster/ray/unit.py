@@ -26,6 +26,7 @@ from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import MemoryParents, PlannedUnit
 from muxserve.gpu.budget import Needs
+from muxserve.gpu.unit import GpuMemory
 from muxserve.net.sockets import tcp_address
 from muxserve.spec import ModelSpec, UnitEntry, UnitSpec
 
@@ -116,6 +117,10 @@ class RayUnit:
     def memory_parents(self) -> MemoryParents:
         """See `UnitHandle.memory_parents`."""
         return MemoryParents()
+
+    def gpu_memory(self) -> GpuMemory | None:
+        """See `UnitHandle.gpu_memory`."""
+        return None
 
     async def wait(self) -> None:
         """See `UnitHandle.wait`."""
