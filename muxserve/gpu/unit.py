@@ -145,8 +145,7 @@ class GpuUnit:
             return ""
         at_once = " that have room at once" if self.sleeping else ""
         return (
-            f"{models} models{at_once} are {clients} clients of the MPS server on each GPU, which takes "
-            f"{MOST_CLIENTS}; serve fewer models in a unit, or set `cluster.mps: off`"
+            f"{models} models{at_once} are {clients} clients of the MPS server on each GPU, which takes {MOST_CLIENTS}"
         )
 
     @property
@@ -287,6 +286,14 @@ def _kind(gpu: Gpu) -> str:
     return f"{gpu.name}, {format_size(gpu.memory_bytes)}"
 
 
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Bytes that everything takes of the GPU with least left, and in that by model those that sleep at times."""
+
+    total: int
+    models: Mapping[str, int]
+
+
 @dataclass(frozen=True)
 class GpuPlan:
     """The GPUs of a unit, and what its pools are planned from. `machine` is the one that has them, `cores` and
@@ -329,6 +336,17 @@ class GpuPlan:
         """
         self.unit.measured(served).check_room(joining, pools, found, loaded)
 
+    @property
+    def sleeping(self) -> tuple[Needs, ...]:
+        """Estimates of the models that are loaded when they are woken."""
+        return self.unit.sleeping
+
+    def used(self, present: Sequence[Needs], pools: Sequence[PoolSpec]) -> GpuMemory:
+        """What is taken with the models that are `present`."""
+        asleep = {each.model for each in self.sleeping}
+        unit = self.unit.measured(present)
+        return GpuMemory(unit.used_with(pools), unit.taken([each for each in present if each.model in asleep]))
+
     def with_model(self, demand: ModelDemand, needs: Sequence[Needs], shares: Mapping[str, SmShares]) -> GpuPlan:
         """The plan with a model more; of those that it has only the ones with `shares` are left."""
         kept = [each for each in self.demands if each.name in shares and each.name != demand.name]
@@ -352,14 +370,6 @@ def from_json(data: bytes) -> GpuPlan:
         msgspec.ValidationError: it is none.
     """
     return msgspec.json.decode(data, type=GpuPlan)
-
-
-@dataclass(frozen=True, slots=True)
-class GpuMemory:
-    """Bytes that everything takes of the GPU with least left, and in that by model those that sleep at times."""
-
-    total: int
-    models: Mapping[str, int]
 
 
 class SizingError(Exception):
@@ -417,14 +427,11 @@ class PoolSizer:
     @property
     def sleeping(self) -> tuple[Needs, ...]:
         """Estimates of the models that are loaded when they are woken."""
-        return self._plan.unit.sleeping
+        return self._plan.sleeping
 
     def used(self, present: Sequence[Needs], pools: Sequence[PoolSpec]) -> GpuMemory:
         """What is taken with the models that are `present`."""
-        asleep = {each.model for each in self.sleeping}
-        unit = self._plan.unit.measured(present)
-        models = unit.taken([each for each in present if each.model in asleep])
-        return GpuMemory(unit.used_with(pools), models)
+        return self._plan.used(present, pools)
 
 
 def resized(unit_spec: UnitSpec, unit: UnitPlan) -> UnitSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from muxserve.config import AUTO, Fleet, FleetError
@@ -130,7 +131,10 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
         named=named != "auto" or how.dedicated,
         green_sets=1 if how.dedicated else max(1, share_steps("green_contexts", fleet.policy)),
     )
-    return unit.with_sleeping(sleeping) if sleeping else unit
+    unit = unit.with_sleeping(sleeping) if sleeping else unit
+    if unit.named or not (words := unit.too_many_clients()):
+        return unit
+    return replace(unit, sharing="off", notes=(*unit.notes, f"engines take turns, since {words}"))
 
 
 def _utilisation(fleet: Fleet, gpus: Sequence[Gpu]) -> float:
@@ -146,7 +150,8 @@ def _utilisation(fleet: Fleet, gpus: Sequence[Gpu]) -> float:
     if limit > smallest:
         message = f"{format_size(limit)} are more than a GPU has ({format_size(smallest)}); it is of each GPU"
         raise FleetError([fleet.problem(("memory", "limit"), message)])
-    return limit / smallest
+    # Rounded down again, it is the same number of bytes.
+    return (limit + 0.5) / smallest
 
 
 def _type(name: str) -> str:

@@ -125,7 +125,7 @@ class Joining:
         gpu = plan.with_model(demand, needs, shares)
         settled = replace(gpu.unit, sharing=self.unit.gpu.sm_sharing if self.unit.gpu is not None else "off")
         if words := settled.too_many_clients():
-            raise self._no_room(words)
+            raise self._no_room(f"{words}; serve fewer models in a unit, or set `cluster.mps: off`")
         demands = {each.name: each for each in gpu.demands}
         for pool, block in self._pools(demand):
             mates = [each for each in here.values() if each.pool == pool.name]

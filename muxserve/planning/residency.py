@@ -268,7 +268,7 @@ def _on_gpus(fleet: Fleet, memory: MemorySection, plan: ResolvedUnit, gpu: GpuUn
         limit,
         min_residence=memory.min_residence,
         max_wait=memory.max_wait,
-        # An idle model leaves as soon as it has been awake for as long as its wake took: those that wait for it wait long.
+        # Those that wait for an idle model to leave wait long enough for the wake itself.
         residence_factor=1.0,
         wakes=min(max(1, machine.cores), GPU_WAKES),
         cores=max(1, machine.cores),

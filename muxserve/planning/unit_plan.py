@@ -438,6 +438,7 @@ def _unit(fleet: Fleet, demands: Sequence[ModelDemand], machine: Machine, gpu: G
         if gpu is None:
             return plan_unit(demands, machine, cores, size, units=units)
         if words := gpu.too_many_clients():
+            words += "; serve fewer models in a unit, or set `cluster.mps: off`"
             raise FleetError([fleet.problem(("models",), words)])
         return plan_unit(demands, machine, cores, gpu.pool(demands, size), "cuda")
     except BudgetError as error:

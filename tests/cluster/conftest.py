@@ -23,8 +23,8 @@ from muxserve.cluster.launcher import Commands
 from muxserve.cluster.restarts import RestartPolicy
 from muxserve.cluster.steps import UnitPlanner
 from muxserve.cluster.units import LocalUnit, LocalUnits, PlannedUnit
-from muxserve.gpu.budget import Budget, BudgetError, Needs
-from muxserve.gpu.unit import GpuPlan
+from muxserve.gpu.budget import Budget, BudgetError, Needs, NotFreeError
+from muxserve.gpu.unit import GpuMemory, GpuPlan
 from muxserve.spec import (
     FleetSpec,
     GatewaySpec,
@@ -85,6 +85,10 @@ class FakePlan:
         # Of models that came later: which, beside which, and whether they had been loaded; and whether they fit then.
         self.joining: list[tuple[str, set[str], bool]] = []
         self.fits = {False: True, True: True}
+        # So often the driver still has what has just ended.
+        self.busy = 0
+        # Of models that sleep: what they are estimated to need.
+        self.sleeping: tuple[Needs, ...] = ()
 
     def pools(self, needs: Sequence[Needs]) -> tuple[UnitPlan, list[Budget]]:
         self.asked.append(list(needs))
@@ -109,10 +113,16 @@ class FakePlan:
         pools = (PoolPlan("pool0", "float32", 65536, 1000, tuple(m.name for m in models)),)
         return UnitPlan(2, pools, models, ()), [Budget("GPU 0", 1 << 30, (), 1000 * 65536)]
 
+    def used(self, present: Sequence[Needs], pools: object) -> GpuMemory:
+        return GpuMemory(1000, {each.model: each.weights_bytes for each in present})
+
     def check_room(
         self, served: Sequence[Needs], joining: Sequence[Needs], pools: object, found: object, loaded: bool
     ) -> None:
         self.joining.append((joining[0].model, {each.model for each in served}, loaded))
+        if self.busy:
+            self.busy -= 1
+            raise NotFreeError("GPU 0 has 1 GiB free")
         if not self.fits[loaded]:
             raise BudgetError("GPU 0 has 1 GiB left")
 
@@ -160,18 +170,21 @@ class Fleet:
         unit_specs: Sequence[UnitSpec],
         planner: UnitPlanner | None = None,
         gateways: int = 1,
+        sleeping: Sequence[Needs] = (),
         **more: Any,
     ) -> None:
         self.run_dir = run_dir
         self.unit_spec = unit_specs[0]
         self.plan = FakePlan(self.unit_spec)
+        self.plan.sleeping = tuple(sleeping)
+        asleep = {needs.model for needs in sleeping}
         self.events: list[Event] = []
         self.changed = asyncio.Event()
         fleet = fake_fleet(unit_specs, run_dir.path, **more)
         fleet = msgspec.structs.replace(fleet, gateway=msgspec.structs.replace(fleet.gateway, count=gateways))
         gpu = cast(GpuPlan, self.plan)
         self.planned = [
-            PlannedUnit(each, tuple(model.name for model in each.models), gpu if each.gpu else None)
+            PlannedUnit(each, tuple(m.name for m in each.models if m.name not in asleep), gpu if each.gpu else None)
             for each in unit_specs
         ]
         launcher = LocalFleetLauncher(fake_fleet_commands(fleet), fleet.log_dir)

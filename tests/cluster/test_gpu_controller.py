@@ -116,6 +116,65 @@ async def test_weights_stay_when_who_has_loaded_them_is_gone(keeping_fleet: Flee
     assert len(fleet.plan.asked) == 1
 
 
+@pytest.fixture
+async def sleeping_fleet(run_dir: RunDir) -> AsyncIterator[Fleet]:
+    """Memory decides whether the second model is awake."""
+    (run_dir.path / "keep-weights").touch()
+    sleeping = [Needs("two", rank, 700, 10, 0, 0) for rank in (0, 1)]
+    async for each in running(Fleet(run_dir, [gpu_unit_spec(run_dir.path)], sleeping=sleeping)):
+        yield each
+
+
+async def test_a_model_that_sleeps_is_loaded_when_it_is_woken(sleeping_fleet: Fleet) -> None:
+    """And nothing of it is left on the GPUs when it sleeps again."""
+    fleet = sleeping_fleet
+    await fleet.serving()
+    host = fleet.host
+    assert {part.model for part in host.parts if part.model} == {"one"}
+    # Pools are made beside what never sleeps; `GpuPlan` adds the largest of the others.
+    (asked,) = fleet.plan.asked
+    assert {needs.model for needs in asked} == {"one"}
+    memory = host.gpu_memory()
+    assert memory is not None
+    assert memory.models == {"one": 100}
+
+    fleet.plan.busy = 3  # what slept for it is not free at once
+    await host.start_model("two")
+    assert host.up("two")
+    assert fleet.plan.busy == 0
+    assert fleet.plan.joining[-1] == ("two", {"one"}, True)
+    assert await kept(fleet, "two") == b"two"
+    memory = host.gpu_memory()
+    assert memory is not None
+    assert memory.models == {"one": 100, "two": 100}, "as measured, no longer as estimated"
+
+    await host.stop_model("two")
+    assert {part.model for part in host.parts if part.model} == {"one"}
+    with pytest.raises(OSError, match="nobody handed weights out"):
+        await kept(fleet, "two")
+    memory = host.gpu_memory()
+    assert memory is not None
+    assert memory.models == {"one": 100}
+
+    await host.start_model("two")
+    assert await kept(fleet, "two") == b"two"
+    assert fleet.ups(HOLDERS[1]) == 2
+
+
+async def test_a_model_without_room_stays_asleep(sleeping_fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = sleeping_fleet
+    await fleet.serving()
+    fleet.plan.fits[False] = False
+    with pytest.raises(GaveUp, match="GPU 0 has 1 GiB left"):
+        await fleet.host.start_model("two")
+    assert len(fleet.plan.joining) == 1, "waiting brings no room"
+    monkeypatch.setattr(starts, "_FREE_SECONDS", 0.0)
+    fleet.plan.busy = 100
+    with pytest.raises(GaveUp, match="GPU 0 has 1 GiB free"):
+        await fleet.host.start_model("two")
+    assert {part.model for part in fleet.host.parts if part.model} == {"one"}
+
+
 async def test_weights_that_cannot_be_mapped_any_more_are_loaded_again(keeping_fleet: Fleet) -> None:
     fleet = keeping_fleet
     await fleet.serving()

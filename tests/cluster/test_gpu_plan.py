@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -15,13 +15,14 @@ from muxserve.gpu import unit
 from muxserve.gpu.budget import Needs
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import GpuMachine as GpuMachine
-from muxserve.gpu.unit import GpuPlan, PoolSizer, SizingError, SmShares, from_json
+from muxserve.gpu.unit import GpuPlan, GpuUnit, PoolSizer, SizingError, SmShares, from_json
 from muxserve.planning.checkpoints import architecture_of
 from muxserve.planning.fleet_planner import FleetPlanner
 from muxserve.planning.joining import Joined, NoRoomError
+from muxserve.planning.residency import residency_of
 from muxserve.planning.specs import fleet_spec_of, planned_unit, unit_spec_of
 from muxserve.planning.unit_plan import ResolvedUnit
-from muxserve.spec import UnitSpec, load
+from muxserve.spec import ResidencySpec, UnitSpec, load
 from placement import Machine
 from placement.unit import MAX_BLOCKS
 from tests.cluster.test_plan import CONFIG, FakeHub
@@ -189,9 +190,14 @@ def test_more_clients_than_mps_takes_are_refused(tmp_path: Path) -> None:
 def test_a_plan_asks_for_no_more_clients_than_mps_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models have four engines, beside the migrator."""
     monkeypatch.setattr(unit, "MOST_CLIENTS", 4)
-    with pytest.raises(FleetError, match="2 models are 5 clients of the MPS server on each GPU, which takes 4"):
-        plan(tmp_path, "{gpus: 1}")
+    with pytest.raises(FleetError, match="2 models are 5 clients of the MPS server on each GPU, which takes 4; serve"):
+        plan(tmp_path, "{gpus: 1, sm_sharing: mps}")
     assert plan(tmp_path, "{gpus: 1, mps: off}").gpu is not None
+    # Nobody insists on it.
+    made = plan(tmp_path, "{gpus: 1}")
+    assert made.gpu is not None
+    assert made.gpu.sharing == "off"
+    assert any("engines take turns, since 2 models are 5 clients" in note for note in made.notes)
     monkeypatch.setattr(unit, "MOST_CLIENTS", 5)
     assert plan(tmp_path, "{gpus: 1}").gpu is not None
 
@@ -304,6 +310,14 @@ def test_what_cannot_be_is_told_with_line_and_key(tmp_path: Path, cluster: str, 
     assert said in str(caught.value)
 
 
+class Planned(NamedTuple):
+    """A fleet in which memory decides."""
+
+    unit: ResolvedUnit
+    gpu: GpuUnit
+    residency: ResidencySpec
+
+
 def gpu_plan(planned: ResolvedUnit) -> GpuPlan:
     """What the unit's host has, wherever that runs."""
     made = planned.gpu_plan()
@@ -348,6 +362,92 @@ class TestSizing:
         assert made.gpu is not None
         assert GIB - (1 << 20) < made.unit.pool_bytes <= GIB
         assert gpu_plan(made).pools(made.gpu.needs)[0] == made.unit
+
+
+class TestSleeping:
+    """Memory decides which models are awake: their weights need not fit."""
+
+    def plan(
+        self, directory: Path, memory: str, count: int = 20, more: str = "", cluster: str = "{gpus: 1}"
+    ) -> Planned:
+        plan(directory, "{gpus: 1}")  # writes the checkpoints
+        models = "\n".join(f"  - {{name: m{n}, path: a, max_len: 512{more if n == 0 else ''}}}" for n in range(count))
+        text = f"memory: {memory}\ncluster: {cluster}\nmodels:\n{models}"
+        planner = FleetPlanner(
+            parse_fleet(text, "f.yaml", directory, {}), Machine(8, 64 * GIB, 16 * GIB), lambda: gpus(2, gib=80)
+        )
+        (made,) = planner.at_start()
+        spec = residency_of(planner.fleet, [made], planner.machine)
+        assert made.gpu is not None
+        assert spec is not None
+        return Planned(made, made.gpu, spec)
+
+    def test_weights_of_all_models_need_not_fit(self, tmp_path: Path) -> None:
+        made, gpu, spec = self.plan(tmp_path, "auto", 40)
+        assert made.served == ()
+        assert {each.model for each in gpu.sleeping} == {f"m{n}" for n in range(40)} == set(spec.models)
+        assert len(gpu.needs) == 1, "room for one of them"
+        costs = spec.models["m0"]
+        assert sum(each.bytes for each in spec.models.values()) > 80 * GIB > 4 * costs.bytes
+        assert spec.rules.limit == int(0.92 * 80 * GIB)
+        # A fifth of it are pages, and the memory manager has its part.
+        assert made.unit.pool_bytes == pytest.approx(0.2 * spec.rules.limit, rel=0.01)
+        assert spec.rules.fixed == pytest.approx(made.unit.pool_bytes + GIB, rel=0.01)
+        assert spec.on_gpus
+        assert unit_spec_of(made, "/run/x").decode_niceness == 0
+
+    def test_what_never_sleeps_is_loaded_first_and_takes_its_part(self, tmp_path: Path) -> None:
+        _, _, all_sleep = self.plan(tmp_path, "{limit: 40GiB}")
+        made, gpu, spec = self.plan(tmp_path, "{limit: 40GiB}", more=", keep: always")
+        assert made.served == ("m0",)
+        assert "m0" not in spec.models
+        assert {each.model for each in gpu.needs} == {"m0", "m9"}
+        assert spec.rules.limit == all_sleep.rules.limit == pytest.approx(40 * GIB, abs=16)
+        taken = spec.rules.fixed - all_sleep.rules.fixed
+        assert taken == pytest.approx(all_sleep.models["m0"].bytes, rel=0.01)
+
+    def test_the_host_asks_for_no_more_than_what_is_there(self, tmp_path: Path) -> None:
+        made, gpu, spec = self.plan(tmp_path, "{limit: 40GiB}", more=", keep: always")
+        sizer = PoolSizer(gpu_plan(made), unit_spec_of(made, str(tmp_path)), tmp_path / "unit.json")
+        m0 = next(each for each in gpu.needs if each.model == "m0")
+        after, _ = sizer.size([replace(m0, measured=True)])
+        assert sum(pool.page_bytes * pool.num_pages for pool in after.pools) == made.unit.pool_bytes
+        alone = sizer.used([m0], after.pools)
+        assert alone.models == {}
+        assert alone.total == pytest.approx(spec.rules.fixed, rel=0.01)
+        m1 = next(each for each in sizer.sleeping if each.model == "m1")
+        beside = sizer.used([m0, replace(m1, weights_bytes=m1.weights_bytes + GIB)], after.pools)
+        assert beside.models == {"m1": spec.models["m1"].bytes + GIB}
+        assert beside.total - alone.total == pytest.approx(beside.models["m1"], rel=0.01)
+
+    def test_on_several_gpus_each_has_its_part(self, tmp_path: Path) -> None:
+        _, _, one = self.plan(tmp_path, "auto")
+        _, gpu, two = self.plan(tmp_path, "auto", cluster="{gpus: 2}")
+        assert {each.rank for each in gpu.sleeping} == {0, 1}
+        assert two.models["m0"].bytes < one.models["m0"].bytes
+        assert two.rules.limit == one.rules.limit
+
+    def test_mps_takes_as_many_clients_as_have_room(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """40 models would be 81."""
+        cluster = "{gpus: 1, sm_sharing: mps}"
+        _, gpu, spec = self.plan(tmp_path, "{limit: 40GiB}", 40, cluster=cluster)
+        at_once = (40 - 1) * GIB // spec.models["m0"].bytes
+        assert gpu.sharing == "mps"
+        monkeypatch.setattr(unit, "MOST_CLIENTS", 2 * at_once)
+        with pytest.raises(FleetError, match=f"{at_once} models that have room at once are {2 * at_once + 1} clients"):
+            self.plan(tmp_path, "{limit: 40GiB}", 40, cluster=cluster)
+
+    @pytest.mark.parametrize(
+        ("memory", "said"),
+        [
+            ("{limit: 81GiB}", "memory.limit: 81 GiB are more than a GPU has (80 GiB)"),
+            ("{limit: 4GiB}", "too little for it: raise memory.limit to"),
+        ],
+    )
+    def test_limits_without_room(self, tmp_path: Path, memory: str, said: str) -> None:
+        with pytest.raises(FleetError) as caught:
+            self.plan(tmp_path, memory)
+        assert said in str(caught.value)
 
 
 def test_a_pool_is_no_larger_than_a_page_table_can_name(tmp_path: Path) -> None:

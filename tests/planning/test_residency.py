@@ -110,7 +110,12 @@ def test_a_plan_file_and_memory_exclude_each_other() -> None:
     ("text", "expected"),
     [
         ("memory: much", "memory: must be auto, or a mapping such as \"{limit: 6GiB}\", not 'much'"),
-        ("memory: auto\ncluster: {gpus: 1}", "cluster.gpus: `memory` decides over models on this machine's CPU only"),
+        (
+            "memory: auto\ncluster: {nodes: [{gpu: A100, count: 1}]}",
+            "cluster.nodes: `memory` decides over models of one",
+        ),
+        ("memory: {hibernate: auto}\ncluster: {gpus: 1}", "memory.hibernate: is for models on a CPU"),
+        ("memory: {turns: true}\ncluster: {gpu_ids: [0]}", "memory.turns: is for models on a CPU"),
         ("memory: auto\ncluster: {launcher: ray}", "cluster.launcher: `memory` decides"),
         ("memory: auto\ncluster: {ranks: 2}", "cluster.ranks: `memory` decides"),
     ],
