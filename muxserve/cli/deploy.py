@@ -9,7 +9,7 @@ import importlib.util
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -145,7 +145,7 @@ def _run(
     port: int,
     demo: bool,
     file: FleetFile,
-    residency: ResidencySpec | None = None,
+    residency: Mapping[str, ResidencySpec] | None = None,
 ) -> int:
     from muxserve.memory import server
 

@@ -37,6 +37,8 @@ from placement.exact import TooLargeError
 from placement.planner import PlanOptions
 
 EXIT_OK, EXIT_UNPLACED, EXIT_BAD = 0, 1, 2
+# Of a fleet with `memory` on GPUs, where none is named: at the rates of its models.
+_ANY_WORKLOAD = "bursty-groups:duration=120"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +185,21 @@ def _compared(arguments: PlanArguments, fleet: Fleet) -> tuple[str, ...]:
 
 
 def _workload(arguments: PlanArguments, fleet: Fleet) -> Workload | None:
-    """That by which models that sleep are compared with models that are all awake."""
-    if arguments.workload is None:
+    """That by which models that sleep are compared with models that are all awake; where the fleet file has `memory`,
+    one on GPUs needs none to be named."""
+    own = fleet.cluster
+    on_gpus = bool(own.gpus or own.gpu_ids or arguments.gpus)
+    searched = not arguments.exact and arguments.mode == "muxserve"
+    named = arguments.workload
+    if named is None and fleet.memory is not None and on_gpus and searched:
+        named = _ANY_WORKLOAD
+    if named is None:
         return None
     if arguments.exact or arguments.mode != "muxserve":
         raise UsageError("--workload goes neither with --exact nor with --mode")
     rates = {model.name: model.rate for model in fleet.models}
     try:
-        found = open_workload(arguments.workload, rates, WorkloadOptions(**arguments.reading))
+        found = open_workload(named, rates, WorkloadOptions(**arguments.reading))
         # Read to its end before anything is planned: a trace may be wrong at its last line.
         if not sum(1 for _ in found):
             raise WorkloadError(f"{found.about} has no requests")

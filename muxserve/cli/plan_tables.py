@@ -19,7 +19,7 @@ from muxserve.planning.sleeping import SleepingForecast
 from placement.format import enumerate_words, format_size
 from placement.planner import ClusterPlan
 
-ALL_AWAKE, WITH_RESIDENCY = "all awake", "with residency"
+ALL_AWAKE, WITH_MEMORY, WITH_RESIDENCY = "all awake", "with memory:", "with residency"
 
 
 def plan_table(plan: ClusterPlan, simulated: Prediction | None) -> FigureTable:
@@ -195,26 +195,33 @@ def show_sleeping(forecast: SleepingForecast) -> None:
     columns = ["GPUs", "models", "without a place", "wakes", "waited", "turns", "TTFT p50", "p99", "SLO"]
     table = FigureTable(columns, words=2, keys=(0, 1))
     for point in forecast.points:
-        awake, resident = point.awake, point.resident
+        awake = point.awake
         table.add_row(
             str(point.gpus), ALL_AWAKE, str(len(awake.without_place)), "-", "-", "-", *_first_tokens(awake.summary)
         )
-        if resident is None or (told := resident.residency) is None:
-            table.add_row(str(point.gpus), WITH_RESIDENCY, *["-"] * 7)
-            continue
-        counts = (told.wakes, told.waited, told.switches)
-        table.add_row(
-            str(point.gpus), WITH_RESIDENCY, "0", *[str(count) for count in counts], *_first_tokens(resident.summary)
-        )
+        for name, found in ((WITH_MEMORY, point.deployed), (WITH_RESIDENCY, point.resident)):
+            if found is None or (told := found.residency) is None:
+                table.add_row(str(point.gpus), name, *["-"] * 7)
+                continue
+            counts = map(str, (told.wakes, told.waited, told.switches))
+            table.add_row(str(point.gpus), name, "0", *counts, *_first_tokens(found.summary))
     console.print(table)
     for point in forecast.points:
-        if point.why_not:
-            console.print(f"- {point.gpus} GPUs, {WITH_RESIDENCY}: {escape(point.why_not)}")
+        for name, why_not in ((WITH_MEMORY, point.why_not_deployed), (WITH_RESIDENCY, point.why_not)):
+            if why_not:
+                console.print(f"- {point.gpus} GPUs, {name}: {escape(why_not)}")
     if len(forecast.points) > 1:
-        found = ((ALL_AWAKE, forecast.awake_gpus), (WITH_RESIDENCY, forecast.resident_gpus))
-        enough = ", ".join(f"{'more' if gpus is None else gpus} {name}" for name, gpus in found)
+        needed = (
+            (ALL_AWAKE, forecast.awake_gpus),
+            (WITH_MEMORY, forecast.deployed_gpus),
+            (WITH_RESIDENCY, forecast.resident_gpus),
+        )
+        enough = ", ".join(f"{'more' if gpus is None else gpus} {name}" for name, gpus in needed)
         console.print(f"GPUs for {forecast.attainment:.0%} of these requests within their objectives: {enough}")
-    console.print("Only simulated: on GPUs `muxserve deploy` has all models awake")
+    console.print(
+        f"`{WITH_MEMORY}` in the fleet file is deployed so; {WITH_RESIDENCY} models also move between units and take "
+        "turns, which is simulated only"
+    )
 
 
 def show_policies(fleet: Fleet, plan: ClusterPlan) -> None:

@@ -21,6 +21,7 @@ from muxserve.planning.fleet_planner import FleetPlanner
 from muxserve.planning.plan_file import load_plan
 from muxserve.planning.planner import SEARCH_SECONDS, Planner, PlanningProgress, options_of
 from muxserve.planning.prediction import Simulated, Surroundings, simulated_of, without_limit
+from muxserve.planning.sleeping import as_deployed
 from muxserve.planning.this_machine import as_served, plan_machine, residency_here
 from muxserve.planning.unit_plan import arranged, resolve_unit, units_at_start
 from muxserve.simulator import Mode
@@ -107,6 +108,11 @@ class Places:
                 return elastic_fleet(self.fleet, self.demands, self.cluster, rules)
             except NoUnitError as error:
                 raise PlacesError(str(error)) from None
+        if kind == _MUXSERVE and self.fleet.memory is not None:
+            try:
+                return as_deployed(self.fleet, self.demands, self.cluster, self._around)
+            except NoUnitError as error:
+                raise PlacesError(str(error)) from None
         made = self._planner(kind).on_gpus(self.cluster)
         self._check(made.plan, kind)
         for each in made.arrangements.comparisons if made.arrangements else ():
@@ -139,7 +145,7 @@ class Places:
             raise PlacesError(str(error)) from None
         return self.complete(placement, demands, "placement of all models in one multiplexed unit")
 
-    def _residency(self, placement: Placement) -> ResidencySpec | None:
+    def _residency(self, placement: Placement) -> dict[str, ResidencySpec]:
         """By what memory decides, as `muxserve deploy` has it.
 
         Raises:
@@ -148,6 +154,11 @@ class Places:
         if self.fleet.memory is not None and len(placement.units) > 1:
             raise PlacesError("with `memory` only fleets of one unit can be simulated")
         return residency_here(load_fleet(self.file), placement)
+
+    @property
+    def _around(self) -> Surroundings:
+        own = self.fleet.cluster
+        return Surroundings(MemoryRules.served(own.gpu_memory), own.network, self.machine)
 
     @property
     def _units(self) -> int:
@@ -159,10 +170,8 @@ class Places:
         Raises:
             PlacesError: a unit has no room for its model.
         """
-        own = self.fleet.cluster
-        around = Surroundings(MemoryRules.served(own.gpu_memory), own.network, self.machine)
         try:
-            return replace(simulated_of(placement, self.fleet, demands, around), origin=origin)
+            return replace(simulated_of(placement, self.fleet, demands, self._around), origin=origin)
         except NoPlaceError as error:
             raise PlacesError(str(error)) from None
 

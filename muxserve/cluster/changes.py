@@ -389,9 +389,8 @@ class Changes:
     def _lock_of(self, model: str) -> AbstractAsyncContextManager[None]:
         """For what the global scheduler wants: a model that memory decides on is woken in a unit that is there, beside
         others."""
-        residency = self.fleet.residency
-        resident = residency is not None and model in residency.models
-        return self._steps.lock.shared(model) if resident else self._steps.lock.alone()
+        shared = self.fleet.is_resident(model)
+        return self._steps.lock.shared(model) if shared else self._steps.lock.alone()
 
     def _check_served_without(self, model: str, unit: RunningUnit) -> None:
         """Whether `unit` can be done without by a model that may not sleep.

@@ -221,7 +221,7 @@ class Controller:
             self._control.start()
         self.ready.set()
         self._spawn(self._starts.keep_spare())
-        if self.fleet.residency is not None:
+        if self.fleet.residency:
             self._spawn(self._weigh())
         self._emit(Ready(time.monotonic() - began))
 
@@ -284,32 +284,32 @@ class Controller:
         self._weigh_now.set()
 
     async def _weigh(self) -> None:
-        """Tell the global scheduler, again and again, what the fleet takes of this machine's memory."""
+        """Tell the global scheduler, again and again, what is taken of the memory that models share."""
         while True:
             self._weigh_now.clear()
             began = time.monotonic()
-            assert self.fleet.residency is not None
-            report = await self._weighed(self.fleet.residency)
+            reports = [await self._weighed(*each) for each in self.fleet.residency.items()]
             if self._scheduler is not None and self._scheduler.up:
                 seconds = time.monotonic() - began
                 starting = list(self.changes.starting)
-                self._scheduler.send(msgspec.structs.replace(report, starting=starting, seconds=seconds))
+                for report in reports:
+                    self._scheduler.send(msgspec.structs.replace(report, starting=starting, seconds=seconds))
             took = time.monotonic() - began
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(max(_WEIGH_SECONDS, _WEIGH_PART * took), _WEIGH_MOST)):
                     await self._weigh_now.wait()
 
-    async def _weighed(self, residency: ResidencySpec) -> wire.MemoryReport:
+    async def _weighed(self, name: str, residency: ResidencySpec) -> wire.MemoryReport:
+        handle = self.units.units[name].handle
         if residency.on_gpus:
-            (unit,) = self.units.units.values()
-            there = {part.model for part in unit.handle.parts}
-            return memory_use.of_gpus(unit.handle.gpu_memory(), residency, there)
-        units = [(unit.handle.memory_parents(), unit.planned.unit_spec) for unit in self.units.units.values()]
-        sleeping = residency.models
-        parents = {model: pid for each, _ in units for model, pid in each.models.items() if model in sleeping}
-        warm = [each.warm for each, _ in units if each.warm is not None]
-        pools = sum(pool.num_pages * pool.page_bytes for _, spec in units for pool in spec.pools)
-        return await asyncio.to_thread(memory_use.measure, os.getpid(), parents, warm, pools)
+            there = {part.model for part in handle.parts}
+            return memory_use.of_gpus(name, handle.gpu_memory(), residency, there)
+        # The only unit has all of the fleet's memory.
+        parents = handle.memory_parents()
+        models = {model: pid for model, pid in parents.models.items() if model in residency.models}
+        warm = [] if parents.warm is None else [parents.warm]
+        pools = sum(pool.num_pages * pool.page_bytes for pool in self.units.units[name].planned.unit_spec.pools)
+        return await asyncio.to_thread(memory_use.measure, name, os.getpid(), models, warm, pools)
 
     async def _tell_scheduler(self, message: wire.Message) -> None:
         if self._scheduler is not None:

@@ -246,7 +246,7 @@ class FleetStarts:
         would have all of that once more, which is memory for a model. So where memory decides which models are awake,
         and there is no spare one, it waits for somebody to be forked."""
         spare = self._spare is not None and self._spare[1].running
-        if self._had_vllm and self._fleet().residency is not None and not spare and not self._needed.is_set():
+        if self._had_vllm and self._fleet().residency and not spare and not self._needed.is_set():
             self._emit(Progress(VLLM, "is started again when a process is to be forked: what it imports takes memory"))
             await self._needed.wait()
 

@@ -74,11 +74,17 @@ def below(tree: Mapping[int, Iterable[int]], root: int) -> list[int]:
 
 
 def measure(
-    root: int, model_parents: Mapping[str, int], warm_parents: Iterable[int], pools: int, proc: Path = Path("/proc")
+    unit: str,
+    root: int,
+    model_parents: Mapping[str, int],
+    warm_parents: Iterable[int],
+    pools: int,
+    proc: Path = Path("/proc"),
 ) -> MemoryReport:
     """What everything below the process `root` takes.
 
     Args:
+        unit: that has the models.
         model_parents: by model, the process that loaded its weights and forked its engines.
         warm_parents: what those were forked from.
         pools: bytes of all KV pools when every page has been used.
@@ -97,10 +103,10 @@ def measure(
         wake_peaks[model] = models[model] - engines + gone_since_peak(parent, proc)
     used = sum(each.shared_memory for each in every.values())
     total = sum(each.pss for each in every.values())
-    return MemoryReport(total, models, max(0, pools - used), wake_peaks=wake_peaks)
+    return MemoryReport(unit, total, models, max(0, pools - used), wake_peaks=wake_peaks)
 
 
-def of_gpus(found: GpuMemory | None, residency: ResidencySpec, there: Collection[str]) -> MemoryReport:
+def of_gpus(unit: str, found: GpuMemory | None, residency: ResidencySpec, there: Collection[str]) -> MemoryReport:
     """What a unit takes of its GPUs.
 
     Args:
@@ -109,6 +115,6 @@ def of_gpus(found: GpuMemory | None, residency: ResidencySpec, there: Collection
         there: the models that have processes.
     """
     if found is not None:
-        return MemoryReport(found.total, dict(found.models))
+        return MemoryReport(unit, found.total, dict(found.models))
     models = {name: costs.bytes for name, costs in residency.models.items() if name in there}
-    return MemoryReport(residency.rules.fixed + sum(models.values()), models)
+    return MemoryReport(unit, residency.rules.fixed + sum(models.values()), models)

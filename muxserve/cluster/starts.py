@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import zmq
 
@@ -21,12 +21,12 @@ from muxserve.cluster.events import Event, PartId, Progress, Starting
 from muxserve.cluster.launcher import Launcher
 from muxserve.cluster.processes import Process, children, exit_words
 from muxserve.cluster.restarts import PATIENT_DELAYS, RestartPolicy
-from muxserve.cluster.supervision import STOP_SECONDS, GaveUp, Part, PartDied, while_running
+from muxserve.cluster.supervision import STOP_SECONDS, GaveUp, Part, PartDied, PartFailed, while_running
 from muxserve.cluster.warm_link import WarmLink
 from muxserve.gpu import mps, nvml
 from muxserve.gpu.budget import WAITING, Needs
 from muxserve.gpu.unit import GpuMemory, PoolSizer, SizingError
-from muxserve.gpu.weight_server import WeightServer
+from muxserve.gpu.weight_server import HostCopy, WeightServer
 from muxserve.net.peer import Address, AsyncPeer
 from muxserve.net.sockets import until_reachable
 from muxserve.spec import UnitSpec
@@ -48,6 +48,9 @@ _START_SECONDS = {
 }
 _LAST_WORDS_SECONDS = 0.1
 _ASK_AGAIN_SECONDS = 1.0
+# What the process that fills a model's weights in does: reads its files, keeps a copy of what came of them, or copies
+# that back.
+WeightSource = Literal["", "copy", "restore"]
 # What a process had on a GPU is free some time after its end; so long, and so often, is looked.
 _FREE_SECONDS, _FREE_LOOK_SECONDS = 5.0, 0.1
 
@@ -136,8 +139,10 @@ class Starts:
         self.awaited: set[PartId] = set()
         self._looking = asyncio.Lock()
         self._store: FdStore | None = None
-        # Of models on GPUs whose weights outlive who has loaded them.
+        # Of models on GPUs whose weights outlive who has loaded them; and what is kept of these in the host's memory,
+        # by rank.
         self._weights: dict[str, list[WeightServer]] = {}
+        self._copies: dict[str, dict[int, HostCopy]] = {}
         # Model loading is mostly computing; more at once than this only makes each of them later.
         self._at_once = asyncio.Semaphore(2 * max(2, unit_spec.cores))
         models = [model.name for model in unit_spec.models if model.name in serves]
@@ -243,6 +248,8 @@ class Starts:
         self.forget_memory()
         for model in list(self._weights):
             self.forget_weights(model)
+        for model in list(self._copies):
+            self._forget_copies(model)
 
     async def drop_warm(self) -> None:
         """Forget the warm parent: whoever still waits to be forked by it is told that it died."""
@@ -256,9 +263,28 @@ class Starts:
             self._store.close()
 
     def forget_weights(self, model: str) -> None:
-        """Let go of the weights that are kept of a model: none of its engines runs any more."""
-        for server in self._weights.pop(model, []):
+        """Let go of the weights that are kept of a model on GPUs: none of its engines runs any more. What is kept of
+        them in the host's memory stays."""
+        for rank, server in enumerate(self._weights.pop(model, [])):
             server.close()
+            if server.copy is not None:
+                self._copies.setdefault(model, {})[rank] = server.copy
+
+    def _forget_copies(self, model: str) -> None:
+        for copy in self._copies.pop(model, {}).values():
+            copy.close()
+
+    def _source(self, model: str) -> WeightSource:
+        """Where the weights of a model come from: the host's memory, or its files, of which a copy may be kept."""
+        if len(self._copies.get(model, {})) == self.unit_spec.ranks:
+            return "restore"
+        sleeps = self._sizer is not None and any(needs.model == model for needs in self._sizer.sleeping)
+        if not sleeps:
+            return ""
+        weights = sum(needs.weights_bytes for (name, _), needs in self._needs.items() if name == model)
+        kept = sum(copy.bytes for copies in self._copies.values() for copy in copies.values())
+        kept += sum(server.copy.bytes for of in self._weights.values() for server in of if server.copy is not None)
+        return "copy" if kept + weights <= self.unit_spec.host_copies else ""
 
     def expect(self, estimated: Collection[Needs]) -> None:
         """What a model that joins the unit needs of its GPUs, before it has been measured."""
@@ -323,7 +349,6 @@ class Starts:
     def _keep_weights(self, part: Part) -> asyncio.Future[str]:
         """Take what the process that loads the weights of a model will have kept; resolves when that is lost."""
         model = part.id.model
-        self.forget_weights(model)
         loop = asyncio.get_running_loop()
         lost: asyncio.Future[str] = loop.create_future()
 
@@ -334,8 +359,11 @@ class Starts:
         def on_lost(reason: str) -> None:
             loop.call_soon_threadsafe(resolve, reason)
 
-        paths = [self.unit_spec.weights_socket(model, rank) for rank in range(self.unit_spec.ranks)]
-        self._weights[model] = [WeightServer(path, on_lost=on_lost) for path in paths]
+        copies = self._copies.pop(model, {})
+        self._weights[model] = [
+            WeightServer(self.unit_spec.weights_socket(model, rank), on_lost=on_lost, copy=copies.get(rank))
+            for rank in range(self.unit_spec.ranks)
+        ]
         return lost
 
     # ------------------------------------------------------------ what parts wait for
@@ -432,13 +460,18 @@ class Starts:
         assert link is not None
         gpu = self.unit_spec.gpu
         exported = part.id.kind == "weights" and gpu is not None and gpu.exports_weights
-        lost = self._keep_weights(part) if exported else None
+        source: WeightSource = ""
+        lost = None
+        if exported:
+            self.forget_weights(part.id.model)
+            source = self._source(part.id.model)
+            lost = self._keep_weights(part)
         part.resume()
         part.began = time.monotonic()
         self._emit(Starting(part.id))
         awaited = {"awaited": "yes"} if part.id in self.awaited else {}
         self.awaited.discard(part.id)
-        birth = link.order(part.id, (), **awaited)
+        birth = link.order(part.id, (), **awaited, **({"weights": source} if source else {}))
         self.parent_of[part.id] = link
         pid = await birth.forked
         try:
@@ -448,9 +481,13 @@ class Starts:
                 raise PartDied(exit_words(self._exits.get(pid))) from None
             self._exits.pop(pid, None)  # of an earlier process with that pid
             kept = await while_running(part.process, asyncio.shield(birth.up))
-        except PartDied:
+        except (PartDied, PartFailed):
             # It may have said why just before it ended.
             await asyncio.wait([birth.up], timeout=_LAST_WORDS_SECONDS)
+            if source == "restore":
+                # The next one loads the model, in case its copy is to blame.
+                self.forget_weights(part.id.model)
+                self._forget_copies(part.id.model)
             if birth.up.done():
                 birth.up.result()
             raise

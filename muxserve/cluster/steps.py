@@ -398,7 +398,7 @@ class FleetSteps:
         requests wait for their memory."""
         unit.serves.difference_update(models)
         # Where memory decides who is awake, any of its models may be woken the next moment.
-        stays = self._units.fleet.residency is not None and unit.name not in self._ending
+        stays = bool(self._units.fleet.residency) and unit.name not in self._ending
         if unit.serves or stays:
             self._units.publish()
             for model in models:
@@ -407,7 +407,7 @@ class FleetSteps:
                 except GaveUp as failure:
                     tell(f"{failure.part} of {unit.name} may not have ended: {failure}")
             tell(f"{', '.join(models)} is not served by {unit.name} any more")
-            if self._units.fleet.residency is not None:
+            if self._units.fleet.residency:
                 for model in models:
                     await self._send(wire.ReplicaEnded(model, unit.name))
         else:

@@ -29,6 +29,7 @@ from muxserve.config.values import (
     SizeOrAuto,
     SmSharingName,
     check_gpu_ids,
+    parse_size,
     switch,
 )
 from muxserve.replicas.migration import MigrationRules
@@ -177,6 +178,16 @@ def _hibernate(value: object) -> object:
     return switched
 
 
+def _host_copies(value: object) -> object:
+    switched = switch(value)
+    if switched in (AUTO, "off"):
+        return switched
+    try:
+        return parse_size(value)
+    except ValueError:
+        raise ValueError(f'must be auto, off or a size such as "64GiB", not {value!r}') from None
+
+
 class MemorySection(Section):
     """How much of this machine's memory, or of the memory of each of its GPUs, the fleet may take. With it, memory and
     not an idle time decides which models are awake: all may sleep, but those with `keep: always`, and a request wakes
@@ -198,6 +209,11 @@ class MemorySection(Section):
         default="off",
         description="Directory on a disk for the memory of sleeping models, relative to the fleet file, so that they "
         "need not be loaded again; auto: that of temporary files, if it is on a disk; off: they are loaded again",
+    )
+    host_copies: Annotated[int | str, BeforeValidator(_host_copies)] = Field(
+        default=AUTO,
+        description="On GPUs: memory of this machine that keeps the weights of models that have been awake, so that "
+        "they are copied back and not loaded again; auto: half of what the machine, or its container, has; off: none",
     )
     turns: bool = Field(
         default=False,

@@ -93,7 +93,7 @@ class ChangePlan:
 def plan_changes(running: FleetSpec, declared: Fleet, wanted: Fleet) -> ChangePlan:
     """What makes `running`, which was `declared` so, what is `wanted`."""
     plan = _planned(running, declared, wanted)
-    if running.residency is not None:
+    if running.residency:
         # Its models share one unit, and memory says which of them are awake: none comes or goes while it serves.
         plan.restarts += [Difference("", ("models", name), None, "new", Effect.FLEET) for name in plan.add]
         plan.restarts += [Difference("", ("models", name), "there", None, Effect.FLEET) for name in plan.remove]

@@ -30,7 +30,7 @@ def check_scale(fleet: FleetSpec, replicas: Mapping[str, int]) -> None:
         raise ChangeError("no model is named; write MODEL=N")
     for model, count in replicas.items():
         _check_model(fleet, model)
-        if fleet.residency is not None:
+        if fleet.residency:
             raise ChangeError(f"memory decides in this fleet whether {model} is awake; a request wakes it")
         rules = fleet.scaling.get(model)
         if rules is not None and not rules.minimum <= count <= rules.maximum:
@@ -53,7 +53,7 @@ def check_drain(fleet: FleetSpec, unit: str) -> None:
     Raises:
         ChangeError: there is no such unit, or a model would be left without a replica.
     """
-    if fleet.residency is not None:
+    if fleet.residency:
         raise ChangeError("memory decides in this fleet which models of its unit are awake; stop the fleet instead")
     names = [each.name for each in fleet.units]
     if unit not in names:
@@ -111,7 +111,7 @@ def check_add(fleet: FleetSpec, text: str, file: str, base: str, unit: str = "")
     Raises:
         ChangeError: the file is wrong, has not exactly one model or something else, or the name is taken.
     """
-    if fleet.residency is not None:
+    if fleet.residency:
         raise ChangeError("memory decides in this fleet which models are awake: add it to its file")
     try:
         declared = parse_fleet(text, file, Path(base))

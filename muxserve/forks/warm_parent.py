@@ -139,7 +139,7 @@ class WarmParent:
 
     def _fork(self, command: dict[str, Any]) -> None:
         if command["kind"] == "weights":
-            self._fork_holder(command["model"])
+            self._fork_holder(command["model"], command.get("weights", ""))
         elif shares_by_forking(self.unit_spec):
             self._order_engine(command["model"], json.dumps(command).encode())
         else:
@@ -155,11 +155,16 @@ class WarmParent:
         pid = self._parent.fork(f"engine {model}/{phase}", log_file, child)
         self.control.event("forked", kind="engine", model=model, phase=phase, pid=pid)
 
-    def _fork_holder(self, model: str) -> None:
-        def child() -> None:
-            from muxserve.engine.cuda.weights import run_holder
+    def _fork_holder(self, model: str, how: str) -> None:
+        """`how`: empty, or as of `WarmLink.order`."""
 
-            run_holder(load(self.path), model, self.control)
+        def child() -> None:
+            from muxserve.engine.cuda import weights
+
+            if how == "restore":
+                weights.run_restorer(load(self.path), model, self.control)
+            else:
+                weights.run_holder(load(self.path), model, self.control, copies=how == "copy")
 
         log_file = self.unit_spec.log_dir / f"weights-{file_name(model)}.log"
         pid = self._parent.fork(f"weights {model}", log_file, child)

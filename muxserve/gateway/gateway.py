@@ -136,7 +136,7 @@ class Gateway:
             tracing=self.tracing,
             apps=(page.apps() if shown else {}) | changes.apps(),
         )
-        self._endpoint.models_sleep = self.fleet.residency is not None
+        self._endpoint.models_sleep = bool(self.fleet.residency)
         self._tell_followed()
         tasks = [self._follow(), self._keep_offering(), self.tenancy.keep()]
         if self.responses is not None:

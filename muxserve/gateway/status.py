@@ -143,7 +143,7 @@ class FleetStatus:
         await asyncio.gather(self._refresh_scheduler(), *(unit.refresh(max_age) for unit in self.units.values()))
 
     async def _refresh_scheduler(self) -> None:
-        if self.fleet.residency is None and self.fleet.moves is None:
+        if not self.fleet.residency and self.fleet.moves is None:
             return
         state = await self.broker.scheduler_state(TIMEOUT_SECONDS)
         if state is None:

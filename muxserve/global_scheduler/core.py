@@ -10,7 +10,7 @@ import logging
 import math
 from dataclasses import dataclass, field
 
-from muxserve.global_scheduler.memory_balance import MemoryBalance
+from muxserve.global_scheduler.memory_balance import MemoryBalance, together
 from muxserve.global_scheduler.model_scheduler import ModelScheduler
 from muxserve.global_scheduler.model_scheduler_base import ModelSchedulerBase, Rules
 from muxserve.global_scheduler.outbox import Destination, Outbox, ToClient, ToUnit
@@ -78,8 +78,8 @@ class SchedulerCore:
         self._model_schedulers: dict[str, ModelSchedulerBase] = {}
         self._units: dict[str, UnitSeen] = {}
         self._entries: dict[str, UnitEntry] = {}
-        # Where memory decides which models are awake.
-        self._balance: MemoryBalance | None = None
+        # By unit in which memory decides which models are awake.
+        self._balances: dict[str, MemoryBalance] = {}
         self._resident: dict[str, ResidentScheduler] = {}
         self._moves: ReplicaMoves | None = None
         # What was asked for before the fleet's file was read that it is about.
@@ -111,8 +111,8 @@ class SchedulerCore:
                 if model_scheduler is not None:
                     model_scheduler.start_failed(message.reason, now)
             case ToClient(), MemoryReport():
-                if self._balance is not None:
-                    self._balance.reported(message, self._resident, now)
+                if (balance := self._balances.get(message.unit)) is not None:
+                    balance.reported(message, self._residents(balance), now)
             case ToClient(), ReplicaEnded():
                 if message.model in self._resident:
                     self._resident[message.model].ended(message.unit, now)
@@ -134,8 +134,8 @@ class SchedulerCore:
         elif now >= self._due_at:
             for model_scheduler in self._model_schedulers.values():
                 model_scheduler.hurry(now)
-        if self._balance is not None:
-            self._balance.decide(self._resident, now)
+        for balance in self._balances.values():
+            balance.decide(self._residents(balance), now)
         self._due_at = min(
             (model_scheduler.due(now) for model_scheduler in self._model_schedulers.values()), default=math.inf
         )
@@ -200,12 +200,10 @@ class SchedulerCore:
         self._resident = {
             name: each for name, each in self._model_schedulers.items() if isinstance(each, ResidentScheduler)
         }
-        if fleet.residency is None:
-            self._balance = None
-        elif self._balance is None:
-            self._balance = MemoryBalance(fleet.residency)
-        else:
-            self._balance.change(fleet.residency)
+        known, self._balances = self._balances, {}
+        for unit, spec in fleet.residency.items():
+            balance = self._balances[unit] = known.get(unit) or MemoryBalance(spec)
+            balance.change(spec)
         if fleet.moves is None:
             self._moves = None
         elif self._moves is None or self._moves.rules != fleet.moves:
@@ -222,8 +220,11 @@ class SchedulerCore:
         """What schedules a model."""
         if rules.rolling is not None:
             return RollingModelScheduler
-        residency = self.fleet.residency
-        return ResidentScheduler if residency and name in residency.models and rules.scaling else ModelScheduler
+        return ResidentScheduler if self.fleet.is_resident(name) and rules.scaling else ModelScheduler
+
+    def _residents(self, balance: MemoryBalance) -> dict[str, ResidentScheduler]:
+        """The schedulers of the models that share that memory."""
+        return {name: self._resident[name] for name in balance.models if name in self._resident}
 
     def _suspects(self) -> set[tuple[str, str]]:
         return {(each.unit, model) for each in self.fleet.suspects for model in each.models}
@@ -271,7 +272,7 @@ class SchedulerCore:
             "epoch": self.epoch,
             "generation": self.fleet.generation,
             "uptime_seconds": now - self._started,
-            "memory": None if self._balance is None else self._balance.state(self._resident, now),
+            "memory": together({unit: each.state(self._residents(each), now) for unit, each in self._balances.items()}),
             "moves": None if self._moves is None else self._moves.state(now),
             "units": {name: {"up": seen.up, "epoch": seen.epoch} for name, seen in sorted(self._units.items())},
             "models": {

@@ -191,3 +191,24 @@ class MemoryBalance:
             "turns": self._turns_state(schedulers, now),
             "models": models,
         }
+
+
+# Figures of a memory that add up over the units of a fleet.
+_SUMS = ("limit_bytes", "used_bytes", "fixed_bytes", "reserved_bytes")
+
+
+def together(units: Mapping[str, dict[str, object]]) -> dict[str, object] | None:
+    """The states of the memories of several units as one: the models of all, each with its unit, and sums; what each
+    unit says besides is under `units`. None without any."""
+    if len(units) <= 1:
+        return next(iter(units.values()), None)
+    models: dict[str, object] = {}
+    for unit, state in units.items():
+        of = state.pop("models")
+        assert isinstance(of, dict)
+        models.update({name: {**each, "unit": unit} for name, each in of.items()})
+    sums: dict[str, object] = {}
+    for key in _SUMS:
+        figures = [figure for state in units.values() if isinstance(figure := state[key], int)]
+        sums[key] = sum(figures) if figures else None
+    return {**sums, "units": dict(units), "models": models}

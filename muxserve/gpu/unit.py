@@ -23,9 +23,9 @@ from placement.memory import MemoryRules
 
 # An MPS server takes so many processes with a context on each GPU (NVIDIA, "Multi-Process Service", since Volta).
 MOST_CLIENTS = 48
-# Of what may be used of a GPU's memory, the pools have so much where models come and go in the rest of it: between the
-# 15 and 30 % that were tried in simulation (docs/residency.md).
-SLEEPING_POOL_PART = 0.2
+# Of what may be used of a GPU's memory, the pools have so much where models come and go in the rest of it: what did
+# best in simulation (docs/residency.md).
+SLEEPING_POOL_PART = 0.15
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from muxserve.gpu import weight_wire as wire
 
@@ -16,6 +17,25 @@ log = logging.getLogger(__name__)
 
 # A peer that connects and says nothing must not keep others waiting.
 _PATIENCE_SECONDS = 10.0
+
+
+@dataclass(slots=True)
+class HostCopy:
+    """A model's weights on one GPU as bytes in the host's memory: `files` has one for each piece of exported memory."""
+
+    fingerprint: dict[str, str]
+    weights: wire.Weights
+    files: list[int]
+
+    @property
+    def bytes(self) -> int:
+        """What it takes."""
+        return sum(each.size for each in self.weights.allocations)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        wire.close_all(self.files)
+        self.files = []
 
 
 class WeightServer:
@@ -26,6 +46,8 @@ class WeightServer:
         fingerprint: what an asker must have in common with `weights`.
         weights: what is handed out; None until somebody has these kept.
         on_lost: told (in the thread) why what was kept has been lost. Without it nothing is taken to be kept.
+        copy: what is known of the weights in the host's memory, for who copies them back. It is the caller's, as is
+            the one that comes with what is kept (`copy`): neither is closed here.
     """
 
     def __init__(
@@ -34,7 +56,9 @@ class WeightServer:
         fingerprint: dict[str, str] | None = None,
         weights: wire.Weights | None = None,
         on_lost: Callable[[str], None] | None = None,
+        copy: HostCopy | None = None,
     ) -> None:
+        self.copy = copy
         self._fingerprint = fingerprint or {}
         self._weights = weights
         self._on_lost = on_lost
@@ -82,10 +106,19 @@ class WeightServer:
             answer = self._asked(message)
             wire.send(peer, answer, self._descriptors if isinstance(answer, wire.Weights) else ())
         elif isinstance(message, wire.Keep) and self._on_lost is not None:
-            kept = wire.receive_descriptors(peer, message.weights.descriptors)
+            count = message.weights.descriptors
+            kept = wire.receive_descriptors(peer, 2 * count if message.copied else count)
+            if message.copied:
+                self.copy = HostCopy(message.fingerprint, message.weights, kept[count:])
+                kept = kept[:count]
             self._forget()
             self._fingerprint, self._weights, self._descriptors = message.fingerprint, message.weights, kept
             wire.send(peer, wire.Done())
+        elif isinstance(message, wire.AskCopy) and self._on_lost is not None:
+            if self.copy is None:
+                wire.send(peer, wire.WeightsRefused("there is no copy of the weights"))
+            else:
+                wire.send(peer, wire.Copied(self.copy.fingerprint, self.copy.weights), self.copy.files)
         elif isinstance(message, wire.Lost) and self._on_lost is not None:
             # Both engines of a model may find it out.
             known = self._weights is not None

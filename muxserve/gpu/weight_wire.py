@@ -66,7 +66,20 @@ class Weights(msgspec.Struct, frozen=True, tag=True):
 
 
 class Keep(msgspec.Struct, frozen=True, tag=True):
-    """From who has loaded: keep these for engines with this fingerprint."""
+    """From who has loaded: keep these for engines with this fingerprint. `copied`: behind the descriptors of exported
+    memory follow as many of files in the host's memory, with the same bytes."""
+
+    fingerprint: dict[str, str]
+    weights: Weights
+    copied: bool = False
+
+
+class AskCopy(msgspec.Struct, frozen=True, tag=True):
+    """From who copies weights back to the GPU: what is kept of them in the host's memory."""
+
+
+class Copied(msgspec.Struct, frozen=True, tag=True):
+    """The answer: `weights` as they were, whose pieces of exported memory are gone. A file for each of them follows."""
 
     fingerprint: dict[str, str]
     weights: Weights
@@ -94,7 +107,7 @@ class WeightsRefused(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
-Message: TypeAlias = Ask | Keep | Lost | Done | Weights | WeightsRefused
+Message: TypeAlias = Ask | AskCopy | Copied | Keep | Lost | Done | Weights | WeightsRefused
 
 _decoder = msgspec.msgpack.Decoder(Message)
 
@@ -182,6 +195,22 @@ def fetch(path: str, fingerprint: dict[str, str], seconds: float) -> tuple[Weigh
                 time.sleep(0.05)  # the socket appears when the holder has loaded and measured
                 continue
         raise RuntimeError(answer.error if isinstance(answer, WeightsRefused) else f"unexpected answer {answer!r}")
+
+
+def fetch_copy(path: str) -> tuple[Copied, list[int]]:
+    """What is kept in the host's memory by who listens at `path`, and its files.
+
+    Raises:
+        OSError: nobody is there.
+        RuntimeError: there is no copy.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.connect(path)
+        send(sock, AskCopy())
+        answer = receive(sock)
+        if isinstance(answer, Copied):
+            return answer, receive_descriptors(sock, answer.weights.descriptors)
+    raise RuntimeError(answer.error if isinstance(answer, WeightsRefused) else f"unexpected answer {answer!r}")
 
 
 def say(path: str, message: Keep | Lost, descriptors: list[int] | None = None) -> None:

@@ -152,11 +152,16 @@ def sleeping_document(forecast: SleepingForecast) -> dict[str, Any]:
     return {
         "workload": forecast.about,
         "attainment": forecast.attainment,
-        "gpus_needed": {"all_awake": forecast.awake_gpus, "with_residency": forecast.resident_gpus},
+        "gpus_needed": {
+            "all_awake": forecast.awake_gpus,
+            "with_memory": forecast.deployed_gpus,
+            "with_residency": forecast.resident_gpus,
+        },
         "sizes": [
             {
                 "gpus": each.gpus,
                 "all_awake": {**_first_tokens(each.awake.summary), "without_place": list(each.awake.without_place)},
+                "with_memory": resident(each.deployed, each.why_not_deployed),
                 "with_residency": resident(each.resident, each.why_not),
             }
             for each in forecast.points

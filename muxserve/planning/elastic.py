@@ -85,8 +85,8 @@ def elastic_placement(demands: Sequence[Demand], cluster: Cluster, rules: Memory
     whole = int(device(name).memory_bytes * rules.utilisation)
     by_tp: dict[int, list[Demand]] = {}
     for each in demands:
-        by_tp.setdefault(_split(each, whole, most, rules), []).append(each)
-    units = _counts(by_tp, cluster.devices)
+        by_tp.setdefault(split(each, whole, most, rules), []).append(each)
+    units = unit_counts(by_tp, cluster.devices)
     # The largest units first, so that each lies within a machine.
     made: list[PlacedUnit] = []
     first = 0
@@ -116,7 +116,12 @@ def elastic_fleet(fleet: Fleet, demands: Sequence[Demand], cluster: Cluster, rul
     return Simulated(placement, models, elastic=elastic, origin=origin)
 
 
-def _split(demand: Demand, whole: int, most: int, rules: MemoryRules) -> int:
+def split(demand: Demand, whole: int, most: int, rules: MemoryRules) -> int:
+    """Over how many GPUs, with `whole` bytes each, the model is split: as few as leave `SHARED_PART` of them.
+
+    Raises:
+        NoUnitError: `most` are too few.
+    """
     tp = 1
     while tp <= most:
         if model_bytes(demand, tp, rules) <= (1.0 - SHARED_PART) * whole and demand.architecture.heads % tp == 0:
@@ -125,8 +130,12 @@ def _split(demand: Demand, whole: int, most: int, rules: MemoryRules) -> int:
     raise NoUnitError(f"{demand.name} is too large for {most} GPUs of a machine")
 
 
-def _counts(by_tp: Mapping[int, Sequence[Demand]], gpus: int) -> dict[int, int]:
-    """Units of each size."""
+def unit_counts(by_tp: Mapping[int, Sequence[Demand]], gpus: int) -> dict[int, int]:
+    """Units of each size, so that all have about as many bytes of weights for a GPU.
+
+    Raises:
+        NoUnitError: there are too few GPUs for one of each.
+    """
     weights = {tp: sum(each.architecture.weight_bytes(each.dtype) for each in models) for tp, models in by_tp.items()}
     units = dict.fromkeys(by_tp, 1)
     left = gpus - sum(by_tp)

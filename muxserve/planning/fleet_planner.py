@@ -12,6 +12,7 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 
@@ -23,7 +24,7 @@ from muxserve.costs.latency import LatencyModel
 from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import Gpu, GpuChoiceError, choose
 from muxserve.gpu.nvml import GpuMachine as GpuMachine
-from muxserve.gpu.unit import GpuUnit
+from muxserve.gpu.unit import SLEEPING_POOL_PART, GpuUnit
 from muxserve.planning.auto_phases import arranged_by_simulation
 from muxserve.planning.checkpoints import (
     CheckpointError,
@@ -33,14 +34,18 @@ from muxserve.planning.checkpoints import (
     fetch,
     without_chat_template,
 )
+from muxserve.planning.demands import demands_of
 from muxserve.planning.device_pool import CPU
-from muxserve.planning.gpus import gpu_unit
+from muxserve.planning.elastic import NoUnitError
+from muxserve.planning.gpus import gpu_unit, resident_rules
 from muxserve.planning.joining import Joined, Joining, NoRoomError, remaining_capacity, same_table
 from muxserve.planning.plan_file import load_plan
 from muxserve.planning.residency import within_limit
+from muxserve.planning.resident_units import resident_units
 from muxserve.planning.specs import planned_unit, scaling_of, settings_of
 from muxserve.planning.unit_plan import (
     ResolvedUnit,
+    UnitModels,
     arranged,
     as_placed,
     check_replicas,
@@ -169,11 +174,13 @@ class FleetPlanner:
         parts = list(parts_of(fleet))
         gpus: list[GpuUnit | None] = [None] * len(parts)
         if self._wants_gpus:
+            if fleet.memory is not None:
+                parts = self._resident_parts()
             on = self._with_gpus([part.fleet for part in parts])
             gpus = [gpu_unit(each, self._gpus(), self._hub) for each in on]
             parts = [part._replace(fleet=each) for part, each in zip(parts, on, strict=True)]
         blocks = self._block_tokens(gpus[0])
-        units = self._sharing()
+        units = max(len(parts), self._sharing())
         return [
             replace(
                 resolve_unit(part.fleet, self.machine, self._hub, gpu, units=units, block_tokens=blocks),
@@ -186,6 +193,8 @@ class FleetPlanner:
     def _with_gpus(self, parts: Sequence[Fleet]) -> list[Fleet]:
         """The parts with GPUs of their own. Those of units that may be started later stay free."""
         fleet, cluster = self.fleet, self.fleet.cluster
+        if fleet.memory is not None:
+            return list(parts)
         possible = possible_units(fleet)
         count = len(self._chosen)
         self._per_unit, rest = divmod(count, possible)
@@ -202,6 +211,34 @@ class FleetPlanner:
             on_gpus(part, self._chosen[number * self._per_unit :][: self._per_unit])
             for number, part in enumerate(parts)
         ]
+
+    def _resident_parts(self) -> list[UnitModels]:
+        """The units of a fleet in which memory decides who is awake, each with its GPUs.
+
+        Raises:
+            FleetError: a model has no room.
+        """
+        fleet, gpus = self.fleet, self._chosen
+        rules, smallest = resident_rules(fleet, gpus), min(gpu.memory_bytes for gpu in gpus)
+        demands = demands_of(fleet, Path(), self._hub, [(gpu.name, gpu.memory_bytes) for gpu in gpus])
+        always = frozenset(model.name for model in fleet.models if model.keep == "always")
+        size = fleet.kv_pool.size
+        pool = size if isinstance(size, int) else int(SLEEPING_POOL_PART * rules.utilisation * smallest)
+        try:
+            units = resident_units(demands, always, len(gpus), smallest, rules, pool)
+        except NoUnitError as error:
+            raise FleetError([fleet.problem(("memory",), str(error))]) from None
+        parts, first = [], 0
+        for unit in units:
+            models = [fleet.model(name) for name in unit.models]
+            serves = tuple(model.name for model in models if model.replicas.at_start)
+            part = on_gpus(fleet.with_models(models), gpus[first : first + unit.gpus])
+            parts.append(UnitModels(part, serves))
+            first += unit.gpus
+        if first < len(gpus):
+            unused = f"{len(gpus) - first} of {len(gpus)} GPUs" if first else "all GPUs"
+            self.reasons.append(f"{unused} stay unused: no unit of the sizes that the models need fits there")
+        return parts
 
     def _choose(self, count: int) -> None:
         try:

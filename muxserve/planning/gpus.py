@@ -137,6 +137,15 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
     return replace(unit, sharing="off", notes=(*unit.notes, f"engines take turns, since {words}"))
 
 
+def resident_rules(fleet: Fleet, gpus: Sequence[Gpu]) -> MemoryRules:
+    """Of a fleet in which memory decides who is awake: what models are taken to need, when they are divided among GPUs.
+
+    Raises:
+        FleetError: `memory.limit` is more than a GPU has.
+    """
+    return MemoryRules.served(_utilisation(fleet, gpus))
+
+
 def _utilisation(fleet: Fleet, gpus: Sequence[Gpu]) -> float:
     """The part of each GPU's memory that everything together may take.
 

@@ -32,7 +32,14 @@ from muxserve.planning.prediction import (
 )
 from muxserve.planning.rivals import FIRST, WAYS, Rival, as_way, best_of, kept, shared_ways
 from muxserve.planning.simulations import Simulations
-from muxserve.planning.sleeping import SleepingForecast, SleepingPoint, all_awake, with_residency
+from muxserve.planning.sleeping import (
+    SleepingForecast,
+    SleepingPoint,
+    all_awake,
+    as_deployed,
+    live_residency,
+    with_residency,
+)
 from muxserve.planning.this_machine import plan_this_machine, residency_here
 from muxserve.simulator import SimulationError
 from muxserve.workload import Workload
@@ -242,7 +249,13 @@ class Planner:
                 resident = with_residency(self.fleet, demands, cluster, requests, self.latency, tell)
             except NoUnitError as error:
                 why_not = str(error)
-            points.append(SleepingPoint(cluster.devices, awake, resident, why_not))
+            deployed, why_not_deployed = None, ""
+            try:
+                served = as_deployed(self.fleet, demands, cluster, self._surroundings())
+                deployed = live_residency(served, demands, requests, self.latency, tell)
+            except NoUnitError as error:
+                why_not_deployed = str(error)
+            points.append(SleepingPoint(cluster.devices, awake, resident, deployed, why_not, why_not_deployed))
         return SleepingForecast(workload.about, self.options.objective.attainment, tuple(points))
 
     def _place(
@@ -353,7 +366,7 @@ class Planner:
     ) -> ResidencyForecast | None:
         """What sleeping costs, where memory decides which models are awake in one unit; None elsewhere."""
         spec = residency_here(resolved, made.placement)
-        if spec is None:
+        if not spec:
             return None
         requests = None if workload is None else list(workload)
         about = _GROUPS.name if workload is None else workload.about
@@ -364,8 +377,9 @@ class Planner:
             predict(made, self.latency, seconds, self.seed, each, perturbed=_GROUPS, requests=requests)
             for each in (replace(units, residency=spec), units)
         )
-        every = spec.rules.fixed + sum(costs.bytes for costs in spec.models.values())
-        return ResidencyForecast(about, resident, awake, spec.rules.limit, every)
+        (only,) = spec.values()
+        every = only.rules.fixed + sum(costs.bytes for costs in only.models.values())
+        return ResidencyForecast(about, resident, awake, only.rules.limit, every)
 
     # ------------------------------------------------------------ simulation
 

@@ -94,16 +94,16 @@ class Surroundings:
 class Simulated:
     """What is simulated of a fleet: a placement, the models that its multiplexed units serve, the units of models in
     other arrangements (`others`), and by what replicas of a model work together, by its name. `spares` are units that
-    it may get beside those that it has, before a mode has changed them. `residency`, if memory decides which models of
-    its unit are awake; `elastic`, by unit, if models are awake in one of several units, where weights and KV are one
-    memory. `origin` says where the placement comes from, for the user."""
+    it may get beside those that it has, before a mode has changed them. `residency`, by unit, if memory decides which
+    of its models are awake; `elastic`, by unit, if models are awake in one of several units, where weights and KV are
+    one memory. `origin` says where the placement comes from, for the user."""
 
     placement: Placement
     models: Mapping[str, FleetModel]
     others: tuple[SimUnit, ...] = ()
     rules: Mapping[str, ReplicaRules | RingRules] = field(default_factory=dict)
     spares: Mapping[str, tuple[SimUnit, ...]] = field(default_factory=dict)
-    residency: ResidencySpec | None = None
+    residency: Mapping[str, ResidencySpec] = field(default_factory=dict)
     elastic: Mapping[str, SimResidency] = field(default_factory=dict)
     origin: str = ""
 
@@ -134,10 +134,10 @@ class Simulated:
                 replace(unit, residency=replace(self.elastic[unit.name], turns=turns, exclusive=mode.exclusive))
                 for unit in units
             ]
-        if self.residency is None and mode.exclusive:
+        if not self.residency and mode.exclusive:
             raise without_limit(mode)
-        if self.residency is not None and mode.placement == "muxserve" and not (mode.combined or mode.all_awake):
-            units = [with_residency(unit, self.residency, mode.exclusive) for unit in units]
+        if self.residency and mode.placement == "muxserve" and not (mode.combined or mode.all_awake):
+            units = [with_residency(unit, self.residency[unit.name], mode.exclusive) for unit in units]
         return [*units, *self.others]
 
     def rules_of(self, mode: Mode) -> Rules:
@@ -406,7 +406,7 @@ def predict(
     workload = list(generate(loads, seconds, seed)) if requests is None else list(requests)
     units, rules = simulated.units(how), simulated.rules_of(how)
     residency: ResidencyResult | None = None
-    if simulated.residency is None:
+    if not simulated.residency:
         records = (simulations or Simulations(latency)).records(units, workload, rules, progress)
     else:
         result = simulate(units, workload, latency, Options(ControlDelays.live()), rules, progress=progress)

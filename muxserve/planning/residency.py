@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -69,22 +69,26 @@ MOST_WAKES = 4
 # takes there is an assumption until one was measured: contexts, vLLM's start and graphs, then weights from the page
 # cache. The first GPU had three small models up 19 s after vLLM was imported, beside three other fleets (docs/gpu.md).
 GPU_WAKES = 2
-GPU_WAKE_SECONDS, GPU_WAKE_BANDWIDTH = 8.0, 2e9
+GPU_WAKE_SECONDS, GPU_WAKE_BANDWIDTH = 3.0, 4e9
 GPU_SLEEP_SECONDS = 1.0
+# Of the host's memory, for the weights of models that sleep on GPUs.
+HOST_COPIES_PART = 0.5
 
 
 def with_residency(unit: SimUnit, spec: ResidencySpec, exclusive: bool = False) -> SimUnit:
     """The simulated unit of a fleet in which memory decides which models are awake. What never sleeps is awake, and
     what it takes is part of the rules already. `exclusive`: one model at a time has all the rest."""
-    spec = _learnt(spec)
+    if not spec.on_gpus:
+        spec = _learnt(spec)
     models = {model.name: spec.models.get(model.name) or WakeCosts(0, pinned=True) for model in unit.models}
     awake = tuple(name for name, costs in models.items() if costs.pinned)
     residency = SimResidency(
         spec.rules,
         models,
         awake,
-        sleep_seconds=SLEEP_SECONDS,
-        wake_drag=WAKE_DRAG,
+        sleep_seconds=spec.rules.sleep_seconds,
+        # On GPUs weights are copied while the others compute.
+        wake_drag=0.0 if spec.on_gpus else WAKE_DRAG,
         exclusive=exclusive,
         turns=None if exclusive else spec.turns,
         # The engine whose turn is over ends.
@@ -170,14 +174,23 @@ def hibernation_of(fleet: Fleet) -> str:
     raise FleetError([fleet.problem(("memory", "hibernate"), problem)])
 
 
+def host_copies_of(plan: ResolvedUnit) -> int:
+    """Bytes of the host's memory for the weights of models that sleep, of a unit on GPUs; 0 elsewhere."""
+    memory = plan.fleet.memory
+    if memory is None or plan.gpu is None or memory.host_copies == "off":
+        return 0
+    whole = memory.host_copies
+    return (whole if isinstance(whole, int) else int(HOST_COPIES_PART * plan.machine.memory_bytes)) // plan.units
+
+
 def _in_memory(path: Path) -> bool:
     mounted = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
     path = path.resolve()
     return next((mounted[each] for each in (path, *path.parents) if each in mounted), "") in _IN_MEMORY
 
 
-def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) -> ResidencySpec | None:
-    """By what memory decides which models of the planned units are awake; None if it does not.
+def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) -> dict[str, ResidencySpec]:
+    """By what memory decides which models are awake, by planned unit; nothing if it does not. On a CPU there is one.
 
     Args:
         machine: as `within_limit` has it.
@@ -186,9 +199,9 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
         FleetError: the limit has no room for the models that never sleep and one of the others.
     """
     if fleet.memory is None:
-        return None
+        return {}
     if plans[0].gpu is not None:
-        return _on_gpus(fleet, fleet.memory, plans[0], plans[0].gpu, machine)
+        return {p.name: _on_gpus(fleet.memory, p, p.gpu, machine) for p in plans if p.gpu is not None}
     limit = machine.memory_bytes
     costs: dict[str, WakeCosts] = {}
     for plan in plans:
@@ -231,7 +244,7 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
         files_ahead=hibernates,
     )
     turns = TurnRules(cores=rules.cores) if fleet.memory.turns else None
-    return ResidencySpec(rules, sleeping, turns, hibernates, fleet.memory.decode_niceness)
+    return {plans[0].name: ResidencySpec(rules, sleeping, turns, hibernates, fleet.memory.decode_niceness)}
 
 
 class _Objectives(NamedTuple):
@@ -247,32 +260,39 @@ def _objectives(model: Model) -> _Objectives:
     )
 
 
-def _on_gpus(fleet: Fleet, memory: MemorySection, plan: ResolvedUnit, gpu: GpuUnit, machine: Machine) -> ResidencySpec:
-    """The same where the memory is that of each of the unit's GPUs. That there is room for the models that never sleep
-    and one of the others was looked at when the unit was planned."""
-    taken = gpu.taken(gpu.sleeping)
-    costs = {
-        model.name: WakeCosts(
-            bytes=taken[model.name],
-            seconds=GPU_WAKE_SECONDS
-            + demand.architecture.weight_bytes(demand.resolved_dtype) / gpu.ranks / GPU_WAKE_BANDWIDTH,
-            ttft=_objectives(model).ttft,
-            tpot=_objectives(model).tpot,
-        )
-        for model, demand in zip(plan.fleet.models, plan.demands, strict=True)
-        if model.name in taken
-    }
-    limit = min(each.lines[0].bytes for each in gpu.budgets(plan.demands))
-    awake = sum(gpu.taken([each for each in gpu.needs if each.model in taken]).values())
+def gpu_wake_costs(size: int, weights: int, ttft: float, tpot: float) -> WakeCosts:
+    """Of a model that takes `size` bytes of each of its GPUs, of which `weights` are copied there."""
+    return WakeCosts(size, seconds=GPU_WAKE_SECONDS + weights / GPU_WAKE_BANDWIDTH, ttft=ttft, tpot=tpot)
+
+
+def gpu_residency(
+    memory: MemorySection, models: Mapping[str, WakeCosts], limit: int, fixed: int, cores: int
+) -> ResidencySpec:
+    """By what memory decides in a unit on GPUs, of each of which everything may take `limit` bytes, and what is awake
+    all the time takes `fixed`."""
     rules = ResidencyRules(
         limit,
         min_residence=memory.min_residence,
         max_wait=memory.max_wait,
         # Those that wait for an idle model to leave wait long enough for the wake itself.
         residence_factor=1.0,
-        wakes=min(max(1, machine.cores), GPU_WAKES),
-        cores=max(1, machine.cores),
+        wakes=min(max(1, cores), GPU_WAKES),
+        cores=max(1, cores),
         sleep_seconds=GPU_SLEEP_SECONDS,
-        fixed=gpu.used(plan.demands, plan.unit.pool_bytes) - awake,
+        fixed=fixed,
     )
-    return ResidencySpec(rules, costs, on_gpus=True)
+    return ResidencySpec(rules, dict(models), on_gpus=True)
+
+
+def _on_gpus(memory: MemorySection, plan: ResolvedUnit, gpu: GpuUnit, machine: Machine) -> ResidencySpec:
+    """The same where the memory is that of each of the unit's GPUs. That there is room for the models that never sleep
+    and one of the others was looked at when the unit was planned."""
+    taken = gpu.taken(gpu.sleeping)
+    models = {}
+    for model, demand in zip(plan.fleet.models, plan.demands, strict=True):
+        if model.name in taken:
+            weights = demand.architecture.weight_bytes(demand.resolved_dtype) // gpu.ranks
+            models[model.name] = gpu_wake_costs(taken[model.name], weights, *_objectives(model))
+    limit = min(each.lines[0].bytes for each in gpu.budgets(plan.demands))
+    awake = sum(gpu.taken([each for each in gpu.needs if each.model in taken]).values())
+    return gpu_residency(memory, models, limit, gpu.used(plan.demands, plan.unit.pool_bytes) - awake, machine.cores)

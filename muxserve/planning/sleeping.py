@@ -1,28 +1,36 @@
-"""How many GPUs a fleet needs if its models may sleep. One workload is simulated for each number of GPUs twice: with
-all models awake, as planned, and with models that sleep, move between units and take turns (`elastic`).
-
-Live fleets on GPUs have all models awake, so this says what is to be gained, not what `muxserve deploy` does.
+"""How many GPUs a fleet needs if its models may sleep. One workload is simulated for each number of GPUs three times:
+with all models awake, as planned; as `muxserve deploy` serves it with `memory:`, where each model sleeps or is awake in
+its own unit; and with models that move between units and take turns besides (`elastic`), which no live fleet on GPUs
+does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from muxserve.config import Fleet
+from muxserve.config import AUTO, Fleet, MemorySection
+from muxserve.costs.devices import device
 from muxserve.costs.latency import LatencyModel
+from muxserve.gpu.unit import SLEEPING_POOL_PART
 from muxserve.metrics.definitions import Objectives
 from muxserve.metrics.summary import Summary, summarise
-from muxserve.planning.elastic import TTFT_SECONDS, elastic_fleet
-from muxserve.planning.prediction import Simulated
+from muxserve.planning.elastic import TPOT_SECONDS, TTFT_SECONDS, NoUnitError, elastic_fleet
+from muxserve.planning.gpus import UNPLANNED
+from muxserve.planning.prediction import Simulated, Surroundings, simulated_of
+from muxserve.planning.residency import gpu_residency, gpu_wake_costs
+from muxserve.planning.resident_units import resident_units
 from muxserve.planning.simulations import Simulations
-from muxserve.simulator import ControlDelays, Options, ResidencyResult, mode_of, simulate
+from muxserve.simulator import ControlDelays, FleetResult, Options, ResidencyResult, mode_of, simulate
+from muxserve.spec import ResidencySpec
 from muxserve.workload.trace import TraceRequest
-from placement.cluster import Cluster
+from placement.cluster import Cluster, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand
-from placement.memory import MemoryRules
+from placement.memory import MemoryRules, model_bytes
 
 _SLEEPING = "aegaeon"
+# Of the machine that has the GPUs.
+_CORES = 16
 
 # How far it is: which way, requests done, and all of them.
 Tell = Callable[[str, int, int], None]
@@ -45,12 +53,15 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class SleepingPoint:
-    """One number of GPUs. `resident` is None if models that sleep cannot be served there, for the reason `why_not`."""
+    """One number of GPUs. `resident` is None if models that sleep cannot be served there, for the reason `why_not`;
+    likewise `deployed`, which is with `memory:`."""
 
     gpus: int
     awake: Outcome
     resident: Outcome | None
+    deployed: Outcome | None = None
     why_not: str = ""
+    why_not_deployed: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +80,13 @@ class SleepingForecast:
 
     @property
     def resident_gpus(self) -> int | None:
-        """The fewest that are enough with models that sleep."""
+        """The fewest that are enough with models that sleep, move and take turns."""
         return self._fewest(lambda point: point.resident)
+
+    @property
+    def deployed_gpus(self) -> int | None:
+        """The fewest that are enough with models that sleep, as they are deployed."""
+        return self._fewest(lambda point: point.deployed)
 
     def _fewest(self, of: Callable[[SleepingPoint], Outcome | None]) -> int | None:
         outcomes = ((point.gpus, of(point)) for point in self.points)
@@ -131,6 +147,79 @@ def with_residency(
         made.rules_of(how),
         progress=lambda done, total: tell("with residency", done, total),
     )
+    return _outcome(result, demands)
+
+
+def as_deployed(fleet: Fleet, demands: Sequence[Demand], cluster: Cluster, around: Surroundings) -> Simulated:
+    """The units that `muxserve deploy` would make of the fleet, with `memory:`, on such GPUs.
+
+    Raises:
+        NoUnitError: it would make none, for the reason that is said.
+    """
+    if len(cluster.nodes) > 1:
+        raise NoUnitError("memory decides over models of one machine")
+    for model in fleet.models:
+        if model.replicas.max > 1 or model.phases not in ("multiplexed", AUTO):
+            raise NoUnitError(f"{model.name} has replicas or phases that memory does not decide over")
+    (node,) = cluster.nodes
+    whole, rules, memory = device(node.device).memory_bytes, around.rules, fleet.memory or MemorySection()
+    if isinstance(memory.limit, int):
+        rules = replace(rules, utilisation=min(rules.utilisation, memory.limit / whole))
+    usable, size = int(rules.utilisation * whole), fleet.kv_pool.size
+    pool = size if isinstance(size, int) else int(SLEEPING_POOL_PART * usable)
+    always = frozenset(model.name for model in fleet.models if model.keep == "always")
+    by_name = {demand.name: demand for demand in demands}
+    units: list[PlacedUnit] = []
+    specs: dict[str, ResidencySpec] = {}
+    first = 0
+    for number, unit in enumerate(resident_units(demands, always, node.count, whole, rules, pool)):
+        name = f"u{number}"
+        placed = tuple(
+            PlacedModel(each, by_name[each].rate, UNPLANNED.prefill, UNPLANNED.decode) for each in unit.models
+        )
+        units.append(PlacedUnit(name, node.device, tuple(range(first, first + unit.gpus)), placed, pool))
+        first += unit.gpus
+        models = {
+            each.name: gpu_wake_costs(
+                model_bytes(each, unit.gpus, rules),
+                each.architecture.weight_bytes(each.dtype) // unit.gpus,
+                TTFT_SECONDS if each.slo_ttft is None else each.slo_ttft,
+                TPOT_SECONDS if each.slo_tpot is None else each.slo_tpot,
+            )
+            for each in (by_name[model] for model in unit.models if model not in always)
+        }
+        fixed = rules.reserve_bytes + pool + unit.awake
+        specs[name] = gpu_residency(memory, models, usable, fixed, _CORES)
+    made = simulated_of(Placement(cluster, tuple(units)), fleet.multiplexed(), demands, around)
+    return replace(made, residency=specs, origin="units in which memory decides who is awake, as deployed")
+
+
+def live_residency(
+    made: Simulated,
+    demands: Sequence[Demand],
+    requests: Sequence[TraceRequest],
+    latency: LatencyModel,
+    tell: Tell,
+) -> Outcome:
+    """The workload on what `as_deployed` has made.
+
+    Raises:
+        SimulationError, CostError: as `simulate`.
+    """
+    how = mode_of("muxserve")
+    result = simulate(
+        made.units(how),
+        requests,
+        latency,
+        Options(ControlDelays.live(), sample_seconds=0.0),
+        {},
+        progress=lambda done, total: tell("with memory", done, total),
+    )
+    return _outcome(result, demands)
+
+
+def _outcome(result: FleetResult, demands: Sequence[Demand]) -> Outcome:
+    """What came of it, with the residency of all units."""
     found = [unit.residency for unit in result.units if unit.residency is not None]
     whole = ResidencyResult(
         wakes=sum(each.wakes for each in found),

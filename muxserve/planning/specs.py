@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
@@ -26,7 +26,7 @@ from muxserve.gpu.unit import GpuUnit
 from muxserve.planning.arrangements import arrangement_of
 from muxserve.planning.demands import CPU_BATCH, batch_of
 from muxserve.planning.device_pool import CPU
-from muxserve.planning.residency import hibernation_of
+from muxserve.planning.residency import hibernation_of, host_copies_of
 from muxserve.planning.unit_plan import ResolvedUnit
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import Level
@@ -88,6 +88,7 @@ def unit_spec_of(plan: ResolvedUnit, run_dir: str, host: str | None = None, port
         default_level=plan.fleet.default_level,
         watchdog=watchdog_of(plan.fleet),
         hibernation=hibernation_of(plan.fleet),
+        host_copies=host_copies_of(plan),
         decode_niceness=plan.fleet.memory.decode_niceness if plan.fleet.memory is not None and plan.gpu is None else 0,
     )
 
@@ -272,10 +273,10 @@ def fleet_spec_of(
     port: int | None = None,
     keys: Keys | None = None,
     tokens_host: str = "",
-    residency: ResidencySpec | None = None,
+    residency: Mapping[str, ResidencySpec] | None = None,
 ) -> FleetSpec:
     """The fleet as it is at the start. Arguments are those of `planned_unit`; `tokens_host` is the address under which
-    engines of other machines reach the gateways. `residency`: by what memory decides which models are awake."""
+    engines of other machines reach the gateways. `residency`, by unit: by what memory decides who is awake."""
     return FleetSpec(
         run_dir=run_dir,
         gateway=gateway_of(fleet, host, port),
@@ -296,7 +297,7 @@ def fleet_spec_of(
         tokens_host=tokens_host,
         watchdog=watchdog_of(fleet),
         # Replicas of a model are alike, so that any of them says how long prefills take.
-        residency=residency,
+        residency=dict(residency or {}),
         moves=moves_of(fleet),
         rolling={model.name: unit.rolling for unit in units if unit.rolling for model in unit.unit_spec.models},
     )
@@ -317,7 +318,7 @@ def settings_of(wanted: Fleet, fleet: FleetSpec) -> FleetSpec:
         tenants=tenants_of(wanted),
         usage_file=fleet.usage_file or (wanted.gateway.usage_file if wanted.tenants else ""),
         models=models,
-        scaling=fleet.scaling if fleet.residency is not None else {**others, **scaling},
+        scaling=fleet.scaling if fleet.residency else {**others, **scaling},
     )
 
 

@@ -102,17 +102,18 @@ def _placed(
     return found
 
 
-def residency_here(fleet: Fleet, placement: Placement) -> ResidencySpec | None:
-    """By what memory decides which models of the fleet are awake, as `muxserve deploy` has it on this machine; None
-    where it does not, or would decide over several units.
+def residency_here(fleet: Fleet, placement: Placement) -> dict[str, ResidencySpec]:
+    """By what memory decides which models of the placement's only unit are awake, as `muxserve deploy` has it on this
+    machine; nothing where it does not, or would decide over several units.
 
     Raises:
         FleetError: its limit has no room.
     """
     if fleet.memory is None or len(placement.units) > 1:
-        return None
+        return {}
     planner = FleetPlanner(fleet, this_machine(), _no_gpus)
-    return residency_of(planner.fleet, planner.at_start(), planner.machine)
+    (spec,) = residency_of(planner.fleet, planner.at_start(), planner.machine).values()
+    return {placement.units[0].name: spec}
 
 
 def _no_gpus() -> NoReturn:

@@ -122,10 +122,14 @@ class FleetSpec(msgspec.Struct, frozen=True):
     # Who gives no sign of life at present, and how often a process of each kind was killed because it hung.
     suspects: tuple[Suspect, ...] = ()
     hangs: dict[str, int] = {}
-    # None: models sleep when nobody has asked for them for some time, if they may at all.
-    residency: ResidencySpec | None = None
+    # By unit, where memory decides; else models sleep when nobody has asked for them for some time, if they may at all.
+    residency: dict[str, ResidencySpec] = {}
     # By what models move between units as the KV that they need changes; None: they stay where they are.
     moves: MoveRules | None = None
+
+    def is_resident(self, model: str) -> bool:
+        """Whether memory decides if `model` is awake."""
+        return any(model in each.models for each in self.residency.values())
 
     @property
     def needs_key(self) -> bool:

@@ -297,6 +297,8 @@ class UnitSpec(msgspec.Struct, frozen=True):
     costs: dict[str, list[EngineProfile]] = {}
     # The directory for the memory of models that sleep; empty: it is given up, and they are loaded again.
     hibernation: str = ""
+    # Bytes of the host's memory for the weights of models that sleep, where these are served on GPUs.
+    host_copies: int = 0
     # By so much engines that decode give way to other processes, as of nice(2): while models are woken beside them.
     decode_niceness: int = 0
 

@@ -234,11 +234,13 @@ class MoveEnded(Message):
 
 
 class MemoryReport(Message):
-    """What everything of the fleet takes, bytes (PSS), and of that what would come free with each model that has
-    processes now. `reserved`: what the KV pools may come to take besides. `starting` are models that are
-    being started. `wake_peaks`: of each model, what its process took at most while it loaded the weights. All of it was
-    read within the last `seconds`. Sent where memory decides which models are awake."""
+    """What everything takes of the memory that the models of `unit` share, bytes (on a CPU: PSS of the whole fleet),
+    and of that what would come free with each model that has processes now. `reserved`: what the KV pools may come to
+    take besides. `starting` are models that are being started. `wake_peaks`: of each model, what its process took at
+    most while it loaded the weights. All of it was read within the last `seconds`. Sent where memory decides which
+    models are awake."""
 
+    unit: str
     total: int
     models: dict[str, int]
     reserved: int = 0

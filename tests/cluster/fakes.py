@@ -389,31 +389,38 @@ class Warm(Parent):
         if told(self.run_dir, f"die-{name}"):
             os._exit(9)
         signal.signal(signal.SIGTERM, lambda *_: (self.journal.write(f"stop {name}"), os._exit(0)))
-        self.event("progress", detail="loading weights", **who)
-        if order["kind"] == "weights" and not told(self.run_dir, "mute-weights"):
+        source = order.get("weights", "")
+        if source == "restore" and told(self.run_dir, "fail-restore"):
+            self.event("failed", error="the copy is of cheese", **who)
+            os._exit(1)
+        self.event("progress", detail="copying weights back" if source == "restore" else "loading weights", **who)
+        if order["kind"] == "weights" and source != "restore" and not told(self.run_dir, "mute-weights"):
             figures = {"weights_bytes": 100, "activation_bytes": 20, "context_bytes": 3, "graph_bytes": 1}
             for rank in (0, 1):
                 self.event("measured", kind="weights", model=order["model"], rank=rank, **figures)
         kept = order["kind"] == "weights" and bool(told(self.run_dir, "keep-weights"))
         if kept:
-            self.keep_weights(order["model"])
+            self.keep_weights(order["model"], source)
         self.event("up", pid=os.getpid(), kept=kept, **who)
         live(self.run_dir, f"engine-{order['model']}-{order['phase']}")
 
-    def keep_weights(self, model: str) -> None:
-        """Hand a piece of memory over, as who loads weights does, on each rank."""
+    def keep_weights(self, model: str, source: str) -> None:
+        """Hand a piece of memory over, as who loads weights does, on each rank; with a copy, or made of one, if that is
+        asked for."""
         from muxserve import spec
         from muxserve.gpu import weight_wire as wire
 
-        fd = os.memfd_create("weights")
-        os.write(fd, model.encode())
         unit_spec = spec.load(str(Path(self.run_dir) / "unit.json"))
         for rank in range(unit_spec.ranks):
+            path, fingerprint, data = unit_spec.weights_socket(model, rank), {"rank": str(rank)}, model.encode()
+            if source == "restore":
+                copy, (file,) = wire.fetch_copy(path)
+                fingerprint, data = copy.fingerprint, os.pread(file, 100, 0)
             held = wire.Weights("GPU", [wire.Allocation("vmm", b"cuda-vmm:GPU:3:0", 3)], [], {})
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-                sock.connect(unit_spec.weights_socket(model, rank))
-                wire.send(sock, wire.Keep({"rank": str(rank)}, held), [fd])
-                assert isinstance(wire.receive(sock), wire.Done)
+            fds = [os.memfd_create("weights") for _ in range(2 if source == "copy" else 1)]
+            for fd in fds:
+                os.write(fd, data)
+            wire.say(path, wire.Keep(fingerprint, held, source == "copy"), fds)
 
 
 def serve_pages(file: str) -> None:

@@ -233,7 +233,7 @@ async def sleeping(run_dir: RunDir) -> AsyncIterator[Fleet]:
     """A fleet in which memory decides which models are awake."""
     models = {name: WakeCosts(1 << 20) for name in ("one", "two")}
     residency = ResidencySpec(ResidencyRules(1 << 40), models)
-    async for each in running(Fleet(run_dir, [fake_unit_spec(run_dir.path)], residency=residency)):
+    async for each in running(Fleet(run_dir, [fake_unit_spec(run_dir.path)], residency={"u0": residency})):
         each.tell("no-spare")
         yield each
 

@@ -121,8 +121,15 @@ async def sleeping_fleet(run_dir: RunDir) -> AsyncIterator[Fleet]:
     """Memory decides whether the second model is awake."""
     (run_dir.path / "keep-weights").touch()
     sleeping = [Needs("two", rank, 700, 10, 0, 0) for rank in (0, 1)]
-    async for each in running(Fleet(run_dir, [gpu_unit_spec(run_dir.path)], sleeping=sleeping)):
+    of = msgspec.structs.replace(gpu_unit_spec(run_dir.path), host_copies=2000)
+    async for each in running(Fleet(run_dir, [of], sleeping=sleeping)):
         yield each
+
+
+def sources(fleet: Fleet) -> list[str]:
+    """What those did that filled in the weights of the second model."""
+    details = [event.detail for event in fleet.events if isinstance(event, Progress) and event.part == HOLDERS[1]]
+    return [detail for detail in details if detail in ("loading weights", "copying weights back")]
 
 
 async def test_a_model_that_sleeps_is_loaded_when_it_is_woken(sleeping_fleet: Fleet) -> None:
@@ -156,9 +163,54 @@ async def test_a_model_that_sleeps_is_loaded_when_it_is_woken(sleeping_fleet: Fl
     assert memory is not None
     assert memory.models == {"one": 100}
 
+    # Its files are read once, and its needs are known.
     await host.start_model("two")
-    assert await kept(fleet, "two") == b"two"
-    assert fleet.ups(HOLDERS[1]) == 2
+    assert await kept(fleet, "two", 1) == b"two"
+    assert sources(fleet) == ["loading weights", "copying weights back"]
+    memory = host.gpu_memory()
+    assert memory is not None
+    assert memory.models == {"one": 100, "two": 100}
+    # Of what never sleeps there is no copy.
+    path = host.unit_spec.weights_socket("one", 0)
+    with pytest.raises(RuntimeError, match="there is no copy of the weights"):
+        await asyncio.to_thread(wire.fetch_copy, path)
+
+
+async def test_weights_that_the_gpu_has_lost_are_copied_back(sleeping_fleet: Fleet) -> None:
+    fleet = sleeping_fleet
+    await fleet.serving()
+    await fleet.host.start_model("two")
+    path = fleet.host.unit_spec.weights_socket("two", 1)
+    await asyncio.to_thread(say, path, wire.Lost("the GPU was reset"))
+    await fleet.until(lambda: all(fleet.ups(part) == 2 for part in (HOLDERS[1], *ENGINES[2:])))
+    assert sources(fleet) == ["loading weights", "copying weights back"]
+
+
+async def test_a_copy_that_cannot_be_copied_back_is_not_tried_again(sleeping_fleet: Fleet) -> None:
+    fleet = sleeping_fleet
+    await fleet.serving()
+    await fleet.host.start_model("two")
+    await fleet.host.stop_model("two")
+    fleet.tell("fail-restore")
+    with pytest.raises(GaveUp, match="the copy is of cheese"):
+        await fleet.host.start_model("two")
+    await fleet.host.start_model("two")
+    assert sources(fleet) == ["loading weights", "loading weights"]
+
+
+async def test_copies_take_no_more_than_they_may(run_dir: RunDir) -> None:
+    (run_dir.path / "keep-weights").touch()
+    sleeping = [Needs("two", rank, 700, 10, 0, 0) for rank in (0, 1)]
+    of = msgspec.structs.replace(gpu_unit_spec(run_dir.path), host_copies=1399)
+    async for fleet in running(Fleet(run_dir, [of], sleeping=sleeping)):
+        await fleet.serving()
+        for _ in range(2):
+            await fleet.host.start_model("two")
+            await fleet.host.stop_model("two")
+        # When it has been measured it takes less than was expected.
+        assert sources(fleet) == ["loading weights"] * 2
+        await fleet.host.start_model("two")
+        assert sources(fleet)[-1] == "copying weights back"
 
 
 async def test_a_model_without_room_stays_asleep(sleeping_fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -316,6 +316,7 @@ class Planned(NamedTuple):
     unit: ResolvedUnit
     gpu: GpuUnit
     residency: ResidencySpec
+    others: list[ResolvedUnit]
 
 
 def gpu_plan(planned: ResolvedUnit) -> GpuPlan:
@@ -376,29 +377,35 @@ class TestSleeping:
         planner = FleetPlanner(
             parse_fleet(text, "f.yaml", directory, {}), Machine(8, 64 * GIB, 16 * GIB), lambda: gpus(2, gib=80)
         )
-        (made,) = planner.at_start()
-        spec = residency_of(planner.fleet, [made], planner.machine)
+        made, *others = planner.at_start()
+        spec = residency_of(planner.fleet, [made, *others], planner.machine)[made.name]
         assert made.gpu is not None
-        assert spec is not None
-        return Planned(made, made.gpu, spec)
+        return Planned(made, made.gpu, spec, others)
 
     def test_weights_of_all_models_need_not_fit(self, tmp_path: Path) -> None:
-        made, gpu, spec = self.plan(tmp_path, "auto", 40)
+        made, gpu, spec, _ = self.plan(tmp_path, "auto", 40)
         assert made.served == ()
         assert {each.model for each in gpu.sleeping} == {f"m{n}" for n in range(40)} == set(spec.models)
         assert len(gpu.needs) == 1, "room for one of them"
         costs = spec.models["m0"]
         assert sum(each.bytes for each in spec.models.values()) > 80 * GIB > 4 * costs.bytes
         assert spec.rules.limit == int(0.92 * 80 * GIB)
-        # A fifth of it are pages, and the memory manager has its part.
-        assert made.unit.pool_bytes == pytest.approx(0.2 * spec.rules.limit, rel=0.01)
+        # A part of it are pages, and the memory manager has its part.
+        assert made.unit.pool_bytes == pytest.approx(0.15 * spec.rules.limit, rel=0.01)
         assert spec.rules.fixed == pytest.approx(made.unit.pool_bytes + GIB, rel=0.01)
         assert spec.on_gpus
         assert unit_spec_of(made, "/run/x").decode_niceness == 0
 
+    @pytest.mark.parametrize(("given", "expected"), [("auto", 16), ("10GiB", 5), ("off", 0)])
+    def test_units_share_the_host_s_memory(self, tmp_path: Path, given: str, expected: int) -> None:
+        """Half of 64 GiB, unless the fleet file says otherwise."""
+        first = self.plan(tmp_path, f"{{host_copies: {given}}}", cluster="{gpus: 2}")
+        for each in (first.unit, *first.others):
+            assert unit_spec_of(each, "/run/x").host_copies == expected * GIB
+
     def test_what_never_sleeps_is_loaded_first_and_takes_its_part(self, tmp_path: Path) -> None:
-        _, _, all_sleep = self.plan(tmp_path, "{limit: 40GiB}")
-        made, gpu, spec = self.plan(tmp_path, "{limit: 40GiB}", more=", keep: always")
+        _, _, all_sleep, _ = self.plan(tmp_path, "{limit: 40GiB}")
+        made, gpu, spec, _ = self.plan(tmp_path, "{limit: 40GiB}", more=", keep: always")
         assert made.served == ("m0",)
         assert "m0" not in spec.models
         assert {each.model for each in gpu.needs} == {"m0", "m9"}
@@ -407,7 +414,7 @@ class TestSleeping:
         assert taken == pytest.approx(all_sleep.models["m0"].bytes, rel=0.01)
 
     def test_the_host_asks_for_no_more_than_what_is_there(self, tmp_path: Path) -> None:
-        made, gpu, spec = self.plan(tmp_path, "{limit: 40GiB}", more=", keep: always")
+        made, gpu, spec, _ = self.plan(tmp_path, "{limit: 40GiB}", more=", keep: always")
         sizer = PoolSizer(gpu_plan(made), unit_spec_of(made, str(tmp_path)), tmp_path / "unit.json")
         m0 = next(each for each in gpu.needs if each.model == "m0")
         after, _ = sizer.size([replace(m0, measured=True)])
@@ -420,17 +427,27 @@ class TestSleeping:
         assert beside.models == {"m1": spec.models["m1"].bytes + GIB}
         assert beside.total - alone.total == pytest.approx(beside.models["m1"], rel=0.01)
 
-    def test_on_several_gpus_each_has_its_part(self, tmp_path: Path) -> None:
-        _, _, one = self.plan(tmp_path, "auto")
-        _, gpu, two = self.plan(tmp_path, "auto", cluster="{gpus: 2}")
-        assert {each.rank for each in gpu.sleeping} == {0, 1}
-        assert two.models["m0"].bytes < one.models["m0"].bytes
-        assert two.rules.limit == one.rules.limit
+    def test_on_several_gpus_each_has_models_of_its_own(self, tmp_path: Path) -> None:
+        first = self.plan(tmp_path, "auto", 9, cluster="{gpus: 2}")
+        (other,) = first.others
+        assert first.unit.gpu is not None
+        assert other.gpu is not None
+        assert [gpu.uuid for gpu in (*first.unit.gpu.gpus, *other.gpu.gpus)] == ["GPU-0", "GPU-1"]
+        names = [[model.name for model in each.fleet.models] for each in (first.unit, other)]
+        assert sorted(map(len, names)) == [4, 5]
+        assert sorted([*names[0], *names[1]]) == [f"m{n}" for n in range(9)]
+        assert set(first.residency.models) == set(names[0])
+
+    def test_a_model_that_one_gpu_has_little_room_for_is_split(self, tmp_path: Path) -> None:
+        first = self.plan(tmp_path, "{limit: 5GiB}", 9, cluster="{gpus: 2}")
+        assert first.others == []
+        assert first.gpu.ranks == 2
+        assert {each.rank for each in first.gpu.sleeping} == {0, 1}
 
     def test_mps_takes_as_many_clients_as_have_room(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """40 models would be 81."""
         cluster = "{gpus: 1, sm_sharing: mps}"
-        _, gpu, spec = self.plan(tmp_path, "{limit: 40GiB}", 40, cluster=cluster)
+        _, gpu, spec, _ = self.plan(tmp_path, "{limit: 40GiB}", 40, cluster=cluster)
         at_once = (40 - 1) * GIB // spec.models["m0"].bytes
         assert gpu.sharing == "mps"
         monkeypatch.setattr(unit, "MOST_CLIENTS", 2 * at_once)
@@ -441,7 +458,7 @@ class TestSleeping:
         ("memory", "said"),
         [
             ("{limit: 81GiB}", "memory.limit: 81 GiB are more than a GPU has (80 GiB)"),
-            ("{limit: 4GiB}", "too little for it: raise memory.limit to"),
+            ("{limit: 4GiB}", "m0 needs 2.5"),
         ],
     )
     def test_limits_without_room(self, tmp_path: Path, memory: str, said: str) -> None:

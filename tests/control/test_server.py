@@ -169,7 +169,7 @@ def test_what_needs_a_start_is_named_and_nothing_interrupted(base: Path) -> None
 def test_where_memory_decides_models_neither_come_nor_go(base: Path) -> None:
     with running(base, UNITS) as controller:
         residency = ResidencySpec(ResidencyRules(1 << 30), {})
-        controller.control.fleet = msgspec.structs.replace(controller.control.fleet, residency=residency)
+        controller.control.fleet = msgspec.structs.replace(controller.control.fleet, residency={"u0": residency})
         limited = CHAT.replace("replicas: 2", "replicas: 2, limits: {max_queue: 3}")
         planned, _ = apply(base, f"models: [{limited}, {{name: new, hub: org/new}}]")
         assert planned == messages.Done("1 change made; 2 changes marked ! not made")

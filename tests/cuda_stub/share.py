@@ -1,7 +1,8 @@
 """Weights from who loads them to engines in vLLM's CUDA build: `python -m tests.cuda_stub.share DIRECTORY`.
 
 For each way to quantise: a process loads a model (its values are made up), fills every tensor with bytes of its own and
-has the weights kept; two engines build the model on them, the first of which has ended by then. Prints one line of JSON
+has the weights kept; an engine builds the model on them and ends. The GPU's memory is given back, another process
+copies the weights there from the host's memory, and a second engine builds the model on these. Prints one line of JSON
 per model: what differs between any two of them, and how many tensors were compared.
 """
 
@@ -151,7 +152,7 @@ def holder(spec: Any) -> dict[str, Any]:
     config = config_of(holder_args(spec, "m"))
     executor: Any = Executor.get_class(config)(config)
     executor.collective_rpc(fill)
-    if executor.collective_rpc("hand_out") != [True] * spec.ranks:
+    if executor.collective_rpc("hand_out", args=(True,)) != [True] * spec.ranks:
         raise RuntimeError("the weights are not kept")
     return of_all_ranks(executor)
 
@@ -171,6 +172,14 @@ def engine(spec: Any) -> dict[str, Any]:
     config = config_of(engine_args(spec, "m", phase))
     executor: Any = (UniProcExecutor if spec.ranks == 1 else RankedExecutor)(config)
     return of_all_ranks(executor)
+
+
+def restorer(spec: Any) -> dict[str, Any]:
+    from muxserve.engine.cuda.weight_restorer import restore
+
+    for rank in range(spec.ranks):
+        restore(spec, "m", rank)
+    return {}
 
 
 def in_a_fork(job: Callable[[], Any], out: Path) -> dict[str, Any]:
@@ -203,13 +212,25 @@ def main() -> None:
         run_dir.mkdir()
         spec = unit_spec_of(run_dir, path, *SPLIT.get(name, (1, 1)))
         manager = server.start(spec)
-        keepers = [WeightServer(spec.weights_socket("m", rank), on_lost=print) for rank in range(spec.ranks)]
+        sockets = [spec.weights_socket("m", rank) for rank in range(spec.ranks)]
+        keepers = [WeightServer(path, on_lost=print) for path in sockets]
         theirs = in_a_fork(lambda spec=spec: holder(spec), run_dir / "holder.json")
         said: dict[str, Any] = {"model": name, "tensors": len(theirs)}
         for number in range(2):
             if "error" in theirs:
                 said["error"] = theirs["error"]
                 break
+            if number:
+                for keeper in keepers:
+                    keeper.close()
+                copies = [keeper.copy for keeper in keepers]
+                keepers = [
+                    WeightServer(path, on_lost=print, copy=each) for path, each in zip(sockets, copies, strict=True)
+                ]
+                theirs |= in_a_fork(lambda spec=spec: restorer(spec), run_dir / "restorer.json")
+                if "error" in theirs:
+                    said["error"] = theirs["error"]
+                    break
             ours = in_a_fork(lambda spec=spec: engine(spec), run_dir / f"engine-{number}.json")
             if "error" in ours:
                 said["error"] = ours["error"]

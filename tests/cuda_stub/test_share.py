@@ -34,7 +34,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory, with_a_gpu: Environment) ->
 
 @pytest.mark.parametrize("model", MODELS)
 def test_engines_compute_with_what_was_loaded(shared: dict[str, dict[str, Any]], model: str) -> None:
-    """Every tensor that can be reached, of parameters and of kernels, has the bytes that its like was filled with."""
+    """Every tensor that can be reached, of parameters and of kernels, has the bytes that its like was filled with; also
+    when the weights were copied back from the host's memory."""
     said = shared[model]
     assert "error" not in said, said["error"]
     assert said["different"] == []

@@ -33,6 +33,13 @@ WAKE_SECONDS, STOP_SECONDS, STEP = 0.4, 0.1, 0.05
 WAKES = 2
 
 
+def balance(names: list[str], limit: int) -> ResidencySpec:
+    return ResidencySpec(
+        ResidencyRules(limit, min_residence=0.5, residence_factor=1.0, wakes=WAKES),
+        {name: WakeCosts(MODEL, LOADING, WAKE_SECONDS) for name in names},
+    )
+
+
 def deployed(names: list[str], limit: int, serves: list[str] | None = None, wake_limit: float = 600.0) -> FleetSpec:
     made = fleet({"u0": names}, scaling={name: ScalingRules(0, 1, wake_limit=wake_limit) for name in names})
     unit = entry("u0", names)
@@ -40,10 +47,7 @@ def deployed(names: list[str], limit: int, serves: list[str] | None = None, wake
         **{
             **{field: getattr(made, field) for field in made.__struct_fields__},
             "units": [unit.__class__(unit.unit_spec, unit.unit_address, unit.migrator_address, serves or [])],
-            "residency": ResidencySpec(
-                ResidencyRules(limit, min_residence=0.5, residence_factor=1.0, wakes=WAKES),
-                {name: WakeCosts(MODEL, LOADING, WAKE_SECONDS) for name in names},
-            ),
+            "residency": {"u0": balance(names, limit)},
         }
     )
 
@@ -80,7 +84,7 @@ class Machine(World):
     def measure(self) -> None:
         models = dict.fromkeys(self.serves, MODEL)
         starting = self.starting
-        self.say(CONTROLLER, MemoryReport(FIXED + sum(models.values()), models, starting=starting))
+        self.say(CONTROLLER, MemoryReport("u0", FIXED + sum(models.values()), models, starting=starting))
 
     def ask(self, request_id: str, model: str) -> None:
         self.waiting[request_id] = model
@@ -170,7 +174,7 @@ def test_nothing_is_woken_before_memory_was_measured() -> None:
     world.say(G0, place("r", "a"))
     world.wait(1.0)
     assert world.heard(StartReplicas) == []
-    world.say(CONTROLLER, MemoryReport(FIXED, {}))
+    world.say(CONTROLLER, MemoryReport("u0", FIXED, {}))
     assert world.heard(StartReplicas) == [StartReplicas("a", 1)]
 
 
@@ -202,8 +206,7 @@ def test_a_model_that_waits_is_woken_when_another_has_had_its_time_though_nothin
 
 def test_an_idle_model_sleeps_ahead_of_the_next_request() -> None:
     machine = Machine(["a", "b"], FIXED + MODEL + LOADING)
-    balance = machine.core._balance
-    assert balance is not None
+    balance = machine.core._balances["u0"]
     balance.policy.sleep_seconds = 0.5
     for request, model in (("r", "a"), ("s", "b")):
         machine.ask(request, model)
@@ -230,12 +233,12 @@ def test_what_was_read_of_a_model_before_it_was_awake_is_not_believed() -> None:
     while "r" not in machine.served:
         machine.step()
     for _ in range(3):
-        machine.say(CONTROLLER, MemoryReport(FIXED + 30, {"a": 30}, wake_peaks={"a": 30}, seconds=1.0))
+        machine.say(CONTROLLER, MemoryReport("u0", FIXED + 30, {"a": 30}, wake_peaks={"a": 30}, seconds=1.0))
     assert machine.state()["memory"]["models"]["a"]["needs_bytes"] == MODEL + LOADING
     for _ in range(30):
         machine.step()
     for _ in range(3):
-        machine.say(CONTROLLER, MemoryReport(FIXED + 80, {"a": 80}, wake_peaks={"a": 90}, seconds=1.0))
+        machine.say(CONTROLLER, MemoryReport("u0", FIXED + 80, {"a": 80}, wake_peaks={"a": 90}, seconds=1.0))
     assert machine.state()["memory"]["models"]["a"]["needs_bytes"] == 90
 
 
@@ -268,8 +271,7 @@ def test_how_long_an_idle_model_takes_to_sleep_is_measured() -> None:
     for _ in range(int(3 / STEP)):
         machine.step()
     assert machine.served == ["s"]
-    balance = machine.core._balance
-    assert balance is not None
+    balance = machine.core._balances["u0"]
     assert balance.policy.sleep_seconds > 0.0
 
 
@@ -283,9 +285,9 @@ class Turns(Machine):
         self.change(deployed(names, limit))
 
     def change(self, fleet: FleetSpec) -> None:
-        assert fleet.residency is not None
         fields = {field: getattr(fleet, field) for field in fleet.__struct_fields__}
-        residency = ResidencySpec(fleet.residency.rules, fleet.residency.models, self.turns)
+        (spec,) = fleet.residency.values()
+        residency = {"u0": ResidencySpec(spec.rules, spec.models, self.turns)}
         super().change(fleet.__class__(**{**fields, "residency": residency}))
 
     def step(self) -> None:
@@ -383,7 +385,7 @@ def test_a_model_that_fits_never_is_refused_with_the_reason() -> None:
 def test_a_wake_that_fails_is_tried_again_later() -> None:
     world = World(deployed(["a"], 1000))
     world.controller()
-    world.say(CONTROLLER, MemoryReport(FIXED, {}))
+    world.say(CONTROLLER, MemoryReport("u0", FIXED, {}))
     world.say(G0, place("r", "a"))
     assert world.heard(StartReplicas) == [StartReplicas("a", 1)]
     world.say(CONTROLLER, StartFailed("a", "no weights"))
@@ -404,3 +406,42 @@ def test_a_model_that_dies_is_awake_for_memory_and_sleeps_without_it() -> None:
     machine.say(G0, place("s", "b"))
     machine.wait(3.0)
     assert StopReplica("a", "u0", urgent=True) in machine.heard(StopReplica)
+
+
+def test_each_unit_has_a_memory_of_its_own() -> None:
+    """Two units, each with memory for one of its two models: what is taken in one makes nobody sleep in the other."""
+    units = {"u0": ["a", "b"], "u1": ["c", "d"]}
+    made = fleet(units, scaling={name: ScalingRules(0, 1, wake_limit=600.0) for name in "abcd"})
+    entries = [
+        each.__class__(each.unit_spec, each.unit_address, each.migrator_address, [])
+        for each in (entry(unit, names) for unit, names in units.items())
+    ]
+    room = FIXED + MODEL + LOADING
+    world = World(
+        made.__class__(
+            **{
+                **{field: getattr(made, field) for field in made.__struct_fields__},
+                "units": entries,
+                "residency": {unit: balance(names, room) for unit, names in units.items()},
+            }
+        )
+    )
+    world.controller()
+    world.say(CONTROLLER, MemoryReport("u0", FIXED, {}))
+    for number, name in enumerate("acbd"):
+        world.say(G0, place(f"r{number}", name))
+    woken = [message.model for _, message in world.sent if isinstance(message, StartReplicas)]
+    assert woken == ["a"], "nothing was measured of the other unit"
+    world.say(CONTROLLER, MemoryReport("u1", FIXED, {}))
+    woken = [message.model for _, message in world.sent if isinstance(message, StartReplicas)]
+    assert woken == ["a", "c"], "each has room for one"
+    state = world.core.state(world.now)["memory"]
+    assert isinstance(state, dict)
+    assert (state["limit_bytes"], state["used_bytes"]) == (2 * room, 2 * FIXED)
+    assert {name: (each["unit"], each["residence"]) for name, each in state["models"].items()} == {
+        "a": ("u0", "waking"),
+        "b": ("u0", "asleep"),
+        "c": ("u1", "waking"),
+        "d": ("u1", "asleep"),
+    }
+    assert state["units"]["u1"]["limit_bytes"] == room

@@ -31,7 +31,7 @@ def planned(fleet: Fleet, machine: Machine = MACHINE) -> tuple[FleetPlanner, Res
     planner = FleetPlanner(fleet, machine, lambda: pytest.fail("no GPUs are asked for"))
     plans = planner.at_start()
     assert len(plans) == 1
-    return planner, residency_of(planner.fleet, plans, planner.machine)
+    return planner, residency_of(planner.fleet, plans, planner.machine).get(plans[0].name)
 
 
 def test_models_sleep_at_first_but_those_that_are_kept() -> None:
@@ -115,6 +115,7 @@ def test_a_plan_file_and_memory_exclude_each_other() -> None:
             "cluster.nodes: `memory` decides over models of one",
         ),
         ("memory: {hibernate: auto}\ncluster: {gpus: 1}", "memory.hibernate: is for models on a CPU"),
+        ("memory: {host_copies: much}", 'memory.host_copies: must be auto, off or a size such as "64GiB", not'),
         ("memory: {turns: true}\ncluster: {gpu_ids: [0]}", "memory.turns: is for models on a CPU"),
         ("memory: auto\ncluster: {launcher: ray}", "cluster.launcher: `memory` decides"),
         ("memory: auto\ncluster: {ranks: 2}", "cluster.ranks: `memory` decides"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,10 @@ def test_fewer_gpus_are_enough_for_models_that_sleep(fleet: Path) -> None:
     found = sizes(told)
     assert list(found) == [1, 2, 3, 4]
     for each in found.values():
-        awake, resident = each["all_awake"], each["with_residency"]
-        assert awake["requests"] == resident["requests"] > 30
+        awake, resident, deployed = each["all_awake"], each["with_residency"], each["with_memory"]
+        assert awake["requests"] == resident["requests"] == deployed["requests"] > 30
+        assert deployed["wakes"] >= deployed["sleeps"]
+        assert deployed["turns"] == 0
         assert resident["wakes"] >= resident["sleeps"]
         # Whoever has no place is not served, and counts.
         assert bool(awake["without_place"]) == (awake["slo"] < 0.95)
@@ -68,7 +71,8 @@ def test_a_table_says_it_for_people(fleet: Path) -> None:
     _, out, err = run(fleet, "--workload", WORKLOAD, "--sweep", "gpus=1..2:1", *limits)
     words = " ".join(out.split())
     assert "GPUs for 95% of these requests within their objectives: " in words, err
-    assert "Only simulated: on GPUs `muxserve deploy` has all models awake" in words
+    assert "`with memory:` in the fleet file is deployed so" in words
+    assert re.search(r"^1 +with memory: +0 +\d+ +\d+ +0 ", out, re.MULTILINE)
 
 
 def test_where_models_cannot_sleep_the_reason_is_told(fleet: Path) -> None:

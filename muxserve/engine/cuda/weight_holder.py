@@ -150,8 +150,9 @@ class HolderWorker(PooledGPUWorker):
             "graph_bytes": graphs,
         }
 
-    def hand_out(self) -> bool:
-        """Let engines map the weights from now on; whether they can without this process."""
+    def hand_out(self, copies: bool = False) -> bool:
+        """Let engines map the weights from now on; whether they can without this process. `copies`: they are kept in
+        the host's memory, too."""
         unit_spec, model, _ = binding.place_of(self.vllm_config)
         path = unit_spec.weights_socket(model, self.rank)
         gpu = "" if unit_spec.gpu is None else unit_spec.gpu.uuids[self.rank]
@@ -163,8 +164,20 @@ class HolderWorker(PooledGPUWorker):
         descriptors = self._exported.descriptors
         in_order = [descriptors[each.handle] for each in held.allocations if each.kind == "vmm"]
         torch.cuda.synchronize(self.device)
-        say(path, wire.Keep(self._fingerprint, held), in_order)
+        files = self._copied() if copies else {}
+        in_order += [files[each.handle] for each in held.allocations if each.kind == "vmm" and files]
+        say(path, wire.Keep(self._fingerprint, held, bool(files)), in_order)
+        for file in files.values():
+            os.close(file)
         return True
+
+    def _copied(self) -> dict[bytes, int]:
+        assert self._exported is not None
+        try:
+            return self._exported.copied()
+        except OSError as error:
+            log.warning("no copy of the weights is kept in the host's memory: %s", error)
+            return {}
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         raise NotImplementedError("a holder serves no requests")
@@ -195,10 +208,10 @@ def holder_args(unit_spec: UnitSpec, model: str) -> dict[str, Any]:
     }
 
 
-def run(unit_spec: UnitSpec, model: str, control: Any) -> None:
+def run(unit_spec: UnitSpec, model: str, control: Any, copies: bool) -> None:
     """See `weights.run_holder`."""
     try:
-        executor, kept = _load(unit_spec, model, control)
+        executor, kept = _load(unit_spec, model, control, copies)
     except Exception as error:
         log.exception("cannot hold the weights of %s", model)
         control.event("failed", kind="weights", model=model, phase="", error=words(error))
@@ -213,7 +226,7 @@ def run(unit_spec: UnitSpec, model: str, control: Any) -> None:
         time.sleep(PERIOD_SECONDS)
 
 
-def _load(unit_spec: UnitSpec, model: str, control: Any) -> tuple[Any, bool]:
+def _load(unit_spec: UnitSpec, model: str, control: Any, copies: bool) -> tuple[Any, bool]:
     """An executor whose workers have loaded the weights, told what they measured and handed them out; and whether the
     weights are kept by others on all ranks."""
     from vllm.v1.executor.abstract import Executor
@@ -243,7 +256,7 @@ def _load(unit_spec: UnitSpec, model: str, control: Any) -> tuple[Any, bool]:
         _resolve_layout(config, executor)
         progress("measuring memory")
         measured = executor.collective_rpc("measure")
-    kept = all(executor.collective_rpc("hand_out"))
+    kept = all(executor.collective_rpc("hand_out", args=(copies,)))
     for each in measured:
         control.event("measured", kind="weights", model=model, **each)
     return executor, kept

@@ -9,13 +9,16 @@ freed tensors in torch's segments. Moved, weights lie close together, and weigh 
 from __future__ import annotations
 
 import gc
+import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from muxserve.engine.cuda.weight_tensors import found_in, placed, span_of
+from muxserve.gpu.weight_wire import Allocation, Weights
 from muxserve.memory import _native
 from muxserve.memory.device import DeviceMemory
 
@@ -82,6 +85,25 @@ class ExportedWeights:
         if waiting:
             self._fill(waiting, size)
 
+    def copied(self) -> dict[bytes, int]:
+        """Files in the host's memory with the bytes of all pieces, by handle; the descriptors are the caller's.
+
+        Raises:
+            OSError: there is not enough memory.
+        """
+        files: dict[bytes, int] = {}
+        try:
+            for piece in self._pieces:
+                file = os.memfd_create("weights", os.MFD_CLOEXEC)
+                files[piece.handle.encode()] = file
+                os.posix_fallocate(file, 0, piece.memory.numel())
+                in_file(file, piece.memory.numel()).copy_(piece.memory)
+        except BaseException:
+            for file in files.values():
+                os.close(file)
+            raise
+        return files
+
     def export(self, address: int) -> tuple[int, int, bytes]:
         """The piece that `address` lies in: its address, its bytes, its handle.
 
@@ -130,6 +152,37 @@ class ExportedWeights:
         gc.collect()
         if self._device == "cuda":
             torch.cuda.empty_cache()
+
+
+def in_file(file: int, size: int) -> torch.Tensor:
+    """The bytes of a file in memory, uint8 [size]; not copied."""
+    return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+
+
+def restored(weights: Weights, files: Sequence[int], allocate: Allocate) -> tuple[Weights, list[Piece]]:
+    """Weights that were in pieces of exported memory, in new ones.
+
+    Args:
+        weights: as they were.
+        files: in the host's memory, with the bytes of each piece.
+        allocate: makes pieces of memory.
+
+    Returns:
+        The weights as they are now, and their pieces.
+
+    Raises:
+        muxserve.memory.errors.DeviceMemoryError: there is not enough, or it cannot be exported.
+    """
+    pieces: list[Piece] = []
+    allocations: list[Allocation] = []
+    for each in weights.allocations:
+        if each.kind == "vmm":
+            piece = allocate(each.size)
+            piece.memory[: each.size].copy_(in_file(files[len(pieces)], each.size))
+            pieces.append(piece)
+            each = msgspec.structs.replace(each, handle=piece.handle.encode())
+        allocations.append(each)
+    return msgspec.structs.replace(weights, allocations=allocations), pieces
 
 
 def on_gpu(uuid: str, device: torch.device) -> Allocate:

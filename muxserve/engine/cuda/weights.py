@@ -32,13 +32,24 @@ def register_loader() -> None:
         register_model_loader(LOAD_FORMAT)(HeldWeightsLoader)
 
 
-def run_holder(unit_spec: UnitSpec, model: str, control: Any) -> None:
+def run_holder(unit_spec: UnitSpec, model: str, control: Any, copies: bool = False) -> None:
     """Load the weights of `model` on each GPU of the unit, measure, have them kept or hand them out; until this process
-    is killed.
+    is killed. `copies`: have them kept in the host's memory, too.
 
     Reports `measured` for each rank and then `up` on `control`, with `kept`; `failed` with the reason if it cannot.
     """
     from muxserve.engine.cuda.weight_holder import run
+
+    run(unit_spec, model, control, copies)
+
+
+def run_restorer(unit_spec: UnitSpec, model: str, control: Any) -> None:
+    """Copy the weights of `model` back to each GPU of the unit from the host's memory, and have them kept; then wait to
+    be ended.
+
+    Reports `up` on `control`; `failed` with the reason if it cannot.
+    """
+    from muxserve.engine.cuda.weight_restorer import run
 
     run(unit_spec, model, control)
 
