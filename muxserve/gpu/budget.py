@@ -133,6 +133,22 @@ def pool_bytes(budgets: Sequence[Budget]) -> int:
     return min(each.pool_bytes for each in budgets)
 
 
+def pool_beside(left: int, sleeping: Sequence[int], least: int) -> int:
+    """Bytes of the pools beside models that sleep: what a whole number of them leaves, at their mean size, so that no
+    memory is of no use to anybody; all of them if they have room.
+
+    Args:
+        left: bytes of a GPU for pools and these models.
+        sleeping: bytes of each of them.
+        least: of the pools.
+    """
+    room = left - least
+    if sum(sleeping) <= room:
+        return left - sum(sleeping)
+    mean = sum(sleeping) / len(sleeping)
+    return max(least, left - max(int(room / mean) * int(mean), *sleeping))
+
+
 def check(
     budgets: Sequence[Budget], needs: Sequence[Needs], needed: int, rules: MemoryRules, sleeping: bool = False
 ) -> None:

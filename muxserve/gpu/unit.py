@@ -12,7 +12,18 @@ from pathlib import Path
 
 import msgspec
 
-from muxserve.gpu.budget import Budget, BudgetError, Needs, NotFreeError, budget, check, check_room, pool_bytes
+from muxserve.gpu.budget import (
+    GRANULARITY,
+    Budget,
+    BudgetError,
+    Needs,
+    NotFreeError,
+    budget,
+    check,
+    check_room,
+    pool_beside,
+    pool_bytes,
+)
 from muxserve.gpu.findings import Fallback, Findings
 from muxserve.gpu.nvml import Gpu, GpuMachine
 from muxserve.gpu.sharing import MpsWish
@@ -23,9 +34,8 @@ from placement.memory import MemoryRules
 
 # An MPS server takes so many processes with a context on each GPU (NVIDIA, "Multi-Process Service", since Volta).
 MOST_CLIENTS = 48
-# Of what may be used of a GPU's memory, the pools have so much where models come and go in the rest of it: what did
-# best in simulation (docs/residency.md).
-SLEEPING_POOL_PART = 0.15
+# Of what may be used of a GPU's memory, the pools have so much at least where models come and go in the rest of it.
+LEAST_POOL_PART = 0.05
 
 
 @dataclass(frozen=True)
@@ -248,10 +258,14 @@ class GpuUnit:
         Raises:
             muxserve.gpu.budget.BudgetError: that is not there, or not enough for one sequence of every model.
         """
+        budgets = self.budgets(demands)
         if self.sleeping and asked is None:
             usable = min(gpu.memory_bytes for gpu in self.gpus) * self.rules.utilisation
-            asked = max(least_pool_bytes(demands), int(SLEEPING_POOL_PART * usable))
-        budgets = self.budgets(demands)
+            sleeping = self.taken(self.sleeping)
+            there = sum(sleeping[name] for name in {each.model for each in self.needs} & sleeping.keys())
+            least = max(least_pool_bytes(demands), int(LEAST_POOL_PART * usable))
+            pools = pool_beside(pool_bytes(budgets) + there, list(sleeping.values()), least)
+            asked = pools - pools % GRANULARITY
         check(budgets, self.needs, asked or least_pool_bytes(demands), self._memory_rules, bool(self.sleeping))
         return asked or pool_bytes(budgets)
 

@@ -86,7 +86,7 @@ def elastic_placement(demands: Sequence[Demand], cluster: Cluster, rules: Memory
     by_tp: dict[int, list[Demand]] = {}
     for each in demands:
         by_tp.setdefault(split(each, whole, most, rules), []).append(each)
-    units = unit_counts(by_tp, cluster.devices)
+    units = _counts(by_tp, cluster.devices)
     # The largest units first, so that each lies within a machine.
     made: list[PlacedUnit] = []
     first = 0
@@ -130,7 +130,7 @@ def split(demand: Demand, whole: int, most: int, rules: MemoryRules) -> int:
     raise NoUnitError(f"{demand.name} is too large for {most} GPUs of a machine")
 
 
-def unit_counts(by_tp: Mapping[int, Sequence[Demand]], gpus: int) -> dict[int, int]:
+def _counts(by_tp: Mapping[int, Sequence[Demand]], gpus: int) -> dict[int, int]:
     """Units of each size, so that all have about as many bytes of weights for a GPU.
 
     Raises:

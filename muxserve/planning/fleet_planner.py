@@ -24,7 +24,7 @@ from muxserve.costs.latency import LatencyModel
 from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import Gpu, GpuChoiceError, choose
 from muxserve.gpu.nvml import GpuMachine as GpuMachine
-from muxserve.gpu.unit import SLEEPING_POOL_PART, GpuUnit
+from muxserve.gpu.unit import LEAST_POOL_PART, GpuUnit
 from muxserve.planning.auto_phases import arranged_by_simulation
 from muxserve.planning.checkpoints import (
     CheckpointError,
@@ -223,7 +223,7 @@ class FleetPlanner:
         demands = demands_of(fleet, Path(), self._hub, [(gpu.name, gpu.memory_bytes) for gpu in gpus])
         always = frozenset(model.name for model in fleet.models if model.keep == "always")
         size = fleet.kv_pool.size
-        pool = size if isinstance(size, int) else int(SLEEPING_POOL_PART * rules.utilisation * smallest)
+        pool = size if isinstance(size, int) else int(LEAST_POOL_PART * rules.utilisation * smallest)
         try:
             units = resident_units(demands, always, len(gpus), smallest, rules, pool)
         except NoUnitError as error:

@@ -66,10 +66,10 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 # More at a time would take memory that others wait for, and come up no sooner.
 MOST_WAKES = 4
 # The same of GPUs, where weights are loaded by one process at a time, and engines start meanwhile. How long a wake
-# takes there is an assumption until one was measured: contexts, vLLM's start and graphs, then weights from the page
-# cache. The first GPU had three small models up 19 s after vLLM was imported, beside three other fleets (docs/gpu.md).
+# takes there is an assumption until one was measured: contexts and vLLM's start, and weights out of the host's memory.
+# (The first GPU had three small models up 19 s after vLLM was imported, beside three other fleets: docs/gpu.md.)
 GPU_WAKES = 2
-GPU_WAKE_SECONDS, GPU_WAKE_BANDWIDTH = 3.0, 4e9
+GPU_WAKE_SECONDS, GPU_WAKE_BANDWIDTH = 3.0, 10e9
 GPU_SLEEP_SECONDS = 1.0
 # Of the host's memory, for the weights of models that sleep on GPUs.
 HOST_COPIES_PART = 0.5
@@ -81,11 +81,13 @@ def with_residency(unit: SimUnit, spec: ResidencySpec, exclusive: bool = False) 
     if not spec.on_gpus:
         spec = _learnt(spec)
     models = {model.name: spec.models.get(model.name) or WakeCosts(0, pinned=True) for model in unit.models}
-    awake = tuple(name for name, costs in models.items() if costs.pinned)
+    awake = [name for name, costs in models.items() if costs.pinned]
+    if spec.rules.wakes_ahead:
+        awake += _awake_ahead(spec)
     residency = SimResidency(
         spec.rules,
         models,
-        awake,
+        tuple(awake),
         sleep_seconds=spec.rules.sleep_seconds,
         # On GPUs weights are copied while the others compute.
         wake_drag=0.0 if spec.on_gpus else WAKE_DRAG,
@@ -97,6 +99,18 @@ def with_residency(unit: SimUnit, spec: ResidencySpec, exclusive: bool = False) 
         hibernated={name: hibernated_seconds(each) for name, each in spec.models.items()} if spec.hibernates else {},
     )
     return replace(unit, residency=residency)
+
+
+def _awake_ahead(spec: ResidencySpec) -> list[str]:
+    """The models that are awake before anybody has asked for one: as many as have room, that of another wake apart."""
+    room = spec.rules.limit - spec.rules.fixed
+    found: list[str] = []
+    for name, costs in spec.models.items():
+        others = [each.bytes for other, each in spec.models.items() if other not in (*found, name)]
+        if costs.bytes + max(others, default=0) <= room:
+            found.append(name)
+            room -= costs.bytes
+    return found
 
 
 def _learnt(spec: ResidencySpec) -> ResidencySpec:
@@ -269,7 +283,7 @@ def gpu_residency(
     memory: MemorySection, models: Mapping[str, WakeCosts], limit: int, fixed: int, cores: int
 ) -> ResidencySpec:
     """By what memory decides in a unit on GPUs, of each of which everything may take `limit` bytes, and what is awake
-    all the time takes `fixed`."""
+    all the time takes `fixed`. Weights that have been loaded once are kept in the host's memory."""
     rules = ResidencyRules(
         limit,
         min_residence=memory.min_residence,
@@ -280,6 +294,7 @@ def gpu_residency(
         cores=max(1, cores),
         sleep_seconds=GPU_SLEEP_SECONDS,
         fixed=fixed,
+        wakes_ahead=memory.host_copies != "off",
     )
     return ResidencySpec(rules, dict(models), on_gpus=True)
 

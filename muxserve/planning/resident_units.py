@@ -1,16 +1,16 @@
 """Which models share the memory of which GPUs, where memory decides who is awake. Pure.
 
 Every model has one unit, and sleeps or is awake there. A model is split over as few GPUs as `elastic` says, so that
-others have room beside it; then the GPUs are divided among the ways to split, and the models of each way among its
-units, evenly by the work that they are expected to bring and by their weights.
+others have room beside it. Each GPU goes to the way to split whose models have least room; the models of each way go
+where they can be awake together, evenly by the work that they are expected to bring and by their weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from muxserve.planning.elastic import NoUnitError, split, unit_counts
+from muxserve.planning.elastic import NoUnitError, split
 from placement.demand import Demand
 from placement.format import format_size
 from placement.memory import MemoryRules, model_bytes
@@ -18,12 +18,14 @@ from placement.memory import MemoryRules, model_bytes
 
 @dataclass(slots=True)
 class ResidentUnit:
-    """Models that share the memory of `gpus` GPUs; `awake` bytes of each are those of models that never sleep, `most`
-    those of the largest that does. `part` adds up the parts of their models in all work and in all weights."""
+    """Models that share the memory of `gpus` GPUs, of each of which they take `bytes` together; `awake` are those of
+    models that never sleep, `most` those of the largest that does. `part` adds up the parts of its models in all work
+    and in all weights."""
 
     gpus: int
     models: list[str] = field(default_factory=list)
     part: float = 0.0
+    bytes: int = 0
     awake: int = 0
     most: int = 0
 
@@ -35,6 +37,7 @@ class ResidentUnit:
         """Have the model, too."""
         self.models.append(name)
         self.part += part
+        self.bytes += size
         if sleeps:
             self.most = max(self.most, size)
         else:
@@ -63,8 +66,8 @@ def resident_units(
     whole = int(memory_bytes * rules.utilisation) - rules.reserve_bytes
     room = whole - pool_bytes
     by_tp = _by_split(demands, whole, room, gpus, rules)
-    units = [ResidentUnit(tp) for tp, count in sorted(unit_counts(by_tp, gpus).items(), reverse=True)
-             for _ in range(count)]  # fmt: skip
+    counts = _unit_counts(by_tp, room, gpus, rules)
+    units = [ResidentUnit(tp) for tp in sorted(counts, reverse=True) for _ in range(counts[tp])]
     work = {each.name: _work(each) for each in demands}
     weights = {each.name: each.architecture.weight_bytes(each.dtype) for each in demands}
     parts = {name: work[name] / sum(work.values()) + weights[name] / sum(weights.values()) for name in work}
@@ -76,7 +79,8 @@ def resident_units(
             fitting = [unit for unit in places if unit.needed_with(size, sleeps) <= room]
             if not fitting:
                 raise NoUnitError(f"{each.name} has no room beside models that never sleep, on {gpus} GPUs")
-            min(fitting, key=lambda unit: unit.part).add(each.name, size, sleeps, parts[each.name])
+            place = min(fitting, key=lambda unit: (max(0, unit.bytes + size - room), unit.part))
+            place.add(each.name, size, sleeps, parts[each.name])
     return [unit for unit in units if unit.models]
 
 
@@ -99,6 +103,23 @@ def _by_split(
             raise NoUnitError(f"{stuck[0]} cannot be split over {more} GPUs, and {gpus} are too few for other units")
         by_tp[more] += by_tp.pop(fewest)
     return by_tp
+
+
+def _unit_counts(by_tp: Mapping[int, Sequence[Demand]], room: int, gpus: int, rules: MemoryRules) -> dict[int, int]:
+    """Units of each size. The next one goes where most models would be for each that has room at the same time."""
+    crowds = {}
+    for tp, models in by_tp.items():
+        mean = sum(model_bytes(each, tp, rules) for each in models) / len(models)
+        crowds[tp] = len(models) / max(1, int(room / mean))
+    units = dict.fromkeys(by_tp, 1)
+    left = gpus - sum(by_tp)
+    if left < 0:
+        raise NoUnitError(f"a unit of each size that models need takes {sum(by_tp)} GPUs, and there are {gpus}")
+    while fitting := [tp for tp in units if tp <= left and units[tp] < len(by_tp[tp])]:
+        tp = max(fitting, key=lambda each: (crowds[each] / units[each], each))
+        units[tp] += 1
+        left -= tp
+    return units
 
 
 def _all_of(demand: Demand, room: int, gpus: int, rules: MemoryRules) -> int:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from muxserve.config import AUTO, Fleet, MemorySection
 from muxserve.costs.devices import device
 from muxserve.costs.latency import LatencyModel
-from muxserve.gpu.unit import SLEEPING_POOL_PART
+from muxserve.gpu.budget import pool_beside
+from muxserve.gpu.unit import LEAST_POOL_PART
 from muxserve.metrics.definitions import Objectives
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.planning.elastic import TPOT_SECONDS, TTFT_SECONDS, NoUnitError, elastic_fleet
@@ -166,19 +167,17 @@ def as_deployed(fleet: Fleet, demands: Sequence[Demand], cluster: Cluster, aroun
     if isinstance(memory.limit, int):
         rules = replace(rules, utilisation=min(rules.utilisation, memory.limit / whole))
     usable, size = int(rules.utilisation * whole), fleet.kv_pool.size
-    pool = size if isinstance(size, int) else int(SLEEPING_POOL_PART * usable)
+    least = size if isinstance(size, int) else int(LEAST_POOL_PART * usable)
     always = frozenset(model.name for model in fleet.models if model.keep == "always")
     by_name = {demand.name: demand for demand in demands}
     units: list[PlacedUnit] = []
     specs: dict[str, ResidencySpec] = {}
     first = 0
-    for number, unit in enumerate(resident_units(demands, always, node.count, whole, rules, pool)):
+    for number, unit in enumerate(resident_units(demands, always, node.count, whole, rules, least)):
         name = f"u{number}"
         placed = tuple(
             PlacedModel(each, by_name[each].rate, UNPLANNED.prefill, UNPLANNED.decode) for each in unit.models
         )
-        units.append(PlacedUnit(name, node.device, tuple(range(first, first + unit.gpus)), placed, pool))
-        first += unit.gpus
         models = {
             each.name: gpu_wake_costs(
                 model_bytes(each, unit.gpus, rules),
@@ -188,7 +187,12 @@ def as_deployed(fleet: Fleet, demands: Sequence[Demand], cluster: Cluster, aroun
             )
             for each in (by_name[model] for model in unit.models if model not in always)
         }
-        fixed = rules.reserve_bytes + pool + unit.awake
+        fixed = rules.reserve_bytes + unit.awake
+        sleeping = [each.bytes for each in models.values()]
+        pool = least if isinstance(size, int) or not sleeping else pool_beside(usable - fixed, sleeping, least)
+        units.append(PlacedUnit(name, node.device, tuple(range(first, first + unit.gpus)), placed, pool))
+        first += unit.gpus
+        fixed += pool
         specs[name] = gpu_residency(memory, models, usable, fixed, _CORES)
     made = simulated_of(Placement(cluster, tuple(units)), fleet.multiplexed(), demands, around)
     return replace(made, residency=specs, origin="units in which memory decides who is awake, as deployed")

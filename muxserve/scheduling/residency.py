@@ -42,8 +42,9 @@ class ResidencyRules:
     not, and nobody takes memory that it needs. A model with running requests is put to sleep only when another has
     waited for `patience` seconds. Rates of arrivals are averages over each of the `windows`, seconds; the largest
     counts. At most `wakes` models are woken at a time, on a machine of so many `cores`; fewer if that serves more
-    requests in time. Putting an idle model to sleep takes `sleep_seconds` until that was measured. `files_ahead`: a
-    model that has been awake is woken faster, as its memory is in a file, and all models are to get there.
+    requests in time. Putting an idle model to sleep takes `sleep_seconds` until that was measured. `wakes_ahead`: a
+    model that has been awake is woken faster, and all models are to have been that. `files_ahead`: also, one that has
+    slept, as its memory is in a file then.
 
     Raises:
         ValueError: a number that makes no sense.
@@ -60,6 +61,7 @@ class ResidencyRules:
     sleep_seconds: float = 0.0
     fixed: int = 0
     fixed_margin: int = 0
+    wakes_ahead: bool = False
     files_ahead: bool = False
 
     def __post_init__(self) -> None:
@@ -266,7 +268,7 @@ class Residency:
 
     def change(self, rules: ResidencyRules, models: dict[str, WakeCosts]) -> None:
         """Other rules or models; what was measured of those that stay is kept."""
-        self.rules, self.preparing = rules, rules.files_ahead
+        self.rules, self.preparing = rules, rules.wakes_ahead or rules.files_ahead
         self.pace.cores = rules.cores
         self._known = {
             name: known
@@ -404,8 +406,8 @@ class Residency:
                 changes.append(Stay(each.model))
                 told.add(each.model)
         changes += self._room_ahead(now, balance, by_name, told)
-        if self.rules.files_ahead and not changes:
-            changes = self._files_ahead(now, balance.free, by_name.values())
+        if (self.rules.wakes_ahead or self.rules.files_ahead) and not changes:
+            changes = self._prepare(now, balance.free, by_name.values())
         for change in changes:
             if isinstance(change, Sleep) and change.ahead:
                 self._known[change.model].filed = True
@@ -539,10 +541,10 @@ class Residency:
             likely -= math.exp(-max(rates) * s) * (max(rates) * s) ** number / math.factorial(number)
         return changes
 
-    def _files_ahead(self, now: float, free: int, standings: Collection[Standing]) -> list[Change]:
+    def _prepare(self, now: float, free: int, standings: Collection[Standing]) -> list[Change]:
         """If nobody waits, nothing runs, and no model comes or goes: (1) a model that was never awake is woken; models
-        that nobody has ever asked for sleep for that. (2) When there is none, one of these that has not slept yet does,
-        and (3) is woken again, once. Room for another wake stays free."""
+        that nobody has ever asked for sleep for that. Where models get into files: (2) when there is none, one of these
+        that has not slept yet does, and (3) is woken again, once. Room for another wake stays free."""
         asleep = [each.model for each in standings if each.residence is Residence.ASLEEP]
         never = [name for name in asleep if not (self._known[name].begun or self._known[name].filed)]
         model = min(never, default=None)
@@ -553,7 +555,7 @@ class Residency:
             and self._known[each.model].rates.never
             and not self._known[each.model].costs.pinned
         ]
-        unfiled = [each for each in unasked if not self._known[each.model].filed]
+        unfiled = [e for e in unasked if self.rules.files_ahead and not self._known[e.model].filed]
         self.preparing = model is not None or bool(unfiled)
         settled = all(each.residence in (Residence.AWAKE, Residence.ASLEEP) for each in standings)
         if not settled or any(each.running or each.waiting for each in standings):

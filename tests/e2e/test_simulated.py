@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from muxserve.costs.measured import ideal_seconds
 from muxserve.costs.profile import load_profile
@@ -158,6 +159,56 @@ async def test_a_pipeline_of_pretended_gpus(split: Fleet) -> None:
     assert "arithmetic: stages in bubbles" in split.command("status", "--url", split.url).stdout
     await asyncio.to_thread(split.wait_healthy, PATIENCE)
     await asyncio.to_thread(split.wait_pages_free)
+
+
+RESIDENT = tuple(f"m{number}" for number in range(5))
+
+
+@pytest.fixture(scope="module")
+def resident(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Five models in the memory of two pretended GPUs, each of which has room for one of its models beside its pool."""
+    directory = tmp_path_factory.mktemp("resident")
+    path = fleet_file(directory, cluster={"gpus": 2, "gpu_type": "A100-80GB"}, memory={"limit": "5GiB"})
+    declared = yaml.safe_load(path.read_text())
+    model = next(each for each in declared["models"] if each["name"] == "atlas")
+    declared["models"] = [{**model, "name": name, "dtype": "auto"} for name in RESIDENT]
+    path.write_text(yaml.safe_dump(declared))
+    with running(path, start=preloaded.start, options=("--simulated",)) as deployed:
+        yield deployed
+
+
+async def test_models_share_the_memory_of_pretended_gpus(resident: Fleet) -> None:
+    """All are asked at once, while an engine and then the global scheduler die. Everybody is answered, and each GPU has
+    no more than its limit."""
+
+    def memory() -> dict[str, Any]:
+        told: dict[str, Any] = resident.get("/fleet").json()["memory"]
+        for unit in told["units"].values():
+            assert (unit["used_bytes"] or 0) <= unit["limit_bytes"] == 5 << 30
+        return told
+
+    units = {name: each["unit"] for name, each in memory()["models"].items()}
+    assert sorted(units) == list(RESIDENT)
+    assert set(units.values()) == {"u0", "u1"}
+    async with resident.async_client() as client:
+        for victim in ("engine", "muxserve.global_scheduler"):
+            asked = [
+                client.completions.create(model=name, prompt="a", max_tokens=30, extra_body={"ignore_eos": True})
+                for name in RESIDENT
+                for _ in range(4)
+            ]
+            answers = asyncio.gather(*asked)
+            await asyncio.to_thread(resident.wait, lambda v=victim: resident.part(v) is not None, PATIENCE, victim)
+            await asyncio.to_thread(resident.kill, victim)
+            while not answers.done():
+                await asyncio.wait([answers], timeout=0.2)
+                await asyncio.to_thread(memory)
+            assert [a.usage and a.usage.completion_tokens for a in await answers] == [30] * len(asked)
+    awake = dict.fromkeys(units.values(), 0)
+    for name, each in memory()["models"].items():
+        awake[units[name]] += each["residence"] in ("awake", "waking")
+        assert f"{name} is served by {units[name]}" in (resident.directory / "deploy.log").read_text()
+    assert max(awake.values()) == 1
 
 
 def without_weights(directory: Path, name: str, source: Path, **engine_args: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from muxserve.gpu.budget import (
     check,
     check_room,
     measured,
+    pool_beside,
     pool_bytes,
     table,
 )
@@ -135,3 +136,22 @@ class TestRoomForOneMore:
         # With the weights in place, only its engines are still to come.
         assert self.room(joining, 4 * GIB, joining.engines(RULES), loaded=True) == ""
         assert self.room(joining, 4 * GIB, joining.engines(RULES) - 1, loaded=True) != ""
+
+
+@given(st.integers(0, 1000), st.lists(st.integers(1, 300), min_size=1, max_size=20), st.integers(0, 200))
+def test_pools_have_what_a_whole_number_of_sleeping_models_leaves(left: int, sleeping: list[int], least: int) -> None:
+    pools = pool_beside(left, sleeping, least)
+    assert pools >= least
+    if sum(sleeping) + least <= left:
+        assert pools == left - sum(sleeping), "all are awake, and pages have the rest"
+    elif max(sleeping) + least <= left:
+        assert left - pools >= max(sleeping), "each has room alone"
+        mean = sum(sleeping) / len(sleeping)
+        assert pools - least <= max(mean, max(sleeping)), "one more would have room"
+
+
+def test_no_memory_is_left_that_no_model_can_use() -> None:
+    assert pool_beside(100, [30] * 5, 5) == 10
+    assert pool_beside(100, [30] * 3, 5) == 10
+    assert pool_beside(100, [32] * 5, 5) == 36
+    assert pool_beside(100, [95, 5, 5], 5) == 5

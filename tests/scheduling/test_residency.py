@@ -512,6 +512,7 @@ def worlds(draw: st.DrawFn) -> tuple[Memory, list[tuple[float, str, float]]]:
         wakes=draw(st.integers(1, 2)),
         cores=2,
         sleep_seconds=draw(st.sampled_from([0.0, 0.1, 1.0])),
+        wakes_ahead=draw(st.booleans()),
         files_ahead=draw(st.booleans()),
     )
     arrivals = draw(
@@ -547,8 +548,8 @@ def test_memory_is_kept_everybody_is_served_and_nobody_thrashes(
         now += ROUND
     assert len(memory.waits) == len(arrivals)
     assert not memory.short, "a model was put to sleep before it had its time"
-    into_files = 2 * models if memory.rules.files_ahead else 0
-    assert memory.wakes <= len(arrivals) + into_files, "a wake that served nobody"
+    ahead = 2 * models if memory.rules.files_ahead or memory.rules.wakes_ahead else 0
+    assert memory.wakes <= len(arrivals) + ahead, "a wake that served nobody"
     for name, at in memory.woken.items():
         # However memory is kept free ahead: a wake, its residence, and a stop lie between two wakes of a model.
         least = memory.places[name].costs.seconds + memory.rules.min_residence + STOP_SECONDS - 2 * ROUND
@@ -597,6 +598,21 @@ def test_nothing_is_loaded_for_a_file_beside_other_work(other: Standing) -> None
     assert policy.decide(14.0, 10, both) == []
     without = Residency(ResidencyRules(200), {"a": costs, "b": costs})
     assert without.decide(11.0, 10, idle) == []
+    # Where having been awake is enough, nobody sleeps for it.
+    once = Residency(ResidencyRules(200, wakes_ahead=True), {"a": costs, "b": costs})
+    assert once.preparing
+    assert once.decide(11.0, 10, idle) == [Wake("a")]
+    assert once.decide(12.0, 10, idle) == []
+    assert not once.preparing
+
+
+def test_where_all_have_room_all_are_awake_before_anybody_asks() -> None:
+    rules = ResidencyRules(200, min_residence=0.5, residence_factor=1.0, cores=2, wakes_ahead=True)
+    memory = Memory(rules, 10, {f"m{n}": WakeCosts(40, seconds=0.6) for n in range(4)})
+    for step in range(round(5.0 / ROUND)):
+        memory.step(step * ROUND)
+    assert {place.residence for place in memory.places.values()} == {AWAKE}
+    assert {name: len(at) for name, at in memory.woken.items()} == dict.fromkeys(memory.places, 1)
 
 
 def test_two_that_never_fit_together_take_turns_under_endless_load() -> None:
