@@ -209,7 +209,7 @@ def show_sleeping(forecast: SleepingForecast) -> None:
     for point in forecast.points:
         for name, why_not in ((WITH_MEMORY, point.why_not_deployed), (WITH_RESIDENCY, point.why_not)):
             if why_not:
-                console.print(f"- {point.gpus} GPUs, {name}: {escape(why_not)}")
+                console.print(f"- {point.gpus} GPUs, {name.rstrip(':')}: {escape(why_not)}")
     if len(forecast.points) > 1:
         needed = (
             (ALL_AWAKE, forecast.awake_gpus),
