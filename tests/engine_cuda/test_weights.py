@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -22,11 +23,11 @@ from vllm.model_executor.model_loader.weight_cache.protocol import WeightCacheSt
 
 from muxserve.engine.cuda import cuda_ipc, weight_loader, weight_tensors, weights
 from muxserve.engine.cuda.weight_loader import rebuild
-from muxserve.engine.cuda.weight_memory import ExportedWeights, Piece
+from muxserve.engine.cuda.weight_memory import ExportedWeights, Piece, restored
 from muxserve.engine.cuda.weight_tensors import describe, mapped, processed
 from muxserve.gpu import weight_wire as wire
 from muxserve.gpu.weight_server import WeightServer
-from muxserve.gpu.weight_wire import fetch, say
+from muxserve.gpu.weight_wire import fetch, fetch_copy, say
 from muxserve.vllm.args import loader_args
 from tests.support.patience import PATIENCE
 
@@ -248,6 +249,37 @@ def test_weights_that_cannot_be_mapped_any_more_are_forgotten_once(tmp_path: Pat
     assert content(fds[0]) == b"a"
 
 
+def test_a_copy_outlives_what_was_kept_on_the_gpu(tmp_path: Path) -> None:
+    """It is handed to who copies the weights back, which are then kept like those that were loaded."""
+    path, lost = tmp_path / "weights.sock", list[str]()
+    first = keeper(path, lost)
+    with pytest.raises(RuntimeError, match="there is no copy of the weights"):
+        fetch_copy(str(path))
+    contents = [f"piece {index}".encode() for index in range(300)]
+    told, fds = exported(*contents)
+    files = [memory(b"host " + each) for each in contents]
+    say(str(path), wire.Keep(FINGERPRINT, told, copied=True), [*fds, *files])
+    found, descriptors = fetch(str(path), FINGERPRINT, 5)
+    assert found == told
+    assert [content(fd) for fd in descriptors] == contents
+    first.close()
+    assert first.copy is not None
+    assert first.copy.bytes == 2 * len(contents)
+    second = WeightServer(str(path), on_lost=lost.append, copy=first.copy)
+    with pytest.raises(RuntimeError, match="no weights yet"):
+        fetch(str(path), FINGERPRINT, 5)
+    copied, descriptors = fetch_copy(str(path))
+    assert (copied.fingerprint, copied.weights) == (FINGERPRINT, told)
+    assert [content(fd) for fd in descriptors] == [b"host " + each for each in contents]
+    again, fds_again = exported(*contents)
+    say(str(path), wire.Keep(FINGERPRINT, again), fds_again)
+    assert fetch(str(path), FINGERPRINT, 5)[0] == again
+    assert second.copy is first.copy, "it is there for the next time"
+    second.close()
+    second.copy.close()
+    wire.close_all([*fds, *files, *fds_again])
+
+
 def test_who_holds_weights_itself_keeps_no_others(tmp_path: Path, shared: SharedAllocations) -> None:
     path = tmp_path / "weights.sock"
     server = held_at(path, shared)
@@ -288,6 +320,19 @@ def test_tensors_are_moved_with_what_sees_the_same_memory(monkeypatch: pytest.Mo
     assert told.descriptors == 3
     with pytest.raises(LookupError, match="has not been moved"):
         kept.export(base.data_ptr())
+
+    # From the host's memory they come back as they were, in other pieces.
+    files = kept.copied()
+    values = [each.clone() for each in pieces]
+    in_order = [files[each.handle] for each in told.allocations]
+    back, made = restored(told, in_order, allocate)
+    wire.close_all(in_order)
+    assert [each.handle for each in back.allocations] == [b"piece 4", b"piece 5", b"piece 6"]
+    assert msgspec.structs.replace(back, allocations=told.allocations) == told
+    assert [piece.descriptor for piece in made] == [4, 5, 6]
+    by_handle = {f"piece {number}".encode(): value for number, value in enumerate(values, 1)}
+    for piece, each in zip(made, told.allocations, strict=True):
+        assert torch.equal(piece.memory, by_handle[each.handle])
 
 
 # ------------------------------------------------------------ what vLLM makes of weights when it has loaded them
