@@ -375,13 +375,14 @@ class UnitHost:
         for who, task in tasks.items():
             self._watch(who, task)
 
-    async def stop_model(self, model: str, urgent: bool = False) -> None:
+    async def stop_model(self, model: str, urgent: bool = False) -> bool:
         """Stop the engines of a model, and let go of its weights, or have them moved into a file until it is started
         again. What it still computes is lost to this unit. `urgent`: requests wait for the memory, so that a model
-        which is not in a file yet is rather loaded again."""
+        which is not in a file yet is rather loaded again. Returns whether it is in a file."""
         self._wanted.discard(model)
         may_hibernate = bool(self.unit_spec.hibernation) and not (urgent and model not in self._in_files)
         await self._end_model(model, may_hibernate)
+        return model in self._hibernating
 
     async def prefetch(self, model: str) -> None:
         """Have the disk read the weights of a model that sleeps: it will be started soon."""

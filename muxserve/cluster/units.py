@@ -107,9 +107,9 @@ class UnitHandle(Protocol):
             GaveUp: it takes no model more; nothing has changed.
         """
 
-    async def stop_model(self, model: str, urgent: bool = False) -> None:
+    async def stop_model(self, model: str, urgent: bool = False) -> bool:
         """Stop the engines of a model and let go of its weights; what they still compute is lost to this unit.
-        `urgent`: requests wait for the memory.
+        `urgent`: requests wait for the memory. Returns whether its memory is in a file until it is started again.
 
         Raises:
             GaveUp: nobody knows whether they have ended.
@@ -236,11 +236,11 @@ class LocalUnit:
         """See `UnitHandle.join`."""
         await self._host.join(unit_spec, model, needs)
 
-    async def stop_model(self, model: str, urgent: bool = False) -> None:
+    async def stop_model(self, model: str, urgent: bool = False) -> bool:
         """See `UnitHandle.stop_model`."""
         if model in self._serves:
             self._serves.remove(model)
-        await self._host.stop_model(model, urgent)
+        return await self._host.stop_model(model, urgent)
 
     async def prefetch(self, model: str) -> None:
         """See `UnitHandle.prefetch`."""

@@ -115,7 +115,7 @@ class SchedulerCore:
                     balance.reported(message, self._residents(balance), now)
             case ToClient(), ReplicaEnded():
                 if message.model in self._resident:
-                    self._resident[message.model].ended(message.unit, now)
+                    self._resident[message.model].ended(message.unit, now, message.in_file)
             case ToClient(), MoveEnded():
                 if self._moves is not None:
                     self._moves.ended(message, now)

@@ -28,6 +28,8 @@ _LEAST_RATE = 1e-6
 _LOOKED_AT = 12
 # A wake that takes longer than was expected is counted on to end so soon, seconds.
 _ABOUT_TO_END = 0.02
+# A model that could not get into its file tries again after so long, then after twice that and so on, seconds.
+_RETRY, _RETRY_MOST = 10.0, 600.0
 # What was measured of a model is believed from so many measurements on, and counts for so many residences after it.
 _BELIEVED, _REMEMBERED = 2, 3
 
@@ -201,7 +203,7 @@ class _Known:
     most of this residence, of which there are so many `measurements`, `peaks` those of the residences before it;
     `wake_peaks` what its last wakes took at most while they loaded it, and with `woken` the last one is not among
     them. `begun`: it has been told to wake; `filed`: and to sleep, with time for its memory to move into a file;
-    `back`: and to wake again for that."""
+    `back`: and to wake again for that. It was `refused` so often, and is not to try again before `retry`."""
 
     costs: WakeCosts
     rates: ArrivalRates
@@ -210,6 +212,8 @@ class _Known:
     begun: bool = False
     filed: bool = False
     back: bool = False
+    refused: int = 0
+    retry: float = -math.inf
     woken: bool = True
     wake_peaks: deque[int] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     peak: int = 0
@@ -303,6 +307,17 @@ class Residency:
     def slept(self, seconds: float) -> None:
         """From when a model was told to sleep, while it had no requests, its memory was free after so long."""
         self.sleep_seconds += _SMOOTHING * (seconds - self.sleep_seconds)
+
+    def unfiled(self, model: str, now: float) -> None:
+        """It was put to sleep with time to move its memory into a file, which was not done: the disk is behind, or the
+        file system full. Says nothing where models get into no files."""
+        if not self.rules.files_ahead:
+            return
+        known = self._known[model]
+        known.filed = known.back = False
+        known.retry = now + min(_RETRY * 2**known.refused, _RETRY_MOST)
+        known.refused += 1
+        self.preparing = True
 
     def measured(self, model: str, held: int, wake_peak: int = 0) -> None:
         """It takes so many bytes while it is awake, and took so many at most while it was woken (0: not known)."""
@@ -544,10 +559,15 @@ class Residency:
     def _prepare(self, now: float, free: int, standings: Collection[Standing]) -> list[Change]:
         """If nobody waits, nothing runs, and no model comes or goes: (1) a model that was never awake is woken; models
         that nobody has ever asked for sleep for that. Where models get into files: (2) when there is none, one of these
-        that has not slept yet does, and (3) is woken again, once. Room for another wake stays free."""
+        that has not slept yet does, and (3) is woken again, once. A model that could not get into its file is woken for
+        another try. Room for another wake stays free."""
         asleep = [each.model for each in standings if each.residence is Residence.ASLEEP]
+        refused = {
+            name for name, known in self._known.items() if known.refused and not known.filed and known.rates.never
+        }
+        again = {name for name in refused if now >= self._known[name].retry}
         never = [name for name in asleep if not (self._known[name].begun or self._known[name].filed)]
-        model = min(never, default=None)
+        model = min(never, default=min(again.intersection(asleep), default=None))
         unasked = [
             each
             for each in standings
@@ -555,8 +575,9 @@ class Residency:
             and self._known[each.model].rates.never
             and not self._known[each.model].costs.pinned
         ]
-        unfiled = [e for e in unasked if self.rules.files_ahead and not self._known[e.model].filed]
-        self.preparing = model is not None or bool(unfiled)
+        filing = unasked if self.rules.files_ahead else ()
+        unfiled = [e for e in filing if not self._known[e.model].filed and e.model not in refused - again]
+        self.preparing = model is not None or bool(unfiled or refused)
         settled = all(each.residence in (Residence.AWAKE, Residence.ASLEEP) for each in standings)
         if not settled or any(each.running or each.waiting for each in standings):
             return []
@@ -579,7 +600,8 @@ class Residency:
             return [self._wake(model)]
         victims = self._cheapest(now, missing, [each for each in unasked if self._may_leave(each, now)])
         if victims is None:
-            self.preparing = self._cheapest(now, missing, unasked) is not None  # some have not been awake for long
+            # Some have not been awake for long.
+            self.preparing = bool(refused) or self._cheapest(now, missing, unasked) is not None
             return []
         return [Sleep(each.model, f"{model} is to be in a file, too", ahead=True) for each in victims]
 

@@ -250,7 +250,9 @@ class MemoryReport(Message):
 
 
 class ReplicaEnded(Message):
-    """The processes of a replica of `model` have ended, and its memory is free."""
+    """The processes of a replica of `model` have ended, and its memory is free. `in_file`: what it was moved to a file,
+    so that it is woken faster."""
 
     model: str
     unit: str
+    in_file: bool = False

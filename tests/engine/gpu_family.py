@@ -20,8 +20,16 @@ def surroundings(unit_spec: UnitSpec) -> dict[str, Any]:
     return {"environment": environment, "pages": unit_spec.pools[0].num_pages}
 
 
-def run_holder(unit_spec: UnitSpec, model: str, control: Any) -> None:
-    control.event("up", kind="weights", model=model, phase="", pid=os.getpid(), **surroundings(unit_spec))
+def run_holder(unit_spec: UnitSpec, model: str, control: Any, copies: bool = False) -> None:
+    source = "copied" if copies else "loaded"
+    control.event(
+        "up", kind="weights", model=model, phase="", pid=os.getpid(), source=source, **surroundings(unit_spec)
+    )
+    signal.pause()
+
+
+def run_restorer(unit_spec: UnitSpec, model: str, control: Any) -> None:
+    control.event("up", kind="weights", model=model, phase="", pid=os.getpid(), source="restored")
     signal.pause()
 
 
@@ -36,6 +44,7 @@ def run_engine(unit_spec: UnitSpec, model: str, phase: str, progress: Any, up: A
 if __name__ == "__main__":
     weights = ModuleType("muxserve.engine.cuda.weights")
     weights.run_holder = run_holder  # type: ignore[attr-defined]
+    weights.run_restorer = run_restorer  # type: ignore[attr-defined]
     sys.modules[weights.__name__] = weights
     direct._run = run_engine
     warm_parent.preload = lambda device: None

@@ -118,6 +118,14 @@ def test_holders_and_engines_are_children_of_the_warm_parent(control: socket.soc
     assert parent_of(engine["pid"]) != 1  # a holder's death is the controller's business
 
 
+@pytest.mark.parametrize(
+    ("how", "source"), [({}, "loaded"), ({"weights": "copy"}, "copied"), ({"weights": "restore"}, "restored")]
+)
+def test_weights_come_from_where_the_order_says(control: socket.socket, how: dict[str, str], source: str) -> None:
+    fork(control, "weights", **how)
+    assert told(control, "up")["source"] == source
+
+
 def test_an_engine_that_cannot_start_says_why(control: socket.socket, of: UnitSpec) -> None:
     pools = [PoolSpec("main", 16384, 13)]
     spec.save(msgspec.structs.replace(of, pools=pools), Path(of.run_dir) / "unit.json")

@@ -154,8 +154,8 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> Any:
         def set_kv_cache_layout(self, layout: str) -> None:
             calls.append(layout)
 
-        def collective_rpc(self, method: str) -> list[Any]:
-            calls.append(method)
+        def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+            calls.append(method if not any(args) else f"{method}, copied")
             if method == "measure":
                 figures = {"weights_bytes": 7, "activation_bytes": 5, "context_bytes": 3, "graph_bytes": 1}
                 return [{"rank": rank, **figures} for rank in range(2)]
@@ -197,8 +197,14 @@ def test_a_holder_measures_before_anyone_maps_and_then_says_that_it_is_up(tmp_pa
     assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in os.environ
 
 
+def test_a_holder_is_told_whether_to_keep_a_copy(tmp_path: Path, executor: Any) -> None:
+    with pytest.raises(Ended):
+        weights.run_holder(unit_spec(tmp_path), "m", Events(), copies=True)
+    assert "hand_out, copied" in executor.calls
+
+
 def test_holders_measure_one_after_another(tmp_path: Path, executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(self: Any, method: str) -> list[Any]:
+    def measure(self: Any, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         with open(tmp_path / "weights.lock", "w") as lock:
             taken = False
             try:

@@ -606,6 +606,37 @@ def test_nothing_is_loaded_for_a_file_beside_other_work(other: Standing) -> None
     assert not once.preparing
 
 
+def test_a_model_that_could_not_get_into_its_file_tries_again() -> None:
+    """After 10 s, then after 20 s and so on; the one that somebody has asked for does not."""
+    policy = Residency(ResidencyRules(200, files_ahead=True), {"a": WakeCosts(40), "b": WakeCosts(40)})
+    asleep = [Standing("a", ASLEEP, 0.0), Standing("b", ASLEEP, 0.0)]
+    assert policy.decide(0.0, 10, asleep) == [Wake("a")]
+    awake = [Standing("a", AWAKE, 0.0), Standing("b", ASLEEP, 0.0)]
+    assert policy.decide(10.0, 10, awake) == [Wake("b")]
+    both = [Standing("a", AWAKE, 0.0), Standing("b", AWAKE, 0.0)]
+    assert policy.decide(20.0, 10, both) == [Sleep("a", "it is to be in a file", ahead=True)]
+    there = [Standing("a", ASLEEP, 20.0), Standing("b", AWAKE, 0.0)]
+    policy.unfiled("a", 20.0)
+    assert policy.decide(21.0, 10, there) == [Sleep("b", "it is to be in a file", ahead=True)]
+    asleep = [Standing("a", ASLEEP, 20.0), Standing("b", ASLEEP, 22.0)]
+    assert policy.decide(22.0, 10, asleep) == [Wake("b")]
+    assert policy.decide(29.9, 10, there) == []
+    assert policy.preparing, "its time comes without any message"
+    assert policy.decide(30.0, 10, there) == [Wake("a")]
+    assert policy.decide(40.0, 10, both) == [Sleep("a", "it is to be in a file", ahead=True)]
+    policy.unfiled("a", 41.0)
+    assert policy.decide(60.9, 10, there) == []
+    assert policy.decide(61.0, 10, there) == [Wake("a")]
+    policy.arrived("a", 62.0)
+    policy.unfiled("a", 63.0)
+    assert policy.decide(200.0, 10, there) == []
+    assert not policy.preparing
+    without = Residency(ResidencyRules(200, wakes_ahead=True), {"a": WakeCosts(40), "b": WakeCosts(40)})
+    assert without.decide(0.0, 10, there) == [Wake("a")]
+    without.unfiled("a", 1.0)
+    assert without.decide(20.0, 10, there) == []
+
+
 def test_where_all_have_room_all_are_awake_before_anybody_asks() -> None:
     rules = ResidencyRules(200, min_residence=0.5, residence_factor=1.0, cores=2, wakes_ahead=True)
     memory = Memory(rules, 10, {f"m{n}": WakeCosts(40, seconds=0.6) for n in range(4)})
