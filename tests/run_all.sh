@@ -95,16 +95,18 @@ if [ "$mode" = quick ]; then
   python_lane planning 0 tests/{config,costs,metrics,placement,planning,scheduling,workload}
 else
   # Whole fleets; the engines and other processes that they are made of, and Ray, whose programs run beside the others'
-  # tests; what only computes; and what is left. A lane's fixtures are shared by its tests: what imports vLLM is divided
-  # so that few do it twice. Lanes should take equally long.
+  # tests; what only computes; processes that only pretend, which wait most of the time; and what is left. A lane's
+  # fixtures are shared by its tests: what imports vLLM is divided so that few do it twice. Lanes should take equally
+  # long.
   apart=(tests/e2e/test_{adapters,pooling}.py) # fleets that need nothing of what the other fleets' tests share
   fleets=(tests/e2e "${apart[@]/#/--ignore=}")
   parts=(tests/gateway tests/models tests/profiling tests/engine tests/engine_cuda tests/migration "${apart[@]}" tests/ray)
   computing=(tests/{config,costs,global_scheduler,metrics,placement,planning,replicas,rolling,scheduling,simulator,workload})
+  pretending=(tests/{cli,cluster,control,gpu_control,probes})
   others=()
   for tests in tests/[a-z]*/ tests/test_*.py; do
     tests=${tests%/}
-    [[ " ${fleets[*]} ${parts[*]} ${computing[*]} " == *" $tests "* ]] || others+=("$tests")
+    [[ " ${fleets[*]} ${parts[*]} ${computing[*]} ${pretending[*]} " == *" $tests "* ]] || others+=("$tests")
   done
   shown=fleets
   # What fails runs once more, and again alone when the lanes have ended; the summary says so: a loaded machine does not
@@ -116,6 +118,7 @@ else
   fi
   python_lane computing 5 --reruns 1 -rR "${computing[@]}"
   python_lane others 5 --reruns 1 -rR "${others[@]}"
+  python_lane pretending 0 --reruns 1 -rR "${pretending[@]}"
   python_lane parts 0 --reruns 1 -rR "${parts[@]}"
   python_lane fleets 0 --reruns 1 -rR "${fleets[@]}"
 fi

@@ -106,6 +106,8 @@ def deploy(
         plans = [plan.with_paths(planner.fleet) for plan in plans]
         if simulated is None:
             plans = [_with_sharing(plan, run_dir) for plan in plans]
+            # Engines need other memory if they share the GPUs in another way.
+            residency = residency_of(planner.fleet, plans, planner.machine)
     except DeployRefused as error:
         run_dir.remove()
         print_error(str(error))

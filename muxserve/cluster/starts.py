@@ -481,16 +481,17 @@ class Starts:
                 raise PartDied(exit_words(self._exits.get(pid))) from None
             self._exits.pop(pid, None)  # of an earlier process with that pid
             kept = await while_running(part.process, asyncio.shield(birth.up))
-        except (PartDied, PartFailed):
+        except (PartDied, PartFailed) as failure:
             # It may have said why just before it ended.
             await asyncio.wait([birth.up], timeout=_LAST_WORDS_SECONDS)
-            if source == "restore":
-                # The next one loads the model, in case its copy is to blame.
+            said = birth.up.exception() if birth.up.done() else None
+            blameless = isinstance(failure, PartDied) and failure.blameless
+            if source == "restore" and not blameless:
+                # The copy may be to blame: the next try loads the model.
                 self.forget_weights(part.id.model)
                 self._forget_copies(part.id.model)
-            if birth.up.done():
-                birth.up.result()
-            raise
+                raise PartDied(f"its weights cannot be copied back: {said or failure}") from None
+            raise said or failure from None
         if kept and lost is not None:
             # Its contexts leave the GPUs, before the pools take the rest.
             ranks = [Process(pid) for pid in children(part.process.pid)]

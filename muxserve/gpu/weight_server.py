@@ -46,8 +46,8 @@ class WeightServer:
         fingerprint: what an asker must have in common with `weights`.
         weights: what is handed out; None until somebody has these kept.
         on_lost: told (in the thread) why what was kept has been lost. Without it nothing is taken to be kept.
-        copy: what is known of the weights in the host's memory, for who copies them back. It is the caller's, as is
-            the one that comes with what is kept (`copy`): neither is closed here.
+        copy: what is known of the weights in the host's memory, for who copies them back; another one that comes with
+            what is kept takes its place. `close` leaves it to the caller.
     """
 
     def __init__(
@@ -109,6 +109,8 @@ class WeightServer:
             count = message.weights.descriptors
             kept = wire.receive_descriptors(peer, 2 * count if message.copied else count)
             if message.copied:
+                if self.copy is not None:
+                    self.copy.close()
                 self.copy = HostCopy(message.fingerprint, message.weights, kept[count:])
                 kept = kept[:count]
             self._forget()

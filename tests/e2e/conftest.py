@@ -18,6 +18,16 @@ from tests.support.beside import begin, output
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules that need the answers that take longest to make come last."""
+    here = Path(__file__).parent
+    mine = [index for index, item in enumerate(items) if here in item.path.parents]
+    late = {items[index].path for index in mine if "stock_of_mixed" in getattr(items[index], "fixturenames", ())}
+    in_order = sorted((items[index] for index in mine), key=lambda item: item.path in late)
+    for index, item in zip(mine, in_order, strict=True):
+        items[index] = item
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     models = [str(ROOT / "configs/models" / model) for model in MODELS]
     here = Path(__file__).parent
