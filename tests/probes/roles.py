@@ -5,6 +5,7 @@ A file may hold several lines, one for each time that the role runs, the last fo
 client of the MPS server; `beside` says that it is ready for each of two lines of input.
 """
 
+import fcntl
 import json
 import os
 import sys
@@ -16,10 +17,11 @@ role = sys.argv[1]
 with (place / "journal").open("a") as journal:
     seen = {name: value for name, value in os.environ.items() if name.startswith(("CUDA", "NCCL"))}
     journal.write(json.dumps({"role": role, "arguments": sys.argv[2:], "pid": os.getpid(), **seen}) + "\n")
-lines = (place / role).read_text().splitlines()
-mine, *later = lines
-if later:
-    (place / role).write_text("\n".join(later))
+with (place / "lock").open("w") as lock:  # several run beside each other
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    mine, *later = (place / role).read_text().splitlines()
+    if later:
+        (place / role).write_text("\n".join(later))
 word, _, rest = mine.partition(" ")
 if role == "spin":
     (place / "clients").write_text(f"{os.getpid()}\n")
