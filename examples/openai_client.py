@@ -26,6 +26,7 @@ def main() -> None:
             model=model.id,
             messages=[{"role": "user", "content": options.prompt}],
             max_tokens=64,
+            temperature=0,  # the likeliest answer; without it one is drawn
             stream=True,
             stream_options={"include_usage": True},
         )
