@@ -156,7 +156,7 @@ class WarmParent:
         self.control.event("forked", kind="engine", model=model, phase=phase, pid=pid)
 
     def _fork_holder(self, model: str, how: str) -> None:
-        """`how`: empty, or as of `WarmLink.order`."""
+        """`how`: empty, `copy` or `restore`, as of `cluster.starts.WeightSource`."""
 
         def child() -> None:
             from muxserve.engine.cuda import weights
