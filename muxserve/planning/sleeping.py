@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from muxserve.config import AUTO, Fleet, MemorySection
 from muxserve.costs.devices import device
@@ -140,15 +141,9 @@ def with_residency(
     """
     how = mode_of(_SLEEPING)
     made = elastic_fleet(fleet, demands, cluster, MemoryRules.served(fleet.cluster.gpu_memory))
-    result = simulate(
-        made.units(how),
-        requests,
-        latency,
-        Options(ControlDelays.live(), sample_seconds=0.0),
-        made.rules_of(how),
-        progress=lambda done, total: tell("with residency", done, total),
-    )
-    return _outcome(result, demands)
+    options = Options(ControlDelays.live(), sample_seconds=0.0)
+    rules, progress = made.rules_of(how), partial(tell, "with residency")
+    return _outcome(simulate(made.units(how), requests, latency, options, rules, progress=progress), demands)
 
 
 def as_deployed(fleet: Fleet, demands: Sequence[Demand], cluster: Cluster, around: Surroundings) -> Simulated:
@@ -211,15 +206,8 @@ def live_residency(
         SimulationError, CostError: as `simulate`.
     """
     how = mode_of("muxserve")
-    result = simulate(
-        made.units(how),
-        requests,
-        latency,
-        Options(ControlDelays.live(), sample_seconds=0.0),
-        {},
-        progress=lambda done, total: tell("with memory", done, total),
-    )
-    return _outcome(result, demands)
+    options, progress = Options(ControlDelays.live(), sample_seconds=0.0), partial(tell, "with memory")
+    return _outcome(simulate(made.units(how), requests, latency, options, {}, progress=progress), demands)
 
 
 def _outcome(result: FleetResult, demands: Sequence[Demand]) -> Outcome:
