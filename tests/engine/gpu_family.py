@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-from types import ModuleType
 from typing import Any
 
-from muxserve.forks import direct, warm_parent
 from muxserve.spec import UnitSpec
+from tests.support import warm_parent
 
 SEEN = ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
 
@@ -42,11 +40,4 @@ def run_engine(unit_spec: UnitSpec, model: str, phase: str, progress: Any, up: A
 
 
 if __name__ == "__main__":
-    weights = ModuleType("muxserve.engine.cuda.weights")
-    weights.run_holder = run_holder  # type: ignore[attr-defined]
-    weights.run_restorer = run_restorer  # type: ignore[attr-defined]
-    sys.modules[weights.__name__] = weights
-    direct._run = run_engine
-    warm_parent.preload = lambda device: None
-    warm_parent.register = lambda models: None
-    warm_parent.main()
+    warm_parent.main(run_holder, run_restorer, run_engine)

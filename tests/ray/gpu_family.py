@@ -6,12 +6,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
-from types import ModuleType
 from typing import Any
 
-from muxserve.forks import direct, warm_parent
 from muxserve.spec import UnitSpec
+from tests.support import warm_parent
 
 SEEN = ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
 WEIGHTS = 1 << 30
@@ -22,13 +20,18 @@ def found() -> str:
     return json.dumps({name: os.environ.get(name) for name in SEEN})
 
 
-def run_holder(unit_spec: UnitSpec, model: str, control: Any) -> None:
+def run_holder(unit_spec: UnitSpec, model: str, control: Any, copies: bool = False) -> None:
     who = {"kind": "weights", "model": model, "phase": ""}
     control.event("progress", detail=found(), **who)
     for rank in range(unit_spec.ranks):
         figures = {"activation_bytes": 64 * MIB, "context_bytes": 300 * MIB, "graph_bytes": 32 * MIB}
         control.event("measured", kind="weights", model=model, rank=rank, weights_bytes=WEIGHTS, **figures)
     control.event("up", pid=os.getpid(), **who)
+    signal.pause()
+
+
+def run_restorer(unit_spec: UnitSpec, model: str, control: Any) -> None:
+    control.event("up", kind="weights", model=model, phase="", pid=os.getpid())
     signal.pause()
 
 
@@ -39,10 +42,4 @@ def run_engine(unit_spec: UnitSpec, model: str, phase: str, progress: Any, up: A
 
 
 if __name__ == "__main__":
-    weights = ModuleType("muxserve.engine.cuda.weights")
-    weights.run_holder = run_holder  # type: ignore[attr-defined]
-    sys.modules[weights.__name__] = weights
-    direct._run = run_engine
-    warm_parent.preload = lambda device: None
-    warm_parent.register = lambda models: None
-    warm_parent.main()
+    warm_parent.main(run_holder, run_restorer, run_engine)

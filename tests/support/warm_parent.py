@@ -1,0 +1,37 @@
+"""The warm parent of a unit on GPUs as it is, with what needs a GPU or vLLM played by functions of the same types."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from muxserve.forks import direct, warm_parent
+from muxserve.spec import EnginePhase, UnitSpec
+
+Control = Callable[[UnitSpec, str, Any], None]
+Engine = Callable[[UnitSpec, str, EnginePhase, Any, Any], None]
+
+
+class Holder(Protocol):
+    def __call__(self, unit_spec: UnitSpec, model: str, control: Any, copies: bool = False) -> None: ...
+
+
+if TYPE_CHECKING:
+    # What is played has the types of what is there: mypy says where it no longer has.
+    from muxserve.engine.cuda import weights as _weights
+
+    _holder: Holder = _weights.run_holder
+    _restorer: Control = _weights.run_restorer
+    _engine: Engine = direct._run
+
+
+def main(holder: Holder, restorer: Control, engine: Engine) -> None:
+    """Arguments of the command line as those of `muxserve.forks.warm_parent`."""
+    weights = ModuleType("muxserve.engine.cuda.weights")
+    vars(weights).update(run_holder=holder, run_restorer=restorer)
+    sys.modules[weights.__name__] = weights
+    vars(direct)["_run"] = engine
+    vars(warm_parent).update(preload=lambda device: None, register=lambda models: None)
+    warm_parent.main()
