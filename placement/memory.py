@@ -33,6 +33,11 @@ class MemoryRules:
     reserve_bytes: int = 0
     graph_sets: int = 1
 
+    @property
+    def resting_bytes(self) -> int:
+        """Of a model's engines without weights and activations: while their model sleeps."""
+        return self.engines * self.graph_sets * self.graph_bytes + self.processes * self.context_bytes
+
     @classmethod
     def served(cls, utilisation: float = 0.92, engines: int = 2, graph_sets: int = 1) -> MemoryRules:
         """What `muxserve deploy` sets aside: the processes of a model are its engines (two; one where an engine has

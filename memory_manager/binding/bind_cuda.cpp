@@ -37,11 +37,19 @@ void bind_cuda(nb::module_& module) {
             new (self) CudaMapping(handle, Descriptor(descriptor), read_only);
           },
           nb::arg("handle"), nb::arg("descriptor") = -1, nb::arg("read_only") = false, Release())
+      .def("unmap", &CudaMapping::unmap, Release())
+      .def(
+          "map_again",
+          [](CudaMapping& self, const std::string& handle, int descriptor) {
+            self.map_again(handle, Descriptor(descriptor));
+          },
+          nb::arg("handle"), nb::arg("descriptor"), Release())
       .def_prop_ro("address", &CudaMapping::address)
       .def_prop_ro("bytes", &CudaMapping::bytes)
       .def_prop_ro("handle", &CudaMapping::handle)
       .def_prop_ro("device_uuid", &CudaMapping::device_uuid)
-      .def_prop_ro("read_only", &CudaMapping::read_only);
+      .def_prop_ro("read_only", &CudaMapping::read_only)
+      .def_prop_ro("mapped", &CudaMapping::mapped);
 
   nb::class_<ExportedMemory>(module, "ExportedMemory")
       .def(nb::init<const std::string&, std::size_t>(), nb::arg("uuid"), nb::arg("bytes"), Release())

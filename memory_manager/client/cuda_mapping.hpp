@@ -22,14 +22,25 @@ class CudaMapping {
   CudaMapping(const CudaMapping&) = delete;
   CudaMapping& operator=(const CudaMapping&) = delete;
 
+  // Let go of the memory, of the kind "cuda-vmm", and keep its addresses: nobody else gets them here. Nothing is to
+  // compute on it. Throws cuda::DriverError, or MappingError for memory of another kind.
+  void unmap();
+  // Map other memory of the same size, on the same GPU, where that of `unmap` was. Throws as the constructor; it is as
+  // after `unmap` then.
+  void map_again(const std::string& handle, Descriptor descriptor);
+
   cuda::DevicePointer address() const { return address_; }
   std::size_t bytes() const { return bytes_; }
   const std::string& handle() const { return handle_; }
   const std::string& device_uuid() const { return uuid_; }
   bool read_only() const { return read_only_; }
+  bool mapped() const { return mapped_; }
 
  private:
-  void map_vmm(const Descriptor& descriptor, bool read_only);
+  void enter();
+  void map_vmm(const Descriptor& descriptor);
+  cuda::AllocationHandle imported(const Descriptor& descriptor) const;
+  void map_at(cuda::DevicePointer address, cuda::AllocationHandle allocation);
   void map_legacy(const std::string& digits);
 
   const cuda::Driver& driver_;
@@ -37,7 +48,10 @@ class CudaMapping {
   std::string kind_;
   std::string uuid_;
   std::size_t bytes_ = 0;
+  // What was asked for, and what the driver does.
+  bool for_reading_ = false;
   bool read_only_ = false;
+  bool mapped_ = false;
   cuda::Device device_ = 0;
   cuda::Context context_ = nullptr;
   cuda::DevicePointer address_ = 0;

@@ -123,6 +123,59 @@ TEST_F(CudaMemory, WhatOneClientWritesAnotherReads) {
   }
 }
 
+TEST_F(CudaMemory, MemoryIsLetGoOfAndMappedAgainAtTheSameAddress) {
+  const auto first = make(PoolIpc::kVmm);
+  CudaMapping mapping(first->handle(), copy(*first), true);
+  const auto address = mapping.address();
+  std::strcpy(reinterpret_cast<char*>(CudaMapping(first->handle(), copy(*first)).address()), "first");
+  EXPECT_STREQ(reinterpret_cast<const char*>(address), "first");
+  const int with_memory = live();
+  mapping.unmap();
+  EXPECT_FALSE(mapping.mapped());
+  EXPECT_LT(live(), with_memory);
+  mapping.unmap();  // there is nothing more to let go of
+  const auto second = cuda_pool(kGpu, kBytes, "pool.0.1", PoolIpc::kVmm, store_, note_);
+  std::strcpy(reinterpret_cast<char*>(CudaMapping(second->handle(), copy(*second)).address()), "second");
+  mapping.map_again(second->handle(), copy(*second));
+  EXPECT_TRUE(mapping.mapped());
+  EXPECT_TRUE(mapping.read_only());
+  EXPECT_EQ(mapping.address(), address);
+  EXPECT_EQ(mapping.handle(), second->handle());
+  EXPECT_STREQ(reinterpret_cast<const char*>(address), "second");
+}
+
+TEST_F(CudaMemory, OnlyMemoryOfTheSameSizeAndGpuTakesThePlaceOfOther) {
+  const auto pool = make(PoolIpc::kVmm);
+  CudaMapping mapping(pool->handle(), copy(*pool));
+  EXPECT_THROW(mapping.map_again(pool->handle(), copy(*pool)), MappingError) << "it is mapped";
+  mapping.unmap();
+  const auto larger = cuda_pool(kGpu, 4 * kBytes, "pool.0.1", PoolIpc::kVmm, store_, note_);
+  const auto legacy = make(PoolIpc::kLegacy);
+  EXPECT_THROW(mapping.map_again(larger->handle(), copy(*larger)), MappingError);
+  EXPECT_THROW(mapping.map_again(legacy->handle(), Descriptor()), MappingError);
+  EXPECT_THROW(CudaMapping(legacy->handle(), Descriptor()).unmap(), MappingError);
+}
+
+TEST_F(CudaMemory, WhatCannotBeMappedAgainIsTriedAnotherTime) {
+  const auto pool = make(PoolIpc::kVmm);
+  for (const char* call : {"cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"}) {
+    CudaMapping mapping(pool->handle(), copy(*pool));
+    setenv("FAKE_CUDA_FAIL", "cuMemUnmap@1=999", 1);
+    EXPECT_THROW(mapping.unmap(), cuda::DriverError);
+    EXPECT_TRUE(mapping.mapped());
+    unsetenv("FAKE_CUDA_FAIL");
+    mapping.unmap();
+    const int before = live();
+    setenv("FAKE_CUDA_FAIL", (std::string(call) + "@1=999").c_str(), 1);
+    EXPECT_THROW(mapping.map_again(pool->handle(), copy(*pool)), cuda::DriverError) << call;
+    unsetenv("FAKE_CUDA_FAIL");
+    EXPECT_FALSE(mapping.mapped());
+    EXPECT_EQ(live(), before);
+    mapping.map_again(pool->handle(), copy(*pool));
+    EXPECT_TRUE(mapping.mapped());
+  }
+}
+
 TEST_F(CudaMemory, CallsInOrder) {
   {
     const auto pool = make(PoolIpc::kVmm);

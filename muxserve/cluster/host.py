@@ -66,6 +66,7 @@ class Deaths:
         if part.id == WARM:
             # What it forked dies with it; what did not would hold its model twice.
             self._kill([*self._starts.engines, *self._starts.holders], WITH_PARENT)
+            await self._starts.resting.end_all()
             await self._starts.drop_warm()
             if part.process is not None:
                 self._leave(part.process.pid)
@@ -74,6 +75,7 @@ class Deaths:
             keepers = [*self._starts.holders, MEMORY] if self._starts.keepers_in_mps else []
             migrator = [MIGRATOR] if MIGRATOR in self._starts.parts else []
             self._kill([*self._starts.engines, *migrator, *keepers], "ended with the MPS server")
+            await self._starts.resting.end_all()
             if keepers:
                 self._starts.forget_memory()
             if part.process is not None:
@@ -113,6 +115,8 @@ class Deaths:
 
 # A model whose memory takes longer to move into a file is loaded again instead.
 _HIBERNATION_SECONDS = 25.0
+# A unit scheduler that takes longer to answer is being started anew, and knows no engine.
+_HEARD_SECONDS = 2.0
 _MPS_STOP_SECONDS = 15.0  # it gives its clients some time, too
 _STOPPED = "its model is not served here any more"
 
@@ -302,6 +306,7 @@ class UnitHost:
         await asyncio.gather(*tasks, return_exceptions=True)
         if not self._failed.done():
             self._failed.cancel()
+        await self._starts.resting.end_all()
         groups = [UNIT], [MIGRATOR], self._starts.engines, self._starts.holders, [WARM], [MEMORY], [MPS]
         for group in groups:
             await self._stop_parts(group, _MPS_STOP_SECONDS if group == [MPS] else STOP_SECONDS)
@@ -381,7 +386,7 @@ class UnitHost:
         which is not in a file yet is rather loaded again. Returns whether it is in a file."""
         self._wanted.discard(model)
         may_hibernate = bool(self.unit_spec.hibernation) and not (urgent and model not in self._in_files)
-        await self._end_model(model, may_hibernate)
+        await self._end_model(model, may_hibernate, may_rest=bool(self.unit_spec.resting_bytes))
         return model in self._hibernating
 
     async def prefetch(self, model: str) -> None:
@@ -392,7 +397,7 @@ class UnitHost:
         else:
             await asyncio.to_thread(read_weights_ahead, self.unit_spec.model(model).path)
 
-    async def _end_model(self, model: str, may_hibernate: bool = False) -> None:
+    async def _end_model(self, model: str, may_hibernate: bool = False, may_rest: bool = False) -> None:
         gone = [part for part in self.parts if part.model == model]
         self._retired.add(model)
         self._degraded.pop(model, None)
@@ -402,7 +407,9 @@ class UnitHost:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         engines = [part for part in gone if part.kind == "engine"]
-        await self._stop_parts(engines, STOP_SECONDS)
+        rest = may_rest and await self._starts.rest(model)
+        if not rest:
+            await self._stop_parts(engines, STOP_SECONDS)
         await self._stop_parts(set(gone).difference(engines), STOP_SECONDS)
         self._starts.forget_weights(model)
         # Until its memory is free it counts as the model's.
@@ -418,6 +425,11 @@ class UnitHost:
             stopped = self.parts.pop(part)
             if part.kind == "engine":
                 await self.tell(wire.EngineDown(part.model, part.phase, _STOPPED, pid=stopped.pid))
+        if rest:
+            # They will greet as the same processes, which must not be heard before this.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_HEARD_SECONDS):
+                    await self.state()
 
     async def _hibernate(self, model: str) -> bool:
         """Whether the memory of a model's parent has moved into a file."""

@@ -21,6 +21,7 @@ from muxserve.cluster.events import Event, PartId, Progress, Starting
 from muxserve.cluster.launcher import Launcher
 from muxserve.cluster.processes import Process, children, exit_words
 from muxserve.cluster.restarts import PATIENT_DELAYS, RestartPolicy
+from muxserve.cluster.resting import RestingEngines
 from muxserve.cluster.supervision import STOP_SECONDS, GaveUp, Part, PartDied, PartFailed, while_running
 from muxserve.cluster.warm_link import WarmLink
 from muxserve.gpu import mps, nvml
@@ -51,6 +52,8 @@ _ASK_AGAIN_SECONDS = 1.0
 # What the process that fills a model's weights in does: reads its files, keeps a copy of what came of them, or copies
 # that back.
 WeightSource = Literal["", "copy", "restore"]
+# Engines let go of the weights, or map them again, in milliseconds; so long at most, before they end.
+_REST_SECONDS = 30.0
 # What a process had on a GPU is free some time after its end; so long, and so often, is looked.
 _FREE_SECONDS, _FREE_LOOK_SECONDS = 5.0, 0.1
 
@@ -143,6 +146,8 @@ class Starts:
         # by rank.
         self._weights: dict[str, list[WeightServer]] = {}
         self._copies: dict[str, dict[int, HostCopy]] = {}
+        # Engines that stay while their models sleep.
+        self.resting = RestingEngines(unit_spec.resting_bytes)
         # Model loading is mostly computing; more at once than this only makes each of them later.
         self._at_once = asyncio.Semaphore(2 * max(2, unit_spec.cores))
         models = [model.name for model in unit_spec.models if model.name in serves]
@@ -269,6 +274,32 @@ class Starts:
             server.close()
             if server.copy is not None:
                 self._copies.setdefault(model, {})[rank] = server.copy
+
+    async def rest(self, model: str) -> bool:
+        """Have the engines of `model` rest, which is put to sleep; whether they do. Else they run on as they are.
+
+        They do if the weights are kept in the host's memory, from where they come back to the same places, and if there
+        is room for them.
+        """
+        servers = self._weights.get(model, [])
+        engines = [self.parts[part] for part in self.engines if part.model == model]
+        processes = {each.id: each.process for each in engines if each.up.is_set() and each.process is not None}
+        link = self.warm
+        copied = bool(servers) and all(server.copy is not None for server in servers)
+        if self._sizer is None or link is None or not copied or len(processes) < len(engines):
+            return False
+        size = self._sizer.resting([needs for (name, _), needs in self._needs.items() if name == model])
+        if not await self.resting.make_room(size):
+            return False
+        try:
+            async with asyncio.timeout(_REST_SECONDS):
+                await asyncio.gather(*(while_running(process, link.rest(id)) for id, process in processes.items()))
+        except (TimeoutError, PartDied, PartFailed) as error:
+            reason = str(error) or "it takes too long"
+            self._emit(Progress(PartId("weights", model), f"note: its engines end instead of resting: {reason}"))
+            return False
+        self.resting.add(model, size, processes)
+        return True
 
     def _forget_copies(self, model: str) -> None:
         for copy in self._copies.pop(model, {}).values():
@@ -465,16 +496,22 @@ class Starts:
         if exported:
             self.forget_weights(part.id.model)
             source = self._source(part.id.model)
+            if source != "restore":
+                # Weights that are loaded anew may lie elsewhere than engines which rest would have them.
+                await self.resting.end(part.id.model)
             lost = self._keep_weights(part)
         part.resume()
         part.began = time.monotonic()
         self._emit(Starting(part.id))
         awaited = {"awaited": "yes"} if part.id in self.awaited else {}
         self.awaited.discard(part.id)
+        rested = self.resting.take(part.id)
+        if rested and part.limit is not None:
+            part.limit.reschedule(asyncio.get_running_loop().time() + _REST_SECONDS)
         birth = link.order(part.id, (), **awaited, **({"weights": source} if source else {}))
         self.parent_of[part.id] = link
-        pid = await birth.forked
         try:
+            pid = await birth.forked
             try:
                 part.process = Process(pid)
             except ProcessLookupError:
@@ -491,6 +528,9 @@ class Starts:
                 self.forget_weights(part.id.model)
                 self._forget_copies(part.id.model)
                 raise PartDied(f"its weights cannot be copied back: {said or failure}") from None
+            if rested and not blameless:
+                # The next one is started from nothing.
+                raise PartDied(f"it cannot come back from its rest: {said or failure}") from None
             raise said or failure from None
         if kept and lost is not None:
             # Its contexts leave the GPUs, before the pools take the rest.

@@ -66,6 +66,8 @@ class WarmLink:
         self._model_parents: dict[int, str] = {}
         # By model, what waits for its memory to have moved.
         self._hibernations: dict[str, asyncio.Future[int]] = {}
+        # By engine, what waits for it to rest.
+        self._rests: dict[PartId, asyncio.Future[None]] = {}
         self._on_progress = on_progress
         self._on_exited = on_exited
         self._on_measured = on_measured
@@ -125,6 +127,23 @@ class WarmLink:
         finally:
             self._hibernations.pop(model, None)
 
+    async def rest(self, part: PartId) -> None:
+        """The model of the engine `part` sleeps, and the engine stays without the weights until it is ordered again.
+
+        Raises:
+            PartFailed: it cannot.
+            PartDied: the parent is gone.
+        """
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._rests[part] = future
+        try:
+            self._send({"op": "rest", "model": part.model, "phase": part.phase})
+            await future
+        except OSError as error:
+            raise PartDied(f"{self._parent} does not take orders: {error}", blameless=True) from None
+        finally:
+            self._rests.pop(part, None)
+
     def _send(self, command: dict[str, object], fds: Sequence[int] = ()) -> None:
         data = json.dumps(command).encode()
         if fds:
@@ -144,7 +163,8 @@ class WarmLink:
         for birth in self._births.values():
             birth.fail(gone)
         self._births.clear()
-        for future in self._hibernations.values():
+        waiting: list[asyncio.Future[Any]] = [*self._hibernations.values(), *self._rests.values()]
+        for future in waiting:
             if not future.done():
                 future.set_exception(gone)
 
@@ -199,6 +219,13 @@ class WarmLink:
             return
         if event == "progress":
             self._on_progress(part, str(message["detail"]))
+            return
+        resting = self._rests.get(part)
+        if resting is not None and not resting.done():
+            if event == "rests":
+                resting.set_result(None)
+            elif event == "failed":
+                resting.set_exception(PartFailed(str(message["error"])))
             return
         birth = self._births.get(part)
         if birth is None:

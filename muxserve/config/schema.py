@@ -178,7 +178,7 @@ def _hibernate(value: object) -> object:
     return switched
 
 
-def _host_copies(value: object) -> object:
+def _size_if_any(value: object) -> object:
     switched = switch(value)
     if switched in (AUTO, "off"):
         return switched
@@ -186,6 +186,9 @@ def _host_copies(value: object) -> object:
         return parse_size(value)
     except ValueError:
         raise ValueError(f'must be auto, off or a size such as "64GiB", not {value!r}') from None
+
+
+SizeIfAny = Annotated[int | str, BeforeValidator(_size_if_any)]
 
 
 class MemorySection(Section):
@@ -210,10 +213,15 @@ class MemorySection(Section):
         description="Directory on a disk for the memory of sleeping models, relative to the fleet file, so that they "
         "need not be loaded again; auto: that of temporary files, if it is on a disk; off: they are loaded again",
     )
-    host_copies: Annotated[int | str, BeforeValidator(_host_copies)] = Field(
+    host_copies: SizeIfAny = Field(
         default=AUTO,
         description="On GPUs: memory of this machine that keeps the weights of models that have been awake, so that "
         "they are copied back and not loaded again; auto: half of what the machine, or its container, has; off: none",
+    )
+    resting_engines: SizeIfAny = Field(
+        default=AUTO,
+        description="On GPUs: memory of each for engines that stay while their models sleep, so that a wake only "
+        "copies weights back; auto: what engines of all sleeping models need, a tenth of the GPU at most; off: they end",
     )
     turns: bool = Field(
         default=False,

@@ -22,6 +22,7 @@ from muxserve.engine.outputs import TokenSender
 from muxserve.engine.pipeline import StepPipeline
 from muxserve.engine.probe import probe
 from muxserve.engine.requests import EngineRequests, internal_id
+from muxserve.engine.rest import REST, WAKE, RestOrders
 from muxserve.engine.scheduler import PhaseScheduler
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.memory.client import MemoryClient
@@ -104,9 +105,20 @@ class EngineLoop:
 
     One thread: between two steps it handles whatever messages have come. It never waits for a message while it may
     step.
+
+    Args:
+        orders: whether it is to rest; None: it never does.
+        on_up: called when it serves again after a rest.
     """
 
-    def __init__(self, unit_spec: UnitSpec, binding: Binding, core: EngineCore) -> None:
+    def __init__(
+        self,
+        unit_spec: UnitSpec,
+        binding: Binding,
+        core: EngineCore,
+        orders: RestOrders | None = None,
+        on_up: Callable[[], None] = lambda: None,
+    ) -> None:
         assert isinstance(core.scheduler, PhaseScheduler)
         self.unit_spec = unit_spec
         self.binding = binding
@@ -133,19 +145,29 @@ class EngineLoop:
         self._heartbeat = Heartbeat(heartbeat_file(unit_spec.run_dir, f"engine-{binding.model.name}-{binding.phase}"))
         self._hand_offs = 0
 
-        context = zmq.Context()
+        self._orders = orders
+        self._ordered = False
+        self._on_up = on_up
+        self._context = zmq.Context()
         self._poller = zmq.Poller()
+        if orders is not None:
+            self._poller.register(orders.fileno(), zmq.POLLIN)
+        self._unit = self._connected()
+        self._tokens = TokenSender(
+            self._context, binding.model.name, engine=0 if binding.phase == "prefill" else 1, keys=unit_spec.keys
+        )
+
+    def _connected(self) -> Peer:
+        """Its connection to the unit scheduler, which is told that there is a new engine."""
         # A restarted unit scheduler knows no engine. What was meant for the one before does it no harm, and may name
         # hand-offs that it is to give up.
-        self._unit = Peer(
-            context,
+        name, phase = self.binding.model.name, self.binding.phase
+        return Peer(
+            self._context,
             self._poller,
-            Address("the unit scheduler", unit_spec.unit_address, f"{binding.model.name}/{binding.phase}"),
-            hello=EngineHello(binding.model.name, binding.phase, os.getpid()),
+            Address("the unit scheduler", self.unit_spec.unit_address, f"{name}/{phase}"),
+            hello=EngineHello(name, phase, os.getpid()),
             keeps=True,
-        )
-        self._tokens = TokenSender(
-            context, binding.model.name, engine=0 if binding.phase == "prefill" else 1, keys=unit_spec.keys
         )
 
     # ------------------------------------------------------------ the loop
@@ -155,6 +177,10 @@ class EngineLoop:
         while not self._stopping:
             self._heartbeat.beat()
             self._receive(self._patience())
+            if self._ordered and self._orders is not None:
+                self._ordered = False
+                if self._orders.received(REST):
+                    self._rest(self._orders)
             if self.binding.view.counters.generation != self.binding.client.generation:
                 self._recover_memory()
             if self._may_step():
@@ -176,6 +202,9 @@ class EngineLoop:
 
     def _receive(self, patience: int) -> None:
         for socket, _ in self._poller.poll(patience):
+            if isinstance(socket, int):
+                self._ordered = True  # which is read when all else is done
+                continue
             if socket is self._unit.monitor:
                 self._unit.ended()
                 continue
@@ -399,6 +428,29 @@ class EngineLoop:
         ids, incarnations = [each.request_id for each in blamed], [each.incarnation for each in blamed]
         self._send(StepFailed(ids, incarnations, words(error), lost))
 
+    # ------------------------------------------------------------ rest
+
+    def _rest(self, orders: RestOrders) -> None:
+        """The model sleeps: leave the unit without the weights, until the model is woken. What is still here is lost to
+        this unit, as in a death. A memory manager that dies meanwhile is noticed afterwards."""
+        self._drain()
+        self._lease.drop()
+        self.scheduler.alone = ""
+        if self._requests:
+            self._end([*self._requests.there])
+        self._unit.close()
+        executor = self.core.model_executor
+        executor.collective_rpc("release_weights")
+        log.info("resting")
+        orders.on_rest()
+        while not orders.received(WAKE, IDLE_MILLISECONDS):
+            self._heartbeat.beat()
+        began = time.monotonic()
+        executor.collective_rpc("map_weights")
+        self._unit = self._connected()
+        log.info("back after %.3f s", time.monotonic() - began)
+        self._on_up()
+
     # ------------------------------------------------------------ a dead memory manager
 
     def _recover_memory(self, finished: Sequence[str] = ()) -> None:
@@ -442,8 +494,10 @@ def run_engine(
     executor_of: Callable[[VllmConfig], Executor],
     on_up: Callable[[], None],
     awaited: bool = False,
+    orders: RestOrders | None = None,
 ) -> None:
-    """Bind to the pool, warm up, call `on_up`, serve until told to stop.
+    """Bind to the pool, warm up, call `on_up`, serve until told to stop. With `orders` it rests when it is told to, and
+    calls `on_up` again when it serves again.
 
     `executor_of` makes the executor, or has one with the model loaded: on CPU the process then shares the memory of the
     weights with the model's other engine until one of them writes, and neither does. An engine that is `awaited` by
@@ -464,7 +518,7 @@ def run_engine(
         core.model_executor.collective_rpc("schedule_ahead")
     if not awaited:
         warm_up(core, phase)
-    loop = EngineLoop(unit_spec, binding, core)
+    loop = EngineLoop(unit_spec, binding, core, orders, on_up)
     on_up()
     loop.run()
     client.close()

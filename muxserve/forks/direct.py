@@ -1,13 +1,16 @@
 """An engine forked from the warm parent directly, which brings its model up itself: on GPUs, and where it has several
-ranks. On a GPU its weights are mapped from their holder; on CPU each rank loads its shard.
+ranks. On a GPU its weights are mapped from their holder; on CPU each rank loads its shard. On a GPU it may stay while
+its model sleeps (`muxserve.engine.rest`).
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
 from typing import Any
 
+from muxserve.engine.rest import RestOrders
 from muxserve.forks.family import Control, temporary_files_in
 from muxserve.net.process import words
 from muxserve.spec import UnitSpec
@@ -16,14 +19,20 @@ from muxserve.spec.unit import EnginePhase
 log = logging.getLogger(__name__)
 
 
-def run_direct_engine(unit_spec: UnitSpec, model: str, phase: EnginePhase, control: Control) -> None:
-    """Bring the engine up and serve until told to stop; reports `up`, or `failed` with the reason."""
+def run_direct_engine(
+    unit_spec: UnitSpec, model: str, phase: EnginePhase, control: Control, orders: socket.socket
+) -> None:
+    """Bring the engine up and serve until told to stop; reports `up`, or `failed` with the reason. On a GPU it rests
+    when `orders` say so, reports `rests`, and `up` again when it is back."""
+
+    def event(name: str, **more: Any) -> None:
+        control.event(name, kind="engine", model=model, phase=phase, **more)
 
     def progress(detail: str) -> None:
-        control.event("progress", kind="engine", model=model, phase=phase, detail=detail)
+        event("progress", detail=detail)
 
     def up() -> None:
-        control.event("up", kind="engine", model=model, phase=phase, pid=os.getpid())
+        event("up", pid=os.getpid())
 
     try:
         if unit_spec.device == "cuda":
@@ -31,14 +40,14 @@ def run_direct_engine(unit_spec: UnitSpec, model: str, phase: EnginePhase, contr
 
             # Read by the driver when CUDA is touched for the first time.
             environment.prepare(unit_spec, model, phase)
-        _run(unit_spec, model, phase, progress, up)
+        _run(unit_spec, model, phase, progress, up, RestOrders(orders, lambda: event("rests")))
     except Exception as error:
         log.exception("cannot run %s/%s", model, phase)
-        control.event("failed", kind="engine", model=model, phase=phase, error=words(error))
+        event("failed", error=words(error))
         raise
 
 
-def _run(unit_spec: UnitSpec, model: str, phase: EnginePhase, progress: Any, up: Any) -> None:
+def _run(unit_spec: UnitSpec, model: str, phase: EnginePhase, progress: Any, up: Any, orders: RestOrders) -> None:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.executor.abstract import Executor
@@ -61,4 +70,5 @@ def _run(unit_spec: UnitSpec, model: str, phase: EnginePhase, progress: Any, up:
         progress("warming up")
         return executor
 
-    run_engine(unit_spec, model, phase, config, executor_of, up)
+    rests = orders if unit_spec.device == "cuda" else None
+    run_engine(unit_spec, model, phase, config, executor_of, up, orders=rests)

@@ -15,8 +15,10 @@ import os
 import signal
 import socket
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
+from muxserve.engine.rest import REST, WAKE
 from muxserve.forks.family import Control, ForkingParent, adopt_orphans, engine_log, file_name
 from muxserve.gpu.environment import ImportsThatTouchCuda, parent_environment, refuse_cuda
 from muxserve.net.heartbeat import heartbeat_file
@@ -102,6 +104,8 @@ class WarmParent:
         self.unit_spec = unit_spec
         self.control = control
         self._model_parents: dict[str, tuple[int, socket.socket]] = {}
+        # Engines that were forked here: by model and phase.
+        self._engines: dict[tuple[str, str], _Engine] = {}
         self._parent = ForkingParent(
             control, control, self._handle, self._on_exit, heartbeat_file(unit_spec.run_dir, "warm_parent")
         )
@@ -120,6 +124,8 @@ class WarmParent:
             self._hibernate(command["model"])
         elif operation == "prefetch":
             self._prefetch(command["model"])
+        elif operation == "rest":
+            self._rest(command["model"], command["phase"])
         elif operation != "fork":
             log.warning("unknown command %r", command)
         else:
@@ -146,14 +152,34 @@ class WarmParent:
             self._fork_engine(command["model"], command["phase"])
 
     def _fork_engine(self, model: str, phase: EnginePhase) -> None:
+        """Have back the one that rests, or fork another."""
+        known = self._engines.get((model, phase))
+        if known is not None and known.rests and known.tell(WAKE):
+            known.rests = False
+            self.control.event("forked", kind="engine", model=model, phase=phase, pid=known.pid)
+            return
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
         def child() -> None:
             from muxserve.forks.direct import run_direct_engine
 
-            run_direct_engine(load(self.path), model, phase, self.control)
+            ours.close()
+            self._close_sockets()
+            run_direct_engine(load(self.path), model, phase, self.control, theirs)
 
         log_file = engine_log(self.unit_spec, model, phase)
         pid = self._parent.fork(f"engine {model}/{phase}", log_file, child)
+        theirs.close()
+        if known is not None:
+            known.orders.close()
+        self._engines[model, phase] = _Engine(pid, ours)
         self.control.event("forked", kind="engine", model=model, phase=phase, pid=pid)
+
+    def _rest(self, model: str, phase: str) -> None:
+        """The model sleeps; the engine says when it rests."""
+        known = self._engines.get((model, phase))
+        if known is not None and known.tell(REST):
+            known.rests = True
 
     def _fork_holder(self, model: str, how: str) -> None:
         """`how`: empty, `copy` or `restore`, as of `cluster.starts.WeightSource`."""
@@ -161,6 +187,7 @@ class WarmParent:
         def child() -> None:
             from muxserve.engine.cuda import weights
 
+            self._close_sockets()
             if how == "restore":
                 weights.run_restorer(load(self.path), model, self.control)
             else:
@@ -189,7 +216,7 @@ class WarmParent:
             from muxserve.forks import model_parent
 
             ours.close()
-            self._close_model_parents()
+            self._close_sockets()
             model_parent.run_model_parent(self.unit_spec, model, theirs, self.control)
 
         from muxserve.forks import model_parent
@@ -223,15 +250,39 @@ class WarmParent:
             with contextlib.suppress(OSError):  # it has died: the next one loads the model
                 known[1].send(json.dumps({"op": "prefetch"}).encode())
 
-    def _close_model_parents(self) -> None:
+    def _close_sockets(self) -> None:
+        """In a child: orders to others are not its business."""
         for _, sock in self._model_parents.values():
             sock.close()
+        for engine in self._engines.values():
+            engine.orders.close()
 
     def _on_exit(self, pid: int, status: int) -> None:
         for model, (parent_pid, sock) in list(self._model_parents.items()):
             if parent_pid == pid:
                 sock.close()
                 del self._model_parents[model]
+        for place, engine in list(self._engines.items()):
+            if engine.pid == pid:
+                engine.orders.close()
+                del self._engines[place]
+
+
+@dataclass(slots=True)
+class _Engine:
+    """An engine that was forked from the warm parent, the socket for its orders, and whether it was told to rest."""
+
+    pid: int
+    orders: socket.socket
+    rests: bool = False
+
+    def tell(self, order: bytes) -> bool:
+        """Whether it could be told."""
+        try:
+            self.orders.send(order)
+        except OSError:
+            return False
+        return True
 
 
 def shares_by_forking(unit_spec: UnitSpec) -> bool:

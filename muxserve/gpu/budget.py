@@ -7,7 +7,8 @@ order in which engines start does not matter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from placement.demand import Demand
@@ -17,6 +18,9 @@ from placement.memory import MemoryRules, activation_bytes, weight_bytes
 _MIB = 1 << 20
 # Pools are a multiple of this, the granularity of the driver's memory on all GPUs so far.
 GRANULARITY = 2 * _MIB
+# Of a GPU's memory, for engines that stay while their models sleep; and the part that is left of the models which could
+# be awake together without them.
+RESTING_PART, AWAKE_PART = 0.1, 0.75
 # What a weight holder says while others load and measure: they do so one after another.
 WAITING = "waiting for the GPU"
 _TABLE_ENTRY = 4  # bytes of an engine's page table on the GPU, per page
@@ -39,6 +43,10 @@ class Needs:
         """Bytes of its engines beside the weights."""
         contexts = rules.processes * self.context_bytes
         return rules.engines * (self.activation_bytes + rules.graph_sets * self.graph_bytes) + contexts
+
+    def resting(self, rules: MemoryRules) -> int:
+        """Bytes of its engines while they rest: without weights and activations."""
+        return rules.engines * rules.graph_sets * self.graph_bytes + rules.processes * self.context_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +155,27 @@ def pool_beside(left: int, sleeping: Sequence[int], least: int) -> int:
         return left - sum(sleeping)
     mean = sum(sleeping) / len(sleeping)
     return max(least, left - max(int(room / mean) * int(mean), *sleeping))
+
+
+def resting_room(taken: Collection[int], resting: Collection[int], room: int, gpu_bytes: int) -> int:
+    """Bytes of a GPU that are kept for engines which rest while their models sleep: all that these need, but
+
+    - nothing where all models can be awake together;
+    - at most `RESTING_PART` of the GPU;
+    - no more than leaves room for three quarters of the models that could be awake together without it.
+
+    Args:
+        taken: bytes of each model that sleeps at times, when it is awake.
+        resting: bytes of the engines of each while they rest.
+        room: for all of that, beside pools and models that never sleep.
+    """
+    if not taken or sum(taken) <= room:
+        return 0
+    mean = max(1, sum(taken) // len(taken))
+    together = max(1, room // mean)
+    kept = max(max(taken), math.ceil(AWAKE_PART * together) * mean)
+    most = max(0, min(sum(resting), int(RESTING_PART * gpu_bytes), room - kept))
+    return most - most % GRANULARITY
 
 
 def check(

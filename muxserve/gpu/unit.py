@@ -23,6 +23,7 @@ from muxserve.gpu.budget import (
     check_room,
     pool_beside,
     pool_bytes,
+    resting_room,
 )
 from muxserve.gpu.findings import Fallback, Findings
 from muxserve.gpu.nvml import Gpu, GpuMachine
@@ -55,7 +56,8 @@ class GpuUnit:
     CUDA graphs with attention, and that sampler in green contexts, to. With green contexts an engine has graphs for
     each of `green_sets` sets of SMs. `named`: the fleet file says how SMs are shared, or there is nothing to share.
     Where memory decides which models are awake, `sleeping` has estimates of those that sleep until somebody asks for
-    them, and `needs` only the others and the largest of these."""
+    them, and `needs` only the others and the largest of these; `resting_bytes` of each GPU, which `rules` reserve, are
+    for engines that stay while their models sleep."""
 
     gpus: tuple[Gpu, ...]
     sharing: SmSharing
@@ -73,6 +75,7 @@ class GpuUnit:
     green_sets: int = 1
     named: bool = True
     sleeping: tuple[Needs, ...] = ()
+    resting_bytes: int = 0
 
     @property
     def ranks(self) -> int:
@@ -178,11 +181,30 @@ class GpuUnit:
     def _taken(self, needs: Needs) -> int:
         return needs.weights_bytes + needs.engines(self._memory_rules)
 
-    def with_sleeping(self, models: Collection[str]) -> GpuUnit:
-        """The same where those of its models sleep until they are woken."""
+    def with_sleeping(self, models: Collection[str], resting: int | None = None, pools: int | None = None) -> GpuUnit:
+        """The same where those of its models sleep until they are woken.
+
+        Args:
+            resting: bytes of each GPU for their engines meanwhile; None: see `resting_room`.
+            pools: bytes of the pools on each GPU; None: what is left.
+        """
         sleeping = tuple(each for each in self.needs if each.model in models)
         awake = [each for each in self.needs if each.model not in models]
-        return replace(self, sleeping=sleeping).present(awake)
+        if resting is None:
+            memory = min(gpu.memory_bytes for gpu in self.gpus)
+            usable = int(memory * self.rules.utilisation)
+            room = usable - self.rules.reserve_bytes - sum(self.taken(awake).values())
+            room -= int(LEAST_POOL_PART * usable) if pools is None else pools
+            resting = resting_room(self.taken(sleeping).values(), self.resting(sleeping).values(), room, memory)
+        rules = replace(self.rules, reserve_bytes=self.rules.reserve_bytes + resting)
+        return replace(self, sleeping=sleeping, rules=rules, resting_bytes=resting).present(awake)
+
+    def resting(self, needs: Sequence[Needs]) -> dict[str, int]:
+        """Bytes by model that its engines take while they rest, on the GPU where it is most."""
+        found: dict[str, int] = {}
+        for each in needs:
+            found[each.model] = max(found.get(each.model, 0), each.resting(self._memory_rules))
+        return found
 
     def present(self, needs: Sequence[Needs]) -> GpuUnit:
         """The same with those models at the start. If all of the others sleep, the largest of these has to have room,
@@ -355,6 +377,10 @@ class GpuPlan:
         """Estimates of the models that are loaded when they are woken."""
         return self.unit.sleeping
 
+    def resting(self, needs: Sequence[Needs]) -> int:
+        """Bytes of each GPU that the engines of the one model with these `needs` take while they rest."""
+        return max(self.unit.resting(needs).values(), default=0)
+
     def used(self, present: Sequence[Needs], pools: Sequence[PoolSpec]) -> GpuMemory:
         """What is taken with the models that are `present`."""
         asleep = {each.model for each in self.sleeping}
@@ -442,6 +468,10 @@ class PoolSizer:
     def sleeping(self) -> tuple[Needs, ...]:
         """Estimates of the models that are loaded when they are woken."""
         return self._plan.sleeping
+
+    def resting(self, needs: Sequence[Needs]) -> int:
+        """Bytes of each GPU that the engines of the one model with these `needs` take while they rest."""
+        return self._plan.resting(needs)
 
     def used(self, present: Sequence[Needs], pools: Sequence[PoolSpec]) -> GpuMemory:
         """What is taken with the models that are `present`."""

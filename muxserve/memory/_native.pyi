@@ -54,7 +54,10 @@ class CudaMapping:
     handle: str
     device_uuid: str
     read_only: bool
+    mapped: bool
     def __init__(self, handle: str, descriptor: int = -1, read_only: bool = False) -> None: ...
+    def unmap(self) -> None: ...
+    def map_again(self, handle: str, descriptor: int) -> None: ...
 
 class ExportedMemory:
     handle: str

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from muxserve.config import AUTO, Fleet, FleetError
+from muxserve.config import AUTO, Fleet, FleetError, MemorySection
 from muxserve.costs.devices import device
 from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.costs.roofline import Roofline
@@ -131,10 +131,25 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
         named=named != "auto" or how.dedicated,
         green_sets=1 if how.dedicated else max(1, share_steps("green_contexts", fleet.policy)),
     )
-    unit = unit.with_sleeping(sleeping) if sleeping else unit
+    if sleeping and fleet.memory is not None:
+        unit = unit.with_sleeping(
+            sleeping, resting_bytes(fleet.memory), pool if isinstance(pool := fleet.kv_pool.size, int) else None
+        )
+        if unit.resting_bytes:
+            words = f"{format_size(unit.resting_bytes)} of each GPU are for engines that stay while their models sleep"
+            unit = replace(unit, notes=(*unit.notes, words))
     if unit.named or not (words := unit.too_many_clients()):
         return unit
     return replace(unit, sharing="off", notes=(*unit.notes, f"engines take turns, since {words}"))
+
+
+def resting_bytes(memory: MemorySection) -> int | None:
+    """Of each GPU, for engines that stay while their models sleep, as the fleet file says; None: see
+    `gpu.budget.resting_room`. Without copies of weights in the host's memory none stay."""
+    asked = memory.resting_engines
+    if memory.host_copies == "off" or asked == "off":
+        return 0
+    return asked if isinstance(asked, int) else None
 
 
 def resident_rules(fleet: Fleet, gpus: Sequence[Gpu]) -> MemoryRules:
@@ -143,7 +158,9 @@ def resident_rules(fleet: Fleet, gpus: Sequence[Gpu]) -> MemoryRules:
     Raises:
         FleetError: `memory.limit` is more than a GPU has.
     """
-    return MemoryRules.served(_utilisation(fleet, gpus))
+    rules = MemoryRules.served(_utilisation(fleet, gpus))
+    resting = resting_bytes(fleet.memory or MemorySection()) or 0
+    return replace(rules, reserve_bytes=rules.reserve_bytes + resting)
 
 
 def _utilisation(fleet: Fleet, gpus: Sequence[Gpu]) -> float:

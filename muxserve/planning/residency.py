@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -70,6 +70,8 @@ MOST_WAKES = 4
 # (The first GPU had three small models up 19 s after vLLM was imported, beside three other fleets: docs/gpu.md.)
 GPU_WAKES = 2
 GPU_WAKE_SECONDS, GPU_WAKE_BANDWIDTH = 3.0, 10e9
+# The same where the model's engines have stayed: a process that copies the weights has a context, and engines map them.
+GPU_RESTED_SECONDS = 0.5
 GPU_SLEEP_SECONDS = 1.0
 # Of the host's memory, for the weights of models that sleep on GPUs.
 HOST_COPIES_PART = 0.5
@@ -274,9 +276,17 @@ def _objectives(model: Model) -> _Objectives:
     )
 
 
-def gpu_wake_costs(size: int, weights: int, ttft: float, tpot: float) -> WakeCosts:
-    """Of a model that takes `size` bytes of each of its GPUs, of which `weights` are copied there."""
-    return WakeCosts(size, seconds=GPU_WAKE_SECONDS + weights / GPU_WAKE_BANDWIDTH, ttft=ttft, tpot=tpot)
+def gpu_wake_costs(size: int, weights: int, ttft: float, tpot: float, rested: float) -> WakeCosts:
+    """Of a model that takes `size` bytes of each of its GPUs, of which `weights` are copied there. `rested`: the part
+    of its wakes for which its engines have stayed (`rested_part`)."""
+    seconds = rested * GPU_RESTED_SECONDS + (1 - rested) * GPU_WAKE_SECONDS
+    return WakeCosts(size, seconds=seconds + weights / GPU_WAKE_BANDWIDTH, ttft=ttft, tpot=tpot)
+
+
+def rested_part(sizes: Collection[int], room: int) -> float:
+    """The part of wakes for which the engines have stayed: of as many models as have room in `room` bytes, if each is
+    as likely to be woken as any other. `sizes`: what the engines of each take."""
+    return min(1.0, room / sum(sizes)) if sizes and sum(sizes) else 1.0
 
 
 def gpu_residency(
@@ -302,12 +312,13 @@ def gpu_residency(
 def _on_gpus(memory: MemorySection, plan: ResolvedUnit, gpu: GpuUnit, machine: Machine) -> ResidencySpec:
     """The same where the memory is that of each of the unit's GPUs. That there is room for the models that never sleep
     and one of the others was looked at when the unit was planned."""
-    taken = gpu.taken(gpu.sleeping)
+    taken, resting = gpu.taken(gpu.sleeping), gpu.resting(gpu.sleeping)
+    rested = rested_part(resting.values(), gpu.resting_bytes)
     models = {}
     for model, demand in zip(plan.fleet.models, plan.demands, strict=True):
         if model.name in taken:
             weights = demand.architecture.weight_bytes(demand.resolved_dtype) // gpu.ranks
-            models[model.name] = gpu_wake_costs(taken[model.name], weights, *_objectives(model))
+            models[model.name] = gpu_wake_costs(taken[model.name], weights, *_objectives(model), rested)
     limit = min(each.lines[0].bytes for each in gpu.budgets(plan.demands))
     awake = sum(gpu.taken([each for each in gpu.needs if each.model in taken]).values())
     return gpu_residency(memory, models, limit, gpu.used(plan.demands, plan.unit.pool_bytes) - awake, machine.cores)

@@ -13,14 +13,14 @@ from functools import partial
 from muxserve.config import AUTO, Fleet, MemorySection
 from muxserve.costs.devices import device
 from muxserve.costs.latency import LatencyModel
-from muxserve.gpu.budget import pool_beside
+from muxserve.gpu.budget import pool_beside, resting_room
 from muxserve.gpu.unit import LEAST_POOL_PART
 from muxserve.metrics.definitions import Objectives
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.planning.elastic import TPOT_SECONDS, TTFT_SECONDS, NoUnitError, elastic_fleet
-from muxserve.planning.gpus import UNPLANNED
+from muxserve.planning.gpus import UNPLANNED, resting_bytes
 from muxserve.planning.prediction import Simulated, Surroundings, simulated_of
-from muxserve.planning.residency import gpu_residency, gpu_wake_costs
+from muxserve.planning.residency import gpu_residency, gpu_wake_costs, rested_part
 from muxserve.planning.resident_units import resident_units
 from muxserve.planning.simulations import Simulations
 from muxserve.simulator import ControlDelays, FleetResult, Options, ResidencyResult, mode_of, simulate
@@ -161,6 +161,8 @@ def as_deployed(fleet: Fleet, demands: Sequence[Demand], cluster: Cluster, aroun
     whole, rules, memory = device(node.device).memory_bytes, around.rules, fleet.memory or MemorySection()
     if isinstance(memory.limit, int):
         rules = replace(rules, utilisation=min(rules.utilisation, memory.limit / whole))
+    asked = resting_bytes(memory)
+    rules = replace(rules, reserve_bytes=rules.reserve_bytes + (asked or 0))
     usable, size = int(rules.utilisation * whole), fleet.kv_pool.size
     least = size if isinstance(size, int) else int(LEAST_POOL_PART * usable)
     always = frozenset(model.name for model in fleet.models if model.keep == "always")
@@ -173,16 +175,22 @@ def as_deployed(fleet: Fleet, demands: Sequence[Demand], cluster: Cluster, aroun
         placed = tuple(
             PlacedModel(each, by_name[each].rate, UNPLANNED.prefill, UNPLANNED.decode) for each in unit.models
         )
+        sleepers = [by_name[model] for model in unit.models if model not in always]
+        taken = {each.name: model_bytes(each, unit.gpus, rules) for each in sleepers}
+        fixed = rules.reserve_bytes + unit.awake
+        engines = [rules.resting_bytes] * len(sleepers)
+        room = asked if asked is not None else resting_room(taken.values(), engines, usable - fixed - least, whole)
+        fixed += room if asked is None else 0
         models = {
             each.name: gpu_wake_costs(
-                model_bytes(each, unit.gpus, rules),
+                taken[each.name],
                 each.architecture.weight_bytes(each.dtype) // unit.gpus,
                 TTFT_SECONDS if each.slo_ttft is None else each.slo_ttft,
                 TPOT_SECONDS if each.slo_tpot is None else each.slo_tpot,
+                rested_part(engines, room),
             )
-            for each in (by_name[model] for model in unit.models if model not in always)
+            for each in sleepers
         }
-        fixed = rules.reserve_bytes + unit.awake
         sleeping = [each.bytes for each in models.values()]
         pool = least if isinstance(size, int) or not sleeping else pool_beside(usable - fixed, sleeping, least)
         units.append(PlacedUnit(name, node.device, tuple(range(first, first + unit.gpus)), placed, pool))

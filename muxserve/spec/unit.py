@@ -299,6 +299,8 @@ class UnitSpec(msgspec.Struct, frozen=True):
     hibernation: str = ""
     # Bytes of the host's memory for the weights of models that sleep, where these are served on GPUs.
     host_copies: int = 0
+    # Bytes of each GPU for engines that stay while their models sleep.
+    resting_bytes: int = 0
     # By so much engines that decode give way to other processes, as of nice(2): while models are woken beside them.
     decode_niceness: int = 0
 

@@ -113,6 +113,9 @@ class FakePlan:
         pools = (PoolPlan("pool0", "float32", 65536, 1000, tuple(m.name for m in models)),)
         return UnitPlan(2, pools, models, ()), [Budget("GPU 0", 1 << 30, (), 1000 * 65536)]
 
+    def resting(self, needs: Sequence[Needs]) -> int:
+        return max(each.context_bytes + each.graph_bytes for each in needs)
+
     def used(self, present: Sequence[Needs], pools: object) -> GpuMemory:
         return GpuMemory(1000, {each.model: each.weights_bytes for each in present})
 

@@ -9,7 +9,8 @@ Files in the unit's or the fleet's directory (or in $FAKES) change what they do:
 (say that they cannot start), `slow-gateway` (draining lasts as long as it is there), `linger` (the scheduler never says
 that a replica is drained), `busy` (so many requests are in the unit), `mute` (the unit scheduler does not say how it
 stands), `beat` (unit scheduler, parents and engines show by heartbeats that they live), `keep-weights` (weights are
-kept when they are loaded), `deaf-gateway` (gateways go by the fleet file as it was for as long as it is there),
+kept when they are loaded), `restless-NAME` (an engine says nothing when it is to rest), `fail-wake-NAME` (one that rests
+cannot come back), `deaf-gateway` (gateways go by the fleet file as it was for as long as it is there),
 `refuse-MODEL` (gateways cannot offer that model).
 The first gateway serves the fewest pages that `muxserve deploy` wants. What they see and do is written to `journal` in
 the fleet's directory, one line each. Lines in `orders` there are sent to the controller by the scheduler.
@@ -228,14 +229,14 @@ class Parent:
                 self.fork(order, fds)
             else:
                 self.journal.write(f"{order['op']} {order['model']}")
-                self.obey(order["op"], order["model"])
+                self.obey(order)
             for fd in fds:
                 os.close(fd)
 
     def fork(self, order: dict[str, Any], fds: list[int]) -> None:
         raise NotImplementedError
 
-    def obey(self, operation: str, model: str) -> None:
+    def obey(self, order: dict[str, Any]) -> None:
         """An order that is not for a fork."""
 
     def reap(self) -> None:
@@ -335,6 +336,8 @@ class Warm(Parent):
         super().__init__(file, journal, control)
         # Where engines are forked from processes that have loaded their models.
         self.model_parents: dict[str, int] = {}
+        # By model and phase: pid, orders, and whether it rests.
+        self.engines: dict[tuple[str, str], tuple[int, socket.socket, bool]] = {}
 
     def run(self) -> None:
         if told(self.run_dir, "fail-warm"):
@@ -347,8 +350,13 @@ class Warm(Parent):
                 signal.pause()
         self.serve()
 
-    def obey(self, operation: str, model: str) -> None:
-        if operation == "end":
+    def obey(self, order: dict[str, Any]) -> None:
+        operation, model = order["op"], order["model"]
+        if operation == "rest":
+            pid, orders, _ = self.engines[model, order["phase"]]
+            orders.send(b"rest")
+            self.engines[model, order["phase"]] = pid, orders, True
+        elif operation == "end":
             pid = self.model_parents.pop(model, None)
             if pid is not None:
                 os.kill(pid, signal.SIGTERM)
@@ -377,10 +385,24 @@ class Warm(Parent):
         if told(self.run_dir, "model-parents"):
             self.load(order["model"])
         who = {key: order[key] for key in ("kind", "model", "phase")}
+        pid, orders, rests = self.engines.get((order["model"], order["phase"]), (0, None, False))
+        if orders is not None and rests:
+            try:
+                orders.send(b"wake")
+            except OSError:
+                pass
+            else:
+                self.engines[order["model"], order["phase"]] = pid, orders, False
+                self.event("forked", pid=pid, **who)
+                return
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid:
+            theirs.close()
+            self.engines[order["model"], order["phase"]] = pid, ours, False
             self.event("forked", pid=pid, **who)
             return
+        ours.close()
         name = f"{order['model']}-{order['phase'] or order['kind']}"
         die_with_parent(signal.SIGKILL)
         if told(self.run_dir, f"fail-{name}"):
@@ -402,7 +424,23 @@ class Warm(Parent):
         if kept:
             self.keep_weights(order["model"], source)
         self.event("up", pid=os.getpid(), kept=kept, **who)
-        live(self.run_dir, f"engine-{order['model']}-{order['phase']}")
+        beat = beating(self.run_dir, f"engine-{order['model']}-{order['phase']}")
+        while True:
+            beat()
+            if not select.select([theirs], [], [], 0.02)[0]:
+                continue
+            said = theirs.recv(64)
+            if not said:
+                time.sleep(60)  # the parent has died; so will this process
+            elif said == b"rest" and not told(self.run_dir, f"restless-{name}"):
+                self.journal.write(f"{name} rests")
+                self.event("rests", **who)
+            elif said == b"wake":
+                if told(self.run_dir, f"fail-wake-{name}"):
+                    self.event("failed", error="the weights are of cheese", **who)
+                    os._exit(1)
+                self.journal.write(f"{name} is back")
+                self.event("up", pid=os.getpid(), kept=False, **who)
 
     def keep_weights(self, model: str, source: str) -> None:
         """Hand a piece of memory over, as who loads weights does, on each rank; with a copy, or made of one, if that is

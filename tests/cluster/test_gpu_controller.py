@@ -213,6 +213,140 @@ async def test_copies_take_no_more_than_they_may(run_dir: RunDir) -> None:
         assert sources(fleet)[-1] == "copying weights back"
 
 
+# ---------------------------------------------------------------- engines that rest
+
+RESTING = ENGINES[2:]
+
+
+@pytest.fixture
+async def resting_fleet(run_dir: RunDir) -> AsyncIterator[Fleet]:
+    """The engines of the second model stay while it sleeps."""
+    (run_dir.path / "keep-weights").touch()
+    sleeping = [Needs("two", rank, 700, 10, 0, 0) for rank in (0, 1)]
+    of = msgspec.structs.replace(gpu_unit_spec(run_dir.path), host_copies=2000, resting_bytes=4)
+    async for each in running(Fleet(run_dir, [of], sleeping=sleeping)):
+        await each.serving()
+        await each.host.start_model("two")
+        yield each
+
+
+def rested(fleet: Fleet) -> int:
+    return sum(line.endswith(" rests") for line in fleet.journal())
+
+
+async def test_engines_stay_while_their_model_sleeps(resting_fleet: Fleet) -> None:
+    fleet = resting_fleet
+    before = [fleet.pid(part) for part in RESTING]
+    for rounds in (1, 2):
+        await fleet.host.stop_model("two")
+        assert all(map(alive, before))
+        assert rested(fleet) == 2 * rounds
+        assert {part.model for part in fleet.host.parts if part.model} == {"one"}
+        memory = fleet.host.gpu_memory()
+        assert memory is not None
+        assert memory.models == {"one": 100}
+        # To the unit scheduler they have ended, and it has heard that before they can come back.
+        assert fleet.journal().count("u0 got EngineDown two") == 2 * rounds
+        with pytest.raises(OSError, match="nobody handed weights out"):
+            await kept(fleet, "two")
+        await fleet.host.start_model("two")
+        assert fleet.host.up("two")
+        assert [fleet.pid(part) for part in RESTING] == before
+        assert await kept(fleet, "two") == b"two"
+    assert sources(fleet) == ["loading weights", "copying weights back", "copying weights back"]
+    # One that dies awake is forked anew, and rests as any other.
+    os.kill(before[0], signal.SIGKILL)
+    await fleet.until(lambda: fleet.ups(RESTING[0]) == 4 and fleet.host.up("two"))
+    assert fleet.pid(RESTING[0]) != before[0]
+    assert fleet.pid(RESTING[1]) == before[1]
+    await fleet.host.stop_model("two")
+    assert rested(fleet) == 6
+    last = [fleet.pid(part) for part in RESTING]
+    fleet.controller.stop()
+    assert await fleet.task == EXIT_OK
+    assert not any(map(alive, last))
+
+
+async def test_the_engines_of_a_model_rest_together_or_not_at_all(resting_fleet: Fleet) -> None:
+    fleet = resting_fleet
+    await fleet.host.stop_model("two")
+    first, second = (fleet.pid(part) for part in RESTING)
+    os.kill(first, signal.SIGKILL)
+    await fleet.until(lambda: not alive(second))
+    await fleet.host.start_model("two")
+    assert fleet.host.up("two")
+    assert {fleet.pid(part) for part in RESTING} & {first, second} == set()
+    assert sources(fleet)[-1] == "copying weights back"
+
+
+@pytest.mark.parametrize("part", [WARM, MPS])
+async def test_engines_that_rest_end_with_what_they_need(resting_fleet: Fleet, part: PartId) -> None:
+    fleet = resting_fleet
+    await fleet.host.stop_model("two")
+    before = [fleet.pid(each) for each in RESTING]
+    os.kill(fleet.pid(part), signal.SIGKILL)
+    await fleet.until(lambda: not any(map(alive, before)))
+    await fleet.until(lambda: fleet.ups(ENGINES[0]) == 2 and fleet.host.up("one"))
+    await fleet.host.start_model("two")
+    assert fleet.host.up("two")
+
+
+async def test_an_engine_that_cannot_come_back_is_forked_anew(resting_fleet: Fleet) -> None:
+    fleet = resting_fleet
+    await fleet.host.stop_model("two")
+    before = [fleet.pid(part) for part in RESTING]
+    fleet.tell("fail-wake-two-decode")
+    await fleet.host.start_model("two")
+    assert fleet.host.up("two")
+    assert fleet.pid(RESTING[0]) == before[0]
+    assert fleet.pid(RESTING[1]) != before[1]
+    (down,) = (event for event in fleet.events if isinstance(event, Down) and event.part == RESTING[1])
+    assert "the weights are of cheese" in down.reason
+
+
+async def test_an_engine_that_does_not_rest_ends(resting_fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = resting_fleet
+    monkeypatch.setattr(starts, "_REST_SECONDS", 0.5)
+    before = [fleet.pid(part) for part in RESTING]
+    fleet.tell("restless-two-prefill")
+    await fleet.host.stop_model("two")
+    assert not any(map(alive, before))
+    notes = [event.detail for event in fleet.events if isinstance(event, Progress) and "resting" in event.detail]
+    assert notes == ["note: its engines end instead of resting: it takes too long"]
+    await fleet.host.start_model("two")
+    assert fleet.host.up("two")
+
+
+async def test_weights_that_are_loaded_anew_are_mapped_by_new_engines(resting_fleet: Fleet) -> None:
+    """They may lie elsewhere."""
+    fleet = resting_fleet
+    await fleet.host.stop_model("two")
+    before = [fleet.pid(part) for part in RESTING]
+    fleet.tell("fail-restore")
+    await fleet.host.start_model("two")
+    assert fleet.host.up("two")
+    assert sources(fleet) == ["loading weights", "loading weights"]
+    assert not any(map(alive, before))
+
+
+async def test_engines_without_room_end(run_dir: RunDir) -> None:
+    (run_dir.path / "keep-weights").touch()
+    sleeping = [Needs(model, rank, 700, 10, 0, 0) for model in ("one", "two") for rank in (0, 1)]
+    of = msgspec.structs.replace(gpu_unit_spec(run_dir.path), host_copies=4000, resting_bytes=7)
+    async for fleet in running(Fleet(run_dir, [of], sleeping=sleeping)):
+        await fleet.serving()
+        for model in ("one", "two"):
+            await fleet.host.start_model(model)
+        before = {part: fleet.pid(part) for part in ENGINES}
+        # Each takes 4 of the 7 bytes: who has rested longest gives way.
+        await fleet.host.stop_model("one")
+        await fleet.host.stop_model("two")
+        assert [alive(before[part]) for part in ENGINES] == [False, False, True, True]
+        for model in ("one", "two"):
+            await fleet.host.start_model(model)
+            assert fleet.host.up(model)
+
+
 async def test_a_model_without_room_stays_asleep(sleeping_fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = sleeping_fleet
     await fleet.serving()

@@ -7,6 +7,7 @@ import os
 import signal
 from typing import Any
 
+from muxserve.engine.rest import REST, WAKE, RestOrders
 from muxserve.spec import UnitSpec
 from tests.support import warm_parent
 
@@ -31,12 +32,17 @@ def run_restorer(unit_spec: UnitSpec, model: str, control: Any) -> None:
     signal.pause()
 
 
-def run_engine(unit_spec: UnitSpec, model: str, phase: str, progress: Any, up: Any) -> None:
+def run_engine(unit_spec: UnitSpec, model: str, phase: str, progress: Any, up: Any, orders: RestOrders) -> None:
     if unit_spec.pools[0].num_pages == 13:
         raise ValueError("no such luck")
     progress(str(surroundings(unit_spec)))
-    up()
-    signal.pause()
+    while True:
+        up()
+        while not orders.received(REST, 1000):
+            pass
+        orders.on_rest()
+        while not orders.received(WAKE, 1000):
+            pass
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import signal
 from typing import Any
 
+from muxserve.engine.rest import RestOrders
 from muxserve.spec import UnitSpec
 from tests.support import warm_parent
 
@@ -35,7 +36,7 @@ def run_restorer(unit_spec: UnitSpec, model: str, control: Any) -> None:
     signal.pause()
 
 
-def run_engine(unit_spec: UnitSpec, model: str, phase: str, progress: Any, up: Any) -> None:
+def run_engine(unit_spec: UnitSpec, model: str, phase: str, progress: Any, up: Any, orders: RestOrders) -> None:
     progress(found())
     up()
     signal.pause()

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from muxserve.engine.rest import RestOrders
 from muxserve.forks import direct, warm_parent
 from muxserve.spec import EnginePhase, UnitSpec
 
 Control = Callable[[UnitSpec, str, Any], None]
-Engine = Callable[[UnitSpec, str, EnginePhase, Any, Any], None]
+Engine = Callable[[UnitSpec, str, EnginePhase, Any, Any, RestOrders], None]
 
 
 class Holder(Protocol):

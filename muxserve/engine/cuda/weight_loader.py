@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader.weight_cache.protocol import WeightCacheSt
 from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from muxserve.engine.cuda import weights
+from muxserve.engine.cuda import mapped_weights, weights
 from muxserve.engine.cuda.weight_tensors import Found, MappedTensor, found_at, mapped, processed
 from muxserve.gpu import weight_wire as wire
 from muxserve.gpu.weight_wire import fetch, say
@@ -50,10 +50,13 @@ class HeldWeightsLoader(IpcModelLoader):
     def _fetch_entries(self, model_config: ModelConfig) -> WeightCacheState:
         # They are handed out by the rank among all, over every stage of a pipeline.
         path = self._sockets[get_world_group().rank_in_group]
-        found, descriptors = fetch(path, weights.fingerprint(model_config), self._seconds)
+        fingerprint = weights.fingerprint(model_config)
+        found, descriptors = fetch(path, fingerprint, self._seconds)
         self._scalars = found.scalars
+        memory = mapped_weights.MappedWeights(found, lambda: fetch(path, fingerprint, self._seconds))
+        mapped_weights.note(memory)
         try:
-            entries = mapped(found, self._device(), descriptors)
+            entries = mapped(found, self._device(), descriptors, memory.opener(self._device()))
         except DeviceMemoryError as error:
             # Nobody can map it: a GPU that was reset has lost it. Who keeps it has it loaded again.
             say(path, wire.Lost(str(error)))

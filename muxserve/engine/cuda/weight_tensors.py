@@ -13,8 +13,6 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from muxserve.engine.cuda import cuda_ipc
 from muxserve.gpu.weight_wire import Allocation, HeldTensor, Weights
-from muxserve.memory import _native
-from muxserve.memory.device import DeviceMemory
 
 # Buffers up to this many bytes are an engine's own: a model may write into them (scales, counters, locks of kernels),
 # and the model's other engine would see that. Larger ones are tables that nobody writes (rotary embeddings).
@@ -197,14 +195,15 @@ def mapped(
 
     Args:
         descriptors: of exported memory, in the order of the allocations; they are closed.
+        open_allocation: None: `opener`, which opens no exported memory.
 
     Raises:
         CudaIpcError: the memory cannot be mapped.
         muxserve.memory.errors.DeviceMemoryError: the same of exported memory.
     """
     fds = iter(descriptors)
-    opener = open_allocation or _opener(device)
-    opened = [opener(each, next(fds) if each.kind == "vmm" else -1) for each in weights.allocations]
+    opens = open_allocation or opener(device)
+    opened = [opens(each, next(fds) if each.kind == "vmm" else -1) for each in weights.allocations]
     return {held.name: MappedTensor(held.kind, _own(held, _tensor(held, opened, device))) for held in weights.tensors}
 
 
@@ -213,15 +212,15 @@ def _own(held: HeldTensor, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if held.kind != "param" and small else tensor
 
 
-def _opener(device: torch.device) -> Open:
+def opener(device: torch.device) -> Open:
+    """What opens allocations of any kind but exported memory, of which `MappedWeights` takes care."""
+
     def open_allocation(allocation: Allocation, descriptor: int) -> torch.Tensor:
         if allocation.kind == "bytes":
             return torch.frombuffer(bytearray(allocation.handle or b"\0"), dtype=torch.uint8)
-        if allocation.kind == "vmm":
-            # For reading: a kernel that writes into what others compute with fails, rather than spoils their tokens.
-            mapping = _native.CudaMapping(allocation.handle.decode(), descriptor, read_only=True)
-            return torch.as_tensor(DeviceMemory(mapping, 1, allocation.size), device=device)[0]
-        return cuda_ipc.as_bytes(cuda_ipc.open_handle(allocation.handle), allocation.size, device)
+        if allocation.kind == "cuda":
+            return cuda_ipc.as_bytes(cuda_ipc.open_handle(allocation.handle), allocation.size, device)
+        raise ValueError(f"memory of the kind {allocation.kind!r} is not mapped here")
 
     return open_allocation
 

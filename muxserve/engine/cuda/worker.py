@@ -11,7 +11,7 @@ from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
 from muxserve.engine import binding
-from muxserve.engine.cuda import attention, weights
+from muxserve.engine.cuda import attention, mapped_weights, weights
 from muxserve.engine.cuda.graphs import ContextGraphs
 from muxserve.engine.cuda.runner import PooledGPUModelRunner
 from muxserve.gpu import sm
@@ -151,6 +151,14 @@ class PooledGPUWorker(gpu_worker.Worker):
     def rebind_pool(self) -> None:
         """See `PooledGPUModelRunner.rebind_pool`."""
         self.model_runner.rebind_pool()
+
+    def release_weights(self) -> None:
+        """The model sleeps: see `mapped_weights.release`."""
+        mapped_weights.release()
+
+    def map_weights(self) -> None:
+        """The model is woken, and its weights are on the GPU again: see `mapped_weights.map_again`."""
+        mapped_weights.map_again()
 
 
 def out_of_memory(model: str, who: str, device: torch.device, error: Exception) -> str:

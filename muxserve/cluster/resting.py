@@ -1,0 +1,105 @@
+"""Engines on GPUs that stay while their models sleep (`muxserve.engine.rest`), those of one unit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from muxserve.cluster.events import PartId
+from muxserve.cluster.processes import Process
+
+_STOP_SECONDS = 5.0
+
+
+def those_to_end(resting: Mapping[str, int], size: int, room: int) -> list[str] | None:
+    """The models whose engines end so that those of another one can rest: as few as are enough, those first that have
+    rested longest. None: they would have no room even alone.
+
+    Args:
+        resting: bytes of each GPU that engines of each model take, in the order in which they came to rest.
+        size: of those that come.
+        room: for all of them.
+    """
+    if size > room:
+        return None
+    taken, ended = sum(resting.values()) + size, []
+    for model, each in resting.items():
+        if taken <= room:
+            break
+        taken -= each
+        ended.append(model)
+    return ended
+
+
+@dataclass(slots=True)
+class _Model:
+    size: int
+    processes: dict[PartId, Process]
+    watches: list[asyncio.Task[None]] = field(default_factory=list)
+
+
+class RestingEngines:
+    """Made inside a running event loop, or before it.
+
+    Args:
+        room: bytes of each GPU for all of them.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        # Those that came to rest last are at the end.
+        self._models: dict[str, _Model] = {}
+
+    @property
+    def models(self) -> list[str]:
+        """Whose engines rest."""
+        return list(self._models)
+
+    def has(self, part: PartId) -> bool:
+        """Whether this engine rests."""
+        return part.model in self._models and part in self._models[part.model].processes
+
+    async def make_room(self, size: int) -> bool:
+        """End others for engines that take `size` bytes of each GPU; whether they have room then."""
+        ended = those_to_end({name: each.size for name, each in self._models.items()}, size, self.room)
+        if ended is None:
+            return False
+        await asyncio.gather(*map(self.end, ended))
+        return True
+
+    def add(self, model: str, size: int, processes: Mapping[PartId, Process]) -> None:
+        """The engines of `model` have come to rest. When one of them ends, so do the others."""
+        known = self._models[model] = _Model(size, dict(processes))
+        known.watches = [asyncio.create_task(self._watch(model, process)) for process in processes.values()]
+
+    def take(self, part: PartId) -> bool:
+        """An engine is ordered back: it is somebody else's from now on. Whether it rested."""
+        if not self.has(part):
+            return False
+        model = self._models[part.model]
+        for watch in model.watches:
+            watch.cancel()
+        del model.processes[part]
+        if not model.processes:
+            del self._models[part.model]
+        return True
+
+    async def end(self, model: str) -> None:
+        """Those of `model` do not rest any longer, and end."""
+        known = self._models.pop(model, None)
+        if known is None:
+            return
+        for watch in known.watches:
+            watch.cancel()
+        await asyncio.gather(*(process.stop(_STOP_SECONDS) for process in known.processes.values()))
+
+    async def end_all(self) -> None:
+        """End all of them."""
+        await asyncio.gather(*map(self.end, list(self._models)))
+
+    async def _watch(self, model: str, process: Process) -> None:
+        await process.wait()
+        known = self._models.pop(model, None)
+        if known is not None:
+            await asyncio.gather(*(other.stop(_STOP_SECONDS) for other in known.processes.values()))
