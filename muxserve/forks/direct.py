@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 def run_direct_engine(
     unit_spec: UnitSpec, model: str, phase: EnginePhase, control: Control, orders: socket.socket
 ) -> None:
-    """Bring the engine up and serve until told to stop; reports `up`, or `failed` with the reason. On a GPU it rests
-    when `orders` say so, reports `rests`, and `up` again when it is back."""
+    """Bring the engine up and serve until told to stop; reports `up`, or `failed` with the reason. It rests when
+    `orders` say so, which they do on GPUs only, reports `rests`, and `up` again when it is back."""
 
     def event(name: str, **more: Any) -> None:
         control.event(name, kind="engine", model=model, phase=phase, **more)
@@ -70,5 +70,4 @@ def _run(unit_spec: UnitSpec, model: str, phase: EnginePhase, progress: Any, up:
         progress("warming up")
         return executor
 
-    rests = orders if unit_spec.device == "cuda" else None
-    run_engine(unit_spec, model, phase, config, executor_of, up, orders=rests)
+    run_engine(unit_spec, model, phase, config, executor_of, up, orders=orders)

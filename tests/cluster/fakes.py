@@ -9,8 +9,8 @@ Files in the unit's or the fleet's directory (or in $FAKES) change what they do:
 (say that they cannot start), `slow-gateway` (draining lasts as long as it is there), `linger` (the scheduler never says
 that a replica is drained), `busy` (so many requests are in the unit), `mute` (the unit scheduler does not say how it
 stands), `beat` (unit scheduler, parents and engines show by heartbeats that they live), `keep-weights` (weights are
-kept when they are loaded), `restless-NAME` (an engine says nothing when it is to rest), `fail-wake-NAME` (one that rests
-cannot come back), `deaf-gateway` (gateways go by the fleet file as it was for as long as it is there),
+kept when they are loaded), `restless-NAME` (an engine says nothing when it is to rest), `fail-wake-NAME` (one that
+rests cannot come back), `deaf-gateway` (gateways go by the fleet file as it was for as long as it is there),
 `refuse-MODEL` (gateways cannot offer that model).
 The first gateway serves the fewest pages that `muxserve deploy` wants. What they see and do is written to `journal` in
 the fleet's directory, one line each. Lines in `orders` there are sent to the controller by the scheduler.

@@ -1,20 +1,24 @@
 """Weights from who loads them to engines in vLLM's CUDA build: `python -m tests.cuda_stub.share DIRECTORY`.
 
 For each way to quantise: a process loads a model (its values are made up), fills every tensor with bytes of its own and
-has the weights kept; an engine builds the model on them and ends. The GPU's memory is given back, another process
-copies the weights there from the host's memory, and a second engine builds the model on these. Prints one line of JSON
-per model: what differs between any two of them, and how many tensors were compared.
+has the weights kept; an engine builds the model on them and rests. The GPU's memory is given back, another process
+copies the weights there from the host's memory, the engine maps them again, and a second engine builds the model on
+these. Prints one line of JSON per model: what differs between any two of them, how many tensors were compared, and how
+much memory the engine let go of while it rested.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +161,60 @@ def holder(spec: Any) -> dict[str, Any]:
     return of_all_ranks(executor)
 
 
-def engine(spec: Any) -> dict[str, Any]:
+def mapped(worker: Any) -> int:
+    """Bytes of the GPU's memory, as the stand-in has it, that the process of a worker has mapped."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:fake-cuda" in line]
+    return sum(int(end, 16) - int(start, 16) for start, end in (line[0].split("-") for line in lines))
+
+
+def of_engine(spec: Any, pipe: Connection) -> None:
+    """Build the model and tell of it; then do what the parent says."""
+    executor = engine(spec)
+    pipe.send(of_all_ranks(executor))
+    before = sum(executor.collective_rpc(mapped))
+    pipe.recv()
+    executor.collective_rpc("release_weights")
+    pipe.send({"released": before - sum(executor.collective_rpc(mapped))})
+    pipe.recv()
+    executor.collective_rpc("map_weights")
+    pipe.send(of_all_ranks(executor))
+
+
+class Engine:
+    """One in a process of its own."""
+
+    def __init__(self, spec: Any) -> None:
+        self.pipe, theirs = multiprocessing.Pipe()
+        self._pid = os.fork()
+        if not self._pid:
+            self.pipe.close()
+            try:
+                of_engine(spec, theirs)
+            except BaseException as error:
+                traceback.print_exc()
+                theirs.send({"error": f"{type(error).__name__}: {error}"})
+            finally:
+                os._exit(0)
+        theirs.close()
+
+    def says(self) -> dict[str, Any]:
+        """What it says next."""
+        said: dict[str, Any] = self.pipe.recv()
+        if "error" in said:
+            raise RuntimeError(said["error"])
+        return said
+
+    def after(self, order: str) -> dict[str, Any]:
+        """What it says to an order."""
+        self.pipe.send(order)
+        return self.says()
+
+    def end(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+
+
+def engine(spec: Any) -> Any:
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     from muxserve.engine.binding import Binding, bind
@@ -170,8 +227,7 @@ def engine(spec: Any) -> dict[str, Any]:
     client = MemoryClient(spec.memory_socket, f"m/{phase}")
     bind(Binding(model, phase, client, client.map("m")))
     config = config_of(engine_args(spec, "m", phase))
-    executor: Any = (UniProcExecutor if spec.ranks == 1 else RankedExecutor)(config)
-    return of_all_ranks(executor)
+    return (UniProcExecutor if spec.ranks == 1 else RankedExecutor)(config)
 
 
 def restorer(spec: Any) -> dict[str, Any]:
@@ -194,13 +250,46 @@ def in_a_fork(job: Callable[[], Any], out: Path) -> dict[str, Any]:
             os._exit(0)
     os.waitpid(pid, 0)
     found: dict[str, Any] = json.loads(out.read_text())
+    if "error" in found:
+        raise RuntimeError(found["error"])
     return found
+
+
+def through(spec: Any, said: dict[str, Any]) -> None:
+    """What becomes of the weights of a model; fills `said`."""
+    from muxserve.gpu.weight_server import WeightServer
+
+    sockets = [spec.weights_socket("m", rank) for rank in range(spec.ranks)]
+    keepers = [WeightServer(path, on_lost=print) for path in sockets]
+    engines: list[Engine] = []
+    try:
+        theirs = in_a_fork(lambda: holder(spec), Path(spec.run_dir) / "holder.json")
+        engines.append(Engine(spec))
+        found = [engines[0].says()]
+        said |= engines[0].after("rest")
+        for keeper in keepers:
+            keeper.close()
+        copies = [keeper.copy for keeper in keepers]
+        said["weights"] = sum(copy.bytes for copy in copies if copy is not None)
+        keepers = [WeightServer(path, on_lost=print, copy=copy) for path, copy in zip(sockets, copies, strict=True)]
+        in_a_fork(lambda: restorer(spec), Path(spec.run_dir) / "restorer.json")
+        found.append(engines[0].after("come back"))
+        engines.append(Engine(spec))
+        found.append(engines[1].says())
+        said["tensors"] = len(theirs)
+        said["state"] = sum(":" in each for each in found[0])
+        names = {name for each in (theirs, *found) for name in each}
+        said["different"] = sorted(name for name in names if any(each.get(name) != theirs[name] for each in found))
+    finally:
+        for each in engines:
+            each.end()
+        for keeper in keepers:
+            keeper.close()
 
 
 def main() -> None:
     directory = Path(sys.argv[1])
     from muxserve.forks import warm_parent
-    from muxserve.gpu.weight_server import WeightServer
     from muxserve.memory import server
     from muxserve.vllm import args
 
@@ -212,36 +301,13 @@ def main() -> None:
         run_dir.mkdir()
         spec = unit_spec_of(run_dir, path, *SPLIT.get(name, (1, 1)))
         manager = server.start(spec)
-        sockets = [spec.weights_socket("m", rank) for rank in range(spec.ranks)]
-        keepers = [WeightServer(path, on_lost=print) for path in sockets]
-        theirs = in_a_fork(lambda spec=spec: holder(spec), run_dir / "holder.json")
-        said: dict[str, Any] = {"model": name, "tensors": len(theirs)}
-        for number in range(2):
-            if "error" in theirs:
-                said["error"] = theirs["error"]
-                break
-            if number:
-                for keeper in keepers:
-                    keeper.close()
-                copies = [keeper.copy for keeper in keepers]
-                keepers = [
-                    WeightServer(path, on_lost=print, copy=each) for path, each in zip(sockets, copies, strict=True)
-                ]
-                theirs |= in_a_fork(lambda spec=spec: restorer(spec), run_dir / "restorer.json")
-                if "error" in theirs:
-                    said["error"] = theirs["error"]
-                    break
-            ours = in_a_fork(lambda spec=spec: engine(spec), run_dir / f"engine-{number}.json")
-            if "error" in ours:
-                said["error"] = ours["error"]
-                break
-            different = [each for each in {**theirs, **ours} if theirs.get(each) != ours.get(each)]
-            said["state"] = sum(":" in each for each in ours)
-            said["different"] = sorted(different)
+        said: dict[str, Any] = {"model": name}
+        try:
+            through(spec, said)
+        except (RuntimeError, EOFError) as error:
+            said["error"] = str(error) or type(error).__name__
         manager.terminate()
         manager.wait()
-        for keeper in keepers:
-            keeper.close()
         print(json.dumps(said), flush=True)
 
 

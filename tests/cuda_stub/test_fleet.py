@@ -80,7 +80,7 @@ def test_two_models_on_a_gpu_lose_nothing_to_deaths(deploy: Start) -> None:
 
 
 def test_memory_decides_which_models_are_awake(deploy: Start) -> None:
-    """Three models, and room for one or two beside the pool."""
+    """Three models, and room for one or two beside the pool. Engines end when their models sleep."""
     names = ("arithmetic", "atlas", "frontdesk")
     limit = 6 << 30
 
@@ -89,7 +89,8 @@ def test_memory_decides_which_models_are_awake(deploy: Start) -> None:
         assert memory["used_bytes"] <= memory["limit_bytes"] == limit
         return {name: each for name, each in memory["models"].items() if each["residence"] == "awake"}
 
-    with deploy(*map(model, names), memory={"limit": limit, "min_residence": 0}, gpus=1, mps="off") as fleet:
+    memory = {"limit": limit, "min_residence": 0, "resting_engines": "off"}
+    with deploy(*map(model, names), memory=memory, gpus=1, mps="off") as fleet:
         # Each is loaded while there is nothing else to do; its weights are in the host's memory from then on.
         fleet.wait(
             lambda: all(said(fleet, f"weights of {name}: loading weights") for name in names), PATIENCE, "loaded"
@@ -120,6 +121,55 @@ def test_memory_decides_which_models_are_awake(deploy: Start) -> None:
                 fleet.wait(lambda words=words: fleet.part(*words) is not None, PATIENCE, words[0])
                 fleet.kill(*words)
                 assert answer.result() == TOKENS
+            fleet.wait_healthy()
+
+
+def test_engines_stay_while_their_models_sleep(deploy: Start) -> None:
+    """With what they have captured: a model that is woken again only has its weights copied back. Of three models two
+    have room at a time, under MPS."""
+    names = ("arithmetic", "atlas", "frontdesk")
+    memory = {"limit": 12 << 30, "min_residence": 0, "resting_engines": 6 << 30}
+    models = [model(name, engine_args=WHOLE) for name in names]
+
+    def asleep(fleet: Fleet) -> set[str]:
+        found = fleet.get("/fleet").json()["memory"]["models"]
+        return {name for name, each in found.items() if each["residence"] == "asleep"}
+
+    def pids(fleet: Fleet, name: str) -> list[int]:
+        parts = (fleet.part(f"engine {name}/{phase}") for phase in ("prefill", "decode"))
+        return [part.pid for part in parts if part is not None]
+
+    def until_asleep(fleet: Fleet, name: str) -> None:
+        others = [other for other in names if other != name]
+
+        def ask() -> bool:
+            assert [length(stream(fleet, other, 4)) for other in others] == [4, 4]
+            return name in asleep(fleet)
+
+        fleet.wait(ask, PATIENCE, f"asleep: {name}")
+
+    with deploy(*models, memory=memory, gpus=1, mps="on", sm_sharing="mps") as fleet:
+        for name in names:
+            assert length(stream(fleet, name, 4)) == 4
+        before = {name: pids(fleet, name) for name in names}
+        assert all(len(each) == 2 for each in before.values()), before
+        for _ in range(3):
+            for name in names:
+                until_asleep(fleet, name)
+                assert length(stream(fleet, name, 40)) == 40
+        assert {name: pids(fleet, name) for name in names} == before
+        for name in names:
+            trace = engine_trace(fleet, f"{name}/decode")
+            assert len(trace.captured) == len(BATCHES), "once"
+            assert trace.refused == []
+            assert len(trace.replayed) > 3 * 39
+            assert said(fleet, f"weights of {name}: loading weights") == 1
+            assert said(fleet, f"weights of {name}: copying weights back") >= 3
+        # Whatever dies while they rest.
+        for words in (("atlas/decode",), ("muxserve-memory-manager", "--socket"), ("warm parent",)):
+            until_asleep(fleet, "atlas")
+            fleet.kill(*words)
+            assert length(stream(fleet, "atlas")) == TOKENS
             fleet.wait_healthy()
 
 

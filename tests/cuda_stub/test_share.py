@@ -35,11 +35,13 @@ def shared(tmp_path_factory: pytest.TempPathFactory, with_a_gpu: Environment) ->
 @pytest.mark.parametrize("model", MODELS)
 def test_engines_compute_with_what_was_loaded(shared: dict[str, dict[str, Any]], model: str) -> None:
     """Every tensor that can be reached, of parameters and of kernels, has the bytes that its like was filled with; also
-    when the weights were copied back from the host's memory."""
+    when the weights were copied back from the host's memory, in an engine that had rested and in another one."""
     said = shared[model]
     assert "error" not in said, said["error"]
     assert said["different"] == []
     assert said["tensors"] > 20
+    # What an engine that rested had let go of.
+    assert said["released"] >= said["weights"] > 1 << 20
 
 
 def test_kernels_of_quantised_models_keep_more_than_parameters(shared: dict[str, dict[str, Any]]) -> None:

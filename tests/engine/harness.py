@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import zmq
 
 from muxserve import spec
@@ -153,6 +154,10 @@ def stateful(config: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
 def reply_to_of(unit_spec: UnitSpec) -> str:
     """Where the test takes tokens from engines."""
     return f"ipc://{unit_spec.socket('gateway')}"
+
+
+# Starts a warm parent of a unit's name and file, with a log and its end of the control socket.
+Parent = Callable[[str, Path, Path, socket.socket], psutil.Process]
 
 
 class Engines:
@@ -448,6 +453,16 @@ class Engines:
                 self.pids[event["model"], event["phase"]] = event["pid"]
                 waiting.discard((event["model"], event["phase"]))
 
+    def rest(self, model: str, *phases: str) -> None:
+        """Have these engines rest."""
+        for phase in phases:
+            self.control.send(json.dumps({"op": "rest", "model": model, "phase": phase}).encode())
+        waiting = set(phases)
+        while waiting:
+            event = json.loads(self.control.recv(1 << 16))
+            assert event["event"] == "rests", event
+            waiting.discard(event["phase"])
+
     def expect_exit(self, pid: int) -> int:
         """How the process ended that the warm parent forked as `pid`; waits for it."""
         while pid not in self.exits:
@@ -461,8 +476,11 @@ class Engines:
 
 
 @contextmanager
-def engines(models: list[ModelSpec], pages: int = 8000, ranks: int = 1, stages: int = 1) -> Iterator[Engines]:
-    """Memory manager, warm parent and the engines of each model; `models` are those of one of the `ranks`."""
+def engines(
+    models: list[ModelSpec], pages: int = 8000, ranks: int = 1, stages: int = 1, parent_of: Parent | None = None
+) -> Iterator[Engines]:
+    """Memory manager, warm parent and the engines of each model; `models` are those of one of the `ranks`. `parent_of`:
+    starts another warm parent than the usual one."""
     first = models[0]
     item = 1 if first.engine_args.get("kv_cache_dtype") == "fp8" else ITEM_BYTES[first.dtype]
     page_bytes = 2 * first.block_tokens * first.head_dim * item
@@ -483,7 +501,7 @@ def engines(models: list[ModelSpec], pages: int = 8000, ranks: int = 1, stages: 
         spec.save(unit_spec, path)
         manager = server.start(unit_spec)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        parent = nursery().fork(unit_spec.unit, path, unit_spec.log_dir / "warm-parent.log", theirs)
+        parent = (parent_of or nursery().fork)(unit_spec.unit, path, unit_spec.log_dir / "warm-parent.log", theirs)
         theirs.close()
         family = Engines(unit_spec, ours, manager)
         try:
