@@ -15,7 +15,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # By importance; each with the least time that makes sense of it, seconds.
-BENCHMARKS = (("attention", [], 30), ("sharing", [], 60), ("serving", ["--quick"], 120))
+BENCHMARKS = (("attention", [], 30), ("sharing", [], 60), ("wakes", [], 120), ("serving", ["--quick"], 120))
 
 
 def main() -> int:

@@ -386,7 +386,7 @@ class UnitHost:
         which is not in a file yet is rather loaded again. Returns whether it is in a file."""
         self._wanted.discard(model)
         may_hibernate = bool(self.unit_spec.hibernation) and not (urgent and model not in self._in_files)
-        await self._end_model(model, may_hibernate, may_rest=bool(self.unit_spec.resting_bytes))
+        await self._end_model(model, may_hibernate, may_rest=self.unit_spec.resting is not None)
         return model in self._hibernating
 
     async def prefetch(self, model: str) -> None:

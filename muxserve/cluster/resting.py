@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 from muxserve.cluster.events import PartId
 from muxserve.cluster.processes import Process
+from muxserve.spec import RestingSpec
 
 _STOP_SECONDS = 5.0
 
 
-def those_to_end(resting: Mapping[str, int], size: int, room: int) -> list[str] | None:
+def those_to_end(resting: Mapping[str, int], size: int, room: RestingSpec) -> list[str] | None:
     """The models whose engines end so that those of another one can rest: as few as are enough, those first that have
     rested longest. None: they would have no room even alone.
 
@@ -21,11 +22,11 @@ def those_to_end(resting: Mapping[str, int], size: int, room: int) -> list[str] 
         size: of those that come.
         room: for all of them.
     """
-    if size > room:
+    if size > room.bytes or room.models < 1:
         return None
-    taken, ended = sum(resting.values()) + size, []
+    taken, ended = sum(resting.values()) + size, list[str]()
     for model, each in resting.items():
-        if taken <= room:
+        if taken <= room.bytes and len(resting) - len(ended) < room.models:
             break
         taken -= each
         ended.append(model)
@@ -43,11 +44,11 @@ class RestingEngines:
     """Made inside a running event loop, or before it.
 
     Args:
-        room: bytes of each GPU for all of them.
+        room: for all of them; None: none rest.
     """
 
-    def __init__(self, room: int) -> None:
-        self.room = room
+    def __init__(self, room: RestingSpec | None) -> None:
+        self._room = room
         # Those that came to rest last are at the end.
         self._models: dict[str, _Model] = {}
 
@@ -62,7 +63,9 @@ class RestingEngines:
 
     async def make_room(self, size: int) -> bool:
         """End others for engines that take `size` bytes of each GPU; whether they have room then."""
-        ended = those_to_end({name: each.size for name, each in self._models.items()}, size, self.room)
+        if self._room is None:
+            return False
+        ended = those_to_end({name: each.size for name, each in self._models.items()}, size, self._room)
         if ended is None:
             return False
         await asyncio.gather(*map(self.end, ended))

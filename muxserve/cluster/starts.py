@@ -147,7 +147,7 @@ class Starts:
         self._weights: dict[str, list[WeightServer]] = {}
         self._copies: dict[str, dict[int, HostCopy]] = {}
         # Engines that stay while their models sleep.
-        self.resting = RestingEngines(unit_spec.resting_bytes)
+        self.resting = RestingEngines(unit_spec.resting)
         # Model loading is mostly computing; more at once than this only makes each of them later.
         self._at_once = asyncio.Semaphore(2 * max(2, unit_spec.cores))
         models = [model.name for model in unit_spec.models if model.name in serves]

@@ -28,7 +28,7 @@ from muxserve.gpu.budget import (
 from muxserve.gpu.findings import Fallback, Findings
 from muxserve.gpu.nvml import Gpu, GpuMachine
 from muxserve.gpu.sharing import MpsWish
-from muxserve.spec import GpuSpec, PhasesName, PoolSpec, SmSharing, UnitSpec, save
+from muxserve.spec import GpuSpec, PhasesName, PoolSpec, RestingSpec, SmSharing, UnitSpec, save
 from placement import Machine, ModelDemand, PlanError, UnitPlan, least_pool_bytes, plan_unit, pool_groups
 from placement.format import format_size
 from placement.memory import MemoryRules
@@ -56,8 +56,8 @@ class GpuUnit:
     CUDA graphs with attention, and that sampler in green contexts, to. With green contexts an engine has graphs for
     each of `green_sets` sets of SMs. `named`: the fleet file says how SMs are shared, or there is nothing to share.
     Where memory decides which models are awake, `sleeping` has estimates of those that sleep until somebody asks for
-    them, and `needs` only the others and the largest of these; `resting_bytes` of each GPU, which `rules` reserve, are
-    for engines that stay while their models sleep."""
+    them, and `needs` only the others and the largest of these; `resting_room`, which `rules` reserve, is for engines
+    that stay while their models sleep."""
 
     gpus: tuple[Gpu, ...]
     sharing: SmSharing
@@ -75,7 +75,7 @@ class GpuUnit:
     green_sets: int = 1
     named: bool = True
     sleeping: tuple[Needs, ...] = ()
-    resting_bytes: int = 0
+    resting_room: RestingSpec | None = None
 
     @property
     def ranks(self) -> int:
@@ -149,17 +149,21 @@ class GpuUnit:
 
     def too_many_clients(self) -> str:
         """Why an MPS server cannot take all processes of the unit; empty if it can."""
-        if self.sharing == "off":
-            return ""
         models = self._awake_at_once
-        # With the migrator, and with what keeps memory where a GPU lets clients in only.
-        clients = models * self.rules.engines + 1 + (models + 1 if self._keepers_in_mps else 0)
+        clients = self._clients(models)
         if clients <= MOST_CLIENTS:
             return ""
         at_once = " that have room at once" if self.sleeping else ""
         return (
             f"{models} models{at_once} are {clients} clients of the MPS server on each GPU, which takes {MOST_CLIENTS}"
         )
+
+    def _clients(self, models: int) -> int:
+        """Of the MPS server on each GPU, when so many models are awake."""
+        if self.sharing == "off":
+            return 0
+        # With the migrator, and with what keeps memory where a GPU lets clients in only.
+        return models * self.rules.engines + 1 + (models + 1 if self._keepers_in_mps else 0)
 
     @property
     def _awake_at_once(self) -> int:
@@ -197,7 +201,13 @@ class GpuUnit:
             room -= int(LEAST_POOL_PART * usable) if pools is None else pools
             resting = resting_room(self.taken(sleeping).values(), self.resting(sleeping).values(), room, memory)
         rules = replace(self.rules, reserve_bytes=self.rules.reserve_bytes + resting)
-        return replace(self, sleeping=sleeping, rules=rules, resting_bytes=resting).present(awake)
+        made = replace(self, sleeping=sleeping, rules=rules)
+        # Engines that rest are clients of an MPS server as others are.
+        clients = made._clients(made._awake_at_once)
+        most = len(models) if not clients else max(0, MOST_CLIENTS - clients) // self.rules.engines
+        if resting and most:
+            return replace(made, resting_room=RestingSpec(resting, most)).present(awake)
+        return replace(made, rules=self.rules).present(awake)
 
     def resting(self, needs: Sequence[Needs]) -> dict[str, int]:
         """Bytes by model that its engines take while they rest, on the GPU where it is most."""

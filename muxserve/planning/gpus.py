@@ -131,16 +131,23 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
         named=named != "auto" or how.dedicated,
         green_sets=1 if how.dedicated else max(1, share_steps("green_contexts", fleet.policy)),
     )
-    if sleeping and fleet.memory is not None:
-        unit = unit.with_sleeping(
-            sleeping, resting_bytes(fleet.memory), pool if isinstance(pool := fleet.kv_pool.size, int) else None
-        )
-        if unit.resting_bytes:
-            words = f"{format_size(unit.resting_bytes)} of each GPU are for engines that stay while their models sleep"
-            unit = replace(unit, notes=(*unit.notes, words))
-    if unit.named or not (words := unit.too_many_clients()):
+    made = _with_sleeping(unit, sleeping, fleet)
+    if unit.named or not (words := made.too_many_clients()):
+        return made
+    alone = replace(unit, sharing="off", notes=(*unit.notes, f"engines take turns, since {words}"))
+    return _with_sleeping(alone, sleeping, fleet)
+
+
+def _with_sleeping(unit: GpuUnit, sleeping: Sequence[str], fleet: Fleet) -> GpuUnit:
+    """The unit where those of its models sleep until they are woken."""
+    if not sleeping or fleet.memory is None:
         return unit
-    return replace(unit, sharing="off", notes=(*unit.notes, f"engines take turns, since {words}"))
+    pools = fleet.kv_pool.size
+    unit = unit.with_sleeping(sleeping, resting_bytes(fleet.memory), pools if isinstance(pools, int) else None)
+    if unit.resting_room is None:
+        return unit
+    words = f"{format_size(unit.resting_room.bytes)} of each GPU are for engines that stay while their models sleep"
+    return replace(unit, notes=(*unit.notes, words))
 
 
 def resting_bytes(memory: MemorySection) -> int | None:

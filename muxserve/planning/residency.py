@@ -313,7 +313,8 @@ def _on_gpus(memory: MemorySection, plan: ResolvedUnit, gpu: GpuUnit, machine: M
     """The same where the memory is that of each of the unit's GPUs. That there is room for the models that never sleep
     and one of the others was looked at when the unit was planned."""
     taken, resting = gpu.taken(gpu.sleeping), gpu.resting(gpu.sleeping)
-    rested = rested_part(resting.values(), gpu.resting_bytes)
+    room = 0 if gpu.resting_room is None else gpu.resting_room.bytes
+    rested = rested_part(resting.values(), room)
     models = {}
     for model, demand in zip(plan.fleet.models, plan.demands, strict=True):
         if model.name in taken:

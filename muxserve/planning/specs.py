@@ -89,7 +89,7 @@ def unit_spec_of(plan: ResolvedUnit, run_dir: str, host: str | None = None, port
         watchdog=watchdog_of(plan.fleet),
         hibernation=hibernation_of(plan.fleet),
         host_copies=host_copies_of(plan),
-        resting_bytes=plan.gpu.resting_bytes if plan.gpu is not None else 0,
+        resting=plan.gpu.resting_room if plan.gpu is not None else None,
         decode_niceness=plan.fleet.memory.decode_niceness if plan.fleet.memory is not None and plan.gpu is None else 0,
     )
 

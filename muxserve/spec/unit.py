@@ -265,6 +265,13 @@ class SimulatedSpec(msgspec.Struct, frozen=True):
     ranks: int = 1
 
 
+class RestingSpec(msgspec.Struct, frozen=True):
+    """Room for engines that rest: bytes of each GPU, and of how many models at most."""
+
+    bytes: int
+    models: int
+
+
 class UnitSpec(msgspec.Struct, frozen=True):
     """Everything that a process of the unit needs to know."""
 
@@ -299,8 +306,8 @@ class UnitSpec(msgspec.Struct, frozen=True):
     hibernation: str = ""
     # Bytes of the host's memory for the weights of models that sleep, where these are served on GPUs.
     host_copies: int = 0
-    # Bytes of each GPU for engines that stay while their models sleep.
-    resting_bytes: int = 0
+    # On GPUs: engines that stay while their models sleep; None: they end.
+    resting: RestingSpec | None = None
     # By so much engines that decode give way to other processes, as of nice(2): while models are woken beside them.
     decode_niceness: int = 0
 

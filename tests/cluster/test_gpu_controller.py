@@ -21,7 +21,7 @@ from muxserve.gpu import weight_wire as wire
 from muxserve.gpu.budget import WAITING, Needs
 from muxserve.gpu.weight_wire import fetch, say
 from muxserve.memory import server
-from muxserve.spec import UnitSpec, load, load_fleet
+from muxserve.spec import RestingSpec, UnitSpec, load, load_fleet
 from tests.cluster.conftest import Fleet, RunDir, alive, gpu_unit_spec, running
 from tests.cluster.test_controller import ENGINES, GATEWAY, MEMORY, UNIT, VLLM, WARM, index
 
@@ -223,7 +223,7 @@ async def resting_fleet(run_dir: RunDir) -> AsyncIterator[Fleet]:
     """The engines of the second model stay while it sleeps."""
     (run_dir.path / "keep-weights").touch()
     sleeping = [Needs("two", rank, 700, 10, 0, 0) for rank in (0, 1)]
-    of = msgspec.structs.replace(gpu_unit_spec(run_dir.path), host_copies=2000, resting_bytes=4)
+    of = msgspec.structs.replace(gpu_unit_spec(run_dir.path), host_copies=2000, resting=RestingSpec(4, 2))
     async for each in running(Fleet(run_dir, [of], sleeping=sleeping)):
         await each.serving()
         await each.host.start_model("two")
@@ -332,7 +332,7 @@ async def test_weights_that_are_loaded_anew_are_mapped_by_new_engines(resting_fl
 async def test_engines_without_room_end(run_dir: RunDir) -> None:
     (run_dir.path / "keep-weights").touch()
     sleeping = [Needs(model, rank, 700, 10, 0, 0) for model in ("one", "two") for rank in (0, 1)]
-    of = msgspec.structs.replace(gpu_unit_spec(run_dir.path), host_copies=4000, resting_bytes=7)
+    of = msgspec.structs.replace(gpu_unit_spec(run_dir.path), host_copies=4000, resting=RestingSpec(7, 2))
     async for fleet in running(Fleet(run_dir, [of], sleeping=sleeping)):
         await fleet.serving()
         for model in ("one", "two"):

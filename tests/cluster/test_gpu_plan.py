@@ -22,7 +22,7 @@ from muxserve.planning.joining import Joined, NoRoomError
 from muxserve.planning.residency import residency_of
 from muxserve.planning.specs import fleet_spec_of, planned_unit, unit_spec_of
 from muxserve.planning.unit_plan import ResolvedUnit
-from muxserve.spec import ResidencySpec, UnitSpec, load
+from muxserve.spec import ResidencySpec, RestingSpec, UnitSpec, load
 from placement import Machine
 from placement.unit import MAX_BLOCKS
 from tests.cluster.test_plan import CONFIG, FakeHub
@@ -391,9 +391,11 @@ class TestSleeping:
         assert sum(each.bytes for each in spec.models.values()) > 80 * GIB > 4 * costs.bytes
         assert spec.rules.limit == int(0.92 * 80 * GIB)
         # Beside the memory manager's part a whole number of models has room, and pages have the rest.
-        assert spec.rules.fixed == pytest.approx(made.unit.pool_bytes + GIB, rel=0.01)
+        assert gpu.resting_room is not None
+        resting = gpu.resting_room.bytes
+        assert spec.rules.fixed == pytest.approx(made.unit.pool_bytes + GIB + resting, rel=0.01)
         room = spec.rules.limit - spec.rules.fixed
-        assert room / costs.bytes == pytest.approx(27, abs=0.02)
+        assert room / costs.bytes == pytest.approx(23, abs=0.02)
         assert 0.05 * spec.rules.limit < made.unit.pool_bytes < 0.05 * spec.rules.limit + costs.bytes
         assert spec.on_gpus
         assert unit_spec_of(made, "/run/x").decode_niceness == 0
@@ -449,12 +451,46 @@ class TestSleeping:
     def test_mps_takes_as_many_clients_as_have_room(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """40 models would be 81."""
         cluster = "{gpus: 1, sm_sharing: mps}"
-        _, gpu, spec, _ = self.plan(tmp_path, "{limit: 40GiB}", 40, cluster=cluster)
+        memory = "{limit: 40GiB, resting_engines: off}"
+        _, gpu, spec, _ = self.plan(tmp_path, memory, 40, cluster=cluster)
         at_once = (40 - 1) * GIB // spec.models["m0"].bytes
         assert gpu.sharing == "mps"
         monkeypatch.setattr(unit, "MOST_CLIENTS", 2 * at_once)
         with pytest.raises(FleetError, match=f"{at_once} models that have room at once are {2 * at_once + 1} clients"):
-            self.plan(tmp_path, "{limit: 40GiB}", 40, cluster=cluster)
+            self.plan(tmp_path, memory, 40, cluster=cluster)
+
+    def test_engines_that_rest_have_a_tenth_of_the_gpu_at_most(self, tmp_path: Path) -> None:
+        made, gpu, spec, _ = self.plan(tmp_path, "auto", 40)
+        assert gpu.sharing == "off", "24 models would be more clients than an MPS server takes"
+        assert gpu.resting_room == RestingSpec(8 * GIB, 40)
+        assert unit_spec_of(made, "/run/x").resting == gpu.resting_room
+        assert any("8 GiB of each GPU are for engines that stay" in note for note in gpu.notes)
+        # Half a GiB of context and of graphs for each of two engines: four models of forty rest.
+        wake = spec.models["m0"].seconds
+        _, none, ended, _ = self.plan(tmp_path, "{resting_engines: off}", 40)
+        assert none.resting_room is None
+        assert wake == pytest.approx(0.9 * ended.models["m0"].seconds, rel=0.1)
+        assert spec.models["m0"].bytes == ended.models["m0"].bytes
+
+    def test_engines_rest_where_models_sleep_and_are_copied_back(self, tmp_path: Path) -> None:
+        for memory, count in (
+            ("auto", 3),
+            ("{host_copies: off}", 40),
+            ("{host_copies: off, resting_engines: 4GiB}", 40),
+        ):
+            made, gpu, _, _ = self.plan(tmp_path, memory, count)
+            assert gpu.resting_room is None, (memory, count)
+            assert unit_spec_of(made, "/run/x").resting is None
+        _, gpu, _, _ = self.plan(tmp_path, "{resting_engines: 20GiB}", 40, cluster="{gpus: 1, mps: off}")
+        assert gpu.resting_room == RestingSpec(20 * GIB, 40)
+
+    def test_engines_that_rest_are_clients_of_mps(self, tmp_path: Path) -> None:
+        cluster = "{gpus: 1, sm_sharing: mps}"
+        _, gpu, spec, _ = self.plan(tmp_path, "{limit: 40GiB}", 40, cluster=cluster)
+        at_once = (spec.rules.limit - spec.rules.fixed) // spec.models["m0"].bytes
+        assert gpu.resting_room is not None
+        assert 2 * (at_once + gpu.resting_room.models) + 1 <= unit.MOST_CLIENTS
+        assert 2 * (at_once + gpu.resting_room.models + 2) + 1 > unit.MOST_CLIENTS
 
     @pytest.mark.parametrize(
         ("memory", "said"),

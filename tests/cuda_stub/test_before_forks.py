@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.cuda_stub.conftest import ROOT, WHEELS, Environment
+from tests.cuda_stub.stand_ins import ROOT, WHEELS, Environment
 from tests.support.patience import PATIENCE
 
 pytestmark = pytest.mark.skipif(not (WHEELS / ".installed").exists(), reason="needs vLLM's CUDA build: make cuda-stub")

@@ -20,7 +20,8 @@ import psutil
 import pytest
 
 from tests.cuda_stub import share
-from tests.cuda_stub.conftest import ROOT, WHEELS, Start
+from tests.cuda_stub.conftest import Start
+from tests.cuda_stub.stand_ins import ROOT, WHEELS
 from tests.cuda_stub.trace import Trace
 from tests.e2e.fleet import Fleet
 from tests.support.patience import PATIENCE

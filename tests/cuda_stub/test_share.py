@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.cuda_stub.conftest import ROOT, WHEELS, Environment
 from tests.cuda_stub.share import MODELS
+from tests.cuda_stub.stand_ins import ROOT, WHEELS, Environment
 from tests.support.patience import PATIENCE
 
 pytestmark = pytest.mark.skipif(not (WHEELS / ".installed").exists(), reason="needs vLLM's CUDA build: make cuda-stub")

@@ -149,3 +149,26 @@ def test_only_engines_on_cpu_with_one_rank_share_weights_by_forking(
     of: UnitSpec, ranks: int, gpu: GpuSpec | None, shares: bool
 ) -> None:
     assert shares_by_forking(msgspec.structs.replace(of, ranks=ranks, gpu=gpu)) is shares
+
+
+def test_an_engine_rests_and_is_forked_once(control: socket.socket) -> None:
+    """Whoever orders it again gets the one that rests; one that has died meanwhile is forked anew."""
+
+    def rest() -> None:
+        control.send(json.dumps({"op": "rest", "model": "one", "phase": "decode"}).encode())
+        assert told(control, "rests")["phase"] == "decode"
+
+    engine = fork(control, "engine", phase="decode")
+    assert told(control, "up")["pid"] == engine["pid"]
+    for _ in range(2):
+        rest()
+        assert fork(control, "engine", phase="decode") == engine
+        assert told(control, "up")["pid"] == engine["pid"]
+    rest()
+    os.kill(engine["pid"], signal.SIGKILL)
+    assert told(control, "exited")["pid"] == engine["pid"]
+    another = fork(control, "engine", phase="decode")
+    assert another["pid"] != engine["pid"]
+    assert told(control, "up")["pid"] == another["pid"]
+    # One that serves is not taken for one that rests.
+    assert fork(control, "engine", phase="decode")["pid"] not in (engine["pid"], another["pid"])

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muxserve.gpu.budget import (
+    AWAKE_PART,
     GRANULARITY,
+    RESTING_PART,
     BudgetError,
     Needs,
     budget,
@@ -16,6 +18,7 @@ from muxserve.gpu.budget import (
     measured,
     pool_beside,
     pool_bytes,
+    resting_room,
     table,
 )
 from placement.format import format_size
@@ -155,3 +158,38 @@ def test_no_memory_is_left_that_no_model_can_use() -> None:
     assert pool_beside(100, [30] * 3, 5) == 10
     assert pool_beside(100, [32] * 5, 5) == 36
     assert pool_beside(100, [95, 5, 5], 5) == 5
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), max_size=12), st.integers(0, 400), st.integers(1, 500)
+)
+def test_engines_that_rest_leave_room_for_most_models(models: list[tuple[int, int]], room: int, gpu: int) -> None:
+    taken, resting = [each for each, _ in models], [each for _, each in models]
+    scale = GRANULARITY
+    found = resting_room(
+        [each * scale for each in taken], [each * scale for each in resting], room * scale, gpu * scale
+    )
+    assert found % scale == 0
+    if not models or sum(taken) <= room:
+        assert found == 0, "all are awake"
+        return
+    kept = found // scale
+    assert 0 <= kept <= min(sum(resting), RESTING_PART * gpu)
+    assert not kept or room - kept >= max(taken), "the largest has room"
+    mean = sum(taken) / len(taken)
+    assert not kept or (room - kept) // mean >= int(AWAKE_PART * (room // mean))
+
+
+def test_a_tenth_of_a_gpu_is_for_engines_that_rest() -> None:
+    scale = GRANULARITY
+
+    def of(taken: list[int], resting: int, room: int, gpu: int) -> int:
+        sizes = [each * scale for each in taken]
+        return resting_room(sizes, [resting * scale] * len(taken), room * scale, gpu * scale) // scale
+
+    assert of([10] * 20, 2, 100, 120) == 12
+    assert of([10] * 20, 2, 100, 600) == 20, "three quarters of ten are eight of them"
+    assert of([40] * 5, 2, 90, 200) == 10, "two of them stay awake"
+    assert of([40] * 5, 2, 80, 200) == 0
+    assert of([10] * 4, 2, 100, 600) == 0, "none sleeps"
+    assert of([10] * 11, 1, 100, 600) == 11
