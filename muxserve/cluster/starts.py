@@ -52,8 +52,10 @@ _ASK_AGAIN_SECONDS = 1.0
 # What the process that fills a model's weights in does: reads its files, keeps a copy of what came of them, or copies
 # that back.
 WeightSource = Literal["", "copy", "restore"]
-# Engines let go of the weights, or map them again, in milliseconds; so long at most, before they end.
+# Engines let go of the weights, or map them again, in milliseconds; so long at most, before they end. The weights are
+# copied in seconds, those of several models one after the other.
 _REST_SECONDS = 30.0
+_RESTORE_SECONDS = 180.0
 # What a process had on a GPU is free some time after its end; so long, and so often, is looked.
 _FREE_SECONDS, _FREE_LOOK_SECONDS = 5.0, 0.1
 
@@ -506,8 +508,9 @@ class Starts:
         awaited = {"awaited": "yes"} if part.id in self.awaited else {}
         self.awaited.discard(part.id)
         rested = self.resting.take(part.id)
-        if rested and part.limit is not None:
-            part.limit.reschedule(asyncio.get_running_loop().time() + _REST_SECONDS)
+        # Weights are copied by a process that other models need, too.
+        part.lent = source == "restore"
+        limit = _RESTORE_SECONDS if part.lent else _REST_SECONDS if rested else None
         birth = link.order(part.id, (), **awaited, **({"weights": source} if source else {}))
         self.parent_of[part.id] = link
         try:
@@ -517,7 +520,8 @@ class Starts:
             except ProcessLookupError:
                 raise PartDied(exit_words(self._exits.get(pid))) from None
             self._exits.pop(pid, None)  # of an earlier process with that pid
-            kept = await while_running(part.process, asyncio.shield(birth.up))
+            async with asyncio.timeout(limit):
+                kept = await while_running(part.process, asyncio.shield(birth.up))
         except (PartDied, PartFailed) as failure:
             # It may have said why just before it ended.
             await asyncio.wait([birth.up], timeout=_LAST_WORDS_SECONDS)
@@ -532,7 +536,11 @@ class Starts:
                 # The next one is started from nothing.
                 raise PartDied(f"it cannot come back from its rest: {said or failure}") from None
             raise said or failure from None
-        if kept and lost is not None:
+        if source == "copy":
+            link.pin(part.id.model)
+        if part.lent:
+            part.left = lost
+        elif kept and lost is not None:
             # Its contexts leave the GPUs, before the pools take the rest.
             ranks = [Process(pid) for pid in children(part.process.pid)]
             await part.stop(STOP_SECONDS)

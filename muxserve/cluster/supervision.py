@@ -65,6 +65,8 @@ class Part:
         self.process: Process | None = None
         # What its process has left behind and need not stay for: resolves with the reason when that is lost.
         self.left: asyncio.Future[str] | None = None
+        # Its process is not its own: it serves others, too, and is not ended with it.
+        self.lent = False
         self.began = 0.0
         self.up = asyncio.Event()
         self.policy = RestartPolicy()
@@ -94,8 +96,9 @@ class Part:
             self._kill(self.process)
 
     async def stop(self, grace: float) -> None:
-        """SIGTERM, and SIGKILL after `grace` seconds; returns when it has ended. Nothing if it does not run."""
-        if self.process is not None and self.process.running:
+        """SIGTERM, and SIGKILL after `grace` seconds; returns when it has ended. Nothing if it does not run, or its
+        process is lent."""
+        if not self.lent and self.process is not None and self.process.running:
             await self.process.stop(grace, self._kill)
 
     def _kill(self, process: Process) -> None:
@@ -183,6 +186,7 @@ class Supervisor:
         """
         while True:
             part.process = part.left = None
+            part.lent = False
             part.killed_for = part.hung = ""
             blameless = fatal = False
             if part.after is not None:

@@ -127,6 +127,11 @@ class WarmLink:
         finally:
             self._hibernations.pop(model, None)
 
+    def pin(self, model: str) -> None:
+        """There is a copy of the weights of `model` in the host's memory: have it pinned."""
+        with contextlib.suppress(OSError):
+            self._send({"op": "pin", "model": model})
+
     async def rest(self, part: PartId) -> None:
         """The model of the engine `part` sleeps, and the engine stays without the weights until it is ordered again.
 

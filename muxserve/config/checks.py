@@ -194,7 +194,7 @@ def _memory_of_gpus(source: Source, given: Mapping[str, object]) -> Iterator[Pro
         message = "is for models on a CPU; on GPUs the page cache keeps the files that weights are loaded from"
         yield source.problem(("memory", "hibernate"), f"{message}; leave it out")
     if given.get("turns") is True:
-        message = "is for models on a CPU; on a GPU each turn would start the model's engines anew, which takes seconds"
+        message = "is for models on a CPU; on GPUs a model finishes its answers before it sleeps"
         yield source.problem(("memory", "turns"), f"{message}; leave it out")
 
 

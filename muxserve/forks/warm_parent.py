@@ -105,7 +105,9 @@ class WarmParent:
         self.control = control
         self._model_parents: dict[str, tuple[int, socket.socket]] = {}
         # Engines that were forked here: by model and phase.
-        self._engines: dict[tuple[str, str], _Engine] = {}
+        self._engines: dict[tuple[str, str], _Child] = {}
+        # What copies weights back.
+        self._copier: _Child | None = None
         self._parent = ForkingParent(
             control, control, self._handle, self._on_exit, heartbeat_file(unit_spec.run_dir, "warm_parent")
         )
@@ -124,6 +126,8 @@ class WarmParent:
             self._hibernate(command["model"])
         elif operation == "prefetch":
             self._prefetch(command["model"])
+        elif operation == "pin":
+            self._tell_copier(f"pin {command['model']}")
         elif operation == "rest":
             self._rest(command["model"], command["phase"])
         elif operation != "fork":
@@ -172,7 +176,7 @@ class WarmParent:
         theirs.close()
         if known is not None:
             known.orders.close()
-        self._engines[model, phase] = _Engine(pid, ours)
+        self._engines[model, phase] = _Child(pid, ours)
         self.control.event("forked", kind="engine", model=model, phase=phase, pid=pid)
 
     def _rest(self, model: str, phase: str) -> None:
@@ -181,17 +185,39 @@ class WarmParent:
         if known is not None and known.tell(REST):
             known.rests = True
 
+    def _tell_copier(self, order: str) -> int:
+        """Have what copies weights back, or fork it; its pid."""
+        if self._copier is not None and self._copier.tell(order.encode()):
+            return self._copier.pid
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+        def child() -> None:
+            from muxserve.engine.cuda import weights
+
+            ours.close()
+            self._close_sockets()
+            weights.run_copier(self.path, self.control, theirs)
+
+        pid = self._parent.fork("weight copier", self.unit_spec.log_dir / "weight-copier.log", child)
+        theirs.close()
+        if self._copier is not None:
+            self._copier.orders.close()
+        self._copier = _Child(pid, ours)
+        self._copier.tell(order.encode())
+        return pid
+
     def _fork_holder(self, model: str, how: str) -> None:
         """`how`: empty, `copy` or `restore`, as of `cluster.starts.WeightSource`."""
+        if how == "restore":
+            pid = self._tell_copier(f"restore {model}")
+            self.control.event("forked", kind="weights", model=model, phase="", pid=pid)
+            return
 
         def child() -> None:
             from muxserve.engine.cuda import weights
 
             self._close_sockets()
-            if how == "restore":
-                weights.run_restorer(load(self.path), model, self.control)
-            else:
-                weights.run_holder(load(self.path), model, self.control, copies=how == "copy")
+            weights.run_holder(load(self.path), model, self.control, copies=how == "copy")
 
         log_file = self.unit_spec.log_dir / f"weights-{file_name(model)}.log"
         pid = self._parent.fork(f"weights {model}", log_file, child)
@@ -254,8 +280,8 @@ class WarmParent:
         """In a child: orders to others are not its business."""
         for _, sock in self._model_parents.values():
             sock.close()
-        for engine in self._engines.values():
-            engine.orders.close()
+        for child in (*self._engines.values(), *([self._copier] if self._copier is not None else [])):
+            child.orders.close()
 
     def _on_exit(self, pid: int, status: int) -> None:
         for model, (parent_pid, sock) in list(self._model_parents.items()):
@@ -266,11 +292,15 @@ class WarmParent:
             if engine.pid == pid:
                 engine.orders.close()
                 del self._engines[place]
+        if self._copier is not None and self._copier.pid == pid:
+            self._copier.orders.close()
+            self._copier = None
 
 
 @dataclass(slots=True)
-class _Engine:
-    """An engine that was forked from the warm parent, the socket for its orders, and whether it was told to rest."""
+class _Child:
+    """A process that was forked from the warm parent and takes orders, the socket for these, and whether it was told to
+    rest."""
 
     pid: int
     orders: socket.socket

@@ -143,11 +143,18 @@ def _with_sleeping(unit: GpuUnit, sleeping: Sequence[str], fleet: Fleet) -> GpuU
     if not sleeping or fleet.memory is None:
         return unit
     pools = fleet.kv_pool.size
+    reserve = unit.rules.reserve_bytes + copier_bytes(fleet.memory, unit.rules)
+    unit = replace(unit, rules=replace(unit.rules, reserve_bytes=reserve))
     unit = unit.with_sleeping(sleeping, resting_bytes(fleet.memory), pools if isinstance(pools, int) else None)
     if unit.resting_room is None:
         return unit
     words = f"{format_size(unit.resting_room.bytes)} of each GPU are for engines that stay while their models sleep"
     return replace(unit, notes=(*unit.notes, words))
+
+
+def copier_bytes(memory: MemorySection, rules: MemoryRules) -> int:
+    """Of each GPU, for the context of what copies weights back; nothing where they are loaded."""
+    return 0 if memory.host_copies == "off" else rules.context_bytes
 
 
 def resting_bytes(memory: MemorySection) -> int | None:
@@ -165,9 +172,9 @@ def resident_rules(fleet: Fleet, gpus: Sequence[Gpu]) -> MemoryRules:
     Raises:
         FleetError: `memory.limit` is more than a GPU has.
     """
-    rules = MemoryRules.served(_utilisation(fleet, gpus))
-    resting = resting_bytes(fleet.memory or MemorySection()) or 0
-    return replace(rules, reserve_bytes=rules.reserve_bytes + resting)
+    rules, memory = MemoryRules.served(_utilisation(fleet, gpus)), fleet.memory or MemorySection()
+    more = copier_bytes(memory, rules) + (resting_bytes(memory) or 0)
+    return replace(rules, reserve_bytes=rules.reserve_bytes + more)
 
 
 def _utilisation(fleet: Fleet, gpus: Sequence[Gpu]) -> float:

@@ -18,7 +18,7 @@ from muxserve.gpu.unit import LEAST_POOL_PART
 from muxserve.metrics.definitions import Objectives
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.planning.elastic import TPOT_SECONDS, TTFT_SECONDS, NoUnitError, elastic_fleet
-from muxserve.planning.gpus import UNPLANNED, resting_bytes
+from muxserve.planning.gpus import UNPLANNED, copier_bytes, resting_bytes
 from muxserve.planning.prediction import Simulated, Surroundings, simulated_of
 from muxserve.planning.residency import gpu_residency, gpu_wake_costs, rested_part
 from muxserve.planning.resident_units import resident_units
@@ -162,7 +162,7 @@ def as_deployed(fleet: Fleet, demands: Sequence[Demand], cluster: Cluster, aroun
     if isinstance(memory.limit, int):
         rules = replace(rules, utilisation=min(rules.utilisation, memory.limit / whole))
     asked = resting_bytes(memory)
-    rules = replace(rules, reserve_bytes=rules.reserve_bytes + (asked or 0))
+    rules = replace(rules, reserve_bytes=rules.reserve_bytes + copier_bytes(memory, rules) + (asked or 0))
     usable, size = int(rules.utilisation * whole), fleet.kv_pool.size
     least = size if isinstance(size, int) else int(LEAST_POOL_PART * usable)
     always = frozenset(model.name for model in fleet.models if model.keep == "always")

@@ -9,9 +9,9 @@ Files in the unit's or the fleet's directory (or in $FAKES) change what they do:
 (say that they cannot start), `slow-gateway` (draining lasts as long as it is there), `linger` (the scheduler never says
 that a replica is drained), `busy` (so many requests are in the unit), `mute` (the unit scheduler does not say how it
 stands), `beat` (unit scheduler, parents and engines show by heartbeats that they live), `keep-weights` (weights are
-kept when they are loaded), `restless-NAME` (an engine says nothing when it is to rest), `fail-wake-NAME` (one that
-rests cannot come back), `deaf-gateway` (gateways go by the fleet file as it was for as long as it is there),
-`refuse-MODEL` (gateways cannot offer that model).
+kept when they are loaded), `fail-restore`, `hang-restore` (weights cannot be copied back), `restless-NAME` (an engine
+says nothing when it is to rest), `fail-wake-NAME` (one that rests cannot come back), `deaf-gateway` (gateways go by the
+fleet file as it was for as long as it is there), `refuse-MODEL` (gateways cannot offer that model).
 The first gateway serves the fewest pages that `muxserve deploy` wants. What they see and do is written to `journal` in
 the fleet's directory, one line each. Lines in `orders` there are sent to the controller by the scheduler.
 """
@@ -338,6 +338,8 @@ class Warm(Parent):
         self.model_parents: dict[str, int] = {}
         # By model and phase: pid, orders, and whether it rests.
         self.engines: dict[tuple[str, str], tuple[int, socket.socket, bool]] = {}
+        # What copies weights back: pid and orders.
+        self.copier: tuple[int, socket.socket] | None = None
 
     def run(self) -> None:
         if told(self.run_dir, "fail-warm"):
@@ -356,6 +358,8 @@ class Warm(Parent):
             pid, orders, _ = self.engines[model, order["phase"]]
             orders.send(b"rest")
             self.engines[model, order["phase"]] = pid, orders, True
+        elif operation == "pin":
+            self.tell_copier(f"pin {model}")
         elif operation == "end":
             pid = self.model_parents.pop(model, None)
             if pid is not None:
@@ -385,6 +389,9 @@ class Warm(Parent):
         if told(self.run_dir, "model-parents"):
             self.load(order["model"])
         who = {key: order[key] for key in ("kind", "model", "phase")}
+        if order.get("weights") == "restore":
+            self.event("forked", pid=self.tell_copier(f"restore {order['model']}"), **who)
+            return
         pid, orders, rests = self.engines.get((order["model"], order["phase"]), (0, None, False))
         if orders is not None and rests:
             try:
@@ -411,18 +418,14 @@ class Warm(Parent):
         if told(self.run_dir, f"die-{name}"):
             os._exit(9)
         signal.signal(signal.SIGTERM, lambda *_: (self.journal.write(f"stop {name}"), os._exit(0)))
-        source = order.get("weights", "")
-        if source == "restore" and told(self.run_dir, "fail-restore"):
-            self.event("failed", error="the copy is of cheese", **who)
-            os._exit(1)
-        self.event("progress", detail="copying weights back" if source == "restore" else "loading weights", **who)
-        if order["kind"] == "weights" and source != "restore" and not told(self.run_dir, "mute-weights"):
+        self.event("progress", detail="loading weights", **who)
+        if order["kind"] == "weights" and not told(self.run_dir, "mute-weights"):
             figures = {"weights_bytes": 100, "activation_bytes": 20, "context_bytes": 3, "graph_bytes": 1}
             for rank in (0, 1):
                 self.event("measured", kind="weights", model=order["model"], rank=rank, **figures)
         kept = order["kind"] == "weights" and bool(told(self.run_dir, "keep-weights"))
         if kept:
-            self.keep_weights(order["model"], source)
+            self.keep_weights(order["model"], order.get("weights", ""))
         self.event("up", pid=os.getpid(), kept=kept, **who)
         beat = beating(self.run_dir, f"engine-{order['model']}-{order['phase']}")
         while True:
@@ -441,6 +444,38 @@ class Warm(Parent):
                     os._exit(1)
                 self.journal.write(f"{name} is back")
                 self.event("up", pid=os.getpid(), kept=False, **who)
+
+    def tell_copier(self, order: str) -> int:
+        if self.copier is not None:
+            try:
+                self.copier[1].send(order.encode())
+                return self.copier[0]
+            except OSError:
+                pass
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid:
+            theirs.close()
+            ours.send(order.encode())
+            self.copier = pid, ours
+            return pid
+        ours.close()
+        die_with_parent(signal.SIGKILL)
+        signal.signal(signal.SIGTERM, lambda *_: (self.journal.write("stop copier"), os._exit(0)))
+        while True:
+            what, _, model = theirs.recv(64).decode().partition(" ")
+            self.journal.write(f"copier: {what} {model}")
+            if what != "restore":
+                continue
+            who = {"kind": "weights", "model": model, "phase": ""}
+            if told(self.run_dir, "fail-restore"):
+                self.event("failed", error="the copy is of cheese", **who)
+                os._exit(1)
+            self.event("progress", detail="copying weights back", **who)
+            while told(self.run_dir, "hang-restore"):
+                time.sleep(0.02)
+            self.keep_weights(model, "restore")
+            self.event("up", pid=os.getpid(), kept=True, **who)
 
     def keep_weights(self, model: str, source: str) -> None:
         """Hand a piece of memory over, as who loads weights does, on each rank; with a copy, or made of one, if that is

@@ -198,6 +198,52 @@ async def test_a_copy_that_cannot_be_copied_back_is_not_tried_again(sleeping_fle
     assert down.reason.startswith("its weights cannot be copied back: ")
 
 
+async def test_one_process_copies_the_weights_of_all_models_and_stays(sleeping_fleet: Fleet) -> None:
+    fleet = sleeping_fleet
+    await fleet.serving()
+    pids = []
+    for _ in range(3):
+        await fleet.host.start_model("two")
+        pids.append(fleet.pid(HOLDERS[1]))
+        await fleet.host.stop_model("two")
+    assert pids[0] != pids[1] == pids[2]
+    assert alive(pids[2])
+    assert [line for line in fleet.journal() if line.startswith("copier: ")] == [
+        "copier: pin two",  # when it was loaded
+        "copier: restore two",
+        "copier: restore two",
+    ]
+    # Nobody needs it while a model serves.
+    await fleet.host.start_model("two")
+    os.kill(pids[2], signal.SIGKILL)
+    await fleet.until(lambda: not alive(pids[2]))
+    await fleet.host.stop_model("two")
+    await fleet.host.start_model("two")
+    assert fleet.host.up("two")
+    assert sources(fleet) == ["loading weights", *["copying weights back"] * 4]
+    last = fleet.pid(HOLDERS[1])
+    fleet.controller.stop()
+    assert await fleet.task == EXIT_OK
+    assert not alive(last)
+
+
+async def test_a_copy_that_takes_for_ever_is_tried_again(
+    sleeping_fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = sleeping_fleet
+    await fleet.serving()
+    await fleet.host.start_model("two")
+    await fleet.host.stop_model("two")
+    monkeypatch.setattr(starts, "_RESTORE_SECONDS", 0.5)
+    fleet.tell("hang-restore")
+    waking = asyncio.create_task(fleet.host.start_model("two"))
+    await fleet.until(lambda: sources(fleet).count("copying weights back") > 1)
+    (fleet.run_dir.path / "hang-restore").unlink()
+    await waking
+    assert fleet.host.up("two")
+    assert sources(fleet).count("loading weights") == 1
+
+
 async def test_copies_take_no_more_than_they_may(run_dir: RunDir) -> None:
     (run_dir.path / "keep-weights").touch()
     sleeping = [Needs("two", rank, 700, 10, 0, 0) for rank in (0, 1)]

@@ -231,10 +231,14 @@ def engine(spec: Any) -> Any:
 
 
 def restorer(spec: Any) -> dict[str, Any]:
-    from muxserve.engine.cuda.weight_restorer import restore
+    from muxserve.engine.cuda.weight_copier import HostCopies, known, restore
 
+    copies = HostCopies()
+    known(spec, "m", copies)
+    while copies.pin_next():
+        pass
     for rank in range(spec.ranks):
-        restore(spec, "m", rank)
+        restore(spec, "m", rank, copies)
     return {}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from typing import Any
 
 from muxserve.engine.rest import REST, WAKE, RestOrders
@@ -27,9 +28,10 @@ def run_holder(unit_spec: UnitSpec, model: str, control: Any, copies: bool = Fal
     signal.pause()
 
 
-def run_restorer(unit_spec: UnitSpec, model: str, control: Any) -> None:
-    control.event("up", kind="weights", model=model, phase="", pid=os.getpid(), source="restored")
-    signal.pause()
+def run_copier(file: str, control: Any, orders: socket.socket) -> None:
+    while order := orders.recv(64):
+        what, model = order.decode().split(" ")
+        control.event("up", kind="weights", model=model, phase="", pid=os.getpid(), source=what)
 
 
 def run_engine(unit_spec: UnitSpec, model: str, phase: str, progress: Any, up: Any, orders: RestOrders) -> None:
@@ -46,4 +48,4 @@ def run_engine(unit_spec: UnitSpec, model: str, phase: str, progress: Any, up: A
 
 
 if __name__ == "__main__":
-    warm_parent.main(run_holder, run_restorer, run_engine)
+    warm_parent.main(run_holder, run_copier, run_engine)

@@ -119,7 +119,7 @@ def test_holders_and_engines_are_children_of_the_warm_parent(control: socket.soc
 
 
 @pytest.mark.parametrize(
-    ("how", "source"), [({}, "loaded"), ({"weights": "copy"}, "copied"), ({"weights": "restore"}, "restored")]
+    ("how", "source"), [({}, "loaded"), ({"weights": "copy"}, "copied"), ({"weights": "restore"}, "restore")]
 )
 def test_weights_come_from_where_the_order_says(control: socket.socket, how: dict[str, str], source: str) -> None:
     fork(control, "weights", **how)

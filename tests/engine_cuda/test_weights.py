@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.weight_cache.protocol import WeightCacheSt
 
 from muxserve.engine.cuda import cuda_ipc, weight_loader, weight_tensors, weights
 from muxserve.engine.cuda.weight_loader import rebuild
-from muxserve.engine.cuda.weight_memory import ExportedWeights, Piece, restored
+from muxserve.engine.cuda.weight_memory import ExportedWeights, Piece, in_file, restored
 from muxserve.engine.cuda.weight_tensors import describe, mapped, processed
 from muxserve.gpu import weight_wire as wire
 from muxserve.gpu.weight_server import WeightServer
@@ -325,7 +325,8 @@ def test_tensors_are_moved_with_what_sees_the_same_memory(monkeypatch: pytest.Mo
     files = kept.copied()
     values = [each.clone() for each in pieces]
     in_order = [files[each.handle] for each in told.allocations]
-    back, made = restored(told, in_order, allocate)
+    copies = [in_file(file, each.size) for file, each in zip(in_order, told.allocations, strict=True)]
+    back, made = restored(told, copies, allocate)
     wire.close_all(in_order)
     assert [each.handle for each in back.allocations] == [b"piece 4", b"piece 5", b"piece 6"]
     assert msgspec.structs.replace(back, allocations=told.allocations) == told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -11,7 +12,7 @@ from muxserve.engine.rest import RestOrders
 from muxserve.forks import direct, warm_parent
 from muxserve.spec import EnginePhase, UnitSpec
 
-Control = Callable[[UnitSpec, str, Any], None]
+Copier = Callable[[str, Any, socket.socket], None]
 Engine = Callable[[UnitSpec, str, EnginePhase, Any, Any, RestOrders], None]
 
 
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
     from muxserve.engine.cuda import weights as _weights
 
     _holder: Holder = _weights.run_holder
-    _restorer: Control = _weights.run_restorer
+    _copier: Copier = _weights.run_copier
     _engine: Engine = direct._run
 
 
-def main(holder: Holder, restorer: Control, engine: Engine) -> None:
+def main(holder: Holder, copier: Copier, engine: Engine) -> None:
     """Arguments of the command line as those of `muxserve.forks.warm_parent`."""
     weights = ModuleType("muxserve.engine.cuda.weights")
-    vars(weights).update(run_holder=holder, run_restorer=restorer)
+    vars(weights).update(run_holder=holder, run_copier=copier)
     sys.modules[weights.__name__] = weights
     vars(direct)["_run"] = engine
     vars(warm_parent).update(preload=lambda device: None, register=lambda models: None)

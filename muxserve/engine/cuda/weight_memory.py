@@ -159,12 +159,12 @@ def in_file(file: int, size: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
 
 
-def restored(weights: Weights, files: Sequence[int], allocate: Allocate) -> tuple[Weights, list[Piece]]:
+def restored(weights: Weights, copies: Sequence[torch.Tensor], allocate: Allocate) -> tuple[Weights, list[Piece]]:
     """Weights that were in pieces of exported memory, in new ones.
 
     Args:
         weights: as they were.
-        files: in the host's memory, with the bytes of each piece.
+        copies: the bytes of each piece, in the host's memory.
         allocate: makes pieces of memory.
 
     Returns:
@@ -178,7 +178,7 @@ def restored(weights: Weights, files: Sequence[int], allocate: Allocate) -> tupl
     for each in weights.allocations:
         if each.kind == "vmm":
             piece = allocate(each.size)
-            piece.memory[: each.size].copy_(in_file(files[len(pieces)], each.size))
+            piece.memory[: each.size].copy_(copies[len(pieces)], non_blocking=True)
             pieces.append(piece)
             each = msgspec.structs.replace(each, handle=piece.handle.encode())
         allocations.append(each)

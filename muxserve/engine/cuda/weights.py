@@ -14,6 +14,7 @@ which a unit has no memory for.
 from __future__ import annotations
 
 import dataclasses
+import socket
 from typing import Any
 
 from vllm.config import ModelConfig
@@ -43,15 +44,15 @@ def run_holder(unit_spec: UnitSpec, model: str, control: Any, copies: bool = Fal
     run(unit_spec, model, control, copies)
 
 
-def run_restorer(unit_spec: UnitSpec, model: str, control: Any) -> None:
-    """Copy the weights of `model` back to each GPU of the unit from the host's memory, and have them kept; then wait to
-    be ended.
+def run_copier(file: str, control: Any, orders: socket.socket) -> None:
+    """Copy weights of models back to each GPU of the unit, whose spec is in `file`, from the host's memory, and have
+    them kept, whenever `orders` say so; until these end.
 
-    Reports `up` on `control`; `failed` with the reason if it cannot.
+    Reports `up` on `control` for each model; `failed` with the reason if it cannot, and ends.
     """
-    from muxserve.engine.cuda.weight_restorer import run
+    from muxserve.engine.cuda.weight_copier import run
 
-    run(unit_spec, model, control)
+    run(file, control, orders)
 
 
 def fingerprint(model_config: ModelConfig) -> dict[str, str]:
