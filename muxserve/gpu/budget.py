@@ -67,6 +67,13 @@ class Budget:
     pool_bytes: int
 
 
+    def used(self, pools_bytes: int, page_bytes: int, rules: MemoryRules) -> int:
+        """Bytes of all that the budget has with pools of `pools_bytes`, whose smallest page has `page_bytes`."""
+        tables = pools_bytes // page_bytes * rules.engines * _TABLE_ENTRY
+        # The last line has the page tables of a pool of all that is left.
+        return sum(line.bytes for line in self.lines[1:-1]) + tables + pools_bytes
+
+
 class BudgetError(ValueError):
     """A GPU's memory is not enough; the message says what takes it and what to lower, and by how much."""
 
@@ -143,7 +150,8 @@ def pool_bytes(budgets: Sequence[Budget]) -> int:
 
 def pool_beside(left: int, sleeping: Sequence[int], least: int) -> int:
     """Bytes of the pools beside models that sleep: what a whole number of them leaves, at their mean size, so that no
-    memory is of no use to anybody; all of them if they have room.
+    memory is of no use to anybody; all of them if they have room. The two largest have room together if they can, so
+    that one can be woken while the other is awake.
 
     Args:
         left: bytes of a GPU for pools and these models.
@@ -154,7 +162,10 @@ def pool_beside(left: int, sleeping: Sequence[int], least: int) -> int:
     if sum(sleeping) <= room:
         return left - sum(sleeping)
     mean = sum(sleeping) / len(sleeping)
-    return max(least, left - max(int(room / mean) * int(mean), *sleeping))
+    largest = sorted(sleeping, reverse=True)
+    two = sum(largest[:2])
+    awake = max(int(room / mean) * int(mean), largest[0], two if two <= room else 0)
+    return max(least, left - awake)
 
 
 def resting_room(taken: Collection[int], resting: Collection[int], room: int, gpu_bytes: int) -> int:

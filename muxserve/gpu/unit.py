@@ -263,7 +263,7 @@ class GpuUnit:
         return self._used(min(pool.page_bytes for pool in pools), size)
 
     def _used(self, page_bytes: int, pools_bytes: int) -> int:
-        return max(each.lines[0].bytes - each.pool_bytes + pools_bytes for each in self._budgets(page_bytes))
+        return max(each.used(pools_bytes, page_bytes, self._memory_rules) for each in self._budgets(page_bytes))
 
     def check_room(self, joining: Sequence[Needs], pools: Sequence[PoolSpec], found: GpuMachine, loaded: bool) -> None:
         """Whether a model more fits beside the pools that the unit has, and the models of its `needs`.

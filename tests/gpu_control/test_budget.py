@@ -193,3 +193,8 @@ def test_a_tenth_of_a_gpu_is_for_engines_that_rest() -> None:
     assert of([40] * 5, 2, 80, 200) == 0
     assert of([10] * 4, 2, 100, 600) == 0, "none sleeps"
     assert of([10] * 11, 1, 100, 600) == 11
+
+
+def test_the_two_largest_have_room_together_if_they_can() -> None:
+    assert pool_beside(100, [41, 40, 39, 39, 38], 5) == 19
+    assert pool_beside(100, [60, 45, 20, 20, 20], 5) == 34, "else as many as have room at their mean size"
