@@ -35,10 +35,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from report import machine, percentiles, write_report
 
 from muxserve.costs import ModelArchitecture
+from muxserve.costs.calibration import host_bandwidth
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.records import RequestRecord
-from muxserve.planning.elastic import TPOT_SECONDS, WAKE_SECONDS, elastic_placement, host_bandwidth, residency_on
+from muxserve.planning.elastic import TPOT_SECONDS, WAKE_SECONDS, elastic_placement, residency_on
 from muxserve.scheduling.residency import ResidencyRules, WakeCosts
 from muxserve.scheduling.turns import TurnRules
 from muxserve.simulator import FleetModel, RelocationRules, SimResidency, SimUnit, sim_unit, simulate

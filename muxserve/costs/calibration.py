@@ -154,3 +154,13 @@ def graphs_of(engine_args: Mapping[str, object]) -> Graphs:
     if engine_args.get("enforce_eager") or mode in ("NONE", None):
         return "eager"
     return "full" if "FULL" in str(mode) else "piecewise"
+
+
+# Bytes per second from the host's memory to a GPU, by the data sheets: PCIe 5.0 x16 from Hopper on, 4.0 before.
+_GEN5, _GEN4 = 64e9, 32e9
+_HOPPER = ("H100", "H200", "H20", "H800", "B200", "GB200")
+
+
+def host_bandwidth(name: str) -> float:
+    """Bytes per second that are copied from pinned memory of the host to one GPU of that type."""
+    return (_GEN5 if name.split("-")[0] in _HOPPER else _GEN4) * LINKS["pcie"].efficiency

@@ -66,7 +66,6 @@ class Budget:
     lines: tuple[Line, ...]
     pool_bytes: int
 
-
     def used(self, pools_bytes: int, page_bytes: int, rules: MemoryRules) -> int:
         """Bytes of all that the budget has with pools of `pools_bytes`, whose smallest page has `page_bytes`."""
         tables = pools_bytes // page_bytes * rules.engines * _TABLE_ENTRY

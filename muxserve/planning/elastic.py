@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from muxserve.config import Fleet
-from muxserve.costs.calibration import LINKS
+from muxserve.costs.calibration import host_bandwidth
 from muxserve.costs.devices import device
 from muxserve.planning.arrangements.base import fleet_model
 from muxserve.planning.prediction import Simulated
@@ -25,9 +25,6 @@ from placement.memory import MemoryRules, model_bytes
 SHARED_PART = 0.4
 # What is kept free for caches to grow into while models are woken.
 GROWTH_PART = 0.05
-# Bytes per second from the host's memory to a GPU, by the data sheets: PCIe 5.0 x16 from Hopper on, 4.0 before.
-_GEN5, _GEN4 = 64e9, 32e9
-_HOPPER = ("H100", "H200", "H20", "H800", "B200", "GB200")
 # What a wake takes besides its weights, seconds: measured on a CPU (docs/residency.md), where it has no CUDA context to
 # make and no graphs to capture.
 WAKE_SECONDS = 0.5
@@ -39,11 +36,6 @@ TPOT_SECONDS = 0.1
 
 class NoUnitError(ValueError):
     """A model is too large for the machines; the message says so."""
-
-
-def host_bandwidth(name: str) -> float:
-    """Bytes per second that weights are copied with from the host to one GPU of that type."""
-    return (_GEN5 if name.split("-")[0] in _HOPPER else _GEN4) * LINKS["pcie"].efficiency
 
 
 def residency_on(

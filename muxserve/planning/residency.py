@@ -16,6 +16,8 @@ import psutil
 from muxserve.config import AUTO, Fleet, FleetError, MemorySection, Model
 from muxserve.costs import ModelArchitecture
 from muxserve.costs.architecture import ITEM_BYTES
+from muxserve.costs.calibration import host_bandwidth
+from muxserve.gpu.nvml import device_name
 from muxserve.gpu.unit import GpuUnit
 from muxserve.planning.unit_plan import ResolvedUnit
 from muxserve.scheduling.residency import ResidencyRules, WakeCosts
@@ -65,13 +67,13 @@ _WEIGHT_OF_A_LEVEL = 1 / 1.25
 _IN_MEMORY = ("tmpfs", "ramfs")
 # More at a time would take memory that others wait for, and come up no sooner.
 MOST_WAKES = 4
-# The same of GPUs, where weights are loaded by one process at a time, and engines start meanwhile. How long a wake
-# takes there is an assumption until one was measured: contexts and vLLM's start, and weights out of the host's memory.
-# (The first GPU had three small models up 19 s after vLLM was imported, beside three other fleets: docs/gpu.md.)
+# The same of GPUs, where weights are copied by one process, and engines start meanwhile. Until one was measured a wake
+# is taken to last as long as over stand-ins of the driver, where engines are started or have stayed
+# (benchmarks/results/wakes_stand_ins.json: 5.2 s, and 0.03 s in which the driver's work is next to none), and as its
+# weights are copied. (The first GPU had three small models up 19 s after vLLM was imported, beside three other fleets:
+# docs/gpu.md.)
 GPU_WAKES = 2
-GPU_WAKE_SECONDS, GPU_WAKE_BANDWIDTH = 3.0, 10e9
-# The same where the model's engines have stayed: a process that copies the weights has a context, and engines map them.
-GPU_RESTED_SECONDS = 0.5
+GPU_WAKE_SECONDS, GPU_RESTED_SECONDS = 5.0, 0.1
 GPU_SLEEP_SECONDS = 1.0
 # Of the host's memory, for the weights of models that sleep on GPUs.
 HOST_COPIES_PART = 0.5
@@ -276,11 +278,13 @@ def _objectives(model: Model) -> _Objectives:
     )
 
 
-def gpu_wake_costs(size: int, weights: int, ttft: float, tpot: float, rested: float) -> WakeCosts:
-    """Of a model that takes `size` bytes of each of its GPUs, of which `weights` are copied there. `rested`: the part
-    of its wakes for which its engines have stayed (`rested_part`)."""
+def gpu_wake_costs(
+    size: int, weights: int, device: str, rested: float, ttft: float = TTFT_SECONDS, tpot: float = TPOT_SECONDS
+) -> WakeCosts:
+    """Of a model that takes `size` bytes of each of its GPUs, of type `device`, of which `weights` are copied there.
+    `rested`: the part of its wakes for which its engines have stayed (`rested_part`)."""
     seconds = rested * GPU_RESTED_SECONDS + (1 - rested) * GPU_WAKE_SECONDS
-    return WakeCosts(size, seconds=seconds + weights / GPU_WAKE_BANDWIDTH, ttft=ttft, tpot=tpot)
+    return WakeCosts(size, seconds=seconds + weights / host_bandwidth(device), ttft=ttft, tpot=tpot)
 
 
 def rested_part(sizes: Collection[int], room: int) -> float:
@@ -319,7 +323,8 @@ def _on_gpus(memory: MemorySection, plan: ResolvedUnit, gpu: GpuUnit, machine: M
     for model, demand in zip(plan.fleet.models, plan.demands, strict=True):
         if model.name in taken:
             weights = demand.architecture.weight_bytes(demand.resolved_dtype) // gpu.ranks
-            models[model.name] = gpu_wake_costs(taken[model.name], weights, *_objectives(model), rested)
+            kind = device_name(gpu.gpus[0]) or gpu.gpus[0].name
+            models[model.name] = gpu_wake_costs(taken[model.name], weights, kind, rested, *_objectives(model))
     limit = min(each.lines[0].bytes for each in gpu.budgets(plan.demands))
     awake = sum(gpu.taken([each for each in gpu.needs if each.model in taken]).values())
     return gpu_residency(memory, models, limit, gpu.used(plan.demands, plan.unit.pool_bytes) - awake, machine.cores)

@@ -185,9 +185,10 @@ def as_deployed(fleet: Fleet, demands: Sequence[Demand], cluster: Cluster, aroun
             each.name: gpu_wake_costs(
                 taken[each.name],
                 each.architecture.weight_bytes(each.dtype) // unit.gpus,
+                node.device,
+                rested_part(engines, room),
                 TTFT_SECONDS if each.slo_ttft is None else each.slo_ttft,
                 TPOT_SECONDS if each.slo_tpot is None else each.slo_tpot,
-                rested_part(engines, room),
             )
             for each in sleepers
         }

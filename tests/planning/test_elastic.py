@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from muxserve.costs import ModelArchitecture
-from muxserve.planning.elastic import GROWTH_PART, NoUnitError, elastic_placement, host_bandwidth, residency_on
+from muxserve.costs.calibration import host_bandwidth
+from muxserve.planning.elastic import GROWTH_PART, NoUnitError, elastic_placement, residency_on
 from placement.cluster import Cluster, Node
 from placement.demand import Demand
 from placement.memory import MemoryRules
