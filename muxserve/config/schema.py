@@ -221,7 +221,7 @@ class MemorySection(Section):
     resting_engines: SizeIfAny = Field(
         default=AUTO,
         description="On GPUs: memory of each for engines that stay while their models sleep, so that a wake only "
-        "copies weights back; auto: what those of all sleeping models need, a tenth of the GPU at most; off: they end",
+        "copies weights back; auto: what all of them need, if two models can be awake then; off: they end",
     )
     turns: bool = Field(
         default=False,

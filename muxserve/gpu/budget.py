@@ -7,10 +7,10 @@ order in which engines start does not matter.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from muxserve.spec import RestingSpec
 from placement.demand import Demand
 from placement.format import format_size
 from placement.memory import MemoryRules, activation_bytes, weight_bytes
@@ -18,9 +18,8 @@ from placement.memory import MemoryRules, activation_bytes, weight_bytes
 _MIB = 1 << 20
 # Pools are a multiple of this, the granularity of the driver's memory on all GPUs so far.
 GRANULARITY = 2 * _MIB
-# Of a GPU's memory, for engines that stay while their models sleep; and the part that is left of the models which could
-# be awake together without them.
-RESTING_PART, AWAKE_PART = 0.1, 0.75
+# Of a GPU's memory, for engines that stay while their models sleep.
+RESTING_PART = 0.5
 # What a weight holder says while others load and measure: they do so one after another.
 WAITING = "waiting for the GPU"
 _TABLE_ENTRY = 4  # bytes of an engine's page table on the GPU, per page
@@ -168,11 +167,10 @@ def pool_beside(left: int, sleeping: Sequence[int], least: int) -> int:
 
 
 def resting_room(taken: Collection[int], resting: Collection[int], room: int, gpu_bytes: int) -> int:
-    """Bytes of a GPU that are kept for engines which rest while their models sleep: all that these need, but
-
-    - nothing where all models can be awake together;
-    - at most `RESTING_PART` of the GPU;
-    - no more than leaves room for three quarters of the models that could be awake together without it.
+    """Bytes of a GPU that are kept for engines which rest while their models sleep: all that these need, as far as the
+    two largest models still have room together and it is at most `RESTING_PART` of the GPU. Where that is less than
+    half of what they need, only what a whole number of awake models leaves: a few that rest are not worth a model that
+    could be awake. Nothing where all models can be awake together.
 
     Args:
         taken: bytes of each model that sleeps at times, when it is awake.
@@ -181,11 +179,21 @@ def resting_room(taken: Collection[int], resting: Collection[int], room: int, gp
     """
     if not taken or sum(taken) <= room:
         return 0
-    mean = max(1, sum(taken) // len(taken))
-    together = max(1, room // mean)
-    kept = max(max(taken), math.ceil(AWAKE_PART * together) * mean)
-    most = max(0, min(sum(resting), int(RESTING_PART * gpu_bytes), room - kept))
+    wanted, largest = sum(resting), sorted(taken, reverse=True)
+    two = sum(largest[:2])
+    most = min(wanted, int(RESTING_PART * gpu_bytes), room - (two if two <= room else largest[0]))
+    if 2 * most < wanted:
+        mean = max(1, sum(taken) // len(taken))
+        most = min(wanted, room - max(largest[0], room // mean * mean))
+    most = max(0, most)
     return most - most % GRANULARITY
+
+
+def at_rest(sizes: Collection[int], room: RestingSpec | None) -> int:
+    """The engines of about how many models rest in that room, if those of each take one of the `sizes`."""
+    if room is None or not sizes:
+        return 0
+    return min(len(sizes), room.models, room.bytes * len(sizes) // max(1, sum(sizes)))
 
 
 def check(

@@ -18,6 +18,7 @@ from muxserve.gpu.budget import (
     BudgetError,
     Needs,
     NotFreeError,
+    at_rest,
     budget,
     check,
     check_room,
@@ -151,6 +152,8 @@ class GpuUnit:
         """Why an MPS server cannot take all processes of the unit; empty if it can."""
         models = self._awake_at_once
         clients = self._clients(models)
+        if not self.named:
+            clients += at_rest(self.resting(self.sleeping).values(), self.resting_room) * self.rules.engines
         if clients <= MOST_CLIENTS:
             return ""
         at_once = " that have room at once" if self.sleeping else ""
@@ -200,14 +203,28 @@ class GpuUnit:
             room = usable - self.rules.reserve_bytes - sum(self.taken(awake).values())
             room -= int(LEAST_POOL_PART * usable) if pools is None else pools
             resting = resting_room(self.taken(sleeping).values(), self.resting(sleeping).values(), room, memory)
+        made, most = self._with_resting(sleeping, resting), len(models)
+        # Engines that rest are clients of an MPS server as others are. Where nobody asks for one, there may be none.
+        while self.named and resting and (most := made._clients_left) < len(models):
+            less = most * max(self.resting(sleeping).values()) // GRANULARITY * GRANULARITY
+            if less >= resting:
+                break
+            resting = less
+            made = self._with_resting(sleeping, resting)
+        if not resting or not most:
+            return made.present(awake)
+        return replace(made, resting_room=RestingSpec(resting, most)).present(awake)
+
+    def _with_resting(self, sleeping: tuple[Needs, ...], resting: int) -> GpuUnit:
         rules = replace(self.rules, reserve_bytes=self.rules.reserve_bytes + resting)
-        made = replace(self, sleeping=sleeping, rules=rules)
-        # Engines that rest are clients of an MPS server as others are.
-        clients = made._clients(made._awake_at_once)
-        most = len(models) if not clients else max(0, MOST_CLIENTS - clients) // self.rules.engines
-        if resting and most:
-            return replace(made, resting_room=RestingSpec(resting, most)).present(awake)
-        return replace(made, rules=self.rules).present(awake)
+        return replace(self, sleeping=sleeping, rules=rules)
+
+    @property
+    def _clients_left(self) -> int:
+        """The engines of how many models an MPS server takes besides those of the models that are awake."""
+        if self.sharing == "off":
+            return MOST_CLIENTS
+        return max(0, MOST_CLIENTS - self._clients(self._awake_at_once)) // self.rules.engines
 
     def resting(self, needs: Sequence[Needs]) -> dict[str, int]:
         """Bytes by model that its engines take while they rest, on the GPU where it is most."""

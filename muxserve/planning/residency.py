@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from muxserve.config import AUTO, Fleet, FleetError, MemorySection, Model
 from muxserve.costs import ModelArchitecture
 from muxserve.costs.architecture import ITEM_BYTES
 from muxserve.costs.calibration import host_bandwidth
+from muxserve.gpu.budget import at_rest
 from muxserve.gpu.nvml import device_name
 from muxserve.gpu.unit import GpuUnit
 from muxserve.planning.unit_plan import ResolvedUnit
@@ -101,6 +102,8 @@ def with_residency(unit: SimUnit, spec: ResidencySpec, exclusive: bool = False) 
         swap=None,
         decode_weight=_WEIGHT_OF_A_LEVEL**spec.decode_niceness,
         hibernated={name: hibernated_seconds(each) for name, each in spec.models.items()} if spec.hibernates else {},
+        resting=spec.resting,
+        started_seconds=GPU_WAKE_SECONDS - GPU_RESTED_SECONDS if spec.on_gpus else 0.0,
     )
     return replace(unit, residency=residency)
 
@@ -279,25 +282,19 @@ def _objectives(model: Model) -> _Objectives:
 
 
 def gpu_wake_costs(
-    size: int, weights: int, device: str, rested: float, ttft: float = TTFT_SECONDS, tpot: float = TPOT_SECONDS
+    size: int, weights: int, device: str, ttft: float = TTFT_SECONDS, tpot: float = TPOT_SECONDS
 ) -> WakeCosts:
-    """Of a model that takes `size` bytes of each of its GPUs, of type `device`, of which `weights` are copied there.
-    `rested`: the part of its wakes for which its engines have stayed (`rested_part`)."""
-    seconds = rested * GPU_RESTED_SECONDS + (1 - rested) * GPU_WAKE_SECONDS
-    return WakeCosts(size, seconds=seconds + weights / host_bandwidth(device), ttft=ttft, tpot=tpot)
-
-
-def rested_part(sizes: Collection[int], room: int) -> float:
-    """The part of wakes for which the engines have stayed: of as many models as have room in `room` bytes, if each is
-    as likely to be woken as any other. `sizes`: what the engines of each take."""
-    return min(1.0, room / sum(sizes)) if sizes and sum(sizes) else 1.0
+    """Of a model that takes `size` bytes of each of its GPUs, of type `device`, of which `weights` are copied there, if
+    its engines have ended."""
+    return WakeCosts(size, seconds=GPU_WAKE_SECONDS + weights / host_bandwidth(device), ttft=ttft, tpot=tpot)
 
 
 def gpu_residency(
-    memory: MemorySection, models: Mapping[str, WakeCosts], limit: int, fixed: int, cores: int
+    memory: MemorySection, models: Mapping[str, WakeCosts], limit: int, fixed: int, cores: int, resting: int
 ) -> ResidencySpec:
     """By what memory decides in a unit on GPUs, of each of which everything may take `limit` bytes, and what is awake
-    all the time takes `fixed`. Weights that have been loaded once are kept in the host's memory."""
+    all the time takes `fixed`. Weights that have been loaded once are kept in the host's memory, and the engines of
+    `resting` models stay."""
     rules = ResidencyRules(
         limit,
         min_residence=memory.min_residence,
@@ -310,21 +307,21 @@ def gpu_residency(
         fixed=fixed,
         wakes_ahead=memory.host_copies != "off",
     )
-    return ResidencySpec(rules, dict(models), on_gpus=True)
+    return ResidencySpec(rules, dict(models), on_gpus=True, resting=resting)
 
 
 def _on_gpus(memory: MemorySection, plan: ResolvedUnit, gpu: GpuUnit, machine: Machine) -> ResidencySpec:
     """The same where the memory is that of each of the unit's GPUs. That there is room for the models that never sleep
     and one of the others was looked at when the unit was planned."""
     taken, resting = gpu.taken(gpu.sleeping), gpu.resting(gpu.sleeping)
-    room = 0 if gpu.resting_room is None else gpu.resting_room.bytes
-    rested = rested_part(resting.values(), room)
+    rest = at_rest(resting.values(), gpu.resting_room)
     models = {}
     for model, demand in zip(plan.fleet.models, plan.demands, strict=True):
         if model.name in taken:
             weights = demand.architecture.weight_bytes(demand.resolved_dtype) // gpu.ranks
             kind = device_name(gpu.gpus[0]) or gpu.gpus[0].name
-            models[model.name] = gpu_wake_costs(taken[model.name], weights, kind, rested, *_objectives(model))
+            models[model.name] = gpu_wake_costs(taken[model.name], weights, kind, *_objectives(model))
     limit = min(each.lines[0].bytes for each in gpu.budgets(plan.demands))
     awake = sum(gpu.taken([each for each in gpu.needs if each.model in taken]).values())
-    return gpu_residency(memory, models, limit, gpu.used(plan.demands, plan.unit.pool_bytes) - awake, machine.cores)
+    fixed = gpu.used(plan.demands, plan.unit.pool_bytes) - awake
+    return gpu_residency(memory, models, limit, fixed, machine.cores, rest)

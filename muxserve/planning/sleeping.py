@@ -13,18 +13,18 @@ from functools import partial
 from muxserve.config import AUTO, Fleet, MemorySection
 from muxserve.costs.devices import device
 from muxserve.costs.latency import LatencyModel
-from muxserve.gpu.budget import pool_beside, resting_room
+from muxserve.gpu.budget import at_rest, pool_beside, resting_room
 from muxserve.gpu.unit import LEAST_POOL_PART
 from muxserve.metrics.definitions import Objectives
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.planning.elastic import TPOT_SECONDS, TTFT_SECONDS, NoUnitError, elastic_fleet
 from muxserve.planning.gpus import UNPLANNED, copier_bytes, resting_bytes
 from muxserve.planning.prediction import Simulated, Surroundings, simulated_of
-from muxserve.planning.residency import gpu_residency, gpu_wake_costs, rested_part
+from muxserve.planning.residency import gpu_residency, gpu_wake_costs
 from muxserve.planning.resident_units import resident_units
 from muxserve.planning.simulations import Simulations
 from muxserve.simulator import ControlDelays, FleetResult, Options, ResidencyResult, mode_of, simulate
-from muxserve.spec import ResidencySpec
+from muxserve.spec import ResidencySpec, RestingSpec
 from muxserve.workload.trace import TraceRequest
 from placement.cluster import Cluster, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand
@@ -186,7 +186,6 @@ def as_deployed(fleet: Fleet, demands: Sequence[Demand], cluster: Cluster, aroun
                 taken[each.name],
                 each.architecture.weight_bytes(each.dtype) // unit.gpus,
                 node.device,
-                rested_part(engines, room),
                 TTFT_SECONDS if each.slo_ttft is None else each.slo_ttft,
                 TPOT_SECONDS if each.slo_tpot is None else each.slo_tpot,
             )
@@ -197,7 +196,8 @@ def as_deployed(fleet: Fleet, demands: Sequence[Demand], cluster: Cluster, aroun
         units.append(PlacedUnit(name, node.device, tuple(range(first, first + unit.gpus)), placed, pool))
         first += unit.gpus
         fixed += pool
-        specs[name] = gpu_residency(memory, models, usable, fixed, _CORES)
+        rest = at_rest(engines, RestingSpec(room, len(engines)))
+        specs[name] = gpu_residency(memory, models, usable, fixed, _CORES, rest)
     made = simulated_of(Placement(cluster, tuple(units)), fleet.multiplexed(), demands, around)
     return replace(made, residency=specs, origin="units in which memory decides who is awake, as deployed")
 

@@ -87,6 +87,9 @@ class ResidentUnit(ScheduledUnit):
         self._expected = 0
         # Whose wakes are begun before there is memory for them, in that order.
         self._prefetching: list[str] = []
+        # Whose engines stay while they sleep: each has been awake once. Who slept last is at the end.
+        asleep = [name for name in residency.models if name not in residency.awake]
+        self._resting = asleep[: residency.resting]
 
     def _policy(self, residency: SimResidency) -> Residency:
         """What decides which models are awake. Where one at a time is, it takes all that there is."""
@@ -273,6 +276,7 @@ class ResidentUnit(ScheduledUnit):
         if model.residence is Residence.LEAVING and not model.running:
             model.become(Residence.ASLEEP, now)
             model.hibernated |= model.moves
+            self._resting = [*self._resting, model.name][-self.residency.resting :] if self.residency.resting else []
             self.awake.slept(now - model.idle_since)
             self._resize(self.residency.models[model.name].bytes, 0)
             self._decide(now)
@@ -280,7 +284,9 @@ class ResidentUnit(ScheduledUnit):
     def _wake_seconds(self, model: ResidentModel) -> float:
         """Seconds that waking it takes alone."""
         residency = self.residency
-        return residency.hibernated[model.name] if model.hibernated else residency.models[model.name].seconds
+        if model.hibernated:
+            return residency.hibernated[model.name]
+        return residency.models[model.name].seconds - residency.started_seconds * (model.name in self._resting)
 
     def _run(self, model: ResidentModel, more: int, now: float) -> None:
         """The model has so many more running requests; wakes beside it go on as fast as that lets them."""
@@ -375,6 +381,8 @@ class ResidentUnit(ScheduledUnit):
                 self._resize(model.prefetched or 0, self.residency.models[model.name].bytes)
                 model.saved = self._prefetched(model)
                 model.left = self._wake_seconds(model) - model.saved + self._copy_seconds(model)
+                if model.name in self._resting:
+                    self._resting.remove(model.name)
                 self._expect(now)
             elif isinstance(change, Prefetch):
                 self._prefetch(model, change.bytes, now)

@@ -113,7 +113,8 @@ class SimResidency:
     A wake takes `WakeCosts.seconds`, and a sleep `sleep_seconds`. On a CPU a wake takes a core besides, and is longer
     by `wake_drag` of its seconds for each other wake or busy model per core of the rules. Of a core that it shares with
     a wake, decoding gets `decode_weight` times as much as that. A model that was put to sleep when nobody waited for
-    its memory is woken in its `hibernated` seconds from then on, if it has such.
+    its memory is woken in its `hibernated` seconds from then on, if it has such. On GPUs the engines of so many models
+    as `resting` stay while they sleep, those of who slept last; woken, such a model takes `started_seconds` less.
 
     `elastic`: the pools have all memory of the rules' limit, what models take that are not asleep is taken from their
     pages, and what is fixed is kept free for caches that grow. `start_seconds` of a wake are not for copying weights: a
@@ -136,6 +137,8 @@ class SimResidency:
     start_seconds: float = 0.0
     decode_weight: float = 1.0
     hibernated: Mapping[str, float] = field(default_factory=dict)
+    resting: int = 0
+    started_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

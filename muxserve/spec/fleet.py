@@ -80,7 +80,8 @@ class ResidencySpec(msgspec.Struct, frozen=True):
     """Memory decides which models are awake: by these rules, and with what each model is expected to take. Models that
     are not in it are served as without. With `turns` a model that has to go may stop before it has finished. Where it
     `hibernates`, a sleeping model's memory is in a file. Decoding gives way to wakes by `decode_niceness`. `on_gpus`:
-    the memory is that of each GPU, and not this machine's."""
+    the memory is that of each GPU, and not this machine's; the engines of about so many models as `resting` stay while
+    these sleep."""
 
     rules: ResidencyRules
     models: dict[str, WakeCosts]
@@ -88,6 +89,7 @@ class ResidencySpec(msgspec.Struct, frozen=True):
     hibernates: bool = False
     decode_niceness: int = 0
     on_gpus: bool = False
+    resting: int = 0
 
 
 class FleetSpec(msgspec.Struct, frozen=True):

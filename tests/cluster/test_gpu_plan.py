@@ -395,7 +395,7 @@ class TestSleeping:
         resting = gpu.resting_room.bytes
         assert spec.rules.fixed == pytest.approx(made.unit.pool_bytes + 1.5 * GIB + resting, rel=0.01)
         room = spec.rules.limit - spec.rules.fixed
-        assert room / costs.bytes == pytest.approx(23, abs=0.02)
+        assert room / costs.bytes == pytest.approx(11, abs=0.02)
         assert 0.05 * spec.rules.limit < made.unit.pool_bytes < 0.05 * spec.rules.limit + costs.bytes
         assert spec.on_gpus
         assert unit_spec_of(made, "/run/x").decode_niceness == 0
@@ -408,8 +408,9 @@ class TestSleeping:
             assert unit_spec_of(each, "/run/x").host_copies == expected * GIB
 
     def test_what_never_sleeps_is_loaded_first_and_takes_its_part(self, tmp_path: Path) -> None:
-        _, _, all_sleep, _ = self.plan(tmp_path, "{limit: 40GiB}")
-        made, gpu, spec, _ = self.plan(tmp_path, "{limit: 40GiB}", more=", keep: always")
+        memory = "{limit: 40GiB, resting_engines: off}"
+        _, _, all_sleep, _ = self.plan(tmp_path, memory)
+        made, gpu, spec, _ = self.plan(tmp_path, memory, more=", keep: always")
         assert made.served == ("m0",)
         assert "m0" not in spec.models
         assert {each.model for each in gpu.needs} == {"m0", "m9"}
@@ -459,18 +460,18 @@ class TestSleeping:
         with pytest.raises(FleetError, match=f"{at_once} models that have room at once are {2 * at_once + 1} clients"):
             self.plan(tmp_path, memory, 40, cluster=cluster)
 
-    def test_engines_that_rest_have_a_tenth_of_the_gpu_at_most(self, tmp_path: Path) -> None:
+    def test_engines_that_rest_have_half_of_the_gpu_at_most(self, tmp_path: Path) -> None:
         made, gpu, spec, _ = self.plan(tmp_path, "auto", 40)
-        assert gpu.sharing == "off", "24 models would be more clients than an MPS server takes"
-        assert gpu.resting_room == RestingSpec(8 * GIB, 40)
+        assert gpu.sharing == "off", "with those that rest there would be more clients than an MPS server takes"
+        assert gpu.resting_room == RestingSpec(40 * GIB, 40)
         assert unit_spec_of(made, "/run/x").resting == gpu.resting_room
-        assert any("8 GiB of each GPU are for engines that stay" in note for note in gpu.notes)
-        # Half a GiB of context and of graphs for each of two engines: four models of forty rest.
-        wake = spec.models["m0"].seconds
+        assert any("40 GiB of each GPU are for engines that stay" in note for note in gpu.notes)
+        # Half a GiB of context and of graphs for each of two engines.
+        assert spec.resting == 20
         _, none, ended, _ = self.plan(tmp_path, "{resting_engines: off}", 40)
         assert none.resting_room is None
-        assert wake == pytest.approx(0.9 * ended.models["m0"].seconds, rel=0.1)
-        assert spec.models["m0"].bytes == ended.models["m0"].bytes
+        assert ended.resting == 0
+        assert spec.models["m0"] == ended.models["m0"]
 
     def test_engines_rest_where_models_sleep_and_are_copied_back(self, tmp_path: Path) -> None:
         for memory, count in (
@@ -491,6 +492,9 @@ class TestSleeping:
         assert gpu.resting_room is not None
         assert 2 * (at_once + gpu.resting_room.models) + 1 <= unit.MOST_CLIENTS
         assert 2 * (at_once + gpu.resting_room.models + 2) + 1 > unit.MOST_CLIENTS
+        # They have no more memory than they need.
+        each = max(gpu.resting(gpu.sleeping).values())
+        assert gpu.resting_room.bytes <= (gpu.resting_room.models + 1) * each
 
     @pytest.mark.parametrize(
         ("memory", "said"),
