@@ -52,15 +52,6 @@ class RestingEngines:
         # Those that came to rest last are at the end.
         self._models: dict[str, _Model] = {}
 
-    @property
-    def models(self) -> list[str]:
-        """Whose engines rest."""
-        return list(self._models)
-
-    def has(self, part: PartId) -> bool:
-        """Whether this engine rests."""
-        return part.model in self._models and part in self._models[part.model].processes
-
     async def make_room(self, size: int) -> bool:
         """End others for engines that take `size` bytes of each GPU; whether they have room then."""
         if self._room is None:
@@ -76,17 +67,17 @@ class RestingEngines:
         known = self._models[model] = _Model(size, dict(processes))
         known.watches = [asyncio.create_task(self._watch(model, process)) for process in processes.values()]
 
-    def take(self, part: PartId) -> bool:
-        """An engine is ordered back: it is somebody else's from now on. Whether it rested."""
-        if not self.has(part):
-            return False
-        model = self._models[part.model]
+    def take(self, part: PartId) -> Process | None:
+        """An engine is ordered back, and is the caller's from now on; None if it does not rest."""
+        model = self._models.get(part.model)
+        process = None if model is None else model.processes.pop(part, None)
+        if model is None or process is None:
+            return None
         for watch in model.watches:
             watch.cancel()
-        del model.processes[part]
         if not model.processes:
             del self._models[part.model]
-        return True
+        return process
 
     async def end(self, model: str) -> None:
         """Those of `model` do not rest any longer, and end."""

@@ -148,6 +148,8 @@ class Starts:
         # by rank.
         self._weights: dict[str, list[WeightServer]] = {}
         self._copies: dict[str, dict[int, HostCopy]] = {}
+        # What copied weights back last.
+        self._copier: Process | None = None
         # Engines that stay while their models sleep.
         self.resting = RestingEngines(unit_spec.resting)
         # Model loading is mostly computing; more at once than this only makes each of them later.
@@ -510,15 +512,18 @@ class Starts:
         rested = self.resting.take(part.id)
         # Weights are copied by a process that other models need, too.
         part.lent = source == "restore"
+        known = self._copier if part.lent else rested
         limit = _RESTORE_SECONDS if part.lent else _REST_SECONDS if rested else None
         birth = link.order(part.id, (), **awaited, **({"weights": source} if source else {}))
         self.parent_of[part.id] = link
         try:
             pid = await birth.forked
             try:
-                part.process = Process(pid)
+                part.process = known if known is not None and known.pid == pid and known.running else Process(pid)
             except ProcessLookupError:
                 raise PartDied(exit_words(self._exits.get(pid))) from None
+            if part.lent:
+                self._copier = part.process
             self._exits.pop(pid, None)  # of an earlier process with that pid
             async with asyncio.timeout(limit):
                 kept = await while_running(part.process, asyncio.shield(birth.up))

@@ -283,7 +283,8 @@ def rested(fleet: Fleet) -> int:
 async def test_engines_stay_while_their_model_sleeps(resting_fleet: Fleet) -> None:
     fleet = resting_fleet
     before = [fleet.pid(part) for part in RESTING]
-    for rounds in (1, 2):
+    files = []
+    for rounds in (1, 2, 3):
         await fleet.host.stop_model("two")
         assert all(map(alive, before))
         assert rested(fleet) == 2 * rounds
@@ -299,14 +300,16 @@ async def test_engines_stay_while_their_model_sleeps(resting_fleet: Fleet) -> No
         assert fleet.host.up("two")
         assert [fleet.pid(part) for part in RESTING] == before
         assert await kept(fleet, "two") == b"two"
-    assert sources(fleet) == ["loading weights", "copying weights back", "copying weights back"]
+        files.append(len(os.listdir("/proc/self/fd")))
+    assert files[1] == files[2], "each process is watched by one descriptor"
+    assert sources(fleet) == ["loading weights", *["copying weights back"] * 3]
     # One that dies awake is forked anew, and rests as any other.
     os.kill(before[0], signal.SIGKILL)
-    await fleet.until(lambda: fleet.ups(RESTING[0]) == 4 and fleet.host.up("two"))
+    await fleet.until(lambda: fleet.ups(RESTING[0]) == 5 and fleet.host.up("two"))
     assert fleet.pid(RESTING[0]) != before[0]
     assert fleet.pid(RESTING[1]) == before[1]
     await fleet.host.stop_model("two")
-    assert rested(fleet) == 6
+    assert rested(fleet) == 8
     last = [fleet.pid(part) for part in RESTING]
     fleet.controller.stop()
     assert await fleet.task == EXIT_OK
