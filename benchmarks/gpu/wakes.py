@@ -70,7 +70,13 @@ def main() -> int:
         print(f"nothing was measured: {found.why_none or 'no GPU is visible'}")
         return 0
     end_cleanly()
-    report: dict[str, Any] = {"machine": machine(), "gpus": [gpu.name for gpu in found.gpus], "systems": {}}
+    report: dict[str, Any] = {
+        "machine": machine(),
+        "gpus": [gpu.name for gpu in found.gpus],
+        # Of the driver (`tests/cuda_stub`): there is no GPU.
+        "stand_ins": "FAKE_CUDA_DEVICES" in os.environ,
+        "systems": {},
+    }
     with tempfile.TemporaryDirectory(prefix="wakes-") as name:
         folder, given = Path(name), Path(options.shape)
         names = [f"m{number}" for number in range(options.models)]

@@ -130,6 +130,12 @@ def _memory(memory: dict[str, Any]) -> list[str]:
     used, limit = (format_size(int(memory.get(key) or 0)) for key in ("used_bytes", "limit_bytes"))
     where = Counter(str(model.get("residence")) for model in models.values())
     lines = [f"memory: {used} of {limit} used; {', '.join(f'{n} {word}' for word, n in sorted(where.items()))}"]
+    if copies := sum(int(model.get("copy_bytes") or 0) for model in models.values()):
+        resting = sum(bool(model.get("engines_rest")) for model in models.values())
+        lines.append(
+            f"copies of weights take {format_size(copies)} of the host's memory; "
+            f"engines of {resting} models stay while these sleep"
+        )
     if memory.get("turns"):
         lines.append(_turns(memory["turns"]))
     for name, model in models.items():

@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from muxserve import wire
 from muxserve.cluster import log_tail
@@ -364,7 +363,7 @@ class UnitHost:
         self._starts.awaited |= new.keys()
         supervisor = self._supervisor(lambda: model in self._served)
         tasks = {part.id: asyncio.create_task(supervisor.keep(part)) for part in new.values()}
-        up: asyncio.Future[Any] = asyncio.gather(*(part.up.wait() for part in new.values()))
+        up = asyncio.create_task(_until_up(new.values()))
         try:
             await asyncio.wait({up, *tasks.values()}, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks.values():
@@ -534,6 +533,11 @@ class UnitHost:
 
     async def _explain(self, part: Part) -> str:
         return await log_tail.explain(self.unit_spec.gpu, part.id, self.log_tail_of(part.id)[1])
+
+
+async def _until_up(parts: Iterable[Part]) -> None:
+    for part in parts:
+        await part.up.wait()
 
 
 async def _never(part: Part) -> None:

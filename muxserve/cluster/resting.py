@@ -52,6 +52,11 @@ class RestingEngines:
         # Those that came to rest last are at the end.
         self._models: dict[str, _Model] = {}
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Whose engines rest."""
+        return tuple(self._models)
+
     async def make_room(self, size: int) -> bool:
         """End others for engines that take `size` bytes of each GPU; whether they have room then."""
         if self._room is None:

@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import zmq
@@ -317,9 +318,7 @@ class Starts:
         if not sleeps:
             return ""
         weights = sum(needs.weights_bytes for (name, _), needs in self._needs.items() if name == model)
-        kept = sum(copy.bytes for copies in self._copies.values() for copy in copies.values())
-        kept += sum(server.copy.bytes for of in self._weights.values() for server in of if server.copy is not None)
-        return "copy" if kept + weights <= self.unit_spec.host_copies else ""
+        return "copy" if sum(self._kept().values()) + weights <= self.unit_spec.host_copies else ""
 
     def expect(self, estimated: Collection[Needs]) -> None:
         """What a model that joins the unit needs of its GPUs, before it has been measured."""
@@ -350,7 +349,14 @@ class Starts:
         if self._sizer is None:
             return None
         there = {part.model for part in self.parts}
-        return self._sizer.used([each for each in self._needs.values() if each.model in there], self.unit_spec.pools)
+        used = self._sizer.used([each for each in self._needs.values() if each.model in there], self.unit_spec.pools)
+        return replace(used, copies=self._kept(), resting=self.resting.models)
+
+    def _kept(self) -> dict[str, int]:
+        """Bytes of the host's memory for weights, by model."""
+        asleep = {model: sum(copy.bytes for copy in each.values()) for model, each in self._copies.items()}
+        there = ((model, [s.copy for s in each if s.copy is not None]) for model, each in self._weights.items())
+        return asleep | {model: sum(copy.bytes for copy in copies) for model, copies in there if copies}
 
     async def _until_loaded(self, model: str) -> None:
         """A model's engines come after its weights."""
@@ -527,6 +533,10 @@ class Starts:
             self._exits.pop(pid, None)  # of an earlier process with that pid
             async with asyncio.timeout(limit):
                 kept = await while_running(part.process, asyncio.shield(birth.up))
+        except TimeoutError:
+            if limit is None:
+                raise
+            raise PartDied(f"not ready after {limit:.0f} s") from None
         except (PartDied, PartFailed) as failure:
             # It may have said why just before it ended.
             await asyncio.wait([birth.up], timeout=_LAST_WORDS_SECONDS)

@@ -94,6 +94,8 @@ MEMORY_BYTES = ("limit_bytes", "used_bytes", "fixed_bytes", "reserved_bytes")
 # Of each model that memory decides on: name, text, key of the global scheduler's state, whether it counts up.
 RESIDENCY_METRICS = (
     ("muxserve_model_memory_bytes", "What comes free when the model sleeps.", "held_bytes", False),
+    ("muxserve_model_copy_bytes", "Of its weights, in the host's memory, for GPUs.", "copy_bytes", False),
+    ("muxserve_model_engines_rest", "1: it sleeps, and its engines have stayed.", "engines_rest", False),
     ("muxserve_model_last_wake_seconds", "How long its last wake took.", "last_wake_seconds", False),
     ("muxserve_model_wakes", "How often it was woken.", "wakes", True),
     ("muxserve_model_prefetches", "How often its weights were read before a wake.", "prefetched", True),

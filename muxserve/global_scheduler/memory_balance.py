@@ -31,6 +31,9 @@ class MemoryBalance:
         self._measured: deque[tuple[float, int]] = deque()
         self._reserved = 0
         self._held: dict[str, int] = {}
+        # Of models on GPUs: bytes of the host's memory, and those whose engines stay while they sleep.
+        self._copies: dict[str, int] = {}
+        self._resting: set[str] = set()
 
     @property
     def models(self) -> Iterable[str]:
@@ -56,6 +59,7 @@ class MemoryBalance:
             self._measured.popleft()
         self._measured.append((now, fixed))
         self._held = message.models
+        self._copies, self._resting = message.copies, set(message.resting)
         for name, scheduler in schedulers.items():
             held = message.models.get(name)
             # What was read of it before it was awake is not what it takes.
@@ -166,6 +170,8 @@ class MemoryBalance:
                 "seconds": round(now - scheduler.since, 3) if math.isfinite(scheduler.since) else None,
                 "held_bytes": 0 if scheduler.residence is Residence.ASLEEP else self._held.get(name, 0),
                 "needs_bytes": self.policy.needs(name),
+                "copy_bytes": self._copies.get(name, 0),
+                "engines_rest": name in self._resting and scheduler.residence is Residence.ASLEEP,
                 "rate": self.policy.rate(name, now),
                 "waiting": scheduler.waits,
                 "wakes": figures.wakes,

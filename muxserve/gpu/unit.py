@@ -7,7 +7,7 @@ planned. It goes as JSON to hosts on other machines, which find the GPUs themsel
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -351,10 +351,13 @@ def _kind(gpu: Gpu) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """Bytes that everything takes of the GPU with least left, and in that by model those that sleep at times."""
+    """Bytes that everything takes of the GPU with least left, and in that by model those that sleep at times. `copies`:
+    bytes of the host's memory for weights, by model; `resting`: models that sleep and whose engines have stayed."""
 
     total: int
     models: Mapping[str, int]
+    copies: Mapping[str, int] = field(default_factory=dict)
+    resting: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

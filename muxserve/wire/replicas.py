@@ -237,8 +237,9 @@ class MemoryReport(Message):
     """What everything takes of the memory that the models of `unit` share, bytes (on a CPU: PSS of the whole fleet),
     and of that what would come free with each model that has processes now. `reserved`: what the KV pools may come to
     take besides. `starting` are models that are being started. `wake_peaks`: of each model, what its process took at
-    most while it loaded the weights. All of it was read within the last `seconds`. Sent where memory decides which
-    models are awake."""
+    most while it loaded the weights. All of it was read within the last `seconds`. On GPUs, `copies` are bytes of the
+    host's memory for weights of each model, and the engines of those that are `resting` have stayed. Sent where memory
+    decides which models are awake."""
 
     unit: str
     total: int
@@ -246,6 +247,8 @@ class MemoryReport(Message):
     reserved: int = 0
     starting: list[str] = []
     wake_peaks: dict[str, int] = {}
+    copies: dict[str, int] = {}
+    resting: list[str] = []
     seconds: float = 0.0
 
 

@@ -234,7 +234,7 @@ async def test_a_copy_that_takes_for_ever_is_tried_again(
     await fleet.serving()
     await fleet.host.start_model("two")
     await fleet.host.stop_model("two")
-    monkeypatch.setattr(starts, "_RESTORE_SECONDS", 0.5)
+    monkeypatch.setattr(starts, "_RESTORE_SECONDS", 3.0)
     fleet.tell("hang-restore")
     waking = asyncio.create_task(fleet.host.start_model("two"))
     await fleet.until(lambda: sources(fleet).count("copying weights back") > 1)
@@ -242,6 +242,8 @@ async def test_a_copy_that_takes_for_ever_is_tried_again(
     await waking
     assert fleet.host.up("two")
     assert sources(fleet).count("loading weights") == 1
+    (down,) = (event for event in fleet.events if isinstance(event, Down) and event.part == HOLDERS[1])
+    assert down.reason == "not ready after 3 s"
 
 
 async def test_copies_take_no_more_than_they_may(run_dir: RunDir) -> None:
@@ -292,12 +294,18 @@ async def test_engines_stay_while_their_model_sleeps(resting_fleet: Fleet) -> No
         memory = fleet.host.gpu_memory()
         assert memory is not None
         assert memory.models == {"one": 100}
+        assert memory.resting == ("two",)
+        assert memory.copies == {"two": 2 * 3}, "on two ranks"
         # To the unit scheduler they have ended, and it has heard that before they can come back.
         assert fleet.journal().count("u0 got EngineDown two") == 2 * rounds
         with pytest.raises(OSError, match="nobody handed weights out"):
             await kept(fleet, "two")
         await fleet.host.start_model("two")
         assert fleet.host.up("two")
+        memory = fleet.host.gpu_memory()
+        assert memory is not None
+        assert memory.resting == ()
+        assert memory.copies == {"two": 2 * 3}
         assert [fleet.pid(part) for part in RESTING] == before
         assert await kept(fleet, "two") == b"two"
         files.append(len(os.listdir("/proc/self/fd")))

@@ -434,7 +434,7 @@ def test_each_unit_has_a_memory_of_its_own() -> None:
         world.say(G0, place(f"r{number}", name))
     woken = [message.model for _, message in world.sent if isinstance(message, StartReplicas)]
     assert woken == ["a"], "nothing was measured of the other unit"
-    world.say(CONTROLLER, MemoryReport("u1", FIXED, {}))
+    world.say(CONTROLLER, MemoryReport("u1", FIXED, {}, copies={"c": 7, "d": 9}, resting=["d"]))
     woken = [message.model for _, message in world.sent if isinstance(message, StartReplicas)]
     assert woken == ["a", "c"], "each has room for one"
     state = world.core.state(world.now)["memory"]
@@ -447,6 +447,8 @@ def test_each_unit_has_a_memory_of_its_own() -> None:
         "d": ("u1", "asleep"),
     }
     assert state["units"]["u1"]["limit_bytes"] == room
+    assert {name: each["copy_bytes"] for name, each in state["models"].items()} == {"a": 0, "b": 0, "c": 7, "d": 9}
+    assert [name for name, each in state["models"].items() if each["engines_rest"]] == ["d"]
 
 
 class Filing(Machine):
