@@ -22,8 +22,9 @@ from muxserve.gpu import mps
 from muxserve.gpu.findings import GRAPHS, SAMPLER, Findings, ProbeFinding
 from muxserve.gpu.nvml import Gpu
 from muxserve.probes.lab import PROBES, Lab, run
+from tests.cuda_stub.conftest import Start
 from tests.cuda_stub.share import UUIDS
-from tests.cuda_stub.stand_ins import ROOT, WHEELS, Environment, Start
+from tests.cuda_stub.stand_ins import ROOT, WHEELS, Environment
 from tests.cuda_stub.test_fleet import TOKENS, WHOLE, engine_trace, length, model, said, stream, through
 from tests.e2e.fleet import Fleet
 from tests.support.patience import PATIENCE

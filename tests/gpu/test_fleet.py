@@ -50,6 +50,22 @@ def test_answers_are_those_of_stock_vllm(way: str, tmp_path: Path, reference: di
         fleet.wait_pages_free()
 
 
+@pytest.mark.parametrize(("limit", "resting"), [("10GiB", "4GiB"), ("6GiB", "off")])
+def test_models_that_sleep_answer_as_before(
+    limit: str, resting: str, tmp_path: Path, reference: dict[str, Any]
+) -> None:
+    """Memory for about two of the three models: with engines that rest, with their graphs, and with new ones."""
+    memory = {"limit": limit, "min_residence": 0, "resting_engines": resting}
+    graphs = {**MODEL, "engine_args": {"enforce_eager": False}}
+    with running(fleet_file(tmp_path, graphs, cluster={"gpus": 1, "mps": "off"}, memory=memory), seconds=600) as fleet:
+        for number in range(3):
+            answers = asyncio.run(all_answers(fleet, reference))
+            print(f"resting engines: {resting}, round {number}", check(answers, reference))
+        models = fleet.get("/fleet").json()["memory"]["models"]
+        print({name: (each["wakes"], each["last_wake_seconds"]) for name, each in models.items()})
+        assert any(each["wakes"] > 1 for each in models.values()), "none has slept"
+
+
 PARTS = {
     "prefill engine": ("engine", "atlas/prefill"),
     "decode engine": ("engine", "arithmetic/decode"),
