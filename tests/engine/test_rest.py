@@ -38,7 +38,11 @@ def parent_of(unit: str, file: Path, log: Path, control: socket.socket) -> psuti
     return psutil.Process(process.pid)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[1, pytest.param(2, marks=pytest.mark.thorough)],
+    ids=["one process", "two ranks"],
+)
 def family(request: pytest.FixtureRequest) -> Iterator[Engines]:
     model = deployed_model(MODEL, ROOT / "configs/models" / MODEL, ranks=request.param, max_num_batched_tokens=128)
     with engines([model], ranks=request.param, parent_of=parent_of) as running:
