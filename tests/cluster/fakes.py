@@ -434,7 +434,7 @@ class Warm(Parent):
                 continue
             said = theirs.recv(64)
             if not said:
-                time.sleep(60)  # the parent has died; so will this process
+                signal.pause()  # the parent has died, and the kernel ends this process
             elif said == b"rest" and not told(self.run_dir, f"restless-{name}"):
                 self.journal.write(f"{name} rests")
                 self.event("rests", **who)
