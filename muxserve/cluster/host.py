@@ -389,11 +389,11 @@ class UnitHost:
         return model in self._hibernating
 
     async def prefetch(self, model: str) -> None:
-        """Have the disk read the weights of a model that sleeps: it will be started soon."""
+        """Have the disk read the weights of a model that sleeps, unless memory has them: it will be started soon."""
         if model in self._hibernating:
             if self._starts.warm is not None:
                 self._starts.warm.prefetch(model)
-        else:
+        elif not self._starts.copied(model):
             await asyncio.to_thread(read_weights_ahead, self.unit_spec.model(model).path)
 
     async def _end_model(self, model: str, may_hibernate: bool = False, may_rest: bool = False) -> None:

@@ -310,9 +310,13 @@ class Starts:
         for copy in self._copies.pop(model, {}).values():
             copy.close()
 
+    def copied(self, model: str) -> bool:
+        """Whether the host's memory has the weights of a model on GPUs that sleeps."""
+        return len(self._copies.get(model, {})) == self.unit_spec.ranks
+
     def _source(self, model: str) -> WeightSource:
         """Where the weights of a model come from: the host's memory, or its files, of which a copy may be kept."""
-        if len(self._copies.get(model, {})) == self.unit_spec.ranks:
+        if self.copied(model):
             return "restore"
         sleeps = self._sizer is not None and any(needs.model == model for needs in self._sizer.sleeping)
         if not sleeps:

@@ -193,9 +193,6 @@ def _memory_of_gpus(source: Source, given: Mapping[str, object]) -> Iterator[Pro
     if given.get("hibernate") not in (None, "off", False):
         message = "is for models on a CPU; on GPUs the page cache keeps the files that weights are loaded from"
         yield source.problem(("memory", "hibernate"), f"{message}; leave it out")
-    if given.get("turns") is True:
-        message = "is for models on a CPU; on GPUs a model finishes its answers before it sleeps"
-        yield source.problem(("memory", "turns"), f"{message}; leave it out")
 
 
 def _whole(value: object) -> TypeGuard[int]:

@@ -191,6 +191,15 @@ def _size_if_any(value: object) -> object:
 SizeIfAny = Annotated[int | str, BeforeValidator(_size_if_any)]
 
 
+def _yes_or_no(value: object) -> object:
+    if value != AUTO and not isinstance(value, bool):
+        raise ValueError(f"must be true, false or auto, not {value!r}")
+    return value
+
+
+YesOrNo = Annotated[bool | Literal["auto"], BeforeValidator(_yes_or_no)]
+
+
 class MemorySection(Section):
     """How much of this machine's memory, or of the memory of each of its GPUs, the fleet may take. With it, memory and
     not an idle time decides which models are awake: all may sleep, but those with `keep: always`, and a request wakes
@@ -223,10 +232,10 @@ class MemorySection(Section):
         description="On GPUs: memory of each for engines that stay while their models sleep, so that a wake only "
         "copies weights back; auto: what all of them need, if two models can be awake then; off: they end",
     )
-    turns: bool = Field(
-        default=False,
+    turns: YesOrNo = Field(
+        default=AUTO,
         description="A busy model that has to go for another stops when it had its turn, and goes on later; otherwise "
-        "it finishes its answers first",
+        "it finishes its answers first. auto: it stops on GPUs if its engines stay while it sleeps",
     )
     decode_niceness: Annotated[int, Field(ge=0, le=19)] = Field(
         default=10,

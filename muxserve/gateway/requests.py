@@ -118,6 +118,8 @@ class Tracked:
             tokens=demand - 1,
             max_tokens=max(1, self.max_tokens - len(self.emitted)),
             prefix=self.prefix,
+            begun=self.arrival,
+            made=len(self.emitted),
         )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from muxserve.global_scheduler.resident_scheduler import ResidentScheduler
 from muxserve.scheduling.residency import Prefetch, Residence, Residency, Sleep, Wake
-from muxserve.scheduling.turns import TurnModel, TurnRules, TurnStanding, turn_round, turns_over
+from muxserve.scheduling.turns import TurnModel, TurnRules, TurnStanding, turn_round, turns_over, waiting_since
 from muxserve.spec import ResidencySpec
 from muxserve.wire import MemoryReport
 
@@ -94,7 +94,7 @@ class MemoryBalance:
                 self.policy.unfiled(name, now)
             # A report from before it slept, or was woken, says nothing of it now.
             held = self._held.get(name, 0) if scheduler.residence in (Residence.AWAKE, Residence.LEAVING) else 0
-            standings.append(scheduler.standing(now, held))
+            standings.append(scheduler.standing(now, held, self._stopped(name, schedulers, now)))
         for change in self.policy.decide(now, self._fixed, standings):
             scheduler = schedulers[change.model]
             if isinstance(change, Wake):
@@ -111,6 +111,17 @@ class MemoryBalance:
             if missing:
                 needs = self.policy.needs(name)
                 scheduler.missing(f"waking it needs {needs} bytes, and {missing} of them are missing when others sleep")
+
+    def _stopped(
+        self, model: str, schedulers: Mapping[str, ResidentScheduler], now: float
+    ) -> Collection[float] | None:
+        """From when on requests of the model whose turn was over count as waiting; None where there are no turns."""
+        if self._turns is None:
+            return None
+        costs = self._models[model]
+        others = any(each.asked_anew for name, each in schedulers.items() if name != model)
+        stopped = schedulers[model].stopped(costs.ttft, costs.tpot)
+        return waiting_since(now, stopped, costs.ttft, self.policy.wake_seconds(model), others)
 
     def _end_turns(self, schedulers: Mapping[str, ResidentScheduler], rules: TurnRules, now: float) -> None:
         """End the turns that are over."""
@@ -141,7 +152,8 @@ class MemoryBalance:
             return None
         standings = self._turn_standings(schedulers)
         found = turn_round([each.model for each in standings if each.running or each.waits], self._turns)
-        waiting = [schedulers[each.model.name].standing(now, 0) for each in standings if each.waits]
+        names = [each.model.name for each in standings if each.waits]
+        waiting = [schedulers[name].standing(now, 0, self._stopped(name, schedulers, now)) for name in names]
         return {
             "now": {
                 each.model.name: {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from muxserve.global_scheduler.model_scheduler import ModelScheduler, request_key
@@ -14,7 +14,7 @@ from muxserve.replicas.decisions import Decision
 from muxserve.replicas.global_scheduler import GlobalScheduler
 from muxserve.replicas.views import InstanceLoad
 from muxserve.scheduling.residency import Residence, Standing
-from muxserve.scheduling.turns import TurnModel, TurnStanding
+from muxserve.scheduling.turns import StoppedRequest, TurnModel, TurnStanding, next_due
 from muxserve.wire import Place, PrefetchModel, StopReplica, Waits
 
 log = logging.getLogger(__name__)
@@ -75,13 +75,29 @@ class ResidentScheduler(ModelScheduler):
 
     # ------------------------------------------------------------ what memory decides
 
-    def standing(self, now: float, held: int) -> Standing:
-        """How the model stands; `held` is what was measured of it, bytes."""
+    def standing(self, now: float, held: int, stopped: Collection[float] | None = None) -> Standing:
+        """How the model stands; `held` is what was measured of it, bytes. `stopped`: from when on those requests count
+        as waiting whose clients have tokens already; None: as all others."""
         running = self._running()
         self._failed = [until for until in self._failed if now < until]
+        waiting = [asker.since for asker in self._askers.values() if stopped is None or not asker.place.made]
         # After a start that failed it is tried again later.
-        waiting = [] if self._failed else [asker.since for asker in self._askers.values()]
-        return Standing(self.model, self.residence, self.since, running, waiting, held)
+        return Standing(
+            self.model, self.residence, self.since, running, [] if self._failed else [*waiting, *(stopped or ())], held
+        )
+
+    @property
+    def asked_anew(self) -> bool:
+        """Whether it sleeps, and requests wait of which nothing was computed yet."""
+        return self.residence is Residence.ASLEEP and any(not asker.place.made for asker in self._askers.values())
+
+    def stopped(self, ttft: float, tpot: float) -> list[StoppedRequest]:
+        """The requests that wait for it and were served before, of a model with these objectives, seconds."""
+        return [
+            StoppedRequest(asker.since, next_due(asker.place.begun, asker.place.made, ttft, tpot))
+            for asker in self._askers.values()
+            if asker.place.made
+        ]
 
     def turn(self, model: TurnModel) -> TurnStanding:
         """How it stands among those that take turns; `model` is what is known of it besides."""
@@ -196,7 +212,8 @@ class ResidentScheduler(ModelScheduler):
     def place(self, peer: bytes, place: Place, now: float) -> None:
         """See `ModelSchedulerBase`."""
         key = request_key(peer, place.request_id)
-        self._arrived += key not in self._askers
+        # One whose turn was over has been counted.
+        self._arrived += key not in self._askers and not place.made
         super().place(peer, place, now)
         if key in self._askers:
             self.changed = True

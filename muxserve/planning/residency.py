@@ -98,7 +98,7 @@ def with_residency(unit: SimUnit, spec: ResidencySpec, exclusive: bool = False) 
         wake_drag=0.0 if spec.on_gpus else WAKE_DRAG,
         exclusive=exclusive,
         turns=None if exclusive else spec.turns,
-        # The engine whose turn is over ends.
+        # What is stopped stays in the pools as cached prefixes do.
         swap=None,
         decode_weight=_WEIGHT_OF_A_LEVEL**spec.decode_niceness,
         hibernated={name: hibernated_seconds(each) for name, each in spec.models.items()} if spec.hibernates else {},
@@ -264,7 +264,7 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
         fixed_margin=FIXED_MARGIN,
         files_ahead=hibernates,
     )
-    turns = TurnRules(cores=rules.cores) if fleet.memory.turns else None
+    turns = TurnRules(cores=rules.cores) if fleet.memory.turns is True else None
     return {plans[0].name: ResidencySpec(rules, sleeping, turns, hibernates, fleet.memory.decode_niceness)}
 
 
@@ -307,7 +307,8 @@ def gpu_residency(
         fixed=fixed,
         wakes_ahead=memory.host_copies != "off",
     )
-    return ResidencySpec(rules, dict(models), on_gpus=True, resting=resting)
+    turns = resting > 0 if memory.turns == AUTO else memory.turns
+    return ResidencySpec(rules, dict(models), TurnRules() if turns else None, on_gpus=True, resting=resting)
 
 
 def _on_gpus(memory: MemorySection, plan: ResolvedUnit, gpu: GpuUnit, machine: Machine) -> ResidencySpec:

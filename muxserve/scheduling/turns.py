@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+# Tokens last until the model's next turn if they do for so many times what waking it takes: another is woken first.
+_AHEAD = 2.0
 # A step counts as no shorter than this part of the time between tokens, or a turn could have no length.
 _SHORTEST_STEP = 0.01
 
@@ -136,3 +138,35 @@ def turns_over(now: float, standings: Sequence[TurnStanding], rules: TurnRules) 
         for each in going
         if each.awake_since is not None and now - each.awake_since >= found.lengths[each.model.name]
     ]
+
+
+# ---------------------------------------------------------------- requests whose turn is over
+
+
+@dataclass(frozen=True, slots=True)
+class StoppedRequest:
+    """A request that has stood still since `at`; its client is to have its next token by `due`."""
+
+    at: float
+    due: float
+
+
+def next_due(arrival: float, made: int, ttft: float, tpot: float) -> float:
+    """By when the client of a request that came at `arrival` is to have its next token, after the `made` that it
+    has."""
+    return arrival + ttft + made * tpot
+
+
+def waiting_since(
+    now: float, stopped: Collection[StoppedRequest], ttft: float, switch: float, others: bool
+) -> list[float]:
+    """From when on each request that was stopped counts as waiting, as `residency.Standing` has it.
+
+    Not before it was stopped, and the later the more tokens its client has in advance: from then on it is to be served
+    within `ttft` seconds, as one that is new. If `others` wait, new ones for models that sleep, none counts while there
+    is time for two switches more, of `switch` seconds: nobody new loses a turn to those that had theirs.
+    """
+    since = [max(each.at, each.due - ttft) for each in stopped]
+    if since and others and min(since) + ttft - now > _AHEAD * switch:
+        return []
+    return since

@@ -105,6 +105,9 @@ class ResidentUnit(ScheduledUnit):
     def enqueue(self, request: SimRequest, now: float) -> None:
         model = self.residents[request.model]
         self.awake.arrived(request.model, now)
+        if self.turn_taking is not None and self.residency.swap is None and not request.content:
+            # Nobody else has its blocks in common with it; it looks for them itself after its turn.
+            request.content = ((request.request_id, request.prompt),)
         if model.residence is Residence.AWAKE:
             self._serve(model, request, now)
             if self.residency.elastic:

@@ -122,8 +122,8 @@ class SimResidency:
     (`residency.Prefetch`).
 
     With `turns` a model that has to go may stop before what it runs has ended; that KV is copied to the host's memory
-    and back with `swap` bytes per second (0: it keeps its pages; None: it is lost, as live). `exclusive`: one model at
-    a time is awake besides those that are pinned, and has all the rest."""
+    and back with `swap` bytes per second (0: it keeps its pages; None: they stay as those of cached prefixes do, as
+    live). `exclusive`: one model at a time is awake besides those that are pinned, and has all the rest."""
 
     rules: ResidencyRules
     models: dict[str, WakeCosts]

@@ -2,9 +2,9 @@
 as it is while others have their turns, and goes on when the model is awake again.
 
 `muxserve.scheduling.turns` says whose turn is over. Prompts that are in an engine are computed to their end first;
-those that wait there for one wait with the model. The KV of what was stopped keeps its pages, or, where the unit has
-a link to the host's memory, is copied there and back, and leaves its pages to others; or it is computed again, but for
-prefixes that are cached.
+those that wait there for one wait with the model. The KV of what was stopped keeps its pages; or, where the unit has
+a link to the host's memory, is copied there and back, and leaves its pages to others; or, as live, stays as cached
+prefixes do, until somebody needs the pages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from muxserve.scheduling.residency import Residence
-from muxserve.scheduling.turns import TurnModel, TurnRules, TurnStanding, turns_over
+from muxserve.scheduling.turns import (
+    StoppedRequest,
+    TurnModel,
+    TurnRules,
+    TurnStanding,
+    next_due,
+    turns_over,
+    waiting_since,
+)
 from muxserve.simulator.engine import STEPPING
 from muxserve.simulator.leased import PhaseEngine
 from muxserve.simulator.requests import SimRequest
@@ -24,12 +32,10 @@ if TYPE_CHECKING:
 
 # How often a model that stops is looked at: what has been prefilled meanwhile stops, too.
 _SWEEP_SECONDS = 0.02
-# Tokens last until the model's next turn if they do for so many times what waking it takes: another is woken first.
-_AHEAD = 2.0
 
 
 @dataclass(slots=True)
-class StoppedRequest:
+class _Stopped:
     """A request that decodes, and was stopped at that time with so many blocks."""
 
     request: SimRequest
@@ -45,7 +51,7 @@ class TurnTaking:
     def __init__(self, unit: ResidentUnit, rules: TurnRules) -> None:
         self.unit = unit
         self.rules = rules
-        self.stopped: dict[str, list[StoppedRequest]] = {}
+        self.stopped: dict[str, list[_Stopped]] = {}
         self.pauses: list[float] = []
         self.switches = 0
         self._stopping: set[str] = set()
@@ -57,20 +63,15 @@ class TurnTaking:
         return bool(self.stopped.get(name))
 
     def since(self, name: str, now: float) -> list[float]:
-        """From when on each request that was stopped counts as waiting: not before it was stopped, and the later the
-        more tokens its client has got ahead. While these last, it does not take the turn of anybody new."""
-        stopped = self.stopped.get(name)
-        if not stopped:
-            return []
-        if self.unit.residency.swap is None:  # nobody there knows what clients have
-            return [each.at for each in stopped]
-        ttft = self.unit.residency.models[name].ttft
-        due = [max(each.at, self._next_token(name, each.request) - ttft) for each in stopped]
-        ahead = min(due) + ttft - now - _AHEAD * self.unit.awake.wake_seconds(name)
+        """From when on each request that was stopped counts as waiting (`waiting_since`)."""
+        costs, wake_seconds = self.unit.residency.models[name], self.unit.awake.wake_seconds(name)
+        stopped = [
+            StoppedRequest(each.at, next_due(each.request.arrival, each.request.made, costs.ttft, costs.tpot))
+            for each in self.stopped.get(name, ())
+        ]
         others = (each for each in self.unit.residents.values() if each.name != name)
-        if ahead > 0.0 and any(each.waiting and each.residence is Residence.ASLEEP for each in others):
-            return []
-        return due
+        somebody = any(each.waiting and each.residence is Residence.ASLEEP for each in others)
+        return waiting_since(now, stopped, costs.ttft, wake_seconds, somebody)
 
     def copy_seconds(self, name: str) -> float:
         """How long the KV of what was stopped is copied in one direction."""
@@ -79,11 +80,6 @@ class TurnTaking:
             return 0.0
         tokens = sum(each.request.tokens for each in self.stopped.get(name, ()))
         return tokens * self.unit.token_bytes(name) / swap
-
-    def _next_token(self, name: str, request: SimRequest) -> float:
-        """When the client is to have its next token."""
-        costs = self.unit.residency.models[name]
-        return request.arrival + costs.ttft + request.made * costs.tpot
 
     def _standing(self, model: ResidentModel) -> TurnStanding:
         unit, name = self.unit, model.name
@@ -150,7 +146,7 @@ class TurnTaking:
             if unit.residency.swap != 0.0:
                 unit.page_of[name].give_up(request, blocks)
                 unit.freed(unit.page_of[name], now)
-            stopped.append(StoppedRequest(request, now, blocks))
+            stopped.append(_Stopped(request, now, blocks))
             unit.stands_still(request, now)
         unit.sleep_if_done(model, now)
 

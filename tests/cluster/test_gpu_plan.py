@@ -400,6 +400,21 @@ class TestSleeping:
         assert spec.on_gpus
         assert unit_spec_of(made, "/run/x").decode_niceness == 0
 
+    @pytest.mark.parametrize(
+        ("memory", "expected"),
+        [
+            ("auto", True),
+            ("{resting_engines: off}", False),
+            ("{host_copies: off}", False),
+            ("{resting_engines: off, turns: true}", True),
+            ("{turns: false}", False),
+        ],
+    )
+    def test_models_whose_engines_stay_take_turns(self, tmp_path: Path, memory: str, expected: bool) -> None:
+        """Unless the fleet file says otherwise: a switch that starts engines takes too long."""
+        *_, spec, _ = self.plan(tmp_path, memory, 40)
+        assert (spec.turns is not None) is expected
+
     @pytest.mark.parametrize(("given", "expected"), [("auto", 16), ("10GiB", 5), ("off", 0)])
     def test_units_share_the_host_s_memory(self, tmp_path: Path, given: str, expected: int) -> None:
         """Half of 64 GiB, unless the fleet file says otherwise."""

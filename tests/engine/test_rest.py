@@ -10,12 +10,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from muxserve.memory import server
-from muxserve.wire import HeldRequests, ShowRequests
+from muxserve.wire import HeldRequests, ShowRequests, StepReport
 from tests.engine.checks import nothing_owned, workers
 from tests.engine.conftest import SPLIT
 from tests.engine.harness import Engines, deployed_model, engines
@@ -78,16 +79,21 @@ def test_engines_answer_as_before_they_rested(family: Engines) -> None:
         assert answers(family, f"after-{rest}") == expected
 
 
+def begin(family: Engines, name: str, body: bytes, **again: Any) -> None:
+    """Prefill a request, and have it decode."""
+    family.lease(f"{MODEL}/prefill", [family.admit(name, body, **again)])
+    family.until(lambda: name in family.held)
+    held = family.held.pop(name)
+    adopted = family.admit(
+        name, body, adopt=held.key, computed_tokens=held.computed_tokens, output_tokens=held.output_tokens
+    )
+    family.lease(f"{MODEL}/decode", [adopted])
+
+
 def test_what_an_engine_has_when_it_is_told_to_rest_is_lost_to_it(family: Engines) -> None:
     expected = answers(family, "whole")
     body = family.body("struck", PROMPTS[0], max_tokens=900, ignore_eos=True)
-    family.lease(f"{MODEL}/prefill", [family.admit("struck", body)])
-    family.until(lambda: "struck" in family.held)
-    held = family.held["struck"]
-    adopted = family.admit(
-        "struck", body, adopt=held.key, computed_tokens=held.computed_tokens, output_tokens=held.output_tokens
-    )
-    family.lease(f"{MODEL}/decode", [adopted])
+    begin(family, "struck", body)
     family.until(lambda: len(family.tokens["struck"]) > 3)
     family.rest(MODEL, *PHASES)
     nothing_owned(family)
@@ -97,6 +103,27 @@ def test_what_an_engine_has_when_it_is_told_to_rest_is_lost_to_it(family: Engine
     (said,) = (each for _, each in family.reports if isinstance(each, HeldRequests))
     assert said.request_ids == []
     assert answers(family, "again") == expected
+
+
+def test_what_was_stopped_goes_on_with_the_kv_that_it_had(family: Engines) -> None:
+    """Of its prompt and of its answer the full blocks are found as cached prefixes after the rest."""
+    family.forget_prefixes(MODEL)
+    tokens, block = 400, family.unit_spec.model(MODEL).block_tokens
+    body = family.body("stopped", PROMPTS[2], max_tokens=tokens, ignore_eos=True)
+    begin(family, "stopped", body)
+    family.until(lambda: len(family.tokens["stopped"]) > 2 * block)
+    family.rest(MODEL, *PHASES)
+    wake(family)
+    made = list(family.tokens["stopped"])
+    assert 2 * block < len(made) < tokens
+    seen = len(family.reports)
+    begin(family, "stopped", body, output_tokens=made)
+    steps = [each for who, each in family.reports[seen:] if who == f"{MODEL}/prefill" and isinstance(each, StepReport)]
+    assert 0 < sum(each.tokens for each in steps) <= 2 * block, "of some hundred"
+    family.until(lambda: family.finished("stopped"))
+    family.forget_prefixes(MODEL)
+    family.serve(MODEL, {"undisturbed": family.body("undisturbed", PROMPTS[2], max_tokens=tokens, ignore_eos=True)})
+    assert family.tokens["stopped"] == family.tokens["undisturbed"]
 
 
 def test_a_memory_manager_that_died_meanwhile_is_noticed(family: Engines) -> None:

@@ -353,6 +353,27 @@ def test_it_is_told_whose_turn_it_is_for_how_long_and_who_is_next() -> None:
     assert told[-1]["ended"] == machine.left
 
 
+@pytest.mark.parametrize(("made", "first"), [(400, "new"), (1, "new"), (0, "old")])
+def test_who_has_had_a_turn_gives_the_next_one_to_somebody_new(made: int, first: str) -> None:
+    """Of two models one has room. Requests for both have waited since before memory was measured, the older ones for
+    one that has been served before."""
+    world = World(deployed(names := ["old", "new"], FIXED + MODEL + LOADING))
+    spec = world.core.fleet.residency["u0"]
+    fields = {field: getattr(world.core.fleet, field) for field in world.core.fleet.__struct_fields__}
+    world.change(FleetSpec(**{**fields, "residency": {"u0": ResidencySpec(spec.rules, spec.models, TurnRules())}}))
+    world.controller()
+    for name in names:
+        more = {"begun": world.now - 3.0, "made": made} if name == "old" and made else {}
+        world.say(G0, place(f"{name}-0", name, **more))
+        world.wait(0.1)
+    world.say(CONTROLLER, MemoryReport("u0", FIXED, {}))
+    world.wait(0.1)
+    assert [message.model for _, message in world.sent if isinstance(message, StartReplicas)] == [first]
+    # What goes on is no new demand.
+    rates = {name: model["rate"] for name, model in world.state()["memory"]["models"].items()}
+    assert (rates["old"] > 0.0) is (made == 0)
+
+
 @pytest.mark.parametrize("seed", cases(range(8), [0, 5]))
 def test_everybody_is_served_although_the_global_scheduler_dies(seed: int) -> None:
     chance = random.Random(seed)

@@ -116,7 +116,7 @@ def test_a_plan_file_and_memory_exclude_each_other() -> None:
         ),
         ("memory: {hibernate: auto}\ncluster: {gpus: 1}", "memory.hibernate: is for models on a CPU"),
         ("memory: {host_copies: much}", 'memory.host_copies: must be auto, off or a size such as "64GiB", not'),
-        ("memory: {turns: true}\ncluster: {gpu_ids: [0]}", "memory.turns: is for models on a CPU"),
+        ("memory: {turns: seldom}", "memory.turns: must be true, false or auto, not 'seldom'"),
         ("memory: auto\ncluster: {launcher: ray}", "cluster.launcher: `memory` decides"),
         ("memory: auto\ncluster: {ranks: 2}", "cluster.ranks: `memory` decides"),
     ],

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from muxserve.scheduling.turns import TurnModel, TurnRules, TurnStanding, turn_round, turns_over
+from muxserve.scheduling.turns import (
+    StoppedRequest,
+    TurnModel,
+    TurnRules,
+    TurnStanding,
+    next_due,
+    turn_round,
+    turns_over,
+    waiting_since,
+)
 
 # Nothing bounds a turn but Aegaeon's equation.
 PAPER = TurnRules(longest=4.0, first_token=1e9, switching=0.999, worthwhile=0.0)
@@ -142,3 +151,29 @@ def test_wakes_that_compute_leave_less_for_steps() -> None:
 def test_rules_must_make_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"must be above zero|parts of a whole"):
         TurnRules(**wrong)
+
+
+class TestWaitingSince:
+    """A model whose first tokens are due within a second, then one every 100 ms, and which is woken in 0.3 s."""
+
+    TTFT, TPOT, SWITCH = 1.0, 0.1, 0.3
+
+    def since(self, now: float, *stopped: tuple[float, int], others: bool = False) -> list[float]:
+        """Of requests that came at 10, were stopped when they had so many tokens, at that time."""
+        requests = [StoppedRequest(at, next_due(10.0, made, self.TTFT, self.TPOT)) for at, made in stopped]
+        return waiting_since(now, requests, self.TTFT, self.SWITCH, others)
+
+    def test_whose_client_has_tokens_in_advance_is_due_when_they_have_been_read(self) -> None:
+        # 40 tokens last until 15; with 10, they have been read long ago.
+        assert self.since(12.0, (12.0, 40), (12.0, 10)) == pytest.approx([14.0, 12.0])
+
+    def test_nobody_new_waits_for_one_that_has_tokens_for_two_switches(self) -> None:
+        for now, counted in ((13.0, False), (14.3, False), (14.5, True)):
+            assert bool(self.since(now, (12.0, 40), others=True)) is counted
+            assert self.since(now, (12.0, 40)) == pytest.approx([14.0]), "nobody else wants the turn"
+
+    def test_the_first_that_is_due_counts_for_all(self) -> None:
+        assert self.since(12.5, (12.0, 400), (12.0, 10), others=True) == pytest.approx([50.0, 12.0])
+
+    def test_without_any_nobody_waits(self) -> None:
+        assert self.since(12.0) == self.since(12.0, others=True) == []

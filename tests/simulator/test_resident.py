@@ -113,7 +113,7 @@ def test_a_unit_must_know_what_its_models_take() -> None:
         ResidentUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
 
 
-def taking_turns(turns: TurnRules | None, swap: float = 0.0, options: Options | None = None) -> ResidentUnit:
+def taking_turns(turns: TurnRules | None, swap: float | None = 0.0, options: Options | None = None) -> ResidentUnit:
     """Room for one model of three; a token is due every 100 ms, and takes a tenth of that."""
     costs = {name: WakeCosts(40, seconds=0.1, ttft=1.0, tpot=0.1) for name in NAMES}
     rules = ResidencyRules(60, min_residence=0.1, residence_factor=1.0, max_wait=30.0, patience=0.1)
@@ -139,6 +139,20 @@ def test_models_that_take_turns_go_on_where_they_were(swap: float) -> None:
     assert all(pages.held == 0 for pages in world.pages)
     # First tokens come in the first round, not when the models before have ended.
     assert max(first_tokens(result)) < 2.0 < max(first_tokens(one_by_one))
+
+
+def test_what_was_stopped_finds_its_blocks_as_cached_prefixes() -> None:
+    """As live: but for the last block, of which others can find nothing, nothing is computed again."""
+    kept, world = taking_turns(TurnRules(switching=0.3)), taking_turns(TurnRules(switching=0.3), None)
+    result, held = run(world, LONG), run(kept, LONG)
+    assert awakened(result).switches >= 2
+    assert [record.output_tokens for record in result.records] == [250] * 9
+    assert all(pages.held == 0 for pages in world.pages)
+    computed = sum(engine.tokens for engine in result.engines) - sum(engine.tokens for engine in held.engines)
+    again = sum(record.preemptions for record in result.records)
+    assert again > 0
+    assert 0 <= computed <= 16 * again
+    assert max(first_tokens(result)) < 2.0
 
 
 def test_what_finds_no_pages_when_its_turn_comes_is_computed_again() -> None:
