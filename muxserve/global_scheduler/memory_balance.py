@@ -112,16 +112,14 @@ class MemoryBalance:
                 needs = self.policy.needs(name)
                 scheduler.missing(f"waking it needs {needs} bytes, and {missing} of them are missing when others sleep")
 
-    def _stopped(
-        self, model: str, schedulers: Mapping[str, ResidentScheduler], now: float
-    ) -> Collection[float] | None:
+    def _stopped(self, model: str, schedulers: Mapping[str, ResidentScheduler], now: float) -> Collection[float] | None:
         """From when on requests of the model whose turn was over count as waiting; None where there are no turns."""
-        if self._turns is None:
+        if (rules := self._turns) is None:
             return None
         costs = self._models[model]
         others = any(each.asked_anew for name, each in schedulers.items() if name != model)
         stopped = schedulers[model].stopped(costs.ttft, costs.tpot)
-        return waiting_since(now, stopped, costs.ttft, self.policy.wake_seconds(model), others)
+        return waiting_since(now, stopped, rules, costs.ttft, self.policy.wake_seconds(model), others)
 
     def _end_turns(self, schedulers: Mapping[str, ResidentScheduler], rules: TurnRules, now: float) -> None:
         """End the turns that are over."""

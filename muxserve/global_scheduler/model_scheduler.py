@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from muxserve.global_scheduler.model_scheduler_base import Asker, ModelSchedulerBase, Rules
+from muxserve.global_scheduler.model_scheduler_base import ModelSchedulerBase, Rules
 from muxserve.global_scheduler.outbox import Outbox
 from muxserve.replicas.decisions import Decision, Dispatch, Drain, Pair, Refuse, Resume, Start, StopInstance, Unpair
 from muxserve.replicas.dispatch import NewRequest
@@ -88,7 +88,7 @@ class ModelScheduler(ModelSchedulerBase):
         key = request_key(peer, place.request_id)
         prefix = keys_of(place.prefix)
         request = NewRequest(key, place.demand, place.arrival, place.scheduling, place.execution, prefix)
-        self._askers[key] = Asker(peer, place, now)
+        self._waits(key, peer, place, now)
         self._scheduler.starting = self._starting(now)
         try:
             decisions = self._scheduler.arrive(now, request)

@@ -271,6 +271,12 @@ class ModelSchedulerBase(ABC):
         self._up[unit].told_at = now
         self._out.to_unit(unit, Terminating(self.model, terminating))
 
+    def _waits(self, key: str, peer: bytes, place: Place, now: float) -> None:
+        """A gateway asks for a unit for the request of that key. It repeats that while it waits for the answer: the
+        request has waited since it was asked for first."""
+        before = self._askers.get(key)
+        self._askers[key] = Asker(peer, place, now if before is None else before.since)
+
     def _send_away(self, key: str, unit: str) -> Place | None:
         """The request of that key goes to `unit`; returns it, None if nobody waits for the answer."""
         asker = self._askers.pop(key, None)

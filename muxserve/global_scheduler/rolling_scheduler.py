@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from muxserve.global_scheduler.model_scheduler_base import Asker, ModelSchedulerBase, Rules
+from muxserve.global_scheduler.model_scheduler_base import ModelSchedulerBase, Rules
 from muxserve.global_scheduler.outbox import Outbox
 from muxserve.global_scheduler.rolling_moves import RollingMoves
 from muxserve.global_scheduler.rolling_scaler import RollingScaler
@@ -273,10 +273,9 @@ class RollingModelScheduler(ModelSchedulerBase):
             self._out.to_client(peer, Placed(key, self._placements.unit(key)))
             return
         self._bury(key, now)
-        before = self._askers.get(key)
-        if before is not None:
+        if key in self._askers:
             self._withdraw(key)
-        self._askers[key] = Asker(peer, place, now if before is None else before.since)
+        self._waits(key, peer, place, now)
         self._try(key, now)
         if key in self._askers:
             self._out.to_client(peer, Waits(key))

@@ -25,7 +25,7 @@ class TurnRules:
     first token may take, since who comes new waits for a turn as well; unless more than the part `switching` of the
     time would be spent on switches: then turns are longer. Where less than the part `worthwhile` of the tokens would be
     in time, there are no turns: models are served one after the other, so that some requests are in time rather than
-    none. Where wakes are work of the processor that steps are computed on, it has so many `cores`, and a wake takes
+    none. A request that was stopped gives way to new ones for `standstill` seconds at most. Where wakes are work of the processor that steps are computed on, it has so many `cores`, and a wake takes
     one of them (0: wakes take nothing from steps).
 
     Raises:
@@ -37,10 +37,11 @@ class TurnRules:
     switching: float = 0.5
     worthwhile: float = 0.5
     cores: int = 0
+    standstill: float = 20.0
 
     def __post_init__(self) -> None:
-        if not (self.longest > 0.0 and self.first_token > 0.0 and self.cores >= 0):
-            raise ValueError("the longest turn and round must be above zero, and cores not below")
+        if not (self.longest > 0.0 and self.first_token > 0.0 and min(self.cores, self.standstill) >= 0):
+            raise ValueError("the longest turn and round must be above zero, and cores and standstill not below")
         if not 0.0 < self.switching < 1.0 or not 0.0 <= self.worthwhile <= 1.0:
             raise ValueError("switching and worthwhile are parts of a whole")
 
@@ -158,15 +159,17 @@ def next_due(arrival: float, made: int, ttft: float, tpot: float) -> float:
 
 
 def waiting_since(
-    now: float, stopped: Collection[StoppedRequest], ttft: float, switch: float, others: bool
+    now: float, stopped: Collection[StoppedRequest], rules: TurnRules, ttft: float, switch: float, others: bool
 ) -> list[float]:
     """From when on each request that was stopped counts as waiting, as `residency.Standing` has it.
 
     Not before it was stopped, and the later the more tokens its client has in advance: from then on it is to be served
     within `ttft` seconds, as one that is new. If `others` wait, new ones for models that sleep, none counts while there
-    is time for two switches more, of `switch` seconds: nobody new loses a turn to those that had theirs.
+    is time for two switches more, of `switch` seconds: nobody new loses a turn to those that had theirs. But none stands
+    still for more than `TurnRules.standstill` for that, however many tokens its client has: then it has waited all the
+    time.
     """
-    since = [max(each.at, each.due - ttft) for each in stopped]
+    since = [each.at if now - each.at >= rules.standstill else max(each.at, each.due - ttft) for each in stopped]
     if since and others and min(since) + ttft - now > _AHEAD * switch:
         return []
     return since

@@ -71,7 +71,7 @@ class TurnTaking:
         ]
         others = (each for each in self.unit.residents.values() if each.name != name)
         somebody = any(each.waiting and each.residence is Residence.ASLEEP for each in others)
-        return waiting_since(now, stopped, costs.ttft, wake_seconds, somebody)
+        return waiting_since(now, stopped, self.rules, costs.ttft, wake_seconds, somebody)
 
     def copy_seconds(self, name: str) -> float:
         """How long the KV of what was stopped is copied in one direction."""

@@ -9,6 +9,7 @@ graphs and contexts is read from the trace of the stand-in (`streams.cpp`).
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -172,6 +173,53 @@ def test_engines_stay_while_their_models_sleep(deploy: Start) -> None:
             fleet.kill(*words)
             assert length(stream(fleet, "atlas")) == TOKENS
             fleet.wait_healthy()
+
+
+def test_busy_models_take_turns_and_their_engines_stay(deploy: Start) -> None:
+    """Three models that are asked all the time, and room for two beside their engines. Whose turn is over stops within
+    an answer, and goes on when it is woken: all answers have all their tokens, also when something dies meanwhile."""
+    names = ("arithmetic", "atlas", "frontdesk")
+    memory = {"limit": 12 << 30, "min_residence": 0, "resting_engines": 6 << 30}
+    models = [model(name, engine_args=WHOLE, slo={"ttft_ms": 3000, "tpot_ms": 100}) for name in names]
+
+    def memory_of(fleet: Fleet) -> dict[str, Any]:
+        told: dict[str, Any] = fleet.get("/fleet").json()["memory"]
+        return told
+
+    def ended(fleet: Fleet) -> int:
+        told: int = memory_of(fleet)["turns"]["ended"]
+        return told
+
+    with deploy(*models, memory=memory, gpus=1, mps="on", sm_sharing="mps") as fleet:
+        for name in names:
+            assert length(stream(fleet, name, 4)) == 4
+        stopping = threading.Event()
+
+        def ask(name: str) -> int:
+            count = 0
+            while not stopping.is_set():
+                assert length(stream(fleet, name)) == TOKENS
+                count += 1
+            return count
+
+        with ThreadPoolExecutor(2 * len(names)) as pool:
+            asked = [pool.submit(ask, name) for name in names for _ in range(2)]
+            try:
+                fleet.wait(lambda: ended(fleet) >= 6, 4 * PATIENCE, "six turns")
+                for words in (
+                    ("atlas/decode",),
+                    ("muxserve-memory-manager", "--socket"),
+                    ("muxserve.global_scheduler",),
+                ):
+                    fleet.wait(lambda words=words: fleet.part(*words) is not None, PATIENCE, words[0])
+                    fleet.kill(*words)
+                    fleet.wait_healthy()
+                    before = ended(fleet)
+                    fleet.wait(lambda before=before: ended(fleet) > before, 4 * PATIENCE, f"a turn after {words}")
+            finally:
+                stopping.set()
+            assert all(each.result() > 0 for each in asked)
+        assert all(said(fleet, f"weights of {name}: loading weights") == 1 for name in names)
 
 
 def test_two_ranks_go_on_when_the_mps_server_is_in_fault(deploy: Start) -> None:

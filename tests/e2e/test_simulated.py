@@ -168,7 +168,7 @@ RESIDENT = tuple(f"m{number}" for number in range(5))
 def resident(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Five models in the memory of two pretended GPUs, each of which has room for one of its models beside its pool."""
     directory = tmp_path_factory.mktemp("resident")
-    path = fleet_file(directory, cluster={"gpus": 2, "gpu_type": "A100-80GB"}, memory={"limit": "5GiB"})
+    path = fleet_file(directory, cluster={"gpus": 2, "gpu_type": "A100-80GB"}, memory={"limit": "5GiB", "turns": True})
     declared = yaml.safe_load(path.read_text())
     model = next(each for each in declared["models"] if each["name"] == "atlas")
     declared["models"] = [{**model, "name": name, "dtype": "auto"} for name in RESIDENT]
@@ -209,6 +209,27 @@ async def test_models_share_the_memory_of_pretended_gpus(resident: Fleet) -> Non
         awake[units[name]] += each["residence"] in ("awake", "waking")
         assert f"{name} is served by {units[name]}" in (resident.directory / "deploy.log").read_text()
     assert max(awake.values()) == 1
+
+
+async def test_models_of_pretended_gpus_take_turns(resident: Fleet) -> None:
+    """Each is busy all the time, so that others wait for it until its turn is over. All answers have all their
+    tokens."""
+
+    async def ask(name: str) -> None:
+        async with resident.async_client() as client:
+            for _ in range(8):
+                answer = await client.completions.create(
+                    model=name, prompt=name, max_tokens=450, extra_body={"ignore_eos": True}
+                )
+                assert answer.usage is not None
+                assert answer.usage.completion_tokens == 450
+
+    await asyncio.gather(*(ask(name) for name in RESIDENT for _ in range(3)))
+    memory = resident.get("/fleet").json()["memory"]
+    ended = {name: each["turns"] for name, each in memory["models"].items()}
+    assert sum(ended.values()) > 0
+    assert sum(unit["turns"]["ended"] for unit in memory["units"].values()) == sum(ended.values())
+    assert resident.get("/health").status_code == 200
 
 
 def without_weights(directory: Path, name: str, source: Path, **engine_args: Any) -> dict[str, Any]:

@@ -353,6 +353,22 @@ def test_it_is_told_whose_turn_it_is_for_how_long_and_who_is_next() -> None:
     assert told[-1]["ended"] == machine.left
 
 
+def test_a_question_that_is_repeated_waits_since_it_was_asked_first() -> None:
+    """A gateway repeats it every two seconds. Who has waited for too long goes first all the same."""
+    machine = Machine(["long", "urgent"], FIXED + MODEL + LOADING, service=5.0)
+    machine.ask("urgent-0", "urgent")
+    while "urgent-0" not in machine.served:
+        machine.step()
+    machine.ask("long-0", "long")
+    asked = machine.now
+    while "long-0" not in machine.served:
+        machine.step()
+        if "long-0" in machine.waiting:
+            machine.say(G0, place("long-0", "long"))
+    assert machine.now - asked > 3.0
+    assert machine.state()["memory"]["models"]["long"]["waited_seconds"] > 3.0
+
+
 @pytest.mark.parametrize(("made", "first"), [(400, "new"), (1, "new"), (0, "old")])
 def test_who_has_had_a_turn_gives_the_next_one_to_somebody_new(made: int, first: str) -> None:
     """Of two models one has room. Requests for both have waited since before memory was measured, the older ones for

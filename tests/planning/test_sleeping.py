@@ -54,10 +54,11 @@ def test_fewer_gpus_are_enough_for_models_that_sleep(fleet: Path) -> None:
         awake, resident, deployed = each["all_awake"], each["with_residency"], each["with_memory"]
         assert awake["requests"] == resident["requests"] == deployed["requests"] > 30
         assert deployed["wakes"] >= deployed["sleeps"]
-        assert deployed["turns"] >= 0
         assert resident["wakes"] >= resident["sleeps"]
         # Whoever has no place is not served, and counts.
         assert bool(awake["without_place"]) == (awake["slo"] < 0.95)
+    # Where the fewest have room they take turns.
+    assert found[1]["with_memory"]["turns"] > 0
     assert 5 <= len(found[1]["all_awake"]["without_place"]) < 10
     needed = told["sleeping"]["gpus_needed"]
     assert needed["with_residency"] == 1 < needed["all_awake"] <= 4

@@ -161,7 +161,7 @@ class TestWaitingSince:
     def since(self, now: float, *stopped: tuple[float, int], others: bool = False) -> list[float]:
         """Of requests that came at 10, were stopped when they had so many tokens, at that time."""
         requests = [StoppedRequest(at, next_due(10.0, made, self.TTFT, self.TPOT)) for at, made in stopped]
-        return waiting_since(now, requests, self.TTFT, self.SWITCH, others)
+        return waiting_since(now, requests, TurnRules(standstill=30.0), self.TTFT, self.SWITCH, others)
 
     def test_whose_client_has_tokens_in_advance_is_due_when_they_have_been_read(self) -> None:
         # 40 tokens last until 15; with 10, they have been read long ago.
@@ -174,6 +174,10 @@ class TestWaitingSince:
 
     def test_the_first_that_is_due_counts_for_all(self) -> None:
         assert self.since(12.5, (12.0, 400), (12.0, 10), others=True) == pytest.approx([50.0, 12.0])
+
+    def test_nobody_stands_still_for_longer_than_may_be(self) -> None:
+        assert self.since(41.9, (12.0, 9000), others=True) == []
+        assert self.since(42.0, (12.0, 9000), (41.0, 9000), others=True) == pytest.approx([12.0, 910.0])
 
     def test_without_any_nobody_waits(self) -> None:
         assert self.since(12.0) == self.since(12.0, others=True) == []
