@@ -25,8 +25,9 @@ class TurnRules:
     first token may take, since who comes new waits for a turn as well; unless more than the part `switching` of the
     time would be spent on switches: then turns are longer. Where less than the part `worthwhile` of the tokens would be
     in time, there are no turns: models are served one after the other, so that some requests are in time rather than
-    none. A request that was stopped gives way to new ones for `standstill` seconds at most. Where wakes are work of the processor that steps are computed on, it has so many `cores`, and a wake takes
-    one of them (0: wakes take nothing from steps).
+    none. A request that was stopped gives way to new ones for `standstill` seconds at most. Where wakes are work of the
+    processor that steps are computed on, it has so many `cores`, and a wake takes one of them (0: wakes take nothing
+    from steps).
 
     Raises:
         ValueError: a number that makes no sense.
@@ -165,9 +166,9 @@ def waiting_since(
 
     Not before it was stopped, and the later the more tokens its client has in advance: from then on it is to be served
     within `ttft` seconds, as one that is new. If `others` wait, new ones for models that sleep, none counts while there
-    is time for two switches more, of `switch` seconds: nobody new loses a turn to those that had theirs. But none stands
-    still for more than `TurnRules.standstill` for that, however many tokens its client has: then it has waited all the
-    time.
+    is time for two switches more, of `switch` seconds: nobody new loses a turn to those that had theirs. But none
+    stands still for more than `TurnRules.standstill` for that, however many tokens its client has: then it has waited
+    all the time.
     """
     since = [each.at if now - each.at >= rules.standstill else max(each.at, each.due - ttft) for each in stopped]
     if since and others and min(since) + ttft - now > _AHEAD * switch:
