@@ -4,7 +4,7 @@ plan = plan_unit(demands, Machine(...))             # pools, quotas and shares o
 """
 
 from placement.pools import KVShape, PoolGroup, group_pools
-from placement.unit import least_pool_bytes, plan_unit, pool_groups
+from placement.unit import awake_together, least_pool_bytes, plan_unit, pool_groups
 from placement.unit_types import Machine, ModelDemand, ModelPlan, PlanError, PlanProblem, PoolPlan, UnitPlan
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "PoolGroup",
     "PoolPlan",
     "UnitPlan",
+    "awake_together",
     "group_pools",
     "least_pool_bytes",
     "plan_unit",

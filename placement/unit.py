@@ -8,6 +8,7 @@ bytes, so that a page that holds fewer tokens counts accordingly.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -113,7 +114,8 @@ def _unknown_head_dim(head_dim: int, device: str) -> str:
 
 
 def check_pool(models: Sequence[ModelDemand], total: int, needed: int, device: str) -> None:
-    """Pools of `total` bytes on each rank can hold what is `needed` for one sequence of every model.
+    """Pools of `total` bytes on each rank can hold what is `needed` for one sequence of every model, or of those that
+    can be awake together.
 
     Raises:
         PlanError: what is wrong, and what to change.
@@ -123,9 +125,8 @@ def check_pool(models: Sequence[ModelDemand], total: int, needed: int, device: s
     at_least = f"{math.ceil(needed / _MIB)}MiB"
     largest = max(models, key=lambda m: (m.max_len or 0) * m.bytes_per_token)
     where = "" if device == "cpu" else " of each GPU"
-    message = (
-        f"{format_size(max(0, total))}{where} cannot hold one sequence of every model; it must be at least {at_least}"
-    )
+    every = "all models that can be awake together" if any(model.sleeps for model in models) else "every model"
+    message = f"{format_size(max(0, total))}{where} cannot hold one sequence of {every}; it must be at least {at_least}"
     if largest.max_len:
         size = format_size(largest.max_len * largest.bytes_per_token)
         message += f", or lower max_len: {largest.max_len} tokens of {largest.name} alone take {size}"
@@ -235,8 +236,12 @@ def plan_unit(
     pool_bytes: int | None = None,
     device: Device = "cpu",
     units: int = 1,
+    together: int | None = None,
 ) -> UnitPlan:
     """Plan all `models` onto `machine`.
+
+    The pools hold the longest sequence of every model that does not sleep, and of as many of those that do as can be
+    awake together: whoever sleeps has no pages.
 
     Args:
         models: all split over the same number of ranks.
@@ -245,6 +250,8 @@ def plan_unit(
             memory. For GPUs it must be given: it is what their budget leaves.
         device: what the engines run on. The memory of GPUs is the budget's business, not checked here.
         units: how many such units the machine's memory is for; without `pool_bytes` this one takes its part.
+        together: so many of the models that sleep can be awake at a time; None: as many as have room for their weights
+            in the machine's memory, or all on GPUs.
 
     Raises:
         PlanError: the models do not fit; every reason found, and what to change.
@@ -259,7 +266,9 @@ def plan_unit(
     groups = pool_groups(models)
     by_name = {model.name: model for model in models}
     block_tokens = {name: tokens for g in groups for name, tokens in zip(g.models, g.block_tokens, strict=True)}
-    needed = _needed(models, groups)
+    if together is None and device == "cpu":
+        together = awake_together(models, machine.memory_bytes)
+    needed = _needed(models, groups, together)
     total = _pool_size(models, machine, pool_bytes, sum(needed), units)
     check_pool(models, total, sum(needed), device)
     if device == "cpu":
@@ -279,12 +288,12 @@ def plan_unit(
         pools.append(pool)
         if num_pages == most:
             notes.append(f"{pool.name} takes no more: a page table has at most {MAX_BLOCKS} blocks")
-        lengths = _lengths(members, group, num_pages - 1)
+        lengths = _lengths(members, group, num_pages - 1, together)
         floors = [
             _pages(m, group, tokens, n) for m, tokens, n in zip(members, group.block_tokens, lengths, strict=True)
         ]
         zeroed = any(member.state_bytes and group.dtype != "float32" for member in members)
-        quotas = share_out(num_pages - 1, [member.demand(device) for member in members], floors)
+        quotas = share_out(num_pages - 1, [member.demand(device) for member in members], _begin_with(members, floors))
         for member, length, floor, quota in zip(members, lengths, floors, quotas, strict=True):
             wished = member.max_len or member.architecture.default_max_len
             if length < wished:
@@ -361,21 +370,43 @@ def pool_groups(models: Sequence[ModelDemand]) -> list[PoolGroup]:
     )
 
 
-def least_pool_bytes(models: Sequence[ModelDemand]) -> int:
-    """Bytes of all pools together, on each rank, that hold one sequence of every model."""
-    return sum(_needed(models, pool_groups(models)))
+def least_pool_bytes(models: Sequence[ModelDemand], together: int | None = None) -> int:
+    """Bytes of all pools together, on each rank, that hold one sequence of every model; `together` as of
+    `plan_unit`."""
+    return sum(_needed(models, pool_groups(models), together))
 
 
-def _needed(models: Sequence[ModelDemand], groups: Sequence[PoolGroup]) -> list[int]:
+def awake_together(models: Sequence[ModelDemand], room: int) -> int:
+    """How many of the models that sleep can be awake at a time at most: the weights of so many have `room`, bytes of
+    each rank, beside those of the models that never sleep, whatever engines take."""
+    weights = [model.architecture.weight_bytes(model.resolved_dtype) // model.ranks for model in models]
+    room -= sum(size for model, size in zip(models, weights, strict=True) if not model.sleeps)
+    taken = itertools.accumulate(sorted(size for model, size in zip(models, weights, strict=True) if model.sleeps))
+    return max(1, sum(size <= room for size in taken))
+
+
+def _pages_together(models: Sequence[ModelDemand], pages: Sequence[int], together: int | None) -> int:
+    """Pages that the models need when those are awake that need most; `pages` are those of each."""
+    asleep = sorted((count for model, count in zip(models, pages, strict=True) if model.sleeps), reverse=True)
+    return sum(count for model, count in zip(models, pages, strict=True) if not model.sleeps) + sum(asleep[:together])
+
+
+def _begin_with(models: Sequence[ModelDemand], floors: Sequence[int]) -> list[int]:
+    """What each quota is at least: whoever sleeps gets its floor when it is woken."""
+    return [0 if model.sleeps else floor for model, floor in zip(models, floors, strict=True)]
+
+
+def _needed(models: Sequence[ModelDemand], groups: Sequence[PoolGroup], together: int | None) -> list[int]:
     by_name = {model.name: model for model in models}
-    pages = [
-        sum(
-            _pages(by_name[name], group, tokens, by_name[name].max_len or _least_auto(by_name[name]))
-            for name, tokens in zip(group.models, group.block_tokens, strict=True)
-        )
-        for group in groups
-    ]
-    return [(1 + count) * group.page_bytes for count, group in zip(pages, groups, strict=True)]
+    sizes = []
+    for group in groups:
+        members = [by_name[name] for name in group.models]
+        pages = [
+            _pages(member, group, tokens, member.max_len or _least_auto(member))
+            for member, tokens in zip(members, group.block_tokens, strict=True)
+        ]
+        sizes.append((1 + _pages_together(members, pages, together)) * group.page_bytes)
+    return sizes
 
 
 def _least_auto(model: ModelDemand) -> int:
@@ -404,21 +435,26 @@ def _pool_size(models: Sequence[ModelDemand], machine: Machine, asked: int | Non
     return math.ceil(size / _MIB) * _MIB
 
 
-def _lengths(models: Sequence[ModelDemand], group: PoolGroup, pages: int) -> list[int]:
+def _lengths(models: Sequence[ModelDemand], group: PoolGroup, pages: int, together: int | None) -> list[int]:
     """Longest sequence of each model of a pool.
 
     What is auto gets the model's own length if all such sequences together take at most half of what the others leave,
-    so that quotas can still move; otherwise all of them are cut to the longest length that does.
+    so that quotas can still move; otherwise all of them are cut to the longest length that does. `together` as of
+    `plan_unit`.
     """
     of = list(zip(models, group.block_tokens, strict=True))
-    taken = sum(_pages(m, group, tokens, m.max_len) for m, tokens in of if m.max_len)
-    auto = [(m, tokens) for m, tokens in of if not m.max_len]
-    budget = (pages - taken) // 2
+
+    def needed(cap: int) -> int:
+        lengths = (m.max_len or min(cap, m.architecture.default_max_len) for m in models)
+        found = [_pages(m, group, tokens, n) if n else 0 for (m, tokens), n in zip(of, lengths, strict=True)]
+        return _pages_together(models, found, together)
+
+    taken = needed(0)
 
     def fits(cap: int) -> bool:
-        return sum(_pages(m, group, tokens, min(cap, m.architecture.default_max_len)) for m, tokens in auto) <= budget
+        return needed(cap) - taken <= (pages - taken) // 2
 
-    longest = max((m.architecture.default_max_len for m, _ in auto), default=0)
+    longest = max((m.architecture.default_max_len for m in models if not m.max_len), default=0)
     cap = longest
     if not fits(longest):
         steps = range(1, longest // BLOCK_STEP + 1)

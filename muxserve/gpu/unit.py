@@ -30,7 +30,16 @@ from muxserve.gpu.findings import Fallback, Findings
 from muxserve.gpu.nvml import Gpu, GpuMachine
 from muxserve.gpu.sharing import MpsWish
 from muxserve.spec import GpuSpec, PhasesName, PoolSpec, RestingSpec, SmSharing, UnitSpec, save
-from placement import Machine, ModelDemand, PlanError, UnitPlan, least_pool_bytes, plan_unit, pool_groups
+from placement import (
+    Machine,
+    ModelDemand,
+    PlanError,
+    UnitPlan,
+    awake_together,
+    least_pool_bytes,
+    plan_unit,
+    pool_groups,
+)
 from placement.format import format_size
 from placement.memory import MemoryRules
 
@@ -312,11 +321,23 @@ class GpuUnit:
             usable = min(gpu.memory_bytes for gpu in self.gpus) * self.rules.utilisation
             sleeping = self.taken(self.sleeping)
             there = sum(sleeping[name] for name in {each.model for each in self.needs} & sleeping.keys())
-            least = max(least_pool_bytes(demands), int(LEAST_POOL_PART * usable))
+            least = max(least_pool_bytes(demands, self.together(demands)), int(LEAST_POOL_PART * usable))
             pools = pool_beside(pool_bytes(budgets) + there, list(sleeping.values()), least)
             asked = pools - pools % GRANULARITY
-        check(budgets, self.needs, asked or least_pool_bytes(demands), self._memory_rules, bool(self.sleeping))
+        needed = asked or least_pool_bytes(demands, self.together(demands))
+        check(budgets, self.needs, needed, self._memory_rules, bool(self.sleeping))
         return asked or pool_bytes(budgets)
+
+    def together(self, demands: Sequence[ModelDemand]) -> int | None:
+        """How many of the models that sleep can be awake at a time at most, whatever pools and engines take; None where
+        none sleeps."""
+        if not self.sleeping:
+            return None
+        asleep = {each.model for each in self.sleeping}
+        usable = int(min(gpu.memory_bytes for gpu in self.gpus) * self.rules.utilisation)
+        awake = self.taken([each for each in self.needs if each.model not in asleep])
+        room = usable - self.rules.reserve_bytes - sum(awake.values())
+        return awake_together([each for each in demands if each.name in asleep], room)
 
     def describe(self) -> list[str]:
         """GPUs and shares in words."""
@@ -385,7 +406,8 @@ class GpuPlan:
         """
         gpu = self.unit.present(needs)
         size = gpu.pool(self.demands, self.pool_bytes)
-        return plan_unit(self.demands, self.machine, self.cores, size, "cuda"), gpu.budgets(self.demands)
+        plan = plan_unit(self.demands, self.machine, self.cores, size, "cuda", together=gpu.together(self.demands))
+        return plan, gpu.budgets(self.demands)
 
     def check_room(
         self,

@@ -440,7 +440,8 @@ def _unit(fleet: Fleet, demands: Sequence[ModelDemand], machine: Machine, gpu: G
         if words := gpu.too_many_clients():
             words += "; serve fewer models in a unit, or set `cluster.mps: off`"
             raise FleetError([fleet.problem(("models",), words)])
-        return plan_unit(demands, machine, cores, gpu.pool(demands, size), "cuda")
+        together = gpu.together(demands)
+        return plan_unit(demands, machine, cores, gpu.pool(demands, size), "cuda", together=together)
     except BudgetError as error:
         raise FleetError([fleet.problem(("cluster", "gpu_memory"), str(error))]) from None
     except PlanError as error:

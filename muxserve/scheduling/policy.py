@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 from muxserve.scheduling.admission import Admission, admissible, prefill_steps, wants_prefill
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.quanta import Quanta
+from muxserve.scheduling.quotas import Claim, max_min
 from muxserve.scheduling.state import ModelState, PoolState
 from muxserve.scheduling.types import DECODE, PREFILL, Grant, QuotaChange
 
@@ -16,16 +17,17 @@ from muxserve.scheduling.types import DECODE, PREFILL, Grant, QuotaChange
 def lend(pool: PoolState) -> list[QuotaChange]:
     """The changes that bring the pool's quotas towards where they belong; nothing when they are there.
 
-    That is each model's own quota and, in proportion to it, what retired models have no use for. What was lent comes
-    back as soon as its borrowers do not hold it any more: no quota is lowered under what its model holds and needs to
-    grow, so that nobody is preempted for it.
+    That is each model's own quota and, in proportion to it, what retired models have no use for; its floor at least.
+    What was lent comes back as soon as its borrowers do not hold it any more: no quota is lowered under what its model
+    holds and needs to grow, so that nobody is preempted for it.
     """
     serving = [model for model in pool.models if not model.retired]
-    own = sum(model.profile.quota_pages for model in serving)
-    lent = sum(model.profile.quota_pages for model in pool.models if model.retired)
-    targets = {
-        model.name: model.profile.quota_pages + lent * model.profile.quota_pages // max(1, own) for model in serving
-    }
+    whole = sum(model.profile.quota_pages for model in pool.models)
+    claims = [Claim(max(1, model.profile.quota_pages), model.profile.floor_pages) for model in serving]
+    if len(serving) == len(pool.models) or sum(claim.floor for claim in claims) > whole:
+        targets = {model.name: model.profile.quota_pages for model in serving}
+    else:
+        targets = {model.name: pages for model, pages in zip(serving, max_min(whole, claims), strict=True)}
     if all(model.quota == targets.get(model.name, 0) for model in pool.models):
         return []
     quotas: dict[str, int] = {}
@@ -123,8 +125,8 @@ class Policy(ABC):
 
     def capacity(self, model: ModelState) -> int:
         """Most pages that `model` can ever be given; a request that needs more can never be served. What is lent to it
-        does not count: its owner will have it back."""
-        return min(model.quota, model.profile.quota_pages)
+        does not count, since its owner will have it back, but for its floor."""
+        return max(model.profile.floor_pages, min(model.quota, model.profile.quota_pages))
 
     # ------------------------------------------------------------ shared by the policies
 

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from muxserve.costs.architecture import ModelArchitecture
-from placement import Machine, ModelDemand, PlanError, UnitPlan, plan_unit
+from placement import Machine, ModelDemand, PlanError, UnitPlan, awake_together, plan_unit
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -114,6 +114,49 @@ def test_the_size_that_an_error_asks_for_is_enough(models: list[ModelDemand]) ->
         plan_unit(models, machine, pool_bytes=1)
     asked = int(caught.value.problems[0].message.partition("at least ")[2].partition("MiB")[0])
     check(plan_unit(models, machine, pool_bytes=asked * MIB), models)
+
+
+@given(fleets(), st.integers(1, 6), st.integers(0, 6))
+def test_of_models_that_sleep_those_awake_together_have_room(
+    models: list[ModelDemand], together: int, awake: int
+) -> None:
+    """Whichever they are: for one sequence of each. The fewer, the longer their sequences may be."""
+    machine, size = Machine(8, 512 * GIB, 256 * GIB), 64 * GIB
+    models = [dataclasses.replace(model, sleeps=index >= awake) for index, model in enumerate(models)]
+    plan = plan_unit(models, machine, pool_bytes=size, together=together)
+    sleeping = {model.name for model in models if model.sleeps}
+    for pool in plan.pools:
+        members = [model for model in plan.models if model.pool == pool.name]
+        floors = sorted((model.floor_pages for model in members if model.name in sleeping), reverse=True)
+        always = [model for model in members if model.name not in sleeping]
+        assert sum(model.floor_pages for model in always) + sum(floors[:together]) <= pool.num_pages - 1
+        assert all(model.quota_pages >= model.floor_pages for model in always)
+        assert sum(model.quota_pages for model in members) == pool.num_pages - 1
+    every = plan_unit(models, machine, pool_bytes=size, together=len(models))
+    for one, other in zip(plan.models, every.models, strict=True):
+        assert one.max_len >= other.max_len
+
+
+def test_lengths_of_models_that_sleep_are_those_of_fewer() -> None:
+    models = [dataclasses.replace(demand(f"m{n}", max_len=131072), sleeps=True) for n in range(24)]
+    few = plan_unit(models[:3], MACHINE, pool_bytes=256 * MIB)
+    many = plan_unit(models, MACHINE, pool_bytes=256 * MIB, together=3)
+    assert [model.max_len for model in many.models] == [few.models[0].max_len] * 24
+    assert plan_unit(models, MACHINE, pool_bytes=256 * MIB).models[0].max_len < few.models[0].max_len // 7
+
+
+def test_as_many_are_awake_as_their_weights_have_room() -> None:
+    wide = dataclasses.replace(architecture(), intermediate=64 * 256)
+    models = [dataclasses.replace(demand(f"m{n}"), architecture=wide) for n in range(6)]
+    weights = models[0].architecture.weight_bytes("float32")
+    asleep = [dataclasses.replace(model, sleeps=n > 0) for n, model in enumerate(models)]
+    for room, count in ((0, 1), (2 * weights, 1), (3 * weights, 2), (4 * weights - 1, 2), (99 * weights, 5)):
+        assert awake_together(asleep, room) == count
+    # On a CPU the machine's memory says it.
+    here = dataclasses.replace(MACHINE, memory_bytes=4 * weights + weights // 2)
+    plan = plan_unit(asleep, here, pool_bytes=32 * MIB)
+    assert plan.models == plan_unit(asleep, here, pool_bytes=32 * MIB, together=3).models
+    assert plan.models != plan_unit(asleep, here, pool_bytes=32 * MIB, together=2).models
 
 
 def test_quickstart() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muxserve.scheduling.adbs import Adbs
+from muxserve.scheduling.fcfs import Fcfs
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import lend
 from muxserve.scheduling.quotas import (
@@ -189,6 +190,26 @@ def test_without_any_model_in_service_quotas_stay_at_nothing() -> None:
 
 
 # ---------------------------------------------------------------- fixed quotas
+
+
+@given(st.data())
+def test_whoever_is_in_service_gets_its_floor_of_what_is_lent(data: st.DataObject) -> None:
+    """As of models that sleep: all floors together are more than the pool, and those of three have room."""
+    profiles = [profile(f"m{n}", quota_pages=40, floor_pages=300) for n in range(24)]
+    book = UnitLedger(profiles, [PoolProfile("pool", 1000)])
+    (pool,) = book.pools.values()
+    for _ in range(3):
+        serving = data.draw(st.sets(st.sampled_from(sorted(book.by_name)), min_size=1, max_size=3))
+        for model in pool.models:
+            model.retired = model.name not in serving
+            book.pages(model.name, 0, 0, model.quota)
+        for _ in range(2):
+            for change in lend(pool):
+                book.pages(change.model, 0, 0, change.pages)
+        assert sum(model.quota for model in pool.models) <= 1000
+        for name in serving:
+            assert book.by_name[name].quota >= 300
+            assert Fcfs().capacity(book.by_name[name]) == 300
 
 
 @settings(deadline=None)
