@@ -25,7 +25,7 @@ from muxserve.control.apply import followed
 from muxserve.control.changes import ChangeError, Tell
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
-from muxserve.spec import FleetSpec, FollowedFleet, ModelSpec
+from muxserve.spec import FleetSpec, FollowedFleet, ModelSpec, ResidencySpec
 
 log = logging.getLogger(__name__)
 
@@ -99,11 +99,12 @@ class Changes:
                 usage_file=fleet.usage_file,
                 models=fleet.models,
                 scaling=fleet.scaling,
+                residency=fleet.residency,
             )
             self._units.publish()
             self._declared = followed(declared, wanted)
         await self._followed(tell)
-        tell("keys, tenants, limits and objectives are as the file says")
+        tell("keys, tenants, limits, objectives and rules of memory are as the file says")
 
     async def scale(self, model: str, replicas: int, tell: Tell) -> None:
         """See `FleetControl.scale`."""
@@ -137,7 +138,9 @@ class Changes:
         (model,) = declared.models
         await self._steps.until_left(model.name, tell)
         async with self._steps.lock.alone():
-            if to:
+            if self.fleet.residency:
+                await self._add_sleeping(declared, to, tell)
+            elif to:
                 await self._join(declared, to, tell)
             else:
                 await self._add(declared, tell)
@@ -177,19 +180,48 @@ class Changes:
         self._offer(declared, joined.model, joined.scaling)
         tell(f"{joined.model.name} is served by {unit.name}")
 
+    async def _add_sleeping(self, declared: Fleet, to: str, tell: Tell) -> None:
+        """The only model of `declared` joins a running unit in which memory decides who is awake: `to`, or the one with
+        the fewest models that has room for it. It sleeps until somebody asks for it. To be called with the lock."""
+        planner, (model,) = self._steps.planner, declared.models
+        units = sorted(
+            (unit for unit in self._units.units.values() if to in ("", unit.name)),
+            key=lambda unit: (unit.planned.unit_spec.ranks, len(self.fleet.residency[unit.name].models)),
+        )
+        reasons: list[str] = []
+        for unit in units:
+            try:
+                joined = await asyncio.to_thread(planner.joined, declared, unit.planned, self.fleet, tell)
+                break
+            except ChangeError as error:
+                reasons.append(str(error))
+        else:
+            raise ChangeError("; ".join(reasons) or f"there is no unit {to} any more")
+        assert joined.residency is not None, "memory decides in its unit"
+        try:
+            unit = await self._steps.declare(joined, tell, asleep=True)
+        except BaseException:
+            planner.forget(model.name)
+            raise
+        residency = {**self.fleet.residency, unit.name: joined.residency}
+        self._offer(declared, joined.model, joined.scaling, residency=residency)
+        tell(f"{model.name} sleeps in {unit.name} until somebody asks for it")
+
     def _offer(
         self,
         declared: Fleet,
         model: ModelSpec,
         scaling: ScalingRules | None,
         rolling: RollingRules | None = None,
+        residency: dict[str, ResidencySpec] | None = None,
     ) -> None:
-        """The fleet has that model, too, the only one of `declared`; its units serve it by now."""
+        """The fleet has that model, too, the only one of `declared`; its units have it by now."""
         name, fleet = model.name, self.fleet
         self._units.change(
             models=[*fleet.models, model],
             scaling={**fleet.scaling, **({} if scaling is None else {name: scaling})},
             rolling={**fleet.rolling, **({} if rolling is None else {name: rolling})},
+            residency=fleet.residency if residency is None else residency,
         )
         self._units.publish()
         if self._declared is not None:
@@ -230,6 +262,7 @@ class Changes:
                     models=[each for each in fleet.models if each.name != model],
                     scaling={name: rules for name, rules in fleet.scaling.items() if name != model},
                     rolling={name: rules for name, rules in fleet.rolling.items() if name != model},
+                    residency=self._steps.planner.without(model, fleet) if fleet.residency else {},
                 )
                 self._units.publish()
                 if self._declared is not None:
@@ -248,6 +281,8 @@ class Changes:
                 try:
                     for unit in replicas:
                         await self._steps.end_replicas([model], unit, tell)
+                    for unit in self._units.units.values() if self.fleet.residency else ():
+                        await unit.handle.forget(model)
                 finally:
                     with contextlib.suppress(ChangeError):
                         self._steps.planner.forget(model)

@@ -452,13 +452,22 @@ class UnitHost:
                     await parent.wait()
             parent.send(signal.SIGKILL)
 
-    async def join(self, unit_spec: UnitSpec, model: str, needs: Sequence[Needs] = ()) -> None:
+    async def forget(self, model: str) -> None:
+        """A model that sleeps is served no longer: let go of all that is kept for its next wake."""
+        self._in_files.discard(model)
+        parent = self._hibernating.pop(model, None)
+        if parent is not None:
+            await self._end_parent(model, parent)
+        await self._starts.forget(model)
+
+    async def join(self, unit_spec: UnitSpec, model: str, needs: Sequence[Needs] = (), asleep: bool = False) -> None:
         """The unit is as `unit_spec` has it from now on: of models with the same pools, among them `model`, which is
         new. Nothing of it runs yet. The memory manager takes it in first, then the unit scheduler; both find it in the
         unit's file when they are started again. Engines that get other numbers of threads are forked again.
 
         Args:
             needs: what the model is thought to take of the unit's GPUs.
+            asleep: it sleeps until it is started, so that it needs no room now.
 
         Raises:
             GaveUp: its checkpoint is not here, the GPUs have no room, or the memory manager does not take it; then
@@ -466,8 +475,9 @@ class UnitHost:
         """
         if not (path := Path(unit_spec.model(model).path)).is_dir():
             raise GaveUp(PartId("host"), f"{path} is no directory on {socket.gethostname()}")
-        self._starts.expect(needs)
-        await self._starts.check_room(model)
+        self._starts.expect(needs, asleep)
+        if not asleep:
+            await self._starts.check_room(model)
         if all(each.name != model for each in self.unit_spec.models):
             # Needs the native module, which a host of models that are there from the beginning can do without.
             from muxserve.memory import MemoryManagerError, server
@@ -479,6 +489,7 @@ class UnitHost:
             self._retired.add(model)
         threads = {each.name: each.threads for each in self.unit_spec.models}
         self._starts.unit_spec = unit_spec
+        self._starts.resting.change(unit_spec.resting)
         save(unit_spec, Path(unit_spec.run_dir) / UNIT_FILE)
         await self.tell(wire.Joined())
         if MIGRATOR in self.parts:

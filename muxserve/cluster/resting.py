@@ -57,6 +57,10 @@ class RestingEngines:
         """Whose engines rest."""
         return tuple(self._models)
 
+    def change(self, room: RestingSpec | None) -> None:
+        """There is so much room from now on."""
+        self._room = room
+
     async def make_room(self, size: int) -> bool:
         """End others for engines that take `size` bytes of each GPU; whether they have room then."""
         if self._room is None:

@@ -306,6 +306,13 @@ class Starts:
         self.resting.add(model, size, processes)
         return True
 
+    async def forget(self, model: str) -> None:
+        """Let go of what is kept of a model that sleeps: engines that rest, and copies of its weights."""
+        await self.resting.end(model)
+        self._forget_copies(model)
+        if self.warm is not None:
+            self.warm.forget(model)
+
     def _forget_copies(self, model: str) -> None:
         for copy in self._copies.pop(model, {}).values():
             copy.close()
@@ -324,10 +331,13 @@ class Starts:
         weights = sum(needs.weights_bytes for (name, _), needs in self._needs.items() if name == model)
         return "copy" if sum(self._kept().values()) + weights <= self.unit_spec.host_copies else ""
 
-    def expect(self, estimated: Collection[Needs]) -> None:
-        """What a model that joins the unit needs of its GPUs, before it has been measured."""
+    def expect(self, estimated: Collection[Needs], asleep: bool) -> None:
+        """What a model that joins the unit needs of its GPUs, before it has been measured. `asleep`: when it is
+        woken."""
         for needs in estimated:
             self._needs[needs.model, needs.rank] = needs
+        if asleep and self._sizer is not None:
+            self._sizer.expect(estimated)
 
     async def admit(self, model: str) -> None:
         """Go on only if a model whose engines are about to be started has room. That is looked at again when it has

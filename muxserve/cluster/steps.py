@@ -19,7 +19,7 @@ from muxserve.control.changes import ChangeError, Tell
 from muxserve.gpu.budget import Needs
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
-from muxserve.spec import FleetSpec, ModelSpec, UnitSpec
+from muxserve.spec import FleetSpec, ModelSpec, ResidencySpec, UnitSpec
 
 # Where a request can be in a unit (`muxserve.scheduling`).
 _PLACES = ("queued", "prefilling", "handed", "decoding", "moving")
@@ -56,13 +56,15 @@ class Addition:
 @dataclass(frozen=True)
 class JoinedUnit:
     """A unit that is to have `model`, too: the whole of it, planned anew over the pools that it has. `planned` is what
-    it is started as when it has to be started again, `needs` what the model is thought to take of each of its GPUs."""
+    it is started as when it has to be started again, `needs` what the model is thought to take of each of its GPUs,
+    `residency` by what memory decides in the unit from then on, if it does."""
 
     model: ModelSpec
     unit_spec: UnitSpec
     planned: PlannedUnit
     needs: tuple[Needs, ...] = ()
     scaling: ScalingRules | None = None
+    residency: ResidencySpec | None = None
 
 
 class UnitPlanner(Protocol):
@@ -99,9 +101,16 @@ class UnitPlanner(Protocol):
     def forget(self, model: str) -> None:
         """The model is not served any more."""
 
+    def without(self, model: str, fleet: FleetSpec) -> dict[str, ResidencySpec]:
+        """By what memory decides in the units of `fleet`, by name, when it does not have that model any more."""
+
     def settings(self, wanted: Fleet, fleet: FleetSpec) -> FleetSpec:
-        """`fleet` with what gateways and the global scheduler read of `wanted`: keys, tenants, and of the models that
-        both have limits, objectives and bounds of replicas."""
+        """`fleet` with what gateways and the global scheduler read of `wanted`: keys, tenants, rules by which memory
+        decides, and of the models that both have limits, objectives and bounds of replicas.
+
+        Raises:
+            ChangeError: what it may take of the memory is too little, or more than there is.
+        """
 
 
 class ChangeLock:
@@ -312,18 +321,31 @@ class FleetSteps:
                 quotas.
         """
         name = joined.model.name
+        unit = await self.declare(joined, tell)
+        tell(f"starting {name} in {unit.name}")
+        try:
+            await unit.handle.start_model(name)
+        except GaveUp as failure:
+            raise ChangeError(f"{name} cannot join {unit.name}: {failure.part}: {failure}") from None
+        unit.serves.add(name)
+        return unit
+
+    async def declare(self, joined: JoinedUnit, tell: Tell, asleep: bool = False) -> RunningUnit:
+        """Have a running unit take a model into its pools that is started later; `asleep`: when memory decides that.
+
+        Raises:
+            ChangeError: it takes none; nothing has changed.
+        """
+        name = joined.model.name
         unit = self._units.units.get(joined.unit_spec.unit)
         if unit is None or not self.ready(unit):
             raise ChangeError(f"{joined.unit_spec.unit} is not up at present; try again when `muxserve status` says so")
         tell(f"making room for {name} in {unit.name}")
         try:
-            await unit.handle.join(joined.unit_spec, name, joined.needs)
-            unit.planned = joined.planned
-            tell(f"starting {name} in {unit.name}")
-            await unit.handle.start_model(name)
+            await unit.handle.join(joined.unit_spec, name, joined.needs, asleep)
         except GaveUp as failure:
             raise ChangeError(f"{name} cannot join {unit.name}: {failure.part}: {failure}") from None
-        unit.serves.add(name)
+        unit.planned = joined.planned
         return unit
 
     async def bring_up(self, planned: PlannedUnit) -> RunningUnit:

@@ -99,9 +99,10 @@ class UnitHandle(Protocol):
             GaveUp: they cannot start. Nothing of it is left then.
         """
 
-    async def join(self, unit_spec: UnitSpec, model: str, needs: Sequence[Needs] = ()) -> None:
+    async def join(self, unit_spec: UnitSpec, model: str, needs: Sequence[Needs] = (), asleep: bool = False) -> None:
         """The unit is as `unit_spec` has it from now on: of models with the same pools, among them `model`, which
-        `start_model` starts. `needs`: what it is thought to take of each GPU of the unit.
+        `start_model` starts. `needs`: what it is thought to take of each GPU of the unit. `asleep`: memory decides when
+        it is started, so that it needs no room now.
 
         Raises:
             GaveUp: it takes no model more; nothing has changed.
@@ -114,6 +115,9 @@ class UnitHandle(Protocol):
         Raises:
             GaveUp: nobody knows whether they have ended.
         """
+
+    async def forget(self, model: str) -> None:
+        """A model that sleeps is served no longer: let go of all that is kept for its next wake."""
 
     async def prefetch(self, model: str) -> None:
         """Have the disk read the weights of a model that it declares and that sleeps, as far as that is possible: it
@@ -232,9 +236,13 @@ class LocalUnit:
         if model not in self._serves:
             self._serves.append(model)
 
-    async def join(self, unit_spec: UnitSpec, model: str, needs: Sequence[Needs] = ()) -> None:
+    async def join(self, unit_spec: UnitSpec, model: str, needs: Sequence[Needs] = (), asleep: bool = False) -> None:
         """See `UnitHandle.join`."""
-        await self._host.join(unit_spec, model, needs)
+        await self._host.join(unit_spec, model, needs, asleep)
+
+    async def forget(self, model: str) -> None:
+        """See `UnitHandle.forget`."""
+        await self._host.forget(model)
 
     async def stop_model(self, model: str, urgent: bool = False) -> bool:
         """See `UnitHandle.stop_model`."""

@@ -132,6 +132,11 @@ class WarmLink:
         with contextlib.suppress(OSError):
             self._send({"op": "pin", "model": model})
 
+    def forget(self, model: str) -> None:
+        """There is no copy of the weights of `model` any more: let go of that."""
+        with contextlib.suppress(OSError):
+            self._send({"op": "forget", "model": model})
+
     async def rest(self, part: PartId) -> None:
         """The model of the engine `part` sleeps, and the engine stays without the weights until it is ordered again.
 

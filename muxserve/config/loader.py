@@ -72,13 +72,21 @@ def read_text(path: str | os.PathLike[str], kind: str) -> str:
 
 
 def parse_fleet(
-    text: str, file: str, base: Path, environ: Mapping[str, str] | None = None, *, serving: bool = True
+    text: str,
+    file: str,
+    base: Path,
+    environ: Mapping[str, str] | None = None,
+    *,
+    serving: bool = True,
+    others: Mapping[str, object] | None = None,
 ) -> Fleet:
-    """Like `load_fleet`, for text; paths in it are relative to `base`."""
+    """Like `load_fleet`, for text; paths in it are relative to `base`. `others` are keys of the fleet that its models
+    are to join, which the text has not."""
     environ = os.environ if environ is None else environ
     source = parse_yaml(text, file)
     if not isinstance(source.data, dict):
         raise FleetError([Problem(f"must be a mapping with `models:`, not {_a(source.data)}", file, 1)])
+    source.data = {**(others or {}), **source.data}
     problems = checks.check(source, base, environ, serving)
     fleet = None
     try:

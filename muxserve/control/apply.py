@@ -13,6 +13,7 @@ from typing import Any
 
 from muxserve.config import Fleet, Model
 from muxserve.spec import FleetSpec
+from placement.format import format_size
 
 
 class Effect(StrEnum):
@@ -26,9 +27,12 @@ class Effect(StrEnum):
 
 # Of the fleet, and of a model: what is followed while they serve, with all that is below.
 _FLEET_KEYS = {("tenants",), ("gateway", "api_keys")}
+_MEMORY_KEYS = {"min_residence", "max_wait", "turns"}
 _MODEL_KEYS = {"limits", "slo", "replicas"}
 # What only planning or the start looks at.
 _UNUSED = {"demo", "workload", "architecture"}
+# In bytes.
+_SIZES = {"limit", "size", "host_copies", "resting_engines"}
 # Never shown.
 _SECRET = {"keys", "api_keys"}
 
@@ -50,11 +54,17 @@ class Difference:
         elif self.before is None or self.after is None:
             what = "set" if self.before is None else "left out"
             value = self.after if self.before is None else self.before
-            what = f"{what} ({_shown(value)})" if not isinstance(value, dict) else what
+            what = f"{what} ({self._shown(value)})" if not isinstance(value, dict) else what
         else:
-            what = f"{_shown(self.before)} -> {_shown(self.after)}"
+            what = f"{self._shown(self.before)} -> {self._shown(self.after)}"
         sign = "~" if self.effect is Effect.NOW else "!"
         return f"{sign} {where}: {what}{self._needs}"
+
+    def _shown(self, value: object) -> str:
+        if self.path[-1] in _SIZES and type(value) is int:
+            return format_size(value)
+        text = str(value)
+        return text if len(text) <= 60 else f"{text[:57]}..."
 
     @property
     def _needs(self) -> str:
@@ -94,12 +104,10 @@ def plan_changes(running: FleetSpec, declared: Fleet, wanted: Fleet) -> ChangePl
     """What makes `running`, which was `declared` so, what is `wanted`."""
     plan = _planned(running, declared, wanted)
     if running.residency:
-        # Its models share one unit, and memory says which of them are awake: none comes or goes while it serves.
-        plan.restarts += [Difference("", ("models", name), None, "new", Effect.FLEET) for name in plan.add]
-        plan.restarts += [Difference("", ("models", name), "there", None, Effect.FLEET) for name in plan.remove]
+        # Memory says which of its models are awake, and how long a request waits is the fleet's from its start.
         kept = [each for each in plan.settings if each.path[0] != "replicas"]
         plan.restarts += [replace(each, effect=Effect.FLEET) for each in plan.settings if each not in kept]
-        return ChangePlan(kept, plan.restarts)
+        return replace(plan, settings=kept, scale={})
     return plan
 
 
@@ -138,11 +146,16 @@ def followed(declared: Fleet, wanted: Fleet) -> Fleet:
     gateway = {"api_keys": wanted.gateway.api_keys}
     if not declared.tenants:
         gateway["usage_file"] = wanted.gateway.usage_file  # type: ignore[assignment]
+    memory = declared.memory
+    if memory is not None and wanted.memory is not None:
+        keys = {path[-1] for path in _memory_paths(declared)}
+        memory = memory.model_copy(update={key: getattr(wanted.memory, key) for key in keys})
     return declared.model_copy(
         update={
             "tenants": wanted.tenants,
             "gateway": declared.gateway.model_copy(update=gateway),
             "models": models,
+            "memory": memory,
         }
     )
 
@@ -152,8 +165,14 @@ def _fleet_differences(declared: Fleet, wanted: Fleet) -> Iterator[Difference]:
     for path, old, new in _compare(before, after):
         if path == ("gateway", "usage_file") and not declared.tenants:
             continue  # it is not open yet
-        known = any(path[: len(key)] == key for key in _FLEET_KEYS)
+        known = any(path[: len(key)] == key for key in _FLEET_KEYS) or path in _memory_paths(declared)
         yield Difference("", path, old, new, Effect.NOW if known else Effect.FLEET)
+
+
+def _memory_paths(declared: Fleet) -> set[tuple[str, ...]]:
+    """What is followed of the rules by which memory decides. On GPUs pools were sized by the limit."""
+    on_gpus = bool(declared.cluster.gpus or declared.cluster.gpu_ids)
+    return {("memory", key) for key in (_MEMORY_KEYS if on_gpus else {*_MEMORY_KEYS, "limit"})}
 
 
 def _model_differences(declared: Model, wanted: Model) -> Iterator[Difference]:
@@ -174,8 +193,3 @@ def _compare(
             yield from _compare(old, new, (*at, key))
         elif old != new:
             yield (*at, key), old, new
-
-
-def _shown(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

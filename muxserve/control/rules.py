@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from muxserve.config import Fleet, FleetError, Model, parse_fleet
+from muxserve.config import AUTO, Fleet, FleetError, Model, parse_fleet
 from muxserve.config.adapters import AdapterError, check_rank
 from muxserve.config.loader import is_extension
 from muxserve.config.problems import did_you_mean
@@ -111,10 +111,9 @@ def check_add(fleet: FleetSpec, text: str, file: str, base: str, unit: str = "")
     Raises:
         ChangeError: the file is wrong, has not exactly one model or something else, or the name is taken.
     """
-    if fleet.residency:
-        raise ChangeError("memory decides in this fleet which models are awake: add it to its file")
     try:
-        declared = parse_fleet(text, file, Path(base))
+        # Where memory decides who is awake, it does so of this model, too.
+        declared = parse_fleet(text, file, Path(base), others={"memory": AUTO} if fleet.residency else {})
         source = parse_yaml(text, file)
     except FleetError as error:
         raise ChangeError(str(error)) from None

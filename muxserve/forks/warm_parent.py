@@ -128,6 +128,9 @@ class WarmParent:
             self._prefetch(command["model"])
         elif operation == "pin":
             self._tell_copier(f"pin {command['model']}")
+        elif operation == "forget":
+            if self._copier is not None:
+                self._copier.tell(f"forget {command['model']}".encode())
         elif operation == "rest":
             self._rest(command["model"], command["phase"])
         elif operation != "fork":

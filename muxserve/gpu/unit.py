@@ -443,12 +443,16 @@ class GpuPlan:
         """The plan with a model more; of those that it has only the ones with `shares` are left."""
         kept = [each for each in self.demands if each.name in shares and each.name != demand.name]
         names = {each.name for each in kept}
-        left = [each for each in self.unit.needs if each.model in names]
-        return replace(
-            self,
-            unit=replace(self.unit, shares=dict(shares), needs=(*left, *needs)),
-            demands=(*kept, demand),
-        )
+        left, asleep = (tuple(each for each in of if each.model in names) for of in (self.unit.needs, self.sleeping))
+        if demand.sleeps:
+            asleep = (*asleep, *needs)
+        else:
+            left = (*left, *needs)
+        unit = replace(self.unit, shares=dict(shares), needs=left, sleeping=asleep)
+        if (room := unit.resting_room) is not None:
+            most = min(len({each.model for each in asleep}), unit._clients_left)
+            unit = replace(unit, resting_room=RestingSpec(room.bytes, most))
+        return replace(self, unit=unit, demands=(*kept, demand))
 
     def to_json(self) -> bytes:
         """For another machine."""
@@ -520,6 +524,12 @@ class PoolSizer:
     def sleeping(self) -> tuple[Needs, ...]:
         """Estimates of the models that are loaded when they are woken."""
         return self._plan.sleeping
+
+    def expect(self, needs: Collection[Needs]) -> None:
+        """A model has come that is loaded when it is woken."""
+        models = {each.model for each in needs}
+        others = (each for each in self.sleeping if each.model not in models)
+        self._plan = replace(self._plan, unit=replace(self._plan.unit, sleeping=(*others, *needs)))
 
     def resting(self, needs: Sequence[Needs]) -> int:
         """Bytes of each GPU that the engines of the one model with these `needs` take while they rest."""

@@ -40,7 +40,15 @@ from muxserve.planning.elastic import NoUnitError
 from muxserve.planning.gpus import gpu_unit, resident_rules
 from muxserve.planning.joining import Joined, Joining, NoRoomError, remaining_capacity, same_table
 from muxserve.planning.plan_file import load_plan
-from muxserve.planning.residency import within_limit
+from muxserve.planning.residency import (
+    NoMemoryError,
+    as_declared,
+    cpu_wake_costs,
+    resident_costs,
+    with_model,
+    within_limit,
+    without_model,
+)
 from muxserve.planning.resident_units import resident_units
 from muxserve.planning.specs import planned_unit, scaling_of, settings_of
 from muxserve.planning.unit_plan import (
@@ -60,7 +68,7 @@ from muxserve.planning.unit_plan import (
     who_replicates,
     wrong,
 )
-from muxserve.spec import FleetSpec, SimulatedSpec, UnitEntry, UnitSpec
+from muxserve.spec import FleetSpec, ResidencySpec, SimulatedSpec, UnitEntry, UnitSpec
 from placement import Machine, pool_groups
 from placement.cluster import PlacedUnit
 from placement.format import enumerate_words
@@ -101,6 +109,7 @@ class FleetPlanner:
         self._hub = hub or HuggingFaceHub()
         if simulated is not None:
             machine = _without_weights(machine, fleet, self._hub)
+        self._whole = machine
         self.machine = machine if self._wants_gpus else within_limit(fleet, machine)
         self._gpus = gpus
         self._tell = tell
@@ -369,6 +378,44 @@ class FleetPlanner:
         )
         return joining.on_cpu() if planned.gpu is None else joining.on_gpu(self._gpus())
 
+    def residency(self, running: FleetSpec, joined: Joined, model: str) -> ResidencySpec | None:
+        """By what memory decides in a unit that the model joins; None where it decides nothing.
+
+        Raises:
+            NoRoomError: the memory has no room for it.
+        """
+        spec = running.residency.get(joined.unit_spec.unit)
+        if spec is None:
+            return None
+        declared, dtype = self.fleet.model(model), joined.unit_spec.model(model).dtype
+        architecture, plan = architecture_of(declared, self._hub), joined.planned.gpu
+        if plan is None:
+            costs = cpu_wake_costs(declared, architecture, dtype)
+        else:
+            costs = resident_costs(declared, architecture, dtype, plan.unit, plan.unit.taken(joined.needs)[model])
+        try:
+            return with_model(spec, declared, costs)
+        except NoMemoryError as error:
+            raise NoRoomError(f"{model} cannot join {joined.unit_spec.unit}: {error}") from None
+
+    def settings(self, wanted: Fleet, fleet: FleetSpec) -> FleetSpec:
+        """`fleet` with what is followed of `wanted` while it serves.
+
+        Raises:
+            NoRoomError: what it may take of the memory is too little, or more than there is.
+        """
+        changed = settings_of(wanted, fleet)
+        if not fleet.residency:
+            return changed
+        try:
+            limit = within_limit(wanted, self._whole).memory_bytes
+            residency = {unit: as_declared(spec, wanted, limit) for unit, spec in fleet.residency.items()}
+        except FleetError as error:
+            raise NoRoomError("; ".join(problem.message for problem in error.problems)) from None
+        except NoMemoryError as error:
+            raise NoRoomError(f"memory.limit: {error}") from None
+        return msgspec.structs.replace(changed, residency=residency)
+
     def _free_gpus(self, fleet: Fleet, units: Sequence[UnitSpec]) -> GpuUnit:
         if self._on_ray and self.simulated is None:
             # Which ones are free, Ray knows; they are all alike.
@@ -491,10 +538,11 @@ class ScaleOut:
                     f"{unit.name} has had another model called {model.name}, and keeps its page table; give this one "
                     "another name, or leave --unit out"
                 )
+            residency = self._planner.residency(fleet, joined, model.name)
         except NoRoomError as error:
             self._planner.forget(model.name)
             raise ChangeError(str(error)) from None
-        return JoinedUnit(made, *joined, scaling_of(declared).get(model.name))
+        return JoinedUnit(made, *joined, scaling_of(declared).get(model.name), residency)
 
     def moved(self, model: str, unit: PlannedUnit, fleet: FleetSpec) -> JoinedUnit:
         """See `UnitPlanner.moved`."""
@@ -508,9 +556,16 @@ class ScaleOut:
         """See `Planner.forget`."""
         self._planner.forget(model)
 
+    def without(self, model: str, fleet: FleetSpec) -> dict[str, ResidencySpec]:
+        """See `Planner.without`."""
+        return {unit: without_model(spec, model) for unit, spec in fleet.residency.items()}
+
     def settings(self, wanted: Fleet, fleet: FleetSpec) -> FleetSpec:
         """See `Planner.settings`."""
-        return settings_of(wanted, fleet)
+        try:
+            return self._planner.settings(wanted, fleet)
+        except NoRoomError as error:
+            raise ChangeError(str(error)) from None
 
 
 def _with(fleet: FleetSpec, units: list[PlannedUnit]) -> FleetSpec:

@@ -119,7 +119,8 @@ class Joining:
             wished = gpu_unit(on_gpus(self.fleet.with_models(models), plan.unit.gpus), found, self.hub)
         except FleetError as error:
             raise self._no_room("; ".join(problem.message for problem in error.problems)) from None
-        needs = tuple(each for each in wished.needs if each.model == name)
+        # One that sleeps may be among either.
+        needs = tuple({each.rank: each for each in (*wished.sleeping, *wished.needs) if each.model == name}.values())
         shares = self._shares(wished.shares)
         demand = self._demand(wished)
         gpu = plan.with_model(demand, needs, shares)
@@ -134,7 +135,8 @@ class Joining:
                 replace(demand, block_tokens=block),
             ]
             try:
-                unit = plan_unit(members, plan.machine, plan.cores, pool.num_pages * pool.page_bytes, "cuda")
+                size, together = pool.num_pages * pool.page_bytes, gpu.unit.together(gpu.demands)
+                unit = plan_unit(members, plan.machine, plan.cores, size, "cuda", together=together)
             except PlanError as error:
                 raise self._no_room("; ".join(problem.message for problem in error.problems)) from None
             if [each.page_bytes for each in unit.pools] != [pool.page_bytes]:
@@ -218,8 +220,10 @@ class Joining:
         # What was predicted of the others stays: factors that were learnt belong to it.
         predicted = {**costs, **self.unit.costs}
         unit_spec = msgspec.structs.replace(_with_models(self.unit, made, declared), costs=predicted)
+        if gpu is not None:
+            unit_spec = msgspec.structs.replace(unit_spec, resting=gpu.unit.resting_room)
         left = [each for each in unit_spec.models if each.name in declared or each.name == self.model]
-        begun = msgspec.structs.replace(self.planned.unit_spec, models=left, costs=predicted)
+        begun = msgspec.structs.replace(self.planned.unit_spec, models=left, costs=predicted, resting=unit_spec.resting)
         planned = replace(self.planned, unit_spec=begun, gpu=gpu)
         return Joined(unit_spec, planned, needs)
 
@@ -276,8 +280,10 @@ def _weights(fleet: Fleet, unit: UnitSpec, hub: Hub) -> int:
     total = 0
     for model in unit.models:
         try:
-            architecture = architecture_of(fleet.model(model.name), hub)
+            declared = fleet.model(model.name)
+            architecture = architecture_of(declared, hub)
         except (KeyError, CheckpointError):
             continue  # removed meanwhile: its weights are gone
-        total += architecture.weight_bytes(model.dtype)
+        if fleet.memory is None or declared.keep == "always":  # for others there is room when they are woken
+            total += architecture.weight_bytes(model.dtype)
     return total

@@ -227,22 +227,13 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
     costs: dict[str, WakeCosts] = {}
     for plan in plans:
         for model, demand in zip(plan.fleet.models, plan.demands, strict=True):
-            weights = demand.architecture.weight_bytes(demand.resolved_dtype)
-            costs[model.name] = WakeCosts(
-                bytes=weights + MODEL_BYTES,
-                load_bytes=load_bytes(model, demand.architecture, demand.resolved_dtype),
-                seconds=wake_seconds(weights),
-                ttft=_objectives(model).ttft,
-                tpot=_objectives(model).tpot,
-                pinned=model.keep == "always",
-                margin=MODEL_MARGIN,
-            )
+            costs[model.name] = cpu_wake_costs(model, demand.architecture, demand.resolved_dtype)
     fixed = FLEET_BYTES + len(costs) * DECLARED_BYTES + sum(plan.unit.pool_bytes for plan in plans)
     fixed += sum(each.bytes for each in costs.values() if each.pinned)
     sleeping = {name: each for name, each in costs.items() if not each.pinned}
     largest = max(sleeping, key=lambda name: sleeping[name].bytes + sleeping[name].load_bytes, default=None)
     needed = fixed if largest is None else fixed + sleeping[largest].bytes + sleeping[largest].load_bytes
-    most = int((1 - HEADROOM) * limit)
+    most = _most(limit)
     if needed > most:
         message = (
             f"{format_size(limit)} are not enough: processes, KV pool and models that never sleep take about "
@@ -264,8 +255,13 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
         fixed_margin=FIXED_MARGIN,
         files_ahead=hibernates,
     )
-    turns = TurnRules(cores=rules.cores) if fleet.memory.turns is True else None
-    return {plans[0].name: ResidencySpec(rules, sleeping, turns, hibernates, fleet.memory.decode_niceness)}
+    spec = ResidencySpec(rules, sleeping, None, hibernates, fleet.memory.decode_niceness)
+    return {plans[0].name: msgspec.structs.replace(spec, turns=_turns(spec, fleet.memory))}
+
+
+def _most(limit: int) -> int:
+    """Of the memory of a CPU's fleet, what is given away."""
+    return int((1 - HEADROOM) * limit)
 
 
 class _Objectives(NamedTuple):
@@ -281,12 +277,32 @@ def _objectives(model: Model) -> _Objectives:
     )
 
 
+def cpu_wake_costs(model: Model, architecture: ModelArchitecture, dtype: str) -> WakeCosts:
+    """Of a model that is served from a CPU in that type."""
+    weights, objectives = architecture.weight_bytes(dtype), _objectives(model)
+    return WakeCosts(
+        bytes=weights + MODEL_BYTES,
+        load_bytes=load_bytes(model, architecture, dtype),
+        seconds=wake_seconds(weights),
+        ttft=objectives.ttft,
+        tpot=objectives.tpot,
+        pinned=model.keep == "always",
+        margin=MODEL_MARGIN,
+    )
+
+
 def gpu_wake_costs(
     size: int, weights: int, device: str, ttft: float = TTFT_SECONDS, tpot: float = TPOT_SECONDS
 ) -> WakeCosts:
     """Of a model that takes `size` bytes of each of its GPUs, of type `device`, of which `weights` are copied there, if
     its engines have ended."""
     return WakeCosts(size, seconds=GPU_WAKE_SECONDS + weights / host_bandwidth(device), ttft=ttft, tpot=tpot)
+
+
+def resident_costs(model: Model, architecture: ModelArchitecture, dtype: str, gpu: GpuUnit, size: int) -> WakeCosts:
+    """Of a model that takes `size` bytes of each GPU of a unit, in that type."""
+    kind = device_name(gpu.gpus[0]) or gpu.gpus[0].name
+    return gpu_wake_costs(size, architecture.weight_bytes(dtype) // gpu.ranks, kind, *_objectives(model))
 
 
 def gpu_residency(
@@ -307,8 +323,17 @@ def gpu_residency(
         fixed=fixed,
         wakes_ahead=memory.host_copies != "off",
     )
-    turns = resting > 0 if memory.turns == AUTO else memory.turns
-    return ResidencySpec(rules, dict(models), TurnRules() if turns else None, on_gpus=True, resting=resting)
+    spec = ResidencySpec(rules, dict(models), on_gpus=True, resting=resting)
+    return msgspec.structs.replace(spec, turns=_turns(spec, memory))
+
+
+def _turns(spec: ResidencySpec, memory: MemorySection) -> TurnRules | None:
+    """By what rules busy models stop for others; None: they do not. On a CPU a wake takes as long as many tokens; on
+    GPUs it does, too, unless engines stay."""
+    wanted = spec.resting > 0 if memory.turns == AUTO else memory.turns
+    if not wanted:
+        return None
+    return TurnRules() if spec.on_gpus else TurnRules(cores=spec.rules.cores)
 
 
 def _on_gpus(memory: MemorySection, plan: ResolvedUnit, gpu: GpuUnit, machine: Machine) -> ResidencySpec:
@@ -316,13 +341,76 @@ def _on_gpus(memory: MemorySection, plan: ResolvedUnit, gpu: GpuUnit, machine: M
     and one of the others was looked at when the unit was planned."""
     taken, resting = gpu.taken(gpu.sleeping), gpu.resting(gpu.sleeping)
     rest = at_rest(resting.values(), gpu.resting_room)
-    models = {}
-    for model, demand in zip(plan.fleet.models, plan.demands, strict=True):
-        if model.name in taken:
-            weights = demand.architecture.weight_bytes(demand.resolved_dtype) // gpu.ranks
-            kind = device_name(gpu.gpus[0]) or gpu.gpus[0].name
-            models[model.name] = gpu_wake_costs(taken[model.name], weights, kind, *_objectives(model))
+    models = {
+        model.name: resident_costs(model, demand.architecture, demand.resolved_dtype, gpu, taken[model.name])
+        for model, demand in zip(plan.fleet.models, plan.demands, strict=True)
+        if model.name in taken
+    }
     limit = min(each.lines[0].bytes for each in gpu.budgets(plan.demands))
     awake = sum(gpu.taken([each for each in gpu.needs if each.model in taken]).values())
     fixed = gpu.used(plan.demands, plan.unit.pool_bytes) - awake
     return gpu_residency(memory, models, limit, fixed, machine.cores, rest)
+
+
+# ---------------------------------------------------------------- while the fleet serves
+
+
+class NoMemoryError(ValueError):
+    """What is asked for has no room in the memory; the message says why and what to do."""
+
+
+def with_model(spec: ResidencySpec, model: Model, costs: WakeCosts) -> ResidencySpec:
+    """The same with a model more, which sleeps until somebody asks for it.
+
+    Raises:
+        NoMemoryError: it has no room beside what is awake all the time, or is to be awake itself.
+    """
+    if model.keep == "always":
+        message = "`keep: always` needs memory of its own from the start: deploy again with it in the fleet's file"
+        raise NoMemoryError(message)
+    rules = replace(spec.rules, fixed=spec.rules.fixed + (0 if spec.on_gpus else DECLARED_BYTES))
+    made = msgspec.structs.replace(spec, rules=rules, models={**spec.models, model.name: costs})
+    _check_room(made)
+    return made
+
+
+def without_model(spec: ResidencySpec, model: str) -> ResidencySpec:
+    """The same without a model, if it has it."""
+    if model not in spec.models:
+        return spec
+    rules = replace(spec.rules, fixed=spec.rules.fixed - (0 if spec.on_gpus else DECLARED_BYTES))
+    others = {name: costs for name, costs in spec.models.items() if name != model}
+    return msgspec.structs.replace(spec, rules=rules, models=others)
+
+
+def as_declared(spec: ResidencySpec, fleet: Fleet, limit: int) -> ResidencySpec:
+    """The same by the rules of `fleet`: residences, waits, turns, objectives of models; and on a CPU with `limit` bytes
+    for everything.
+
+    Raises:
+        NoMemoryError: a model could not be woken with that.
+    """
+    memory = fleet.memory or MemorySection()
+    most = spec.rules.limit if spec.on_gpus else _most(limit)
+    rules = replace(spec.rules, limit=most, min_residence=memory.min_residence, max_wait=memory.max_wait)
+    declared = {model.name: _objectives(model) for model in fleet.models}
+    models = {
+        name: replace(costs, ttft=declared[name].ttft, tpot=declared[name].tpot) if name in declared else costs
+        for name, costs in spec.models.items()
+    }
+    made = msgspec.structs.replace(spec, rules=rules, models=models)
+    _check_room(made)
+    return msgspec.structs.replace(made, turns=_turns(made, memory))
+
+
+def _check_room(spec: ResidencySpec) -> None:
+    sizes = {name: costs.bytes + costs.load_bytes for name, costs in spec.models.items()}
+    largest = max(sizes, key=sizes.__getitem__, default=None)
+    if largest is None or spec.rules.fixed + sizes[largest] <= spec.rules.limit:
+        return
+    where = " of each GPU" if spec.on_gpus else ""
+    left = max(0, spec.rules.limit - spec.rules.fixed)
+    raise NoMemoryError(
+        f"waking {largest} takes about {format_size(sizes[largest])}{where}, and {format_size(left)} are left for it; "
+        "raise memory.limit"
+    )

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import zmq
 
+from muxserve.config import parse_fleet
 from muxserve.control import messages
 from muxserve.control.client import ControlClient, FleetEndedError, NoFleetError, RunningFleet, find, running_fleets
 from muxserve.net import sockets
@@ -160,20 +161,47 @@ def test_what_needs_a_start_is_named_and_nothing_interrupted(base: Path) -> None
     with running(base, UNITS) as controller:
         answer, _ = apply(base, text)
         assert answer == messages.Done(
-            "! kv_pool.size: auto -> 67108864; needs the fleet deployed again\n"
+            "! kv_pool.size: auto -> 64 MiB; needs the fleet deployed again\n"
             "! gateway.port: 8000 -> 9000; needs the fleet deployed again"
         )
         assert controller.control.calls == []
 
 
-def test_where_memory_decides_models_neither_come_nor_go(base: Path) -> None:
+def test_where_memory_decides_models_come_and_go_and_its_rules_are_followed(base: Path) -> None:
     with running(base, UNITS) as controller:
+        control = controller.control
+        text = f"memory: {{limit: 4GiB}}\nmodels: [{{name: chat, hub: org/chat}}, {CODE}]"
+        control.declared = parse_fleet(text, "f.yaml", Path("/"), {})
         residency = ResidencySpec(ResidencyRules(1 << 30), {})
-        controller.control.fleet = msgspec.structs.replace(controller.control.fleet, residency={"u0": residency})
-        limited = CHAT.replace("replicas: 2", "replicas: 2, limits: {max_queue: 3}")
-        planned, _ = apply(base, f"models: [{limited}, {{name: new, hub: org/new}}]")
-        assert planned == messages.Done("1 change made; 2 changes marked ! not made")
-        assert controller.control.calls == [("adopt",)]
+        control.fleet = msgspec.structs.replace(control.fleet, residency={"u0": residency})
+        memory = "memory: {limit: 6GiB, turns: true, max_wait: 4s, decode_niceness: 3}"
+        planned, _ = apply(
+            base, f"{memory}\nmodels: [{{name: chat, hub: org/chat}}, {{name: new, hub: org/new}}]", dry_run=True
+        )
+        assert planned.text.splitlines() == [
+            "- model code",
+            "+ model new",
+            "~ memory.limit: 4 GiB -> 6 GiB",
+            "~ memory.max_wait: 10.0 -> 4.0",
+            "~ memory.turns: auto -> True",
+            "! memory.decode_niceness: 10 -> 3; needs the fleet deployed again",
+        ]
+        made, _ = apply(base, f"{memory}\nmodels: [{{name: chat, hub: org/chat}}, {{name: new, hub: org/new}}]")
+        assert made == messages.Done("5 changes made; 1 change marked ! not made")
+        assert control.calls == [("adopt",), ("remove", "code"), ("add", "new", "org/new")]
+
+
+def test_of_gpus_the_limit_of_memory_stays(base: Path) -> None:
+    with running(base, UNITS) as controller:
+        control = controller.control
+        models = f"[{{name: chat, hub: org/chat}}, {CODE}]"
+        text = f"memory: {{limit: LIMIT}}\ncluster: {{gpus: 1}}\nmodels: {models}"
+        control.declared = parse_fleet(text.replace("LIMIT", "40GiB"), "f.yaml", Path("/"), {})
+        control.fleet = msgspec.structs.replace(
+            control.fleet, residency={"u0": ResidencySpec(ResidencyRules(1 << 30), {}, on_gpus=True)}
+        )
+        planned, _ = apply(base, text.replace("LIMIT", "60GiB"))
+        assert planned == messages.Done("! memory.limit: 40 GiB -> 60 GiB; needs the fleet deployed again")
 
 
 def test_a_step_that_fails_ends_it(base: Path) -> None:

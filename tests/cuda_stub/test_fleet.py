@@ -19,6 +19,7 @@ from typing import Any
 import openai
 import psutil
 import pytest
+import yaml
 
 from tests.cuda_stub import share
 from tests.cuda_stub.conftest import Start
@@ -220,6 +221,42 @@ def test_busy_models_take_turns_and_their_engines_stay(deploy: Start) -> None:
                 stopping.set()
             assert all(each.result() > 0 for each in asked)
         assert all(said(fleet, f"weights of {name}: loading weights") == 1 for name in names)
+
+
+def test_models_come_and_go_where_memory_decides(deploy: Start, tmp_path: Path) -> None:
+    """One that was added is loaded when it is asked for, and its engines stay while it sleeps. Nothing of one that was
+    removed is kept."""
+    memory = {"limit": 12 << 30, "min_residence": 0, "resting_engines": 6 << 30}
+    names = ("arithmetic", "frontdesk")
+    more = tmp_path / "more.yaml"
+    more.write_text(yaml.safe_dump({"models": [model("atlas", engine_args=WHOLE)]}))
+
+    def known(fleet: Fleet) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = fleet.get("/fleet").json()["memory"]["models"]
+        return found
+
+    with deploy(*(model(name, engine_args=WHOLE) for name in names), memory=memory, gpus=1, mps="off") as fleet:
+        for _ in range(2):
+            added = fleet.command("add", str(more))
+            assert added.returncode == 0, added.stderr
+            assert length(stream(fleet, "atlas")) == TOKENS
+            pids = {fleet.part(f"engine atlas/{phase}").pid for phase in ("prefill", "decode")}
+
+            def asleep() -> bool:
+                assert [length(stream(fleet, name, 4)) for name in names] == [4, 4]
+                return known(fleet)["atlas"]["residence"] == "asleep"
+
+            fleet.wait(asleep, PATIENCE, "asleep")
+            assert known(fleet)["atlas"]["engines_rest"]
+            assert known(fleet)["atlas"]["copy_bytes"] > 0
+            assert length(stream(fleet, "atlas")) == TOKENS
+            assert {fleet.part(f"engine atlas/{phase}").pid for phase in ("prefill", "decode")} == pids
+            fleet.wait(asleep, PATIENCE, "asleep again")
+            removed = fleet.command("remove", "atlas")
+            assert removed.returncode == 0, removed.stderr
+            assert set(known(fleet)) == set(names)
+            assert not any(psutil.pid_exists(pid) for pid in pids)
+        assert said(fleet, "weights of atlas: loading weights") == 2, "once each time"
 
 
 def test_two_ranks_go_on_when_the_mps_server_is_in_fault(deploy: Start) -> None:

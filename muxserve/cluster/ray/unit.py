@@ -152,8 +152,8 @@ class RayUnit:
         if model not in self._serves:
             self._serves.append(model)
 
-    async def join(self, unit_spec: UnitSpec, model: str, needs: Sequence[Needs] = ()) -> None:
-        """See `UnitHandle.join`."""
+    async def join(self, unit_spec: UnitSpec, model: str, needs: Sequence[Needs] = (), asleep: bool = False) -> None:
+        """See `UnitHandle.join`. Where units are elsewhere, no model sleeps."""
         check(await self._ask_to_join(unit_spec, model, needs), model)
         self._joined[model] = tuple(needs)
         self._unit_spec = unit_spec
@@ -168,6 +168,9 @@ class RayUnit:
             self._serves.remove(model)
         check(await self._questions.ask("stop_model", model=model), model)
         return False
+
+    async def forget(self, model: str) -> None:
+        """See `UnitHandle.forget`. Where units are elsewhere, nothing is kept."""
 
     async def prefetch(self, model: str) -> None:
         """See `UnitHandle.prefetch`."""

@@ -28,8 +28,9 @@ from muxserve.spec import UnitSpec, load
 
 log = logging.getLogger(__name__)
 
-# What it is told, with a model's name behind a space: copy its weights back; or know its copy, which can be pinned.
-RESTORE, PIN = "restore", "pin"
+# What it is told, with a model's name behind a space: copy its weights back; know its copy, which can be pinned; or let
+# go of that, since the model is served no longer.
+RESTORE, PIN, FORGET = "restore", "pin", "forget"
 _LONGEST = 1 << 12
 # Makes memory fast to copy from, or not any more; see `pinned` and `unpinned`.
 Pin = Callable[[torch.Tensor], None]
@@ -78,12 +79,21 @@ class HostCopies:
         known = self._copies.get((model, rank))
         if known is not None and known.files == files:
             return known.memory
-        if known is not None:
-            for piece in known.pinned:
-                self._unpin(known.memory[piece])
+        self._let_go(model, rank)
         memory = [in_file(each, size) for each, size in zip(descriptors, sizes, strict=True)]
         self._copies[model, rank] = _Copy(files, memory)
         return memory
+
+    def forget(self, model: str) -> None:
+        """Let go of the copies of a model, as far as there are any."""
+        for rank in [rank for name, rank in self._copies if name == model]:
+            self._let_go(model, rank)
+
+    def _let_go(self, model: str, rank: int) -> None:
+        known = self._copies.pop((model, rank), None)
+        if known is not None:
+            for piece in known.pinned:
+                self._unpin(known.memory[piece])
 
     def pin_next(self) -> bool:
         """Pin a piece that is not; whether there may be another."""
@@ -126,6 +136,9 @@ def run(file: str, control: Any, orders: socket.socket) -> None:
         order, _, model = orders.recv(_LONGEST).decode().partition(" ")
         if not order:
             return  # who gives orders has ended
+        if order == FORGET:
+            copies.forget(model)
+            continue
         # A model may have joined the unit.
         unit_spec, pinning = load(file), True
         if order == PIN:
