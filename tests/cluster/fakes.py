@@ -364,7 +364,7 @@ class Warm(Parent):
             pid = self.model_parents.pop(model, None)
             if pid is not None:
                 os.kill(pid, signal.SIGTERM)
-        elif operation == "prefetch":
+        elif operation in ("prefetch", "forget"):
             pass  # the journal has it
         elif operation == "hibernate":
             self.load(model)

@@ -324,6 +324,22 @@ async def test_engines_stay_while_their_model_sleeps(resting_fleet: Fleet) -> No
     assert not any(map(alive, last))
 
 
+async def test_what_is_kept_of_a_model_goes_when_it_is_served_no_longer(resting_fleet: Fleet) -> None:
+    fleet = resting_fleet
+    before = [fleet.pid(part) for part in RESTING]
+    await fleet.host.stop_model("two")
+    assert all(map(alive, before))
+    await fleet.host.forget("two")
+    assert not any(map(alive, before))
+    memory = fleet.host.gpu_memory()
+    assert memory is not None
+    assert (memory.resting, memory.copies) == ((), {})
+    await fleet.until(lambda: "forget two" in fleet.journal())
+    await fleet.host.start_model("two")
+    assert sources(fleet) == ["loading weights"] * 2
+    assert [fleet.pid(part) for part in RESTING] != before
+
+
 async def test_the_engines_of_a_model_rest_together_or_not_at_all(resting_fleet: Fleet) -> None:
     fleet = resting_fleet
     await fleet.host.stop_model("two")

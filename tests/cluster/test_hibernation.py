@@ -36,6 +36,19 @@ async def test_a_stopped_model_keeps_the_process_that_has_loaded_it(fleet: Fleet
     assert "end one" not in fleet.journal()
 
 
+async def test_nothing_is_kept_of_a_model_that_is_served_no_longer(fleet: Fleet) -> None:
+    parent = fleet.host.model_parents["one"]
+    await fleet.host.stop_model("one")
+    assert alive(parent)
+    await fleet.host.forget("one")
+    assert not alive(parent)
+    assert fleet.journal().count("end one") == 1
+    await fleet.host.forget("one")  # there is nothing more
+    await fleet.host.start_model("one")
+    assert fleet.host.model_parents["one"] != parent
+    assert fleet.host.up("one")
+
+
 async def test_before_a_model_is_started_again_its_process_is_told(fleet: Fleet) -> None:
     await fleet.host.prefetch("one")  # it is not asleep: its checkpoint is read
     await fleet.host.stop_model("one")

@@ -204,6 +204,32 @@ async def test_whoever_is_killed_during_a_wake_everybody_is_answered(
     await until(lambda: fleet.get("/health").status_code == 200, "healthy")
 
 
+def test_models_come_and_go(fleet: Fleet, said: dict[str, str], tmp_path: Path) -> None:
+    """One that was added is woken when somebody asks for it, also when the unit has been started again since."""
+    declared = yaml.safe_load((declared_in(tmp_path, [*NAMES, "more"], LIMIT, "off")).read_text())
+    file = tmp_path / "more.yaml"
+    file.write_text(yaml.safe_dump({"models": declared["models"][-1:]}))
+    wanted = tmp_path / "wanted.yaml"
+    wanted.write_text(yaml.safe_dump({**declared, "models": declared["models"][:-1]}))
+    texts: list[str] = []
+    for part in (None, "muxserve.unit.scheduler", "muxserve-memory-manager"):
+        added = fleet.command("add", str(file))
+        assert added.returncode == 0, added.stderr
+        assert memory(fleet)["models"]["more"]["residence"] == "asleep"
+        if part is not None:
+            fleet.kill(part)
+        texts += [text for _, text in asyncio.run(answers(fleet, names=["more"]))]
+        assert dict(asyncio.run(answers(fleet))) == said
+        removed = fleet.command(*(["remove", "more"] if part is None else ["apply", str(wanted)]))
+        assert removed.returncode == 0, removed.stderr
+        assert set(memory(fleet)["models"]) == set(NAMES)
+        assert not list(fleet.parts("muxserve engine", "more/"))
+        with pytest.raises(openai.NotFoundError):
+            asyncio.run(answers(fleet, names=["more"]))
+    assert len(texts) == 3
+    assert len(set(texts)) == 1
+
+
 def test_memory_decides_and_says_so(fleet: Fleet) -> None:
     if not total(fleet, "evictions"):
         asyncio.run(answers(fleet))  # seven models, and no room for all

@@ -76,3 +76,17 @@ def test_what_cannot_be_pinned_is_copied_as_it_is(files: list[int]) -> None:
     assert copies.pin_next()
     assert not copies.pin_next()
     assert len(pins.now) == 1
+
+
+def test_what_is_served_no_longer_is_let_go_of(files: list[int]) -> None:
+    pins = Pins()
+    copies = HostCopies(pins.pin, pins.unpin)
+    copies.pieces("a", 0, files[:1], [4096])
+    copies.pieces("a", 1, files[1:2], [4096])
+    kept = copies.pieces("b", 0, files[2:3], [4096])
+    while copies.pin_next():
+        pass
+    copies.forget("a")
+    copies.forget("a")
+    assert pins.now == [kept[0].data_ptr()]
+    assert copies.pieces("b", 0, files[2:3], [4096]) is kept
