@@ -361,6 +361,9 @@ class FleetPlanner:
         Raises:
             NoRoomError: no pool of the unit suits it, or pool, memory or MPS have no room.
         """
+        if planned.gpu is None and _gpus_of(planned.unit_spec):
+            message = "on pretended GPUs no model joins a unit that runs; add it to the fleet's file and deploy again"
+            raise NoRoomError(f"{model} cannot join {planned.name}: {message}")
         others = [entry.unit_spec for entry in running.units if entry.name != planned.name]
         offered = next((each for each in running.models if each.name == model), None)
         joining = Joining(

@@ -1,7 +1,7 @@
 """How many GPUs a fleet needs if its models may sleep. One workload is simulated for each number of GPUs three times:
 with all models awake, as planned; as `muxserve deploy` serves it with `memory:`, where each model sleeps or is awake in
-its own unit; and with models that move between units and take turns besides (`elastic`), which no live fleet on GPUs
-does.
+its own unit; and with models that move between units besides, whose weights and KV are one memory (`elastic`), which no
+live fleet on GPUs does.
 """
 
 from __future__ import annotations

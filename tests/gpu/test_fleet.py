@@ -62,7 +62,7 @@ def test_models_that_sleep_answer_as_before(
             answers = asyncio.run(all_answers(fleet, reference))
             print(f"resting engines: {resting}, round {number}", check(answers, reference))
         models = fleet.get("/fleet").json()["memory"]["models"]
-        print({name: (each["wakes"], each["last_wake_seconds"]) for name, each in models.items()})
+        print({name: (each["wakes"], each["turns"], each["last_wake_seconds"]) for name, each in models.items()})
         assert any(each["wakes"] > 1 for each in models.values()), "none has slept"
 
 
