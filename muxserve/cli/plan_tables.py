@@ -219,8 +219,8 @@ def show_sleeping(forecast: SleepingForecast) -> None:
         enough = ", ".join(f"{'more' if gpus is None else gpus} {name}" for name, gpus in needed)
         console.print(f"GPUs for {forecast.attainment:.0%} of these requests within their objectives: {enough}")
     console.print(
-        f"`{WITH_MEMORY}` in the fleet file is deployed so; {WITH_RESIDENCY} models also move between units, and weights "
-        "and KV are one memory, which is simulated only"
+        f"`{WITH_MEMORY}` in the fleet file is deployed so; {WITH_RESIDENCY} models also move between units, and "
+        "weights and KV are one memory, which is simulated only"
     )
 
 

@@ -408,7 +408,7 @@ class FleetPlanner:
             NoRoomError: what it may take of the memory is too little, or more than there is.
         """
         changed = settings_of(wanted, fleet)
-        if not fleet.residency:
+        if not fleet.residency or wanted.memory is None:
             return changed
         try:
             limit = within_limit(wanted, self._whole).memory_bytes

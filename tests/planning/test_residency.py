@@ -7,12 +7,23 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import psutil
 import pytest
 
 from muxserve.config import Fleet, FleetError, parse_fleet
 from muxserve.planning.fleet_planner import FleetPlanner
-from muxserve.planning.residency import FLEET_BYTES, MODEL_BYTES, hibernation_of, residency_of
+from muxserve.planning.residency import (
+    FLEET_BYTES,
+    MODEL_BYTES,
+    NoMemoryError,
+    as_declared,
+    hibernation_of,
+    residency_of,
+    with_model,
+    without_model,
+)
+from muxserve.scheduling.turns import TurnRules
 from muxserve.spec import ResidencySpec
 from placement import Machine
 from tests.support.tiny_checkpoint import tiny_checkpoint
@@ -150,3 +161,48 @@ def test_without_memory_nothing_is_different() -> None:
     assert spec is None
     assert planner.machine.memory_bytes == 4 * GIB
     assert planner.fleet.models[0].replicas.min == 1
+
+
+class TestWhileItServes:
+    """A fleet of three models with room for one or two, which changes."""
+
+    def spec(self, memory: str = "{limit: 2GiB}") -> ResidencySpec:
+        _, spec = planned(declared(memory, *[""] * 3))
+        assert spec is not None
+        return spec
+
+    def test_a_model_comes_and_goes(self) -> None:
+        spec = self.spec()
+        new = declared("{limit: 2GiB}", *[""] * 4).models[3]
+        costs = next(iter(spec.models.values()))
+        more = with_model(spec, new, costs)
+        assert more.models == {**spec.models, "m3": costs}
+        assert more.rules.fixed > spec.rules.fixed
+        assert without_model(more, "m3") == spec
+        assert without_model(spec, "m3") == spec
+
+    def test_one_without_room_does_not_come(self) -> None:
+        spec = self.spec()
+        new, always = declared("{limit: 2GiB}", *[""] * 3, "", ", keep: always").models[3:]
+        costs = next(iter(spec.models.values()))
+        with pytest.raises(
+            NoMemoryError, match=r"waking m3 takes about 4 GiB, and .* are left for it; raise memory\.limit"
+        ):
+            with_model(spec, new, replace(costs, bytes=4 * GIB, load_bytes=0))
+        with pytest.raises(NoMemoryError, match="keep: always"):
+            with_model(spec, always, costs)
+
+    def test_rules_follow_the_file(self) -> None:
+        spec = self.spec()
+        wanted = declared("{limit: 3GiB, max_wait: 3s, min_residence: 1s, turns: true}", *[", slo: {ttft_ms: 700}"] * 3)
+        changed, (_, anew) = as_declared(spec, wanted, 3 * GIB), planned(wanted)
+        assert anew is not None
+        assert changed.rules == replace(spec.rules, limit=anew.rules.limit, max_wait=3.0, min_residence=1.0)
+        assert {each.ttft for each in changed.models.values()} == {0.7}
+        assert (spec.turns, changed.turns) == (None, TurnRules(cores=spec.rules.cores))
+        with pytest.raises(NoMemoryError, match=r"raise memory\.limit"):
+            as_declared(spec, wanted, spec.rules.fixed)
+        # Of GPUs the pools were sized by the limit, which stays.
+        gpus = msgspec.structs.replace(spec, on_gpus=True, resting=2)
+        assert as_declared(gpus, wanted, GIB).rules.limit == spec.rules.limit
+        assert as_declared(gpus, declared("auto", *[""] * 3), GIB).turns == TurnRules()
