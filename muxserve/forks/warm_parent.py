@@ -49,6 +49,8 @@ def preload(device: str) -> None:
 
         if device == "cuda":
             import muxserve.engine.cuda.worker
+
+            prepare_gpu_workers()
         else:
             # Not on a GPU: vLLM's CPU worker puts stand-ins into torch when it is imported.
             import muxserve.engine.cpu.worker  # noqa: F401
@@ -58,6 +60,15 @@ def preload(device: str) -> None:
     refuse_cuda(imports.after)
     # Imports leave nothing to collect, and looking for it before the first fork takes a third of a second.
     gc.freeze()
+
+
+def prepare_gpu_workers() -> None:
+    """Do once what every engine on a GPU would do when vLLM warms it up. Touches no GPU."""
+    # A hash of all its files, by which Triton finds what it has compiled.
+    with contextlib.suppress(ImportError):
+        from triton.runtime.cache import triton_key
+
+        triton_key()
 
 
 def prepare_workers() -> None:

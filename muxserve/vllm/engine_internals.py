@@ -105,6 +105,7 @@ INTERNALS: list[Internal] = [
     ("vllm.v1.core.kv_cache_utils", "resolve_block_hashes", ("block_hashes", "hash_block_size", "block_size")),
     ("vllm.v1.core.kv_cache_utils", "resolve_none_hash_seed", ()),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.initialize_kv_cache_tensors", ("kv_cache_config",)),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._freeze_gc", ()),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._update_states", ("scheduler_output",)),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.sample_tokens", ("grammar_output",)),
     ("vllm.v1.core.sched.output", "SchedulerOutput", ("num_scheduled_tokens", "finished_req_ids")),

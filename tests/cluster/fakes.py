@@ -95,6 +95,17 @@ def die_with_parent(number: int) -> None:
     ctypes.CDLL(None).prctl(1, number)
 
 
+def fork_bound() -> int:
+    """As `os.fork`. The child ends with this process, also if that has ended before the child could ask for it."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        die_with_parent(signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+    return pid
+
+
 def beating(run_dir: Path, name: str) -> Callable[[], None]:
     """What beats for a process, if the test wants heartbeats."""
     if not told(run_dir, "beat"):
@@ -346,8 +357,7 @@ class Warm(Parent):
             self.event("failed", kind="warm_parent", error="no room here")
             sys.exit(1)
         signal.signal(signal.SIGTERM, lambda *_: (self.journal.write("stop warm"), os._exit(0)))
-        if os.fork() == 0:  # stands for a process that loads a model: nobody is told of it
-            die_with_parent(signal.SIGKILL)
+        if fork_bound() == 0:  # stands for a process that loads a model: nobody is told of it
             while True:
                 signal.pause()
         self.serve()
@@ -378,9 +388,8 @@ class Warm(Parent):
         pid = self.model_parents.get(model)
         if pid is not None and Path(f"/proc/{pid}").exists():
             return
-        pid = os.fork()
+        pid = fork_bound()
         if pid == 0:
-            die_with_parent(signal.SIGKILL)
             live(self.run_dir, f"model-{model}")
         self.model_parents[model] = pid
         self.event("forked", kind="model", model=model, phase="", pid=pid)
@@ -403,7 +412,7 @@ class Warm(Parent):
                 self.event("forked", pid=pid, **who)
                 return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pid = os.fork()
+        pid = fork_bound()
         if pid:
             theirs.close()
             self.engines[order["model"], order["phase"]] = pid, ours, False
@@ -411,7 +420,6 @@ class Warm(Parent):
             return
         ours.close()
         name = f"{order['model']}-{order['phase'] or order['kind']}"
-        die_with_parent(signal.SIGKILL)
         if told(self.run_dir, f"fail-{name}"):
             self.event("failed", error="the weights are of cheese", **who)
             os._exit(1)
@@ -453,14 +461,13 @@ class Warm(Parent):
             except OSError:
                 pass
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pid = os.fork()
+        pid = fork_bound()
         if pid:
             theirs.close()
             ours.send(order.encode())
             self.copier = pid, ours
             return pid
         ours.close()
-        die_with_parent(signal.SIGKILL)
         signal.signal(signal.SIGTERM, lambda *_: (self.journal.write("stop copier"), os._exit(0)))
         while True:
             what, _, model = theirs.recv(64).decode().partition(" ")

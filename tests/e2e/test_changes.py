@@ -206,7 +206,7 @@ def test_a_fleet_becomes_what_its_file_says(fleet: Fleet, tmp_path: Path, monkey
     assert planned.returncode == 0, planned.stderr
     assert "+ model frontdesk\n" in planned.stdout
     assert "~ models.arithmetic.limits.max_queue: 1024 -> 7\n" in planned.stdout
-    assert "! kv_pool.size: 33554432 -> 50331648; needs the fleet deployed again\n" in planned.stdout
+    assert "! kv_pool.size: 32 MiB -> 48 MiB; needs the fleet deployed again\n" in planned.stdout
     before = engines(fleet)
     assert before
     applied = command("apply", str(file))

@@ -19,6 +19,7 @@ import yaml
 from muxserve.cluster.memory_use import memory_of
 from tests.e2e.fleet import Fleet, running
 from tests.e2e.load import until
+from tests.e2e.several import command
 from tests.support.patience import PATIENCE
 from tests.support.promql import unanswered
 from tests.support.thoroughness import cases
@@ -213,14 +214,14 @@ def test_models_come_and_go(fleet: Fleet, said: dict[str, str], tmp_path: Path) 
     wanted.write_text(yaml.safe_dump({**declared, "models": declared["models"][:-1]}))
     texts: list[str] = []
     for part in (None, "muxserve.unit.scheduler", "muxserve-memory-manager"):
-        added = fleet.command("add", str(file))
+        added = command(fleet, "add", str(file))
         assert added.returncode == 0, added.stderr
         assert memory(fleet)["models"]["more"]["residence"] == "asleep"
         if part is not None:
             fleet.kill(part)
         texts += [text for _, text in asyncio.run(answers(fleet, names=["more"]))]
         assert dict(asyncio.run(answers(fleet))) == said
-        removed = fleet.command(*(["remove", "more"] if part is None else ["apply", str(wanted)]))
+        removed = command(fleet, *(["remove", "more"] if part is None else ["apply", str(wanted)]))
         assert removed.returncode == 0, removed.stderr
         assert set(memory(fleet)["models"]) == set(NAMES)
         assert not list(fleet.parts("muxserve engine", "more/"))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,6 +21,7 @@ from vllm.config import CompilationConfig
 
 from muxserve.engine import ranks, support
 from muxserve.engine.cuda import weight_holder, weights, worker
+from muxserve.engine.cuda.runner import PooledGPUModelRunner
 from muxserve.engine.cuda.weight_holder import HolderWorker
 from muxserve.engine.cuda.worker import PooledGPUWorker
 from muxserve.gpu import environment
@@ -338,3 +341,37 @@ def test_what_a_context_takes(
     monkeypatch.setattr(weight_holder, "_own_bytes", lambda _: own and own * MIB)
     monkeypatch.setattr(weight_holder, "_used_bytes", lambda _: used and used * MIB)
     assert weight_holder._context_bytes("GPU-1", before and before * MIB, 300 * MIB) == context * MIB
+
+
+def test_a_family_of_models_is_not_imported_to_see_that_the_model_is_none_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    warm_up = "vllm.model_executor.warmup.minimax_m3_msa_warmup"
+    monkeypatch.delitem(sys.modules, warm_up, raising=False)
+    monkeypatch.delitem(sys.modules, "vllm.models.minimax_m3", raising=False)
+    worker.spare_imports()
+    # As vLLM does it.
+    from vllm.model_executor.warmup.minimax_m3_msa_warmup import minimax_m3_msa_warmup
+
+    minimax_m3_msa_warmup(SimpleNamespace())
+    assert "vllm.models.minimax_m3" not in sys.modules
+
+
+def test_a_model_of_that_family_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_up = "vllm.model_executor.warmup.minimax_m3_msa_warmup"
+    monkeypatch.delitem(sys.modules, warm_up, raising=False)
+    monkeypatch.setitem(sys.modules, "vllm.models.minimax_m3", ModuleType("vllm.models.minimax_m3"))
+    worker.spare_imports()
+    assert warm_up not in sys.modules
+
+
+def test_nothing_is_collected_while_graphs_are_captured() -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    try:
+        with PooledGPUModelRunner._freeze_gc():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() >= frozen > 0, "what was frozen stays so"
+    finally:
+        gc.unfreeze()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import gc
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,8 +27,27 @@ from muxserve.engine.runner import ResumingRunner
 _STOCK_REWIND = 4
 
 
+@contextmanager
+def without_collecting() -> Iterator[None]:
+    """Nothing is collected while graphs are captured, which could invalidate them.
+
+    In place of vLLM's own, which thaws what this process was forked with, so that it and whoever collects next look
+    through all of vLLM's modules: a second of an engine's start.
+    """
+    gc.collect()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 class PooledGPUModelRunner(ResumingRunner, GPUModelRunner):
     """Binds every layer to the whole pool and keeps the page table on the device."""
+
+    _freeze_gc = staticmethod(without_collecting)
 
     page_table: DevicePageTable | None = None
     # Of each set of SMs that the engine has; None: it has all.
