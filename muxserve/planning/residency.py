@@ -70,11 +70,11 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 MOST_WAKES = 4
 # The same of GPUs, where weights are copied by one process, and engines start meanwhile. Until one was measured a wake
 # is taken to last as long as over stand-ins of the driver, where engines are started or have stayed
-# (benchmarks/results/wakes_stand_ins.json: 5.2 s, and 0.03 s in which the driver's work is next to none), and as its
+# (benchmarks/results/wakes_stand_ins.json: 2.4 s, and 0.02 s in which the driver's work is next to none), and as its
 # weights are copied. (The first GPU had three small models up 19 s after vLLM was imported, beside three other fleets:
 # docs/gpu.md.)
 GPU_WAKES = 2
-GPU_WAKE_SECONDS, GPU_RESTED_SECONDS = 5.0, 0.1
+GPU_WAKE_SECONDS, GPU_RESTED_SECONDS = 2.5, 0.1
 GPU_SLEEP_SECONDS = 1.0
 # Of the host's memory, for the weights of models that sleep on GPUs.
 HOST_COPIES_PART = 0.5
