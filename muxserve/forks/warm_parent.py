@@ -48,9 +48,9 @@ def preload(device: str) -> None:
         from muxserve.vllm import engine_internals
 
         if device == "cuda":
-            import muxserve.engine.cuda.worker
+            from muxserve.engine.cuda.worker import prepare
 
-            prepare_gpu_workers()
+            prepare()
         else:
             # Not on a GPU: vLLM's CPU worker puts stand-ins into torch when it is imported.
             import muxserve.engine.cpu.worker  # noqa: F401
@@ -60,15 +60,6 @@ def preload(device: str) -> None:
     refuse_cuda(imports.after)
     # Imports leave nothing to collect, and looking for it before the first fork takes a third of a second.
     gc.freeze()
-
-
-def prepare_gpu_workers() -> None:
-    """Do once what every engine on a GPU would do when vLLM warms it up. Touches no GPU."""
-    # A hash of all its files, by which Triton finds what it has compiled.
-    with contextlib.suppress(ImportError):
-        from triton.runtime.cache import triton_key
-
-        triton_key()
 
 
 def prepare_workers() -> None:

@@ -298,7 +298,7 @@ async def _nothing_left(before: set[int]) -> None:
         for child in left:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(child.pid, os.WNOHANG)
-        assert time.monotonic() < deadline, f"not ended: {left}"
+        assert time.monotonic() < deadline, f"not ended: {[(child, child.cmdline()) for child in left]}"
         await asyncio.sleep(0.01)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 from types import ModuleType
@@ -31,6 +32,15 @@ _WARM_UP, _FAMILY = "vllm.model_executor.warmup.minimax_m3_msa_warmup", "vllm.mo
 
 attention.register()
 weights.register_loader()
+
+
+def prepare() -> None:
+    """Do once, before engines are forked, what each of them would do when vLLM warms it up. Touches no GPU."""
+    # A hash of all its files, by which Triton finds what it has compiled.
+    with contextlib.suppress(ImportError):
+        from triton.runtime.cache import triton_key
+
+        triton_key()
 
 
 def spare_imports() -> None:
