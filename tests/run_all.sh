@@ -94,15 +94,15 @@ if [ "$mode" = quick ]; then
   python_lane simulating 0 tests/{global_scheduler/test_core.py,replicas,rolling,simulator} tests/test_{docs,imports}.py
   python_lane planning 0 tests/{config,costs,metrics,placement,planning,scheduling,workload}
 else
-  # Whole fleets; the engines and other processes that they are made of; what only computes; processes that only pretend,
-  # which wait most of the time, and Ray, whose programs run beside the others' tests; and what is left. A lane's
+  # Whole fleets; the engines and other processes that they are made of, and Ray, whose programs run beside the others'
+  # tests; what only computes; processes that only pretend, which wait most of the time; and what is left. A lane's
   # fixtures are shared by its tests: what imports vLLM is divided so that few do it twice. Lanes should take equally
   # long.
   apart=(tests/e2e/test_{adapters,pooling}.py) # fleets that need nothing of what the other fleets' tests share
   fleets=(tests/e2e "${apart[@]/#/--ignore=}")
-  parts=(tests/gateway tests/models tests/profiling tests/engine tests/engine_cuda tests/migration "${apart[@]}")
+  parts=(tests/gateway tests/models tests/profiling tests/engine tests/engine_cuda tests/migration "${apart[@]}" tests/ray)
   computing=(tests/{config,costs,global_scheduler,metrics,placement,planning,replicas,rolling,scheduling,simulator,workload})
-  pretending=(tests/{cli,cluster,control,gpu_control,probes,ray})
+  pretending=(tests/{cli,cluster,control,gpu_control,probes})
   others=()
   for tests in tests/[a-z]*/ tests/test_*.py; do
     tests=${tests%/}
