@@ -62,7 +62,10 @@ class Control:
     def receive(self) -> dict[str, Any] | None:
         """The next command; None when the other side is gone. Descriptors that came with it are its `fds`, which the
         receiver closes."""
-        data, fds, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE, MAX_FDS)
+        try:
+            data, fds, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE, MAX_FDS)
+        except ConnectionResetError:  # it has gone without reading all that it was told
+            return None
         if not data:
             return None
         command: dict[str, Any] = json.loads(data)

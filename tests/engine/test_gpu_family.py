@@ -151,6 +151,15 @@ def test_only_engines_on_cpu_with_one_rank_share_weights_by_forking(
     assert shares_by_forking(msgspec.structs.replace(of, ranks=ranks, gpu=gpu)) is shares
 
 
+def test_who_goes_without_reading_all_is_gone() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        control = family.Control(ours)
+        control.event("ready")
+        theirs.close()
+        assert control.receive() is None
+
+
 def test_an_engine_rests_and_is_forked_once(control: socket.socket) -> None:
     """Whoever orders it again gets the one that rests; one that has died meanwhile is forked anew."""
 
