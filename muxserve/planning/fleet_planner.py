@@ -411,12 +411,15 @@ class FleetPlanner:
         if not fleet.residency or wanted.memory is None:
             return changed
         try:
-            limit = within_limit(wanted, self._whole).memory_bytes
+            # On GPUs it is of each of them, and stays.
+            machine = self.machine if self._wants_gpus else within_limit(wanted, self._whole)
+            limit = machine.memory_bytes
             residency = {unit: as_declared(spec, wanted, limit) for unit, spec in fleet.residency.items()}
         except FleetError as error:
             raise NoRoomError("; ".join(problem.message for problem in error.problems)) from None
         except NoMemoryError as error:
             raise NoRoomError(f"memory.limit: {error}") from None
+        self.machine = machine
         return msgspec.structs.replace(changed, residency=residency)
 
     def _free_gpus(self, fleet: Fleet, units: Sequence[UnitSpec]) -> GpuUnit:

@@ -222,4 +222,4 @@ class Adbs(Policy):
 
     def capacity(self, model: ModelState) -> int:
         others = sum(m.profile.floor_pages for m in model.pool.models if m is not model and not m.retired)
-        return max(model.quota, model.pool.profile.pages - others)
+        return max(model.quota, model.profile.floor_pages, model.pool.profile.pages - others)

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 from muxserve.scheduling.admission import Admission, admissible, prefill_steps, wants_prefill
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.quanta import Quanta
-from muxserve.scheduling.quotas import Claim, max_min
+from muxserve.scheduling.quotas import Claim, max_min, with_fitting_floors
 from muxserve.scheduling.state import ModelState, PoolState
 from muxserve.scheduling.types import DECODE, PREFILL, Grant, QuotaChange
 
@@ -24,10 +24,11 @@ def lend(pool: PoolState) -> list[QuotaChange]:
     serving = [model for model in pool.models if not model.retired]
     whole = sum(model.profile.quota_pages for model in pool.models)
     claims = [Claim(max(1, model.profile.quota_pages), model.profile.floor_pages) for model in serving]
-    if len(serving) == len(pool.models) or sum(claim.floor for claim in claims) > whole:
+    if len(serving) == len(pool.models):
         targets = {model.name: model.profile.quota_pages for model in serving}
     else:
-        targets = {model.name: pages for model, pages in zip(serving, max_min(whole, claims), strict=True)}
+        shares = max_min(whole, with_fitting_floors(whole, claims))
+        targets = {model.name: pages for model, pages in zip(serving, shares, strict=True)}
     if all(model.quota == targets.get(model.name, 0) for model in pool.models):
         return []
     quotas: dict[str, int] = {}

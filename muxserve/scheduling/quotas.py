@@ -96,6 +96,15 @@ def _whole(pages: int, shares: Sequence[float]) -> list[int]:
     return whole
 
 
+def with_fitting_floors(pages: int, claims: Sequence[Claim]) -> list[Claim]:
+    """The claims, with lower floors where all of these together exceed the pool: as when more models are awake than it
+    was planned for."""
+    floors = sum(claim.floor for claim in claims)
+    if floors <= pages:
+        return list(claims)
+    return [Claim(claim.weight, claim.floor * pages // floors, claim.most) for claim in claims]
+
+
 def initial_quotas(profiles: Sequence[ModelProfile], pages: int) -> dict[str, int]:
     """Quotas of the models of one pool in proportion to their demand weights, no less than their floors.
 
@@ -146,7 +155,7 @@ class QuotaAdapter:
         return len(self.targets) == 1 and not model.retired and model.quota == self.targets[0] == pages
 
     def adapt(self) -> list[QuotaChange]:
-        """The changes to make now; nothing when the floors do not fit the pool."""
+        """The changes to make now."""
         pool, models, config = self._pool, self._pool.models, self._config
         pages = pool.profile.pages
         claims = []
@@ -158,16 +167,16 @@ class QuotaAdapter:
             if not model.retired:
                 serving.append(index)
                 claims.append(Claim(self._weights[index], model.profile.floor_pages, demand))
-        if sum(claim.floor for claim in claims) > pages:
-            return []
+        claims = with_fitting_floors(pages, claims)
         self.targets = targets = [0] * len(models)
-        for index, target in zip(serving, max_min(pages, claims), strict=True):
-            targets[index] = target
+        floors = [0] * len(models)
+        for index, target, claim in zip(serving, max_min(pages, claims), claims, strict=True):
+            targets[index], floors[index] = target, claim.floor
         step = max(1, int(config.step * pages))
         quotas = [model.quota for model in models]
         for index, model in enumerate(models):
             held = model.used + model.promised + model.in_engines * model.pages_per_block
-            least = 0 if model.retired else max(model.profile.floor_pages, quotas[index] - step)
+            least = 0 if model.retired else max(floors[index], quotas[index] - step)
             quotas[index] = min(quotas[index], max(targets[index], held, least))
         slack = pages - sum(quotas)
         starving = False
@@ -176,7 +185,7 @@ class QuotaAdapter:
             if missing <= 0:
                 continue
             model = models[index]
-            needed = max(self._head_needs(model), model.profile.floor_pages - quotas[index])
+            needed = max(self._head_needs(model), floors[index] - quotas[index])
             raised = min(missing, max(step, needed), max(0, slack))
             starving = starving or (needed > 0 and raised > 0)
             quotas[index] += raised

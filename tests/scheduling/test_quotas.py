@@ -189,6 +189,22 @@ def test_without_any_model_in_service_quotas_stay_at_nothing() -> None:
     assert [m.quota for m in ledger.models] == [0, 0]
 
 
+def test_more_models_than_the_pool_has_floors_for_share_it() -> None:
+    """As when the memory's limit was raised since it was planned: quotas go on following the load."""
+    profiles = [profile(f"m{n}", quota_pages=100, floor_pages=400) for n in range(4)]
+    book = UnitLedger(profiles, [PoolProfile("pool", 1000)])
+    (pool,) = book.pools.values()
+    adapter = QuotaAdapter(pool, QuotaConfig())
+    for model, quota in zip(pool.models, (500, 500, 0, 0), strict=True):
+        book.pages(model.name, 0, 0, quota)
+    for _ in range(20):
+        for change in adapter.adapt():
+            book.pages(change.model, 0, 0, change.pages)
+        assert sum(model.quota for model in pool.models) <= 1000
+    assert min(model.quota for model in pool.models) >= 240, "a quarter each, but for what is not worth a move"
+    assert Adbs().capacity(pool.models[0]) == 400
+
+
 # ---------------------------------------------------------------- fixed quotas
 
 
