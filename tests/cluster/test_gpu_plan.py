@@ -26,6 +26,7 @@ from muxserve.spec import ResidencySpec, RestingSpec, UnitSpec, load
 from placement import Machine
 from placement.unit import MAX_BLOCKS
 from tests.cluster.test_plan import CONFIG, FakeHub
+from tests.control.fakes import fleet_of
 
 GIB = 1 << 30
 MODELS = """
@@ -414,6 +415,20 @@ class TestSleeping:
         """Unless the fleet file says otherwise: a switch that starts engines takes too long."""
         *_, spec, _ = self.plan(tmp_path, memory, 40)
         assert (spec.turns is not None) is expected
+
+    def test_its_limit_is_none_of_the_host_s_memory(self, tmp_path: Path) -> None:
+        """Nor while the fleet serves, when other rules are followed."""
+        plan(tmp_path, "{gpus: 1}")
+        models = "models: [{name: m0, path: a, max_len: 512}, {name: m1, path: a, max_len: 512}]"
+        text = f"memory: {{limit: 70GiB, max_wait: 4s}}\ncluster: {{gpus: 1}}\n{models}"
+        declared = parse_fleet(text, "f.yaml", tmp_path, {})
+        planner = FleetPlanner(declared, Machine(8, 64 * GIB, 16 * GIB), lambda: gpus(2, gib=80))
+        plans = planner.at_start()
+        residency = residency_of(planner.fleet, plans, planner.machine)
+        running = msgspec.structs.replace(fleet_of("/run", {"u0": ["m0", "m1"]}), residency=residency)
+        followed = planner.settings(declared, running).residency["u0"]
+        assert followed.rules.limit == residency["u0"].rules.limit > 64 * GIB
+        assert followed.rules.max_wait == 4.0
 
     @pytest.mark.parametrize(("given", "expected"), [("auto", 16), ("10GiB", 5), ("off", 0)])
     def test_units_share_the_host_s_memory(self, tmp_path: Path, given: str, expected: int) -> None:
