@@ -1,8 +1,9 @@
 """What the tokens of a job cost outside of the engine, where that runs on the same cores.
 
 On a machine without GPUs gateway and unit scheduler share the cores with the engines. A job that computes tokens faster
-keeps them busier, so their work is counted as part of the load of the job that brings it: beside each other, jobs then
-ask for more than there is, and all of them stretch (`costs.interference`).
+keeps them busier, so their work is part of what it brings (`Load.brought`): beside each other, jobs and that work then
+ask for more than there is, and the jobs stretch (`costs.interference`). What a request costs before it is in a queue
+comes with no job: whoever runs then is slowed by it.
 """
 
 from __future__ import annotations
@@ -16,16 +17,20 @@ from muxserve.costs.profile import Overheads
 
 @dataclass(frozen=True, slots=True)
 class FrontEndWork:
-    """Seconds of the whole device per prompt (`request`), per token that is emitted (`token`) and per step, whose
-    tokens come in one message (`step`)."""
+    """Seconds of the whole device per request, when it comes (`request`), per token that is emitted (`token`) and per
+    step, whose tokens come in one message (`step`)."""
 
     request: float
     token: float
     step: float = 0.0
 
-    def seconds(self, prompts: int, tokens: int) -> float:
-        """What a step brings that emits `tokens` tokens, the first ones of `prompts` prompts among them."""
-        return self.step + prompts * self.request + tokens * self.token
+    def seconds(self, tokens: int) -> float:
+        """What a step brings that emits so many tokens."""
+        return self.step + tokens * self.token
+
+    def loaded(self, load: Load, tokens: int, seconds: float) -> Load:
+        """The load of a step that emits so many tokens, and takes so long alone, with what it brings."""
+        return Load(load.bandwidth, load.compute, load.brought + self.seconds(tokens) / seconds)
 
     def of_stage(self, stages: int) -> FrontEndWork:
         """What each of an engine's stages brings: a micro-batch, which goes through all of them, has one answer."""
@@ -61,13 +66,11 @@ class _WithFrontEnd:
 
     def prefill_load(self, tokens: int, pairs: int, sequences: int) -> Load:
         load = self.costs.prefill_load(tokens, pairs, sequences)
-        work = self.work.seconds(sequences, sequences)
-        return Load(load.bandwidth, load.compute + work / self.costs.prefill(tokens, pairs, sequences))
+        return self.work.loaded(load, sequences, self.costs.prefill(tokens, pairs, sequences))
 
     def decode_load(self, batch: int, context: int) -> Load:
         load = self.costs.decode_load(batch, context)
-        seconds = self.costs.decode(batch, context).seconds(context)
-        return Load(load.bandwidth, load.compute + self.work.seconds(0, batch) / seconds)
+        return self.work.loaded(load, batch, self.costs.decode(batch, context).seconds(context))
 
 
 def with_front_end(latency: LatencyModel, overheads: Overheads | None) -> LatencyModel:

@@ -7,6 +7,9 @@ sigma is the smallest factor at which the demands fit:
 
     sum_j b_j / (1 + b_j (sigma - 1)) = capacity        sigma >= 1
 
+Of compute, a job may bring work for others, too (`Load.brought`): that is done as fast as the job runs, and leaves less
+to all jobs, but no job waits for it. With f_j for that work the terms are `(c_j + f_j) / (1 + c_j (tau - 1))`.
+
 What is left beyond conservation are the constants of `Interference`: which part of a resource several jobs reach
 together, and what neighbours cost even where everything fits (shared caches, clocks). They are fitted from
 measurements of pairs; without any they are 1 and 0, which is the least that colocation costs.
@@ -16,13 +19,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from muxserve.costs.latency import Load
 
 _PRECISION = 1e-9
+# The part of a resource that work without a job gets at most while jobs want it, too.
+_MOST_FIXED = 0.5
 
 
 class Interference(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -38,33 +43,45 @@ class Interference(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def slowdown(constants: Interference, mine: Load, others: Sequence[Load]) -> float:
-    """Factor (at least 1) by which `mine` is slower beside `others`; 1 without others."""
-    if not others:
+    """Factor (at least 1) by which `mine` is slower beside `others`."""
+    brought = mine.brought
+    for other in others:
+        brought += other.brought
+    if not others and not brought:
         return 1.0
     memory = stretch([mine.bandwidth, *[other.bandwidth for other in others]], constants.bandwidth)
-    compute = stretch([mine.compute, *[other.compute for other in others]], constants.compute)
+    needed = [mine.compute, *[other.compute for other in others]]
+    if brought:
+        compute = stretch(needed, constants.compute, [mine.brought, *[other.brought for other in others]])
+    else:
+        compute = stretch(needed, constants.compute)
     slower = 1.0 + mine.bandwidth * (memory - 1.0) + mine.compute * (compute - 1.0)
     if constants.friction:
-        slower += constants.friction * min(1.0, sum([other.compute for other in others]))
+        slower += constants.friction * min(1.0, sum([other.compute for other in others]) + brought)
     return slower
 
 
-def stretch(demands: Iterable[float], capacity: float) -> float:
+def stretch(demands: Sequence[float], capacity: float, brought: Sequence[float] = ()) -> float:
     """The smallest factor of at least 1 by which the waiting parts of jobs must be stretched for their demands
-    (fractions of a resource) to fit into `capacity`."""
-    needed = [demand if demand < 1.0 else 1.0 for demand in demands if demand > 0.0]
-    if sum(needed) <= capacity:
+    (fractions of a resource) to fit into `capacity`, with the work that each of them brings for others."""
+    waiting = [demand if demand < 1.0 else 1.0 for demand in demands if demand > 0.0]
+    needed, fixed = waiting, 0.0
+    if brought:
+        needed = [(b if b < 1.0 else 1.0) + f for b, f in zip(demands, brought, strict=True) if b > 0.0]
+        # What comes with no job of its own is stretched by nothing. It gets its fair part at most.
+        fixed = min(sum([f for b, f in zip(demands, brought, strict=True) if b <= 0.0]), _MOST_FIXED * capacity)
+    if sum(needed) + fixed <= capacity:
         return 1.0
 
-    # With x = sigma - 1 each term is b / (1 + b x), convex and falling: Newton from x = 0 rises to the root and never
-    # passes it. Every term is at most 1 / x, so the root is below n / capacity.
+    # With x = sigma - 1 each term is n / (1 + b x), convex and falling: Newton from x = 0 rises to the root and never
+    # passes it.
     x = 0.0
     for _ in range(64):
-        value = slope = 0.0
-        for b in needed:
-            term = b / (1.0 + b * x)
+        value, slope = fixed, 0.0
+        for b, n in zip(waiting, needed, strict=True):
+            term = n / (1.0 + b * x)
             value += term
-            slope += term**2
+            slope += term * term * b / n
         value -= capacity
         if value < _PRECISION:
             break

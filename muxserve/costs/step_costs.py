@@ -82,5 +82,4 @@ class StepCosts:
             load = self._costs.decode_load(work.decode, work.context)
         if self._work is None:
             return load
-        behind = self._work.seconds(work.prompts, work.prompts + work.decode)
-        return Load(load.bandwidth, load.compute + behind / self.seconds(work))
+        return self._work.loaded(load, work.prompts + work.decode, self.seconds(work))

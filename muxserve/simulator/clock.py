@@ -12,12 +12,13 @@ from heapq import heappop, heappush
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from muxserve.costs import LatencyModel
+from muxserve.costs import LatencyModel, Load
 from muxserve.scheduling.types import DECODE
 from muxserve.simulator.engine import Engine
 from muxserve.simulator.requests import SimRequest
 
 if TYPE_CHECKING:
+    from muxserve.simulator.reception import Reception
     from muxserve.simulator.unit import SimulatedUnit
 
 # Actions come after the steps that end at the same time.
@@ -48,6 +49,13 @@ class Compute:
         self.waking = 0
         self._cores = 1
         self._decode_weight = 1.0
+        # What receives requests on the same cores.
+        self.reception: Reception | None = None
+
+    def changes(self) -> None:
+        """Something beside the engines' jobs has begun or ended."""
+        self.changed = True
+        self.units[0].touch()
 
     def beside_wakes(self, waking: int, cores: int, decode_weight: float) -> None:
         """So many models are woken on the CPU's `cores` from now on."""
@@ -72,7 +80,8 @@ class Compute:
         else:
             for unit in self.units:
                 unit.works(any(engine.active for engine in unit.engines), now)
-        if len(running) == 1 and not self.waking:
+        reception = self.reception
+        if len(running) == 1 and not self.waking and reception is None:
             engine = running[0]
             if engine.slow != 1.0:
                 engine.retime(1.0, now)
@@ -80,6 +89,9 @@ class Compute:
         decoding = sum(engine.phase is DECODE for engine in running)
         before, decode = self._beside(len(running) - decoding, decoding) if self.waking else (1.0, 1.0)
         loads = [engine.load for engine in running]
+        if reception is not None and reception.active:
+            reception.retime(self._slowdown(self.device, reception.load, tuple(loads)), now)
+            loads.append(reception.load)
         for index, engine in enumerate(running):
             slow = self._slowdown(self.device, loads[index], (*loads[:index], *loads[index + 1 :]))
             slow *= decode if engine.phase is DECODE else before

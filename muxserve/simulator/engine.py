@@ -84,7 +84,11 @@ class Engine:
             self.unit.compute.changed = True
             return
         known, tolerance = self.load, self.unit.load_tolerance
-        if abs(known[0] - load[0]) > tolerance or abs(known[1] - load[1]) > tolerance:
+        if (
+            abs(known[0] - load[0]) > tolerance
+            or abs(known[1] - load[1]) > tolerance
+            or abs(known[2] - load[2]) > tolerance
+        ):
             self.load = load
             self.unit.compute.changed = True
 

@@ -6,8 +6,10 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from muxserve.costs import LatencyModel
+from muxserve.costs.front_end import apart
 from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
 from muxserve.simulator.clock import Clock, Compute, SimulationError
+from muxserve.simulator.reception import Reception
 from muxserve.simulator.relocation import RelocatableReplicas, Relocation, RelocationRules
 from muxserve.simulator.replicas import Dispatched, ReplicaRules, ReplicaSet
 from muxserve.simulator.requests import SimRequest
@@ -134,7 +136,13 @@ class Group:
 
     def run(self, requests: Iterator[SimRequest]) -> None:
         """Play these requests, in order of arrival."""
-        self.clock.run(requests, self._arrive, self._options.overheads.request)
+        delay = self._options.overheads.request
+        _, work = apart(self._latency)
+        if self._cpu is None or work is None or not work.request:
+            self.clock.run(requests, self._arrive, delay)
+            return
+        reception = self._cpu.reception = Reception(self.clock, self._cpu, work.request, delay, self._arrive)
+        self.clock.run(requests, reception.sent, 0.0)
 
     def _arrive(self, request: SimRequest, now: float) -> None:
         first, replicas = self._units[request.model], self.replicas.get(request.model)

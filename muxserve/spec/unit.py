@@ -250,7 +250,6 @@ class WatchdogRules(msgspec.Struct, frozen=True):
 
 
 _SHARED_DEVICE = "device"
-_SHARED_CORES = "cores"
 
 
 class SimulatedSpec(msgspec.Struct, frozen=True):
@@ -329,21 +328,16 @@ class UnitSpec(msgspec.Struct, frozen=True):
     @property
     def shared_device(self) -> Path:
         """The file by which engines of a simulated fleet's units know of each other's jobs on this machine."""
-        return self._of_the_machine(_SHARED_DEVICE)
-
-    @property
-    def shared_cores(self) -> Path | None:
-        """The file by which the fleet's units on this machine know of each other's leases; None: the unit's engines
-        have GPUs, which are no other unit's."""
-        gpus = self.gpu is not None or (self.simulated is not None and self.simulated.gpus)
-        return None if gpus else self._of_the_machine(_SHARED_CORES)
-
-    def _of_the_machine(self, name: str) -> Path:
         run_dir = Path(self.run_dir)
         if self.listen is None:
-            return run_dir.parent / name
+            return run_dir.parent / _SHARED_DEVICE
         # On another machine the directory lies beside those of other fleets, whose name it begins with.
-        return run_dir.with_name(run_dir.name.removesuffix(self.unit) + name)
+        return run_dir.with_name(run_dir.name.removesuffix(self.unit) + _SHARED_DEVICE)
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether its engines compute on the cores of the machine, which others use as well."""
+        return self.gpu is None and self.simulated is None
 
     def model(self, name: str) -> ModelSpec:
         """The model of that name.

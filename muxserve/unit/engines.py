@@ -15,7 +15,7 @@ from muxserve.scheduling.quarantine import LoneTurn, is_culprit
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import Grant, Phase, RequestPlace, StepsDone
 from muxserve.spec import EnginePhase
-from muxserve.unit.core_leases import CoreLeases
+from muxserve.unit.core_use import CoreUse
 from muxserve.unit.costs import UnitCosts
 from muxserve.unit.pages import PageQuotas
 from muxserve.unit.reconcile import EngineProcess, Reconciliation
@@ -42,8 +42,8 @@ EMPTY_SECONDS = 1.0
 
 
 class EngineTable:
-    """Every engine of the unit, by its ZeroMQ identity. `cores` is what the units that share the machine's cores have
-    leased out; None: nobody shares the unit's devices.
+    """Every engine of the unit, by its ZeroMQ identity. `cores` is what else runs on the cores that the engines compute
+    on; None: they have devices of their own, or nobody knows.
 
     `failures` counts crashes of engines and steps that failed, `culprits` the requests that turned out to be the cause,
     by model.
@@ -51,7 +51,7 @@ class EngineTable:
     """
 
     def __init__(
-        self, state: UnitState, table: UnitRequestTable, pages: PageQuotas, cores: CoreLeases | None = None
+        self, state: UnitState, table: UnitRequestTable, pages: PageQuotas, cores: CoreUse | None = None
     ) -> None:
         self._state = state
         self._table = table
@@ -235,6 +235,8 @@ class EngineTable:
                 table.quarantine.decoded(lease.alone, report.steps)
         if report.seconds > 0.0:
             self._computed(engine, report, now)
+            if self._cores is not None:
+                self._cores.computed(sum(each.seconds for each in (report.prefills, report.decodes) if each))
             self._passed(now)
             self.costs.reported(peer, name, lease.share if lease is not None else 0, report)
         done = StepsDone(
@@ -298,11 +300,9 @@ class EngineTable:
         for model, phase, lease in leases:
             region = decoding if phase is Phase.DECODE else lease.share
             self._state.send(f"{model}/{phase}".encode(), structs.replace(lease, region=region))
-        if self._cores is not None:
-            self._cores.leased(self._state.ledger.share_used, now)
 
     def _passed(self, now: float) -> None:
-        """Tell the costs which shares were leased out until now, here and by other units on the same cores."""
+        """Tell the costs which shares were leased out until now, and what others had of the same cores."""
         elsewhere = 0.0 if self._cores is None else self._cores.elsewhere(now)
         self.costs.passed(self._state.ledger.share_used, now, elsewhere)
 

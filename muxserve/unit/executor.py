@@ -16,7 +16,7 @@ from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import make_policy
 from muxserve.scheduling.policy import AGAIN_SECONDS, Policy
 from muxserve.spec import UnitSpec
-from muxserve.unit.core_leases import CoreLeases
+from muxserve.unit.core_use import CoreUse
 from muxserve.unit.degraded import DegradedModels
 from muxserve.unit.engines import EngineTable
 from muxserve.unit.memory import Memory
@@ -72,7 +72,7 @@ class UnitExecutor:
         now: seconds of the machine's monotonic clock.
         gpus: tells the state of the unit's GPUs, for those who cannot ask for it themselves.
         planned: reads the unit's spec anew.
-        cores: what the units that share the machine's cores have leased out.
+        cores: what else runs on the cores that the engines compute on.
 
     Raises:
         ValueError: the unit's spec contradicts itself, or the policy is not made for it.
@@ -87,7 +87,7 @@ class UnitExecutor:
         now: float,
         gpus: Callable[[], list[dict[str, object]]] | None = None,
         planned: Callable[[], UnitSpec] | None = None,
-        cores: CoreLeases | None = None,
+        cores: CoreUse | None = None,
     ) -> None:
         self._state = state = UnitState(unit_spec, policy, memory, epoch, now)
         self.epoch = epoch

@@ -19,7 +19,7 @@ from muxserve.net.process import Signals
 from muxserve.net.server import RouterLoop, ServerProgram
 from muxserve.scheduling.policies import make_policy
 from muxserve.spec import UnitSpec
-from muxserve.unit.core_leases import CoreLeases
+from muxserve.unit.core_use import CoreUse, core_use
 from muxserve.unit.costs_file import CostsFile
 from muxserve.unit.executor import UnitExecutor
 from muxserve.unit.memory import MemoryLink
@@ -43,7 +43,7 @@ class UnitScheduler:
         gpus = GpuWatch(unit_spec).states if unit_spec.gpu is not None and listen is not None else None
         policy, memory = make_policy(unit_spec.policy, unit_spec.share_steps), MemoryLink(unit_spec)
         now = time.monotonic()
-        cores = core_leases(unit_spec, now)
+        cores = shared_cores(unit_spec)
         self._executor = UnitExecutor(unit_spec, policy, memory, epoch, now, gpus, lambda: spec.load(path), cores)
         self._costs = CostsFile(Path(unit_spec.run_dir), self._executor.engines.costs, now)
         self._loop = RouterLoop(
@@ -72,14 +72,14 @@ class UnitScheduler:
         self._loop.close()
 
 
-def core_leases(unit_spec: UnitSpec, now: float) -> CoreLeases | None:
-    """What the units that share the machine's cores have leased out, if any can, and the file can be made."""
-    if unit_spec.shared_cores is None:
+def shared_cores(unit_spec: UnitSpec) -> CoreUse | None:
+    """What else runs on the cores that the unit's engines compute on, if they do, and the kernel tells."""
+    if not unit_spec.shares_cores:
         return None
     try:
-        return CoreLeases(unit_spec.shared_cores, now)
-    except OSError as error:
-        log.warning("what engines of other units cost those of this one is not learnt: %s", error)
+        return core_use()
+    except (OSError, ValueError) as error:
+        log.warning("what others on the same cores cost the unit's engines is not learnt: %s", error)
         return None
 
 

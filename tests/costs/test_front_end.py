@@ -1,4 +1,4 @@
-"""The front end's work is part of the load of the jobs that bring it, and of nothing else."""
+"""The front end's work comes with the jobs that bring it, and slows all that run."""
 
 from __future__ import annotations
 
@@ -29,28 +29,26 @@ def test_a_decode_step_brings_the_work_of_its_tokens() -> None:
     plain, loaded = Roofline().engine(SEVEN_B, SHAPE), costs(0.0, 0.001)
     seconds = plain.decode(4, 400).seconds(400)
     before, after = plain.decode_load(4, 400), loaded.decode_load(4, 400)
-    assert after.compute - before.compute == pytest.approx(4 * 0.001 / seconds)
-    assert after.bandwidth == before.bandwidth
+    assert after.brought == pytest.approx(4 * 0.001 / seconds)
+    assert after[:2] == before[:2]
 
 
-def test_a_prefill_step_brings_the_work_of_its_requests_and_first_tokens() -> None:
+def test_a_prefill_step_brings_the_work_of_its_first_tokens_and_no_requests() -> None:
     plain, loaded = Roofline().engine(SEVEN_B, SHAPE), costs(0.01, 0.001)
-    seconds = plain.prefill(128, 4160, 2)
-    more = loaded.prefill_load(128, 4160, 2).compute - plain.prefill_load(128, 4160, 2).compute
-    assert more == pytest.approx(2 * 0.011 / seconds)
+    before, after = plain.prefill_load(128, 4160, 2), loaded.prefill_load(128, 4160, 2)
+    assert after.brought == pytest.approx(2 * 0.001 / plain.prefill(128, 4160, 2))
+    assert after[:2] == before[:2]
 
 
 def test_a_step_brings_work_of_its_own_however_many_tokens_it_has() -> None:
     plain, loaded = Roofline().engine(SEVEN_B, SHAPE), costs(0.0, 0.0, 0.002)
     for batch in (1, 8):
         seconds = plain.decode(batch, 400).seconds(400)
-        more = loaded.decode_load(batch, 400).compute - plain.decode_load(batch, 400).compute
-        assert more == pytest.approx(0.002 / seconds)
-    more = loaded.prefill_load(128, 4160, 2).compute - plain.prefill_load(128, 4160, 2).compute
-    assert more == pytest.approx(0.002 / plain.prefill(128, 4160, 2))
+        assert loaded.decode_load(batch, 400).brought == pytest.approx(0.002 / seconds)
+    assert loaded.prefill_load(128, 4160, 2).brought == pytest.approx(0.002 / plain.prefill(128, 4160, 2))
 
 
-def test_a_mixed_step_brings_work_for_its_new_requests_and_for_all_tokens() -> None:
+def test_a_mixed_step_brings_work_for_all_tokens() -> None:
     engine = Roofline().engine(SEVEN_B, SHAPE)
     plain, loaded = StepCosts(engine), StepCosts(engine, FrontEndWork(0.01, 0.001, 0.002))
     step = StepWork()
@@ -58,18 +56,25 @@ def test_a_mixed_step_brings_work_for_its_new_requests_and_for_all_tokens() -> N
     for context in (100, 120, 140):
         step.add_sequence(context)
     assert loaded.seconds(step) == plain.seconds(step)
-    more = loaded.load(step).compute - plain.load(step).compute
-    assert more == pytest.approx((0.002 + 0.01 + 4 * 0.001) / plain.seconds(step))
+    assert loaded.load(step).brought == pytest.approx((0.002 + 4 * 0.001) / plain.seconds(step))
+    assert loaded.load(step)[:2] == plain.load(step)[:2]
 
 
 def test_two_engines_that_leave_no_core_free_are_stretched_by_just_that_work() -> None:
     model = FrontEnd(Roofline(), FrontEndWork(0.0, 0.0))
     # Two engines on half of the cores each, and a tenth of the cores for the front end of each.
-    mine = Load(0.0, 0.6)
-    slow = model.slowdown("CPU", mine, (mine,))
-    # Each gets 0.5 of the cores when it asks for 0.6: its compute part waits.
-    assert slow == pytest.approx(1.2, abs=0.01)
+    mine = Load(0.0, 0.5, 0.1)
+    # What is done for both is 1.2 of the cores.
+    assert model.slowdown("CPU", mine, (mine,)) == pytest.approx(1.2, abs=0.01)
     assert model.slowdown("CPU", Load(0.0, 0.5), (Load(0.0, 0.5),)) == pytest.approx(1.0, abs=0.01)
+
+
+def test_who_brings_more_work_is_slowed_no_more_by_it() -> None:
+    model = FrontEnd(Roofline(), FrontEndWork(0.0, 0.0))
+    busy, quiet = Load(0.0, 0.5, 0.3), Load(0.0, 0.5)
+    assert model.slowdown("CPU", busy, (quiet,)) == pytest.approx(model.slowdown("CPU", quiet, (busy,)))
+    # One engine and its front end have a core each.
+    assert model.slowdown("CPU", busy, ()) == 1.0
 
 
 def test_nothing_measured_changes_nothing() -> None:

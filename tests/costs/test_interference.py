@@ -10,7 +10,7 @@ from muxserve.costs.interference import Interference, fit, slowdown, stretch
 from muxserve.costs.latency import Load
 
 fractions = st.floats(0.0, 1.0)
-loads = st.builds(Load, fractions, fractions)
+loads = st.builds(Load, fractions, fractions, st.sampled_from([0.0, 0.0, 0.1, 0.4]))
 
 
 @given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=8), st.floats(0.3, 1.2))
@@ -22,6 +22,17 @@ def test_stretched_demands_fit_and_are_stretched_no_further(demands: list[float]
         assert together == pytest.approx(capacity, rel=1e-5)
     else:
         assert sum(demands) <= capacity
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 1.0), st.floats(0.0, 0.5)), min_size=1, max_size=6), st.floats(0.0, 2.0))
+def test_work_that_jobs_bring_fits_as_well(jobs: list[tuple[float, float]], alone: float) -> None:
+    """`alone` comes with no job, and gets half of the resource at most."""
+    demands, brought = zip(*jobs, (0.0, alone), strict=True)
+    x = stretch(demands, 1.0, brought) - 1.0
+    together = sum((b + f) / (1.0 + b * x) for b, f in jobs) + min(0.5, alone)
+    assert together <= 1.0 + 1e-6
+    if x > 0:
+        assert together == pytest.approx(1.0, rel=1e-5)
 
 
 def test_two_equal_jobs_that_each_need_everything_take_twice_as_long() -> None:

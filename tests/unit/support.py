@@ -10,7 +10,7 @@ from muxserve.net.inbox import ImpossibleMessageError
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import make_policy
 from muxserve.spec import GatewaySpec, ModelSpec, PoolSpec, UnitSpec
-from muxserve.unit.core_leases import CoreLeases
+from muxserve.unit.core_use import CoreUse
 from muxserve.unit.executor import UnitExecutor
 from muxserve.wire import Admit, EngineHello, GatewayHello, HandOver, Lease, Message, StepReport, Submit, decode, encode
 from tests.support.unit_specs import model_spec
@@ -103,7 +103,7 @@ class Bench:
     """An executor, a clock that the test moves, and the peers' side of the messages."""
 
     def __init__(
-        self, *models: ModelSpec, policy: str = "adbs", up: bool = True, cores: CoreLeases | None = None, **more: Any
+        self, *models: ModelSpec, policy: str = "adbs", up: bool = True, cores: CoreUse | None = None, **more: Any
     ) -> None:
         self.now = 1000.0
         self.memory = FakeMemory()

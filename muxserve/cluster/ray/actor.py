@@ -285,12 +285,10 @@ def _check(unit_spec: UnitSpec, host: str) -> None:
 
 
 def _forget_shared(unit_spec: UnitSpec) -> None:
-    """Remove the files that a fleet's units share on this node, if it has no unit here any more."""
-    device, cores = unit_spec.shared_device, unit_spec.shared_cores
-    files = {device} if cores is None else {device, cores}
-    if files.issuperset(device.parent.glob(f"{device.name.rpartition('-')[0]}-*")):
-        for file in files:
-            file.unlink(missing_ok=True)
+    """Remove the file that a fleet's units share on this node, if it has no unit here any more."""
+    device = unit_spec.shared_device
+    if {device}.issuperset(device.parent.glob(f"{device.name.rpartition('-')[0]}-*")):
+        device.unlink(missing_ok=True)
 
 
 def _usual_priority(pid: int) -> str:

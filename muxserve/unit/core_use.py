@@ -1,0 +1,87 @@
+"""How busy the cores of a CPU unit are with everything but its own engines.
+
+Engines of other units, gateways, and clients on the same machine slow an engine's steps down beside taking cores from
+it: they share its caches. What that costs is learnt (`costs.correction`), so it has to be known how much of it there
+was. The kernel counts idle time in hundredths of a second, hence the mean of the last moments.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from muxserve.scheduling.types import WHOLE
+
+# The kernel is asked so often at most, and what it said fades with this time.
+_LOOK_SECONDS = 0.1
+_FADE_SECONDS = 0.4
+_TICK = 1.0 / os.sysconf("SC_CLK_TCK")
+
+
+class CoreUse:
+    """Of those of the machine's `cores` (their numbers), by the kernel's counts in `stat`.
+
+    Raises:
+        OSError: `stat` cannot be read.
+        ValueError: it does not say of these cores for how long they were idle.
+    """
+
+    def __init__(self, cores: Collection[int], now: float, stat: Path = Path("/proc/stat")) -> None:
+        self._names = {b"cpu%d" % core for core in cores}
+        self._stat = stat
+        self._looked_at, self._idle = now, self._idle_seconds()
+        # Core-seconds that the own engines have computed since then.
+        self._computed = 0.0
+        # Fading sums: seconds, and core-seconds of those in which others were busy (below zero while steps of the own
+        # engines are told later than they were done).
+        self._seconds = self._busy = 0.0
+        self._part = 0.0
+        self._sum, self._at = 0.0, now
+
+    def computed(self, seconds: float) -> None:
+        """An engine of the own unit has computed for so many core-seconds."""
+        self._computed += seconds
+
+    def elsewhere(self, now: float) -> float:
+        """Millionths of the cores that were busy with other things, summed up over time (seconds) until now. Where it
+        begins means nothing: only differences do."""
+        self._sum += self._part * max(0.0, now - self._at)
+        self._at = max(now, self._at)
+        if now - self._looked_at >= _LOOK_SECONDS:
+            self._look(now)
+        return self._sum
+
+    def _look(self, now: float) -> None:
+        elapsed, idle = now - self._looked_at, self._idle_seconds()
+        busy = len(self._names) * elapsed - (idle - self._idle) - self._computed
+        fade = max(0.0, 1.0 - elapsed / _FADE_SECONDS)
+        self._seconds = fade * self._seconds + elapsed
+        self._busy = fade * self._busy + busy
+        self._looked_at, self._idle, self._computed = now, idle, 0.0
+        part = self._busy / (self._seconds * len(self._names))
+        self._part = WHOLE * min(1.0, max(0.0, part))
+
+    def _idle_seconds(self) -> float:
+        """Seconds in which the cores were idle, since the machine started."""
+        idle = known = 0
+        for line in self._stat.read_bytes().splitlines():
+            name, *counts = line.split()
+            if name in self._names:
+                # Waiting for a disk is idle, too.
+                idle += int(counts[3]) + int(counts[4])
+                known += 1
+        if known != len(self._names):
+            raise ValueError(f"the kernel counts the idle time of {known} of {len(self._names)} cores")
+        return idle * _TICK
+
+
+def core_use() -> CoreUse:
+    """Of the cores that this process may run on.
+
+    Raises:
+        OSError: the kernel does not tell.
+        ValueError: it does not tell of all of them.
+    """
+    return CoreUse(os.sched_getaffinity(0), time.monotonic())

@@ -1,0 +1,78 @@
+"""Requests are received on the cores that engines compute on."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muxserve.costs import Load
+from muxserve.costs.interference import Interference, slowdown
+from muxserve.simulator.clock import Clock, Compute
+from muxserve.simulator.reception import Reception
+from muxserve.simulator.requests import SimRequest
+
+
+class Alone:
+    """A latency model of a device on which nothing is computed."""
+
+    def engine(self, *_: object) -> object:
+        raise AssertionError("nothing is computed")
+
+    def slowdown(self, device: str, mine: Load, others: tuple[Load, ...]) -> float:
+        return slowdown(Interference(), mine, others)
+
+
+class Desk:
+    """A reception whose cores nobody else wants, and when requests had been received."""
+
+    def __init__(self, work: float, delay: float) -> None:
+        self.clock = Clock()
+        self.compute = Compute("CPU", Alone())  # type: ignore[arg-type]
+        self.received: dict[str, float] = {}
+        self.reception = Reception(self.clock, self.compute, work, delay, self._arrive)
+        self.compute.reception = self.reception
+        self.compute.changes = self._changes  # type: ignore[method-assign]
+        # Seconds in which it had something to do until `since`, when it last began or ended.
+        self.busy = self.since = 0.0
+        self._active = False
+
+    def _changes(self) -> None:
+        if self._active:
+            self.busy += self.clock.now - self.since
+        self.since, self._active = self.clock.now, self.reception.active
+
+    def _arrive(self, request: SimRequest, now: float) -> None:
+        self.received[request.request_id] = now
+        self.clock.open -= 1
+
+    def send(self, *times: float) -> dict[str, float]:
+        requests = (SimRequest(str(number), "m", time, 8, 2) for number, time in enumerate(times))
+        self.clock.run(requests, self.reception.sent, 0.0)
+        return self.received
+
+
+def test_one_at_a_time_takes_its_delay() -> None:
+    assert Desk(0.004, 0.005).send(1.0, 2.0) == pytest.approx({"0": 1.005, "1": 2.005})
+
+
+def test_one_after_another() -> None:
+    assert Desk(0.004, 0.005).send(1.0, 1.001, 1.002) == pytest.approx({"0": 1.005, "1": 1.010, "2": 1.015})
+
+
+def test_work_that_is_left_over_holds_up_nobody() -> None:
+    desk = Desk(0.010, 0.005)
+    assert desk.send(1.0, 1.006) == pytest.approx({"0": 1.005, "1": 1.011})
+
+
+@given(st.lists(st.floats(0.0, 0.05), min_size=1, max_size=8), st.floats(0.0005, 0.02), st.floats(0.001, 0.01))
+def test_the_cores_are_busy_with_all_of_the_work(gaps: list[float], work: float, delay: float) -> None:
+    desk = Desk(work, delay)
+    now, times = 0.0, []
+    for gap in gaps:
+        now += gap
+        times.append(now)
+    end = max(desk.send(*times).values())
+    done = desk.reception.load.compute * (desk.busy + (end - desk.since if desk.reception.active else 0.0))
+    left = desk.reception.load.compute * desk.reception.behind
+    assert done + left == pytest.approx(len(times) * work)

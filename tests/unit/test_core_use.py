@@ -1,0 +1,122 @@
+"""What else runs on the cores of a CPU unit, by the kernel's counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from muxserve.spec import GpuSpec, SimulatedSpec
+from muxserve.unit import scheduler
+from muxserve.unit.core_use import CoreUse, core_use
+from muxserve.unit.scheduler import shared_cores
+from tests.unit.support import Bench, model, unit_spec
+from tests.unit.test_costs import PREDICTED, decodes
+
+WHOLE = 1_000_000
+
+
+class Kernel:
+    """`/proc/stat` of a machine with three cores, of which the last is somebody else's, and always busy."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.now = 1000.0
+        self.idle = [500.0, 300.0]
+        self._write()
+
+    def passed(self, seconds: float, busy: float) -> None:
+        """So many seconds, in which the cores were busy for so many core-seconds between them."""
+        self.now += seconds
+        self.idle = [idle + seconds - busy / 2 for idle in self.idle]
+        self._write()
+
+    def use(self) -> CoreUse:
+        """Of the first two cores."""
+        return CoreUse((0, 1), self.now, self.path)
+
+    def _write(self) -> None:
+        lines = [f"cpu{core} 11 22 33 {round(100 * idle) - 4} 4 0 0 0 0 0" for core, idle in enumerate(self.idle)]
+        self.path.write_text("\n".join(["cpu  1 2 3 4 5 6 7 8 9 10", *lines, "cpu2 9 9 9 9 9 9 9 9 9 9", "intr 1 2"]))
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Kernel:
+    return Kernel(tmp_path / "stat")
+
+
+def test_what_the_own_engines_compute_is_no_others(kernel: Kernel) -> None:
+    use = kernel.use()
+    began = use.elsewhere(kernel.now)
+    for _ in range(100):
+        kernel.passed(0.1, 0.15)
+        use.computed(0.05)
+        use.elsewhere(kernel.now)
+    # A tenth of a core-second of two cores in each tenth of a second; the first look was no look ahead.
+    assert use.elsewhere(kernel.now) - began == pytest.approx(0.5 * WHOLE * 9.9, rel=0.01)
+
+
+def test_steps_that_are_told_late_are_counted_all_the_same(kernel: Kernel) -> None:
+    use = kernel.use()
+    for turn in range(200):
+        kernel.passed(0.1, 0.1)
+        if turn % 2:
+            use.computed(0.2)
+        use.elsewhere(kernel.now)
+    later = use.elsewhere(kernel.now)
+    for _ in range(10):
+        kernel.passed(0.1, 0.1)
+        use.computed(0.1)
+    # Nobody else had anything.
+    assert use.elsewhere(kernel.now) - later < 0.1 * WHOLE
+
+
+def test_a_machine_that_falls_silent_is_so_within_a_second(kernel: Kernel) -> None:
+    use = kernel.use()
+    for _ in range(20):
+        kernel.passed(0.1, 0.2)
+        use.elsewhere(kernel.now)
+    for _ in range(10):
+        kernel.passed(0.1, 0.0)
+        use.elsewhere(kernel.now)
+    before = use.elsewhere(kernel.now)
+    assert use.elsewhere(kernel.now + 0.09) - before < 0.1 * WHOLE * 0.09
+
+
+def test_cores_that_the_kernel_says_nothing_of_are_an_error(kernel: Kernel) -> None:
+    with pytest.raises(ValueError, match="1 of 2 cores"):
+        CoreUse((1, 7), kernel.now, kernel.path)
+
+
+def test_the_kernel_tells_of_the_cores_of_this_process() -> None:
+    core_use()
+
+
+def test_units_with_devices_of_their_own_do_not_ask() -> None:
+    assert unit_spec().shares_cores
+    assert not unit_spec(simulated=SimulatedSpec("CPU")).shares_cores
+    assert not unit_spec(gpu=GpuSpec()).shares_cores
+
+
+def test_a_unit_serves_where_the_kernel_does_not_tell(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def hidden() -> CoreUse:
+        raise PermissionError("no /proc/stat here")
+
+    monkeypatch.setattr(scheduler, "core_use", hidden)
+    assert shared_cores(unit_spec()) is None
+    assert "no /proc/stat here" in caplog.text
+
+
+def test_the_costs_hear_of_it(kernel: Kernel) -> None:
+    """Something keeps the other core busy at times; steps are slower meanwhile."""
+    bench = Bench(model("a"), model("b"), costs={"a": [PREDICTED]}, cores=kernel.use())
+    bench.decoding("r")
+    for turn in range(2000):
+        busy = turn // 200 % 2
+        done = decodes(steps=1, factor=1.3 if busy else 1.0)
+        kernel.passed(done.seconds, (1.0 + busy) * done.seconds)
+        bench.report("a/decode", decodes=done, seconds=done.seconds, after=done.seconds)
+    learnt = bench.state()["models"]["a"]["costs"]["decode"]
+    assert learnt["beside"] == pytest.approx(0.6, rel=0.2)
