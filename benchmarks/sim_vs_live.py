@@ -4,19 +4,27 @@
 
 Of each fleet, in one run, since a shared machine is not as fast at all times: `muxserve replay` sends single requests,
 as many as it takes at once (its capacity), workloads to calibrate by (`--calibrate`, parts of the capacity), and
-then the workloads that are judged, with other requests and at other rates. The simulator gets `muxserve profile
---from-fleet` as it is after the calibration, and what single requests take beside their steps; then the workloads.
-Nothing of the judged runs is known to it. Bars: means within 5 %, p99 within 10 %.
+then the workloads that are judged, with other requests and at other rates. After each of them `muxserve profile
+--from-fleet` writes down which costs of steps the fleet has learnt. The simulator gets these costs, and what single
+requests take beside their steps; then the workloads. Bars: means within 5 %, p99 within 10 %.
 
 What the fleet has learnt are steps without waiting for a core. The work of requests, steps and tokens outside of
 engines, the client's too, stretches jobs beside that (`costs/front_end.py`); it is fitted to the CPU time of all runs
 before the judged ones (`work`). What it costs engines need not be its own time, and counts `weight` times: with that
-the mean latencies of the calibrations are nearest to the live ones. Way `learnt` is without that work,
-`learnt+front-end` with it. `--profile` adds `profiled`: that profile instead, with the front end's work.
+the mean latencies of the calibrations are nearest to the live ones, each simulated with the costs as of its end.
+
+Ways, from nothing to all that can be known:
+
+* `steps`: costs as learnt before the judged runs, without the front end's work.
+* `before`: costs as learnt before the judged runs, with that work. Nothing of the judged runs is known.
+* `served`: costs as of the end of each judged run: those that the machine had meanwhile. Latencies are not known.
+
+`--profile` adds `profiled`: that profile instead, with the front end's work.
 
 A shared machine does not serve the same requests twice in the same time. So each judged workload is served `--times`
 times, after all others each time. `spread` is how far the live runs are from each other (highest over lowest, less 1),
-and errors are those against the mean of all. A figure is missed if it is further than its bar from every live run.
+and errors are those against the mean of all (`served`: of the mean of all simulations). A figure is missed if it is
+further than its bar from every live run.
 
 What remains is looked for in pairs of one request live and simulated: how much later its first token came, by the third
 of the prompts that it is in, and by how many requests were under way (`remains`, medians in ms). `client_late` is how
@@ -83,8 +91,8 @@ FLEETS: dict[str, tuple[str, dict[str, Any]]] = {
 
 class Served(NamedTuple):
     """Requests, and what became of them on the live fleet, both in order of arrival; core-seconds outside of engines
-    in so many seconds, and steps of engines meanwhile; and by how many seconds the client sent them too late (`mean`,
-    `p99`)."""
+    in so many seconds, and steps of engines meanwhile; by how many seconds the client sent them too late (`mean`,
+    `p99`); and which costs the fleet had learnt at the end, if it was asked."""
 
     requests: list[TraceRequest]
     records: list[RequestRecord]
@@ -92,6 +100,7 @@ class Served(NamedTuple):
     seconds: float
     steps: int
     late: dict[str, float]
+    learnt: Profile | None = None
 
     @property
     def summary(self) -> Summary:
@@ -102,13 +111,12 @@ class Served(NamedTuple):
 class Live(NamedTuple):
     """All that was seen of one fleet. `idle`: core-seconds per second outside of engines when nobody asks for anything;
     `before`: all runs but the judged ones, single requests first; `calibrations` are the last of these; `judged`: each
-    workload as often as it was served."""
+    workload as often as it was served. Of the last two it is known what was learnt by then."""
 
     capacity: float
     idle: float
     before: list[Served]
     calibrations: list[Served]
-    learnt: Profile
     judged: dict[str, list[Served]]
 
 
@@ -194,19 +202,25 @@ def measure(file: Path, names: Sequence[str], options: argparse.Namespace, folde
         taken = serve(server, names, at_once, folder, "--max-in-flight", str(IN_FLIGHT))
         capacity = taken.summary.overall.requests_per_second
         print(f"  {capacity:.1f} requests/s at once", flush=True)
-        teaching = [
-            serve(server, names, workload(names, part * capacity, options.duration, options.seed + 1), folder)
-            for part in options.calibrate
-        ]
-        out = folder / "learnt.json"
-        out.unlink(missing_ok=True)
-        run("profile", "--from-fleet", "--url", server.url, "-o", out)
+
+        def taught(part: float, seed: int) -> Served:
+            served = serve(server, names, workload(names, part * capacity, options.duration, seed), folder)
+            return served._replace(learnt=learnt(server, folder))
+
+        teaching = [taught(part, options.seed + 1) for part in options.calibrate]
         judged: dict[str, list[Served]] = {f"{part:g}": [] for part in options.parts}
         for _ in range(options.times):
             for part in options.parts:
-                requests = workload(names, part * capacity, options.duration, options.seed)
-                judged[f"{part:g}"].append(serve(server, names, requests, folder))
-    return Live(capacity, idle, [*lone, taken, *teaching], teaching, load_profile(out), judged)
+                judged[f"{part:g}"].append(taught(part, options.seed))
+    return Live(capacity, idle, [*lone, taken, *teaching], teaching, judged)
+
+
+def learnt(server: Server, folder: Path) -> Profile:
+    """The costs of steps that the fleet has learnt so far."""
+    out = folder / "learnt.json"
+    out.unlink(missing_ok=True)
+    run("profile", "--from-fleet", "--url", server.url, "-o", out)
+    return load_profile(out)
 
 
 class Played:
@@ -228,21 +242,23 @@ class Played:
         """`known` with what lone requests took beyond their steps."""
         return overheads(lone.summary, lambda told: summarise(self.records(lone.requests, told)), known)
 
-    def weighed(self, calibrations: Sequence[Served], lone: Served, work: Overheads) -> tuple[Overheads, float]:
-        """The overheads with the front end's work so many times (`weight`, the second) that the mean latencies of the
-        calibrations are nearest to the live ones: the sum of the squares of the ratios' logarithms is least."""
 
-        def off(weight: float) -> float:
-            known = self.calibrated(lone, times(work, weight))
-            found = 0.0
-            for each in calibrations:
-                simulated = summarise(self.records(each.requests, known))
-                found += math.log(_mean_latency(simulated) / _mean_latency(each.summary)) ** 2
-            return found
+def weighed(calibrations: Sequence[tuple[Played, Served]], lone: Served, work: Overheads) -> tuple[Overheads, float]:
+    """The overheads with the front end's work so many times (`weight`, the second) that the mean latencies of the
+    calibrations are nearest to the live ones: the sum of the squares of the ratios' logarithms is least."""
+    first = calibrations[0][0]
 
-        best = minimize_scalar(off, bounds=(0.0, MOST_WEIGHT), method="bounded", options={"xatol": WEIGHT_PRECISION})
-        weight = float(best.x)
-        return self.calibrated(lone, times(work, weight)), weight
+    def off(weight: float) -> float:
+        known = first.calibrated(lone, times(work, weight))
+        found = 0.0
+        for played, served in calibrations:
+            simulated = summarise(played.records(served.requests, known))
+            found += math.log(_mean_latency(simulated) / _mean_latency(served.summary)) ** 2
+        return found
+
+    best = minimize_scalar(off, bounds=(0.0, MOST_WEIGHT), method="bounded", options={"xatol": WEIGHT_PRECISION})
+    weight = float(best.x)
+    return first.calibrated(lone, times(work, weight)), weight
 
 
 def _mean_latency(summary: Summary) -> float:
@@ -276,20 +292,20 @@ def remains(live: Sequence[RequestRecord], simulated: Sequence[RequestRecord]) -
     return {"by_prompt": thirds([a.prompt_tokens for a, _ in pairs]), "by_under_way": thirds(under_way)}
 
 
-def held_against(runs: Sequence[Served], simulated: Summary) -> dict[str, dict[str, float]]:
+def held_against(runs: Sequence[Served], simulated: Sequence[Summary]) -> dict[str, dict[str, float]]:
     """`compared` with the mean of all live runs, with the lowest and the highest of them."""
-    each = [compared(run.summary, simulated) for run in runs]
+    each = [compared(run.summary, summary) for run, summary in zip(runs, simulated, strict=True)]
     rows: dict[str, dict[str, float]] = {}
-    for name, row in each[0].items():
+    for name in each[0]:
         lives = [rows_of[name]["live"] for rows_of in each]
-        mean = sum(lives) / len(lives)
+        live, simulation = (sum(rows_of[name][key] for rows_of in each) / len(each) for key in ("live", "simulated"))
         rows[name] = {
-            "live": round(mean, 5),
+            "live": round(live, 5),
             "lowest": min(lives),
             "highest": max(lives),
             "spread": round(max(lives) / min(lives) - 1, 4),
-            "simulated": row["simulated"],
-            "error": round(row["simulated"] / mean - 1, 4),
+            "simulated": round(simulation, 5),
+            "error": round(simulation / live - 1, 4),
         }
     return rows
 
@@ -309,12 +325,6 @@ def judge(live: Live, file: Path, given: Profile | None, cores: int) -> dict[str
     """Simulate what was served, with costs of each kind."""
     request, step, token = (seconds / cores for seconds in front_end_work(live.before, live.idle))
     work = Overheads(request_work=request, step_work=step, token_work=token)
-    ways: dict[str, tuple[Profile, Overheads]] = {
-        "learnt": (live.learnt, Overheads()),
-        "learnt+front-end": (live.learnt, work),
-    }
-    if given is not None:
-        ways["profiled"] = given, work
     seen = [
         {"requests": len(run.requests), "steps": run.steps, "core_seconds": round(run.work, 3)} for run in live.before
     ]
@@ -324,29 +334,49 @@ def judge(live: Live, file: Path, given: Profile | None, cores: int) -> dict[str
         "work": seen,
         "ways": {},
     }
-    for way, (profile, known) in ways.items():
-        played = Played(file, profile)
-        weight = 0.0
-        if known == Overheads():
-            known = played.calibrated(live.before[1], known)
-        else:
-            known, weight = played.weighed(live.calibrations, live.before[1], known)
-        friction = {name: round(each.friction, 3) for name, each in profile.interference.items()}
-        constants = {key: round(value, 7) for key, value in msgspec.structs.asdict(known).items()}
+    calibrations = [(Played(file, _learnt(each)), each) for each in live.calibrations]
+    before, lone = calibrations[-1][0], live.before[1]
+    known, weight = weighed(calibrations, lone, work)
+    ways: dict[str, tuple[Played | None, Overheads]] = {
+        "steps": (before, before.calibrated(lone, Overheads())),
+        "before": (before, known),
+        "served": (None, known),
+    }
+    if given is not None:
+        profiled = Played(file, given)
+        ways["profiled"] = profiled, profiled.calibrated(lone, known)
+    found["weight"] = round(weight, 3)
+    for way, (played, overheads_of) in ways.items():
+        constants = {key: round(value, 7) for key, value in msgspec.structs.asdict(overheads_of).items()}
         rows: dict[str, Any] = {}
         for part, runs in live.judged.items():
-            records = played.records(runs[0].requests, known)
-            row: dict[str, Any] = dict(held_against(runs, summarise(records)))
+            by_run = [
+                (played or Played(file, _learnt(run))).records(run.requests, overheads_of)
+                for run in (runs if played is None else runs[:1])
+            ]
+            records = by_run if played is None else by_run * len(runs)
+            row: dict[str, Any] = dict(held_against(runs, [summarise(each) for each in records]))
             show(f"{part} of capacity, {way}", runs[0].summary, row)
             told = {
                 "misses": misses(row),
-                "remains": remains(runs[0].records, records),
+                "remains": remains(runs[0].records, records[0]),
                 "client_late": [run.late for run in runs],
+                "friction": [_friction(run.learnt) for run in runs],
             }
             rows[part] = {**row, **told}
             print(f"  misses: {', '.join(rows[part]['misses']) or 'none'}; {rows[part]['remains']}", flush=True)
-        found["ways"][way] = {"overheads": constants, "weight": round(weight, 3), "friction": friction, "parts": rows}
+        found["ways"][way] = {"overheads": constants, "parts": rows}
     return found
+
+
+def _learnt(served: Served) -> Profile:
+    assert served.learnt is not None, "the fleet was asked"
+    return served.learnt
+
+
+def _friction(profile: Profile | None) -> float:
+    """What neighbours were found to cost."""
+    return round(max((each.friction for each in profile.interference.values()), default=0.0), 3) if profile else 0.0
 
 
 def main() -> int:
@@ -355,7 +385,11 @@ def main() -> int:
     parser.add_argument("--fleets", nargs="+", choices=[*FLEETS], default=[*FLEETS])
     parser.add_argument("--parts", nargs="+", type=float, default=[0.3, 0.6, 0.9], help="of the capacity")
     parser.add_argument(
-        "--calibrate", nargs="+", type=float, default=[0.5], help="parts of the capacity that costs are learnt at"
+        "--calibrate",
+        nargs="+",
+        type=float,
+        default=[0.3, 0.5, 0.7],
+        help="at which parts of the capacity costs are learnt",
     )
     parser.add_argument("--duration", type=float, default=30.0)
     parser.add_argument("--times", type=int, default=2, help="that each judged workload is served")
@@ -386,7 +420,7 @@ def main() -> int:
         return 1
     missed: Counter[str] = Counter()
     for fleet in report["fleets"].values():
-        for way in ("learnt", "learnt+front-end"):
+        for way in ("steps", "before", "served"):
             missed[way] += sum(len(row["misses"]) for row in fleet["ways"][way]["parts"].values())
     report["missed"] = dict(missed)
     report["within_bars"] = not min(missed.values())

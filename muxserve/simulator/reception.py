@@ -1,8 +1,8 @@
 """Requests on their way to a queue, where the gateway that receives them shares its cores with engines.
 
 One process receives them, one after another. Each takes as long as one takes that comes alone (`delay`), and longer
-while engines want the cores as well; it slows these down in turn. What a request costs beyond that is done afterwards,
-and nobody waits for it.
+while engines want the cores as well; it slows these down in turn. What a request costs beyond that is done when it has
+ended, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -54,6 +54,18 @@ class Reception:
         self._compute.changes()
         self._plan()
 
+    def ended(self, now: float) -> None:
+        """A request has its last token."""
+        if self._queue or self.behind:
+            self._works(now)
+            self.behind += self._after
+            if not self._queue:
+                self._plan()
+        elif self._after:
+            self._at, self.behind = now, self._after
+            self._compute.changes()
+            self._plan()
+
     def retime(self, slow: float, now: float) -> None:
         """From now on everything takes `slow` times as long as alone."""
         if slow != self._slow:
@@ -84,7 +96,6 @@ class Reception:
         self._at = now
         if self._queue:
             self._arrive(self._queue.popleft(), now)
-            self.behind += self._after
             self._left = self._delay
         else:
             self.behind = 0.0

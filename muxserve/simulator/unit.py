@@ -134,6 +134,8 @@ class SimulatedUnit:
         """A request has its last token."""
         request.finish = now + self.overheads.token
         self.clock.open -= 1
+        if self.compute.reception is not None:
+            self.compute.reception.ended(now)
         self._last_end = max(self._last_end, request.finish)
 
     # ------------------------------------------------------------ what engines ask
