@@ -67,7 +67,6 @@ from muxserve.simulator import ControlDelays, Options, mode_of, simulate
 from muxserve.workload import LogNormalLengths, ModelLoad, generate, power_law_rates
 from muxserve.workload.trace import TraceRequest, write_trace
 
-ENGINES = "muxserve engine"  # what their processes are called
 PROMPT = LogNormalLengths(96, 0.8, 8, 768)
 OUTPUT = LogNormalLengths(96, 0.6, 8, 384)
 ALONE_TOKENS = 64
@@ -90,7 +89,7 @@ FLEETS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Served(NamedTuple):
-    """Requests, and what became of them on the live fleet, both in order of arrival; core-seconds outside of engines
+    """Requests, and what became of them on the live fleet, both in order of arrival; core-seconds outside of steps
     in so many seconds, and steps of engines meanwhile; by how many seconds the client sent them too late (`mean`,
     `p99`); and which costs the fleet had learnt at the end, if it was asked."""
 
@@ -109,7 +108,7 @@ class Served(NamedTuple):
 
 
 class Live(NamedTuple):
-    """All that was seen of one fleet. `idle`: core-seconds per second outside of engines when nobody asks for anything;
+    """All that was seen of one fleet. `idle`: core-seconds per second when nobody asks for anything;
     `before`: all runs but the judged ones, single requests first; `calibrations` are the last of these; `judged`: each
     workload as often as it was served. Of the last two it is known what was learnt by then."""
 
@@ -134,25 +133,22 @@ def singles(names: Sequence[str], count: int, output: int, apart: float, seed: i
 
 
 def serve(server: Server, names: Sequence[str], requests: list[TraceRequest], folder: Path, *more: str) -> Served:
-    """Send them; the work is that of the gateway, the unit scheduler, and the client, which shares the cores too."""
+    """Send them."""
     trace, lines, report = folder / "trace.jsonl", folder / "records.jsonl", folder / "replay.json"
     write_trace(trace, list(names), requests)
-    began, before, steps = (
-        time.monotonic(),
-        server.cpu_seconds(without=ENGINES) + client_seconds(),
-        engine_steps(server),
-    )
+    began, used, (steps, computed) = time.monotonic(), used_seconds(server), engine_steps(server)
     run("replay", "--url", server.url, "--workload", trace, "--records", lines, "-o", report, *more)
-    work = server.cpu_seconds(without=ENGINES) + client_seconds() - before
+    used = used_seconds(server) - used
     records = msgspec.json.decode(_array(lines), type=list[RequestRecord])
     late: Any = summary_of(report).extra["client"]
+    steps_now, computed_now = engine_steps(server)
     return Served(
         sorted(requests, key=lambda request: request.arrival),
         # They are written as they end.
         sorted(records, key=lambda record: record.arrival),
-        work,
+        used - (computed_now - computed),
         time.monotonic() - began,
-        engine_steps(server) - steps,
+        steps_now - steps,
         {key: round(late["lateness"][key], 5) for key in ("mean", "p99")},
     )
 
@@ -162,25 +158,30 @@ def _array(lines: Path) -> bytes:
     return b"[" + b",".join(lines.read_bytes().splitlines()) + b"]"
 
 
-def engine_steps(server: Server) -> int:
-    """Steps that the fleet's engines have reported."""
+def engine_steps(server: Server) -> tuple[int, float]:
+    """Steps that the fleet's engines have reported, and core-seconds that they took."""
     with urllib.request.urlopen(f"{server.url}/fleet", timeout=30) as answer:
         fleet = json.load(answer)
-    models = [model for unit in fleet["units"] for model in unit["state"]["models"].values()]
-    return sum(phase["jobs"] for model in models for phase in model["phases"].values())
+    phases = [
+        phase
+        for unit in fleet["units"]
+        for model in unit["state"]["models"].values()
+        for phase in model["costs"].values()
+    ]
+    return sum(phase["steps"] for phase in phases), sum(phase["seconds"] for phase in phases)
 
 
-def client_seconds() -> float:
-    """CPU time of the replays that have ended."""
+def used_seconds(server: Server) -> float:
+    """CPU time of the fleet and of the replays that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    return server.cpu_seconds() + used.ru_utime + used.ru_stime
 
 
 def idle_work(server: Server) -> float:
-    """Core-seconds per second outside of engines when nobody asks for anything."""
-    before = server.cpu_seconds(without=ENGINES)
+    """Core-seconds per second when nobody asks for anything."""
+    before = server.cpu_seconds()
     time.sleep(IDLE_SECONDS)
-    return (server.cpu_seconds(without=ENGINES) - before) / IDLE_SECONDS
+    return (server.cpu_seconds() - before) / IDLE_SECONDS
 
 
 def front_end_work(runs: Sequence[Served], idle: float) -> tuple[float, float, float]:

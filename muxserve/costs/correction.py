@@ -49,13 +49,14 @@ _MUCH_CONTEXT = 1 << 30
 class Correction(msgspec.Struct, frozen=True):
     """What was learnt of a phase of a model: a factor of each part of the prediction (`PARTS`), what a neighbour adds
     that has the whole device (a part of the prediction), measured over predicted seconds of the last steps, and how far
-    a step is from the corrected costs, relatively. `steps` were measured in all."""
+    a step is from the corrected costs, relatively. `steps` were measured in all, and took `seconds` without waiting."""
 
     factors: tuple[float, ...]
     beside: float
     ratio: float
     error: float
     steps: int
+    seconds: float = 0.0
 
 
 class CorrectionState(msgspec.Struct, frozen=True):
@@ -66,6 +67,7 @@ class CorrectionState(msgspec.Struct, frozen=True):
     measured: float
     predicted: float
     steps: int
+    seconds: float = 0.0
 
 
 class PhaseCorrection:
@@ -85,6 +87,7 @@ class PhaseCorrection:
         self._learnt = RecursiveLeastSquares([1.0] * parts + [0.0], covariance, _NOISE, _MEMORY_STEPS)
         self._measured = self._predicted = 0.0
         self._steps = 0
+        self._seconds = 0.0
 
     def observe(self, done: StepSums, share: float, beside: float, decode: PhaseCorrection | None = None) -> None:
         """Steps were taken on `share` of the device while other engines had the part `beside` of it, in the mean.
@@ -111,17 +114,18 @@ class PhaseCorrection:
         self._measured = fade * self._measured + done.seconds
         self._predicted = fade * self._predicted + predicted
         self._steps += done.steps
+        self._seconds += done.seconds
 
     @property
     def correction(self) -> Correction:
         """As of the last step."""
         *factors, beside = self._learnt.coefficients
         ratio = self._measured / self._predicted if self._predicted else 1.0
-        return Correction(tuple(factors), beside, ratio, self._learnt.scale, self._steps)
+        return Correction(tuple(factors), beside, ratio, self._learnt.scale, self._steps, self._seconds)
 
     def state(self) -> CorrectionState:
         """What `restore` of another one beside the same prediction takes in."""
-        return CorrectionState(self._learnt.state(), self._measured, self._predicted, self._steps)
+        return CorrectionState(self._learnt.state(), self._measured, self._predicted, self._steps, self._seconds)
 
     def restore(self, state: CorrectionState) -> None:
         """Go on from there.
@@ -130,7 +134,8 @@ class PhaseCorrection:
             ValueError: it is of another phase.
         """
         self._learnt.restore(state.learnt)
-        self._measured, self._predicted, self._steps = state.measured, state.predicted, state.steps
+        self._measured, self._predicted = state.measured, state.predicted
+        self._steps, self._seconds = state.steps, state.seconds
 
     def parts(self, done: StepSums, share: float) -> list[float]:
         """What those steps consist of as predicted, seconds. All are taken to be like the mean of them."""

@@ -45,8 +45,8 @@ class EngineShape:
 
 
 class Load(NamedTuple):
-    """What a job asks of its device while it runs alone: fractions of its memory bandwidth and of its compute. `brought`
-    is the part of the compute that others do for it meanwhile, on the same cores (`costs.front_end`)."""
+    """What a job asks of its device while it runs alone: fractions of its memory bandwidth and of its compute.
+    `brought` is the part of the compute that others take for it meanwhile (`costs.front_end`)."""
 
     bandwidth: float
     compute: float

@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from muxserve.costs import LatencyModel, Load
+from muxserve.costs import LatencyModel
 from muxserve.scheduling.types import DECODE
 from muxserve.simulator.engine import Engine
 from muxserve.simulator.requests import SimRequest

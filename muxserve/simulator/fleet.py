@@ -6,10 +6,9 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from muxserve.costs import LatencyModel
-from muxserve.costs.front_end import apart
 from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
 from muxserve.simulator.clock import Clock, Compute, SimulationError
-from muxserve.simulator.reception import Reception
+from muxserve.simulator.reception import receive
 from muxserve.simulator.relocation import RelocatableReplicas, Relocation, RelocationRules
 from muxserve.simulator.replicas import Dispatched, ReplicaRules, ReplicaSet
 from muxserve.simulator.requests import SimRequest
@@ -136,13 +135,7 @@ class Group:
 
     def run(self, requests: Iterator[SimRequest]) -> None:
         """Play these requests, in order of arrival."""
-        delay = self._options.overheads.request
-        _, work = apart(self._latency)
-        if self._cpu is None or work is None or not work.request:
-            self.clock.run(requests, self._arrive, delay)
-            return
-        reception = self._cpu.reception = Reception(self.clock, self._cpu, work.request, delay, self._arrive)
-        self.clock.run(requests, reception.sent, 0.0)
+        receive(self.clock, self._cpu, self._latency, requests, self._arrive, self._options.overheads.request)
 
     def _arrive(self, request: SimRequest, now: float) -> None:
         first, replicas = self._units[request.model], self.replicas.get(request.model)

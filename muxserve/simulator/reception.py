@@ -8,14 +8,37 @@ ended, and nobody waits for it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from muxserve.costs import Load
+from muxserve.costs import LatencyModel, Load
+from muxserve.costs.front_end import apart
 from muxserve.simulator.clock import Clock, Compute
 from muxserve.simulator.requests import SimRequest
 
 # What one process can have of the cores: one of two, on which this was measured.
 MOST = 0.5
+
+
+def receive(
+    clock: Clock,
+    cores: Compute | None,
+    latency: LatencyModel,
+    requests: Iterator[SimRequest],
+    arrive: Callable[[SimRequest, float], None],
+    delay: float,
+) -> None:
+    """Play `requests`: each comes `delay` seconds after it was sent, or, where it is received on the `cores` of the
+    engines and costs these something, when that is done.
+
+    Raises:
+        SimulationError: nothing can make progress.
+    """
+    _, work = apart(latency)
+    if cores is None or work is None or not work.request:
+        clock.run(requests, arrive, delay)
+    else:
+        reception = cores.reception = Reception(clock, cores, work.request, delay, arrive)
+        clock.run(requests, reception.sent, 0.0)
 
 
 class Reception:
@@ -33,9 +56,10 @@ class Reception:
         self._after = max(0.0, work / part - delay)
         self.load = Load(0.0, part)
         self._queue: deque[SimRequest] = deque()
-        # Seconds alone as of `_at`: what the first one still takes, and all that is to be done afterwards.
+        # Seconds alone as of `_at`: what the first one still takes, and what is to be done for those that have ended.
         self._left = self.behind = self._at = 0.0
         self._slow = 1.0
+        # What was planned for an end that is not the one as of now is not done.
         self._version = 0
 
     @property
@@ -51,20 +75,15 @@ class Reception:
         self._works(now)
         self._queue.append(request)
         self._left = self._delay
-        self._compute.changes()
-        self._plan()
+        self._goes_on()
 
     def ended(self, now: float) -> None:
         """A request has its last token."""
-        if self._queue or self.behind:
+        if self._after:
             self._works(now)
             self.behind += self._after
             if not self._queue:
-                self._plan()
-        elif self._after:
-            self._at, self.behind = now, self._after
-            self._compute.changes()
-            self._plan()
+                self._goes_on()
 
     def retime(self, slow: float, now: float) -> None:
         """From now on everything takes `slow` times as long as alone."""
@@ -79,8 +98,12 @@ class Reception:
         self._at = now
         if self._queue:
             self._left = max(0.0, self._left - done)
-        else:
+        elif self.behind:
             self.behind = max(0.0, self.behind - done)
+
+    def _goes_on(self) -> None:
+        self._compute.changes()
+        self._plan()
 
     def _plan(self) -> None:
         self._version += 1
@@ -93,6 +116,7 @@ class Reception:
         self._clock.at(self._at + (self._left if self._queue else self.behind) * self._slow, ends)
 
     def _ends(self, now: float) -> None:
+        """The first request is received, or all is done for those that have ended."""
         self._at = now
         if self._queue:
             self._arrive(self._queue.popleft(), now)

@@ -8,6 +8,7 @@ from muxserve.costs import Decode, EngineShape, Load, ModelArchitecture
 from muxserve.scheduling.types import ModelProfile, PoolProfile
 from muxserve.simulator.batch import DecodeBatch
 from muxserve.simulator.leased import PhaseEngine
+from muxserve.simulator.reception import receive
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.result import UnitResult
 from muxserve.simulator.scheduled import ScheduledUnit
@@ -83,7 +84,7 @@ class Analytic:
         )
 
     def slowdown(self, device: str, mine: Load, others: tuple[Load, ...]) -> float:
-        return max(1.0, mine.bandwidth + sum(other.bandwidth for other in others))
+        return max(1.0, sum(each.bandwidth + each.brought for each in (mine, *others)))
 
 
 def architecture(number: int = 0) -> ModelArchitecture:
@@ -117,7 +118,7 @@ def unit(profiles: list[ModelProfile], pages: int, policy: str = "adbs", **chang
 def run(unit: SimulatedUnit, load: list[TraceRequest]) -> UnitResult:
     """One unit, on a clock of its own."""
     arrivals = (SimRequest.of(each, number) for number, each in enumerate(load))
-    unit.clock.run(arrivals, unit.arrive, unit.overheads.request)
+    receive(unit.clock, unit.compute, unit.latency, arrivals, unit.arrive, unit.overheads.request)
     return unit.result()
 
 

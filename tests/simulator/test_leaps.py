@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from muxserve.costs import LatencyModel
+from muxserve.costs.front_end import FrontEnd, FrontEndWork
 from muxserve.scheduling.token_throttling import TOKEN_BUDGETS, FixedBudget
 from muxserve.scheduling.types import ModelProfile
 from muxserve.simulator.scheduled import ScheduledUnit
@@ -87,7 +89,7 @@ def content(request: TraceRequest, chance: random.Random) -> Content:
 
 
 @st.composite
-def scenes(draw: st.DrawFn) -> tuple[SimUnit, Analytic, Options, list[TraceRequest]]:
+def scenes(draw: st.DrawFn) -> tuple[SimUnit, LatencyModel, Options, list[TraceRequest]]:
     count = draw(st.integers(1, 3))
     profiles, pages = models(draw, count)
     policy = draw(st.sampled_from(["adbs", "slack", "fcfs", "round_robin"]))
@@ -101,13 +103,16 @@ def scenes(draw: st.DrawFn) -> tuple[SimUnit, Analytic, Options, list[TraceReque
     options = Options(ControlDelays(request=delay, lease=delay, report=delay, decode_step=delay, token=delay), 0.05)
     simulated = unit(profiles, pages, policy, adapt_quotas=draw(st.booleans()))
     # Without skew, steps of different engines end at the very same moments.
-    skew = draw(st.sampled_from([0.0, 0.0137]))
-    return simulated, Analytic(costs, skew), options, workload(draw, count)
+    latency: LatencyModel = Analytic(costs, draw(st.sampled_from([0.0, 0.0137])))
+    if draw(st.booleans()):
+        # Gateway and engines share the cores.
+        latency = FrontEnd(latency, FrontEndWork(draw(st.sampled_from([0.0, 0.0004, 0.01])), 0.0002, 0.0007))
+    return simulated, latency, options, workload(draw, count)
 
 
 @SEARCH
 @given(scenes())
-def test_a_leap_is_many_steps(scene: tuple[SimUnit, Analytic, Options, list[TraceRequest]]) -> None:
+def test_a_leap_is_many_steps(scene: tuple[SimUnit, LatencyModel, Options, list[TraceRequest]]) -> None:
     simulated, latency, options, load = scene
     leaping = outcome(ScheduledUnit(simulated, latency, options), load)
     assert leaping == outcome(SteppingUnit(simulated, latency, options), load)
