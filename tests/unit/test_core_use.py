@@ -95,7 +95,7 @@ def test_the_kernel_tells_of_the_cores_of_this_process() -> None:
 def test_units_with_devices_of_their_own_do_not_ask() -> None:
     assert unit_spec().shares_cores
     assert not unit_spec(simulated=SimulatedSpec("CPU")).shares_cores
-    assert not unit_spec(gpu=GpuSpec()).shares_cores
+    assert not unit_spec(gpu=GpuSpec(("GPU-1",))).shares_cores
 
 
 def test_a_unit_serves_where_the_kernel_does_not_tell(
