@@ -18,7 +18,7 @@ from placement.pools import BLOCK_STEP, KVShape, PoolGroup, group_pools
 from placement.unit_types import Device, Machine, ModelDemand, ModelPlan, PlanError, PlanProblem, PoolPlan, UnitPlan
 
 HEAD_DIMS = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})  # of the CPU attention kernel
-LATENT = (512, 64)  # latent and rotated part of the CPU kernel for latent attention
+LATENT = (512, 64)  # latent and rotated part that the kernels for latent attention have
 FLASH_STEP, FLASH_MOST = 8, 256  # head sizes of FlashAttention: multiples of 8 up to 256
 FORCED_MEMORY = 0.50  # of the machine's memory: what a pool of size auto may take if one sequence per model needs it
 _TABLE_ENTRY = 4  # bytes of a page table per page
@@ -45,7 +45,7 @@ def check_models(models: Sequence[ModelDemand], machine: Machine, cores: int, de
             message = "LoRA adapters are served on CPU, by engines of one rank; here they cannot be"
             problems.append(PlanProblem(message, "adapters", model.name))
         if architecture.latent is not None:
-            problems += _latent_problems(model)
+            problems += _latent_problems(model, device)
         if architecture.states is not None:
             problems += _state_problems(model)
         known = "" if architecture.latent is not None else _unknown_head_dim(architecture.head_dim, device)
@@ -71,17 +71,17 @@ def check_models(models: Sequence[ModelDemand], machine: Machine, cores: int, de
         raise PlanError(problems)
 
 
-def _latent_problems(model: ModelDemand) -> list[PlanProblem]:
+def _latent_problems(model: ModelDemand, device: str) -> list[PlanProblem]:
     """What keeps a model with latent attention from being served."""
     latent, problems = model.architecture.latent, []
     if latent is not None and (latent.rank, latent.rope) != LATENT:
         message = (
-            f"its latent of {latent.rank} + {latent.rope} numbers is not the one that the kernel for latent attention "
-            f"has ({LATENT[0]} + {LATENT[1]})"
+            f"its latent of {latent.rank} + {latent.rope} numbers is not the one that the kernels for latent attention "
+            f"have ({LATENT[0]} + {LATENT[1]})"
         )
         problems.append(PlanProblem(message, "path", model.name))
-    if model.ranks > 1:
-        message = "latent attention is served by engines of one rank; here there would be several"
+    if model.ranks > 1 and device == "cpu":
+        message = "latent attention is served by engines of one rank on CPU; here there would be several"
         problems.append(PlanProblem(message, "path", model.name))
     if model.architecture.adapter_slots:
         message = "LoRA adapters are not served with latent attention; leave them out"

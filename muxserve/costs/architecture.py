@@ -363,18 +363,21 @@ def read_architecture(config: Mapping[str, object], pooling: bool = False) -> Mo
         windowed_layers=len(windowed),
         windowed=windowed,
         cpu_only=_cpu_only(config),
-        gpu_only="experts that are chosen by a sigmoid" if _chosen_by_sigmoid(config) else "",
+        gpu_only=_gpu_only(config),
         latent=latent,
         states=_states(config, layers, hidden),
     )
 
 
 def _cpu_only(config: Mapping[str, object]) -> str:
-    if config.get("model_type") == "gpt_oss":
-        return "attention sinks"
-    if _latent(config) is not None:
-        return "latent attention"
     return "states of sequences" if config.get("model_type") in _STATEFUL else ""
+
+
+def _gpu_only(config: Mapping[str, object]) -> str:
+    if _latent(config) is not None and _rope_type(config) not in _LATENT_ROPES:
+        # It takes the stride between two heads for that between two tokens.
+        return "latent attention with rotary embeddings that are not scaled as YaRN's are"
+    return "experts that are chosen by a sigmoid" if _chosen_by_sigmoid(config) else ""
 
 
 def _states(config: Mapping[str, object], layers: int, hidden: int) -> StateLayers | None:
@@ -476,8 +479,6 @@ def _unsupported(config: Mapping[str, object], name: str) -> str | None:
         return (
             f"it has state-space, recurrent or linear-attention layers, which are served of these model types: {known}"
         )
-    if config.get("kv_lora_rank") and _rope_type(config) not in _LATENT_ROPES:
-        return "vLLM's CPU kernel for plain rotary embeddings is wrong with latent attention; only YaRN's is served"
     if config.get("attention_chunk_size"):
         return "it uses chunked attention; only full and sliding-window attention are supported"
     types = set(_layer_types(config))

@@ -400,7 +400,7 @@ def _kv_cache_problem(architecture: ModelArchitecture, gpu: bool, machine: Machi
     """Why the KV cache cannot be of the type that `engine_args` ask for; empty if it can."""
     if architecture.states is not None:
         return "kv_cache_dtype: models that keep states have a cache in the model's dtype; leave it out"
-    if architecture.latent is not None:
+    if architecture.latent is not None and not gpu:
         return "kv_cache_dtype: vLLM's latent attention on CPU keeps its cache in the model's dtype; leave it out"
     if gpu:
         return "kv_cache_dtype: the attention of engines on GPUs has 16-bit pages only; leave it out"

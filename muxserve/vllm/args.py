@@ -215,7 +215,7 @@ def _cuda_args(unit_spec: UnitSpec, model: ModelSpec) -> dict[str, Any]:
         # Without graphs a small model's decode step is mostly the launching of its kernels.
         "enforce_eager": own.get("enforce_eager", False),
         "compilation_config": _compilation(own.get("compilation_config"), unit_spec),
-        "attention_backend": "CUSTOM",
+        "attention_backend": "TRITON_MLA" if model.latent else "CUSTOM",
         # An engine takes no share of the GPU for itself: what it needs was set aside before the pool was made.
         "gpu_memory_utilization": 0.01,
         **loader_args(unit_spec, model.name),

@@ -7,7 +7,9 @@ from muxserve.vllm.pin import Internal, differences
 _FLASH = "vllm.v1.attention.backends.flash_attn"
 _LOADER = "vllm.model_executor.model_loader"
 _QUANTISED = "vllm.model_executor.layers.quantization"
+_MLA = "vllm.model_executor.layers.attention.mla_attention"
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
+_TRITON_MLA = "vllm.v1.attention.backends.mla.triton_mla"
 _SAMPLING = "vllm.v1.sample.ops.topk_topp_sampler"
 
 INTERNALS: list[Internal] = [
@@ -59,18 +61,30 @@ INTERNALS: list[Internal] = [
     (_FLASH, "FlashAttentionMetadataBuilder._store_scheduler_metadata", ("scheduler_metadata",)),
     (_FLASH, "FlashAttentionMetadataBuilder._cudagraph_support", ()),
     (_FLASH, "FlashAttentionMetadataBuilder.supports_update_block_table", ()),
-    (_FLASH, "FlashAttentionImpl.__init__", ("num_heads", "num_kv_heads", "sinks", "kv_sharing_target_layer_name")),
+    (_FLASH, "FlashAttentionImpl.__init__", ("num_heads", "num_kv_heads", "kv_sharing_target_layer_name")),
     (_FLASH, "FlashAttentionImpl.forward", ("layer", "query", "kv_cache", "attn_metadata", "output")),
     ("vllm.v1.attention.backends.fa_utils", "get_flash_attn_version", ()),
     (
         "vllm.vllm_flash_attn.flash_attn_interface",
         "flash_attn_varlen_func",
-        ("seqused_k", "block_table", "num_splits", "window_size"),
+        ("seqused_k", "block_table", "num_splits", "window_size", "return_softmax_lse"),
     ),
     ("vllm.vllm_flash_attn.flash_attn_interface", "get_scheduler_metadata", ("cache_seqlens", "page_size")),
     ("vllm.v1.attention.backend", "CommonAttentionMetadata", ("query_start_loc", "seq_lens", "slot_mapping")),
     ("vllm.v1.attention.backend", "AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE", ()),
     ("vllm.v1.attention.backends.registry", "AttentionBackendEnum.CUSTOM", ()),
+    ("vllm.v1.attention.backends.registry", "AttentionBackendEnum.TRITON_MLA", ()),
+    (_TRITON_MLA, "TritonMLABackend.supported_kv_cache_dtypes", ()),
+    (_TRITON_MLA, "TritonMLABackend.get_supported_kernel_block_sizes", ("kv_cache_spec",)),
+    (_TRITON_MLA, "TritonMLAMetadataBuilder.__init__", ("kv_cache_spec", "layer_names", "vllm_config", "device")),
+    (_TRITON_MLA, "TritonMLAMetadataBuilder.build", ("common_prefix_len", "common_attn_metadata", "fast_build")),
+    (_TRITON_MLA, "TritonMLAImpl.forward_mqa", ("q", "kv_c_and_k_pe_cache", "attn_metadata", "layer")),
+    (_TRITON_MLA, "decode_attention_fwd", ()),
+    (_MLA, "MLACommonMetadata", ("num_decodes", "decode", "prefill")),
+    (_MLA, "MLACommonImpl.forward_mha", ("kv_c_and_k_pe_cache", "attn_metadata", "k_scale", "output", "output_scale")),
+    (_MLA, "MLAAttention.update_kv_cache", ("kv_c_normed", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype")),
+    (_MLA, "MLAAttention.process_weights_after_loading", ("act_dtype",)),
+    ("vllm.v1.kv_cache_interface", "MLAAttentionSpec", ("block_size", "head_size", "dtype")),
     ("vllm.utils.torch_utils", "canonicalize_singleton_dim_strides", ()),
     # runner
     (_RUNNER, "GPUModelRunner.initialize_kv_cache_tensors", ("kernel_block_sizes", "kv_cache_allocation_context")),

@@ -23,9 +23,10 @@ from muxserve.planning.residency import residency_of
 from muxserve.planning.specs import fleet_spec_of, planned_unit, unit_spec_of
 from muxserve.planning.unit_plan import ResolvedUnit
 from muxserve.spec import ResidencySpec, RestingSpec, UnitSpec, load
+from muxserve.vllm.args import engine_args
 from placement import Machine
 from placement.unit import MAX_BLOCKS
-from tests.cluster.test_plan import CONFIG, FakeHub
+from tests.cluster.test_plan import CONFIG, LATENT, STATEFUL, FakeHub
 from tests.control.fakes import fleet_of
 
 GIB = 1 << 30
@@ -101,10 +102,29 @@ def test_another_type_than_the_file_says_is_noted(tmp_path: Path) -> None:
 
 def test_what_only_engines_on_cpu_compute_is_refused(tmp_path: Path) -> None:
     plan(tmp_path, "{gpus: 1}")
-    (tmp_path / "a" / "config.json").write_text(json.dumps({**CONFIG, "model_type": "gpt_oss"}))
+    (tmp_path / "a" / "config.json").write_text(json.dumps(STATEFUL))
     fleet = parse_fleet(f"cluster: {{gpus: 1}}\nmodels:{MODELS}", "f.yaml", tmp_path, {})
-    with pytest.raises(FleetError, match=r"models\[0\].path: .* needs attention sinks, which engines on GPUs do not"):
+    with pytest.raises(FleetError, match=r"models\[0\].path: .* needs states of sequences, which engines on GPUs do"):
         FleetPlanner(fleet, Machine(8, 64 * GIB), lambda: gpus(1)).at_start()
+
+
+@pytest.mark.parametrize(("gpus_of_each", "chunk"), [(1, 2048), (2, 2048)])
+def test_latents_lie_whole_on_every_rank_and_prompts_come_in_chunks(
+    tmp_path: Path, gpus_of_each: int, chunk: int
+) -> None:
+    plan(tmp_path, "{gpus: 1}")
+    (tmp_path / "a" / "config.json").write_text(json.dumps({**LATENT, "max_position_embeddings": 8192}))
+    models = f"[{{name: a, path: a, max_len: 4096, max_num_batched_tokens: {chunk}}}]"
+    text = f"cluster: {{gpus: {gpus_of_each}}}\nmodels: {models}"
+    fleet = parse_fleet(text, "f.yaml", tmp_path, {})
+    made = FleetPlanner(fleet, Machine(8, 64 * GIB, 16 * GIB), lambda: gpus(2)).at_start()[0]
+    spec = unit_spec_of(made, "/run/x")
+    (model,), (pool,) = spec.models, spec.pools
+    assert spec.ranks == gpus_of_each
+    assert (model.latent, model.kv_heads, 2 * model.head_dim) == (576, 1, 576)
+    assert model.max_num_batched_tokens == chunk
+    assert pool.page_bytes == model.block_tokens * 576 * 2
+    assert engine_args(spec, "a", "decode")["attention_backend"] == "TRITON_MLA"
 
 
 class TestQuantised:

@@ -135,7 +135,6 @@ def test_shapes(config: dict[str, Any], expected: tuple[object, ...]) -> None:
     ("config", "reason"),
     [
         ({**LLAMA, "kv_lora_rank": 512}, "which is served of these model types only: deepseek_v2"),
-        ({**DEEPSEEK, "rope_scaling": None}, "plain rotary embeddings is wrong with latent attention"),
         ({**DEEPSEEK, "model_type": "deepseek_v32", "index_topk": 2048}, "sparse attention"),
         ({**QWEN3, "layer_types": ["linear_attention", "full_attention"] * 14}, "linear_attention"),
         ({**LLAMA, "model_type": "jamba", "attn_layer_period": 8}, "state-space"),
@@ -325,8 +324,15 @@ def test_models_that_answer_with_vectors(config: dict[str, Any], asked: bool, po
 class TestLatentAttention:
     def test_a_token_takes_one_vector_of_each_layer(self) -> None:
         a = read_architecture(DEEPSEEK)
-        assert (a.kv_heads, a.pages_per_block, a.cpu_only) == (1, 61, "latent attention")
+        assert (a.kv_heads, a.pages_per_block) == (1, 61)
+        assert not a.cpu_only
+        assert not a.gpu_only
         assert a.kv_bytes_per_token("bfloat16") == 61 * (512 + 64) * 2
+
+    def test_rotary_embeddings_that_cpus_compute_wrongly_are_for_gpus(self) -> None:
+        a = read_architecture({**DEEPSEEK, "rope_scaling": None})
+        assert "not scaled as YaRN's" in a.gpu_only
+        assert not a.cpu_only
 
     def test_weights_are_those_of_its_projections(self) -> None:
         a = read_architecture(DEEPSEEK)

@@ -33,6 +33,17 @@ SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, 
 EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8,
            "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True, "decoder_sparse_step": 1,
            "mlp_only_layers": []}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512,
+        "beta_fast": 32.0, "beta_slow": 1.0}  # fmt: skip
+LATENT = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "q_lora_rank": 128,
+          "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64,
+          "num_key_value_heads": 8, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+          "moe_intermediate_size": 256, "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 2,
+          "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+          "scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # fmt: skip
+SINKS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 8,
+         "num_experts_per_tok": 2, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"],
+         "rope_parameters": {**YARN, "truncate": False}}  # fmt: skip
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 
@@ -49,7 +60,13 @@ DYNAMIC = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "st
 FLOAT = {**packed(8, {**DYNAMIC, "type": "float"}, "float-quantized")}
 FLOAT["config_groups"]["group_0"]["weights"]["type"] = "float"
 # Ranks over all stages, and stages; one of each where nothing is said.
-SPLIT = {"dense, 2 ranks": (2, 1), "experts, 2 ranks": (2, 1), "fp8, 2 ranks": (2, 1), "dense, 2 stages": (2, 2)}
+SPLIT = {
+    "latents, 2 ranks": (2, 1),
+    "dense, 2 ranks": (2, 1),
+    "experts, 2 ranks": (2, 1),
+    "fp8, 2 ranks": (2, 1),
+    "dense, 2 stages": (2, 2),
+}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "dense": ({}, None),
     "fp8": ({}, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
@@ -64,9 +81,14 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "experts, awq": (EXPERTS, AWQ),
     "experts, gptq": (EXPERTS, GPTQ),
     "experts, int4": (EXPERTS, packed(4)),
+    "latents": (LATENT, None),
+    "latents, fp8": (LATENT, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
+    "sinks": (SINKS, None),
+    "sinks, mxfp4": (SINKS, {"quant_method": "mxfp4"}),
     "dense, 2 ranks": ({}, None),
     "experts, 2 ranks": (EXPERTS, None),
     "fp8, 2 ranks": ({}, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
+    "latents, 2 ranks": (LATENT, None),
     "dense, 2 stages": ({}, None),
 }  # fmt: skip
 
@@ -126,6 +148,12 @@ def contents(worker: Any) -> dict[str, list[Any]]:
             found[name] = [*form, hashlib.sha256(data).hexdigest()]
         else:
             found[name] = ["number", each.value]
+    # What attention keeps of them is no memory of its own.
+    known = {value.data_ptr() for value in worker.model_runner.get_model().parameters()}
+    for name, module in worker.model_runner.get_model().named_modules():
+        for leaf, value in vars(getattr(module, "impl", None) or object).items():
+            if isinstance(value, torch.nn.Parameter):
+                found[f"{worker.rank}/{name}.impl.{leaf}"] = ["of the model", value.data_ptr() in known]
     return found
 
 

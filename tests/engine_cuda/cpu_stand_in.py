@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import vllm.v1.worker.cpu_worker as cpu_worker
 from vllm.v1.attention.backends import fa_utils
+from vllm.v1.attention.backends.mla import triton_mla
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from muxserve.engine.cpu.ahead import AheadOnHost
 from muxserve.engine.cuda.attention import PooledFlashBackend
+from muxserve.engine.cuda.latent import PooledLatentBackend, PooledLatentImpl
 from muxserve.engine.cuda.runner import PooledGPUModelRunner
 from tests.engine_cuda import paged_reference
 
 fa_utils.flash_attn_varlen_func = paged_reference.flash_attn_varlen_func
+triton_mla.decode_attention_fwd = paged_reference.decode_attention_fwd
 
 
 class StandInBackend(PooledFlashBackend):
@@ -21,6 +28,26 @@ class StandInBackend(PooledFlashBackend):
     @staticmethod
     def get_name() -> str:
         return "CPU_ATTN"
+
+
+class StandInLatentBackend(PooledLatentBackend):
+    """The same for latent attention, with what vLLM has on CPUs for prompts."""
+
+    supported_dtypes = [torch.float32, torch.bfloat16]  # noqa: RUF012
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[PooledLatentImpl]:
+        return StandInLatentImpl
+
+
+class StandInLatentImpl(PooledLatentImpl):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        CPUMLAImpl.__init__(self, *args, **kwargs)  # type: ignore[arg-type]
+        self._sm_count = 4
 
 
 class StandInRunner(PooledGPUModelRunner, AheadOnHost, CPUModelRunner):
@@ -40,3 +67,4 @@ class StandInWorker(cpu_worker.CPUWorker):
 
 
 register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.StandInBackend")
+register_backend(AttentionBackendEnum.CPU_MLA, f"{__name__}.StandInLatentBackend")

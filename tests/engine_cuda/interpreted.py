@@ -12,7 +12,7 @@ import torch
 from muxserve.engine.cuda import kernels
 
 
-def both(operation, *outs: torch.Tensor) -> None:
+def both(operation, *outs: torch.Tensor, rounding: float = 0.0) -> None:
     """Run `operation(*outs)` in plain torch and interpreted; both must leave the same in `outs`."""
     expected = [out.clone() for out in outs]
     kernels._on_gpu = lambda _: False
@@ -20,7 +20,8 @@ def both(operation, *outs: torch.Tensor) -> None:
     kernels._on_gpu = lambda _: True
     operation(*outs)
     for ours, reference in zip(outs, expected, strict=True):
-        assert torch.equal(ours, reference), f"{ours}\n{reference}"
+        # To the last bit but for what is computed in between.
+        torch.testing.assert_close(ours, reference, rtol=rounding, atol=0.0, equal_nan=True)
 
 
 def lengths(generator: torch.Generator, requests: int, decode: bool, padded: int, block: int):
@@ -76,6 +77,18 @@ def main() -> None:
             lambda pool, k=key, v=value, t=table, s=slots, layer=layers - 1: kernels.store_kv(k, v, pool, t, s, layer),
             torch.zeros((blocks * layers * heads, 1, block, 2 * dim)),
         )
+
+        group = heads + 1
+        for dtype, rounding in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+            sinks = torch.randn(heads * group, generator=generator).to(dtype)
+            lse = 3 * torch.randn((group, tokens * heads), generator=generator)
+            both(
+                lambda out, lse=lse, sinks=sinks, heads=heads, major=not decode: kernels.apply_sinks(
+                    out, lse, sinks, heads, major
+                ),
+                torch.randn((tokens * heads, group, dim), generator=generator).to(dtype),
+                rounding=rounding,
+            )
 
         rows = torch.randint(0, 99, (requests, 1 + layers * heads), generator=generator, dtype=torch.int32)
         rows[:, 0] = torch.randperm(blocks, generator=generator)[:requests]

@@ -25,7 +25,8 @@ def flash_attn_varlen_func(
     scheduler_metadata: torch.Tensor | None = None,
     fa_version: int | None = None,
     num_splits: int = 0,
-) -> torch.Tensor:
+    return_softmax_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`q`, `out` [rows of tokens, G, D], `k`, `v` [pages, block, 1, D] of any stride, `block_table` [batch, blocks].
 
     Checks what the kernels check or silently assume.
@@ -43,6 +44,7 @@ def flash_attn_varlen_func(
     assert int(counts.max()) <= max_seqlen_q
     assert int(seqused_k.max()) <= max_seqlen_k
     assert int(cu_seqlens_q[-1]) <= q.shape[0]
+    lse = torch.full((q.shape[1], q.shape[0]), float("inf"))
     for row in range(batch):
         start, count, used = int(cu_seqlens_q[row]), int(counts[row]), int(seqused_k[row])
         if not count:
@@ -58,8 +60,41 @@ def flash_attn_varlen_func(
         if window_size[0] >= 0:
             visible &= keys_at >= queries_at - window_size[0]
         scores = scores.masked_fill(~visible, float("-inf"))
+        lse[:, start : start + count] = scores.logsumexp(-1)
         out[start : start + count] = torch.einsum("gts,sd->tgd", scores.softmax(-1), values).to(out.dtype)
-    return out
+    return (out, lse) if return_softmax_lse else out
+
+
+def decode_attention_fwd(
+    q: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    attn_logits: torch.Tensor,
+    num_kv_splits: int,
+    scale: float,
+    page_size: int,
+    *,
+    k_scale: object = None,
+    v_scale: object = None,
+    is_mla: bool = False,
+) -> None:
+    """vLLM's Triton kernel for latents: `q` [rows, heads, latent], `o` [rows, heads, rank], `k_buffer` [pages, block, 1,
+    latent], of which `v_buffer` is the first part; `block_table` [rows, blocks]."""
+    assert is_mla
+    assert k_buffer.shape[1:3] == (page_size, 1)
+    assert v_buffer.data_ptr() == k_buffer.data_ptr()
+    assert block_table.shape[0] == seq_lens.shape[0] == q.shape[0]
+    assert block_table.stride(-1) == 1
+    for row in range(q.shape[0]):
+        used = int(seq_lens[row])
+        if used:
+            latents = _context(k_buffer, block_table[row], used)
+            scores = q[row].float() @ latents.T * scale
+            o[row] = (scores.softmax(-1) @ latents[:, : o.shape[2]]).to(o.dtype)
 
 
 def _context(pages: torch.Tensor, blocks: torch.Tensor, used: int) -> torch.Tensor:

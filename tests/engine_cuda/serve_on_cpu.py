@@ -3,11 +3,12 @@
 Several requests at once, prompts of several chunks, a repeated prompt that hits the prefix cache, decodes of different
 lengths, a restart of the memory manager in between. Once with weights from the checkpoint, once with weights that
 another process holds; and both with weights of 4 bits, of which vLLM makes another form when they are loaded. Once
-with asynchronous scheduling.
+with asynchronous scheduling. Then both with models of other kinds of attention: with sinks, and of latents.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -16,25 +17,29 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from muxserve.cluster.machine import this_machine
+from tests.support.tiny_checkpoint import Kind, tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "configs/models/arithmetic"
 INT4 = ROOT / "configs/models/atlas-int4"
 QUESTIONS = ["What is 12 + 7?", "hello", "What is 3 + 4? " * 20, "What is 9 - 2?", "What is 3 + 4? " * 20]
 TOKENS = [20, 33, 9, 25, 14]
+# Models whose attention has sinks, and latents in place of K and V.
+OTHERS: tuple[Kind, ...] = ("gpt_oss", "deepseek_v3")
 
 
-def stock() -> list[list[int]]:
+def stock(checkpoint: Path = MODEL) -> list[list[int]]:
     from vllm import LLM, SamplingParams
 
     from muxserve.vllm.args import frontend_args
     from tests.engine.harness import deployed_model
 
-    args = frontend_args(deployed_model("m", MODEL))
+    args = frontend_args(deployed_model("m", checkpoint))
     del args["served_model_name"]
     llm = LLM(**args, kv_cache_memory_bytes=64 << 20)
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in TOKENS]
@@ -227,21 +232,37 @@ def main() -> None:
     in_a_fork(lambda: ours(prompts), out / "ours.json")
     in_a_fork(lambda: ours(prompts, ahead=True), out / "ahead.json")
 
+    for kind in OTHERS:
+        made = Path(in_a_fork(lambda kind=kind: str(tiny_checkpoint(kind, layers=3)), out / f"checkpoint-{kind}.json"))
+        stocks = in_a_fork(lambda made=made: stock(made), out / f"stock-{kind}.json")
+        theirs = [tokens[: len(tokens) - count] for tokens, count in zip(stocks, TOKENS, strict=True)]
+        in_a_fork(lambda made=made, theirs=theirs: ours(theirs, checkpoint=made), out / f"{kind}.json")
+        path = str(out / f"{kind}.sock")
+        with holding(path, made):
+            in_a_fork(lambda made=made, theirs=theirs, path=path: ours(theirs, path, made), out / f"held-{kind}.json")
+
     packed = this_machine().avx512  # vLLM has no kernels for int4 on other CPUs
     if packed:
         in_a_fork(lambda: ours(prompts, checkpoint=INT4), out / "int4.json")
     for checkpoint, name in ((MODEL, "held"), *([(INT4, "held-int4")] if packed else [])):
         path = str(out / f"{name}.sock")
-        receive, send = multiprocessing.Pipe(duplex=False)
-        holder = fork(lambda path=path, send=send, checkpoint=checkpoint: hold(path, send, checkpoint))
-        send.close()
-        try:
-            (out / f"{name}-tensors.json").write_text(json.dumps(receive.recv()))
+        with holding(path, checkpoint) as tensors:
+            (out / f"{name}-tensors.json").write_text(json.dumps(tensors))
             held_at = {"held_at": path, "checkpoint": checkpoint}
             in_a_fork(lambda held_at=held_at: ours(prompts, **held_at), out / f"{name}.json")
-        finally:
-            os.kill(holder, signal.SIGKILL)
-            os.waitpid(holder, 0)
+
+
+@contextlib.contextmanager
+def holding(path: str, checkpoint: Path) -> Iterator[Any]:
+    """A process holds the weights for the length of the block; what they consist of."""
+    receive, send = multiprocessing.Pipe(duplex=False)
+    holder = fork(lambda: hold(path, send, checkpoint))
+    send.close()
+    try:
+        yield receive.recv()
+    finally:
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
 
 
 if __name__ == "__main__":

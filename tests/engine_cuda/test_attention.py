@@ -36,6 +36,7 @@ class Unit:
         monkeypatch: pytest.MonkeyPatch,
         windows: tuple[int | None, ...] = (),
         softcap: float = 0.0,
+        sinks: bool = False,
         **options: Any,
     ):
         self.windows, self.softcap = windows or (None,) * layers, softcap
@@ -53,9 +54,10 @@ class Unit:
         monkeypatch.setattr(flash_attn, "get_dcp_world_size_and_rank", lambda *_: (1, 0))
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=kv_heads, head_size=dim, dtype=torch.float32)
         config = settings(MAX_SEQS, MAX_LEN, **options)
+        self.sinks = [torch.randn(heads, generator=self.generator) if sinks else None for _ in range(layers)]
         self.impls = [
-            PooledFlashImpl(heads, dim, dim**-0.5, kv_heads, None, window, "auto", logits_soft_cap=softcap)
-            for window in self.windows
+            PooledFlashImpl(heads, dim, dim**-0.5, kv_heads, None, window, "auto", logits_soft_cap=softcap, sinks=sink)
+            for window, sink in zip(self.windows, self.sinks, strict=True)
         ]
         built = {impl.sliding_window for impl in self.impls}
         monkeypatch.setattr(flash_attn, "_get_sliding_window_configs", lambda *_: set(built))
@@ -125,16 +127,15 @@ class Unit:
                 k = torch.cat([k, key[row : row + count]])
                 v = torch.cat([v, value[row : row + count]])
                 self.context[request][index] = (k, v)
-                expected.append(self._attention(query[row : row + count], k, v, self.windows[index]))
+                expected.append(self._attention(query[row : row + count], k, v, index))
                 row += count
             torch.testing.assert_close(output[:tokens], torch.cat(expected), rtol=2e-4, atol=2e-5)
             assert bool((output[tokens + padded :] == 5.0).all()), "wrote beyond the batch"
         return metadata
 
-    def _attention(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
-    ) -> torch.Tensor:
-        """Ordinary causal attention of one request, by torch."""
+    def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
+        """Ordinary causal attention of one request in one layer, by torch."""
+        window, sinks = self.windows[layer], self.sinks[layer]
         group = self.heads // self.kv_heads
         q = query.transpose(0, 1)
         k, v = (x.transpose(0, 1).repeat_interleave(group, dim=0) for x in (key, value))
@@ -144,7 +145,11 @@ class Unit:
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         hidden = (age < 0) | (age >= (window or total))
-        return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is None:
+            return (scores.softmax(-1) @ v).transpose(0, 1)
+        nothing = sinks[:, None, None].expand(-1, new, 1)
+        return (torch.cat([scores, nothing], -1).softmax(-1)[..., :-1] @ v).transpose(0, 1)
 
     def pages_untouched(self) -> bool:
         """Whether only pages of blocks that requests hold were written."""
@@ -200,6 +205,21 @@ def test_layers_see_their_windows(windows: tuple[int | None, ...], monkeypatch: 
         unit.step([(a, 1), (b, 1)])
     # The kernel's work is planned for a window only where all layers have the same.
     assert [kwargs["window_size"] for kwargs in asked] == ([(19, 0)] * 5 if len(set(windows)) == 1 else [])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.usefixtures("reference_flash")
+def test_what_goes_to_sinks_is_missing_from_the_output(
+    heads: int, kv_heads: int, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a layer are those of its query heads, in every kind of batch; version 2 of FlashAttention has none."""
+    monkeypatch.setattr(flash_attn, "flash_attn_supports_sinks", lambda: False)
+    unit = Unit(heads, kv_heads, dim, 2, monkeypatch, windows=(20, None), sinks=True)
+    a, b = unit.add_request(), unit.add_request()
+    unit.step([(a, 37), (b, 9)])
+    unit.step([(a, 1), (b, 20)])
+    for _ in range(2):
+        assert unit.step([(b, 1), (a, 1)], padded=1).decode_only
 
 
 @pytest.mark.usefixtures("reference_flash", "gathering")

@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from muxserve.cluster.machine import this_machine
 from muxserve.engine.cuda import runner as runners
 from muxserve.engine.cuda.runner import PooledGPUModelRunner
+from tests.engine_cuda.serve_on_cpu import OTHERS
 
 
 def test_tokens_are_those_of_stock_vllm(served: Path) -> None:
@@ -32,6 +33,15 @@ def test_tokens_are_those_of_stock_vllm(served: Path) -> None:
     tensors = json.loads((served / "held-tensors.json").read_text())
     assert tensors["param"] > 20
     assert tensors["moved"] > 0
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_so_are_those_of_other_kinds_of_attention(served: Path, kind: str) -> None:
+    expected = json.loads((served / f"stock-{kind}.json").read_text())
+    for weights in (kind, f"held-{kind}"):
+        answers = json.loads((served / f"{weights}.json").read_text())
+        for run in ("first", "again", "after"):
+            assert answers[run] == expected, (weights, run)
 
 
 @pytest.mark.skipif(not this_machine().avx512, reason="vLLM's kernels for int4 on CPU need AVX-512")

@@ -1,11 +1,7 @@
 """Multi-head latent attention (MLA) over the unified pool, on vLLM's own CPU implementation of it.
 
-A layer keeps one vector of each token, the same for all query heads: the latent and the rotated part of the key. So a
-block has one page for each layer, which holds these vectors one after the other, and nothing is folded. Each layer has
-its own pages, though, where vLLM has one table for all layers: tables and slots are gathered for each.
-
-vLLM's kernel takes blocks of 16 tokens. A page is a whole number of them, so they lie at 16 tokens' distance from the
-pool's beginning on.
+vLLM's kernel takes blocks of 16 tokens. A page (`engine.latent`) is a whole number of them, so they lie at 16 tokens'
+distance from the pool's beginning on. Tables and slots are gathered for each layer.
 """
 
 from __future__ import annotations
@@ -16,12 +12,13 @@ import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata, MLACommonMetadataBuilder
-from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata, MultipleOf
+from vllm.v1.attention.backend import CommonAttentionMetadata, MultipleOf
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from muxserve.engine.binding import current
+from muxserve.engine.latent import ByLayer
 from muxserve.memory import fold_decode, fold_slots
 
 # Tokens of a block of vLLM's kernel.
@@ -87,7 +84,7 @@ class PooledLatentMetadataBuilder(MLACommonMetadataBuilder[PooledLatentMetadata]
         return meta
 
 
-class PooledLatentImpl(CPUMLAImpl):
+class PooledLatentImpl(ByLayer, CPUMLAImpl):
     """Attention of one layer; its cache is the whole pool `[kernel blocks, 16, latent]` for every layer."""
 
     # Which of the pool's layers it is; the builder knows.
@@ -114,37 +111,9 @@ class PooledLatentImpl(CPUMLAImpl):
             kv_c_normed[:tokens], k_pe[:tokens], kv_cache, meta.slots[self.layer_index], kv_cache_dtype, k_scale
         )
 
-    def forward_mqa(
-        self,
-        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        kv_c_and_k_pe_cache: torch.Tensor,
-        attn_metadata: MLACommonMetadata,
-        layer: AttentionLayer,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        assert isinstance(attn_metadata, PooledLatentMetadata)
-        assert attn_metadata.decode is not None
-        assert attn_metadata.block_tables is not None
-        attn_metadata.decode.block_table = attn_metadata.block_tables[self.layer_index, : attn_metadata.num_decodes]
-        return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
-
-    def forward_mha(
-        self,
-        q: torch.Tensor,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_c_and_k_pe_cache: torch.Tensor,
-        attn_metadata: MLACommonMetadata,
-        k_scale: torch.Tensor,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-    ) -> None:
-        assert isinstance(attn_metadata, PooledLatentMetadata)
-        assert attn_metadata.prefill is not None
-        if attn_metadata.prefill.chunked_context:
-            assert attn_metadata.block_tables is not None
-            tables = attn_metadata.block_tables[self.layer_index, attn_metadata.num_decodes :]
-            attn_metadata.prefill.block_table = tables
-        super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
+    def tables_of(self, meta: PooledLatentMetadata) -> torch.Tensor:
+        assert meta.block_tables is not None
+        return meta.block_tables[self.layer_index]
 
 
 def register() -> None:

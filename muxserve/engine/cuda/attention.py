@@ -8,6 +8,9 @@ FlashAttention reads pages by stride. Within a page a token's K is followed by i
 strides between tokens are stock's; only the stride between pages differs. Versions 2 and 3 take any block size that is
 a multiple of 16. Version 4 is used where vLLM chooses it, but for its head size 256 kernel, which needs 128 tokens in
 a page; version 2 serves there.
+
+Attention sinks are no part of the kernel's work: what they take from an output follows from the sum that the softmax
+was divided by (`kernels.apply_sinks`).
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ class PooledFlashBackend(FlashAttentionBackend):
 
     @classmethod
     def supports_sink(cls) -> bool:
-        return False
+        return True
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
@@ -225,14 +228,15 @@ class PooledFlashImpl(FlashAttentionImpl):
     fa4_hd256: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # vLLM leaves them to FlashAttention, whose version 2 has none, and which would give all rows the same.
+        sinks = kwargs.pop("sinks", None)
         super().__init__(*args, **kwargs)
+        self.sinks: torch.Tensor | None = sinks
         reason = None
         if self.attn_type != AttentionType.DECODER:
             reason = f"{self.attn_type} attention"
         elif self.alibi_slopes is not None:
             reason = "ALiBi"
-        elif self.sinks is not None:
-            reason = "attention sinks"
         elif self.kv_sharing_target_layer_name is not None:
             reason = "layers that share another's KV cache"
         if reason:
@@ -280,7 +284,7 @@ class PooledFlashImpl(FlashAttentionImpl):
             folded_query = query[:tokens].reshape(tokens, heads, group, dim).transpose(0, 1)
             folded_query = folded_query.reshape(heads * tokens, group, dim)
             folded_output = torch.empty_like(folded_query)
-        fa_utils.flash_attn_varlen_func(
+        told = fa_utils.flash_attn_varlen_func(
             q=folded_query,
             k=key_pages,
             v=value_pages,
@@ -297,7 +301,10 @@ class PooledFlashImpl(FlashAttentionImpl):
             scheduler_metadata=meta.scheduler_metadata,
             fa_version=self.vllm_flash_attn_version,
             num_splits=meta.max_num_splits,
+            return_softmax_lse=self.sinks is not None,
         )
+        if self.sinks is not None:
+            kernels.apply_sinks(folded_output, told[1], self.sinks, heads, head_major=not meta.decode_only)
         if not view:
             unfolded = folded_output.view(heads, tokens, group, dim).transpose(0, 1)
             output[:tokens].view(tokens, heads, group, dim).copy_(unfolded)

@@ -161,6 +161,48 @@ def store_kv(
     pool[target, 0, offsets, dim:] = value[written]
 
 
+def apply_sinks(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor, heads: int, head_major: bool) -> None:
+    """Have attention as if each query could attend to nothing as well, with its head's sink as the score.
+
+    That adds exp(sink) to the sum which the softmax divides by: what was divided by exp(lse) is multiplied by
+    exp(lse) / (exp(lse) + exp(sink)). FlashAttention takes a sink for each query head, and here the query heads of all
+    rows are the same.
+
+    Args:
+        output: [T*H, G, D] contiguous in the last two dimensions, G query heads of each KV head; changed in place.
+        lse: float32 [G, T*H], logarithms of the sums.
+        sinks: [H*G], contiguous.
+        heads: H.
+        head_major: as of the rows.
+    """
+    rows, group, dim = output.shape
+    if not rows:
+        return
+    if _on_gpu(output):
+        from muxserve.engine.cuda import triton_kernels
+
+        triton_kernels.apply_sinks_kernel[(rows,)](
+            output,
+            lse,
+            sinks,
+            rows // heads,
+            output.stride(0),
+            lse.stride(0),
+            lse.stride(1),
+            HEADS=heads,
+            GROUP=group,
+            HEAD_DIM=dim,
+            HEAD_MAJOR=head_major,
+            PADDED_GROUP=_power_of_two(group),
+            PADDED_DIM=_power_of_two(dim),
+        )
+        return
+    row = torch.arange(rows, device=output.device)
+    head = row // (rows // heads) if head_major else row % heads
+    part = torch.sigmoid(lse[:, :rows].T.float() - sinks.view(heads, group)[head].float())
+    output.copy_(output.float() * part[..., None])
+
+
 def scatter_rows(staging: torch.Tensor, table: torch.Tensor) -> None:
     """Write rows of the page table.
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.sampling_params import SamplingParams
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, MLAAttentionSpec
 from vllm.v1.worker import workspace
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import bind_kv_cache
@@ -20,11 +20,17 @@ from vllm.v1.worker.utils import bind_kv_cache
 from muxserve.engine.binding import current
 from muxserve.engine.cuda.attention import PooledFlashMetadataBuilder
 from muxserve.engine.cuda.graphs import ContextGraphs
+from muxserve.engine.cuda.latent import PooledLatentMetadataBuilder
 from muxserve.engine.cuda.page_table import DevicePageTable, new_blocks
 from muxserve.engine.runner import ResumingRunner
 
 # vLLM winds a generator back by this when it throws a sampled token away.
 _STOCK_REWIND = 4
+
+
+def token_numbers(spec: AttentionSpec) -> int:
+    """How many numbers a page holds of one token: K and V of a head, or a latent."""
+    return spec.head_size if isinstance(spec, MLAAttentionSpec) else 2 * spec.head_size
 
 
 @contextmanager
@@ -97,7 +103,7 @@ class PooledGPUModelRunner(ResumingRunner, GPUModelRunner):
         spec = group.kv_cache_spec
         assert isinstance(spec, AttentionSpec)
         memory, source = self._pool()
-        pool = memory.view(spec.dtype).view(-1, 1, spec.block_size, 2 * spec.head_size)
+        pool = memory.view(spec.dtype).view(-1, 1, spec.block_size, token_numbers(spec))
         if self.page_table is None or self.page_table.shape != source.shape:
             self.page_table = DevicePageTable(source, self.device)
         else:
@@ -105,7 +111,7 @@ class PooledGPUModelRunner(ResumingRunner, GPUModelRunner):
         tables = None
         for attention_group in self._attn_group_iterator():
             for builder in attention_group.metadata_builders:
-                assert isinstance(builder, PooledFlashMetadataBuilder)
+                assert isinstance(builder, PooledFlashMetadataBuilder | PooledLatentMetadataBuilder)
                 tables = builder.bind(self.page_table.table, group.layer_names, tables)
         kv_caches = dict.fromkeys(group.layer_names, pool)
         bind_kv_cache(

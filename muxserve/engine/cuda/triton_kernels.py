@@ -134,6 +134,37 @@ def store_kv_kernel(
         tl.store(target + HEAD_DIM, value, mask=inside)
 
 
+@triton.jit(do_not_specialize=["tokens", "lse_head_stride"])
+def apply_sinks_kernel(
+    output_ptr,
+    lse_ptr,
+    sinks_ptr,
+    tokens,
+    output_row_stride,
+    lse_head_stride,
+    lse_row_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_MAJOR: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+):
+    """The part of each query head's softmax that is not its sink's, times its output; one row of tokens and KV heads."""
+    row = tl.program_id(0).to(tl.int64)
+    head = row // tokens if HEAD_MAJOR else row % HEADS
+    query = tl.arange(0, PADDED_GROUP)
+    dim = tl.arange(0, PADDED_DIM)
+    known = query < GROUP
+    lse = tl.load(lse_ptr + query * lse_head_stride + row * lse_row_stride, mask=known, other=0.0)
+    sink = tl.load(sinks_ptr + head * GROUP + query, mask=known, other=0.0).to(tl.float32)
+    part = 1.0 / (1.0 + tl.exp(sink - lse))
+    inside = known[:, None] & (dim < HEAD_DIM)[None, :]
+    place = output_ptr + row * output_row_stride + query[:, None] * HEAD_DIM + dim[None, :]
+    value = tl.load(place, mask=inside, other=0.0).to(tl.float32) * part[:, None]
+    tl.store(place, value.to(output_ptr.dtype.element_ty), mask=inside)
+
+
 @triton.jit
 def scatter_rows_kernel(staging_ptr, table_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """A staged row, which begins with the number of its block, into the page table."""

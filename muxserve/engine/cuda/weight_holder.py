@@ -27,7 +27,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from muxserve.engine import binding
 from muxserve.engine.cuda import attention, weights
 from muxserve.engine.cuda.page_table import STAGED_ROWS, table_bytes
-from muxserve.engine.cuda.runner import PooledGPUModelRunner
+from muxserve.engine.cuda.runner import PooledGPUModelRunner, token_numbers
 from muxserve.engine.cuda.splits import MAX_PARTIAL_BYTES
 from muxserve.engine.cuda.weight_memory import ExportedWeights, on_gpu
 from muxserve.engine.cuda.weight_tensors import describe, found_at, processed
@@ -56,7 +56,7 @@ class HolderModelRunner(PooledGPUModelRunner):
         group = self.kv_cache_config.kv_cache_groups[0]
         spec = group.kv_cache_spec
         assert isinstance(spec, AttentionSpec)
-        page_bytes = 2 * spec.block_size * spec.head_size * spec.dtype.itemsize
+        page_bytes = spec.block_size * token_numbers(spec) * spec.dtype.itemsize
         table = np.zeros((1, len(group.layer_names), spec.num_kv_heads), dtype=np.int32)
         return torch.zeros((1, page_bytes), dtype=torch.uint8, device=self.device), table
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
 from vllm.distributed import get_world_group
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.model_executor.model_loader.weight_cache.ipc_loader import (
@@ -75,21 +78,46 @@ class HeldWeightsLoader(IpcModelLoader):
             made = rebuild(model, state, self._scalars, device)
             rest = {name: entry for name, entry in state.entries.items() if name not in made}
             aliases = {name: of for name, of in state.aliases.items() if name not in made}
+            before = {id(tensor): name for name, tensor in model.named_parameters(remove_duplicate=False)}
             self._apply_entries(model, state._replace(entries=rest, aliases=aliases), device.index or 0)
-            methods = [(module, module.quant_method) for module in model.modules() if processed(module)]
-            with weights_already_processed():
-                for module, _ in methods:
-                    module.quant_method = None
-                try:
-                    process_weights_after_loading(model, model_config, device)
-                finally:
-                    for module, method in methods:
-                        module.quant_method = method
+            follow(model, before)
+            with weights_already_processed(), as_held(model):
+                process_weights_after_loading(model, model_config, device)
             _materialize_remaining_meta_tensors(model, device)
         return model.eval()
 
     def _device(self) -> torch.device:
         return torch.device("cuda", torch.accelerator.current_device_index())
+
+
+def follow(model: torch.nn.Module, before: Mapping[int, str]) -> None:
+    """Have implementations of attention keep the parameters that `model` has now where they keep those it had `before`
+    (names by identity): what a module made of its parameters, such as attention sinks, it has told them of."""
+    for module in model.modules():
+        if isinstance(module, AttentionLayerBase):
+            kept = vars(module.impl) if hasattr(module, "impl") else {}
+            for at, value in list(kept.items()):
+                if isinstance(value, torch.Tensor) and id(value) in before:
+                    kept[at] = model.get_parameter(before[id(value)])
+
+
+@contextlib.contextmanager
+def as_held(model: torch.nn.Module) -> Iterator[None]:
+    """What vLLM does after loading is done to modules of which nothing that it makes is held."""
+    methods = [(module, module.quant_method) for module in model.modules() if processed(module)]
+    # Of the projection from latents it makes those that attention computes with.
+    derived = [module for module in model.modules() if isinstance(module, MLAAttention) and hasattr(module, "W_UV")]
+    for module, _ in methods:
+        module.quant_method = None
+    for module in derived:
+        module.process_weights_after_loading = module.impl.process_weights_after_loading
+    try:
+        yield
+    finally:
+        for module in derived:
+            del module.process_weights_after_loading
+        for module, method in methods:
+            module.quant_method = method
 
 
 def rebuild(

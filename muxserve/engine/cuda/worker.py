@@ -14,7 +14,7 @@ from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
 from muxserve.engine import binding
-from muxserve.engine.cuda import attention, mapped_weights, weights
+from muxserve.engine.cuda import attention, latent, mapped_weights, weights
 from muxserve.engine.cuda.graphs import ContextGraphs
 from muxserve.engine.cuda.runner import PooledGPUModelRunner
 from muxserve.gpu import sm
@@ -31,6 +31,7 @@ CHECKED_STEPS = 1000
 _WARM_UP, _FAMILY = "vllm.model_executor.warmup.minimax_m3_msa_warmup", "vllm.models.minimax_m3"
 
 attention.register()
+latent.register()
 weights.register_loader()
 
 
