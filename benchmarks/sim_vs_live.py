@@ -77,9 +77,8 @@ SINGLES = ((24, 4, 0.4), (24, 64, 0.4), (96, 4, 0.1))
 AT_ONCE, IN_FLIGHT = 100, 32
 # For how long an idle fleet is looked at, which works a little, too.
 IDLE_SECONDS = 5.0
-# The front end's work counts at most so many times, to this precision. The bound is chosen, not measured. Rolling
-# replicas hardly feel that work at half of their capacity: with a bound of 4 they were simulated far too slow near it.
-MOST_WEIGHT, WEIGHT_PRECISION = 1.5, 0.02
+# The front end's work counts at most so many times, to this precision.
+MOST_WEIGHT, WEIGHT_PRECISION = 4.0, 0.02
 MEANS, TAILS = 0.05, 0.10
 FLEETS: dict[str, tuple[str, dict[str, Any]]] = {
     "eager": ("configs/quickstart.yaml", {"enforce_eager": True}),

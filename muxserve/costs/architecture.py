@@ -63,7 +63,7 @@ _NEITHER = (
 # of 8 bits for 16 or 32 weights.
 _KNOWN_BITS = (("nvfp4", 4.5), ("mxfp4", 4.25), ("mxfp8", 8.25), ("fp8", 8.0), ("int8", 8.0))
 # With multi-head latent attention in vLLM.
-_LATENT = {"deepseek_v2", "deepseek_v3", "kimi_k2"}
+_LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"}
 _LATENT_ROPES = {"yarn", "deepseek_yarn"}
 # With layers that keep a state, of kinds whose states are known here.
 _GATED_DELTA_NETS = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}

@@ -26,8 +26,8 @@ import msgspec
 from muxserve.costs.latency import Load
 
 _PRECISION = 1e-9
-# The part of a resource that work without a job gets at most while jobs want it, too.
-_MOST_FIXED = 0.5
+# Who works for jobs are few processes, and the kernel's scheduler is fair.
+MOST_BROUGHT = 0.5
 
 
 class Interference(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -63,21 +63,28 @@ def slowdown(constants: Interference, mine: Load, others: Sequence[Load]) -> flo
 
 def stretch(demands: Sequence[float], capacity: float, brought: Sequence[float] = ()) -> float:
     """The smallest factor of at least 1 by which the waiting parts of jobs must be stretched for their demands
-    (fractions of a resource) to fit into `capacity`, with the work that each of them brings for others."""
-    waiting = [demand if demand < 1.0 else 1.0 for demand in demands if demand > 0.0]
-    needed, fixed = waiting, 0.0
-    if brought:
-        needed = [(b if b < 1.0 else 1.0) + f for b, f in zip(demands, brought, strict=True) if b > 0.0]
-        # What comes with no job of its own is stretched by nothing. It gets its fair part at most.
-        fixed = min(sum([f for b, f in zip(demands, brought, strict=True) if b <= 0.0]), _MOST_FIXED * capacity)
-    if sum(needed) + fixed <= capacity:
-        return 1.0
+    (fractions of a resource) to fit into `capacity`, with the work that each of them brings for others.
 
-    # With x = sigma - 1 each term is n / (1 + b x), convex and falling: Newton from x = 0 rises to the root and never
-    # passes it.
+    That work gets `MOST_BROUGHT` of the capacity at most while jobs want it: nobody waits for the rest."""
+    waiting = [demand if demand < 1.0 else 1.0 for demand in demands if demand > 0.0]
+    if not brought:
+        return 1.0 + _root(waiting, waiting, capacity)
+    needed = [(b if b < 1.0 else 1.0) + f for b, f in zip(demands, brought, strict=True) if b > 0.0]
+    # What comes with no job is stretched by nothing.
+    alone = sum([f for b, f in zip(demands, brought, strict=True) if b <= 0.0])
+    left = (1.0 - MOST_BROUGHT) * capacity
+    most = _root(waiting, waiting, left)
+    return 1.0 + (most if capacity - alone <= left else min(most, _root(waiting, needed, capacity - alone)))
+
+
+def _root(waiting: Sequence[float], needed: Sequence[float], capacity: float) -> float:
+    """The smallest `x >= 0` with `sum_j needed_j / (1 + waiting_j x) <= capacity`."""
+    if sum(needed) <= capacity:
+        return 0.0
+    # Each term is convex and falling: Newton from x = 0 rises to the root and never passes it.
     x = 0.0
     for _ in range(64):
-        value, slope = fixed, 0.0
+        value = slope = 0.0
         for b, n in zip(waiting, needed, strict=True):
             term = n / (1.0 + b * x)
             value += term
@@ -86,7 +93,7 @@ def stretch(demands: Sequence[float], capacity: float, brought: Sequence[float] 
         if value < _PRECISION:
             break
         x += value / slope
-    return 1.0 + x
+    return x
 
 
 def fit(measured: Sequence[tuple[Load, tuple[Load, ...], float]]) -> Interference:

@@ -90,7 +90,6 @@ class Compute:
         before, decode = self._beside(len(running) - decoding, decoding) if self.waking else (1.0, 1.0)
         loads = [engine.load for engine in running]
         if reception is not None and reception.active:
-            reception.retime(self._slowdown(self.device, reception.load, tuple(loads)), now)
             loads.append(reception.load)
         for index, engine in enumerate(running):
             slow = self._slowdown(self.device, loads[index], (*loads[:index], *loads[index + 1 :]))

@@ -1,7 +1,7 @@
 """Requests on their way to a queue, where the gateway that receives them shares its cores with engines.
 
-One process receives them, one after another. Each takes as long as one takes that comes alone (`delay`), and longer
-while engines want the cores as well; it slows these down in turn. What a request costs beyond that is done when it has
+One process receives them, one after another. It mostly sleeps, so that the kernel lets it run at once when a request
+comes: engines are slowed by it, and it is not slowed by them. What a request costs beyond that is done when it has
 ended, and nobody waits for it.
 """
 
@@ -42,8 +42,8 @@ def receive(
 
 
 class Reception:
-    """Receives requests on the cores of `compute`, and hands each to `arrive`. Alone, one is received in `delay`
-    seconds; in all it costs `work` seconds of all cores."""
+    """Receives requests on the cores of `compute`, each in `delay` seconds, and hands it to `arrive`. In all a request
+    costs `work` seconds of all cores."""
 
     def __init__(
         self, clock: Clock, compute: Compute, work: float, delay: float, arrive: Callable[[SimRequest, float], None]
@@ -54,11 +54,10 @@ class Reception:
         self._delay = delay
         part = min(MOST, work / delay) if delay else MOST
         self._after = max(0.0, work / part - delay)
-        self.load = Load(0.0, part)
+        self.load = Load(0.0, 0.0, part)
         self._queue: deque[SimRequest] = deque()
-        # Seconds alone as of `_at`: what the first one still takes, and what is to be done for those that have ended.
-        self._left = self.behind = self._at = 0.0
-        self._slow = 1.0
+        # Seconds as of `_at` that are to be done for requests that have ended, while none is received.
+        self.behind = self._at = 0.0
         # What was planned for an end that is not the one as of now is not done.
         self._version = 0
 
@@ -69,13 +68,10 @@ class Reception:
 
     def sent(self, request: SimRequest, now: float) -> None:
         """A client sends a request."""
-        if self._queue:
-            self._queue.append(request)
-            return
         self._works(now)
         self._queue.append(request)
-        self._left = self._delay
-        self._goes_on()
+        if len(self._queue) == 1:
+            self._goes_on(now + self._delay)
 
     def ended(self, now: float) -> None:
         """A request has its last token."""
@@ -83,29 +79,19 @@ class Reception:
             self._works(now)
             self.behind += self._after
             if not self._queue:
-                self._goes_on()
-
-    def retime(self, slow: float, now: float) -> None:
-        """From now on everything takes `slow` times as long as alone."""
-        if slow != self._slow:
-            self._works(now)
-            self._slow = slow
-            self._plan()
+                self._goes_on(now + self.behind)
 
     def _works(self, now: float) -> None:
-        """Account for what was done until now."""
-        done = (now - self._at) / self._slow
+        """Account for what was done until now for those that have ended."""
+        if not self._queue and self.behind:
+            self.behind = max(0.0, self.behind - (now - self._at))
         self._at = now
-        if self._queue:
-            self._left = max(0.0, self._left - done)
-        elif self.behind:
-            self.behind = max(0.0, self.behind - done)
 
-    def _goes_on(self) -> None:
+    def _goes_on(self, end: float) -> None:
         self._compute.changes()
-        self._plan()
+        self._plan(end)
 
-    def _plan(self) -> None:
+    def _plan(self, end: float) -> None:
         self._version += 1
         version = self._version
 
@@ -113,17 +99,16 @@ class Reception:
             if version == self._version:
                 self._ends(now)
 
-        self._clock.at(self._at + (self._left if self._queue else self.behind) * self._slow, ends)
+        self._clock.at(end, ends)
 
     def _ends(self, now: float) -> None:
         """The first request is received, or all is done for those that have ended."""
         self._at = now
         if self._queue:
             self._arrive(self._queue.popleft(), now)
-            self._left = self._delay
         else:
             self.behind = 0.0
         if self.active:
-            self._plan()
+            self._plan(now + (self._delay if self._queue else self.behind))
         else:
             self._compute.changes()

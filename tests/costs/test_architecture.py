@@ -134,7 +134,10 @@ def test_shapes(config: dict[str, Any], expected: tuple[object, ...]) -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({**LLAMA, "kv_lora_rank": 512}, "which is served of these model types only: deepseek_v2"),
+        (
+            {**LLAMA, "kv_lora_rank": 512},
+            "which is served of these model types only: deepseek_v2, deepseek_v3, glm4_moe_lite",
+        ),
         ({**DEEPSEEK, "model_type": "deepseek_v32", "index_topk": 2048}, "sparse attention"),
         ({**QWEN3, "layer_types": ["linear_attention", "full_attention"] * 14}, "linear_attention"),
         ({**LLAMA, "model_type": "jamba", "attn_layer_period": 8}, "state-space"),

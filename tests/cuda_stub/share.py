@@ -41,6 +41,8 @@ LATENT = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3
           "moe_intermediate_size": 256, "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 2,
           "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
           "scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # fmt: skip
+GLM = {**LATENT, "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite",
+       "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}  # fmt: skip
 SINKS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 8,
          "num_experts_per_tok": 2, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"],
          "rope_parameters": {**YARN, "truncate": False}}  # fmt: skip
@@ -83,6 +85,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "experts, int4": (EXPERTS, packed(4)),
     "latents": (LATENT, None),
     "latents, fp8": (LATENT, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
+    "latents of GLM": (GLM, None),
     "sinks": (SINKS, None),
     "sinks, mxfp4": (SINKS, {"quant_method": "mxfp4"}),
     "dense, 2 ranks": ({}, None),

@@ -77,4 +77,4 @@ def test_the_cores_are_busy_with_all_of_the_work(gaps: list[float], work: float,
         times.append(now)
     end = max(desk.send(*times).values())
     done = desk.busy + (end - desk.since if desk.reception.active else 0.0)
-    assert desk.reception.load.compute * (done + desk.reception.behind) == pytest.approx(len(times) * work)
+    assert desk.reception.load.brought * (done + desk.reception.behind) == pytest.approx(len(times) * work)
