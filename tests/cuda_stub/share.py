@@ -139,7 +139,7 @@ def contents(worker: Any) -> dict[str, list[Any]]:
     """By rank and name: form and checksum of every tensor of the worker's model."""
     import torch
 
-    from muxserve.engine.cuda.weight_tensors import found_in
+    from muxserve.engine.cuda.weight_tensors import found_in, kept_by
 
     found = {}
     for each in found_in(worker.model_runner.get_model()):
@@ -151,12 +151,12 @@ def contents(worker: Any) -> dict[str, list[Any]]:
             found[name] = [*form, hashlib.sha256(data).hexdigest()]
         else:
             found[name] = ["number", each.value]
-    # What attention keeps of them is no memory of its own.
+    # What others keep of them is no memory of its own.
     known = {value.data_ptr() for value in worker.model_runner.get_model().parameters()}
     for name, module in worker.model_runner.get_model().named_modules():
-        for leaf, value in vars(getattr(module, "impl", None) or object).items():
-            if isinstance(value, torch.nn.Parameter):
-                found[f"{worker.rank}/{name}.impl.{leaf}"] = ["of the model", value.data_ptr() in known]
+        for each in kept_by(name, module):
+            if isinstance(each.value, torch.nn.Parameter):
+                found[f"{worker.rank}/{each.name}, kept"] = ["of the model", each.value.data_ptr() in known]
     return found
 
 

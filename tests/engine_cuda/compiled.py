@@ -72,6 +72,30 @@ KERNELS = [
         ],
     ),
     (
+        source.apply_sinks_kernel,
+        {
+            "output_ptr": KV,
+            "lse_ptr": "*fp32",
+            "sinks_ptr": KV,
+            "tokens": "i32",
+            "output_row_stride": "i32",
+            "lse_head_stride": "i32",
+            "lse_row_stride": "i32",
+        },
+        [
+            {
+                "HEADS": 8,
+                "GROUP": group,
+                "HEAD_DIM": 64,
+                "HEAD_MAJOR": major,
+                "PADDED_GROUP": 8,
+                "PADDED_DIM": 64,
+            }
+            for group in (8, 5)
+            for major in (False, True)
+        ],
+    ),
+    (
         source.scatter_rows_kernel,
         {"staging_ptr": I32, "table_ptr": I32},
         [{"WIDTH": 256, "BLOCK": 512}],

@@ -82,8 +82,8 @@ def decode_attention_fwd(
     v_scale: object = None,
     is_mla: bool = False,
 ) -> None:
-    """vLLM's Triton kernel for latents: `q` [rows, heads, latent], `o` [rows, heads, rank], `k_buffer` [pages, block, 1,
-    latent], of which `v_buffer` is the first part; `block_table` [rows, blocks]."""
+    """vLLM's Triton kernel of latents: `q` [rows, heads, latent], `o` [rows, heads, rank], `k_buffer` [pages, block,
+    1, latent], of which `v_buffer` is the first part; `block_table` [rows, blocks]."""
     assert is_mla
     assert k_buffer.shape[1:3] == (page_size, 1)
     assert v_buffer.data_ptr() == k_buffer.data_ptr()

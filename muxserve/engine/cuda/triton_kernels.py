@@ -150,7 +150,7 @@ def apply_sinks_kernel(
     PADDED_GROUP: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):
-    """The part of each query head's softmax that is not its sink's, times its output; one row of tokens and KV heads."""
+    """What is not the sink's of each query head's softmax, times its output; one row of tokens and KV heads."""
     row = tl.program_id(0).to(tl.int64)
     head = row // tokens if HEAD_MAJOR else row % HEADS
     query = tl.arange(0, PADDED_GROUP)

@@ -12,7 +12,6 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
 from vllm.distributed import get_world_group
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.model_executor.model_loader.weight_cache.ipc_loader import (
@@ -24,7 +23,7 @@ from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from muxserve.engine.cuda import mapped_weights, weights
-from muxserve.engine.cuda.weight_tensors import Found, MappedTensor, found_at, mapped, processed
+from muxserve.engine.cuda.weight_tensors import Found, MappedTensor, found_at, kept_by, mapped, processed
 from muxserve.gpu import weight_wire as wire
 from muxserve.gpu.weight_wire import fetch, say
 from muxserve.memory.errors import DeviceMemoryError
@@ -91,14 +90,12 @@ class HeldWeightsLoader(IpcModelLoader):
 
 
 def follow(model: torch.nn.Module, before: Mapping[int, str]) -> None:
-    """Have implementations of attention keep the parameters that `model` has now where they keep those it had `before`
-    (names by identity): what a module made of its parameters, such as attention sinks, it has told them of."""
-    for module in model.modules():
-        if isinstance(module, AttentionLayerBase):
-            kept = vars(module.impl) if hasattr(module, "impl") else {}
-            for at, value in list(kept.items()):
-                if isinstance(value, torch.Tensor) and id(value) in before:
-                    kept[at] = model.get_parameter(before[id(value)])
+    """Have whoever was told of a parameter that `model` had `before` (names by identity) keep the one that it has now:
+    attention its sinks, routers of experts what they add to scores."""
+    for name, module in model.named_modules():
+        for found in list(kept_by(name, module)):
+            if id(found.value) in before:
+                _put(found, model.get_parameter(before[id(found.value)]))
 
 
 @contextlib.contextmanager

@@ -82,6 +82,15 @@ def found_at(name: str, module: torch.nn.Module) -> Iterator[Found]:
                 yield from _state(f"{name}:{leaf}", value, module, leaf, seen)
 
 
+def kept_by(name: str, module: torch.nn.Module) -> Iterator[Found]:
+    """Tensors that objects of one module keep (its implementation of attention, its router of experts), some of which
+    are parameters that the module, or another one, has told them of."""
+    seen = {id(module)}
+    for leaf, value in vars(module).items():
+        if leaf not in _OF_MODULES:
+            yield from _state(f"{name}:{leaf}", value, module, leaf, seen)
+
+
 _OF_MODULES = vars(torch.nn.Module())
 # Made for the cache, whatever the weights are.
 _OF_ATTENTION = ("kv_cache", "impl")
@@ -113,7 +122,8 @@ def _state(name: str, value: Any, owner: Any, at: str, seen: set[int]) -> Iterat
 
 def _holds_state(value: Any) -> bool:
     home = type(value).__module__
-    ours = isinstance(value, QuantizeMethodBase) or (home.startswith("vllm.") and not home.startswith("vllm.config"))
+    whose = home.startswith(("vllm.", "muxserve.engine.")) and not home.startswith("vllm.config")
+    ours = isinstance(value, QuantizeMethodBase) or whose
     plain = isinstance(value, type | types.FunctionType | types.MethodType | types.ModuleType | QuantizationConfig)
     return ours and hasattr(value, "__dict__") and not plain
 
