@@ -18,6 +18,8 @@ from placement.pools import BLOCK_STEP, KVShape, PoolGroup, group_pools
 from placement.unit_types import Device, Machine, ModelDemand, ModelPlan, PlanError, PlanProblem, PoolPlan, UnitPlan
 
 HEAD_DIMS = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})  # of the CPU attention kernel
+# By head without the rotated part: sizes of a key and of a value with which prompts are computed on GPUs.
+LATENT_HEADS = ((64, 128), (128, 128), (192, 256))
 LATENT = (512, 64)  # latent and rotated part that the kernels for latent attention have
 FLASH_STEP, FLASH_MOST = 8, 256  # head sizes of FlashAttention: multiples of 8 up to 256
 FORCED_MEMORY = 0.50  # of the machine's memory: what a pool of size auto may take if one sequence per model needs it
@@ -78,6 +80,13 @@ def _latent_problems(model: ModelDemand, device: str) -> list[PlanProblem]:
         message = (
             f"its latent of {latent.rank} + {latent.rope} numbers is not the one that the kernels for latent attention "
             f"have ({LATENT[0]} + {LATENT[1]})"
+        )
+        problems.append(PlanProblem(message, "path", model.name))
+    if latent is not None and device == "cuda" and (latent.nope, latent.value) not in LATENT_HEADS:
+        known = ", ".join(f"{key} and {value}" for key, value in LATENT_HEADS)
+        message = (
+            f"its heads have keys of {latent.nope} numbers and values of {latent.value}, with which no kernel for "
+            f"latent attention computes prompts ({known})"
         )
         problems.append(PlanProblem(message, "path", model.name))
     if model.ranks > 1 and device == "cpu":

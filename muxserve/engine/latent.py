@@ -7,21 +7,13 @@ its own pages, though, where vLLM has one table for all layers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
-
-if TYPE_CHECKING:
-    from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
-
-    Impl = MLACommonImpl[MLACommonMetadata]
-else:
-    Impl = object
 
 
-class ByLayer(Impl):
-    """Attention of one layer that reads the pages of its own: to be put before vLLM's implementation."""
+class ByLayer:
+    """Attention of one layer that reads the pages of its own: to be put before an `MLACommonImpl` of vLLM's."""
 
     def tables_of(self, meta: Any) -> torch.Tensor:
         """This layer's block table, int32 [requests, blocks], of those whose pages are read, decoding ones first."""
@@ -30,7 +22,7 @@ class ByLayer(Impl):
     def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any) -> Any:
         assert attn_metadata.decode is not None
         attn_metadata.decode.block_table = self.tables_of(attn_metadata)[: attn_metadata.num_decodes]
-        return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+        return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)  # type: ignore[misc]
 
     def forward_mha(
         self,
@@ -47,4 +39,6 @@ class ByLayer(Impl):
         # A prompt reads pages when some of it was computed before.
         if attn_metadata.prefill.chunked_context:
             attn_metadata.prefill.block_table = self.tables_of(attn_metadata)[attn_metadata.num_decodes :]
-        super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
+        super().forward_mha(  # type: ignore[misc]
+            q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale
+        )

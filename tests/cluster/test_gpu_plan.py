@@ -108,6 +108,14 @@ def test_what_only_engines_on_cpu_compute_is_refused(tmp_path: Path) -> None:
         FleetPlanner(fleet, Machine(8, 64 * GIB), lambda: gpus(1)).at_start()
 
 
+def test_heads_with_which_no_kernel_computes_prompts_from_latents_are_refused(tmp_path: Path) -> None:
+    plan(tmp_path, "{gpus: 1}")
+    (tmp_path / "a" / "config.json").write_text(json.dumps({**LATENT, "qk_nope_head_dim": 64, "v_head_dim": 64}))
+    fleet = parse_fleet(f"cluster: {{gpus: 1}}\nmodels:{MODELS}", "f.yaml", tmp_path, {})
+    with pytest.raises(FleetError, match=r"keys of 64 numbers and values of 64, .* \(64 and 128, 128 and 128, 192"):
+        FleetPlanner(fleet, Machine(8, 64 * GIB), lambda: gpus(1)).at_start()
+
+
 @pytest.mark.parametrize(("gpus_of_each", "chunk"), [(1, 2048), (2, 2048)])
 def test_latents_lie_whole_on_every_rank_and_prompts_come_in_chunks(
     tmp_path: Path, gpus_of_each: int, chunk: int

@@ -36,12 +36,13 @@ EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512,
         "beta_fast": 32.0, "beta_slow": 1.0}  # fmt: skip
 LATENT = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "q_lora_rank": 128,
-          "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64,
+          "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
           "num_key_value_heads": 8, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
           "moe_intermediate_size": 256, "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 2,
           "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
           "scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # fmt: skip
 GLM = {**LATENT, "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite",
+       "qk_nope_head_dim": 192, "v_head_dim": 256,
        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}  # fmt: skip
 SINKS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 8,
          "num_experts_per_tok": 2, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"],

@@ -27,6 +27,7 @@ from tests.cuda_stub.stand_ins import ROOT, WHEELS
 from tests.cuda_stub.trace import Trace
 from tests.e2e.fleet import Fleet
 from tests.support.patience import PATIENCE
+from tests.support.tiny_checkpoint import tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(not (WHEELS / ".installed").exists(), reason="needs vLLM's CUDA build: make cuda-stub")
 
@@ -257,6 +258,21 @@ def test_models_come_and_go_where_memory_decides(deploy: Start, tmp_path: Path) 
             assert set(known(fleet)) == set(names)
             assert not any(psutil.pid_exists(pid) for pid in pids)
         assert said(fleet, "weights of atlas: loading weights") == 2, "once each time"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_models_with_sinks_and_with_latents_share_gpus(deploy: Start, ranks: int) -> None:
+    """With graphs of whole decode batches; prompts in chunks, of which a repeated one finds its beginning cached."""
+    paths = {"sinks": tiny_checkpoint("gpt_oss"), "latents": tiny_checkpoint("deepseek_v3", head_dim=128)}
+    # FlashInfer would compile its rotary embeddings, for which there is no compiler here.
+    graphs = {"compilation_config": {**WHOLE["compilation_config"], "custom_ops": ["all", "-rotary_embedding"]}}
+    models = [model(name, path=str(path), engine_args=graphs) for name, path in paths.items()]
+    with deploy(*models, gpus=ranks, mps="off") as fleet:
+        for name in paths:
+            assert length(stream(fleet, name)) == TOKENS
+            assert through(fleet, name, lambda name=name: fleet.kill(f"{name}/decode")) == TOKENS
+            fleet.wait_healthy()
+            assert length(stream(fleet, name)) == TOKENS
 
 
 def test_two_ranks_go_on_when_the_mps_server_is_in_fault(deploy: Start) -> None:

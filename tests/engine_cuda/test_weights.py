@@ -22,7 +22,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.weight_cache.protocol import WeightCacheState
 
 from muxserve.engine.cuda import cuda_ipc, weight_loader, weight_tensors, weights
-from muxserve.engine.cuda.weight_loader import rebuild
+from muxserve.engine.cuda.weight_loader import follow, rebuild
 from muxserve.engine.cuda.weight_memory import ExportedWeights, Piece, in_file, restored
 from muxserve.engine.cuda.weight_tensors import describe, mapped, processed
 from muxserve.gpu import weight_wire as wire
@@ -334,6 +334,48 @@ def test_tensors_are_moved_with_what_sees_the_same_memory(monkeypatch: pytest.Mo
     by_handle = {f"piece {number}".encode(): value for number, value in enumerate(values, 1)}
     for piece, each in zip(made, told.allocations, strict=True):
         assert torch.equal(piece.memory, by_handle[each.handle])
+
+
+def test_what_a_model_has_made_anew_is_moved_as_well() -> None:
+    """At its first step, of a table that was moved before; all else stays where it is."""
+    root = torch.nn.Module()
+    root.register_parameter("weight", torch.nn.Parameter(torch.arange(3000.0), requires_grad=False))
+    root.register_buffer("table", torch.arange(5000.0))
+    pieces: list[torch.Tensor] = []
+
+    def allocate(size: int) -> Piece:
+        pieces.append(torch.zeros(size, dtype=torch.uint8))
+        return Piece(f"piece {len(pieces)}", len(pieces), pieces[-1])
+
+    kept = ExportedWeights(allocate, device="cpu")
+    kept.move(root)
+    places = [root.weight.data_ptr(), root.table.data_ptr()]
+    kept.move(root)
+    assert (len(pieces), [root.weight.data_ptr(), root.table.data_ptr()]) == (1, places)
+    root.table = root.table.to(torch.bfloat16)
+    with pytest.raises(LookupError, match="table: .* has not been moved"):
+        describe(root, "GPU-1", kept.export, shared_device="cpu", kind="vmm")
+    kept.move(root)
+    assert (len(pieces), root.weight.data_ptr()) == (2, places[0])
+    told = describe(root, "GPU-1", kept.export, shared_device="cpu", kind="vmm")
+    assert {each.name: each.dtype for each in told.tensors} == {"weight": "float32", "table": "bfloat16"}
+
+
+def test_who_was_told_of_a_parameter_keeps_the_one_that_is_mapped() -> None:
+    with torch.device("meta"):
+        root = torch.nn.Module()
+        root.gate = torch.nn.Linear(2, 3)
+        root.experts = torch.nn.Module()
+    root.experts.router = vllm_object(bias=root.gate.bias, by_name={"weight": root.gate.weight}, own=torch.ones(2))
+    before = {id(each): name for name, each in root.named_parameters()}
+    for name in ("weight", "bias"):
+        held = torch.nn.Parameter(torch.ones(getattr(root.gate, name).shape), requires_grad=False)
+        root.gate.register_parameter(name, held)
+    follow(root, before)
+    router = vars(root.experts)["router"]
+    assert router.bias is root.gate.bias
+    assert router.by_name["weight"] is root.gate.weight
+    assert torch.equal(router.own, torch.ones(2))
 
 
 # ------------------------------------------------------------ what vLLM makes of weights when it has loaded them

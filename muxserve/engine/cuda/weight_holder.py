@@ -126,6 +126,7 @@ class HolderWorker(PooledGPUWorker):
         if self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
             with set_current_vllm_config(self.vllm_config):
                 graphs = max(0, int(self.model_runner.profile_cudagraph_memory()))
+        self._take_in()
         left = _reserved(device)
         assert unit_spec.gpu is not None
         context = _context_bytes(unit_spec.gpu.uuids[self.rank], self._used_before, left + self._exported_bytes)
@@ -149,6 +150,14 @@ class HolderWorker(PooledGPUWorker):
             "context_bytes": context,
             "graph_bytes": graphs,
         }
+
+    def _take_in(self) -> None:
+        """Keep what has come in place of what was loaded: at its first step a model may make its rotary tables anew, in
+        the type of its activations (gpt-oss)."""
+        if self._exported is not None:
+            before = self._exported_bytes
+            self._exported.move(self.model_runner.get_model())
+            self._weights_bytes += self._exported_bytes - before
 
     def hand_out(self, copies: bool = False) -> bool:
         """Let engines map the weights from now on; whether they can without this process. `copies`: they are kept in

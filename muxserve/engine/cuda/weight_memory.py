@@ -68,7 +68,7 @@ class ExportedWeights:
         return {piece.handle.encode(): piece.descriptor for piece in self._pieces}
 
     def move(self, model: torch.nn.Module) -> None:
-        """Take in the tensors of `model`, and give their memory back.
+        """Take in the tensors of `model` that are not here yet, and give their memory back.
 
         Raises:
             muxserve.memory.errors.DeviceMemoryError: there is not enough, or it cannot be exported.
@@ -110,11 +110,17 @@ class ExportedWeights:
         Raises:
             LookupError: in none.
         """
+        piece = self._piece_of(address)
+        if piece is None:
+            raise LookupError(f"a tensor at {address:#x} has not been moved")
+        return piece.memory.data_ptr(), piece.memory.numel(), piece.handle.encode()
+
+    def _piece_of(self, address: int) -> Piece | None:
         for piece in self._pieces:
             base = piece.memory.data_ptr()
             if base <= address < base + piece.memory.numel():
-                return base, piece.memory.numel(), piece.handle.encode()
-        raise LookupError(f"a tensor at {address:#x} has not been moved")
+                return piece
+        return None
 
     def _groups(self, model: torch.nn.Module) -> list[_Group]:
         """Tensors that share memory stay together, whatever they see of it."""
@@ -122,6 +128,8 @@ class ExportedWeights:
         for found in found_in(model):
             tensor = found.value
             if not isinstance(tensor, torch.Tensor) or tensor.device.type != self._device or not tensor.numel():
+                continue
+            if self._piece_of(tensor.data_ptr()) is not None:
                 continue
             base = tensor.untyped_storage().data_ptr()
             start = tensor.data_ptr() - base

@@ -180,7 +180,10 @@ def describe(
         tensor = tensor.detach()
         if tensor.device.type != shared_device:
             tensor = tensor.contiguous()
-        allocation, offset = place(tensor) if tensor.numel() else (-1, 0)
+        try:
+            allocation, offset = place(tensor) if tensor.numel() else (-1, 0)
+        except LookupError as error:
+            raise LookupError(f"{found.name}: {error}") from None
         dtype = str(tensor.dtype).removeprefix("torch.")
         shape, stride = list(tensor.shape), list(tensor.stride())
         tensors.append(HeldTensor(found.name, found.kind, dtype, shape, stride, allocation, offset))
