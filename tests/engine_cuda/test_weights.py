@@ -353,7 +353,7 @@ def test_what_a_model_has_made_anew_is_moved_as_well() -> None:
     kept.move(root)
     assert (len(pieces), [root.weight.data_ptr(), root.table.data_ptr()]) == (1, places)
     root.table = root.table.to(torch.bfloat16)
-    with pytest.raises(LookupError, match="table: .* has not been moved"):
+    with pytest.raises(LookupError, match=r"table: .* has not been moved"):
         describe(root, "GPU-1", kept.export, shared_device="cpu", kind="vmm")
     kept.move(root)
     assert (len(pieces), root.weight.data_ptr()) == (2, places[0])
