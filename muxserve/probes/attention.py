@@ -1,8 +1,8 @@
-"""One step of head-folded attention over pages of one KV head, and what plain attention makes of the same numbers."""
+"""One step of the CUDA engine's attention over pages, and what plain attention makes of the same numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +50,7 @@ class AttentionBatch:
 
 class FoldedAttention:
     """Builder and attention class of the CUDA engine over pages in random order: of a pool of its own, or of `pool`
-    [pages, 1, block, 2*dim] from page `first_page` on."""
+    [pages, 1, block, 2*dim] from page `first_page` on. With `sinks` each layer has its own."""
 
     def __init__(
         self,
@@ -63,11 +63,15 @@ class FoldedAttention:
         device: str = DEVICE,
         pool: torch.Tensor | None = None,
         first_page: int = 0,
+        sinks: bool = False,
     ) -> None:
         self.heads, self.kv_heads, self.dim, self.block, self.layers = heads, kv_heads, dim, block, layers
         self.dtype, self.device = dtype, torch.device(device)
         self.pool, self.first_page = pool, first_page
         self.generator = torch.Generator().manual_seed(1)
+        self.sinks: list[torch.Tensor | None] = [None] * layers
+        if sinks:
+            self.sinks = [torch.randn(heads, generator=self.generator).to(dtype).to(self.device) for _ in range(layers)]
 
     def run(self, batch: AttentionBatch, replayed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs [layers, tokens, heads, dim], folded and plain. `replayed`: of a CUDA graph that was captured whole,
@@ -126,7 +130,7 @@ class FoldedAttention:
         ):
             builder = PooledFlashMetadataBuilder(spec, names, config, self.device)
             shape = (self.heads, self.dim, self.dim**-0.5, self.kv_heads)
-            impls = [PooledFlashImpl(*shape, None, None, "auto") for _ in names]
+            impls = [PooledFlashImpl(*shape, None, None, "auto", sinks=each) for each in self.sinks]
         builder.bind(table, names)
         return builder, impls
 
@@ -239,13 +243,71 @@ class FoldedAttention:
     def _plain(self, tokens: list[Any], batch: AttentionBatch, layer: int) -> torch.Tensor:
         """Ordinary causal attention in float32, request by request."""
         found = []
-        group = self.heads // self.kv_heads
+        group, sinks = self.heads // self.kv_heads, self.sinks[layer]
         for request, (context, new) in enumerate(zip(batch.contexts, batch.new, strict=True)):
             query, key, value = (each.float() for each in tokens[request][layer])
             q = query[context:].transpose(0, 1)
             k, v = (x.transpose(0, 1).repeat_interleave(group, dim=0) for x in (key, value))
             rows = torch.arange(new, device=self.device)[:, None]
             mask = torch.arange(context + new, device=self.device)[None] <= rows + context
-            attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            if sinks is None:
+                attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            else:
+                scores = (q @ k.transpose(1, 2) * self.dim**-0.5).masked_fill(~mask, float("-inf"))
+                nothing = sinks.float()[:, None, None].expand(-1, new, 1)
+                attended = torch.cat([scores, nothing], dim=-1).softmax(-1)[..., :-1] @ v
             found.append(attended.transpose(0, 1))
         return torch.cat(found)
+
+
+RANK, ROPE = 512, 64
+
+
+def decoded_from_latents(
+    lengths: Sequence[int], heads: int, layers: int, block: int, dtype: torch.dtype, device: str = DEVICE
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A decode step with latent attention over pages in random order, one request for each length: what the CUDA engine
+    computes and plain attention, [layers, requests, heads, rank] each."""
+    from muxserve.engine.cuda.latent import PooledLatentImpl
+    from muxserve.engine.cuda.tables import FoldedTables, TableShape
+
+    on = torch.device(device)
+    generator = torch.Generator().manual_seed(1)
+    requests, longest = len(lengths), max(lengths)
+    columns = -(-longest // block)
+    ids = 1 + torch.arange(requests * columns, dtype=torch.int32).view(requests, columns)
+    pages = (1 + ids.numel()) * layers
+    table = torch.randperm(pages, generator=generator).to(torch.int32).view(-1, layers, 1).to(on)
+    tables = FoldedTables(TableShape(layers, requests, columns), block, on)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=on)
+    tables.begin(table, ids.to(on), seq_lens, requests, longest, head_major=False)
+    pool = torch.zeros((pages, block, RANK + ROPE), dtype=dtype, device=on)
+    places = [(r, p) for r, length in enumerate(lengths) for p in range(length)]
+    slots = torch.tensor([int(ids[r, p // block]) * block + p % block for r, p in places], device=on)
+    whole = SimpleNamespace(_k_scale=torch.ones((), device=on))
+    found = []
+    for layer in range(layers):
+        impl = PooledLatentImpl.__new__(PooledLatentImpl)
+        multiprocessors = torch.cuda.get_device_properties(on).multi_processor_count if on.type == "cuda" else 1
+        values = {"kv_lora_rank": RANK, "scale": (RANK + ROPE) ** -0.5, "_sm_count": multiprocessors}
+        vars(impl).update(values, page_table=table, layer_index=layer, dcp_world_size=1)
+
+        def some(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(dtype).to(on)
+
+        latents, query = some(len(places), RANK + ROPE), some(requests, heads, RANK + ROPE)
+        impl.do_kv_cache_update(latents[:, :RANK], latents[:, None, RANK:], pool, slots, "auto", whole._k_scale)
+        meta: Any = SimpleNamespace(
+            decode=SimpleNamespace(block_table=None, seq_lens=seq_lens),
+            num_decodes=requests,
+            max_seq_len=longest,
+            causal=True,
+            tables=tables,
+        )
+        output, _ = impl.forward_mqa(query, pool, meta, whole)
+        rows = torch.split(latents.float(), list(lengths))
+        scores = [(q.float() @ each.T * impl.scale).softmax(-1) for q, each in zip(query, rows, strict=True)]
+        plain = torch.stack([s @ each[:, :RANK] for s, each in zip(scores, rows, strict=True)])
+        found.append((output, plain))
+    outputs, expected = zip(*found, strict=True)
+    return torch.stack(outputs), torch.stack(expected)

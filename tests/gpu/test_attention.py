@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from muxserve.probes.attention import AttentionBatch, FoldedAttention
+from muxserve.probes.attention import AttentionBatch, FoldedAttention, decoded_from_latents
 
 SHAPES = [(32, 8, 128), (32, 8, 64), (16, 16, 64), (8, 1, 128), (4, 4, 96)]
 BATCHES = {
@@ -19,10 +19,17 @@ BATCHES = {
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}-{s[1]}-{s[2]}")
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("block", [32, 64])
-def test_folded_attention_is_attention(shape: tuple[int, int, int], batch: str, block: int) -> None:
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_folded_attention_is_attention(shape: tuple[int, int, int], batch: str, block: int, sinks: bool) -> None:
     heads, kv_heads, dim = shape
-    folded = FoldedAttention(heads, kv_heads, dim, block, layers=2, dtype=torch.bfloat16)
+    folded = FoldedAttention(heads, kv_heads, dim, block, layers=2, dtype=torch.bfloat16, sinks=sinks)
     output, expected = folded.run(BATCHES[batch])
     # bfloat16 has a step of 2^-8 at 1; FlashAttention accumulates in float32 and rounds once.
     torch.testing.assert_close(output.float(), expected.float(), rtol=2e-2, atol=2e-2)
     assert (output.float() - expected.float()).abs().mean() < 2e-3
+
+
+@pytest.mark.parametrize("block", [32, 64])
+def test_attention_of_latents_is_attention(block: int) -> None:
+    output, expected = decoded_from_latents((130, 1, 64, 700), heads=16, layers=2, block=block, dtype=torch.bfloat16)
+    torch.testing.assert_close(output.float(), expected.float(), rtol=2e-2, atol=2e-2)
