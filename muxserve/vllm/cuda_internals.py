@@ -80,6 +80,8 @@ INTERNALS: list[Internal] = [
     (_TRITON_MLA, "TritonMLAMetadataBuilder.build", ("common_prefix_len", "common_attn_metadata", "fast_build")),
     (_TRITON_MLA, "TritonMLAImpl.forward_mqa", ("q", "kv_c_and_k_pe_cache", "attn_metadata", "layer")),
     (_TRITON_MLA, "decode_attention_fwd", ()),
+    (_TRITON_MLA, "_compute_num_kv_splits", ("max_seq_len", "sm_count")),
+    (_MLA, "MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size", ("vllm_config",)),
     (_MLA, "MLACommonMetadata", ("num_decodes", "decode", "prefill")),
     (_MLA, "MLACommonImpl.forward_mha", ("kv_c_and_k_pe_cache", "attn_metadata", "k_scale", "output", "output_scale")),
     (_MLA, "MLAAttention.update_kv_cache", ("kv_c_normed", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype")),

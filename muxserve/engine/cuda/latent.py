@@ -14,7 +14,9 @@ import torch
 from vllm.config import VllmConfig
 from vllm.config.cache import CacheDType
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.mla import triton_mla
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend, TritonMLAImpl, TritonMLAMetadataBuilder
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import AttentionSpec
@@ -126,6 +128,17 @@ class PooledLatentImpl(ByLayer, TritonMLAImpl):
     def tables_of(self, meta: PooledLatentMetadata) -> torch.Tensor:
         assert meta.tables is not None
         return meta.tables.layer(self.layer_index)
+
+
+def workspace_bytes(vllm_config: VllmConfig, rank: int, width: int) -> int:
+    """Device memory that the builder of an engine takes when it is made: latents of what a prompt has computed before
+    (`width` numbers each), and what parts of the largest decode batch's contexts come to before they are put together
+    (`rank` numbers and a logarithm for each query head)."""
+    model, most = vllm_config.model_config, vllm_config.scheduler_config.max_num_seqs
+    before = TritonMLAMetadataBuilder.determine_chunked_prefill_workspace_size(vllm_config)
+    splits = triton_mla._compute_num_kv_splits(model.max_model_len, current_platform.num_compute_units())
+    heads = model.get_num_attention_heads(vllm_config.parallel_config)
+    return int(before * width * model.dtype.itemsize + 4 * most * heads * splits * (rank + 1))
 
 
 def register() -> None:

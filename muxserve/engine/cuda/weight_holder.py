@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from muxserve.engine import binding
-from muxserve.engine.cuda import attention, weights
+from muxserve.engine.cuda import attention, latent, weights
 from muxserve.engine.cuda.page_table import STAGED_ROWS, table_bytes
 from muxserve.engine.cuda.runner import PooledGPUModelRunner, token_numbers
 from muxserve.engine.cuda.splits import MAX_PARTIAL_BYTES
@@ -135,6 +135,10 @@ class HolderWorker(PooledGPUWorker):
         deployed = unit_spec.model(model)
         tables = attention.table_shape(self.vllm_config, deployed.layers, deployed.kv_heads, deployed.block_tokens)
         row_bytes = table_bytes(1, deployed.layers, deployed.kv_heads)
+        partial = MAX_PARTIAL_BYTES
+        if deployed.latent:
+            rank = self.model_config.hf_text_config.kv_lora_rank
+            partial = latent.workspace_bytes(self.vllm_config, rank, deployed.latent)
         return {
             "rank": self.rank,
             "weights_bytes": self._weights_bytes + stays * context,
@@ -144,7 +148,7 @@ class HolderWorker(PooledGPUWorker):
                 max(peak, self._rebuilding)
                 + self._before_weights
                 + tables.bytes
-                + MAX_PARTIAL_BYTES
+                + partial
                 + STAGED_ROWS * row_bytes
             ),
             "context_bytes": context,
