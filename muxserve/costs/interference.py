@@ -88,7 +88,7 @@ def _root(waiting: Sequence[float], needed: Sequence[float], capacity: float) ->
         for b, n in zip(waiting, needed, strict=True):
             term = n / (1.0 + b * x)
             value += term
-            slope += term * term * b / n
+            slope += term * term * (b / n)
         value -= capacity
         if value < _PRECISION:
             break

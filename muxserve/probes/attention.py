@@ -290,7 +290,8 @@ def decoded_from_latents(
         impl = PooledLatentImpl.__new__(PooledLatentImpl)
         multiprocessors = torch.cuda.get_device_properties(on).multi_processor_count if on.type == "cuda" else 1
         values = {"kv_lora_rank": RANK, "scale": (RANK + ROPE) ** -0.5, "_sm_count": multiprocessors}
-        vars(impl).update(values, page_table=table, layer_index=layer, dcp_world_size=1)
+        for name, value in {**values, "page_table": table, "layer_index": layer, "dcp_world_size": 1}.items():
+            setattr(impl, name, value)
 
         def some(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator).to(dtype).to(on)

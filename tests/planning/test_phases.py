@@ -426,7 +426,7 @@ class TestMeasuredCosts:
             how = Pipeline(layers, links)
             plain = make_stages(how, latency, TINY, self.SHAPE)
             loaded = make_stages(how, FrontEnd(latency, FrontEndWork(0.0, 1e-4, 3e-4)), TINY, self.SHAPE)
-            more = sum(b.load(step).compute - a.load(step).compute for a, b in zip(plain, loaded, strict=True))
+            more = sum(b.load(step).brought - a.load(step).brought for a, b in zip(plain, loaded, strict=True))
             # As many micro-batches come out in a second as one stage computes.
             assert more == pytest.approx(11e-4 / plain[0].seconds(step))
 

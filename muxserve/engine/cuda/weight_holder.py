@@ -145,11 +145,7 @@ class HolderWorker(PooledGPUWorker):
             # With the buffers that a runner has from the start, and what attention needs, which was left out: folded
             # tables, partial results, staged rows. Before its first step an engine rebuilds its modules there.
             "activation_bytes": (
-                max(peak, self._rebuilding)
-                + self._before_weights
-                + tables.bytes
-                + partial
-                + STAGED_ROWS * row_bytes
+                max(peak, self._rebuilding) + self._before_weights + tables.bytes + partial + STAGED_ROWS * row_bytes
             ),
             "context_bytes": context,
             "graph_bytes": graphs,
