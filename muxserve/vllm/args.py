@@ -214,7 +214,7 @@ def _cuda_args(unit_spec: UnitSpec, model: ModelSpec) -> dict[str, Any]:
     return {
         # Without graphs a small model's decode step is mostly the launching of its kernels.
         "enforce_eager": own.get("enforce_eager", False),
-        "compilation_config": _compilation(own.get("compilation_config"), unit_spec),
+        "compilation_config": _compilation(own.get("compilation_config"), unit_spec, bool(model.latent)),
         "attention_backend": "TRITON_MLA" if model.latent else "CUSTOM",
         # An engine takes no share of the GPU for itself: what it needs was set aside before the pool was made.
         "gpu_memory_utilization": 0.01,
@@ -222,9 +222,12 @@ def _cuda_args(unit_spec: UnitSpec, model: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _compilation(own: object, unit_spec: UnitSpec) -> object:
+def _compilation(own: object, unit_spec: UnitSpec, latent: bool = False) -> object:
     """`compilation_config` of an engine on GPUs: the model's own, or graphs between attention layers; of decode batches
     also with attention, as stock vLLM has them, where that was tried and computes the same.
+
+    The rotary embeddings of models with `latent` attention are left to torch: where it does not compile the model, vLLM
+    would have FlashInfer compile a kernel for them at the first step, which needs the CUDA toolkit.
 
     To see whether it can fuse all-reduce with normalisation, vLLM imports flashinfer, which initialises CUDA; the
     processes of several ranks could not be forked any more.
@@ -237,6 +240,8 @@ def _compilation(own: object, unit_spec: UnitSpec) -> object:
     config = {"cudagraph_mode": "FULL_AND_PIECEWISE" if full else "PIECEWISE", **config}
     if full is False and config.get("cudagraph_mode") != "NONE":
         config = {**config, "cudagraph_mode": "PIECEWISE"}
+    if latent:
+        config = {"custom_ops": ["-rotary_embedding"], **config}
     if unit_spec.ranks == 1:
         return config
     passes = config.get("pass_config")

@@ -132,7 +132,10 @@ def test_latents_lie_whole_on_every_rank_and_prompts_come_in_chunks(
     assert (model.latent, model.kv_heads, 2 * model.head_dim) == (576, 1, 576)
     assert model.max_num_batched_tokens == chunk
     assert pool.page_bytes == model.block_tokens * 576 * 2
-    assert engine_args(spec, "a", "decode")["attention_backend"] == "TRITON_MLA"
+    options = engine_args(spec, "a", "decode")
+    assert options["attention_backend"] == "TRITON_MLA"
+    # Nothing is compiled with the CUDA toolkit.
+    assert options["compilation_config"]["custom_ops"] == ["-rotary_embedding"]
 
 
 class TestQuantised:

@@ -264,9 +264,7 @@ def test_models_come_and_go_where_memory_decides(deploy: Start, tmp_path: Path) 
 def test_models_with_sinks_and_with_latents_share_gpus(deploy: Start, ranks: int) -> None:
     """With graphs of whole decode batches; prompts in chunks, of which a repeated one finds its beginning cached."""
     paths = {"sinks": tiny_checkpoint("gpt_oss"), "latents": tiny_checkpoint("deepseek_v3", head_dim=128)}
-    # FlashInfer would compile its rotary embeddings, for which there is no compiler here.
-    graphs = {"compilation_config": {**WHOLE["compilation_config"], "custom_ops": ["all", "-rotary_embedding"]}}
-    models = [model(name, path=str(path), engine_args=graphs) for name, path in paths.items()]
+    models = [model(name, path=str(path), engine_args=WHOLE) for name, path in paths.items()]
     with deploy(*models, gpus=ranks, mps="off") as fleet:
         for name in paths:
             assert length(stream(fleet, name)) == TOKENS

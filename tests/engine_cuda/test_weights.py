@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -289,6 +290,12 @@ def test_who_holds_weights_itself_keeps_no_others(tmp_path: Path, shared: Shared
     server.close()
 
 
+def allocated(pieces: list[torch.Tensor], size: int) -> Piece:
+    """The next piece."""
+    pieces.append(torch.zeros(size, dtype=torch.uint8))
+    return Piece(f"piece {len(pieces)}", len(pieces), pieces[-1])
+
+
 def test_tensors_are_moved_with_what_sees_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("muxserve.engine.cuda.weight_memory.PIECE_BYTES", 4096)
     root = torch.nn.Module()
@@ -300,11 +307,7 @@ def test_tensors_are_moved_with_what_sees_the_same_memory(monkeypatch: pytest.Mo
     root.register_buffer("nothing", torch.empty(0))
     before = {name: tensor.clone() for name, tensor in {**root._parameters, **root._buffers}.items()}  # type: ignore[union-attr]
     pieces: list[torch.Tensor] = []
-
-    def allocate(size: int) -> Piece:
-        pieces.append(torch.zeros(size, dtype=torch.uint8))
-        return Piece(f"piece {len(pieces)}", len(pieces), pieces[-1])
-
+    allocate = partial(allocated, pieces)
     kept = ExportedWeights(allocate, device="cpu")
     kept.move(root)
     assert len(pieces) == 3
@@ -342,11 +345,7 @@ def test_what_a_model_has_made_anew_is_moved_as_well() -> None:
     root.register_parameter("weight", torch.nn.Parameter(torch.arange(3000.0), requires_grad=False))
     root.register_buffer("table", torch.arange(5000.0))
     pieces: list[torch.Tensor] = []
-
-    def allocate(size: int) -> Piece:
-        pieces.append(torch.zeros(size, dtype=torch.uint8))
-        return Piece(f"piece {len(pieces)}", len(pieces), pieces[-1])
-
+    allocate = partial(allocated, pieces)
     kept = ExportedWeights(allocate, device="cpu")
     kept.move(root)
     places = [root.weight.data_ptr(), root.table.data_ptr()]
