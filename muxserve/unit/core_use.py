@@ -7,6 +7,7 @@ was. The kernel counts idle time in hundredths of a second, hence the mean of th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Collection
@@ -14,8 +15,10 @@ from pathlib import Path
 
 from muxserve.scheduling.types import WHOLE
 
-# The kernel is asked so often at most, and what it said fades with this time.
+# The kernel is asked so often at most, and what it said fades with this time. On a machine of many cores it takes
+# milliseconds to answer: no more than a hundredth of the time goes into that.
 _LOOK_SECONDS = 0.1
+_LOOK_PART = 0.01
 _FADE_SECONDS = 0.4
 _TICK = 1.0 / os.sysconf("SC_CLK_TCK")
 
@@ -31,6 +34,7 @@ class CoreUse:
     def __init__(self, cores: Collection[int], now: float, stat: Path = Path("/proc/stat")) -> None:
         self._names = {b"cpu%d" % core for core in cores}
         self._stat = stat
+        self._every = _LOOK_SECONDS
         self._looked_at, self._idle = now, self._idle_seconds()
         # Core-seconds that the own engines have computed since then.
         self._computed = 0.0
@@ -49,14 +53,16 @@ class CoreUse:
         begins means nothing: only differences do."""
         self._sum += self._part * max(0.0, now - self._at)
         self._at = max(now, self._at)
-        if now - self._looked_at >= _LOOK_SECONDS:
+        if now - self._looked_at >= self._every:
             self._look(now)
         return self._sum
 
     def _look(self, now: float) -> None:
-        elapsed, idle = now - self._looked_at, self._idle_seconds()
+        elapsed, idle = now - self._looked_at, self._idle
+        with contextlib.suppress(OSError, ValueError):  # a core may have been taken away: then it was never idle
+            idle = self._idle_seconds()
         busy = len(self._names) * elapsed - (idle - self._idle) - self._computed
-        fade = max(0.0, 1.0 - elapsed / _FADE_SECONDS)
+        fade = max(0.0, 1.0 - elapsed / max(_FADE_SECONDS, 4.0 * self._every))
         self._seconds = fade * self._seconds + elapsed
         self._busy = fade * self._busy + busy
         self._looked_at, self._idle, self._computed = now, idle, 0.0
@@ -65,6 +71,7 @@ class CoreUse:
 
     def _idle_seconds(self) -> float:
         """Seconds in which the cores were idle, since the machine started."""
+        began = time.thread_time()
         idle = known = 0
         for line in self._stat.read_bytes().splitlines():
             name, *counts = line.split()
@@ -74,6 +81,7 @@ class CoreUse:
                 known += 1
         if known != len(self._names):
             raise ValueError(f"the kernel counts the idle time of {known} of {len(self._names)} cores")
+        self._every = max(_LOOK_SECONDS, (time.thread_time() - began) / _LOOK_PART)
         return idle * _TICK
 
 

@@ -88,6 +88,17 @@ def test_cores_that_the_kernel_says_nothing_of_are_an_error(kernel: Kernel) -> N
         CoreUse((1, 7), kernel.now, kernel.path)
 
 
+def test_a_core_that_is_taken_away_is_busy_and_ends_nothing(kernel: Kernel) -> None:
+    use = kernel.use()
+    kernel.passed(0.1, 0.0)
+    before = use.elsewhere(kernel.now)
+    kernel.path.write_text("cpu0 1 2 3 4 5")
+    for _ in range(20):
+        kernel.now += 0.1
+        use.elsewhere(kernel.now)
+    assert 0.0 < use.elsewhere(kernel.now) - before <= 2.0 * WHOLE
+
+
 def test_the_kernel_tells_of_the_cores_of_this_process() -> None:
     core_use()
 
