@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 from muxserve.cli.http import HTTPFailure, get_json
@@ -111,7 +111,7 @@ def _print(url: str, health: dict[str, Any], fleet: dict[str, Any]) -> None:
         for name, pool in (_state(unit).get("pools") or {}).items():
             free, total = pool.get("free_pages", "-"), pool.get("total_pages", "-")
             console.print(f"{escape(whose + str(name))}: {free} of {total} pages free")
-        for line in [*_in_time(unit), *_costs(unit)]:
+        for line in [*_in_time(unit), *_costs(unit, health["models"])]:
             console.print(escape(whose + line))
         if several and not unit.get("serves"):
             console.print(f"{escape(whose)}serves nothing at present")
@@ -201,10 +201,13 @@ def _in_time(unit: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _costs(unit: dict[str, Any]) -> list[str]:
-    """How long steps take against what was predicted when the fleet was deployed."""
+def _costs(unit: dict[str, Any], served: Container[str]) -> list[str]:
+    """How long steps take against what was predicted when the fleet was deployed. What a unit has learnt of models that
+    were removed from the fleet is of no use any more."""
     lines = []
     for name, model in _models(unit).items():
+        if name not in served:
+            continue
         learnt: dict[str, dict[str, Any]] = model.get("costs") or {}
         found = [f"{phase} {each['ratio']:.2f} ({each['steps']:,} steps)" for phase, each in learnt.items()]
         if found:

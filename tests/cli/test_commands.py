@@ -230,11 +230,14 @@ LEARNT = {"factors": [1.5, 1.4, 1.3], "beside": 0.1, "ratio": 1.52, "error": 0.0
 
 def test_status_says_how_long_steps_take_against_what_was_predicted(endpoint: Endpoint) -> None:
     unit = FLEET["units"][0]
-    models = {"one": {**unit["state"]["models"]["one"], "costs": {"decode": LEARNT}}}
+    one = {**unit["state"]["models"]["one"], "costs": {"decode": LEARNT}}
+    # The other one was removed from the fleet.
+    models = {"one": one, "gone": one}
     fleet = {"units": [{**unit, "state": {**unit["state"], "models": models}}]}
     endpoint.answers = {"/health": (200, HEALTH), "/fleet": (200, fleet)}
     result = runner.invoke(app, ["status", "--url", endpoint.url])
     assert "one: steps over predicted: decode 1.52 (12,345 steps)" in result.stdout.splitlines()
+    assert "gone" not in result.stdout
 
 
 def engine_at(share: float, seconds: float) -> EngineProfile:
