@@ -88,7 +88,7 @@ def main() -> None:
             in_a_fork(job, f"{name}, {ranks} ranks, {stages} stages")
 
     def left_open() -> dict[str, Any]:
-        args._compilation = lambda own, unit_spec: {"cudagraph_mode": "PIECEWISE"}
+        args._compilation = lambda *_: {"cudagraph_mode": "PIECEWISE"}
         return configure(directory, ROOT / "configs/models/atlas", 2, 1)
 
     in_a_fork(left_open, "left open")
