@@ -88,7 +88,7 @@ def test_tokens_are_those_of_stock_vllm(family: Engines, answers: dict[str, Any]
     # What the steps consisted of is all that they computed.
     for report in reports(family, since):
         sums = [each for each in (report.prefills, report.decodes) if each is not None]
-        if not report.tokens:  # a step in vain, while the grammar of the only prompt was compiled
+        if not report.tokens:  # a step in vain: what waited could not begin
             assert not sums
             continue
         assert sum(each.steps for each in sums) == report.steps
