@@ -43,10 +43,13 @@ def model(name: str, **more: Any) -> dict[str, Any]:
     return {"name": name, "path": str(ROOT / "configs/models" / name), **SIZES, "engine_args": EAGER, **more}
 
 
-def stream(fleet: Fleet, name: str, tokens: int = TOKENS) -> openai.Stream[Any]:
+PROMPT = "What the kernels would compute, nobody knows"
+
+
+def stream(fleet: Fleet, name: str, tokens: int = TOKENS, prompt: str = PROMPT) -> openai.Stream[Any]:
     return fleet.client.completions.create(
         model=name,
-        prompt="What the kernels would compute, nobody knows",
+        prompt=prompt,
         max_tokens=tokens,
         stream=True,
         stream_options={"include_usage": True},
@@ -66,6 +69,12 @@ def through(fleet: Fleet, name: str, death: Callable[[], object]) -> int:
     next(answer)
     death()
     return length(answer)
+
+
+def prefilled(fleet: Fleet, name: str) -> int:
+    """How many tokens of prompts the model has computed."""
+    (unit,) = fleet.get("/fleet").json()["units"]
+    return int(unit["state"]["models"][name]["phases"]["prefill"]["tokens"])
 
 
 def said(fleet: Fleet, what: str) -> int:
@@ -262,15 +271,26 @@ def test_models_come_and_go_where_memory_decides(deploy: Start, tmp_path: Path) 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_models_with_sinks_and_with_latents_share_gpus(deploy: Start, ranks: int) -> None:
-    """With graphs of whole decode batches; prompts in chunks, of which a repeated one finds its beginning cached."""
+    """With graphs of whole decode batches. A prompt of latents is computed in two chunks, the second beside what the
+    first has left in the pages, and is found there when it comes again."""
     paths = {"sinks": tiny_checkpoint("gpt_oss"), "latents": tiny_checkpoint("deepseek_v3", head_dim=128)}
-    models = [model(name, path=str(path), engine_args=WHOLE) for name, path in paths.items()]
+    options = {"engine_args": WHOLE, "max_num_batched_tokens": 128}
+    models = [model(name, path=str(path), **options) for name, path in paths.items()]
     with deploy(*models, gpus=ranks, mps="off") as fleet:
         for name in paths:
             assert length(stream(fleet, name)) == TOKENS
             assert through(fleet, name, lambda name=name: fleet.kill(f"{name}/decode")) == TOKENS
             fleet.wait_healthy()
             assert length(stream(fleet, name)) == TOKENS
+        prompt = PROMPT + 160 * "."
+        computed = []
+        for _ in range(2):
+            before = prefilled(fleet, "latents")
+            assert length(stream(fleet, "latents", tokens=8, prompt=prompt)) == 8
+            fleet.wait(lambda before=before: prefilled(fleet, "latents") > before, PATIENCE, "told of its steps")
+            computed.append(prefilled(fleet, "latents") - before)
+        # Three blocks of 64 tokens were found.
+        assert computed[0] - computed[1] == 192
 
 
 def test_two_ranks_go_on_when_the_mps_server_is_in_fault(deploy: Start) -> None:
