@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from placement.demand import splits_evenly
 from placement.format import enumerate_words, format_size
 from placement.pools import BLOCK_STEP, KVShape, PoolGroup, group_pools
-from placement.unit_types import Device, Machine, ModelDemand, ModelPlan, PlanError, PlanProblem, PoolPlan, UnitPlan
+from placement.unit_types import Machine, ModelDemand, ModelPlan, PlanError, PlanProblem, PoolPlan, UnitPlan
 
 HEAD_DIMS = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})  # of the CPU attention kernel
 # By head without the rotated part: sizes of a key and of a value with which prompts are computed on GPUs.
@@ -27,8 +27,8 @@ _TABLE_ENTRY = 4  # bytes of a page table per page
 _LEAST_PAGE = 1 << 12  # bytes of a page that nobody takes, and of the machine's pages
 
 
-def check_models(models: Sequence[ModelDemand], machine: Machine, cores: int, device: str) -> None:
-    """Each model by itself can be served on `device`, one of "cpu" and "cuda", with `cores` of the machine.
+def check_models(models: Sequence[ModelDemand], machine: Machine, cores: int) -> None:
+    """Each model by itself can be served on its device, with `cores` of the machine.
 
     Raises:
         PlanError: what is wrong, and what to change.
@@ -39,7 +39,7 @@ def check_models(models: Sequence[ModelDemand], machine: Machine, cores: int, de
             PlanProblem(f"{cores} cores are asked for, but this machine has {machine.cores}", "cluster.cores")
         )
     for model in models:
-        architecture = model.architecture
+        architecture, device = model.architecture, model.device
         if device == "cuda" and not architecture.causal:
             message = "its tokens see what comes after them, and attention of that kind is served on CPU only"
             problems.append(PlanProblem(message, "path", model.name))
@@ -47,7 +47,7 @@ def check_models(models: Sequence[ModelDemand], machine: Machine, cores: int, de
             message = "LoRA adapters are served on CPU, by engines of one rank; here they cannot be"
             problems.append(PlanProblem(message, "adapters", model.name))
         if architecture.latent is not None:
-            problems += _latent_problems(model, device)
+            problems += _latent_problems(model)
         if architecture.states is not None:
             problems += _state_problems(model)
         known = "" if architecture.latent is not None else _unknown_head_dim(architecture.head_dim, device)
@@ -73,9 +73,9 @@ def check_models(models: Sequence[ModelDemand], machine: Machine, cores: int, de
         raise PlanError(problems)
 
 
-def _latent_problems(model: ModelDemand, device: str) -> list[PlanProblem]:
+def _latent_problems(model: ModelDemand) -> list[PlanProblem]:
     """What keeps a model with latent attention from being served."""
-    latent, problems = model.architecture.latent, []
+    latent, device, problems = model.architecture.latent, model.device, []
     if latent is not None and (latent.rank, latent.rope) != LATENT:
         message = (
             f"its latent of {latent.rank} + {latent.rope} numbers is not the one that the kernels for latent attention "
@@ -122,7 +122,7 @@ def _unknown_head_dim(head_dim: int, device: str) -> str:
     return "" if head_dim in HEAD_DIMS else enumerate_words([str(dim) for dim in sorted(HEAD_DIMS)])
 
 
-def check_pool(models: Sequence[ModelDemand], total: int, needed: int, device: str) -> None:
+def check_pool(models: Sequence[ModelDemand], total: int, needed: int) -> None:
     """Pools of `total` bytes on each rank can hold what is `needed` for one sequence of every model, or of those that
     can be awake together.
 
@@ -133,7 +133,7 @@ def check_pool(models: Sequence[ModelDemand], total: int, needed: int, device: s
         return
     at_least = f"{math.ceil(needed / _MIB)}MiB"
     largest = max(models, key=lambda m: (m.max_len or 0) * m.bytes_per_token)
-    where = "" if device == "cpu" else " of each GPU"
+    where = "" if largest.device == "cpu" else " of each GPU"
     every = "all models that can be awake together" if any(model.sleeps for model in models) else "every model"
     message = f"{format_size(max(0, total))}{where} cannot hold one sequence of {every}; it must be at least {at_least}"
     if largest.max_len:
@@ -243,7 +243,6 @@ def plan_unit(
     machine: Machine,
     cores: int | None = None,
     pool_bytes: int | None = None,
-    device: Device = "cpu",
     units: int = 1,
     together: int | None = None,
 ) -> UnitPlan:
@@ -253,11 +252,11 @@ def plan_unit(
     awake together: whoever sleeps has no pages.
 
     Args:
-        models: all split over the same number of ranks.
+        models: all split over the same number of ranks, and for the same device. The memory of GPUs is the budget's
+            business, not checked here.
         cores: cores for the engines; None: all of the machine.
         pool_bytes: memory of all pools together on each rank; None: from the models' demand, within a tenth of the
             memory. For GPUs it must be given: it is what their budget leaves.
-        device: what the engines run on. The memory of GPUs is the budget's business, not checked here.
         units: how many such units the machine's memory is for; without `pool_bytes` this one takes its part.
         together: so many of the models that sleep can be awake at a time; None: as many as have room for their weights
             in the machine's memory, or all on GPUs.
@@ -268,10 +267,11 @@ def plan_unit(
     """
     if not models:
         raise ValueError("a unit needs at least one model")
+    device = models[0].device
     if device == "cuda" and pool_bytes is None:
         raise ValueError("the pools of a GPU have the size that its budget leaves")
     cores = machine.cores if cores is None else cores
-    check_models(models, machine, cores, device)
+    check_models(models, machine, cores)
     groups = pool_groups(models)
     by_name = {model.name: model for model in models}
     block_tokens = {name: tokens for g in groups for name, tokens in zip(g.models, g.block_tokens, strict=True)}
@@ -279,19 +279,19 @@ def plan_unit(
         together = awake_together(models, machine.memory_bytes)
     needed = _needed(models, groups, together)
     total = _pool_size(models, machine, pool_bytes, sum(needed), units)
-    check_pool(models, total, sum(needed), device)
+    check_pool(models, total, sum(needed))
     if device == "cpu":
         check_memory(models, machine, total, sum(needed), pool_bytes)
 
     notes: list[str] = []
-    weights = [sum(by_name[name].demand(device) for name in group.models) for group in groups]
+    weights = [sum(by_name[name].demand for name in group.models) for group in groups]
     pools, plans = [], {}
     sizes = share_out(total, weights, needed) if groups else []
     for index, (group, size) in enumerate(zip(groups, sizes, strict=True)):
         members = [by_name[name] for name in group.models]
         most = 1 + (MAX_BLOCKS - 1) * min(member.pages_per_block for member in members)
         num_pages = min(size // group.page_bytes, most)
-        if group.page_bytes % _LEAST_PAGE and any(member.state_bytes for member in members):
+        if device == "cpu" and group.page_bytes % _LEAST_PAGE and any(member.state_bytes for member in members):
             raise PlanError([_unmappable(group, member) for member in members if member.state_bytes])
         pool = PoolPlan(f"pool{index}", group.dtype, group.page_bytes, num_pages, group.models)
         pools.append(pool)
@@ -302,7 +302,7 @@ def plan_unit(
             _pages(m, group, tokens, n) for m, tokens, n in zip(members, group.block_tokens, lengths, strict=True)
         ]
         zeroed = any(member.state_bytes and group.dtype != "float32" for member in members)
-        quotas = share_out(num_pages - 1, [member.demand(device) for member in members], _begin_with(members, floors))
+        quotas = share_out(num_pages - 1, [member.demand for member in members], _begin_with(members, floors))
         for member, length, floor, quota in zip(members, lengths, floors, quotas, strict=True):
             wished = member.max_len or member.architecture.default_max_len
             if length < wished:
@@ -436,7 +436,7 @@ def _pool_size(models: Sequence[ModelDemand], machine: Machine, asked: int | Non
     for model in models:
         sequences = min(model.max_num_seqs, max(4, math.ceil(model.rate * _RESIDENCE)))
         length = model.max_len or model.architecture.default_max_len
-        wanted += sequences * model.sequence_bytes(length, "cpu")  # pools of GPUs are given
+        wanted += sequences * model.sequence_bytes(length)  # pools of GPUs are given
     limit = machine.memory_bytes * AUTO_MEMORY
     if machine.shared_memory_bytes is not None:
         limit = min(limit, machine.shared_memory_bytes * SHARED_MEMORY)

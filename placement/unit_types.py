@@ -35,7 +35,8 @@ class ModelDemand:
     the mean length of a request, prompt and answer.
 
     `block_tokens` is given where other units have replicas of the model: KV moves between units only if its blocks are
-    equally large in both. One that `sleeps` takes memory for its weights only while it is awake.
+    equally large in both. One that `sleeps` takes memory for its weights only while it is awake. `device` is what its
+    engines run on.
     """
 
     name: str
@@ -50,6 +51,7 @@ class ModelDemand:
     stages: int = 1
     sleeps: bool = False
     tokens: int = 1
+    device: Device = "cpu"
 
     @property
     def tensor_parallel(self) -> int:
@@ -85,11 +87,20 @@ class ModelDemand:
     @property
     def least_page_bytes(self) -> int:
         """Bytes of pages that are so large that an engine on CPU can map the states of all sequences of a batch."""
-        return self.state_bytes * self.max_num_seqs // STATE_MAPPINGS
+        return self.state_bytes * self.max_num_seqs // STATE_MAPPINGS if self.device == "cpu" else 0
 
     def state_blocks(self, page_bytes: int) -> int:
-        """Blocks that hold one sequence's states, where pages have so many bytes."""
-        return math.ceil(self.state_bytes / (self.pages_per_block * page_bytes)) if self.state_bytes else 0
+        """Blocks that hold one sequence's states, where pages have so many bytes. On GPUs each layer's state begins
+        with a page, and each rank has the states of its heads."""
+        states = self.architecture.states
+        if states is None:
+            return 0
+        layer = states.layer_bytes(self.resolved_dtype)
+        if self.device == "cpu":
+            pages = math.ceil(states.count * layer / page_bytes)
+        else:
+            pages = states.count * math.ceil(layer / self.tensor_parallel / page_bytes)
+        return math.ceil(pages / self.pages_per_block)
 
     @property
     def bytes_per_token(self) -> int:
@@ -97,22 +108,24 @@ class ModelDemand:
         whole = self.architecture.kv_bytes_per_token(self.resolved_dtype)
         return whole * self.pages_per_block // max(1, self.architecture.pages_per_block)
 
-    def gives_back(self, device: Device) -> bool:
+    @property
+    def gives_back(self) -> bool:
         """Its engines give back what is behind a window: those on CPU that have all layers."""
         a = self.architecture
-        return device == "cpu" and self.stages == 1 and a.causal and a.states is None and bool(a.windowed)
+        return self.device == "cpu" and self.stages == 1 and a.causal and a.states is None and bool(a.windowed)
 
-    def sequence_bytes(self, tokens: int, device: Device) -> float:
+    def sequence_bytes(self, tokens: int) -> float:
         """Bytes on each rank of KV and states of a sequence of so many tokens, without what is given back."""
         size = float(tokens * self.bytes_per_token + self.state_bytes)
-        if self.gives_back(device):
+        if self.gives_back:
             windowed = self.bytes_per_token * len(self.architecture.windowed) / self.layers
             size -= max(0, tokens - self.architecture.window) * windowed
         return size
 
-    def demand(self, device: Device) -> float:
+    @property
+    def demand(self) -> float:
         """Weight in the sharing of memory: bytes of KV and states per second."""
-        return self.rate * self.sequence_bytes(self.tokens, device)
+        return self.rate * self.sequence_bytes(self.tokens)
 
 
 @dataclass(frozen=True)

@@ -127,10 +127,10 @@ class StateLayers:
     weights: int
     flops: int
 
-    def bytes_per_sequence(self, dtype: str) -> int:
-        """Bytes of the states of all layers of one sequence when the model is computed in `dtype`."""
+    def layer_bytes(self, dtype: str) -> int:
+        """Bytes of one layer's state of one sequence when the model is computed in `dtype`."""
         one = self.inputs * ITEM_BYTES[dtype] + self.state * ITEM_BYTES["float32"]
-        return self.count * -(-one // STATE_ALIGNMENT) * STATE_ALIGNMENT
+        return -(-one // STATE_ALIGNMENT) * STATE_ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class ModelArchitecture:
 
     def state_bytes(self, dtype: str) -> int:
         """Bytes that a sequence takes whatever its length, when the model is computed in `dtype`."""
-        return self.states.bytes_per_sequence(dtype) if self.states else 0
+        return self.states.count * self.states.layer_bytes(dtype) if self.states else 0
 
     @property
     def parameters(self) -> int:
@@ -362,15 +362,10 @@ def read_architecture(config: Mapping[str, object], pooling: bool = False) -> Mo
         window=window,
         windowed_layers=len(windowed),
         windowed=windowed,
-        cpu_only=_cpu_only(config),
         gpu_only=_gpu_only(config),
         latent=latent,
         states=_states(config, layers, hidden),
     )
-
-
-def _cpu_only(config: Mapping[str, object]) -> str:
-    return "states of sequences" if config.get("model_type") in _STATEFUL else ""
 
 
 def _gpu_only(config: Mapping[str, object]) -> str:

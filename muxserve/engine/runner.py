@@ -1,16 +1,25 @@
-"""What our model runners do alike on every device: keep a windowed layer's blocks like those of any other layer, and
-start a request with output tokens that it already has."""
+"""What our model runners do alike on every device: keep a windowed layer's blocks like those of any other layer, start
+a request with output tokens that it already has, and know where the states of sequences are."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.sampling_params import SamplingParams, SamplingType
 from vllm.v1.core.sched.output import NewRequestData
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+from muxserve.engine.states import StateSlots, split
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Base
@@ -25,10 +34,44 @@ class ResumingRunner(Base):
     """Mixed in before a runner of vLLM. A request known to the runner before its first step takes vLLM's path of
     streaming sessions, which asks `_update_streaming_request` for its state."""
 
+    # Of the model's layers those that keep a state, and where the states are.
+    state_specs: dict[str, MambaSpec]
+    states: StateSlots | None = None
+    _block_tokens: int
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        self._block_tokens = self.cache_config.block_size
+        super().load_model(*args, **kwargs)
+
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """As vLLM's, but a layer with a sliding window keeps the blocks of the whole sequence: all layers share one
-        table of blocks. What the layer computes does not change."""
-        return {name: whole_sequence(spec) for name, spec in super().get_kv_cache_spec().items()}
+        table of blocks. What the layer computes does not change.
+
+        Without the layers that keep a state: of these the scheduler knows no tokens, but so many blocks of each
+        sequence. A block has as many tokens as was planned; vLLM would have made a page as large as a state."""
+        self.cache_config.block_size = self._block_tokens
+        self.cache_config.mamba_page_size_padded = None
+        specs, self.state_specs = split(super().get_kv_cache_spec())
+        return {name: whole_sequence(spec) for name, spec in specs.items()}
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
+        """With the layers that keep a state as a group of their own, in which a slot counts as a block."""
+        if self.state_specs:
+            self.states = self._make_states(self.state_specs)
+            group = KVCacheGroupSpec([*self.state_specs], next(iter(self.state_specs.values())))
+            kv_cache_config = replace(kv_cache_config, kv_cache_groups=[*kv_cache_config.kv_cache_groups, group])
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
+
+    def _make_states(self, specs: dict[str, MambaSpec]) -> StateSlots:
+        """Slots for the states of as many sequences as can be in a step."""
+        raise NotImplementedError
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Keeps snapshots of the states as they are behind this step."""
+        result = super().execute_model(scheduler_output, *args, **kwargs)
+        if self.states is not None:
+            self.states.keep(scheduler_output)
+        return result
 
     def forget_step(self) -> None:
         """A step raised an exception half-way; its requests are dropped, and the next one begins anew."""
@@ -42,6 +85,9 @@ class ResumingRunner(Base):
         self.input_batch.async_copy_ready_event = None
 
     def _update_states(self, scheduler_output: Any) -> Any:
+        if self.states is not None:
+            self.states.follow(scheduler_output)
+            self.states.restore(scheduler_output)
         for data in scheduler_output.scheduled_new_reqs:
             output_token_ids: list[int] | None = getattr(data, RESUMED_OUTPUT, None)
             if output_token_ids:

@@ -11,9 +11,12 @@ With prefix caching a sequence may begin behind a snapshot (`snapshots.py`), whi
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -21,6 +24,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.request import Request
 
 from muxserve.costs.architecture import STATE_ALIGNMENT
+from muxserve.engine.binding import current
 from muxserve.engine.block_pool import PooledBlockPool
 from muxserve.engine.snapshots import snapshot_stops
 
@@ -148,3 +152,96 @@ def split(specs: Mapping[str, KVCacheSpec]) -> tuple[dict[str, KVCacheSpec], dic
     """The layers that keep K and V, and those that keep a state."""
     states = {name: spec for name, spec in specs.items() if isinstance(spec, MambaSpec)}
     return {name: spec for name, spec in specs.items() if name not in states}, states
+
+
+class StateSlots(ABC):
+    """Which slot each sequence in the runner has: vLLM's layers know a state by its slot. There are slots for
+    `sequences` sequences; slot 0 belongs to nobody. A sequence's states lie on `pages` pages: of its blocks' pages the
+    first in the order of their numbers.
+    """
+
+    def __init__(self, sequences: int, pages: int) -> None:
+        self.count = sequences + 1
+        self.pages = pages
+        self._free = list(range(sequences, 0, -1))
+        self._slots: dict[str, int] = {}
+
+    def follow(self, step: SchedulerOutput) -> None:
+        """Give slots to the requests that come into the runner with this step, and take those of others that left it.
+        vLLM is told the slot as the one block of the group of these layers."""
+        news: StateNews = getattr(step, STATE_NEWS)
+        blocks, held = news.blocks, news.held
+        for request_id in [each for each in self._slots if each not in held]:
+            self._free.append(self._slots.pop(request_id))
+        come: dict[int, npt.NDArray[np.int64]] = {}
+        for data in step.scheduled_new_reqs:
+            data.block_ids = (*data.block_ids, [self._taken(data.req_id, blocks[data.req_id], come)])
+        known = step.scheduled_cached_reqs
+        for index, (request_id, ids) in enumerate(zip(known.req_ids, known.new_block_ids, strict=True)):
+            if ids is not None:
+                back = (
+                    [self._taken(request_id, blocks[request_id], come)] if request_id in known.resumed_req_ids else []
+                )
+                known.new_block_ids[index] = (*ids, back)
+        if come:
+            self.place(come)
+
+    def restore(self, step: SchedulerOutput) -> None:
+        """Copy the snapshots behind which prompts begin with this step."""
+        news: StateNews = getattr(step, STATE_NEWS)
+        for snapshot, states in news.restored:
+            self.copy(self._snapshot_pages(snapshot), self._state_pages(states))
+
+    def keep(self, step: SchedulerOutput) -> None:
+        """Copy the states of which snapshots are kept, when the step is computed."""
+        news: StateNews = getattr(step, STATE_NEWS)
+        for states, snapshot in news.kept:
+            self.copy(self._state_pages(states), self._snapshot_pages(snapshot))
+
+    def forget(self) -> None:
+        """Nothing of the pool is there any more, and nobody has a slot."""
+        self._slots.clear()
+        self._free = list(range(self.count - 1, 0, -1))
+
+    @abstractmethod
+    def place(self, come: Mapping[int, npt.NDArray[np.int64]]) -> None:
+        """From this step on slots have the states on these pages."""
+
+    @abstractmethod
+    def copy(self, source: npt.NDArray[np.int64], target: npt.NDArray[np.int64]) -> None:
+        """Copy pages of the pool onto others."""
+
+    def _taken(self, request_id: str, blocks: list[int], come: dict[int, npt.NDArray[np.int64]]) -> int:
+        slot = self._slots.get(request_id)
+        if slot is None:
+            slot = self._slots[request_id] = self._free.pop()
+        come[slot] = self._state_pages(blocks)
+        return slot
+
+    def _state_pages(self, blocks: list[int]) -> npt.NDArray[np.int64]:
+        """The pages of a sequence's states, from their beginning to their end: in the order of their numbers, so that
+        neighbours can be one mapping."""
+        return np.sort(_pages_of(blocks))[: self.pages]
+
+    def _snapshot_pages(self, blocks: list[int]) -> npt.NDArray[np.int64]:
+        """The same of a snapshot: block by block, so that one of its blocks may be replaced by an equal one."""
+        return _pages_of(blocks)[: self.pages]
+
+
+def _pages_of(blocks: list[int]) -> npt.NDArray[np.int64]:
+    return current().view.page_table[blocks].reshape(-1).astype(np.int64)
+
+
+def pages_for(needed: int) -> int:
+    """Pages of the pool for a sequence's states of so many bytes.
+
+    Raises:
+        ValueError: they are more than its blocks have.
+    """
+    place = current()
+    pages, page_bytes = place.model.state_blocks * place.model.pages_per_block, place.view.pool.shape[1]
+    if needed > pages * page_bytes:
+        message = f"a sequence's state has {needed} bytes, but its config.json promised {pages * page_bytes} at most"
+        raise ValueError(message)
+    # Not all of the last block.
+    return -(-needed // page_bytes)

@@ -406,7 +406,7 @@ class GpuPlan:
         """
         gpu = self.unit.present(needs)
         size = gpu.pool(self.demands, self.pool_bytes)
-        plan = plan_unit(self.demands, self.machine, self.cores, size, "cuda", together=gpu.together(self.demands))
+        plan = plan_unit(self.demands, self.machine, self.cores, size, together=gpu.together(self.demands))
         return plan, gpu.budgets(self.demands)
 
     def check_room(

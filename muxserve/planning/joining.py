@@ -136,7 +136,7 @@ class Joining:
             ]
             try:
                 size, together = pool.num_pages * pool.page_bytes, gpu.unit.together(gpu.demands)
-                unit = plan_unit(members, plan.machine, plan.cores, size, "cuda", together=together)
+                unit = plan_unit(members, plan.machine, plan.cores, size, together=together)
             except PlanError as error:
                 raise self._no_room("; ".join(problem.message for problem in error.problems)) from None
             if [each.page_bytes for each in unit.pools] != [pool.page_bytes]:

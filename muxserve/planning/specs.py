@@ -126,7 +126,7 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
     batch, latent = batch_of(model, CPU_BATCH), demand.architecture.latent
     a = demand.architecture
     device: Device = "cpu" if unit.gpu is None else "cuda"
-    windowed = a.windowed if a.window < plan.max_len and demand.gives_back(device) else ()
+    windowed = a.windowed if a.window < plan.max_len and demand.gives_back else ()
     # vLLM computes no prompt in chunks whose tokens see what comes after them, nor, on CPU, with latent attention.
     in_one_piece = not demand.architecture.causal or (latent is not None and device == "cpu")
     return ModelSpec(

@@ -26,6 +26,7 @@ from muxserve.vllm.quantisation import beyond_cores, uncomputable, unshareable
 from placement import Machine, ModelDemand, PlanError, PlanProblem, UnitPlan, plan_unit
 from placement.cluster import PlacedUnit
 from placement.format import enumerate_words, format_size
+from placement.unit_types import Device
 
 UNIT = "u0"
 # With it vLLM splits the layers of every model in a process as it says, whatever stages there are.
@@ -320,7 +321,9 @@ def model_demands(
         ranks = fleet.cluster.ranks * stages if gpu is None else gpu.ranks
         threads = _threads(fleet.policy, model, cores, ranks, units)
         sleeps = fleet.memory is not None and model.keep == "auto"
-        demand = _demand(model, architecture, threads, ranks, stages, block_tokens.get(model.name), sleeps)
+        device: Device = "cpu" if gpu is None else "cuda"
+        blocks = block_tokens.get(model.name)
+        demand = _demand(model, architecture, threads, ranks, stages, blocks, sleeps, device)
         demands.append(demand if gpu is None else replace(demand, dtype=gpu_dtype(model, architecture)))
         if gpu is not None and demands[-1].dtype == "float32":
             message = "FlashAttention has no float32; use bfloat16 or float16 on a GPU, or leave dtype out"
@@ -441,7 +444,7 @@ def _unit(fleet: Fleet, demands: Sequence[ModelDemand], machine: Machine, gpu: G
             words += "; serve fewer models in a unit, or set `cluster.mps: off`"
             raise FleetError([fleet.problem(("models",), words)])
         together = gpu.together(demands)
-        return plan_unit(demands, machine, cores, gpu.pool(demands, size), "cuda", together=together)
+        return plan_unit(demands, machine, cores, gpu.pool(demands, size), together=together)
     except BudgetError as error:
         raise FleetError([fleet.problem(("cluster", "gpu_memory"), str(error))]) from None
     except PlanError as error:
@@ -456,6 +459,7 @@ def _demand(
     stages: int,
     block_tokens: int | None,
     sleeps: bool,
+    device: Device,
 ) -> ModelDemand:
     return ModelDemand(
         name=model.name,
@@ -470,6 +474,7 @@ def _demand(
         stages=stages,
         sleeps=sleeps,
         tokens=model.workload.tokens,
+        device=device,
     )
 
 

@@ -68,6 +68,11 @@ RESERVED = frozenset(
         "attention_backend",
         "attention_config",
         "additional_config",
+        # States lie on the pages of the pool, in a type that was planned for.
+        "mamba_cache_dtype",
+        "mamba_ssm_cache_dtype",
+        "mamba_block_size",
+        "mamba_cache_mode",
         "worker_extension_cls",
         # Of the OpenAI server: one gateway listens for all models.
         "host",
@@ -218,6 +223,8 @@ def _cuda_args(unit_spec: UnitSpec, model: ModelSpec) -> dict[str, Any]:
         "attention_backend": "TRITON_MLA" if model.latent else "CUSTOM",
         # An engine takes no share of the GPU for itself: what it needs was set aside before the pool was made.
         "gpu_memory_utilization": 0.01,
+        # As on CPU, and as they were planned; of some models vLLM would keep them in the model's type.
+        **({"mamba_ssm_cache_dtype": "float32"} if model.state_blocks else {}),
         **loader_args(unit_spec, model.name),
     }
 

@@ -425,7 +425,7 @@ NEMOTRON_H = {
 class TestStates:
     def test_a_sequence_takes_a_state_of_some_layers_and_kv_of_the_others(self) -> None:
         a = read_architecture(GRANITE_4_H)
-        assert (a.attention_layers, a.pages_per_block, a.cpu_only) == (4, 16, "states of sequences")
+        assert (a.attention_layers, a.pages_per_block, a.cpu_only) == (4, 16, "")
         assert a.kv_bytes_per_token("bfloat16") == 2 * 4 * 4 * 128 * 2
         # The last three inputs of the convolution, and a matrix of 64 x 128 for each head in float32.
         assert a.state_bytes("bfloat16") == 36 * (3 * (3072 + 2 * 128) * 2 + 48 * 64 * 128 * 4)

@@ -100,6 +100,87 @@ KERNELS = [
         {"staging_ptr": I32, "table_ptr": I32},
         [{"WIDTH": 256, "BLOCK": 512}],
     ),
+    (
+        source.copy_states_kernel,
+        {
+            "pool_ptr": I32,
+            "pages_ptr": I32,
+            "slots_ptr": I32,
+            "states_ptr": I32,
+            "slot_stride": "i32",
+            "first": "i32",
+            "words": "i32",
+        },
+        [{"PAGES": 4000, "PAGE_WORDS": 4096, "TO_POOL": to_pool, "BLOCK": 1024} for to_pool in (False, True)],
+    ),
+    (
+        source.convolve_step_kernel,
+        {
+            **dict.fromkeys(("inputs_ptr", "weight_ptr", "bias_ptr", "pool_ptr", "out_ptr"), KV),
+            **dict.fromkeys(("pages_ptr", "slots_ptr"), I32),
+            **dict.fromkeys(("input_stride", "slot_stride", "first"), "i32"),
+        },
+        [
+            {
+                "PAGES": 4000,
+                "PAGE_NUMBERS": 8192,
+                "CHANNELS": 8192,
+                "WIDTH": 4,
+                "TAP_STRIDE": tap,
+                "CHANNEL_STRIDE": channel,
+                "HAS_BIAS": biased,
+                "BLOCK": 256,
+            }
+            for tap, channel, biased in ((8192, 1, False), (1, 3, True))
+        ],
+    ),
+    (
+        source.delta_rule_step_kernel,
+        {
+            **dict.fromkeys(("mixed_ptr", "decay_ptr", "gate_ptr", "decay_bias_ptr", "out_ptr"), KV),
+            **dict.fromkeys(("decay_log_ptr", "pool_ptr"), "*fp32"),
+            **dict.fromkeys(("pages_ptr", "slots_ptr"), I32),
+            **dict.fromkeys(("mixed_stride", "slot_stride", "first_page"), "i32"),
+            "scale": "fp32",
+        },
+        [
+            {
+                "PAGES": 4000,
+                "PAGE_NUMBERS": 128 * rows,
+                "KEY_HEADS": 16,
+                "HEADS": 32,
+                "KEYS": 128,
+                "VALUES": 128,
+                "TILE": min(rows, 32),
+                "PADDED_KEYS": 128,
+            }
+            for rows in (16, 512)
+        ],
+    ),
+    (
+        source.state_space_step_kernel,
+        {
+            **dict.fromkeys(("inputs_ptr", "steps_ptr", "into_ptr", "out_of_ptr", "skip_ptr", "step_bias_ptr"), KV),
+            "out_ptr": KV,
+            **dict.fromkeys(("decay_ptr", "pool_ptr"), "*fp32"),
+            **dict.fromkeys(("pages_ptr", "slots_ptr"), I32),
+            **dict.fromkeys(("input_stride", "step_stride", "into_stride", "out_of_stride"), "i32"),
+            **dict.fromkeys(("slot_stride", "first_page"), "i32"),
+        },
+        [
+            {
+                "PAGES": 4000,
+                "PAGE_NUMBERS": size * rows,
+                "GROUPS": 1,
+                "HEADS": 48,
+                "SIZE": size,
+                "VALUES": 64,
+                "TILE": rows,
+                "PADDED_SIZE": 128,
+            }
+            for size, rows in ((128, 16), (80, 8))
+        ],
+    ),
     (mark_sm_kernel, {"seen_ptr": I32, "rounds": "i32"}, [{}]),
 ]
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 import vllm.v1.worker.cpu_worker as cpu_worker
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import cpu_gdn_attention_core
 from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.mla import triton_mla
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
@@ -13,6 +15,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from muxserve.engine.cpu.ahead import AheadOnHost
+from muxserve.engine.cuda import states
 from muxserve.engine.cuda.attention import PooledFlashBackend
 from muxserve.engine.cuda.latent import PooledLatentBackend, PooledLatentImpl
 from muxserve.engine.cuda.runner import PooledGPUModelRunner
@@ -49,6 +52,29 @@ class StandInLatentImpl(PooledLatentImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         CPUMLAImpl.__init__(self, *args, **kwargs)  # type: ignore[arg-type]
         self._sm_count = 4
+
+
+class StandInDeltaNet(states.DeltaNetCore):
+    """With prompts computed by what vLLM has on CPUs, where states are transposed."""
+
+    def stock(self, *given: torch.Tensor) -> None:
+        layer = self.layer
+        if self.metadata() is None:
+            return
+        inputs, matrices = layer.kv_cache
+        turned = matrices.mT.contiguous()
+        layer.kv_cache = inputs, turned.view(matrices.shape)
+        cpu_gdn_attention_core(*given, layer.prefix)
+        matrices.copy_(turned.mT)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        # vLLM packs the other one on CPUs.
+        return self.layer.conv1d._cpu_unpacked_conv_weight
+
+
+states.DeltaNetCore = StandInDeltaNet
+QwenGatedDeltaNetAttention.forward_cpu = QwenGatedDeltaNetAttention.forward_cuda
 
 
 class StandInRunner(PooledGPUModelRunner, AheadOnHost, CPUModelRunner):

@@ -3,7 +3,8 @@
 Several requests at once, prompts of several chunks, a repeated prompt that hits the prefix cache, decodes of different
 lengths, a restart of the memory manager in between. Once with weights from the checkpoint, once with weights that
 another process holds; and both with weights of 4 bits, of which vLLM makes another form when they are loaded. Once
-with asynchronous scheduling. Then both with models of other kinds of attention: with sinks, and of latents.
+with asynchronous scheduling. Then both with models of other kinds of attention, with sinks and of latents, and with
+models whose layers keep states.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from muxserve.cluster.machine import this_machine
 from tests.support.tiny_checkpoint import Kind, tiny_checkpoint
 
@@ -31,8 +34,8 @@ QUESTIONS = ["What is 12 + 7?", "hello", "What is 3 + 4? " * 20, "What is 9 - 2?
 TOKENS = [20, 33, 9, 25, 14]
 # Far more than all of them take.
 MOST_STEPS = 5000
-# Models whose attention has sinks, and latents in place of K and V.
-OTHERS: tuple[Kind, ...] = ("gpt_oss", "deepseek_v3")
+# Models whose attention has sinks, or latents in place of K and V; and those with states.
+OTHERS: tuple[Kind, ...] = ("gpt_oss", "deepseek_v3", "granite_hybrid", "nemotron_h", "qwen3_5")
 
 
 def stock(checkpoint: Path = MODEL) -> list[list[int]]:
@@ -80,7 +83,9 @@ def served(checkpoint: Path, **changes: Any) -> Any:
     """A model of the fleet."""
     from tests.engine.harness import deployed_model
 
-    return deployed_model("m", checkpoint, **changes)
+    model = deployed_model("m", checkpoint, **changes)
+    # Each layer's state begins with a page.
+    return msgspec.structs.replace(model, state_blocks=2 * model.state_blocks)
 
 
 def without_repacking() -> None:

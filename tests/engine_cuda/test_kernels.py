@@ -43,6 +43,6 @@ def test_interpreted_kernels_do_as_plain_torch(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_kernels_compile_to_machine_code(tmp_path: Path) -> None:
     lines = run("compiled.py", tmp_path).splitlines()
-    for name in ("fold_requests", "gather_tables", "store_kv", "scatter_rows"):
+    for name in ("fold_requests", "gather_tables", "store_kv", "scatter_rows", "delta_rule_step", "state_space_step"):
         for capability in (80, 90):
             assert any(line.startswith(f"sm_{capability} {name}") for line in lines), (name, capability)

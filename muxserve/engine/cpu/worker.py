@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import os
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,15 @@ from vllm.config import CompilationMode, SpeculativeConfig, VllmConfig
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.utils import bind_kv_cache
 
 from muxserve.engine.binding import bind_worker, current
 from muxserve.engine.cpu import adapters, attention, latent, ngrams, weight_files, weight_packing
 from muxserve.engine.cpu.ahead import AheadOnHost
-from muxserve.engine.cpu.states import StateSlots
+from muxserve.engine.cpu.states import MappedStates
 from muxserve.engine.runner import ResumingRunner
-from muxserve.engine.states import split
 
 adapters.register()
 attention.register()
@@ -37,10 +35,7 @@ weight_packing.register()
 class PooledCPUModelRunner(ResumingRunner, AheadOnHost, CPUModelRunner):
     """Binds every layer to the whole pool, and those that keep a state to the slots of states on it."""
 
-    # Of the model's layers those that keep a state, and where the states are.
-    _state_specs: dict[str, MambaSpec]
-    _block_tokens: int
-    _states: StateSlots | None = None
+    states: MappedStates | None = None
     speculative_config: SpeculativeConfig | None
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -73,7 +68,6 @@ class PooledCPUModelRunner(ResumingRunner, AheadOnHost, CPUModelRunner):
         self.uniform_decode_query_len = 1
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        self._block_tokens = self.cache_config.block_size
         super().load_model(*args, **kwargs)
         if not get_pp_group().is_first_rank:
             # What comes from the stage before is copied into it. Stock vLLM makes it when it compiles, and an eager
@@ -82,34 +76,8 @@ class PooledCPUModelRunner(ResumingRunner, AheadOnHost, CPUModelRunner):
                 batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
             )
 
-    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """Without the layers that keep a state: of these the scheduler knows no tokens, but so many blocks of each
-        sequence. A block has as many tokens as was planned; vLLM would have made a page as large as a state."""
-        self.cache_config.block_size = self._block_tokens
-        self.cache_config.mamba_page_size_padded = None
-        specs, self._state_specs = split(super().get_kv_cache_spec())
-        return specs
-
-    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
-        """With the layers that keep a state as a group of their own, in which a slot counts as a block."""
-        if self._state_specs:
-            self._states = StateSlots(self._state_specs, self.scheduler_config.max_num_seqs)
-            group = KVCacheGroupSpec([*self._state_specs], next(iter(self._state_specs.values())))
-            kv_cache_config = replace(kv_cache_config, kv_cache_groups=[*kv_cache_config.kv_cache_groups, group])
-        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
-
-    def _update_states(self, scheduler_output: Any) -> Any:
-        if self._states is not None:
-            self._states.follow(scheduler_output)
-            self._states.restore(scheduler_output)
-        return super()._update_states(scheduler_output)
-
-    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        """Keeps snapshots of the states as they are behind this step."""
-        result = super().execute_model(scheduler_output, *args, **kwargs)
-        if self._states is not None:
-            self._states.keep(scheduler_output)
-        return result
+    def _make_states(self, specs: dict[str, MambaSpec]) -> MappedStates:
+        return MappedStates(specs, self.scheduler_config.max_num_seqs)
 
     def initialize_kv_cache_tensors(
         self,
@@ -123,8 +91,8 @@ class PooledCPUModelRunner(ResumingRunner, AheadOnHost, CPUModelRunner):
         """Bind the layers to the pool of a restarted memory manager, which is another piece of memory."""
         self.kv_caches.clear()
         self.reset_encoder_cache()
-        if self._states is not None:
-            self._states.forget()
+        if self.states is not None:
+            self.states.forget()
         self._bind_pool(self.kv_cache_config)
 
     def _bind_pool(self, kv_cache_config: KVCacheConfig) -> dict[str, torch.Tensor]:
@@ -139,8 +107,8 @@ class PooledCPUModelRunner(ResumingRunner, AheadOnHost, CPUModelRunner):
         else:
             pool = pool.view(-1, 1, spec.block_size, 2 * spec.head_size)
         kv_caches = dict.fromkeys(group.layer_names, pool)
-        if self._states is not None:
-            kv_caches |= self._states.of_layers()
+        if self.states is not None:
+            kv_caches |= self.states.of_layers()
         bind_kv_cache(
             kv_caches,
             self.compilation_config.static_forward_context,

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.sampling_params import SamplingParams
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, MambaSpec, MLAAttentionSpec
 from vllm.v1.worker import workspace
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import bind_kv_cache
@@ -22,7 +22,9 @@ from muxserve.engine.cuda.attention import PooledFlashMetadataBuilder
 from muxserve.engine.cuda.graphs import ContextGraphs
 from muxserve.engine.cuda.latent import PooledLatentMetadataBuilder
 from muxserve.engine.cuda.page_table import DevicePageTable, new_blocks
+from muxserve.engine.cuda.states import PagedStates
 from muxserve.engine.runner import ResumingRunner
+from muxserve.engine.states import pages_for
 
 # vLLM winds a generator back by this when it throws a sampled token away.
 _STOCK_REWIND = 4
@@ -55,10 +57,18 @@ class PooledGPUModelRunner(ResumingRunner, GPUModelRunner):
 
     _freeze_gc = staticmethod(without_collecting)
 
+    states: PagedStates | None = None
     page_table: DevicePageTable | None = None
     # Of each set of SMs that the engine has; None: it has all.
     graphs: ContextGraphs | None = None
     _offset_per_token: int | None = None
+
+    def _make_states(self, specs: dict[str, MambaSpec]) -> PagedStates:
+        """Raises ValueError if they are larger than their blocks."""
+        page_bytes = current().view.pool.shape[1]
+        made = PagedStates(specs, self.scheduler_config.max_num_seqs, page_bytes, self.device)
+        pages_for(made.pages * page_bytes)
+        return made
 
     # ------------------------------------------------------------ pool and page table
 
@@ -74,6 +84,8 @@ class PooledGPUModelRunner(ResumingRunner, GPUModelRunner):
         """Bind the layers to the pool of a restarted memory manager and forget what is known of its page table."""
         before = self.kv_caches[0].data_ptr()
         self.kv_caches.clear()
+        if self.states is not None:
+            self.states.forget()
         self._bind_pool(self.kv_cache_config)
         moved = self.kv_caches[0].data_ptr() != before
         if moved and self.compilation_config.cudagraph_mode.has_full_cudagraphs():
@@ -111,8 +123,12 @@ class PooledGPUModelRunner(ResumingRunner, GPUModelRunner):
         tables = None
         for attention_group in self._attn_group_iterator():
             for builder in attention_group.metadata_builders:
-                assert isinstance(builder, PooledFlashMetadataBuilder | PooledLatentMetadataBuilder)
-                tables = builder.bind(self.page_table.table, group.layer_names, tables)
+                # Those of layers with states are vLLM's.
+                if isinstance(builder, PooledFlashMetadataBuilder | PooledLatentMetadataBuilder):
+                    tables = builder.bind(self.page_table.table, group.layer_names, tables)
+        assert tables is not None, "our backends compute attention"
+        if self.states is not None:
+            self.states.bind(memory, self.compilation_config.static_forward_context)
         kv_caches = dict.fromkeys(group.layer_names, pool)
         bind_kv_cache(
             kv_caches,

@@ -173,3 +173,206 @@ def scatter_rows_kernel(staging_ptr, table_ptr, WIDTH: tl.constexpr, BLOCK: tl.c
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     page = tl.load(staged + 1 + column, mask=column < WIDTH, other=0)
     tl.store(table_ptr + block * WIDTH + column, page, mask=column < WIDTH)
+
+
+@triton.jit(do_not_specialize=["slot_stride", "first"])
+def copy_states_kernel(
+    pool_ptr,
+    pages_ptr,
+    slots_ptr,
+    states_ptr,
+    slot_stride,
+    first,
+    words,
+    PAGES: tl.constexpr,
+    PAGE_WORDS: tl.constexpr,
+    TO_POOL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Some words of one sequence's states from its pages to where all of them lie together, or back."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row * slot_stride).to(tl.int64)
+    if slot > 0:
+        word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = word < words
+        page = tl.load(pages_ptr + slot * PAGES + (first + word) // PAGE_WORDS, mask=inside, other=0).to(tl.int64)
+        place = pool_ptr + page * PAGE_WORDS + (first + word) % PAGE_WORDS
+        held = states_ptr + row * words + word
+        if TO_POOL:
+            tl.store(place, tl.load(held, mask=inside, other=0), mask=inside)
+        else:
+            tl.store(held, tl.load(place, mask=inside, other=0), mask=inside)
+
+
+@triton.jit(do_not_specialize=["input_stride", "slot_stride", "first"])
+def convolve_step_kernel(
+    inputs_ptr,
+    weight_ptr,
+    bias_ptr,
+    pool_ptr,
+    pages_ptr,
+    slots_ptr,
+    out_ptr,
+    input_stride,
+    slot_stride,
+    first,
+    PAGES: tl.constexpr,
+    PAGE_NUMBERS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TAP_STRIDE: tl.constexpr,
+    CHANNEL_STRIDE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Some channels of one sequence: its kept inputs and the new one, weighted; each moves to the place before."""
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < CHANNELS
+    slot = tl.load(slots_ptr + row * slot_stride).to(tl.int64)
+    held = inside & (slot > 0)
+    given = tl.load(inputs_ptr + row * input_stride + channel, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + channel * WIDTH + WIDTH - 1, mask=inside, other=0.0)
+    kept = given.to(pool_ptr.dtype.element_ty)
+    summed = kept.to(tl.float32) * weight.to(tl.float32)
+    # From the last to the first: the input of a place comes from the one behind it.
+    for back in tl.static_range(WIDTH - 1):
+        tap = WIDTH - 2 - back
+        at = first + tap * TAP_STRIDE + channel * CHANNEL_STRIDE
+        page = tl.load(pages_ptr + slot * PAGES + at // PAGE_NUMBERS, mask=held, other=0).to(tl.int64)
+        place = pool_ptr + page * PAGE_NUMBERS + at % PAGE_NUMBERS
+        before = tl.load(place, mask=held, other=0.0)
+        tl.store(place, kept, mask=held)
+        weight = tl.load(weight_ptr + channel * WIDTH + tap, mask=inside, other=0.0)
+        summed += before.to(tl.float32) * weight.to(tl.float32)
+        kept = before
+    if HAS_BIAS:
+        summed += tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+    result = tl.where(held, summed * tl.sigmoid(summed), 0.0)
+    tl.store(out_ptr + row * CHANNELS + channel, result.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), which is x for large x."""
+    return tl.where(x <= 20.0, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))), x)
+
+
+@triton.jit(do_not_specialize=["mixed_stride", "slot_stride", "first_page"])
+def delta_rule_step_kernel(
+    mixed_ptr,
+    decay_ptr,
+    gate_ptr,
+    decay_log_ptr,
+    decay_bias_ptr,
+    pool_ptr,
+    pages_ptr,
+    slots_ptr,
+    out_ptr,
+    mixed_stride,
+    slot_stride,
+    first_page,
+    scale,
+    PAGES: tl.constexpr,
+    PAGE_NUMBERS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    TILE: tl.constexpr,
+    PADDED_KEYS: tl.constexpr,
+):
+    """A tile of the state of one head of one sequence, on one page."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) // (VALUES // TILE)
+    value = tl.program_id(1) % (VALUES // TILE) * TILE + tl.arange(0, TILE)
+    target = out_ptr + (row * HEADS + head) * VALUES + value
+    slot = tl.load(slots_ptr + row * slot_stride).to(tl.int64)
+    if slot > 0:
+        key = tl.arange(0, PADDED_KEYS)
+        known = key < KEYS
+        begin = tl.program_id(1) * TILE * KEYS
+        page = tl.load(pages_ptr + slot * PAGES + first_page + begin // PAGE_NUMBERS).to(tl.int64)
+        index = tl.arange(0, TILE)[:, None] * KEYS + key[None, :]
+        place = pool_ptr + page * PAGE_NUMBERS + begin % PAGE_NUMBERS + index
+        inside = known[None, :]
+        state = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+
+        mixed = mixed_ptr + row * mixed_stride
+        of_head = head // (HEADS // KEY_HEADS) * KEYS
+        q = tl.load(mixed + of_head + key, mask=known, other=0.0).to(tl.float32)
+        k = tl.load(mixed + KEY_HEADS * KEYS + of_head + key, mask=known, other=0.0).to(tl.float32)
+        v = tl.load(mixed + 2 * KEY_HEADS * KEYS + head * VALUES + value).to(tl.float32)
+        q = q / tl.sqrt(tl.sum(q * q, 0) + 1e-6) * scale
+        k = k / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
+        grown = tl.load(decay_ptr + row * HEADS + head).to(tl.float32)
+        grown = softplus(grown + tl.load(decay_bias_ptr + head).to(tl.float32))
+        state *= tl.exp(-tl.exp(tl.load(decay_log_ptr + head).to(tl.float32)) * grown)
+        beta = tl.sigmoid(tl.load(gate_ptr + row * HEADS + head).to(tl.float32))
+        missing = beta * (v - tl.sum(state * k[None, :], 1))
+        state += missing[:, None] * k[None, :]
+        tl.store(target, tl.sum(state * q[None, :], 1).to(out_ptr.dtype.element_ty))
+        tl.store(place, state.to(pool_ptr.dtype.element_ty), mask=inside)
+    else:
+        tl.store(target, tl.zeros([TILE], dtype=tl.float32).to(out_ptr.dtype.element_ty))
+
+
+@triton.jit(
+    do_not_specialize=["input_stride", "step_stride", "into_stride", "out_of_stride", "slot_stride", "first_page"]
+)
+def state_space_step_kernel(
+    inputs_ptr,
+    steps_ptr,
+    decay_ptr,
+    into_ptr,
+    out_of_ptr,
+    skip_ptr,
+    step_bias_ptr,
+    pool_ptr,
+    pages_ptr,
+    slots_ptr,
+    out_ptr,
+    input_stride,
+    step_stride,
+    into_stride,
+    out_of_stride,
+    slot_stride,
+    first_page,
+    PAGES: tl.constexpr,
+    PAGE_NUMBERS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUES: tl.constexpr,
+    TILE: tl.constexpr,
+    PADDED_SIZE: tl.constexpr,
+):
+    """A tile of the state of one head of one sequence, on one page."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) // (VALUES // TILE)
+    value = tl.program_id(1) % (VALUES // TILE) * TILE + tl.arange(0, TILE)
+    target = out_ptr + (row * HEADS + head) * VALUES + value
+    slot = tl.load(slots_ptr + row * slot_stride).to(tl.int64)
+    if slot > 0:
+        number = tl.arange(0, PADDED_SIZE)
+        known = number < SIZE
+        begin = tl.program_id(1) * TILE * SIZE
+        page = tl.load(pages_ptr + slot * PAGES + first_page + begin // PAGE_NUMBERS).to(tl.int64)
+        index = tl.arange(0, TILE)[:, None] * SIZE + number[None, :]
+        place = pool_ptr + page * PAGE_NUMBERS + begin % PAGE_NUMBERS + index
+        inside = known[None, :]
+        state = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+
+        of_group = head // (HEADS // GROUPS) * SIZE
+        given = tl.load(inputs_ptr + row * input_stride + head * VALUES + value).to(tl.float32)
+        key = tl.load(into_ptr + row * into_stride + of_group + number, mask=known, other=0.0).to(tl.float32)
+        query = tl.load(out_of_ptr + row * out_of_stride + of_group + number, mask=known, other=0.0).to(tl.float32)
+        step = tl.load(steps_ptr + row * step_stride + head).to(tl.float32)
+        step = softplus(step + tl.load(step_bias_ptr + head).to(tl.float32))
+        state *= tl.exp(step * tl.load(decay_ptr + head).to(tl.float32))
+        state += (step * given)[:, None] * key[None, :]
+        result = tl.sum(state * query[None, :], 1) + tl.load(skip_ptr + head).to(tl.float32) * given
+        tl.store(target, result.to(out_ptr.dtype.element_ty))
+        tl.store(place, state.to(pool_ptr.dtype.element_ty), mask=inside)
+    else:
+        tl.store(target, tl.zeros([TILE], dtype=tl.float32).to(out_ptr.dtype.element_ty))

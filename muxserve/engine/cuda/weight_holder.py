@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from muxserve.engine import binding
-from muxserve.engine.cuda import attention, latent, weights
+from muxserve.engine.cuda import attention, latent, states, weights
 from muxserve.engine.cuda.page_table import STAGED_ROWS, table_bytes
 from muxserve.engine.cuda.runner import PooledGPUModelRunner, token_numbers
 from muxserve.engine.cuda.splits import MAX_PARTIAL_BYTES
@@ -59,6 +59,16 @@ class HolderModelRunner(PooledGPUModelRunner):
         page_bytes = spec.block_size * token_numbers(spec) * spec.dtype.itemsize
         table = np.zeros((1, len(group.layer_names), spec.num_kv_heads), dtype=np.int32)
         return torch.zeros((1, page_bytes), dtype=torch.uint8, device=self.device), table
+
+    def _make_states(self, specs: dict[str, MambaSpec]) -> states.PagedStates:
+        page_bytes = page_bytes_of(self.vllm_config)
+        return states.PagedStates(specs, self.scheduler_config.max_num_seqs, page_bytes, self.device)
+
+
+def page_bytes_of(vllm_config: VllmConfig) -> int:
+    """Bytes of the pages that the model will have."""
+    unit_spec, model, _ = binding.place_of(vllm_config)
+    return unit_spec.pool(unit_spec.model(model).pool).page_bytes
 
 
 class HolderWorker(PooledGPUWorker):
@@ -145,7 +155,14 @@ class HolderWorker(PooledGPUWorker):
             # With the buffers that a runner has from the start, and what attention needs, which was left out: folded
             # tables, partial results, staged rows. Before its first step an engine rebuilds its modules there.
             "activation_bytes": (
-                max(peak, self._rebuilding) + self._before_weights + tables.bytes + partial + STAGED_ROWS * row_bytes
+                max(peak, self._rebuilding)
+                + self._before_weights
+                + tables.bytes
+                + partial
+                + STAGED_ROWS * row_bytes
+                + states.workspace_bytes(
+                    self.vllm_config, self.model_runner.state_specs, page_bytes_of(self.vllm_config)
+                )
             ),
             "context_bytes": context,
             "graph_bytes": graphs,
