@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,7 +56,10 @@ class StandInLatentImpl(PooledLatentImpl):
 
 
 class StandInDeltaNet(states.DeltaNetCore):
-    """With prompts computed by what vLLM has on CPUs, where states are transposed."""
+    """With all steps computed by what vLLM has on CPUs, where states are transposed: it rounds otherwise than we."""
+
+    def __init__(self, layer: Any, place: states.StatePlace, held: states.PagedStates) -> None:
+        super().__init__(layer, replace(place, tile=0), held)
 
     def stock(self, *given: torch.Tensor) -> None:
         layer = self.layer
@@ -66,11 +70,6 @@ class StandInDeltaNet(states.DeltaNetCore):
         layer.kv_cache = inputs, turned.view(matrices.shape)
         cpu_gdn_attention_core(*given, layer.prefix)
         matrices.copy_(turned.mT)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        # vLLM packs the other one on CPUs.
-        return self.layer.conv1d._cpu_unpacked_conv_weight
 
 
 states.DeltaNetCore = StandInDeltaNet

@@ -35,7 +35,8 @@ TOKENS = [20, 33, 9, 25, 14]
 # Far more than all of them take.
 MOST_STEPS = 5000
 # Models whose attention has sinks, or latents in place of K and V; and those with states.
-OTHERS: tuple[Kind, ...] = ("gpt_oss", "deepseek_v3", "granite_hybrid", "nemotron_h", "qwen3_5")
+STATEFUL: tuple[Kind, ...] = ("granite_hybrid", "nemotron_h", "qwen3_5")
+OTHERS: tuple[Kind, ...] = ("gpt_oss", "deepseek_v3", *STATEFUL)
 
 
 def stock(checkpoint: Path = MODEL) -> list[list[int]]:
@@ -84,8 +85,11 @@ def served(checkpoint: Path, **changes: Any) -> Any:
     from tests.engine.harness import deployed_model
 
     model = deployed_model("m", checkpoint, **changes)
-    # Each layer's state begins with a page.
-    return msgspec.structs.replace(model, state_blocks=2 * model.state_blocks)
+    # Each layer's state begins with a page. Prompts may go on behind a snapshot.
+    stateful = bool(model.state_blocks)
+    return msgspec.structs.replace(
+        model, state_blocks=2 * model.state_blocks, prefix_caching=stateful or model.prefix_caching
+    )
 
 
 def without_repacking() -> None:
@@ -139,12 +143,25 @@ def ours(
             config = config_of({**options, "worker_cls": "tests.engine_cuda.cpu_stand_in.StandInWorker"})
             # Which vLLM's platform for CPUs switches off for latent attention.
             config.scheduler_config.enable_chunked_prefill = True
+            config.cache_config.enable_prefix_caching = model.prefix_caching
             core = EngineCore(config, ThreadedExecutor, log_stats=False)
             if ahead:
                 core.model_executor.begin_thread(lambda: None)
                 core.model_executor.collective_rpc("schedule_ahead")
             first = run(core, place, prompts)
-            table = core.model_executor.driver_worker.worker.model_runner.page_table
+            runner = core.model_executor.driver_worker.worker.model_runner
+            table = runner.page_table
+            snapshots = 0
+            if runner.states is not None:
+                copy = runner.states.copy
+
+                def counted(*pages: Any) -> None:
+                    nonlocal snapshots
+                    snapshots += 1
+                    copy(*pages)
+
+                runner.states.copy = counted
+                assert all(place.tile for place in runner.states.places.values()), "decode steps are on pages"
             uploads = table.uploaded_rows
             again = run(core, place, prompts)
 
@@ -164,6 +181,7 @@ def ours(
                 "after": run(core, place, prompts),
                 "known_after_restart": known,
                 "uploads": uploads,
+                "snapshots": snapshots,
             }
         finally:
             manager.kill()

@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from muxserve.cluster.machine import this_machine
 from muxserve.engine.cuda import runner as runners
 from muxserve.engine.cuda.runner import PooledGPUModelRunner
-from tests.engine_cuda.serve_on_cpu import OTHERS
+from tests.engine_cuda.serve_on_cpu import OTHERS, STATEFUL
 
 
 def test_tokens_are_those_of_stock_vllm(served: Path) -> None:
@@ -36,12 +36,14 @@ def test_tokens_are_those_of_stock_vllm(served: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_so_are_those_of_other_kinds_of_attention(served: Path, kind: str) -> None:
+def test_so_are_those_of_other_kinds(served: Path, kind: str) -> None:
+    """Of sinks, latents and states; prompts that begin alike go on behind a snapshot of the states."""
     expected = json.loads((served / f"stock-{kind}.json").read_text())
     for weights in (kind, f"held-{kind}"):
         answers = json.loads((served / f"{weights}.json").read_text())
         for run in ("first", "again", "after"):
             assert answers[run] == expected, (weights, run)
+        assert bool(answers["snapshots"]) == (kind in STATEFUL)
 
 
 @pytest.mark.skipif(not this_machine().avx512, reason="vLLM's kernels for int4 on CPU need AVX-512")
