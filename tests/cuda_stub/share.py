@@ -47,6 +47,16 @@ GLM = {**LATENT, "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm
 SINKS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 8,
          "num_experts_per_tok": 2, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"],
          "rope_parameters": {**YARN, "truncate": False}}  # fmt: skip
+SPACES = {"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid",
+          "layer_types": ["mamba", "attention"], "position_embedding_type": "nope", "mamba_n_heads": 16,
+          "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 64, "mamba_chunk_size": 64, "mamba_expand": 2,
+          "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024}  # fmt: skip
+DELTA = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text",
+         "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 8, "linear_num_key_heads": 4,
+         "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4,
+         "mamba_ssm_dtype": "float32"}  # fmt: skip
+NEXT = {**DELTA, "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}  # fmt: skip
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 
@@ -89,6 +99,10 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "latents of GLM": (GLM, None),
     "sinks": (SINKS, None),
     "sinks, mxfp4": (SINKS, {"quant_method": "mxfp4"}),
+    "state spaces": (SPACES, None),
+    "delta nets": (DELTA, None),
+    "delta nets, fp8": (DELTA, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
+    "delta nets, experts": (NEXT, None),
     "dense, 2 ranks": ({}, None),
     "experts, 2 ranks": (EXPERTS, None),
     "fp8, 2 ranks": ({}, {"quant_method": "fp8", "activation_scheme": "dynamic"}),

@@ -22,7 +22,7 @@ from muxserve.engine.cuda.attention import PooledFlashMetadataBuilder
 from muxserve.engine.cuda.graphs import ContextGraphs
 from muxserve.engine.cuda.latent import PooledLatentMetadataBuilder
 from muxserve.engine.cuda.page_table import DevicePageTable, new_blocks
-from muxserve.engine.cuda.states import PagedStates
+from muxserve.engine.cuda.states import PagedStates, keep_own_kernels
 from muxserve.engine.runner import ResumingRunner
 from muxserve.engine.states import pages_for
 
@@ -62,6 +62,11 @@ class PooledGPUModelRunner(ResumingRunner, GPUModelRunner):
     # Of each set of SMs that the engine has; None: it has all.
     graphs: ContextGraphs | None = None
     _offset_per_token: int | None = None
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        if self.model_config.is_hybrid:
+            keep_own_kernels()
+        super().load_model(*args, **kwargs)
 
     def _make_states(self, specs: dict[str, MambaSpec]) -> PagedStates:
         """Raises ValueError if they are larger than their blocks."""

@@ -19,11 +19,10 @@ import numpy.typing as npt
 import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
-from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from muxserve.engine.cuda import kernels
@@ -111,9 +110,8 @@ class PagedStates(StateSlots):
         """From now on the states lie in `pool`, uint8 [pages, page bytes], and `layers`, by name, find them there."""
         self._pool = pool
         for name, place in self.places.items():
-            layer = layers[name]
-            kind = DeltaNetCore if isinstance(layer, QwenGatedDeltaNetAttention) else StateSpaceCore
-            kind.put_into(layer, place, self)
+            delta_net = layers[name].mamba_type == MambaAttentionBackendEnum.GDN_ATTN
+            (DeltaNetCore if delta_net else StateSpaceCore).put_into(layers[name], place, self)
 
     def pool_of(self, dtype: torch.dtype) -> torch.Tensor:
         """The pool as numbers of a type, [pages, numbers]."""
@@ -310,9 +308,12 @@ def workspace_bytes(vllm_config: VllmConfig, specs: Mapping[str, MambaSpec], pag
     return table + COPIES * together * max(place.bytes for place in places.values())
 
 
-def register() -> None:
+def keep_own_kernels() -> None:
     """Have prompts of gated delta nets computed by vLLM's own kernels, unless told otherwise: where it takes others,
-    these are compiled when they are first used, which takes the CUDA toolkit."""
+    these are compiled when they are first used, which takes the CUDA toolkit. To be called before the model is made,
+    but not before forks: what is imported here initialises CUDA."""
+    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
+
     stock = qwen_gdn_linear_attn._resolve_gdn_prefill_backend
 
     def resolved(vllm_config: VllmConfig) -> Any:

@@ -14,7 +14,7 @@ from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
 from muxserve.engine import binding
-from muxserve.engine.cuda import attention, latent, mapped_weights, states, weights
+from muxserve.engine.cuda import attention, latent, mapped_weights, weights
 from muxserve.engine.cuda.graphs import ContextGraphs
 from muxserve.engine.cuda.runner import PooledGPUModelRunner
 from muxserve.gpu import sm
@@ -32,7 +32,6 @@ _WARM_UP, _FAMILY = "vllm.model_executor.warmup.minimax_m3_msa_warmup", "vllm.mo
 
 attention.register()
 latent.register()
-states.register()
 weights.register_loader()
 
 
