@@ -139,8 +139,9 @@ def main() -> None:
     os.environ.update(warm_parent.environment())
     control = Control(socket.socket(fileno=args.control_fd))
     try:
-        preload(local[0].device if local else "cpu")
-        warm_parent.register(fleet.models)
+        device = local[0].device if local else "cpu"
+        preload(device)
+        warm_parent.register(fleet.models, device)
     except Exception as error:
         control.event("failed", kind="vllm", error=words(error))
         raise

@@ -86,11 +86,14 @@ def prepare_workers() -> None:
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
 
 
-def register(models: Iterable[ModelSpec]) -> None:
-    """Look at the models' classes here: vLLM would start a Python process per class, the first time on a machine."""
+def register(models: Iterable[ModelSpec], device: str) -> None:
+    """Look at the models' classes here: vLLM would start a Python process per class, the first time on a machine.
+
+    On GPUs not at those with states: vLLM asks for the GPU's capability when it imports their kernels, and this process
+    must not touch CUDA, since it forks."""
     from muxserve.gateway import seam
 
-    seam.register_architectures(model.path for model in models)
+    seam.register_architectures(model.path for model in models if device == "cpu" or not model.state_blocks)
 
 
 class WarmParent:
@@ -147,7 +150,7 @@ class WarmParent:
             self.unit_spec = load(self.path)
             os.environ.update(parent_environment(self.unit_spec))
             try:
-                register([self.unit_spec.model(model)])
+                register([self.unit_spec.model(model)], self.unit_spec.device)
             except Exception:
                 # Its engines say why they cannot start; those of the others go on.
                 log.exception("%s cannot be looked at", model)
@@ -331,7 +334,7 @@ def run(file: str, control: Control) -> None:
     unit_spec = load(file)
     os.environ.update(parent_environment(unit_spec))
     try:
-        register(unit_spec.models)
+        register(unit_spec.models, unit_spec.device)
     except Exception as error:
         control.event("failed", kind="warm_parent", error=words(error))
         raise

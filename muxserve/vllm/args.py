@@ -321,6 +321,8 @@ def environment() -> dict[str, str]:
         # An engine that may use more threads makes its team after it was forked.
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # Which variant of a kernel is the fastest is tried once, and not by each engine that starts.
+        "TRITON_CACHE_AUTOTUNING": os.environ.get("TRITON_CACHE_AUTOTUNING", "1"),
         "VLLM_MAX_IMAGE_PIXELS": os.environ.get("VLLM_MAX_IMAGE_PIXELS", str(MOST_PIXELS)),
         # Of compiled grammars, in each engine; vLLM's own 512 MiB may be more than all else in a small one.
         "VLLM_XGRAMMAR_CACHE_MB": os.environ.get("VLLM_XGRAMMAR_CACHE_MB", "64"),

@@ -228,7 +228,8 @@ E cudaStreamCreateWithFlags(void** made, unsigned flags) { (void)flags; return c
 E cudaStreamCreateWithPriority(void** made, unsigned flags, int at) { (void)flags; (void)at; return cudaStreamCreate(made); }
 E cudaEventCreate(void** made) { return number(made); }
 E cudaEventCreateWithFlags(void** made, unsigned flags) { (void)flags; return number(made); }
-E cudaEventElapsedTime(float* found, void* a, void* b) { (void)a; (void)b; *found = 1; return 0; }
+// Long enough for Triton, which tries variants of a kernel, to try each of them once.
+E cudaEventElapsedTime(float* found, void* a, void* b) { (void)a; (void)b; *found = 1000; return 0; }
 E cudaEventRecord(void* event, void* stream) { DRIVER(void, stub_record, void*, void*)(event, stream); return 0; }
 E cudaEventRecordWithFlags(void* event, void* stream, unsigned flags) { (void)flags; return cudaEventRecord(event, stream); }
 E cudaStreamWaitEvent(void* stream, void* event, unsigned flags) {

@@ -91,10 +91,11 @@ def with_mps(base: Environment, directory: Path) -> Environment:
 
 def _environment(directory: Path) -> Environment:
     compile_library(directory / "libnvidia-ml.so.1", "-x", "c", HERE / "libnvml.c")
+    shutil.copy(HERE / "sitecustomize.py", directory)
     return {
         **os.environ,
         "LD_LIBRARY_PATH": str(directory),
-        "PYTHONPATH": f"{WHEELS}:{ROOT}",
+        "PYTHONPATH": f"{directory}:{WHEELS}:{ROOT}",
         # Else vLLM leaves FlashInfer alone, which initialises CUDA when it is imported.
         "VLLM_HAS_FLASHINFER_CUBIN": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",

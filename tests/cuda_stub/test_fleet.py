@@ -27,7 +27,7 @@ from tests.cuda_stub.stand_ins import ROOT, WHEELS
 from tests.cuda_stub.trace import Trace
 from tests.e2e.fleet import Fleet
 from tests.support.patience import PATIENCE
-from tests.support.tiny_checkpoint import tiny_checkpoint
+from tests.support.tiny_checkpoint import Kind, tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(not (WHEELS / ".installed").exists(), reason="needs vLLM's CUDA build: make cuda-stub")
 
@@ -269,6 +269,12 @@ def test_models_come_and_go_where_memory_decides(deploy: Start, tmp_path: Path) 
         assert said(fleet, "weights of atlas: loading weights") == 2, "once each time"
 
 
+def computing(fleet: Fleet, name: str, before: int) -> int:
+    """`prefilled` when the unit has told of more than `before`."""
+    fleet.wait(lambda: prefilled(fleet, name) > before, PATIENCE, "told of its steps")
+    return prefilled(fleet, name)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_models_with_sinks_and_with_latents_share_gpus(deploy: Start, ranks: int) -> None:
     """With graphs of whole decode batches. A prompt of latents is computed in two chunks, the second beside what the
@@ -287,10 +293,30 @@ def test_models_with_sinks_and_with_latents_share_gpus(deploy: Start, ranks: int
         for _ in range(2):
             before = prefilled(fleet, "latents")
             assert length(stream(fleet, "latents", tokens=8, prompt=prompt)) == 8
-            fleet.wait(lambda before=before: prefilled(fleet, "latents") > before, PATIENCE, "told of its steps")
-            computed.append(prefilled(fleet, "latents") - before)
+            computed.append(computing(fleet, "latents", before) - before)
         # Three blocks of 64 tokens were found.
         assert computed[0] - computed[1] == 192
+
+
+def test_models_with_states_share_a_gpu(deploy: Start) -> None:
+    """With graphs of whole decode batches. A prompt that is known goes on behind a snapshot of its states."""
+    kinds: dict[str, Kind] = {"spaces": "granite_hybrid", "deltas": "qwen3_5"}
+    options = {"engine_args": WHOLE, "max_num_batched_tokens": 128, "prefix_caching": True}
+    models = [model(name, path=str(tiny_checkpoint(kind)), **options) for name, kind in kinds.items()]
+    with deploy(*models, gpus=1, mps="off") as fleet:
+        for name in kinds:
+            assert length(stream(fleet, name)) == TOKENS
+            assert through(fleet, name, lambda name=name: fleet.kill(f"{name}/decode")) == TOKENS
+            fleet.wait_healthy()
+            assert through(fleet, name, lambda: fleet.kill("memory manager")) == TOKENS
+            fleet.wait_healthy()
+            prompt = PROMPT + 160 * "."
+            computed = []
+            for _ in range(3):
+                before = prefilled(fleet, name)
+                assert length(stream(fleet, name, tokens=8, prompt=prompt)) == 8
+                computed.append(computing(fleet, name, before) - before)
+            assert computed[2] < computed[0] / 2, computed
 
 
 def test_two_ranks_go_on_when_the_mps_server_is_in_fault(deploy: Start) -> None:
