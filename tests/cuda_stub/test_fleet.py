@@ -308,7 +308,7 @@ def test_models_with_states_share_a_gpu(deploy: Start) -> None:
             assert length(stream(fleet, name)) == TOKENS
             assert through(fleet, name, lambda name=name: fleet.kill(f"{name}/decode")) == TOKENS
             fleet.wait_healthy()
-            assert through(fleet, name, lambda: fleet.kill("memory manager")) == TOKENS
+            assert through(fleet, name, lambda: fleet.kill("muxserve-memory-manager", "--socket")) == TOKENS
             fleet.wait_healthy()
             prompt = PROMPT + 160 * "."
             computed = []
