@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from muxserve.vllm.pin import Internal, differences
+from muxserve.vllm.pin import Internal, differences, refuse
 
 _FLASH = "vllm.v1.attention.backends.flash_attn"
 _LOADER = "vllm.model_executor.model_loader"
@@ -156,7 +156,47 @@ INTERNALS: list[Internal] = [
     ("vllm.v1.executor.abstract", "Executor.register_failure_callback", ("callback",)),
 ]
 
+_LAYERS = "vllm.model_executor.layers.mamba"
+# Of layers that keep states. Importing them touches CUDA, so they are looked at when such a model is loaded.
+STATES: list[Internal] = [
+    (
+        f"{_LAYERS}.gdn.qwen_gdn_linear_attn",
+        "QwenGatedDeltaNetAttention._forward_core",
+        ("mixed_qkv", "b", "a", "core_attn_out"),
+    ),
+    (f"{_LAYERS}.gdn.qwen_gdn_linear_attn", "_resolve_gdn_prefill_backend", ("vllm_config",)),
+    (f"{_LAYERS}.mamba_mixer2", "MambaMixer2.conv_ssm_forward", ("projected_states", "output")),
+    (f"{_LAYERS}.mamba_utils", "is_conv_state_dim_first", ()),
+    (f"{_LAYERS}.abstract", "MambaBase.mamba_type", ()),
+    (
+        "vllm.v1.attention.backends.gdn_attn",
+        "GDNAttentionMetadata",
+        (
+            "num_prefills",
+            "num_decodes",
+            "num_actual_tokens",
+            "non_spec_state_indices_tensor",
+            "prefill_state_indices",
+        ),
+    ),
+    (
+        "vllm.v1.attention.backends.mamba2_attn",
+        "Mamba2AttentionMetadata",
+        ("num_prefills", "num_decodes", "num_decode_tokens", "state_indices_tensor_d", "state_indices_tensor_p"),
+    ),
+    ("vllm.forward_context", "ForwardContext", ("attn_metadata",)),
+]
+
 
 def problems() -> list[str]:
     """What differs from the vLLM that the CUDA engine was written for, in words; empty when all is well."""
     return differences(INTERNALS)
+
+
+def check_states() -> None:
+    """The same of layers that keep states.
+
+    Raises:
+        RuntimeError: says what differs and which version to install.
+    """
+    refuse(differences(STATES))

@@ -299,8 +299,9 @@ def test_models_with_sinks_and_with_latents_share_gpus(deploy: Start, ranks: int
 
 
 def test_models_with_states_share_a_gpu(deploy: Start) -> None:
-    """With graphs of whole decode batches. A prompt that is known goes on behind a snapshot of its states."""
-    kinds: dict[str, Kind] = {"spaces": "granite_hybrid", "deltas": "qwen3_5"}
+    """With graphs of whole decode batches; the text of a multi-modal one, as Qwen3.5 is published. A prompt that is
+    known goes on behind a snapshot of its states."""
+    kinds: dict[str, Kind] = {"spaces": "granite_hybrid", "deltas": "qwen3_5-mm"}
     options = {"engine_args": WHOLE, "max_num_batched_tokens": 128, "prefix_caching": True}
     models = [model(name, path=str(tiny_checkpoint(kind)), **options) for name, kind in kinds.items()]
     with deploy(*models, gpus=1, mps="off") as fleet:

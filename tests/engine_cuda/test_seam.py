@@ -15,6 +15,7 @@ from muxserve.vllm.pin import differences
 
 def test_vllm_s_internals_are_as_expected() -> None:
     assert cuda_internals.problems() == []
+    cuda_internals.check_states()
 
 
 def test_a_difference_is_told_in_words() -> None:

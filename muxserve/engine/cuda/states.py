@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from muxserve.engine.cuda import kernels
 from muxserve.engine.cuda.page_table import DevicePageTable
 from muxserve.engine.states import StateSlots
+from muxserve.vllm.cuda_internals import check_states
 
 # How many times as much memory as a batch's states in one layer its prompts take: copied out of the pages, and what
 # vLLM's kernels begin with and end with.
@@ -311,9 +312,14 @@ def workspace_bytes(vllm_config: VllmConfig, specs: Mapping[str, MambaSpec], pag
 def keep_own_kernels() -> None:
     """Have prompts of gated delta nets computed by vLLM's own kernels, unless told otherwise: where it takes others,
     these are compiled when they are first used, which takes the CUDA toolkit. To be called before the model is made,
-    but not before forks: what is imported here initialises CUDA."""
+    but not before forks: what is imported here initialises CUDA.
+
+    Raises:
+        RuntimeError: vLLM's layers are not those that the steps here were written for.
+    """
     from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 
+    check_states()
     stock = qwen_gdn_linear_attn._resolve_gdn_prefill_backend
 
     def resolved(vllm_config: VllmConfig) -> Any:
