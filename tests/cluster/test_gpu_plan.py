@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from muxserve.config import FleetError, Model, parse_fleet
+from muxserve.costs.architecture import read_architecture
 from muxserve.gpu import unit
 from muxserve.gpu.budget import Needs
 from muxserve.gpu.nvml import Gpu
@@ -100,12 +101,26 @@ def test_another_type_than_the_file_says_is_noted(tmp_path: Path) -> None:
     assert "the fleet file says A100-80GB, but this machine has NVIDIA H200; it is served on that" in made.notes
 
 
-def test_what_only_engines_on_cpu_compute_is_refused(tmp_path: Path) -> None:
+def test_each_layer_s_state_begins_with_a_page_of_a_gpu(tmp_path: Path) -> None:
     plan(tmp_path, "{gpus: 1}")
     (tmp_path / "a" / "config.json").write_text(json.dumps(STATEFUL))
     fleet = parse_fleet(f"cluster: {{gpus: 1}}\nmodels:{MODELS}", "f.yaml", tmp_path, {})
-    with pytest.raises(FleetError, match=r"models\[0\].path: .* needs states of sequences, which engines on GPUs do"):
-        FleetPlanner(fleet, Machine(8, 64 * GIB), lambda: gpus(1)).at_start()
+    made = FleetPlanner(fleet, Machine(8, 64 * GIB, 16 * GIB), lambda: gpus(1)).at_start()[0]
+    spec = unit_spec_of(made, "/run/x")
+    model, states = spec.model("a"), read_architecture(STATEFUL).states
+    assert states is not None
+    pages = states.count * -(-states.layer_bytes("bfloat16") // spec.pool(model.pool).page_bytes)
+    assert model.state_blocks == -(-pages // model.pages_per_block)
+    # As they were planned, whatever the checkpoint says.
+    assert engine_args(spec, "a", "decode")["mamba_ssm_cache_dtype"] == "float32"
+
+
+def test_states_on_several_ranks_are_refused(tmp_path: Path) -> None:
+    plan(tmp_path, "{gpus: 1}")
+    (tmp_path / "a" / "config.json").write_text(json.dumps(STATEFUL))
+    fleet = parse_fleet(f"cluster: {{gpus: 2}}\nmodels:{MODELS}", "f.yaml", tmp_path, {})
+    with pytest.raises(FleetError, match=r"models that keep states are served by engines of one rank"):
+        FleetPlanner(fleet, Machine(8, 64 * GIB), lambda: gpus(2)).at_start()
 
 
 def test_heads_with_which_no_kernel_computes_prompts_from_latents_are_refused(tmp_path: Path) -> None:

@@ -294,4 +294,4 @@ def test_a_model_that_keeps_no_kv_takes_no_pages_and_leaves_the_pool_to_the_othe
     (pool,) = plan_unit([encoder], MACHINE).pools
     assert (pool.num_pages, pool.models) == (2, ())
     with pytest.raises(PlanError, match="served on CPU only"):
-        plan_unit([encoder], MACHINE, pool_bytes=64 * MIB, device="cuda")
+        plan_unit([dataclasses.replace(encoder, device="cuda")], MACHINE, pool_bytes=64 * MIB)
