@@ -26,6 +26,11 @@ _MAX_LEN = (
     "n_ctx",
 )
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_SHARED_WIDTH = (
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+)
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts")
 
 # Rope types whose position limit in config.json is already the scaled one; vLLM multiplies for all others.
@@ -372,6 +377,8 @@ def _gpu_only(config: Mapping[str, object]) -> str:
     if _latent(config) is not None and _rope_type(config) not in _LATENT_ROPES:
         # It takes the stride between two heads for that between two tokens.
         return "latent attention with rotary embeddings that are not scaled as YaRN's are"
+    if config.get("model_type") == "nemotron_h" and "moe" in _layer_types(config):
+        return "experts without a gate"
     return "experts that are chosen by a sigmoid" if _chosen_by_sigmoid(config) else ""
 
 
@@ -433,7 +440,7 @@ def _latent(config: Mapping[str, object]) -> LatentAttention | None:
 
 def _shared_intermediate(config: Mapping[str, object], intermediate: int) -> int:
     """Width of the MLP beside the routed experts, together if there are several."""
-    width = _count(config, ("shared_expert_intermediate_size", "shared_intermediate_size"))
+    width = _count(config, _SHARED_WIDTH)
     if width is not None:
         return width
     return (_count(config, ("n_shared_experts", "num_shared_experts", "num_shared_expert")) or 0) * intermediate
@@ -477,8 +484,6 @@ def _unsupported(config: Mapping[str, object], name: str) -> str | None:
     if config.get("attention_chunk_size"):
         return "it uses chunked attention; only full and sliding-window attention are supported"
     types = set(_layer_types(config))
-    if kind == "nemotron_h" and "moe" in types:
-        return "some of its layers are experts without a gate, which vLLM's kernels on CPU do not compute"
     if kind in _STATEFUL and not (types & _STATE_LAYERS and types & {"attention", "full_attention"}):
         return "layer_types must name layers with attention and layers with states; it has others only"
     known_types = {"full_attention", "attention", "sliding_attention"}

@@ -454,9 +454,16 @@ class TestStates:
             plain = {key: value for key, value in NEMOTRON_H.items() if "pattern" not in key and "layers" not in key}
             assert read_architecture({**plain, "layers_block_type": types}) == a
 
-    def test_experts_without_a_gate_are_refused(self) -> None:
-        with pytest.raises(UnsupportedModelError, match="experts without a gate"):
-            read_architecture({**NEMOTRON_H, "hybrid_override_pattern": "MEM*ME"})
+    def test_experts_without_a_gate_are_for_gpus(self) -> None:
+        """Of Nemotron 3 Nano, which has 31.6 billion weights."""
+        experts = {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 1}
+        widths = {"moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712}
+        sizes = {"hidden_size": 2688, "num_attention_heads": 32, "num_key_value_heads": 2, "mamba_num_heads": 64}
+        pattern = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+        a = read_architecture({**NEMOTRON_H, **experts, **widths, **sizes, "hybrid_override_pattern": pattern})
+        assert (a.gpu_only, a.mlp_layers, a.shared_intermediate) == ("experts without a gate", 23, 3712)
+        assert a.parameters == pytest.approx(31.6e9, rel=0.02)
+        assert not read_architecture(NEMOTRON_H).gpu_only
 
     def test_a_step_reads_and_writes_the_state_of_each_sequence(self) -> None:
         a = read_architecture(GRANITE_4_H)

@@ -57,6 +57,12 @@ DELTA = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text",
          "mamba_ssm_dtype": "float32"}  # fmt: skip
 NEXT = {**DELTA, "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_experts": 8,
         "num_experts_per_tok": 2, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}  # fmt: skip
+NEMOTRON = {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "num_hidden_layers": 4,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "mamba_num_heads": 16,
+            "mamba_head_dim": 64, "n_groups": 2, "ssm_state_size": 64, "chunk_size": 64, "conv_kernel": 4,
+            "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 256,
+            "moe_shared_expert_intermediate_size": 512, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0, "mlp_hidden_act": "relu2"}  # fmt: skip
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 
@@ -100,6 +106,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "sinks": (SINKS, None),
     "sinks, mxfp4": (SINKS, {"quant_method": "mxfp4"}),
     "state spaces": (SPACES, None),
+    "state spaces, experts": (NEMOTRON, None),
     "delta nets": (DELTA, None),
     "delta nets, fp8": (DELTA, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
     "delta nets, experts": (NEXT, None),

@@ -301,9 +301,9 @@ def test_models_with_sinks_and_with_latents_share_gpus(deploy: Start, ranks: int
 def test_models_with_states_share_a_gpu(deploy: Start) -> None:
     """With graphs of whole decode batches; the text of a multi-modal one, as Qwen3.5 is published. A prompt that is
     known goes on behind a snapshot of its states."""
-    kinds: dict[str, Kind] = {"spaces": "granite_hybrid", "deltas": "qwen3_5-mm"}
+    kinds: dict[str, Kind] = {"spaces": "granite_hybrid", "deltas": "qwen3_5-mm", "experts": "nemotron_h-moe"}
     options = {"engine_args": WHOLE, "max_num_batched_tokens": 128, "prefix_caching": True}
-    models = [model(name, path=str(tiny_checkpoint(kind)), **options) for name, kind in kinds.items()]
+    models = [model(name, path=str(tiny_checkpoint(kind, layers=3)), **options) for name, kind in kinds.items()]
     with deploy(*models, gpus=1, mps="off") as fleet:
         for name in kinds:
             assert length(stream(fleet, name)) == TOKENS
