@@ -27,6 +27,9 @@ SIMULATED_WORKER = "muxserve.engine.simulated.SimulatedWorker"
 # them in memory, so that a conversation's are not processed with each turn.
 IMAGES_PER_PROMPT = 8
 IMAGE_CACHE_GIB = 0.25
+# So many prompts are in a step of an engine whose layers keep states: theirs are copied for it, and the memory for that
+# is set aside.
+STATE_PROMPTS = 16
 # The largest image that is decoded, in pixels.
 MOST_PIXELS = 4096 * 4096
 WORKERS = {
@@ -195,7 +198,7 @@ def engine_args(unit_spec: UnitSpec, model: str, phase: EnginePhase) -> dict[str
                 "phase": phase,
             }
         },
-        **(_cuda_args(unit_spec, deployed) if unit_spec.device == "cuda" else {}),
+        **(_cuda_args(unit_spec, deployed, phase) if unit_spec.device == "cuda" else {}),
     }
 
 
@@ -214,8 +217,9 @@ def _ahead(unit_spec: UnitSpec, model: ModelSpec, phase: EnginePhase) -> bool:
     return asked and able and tried and phase != "prefill"
 
 
-def _cuda_args(unit_spec: UnitSpec, model: ModelSpec) -> dict[str, Any]:
+def _cuda_args(unit_spec: UnitSpec, model: ModelSpec, phase: EnginePhase) -> dict[str, Any]:
     own = model.engine_args
+    few = model.state_blocks and phase == "prefill"
     return {
         # Without graphs a small model's decode step is mostly the launching of its kernels.
         "enforce_eager": own.get("enforce_eager", False),
@@ -225,6 +229,7 @@ def _cuda_args(unit_spec: UnitSpec, model: ModelSpec) -> dict[str, Any]:
         "gpu_memory_utilization": 0.01,
         # As on CPU, and as they were planned; of some models vLLM would keep them in the model's type.
         **({"mamba_ssm_cache_dtype": "float32"} if model.state_blocks else {}),
+        **({"max_num_active_seqs": min(model.max_num_seqs, STATE_PROMPTS)} if few else {}),
         **loader_args(unit_spec, model.name),
     }
 

@@ -113,6 +113,9 @@ def test_each_layer_s_state_begins_with_a_page_of_a_gpu(tmp_path: Path) -> None:
     assert model.state_blocks == -(-pages // model.pages_per_block)
     # As they were planned, whatever the checkpoint says.
     assert engine_args(spec, "a", "decode")["mamba_ssm_cache_dtype"] == "float32"
+    # Those of prompts are copied for a step.
+    assert engine_args(spec, "a", "prefill")["max_num_active_seqs"] == 16
+    assert "max_num_active_seqs" not in engine_args(spec, "a", "decode")
 
 
 def test_states_on_several_ranks_are_refused(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from muxserve.engine.cuda import kernels
 from muxserve.engine.cuda.page_table import DevicePageTable
 from muxserve.engine.states import StateSlots
+from muxserve.vllm.args import STATE_PROMPTS
 from muxserve.vllm.cuda_internals import check_states
 
 # How many times as much memory as a batch's states in one layer its prompts take: copied out of the pages, and what
@@ -304,7 +305,7 @@ def workspace_bytes(vllm_config: VllmConfig, specs: Mapping[str, MambaSpec], pag
     if not specs:
         return 0
     places, scheduling = places_of(specs, page_bytes), vllm_config.scheduler_config
-    together = min(scheduling.max_num_seqs, scheduling.max_num_batched_tokens)
+    together = min(scheduling.max_num_seqs, STATE_PROMPTS)
     table = 4 * (scheduling.max_num_seqs + 1) * sum(place.pages for place in places.values())
     return table + COPIES * together * max(place.bytes for place in places.values())
 
