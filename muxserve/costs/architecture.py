@@ -122,8 +122,9 @@ class StateLayers:
     or gated delta nets (arXiv:2412.06464).
 
     Of each sequence a layer keeps `inputs` numbers, the last inputs of a convolution, in the type that is computed in,
-    and a `state` of so many numbers in float32. Its linear layers have `weights` weights. A token takes `flops`
-    operations on the state.
+    and a `state` of so many numbers in the type `kept_as` ("": the one that is computed in), which on GPUs is
+    `kept_on_gpus`: as stock vLLM has it. Its linear layers have `weights` weights. A token takes `flops` operations on
+    the state.
     """
 
     count: int
@@ -131,10 +132,12 @@ class StateLayers:
     state: int
     weights: int
     flops: int
+    kept_on_gpus: str = ""
+    kept_as: str = "float32"
 
     def layer_bytes(self, dtype: str) -> int:
         """Bytes of one layer's state of one sequence when the model is computed in `dtype`."""
-        one = self.inputs * ITEM_BYTES[dtype] + self.state * ITEM_BYTES["float32"]
+        one = self.inputs * ITEM_BYTES[dtype] + self.state * ITEM_BYTES[self.kept_as or dtype]
         return -(-one // STATE_ALIGNMENT) * STATE_ALIGNMENT
 
 
@@ -211,6 +214,11 @@ class ModelArchitecture:
     def pages_per_block(self) -> int:
         """Pages behind one token block: one per layer and KV head whose KV is kept."""
         return self.attention_layers * self.kv_heads if self.causal else 0
+
+    def on_gpus(self) -> ModelArchitecture:
+        """As engines on GPUs compute it."""
+        states = self.states
+        return self if states is None else replace(self, states=replace(states, kept_as=states.kept_on_gpus))
 
     def state_bytes(self, dtype: str) -> int:
         """Bytes that a sequence takes whatever its length, when the model is computed in `dtype`."""
@@ -401,12 +409,15 @@ def _states(config: Mapping[str, object], layers: int, hidden: int) -> StateLaye
             weights=hidden * (inputs + values + 2 * heads) + values * hidden,
             # Decayed, read by the key, corrected by an outer product, read by the query.
             flops=7 * values * number("linear_key_head_dim", 128),
+            # vLLM does not ask Qwen3-Next's for it.
+            kept_on_gpus=_kept(config, "mamba_ssm_dtype", "") if config["model_type"] != "qwen3_next" else "",
         )
     if config.get("model_type") == "nemotron_h":
         heads = number("mamba_num_heads", 128)
         inner, size, groups = heads * number("mamba_head_dim", 64), number("ssm_state_size", 128), number("n_groups", 8)
-        convolution = number("conv_kernel", 4)
+        convolution, kept = number("conv_kernel", 4), _kept(config, "mamba_ssm_cache_dtype", "float32")
     else:
+        kept = ""
         heads, groups, convolution = (
             number("mamba_n_heads", 128),
             number("mamba_n_groups", 1),
@@ -421,7 +432,14 @@ def _states(config: Mapping[str, object], layers: int, hidden: int) -> StateLaye
         weights=hidden * (inner + inputs + heads) + inner * hidden,
         # Decayed, an outer product added, read.
         flops=5 * inner * size,
+        kept_on_gpus=kept,
     )
+
+
+def _kept(config: Mapping[str, object], key: str, default: str) -> str:
+    """The type of states that a configuration asks for; "" for the one that is computed in."""
+    asked = str(config.get(key) or default).removeprefix("torch.")
+    return asked if asked in ITEM_BYTES else ""
 
 
 def _chosen_by_sigmoid(config: Mapping[str, object]) -> bool:

@@ -123,7 +123,7 @@ def _demand(model: Model, architecture: ModelArchitecture, gpu: bool, batch: Bat
     slo = model.slo
     return Demand(
         name=model.name,
-        architecture=architecture,
+        architecture=architecture.on_gpus() if gpu else architecture,
         rate=model.rate,
         prompt_tokens=model.workload.prompt_tokens,
         # What a prefill ends with is the answer.

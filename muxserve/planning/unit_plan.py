@@ -463,7 +463,7 @@ def _demand(
 ) -> ModelDemand:
     return ModelDemand(
         name=model.name,
-        architecture=architecture,
+        architecture=architecture if device == "cpu" else architecture.on_gpus(),
         dtype=None if model.dtype == AUTO else model.dtype,
         rate=model.rate,
         max_len=_known(model.max_len),

@@ -227,8 +227,6 @@ def _cuda_args(unit_spec: UnitSpec, model: ModelSpec, phase: EnginePhase) -> dic
         "attention_backend": "TRITON_MLA" if model.latent else "CUSTOM",
         # An engine takes no share of the GPU for itself: what it needs was set aside before the pool was made.
         "gpu_memory_utilization": 0.01,
-        # As on CPU, and as they were planned; of some models vLLM would keep them in the model's type.
-        **({"mamba_ssm_cache_dtype": "float32"} if model.state_blocks else {}),
         **({"max_num_active_seqs": min(model.max_num_seqs, STATE_PROMPTS)} if few else {}),
         **loader_args(unit_spec, model.name),
     }

@@ -107,12 +107,10 @@ def test_each_layer_s_state_begins_with_a_page_of_a_gpu(tmp_path: Path) -> None:
     fleet = parse_fleet(f"cluster: {{gpus: 1}}\nmodels:{MODELS}", "f.yaml", tmp_path, {})
     made = FleetPlanner(fleet, Machine(8, 64 * GIB, 16 * GIB), lambda: gpus(1)).at_start()[0]
     spec = unit_spec_of(made, "/run/x")
-    model, states = spec.model("a"), read_architecture(STATEFUL).states
+    model, states = spec.model("a"), read_architecture(STATEFUL).on_gpus().states
     assert states is not None
     pages = states.count * -(-states.layer_bytes("bfloat16") // spec.pool(model.pool).page_bytes)
     assert model.state_blocks == -(-pages // model.pages_per_block)
-    # As they were planned, whatever the checkpoint says.
-    assert engine_args(spec, "a", "decode")["mamba_ssm_cache_dtype"] == "float32"
     # Those of prompts are copied for a step.
     assert engine_args(spec, "a", "prefill")["max_num_active_seqs"] == 16
     assert "max_num_active_seqs" not in engine_args(spec, "a", "decode")

@@ -454,6 +454,18 @@ class TestStates:
             plain = {key: value for key, value in NEMOTRON_H.items() if "pattern" not in key and "layers" not in key}
             assert read_architecture({**plain, "layers_block_type": types}) == a
 
+    def test_states_are_kept_on_gpus_as_stock_vllm_keeps_them(self) -> None:
+        def kept(**config: object) -> str:
+            states = read_architecture(config).on_gpus().states
+            assert states is not None
+            return states.kept_as
+
+        assert [kept(**config) for config in (GRANITE_4_H, QWEN3_NEXT, NEMOTRON_H)] == ["", "", "float32"]
+        assert kept(**NEMOTRON_H, mamba_ssm_cache_dtype="float16") == "float16"
+        assert kept(**{**QWEN3_NEXT, "model_type": "qwen3_5_text"}, mamba_ssm_dtype="float32") == "float32"
+        a = read_architecture(GRANITE_4_H)
+        assert a.on_gpus().state_bytes("bfloat16") < 0.6 * a.state_bytes("bfloat16")
+
     def test_experts_without_a_gate_are_for_gpus(self) -> None:
         """Of Nemotron 3 Nano, which has 31.6 billion weights."""
         experts = {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 1}

@@ -84,7 +84,7 @@ def states(generator: torch.Generator) -> None:
             lambda pool, out, given=given, m=mixed, p=pages, s=slots, groups=groups, tile=tile: kernels.delta_rule_step(
                 m, *given, pool, p, s, 0, groups, tile, out
             ),
-            pool.clone(),
+            pool.to(dtype),
             torch.full((requests, heads, values), 7.0, dtype=dtype),
             rounding=rounding,
         )
@@ -97,7 +97,7 @@ def states(generator: torch.Generator) -> None:
             lambda pool, out, i=inputs, g=given, k=skips, p=pages, s=slots, tile=tile: kernels.state_space_step(
                 i, *g, *k, pool, p, s, 0, tile, out
             ),
-            pool.clone(),
+            pool.to(dtype),
             torch.full((requests, heads, values), 7.0, dtype=dtype),
             rounding=rounding,
         )
