@@ -35,5 +35,5 @@ def main(holder: Holder, copier: Copier, engine: Engine) -> None:
     vars(weights).update(run_holder=holder, run_copier=copier)
     sys.modules[weights.__name__] = weights
     vars(direct)["_run"] = engine
-    vars(warm_parent).update(preload=lambda device: None, register=lambda models: None)
+    vars(warm_parent).update(preload=lambda device: None, register=lambda models, device: None)
     warm_parent.main()
