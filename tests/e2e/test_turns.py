@@ -140,7 +140,13 @@ async def test_whoever_is_killed_during_a_turn_answers_are_the_same(fleet: Fleet
             assert said[asked].startswith(text.rstrip("\N{REPLACEMENT CHARACTER}"))
 
     def strike(victim: str) -> bool:
-        going = [name for name, turn in turns(fleet)["now"].items() if turn["leaving"]]
+        # Its turn is over: it finishes a step, or has given its requests back and ends.
+        told = memory(fleet)
+        going = [
+            name
+            for name, model in told["models"].items()
+            if model["residence"] == "leaving" and (model["waiting"] or name in told["turns"]["now"])
+        ]
         part = victim if victim != ENGINE else f"muxserve engine {going[0]}/decode" if going else ""
         found = next(iter(fleet.parts(part)), None) if going else None
         if found is not None:
@@ -148,7 +154,7 @@ async def test_whoever_is_killed_during_a_turn_answers_are_the_same(fleet: Fleet
         return found is not None
 
     def struck_soon(victim: str) -> bool:
-        """A model leaves for no longer than a step or two: looked for often."""
+        """A model leaves within a tenth of a second: looked for often."""
         for _ in range(100):
             if strike(victim):
                 return True
