@@ -73,10 +73,11 @@ Members = tuple[Member, ...]
 
 def splits_evenly(architecture: ModelArchitecture, tp: int) -> bool:
     """Whether `tp` devices can share the model: every device has whole query heads and MLP columns, and either whole
-    KV heads or one that it shares with others, as in vLLM."""
-    kv = architecture.kv_heads
+    KV heads or one that it shares with others, as in vLLM; of layers with states, whole heads and their groups."""
+    kv, states = architecture.kv_heads, architecture.states
     return (
         architecture.heads % tp == 0
         and (kv % tp == 0 or tp % kv == 0)
         and (architecture.intermediate % tp == 0 or architecture.experts > 1)
+        and (states is None or states.splits_over(tp))
     )

@@ -82,4 +82,4 @@ def sequence_bytes(demand: Demand, tp: int) -> float:
     heads = demand.architecture.kv_heads
     held = max(1.0, heads / tp) / heads
     kv = demand.sequence_tokens * demand.architecture.kv_bytes_per_token(demand.dtype) * held
-    return kv + demand.architecture.state_bytes(demand.dtype) / tp
+    return kv + demand.architecture.state_bytes(demand.dtype, tp)

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
+from muxserve.costs.architecture import ModelArchitecture
 from placement.demand import splits_evenly
 from placement.format import enumerate_words, format_size
 from placement.pools import BLOCK_STEP, KVShape, PoolGroup, group_pools
@@ -48,16 +49,14 @@ def check_models(models: Sequence[ModelDemand], machine: Machine, cores: int) ->
             problems.append(PlanProblem(message, "adapters", model.name))
         if architecture.latent is not None:
             problems += _latent_problems(model)
-        if architecture.states is not None:
-            problems += _state_problems(model)
         known = "" if architecture.latent is not None else _unknown_head_dim(architecture.head_dim, device)
         if known:
             message = f"its head size {architecture.head_dim} is not one that the attention kernel has ({known})"
             problems.append(PlanProblem(message, "path", model.name))
         if not splits_evenly(architecture, model.tensor_parallel):
             message = (
-                f"its {architecture.heads} heads, {architecture.kv_heads} KV heads and MLP of "
-                f"{architecture.intermediate} columns cannot be split over {model.tensor_parallel} ranks"
+                f"its {architecture.heads} heads, {architecture.kv_heads} KV heads, {_of_states(architecture)}and MLP "
+                f"of {architecture.intermediate} columns cannot be split over {model.tensor_parallel} ranks"
             )
             problems.append(PlanProblem(message, "path", model.name))
         if model.stages > architecture.layers:
@@ -98,12 +97,10 @@ def _latent_problems(model: ModelDemand) -> list[PlanProblem]:
     return problems
 
 
-def _state_problems(model: ModelDemand) -> list[PlanProblem]:
-    """What keeps a model whose layers keep states from being served."""
-    if model.ranks == 1:
-        return []
-    message = "models that keep states are served by engines of one rank; here there would be several"
-    return [PlanProblem(message, "path", model.name)]
+def _of_states(architecture: ModelArchitecture) -> str:
+    """What layers with states have to be split, in words before others."""
+    states = architecture.states
+    return "" if states is None else f"{states.heads} heads with states in {states.groups} groups "
 
 
 def _unmappable(group: PoolGroup, model: ModelDemand) -> PlanProblem:

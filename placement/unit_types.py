@@ -81,8 +81,8 @@ class ModelDemand:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one sequence's states, whatever its length."""
-        return self.architecture.state_bytes(self.resolved_dtype)
+        """Bytes of one sequence's states on each rank, whatever its length."""
+        return self.architecture.state_bytes(self.resolved_dtype, self.tensor_parallel)
 
     @property
     def least_page_bytes(self) -> int:
@@ -90,16 +90,16 @@ class ModelDemand:
         return self.state_bytes * self.max_num_seqs // STATE_MAPPINGS if self.device == "cpu" else 0
 
     def state_blocks(self, page_bytes: int) -> int:
-        """Blocks that hold one sequence's states, where pages have so many bytes. On GPUs each layer's state begins
-        with a page, and each rank has the states of its heads."""
+        """Blocks that hold one sequence's states, where pages have so many bytes: each rank has the states of its
+        heads. On GPUs each layer's state begins with a page."""
         states = self.architecture.states
         if states is None:
             return 0
-        layer = states.layer_bytes(self.resolved_dtype)
         if self.device == "cpu":
-            pages = math.ceil(states.count * layer / page_bytes)
+            pages = math.ceil(self.state_bytes / page_bytes)
         else:
-            pages = states.count * math.ceil(layer / self.tensor_parallel / page_bytes)
+            layer = states.layer_bytes(self.resolved_dtype, self.tensor_parallel)
+            pages = states.count * math.ceil(layer / page_bytes)
         return math.ceil(pages / self.pages_per_block)
 
     @property

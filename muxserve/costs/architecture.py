@@ -125,6 +125,9 @@ class StateLayers:
     and a `state` of so many numbers in the type `kept_as` ("": the one that is computed in), which on GPUs is
     `kept_on_gpus`: as stock vLLM has it. Its linear layers have `weights` weights. A token takes `flops` operations on
     the state.
+
+    Ranks that split tensors have whole `heads`, and whole `groups` of heads with the same keys. A single group, of
+    `group_inputs` inputs, is on all of them; 0: it cannot be, and there are at least as many groups as ranks.
     """
 
     count: int
@@ -134,10 +137,18 @@ class StateLayers:
     flops: int
     kept_on_gpus: str = ""
     kept_as: str = "float32"
+    heads: int = 1
+    groups: int = 1
+    group_inputs: int = 0
 
-    def layer_bytes(self, dtype: str) -> int:
-        """Bytes of one layer's state of one sequence when the model is computed in `dtype`."""
-        one = self.inputs * ITEM_BYTES[dtype] + self.state * ITEM_BYTES[self.kept_as or dtype]
+    def splits_over(self, tp: int) -> bool:
+        """Whether `tp` ranks can share a layer, as in vLLM."""
+        return self.heads % tp == 0 and (self.groups % tp == 0 or (self.groups == 1 and self.group_inputs > 0))
+
+    def layer_bytes(self, dtype: str, tp: int = 1) -> int:
+        """Bytes of one layer's state of one sequence on each of `tp` ranks when the model is computed in `dtype`."""
+        inputs = self.inputs + self.group_inputs * max(0, tp - self.groups)
+        one = (inputs * ITEM_BYTES[dtype] + self.state * ITEM_BYTES[self.kept_as or dtype]) // tp
         return -(-one // STATE_ALIGNMENT) * STATE_ALIGNMENT
 
 
@@ -220,9 +231,10 @@ class ModelArchitecture:
         states = self.states
         return self if states is None else replace(self, states=replace(states, kept_as=states.kept_on_gpus))
 
-    def state_bytes(self, dtype: str) -> int:
-        """Bytes that a sequence takes whatever its length, when the model is computed in `dtype`."""
-        return self.states.count * self.states.layer_bytes(dtype) if self.states else 0
+    def state_bytes(self, dtype: str, tp: int = 1) -> int:
+        """Bytes that a sequence takes whatever its length, on each of `tp` ranks, when the model is computed in
+        `dtype`."""
+        return self.states.count * self.states.layer_bytes(dtype, tp) if self.states else 0
 
     @property
     def parameters(self) -> int:
@@ -411,6 +423,8 @@ def _states(config: Mapping[str, object], layers: int, hidden: int) -> StateLaye
             flops=7 * values * number("linear_key_head_dim", 128),
             # vLLM does not ask Qwen3-Next's for it.
             kept_on_gpus=_kept(config, "mamba_ssm_dtype", "") if config["model_type"] != "qwen3_next" else "",
+            heads=heads,
+            groups=number("linear_num_key_heads", 16),
         )
     if config.get("model_type") == "nemotron_h":
         heads = number("mamba_num_heads", 128)
@@ -433,6 +447,9 @@ def _states(config: Mapping[str, object], layers: int, hidden: int) -> StateLaye
         # Decayed, an outer product added, read.
         flops=5 * inner * size,
         kept_on_gpus=kept,
+        heads=heads,
+        groups=groups,
+        group_inputs=2 * size * (convolution - 1),
     )
 
 

@@ -101,5 +101,5 @@ def layer_work(architecture: ModelArchitecture, tp: int, dtype: str) -> LayerWor
         window=a.window,
         windowed=a.windowed_layers / a.layers,
         # Read and written.
-        state_bytes=2.0 * a.state_bytes(dtype) / tp,
+        state_bytes=2.0 * a.state_bytes(dtype, tp),
     )

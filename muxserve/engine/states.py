@@ -118,7 +118,7 @@ class StatefulBlocks(FullAttentionManager):
                 restored.append(StateCopy(_ids(snapshot), _ids(self.states[request_id])))
         self._fresh.clear()
         blocks = {request_id: _ids(self.states[request_id]) for request_id in come}
-        setattr(output, STATE_NEWS, StateNews(blocks, self.states.keys(), restored, kept))
+        setattr(output, STATE_NEWS, StateNews(blocks, frozenset(self.states), restored, kept))
 
 
 def _ids(blocks: Iterable[KVCacheBlock]) -> list[int]:

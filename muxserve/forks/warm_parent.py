@@ -87,13 +87,16 @@ def prepare_workers() -> None:
 
 
 def register(models: Iterable[ModelSpec], device: str) -> None:
-    """Look at the models' classes here: vLLM would start a Python process per class, the first time on a machine.
-
-    On GPUs not at those with states: vLLM asks for the GPU's capability when it imports their kernels, and this process
-    must not touch CUDA, since it forks."""
+    """Look at the models' classes here: vLLM would start a Python process per class, the first time on a machine."""
     from muxserve.gateway import seam
 
-    seam.register_architectures(model.path for model in models if device == "cpu" or not model.state_blocks)
+    models = list(models)
+    if device == "cuda" and any(model.state_blocks for model in models):
+        from muxserve.engine.cuda.states import import_kernels
+
+        # Importing the class would initialise CUDA, and this process forks.
+        import_kernels()
+    seam.register_architectures(model.path for model in models)
 
 
 class WarmParent:

@@ -256,7 +256,7 @@ def _profile(
     per_block = layers * kv_heads
     item = KV_ITEM_BYTES[architecture.kv_dtype(model.dtype)]
     block_bytes = 2 * per_block * block_tokens * architecture.head_dim * item
-    state_blocks = math.ceil(architecture.state_bytes(model.dtype) / tp / block_bytes) if per_block else 0
+    state_blocks = math.ceil(architecture.state_bytes(model.dtype, tp) / block_bytes) if per_block else 0
     longest = math.ceil((model.max_len or architecture.default_max_len) / block_tokens) + state_blocks
     longest *= per_block
     # The longest sequence at least, but no more than half of an equal part, so that quotas can move.

@@ -31,7 +31,7 @@ def say(step: str, **more: Any) -> None:
 
 
 def checkpoints(directory: Path) -> dict[str, Path]:
-    """A dense model, one with experts, and one with FP8 weights (only its configuration is read)."""
+    """A dense model, one with experts, two with states, and one with FP8 weights (only its configuration is read)."""
     from tests.support.tiny_checkpoint import tiny_checkpoint
 
     dense, experts = ROOT / "configs/models/atlas", tiny_checkpoint("gpt_oss")
@@ -39,7 +39,8 @@ def checkpoints(directory: Path) -> dict[str, Path]:
     shutil.copytree(dense, quantised)
     config = json.loads((quantised / "config.json").read_text())
     (quantised / "config.json").write_text(json.dumps(config | {"quantization_config": FP8}))
-    return {"dense": dense, "experts": experts, "FP8": quantised}
+    states = {"state spaces": tiny_checkpoint("granite_hybrid"), "delta nets": tiny_checkpoint("qwen3_next")}
+    return {"dense": dense, "experts": experts, "FP8": quantised, **states}
 
 
 def configure(directory: Path, path: Path, ranks: int, stages: int) -> dict[str, Any]:
@@ -82,7 +83,12 @@ def main() -> None:
     os.environ.update(args.environment())
     warm_parent.preload("cuda")
     say("imported")
-    for name, path in checkpoints(directory).items():
+    from tests.engine.harness import deployed_model
+
+    found = checkpoints(directory)
+    warm_parent.register([deployed_model(name, path) for name, path in found.items()], "cuda")
+    say("looked at")
+    for name, path in found.items():
         for ranks, stages in ((1, 1), (2, 1), (2, 2)):
             job = lambda path=path, ranks=ranks, stages=stages: configure(directory, path, ranks, stages)  # noqa: E731
             in_a_fork(job, f"{name}, {ranks} ranks, {stages} stages")

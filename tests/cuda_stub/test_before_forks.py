@@ -33,11 +33,12 @@ def steps(tmp_path_factory: pytest.TempPathFactory, without_gpus: Environment) -
     return {each["step"]: each for each in said}
 
 
-def test_imports_of_the_warm_parent_initialise_nothing(steps: dict[str, dict[str, Any]]) -> None:
-    assert steps["imported"]["initialised"] == 0
+@pytest.mark.parametrize("step", ["imported", "looked at"])
+def test_imports_of_the_warm_parent_initialise_nothing(steps: dict[str, dict[str, Any]], step: str) -> None:
+    assert steps[step]["initialised"] == 0
 
 
-@pytest.mark.parametrize("model", ["dense", "experts", "FP8"])
+@pytest.mark.parametrize("model", ["dense", "experts", "FP8", "state spaces", "delta nets"])
 @pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (2, 2)])
 def test_configurations_of_engines_and_holders_initialise_nothing(
     steps: dict[str, dict[str, Any]], model: str, ranks: int, stages: int

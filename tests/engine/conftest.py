@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.harness import AVX512, INT4, MODELS, QUANTISED, SEEING, TINY, on_this_processor
+from tests.engine.harness import AVX512, INT4, MODELS, QUANTISED, ROUNDED, SEEING, TINY, on_this_processor
 from tests.support.beside import begin, output, wanted
 
 # The model that is split over ranks. One of each kind of case that could go wrong between ranks: chunks, logits
@@ -23,6 +23,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     split = ["--split", str(MODELS[SPLIT]), "--cases", *TRIED] if ranks else []
     tiny = ["--tiny", *TINY] if wanted(session, "stock_tiny", HERE) is not None else []
     begin(session, "answered", HERE, "tests.engine.stock", *map(str, MODELS.values()), *split, *tiny, keep=True)
+    begin(session, "stock_split", HERE, "tests.engine.stock", "--split-tiny", *sorted(ROUNDED), keep=True)
     begin(session, "stock_families", HERE, "tests.engine.stock", "--tiny", *on_this_processor(), keep=True)
     begin(session, "stock_seeing", HERE, "tests.engine.stock", "--seeing", *SEEING)
     quantised = [str(path) for name, path in QUANTISED.items() if AVX512 or name != INT4]
@@ -73,6 +74,13 @@ def answers(stock: dict[str, Any]) -> dict[str, Any]:
 def stock_by_ranks(answered: Path) -> dict[int, dict[str, Any]]:
     """Stock vLLM's answers to some cases with one rank and with two."""
     return {1: read(answered, SPLIT), 2: read(answered, f"{SPLIT}-2")}
+
+
+@pytest.fixture(scope="session")
+def stock_split(pytestconfig: pytest.Config, stock_tiny: dict[str, Any]) -> dict[str, Any]:
+    """Stock vLLM's answers with two ranks, by kind of tiny model and case. Without roundings they are those of one."""
+    directory = output(pytestconfig, "stock_split")
+    return stock_tiny | {kind: read(directory, f"{kind}-2") for kind in ROUNDED}
 
 
 @pytest.fixture(scope="session")

@@ -91,6 +91,9 @@ SEEING: dict[str, Callable[[], Path]] = {"idefics3": partial(tiny_checkpoint, "i
 LATENT = TINY.keys() & {"deepseek_v2", "deepseek_v3"}
 # Those of `TINY` that keep a state of a sequence in some layers.
 STATEFUL = TINY.keys() & {"granite_hybrid", "nemotron_h", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
+# Of those, such that are computed in 16 bits, where what else is in a batch, and how many ranks there are, changes the
+# last bits, and now and then a token.
+ROUNDED = TINY.keys() & {"qwen3_next", "qwen3_5", "qwen3_5_moe"}
 # The same weights with 8 and with 4 bits. On CPUs without AVX-512 vLLM has no kernels for `INT4`, nor for an FP8 cache.
 INT4 = "atlas-int4"
 QUANTISED = {name: ROOT / "configs/models" / name for name in ("atlas-int8", INT4)}
@@ -135,17 +138,18 @@ def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> Mod
         **({"max_num_batched_tokens": 1024, "latent": latent} if latent else {}),
     }
     if architecture.states is not None:
-        values |= stateful(config, {**values, **changes})
+        values |= stateful(config, ranks, {**values, **changes})
     return model_spec(name, **{**values, **changes})
 
 
-def stateful(config: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+def stateful(config: dict[str, Any], ranks: int, values: dict[str, Any]) -> dict[str, Any]:
     """What is different of a model some of whose layers keep states."""
     architecture, dtype = read_architecture(config), values["dtype"]
-    block = 2 * values["block_tokens"] * values["head_dim"] * ITEM_BYTES[dtype] * architecture.pages_per_block
+    pages = architecture.attention_layers * values["kv_heads"]
+    block = 2 * values["block_tokens"] * values["head_dim"] * ITEM_BYTES[dtype] * pages
     return {
         "layers": architecture.attention_layers,
-        "state_blocks": -(-architecture.state_bytes(dtype) // block),
+        "state_blocks": -(-architecture.state_bytes(dtype, ranks) // block),
         "prefix_caching": False,
         "zeroed": dtype != "float32",
     }

@@ -2,7 +2,8 @@
 
 Each model alone in a process, with vLLM's own block pool, scheduler, workers and attention. `--split MODEL_DIR` does
 some of the cases also with that model split over two workers, into OUT_DIR/NAME-2.json. `--tiny KIND...` does some with
-tiny checkpoints of these architectures as well, into OUT_DIR/KIND.json. `--quantised MODEL_DIR...` asks those models
+tiny checkpoints of these architectures as well, into OUT_DIR/KIND.json, and `--split-tiny KIND...` with two workers,
+into OUT_DIR/KIND-2.json. `--quantised MODEL_DIR...` asks those models
 what they were trained on, and `--fp8 MODEL_DIR` that one with a cache in FP8, into OUT_DIR/NAME-fp8.json.
 """
 
@@ -175,6 +176,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("models", type=Path, nargs="*")
     parser.add_argument("--tiny", nargs="+", default=[])
+    parser.add_argument("--split-tiny", nargs="*", default=[])
     parser.add_argument("--split", type=Path)
     parser.add_argument("--quantised", type=Path, nargs="*", default=[])
     parser.add_argument("--fp8", type=Path)
@@ -182,14 +184,14 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=list(CASES), help="of the model that is split")
     given = parser.parse_args()
     write_each(answers, given.out, given.models)
-    if given.tiny:
+    for ranks, kinds, suffix in ((1, given.tiny, ""), (2, given.split_tiny, "-2")):
         from tests.engine.harness import FAMILIES, TINY
 
-        paths = {(TINY | FAMILIES)[kind](): kind for kind in given.tiny}
+        paths = {(TINY | FAMILIES)[kind](): kind for kind in kinds}
         found = Path(tempfile.mkdtemp(dir=given.out))
-        write_each(partial(answers, cases=NOISE), found, list(paths))
+        write_each(partial(answers, ranks=ranks, cases=NOISE), found, list(paths))
         for path, kind in paths.items():
-            (found / f"{path.name}.json").rename(given.out / f"{kind}.json")
+            (found / f"{path.name}.json").rename(given.out / f"{kind}{suffix}.json")
     if given.split is not None:
         write_each(partial(answers, ranks=2, cases=given.cases), given.out, [given.split], "-2")
     for path in given.quantised:

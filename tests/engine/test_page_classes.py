@@ -15,7 +15,17 @@ from muxserve.memory import server
 from muxserve.wire import Detach, Detached, StepReport
 from tests.engine.cases import GROWN, NOISE
 from tests.engine.checks import bodies, check, decoded, handed, nothing_owned, owned
-from tests.engine.harness import LATENT, MODELS, MULTI_MODAL, STATEFUL, TINY, Engines, deployed_model, engines
+from tests.engine.harness import (
+    LATENT,
+    MODELS,
+    MULTI_MODAL,
+    ROUNDED,
+    STATEFUL,
+    TINY,
+    Engines,
+    deployed_model,
+    engines,
+)
 from tests.support.thoroughness import THOROUGH, cases
 
 # Another model of full attention, on pages that are as large as those of latents, or of models that keep states.
@@ -23,12 +33,10 @@ BY_HEAD = "arithmetic"
 SHARED_PAGES = 150
 STATE_PAGES = 1200
 UNCACHED = {"gemma3", "qwen3_5_moe"}
-# Computed in 16 bits, where what else is in a batch changes the last bits, and now and then a token: served one by one.
-ALONE = {"qwen3_next", "qwen3_5", "qwen3_5_moe"}
 # A checkpoint with images, and the kind of its language model, which is all that is served of it.
 WHOLE, TEXT = "qwen3_5-mm", "qwen3_5"
 # Blocks as large as those of the other kinds, whose numbers have twice as many bytes.
-STATEFUL_BLOCKS = dict.fromkeys({*ALONE, WHOLE}, 128)
+STATEFUL_BLOCKS = dict.fromkeys({*ROUNDED, WHOLE}, 128)
 WINDOWED = [kind for kind in TINY if kind not in LATENT | STATEFUL]
 
 
@@ -90,14 +98,15 @@ def family(request: pytest.FixtureRequest, kind: str) -> Engines:
 
 
 def serve(family: Engines, stock: dict[str, Any], kind: str, tag: str, cases: list[str]) -> None:
-    for together in [[case] for case in cases] if kind in {*ALONE, WHOLE} else [cases]:
+    """Those whose tokens depend on what else is in a batch one by one."""
+    for together in [[case] for case in cases] if kind in {*ROUNDED, WHOLE} else [cases]:
         family.serve(kind, bodies(family, stock, tag, together))
     check(family, stock, tag, cases)
 
 
 def grown(kind: str) -> list[str]:
     """Cases with long answers for a model of that kind."""
-    return ["grown"] if kind in ALONE else list(GROWN)
+    return ["grown"] if kind in ROUNDED else list(GROWN)
 
 
 SERVED = [
@@ -130,7 +139,7 @@ def test_text_of_a_checkpoint_with_images(stateful: Engines, stock_tiny: dict[st
     serve(stateful, stock_tiny[TEXT], WHOLE, "whole", NOISE)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in TINY if kind not in ALONE])
+@pytest.mark.parametrize("kind", [kind for kind in TINY if kind not in ROUNDED])
 def test_preempted_requests_keep_their_tokens(family: Engines, stock_tiny: dict[str, Any], kind: str) -> None:
     """Two grow to four blocks each, or to three within a window, where there are five, and those of their states."""
     states = family.unit_spec.model(kind).state_blocks
@@ -301,7 +310,7 @@ def test_requests_go_on_after_the_death_of_their_engine(family: Engines, stock_t
     family.lease(f"{kind}/decode", handed(family, kind, requests, sent))
     family.until(lambda: all(family.finished(name) for name in requests))
     nothing_owned(family)
-    if kind not in ALONE:
+    if kind not in ROUNDED:
         check(family, stock_tiny[kind], f"dead-{kind}", grown(kind))
         return
     # In 16 bits tokens that are computed as a prompt leave another state, and other K and V, than those that were

@@ -15,10 +15,11 @@ import pytest
 
 from muxserve import spec
 from muxserve.memory import server
-from tests.engine.cases import CASES, sampling
+from muxserve.wire import StepReport
+from tests.engine.cases import CASES, NOISE, sampling
 from tests.engine.checks import bodies, check, nothing_owned, workers
 from tests.engine.conftest import SPLIT, TRIED
-from tests.engine.harness import Engines, deployed_model, engines
+from tests.engine.harness import ROUNDED, STATEFUL, TINY, Engines, deployed_model, engines
 from tests.support.patience import until_ended
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -203,3 +204,55 @@ def test_a_worker_that_cannot_start_says_why(family: Engines) -> None:
         family.expect_up({(MODEL, "prefill")})
     file.write_bytes(right)
     family.reborn(MODEL, "prefill")
+
+
+# ---------------------------------------------------------------- models that keep states
+
+
+@pytest.fixture(scope="module")
+def stateful() -> Iterator[Engines]:
+    """Each rank has the states of its heads. Chunks of 128 tokens, which a state goes through."""
+    models = [
+        deployed_model(
+            kind,
+            TINY[kind](),
+            ranks=2,
+            # Blocks as large as those of the others, whose numbers have twice as many bytes.
+            block_tokens=128 if kind in ROUNDED else 64,
+            quota_pages=1500,
+            max_num_batched_tokens=128,
+            prefix_caching=True,
+            zeroed=True,
+        )
+        for kind in sorted(STATEFUL)
+    ]
+    with engines(models, ranks=2) as running:
+        yield running
+
+
+def serve_states(family: Engines, stock: dict[str, Any], kind: str, tag: str) -> int:
+    """Have the cases answered as stock vLLM does; how many tokens of prompts were computed for it."""
+    since = len(family.reports)
+    for together in [[case] for case in NOISE] if kind in ROUNDED else [NOISE]:
+        family.serve(kind, bodies(family, stock[kind], tag, together))
+    check(family, stock[kind], tag, NOISE)
+    nothing_owned(family)
+    told = [report for engine, report in family.reports[since:] if engine == f"{kind}/prefill"]
+    return sum(report.tokens for report in told if isinstance(report, StepReport))
+
+
+@pytest.mark.parametrize("kind", sorted(STATEFUL))
+def test_each_rank_keeps_the_states_of_its_heads(stateful: Engines, stock_split: dict[str, Any], kind: str) -> None:
+    """Also behind snapshots."""
+    cold, warm = (serve_states(stateful, stock_split, kind, f"{tag}-{kind}") for tag in ("cold", "warm"))
+    assert warm < cold
+
+
+def test_states_are_computed_again_where_a_memory_manager_died(stateful: Engines, stock_split: dict[str, Any]) -> None:
+    lost = len(stateful.lost())
+    os.kill(stateful.manager.pid, signal.SIGKILL)
+    stateful.manager.wait()
+    stateful.manager = server.start(stateful.unit_spec)
+    stateful.until(lambda: len(stateful.lost()) - lost >= 2 * len(stateful.unit_spec.models))
+    for kind in sorted(STATEFUL):
+        assert serve_states(stateful, stock_split, kind, f"anew-{kind}") > 0

@@ -20,6 +20,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
@@ -312,8 +313,7 @@ def workspace_bytes(vllm_config: VllmConfig, specs: Mapping[str, MambaSpec], pag
 
 def keep_own_kernels() -> None:
     """Have prompts of gated delta nets computed by vLLM's own kernels, unless told otherwise: where it takes others,
-    these are compiled when they are first used, which takes the CUDA toolkit. To be called before the model is made,
-    but not before forks: what is imported here initialises CUDA.
+    these are compiled when they are first used, which takes the CUDA toolkit. To be called before the model is made.
 
     Raises:
         RuntimeError: vLLM's layers are not those that the steps here were written for.
@@ -329,3 +329,38 @@ def keep_own_kernels() -> None:
         return stock(SimpleNamespace(additional_config=asked, model_config=vllm_config.model_config))
 
     qwen_gdn_linear_attn._resolve_gdn_prefill_backend = resolved
+
+
+# KiB of shared memory that a block of threads can have, by compute capability (CUDA C++ Programming Guide, "Compute
+# Capabilities"); the least of them of one that is not listed.
+_SHARED_MEMORY = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227}
+_LEAST_SHARED_MEMORY = 99
+
+
+def import_kernels() -> None:
+    """Import vLLM's kernels of gated delta nets without initialising CUDA, so that who has imported them can fork.
+
+    Their modules ask torch and Triton what GPU this is while they are imported, to choose sizes. They get the same
+    answers from NVML, or, of shared memory, which NVML does not know, from a table."""
+    from triton.runtime import driver
+
+    name, capability = current_platform.get_device_name(), current_platform.get_device_capability()
+    assert capability is not None, "there is a GPU"
+    shared = _SHARED_MEMORY.get((capability.major, capability.minor), _LEAST_SHARED_MEMORY) << 10
+    answers = {
+        "get_device_name": lambda *_: name,
+        "get_device_capability": lambda *_: (capability.major, capability.minor),
+    }
+    stock, active = {each: getattr(torch.cuda, each) for each in answers}, driver._active
+    vars(torch.cuda).update(answers)
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: SimpleNamespace(backend="cuda"),
+            utils=SimpleNamespace(get_device_properties=lambda _: {"max_shared_mem": shared}),
+        )
+    )
+    try:
+        import vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn  # noqa: F401
+    finally:
+        vars(torch.cuda).update(stock)
+        driver._active = active
