@@ -79,13 +79,7 @@ DYNAMIC = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "st
 FLOAT = {**packed(8, {**DYNAMIC, "type": "float"}, "float-quantized")}
 FLOAT["config_groups"]["group_0"]["weights"]["type"] = "float"
 # Ranks over all stages, and stages; one of each where nothing is said.
-SPLIT = {
-    "latents, 2 ranks": (2, 1),
-    "dense, 2 ranks": (2, 1),
-    "experts, 2 ranks": (2, 1),
-    "fp8, 2 ranks": (2, 1),
-    "dense, 2 stages": (2, 2),
-}
+SPLIT = {"2 ranks": (2, 1), "2 stages": (2, 2)}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "dense": ({}, None),
     "fp8": ({}, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
@@ -114,6 +108,11 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "experts, 2 ranks": (EXPERTS, None),
     "fp8, 2 ranks": ({}, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
     "latents, 2 ranks": (LATENT, None),
+    "state spaces, 2 ranks": (SPACES, None),
+    "state spaces, experts, 2 ranks": (NEMOTRON, None),
+    "delta nets, 2 ranks": (DELTA, None),
+    "delta nets, fp8, 2 ranks": (DELTA, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
+    "delta nets, experts, 2 ranks": (NEXT, None),
     "dense, 2 stages": ({}, None),
 }  # fmt: skip
 
@@ -356,10 +355,11 @@ def main() -> None:
         path = checkpoint(directory, name)
         run_dir = directory / f"{path.name}.run"
         run_dir.mkdir()
-        spec = unit_spec_of(run_dir, path, *SPLIT.get(name, (1, 1)))
+        spec = unit_spec_of(run_dir, path, *SPLIT.get(name.rpartition(", ")[2], (1, 1)))
         manager = server.start(spec)
         said: dict[str, Any] = {"model": name}
         try:
+            warm_parent.register(spec.models, "cuda")
             through(spec, said)
         except (RuntimeError, EOFError) as error:
             said["error"] = str(error) or type(error).__name__

@@ -298,13 +298,14 @@ def test_models_with_sinks_and_with_latents_share_gpus(deploy: Start, ranks: int
         assert computed[0] - computed[1] == 192
 
 
-def test_models_with_states_share_a_gpu(deploy: Start) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_models_with_states_share_gpus(deploy: Start, ranks: int) -> None:
     """With graphs of whole decode batches; the text of a multi-modal one, as Qwen3.5 is published. A prompt that is
     known goes on behind a snapshot of its states."""
     kinds: dict[str, Kind] = {"spaces": "granite_hybrid", "deltas": "qwen3_5-mm", "experts": "nemotron_h-moe"}
     options = {"engine_args": WHOLE, "max_num_batched_tokens": 128, "prefix_caching": True}
     models = [model(name, path=str(tiny_checkpoint(kind, layers=3)), **options) for name, kind in kinds.items()]
-    with deploy(*models, gpus=1, mps="off") as fleet:
+    with deploy(*models, gpus=ranks, mps="off") as fleet:
         for name in kinds:
             assert length(stream(fleet, name)) == TOKENS
             assert through(fleet, name, lambda name=name: fleet.kill(f"{name}/decode")) == TOKENS
