@@ -54,10 +54,7 @@ def check_models(models: Sequence[ModelDemand], machine: Machine, cores: int) ->
             message = f"its head size {architecture.head_dim} is not one that the attention kernel has ({known})"
             problems.append(PlanProblem(message, "path", model.name))
         if not splits_evenly(architecture, model.tensor_parallel):
-            message = (
-                f"its {architecture.heads} heads, {architecture.kv_heads} KV heads, {_of_states(architecture)}and MLP "
-                f"of {architecture.intermediate} columns cannot be split over {model.tensor_parallel} ranks"
-            )
+            message = f"its {_split_parts(architecture)} cannot be split over {model.tensor_parallel} ranks"
             problems.append(PlanProblem(message, "path", model.name))
         if model.stages > architecture.layers:
             message = f"{model.stages} stages are more than the model has layers ({architecture.layers})"
@@ -97,10 +94,12 @@ def _latent_problems(model: ModelDemand) -> list[PlanProblem]:
     return problems
 
 
-def _of_states(architecture: ModelArchitecture) -> str:
-    """What layers with states have to be split, in words before others."""
-    states = architecture.states
-    return "" if states is None else f"{states.heads} heads with states in {states.groups} groups "
+def _split_parts(architecture: ModelArchitecture) -> str:
+    """What is split over ranks, in words."""
+    parts, states = [f"{architecture.heads} heads", f"{architecture.kv_heads} KV heads"], architecture.states
+    if states is not None:
+        parts.append(f"{states.heads} heads with states in {states.groups} groups")
+    return enumerate_words([*parts, f"MLP of {architecture.intermediate} columns"])
 
 
 def _unmappable(group: PoolGroup, model: ModelDemand) -> PlanProblem:

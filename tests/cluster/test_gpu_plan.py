@@ -101,26 +101,29 @@ def test_another_type_than_the_file_says_is_noted(tmp_path: Path) -> None:
     assert "the fleet file says A100-80GB, but this machine has NVIDIA H200; it is served on that" in made.notes
 
 
-def test_each_layer_s_state_begins_with_a_page_of_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_layer_s_state_begins_with_a_page_of_a_gpu(tmp_path: Path, ranks: int) -> None:
+    """On each rank, of its heads."""
     plan(tmp_path, "{gpus: 1}")
     (tmp_path / "a" / "config.json").write_text(json.dumps(STATEFUL))
-    fleet = parse_fleet(f"cluster: {{gpus: 1}}\nmodels:{MODELS}", "f.yaml", tmp_path, {})
-    made = FleetPlanner(fleet, Machine(8, 64 * GIB, 16 * GIB), lambda: gpus(1)).at_start()[0]
+    fleet = parse_fleet(f"cluster: {{gpus: {ranks}}}\nmodels:{MODELS}", "f.yaml", tmp_path, {})
+    made = FleetPlanner(fleet, Machine(8, 64 * GIB, 16 * GIB), lambda: gpus(ranks)).at_start()[0]
     spec = unit_spec_of(made, "/run/x")
     model, states = spec.model("a"), read_architecture(STATEFUL).on_gpus().states
     assert states is not None
-    pages = states.count * -(-states.layer_bytes("bfloat16") // spec.pool(model.pool).page_bytes)
+    pages = states.count * -(-states.layer_bytes("bfloat16", ranks) // spec.pool(model.pool).page_bytes)
     assert model.state_blocks == -(-pages // model.pages_per_block)
     # Those of prompts are copied for a step.
     assert engine_args(spec, "a", "prefill")["max_num_active_seqs"] == 16
     assert "max_num_active_seqs" not in engine_args(spec, "a", "decode")
 
 
-def test_states_on_several_ranks_are_refused(tmp_path: Path) -> None:
+def test_states_whose_heads_ranks_cannot_divide_are_refused(tmp_path: Path) -> None:
     plan(tmp_path, "{gpus: 1}")
-    (tmp_path / "a" / "config.json").write_text(json.dumps(STATEFUL))
+    config = {**STATEFUL, "mamba_n_heads": 18, "mamba_n_groups": 3}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
     fleet = parse_fleet(f"cluster: {{gpus: 2}}\nmodels:{MODELS}", "f.yaml", tmp_path, {})
-    with pytest.raises(FleetError, match=r"models that keep states are served by engines of one rank"):
+    with pytest.raises(FleetError, match=r"18 heads with states in 3 groups and MLP of .* over 2 ranks"):
         FleetPlanner(fleet, Machine(8, 64 * GIB), lambda: gpus(2)).at_start()
 
 

@@ -421,6 +421,8 @@ NEMOTRON_H = {
     "torch_dtype": "bfloat16",
 }
 
+STATEFUL = {"granite": GRANITE_4_H, "qwen3_next": QWEN3_NEXT, "nemotron_h": NEMOTRON_H}
+
 
 class TestStates:
     def test_a_sequence_takes_a_state_of_some_layers_and_kv_of_the_others(self) -> None:
@@ -465,6 +467,23 @@ class TestStates:
         assert kept(**{**QWEN3_NEXT, "model_type": "qwen3_5_text"}, mamba_ssm_dtype="float32") == "float32"
         a = read_architecture(GRANITE_4_H)
         assert a.on_gpus().state_bytes("bfloat16") < 0.6 * a.state_bytes("bfloat16")
+
+    def test_ranks_have_whole_heads_and_whole_groups_or_a_copy_of_the_only_one(self) -> None:
+        states = {name: read_architecture(config).states for name, config in STATEFUL.items()}
+        ways = {
+            name: [tp for tp in (1, 2, 3, 4, 8, 16, 32) if each.splits_over(tp)]
+            for name, each in states.items()
+            if each
+        }
+        # Of 48 heads in one group, of 32 heads in 16 groups, and of 128 heads in 8 groups.
+        assert ways == {
+            "granite": [1, 2, 3, 4, 8, 16],
+            "qwen3_next": [1, 2, 4, 8, 16],
+            "nemotron_h": [1, 2, 4, 8],
+        }
+        granite, nemotron_h = read_architecture(GRANITE_4_H), read_architecture(NEMOTRON_H)
+        assert granite.state_bytes("bfloat16", 2) == 36 * (3 * (1536 + 2 * 128) * 2 + 24 * 64 * 128 * 4)
+        assert nemotron_h.state_bytes("bfloat16", 4) == nemotron_h.state_bytes("bfloat16") / 4
 
     def test_experts_without_a_gate_are_for_gpus(self) -> None:
         """Of Nemotron 3 Nano, which has 31.6 billion weights."""
