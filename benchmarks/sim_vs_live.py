@@ -17,7 +17,8 @@ Ways, from nothing to all that can be known:
 
 * `steps`: costs as learnt before the judged runs, without the front end's work.
 * `before`: costs as learnt before the judged runs, with that work. Nothing of the judged runs is known.
-* `served`: costs as of the end of each judged run: those that the machine had meanwhile. Latencies are not known.
+* `served`: costs as of the end of each judged run, and the front end's work as much dearer or cheaper as the CPU time
+  of that run says: those that the machine had meanwhile. Latencies are not known.
 
 `--profile` adds `profiled`: that profile instead, with the front end's work.
 
@@ -183,12 +184,33 @@ def idle_work(server: Server) -> float:
     return (server.cpu_seconds() - before) / IDLE_SECONDS
 
 
-def front_end_work(runs: Sequence[Served], idle: float) -> tuple[float, float, float]:
-    """Core-seconds per request, per step of an engine and per token. The sum of squares of what remains is least, and
-    none is negative, in `work = idle * seconds + start + request * n + step * steps + token * tokens` of all runs."""
-    rows = [(1.0, len(run.requests), run.steps, sum(r.output_tokens for r in run.requests)) for run in runs]
-    (_, request, step, token), _ = nnls(np.array(rows), np.array([run.work - idle * run.seconds for run in runs]))
-    return float(request), float(step), float(token)
+class Work(NamedTuple):
+    """Core-seconds beside the steps: per replay (`start`), request, step of an engine and token."""
+
+    start: float
+    request: float
+    step: float
+    token: float
+
+    @classmethod
+    def fitted(cls, runs: Sequence[Served], idle: float) -> Work:
+        """The sum of squares of what `of` is off by in these runs is least, and none is negative."""
+        rows = [(1.0, *_counts(run)) for run in runs]
+        found, _ = nnls(np.array(rows), np.array([run.work - idle * run.seconds for run in runs]))
+        return cls(*map(float, found))
+
+    def of(self, run: Served, idle: float) -> float:
+        """What so many requests, steps and tokens take."""
+        parts = zip(self[1:], _counts(run), strict=True)
+        return idle * run.seconds + self.start + sum(each * count for each, count in parts)
+
+    def meanwhile(self, run: Served, idle: float) -> float:
+        """How much dearer all of it was in this run."""
+        return run.work / self.of(run, idle)
+
+
+def _counts(run: Served) -> tuple[int, int, int]:
+    return len(run.requests), run.steps, sum(request.output_tokens for request in run.requests)
 
 
 def measure(file: Path, names: Sequence[str], options: argparse.Namespace, folder: Path) -> Live:
@@ -323,8 +345,10 @@ def misses(rows: dict[str, dict[str, float]]) -> list[str]:
 
 def judge(live: Live, file: Path, given: Profile | None, cores: int) -> dict[str, Any]:
     """Simulate what was served, with costs of each kind."""
-    request, step, token = (seconds / cores for seconds in front_end_work(live.before, live.idle))
-    work = Overheads(request_work=request, step_work=step, token_work=token)
+    fitted = Work.fitted(live.before, live.idle)
+    work = Overheads(
+        request_work=fitted.request / cores, step_work=fitted.step / cores, token_work=fitted.token / cores
+    )
     seen = [
         {"requests": len(run.requests), "steps": run.steps, "core_seconds": round(run.work, 3)} for run in live.before
     ]
@@ -346,14 +370,18 @@ def judge(live: Live, file: Path, given: Profile | None, cores: int) -> dict[str
         profiled = Played(file, given)
         ways["profiled"] = profiled, profiled.calibrated(lone, known)
     found["weight"] = round(weight, 3)
+
+    def simulated(played: Played | None, known: Overheads, run: Served) -> list[RequestRecord]:
+        if played is not None:
+            return played.records(run.requests, known)
+        meanwhile = times(known, fitted.meanwhile(run, live.idle))
+        return Played(file, _learnt(run)).records(run.requests, meanwhile)
+
     for way, (played, overheads_of) in ways.items():
         constants = {key: round(value, 7) for key, value in msgspec.structs.asdict(overheads_of).items()}
         rows: dict[str, Any] = {}
         for part, runs in live.judged.items():
-            by_run = [
-                (played or Played(file, _learnt(run))).records(run.requests, overheads_of)
-                for run in (runs if played is None else runs[:1])
-            ]
+            by_run = [simulated(played, overheads_of, run) for run in (runs if played is None else runs[:1])]
             records = by_run if played is None else by_run * len(runs)
             row: dict[str, Any] = dict(held_against(runs, [summarise(each) for each in records]))
             show(f"{part} of capacity, {way}", runs[0].summary, row)
@@ -362,6 +390,7 @@ def judge(live: Live, file: Path, given: Profile | None, cores: int) -> dict[str
                 "remains": remains(runs[0].records, records[0]),
                 "client_late": [run.late for run in runs],
                 "friction": [_friction(run.learnt) for run in runs],
+                "work_meanwhile": [round(fitted.meanwhile(run, live.idle), 3) for run in runs],
             }
             rows[part] = {**row, **told}
             print(f"  misses: {', '.join(rows[part]['misses']) or 'none'}; {rows[part]['remains']}", flush=True)
