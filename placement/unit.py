@@ -96,9 +96,9 @@ def _latent_problems(model: ModelDemand) -> list[PlanProblem]:
 
 def _split_parts(architecture: ModelArchitecture) -> str:
     """What is split over ranks, in words."""
-    parts, states = [f"{architecture.heads} heads", f"{architecture.kv_heads} KV heads"], architecture.states
-    if states is not None:
-        parts.append(f"{states.heads} heads with states in {states.groups} groups")
+    parts = [f"{architecture.heads} heads", f"{architecture.kv_heads} KV heads"]
+    if architecture.states is not None:
+        parts.append(f"{architecture.states.heads} heads with states in {architecture.states.groups} groups")
     return enumerate_words([*parts, f"MLP of {architecture.intermediate} columns"])
 
 
