@@ -3,24 +3,20 @@
     python benchmarks/sim_vs_live.py [--fleets eager compiled rolling] [--parts 0.3 0.6 0.9] [--duration 30]
 
 Of each fleet, in one run, since a shared machine is not as fast at all times: `muxserve replay` sends single requests,
-as many as it takes at once (its capacity), workloads to calibrate by (`--calibrate`, parts of the capacity), and
-then the workloads that are judged, with other requests and at other rates. After each of them `muxserve profile
---from-fleet` writes down which costs of steps the fleet has learnt. The simulator gets these costs, and what single
-requests take beside their steps; then the workloads. Bars: means within 5 %, p99 within 10 %.
-
-What the fleet has learnt are steps without waiting for a core. The work of requests, steps and tokens outside of
-engines, the client's too, stretches jobs beside that (`costs/front_end.py`); it is fitted to the CPU time of all runs
-before the judged ones (`work`). What it costs engines need not be its own time, and counts `weight` times: with that
-the mean latencies of the calibrations are nearest to the live ones, each simulated with the costs as of its end.
+as many as it takes at once (its capacity), workloads to learn from (`--learn-at`, parts of the capacity), and then the
+workloads that are judged, with other requests and at other rates. After each of them `muxserve profile --from-fleet`
+writes down what the fleet has learnt: costs of steps, without waiting for a core, and the front end's work, which
+stretches jobs beside that (`costs/front_end.py`). The simulator gets such a profile, and what single requests take
+beside their steps; then the workloads. Bars: means within 5 %, p99 within 10 %.
 
 Ways, from nothing to all that can be known:
 
-* `steps`: costs as learnt before the judged runs, without the front end's work.
-* `before`: costs as learnt before the judged runs, with that work. Nothing of the judged runs is known.
-* `served`: costs as of the end of each judged run, and the front end's work as much dearer or cheaper as the CPU time
-  of that run says: those that the machine had meanwhile. Latencies are not known.
+* `steps`: the profile as of before the judged runs, without the front end's work.
+* `before`: that profile. Nothing of the judged runs is known.
+* `served`: the profile as of the end of each judged run: the costs that the machine had meanwhile. Latencies are not
+  known.
 
-`--profile` adds `profiled`: that profile instead, with the front end's work.
+`--profile` adds `profiled`: that profile instead, with the front end's work that was learnt.
 
 A shared machine does not serve the same requests twice in the same time. So each judged workload is served `--times`
 times, after all others each time. `spread` is how far the live runs are from each other (highest over lowest, less 1),
@@ -35,14 +31,9 @@ late the client sent requests, which counts as latency live.
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import random
-import resource
 import sys
 import tempfile
-import time
-import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,10 +41,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 from against_live import compared, overheads, run, show, summary_of
 from report import machine, write_report
-from scipy.optimize import minimize_scalar, nnls
 from servers import ROOT, Server, ServerError, end_cleanly, fleet_with, muxserve_fleet
 
 from muxserve.cli.simulate_places import places_of
@@ -71,16 +60,14 @@ from muxserve.workload.trace import TraceRequest, write_trace
 PROMPT = LogNormalLengths(96, 0.8, 8, 768)
 OUTPUT = LogNormalLengths(96, 0.6, 8, 384)
 ALONE_TOKENS = 64
-# Requests in all, their output tokens, and seconds from one to the next: what the front end costs per request and per
-# step comes apart.
-SINGLES = ((24, 4, 0.4), (24, 64, 0.4), (96, 4, 0.1))
+# Requests in all, their output tokens, and seconds from one to the next.
+SINGLES = (24, 64, 0.4)
 # Requests that are sent at once, and how many of them are under way.
 AT_ONCE, IN_FLIGHT = 100, 32
-# For how long an idle fleet is looked at, which works a little, too.
-IDLE_SECONDS = 5.0
-# The front end's work counts at most so many times, to this precision.
-MOST_WEIGHT, WEIGHT_PRECISION = 4.0, 0.02
 MEANS, TAILS = 0.05, 0.10
+CPU = "CPU"
+# Of a profile's overheads, what a fleet learns.
+WORK = ("request_work", "step_work", "token_work")
 FLEETS: dict[str, tuple[str, dict[str, Any]]] = {
     "eager": ("configs/quickstart.yaml", {"enforce_eager": True}),
     "compiled": ("configs/quickstart.yaml", {"enforce_eager": False}),
@@ -89,15 +76,11 @@ FLEETS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Served(NamedTuple):
-    """Requests, and what became of them on the live fleet, both in order of arrival; core-seconds outside of steps
-    in so many seconds, and steps of engines meanwhile; by how many seconds the client sent them too late (`mean`,
-    `p99`); and which costs the fleet had learnt at the end, if it was asked."""
+    """Requests, and what became of them on the live fleet, both in order of arrival; by how many seconds the client
+    sent them too late (`mean`, `p99`); and what the fleet had learnt at the end, if it was asked."""
 
     requests: list[TraceRequest]
     records: list[RequestRecord]
-    work: float
-    seconds: float
-    steps: int
     late: dict[str, float]
     learnt: Profile | None = None
 
@@ -108,14 +91,11 @@ class Served(NamedTuple):
 
 
 class Live(NamedTuple):
-    """All that was seen of one fleet. `idle`: core-seconds per second when nobody asks for anything;
-    `before`: all runs but the judged ones, single requests first; `calibrations` are the last of these; `judged`: each
-    workload as often as it was served. Of the last two it is known what was learnt by then."""
+    """All that was seen of one fleet: single requests after what was to be learnt from, and each judged workload as
+    often as it was served. Of all of them it is known what was learnt by then."""
 
     capacity: float
-    idle: float
-    before: list[Served]
-    calibrations: list[Served]
+    lone: Served
     judged: dict[str, list[Served]]
 
 
@@ -136,19 +116,13 @@ def serve(server: Server, names: Sequence[str], requests: list[TraceRequest], fo
     """Send them."""
     trace, lines, report = folder / "trace.jsonl", folder / "records.jsonl", folder / "replay.json"
     write_trace(trace, list(names), requests)
-    began, used, (steps, computed) = time.monotonic(), used_seconds(server), engine_steps(server)
     run("replay", "--url", server.url, "--workload", trace, "--records", lines, "-o", report, *more)
-    used = used_seconds(server) - used
     records = msgspec.json.decode(_array(lines), type=list[RequestRecord])
     late: Any = summary_of(report).extra["client"]
-    steps_now, computed_now = engine_steps(server)
     return Served(
         sorted(requests, key=lambda request: request.arrival),
         # They are written as they end.
         sorted(records, key=lambda record: record.arrival),
-        used - (computed_now - computed),
-        time.monotonic() - began,
-        steps_now - steps,
         {key: round(late["lateness"][key], 5) for key in ("mean", "p99")},
     )
 
@@ -158,87 +132,36 @@ def _array(lines: Path) -> bytes:
     return b"[" + b",".join(lines.read_bytes().splitlines()) + b"]"
 
 
-def engine_steps(server: Server) -> tuple[int, float]:
-    """Steps that the fleet's engines have reported, and core-seconds that they took."""
-    with urllib.request.urlopen(f"{server.url}/fleet", timeout=30) as answer:
-        fleet = json.load(answer)
-    phases = [
-        phase
-        for unit in fleet["units"]
-        for model in unit["state"]["models"].values()
-        for phase in model["costs"].values()
-    ]
-    return sum(phase["steps"] for phase in phases), sum(phase["seconds"] for phase in phases)
-
-
-def used_seconds(server: Server) -> float:
-    """CPU time of the fleet and of the replays that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return server.cpu_seconds() + used.ru_utime + used.ru_stime
-
-
-def idle_work(server: Server) -> float:
-    """Core-seconds per second when nobody asks for anything."""
-    before = server.cpu_seconds()
-    time.sleep(IDLE_SECONDS)
-    return (server.cpu_seconds() - before) / IDLE_SECONDS
-
-
-class Work(NamedTuple):
-    """Core-seconds beside the steps: per replay (`start`), request, step of an engine and token."""
-
-    start: float
-    request: float
-    step: float
-    token: float
-
-    @classmethod
-    def fitted(cls, runs: Sequence[Served], idle: float) -> Work:
-        """The sum of squares of what `of` is off by in these runs is least, and none is negative."""
-        rows = [(1.0, *_counts(run)) for run in runs]
-        found, _ = nnls(np.array(rows), np.array([run.work - idle * run.seconds for run in runs]))
-        return cls(*map(float, found))
-
-    def of(self, run: Served, idle: float) -> float:
-        """What so many requests, steps and tokens take."""
-        parts = zip(self[1:], _counts(run), strict=True)
-        return idle * run.seconds + self.start + sum(each * count for each, count in parts)
-
-    def meanwhile(self, run: Served, idle: float) -> float:
-        """How much dearer all of it was in this run."""
-        return run.work / self.of(run, idle)
-
-
-def _counts(run: Served) -> tuple[int, int, int]:
-    return len(run.requests), run.steps, sum(request.output_tokens for request in run.requests)
-
-
 def measure(file: Path, names: Sequence[str], options: argparse.Namespace, folder: Path) -> Live:
     """Everything that is asked of the live fleet."""
     with muxserve_fleet(file) as server:
         print(f"  serves after {server.start_seconds:.0f} s", flush=True)
         serve(server, names, singles(names, 12, 4, 0.4, options.seed), folder)  # the first requests of engines are slow
-        idle = idle_work(server)
-        lone = [serve(server, names, singles(names, *each, options.seed), folder) for each in SINGLES]
         at_once = workload(names, AT_ONCE, 1.0, options.seed + 2)
         taken = serve(server, names, at_once, folder, "--max-in-flight", str(IN_FLIGHT))
         capacity = taken.summary.overall.requests_per_second
         print(f"  {capacity:.1f} requests/s at once", flush=True)
 
-        def taught(part: float, seed: int) -> Served:
-            served = serve(server, names, workload(names, part * capacity, options.duration, seed), folder)
+        def taught(requests: list[TraceRequest]) -> Served:
+            served = serve(server, names, requests, folder)
             return served._replace(learnt=learnt(server, folder))
 
-        teaching = [taught(part, options.seed + 1) for part in options.calibrate]
+        def loaded(part: float, seed: int) -> Served:
+            return taught(workload(names, part * capacity, options.duration, seed))
+
+        for part in options.learn_at:
+            loaded(part, options.seed + 1)
+        # What they take beside their steps is told by what steps take at the same time.
+        lone = taught(singles(names, *SINGLES, options.seed))
         judged: dict[str, list[Served]] = {f"{part:g}": [] for part in options.parts}
         for _ in range(options.times):
             for part in options.parts:
-                judged[f"{part:g}"].append(taught(part, options.seed))
-    return Live(capacity, idle, [*lone, taken, *teaching], teaching, judged)
+                judged[f"{part:g}"].append(loaded(part, options.seed))
+    return Live(capacity, lone, judged)
 
 
 def learnt(server: Server, folder: Path) -> Profile:
-    """The costs of steps that the fleet has learnt so far."""
+    """What the fleet has learnt so far."""
     out = folder / "learnt.json"
     out.unlink(missing_ok=True)
     run("profile", "--from-fleet", "--url", server.url, "-o", out)
@@ -263,40 +186,6 @@ class Played:
     def calibrated(self, lone: Served, known: Overheads) -> Overheads:
         """`known` with what lone requests took beyond their steps."""
         return overheads(lone.summary, lambda told: summarise(self.records(lone.requests, told)), known)
-
-
-def weighed(calibrations: Sequence[tuple[Played, Served]], lone: Served, work: Overheads) -> tuple[Overheads, float]:
-    """The overheads with the front end's work so many times (`weight`, the second) that the mean latencies of the
-    calibrations are nearest to the live ones: the sum of the squares of the ratios' logarithms is least."""
-    first = calibrations[0][0]
-
-    def off(weight: float) -> float:
-        known = first.calibrated(lone, times(work, weight))
-        found = 0.0
-        for played, served in calibrations:
-            simulated = summarise(played.records(served.requests, known))
-            found += math.log(_mean_latency(simulated) / _mean_latency(served.summary)) ** 2
-        return found
-
-    best = minimize_scalar(off, bounds=(0.0, MOST_WEIGHT), method="bounded", options={"xatol": WEIGHT_PRECISION})
-    weight = float(best.x)
-    return first.calibrated(lone, times(work, weight)), weight
-
-
-def _mean_latency(summary: Summary) -> float:
-    latency = summary.overall.latency
-    assert latency is not None, "requests are answered"
-    return latency.mean
-
-
-def times(work: Overheads, weight: float) -> Overheads:
-    """So many times as much work."""
-    return msgspec.structs.replace(
-        work,
-        request_work=weight * work.request_work,
-        step_work=weight * work.step_work,
-        token_work=weight * work.token_work,
-    )
 
 
 def remains(live: Sequence[RequestRecord], simulated: Sequence[RequestRecord]) -> dict[str, list[float]]:
@@ -343,39 +232,26 @@ def misses(rows: dict[str, dict[str, float]]) -> list[str]:
     return found
 
 
-def judge(live: Live, file: Path, given: Profile | None, cores: int) -> dict[str, Any]:
+def judge(live: Live, file: Path, given: Profile | None) -> dict[str, Any]:
     """Simulate what was served, with costs of each kind."""
-    fitted = Work.fitted(live.before, live.idle)
-    work = Overheads(
-        request_work=fitted.request / cores, step_work=fitted.step / cores, token_work=fitted.token / cores
-    )
-    seen = [
-        {"requests": len(run.requests), "steps": run.steps, "core_seconds": round(run.work, 3)} for run in live.before
-    ]
-    found: dict[str, Any] = {
-        "capacity": round(live.capacity, 2),
-        "idle_cores": round(live.idle, 4),
-        "work": seen,
-        "ways": {},
-    }
-    calibrations = [(Played(file, _learnt(each)), each) for each in live.calibrations]
-    before, lone = calibrations[-1][0], live.before[1]
-    known, weight = weighed(calibrations, lone, work)
+    found: dict[str, Any] = {"capacity": round(live.capacity, 2), "ways": {}}
+    before, work = Played(file, _learnt(live.lone)), _work(_learnt(live.lone))
+    known = before.calibrated(live.lone, work)
     ways: dict[str, tuple[Played | None, Overheads]] = {
-        "steps": (before, before.calibrated(lone, Overheads())),
+        "steps": (before, before.calibrated(live.lone, Overheads())),
         "before": (before, known),
         "served": (None, known),
     }
     if given is not None:
         profiled = Played(file, given)
-        ways["profiled"] = profiled, profiled.calibrated(lone, known)
-    found["weight"] = round(weight, 3)
+        ways["profiled"] = profiled, profiled.calibrated(live.lone, work)
 
     def simulated(played: Played | None, known: Overheads, run: Served) -> list[RequestRecord]:
         if played is not None:
             return played.records(run.requests, known)
-        meanwhile = times(known, fitted.meanwhile(run, live.idle))
-        return Played(file, _learnt(run)).records(run.requests, meanwhile)
+        profile = _learnt(run)
+        meanwhile = msgspec.structs.replace(known, **{key: getattr(_work(profile), key) for key in WORK})
+        return Played(file, profile).records(run.requests, meanwhile)
 
     for way, (played, overheads_of) in ways.items():
         constants = {key: round(value, 7) for key, value in msgspec.structs.asdict(overheads_of).items()}
@@ -390,7 +266,7 @@ def judge(live: Live, file: Path, given: Profile | None, cores: int) -> dict[str
                 "remains": remains(runs[0].records, records[0]),
                 "client_late": [run.late for run in runs],
                 "friction": [_friction(run.learnt) for run in runs],
-                "work_meanwhile": [round(fitted.meanwhile(run, live.idle), 3) for run in runs],
+                "work": [{key: round(getattr(_work(_learnt(run)), key), 7) for key in WORK} for run in runs],
             }
             rows[part] = {**row, **told}
             print(f"  misses: {', '.join(rows[part]['misses']) or 'none'}; {rows[part]['remains']}", flush=True)
@@ -401,6 +277,11 @@ def judge(live: Live, file: Path, given: Profile | None, cores: int) -> dict[str
 def _learnt(served: Served) -> Profile:
     assert served.learnt is not None, "the fleet was asked"
     return served.learnt
+
+
+def _work(profile: Profile) -> Overheads:
+    """The front end's work that was learnt."""
+    return profile.overheads.get(CPU, Overheads())
 
 
 def _friction(profile: Profile | None) -> float:
@@ -414,11 +295,11 @@ def main() -> int:
     parser.add_argument("--fleets", nargs="+", choices=[*FLEETS], default=[*FLEETS])
     parser.add_argument("--parts", nargs="+", type=float, default=[0.3, 0.6, 0.9], help="of the capacity")
     parser.add_argument(
-        "--calibrate",
+        "--learn-at",
         nargs="+",
         type=float,
         default=[0.3, 0.5, 0.7],
-        help="at which parts of the capacity costs are learnt",
+        help="parts of the capacity that are served before the judged ones",
     )
     parser.add_argument("--duration", type=float, default=30.0)
     parser.add_argument("--times", type=int, default=2, help="that each judged workload is served")
@@ -429,11 +310,10 @@ def main() -> int:
     end_cleanly()
     report: dict[str, Any] = {
         "machine": machine(),
-        **{key: getattr(options, key) for key in ("duration", "times", "seed", "calibrate")},
+        **{key: getattr(options, key) for key in ("duration", "times", "seed", "learn_at")},
         "fleets": {},
     }
     given = load_profile(options.profile) if options.profile else None
-    cores: int = report["machine"]["cores"]
     try:
         for name in options.fleets:
             print(f"\n=== {name}", flush=True)
@@ -443,7 +323,7 @@ def main() -> int:
                 folder = Path(directory)
                 file = fleet_with(ROOT / source, folder / "fleet.yaml", engine_args=engine_args)
                 live = measure(file, names, options, folder)
-                report["fleets"][name] = judge(live, file, given if name == "eager" else None, cores)
+                report["fleets"][name] = judge(live, file, given if name == "eager" else None)
     except ServerError as error:
         print(error, file=sys.stderr)
         return 1

@@ -5,19 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 
 from muxserve.cli.http import HTTPFailure, get_json
 from muxserve.cli.output import console, escape, print_error
 from muxserve.cli.status import endpoint_of
 from muxserve.costs.latency import CostError
-from muxserve.costs.profile import Profile, load_profile, save_profile
+from muxserve.costs.profile import Overheads, Profile, load_profile, save_profile
 
 EXIT_OK, EXIT_BAD_INPUT, EXIT_NOTHING = 0, 2, 3
+# What a fleet learns of its overheads.
+_WORK = ("request_work", "step_work", "token_work")
 
 
 def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
     """Write what the fleet at `url`, or the one that runs here, has learnt to `out`; returns the exit code. What the
-    file has of other engines, and of machines and overheads, stays, and what it measured of pairs."""
+    file has of other engines, and of machines, stays, and what it measured of pairs and of time outside of steps."""
     url = endpoint_of(url)
     if url is None:
         return EXIT_BAD_INPUT
@@ -41,6 +44,9 @@ def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
     known.engines = [engine for engine in known.engines if (engine.shape, engine.where) not in new] + learnt.engines
     measured = {pair.device for pair in known.pairs}
     known.interference |= {name: each for name, each in learnt.interference.items() if name not in measured}
+    for name, each in learnt.overheads.items():
+        before = known.overheads.get(name, Overheads())
+        known.overheads[name] = structs.replace(before, **{key: getattr(each, key) for key in _WORK})
     try:
         save_profile(known, out)
     except OSError as error:
@@ -49,5 +55,13 @@ def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
     for engine in learnt.engines:
         prefills, decodes = engine.prefill[0].samples, engine.decode[0].samples
         console.print(escape(f"{engine}: from {prefills:,} prefill and {decodes:,} decode steps"))
+    for name, each in learnt.overheads.items():
+        request, step, token = (1e3 * getattr(each, key) for key in _WORK)
+        console.print(
+            escape(
+                f"{name}: gateways, unit schedulers and local clients take {request:.2f} ms of all its cores per "
+                f"request, {step:.3f} per step and {token:.3f} per token"
+            )
+        )
     console.print(f"written to {escape(str(out))}")
     return EXIT_OK

@@ -13,17 +13,16 @@ from muxserve.cli.output import command_line, console, errors, escape, print_err
 from muxserve.cli.simulate_places import PlacementSearch, Places, PlacesError, places_of
 from muxserve.cli.workload_args import print_left_out
 from muxserve.config import FleetError
-from muxserve.costs.front_end import with_front_end
 from muxserve.costs.latency import CostError
 from muxserve.costs.measured import latency_model
-from muxserve.costs.profile import Overheads as MeasuredOverheads
 from muxserve.metrics import Objectives
 from muxserve.metrics.plotly_library import DEFAULT
 from muxserve.metrics.report import comparison_table, models_table, to_json, write_html
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.metrics.tables import seconds_words
 from muxserve.planning.arrangements import arrangement
-from muxserve.planning.demands import ClusterError, format_latency, measured_overheads
+from muxserve.planning.demands import ClusterError, format_latency
+from muxserve.planning.measured_control import measured_control
 from muxserve.planning.prediction import Simulated
 from muxserve.planning.specs import levels_of
 from muxserve.replicas.priorities import Levels, PriorityError
@@ -121,13 +120,12 @@ def _run(settings: SimulateSettings) -> int:
         # One yardstick for all modes: the devices that a model has in the first in which it has a place.
         alone = AloneSimulation([unit for *_, units in found for unit in units], latency)
         for mode, placed, units in found:
-            measured = measured_overheads(latency, placed.placement.units[0].device)
-            options = Options(_overheads(measured, settings), timeline=settings.timeline is not None)
-            costs = with_front_end(latency, measured)
+            control = measured_control(latency, placed.placement.units[0].device)
+            options = Options(_delays(control.delays, settings), timeline=settings.timeline is not None)
             result = simulate(
                 units,
                 workload,
-                costs,
+                control.latency,
                 options,
                 placed.rules_of(mode),
                 priorities,
@@ -178,13 +176,12 @@ def _modes(text: str) -> list[Mode]:
     return [mode_of(name) for name in dict.fromkeys(names)]
 
 
-def _overheads(measured: MeasuredOverheads | None, settings: SimulateSettings) -> ControlDelays:
-    """What the profile measured of the control path, unless the command line says otherwise."""
-    known = measured or MeasuredOverheads()
-    overheads = ControlDelays.live(known.turn, known.between, known.request)
+def _delays(measured: ControlDelays, settings: SimulateSettings) -> ControlDelays:
+    """What was measured of the control path, unless the command line says otherwise."""
+    delays = measured
     if settings.request_overhead is not None:
-        overheads = replace(overheads, request=settings.request_overhead)
-    return overheads if settings.control_delays else replace(overheads, lease=0.0, report=0.0)
+        delays = replace(delays, request=settings.request_overhead)
+    return delays if settings.control_delays else replace(delays, lease=0.0, report=0.0)
 
 
 def _summary(result: FleetResult, places: Places, alone: AloneSimulation, mode: Mode, placed: Simulated) -> Summary:

@@ -4,15 +4,30 @@ On a machine without GPUs gateway and unit scheduler share the cores with the en
 keeps them busier, so their work is part of what it brings (`Load.brought`): beside each other, jobs and that work then
 ask for more than there is, and the jobs stretch (`costs.interference`). What a request costs before it is in a queue
 comes with no job: whoever runs then is slowed by it.
+
+How much it is depends on the machine, and is learnt while a fleet serves (`FrontEndLearner`): the kernel says how busy
+the cores were, and what the steps of engines did not take is the front end's, and that of clients on the same cores.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.latency import Decode, EngineCosts, EngineShape, LatencyModel, Load
+from muxserve.costs.least_squares import RecursiveLeastSquares
 from muxserve.costs.profile import Overheads
+
+# What is expected before anything was measured, in core-seconds: for a second in which nobody asks for anything, a
+# request, a step of an engine and a token, the client's work included (two cores of a virtual machine at 2 to 3 GHz,
+# `benchmarks/sim_vs_live.py`).
+_EXPECTED = (0.1, 9e-3, 0.4e-3, 0.09e-3)
+# Standard deviations of the factors of these: of what all but the first have in common, since machines are faster or
+# slower, of each one's own, and of the first, since anything may run on a machine.
+_COMMON, _OWN, _IDLE = 0.7, 0.3, 2.0
+# Of an observation whose work is a core-second, relatively; and how many such observations are remembered.
+_NOISE, _MEMORY = 0.2, 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +46,10 @@ class FrontEndWork:
     def loaded(self, load: Load, tokens: int, seconds: float) -> Load:
         """The load of a step that emits so many tokens, and takes so long alone, with what it brings."""
         return Load(load.bandwidth, load.compute, load.brought + self.seconds(tokens) / seconds)
+
+    def overheads(self, cores: int) -> Overheads:
+        """A profile's, where the seconds are a core's of so many."""
+        return Overheads(request_work=self.request / cores, token_work=self.token / cores, step_work=self.step / cores)
 
     def of_stage(self, stages: int) -> FrontEndWork:
         """What each of an engine's stages brings: a micro-batch, which goes through all of them, has one answer."""
@@ -83,3 +102,46 @@ def with_front_end(latency: LatencyModel, overheads: Overheads | None) -> Latenc
 def apart(latency: LatencyModel) -> tuple[LatencyModel, FrontEndWork | None]:
     """What engines cost that nothing stretches, and the front end's work where `latency` has some."""
     return (latency.latency, latency.work) if isinstance(latency, FrontEnd) else (latency, None)
+
+
+class FrontEndUse(NamedTuple):
+    """What happened in `seconds`: cores were busy for `core_seconds` with something else than steps, while so many
+    requests came, engines took so many steps, and so many tokens were emitted."""
+
+    seconds: float
+    core_seconds: float
+    requests: int
+    steps: int
+    tokens: int
+
+
+class FrontEndLearner:
+    """Learns the front end's work from how busy the cores of its machine are beside steps, by recursive least squares
+    (`costs.least_squares`) over spells of some seconds. Its parts are what the machine does anyway, requests, steps and
+    tokens. Their factors beside what is expected move together at first, and apart as far as spells of different
+    mixtures tell.
+    """
+
+    def __init__(self) -> None:
+        parts = range(len(_EXPECTED))
+        covariance = [[_COMMON**2 + (_OWN**2 if i == j else 0.0) if i and j else 0.0 for j in parts] for i in parts]
+        covariance[0][0] = _IDLE**2
+        self._learnt = RecursiveLeastSquares([1.0 for _ in parts], covariance, _NOISE, _MEMORY)
+
+    def observe(self, use: FrontEndUse) -> None:
+        """So it was in a spell."""
+        counts = use.seconds, use.requests, use.steps, use.tokens
+        parts = [each * count for each, count in zip(_EXPECTED, counts, strict=True)]
+        whole = sum(parts)
+        if whole > 0.0:
+            # A spell of little work is mostly what the kernel's counts miss.
+            self._learnt.observe([part / whole for part in parts], use.core_seconds / whole, whole)
+
+    @property
+    def work(self) -> FrontEndWork | None:
+        """Core-seconds as of the last spell; None before the first."""
+        if not self._learnt.observations:
+            return None
+        _, request, step, token = self._learnt.coefficients
+        _, *expected = _EXPECTED
+        return FrontEndWork(request * expected[0], token * expected[2], step * expected[1])

@@ -21,6 +21,7 @@ from muxserve.gateway.broker import Broker
 from muxserve.gateway.changes import ChangeRoutes
 from muxserve.gateway.collector import FleetCollector, GatewayCollector
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
+from muxserve.gateway.front_end import FrontEndCosts
 from muxserve.gateway.grammar_compiler import CompilerProcess
 from muxserve.gateway.grammars import GrammarCompilers
 from muxserve.gateway.images import RequestImages
@@ -75,7 +76,8 @@ class Gateway:
         self.broker = Broker(fleet, index, secrets.token_hex(4), self.measures, waits, self.tracing)
         self.limiter = ConcurrencyLimiter(fleet.models, index, fleet.gateway.count, self.measures, waits)
         self.status = FleetStatus(fleet, self.broker)
-        self.reports = Reports(self.status, index, self.limiter)
+        self.front_end = FrontEndCosts(lambda: self.status.units.values())
+        self.reports = Reports(self.status, index, self.limiter, self.front_end)
         self.grammars = GrammarCompilers(fleet.gateway.grammars, compilers)
         kept = fleet.gateway.responses
         self.responses = ResponseStore(kept, index, fleet.gateway.count) if kept is not None else None
@@ -138,7 +140,7 @@ class Gateway:
         )
         self._endpoint.models_sleep = bool(self.fleet.residency)
         self._tell_followed()
-        tasks = [self._follow(), self._keep_offering(), self.tenancy.keep()]
+        tasks = [self._follow(), self._keep_offering(), self.tenancy.keep(), self.front_end.keep()]
         if self.responses is not None:
             tasks.append(self.responses.keep())
         self._tasks = [asyncio.ensure_future(task) for task in tasks]

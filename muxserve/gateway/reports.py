@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 
 from muxserve.costs.correction import corrected_profile
+from muxserve.costs.devices import device
 from muxserve.costs.profile import Profile
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
+from muxserve.gateway.front_end import FrontEndCosts
 from muxserve.gateway.status import FleetStatus, UnitStatus
 from muxserve.spec import ModelSpec
 
@@ -14,8 +16,9 @@ from muxserve.spec import ModelSpec
 class Reports:
     """What one gateway says about itself and the fleet."""
 
-    def __init__(self, status: FleetStatus, index: int, limiter: ConcurrencyLimiter) -> None:
+    def __init__(self, status: FleetStatus, index: int, limiter: ConcurrencyLimiter, front_end: FrontEndCosts) -> None:
         self._status = status
+        self._front_end = front_end
         self._index = index
         self._limiter = limiter
         self._started = time.monotonic()
@@ -122,9 +125,14 @@ class Reports:
         }
 
     def profile(self) -> Profile:
-        """What steps cost here, as `muxserve plan --profile` reads it: predictions, corrected by what was measured."""
+        """What steps cost here, as `muxserve plan --profile` reads it: predictions, corrected by what was measured; and
+        what the front end costs the cores that engines compute on."""
         units = [(unit.entry.unit_spec.costs, unit.learnt()) for unit in self._status.units.values()]
         profile = corrected_profile(units)
+        front_end = self._front_end.overheads
+        if front_end is not None:
+            devices = {engine.device for engine in profile.engines}
+            profile.overheads = {name: front_end for name in devices if device(name).kind == "cpu"}
         names = ", ".join(dict.fromkeys(engine.model for engine in profile.engines)) or "no model yet"
         profile.about = f"steps of {names}, corrected while a fleet served"
         return profile

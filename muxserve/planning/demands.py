@@ -13,9 +13,7 @@ from muxserve.config.adapters import AdapterError, slots_of
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.calibration import graphs_of
 from muxserve.costs.devices import device
-from muxserve.costs.latency import CostError, LatencyModel
-from muxserve.costs.measured import ProfileModel
-from muxserve.costs.profile import Overheads
+from muxserve.costs.latency import CostError
 from muxserve.planning.checkpoints import (
     CheckpointError,
     Hub,
@@ -242,14 +240,3 @@ def _parsed(text: str, kind: str | None) -> Cluster:
 def format_latency(profile: Path | None) -> str:
     """Where the costs come from, for people."""
     return "roofline" if profile is None else f"measured ({profile}); roofline where nothing was measured"
-
-
-def measured_overheads(latency: LatencyModel, device: str) -> Overheads | None:
-    """What a profile knows of time outside of steps on that device."""
-    return latency.profile.overheads.get(device) if isinstance(latency, ProfileModel) else None
-
-
-def between_steps(latency: LatencyModel, device: str) -> float:
-    """Seconds from the end of a step to the start of the next, beyond what steps take; 0 if nobody measured them."""
-    known = measured_overheads(latency, device)
-    return known.between if known else 0.0

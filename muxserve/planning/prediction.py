@@ -31,6 +31,7 @@ from muxserve.planning.arrangements.base import (
     wanted_of,
 )
 from muxserve.planning.device_pool import CPU, CpuPool, GpuPool
+from muxserve.planning.measured_control import measured_control
 from muxserve.planning.residency import with_residency
 from muxserve.planning.simulations import Simulations
 from muxserve.planning.specs import levels_of, migration_of, scaling_of
@@ -41,7 +42,6 @@ from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.scaling import RollingScalingRules as RollingScaling
 from muxserve.scheduling.turns import TurnRules
 from muxserve.simulator import (
-    ControlDelays,
     FleetModel,
     MigrationCosts,
     Mode,
@@ -409,7 +409,8 @@ def predict(
     if not simulated.residency:
         records = (simulations or Simulations(latency)).records(units, workload, rules, progress)
     else:
-        result = simulate(units, workload, latency, Options(ControlDelays.live()), rules, progress=progress)
+        control = measured_control(latency, units[0].device)
+        result = simulate(units, workload, control.latency, Options(control.delays), rules, progress=progress)
         records = result.records
         residency = next((unit.residency for unit in result.units if unit.residency is not None), None)
     summary = summarise(

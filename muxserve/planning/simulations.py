@@ -17,7 +17,8 @@ import msgspec
 
 from muxserve.costs.latency import LatencyModel
 from muxserve.metrics.records import RequestRecord
-from muxserve.simulator import ControlDelays, Options, Rules, SimUnit, coupled, simulate
+from muxserve.planning.measured_control import measured_control
+from muxserve.simulator import Options, Rules, SimUnit, coupled, simulate
 from muxserve.workload.trace import TraceRequest
 
 Progress = Callable[[int, int], None]
@@ -41,13 +42,11 @@ class _Group(NamedTuple):
 
 
 class Simulations:
-    """Simulates units under live control delays, on at most so many processes (None: as there are cores)."""
+    """Simulates units under the delays of the control path, on at most so many processes (None: as there are cores)."""
 
     def __init__(self, latency: LatencyModel, processes: int | None = None) -> None:
         self._latency = latency
         self._processes = processes or min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
-        # Nobody asks how many pages were in use.
-        self._options = Options(ControlDelays.live(), sample_seconds=0.0)
         self._known: dict[object, list[RequestRecord]] = {}
 
     def records(
@@ -88,7 +87,10 @@ class Simulations:
             for number in numbers:
                 units, requests = groups[number].units, groups[number].requests
                 told = None if progress is None else partial(_tell, progress, done, own, count)
-                made.append(simulate(units, requests, self._latency, self._options, rules, progress=told).records)
+                control = measured_control(self._latency, units[0].device)
+                # Nobody asks how many pages were in use.
+                options = Options(control.delays, sample_seconds=0.0)
+                made.append(simulate(units, requests, control.latency, options, rules, progress=told).records)
                 done += len(requests)
             return made
 

@@ -19,11 +19,12 @@ from muxserve.metrics.definitions import Objectives
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.planning.elastic import TPOT_SECONDS, TTFT_SECONDS, NoUnitError, elastic_fleet
 from muxserve.planning.gpus import UNPLANNED, copier_bytes, resting_bytes
+from muxserve.planning.measured_control import measured_control
 from muxserve.planning.prediction import Simulated, Surroundings, simulated_of
 from muxserve.planning.residency import gpu_residency, gpu_wake_costs
 from muxserve.planning.resident_units import resident_units
 from muxserve.planning.simulations import Simulations
-from muxserve.simulator import ControlDelays, FleetResult, Options, ResidencyResult, mode_of, simulate
+from muxserve.simulator import FleetResult, Options, ResidencyResult, Rules, SimUnit, mode_of, simulate
 from muxserve.spec import ResidencySpec, RestingSpec
 from muxserve.workload.trace import TraceRequest
 from placement.cluster import Cluster, PlacedModel, PlacedUnit, Placement
@@ -141,9 +142,8 @@ def with_residency(
     """
     how = mode_of(_SLEEPING)
     made = elastic_fleet(fleet, demands, cluster, MemoryRules.served(fleet.cluster.gpu_memory))
-    options = Options(ControlDelays.live(), sample_seconds=0.0)
-    rules, progress = made.rules_of(how), partial(tell, "with residency")
-    return _outcome(simulate(made.units(how), requests, latency, options, rules, progress=progress), demands)
+    units, rules = made.units(how), made.rules_of(how)
+    return _outcome(_simulated(units, requests, latency, rules, partial(tell, "with residency")), demands)
 
 
 def as_deployed(fleet: Fleet, demands: Sequence[Demand], cluster: Cluster, around: Surroundings) -> Simulated:
@@ -214,9 +214,20 @@ def live_residency(
     Raises:
         SimulationError, CostError: as `simulate`.
     """
-    how = mode_of("muxserve")
-    options, progress = Options(ControlDelays.live(), sample_seconds=0.0), partial(tell, "with memory")
-    return _outcome(simulate(made.units(how), requests, latency, options, {}, progress=progress), demands)
+    units = made.units(mode_of("muxserve"))
+    return _outcome(_simulated(units, requests, latency, {}, partial(tell, "with memory")), demands)
+
+
+def _simulated(
+    units: Sequence[SimUnit],
+    requests: Sequence[TraceRequest],
+    latency: LatencyModel,
+    rules: Rules,
+    progress: Callable[[int, int], None],
+) -> FleetResult:
+    control = measured_control(latency, units[0].device)
+    options = Options(control.delays, sample_seconds=0.0)
+    return simulate(units, requests, control.latency, options, rules, progress=progress)
 
 
 def _outcome(result: FleetResult, demands: Sequence[Demand]) -> Outcome:

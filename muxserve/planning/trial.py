@@ -13,9 +13,9 @@ from muxserve.costs.latency import LatencyModel
 from muxserve.metrics.definitions import Objectives, time_per_token
 from muxserve.planning.arrangements import arrangement
 from muxserve.planning.arrangements.base import DevicePool, SimulatedLayout, Wanted
-from muxserve.planning.demands import between_steps
+from muxserve.planning.measured_control import measured_control
 from muxserve.planning.prediction import lengths
-from muxserve.simulator import ControlDelays, Options, Rules, simulate
+from muxserve.simulator import Options, Rules, simulate
 from muxserve.workload.trace import TraceRequest
 
 # Of more replicas that get requests by their load only so many are simulated, with their part of the requests.
@@ -93,9 +93,8 @@ def run_trial(
         requests = [each for each in requests if chance.random() < _REPLICAS / layout.replicas]
     unit = how.trial_unit(wanted, pool, place, latency, rate / layout.replicas)
     units = [replace(unit, name=f"unit{number}") for number in range(count)]
-    between = between_steps(latency, place.shape.device)
-    options = Options(ControlDelays.live(between=between), sample_seconds=0.0)
-    result = simulate(units, requests, latency, options, rules)
+    control = measured_control(latency, place.shape.device)
+    result = simulate(units, requests, control.latency, Options(control.delays, sample_seconds=0.0), rules)
     outcomes = [
         Outcome(r.arrival, None)
         if r.first_token is None or r.finish is None or r.error

@@ -8,11 +8,9 @@ was. The kernel counts idle time in hundredths of a second, hence the mean of th
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from collections.abc import Collection
-from pathlib import Path
 
+from muxserve.net.core_times import CoreTimes
 from muxserve.scheduling.types import WHOLE
 
 # The kernel is asked so often at most, and what it said fades with this time. On a machine of many cores it takes
@@ -20,20 +18,17 @@ from muxserve.scheduling.types import WHOLE
 _LOOK_SECONDS = 0.1
 _LOOK_PART = 0.01
 _FADE_SECONDS = 0.4
-_TICK = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
 class CoreUse:
-    """Of those of the machine's `cores` (their numbers), by the kernel's counts in `stat`.
+    """Of those cores.
 
     Raises:
-        OSError: `stat` cannot be read.
-        ValueError: it does not say of these cores for how long they were idle.
+        OSError, ValueError: as `CoreTimes.idle_seconds`.
     """
 
-    def __init__(self, cores: Collection[int], now: float, stat: Path = Path("/proc/stat")) -> None:
-        self._names = {b"cpu%d" % core for core in cores}
-        self._stat = stat
+    def __init__(self, cores: CoreTimes, now: float) -> None:
+        self._cores = cores
         self._every = _LOOK_SECONDS
         self._looked_at, self._idle = now, self._idle_seconds()
         # Core-seconds that the own engines have computed since then.
@@ -61,35 +56,16 @@ class CoreUse:
         elapsed, idle = now - self._looked_at, self._idle
         with contextlib.suppress(OSError, ValueError):  # a core may have been taken away: then it was never idle
             idle = self._idle_seconds()
-        busy = len(self._names) * elapsed - (idle - self._idle) - self._computed
+        busy = self._cores.count * elapsed - (idle - self._idle) - self._computed
         fade = max(0.0, 1.0 - elapsed / max(_FADE_SECONDS, 4.0 * self._every))
         self._seconds = fade * self._seconds + elapsed
         self._busy = fade * self._busy + busy
         self._looked_at, self._idle, self._computed = now, idle, 0.0
-        part = self._busy / (self._seconds * len(self._names))
+        part = self._busy / (self._seconds * self._cores.count)
         self._part = WHOLE * min(1.0, max(0.0, part))
 
     def _idle_seconds(self) -> float:
-        """Seconds in which the cores were idle, since the machine started."""
         began = time.thread_time()
-        idle = known = 0
-        for line in self._stat.read_bytes().splitlines():
-            name, *counts = line.split()
-            if name in self._names:
-                # Waiting for a disk is idle, too.
-                idle += int(counts[3]) + int(counts[4])
-                known += 1
-        if known != len(self._names):
-            raise ValueError(f"the kernel counts the idle time of {known} of {len(self._names)} cores")
+        idle = self._cores.idle_seconds()
         self._every = max(_LOOK_SECONDS, (time.thread_time() - began) / _LOOK_PART)
-        return idle * _TICK
-
-
-def core_use() -> CoreUse:
-    """Of the cores that this process may run on.
-
-    Raises:
-        OSError: the kernel does not tell.
-        ValueError: it does not tell of all of them.
-    """
-    return CoreUse(os.sched_getaffinity(0), time.monotonic())
+        return idle

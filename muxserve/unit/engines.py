@@ -46,8 +46,7 @@ class EngineTable:
     on; None: they have devices of their own, or nobody knows.
 
     `failures` counts crashes of engines and steps that failed, `culprits` the requests that turned out to be the cause,
-    by model.
-
+    by model. `core_seconds` is how long cores have computed steps, without waiting for them.
     """
 
     def __init__(
@@ -62,6 +61,7 @@ class EngineTable:
         self._first_lease = self._lease_id = int(state.started * 1_000_000)
         self.failures: Counter[str] = Counter()
         self.culprits: Counter[str] = Counter()
+        self.core_seconds = 0.0
         self._engines: dict[bytes, EngineProcess] = {}
         self.add(state.ledger.models)
         self.reconciliation = Reconciliation(state, table, self._engines.values())
@@ -235,8 +235,11 @@ class EngineTable:
                 table.quarantine.decoded(lease.alone, report.steps)
         if report.seconds > 0.0:
             self._computed(engine, report, now)
+            steps = [each.seconds for each in (report.prefills, report.decodes) if each]
+            computed = self._state.unit_spec.cores_of(name) * sum(report.computed or steps)
+            self.core_seconds += computed
             if self._cores is not None:
-                self._cores.computed(sum(each.seconds for each in (report.prefills, report.decodes) if each))
+                self._cores.computed(computed)
             self._passed(now)
             self.costs.reported(peer, name, lease.share if lease is not None else 0, report)
         done = StepsDone(

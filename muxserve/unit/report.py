@@ -33,6 +33,7 @@ def unit_state(
         "epoch": state.epoch,
         "uptime_seconds": round(now - state.started, 3),
         "cores": unit_spec.cores,
+        "core_seconds": round(engines.core_seconds, 6),
         "budget_used": ledger.share_used / WHOLE,
         "memory_connected": ledger.memory_up,
         "gateways": len(table.gateways),

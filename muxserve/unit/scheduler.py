@@ -14,12 +14,13 @@ from pathlib import Path
 
 from muxserve import spec
 from muxserve.gpu.watch import GpuWatch
+from muxserve.net.core_times import CoreTimes
 from muxserve.net.heartbeat import heartbeat_file
 from muxserve.net.process import Signals
 from muxserve.net.server import RouterLoop, ServerProgram
 from muxserve.scheduling.policies import make_policy
 from muxserve.spec import UnitSpec
-from muxserve.unit.core_use import CoreUse, core_use
+from muxserve.unit.core_use import CoreUse
 from muxserve.unit.costs_file import CostsFile
 from muxserve.unit.executor import UnitExecutor
 from muxserve.unit.memory import MemoryLink
@@ -77,7 +78,7 @@ def shared_cores(unit_spec: UnitSpec) -> CoreUse | None:
     if not unit_spec.shares_cores:
         return None
     try:
-        return core_use()
+        return CoreUse(CoreTimes.own(), time.monotonic())
     except (OSError, ValueError) as error:
         log.warning("what others on the same cores cost the unit's engines is not learnt: %s", error)
         return None

@@ -250,7 +250,8 @@ def test_what_a_fleet_has_learnt_goes_into_a_profile(endpoint: Endpoint, tmp_pat
     file = tmp_path / "profile.json"
     before = Profile(engines=[engine_at(0.5, 1.0), engine_at(1.0, 1.0)], overheads={"CPU": Overheads(turn=0.25)})
     save_profile(before, file)
-    new = Profile(about="new", engines=[engine_at(0.5, 2.0)])
+    front_end = Overheads(request_work=0.004, step_work=0.0002, token_work=0.00005)
+    new = Profile(about="new", engines=[engine_at(0.5, 2.0)], overheads={"CPU": front_end})
     endpoint.answers = {"/fleet/profile": (200, msgspec.to_builtins(new))}
     command = ["profile", "--from-fleet", "--url", endpoint.url, "-o", str(file)]
     result = runner.invoke(app, command)
@@ -258,7 +259,9 @@ def test_what_a_fleet_has_learnt_goes_into_a_profile(endpoint: Endpoint, tmp_pat
     assert "one on 1 x CPU at 50% in float32: from 5 prefill and 6 decode steps" in result.stdout
     known = load_profile(file)
     assert {engine.share: engine.decode[0].seconds for engine in known.engines} == {0.5: 2.0, 1.0: 1.0}
-    assert known.overheads == before.overheads
+    assert known.overheads == {"CPU": msgspec.structs.replace(front_end, turn=0.25)}
+    said = " ".join(result.stdout.split())
+    assert "take 4.00 ms of all its cores per request, 0.200 per step and 0.050 per token" in said
     # Nothing is written where nothing was learnt, nor by whoever may not ask.
     endpoint.answers = {"/fleet/profile": (200, msgspec.to_builtins(Profile()))}
     assert runner.invoke(app, command).exit_code == 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from muxserve.costs.architecture import ModelArchitecture
-from muxserve.costs.front_end import FrontEnd, FrontEndWork, with_front_end
+from muxserve.costs.front_end import FrontEnd, FrontEndLearner, FrontEndUse, FrontEndWork, with_front_end
 from muxserve.costs.latency import EngineShape, Load
 from muxserve.costs.profile import Overheads
 from muxserve.costs.roofline import Roofline
@@ -83,3 +83,61 @@ def test_nothing_measured_changes_nothing() -> None:
     assert with_front_end(roofline, Overheads(turn=0.001)) is roofline
     assert isinstance(with_front_end(roofline, Overheads(token_work=1e-4)), FrontEnd)
     assert isinstance(with_front_end(roofline, Overheads(step_work=1e-4)), FrontEnd)
+
+
+# Core-seconds of some machine.
+TRUE = FrontEndWork(request=0.014, token=0.0002, step=0.0005)
+
+
+def spell(requests: int, steps: int, tokens: int, more: float = 0.0) -> FrontEndUse:
+    busy = 0.1 + requests * TRUE.request + steps * TRUE.step + tokens * TRUE.token
+    return FrontEndUse(4.0, busy + more, requests, steps, tokens)
+
+
+def test_nothing_is_known_before_the_first_spell() -> None:
+    learner = FrontEndLearner()
+    learner.observe(FrontEndUse(0.0, 0.0, 0, 0, 0))
+    assert learner.work is None
+
+
+def test_the_work_is_learnt_from_spells_of_different_mixtures() -> None:
+    learner = FrontEndLearner()
+    for _ in range(40):
+        for use in (spell(60, 1500, 3000), spell(10, 2000, 2000), spell(60, 400, 6000), spell(0, 0, 0)):
+            learner.observe(use)
+    work = learner.work
+    assert work is not None
+    for name in ("request", "step", "token"):
+        assert getattr(work, name) == pytest.approx(getattr(TRUE, name), rel=0.2), name
+    whole, true = (60 * each.request + 1500 * each.step + 3000 * each.token for each in (work, TRUE))
+    assert whole == pytest.approx(true, rel=0.03)
+
+
+def test_after_a_few_spells_of_one_mixture_a_slow_machine_is_slow_in_everything() -> None:
+    learner = FrontEndLearner()
+    fast = FrontEndLearner()
+    for _ in range(5):
+        learner.observe(FrontEndUse(4.0, 0.1 + 2.0 * 1.55, 60, 1500, 4500))
+        fast.observe(FrontEndUse(4.0, 0.1 + 1.55, 60, 1500, 4500))
+    slow_work, fast_work = learner.work, fast.work
+    assert slow_work is not None
+    assert fast_work is not None
+    for name in ("request", "step", "token"):
+        assert getattr(slow_work, name) / getattr(fast_work, name) == pytest.approx(2.0, rel=0.35)
+
+
+def test_one_spell_in_which_something_else_ran_moves_little() -> None:
+    learner = FrontEndLearner()
+    for _ in range(30):
+        learner.observe(spell(60, 1500, 3000))
+    before = learner.work
+    learner.observe(spell(60, 1500, 3000, more=6.0))
+    after = learner.work
+    assert before is not None
+    assert after is not None
+    assert after.seconds(2) + after.request < 1.1 * (before.seconds(2) + before.request)
+
+
+def test_a_profile_has_it_per_second_of_all_cores() -> None:
+    overheads = TRUE.overheads(4)
+    assert overheads == Overheads(request_work=0.0035, token_work=0.00005, step_work=0.000125)

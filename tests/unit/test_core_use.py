@@ -6,38 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from muxserve.net.core_times import CoreTimes
 from muxserve.spec import GpuSpec, SimulatedSpec
-from muxserve.unit import scheduler
-from muxserve.unit.core_use import CoreUse, core_use
+from muxserve.unit.core_use import CoreUse
 from muxserve.unit.scheduler import shared_cores
+from tests.support.kernel import Kernel
 from tests.unit.support import Bench, model, unit_spec
 from tests.unit.test_costs import PREDICTED, decodes
 
 WHOLE = 1_000_000
-
-
-class Kernel:
-    """`/proc/stat` of a machine with three cores, of which the last is somebody else's, and always busy."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.now = 1000.0
-        self.idle = [500.0, 300.0]
-        self._write()
-
-    def passed(self, seconds: float, busy: float) -> None:
-        """So many seconds, in which the cores were busy for so many core-seconds between them."""
-        self.now += seconds
-        self.idle = [idle + seconds - busy / 2 for idle in self.idle]
-        self._write()
-
-    def use(self) -> CoreUse:
-        """Of the first two cores."""
-        return CoreUse((0, 1), self.now, self.path)
-
-    def _write(self) -> None:
-        lines = [f"cpu{core} 11 22 33 {round(100 * idle) - 4} 4 0 0 0 0 0" for core, idle in enumerate(self.idle)]
-        self.path.write_text("\n".join(["cpu  1 2 3 4 5 6 7 8 9 10", *lines, "cpu2 9 9 9 9 9 9 9 9 9 9", "intr 1 2"]))
 
 
 @pytest.fixture
@@ -46,7 +23,7 @@ def kernel(tmp_path: Path) -> Kernel:
 
 
 def test_what_the_own_engines_compute_is_no_others(kernel: Kernel) -> None:
-    use = kernel.use()
+    use = CoreUse(kernel.cores(), kernel.now)
     began = use.elsewhere(kernel.now)
     for _ in range(100):
         kernel.passed(0.1, 0.15)
@@ -57,7 +34,7 @@ def test_what_the_own_engines_compute_is_no_others(kernel: Kernel) -> None:
 
 
 def test_steps_that_are_told_late_are_counted_all_the_same(kernel: Kernel) -> None:
-    use = kernel.use()
+    use = CoreUse(kernel.cores(), kernel.now)
     for turn in range(200):
         kernel.passed(0.1, 0.1)
         if turn % 2:
@@ -72,7 +49,7 @@ def test_steps_that_are_told_late_are_counted_all_the_same(kernel: Kernel) -> No
 
 
 def test_a_machine_that_falls_silent_is_so_within_a_second(kernel: Kernel) -> None:
-    use = kernel.use()
+    use = CoreUse(kernel.cores(), kernel.now)
     for _ in range(20):
         kernel.passed(0.1, 0.2)
         use.elsewhere(kernel.now)
@@ -85,11 +62,11 @@ def test_a_machine_that_falls_silent_is_so_within_a_second(kernel: Kernel) -> No
 
 def test_cores_that_the_kernel_says_nothing_of_are_an_error(kernel: Kernel) -> None:
     with pytest.raises(ValueError, match="1 of 2 cores"):
-        CoreUse((1, 7), kernel.now, kernel.path)
+        CoreTimes((1, 7), kernel.path)
 
 
 def test_a_core_that_is_taken_away_is_busy_and_ends_nothing(kernel: Kernel) -> None:
-    use = kernel.use()
+    use = CoreUse(kernel.cores(), kernel.now)
     kernel.passed(0.1, 0.0)
     before = use.elsewhere(kernel.now)
     kernel.path.write_text("cpu0 1 2 3 4 5")
@@ -100,7 +77,7 @@ def test_a_core_that_is_taken_away_is_busy_and_ends_nothing(kernel: Kernel) -> N
 
 
 def test_the_kernel_tells_of_the_cores_of_this_process() -> None:
-    core_use()
+    assert CoreTimes.own().idle_seconds() > 0.0
 
 
 def test_units_with_devices_of_their_own_do_not_ask() -> None:
@@ -112,17 +89,17 @@ def test_units_with_devices_of_their_own_do_not_ask() -> None:
 def test_a_unit_serves_where_the_kernel_does_not_tell(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def hidden() -> CoreUse:
+    def hidden() -> CoreTimes:
         raise PermissionError("no /proc/stat here")
 
-    monkeypatch.setattr(scheduler, "core_use", hidden)
+    monkeypatch.setattr(CoreTimes, "own", hidden)
     assert shared_cores(unit_spec()) is None
     assert "no /proc/stat here" in caplog.text
 
 
 def test_the_costs_hear_of_it(kernel: Kernel) -> None:
     """Something keeps the other core busy at times; steps are slower meanwhile."""
-    bench = Bench(model("a"), model("b"), costs={"a": [PREDICTED]}, cores=kernel.use())
+    bench = Bench(model("a"), model("b"), costs={"a": [PREDICTED]}, cores=CoreUse(kernel.cores(), kernel.now))
     bench.decoding("r")
     for turn in range(2000):
         busy = turn // 200 % 2
