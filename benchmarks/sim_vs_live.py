@@ -4,10 +4,10 @@
 
 Of each fleet, in one run, since a shared machine is not as fast at all times: `muxserve replay` sends single requests,
 as many as it takes at once (its capacity), workloads to learn from (`--learn-at`, parts of the capacity), and then the
-workloads that are judged, with other requests and at other rates. After each of them `muxserve profile --from-fleet`
-writes down what the fleet has learnt: costs of steps, without waiting for a core, and the front end's work, which
-stretches jobs beside that (`costs/front_end.py`). The simulator gets such a profile, and what single requests take
-beside their steps; then the workloads. Bars: means within 5 %, p99 within 10 %.
+workloads that are judged, with other requests and at other rates. After each of them the fleet is asked what it has
+learnt, as by `muxserve profile --from-fleet`: costs of steps, without waiting for a core, and the front end's work,
+which stretches jobs beside that (`costs/front_end.py`). The simulator gets such a profile, and what single requests
+take beside their steps; then the workloads. Bars: means within 5 %, p99 within 10 %.
 
 Ways, from nothing to all that can be known:
 
@@ -34,6 +34,7 @@ import argparse
 import random
 import sys
 import tempfile
+import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -144,7 +145,7 @@ def measure(file: Path, names: Sequence[str], options: argparse.Namespace, folde
 
         def taught(requests: list[TraceRequest]) -> Served:
             served = serve(server, names, requests, folder)
-            return served._replace(learnt=learnt(server, folder))
+            return served._replace(learnt=learnt(server))
 
         def loaded(part: float, seed: int) -> Served:
             return taught(workload(names, part * capacity, options.duration, seed))
@@ -160,12 +161,11 @@ def measure(file: Path, names: Sequence[str], options: argparse.Namespace, folde
     return Live(capacity, lone, judged)
 
 
-def learnt(server: Server, folder: Path) -> Profile:
-    """What the fleet has learnt so far."""
-    out = folder / "learnt.json"
-    out.unlink(missing_ok=True)
-    run("profile", "--from-fleet", "--url", server.url, "-o", out)
-    return load_profile(out)
+def learnt(server: Server) -> Profile:
+    """What the fleet has learnt so far, as `muxserve profile --from-fleet` writes it; without that command's process,
+    whose start would be a part of what is learnt."""
+    with urllib.request.urlopen(f"{server.url}/fleet/profile", timeout=30) as answer:
+        return msgspec.json.decode(answer.read(), type=Profile)
 
 
 class Played:

@@ -19,15 +19,16 @@ from muxserve.costs.latency import Decode, EngineCosts, EngineShape, LatencyMode
 from muxserve.costs.least_squares import RecursiveLeastSquares
 from muxserve.costs.profile import Overheads
 
-# What is expected before anything was measured, in core-seconds: for a second in which nobody asks for anything, a
-# request, a step of an engine and a token, the client's work included (two cores of a virtual machine at 2 to 3 GHz,
-# `benchmarks/sim_vs_live.py`).
-_EXPECTED = (0.1, 9e-3, 0.4e-3, 0.09e-3)
-# Standard deviations of the factors of these: of what all but the first have in common, since machines are faster or
-# slower, of each one's own, and of the first, since anything may run on a machine.
-_COMMON, _OWN, _IDLE = 0.7, 0.3, 2.0
+# What is expected before anything was measured, in core-seconds: for a request, a step of an engine and a token, the
+# client's work included (two cores of a virtual machine at 2 to 3 GHz, `benchmarks/sim_vs_live.py`).
+_EXPECTED = (9e-3, 0.4e-3, 0.09e-3)
+# Standard deviations of the factors of these: of what they have in common, since machines are faster or slower, and of
+# each one's own.
+_COMMON, _OWN = 0.7, 0.3
 # Of an observation whose work is a core-second, relatively; and how many such observations are remembered.
 _NOISE, _MEMORY = 0.2, 30.0
+# What the machine does anyway is the least of so many spells without steps.
+_IDLE_SPELLS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,31 +118,43 @@ class FrontEndUse(NamedTuple):
 
 class FrontEndLearner:
     """Learns the front end's work from how busy the cores of its machine are beside steps, by recursive least squares
-    (`costs.least_squares`) over spells of some seconds. Its parts are what the machine does anyway, requests, steps and
-    tokens. Their factors beside what is expected move together at first, and apart as far as spells of different
-    mixtures tell.
+    (`costs.least_squares`) over spells of some seconds. Its parts are requests, steps and tokens. Their factors beside
+    what is expected move together at first, and apart as far as spells of different mixtures tell.
+
+    What the machine does anyway is known from spells without steps. It is the least of them: what comes and goes, as a
+    client that starts, does not run beside engines all the time.
     """
 
     def __init__(self) -> None:
         parts = range(len(_EXPECTED))
-        covariance = [[_COMMON**2 + (_OWN**2 if i == j else 0.0) if i and j else 0.0 for j in parts] for i in parts]
-        covariance[0][0] = _IDLE**2
+        covariance = [[_COMMON**2 + (_OWN**2 if i == j else 0.0) for j in parts] for i in parts]
         self._learnt = RecursiveLeastSquares([1.0 for _ in parts], covariance, _NOISE, _MEMORY)
+        # Core-seconds per second.
+        self._idle: float | None = None
 
     def observe(self, use: FrontEndUse) -> None:
         """So it was in a spell."""
-        counts = use.seconds, use.requests, use.steps, use.tokens
-        parts = [each * count for each, count in zip(_EXPECTED, counts, strict=True)]
+        if not use.steps:
+            self._rests(use)
+            return
+        parts = [each * count for each, count in zip(_EXPECTED, use[2:], strict=True)]
         whole = sum(parts)
-        if whole > 0.0:
-            # A spell of little work is mostly what the kernel's counts miss.
-            self._learnt.observe([part / whole for part in parts], use.core_seconds / whole, whole)
+        own = max(0.0, use.core_seconds - (self._idle or 0.0) * use.seconds)
+        # A spell of little work is mostly what the kernel's counts miss.
+        self._learnt.observe([part / whole for part in parts], own / whole, whole)
+
+    def _rests(self, use: FrontEndUse) -> None:
+        if use.seconds > 0.0:
+            rate = use.core_seconds / use.seconds
+            known = rate if self._idle is None else self._idle
+            self._idle = min(rate, known + (rate - known) / _IDLE_SPELLS)
 
     @property
     def work(self) -> FrontEndWork | None:
-        """Core-seconds as of the last spell; None before the first."""
+        """Core-seconds as of the last spell; None before the first with steps."""
         if not self._learnt.observations:
             return None
-        _, request, step, token = self._learnt.coefficients
-        _, *expected = _EXPECTED
-        return FrontEndWork(request * expected[0], token * expected[2], step * expected[1])
+        request, step, token = (
+            factor * each for factor, each in zip(self._learnt.coefficients, _EXPECTED, strict=True)
+        )
+        return FrontEndWork(request, token, step)

@@ -94,9 +94,10 @@ def spell(requests: int, steps: int, tokens: int, more: float = 0.0) -> FrontEnd
     return FrontEndUse(4.0, busy + more, requests, steps, tokens)
 
 
-def test_nothing_is_known_before_the_first_spell() -> None:
+def test_nothing_is_known_before_the_first_step() -> None:
     learner = FrontEndLearner()
-    learner.observe(FrontEndUse(0.0, 0.0, 0, 0, 0))
+    # Something else ran meanwhile.
+    learner.observe(FrontEndUse(4.0, 3.0, 0, 0, 0))
     assert learner.work is None
 
 
@@ -141,3 +142,15 @@ def test_one_spell_in_which_something_else_ran_moves_little() -> None:
 def test_a_profile_has_it_per_second_of_all_cores() -> None:
     overheads = TRUE.overheads(4)
     assert overheads == Overheads(request_work=0.0035, token_work=0.00005, step_work=0.000125)
+
+
+def test_what_the_machine_does_anyway_is_no_work_of_requests() -> None:
+    learner = FrontEndLearner()
+    for turn in range(40):
+        learner.observe(spell(60, 1500, 3000, more=2.0))
+        # Half a core; in every fourth spell something else starts, too.
+        learner.observe(FrontEndUse(4.0, 2.1 + (0.0 if turn % 4 else 3.0), 0, 0, 0))
+    work = learner.work
+    assert work is not None
+    whole, true = (60 * each.request + 1500 * each.step + 3000 * each.token for each in (work, TRUE))
+    assert whole == pytest.approx(true, rel=0.1)
