@@ -25,10 +25,13 @@ _EXPECTED = (9e-3, 0.4e-3, 0.09e-3)
 # Standard deviations of the factors of these: of what they have in common, since machines are faster or slower, and of
 # each one's own.
 _COMMON, _OWN = 0.7, 0.3
+# An engine that gives way to the front end loses more than the core's time: its data leave the caches, and it waits for
+# its turn. How many times as much, fitted to latencies of the quickstart's fleets on two machines (1.0 to 1.45).
+_DISPLACED = 1.25
 # Of an observation whose work is a core-second, relatively; and how many such observations are remembered.
 _NOISE, _MEMORY = 0.2, 30.0
-# What the machine does anyway is the least of so many spells without steps.
-_IDLE_SPELLS = 30.0
+# What the machine does anyway is the least of about so many spells without steps.
+_IDLE_SPELLS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +97,11 @@ class _WithFrontEnd:
 
 
 def with_front_end(latency: LatencyModel, overheads: Overheads | None) -> LatencyModel:
-    """`latency`, and the front end's work where some was measured."""
+    """`latency`, and what engines lose to the front end's work where some was measured."""
     if overheads is None or not (overheads.request_work or overheads.token_work or overheads.step_work):
         return latency
-    return FrontEnd(latency, FrontEndWork(overheads.request_work, overheads.token_work, overheads.step_work))
+    work = overheads.request_work, overheads.token_work, overheads.step_work
+    return FrontEnd(latency, FrontEndWork(*(_DISPLACED * each for each in work)))
 
 
 def apart(latency: LatencyModel) -> tuple[LatencyModel, FrontEndWork | None]:
@@ -121,8 +125,9 @@ class FrontEndLearner:
     (`costs.least_squares`) over spells of some seconds. Its parts are requests, steps and tokens. Their factors beside
     what is expected move together at first, and apart as far as spells of different mixtures tell.
 
-    What the machine does anyway is known from spells without steps. It is the least of them: what comes and goes, as a
-    client that starts, does not run beside engines all the time.
+    What the machine does anyway is known from spells without steps, once there were some with steps, since a fleet that
+    starts keeps all cores busy. It is the least of them: what comes and goes, as a client that starts, does not run
+    beside engines all the time.
     """
 
     def __init__(self) -> None:
@@ -130,7 +135,7 @@ class FrontEndLearner:
         covariance = [[_COMMON**2 + (_OWN**2 if i == j else 0.0) for j in parts] for i in parts]
         self._learnt = RecursiveLeastSquares([1.0 for _ in parts], covariance, _NOISE, _MEMORY)
         # Core-seconds per second.
-        self._idle: float | None = None
+        self._idle = 0.0
 
     def observe(self, use: FrontEndUse) -> None:
         """So it was in a spell."""
@@ -139,15 +144,14 @@ class FrontEndLearner:
             return
         parts = [each * count for each, count in zip(_EXPECTED, use[2:], strict=True)]
         whole = sum(parts)
-        own = max(0.0, use.core_seconds - (self._idle or 0.0) * use.seconds)
+        own = max(0.0, use.core_seconds - self._idle * use.seconds)
         # A spell of little work is mostly what the kernel's counts miss.
         self._learnt.observe([part / whole for part in parts], own / whole, whole)
 
     def _rests(self, use: FrontEndUse) -> None:
-        if use.seconds > 0.0:
+        if use.seconds > 0.0 and self._learnt.observations:
             rate = use.core_seconds / use.seconds
-            known = rate if self._idle is None else self._idle
-            self._idle = min(rate, known + (rate - known) / _IDLE_SPELLS)
+            self._idle = min(rate, self._idle + (rate - self._idle) / _IDLE_SPELLS)
 
     @property
     def work(self) -> FrontEndWork | None:

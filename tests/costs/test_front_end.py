@@ -146,6 +146,9 @@ def test_a_profile_has_it_per_second_of_all_cores() -> None:
 
 def test_what_the_machine_does_anyway_is_no_work_of_requests() -> None:
     learner = FrontEndLearner()
+    # It starts.
+    for _ in range(20):
+        learner.observe(FrontEndUse(4.0, 8.0, 0, 0, 0))
     for turn in range(40):
         learner.observe(spell(60, 1500, 3000, more=2.0))
         # Half a core; in every fourth spell something else starts, too.
