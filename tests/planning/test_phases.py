@@ -24,7 +24,7 @@ from muxserve.planning.comparison import (
     largest_first,
     recommend,
 )
-from muxserve.planning.demands import between_steps
+from muxserve.planning.measured_control import measured_control
 from muxserve.planning.trial import (
     STEP,
     GoodputSearch,
@@ -38,7 +38,7 @@ from muxserve.planning.trial import (
     point_of,
     run_trial,
 )
-from muxserve.simulator import Link, Pipeline
+from muxserve.simulator import ControlDelays, Link, Pipeline
 from muxserve.simulator.stages import make_stages
 from muxserve.spec import PhasesName
 from tests.planning.phases_support import TINY, WIDE, cores, gpus, tiny, wanted, with_demand
@@ -431,7 +431,7 @@ class TestMeasuredCosts:
             assert more == pytest.approx(11e-4 / plain[0].seconds(step))
 
     def test_time_between_steps_is_in_every_arrangement(self) -> None:
-        assert between_steps(COSTS, "CPU") == 0.0
+        assert measured_control(COSTS, "CPU") == (COSTS, ControlDelays.live())
         asked, pool = replace(tiny(0.1), replicas=2), cores(2)
         requests = TrialLoad(asked, 0).requests(0.1)[:40]
         for phases in ("multiplexed", "pipelined", "rolling"):
