@@ -63,6 +63,8 @@ OUTPUT = LogNormalLengths(96, 0.6, 8, 384)
 ALONE_TOKENS = 64
 # Requests in all, their output tokens, and seconds from one to the next.
 SINGLES = (24, 64, 0.4)
+# Seconds from the client's start to the first request: the start is a part of nothing that is learnt.
+LEAD = 5.0
 # Requests that are sent at once, and how many of them are under way.
 AT_ONCE, IN_FLIGHT = 100, 32
 MEANS, TAILS = 0.05, 0.10
@@ -113,8 +115,11 @@ def singles(names: Sequence[str], count: int, output: int, apart: float, seed: i
     return [TraceRequest(apart * number, model, ALONE_TOKENS, output) for number, model in enumerate(models)]
 
 
-def serve(server: Server, names: Sequence[str], requests: list[TraceRequest], folder: Path, *more: str) -> Served:
-    """Send them."""
+def serve(
+    server: Server, names: Sequence[str], requests: list[TraceRequest], folder: Path, lead: float, *more: str
+) -> Served:
+    """Send them, `lead` seconds after the client has started."""
+    requests = [msgspec.structs.replace(each, arrival=each.arrival + lead) for each in requests]
     trace, lines, report = folder / "trace.jsonl", folder / "records.jsonl", folder / "replay.json"
     write_trace(trace, list(names), requests)
     run("replay", "--url", server.url, "--workload", trace, "--records", lines, "-o", report, *more)
@@ -137,14 +142,15 @@ def measure(file: Path, names: Sequence[str], options: argparse.Namespace, folde
     """Everything that is asked of the live fleet."""
     with muxserve_fleet(file) as server:
         print(f"  serves after {server.start_seconds:.0f} s", flush=True)
-        serve(server, names, singles(names, 12, 4, 0.4, options.seed), folder)  # the first requests of engines are slow
+        # The first requests of engines are slow.
+        serve(server, names, singles(names, 12, 4, 0.4, options.seed), folder, LEAD)
         at_once = workload(names, AT_ONCE, 1.0, options.seed + 2)
-        taken = serve(server, names, at_once, folder, "--max-in-flight", str(IN_FLIGHT))
+        taken = serve(server, names, at_once, folder, 0.0, "--max-in-flight", str(IN_FLIGHT))
         capacity = taken.summary.overall.requests_per_second
         print(f"  {capacity:.1f} requests/s at once", flush=True)
 
         def taught(requests: list[TraceRequest]) -> Served:
-            served = serve(server, names, requests, folder)
+            served = serve(server, names, requests, folder, LEAD)
             return served._replace(learnt=learnt(server))
 
         def loaded(part: float, seed: int) -> Served:

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from muxserve.costs.measured import ProfileModel
+from muxserve.costs.profile import Overheads, Profile
 from muxserve.planning import simulations
 from muxserve.planning.simulations import Simulations
 from muxserve.simulator import ControlDelays, Options, SimulationError, SimUnit, simulate
@@ -32,6 +34,18 @@ def workload(count: int = 600) -> list[TraceRequest]:
 
 def expected(of: list[SimUnit], load: list[TraceRequest]) -> FleetResult:
     return simulate(of, load, Analytic(), Options(ControlDelays.live()))
+
+
+def test_what_a_profile_says_of_the_control_path_counts() -> None:
+    known = Overheads(turn=0.004, between=0.001, request=0.5)
+    (of, *_), load = units(), [each for each in workload() if each.model == NAMES[0]]
+    measured = ProfileModel(Profile(overheads={of.device: known}), beyond=Analytic())
+    made = Simulations(measured, processes=1).records([of], load, {})
+    delays = ControlDelays.live(known.turn, known.between, known.request)
+    assert made == simulate([of], load, Analytic(), Options(delays)).records
+    plain = Simulations(Analytic(), processes=1).records([of], load, {})
+    late = [a.ttft - b.ttft for a, b in zip(made, plain, strict=True) if a.ttft is not None and b.ttft is not None]
+    assert min(late) > 0.4
 
 
 @pytest.mark.slow
