@@ -38,7 +38,7 @@ def expected(of: list[SimUnit], load: list[TraceRequest]) -> FleetResult:
 
 def test_what_a_profile_says_of_the_control_path_counts() -> None:
     known = Overheads(turn=0.004, between=0.001, request=0.5)
-    (of, *_), load = units(), [each for each in workload() if each.model == NAMES[0]]
+    of, load = replace(units()[0], device="CPU"), [each for each in workload() if each.model == NAMES[0]]
     measured = ProfileModel(Profile(overheads={of.device: known}), beyond=Analytic())
     made = Simulations(measured, processes=1).records([of], load, {})
     delays = ControlDelays.live(known.turn, known.between, known.request)
