@@ -83,7 +83,9 @@ class FrontEndCosts:
         last, self._last = self._last, self._now(units)
         if last is None or self._last is None or last.units != self._last.units:
             return
-        self._learner.observe(self._since(last, self._last))
+        use = self._since(last, self._last)
+        if min(use) >= 0:  # else a model has left its unit, with its counts
+            self._learner.observe(use)
 
     def _now(self, units: list[UnitStatus]) -> _Counts | None:
         assert self._cores is not None, "else nobody looks"

@@ -105,6 +105,11 @@ async def test_counts_that_begin_anew_are_no_spell(kernel: Kernel) -> None:
     unit.epoch, unit.requests, unit.steps, unit.tokens, unit.computed = "e2", 0, 0, 0, 0.0
     await machine.passes()
     assert machine.costs.overheads == before
+    # A model has left, with its counts.
+    unit.requests -= 10
+    unit.steps -= 900
+    await machine.passes(0, 0, 0)
+    assert machine.costs.overheads == before
     # One that does not answer has done nobody knows what.
     unit.up = False
     await machine.passes(more=4.0)
