@@ -27,11 +27,11 @@ _EXPECTED = (9e-3, 0.4e-3, 0.09e-3)
 _COMMON, _OWN = 0.7, 0.3
 # An engine that gives way to the front end loses more than the core's time: its data leave the caches, and it waits for
 # its turn. How many times as much, fitted to latencies of the quickstart's fleets on two machines (1.0 to 1.45).
-_DISPLACED = 1.25
+_INTERRUPTION_COST = 1.25
 # Of an observation whose work is a core-second, relatively; and how many such observations are remembered.
 _NOISE, _MEMORY = 0.2, 30.0
-# What the machine does anyway is the least of about so many spells without steps.
-_IDLE_SPELLS = 10.0
+# What the machine does anyway is the least of about so many intervals without steps.
+_IDLE_INTERVALS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def with_front_end(latency: LatencyModel, overheads: Overheads | None) -> Latenc
     if overheads is None or not (overheads.request_work or overheads.token_work or overheads.step_work):
         return latency
     work = overheads.request_work, overheads.token_work, overheads.step_work
-    return FrontEnd(latency, FrontEndWork(*(_DISPLACED * each for each in work)))
+    return FrontEnd(latency, FrontEndWork(*(_INTERRUPTION_COST * each for each in work)))
 
 
 def apart(latency: LatencyModel) -> tuple[LatencyModel, FrontEndWork | None]:
@@ -122,12 +122,12 @@ class FrontEndUse(NamedTuple):
 
 class FrontEndLearner:
     """Learns the front end's work from how busy the cores of its machine are beside steps, by recursive least squares
-    (`costs.least_squares`) over spells of some seconds. Its parts are requests, steps and tokens. Their factors beside
-    what is expected move together at first, and apart as far as spells of different mixtures tell.
+    (`costs.least_squares`) over intervals of some seconds. Its parts are requests, steps and tokens. Their factors
+    beside what is expected move together at first, and apart as far as intervals of different mixtures tell.
 
-    What the machine does anyway is known from spells without steps, once there were some with steps, since a fleet that
-    starts keeps all cores busy. It is the least of them: what comes and goes, as a client that starts, does not run
-    beside engines all the time.
+    What the machine does anyway is known from intervals without steps, once there were some with steps, since a fleet
+    that starts keeps all cores busy. It is the least of them: what comes and goes, as a client that starts, does not
+    run beside engines all the time.
     """
 
     def __init__(self) -> None:
@@ -138,24 +138,24 @@ class FrontEndLearner:
         self._idle = 0.0
 
     def observe(self, use: FrontEndUse) -> None:
-        """So it was in a spell."""
+        """So it was in an interval."""
         if not use.steps:
-            self._rests(use)
+            self._observe_idle(use)
             return
         parts = [each * count for each, count in zip(_EXPECTED, use[2:], strict=True)]
         whole = sum(parts)
         own = max(0.0, use.core_seconds - self._idle * use.seconds)
-        # A spell of little work is mostly what the kernel's counts miss.
+        # An interval of little work is mostly what the kernel's counts miss.
         self._learnt.observe([part / whole for part in parts], own / whole, whole)
 
-    def _rests(self, use: FrontEndUse) -> None:
+    def _observe_idle(self, use: FrontEndUse) -> None:
         if use.seconds > 0.0 and self._learnt.observations:
             rate = use.core_seconds / use.seconds
-            self._idle = min(rate, self._idle + (rate - self._idle) / _IDLE_SPELLS)
+            self._idle = min(rate, self._idle + (rate - self._idle) / _IDLE_INTERVALS)
 
     @property
     def work(self) -> FrontEndWork | None:
-        """Core-seconds as of the last spell; None before the first with steps."""
+        """Core-seconds as of the last interval; None before the first with steps."""
         if not self._learnt.observations:
             return None
         request, step, token = (

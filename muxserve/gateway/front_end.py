@@ -20,8 +20,8 @@ from muxserve.net.core_times import CoreTimes
 
 log = logging.getLogger(__name__)
 
-# Engines tell of steps up to some tenths of a second later, which is little of a spell.
-SPELL_SECONDS = 4.0
+# Engines tell of steps up to some tenths of a second later, which is little of an interval.
+INTERVAL_SECONDS = 4.0
 
 
 class _Counts(NamedTuple):
@@ -70,11 +70,11 @@ class FrontEndCosts:
     async def keep(self) -> None:
         """Go on learning."""
         while self._cores is not None:
-            await asyncio.sleep(SPELL_SECONDS)
+            await asyncio.sleep(INTERVAL_SECONDS)
             await self.look()
 
     async def look(self) -> None:
-        """A spell ends, and another one begins."""
+        """An interval ends, and another one begins."""
         units = [unit for unit in self._units() if unit.entry.unit_spec.shares_cores]
         if not units or any(unit.entry.remote for unit in units):
             self._last = None

@@ -89,7 +89,7 @@ def test_nothing_measured_changes_nothing() -> None:
 TRUE = FrontEndWork(request=0.014, token=0.0002, step=0.0005)
 
 
-def spell(requests: int, steps: int, tokens: int, more: float = 0.0) -> FrontEndUse:
+def interval(requests: int, steps: int, tokens: int, more: float = 0.0) -> FrontEndUse:
     busy = 0.1 + requests * TRUE.request + steps * TRUE.step + tokens * TRUE.token
     return FrontEndUse(4.0, busy + more, requests, steps, tokens)
 
@@ -101,10 +101,10 @@ def test_nothing_is_known_before_the_first_step() -> None:
     assert learner.work is None
 
 
-def test_the_work_is_learnt_from_spells_of_different_mixtures() -> None:
+def test_the_work_is_learnt_from_intervals_of_different_mixtures() -> None:
     learner = FrontEndLearner()
     for _ in range(40):
-        for use in (spell(60, 1500, 3000), spell(10, 2000, 2000), spell(60, 400, 6000), spell(0, 0, 0)):
+        for use in (interval(60, 1500, 3000), interval(10, 2000, 2000), interval(60, 400, 6000), interval(0, 0, 0)):
             learner.observe(use)
     work = learner.work
     assert work is not None
@@ -114,7 +114,7 @@ def test_the_work_is_learnt_from_spells_of_different_mixtures() -> None:
     assert whole == pytest.approx(true, rel=0.03)
 
 
-def test_after_a_few_spells_of_one_mixture_a_slow_machine_is_slow_in_everything() -> None:
+def test_after_a_few_intervals_of_one_mixture_a_slow_machine_is_slow_in_everything() -> None:
     learner = FrontEndLearner()
     fast = FrontEndLearner()
     for _ in range(5):
@@ -127,12 +127,12 @@ def test_after_a_few_spells_of_one_mixture_a_slow_machine_is_slow_in_everything(
         assert getattr(slow_work, name) / getattr(fast_work, name) == pytest.approx(2.0, rel=0.35)
 
 
-def test_one_spell_in_which_something_else_ran_moves_little() -> None:
+def test_one_interval_in_which_something_else_ran_moves_little() -> None:
     learner = FrontEndLearner()
     for _ in range(30):
-        learner.observe(spell(60, 1500, 3000))
+        learner.observe(interval(60, 1500, 3000))
     before = learner.work
-    learner.observe(spell(60, 1500, 3000, more=6.0))
+    learner.observe(interval(60, 1500, 3000, more=6.0))
     after = learner.work
     assert before is not None
     assert after is not None
@@ -150,8 +150,8 @@ def test_what_the_machine_does_anyway_is_no_work_of_requests() -> None:
     for _ in range(20):
         learner.observe(FrontEndUse(4.0, 8.0, 0, 0, 0))
     for turn in range(40):
-        learner.observe(spell(60, 1500, 3000, more=2.0))
-        # Half a core; in every fourth spell something else starts, too.
+        learner.observe(interval(60, 1500, 3000, more=2.0))
+        # Half a core; in every fourth interval something else starts, too.
         learner.observe(FrontEndUse(4.0, 2.1 + (0.0 if turn % 4 else 3.0), 0, 0, 0))
     work = learner.work
     assert work is not None

@@ -54,9 +54,9 @@ class Machine:
     def now(self) -> float:
         return self.kernel.now
 
-    async def serves(self, spells: int) -> None:
-        """So many spells with work, and without."""
-        for _ in range(spells):
+    async def serves(self, intervals: int) -> None:
+        """So many intervals with work, and without."""
+        for _ in range(intervals):
             await self.passes()
             await self.passes(0, 0, 0)
 
@@ -96,7 +96,7 @@ async def test_what_is_busy_beside_steps_is_the_front_end(kernel: Kernel, units:
     assert machine.of_a_mixture() == pytest.approx(TRUE, rel=0.1)
 
 
-async def test_counts_that_begin_anew_are_no_spell(kernel: Kernel) -> None:
+async def test_counts_that_begin_anew_are_no_interval(kernel: Kernel) -> None:
     machine = Machine(kernel)
     await machine.serves(20)
     before = machine.costs.overheads

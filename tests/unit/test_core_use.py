@@ -108,3 +108,25 @@ def test_the_costs_hear_of_it(kernel: Kernel) -> None:
         bench.report("a/decode", decodes=done, seconds=done.seconds, after=done.seconds)
     learnt = bench.state()["models"]["a"]["costs"]["decode"]
     assert learnt["beside"] == pytest.approx(0.6, rel=0.2)
+
+
+def test_a_step_takes_all_cores_of_its_engine(kernel: Kernel) -> None:
+    use = CoreUse(kernel.cores(), kernel.now)
+    bench = Bench(model("a", threads=2), model("b"), costs={"a": [PREDICTED]}, cores=use)
+    bench.decoding("r")
+    began = use.elsewhere(kernel.now)
+    for _ in range(200):
+        done = decodes(steps=1)
+        kernel.passed(done.seconds, 2.0 * done.seconds)
+        bench.report("a/decode", decodes=done, seconds=done.seconds, after=done.seconds)
+    state = bench.state()
+    assert state["core_seconds"] == pytest.approx(2.0 * state["models"]["a"]["costs"]["decode"]["seconds"])
+    # Nobody else had anything.
+    assert use.elsewhere(kernel.now) - began < 0.05 * WHOLE * 200 * done.seconds
+
+
+def test_the_cores_of_an_engine_are_its_ranks_threads_and_no_more_than_there_are() -> None:
+    assert unit_spec(model("a", threads=1)).cores_of("a") == 1
+    assert unit_spec(model("a", threads=1), ranks=2).cores_of("a") == 2
+    assert unit_spec(model("a", threads=1), ranks=2, stages=2).cores_of("a") == 1
+    assert unit_spec(model("a", threads=8)).cores_of("a") == 2
