@@ -46,14 +46,13 @@ def overheads(live: Summary, simulate: Callable[[Overheads], Summary], known: Ov
     """`known` with what lone requests took beyond what the simulator makes of them: a later token (`between`), then the
     first (`request`), in the median, since one that a machine has let wait would count for all. `simulate` plays the
     same requests under given overheads."""
-    # The way of the lease is part of `request`, and counted anyway.
+    # The way of the lease and `between` are parts of `request`, and counted anyway.
     way = (known.turn or TURN_SECONDS) / 2.0
     known = msgspec.structs.replace(known, between=0.0, request=way)
     between = max(0.0, _median(live, "tpot") - _median(simulate(known), "tpot"))
-    known = msgspec.structs.replace(known, between=between)
-    return msgspec.structs.replace(
-        known, request=way + max(0.0, _median(live, "ttft") - _median(simulate(known), "ttft"))
-    )
+    known = msgspec.structs.replace(known, between=between, request=way + between)
+    beyond = max(0.0, _median(live, "ttft") - _median(simulate(known), "ttft"))
+    return msgspec.structs.replace(known, request=known.request + beyond)
 
 
 def _median(summary: Summary, figure: str) -> float:

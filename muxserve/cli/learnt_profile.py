@@ -14,8 +14,9 @@ from muxserve.costs.latency import CostError
 from muxserve.costs.profile import Overheads, Profile, load_profile, save_profile
 
 EXIT_OK, EXIT_BAD_INPUT, EXIT_NOTHING = 0, 2, 3
-# What a fleet learns of its overheads.
+# What a fleet learns of its overheads: the front end's work where its cores are the engines', and the way of a request.
 _WORK = ("request_work", "step_work", "token_work")
+_LEARNT = (*_WORK, "request")
 
 
 def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
@@ -46,7 +47,10 @@ def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
     known.interference |= {name: each for name, each in learnt.interference.items() if name not in measured}
     for name, each in learnt.overheads.items():
         before = known.overheads.get(name, Overheads())
-        known.overheads[name] = structs.replace(before, **{key: getattr(each, key) for key in _WORK})
+        # What it has not learnt is as it was.
+        known.overheads[name] = structs.replace(
+            before, **{key: seconds for key in _LEARNT if (seconds := getattr(each, key))}
+        )
     try:
         save_profile(known, out)
     except OSError as error:
@@ -56,12 +60,16 @@ def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
         prefills, decodes = engine.prefill[0].samples, engine.decode[0].samples
         console.print(escape(f"{engine}: from {prefills:,} prefill and {decodes:,} decode steps"))
     for name, each in learnt.overheads.items():
-        request, step, token = (1e3 * getattr(each, key) for key in _WORK)
-        console.print(
-            escape(
-                f"{name}: gateways, unit schedulers and local clients take {request:.2f} ms of all its cores per "
-                f"request, {step:.3f} per step and {token:.3f} per token"
+        if any(getattr(each, key) for key in _WORK):
+            request, step, token = (1e3 * getattr(each, key) for key in _WORK)
+            console.print(
+                escape(
+                    f"{name}: gateways, unit schedulers and local clients take {request:.2f} ms of all its cores per "
+                    f"request, {step:.3f} per step and {token:.3f} per token"
+                )
             )
-        )
+        if each.request:
+            beside = f"{1e3 * each.request:.2f} ms beside its prefill step"
+            console.print(escape(f"{name}: the first token of a request that is alone takes {beside}"))
     console.print(f"written to {escape(str(out))}")
     return EXIT_OK

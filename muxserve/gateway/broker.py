@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import zmq
 
 from muxserve.gateway.fleet_links import FleetLinks
+from muxserve.gateway.lone_requests import LoneRequests
 from muxserve.gateway.measure import Measures, RequestOutcome
 from muxserve.gateway.predicted_wait import PredictedWaits
 from muxserve.gateway.requests import Failure, Output, RequestTable, Tracked
@@ -119,6 +120,7 @@ class Broker:
         self.router = Router(self.table)
         self.measures = measures
         self.waits = waits or PredictedWaits()
+        self.lone = LoneRequests()
         self.tracing = tracing
         self._fleet = fleet
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -209,6 +211,7 @@ class Broker:
         if request.traced and self.tracing is not None:
             self.tracing.submitted(request, now)
         self.router.submit(request, now)
+        self.lone.submitted(request, len(self.table))
         self._flush()
         self._look_later()
 
@@ -300,6 +303,7 @@ class Broker:
             case Waits():
                 self.router.placing.waits(message)
                 request = self.table.get(message.request_id)
+                self.lone.delayed()
                 if message.asleep and request is not None:
                     self.waits[request.model].interrupted()
             case StateReply():
@@ -323,6 +327,7 @@ class Broker:
             ready.append(output)
             if request.first_token_at == now:
                 self.waits[request.model].answered(request.context, request.prompt_tokens, now)
+                self.lone.answered(request)
             if output.finish_reason is not None:
                 self._ended(request, RequestOutcome.of_finish(output.finish_reason), now)
                 self.router.finished(request)
@@ -335,6 +340,7 @@ class Broker:
 
     def _ended(self, request: Tracked, outcome: RequestOutcome, now: float) -> None:
         self.measures.ended(request, outcome, now)
+        self.lone.ended(now)
         if request.traced and self.tracing is not None:
             self.tracing.ended(request, outcome.value, now)
 
@@ -355,6 +361,7 @@ class Broker:
             for request, why in again:
                 self.measures.resubmitted(request.model, why)
                 self.waits[request.model].interrupted()
+                self.lone.delayed()
                 if request.traced:
                     request.context.trace.repeated(why)
             moved, out.moved = out.moved, []

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 
+from msgspec import structs
+
 from muxserve.costs.correction import corrected_profile
 from muxserve.costs.devices import device
-from muxserve.costs.profile import Profile
+from muxserve.costs.profile import EngineProfile, Overheads, Profile
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.front_end import FrontEndCosts
 from muxserve.gateway.status import FleetStatus, UnitStatus
@@ -125,14 +127,25 @@ class Reports:
         }
 
     def profile(self) -> Profile:
-        """What steps cost here, as `muxserve plan --profile` reads it: predictions, corrected by what was measured; and
-        what the front end costs the cores that engines compute on."""
-        units = [(unit.entry.unit_spec.costs, unit.learnt()) for unit in self._status.units.values()]
-        profile = corrected_profile(units)
-        front_end = self._front_end.overheads
-        if front_end is not None:
-            devices = {engine.device for engine in profile.engines}
-            profile.overheads = {name: front_end for name in devices if device(name).kind == "cpu"}
+        """What steps cost here, as `muxserve plan --profile` reads it: predictions, corrected by what was measured;
+        what the front end costs the cores that engines compute on; and the way of a request beside its steps."""
+        units = self._status.units
+        profile = corrected_profile([(unit.entry.unit_spec.costs, unit.learnt()) for unit in units.values()])
+
+        def engine(unit: str, model: str) -> EngineProfile | None:
+            """As corrected, where a lone request is computed by as much of the device as its engine can have."""
+            costs = units[unit].entry.unit_spec.costs.get(model, []) if unit in units else []
+            most = max(costs, key=lambda each: each.share, default=None)
+            return most and profile.find(most.shape, most.where)
+
+        front_end = self._front_end.overheads or Overheads()
+        # Another gateway's requests may be beside those that this one takes for lone ones.
+        lone = self._status.broker.lone.beyond_steps(engine) if self._status.fleet.gateway.count == 1 else {}
+        for name in {each.device for each in profile.engines}:
+            known = front_end if device(name).kind == "cpu" else Overheads()
+            known = structs.replace(known, request=lone.get(name, 0.0))
+            if known != Overheads():
+                profile.overheads[name] = known
         names = ", ".join(dict.fromkeys(engine.model for engine in profile.engines)) or "no model yet"
         profile.about = f"steps of {names}, corrected while a fleet served"
         return profile

@@ -202,9 +202,9 @@ class ControlDelays:
     @classmethod
     def live(cls, turn: float = 0.0, between: float = 0.0, request: float = 0.0) -> ControlDelays:
         """Delays as measured live (`costs.profile.Overheads`): half of the `turn` (0: `TURN_SECONDS`) goes by on each
-        way, and the lease's is part of what was measured as `request`."""
+        way. The lease's way, and what goes by before the step, are parts of what was measured as `request`."""
         way = (turn or TURN_SECONDS) / 2.0
-        return cls(max(0.0, request - way), way, way, between, between)
+        return cls(max(0.0, request - way - between), way, way, between, between)
 
     def __post_init__(self) -> None:
         for name in ("request", "lease", "report", "prefill_step", "decode_step", "token"):
