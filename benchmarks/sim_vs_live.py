@@ -5,18 +5,20 @@
 Of each fleet, in one run, since a shared machine is not as fast at all times: `muxserve replay` sends single requests,
 as many as it takes at once (its capacity), workloads to learn from (`--learn-at`, parts of the capacity), and then the
 workloads that are judged, with other requests and at other rates. After each of them the fleet is asked what it has
-learnt, as by `muxserve profile --from-fleet`: costs of steps, without waiting for a core, and the front end's work,
-which stretches jobs beside that (`costs/front_end.py`). The simulator gets such a profile, and what single requests
-take beside their steps; then the workloads. Bars: means within 5 %, p99 within 10 %.
+learnt, as by `muxserve profile --from-fleet`: costs of steps, without waiting for a core, the front end's work, which
+stretches jobs beside that (`costs/front_end.py`), and the delays of engines and of requests beside steps. The simulator
+gets such a profile; then the workloads. What is measured here is the client's, which the fleet does not see: it adds to
+a first token what the client's single requests took beyond what is simulated. Bars: means within 5 %, p99 within 10 %.
 
 Ways, from nothing to all that can be known:
 
-* `steps`: the profile as of before the judged runs, without the front end's work.
+* `steps`: the profile as of before the judged runs, its steps alone: without the front end's work and delays, so that
+  single requests tell all of the delay of a first token.
 * `before`: that profile. Nothing of the judged runs is known.
 * `served`: the profile as of the end of each judged run: the costs that the machine had meanwhile. Latencies are not
   known.
 
-`--profile` adds `profiled`: that profile instead, with the front end's work that was learnt.
+`--profile` adds `profiled`: that profile instead, with the front end's work and delays that were learnt.
 
 A shared machine does not serve the same requests twice in the same time. So each judged workload is served `--times`
 times, after all others each time. `spread` is how far the live runs are from each other (highest over lowest, less 1),
@@ -42,7 +44,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import msgspec
-from against_live import compared, overheads, run, show, summary_of
+from against_live import compared, run, show, summary_of
 from report import machine, write_report
 from servers import ROOT, Server, ServerError, end_cleanly, fleet_with, muxserve_fleet
 
@@ -55,6 +57,7 @@ from muxserve.costs.roofline import Roofline
 from muxserve.metrics.records import RequestRecord
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.simulator import ControlDelays, Options, mode_of, simulate
+from muxserve.simulator.setup import TURN_SECONDS
 from muxserve.workload import LogNormalLengths, ModelLoad, generate, power_law_rates
 from muxserve.workload.trace import TraceRequest, write_trace
 
@@ -69,8 +72,6 @@ LEAD = 5.0
 AT_ONCE, IN_FLIGHT = 100, 32
 MEANS, TAILS = 0.05, 0.10
 CPU = "CPU"
-# Of a profile's overheads, what a fleet learns.
-WORK = ("request_work", "step_work", "token_work")
 FLEETS: dict[str, tuple[str, dict[str, Any]]] = {
     "eager": ("configs/quickstart.yaml", {"enforce_eager": True}),
     "compiled": ("configs/quickstart.yaml", {"enforce_eager": False}),
@@ -189,9 +190,13 @@ class Played:
         costs = with_front_end(self._latency, known)
         return simulate(self._units, requests, costs, Options(delays), self._rules).records
 
-    def calibrated(self, lone: Served, known: Overheads) -> Overheads:
-        """`known` with what lone requests took beyond their steps."""
-        return overheads(lone.summary, lambda told: summarise(self.records(lone.requests, told)), known)
+    def client_seconds(self, lone: Served, known: Overheads) -> float:
+        """What a lone first token took beyond what is simulated, in the median."""
+        live, simulated = (
+            median(each.ttft for each in records if each.ttft is not None)
+            for records in (lone.records, self.records(lone.requests, known))
+        )
+        return max(0.0, live - simulated)
 
 
 def remains(live: Sequence[RequestRecord], simulated: Sequence[RequestRecord]) -> dict[str, list[float]]:
@@ -241,29 +246,28 @@ def misses(rows: dict[str, dict[str, float]]) -> list[str]:
 def judge(live: Live, file: Path, given: Profile | None) -> dict[str, Any]:
     """Simulate what was served, with costs of each kind."""
     found: dict[str, Any] = {"capacity": round(live.capacity, 2), "ways": {}}
-    before, work = Played(file, _learnt(live.lone)), _work(_learnt(live.lone))
-    known = before.calibrated(live.lone, work)
+    before, known = Played(file, _learnt(live.lone)), _overheads(_learnt(live.lone))
     ways: dict[str, tuple[Played | None, Overheads]] = {
-        "steps": (before, before.calibrated(live.lone, Overheads())),
+        "steps": (before, Overheads(request=TURN_SECONDS / 2)),
         "before": (before, known),
         "served": (None, known),
     }
     if given is not None:
-        profiled = Played(file, given)
-        ways["profiled"] = profiled, profiled.calibrated(live.lone, work)
+        ways["profiled"] = Played(file, given), known
+    client = {way: (played or before).client_seconds(live.lone, told) for way, (played, told) in ways.items()}
 
-    def simulated(played: Played | None, known: Overheads, run: Served) -> list[RequestRecord]:
-        if played is not None:
-            return played.records(run.requests, known)
-        profile = _learnt(run)
-        meanwhile = msgspec.structs.replace(known, **{key: getattr(_work(profile), key) for key in WORK})
-        return Played(file, profile).records(run.requests, meanwhile)
+    def simulated(way: str, run: Served) -> list[RequestRecord]:
+        played, told = ways[way]
+        if played is None:
+            profile = _learnt(run)
+            played, told = Played(file, profile), _overheads(profile)
+        return played.records(run.requests, msgspec.structs.replace(told, request=told.request + client[way]))
 
     for way, (played, overheads_of) in ways.items():
-        constants = {key: round(value, 7) for key, value in msgspec.structs.asdict(overheads_of).items()}
+        constants = {**msgspec.structs.asdict(overheads_of), "client": client[way]}
         rows: dict[str, Any] = {}
         for part, runs in live.judged.items():
-            by_run = [simulated(played, overheads_of, run) for run in (runs if played is None else runs[:1])]
+            by_run = [simulated(way, run) for run in (runs if played is None else runs[:1])]
             records = by_run if played is None else by_run * len(runs)
             row: dict[str, Any] = dict(held_against(runs, [summarise(each) for each in records]))
             show(f"{part} of capacity, {way}", runs[0].summary, row)
@@ -272,11 +276,11 @@ def judge(live: Live, file: Path, given: Profile | None) -> dict[str, Any]:
                 "remains": remains(runs[0].records, records[0]),
                 "client_late": [run.late for run in runs],
                 "friction": [_friction(run.learnt) for run in runs],
-                "work": [{key: round(getattr(_work(_learnt(run)), key), 7) for key in WORK} for run in runs],
+                "overheads": [_rounded(msgspec.structs.asdict(_overheads(_learnt(run)))) for run in runs],
             }
             rows[part] = {**row, **told}
             print(f"  misses: {', '.join(rows[part]['misses']) or 'none'}; {rows[part]['remains']}", flush=True)
-        found["ways"][way] = {"overheads": constants, "parts": rows}
+        found["ways"][way] = {"overheads": _rounded(constants), "parts": rows}
     return found
 
 
@@ -285,9 +289,13 @@ def _learnt(served: Served) -> Profile:
     return served.learnt
 
 
-def _work(profile: Profile) -> Overheads:
-    """The front end's work that was learnt."""
+def _overheads(profile: Profile) -> Overheads:
+    """What was learnt beside steps."""
     return profile.overheads.get(CPU, Overheads())
+
+
+def _rounded(seconds: dict[str, float]) -> dict[str, float]:
+    return {key: round(value, 7) for key, value in seconds.items()}
 
 
 def _friction(profile: Profile | None) -> float:

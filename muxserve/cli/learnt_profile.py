@@ -14,9 +14,9 @@ from muxserve.costs.latency import CostError
 from muxserve.costs.profile import Overheads, Profile, load_profile, save_profile
 
 EXIT_OK, EXIT_BAD_INPUT, EXIT_NOTHING = 0, 2, 3
-# What a fleet learns of its overheads: the front end's work where its cores are the engines', and the way of a request.
+# What a fleet learns of its overheads: the front end's work where its cores are the engines', and two delays.
 _WORK = ("request_work", "step_work", "token_work")
-_LEARNT = (*_WORK, "request")
+_LEARNT = (*_WORK, "between", "request")
 
 
 def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
@@ -68,6 +68,8 @@ def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
                     f"request, {step:.3f} per step and {token:.3f} per token"
                 )
             )
+        if each.between:
+            console.print(escape(f"{name}: engines take {1e3 * each.between:.3f} ms from one step to the next"))
         if each.request:
             beside = f"{1e3 * each.request:.2f} ms beside its prefill step"
             console.print(escape(f"{name}: the first token of a request that is alone takes {beside}"))

@@ -24,7 +24,7 @@ from muxserve.costs.interference import Interference
 from muxserve.costs.latency import EngineCosts, EngineShape
 from muxserve.costs.least_squares import LeastSquaresState, RecursiveLeastSquares
 from muxserve.costs.measured import at_share
-from muxserve.costs.profile import DecodeCell, EngineProfile, PrefillCell, Profile, ProfiledModel
+from muxserve.costs.profile import DecodeCell, EngineProfile, Overheads, PrefillCell, Profile, ProfiledModel
 from muxserve.costs.steps import StepSums
 from muxserve.costs.tables import DecodeTable, PrefillTable
 
@@ -49,7 +49,8 @@ _MUCH_CONTEXT = 1 << 30
 class Correction(msgspec.Struct, frozen=True):
     """What was learnt of a phase of a model: a factor of each part of the prediction (`PARTS`), what a neighbour adds
     that has the whole device (a part of the prediction), measured over predicted seconds of the last steps, and how far
-    a step is from the corrected costs, relatively. `steps` were measured in all, and took `seconds` without waiting."""
+    a step is from the corrected costs, relatively. `steps` were measured in all, and took `seconds` without waiting.
+    `between` is what the engine computes from one step to the next, seconds, in the mean of the last ones."""
 
     factors: tuple[float, ...]
     beside: float
@@ -57,17 +58,21 @@ class Correction(msgspec.Struct, frozen=True):
     error: float
     steps: int
     seconds: float = 0.0
+    between: float = 0.0
 
 
 class CorrectionState(msgspec.Struct, frozen=True):
     """Everything that a `PhaseCorrection` knows beside the prediction; `measured` and `predicted` are the fading sums
-    of seconds behind `Correction.ratio`."""
+    of seconds behind `Correction.ratio`, `between` and `followed` those of seconds and steps behind
+    `Correction.between`."""
 
     learnt: LeastSquaresState
     measured: float
     predicted: float
     steps: int
     seconds: float = 0.0
+    between: float = 0.0
+    followed: float = 0.0
 
 
 class PhaseCorrection:
@@ -86,6 +91,7 @@ class PhaseCorrection:
         covariance = [[*row, 0.0] for row in covariance] + [[*([0.0] * parts), _BESIDE**2]]
         self._learnt = RecursiveLeastSquares([1.0] * parts + [0.0], covariance, _NOISE, _MEMORY_STEPS)
         self._measured = self._predicted = 0.0
+        self._between = self._followed = 0.0
         self._steps = 0
         self._seconds = 0.0
 
@@ -110,22 +116,37 @@ class PhaseCorrection:
             return
         x = [part / whole for part in parts]
         self._learnt.observe([*x, min(1.0, beside)], seconds / whole, min(done.steps, _MOST_STEPS))
-        fade = 1.0 - min(0.5, done.steps / _MEMORY_STEPS)
+        fade = _fading(done.steps)
         self._measured = fade * self._measured + done.seconds
         self._predicted = fade * self._predicted + predicted
         self._steps += done.steps
         self._seconds += done.seconds
+
+    def passed_between(self, seconds: float, steps: int) -> None:
+        """So long did the engine compute after so many steps."""
+        fade = _fading(steps)
+        self._between = fade * self._between + seconds
+        self._followed = fade * self._followed + steps
 
     @property
     def correction(self) -> Correction:
         """As of the last step."""
         *factors, beside = self._learnt.coefficients
         ratio = self._measured / self._predicted if self._predicted else 1.0
-        return Correction(tuple(factors), beside, ratio, self._learnt.scale, self._steps, self._seconds)
+        between = self._between / self._followed if self._followed else 0.0
+        return Correction(tuple(factors), beside, ratio, self._learnt.scale, self._steps, self._seconds, between)
 
     def state(self) -> CorrectionState:
         """What `restore` of another one beside the same prediction takes in."""
-        return CorrectionState(self._learnt.state(), self._measured, self._predicted, self._steps, self._seconds)
+        return CorrectionState(
+            self._learnt.state(),
+            self._measured,
+            self._predicted,
+            self._steps,
+            self._seconds,
+            self._between,
+            self._followed,
+        )
 
     def restore(self, state: CorrectionState) -> None:
         """Go on from there.
@@ -136,6 +157,7 @@ class PhaseCorrection:
         self._learnt.restore(state.learnt)
         self._measured, self._predicted = state.measured, state.predicted
         self._steps, self._seconds = state.steps, state.seconds
+        self._between, self._followed = state.between, state.followed
 
     def parts(self, done: StepSums, share: float) -> list[float]:
         """What those steps consist of as predicted, seconds. All are taken to be like the mean of them."""
@@ -168,6 +190,11 @@ class PhaseCorrection:
         return known
 
 
+def _fading(steps: int) -> float:
+    """What is left of a sum when so many steps are added to it."""
+    return 1.0 - min(0.5, steps / _MEMORY_STEPS)
+
+
 def corrected(engine: EngineProfile, prefill: Correction | None, decode: Correction | None) -> EngineProfile:
     """An engine's costs with what was learnt. A cell's `samples` are the steps that it was learnt from; without any it
     stays as predicted, and so does a phase of which nothing is known."""
@@ -197,8 +224,10 @@ def corrected_profile(
 
     On a CPU, where engines have cores of their own and conservation says that neighbours cost nothing, what they were
     found to cost is the friction. On GPUs it is left out: most of it is conservation, which is counted by itself.
+    What engines compute between steps is the device's `Overheads.between`.
     """
     beside: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
+    between: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
     found: dict[tuple[ProfiledModel, EngineShape], tuple[int, EngineProfile]] = {}
     for predicted, learnt in units:
         for model, engines in predicted.items():
@@ -206,6 +235,8 @@ def corrected_profile(
             steps = sum(each.steps for each in phases.values())
             for name in {engine.device for engine in engines if device(engine.device).kind == "cpu"}:
                 beside[name] += [(each.beside, each.steps) for each in phases.values()]
+            for name in {engine.device for engine in engines}:
+                between[name] += [(each.between, each.steps) for each in phases.values() if each.between]
             for engine in engines:
                 known = found.get((engine.shape, engine.where))
                 if steps and (known is None or known[0] < steps):
@@ -215,6 +246,7 @@ def corrected_profile(
     return Profile(
         engines=[engine for _, engine in found.values()],
         interference={name: Interference(friction=value) for name, value in friction.items()},
+        overheads={name: Overheads(between=_mean(each)) for name, each in between.items() if each},
     )
 
 

@@ -25,9 +25,10 @@ _EXPECTED = (9e-3, 0.4e-3, 0.09e-3)
 # Standard deviations of the factors of these: of what they have in common, since machines are faster or slower, and of
 # each one's own.
 _COMMON, _OWN = 0.7, 0.3
-# An engine that gives way to the front end loses more than the core's time: its data leave the caches, and it waits for
-# its turn. How many times as much, fitted to latencies of the quickstart's fleets on two machines (1.0 to 1.45).
-_INTERRUPTION_COST = 1.25
+# An engine that gives way to the front end waits for longer than that takes: the kernel does not move it at once to
+# a core that is idle by then. How many times as long, by the kernel's count of the waiting of the quickstart's engines
+# while both of two cores were leased (1.07; 1.0 to 1.2 in intervals of 4 s).
+_INTERRUPTION_COST = 1.07
 # Of an observation whose work is a core-second, relatively; and how many such observations are remembered.
 _NOISE, _MEMORY = 0.2, 30.0
 # What the machine does anyway is the least of about so many intervals without steps.

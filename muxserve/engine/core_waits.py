@@ -1,4 +1,4 @@
-"""How long a thread waited for a core, by the kernel's count.
+"""How long a thread waited for a core, and how long it computes between two steps, by the kernel's counts.
 
 Steps on a CPU take longer while more threads want to run than there are cores. That is no cost of the step, and whoever
 predicts steps counts it by itself: in the simulator jobs that ask for more cores than there are stretch each other.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 _NANOSECONDS = 1e-9
 # What is left of a step at least: the kernel's count and the step do not begin and end at the same moment.
@@ -39,6 +40,26 @@ class NoWaits(CoreWaits):
 
     def __init__(self) -> None:
         self._file = -1
+
+
+class BetweenSteps:
+    """What the thread that takes steps computes between one and the next: it sends tokens and reports, and reads
+    messages. What it does before the first step after it had nothing to do is part of that step's lease."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def begin(self) -> None:
+        """A step is over."""
+        self._since = time.thread_time()
+
+    def idle(self) -> None:
+        """No step follows for the time being."""
+        self._since = None
+
+    def end(self) -> float:
+        """Another step begins; seconds since the last one."""
+        return 0.0 if self._since is None else time.thread_time() - self._since
 
 
 def without_waiting(seconds: float, waited: float) -> float:

@@ -64,6 +64,7 @@ class HeldLease:
         self._admitted = False
         self._untold_steps = 0
         self._untold_seconds = 0.0
+        self._untold_between = 0.0
         self._untold_tokens = 0
         self._untold_prefill_tokens = 0
         self._untold_prefill_seconds = 0.0
@@ -105,9 +106,11 @@ class HeldLease:
         prefill_tokens: int = 0,
         batch: StepBatch | None = None,
         waited: float = 0.0,
+        between: float = 0.0,
     ) -> None:
         """A step took `seconds`, `waited` of them for a core, and computed `tokens` tokens, of which `prefill_tokens`
-        are of prompts where the engine is of both phases; `batch` is what it consisted of. Report it if that is due.
+        are of prompts where the engine is of both phases; `batch` is what it consisted of. Since the step before the
+        engine had computed for `between` seconds. Report it if that is due.
         """
         now = time.monotonic()
         self._left -= 1
@@ -116,6 +119,7 @@ class HeldLease:
             self.tell_untold()
         self._untold_steps += 1
         self._untold_seconds += seconds
+        self._untold_between += between
         self._untold_tokens += tokens
         self._untold_prefill_tokens += prefill_tokens
         if self._phase == "prefill":
@@ -171,6 +175,7 @@ class HeldLease:
                 computed=stages.computed,
                 prefills=self._prefills if self._prefills.steps else None,
                 decodes=self._decodes if self._decodes.steps else None,
+                between=self._untold_between,
             )
         )
         if stepped:
@@ -179,7 +184,7 @@ class HeldLease:
     def _settle(self) -> None:
         """Nothing is untold."""
         self._untold_steps = self._untold_tokens = self._untold_prefill_tokens = 0
-        self._untold_seconds = self._untold_prefill_seconds = 0.0
+        self._untold_seconds = self._untold_prefill_seconds = self._untold_between = 0.0
         if self._prefills.steps:
             self._prefills = StepSums()
         if self._decodes.steps:

@@ -15,7 +15,7 @@ from vllm.v1.executor.abstract import Executor
 
 from muxserve.engine.binding import Binding, bind, current
 from muxserve.engine.budget import BudgetedSteps, token_budget_of
-from muxserve.engine.core_waits import CoreWaits, NoWaits
+from muxserve.engine.core_waits import BetweenSteps, CoreWaits, NoWaits
 from muxserve.engine.grammars import use_grammars
 from muxserve.engine.lease import HeldLease, StepNews
 from muxserve.engine.outputs import TokenSender
@@ -137,6 +137,7 @@ class EngineLoop:
         self._inbox = Inbox(log, decode)
         self._trim = IdleTrim()
         self._waits = CoreWaits() if core.vllm_config.device_config.device_type == "cpu" else NoWaits()
+        self._between = BetweenSteps()
         self._stalled = False
         self._stopping = False
         # The part of the SMs on which the engine computes, where leases say which.
@@ -187,6 +188,7 @@ class EngineLoop:
                 self._step(self._lease.usable())
                 self._trim.busy()
             else:
+                self._between.idle()
                 self._lease.tell_untold()
                 self._trim.idle(time.monotonic())
 
@@ -334,7 +336,7 @@ class EngineLoop:
 
     def _step(self, may_begin: bool) -> None:
         """Run a step; without `may_begin` only what is in the pipeline already."""
-        began, waits = time.monotonic(), self._waits.total()
+        between, began, waits = self._between.end(), time.monotonic(), self._waits.total()
         finished: list[str] = []
         try:
             try:
@@ -357,6 +359,7 @@ class EngineLoop:
             self._recover_memory(finished)
             return
         seconds, waited = time.monotonic() - began, self._waits.total() - waits
+        self._between.begin()
         self._stalled = in_vain
 
         news = StepNews(finished, handed)
@@ -372,7 +375,9 @@ class EngineLoop:
         if ran or in_vain:
             prefill_tokens = self.scheduler.last_prefill_tokens if self.binding.phase == "both" else 0
             batch = self.scheduler.last_batch if ran else None
-            self._lease.stepped(seconds, self.scheduler.last_scheduled_tokens, news, prefill_tokens, batch, waited)
+            self._lease.stepped(
+                seconds, self.scheduler.last_scheduled_tokens, news, prefill_tokens, batch, waited, between
+            )
         else:
             self._lease.drained(seconds, news)
 

@@ -138,12 +138,13 @@ class Reports:
             most = max(costs, key=lambda each: each.share, default=None)
             return most and profile.find(most.shape, most.where)
 
-        front_end = self._front_end.overheads or Overheads()
+        work = self._front_end.overheads or Overheads()
         # Another gateway's requests may be beside those that this one takes for lone ones.
         lone = self._status.broker.lone.beyond_steps(engine) if self._status.fleet.gateway.count == 1 else {}
         for name in {each.device for each in profile.engines}:
-            known = front_end if device(name).kind == "cpu" else Overheads()
-            known = structs.replace(known, request=lone.get(name, 0.0))
+            beside = work if device(name).kind == "cpu" else Overheads()
+            between = profile.overheads.get(name, Overheads()).between
+            known = structs.replace(beside, between=between, request=lone.get(name, 0.0))
             if known != Overheads():
                 profile.overheads[name] = known
         names = ", ".join(dict.fromkeys(engine.model for engine in profile.engines)) or "no model yet"

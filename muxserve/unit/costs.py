@@ -94,6 +94,8 @@ class UnitCosts:
             self._computed(known, share / WHOLE, others, report)
         else:
             _observe(known, report.prefills, report.decodes, share / WHOLE, others)
+            # Of a pipeline it goes by while stages compute.
+            _between(known, report)
 
     def _computed(self, model: _Model, share: float, others: float, report: StepReport) -> None:
         """Steps of a pipeline: a step is what all stages compute for it."""
@@ -162,6 +164,13 @@ class UnitCosts:
 
 def _digest(engines: Sequence[EngineProfile]) -> str:
     return hashlib.sha256(msgspec.msgpack.encode(engines)).hexdigest()
+
+
+def _between(model: _Model, report: StepReport) -> None:
+    sums: dict[PhaseName, StepSums | None] = {"prefill": report.prefills, "decode": report.decodes}
+    steps = {phase: each.steps for phase, each in sums.items() if each is not None}
+    for phase, count in steps.items():
+        model.phases[phase].passed_between(report.between * count / sum(steps.values()), count)
 
 
 def _observe(model: _Model, prefills: StepSums | None, decodes: StepSums | None, share: float, others: float) -> None:

@@ -46,7 +46,8 @@ class EngineTable:
     on; None: they have devices of their own, or nobody knows.
 
     `failures` counts crashes of engines and steps that failed, `culprits` the requests that turned out to be the cause,
-    by model. `core_seconds` is how long cores have computed steps, without waiting for them.
+    by model. `core_seconds` is how long cores have computed steps, and for engines between steps, without
+    waiting for them.
     """
 
     def __init__(
@@ -236,7 +237,7 @@ class EngineTable:
         if report.seconds > 0.0:
             self._computed(engine, report, now)
             steps = [each.seconds for each in (report.prefills, report.decodes) if each]
-            computed = self._state.unit_spec.cores_of(name) * sum(report.computed or steps)
+            computed = self._state.unit_spec.cores_of(name) * sum(report.computed or steps) + report.between
             self.core_seconds += computed
             if self._cores is not None:
                 self._cores.computed(computed)

@@ -306,7 +306,8 @@ class StepReport(Message):
     much of this was prefill: with a lease of one phase all or nothing, else tokens only. `bubbles` are seconds of each
     stage of a pipeline, since the last report, in which it did not compute although a micro-batch was in flight, and
     `computed` those in which it did; empty with one stage. `prefills` and `decodes` are what the steps consisted of:
-    those with prompts in them, and the others.
+    those with prompts in them, and the others. `between` are seconds for which the engine computed after steps that
+    another one followed at once.
     """
 
     lease_id: Count
@@ -326,6 +327,7 @@ class StepReport(Message):
     computed: list[Seconds] = []
     prefills: StepSums | None = None
     decodes: StepSums | None = None
+    between: Seconds = 0.0
 
 
 # ---------------------------------------------------------------- controller or gateway <-> unit scheduler
