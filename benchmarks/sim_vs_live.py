@@ -23,7 +23,8 @@ Ways, from nothing to all that can be known:
 A shared machine does not serve the same requests twice in the same time. So each judged workload is served `--times`
 times, after all others each time. `spread` is how far the live runs are from each other (highest over lowest, less 1),
 and errors are those against the mean of all (`served`: of the mean of all simulations). A figure is missed if it is
-further than its bar from every live run.
+further than its bar from every live run. What the machine itself lets one know is in `foretold`: how often a figure of a
+live run is within its bar of what is simulated for it, and, as the way `live`, of another live run of the same requests.
 
 What remains is looked for in pairs of one request live and simulated: how much later its first token came, by the third
 of the prompts that it is in, and by how many requests were under way (`remains`, medians in ms). `client_late` is how
@@ -232,6 +233,26 @@ def held_against(runs: Sequence[Served], simulated: Sequence[Summary]) -> dict[s
     return rows
 
 
+def _figures(summary: Summary) -> dict[str, tuple[float, float]]:
+    """The judged ones, with their bars."""
+    found = {}
+    for figure in ("ttft", "tpot", "latency"):
+        distribution = getattr(summary.overall, figure)
+        for statistic, bar in (("mean", MEANS), ("p99", TAILS)):
+            found[f"{figure}_{statistic}"] = (getattr(distribution, statistic), bar)
+    return found
+
+
+def foretold(pairs: Sequence[tuple[Summary, Summary]]) -> tuple[int, int]:
+    """Of pairs of a live run and what is said of it: how many figures are within their bars, of how many."""
+    near = [
+        abs(_figures(said)[name][0] / value - 1.0) <= bar
+        for live, said in pairs
+        for name, (value, bar) in _figures(live).items()
+    ]
+    return sum(near), len(near)
+
+
 def misses(rows: dict[str, dict[str, float]]) -> list[str]:
     """The figures that are further than their bar from every live run."""
     found = []
@@ -245,7 +266,10 @@ def misses(rows: dict[str, dict[str, float]]) -> list[str]:
 
 def judge(live: Live, file: Path, given: Profile | None) -> dict[str, Any]:
     """Simulate what was served, with costs of each kind."""
-    found: dict[str, Any] = {"capacity": round(live.capacity, 2), "ways": {}}
+    found: dict[str, Any] = {"capacity": round(live.capacity, 2), "foretold": {}, "ways": {}}
+    again = [(a.summary, b.summary) for runs in live.judged.values() for a in runs for b in runs if a is not b]
+    if again:
+        found["foretold"]["live"] = foretold(again)
     before, known = Played(file, _learnt(live.lone)), _overheads(_learnt(live.lone))
     ways: dict[str, tuple[Played | None, Overheads]] = {
         "steps": (before, Overheads(request=TURN_SECONDS / 2)),
@@ -266,10 +290,13 @@ def judge(live: Live, file: Path, given: Profile | None) -> dict[str, Any]:
     for way, (played, overheads_of) in ways.items():
         constants = {**msgspec.structs.asdict(overheads_of), "client": client[way]}
         rows: dict[str, Any] = {}
+        pairs: list[tuple[Summary, Summary]] = []
         for part, runs in live.judged.items():
             by_run = [simulated(way, run) for run in (runs if played is None else runs[:1])]
             records = by_run if played is None else by_run * len(runs)
-            row: dict[str, Any] = dict(held_against(runs, [summarise(each) for each in records]))
+            summaries = [summarise(each) for each in records]
+            pairs += zip((run.summary for run in runs), summaries, strict=True)
+            row: dict[str, Any] = dict(held_against(runs, summaries))
             show(f"{part} of capacity, {way}", runs[0].summary, row)
             told = {
                 "misses": misses(row),
@@ -280,6 +307,7 @@ def judge(live: Live, file: Path, given: Profile | None) -> dict[str, Any]:
             }
             rows[part] = {**row, **told}
             print(f"  misses: {', '.join(rows[part]['misses']) or 'none'}; {rows[part]['remains']}", flush=True)
+        found["foretold"][way] = foretold(pairs)
         found["ways"][way] = {"overheads": _rounded(constants), "parts": rows}
     return found
 
@@ -346,6 +374,11 @@ def main() -> int:
         for way in ("steps", "before", "served"):
             missed[way] += sum(len(row["misses"]) for row in fleet["ways"][way]["parts"].values())
     report["missed"] = dict(missed)
+    report["foretold"] = {
+        way: [sum(fleet["foretold"][way][i] for fleet in report["fleets"].values()) for i in (0, 1)]
+        for way in ("live", "steps", "before", "served")
+        if all(way in fleet["foretold"] for fleet in report["fleets"].values())
+    }
     report["within_bars"] = not min(missed.values())
     write_report(options.out, report)
     return 0 if report["within_bars"] else 1

@@ -180,6 +180,20 @@ def test_neighbours_on_a_cpu_are_the_friction_of_its_profile() -> None:
     assert sorted(engine.device for engine in profile.engines) == ["A100-80GB", "CPU"]
 
 
+def test_what_engines_compute_between_steps_is_an_overhead_of_their_device() -> None:
+    slow, quick = (Correction((1.0,) * 3, 0.0, 1.0, 0.0, 10 * n, between=3e-4 / n) for n in (1, 3))
+    on_cpu = msgspec.structs.replace(predicted(), device="CPU", dtype="float32")
+    of_other = msgspec.structs.replace(predicted(), device="H100")
+    predictions = {"a": [on_cpu], "b": [on_cpu], "c": [predicted()], "d": [of_other]}
+    unknown = Correction((1.0,) * 3, 0.0, 1.0, 0.0, 10)
+    learnt = {"a": {"decode": slow}, "b": {"decode": quick}, "c": {"decode": quick}, "d": {"decode": unknown}}
+    overheads = corrected_profile([(predictions, learnt)]).overheads
+    assert {name: each.between for name, each in overheads.items()} == {
+        "CPU": pytest.approx((10 * 3e-4 + 30 * 1e-4) / 40),
+        "A100-80GB": pytest.approx(1e-4),
+    }
+
+
 def test_of_engines_alike_the_one_with_more_steps_counts() -> None:
     few, many = (Correction((factor,) * 3, 0.0, factor, 0.0, steps) for factor, steps in ((3.0, 10), (2.0, 500)))
     units = [({"a": [predicted()]}, {"a": {"decode": each}}) for each in (few, many, few)]

@@ -1,14 +1,15 @@
-"""How long a thread waited for a core."""
+"""How long a thread waited for a core, and how long it computes between steps."""
 
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from muxserve.engine import core_waits
-from muxserve.engine.core_waits import CoreWaits, NoWaits, without_waiting
+from muxserve.engine.core_waits import BetweenSteps, CoreWaits, NoWaits, without_waiting
 
 
 def test_it_is_what_the_kernel_counts_of_this_thread() -> None:
@@ -37,3 +38,23 @@ def test_something_is_left_of_a_step() -> None:
     assert without_waiting(0.01, 0.0) == 0.01
     assert without_waiting(0.01, 0.004) == pytest.approx(0.006)
     assert 0.0 < without_waiting(0.01, 0.02) < 0.001
+
+
+def test_what_the_thread_computes_between_two_steps_counts_and_its_sleep_does_not() -> None:
+    between = BetweenSteps()
+    assert between.end() == 0.0, "nothing was before the first step"
+    began = time.thread_time()
+    between.begin()
+    threading.Event().wait(0.05)
+    asleep = between.end()
+    while time.thread_time() < began + 0.02:
+        pass
+    assert asleep < 0.02 <= time.thread_time() - began
+    assert asleep < between.end() <= time.thread_time() - began
+
+
+def test_what_it_computes_while_it_has_no_step_to_take_does_not_count() -> None:
+    between = BetweenSteps()
+    between.begin()
+    between.idle()
+    assert between.end() == 0.0

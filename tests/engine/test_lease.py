@@ -26,13 +26,19 @@ class Engine:
         self.lease = HeldLease(self.told.append, lambda: (self.requests, 0), every_step)
 
     def run(
-        self, steps: int, seconds: float = 0.001, tokens: int = 3, prefill: int = 0, **news: list
+        self,
+        steps: int,
+        seconds: float = 0.001,
+        tokens: int = 3,
+        prefill: int = 0,
+        between: float = 0.0,
+        **news: list,
     ) -> list[StepReport]:
         since = len(self.told)
         for _ in range(steps):
             assert self.lease.usable()
             self.now += seconds
-            self.lease.stepped(seconds, tokens, StepNews(**news), prefill)
+            self.lease.stepped(seconds, tokens, StepNews(**news), prefill, between=between)
         return self.told[since:]
 
 
@@ -47,6 +53,14 @@ def test_a_quiet_lease_is_reported_half_way_and_at_its_end(engine: Engine) -> No
     assert [(r.lease_id, r.lease_left, r.steps, r.tokens) for r in reports] == [(7, 4, 4, 12), (7, 0, 4, 12)]
     assert sum(r.seconds for r in reports) == pytest.approx(0.008)
     assert not engine.lease.usable()
+
+
+def test_what_the_engine_computed_between_steps_is_told_once(engine: Engine) -> None:
+    engine.lease.take(Lease(7, 8, 10.0))
+    first, second = engine.run(8, between=0.0001)
+    assert (first.between, second.between) == pytest.approx((0.0004, 0.0004))
+    engine.lease.take(Lease(8, 2, 10.0))
+    assert [report.between for report in engine.run(2)] == [0.0, 0.0]
 
 
 def test_half_of_the_time_counts_as_half_of_the_steps(engine: Engine) -> None:

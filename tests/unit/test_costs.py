@@ -79,6 +79,23 @@ def test_what_neighbours_had_meanwhile_is_known() -> None:
     assert learnt["ratio"] == pytest.approx(1.15, rel=0.05)
 
 
+def test_what_an_engine_computes_between_steps_is_a_mean_of_each_phase() -> None:
+    costs = UnitCosts(spec(), 0.0)
+    for between in (0.0004, 0.0008):
+        costs.reported(b"a/decode", "a", HALF, report(1.0, decodes=decodes(steps=4), between=between))
+    learnt = costs.state("a")
+    assert learnt["decode"]["between"] == pytest.approx(0.00015, rel=0.01)
+    # A report of both kinds says what all of them took.
+    costs.reported(b"a/decode", "a", HALF, report(1.0, prefills=prompts(), decodes=decodes(steps=4), between=0.00075))
+    learnt = costs.state("a")
+    assert learnt["prefill"]["between"] == pytest.approx(0.00015)
+    # Stages compute meanwhile.
+    steps = decodes(steps=PIPELINE_STEPS)
+    costs.reported(b"a/decode", "a", HALF, report(1.0, decodes=steps, computed=[0.1, 0.1], between=9.0))
+    assert costs.state("a")["decode"]["steps"] == 12 + PIPELINE_STEPS
+    assert costs.state("a")["decode"]["between"] == learnt["decode"]["between"]
+
+
 def test_a_model_that_joins_is_learnt_and_the_others_stay() -> None:
     costs = UnitCosts(spec(), 0.0)
     costs.reported(b"a/decode", "a", HALF, report(1.0, decodes=decodes()))
@@ -90,7 +107,8 @@ def test_a_model_that_joins_is_learnt_and_the_others_stay() -> None:
 def told(costs: UnitCosts, count: int = 20, factor: float = 1.5) -> UnitCosts:
     for number in range(count):
         batch = 1 + number % 5
-        costs.reported(b"a/decode", "a", HALF, report(1.0, decodes=decodes(batch=batch, factor=factor)))
+        done = report(1.0, decodes=decodes(batch=batch, factor=factor), between=0.0001 * factor)
+        costs.reported(b"a/decode", "a", HALF, done)
         costs.reported(b"a/prefill", "a", HALF, report(1.0, prefills=prompts(16 * batch, factor)))
     return costs
 
