@@ -23,8 +23,9 @@ Ways, from nothing to all that can be known:
 A shared machine does not serve the same requests twice in the same time. So each judged workload is served `--times`
 times, after all others each time. `spread` is how far the live runs are from each other (highest over lowest, less 1),
 and errors are those against the mean of all (`served`: of the mean of all simulations). A figure is missed if it is
-further than its bar from every live run. What the machine itself lets one know is in `foretold`: how often a figure of a
-live run is within its bar of what is simulated for it, and, as the way `live`, of another live run of the same requests.
+further than its bar from every live run. What the machine itself lets one know is in `foretold`: how often a figure of
+a live run is within its bar of what is simulated for it, and, as the way `live`, of another live run of the same
+requests.
 
 What remains is looked for in pairs of one request live and simulated: how much later its first token came, by the third
 of the prompts that it is in, and by how many requests were under way (`remains`, medians in ms). `client_late` is how
@@ -71,7 +72,12 @@ SINGLES = (24, 64, 0.4)
 LEAD = 5.0
 # Requests that are sent at once, and how many of them are under way.
 AT_ONCE, IN_FLIGHT = 100, 32
-MEANS, TAILS = 0.05, 0.10
+# Judged figures, and how far off they may be.
+BARS = {
+    f"{figure}_{statistic}": bar
+    for figure in ("ttft", "tpot", "latency")
+    for statistic, bar in (("mean", 0.05), ("p99", 0.10))
+}
 CPU = "CPU"
 FLEETS: dict[str, tuple[str, dict[str, Any]]] = {
     "eager": ("configs/quickstart.yaml", {"enforce_eager": True}),
@@ -233,34 +239,19 @@ def held_against(runs: Sequence[Served], simulated: Sequence[Summary]) -> dict[s
     return rows
 
 
-def _figures(summary: Summary) -> dict[str, tuple[float, float]]:
-    """The judged ones, with their bars."""
-    found = {}
-    for figure in ("ttft", "tpot", "latency"):
-        distribution = getattr(summary.overall, figure)
-        for statistic, bar in (("mean", MEANS), ("p99", TAILS)):
-            found[f"{figure}_{statistic}"] = (getattr(distribution, statistic), bar)
-    return found
-
-
 def foretold(pairs: Sequence[tuple[Summary, Summary]]) -> tuple[int, int]:
     """Of pairs of a live run and what is said of it: how many figures are within their bars, of how many."""
-    near = [
-        abs(_figures(said)[name][0] / value - 1.0) <= bar
-        for live, said in pairs
-        for name, (value, bar) in _figures(live).items()
-    ]
-    return sum(near), len(near)
+    errors = [(row["error"], bar) for pair in pairs for name, row in compared(*pair).items() if (bar := BARS.get(name))]
+    return sum(abs(error) <= bar for error, bar in errors), len(errors)
 
 
 def misses(rows: dict[str, dict[str, float]]) -> list[str]:
     """The figures that are further than their bar from every live run."""
     found = []
-    for figure in ("ttft", "tpot", "latency"):
-        for statistic, bar in (("mean", MEANS), ("p99", TAILS)):
-            row = rows[f"{figure}_{statistic}"]
-            if not (1 - bar) * row["lowest"] <= row["simulated"] <= (1 + bar) * row["highest"]:
-                found.append(f"{figure}_{statistic}")
+    for name, bar in BARS.items():
+        row = rows[name]
+        if not (1 - bar) * row["lowest"] <= row["simulated"] <= (1 + bar) * row["highest"]:
+            found.append(name)
     return found
 
 
