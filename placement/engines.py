@@ -98,7 +98,7 @@ class Engines:
 
     def slowdown(self, mesh: Mesh, mine: Load, others: tuple[Load, ...]) -> float:
         """Factor by which a job is slower beside `others`."""
-        return self._latency.slowdown(mesh.device, mine, others)
+        return self._latency.slowdowns(mesh.device, (mine, *others))[0]
 
     def _check(self, model: int, mesh: Mesh) -> bool:
         if mesh.device not in self.memory or not splits_evenly(self.demands[model].architecture, mesh.size):

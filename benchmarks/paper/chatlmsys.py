@@ -31,6 +31,7 @@ import os
 import random
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -114,9 +115,9 @@ class WithHost:
         shape = replace(shape, share=min(1.0, shape.share * self.overload))
         return HostCosts(self.device.engine(architecture, shape), self.step, self.sequence)
 
-    def slowdown(self, device: str, mine: Load, others: tuple[Load, ...]) -> float:
+    def slowdowns(self, device: str, loads: Sequence[Load]) -> list[float]:
         """That of the device."""
-        return self.device.slowdown(device, mine, others)
+        return self.device.slowdowns(device, loads)
 
 
 @dataclass(frozen=True)

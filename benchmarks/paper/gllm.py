@@ -17,7 +17,7 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -190,9 +190,9 @@ class OverNetwork:
             token * (on.link_bandwidth * link.efficiency / NETWORK.bandwidth - 1.0),
         )
 
-    def slowdown(self, device: str, mine: Load, others: tuple[Load, ...]) -> float:
+    def slowdowns(self, device: str, loads: Sequence[Load]) -> list[float]:
         """That of the device."""
-        return self.costs.slowdown(device, mine, others)
+        return self.costs.slowdowns(device, loads)
 
 
 @dataclass(frozen=True)

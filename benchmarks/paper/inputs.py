@@ -8,7 +8,7 @@ the roofline, which was fitted to a part of it, stands in.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from muxserve.costs import Decode, EngineCosts, EngineShape, LatencyModel, Load, ModelArchitecture
 from muxserve.costs.devices import device
@@ -96,9 +96,9 @@ class Stretched:
         """Costs of that engine with its host."""
         return StretchedCosts(self._device.engine(architecture, shape), self._factor)
 
-    def slowdown(self, device: str, mine: Load, others: tuple[Load, ...]) -> float:
+    def slowdowns(self, device: str, loads: Sequence[Load]) -> list[float]:
         """That of the device."""
-        return self._device.slowdown(device, mine, others)
+        return self._device.slowdowns(device, loads)
 
 
 class StretchedCosts:

@@ -11,6 +11,7 @@ the cores were, and what the steps of engines did not take is the front end's, a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -72,9 +73,9 @@ class FrontEnd:
         """See `LatencyModel.engine`."""
         return _WithFrontEnd(self.latency.engine(architecture, shape), self.work)
 
-    def slowdown(self, device: str, mine: Load, others: tuple[Load, ...]) -> float:
-        """See `LatencyModel.slowdown`."""
-        return self.latency.slowdown(device, mine, others)
+    def slowdowns(self, device: str, loads: Sequence[Load]) -> list[float]:
+        """See `LatencyModel.slowdowns`."""
+        return self.latency.slowdowns(device, loads)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,23 +42,22 @@ class Interference(msgspec.Struct, frozen=True, omit_defaults=True):
     friction: float = 0.0
 
 
-def slowdown(constants: Interference, mine: Load, others: Sequence[Load]) -> float:
-    """Factor (at least 1) by which `mine` is slower beside `others`."""
-    brought = mine.brought
-    for other in others:
-        brought += other.brought
-    if not others and not brought:
-        return 1.0
-    memory = stretch([mine.bandwidth, *[other.bandwidth for other in others]], constants.bandwidth)
-    needed = [mine.compute, *[other.compute for other in others]]
-    if brought:
-        compute = stretch(needed, constants.compute, [mine.brought, *[other.brought for other in others]])
-    else:
-        compute = stretch(needed, constants.compute)
-    slower = 1.0 + mine.bandwidth * (memory - 1.0) + mine.compute * (compute - 1.0)
+def slowdowns(constants: Interference, loads: Sequence[Load]) -> list[float]:
+    """Factor (at least 1) by which each of the jobs is slower beside the others."""
+    brought = [load.brought for load in loads]
+    all_brought = sum(brought)
+    if len(loads) == 1 and not all_brought:
+        return [1.0]
+    needed = [load.compute for load in loads]
+    memory = stretch([load.bandwidth for load in loads], constants.bandwidth) - 1.0
+    compute = stretch(needed, constants.compute, brought if all_brought else ()) - 1.0
+    found = [1.0 + load.bandwidth * memory + load.compute * compute for load in loads]
     if constants.friction:
-        slower += constants.friction * min(1.0, sum([other.compute for other in others]) + brought)
-    return slower
+        beside = sum(needed) + all_brought
+        found = [
+            slower + constants.friction * min(1.0, beside - own) for slower, own in zip(found, needed, strict=True)
+        ]
+    return found
 
 
 def stretch(demands: Sequence[float], capacity: float, brought: Sequence[float] = ()) -> float:
@@ -108,7 +107,9 @@ def fit(measured: Sequence[tuple[Load, tuple[Load, ...], float]]) -> Interferenc
     def error(constants: Interference) -> float:
         # A pull to the neutral values, far below what any measurement weighs.
         pull = (constants.bandwidth - 1) ** 2 + (constants.compute - 1) ** 2 + constants.friction**2
-        wrong = sum(math.log(slowdown(constants, mine, others) / factor) ** 2 for mine, others, factor in measured)
+        wrong = sum(
+            math.log(slowdowns(constants, (mine, *others))[0] / factor) ** 2 for mine, others, factor in measured
+        )
         return wrong / len(measured) + 1e-6 * pull
 
     best = Interference()

@@ -6,6 +6,7 @@ which each sequence grows by a token a step, which is what lets the simulator le
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -119,9 +120,9 @@ class LatencyModel(Protocol):
         """
         ...
 
-    def slowdown(self, device: str, mine: Load, others: tuple[Load, ...]) -> float:
-        """Factor (at least 1) by which a job is slower while jobs with the loads `others` run beside it on the same
-        device."""
+    def slowdowns(self, device: str, loads: Sequence[Load]) -> list[float]:
+        """By which factor (at least 1) each of the jobs with these loads is slower than alone while all of them run
+        side by side on one device."""
         ...
 
 

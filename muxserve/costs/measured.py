@@ -73,12 +73,12 @@ class ProfileModel:
         self._engines[architecture, shape] = costs
         return costs
 
-    def slowdown(self, device: str, mine: Load, others: tuple[Load, ...]) -> float:
+    def slowdowns(self, device: str, loads: Sequence[Load]) -> list[float]:
         """As fitted to the measured pairs; where there are none, what `beyond` says, or conservation alone."""
         constants = self._interference.get(_device(device).name)
         if constants is None and self._beyond is not None:
-            return self._beyond.slowdown(device, mine, others)
-        return interference.slowdown(constants or Interference(), mine, others)
+            return self._beyond.slowdowns(device, loads)
+        return interference.slowdowns(constants or Interference(), loads)
 
     def _unknown(self, architecture: ModelArchitecture, shape: EngineShape) -> str:
         same = [e for e in self.profile.engines if e.shape == ProfiledModel.of(architecture)]

@@ -14,11 +14,12 @@ gives (both times an efficiency), norm p:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from muxserve.costs.architecture import ITEM_BYTES, ModelArchitecture
 from muxserve.costs.calibration import LINKS, Calibration, calibration_of
 from muxserve.costs.devices import Device, device
-from muxserve.costs.interference import Interference, slowdown
+from muxserve.costs.interference import Interference, slowdowns
 from muxserve.costs.latency import CostError, Decode, EngineShape, Load
 from muxserve.costs.work import LayerWork, layer_work
 
@@ -50,9 +51,9 @@ class Roofline:
             self._engines[key] = costs
         return costs
 
-    def slowdown(self, device: str, mine: Load, others: tuple[Load, ...]) -> float:
+    def slowdowns(self, device: str, loads: Sequence[Load]) -> list[float]:
         """See `costs.interference`; the same constants for all devices."""
-        return slowdown(self._interference, mine, others)
+        return slowdowns(self._interference, loads)
 
 
 class RooflineCosts:

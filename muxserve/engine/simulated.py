@@ -88,8 +88,8 @@ class SharedDevice:
             self._rows[self._mine, 1:] = (now + 4 * _LOOK_SECONDS, *load)
             beside = self._rows[:, 1] > now
             beside[self._mine] = False
-            others = tuple(Load(*row) for row in self._rows[beside, 2:].tolist())
-            slow = self._latency.slowdown(self._device, load, others)
+            others = [Load(*row) for row in self._rows[beside, 2:].tolist()]
+            slow = self._latency.slowdowns(self._device, [load, *others])[0]
             time.sleep(min(left * slow, _LOOK_SECONDS))
             before, now = now, time.monotonic()
             left -= (now - before) / slow

@@ -43,7 +43,7 @@ class Compute:
         self.engines: list[Engine] = []
         self.units: list[SimulatedUnit] = []
         self.changed = False
-        self._slowdown = latency.slowdown
+        self._slowdowns = latency.slowdowns
         # Models that are woken, each on a core of its own as far as there are so many, and how much less of a core a
         # decode job gets that shares it with one of them or with a prefill job.
         self.waking = 0
@@ -91,8 +91,8 @@ class Compute:
         loads = [engine.load for engine in running]
         if reception is not None and reception.active:
             loads.append(reception.load)
-        for index, engine in enumerate(running):
-            slow = self._slowdown(self.device, loads[index], (*loads[:index], *loads[index + 1 :]))
+        # What receives requests waits for nothing.
+        for engine, slow in zip(running, self._slowdowns(self.device, loads), strict=False):
             slow *= decode if engine.phase is DECODE else before
             if slow != engine.slow:
                 engine.retime(slow, now)

@@ -65,16 +65,17 @@ def test_two_engines_that_leave_no_core_free_are_stretched_by_just_that_work() -
     # Two engines on half of the cores each, and a tenth of the cores for the front end of each.
     mine = Load(0.0, 0.5, 0.1)
     # What is done for both is 1.2 of the cores.
-    assert model.slowdown("CPU", mine, (mine,)) == pytest.approx(1.2, abs=0.01)
-    assert model.slowdown("CPU", Load(0.0, 0.5), (Load(0.0, 0.5),)) == pytest.approx(1.0, abs=0.01)
+    assert model.slowdowns("CPU", [mine, mine]) == pytest.approx([1.2, 1.2], abs=0.01)
+    assert model.slowdowns("CPU", [Load(0.0, 0.5)] * 2) == pytest.approx([1.0, 1.0], abs=0.01)
 
 
 def test_who_brings_more_work_is_slowed_no_more_by_it() -> None:
     model = FrontEnd(Roofline(), FrontEndWork(0.0, 0.0))
     busy, quiet = Load(0.0, 0.5, 0.3), Load(0.0, 0.5)
-    assert model.slowdown("CPU", busy, (quiet,)) == pytest.approx(model.slowdown("CPU", quiet, (busy,)))
+    first, second = model.slowdowns("CPU", [busy, quiet])
+    assert first == pytest.approx(second)
     # One engine and its front end have a core each.
-    assert model.slowdown("CPU", busy, ()) == 1.0
+    assert model.slowdowns("CPU", [busy]) == [1.0]
 
 
 def test_nothing_measured_changes_nothing() -> None:

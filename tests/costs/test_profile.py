@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from muxserve.costs.calibration import GPU, Launches
-from muxserve.costs.interference import slowdown
+from muxserve.costs.interference import slowdowns
 from muxserve.costs.latency import CostError, EngineShape, Load
 from muxserve.costs.llama_tables import read_llama_tables
 from muxserve.costs.measured import ProfileModel
@@ -164,8 +164,8 @@ def test_what_was_not_measured_is_taken_from_beyond_where_given() -> None:
     model = ProfileModel(measured(), beyond=roofline)
     shape = EngineShape("A100", 2, 1.0, "float16")
     assert model.engine(SEVEN_B, shape).decode(4, 512) == roofline.engine(SEVEN_B, shape).decode(4, 512)
-    loads = Load(0.9, 0.1), (Load(0.8, 0.2),)
-    assert model.slowdown("A100", *loads) == roofline.slowdown("A100", *loads)
+    loads = [Load(0.9, 0.1), Load(0.8, 0.2)]
+    assert model.slowdowns("A100", loads) == roofline.slowdowns("A100", loads)
 
 
 def test_constants_of_colocation_come_from_the_pairs() -> None:
@@ -177,13 +177,13 @@ def test_constants_of_colocation_come_from_the_pairs() -> None:
     for a in kinds:
         for b in kinds:
             jobs = (Job("a", "decode", 0.5, (1, 1)), Job("b", "decode", 0.5, (1, 1)))
-            together = (slowdown(true, a, (b,)), slowdown(true, b, (a,)))
+            first, second = slowdowns(true, [a, b])
+            together = first, second
             pairs.append(PairCell("CPU", jobs, (1.0, 1.0), together, (a, b)))
     model = ProfileModel(Profile(pairs=pairs))
-    assert model.slowdown("CPU", kinds[0], (kinds[2],)) == pytest.approx(
-        slowdown(true, kinds[0], (kinds[2],)), rel=0.02
-    )
-    assert model.slowdown("A100", kinds[0], (kinds[2],)) == pytest.approx(1 + 0.9 * (1.6 - 1) / 0.9, rel=0.2)
+    loads = [kinds[0], kinds[2]]
+    assert model.slowdowns("CPU", loads) == pytest.approx(slowdowns(true, loads), rel=0.02)
+    assert model.slowdowns("A100", loads)[0] == pytest.approx(1 + 0.9 * (1.6 - 1) / 0.9, rel=0.2)
 
 
 # ---------------------------------------------------------------- outliers

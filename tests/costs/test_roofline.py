@@ -251,5 +251,5 @@ def test_decode_asks_for_bandwidth_and_prefill_for_compute() -> None:
     assert decode.bandwidth > 0.8 > 0.3 > decode.compute
     assert prefill.compute > 0.7 > prefill.bandwidth
     roofline = Roofline()
-    assert roofline.slowdown("A100", decode, (prefill,)) < roofline.slowdown("A100", decode, (decode,))
-    assert roofline.slowdown("A100", decode, (Load(0.0, 0.0),)) == 1.0
+    assert roofline.slowdowns("A100", [decode, prefill])[0] < roofline.slowdowns("A100", [decode, decode])[0]
+    assert roofline.slowdowns("A100", [decode, Load(0.0, 0.0)])[0] == 1.0

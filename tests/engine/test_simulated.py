@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,9 +41,9 @@ class Clock:
 class Latency:
     """Each job beside another one makes it as much slower as it uses of the device."""
 
-    def slowdown(self, device: str, mine: Load, others: tuple[Load, ...]) -> float:
+    def slowdowns(self, device: str, loads: Sequence[Load]) -> list[float]:
         assert device == "CPU"
-        return 1.0 + sum(other.compute for other in others)
+        return [1.0 + sum(load.compute for load in loads) - mine.compute for mine in loads]
 
 
 def device(path: Path) -> SharedDevice:

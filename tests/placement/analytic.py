@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from muxserve.costs.architecture import ITEM_BYTES, ModelArchitecture
@@ -78,9 +79,9 @@ class Analytic:
             raise CostError(f"nothing is known of {shape.device} with {shape.share:.0%} of its compute")
         return AnalyticCosts(architecture, shape)
 
-    def slowdown(self, device: str, mine: Load, others: tuple[Load, ...]) -> float:
-        asked = mine.bandwidth + sum(load.bandwidth for load in others)
-        return max(1.0, asked) if self.interference else 1.0
+    def slowdowns(self, device: str, loads: Sequence[Load]) -> list[float]:
+        asked = sum(load.bandwidth for load in loads)
+        return [max(1.0, asked) if self.interference else 1.0] * len(loads)
 
 
 def llama(name: str, layers: int, heads: int, hidden: int, intermediate: int) -> ModelArchitecture:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from muxserve.costs import Decode, EngineShape, Load, ModelArchitecture
@@ -83,8 +84,8 @@ class Analytic:
             c.bandwidth,
         )
 
-    def slowdown(self, device: str, mine: Load, others: tuple[Load, ...]) -> float:
-        return max(1.0, sum(each.bandwidth + each.brought for each in (mine, *others)))
+    def slowdowns(self, device: str, loads: Sequence[Load]) -> list[float]:
+        return [max(1.0, sum(each.bandwidth + each.brought for each in loads))] * len(loads)
 
 
 def architecture(number: int = 0) -> ModelArchitecture:

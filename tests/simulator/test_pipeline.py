@@ -3,6 +3,7 @@ workloads that nobody chose."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -82,8 +83,8 @@ class PerLayerModel:
     def engine(self, architecture: ModelArchitecture, shape: EngineShape) -> PerLayer:
         return PerLayer(architecture.layers)
 
-    def slowdown(self, device: str, mine: Load, others: tuple[Load, ...]) -> float:
-        return 1.0
+    def slowdowns(self, device: str, loads: Sequence[Load]) -> list[float]:
+        return [1.0] * len(loads)
 
 
 def spec(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from muxserve.costs import Load
-from muxserve.costs.interference import Interference, slowdown
+from muxserve.costs.interference import Interference, slowdowns
 from muxserve.simulator.clock import Clock, Compute
 from muxserve.simulator.reception import Reception
 from muxserve.simulator.requests import SimRequest
@@ -19,8 +21,8 @@ class Alone:
     def engine(self, *_: object) -> object:
         raise AssertionError("nothing is computed")
 
-    def slowdown(self, device: str, mine: Load, others: tuple[Load, ...]) -> float:
-        return slowdown(Interference(), mine, others)
+    def slowdowns(self, device: str, loads: Sequence[Load]) -> list[float]:
+        return slowdowns(Interference(), loads)
 
 
 class Desk:

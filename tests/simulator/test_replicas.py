@@ -81,8 +81,8 @@ class SteadyModel:
     def engine(self, architecture: ModelArchitecture, shape: EngineShape) -> EngineCosts:
         return Steady()
 
-    def slowdown(self, device: str, mine: Load, others: tuple[Load, ...]) -> float:
-        return 1.0
+    def slowdowns(self, device: str, loads: Sequence[Load]) -> list[float]:
+        return [1.0] * len(loads)
 
 
 LATENCY: LatencyModel = SteadyModel()
