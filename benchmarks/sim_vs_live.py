@@ -23,7 +23,7 @@ Ways, from nothing to all that can be known:
 A shared machine does not serve the same requests twice in the same time. So each judged workload is served `--times`
 times, after all others each time. `spread` is how far the live runs are from each other (highest over lowest, less 1),
 and errors are those against the mean of all (`served`: of the mean of all simulations). A figure is missed if it is
-further than its bar from every live run. What the machine itself lets one know is in `foretold`: how often a figure of
+further than its bar from every live run. What the machine itself lets one know is in `predicted`: how often a figure of
 a live run is within its bar of what is simulated for it, and, as the way `live`, of another live run of the same
 requests.
 
@@ -239,7 +239,7 @@ def held_against(runs: Sequence[Served], simulated: Sequence[Summary]) -> dict[s
     return rows
 
 
-def foretold(pairs: Sequence[tuple[Summary, Summary]]) -> tuple[int, int]:
+def predicted(pairs: Sequence[tuple[Summary, Summary]]) -> tuple[int, int]:
     """Of pairs of a live run and what is said of it: how many figures are within their bars, of how many."""
     errors = [(row["error"], bar) for pair in pairs for name, row in compared(*pair).items() if (bar := BARS.get(name))]
     return sum(abs(error) <= bar for error, bar in errors), len(errors)
@@ -257,10 +257,10 @@ def misses(rows: dict[str, dict[str, float]]) -> list[str]:
 
 def judge(live: Live, file: Path, given: Profile | None) -> dict[str, Any]:
     """Simulate what was served, with costs of each kind."""
-    found: dict[str, Any] = {"capacity": round(live.capacity, 2), "foretold": {}, "ways": {}}
+    found: dict[str, Any] = {"capacity": round(live.capacity, 2), "predicted": {}, "ways": {}}
     again = [(a.summary, b.summary) for runs in live.judged.values() for a in runs for b in runs if a is not b]
     if again:
-        found["foretold"]["live"] = foretold(again)
+        found["predicted"]["live"] = predicted(again)
     before, known = Played(file, _learnt(live.lone)), _overheads(_learnt(live.lone))
     ways: dict[str, tuple[Played | None, Overheads]] = {
         "steps": (before, Overheads(request=TURN_SECONDS / 2)),
@@ -298,7 +298,7 @@ def judge(live: Live, file: Path, given: Profile | None) -> dict[str, Any]:
             }
             rows[part] = {**row, **told}
             print(f"  misses: {', '.join(rows[part]['misses']) or 'none'}; {rows[part]['remains']}", flush=True)
-        found["foretold"][way] = foretold(pairs)
+        found["predicted"][way] = predicted(pairs)
         found["ways"][way] = {"overheads": _rounded(constants), "parts": rows}
     return found
 
@@ -365,10 +365,10 @@ def main() -> int:
         for way in ("steps", "before", "served"):
             missed[way] += sum(len(row["misses"]) for row in fleet["ways"][way]["parts"].values())
     report["missed"] = dict(missed)
-    report["foretold"] = {
-        way: [sum(fleet["foretold"][way][i] for fleet in report["fleets"].values()) for i in (0, 1)]
+    report["predicted"] = {
+        way: [sum(fleet["predicted"][way][i] for fleet in report["fleets"].values()) for i in (0, 1)]
         for way in ("live", "steps", "before", "served")
-        if all(way in fleet["foretold"] for fleet in report["fleets"].values())
+        if all(way in fleet["predicted"] for fleet in report["fleets"].values())
     }
     report["within_bars"] = not min(missed.values())
     write_report(options.out, report)

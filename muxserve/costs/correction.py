@@ -122,7 +122,7 @@ class PhaseCorrection:
         self._steps += done.steps
         self._seconds += done.seconds
 
-    def passed_between(self, seconds: float, steps: int) -> None:
+    def observe_between(self, seconds: float, steps: int) -> None:
         """So long did the engine compute after so many steps."""
         fade = _fading(steps)
         self._between = fade * self._between + seconds

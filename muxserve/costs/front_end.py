@@ -6,7 +6,7 @@ ask for more than there is, and the jobs stretch (`costs.interference`). What a 
 comes with no job: whoever runs then is slowed by it.
 
 How much it is depends on the machine, and is learnt while a fleet serves (`FrontEndLearner`): the kernel says how busy
-the cores were, and what the steps of engines did not take is the front end's, and that of clients on the same cores.
+the cores were, and what engines did not take is the front end's, and that of clients on the same cores.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def apart(latency: LatencyModel) -> tuple[LatencyModel, FrontEndWork | None]:
 
 
 class FrontEndUse(NamedTuple):
-    """What happened in `seconds`: cores were busy for `core_seconds` with something else than steps, while so many
+    """What happened in `seconds`: cores were busy for `core_seconds` with something else than engines, while so many
     requests came, engines took so many steps, and so many tokens were emitted."""
 
     seconds: float

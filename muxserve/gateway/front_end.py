@@ -1,7 +1,7 @@
-"""Follows what requests, steps and tokens cost the cores that a fleet's engines compute on, beside the steps.
+"""Follows what requests, steps and tokens cost the cores that a fleet's engines compute on, beside the engines.
 
 What units say of themselves and the kernel's count of idle time are compared every few seconds: the cores' busy time
-that no step took is the front end's (`costs.front_end`). Only where all units that compute on cores do so on this
+that no engine took is the front end's (`costs.front_end`). Only where all units that compute on cores do so on this
 machine; on GPUs the front end takes nothing from engines.
 """
 

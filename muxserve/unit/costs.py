@@ -170,7 +170,7 @@ def _between(model: _Model, report: StepReport) -> None:
     sums: dict[PhaseName, StepSums | None] = {"prefill": report.prefills, "decode": report.decodes}
     steps = {phase: each.steps for phase, each in sums.items() if each is not None}
     for phase, count in steps.items():
-        model.phases[phase].passed_between(report.between * count / sum(steps.values()), count)
+        model.phases[phase].observe_between(report.between * count / sum(steps.values()), count)
 
 
 def _observe(model: _Model, prefills: StepSums | None, decodes: StepSums | None, share: float, others: float) -> None:
