@@ -64,13 +64,14 @@ def stretch(demands: Sequence[float], capacity: float, brought: Sequence[float] 
     """The smallest factor of at least 1 by which the waiting parts of jobs must be stretched for their demands
     (fractions of a resource) to fit into `capacity`, with the work that each of them brings for others.
 
-    That work gets `MOST_BROUGHT` of the capacity at most while jobs want it: nobody waits for the rest."""
-    waiting = [demand if demand < 1.0 else 1.0 for demand in demands if demand > 0.0]
+    That work gets `MOST_BROUGHT` of the capacity at most while jobs want it: nobody waits for the rest. A job that asks
+    for next to nothing is not stretched, however much it brings."""
+    waiting = [demand if demand < 1.0 else 1.0 for demand in demands if demand > _PRECISION]
     if not brought:
         return 1.0 + _root(waiting, waiting, capacity)
-    needed = [(b if b < 1.0 else 1.0) + f for b, f in zip(demands, brought, strict=True) if b > 0.0]
+    needed = [(b if b < 1.0 else 1.0) + f for b, f in zip(demands, brought, strict=True) if b > _PRECISION]
     # What comes with no job is stretched by nothing.
-    alone = sum([f for b, f in zip(demands, brought, strict=True) if b <= 0.0])
+    alone = sum([f for b, f in zip(demands, brought, strict=True) if b <= _PRECISION])
     left = (1.0 - MOST_BROUGHT) * capacity
     most = _root(waiting, waiting, left)
     return 1.0 + (most if capacity - alone <= left else min(most, _root(waiting, needed, capacity - alone)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from muxserve.costs.interference import MOST_BROUGHT, Interference, fit, slowdowns, stretch
@@ -48,6 +48,8 @@ def test_who_needs_little_of_what_is_short_loses_little() -> None:
 
 
 @given(loads, st.lists(loads, max_size=4), loads)
+@example(Load(0.8, 5e-324, 0.4), [Load(0.0, 5e-324, 0.4), Load(0.4, 0.5), Load(0.0, 0.85)], Load(0.5, 0.69, 0.1))
+@example(Load(0.3, 0.12, 0.1), [Load(0.0, 5e-324, 0.4), Load(0.5, 5e-324, 0.4), Load(1.0, 0.92)], Load(0.0, 0.0, 0.4))
 def test_another_neighbour_never_helps(mine: Load, others: list[Load], more: Load) -> None:
     fewer, beside = (slowdowns(Interference(friction=0.1), jobs) for jobs in ([mine, *others], [mine, *others, more]))
     assert all(1.0 <= a <= b + 1e-6 for a, b in zip(fewer, beside, strict=False))
