@@ -13,10 +13,10 @@ from muxserve.global_scheduler.model_scheduler_base import ModelSchedulerBase, R
 from muxserve.global_scheduler.outbox import Outbox
 from muxserve.global_scheduler.rolling_moves import RollingMoves
 from muxserve.global_scheduler.rolling_scaler import RollingScaler
-from muxserve.global_scheduler.rolling_state import apply, promise, rebuild, show
+from muxserve.global_scheduler.rolling_state import apply, rebuild, show
 from muxserve.replicas.priorities import PriorityError
 from muxserve.replicas.views import InstanceLoad
-from muxserve.rolling.constraints import PrefillDemand
+from muxserve.rolling.constraints import PrefillDemand, promise
 from muxserve.rolling.member import MacroMember
 from muxserve.rolling.rules import RollingRules
 from muxserve.rolling.scheduler import RollingScheduler, Sent

@@ -7,13 +7,11 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from muxserve.replicas.views import InstanceLoad
+from muxserve.rolling.constraints import promise
 from muxserve.rolling.member import Admitted, MacroMember
 from muxserve.rolling.rules import RollingRules
 from muxserve.wire import RollingReport, RollingRequest
 
-# Tokens that an answer is expected to have at most, since nobody knows: `max_tokens` is often all that the model can
-# do. Answers that outgrow it are the replica's business, which preempts when it has no room.
-EXPECTED_OUTPUT = 256
 _NOTHING: Mapping[str, MigratedProgress] = {}
 
 
@@ -33,13 +31,6 @@ class MigratedProgress:
     saved: float
     at: float
     since: float | None
-
-
-def promise(tokens: int, max_tokens: int, capacity: int) -> int:
-    """Tokens of KV that a request is taken to hold in the end, which are no more than the `capacity` of a replica.
-    Zeros: nobody knows."""
-    promised = tokens + min(max_tokens or EXPECTED_OUTPUT, EXPECTED_OUTPUT)
-    return min(promised, max(capacity, tokens)) if capacity else promised
 
 
 def rebuild(

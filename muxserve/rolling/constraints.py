@@ -7,6 +7,10 @@ from enum import StrEnum
 
 from muxserve.rolling.member import LatencyTargets, MacroMember, Window
 
+# Tokens that an answer is expected to have at most, since nobody knows: `max_tokens` is often all that the model can
+# do. Answers that outgrow it are the replica's business, which preempts when it has no room.
+EXPECTED_OUTPUT = 256
+
 
 class Verdict(StrEnum):
     """The answer, and if it is no, which constraint says so."""
@@ -32,6 +36,13 @@ class PrefillDemand:
     def turn(self) -> tuple[int, float]:
         """What waiting requests are sorted by."""
         return -self.rank, self.arrival
+
+
+def promise(tokens: int, max_tokens: int, capacity: int, expected: int = EXPECTED_OUTPUT) -> int:
+    """Tokens of KV that a request is taken to hold in the end, which are no more than the `capacity` of a replica: what
+    it has, and what it may make yet (`max_tokens`), or is `expected` to make at most. Zeros: nobody knows."""
+    promised = tokens + min(max_tokens or expected, expected)
+    return min(promised, max(capacity, tokens)) if capacity else promised
 
 
 def check(member: MacroMember, demand: PrefillDemand, objectives: LatencyTargets, now: float) -> Verdict:

@@ -11,7 +11,7 @@ from muxserve.costs import EngineShape, LatencyModel
 from muxserve.costs.step_costs import StepWork
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
-from muxserve.rolling.constraints import PrefillDemand
+from muxserve.rolling.constraints import EXPECTED_OUTPUT, PrefillDemand, promise
 from muxserve.rolling.draining import destinations
 from muxserve.rolling.member import LatencyTargets, MacroMember
 from muxserve.rolling.mitosis import Bounds
@@ -38,14 +38,16 @@ TICK_SECONDS = 0.1
 class RingRules:
     """How the replicas of a rolling model work together.
 
-    `expected_output` tokens are promised to a request whatever it will make, since nobody knows; the live global
-    scheduler expects as many. With `scaling` replicas go, and come where `spares` say, `start_seconds` after it is
-    decided; decodes of those that go move if there are rules for `migration`, and otherwise end where they are.
+    `expected_output` tokens are promised to a request whatever it will make, since nobody knows; or no more than it
+    will make if its `max_tokens` are told, as those of `muxserve replay` are. With `scaling` replicas go, and come
+    where `spares` say, `start_seconds` after it is decided; decodes of those that go move if there are rules for
+    `migration`, and otherwise end where they are.
     """
 
     objectives: LatencyTargets
     bounds: Bounds = field(default_factory=Bounds)
-    expected_output: int = 256
+    expected_output: int = EXPECTED_OUTPUT
+    max_tokens_told: bool = False
     scaling: RollingScalingRules | None = None
     migration: MigrationRules | None = None
     levels: Levels = DEFAULT_LEVELS
@@ -107,7 +109,8 @@ class Ring(ReplicaSet):
         self._by_id[request.request_id] = request
         if self._attainment is not None:
             self._unanswered.append(request)
-        promised = min(largest, request.tokens + self.rules.expected_output)
+        left = request.output - request.made if self.rules.max_tokens_told else 0
+        promised = promise(request.tokens, left, largest, self.rules.expected_output)
         demand = PrefillDemand(request.request_id, self._predicted(request), promised, request.arrival)
         self._count_steps(now)
         self._deliver(self.scheduler.arrive(demand, now), now)

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from muxserve.global_scheduler.outbox import ToClient, ToUnit
-from muxserve.global_scheduler.rolling_state import EXPECTED_OUTPUT
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import Level
 from muxserve.replicas.scaling import ScalingRules
+from muxserve.rolling.constraints import EXPECTED_OUTPUT
 from muxserve.rolling.rules import RollingRules
 from muxserve.wire import (
     DrainReplicas,

@@ -110,7 +110,7 @@ def load(requests: Sequence[tuple[float, int, int]]) -> list[TraceRequest]:
 
 
 def play(
-    requests: Sequence[tuple[float, int, int]], units: list[SimUnit], given: ReplicaRules, **more: object
+    requests: Sequence[tuple[float, int, int]], units: list[SimUnit], given: ReplicaRules | RingRules, **more: object
 ) -> FleetResult:
     return simulate(units, load(requests), LATENCY, rules={"tiny": given}, **more)  # type: ignore[arg-type]
 
@@ -339,6 +339,17 @@ def test_a_drained_rolling_replica_gives_its_decodes_to_others() -> None:
         assert sum(r.moves for r in requests) == result.migrations
         ends.append(result.replica_seconds)
     assert ends[1] < ends[0], "it is empty sooner"
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_replicas_take_more_short_answers_at_once_if_requests_say_how_long_they_may_be(told: bool) -> None:
+    """As `max_tokens` do live: by it the memory of a replica is promised."""
+    units = replicas(2, blocks=12)
+    requests = [(0.001 * n, 10, 2) for n in range(8)]
+    result = play(requests, units, ring_rules(expected_output=120, max_tokens_told=told))
+    served_by = {id(request.unit) for request in result.requests}
+    assert len(served_by) == (1 if told else 2)
+    assert all(request.made == 2 for request in result.requests)
 
 
 def test_rolling_replicas_come_while_objectives_are_missed_and_go_when_there_is_nothing_to_do() -> None:

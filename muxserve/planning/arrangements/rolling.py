@@ -49,7 +49,8 @@ class RollingArrangement(Arrangement):
         demand = wanted.demand
         if demand.slo_ttft is None or demand.slo_tpot is None:
             raise NoPlaceError(f"{demand.name} is rolling, which needs slo.ttft_ms and slo.tpot_ms")
-        return RingRules(LatencyTargets(demand.slo_ttft, demand.slo_tpot, wanted.spared), wanted.bounds)
+        objectives = LatencyTargets(demand.slo_ttft, demand.slo_tpot, wanted.spared)
+        return RingRules(objectives, wanted.bounds, max_tokens_told=True)
 
     def report(self, unit: UnitResult) -> dict[str, object]:
         """See `Arrangement`."""
