@@ -2,19 +2,19 @@
 
     python benchmarks/sim_vs_live.py [--fleets eager compiled rolling] [--parts 0.3 0.6 0.9] [--duration 30]
 
-Of each fleet, in one run, since a shared machine is not as fast at all times: `muxserve replay` sends single requests,
-as many as it takes at once (its capacity), workloads to learn from (`--learn-at`, parts of the capacity), and then the
-workloads that are judged, with other requests and at other rates. After each of them the fleet is asked what it has
-learnt, as by `muxserve profile --from-fleet`: costs of steps, without waiting for a core, the front end's work, which
-stretches jobs beside that (`costs/front_end.py`), and the delays of engines and of requests beside steps. The simulator
-gets such a profile; then the workloads. What is measured here is the client's, which the fleet does not see: it adds to
-a first token what the client's single requests took beyond what is simulated. Bars: means within 5 %, p99 within 10 %.
+Of each fleet, in one run, since a shared machine is not as fast at all times: `muxserve replay` sends as many requests
+as it takes at once (its capacity), workloads to learn from (`--learn-at`, parts of the capacity), and then the
+workloads that are judged, with other requests and at other rates. Between them the fleet is asked what it has learnt,
+as by `muxserve profile --from-fleet`: costs of steps, without waiting for a core, the front end's work, which stretches
+jobs beside that (`costs/front_end.py`), and the delays of engines and of requests beside steps. The simulator gets such
+a profile; then the workloads. What is measured here is the client's, which the fleet does not see: how much later than
+the gateway the client saw first tokens of the workloads to learn from, in the mean. Bars: means within 5 %, p99 within
+10 %.
 
 Ways, from nothing to all that can be known:
 
-* `steps`: the profile as of before the judged runs, its steps alone: without the front end's work and delays, so that
-  single requests tell all of the delay of a first token.
-* `before`: that profile. Nothing of the judged runs is known.
+* `steps`: the profile as of just before each judged run, its steps alone: without the front end's work and delays.
+* `before`: that profile. Nothing of the judged run is known.
 * `served`: the profile as of the end of each judged run: the costs that the machine had meanwhile. Latencies are not
   known.
 
@@ -22,7 +22,7 @@ Ways, from nothing to all that can be known:
 
 A shared machine does not serve the same requests twice in the same time. So each judged workload is served `--times`
 times, after all others each time. `spread` is how far the live runs are from each other (highest over lowest, less 1),
-and errors are those against the mean of all (`served`: of the mean of all simulations). A figure is missed if it is
+and errors are those of the mean of all simulations against the mean of all. A figure is missed if it is
 further than its bar from every live run. What the machine itself lets one know is in `predicted`: how often a figure of
 a live run is within its bar of what is simulated for it, and, as the way `live`, of another live run of the same
 requests.
@@ -35,18 +35,18 @@ late the client sent requests, which counts as latency live.
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 import tempfile
 import urllib.request
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import msgspec
 from against_live import compared, run, show, summary_of
+from prometheus_client.parser import text_string_to_metric_families
 from report import machine, write_report
 from servers import ROOT, Server, ServerError, end_cleanly, fleet_with, muxserve_fleet
 
@@ -65,9 +65,9 @@ from muxserve.workload.trace import TraceRequest, write_trace
 
 PROMPT = LogNormalLengths(96, 0.8, 8, 768)
 OUTPUT = LogNormalLengths(96, 0.6, 8, 384)
-ALONE_TOKENS = 64
-# Requests in all, their output tokens, and seconds from one to the next.
-SINGLES = (24, 64, 0.4)
+# The first requests: how many, their tokens of input and output, and seconds from one to the next.
+FIRST, FIRST_INPUT, FIRST_OUTPUT, FIRST_APART = 12, 64, 4, 0.4
+FIRST_TOKENS = "muxserve_time_to_first_token_seconds"
 # Seconds from the client's start to the first request: the start is a part of nothing that is learnt.
 LEAD = 5.0
 # Requests that are sent at once, and how many of them are under way.
@@ -88,12 +88,15 @@ FLEETS: dict[str, tuple[str, dict[str, Any]]] = {
 
 class Served(NamedTuple):
     """Requests, and what became of them on the live fleet, both in order of arrival; by how many seconds the client
-    sent them too late (`mean`, `p99`); and what the fleet had learnt at the end, if it was asked."""
+    sent them too late (`mean`, `p99`); by how many the client saw first tokens later than the gateway, in the mean; and
+    what the fleet had learnt before, and at the end."""
 
     requests: list[TraceRequest]
     records: list[RequestRecord]
     late: dict[str, float]
-    learnt: Profile | None = None
+    client: float
+    before: Profile
+    learnt: Profile
 
     @property
     def summary(self) -> Summary:
@@ -102,12 +105,17 @@ class Served(NamedTuple):
 
 
 class Live(NamedTuple):
-    """All that was seen of one fleet: single requests after what was to be learnt from, and each judged workload as
-    often as it was served. Of all of them it is known what was learnt by then."""
+    """All that was seen of one fleet: what it was to learn from, and each judged workload as often as it was served."""
 
     capacity: float
-    lone: Served
+    taught: list[Served]
     judged: dict[str, list[Served]]
+
+    @property
+    def client(self) -> float:
+        """Seconds that the client adds to a first token, in the mean of all that was served before the judged."""
+        requests = sum(len(served.requests) for served in self.taught)
+        return sum(served.client * len(served.requests) for served in self.taught) / requests
 
 
 def workload(names: Sequence[str], rate: float, duration: float, seed: int) -> list[TraceRequest]:
@@ -116,29 +124,45 @@ def workload(names: Sequence[str], rate: float, duration: float, seed: int) -> l
     return list(generate(loads, duration, seed))
 
 
-def singles(names: Sequence[str], count: int, output: int, apart: float, seed: int) -> list[TraceRequest]:
-    """Requests so many seconds apart that each is alone on the fleet."""
-    models = [names[number % len(names)] for number in range(count)]
-    random.Random(seed).shuffle(models)
-    return [TraceRequest(apart * number, model, ALONE_TOKENS, output) for number, model in enumerate(models)]
+def first_requests(names: Sequence[str]) -> list[TraceRequest]:
+    """Of each model in turn, so many seconds apart that each is alone on the fleet."""
+    models = [names[number % len(names)] for number in range(FIRST)]
+    return [TraceRequest(FIRST_APART * i, model, FIRST_INPUT, FIRST_OUTPUT) for i, model in enumerate(models)]
 
 
 def serve(
     server: Server, names: Sequence[str], requests: list[TraceRequest], folder: Path, lead: float, *more: str
 ) -> Served:
     """Send them, `lead` seconds after the client has started."""
+    before, seen = learnt(server), first_tokens(server)
     requests = [msgspec.structs.replace(each, arrival=each.arrival + lead) for each in requests]
     trace, lines, report = folder / "trace.jsonl", folder / "records.jsonl", folder / "replay.json"
     write_trace(trace, list(names), requests)
     run("replay", "--url", server.url, "--workload", trace, "--records", lines, "-o", report, *more)
     records = msgspec.json.decode(_array(lines), type=list[RequestRecord])
     late: Any = summary_of(report).extra["client"]
+    seconds, count = (now - then for now, then in zip(first_tokens(server), seen, strict=True))
+    ttfts = [record.ttft for record in records if record.ttft is not None]
     return Served(
         sorted(requests, key=lambda request: request.arrival),
         # They are written as they end.
         sorted(records, key=lambda record: record.arrival),
         {key: round(late["lateness"][key], 5) for key in ("mean", "p99")},
+        sum(ttfts) / len(ttfts) - seconds / count,
+        before,
+        learnt(server),
     )
+
+
+def first_tokens(server: Server) -> tuple[float, float]:
+    """Of all requests so far: seconds to the first token that the gateway measured, summed up, and how many."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    samples = [sample for family in families if family.name == FIRST_TOKENS for sample in family.samples]
+    seconds, count = (
+        sum(sample.value for sample in samples if sample.name == f"{FIRST_TOKENS}_{what}") for what in ("sum", "count")
+    )
+    return seconds, count
 
 
 def _array(lines: Path) -> bytes:
@@ -151,28 +175,21 @@ def measure(file: Path, names: Sequence[str], options: argparse.Namespace, folde
     with muxserve_fleet(file) as server:
         print(f"  serves after {server.start_seconds:.0f} s", flush=True)
         # The first requests of engines are slow.
-        serve(server, names, singles(names, 12, 4, 0.4, options.seed), folder, LEAD)
+        serve(server, names, first_requests(names), folder, LEAD)
         at_once = workload(names, AT_ONCE, 1.0, options.seed + 2)
         taken = serve(server, names, at_once, folder, 0.0, "--max-in-flight", str(IN_FLIGHT))
         capacity = taken.summary.overall.requests_per_second
         print(f"  {capacity:.1f} requests/s at once", flush=True)
 
-        def taught(requests: list[TraceRequest]) -> Served:
-            served = serve(server, names, requests, folder, LEAD)
-            return served._replace(learnt=learnt(server))
+        def loaded(part: float, seed: int, seconds: float = options.duration) -> Served:
+            return serve(server, names, workload(names, part * capacity, seconds, seed), folder, LEAD)
 
-        def loaded(part: float, seed: int) -> Served:
-            return taught(workload(names, part * capacity, options.duration, seed))
-
-        for part in options.learn_at:
-            loaded(part, options.seed + 1)
-        # What they take beside their steps is told by what steps take at the same time.
-        lone = taught(singles(names, *SINGLES, options.seed))
+        taught = [loaded(part, options.seed + 1, options.learn_for) for part in options.learn_at]
         judged: dict[str, list[Served]] = {f"{part:g}": [] for part in options.parts}
         for _ in range(options.times):
             for part in options.parts:
                 judged[f"{part:g}"].append(loaded(part, options.seed))
-    return Live(capacity, lone, judged)
+    return Live(capacity, taught, judged)
 
 
 def learnt(server: Server) -> Profile:
@@ -196,14 +213,6 @@ class Played:
         delays = ControlDelays.live(known.turn, known.between, known.request)
         costs = with_front_end(self._latency, known)
         return simulate(self._units, requests, costs, Options(delays), self._rules).records
-
-    def client_seconds(self, lone: Served, known: Overheads) -> float:
-        """What a lone first token took beyond what is simulated, in the median."""
-        live, simulated = (
-            median(each.ttft for each in records if each.ttft is not None)
-            for records in (lone.records, self.records(lone.requests, known))
-        )
-        return max(0.0, live - simulated)
 
 
 def remains(live: Sequence[RequestRecord], simulated: Sequence[RequestRecord]) -> dict[str, list[float]]:
@@ -257,55 +266,47 @@ def misses(rows: dict[str, dict[str, float]]) -> list[str]:
 
 def judge(live: Live, file: Path, given: Profile | None) -> dict[str, Any]:
     """Simulate what was served, with costs of each kind."""
-    found: dict[str, Any] = {"capacity": round(live.capacity, 2), "predicted": {}, "ways": {}}
+    found: dict[str, Any] = {
+        "capacity": round(live.capacity, 2),
+        "client": round(live.client, 5),
+        "predicted": {},
+        "ways": {},
+    }
     again = [(a.summary, b.summary) for runs in live.judged.values() for a in runs for b in runs if a is not b]
     if again:
         found["predicted"]["live"] = predicted(again)
-    before, known = Played(file, _learnt(live.lone)), _overheads(_learnt(live.lone))
-    ways: dict[str, tuple[Played | None, Overheads]] = {
-        "steps": (before, Overheads(request=TURN_SECONDS / 2)),
-        "before": (before, known),
-        "served": (None, known),
+    ways: dict[str, Callable[[Served], tuple[Profile, Overheads]]] = {
+        "steps": lambda run: (run.before, Overheads(request=TURN_SECONDS / 2)),
+        "before": lambda run: (run.before, _overheads(run.before)),
+        "served": lambda run: (run.learnt, _overheads(run.learnt)),
     }
     if given is not None:
-        ways["profiled"] = Played(file, given), known
-    client = {way: (played or before).client_seconds(live.lone, told) for way, (played, told) in ways.items()}
-
-    def simulated(way: str, run: Served) -> list[RequestRecord]:
-        played, told = ways[way]
-        if played is None:
-            profile = _learnt(run)
-            played, told = Played(file, profile), _overheads(profile)
-        return played.records(run.requests, msgspec.structs.replace(told, request=told.request + client[way]))
-
-    for way, (played, overheads_of) in ways.items():
-        constants = {**msgspec.structs.asdict(overheads_of), "client": client[way]}
+        ways["profiled"] = lambda run: (given, _overheads(run.before))
+    for way, told in ways.items():
         rows: dict[str, Any] = {}
         pairs: list[tuple[Summary, Summary]] = []
         for part, runs in live.judged.items():
-            by_run = [simulated(way, run) for run in (runs if played is None else runs[:1])]
-            records = by_run if played is None else by_run * len(runs)
+            records = []
+            for served in runs:
+                profile, known = told(served)
+                known = msgspec.structs.replace(known, request=known.request + live.client)
+                records.append(Played(file, profile).records(served.requests, known))
             summaries = [summarise(each) for each in records]
             pairs += zip((run.summary for run in runs), summaries, strict=True)
             row: dict[str, Any] = dict(held_against(runs, summaries))
             show(f"{part} of capacity, {way}", runs[0].summary, row)
-            told = {
+            rows[part] = {
+                **row,
                 "misses": misses(row),
                 "remains": remains(runs[0].records, records[0]),
                 "client_late": [run.late for run in runs],
                 "friction": [_friction(run.learnt) for run in runs],
-                "overheads": [_rounded(msgspec.structs.asdict(_overheads(_learnt(run)))) for run in runs],
+                "overheads": [_rounded(msgspec.structs.asdict(told(run)[1])) for run in runs],
             }
-            rows[part] = {**row, **told}
             print(f"  misses: {', '.join(rows[part]['misses']) or 'none'}; {rows[part]['remains']}", flush=True)
         found["predicted"][way] = predicted(pairs)
-        found["ways"][way] = {"overheads": _rounded(constants), "parts": rows}
+        found["ways"][way] = {"parts": rows}
     return found
-
-
-def _learnt(served: Served) -> Profile:
-    assert served.learnt is not None, "the fleet was asked"
-    return served.learnt
 
 
 def _overheads(profile: Profile) -> Overheads:
@@ -317,9 +318,9 @@ def _rounded(seconds: dict[str, float]) -> dict[str, float]:
     return {key: round(value, 7) for key, value in seconds.items()}
 
 
-def _friction(profile: Profile | None) -> float:
+def _friction(profile: Profile) -> float:
     """What neighbours were found to cost."""
-    return round(max((each.friction for each in profile.interference.values()), default=0.0), 3) if profile else 0.0
+    return round(max((each.friction for each in profile.interference.values()), default=0.0), 3)
 
 
 def main() -> int:
@@ -335,6 +336,7 @@ def main() -> int:
         help="parts of the capacity that are served before the judged ones",
     )
     parser.add_argument("--duration", type=float, default=30.0)
+    parser.add_argument("--learn-for", type=float, default=30.0, help="seconds of each workload to learn from")
     parser.add_argument("--times", type=int, default=2, help="that each judged workload is served")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--profile", type=Path, help="of the quickstart fleet, measured just before on this machine")
@@ -343,7 +345,7 @@ def main() -> int:
     end_cleanly()
     report: dict[str, Any] = {
         "machine": machine(),
-        **{key: getattr(options, key) for key in ("duration", "times", "seed", "learn_at")},
+        **{key: getattr(options, key) for key in ("duration", "times", "seed", "learn_at", "learn_for")},
         "fleets": {},
     }
     given = load_profile(options.profile) if options.profile else None

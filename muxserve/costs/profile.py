@@ -145,8 +145,8 @@ class PairCell(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Overheads(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds outside steps: `turn` from granting a lease to an idle engine to hearing of its first step, beyond the
-    step itself; `between` from the end of one step to the start of the next while a lease runs; `request` what a lone
-    first token takes beyond its prefill step.
+    step itself; `between` from the end of one step to the start of the next while a lease runs; `request` what a first
+    token takes beyond its place in a queue and its prefill.
 
     Where gateway and unit scheduler run on the engines' own cores, `request_work`, `step_work` and `token_work` are
     what a request, a step of an engine and a token cost them: seconds of the whole device. A step's tokens come in one

@@ -49,6 +49,11 @@ class BetweenSteps:
     def __init__(self) -> None:
         self._since: float | None = None
 
+    @property
+    def idled(self) -> bool:
+        """The engine had nothing to do since its last step."""
+        return self._since is None
+
     def begin(self) -> None:
         """A step is over."""
         self._since = time.thread_time()

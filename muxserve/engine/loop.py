@@ -138,6 +138,9 @@ class EngineLoop:
         self._trim = IdleTrim()
         self._waits = CoreWaits() if core.vllm_config.device_config.device_type == "cpu" else NoWaits()
         self._between = BetweenSteps()
+        # Requests that came since the last step; how long the last step with such went on when its tokens were out.
+        self._came: list[str] = []
+        self._after_tokens = 0.0
         self._stalled = False
         self._stopping = False
         # The part of the SMs on which the engine computes, where leases say which.
@@ -263,6 +266,7 @@ class EngineLoop:
             self._inbox.drop("Admit", f"request {admit.request_id} is admitted a second time: ignored")
             return
         internal = self._requests.add(admit)
+        self._came.append(internal)
         try:
             blocks = self.scheduler.pool.adopt(admit.adopt) if admit.adopt else None
         except MemoryManagerError as error:
@@ -336,7 +340,13 @@ class EngineLoop:
 
     def _step(self, may_begin: bool) -> None:
         """Run a step; without `may_begin` only what is in the pipeline already."""
-        between, began, waits = self._between.end(), time.monotonic(), self._waits.total()
+        idle, between, began, waits = self._between.idled, self._between.end(), time.monotonic(), self._waits.total()
+        came, self._came = self._came, []
+        if idle:
+            for internal in came:
+                request = self._requests.there.get(internal)
+                if request is not None and not request.emitted:
+                    request.begun = began
         finished: list[str] = []
         try:
             try:
@@ -349,8 +359,9 @@ class EngineLoop:
                 self._give_up_step(error)
                 return
             # Tokens before bookkeeping: a client waits for them, and nobody for the pages.
+            sent = time.monotonic()
             for batch in outputs.values():
-                self._tokens.send(batch, self._requests.there)
+                self._tokens.send(batch, self._requests.there, sent + self._after_tokens)
                 ended = [output.request_id for output in batch.outputs if output.finish_reason is not None]
                 finished += [self._requests.forget(internal).request_id for internal in ended]
             handed = self._hand_over()
@@ -358,11 +369,14 @@ class EngineLoop:
         except MemoryManagerGone:
             self._recover_memory(finished)
             return
-        seconds, waited = time.monotonic() - began, self._waits.total() - waits
+        over, waited = time.monotonic(), self._waits.total() - waits
+        seconds = over - began
         self._between.begin()
         self._stalled = in_vain
 
         news = StepNews(finished, handed)
+        if came:
+            self._after_tokens = over - sent
         for each in self.scheduler.take_started():
             admitted = self._requests.there[each.request_id]
             news.prefilled.append(Prefilled(admitted.request_id, admitted.incarnation, each.output_tokens))

@@ -18,13 +18,16 @@ log = logging.getLogger(__name__)
 
 
 class TokenReceiver(Protocol):
-    """What the sender must know of a request; `emitted` counts its output tokens sent so far and is kept here."""
+    """What the sender must know of a request; `emitted` counts its output tokens sent so far and is kept here, as are
+    `queued` and `begun` (see `AdmittedRequest`)."""
 
     request_id: str
     attempt: int
     gateway_epoch: str
     reply_to: str
     emitted: int
+    queued: float
+    begun: float | None
 
 
 class TokenSender:
@@ -38,8 +41,9 @@ class TokenSender:
         self._encoder = MsgpackEncoder()
         self._sockets: dict[str, zmq.Socket | None] = {}
 
-    def send(self, batch: EngineCoreOutputs, requests: Mapping[str, TokenReceiver]) -> None:
-        """Send `batch`; its outputs carry internal ids and are left unchanged.
+    def send(self, batch: EngineCoreOutputs, requests: Mapping[str, TokenReceiver], over_at: float = 0.0) -> None:
+        """Send `batch`; its outputs carry internal ids and are left unchanged. The step that made them is over at
+        `over_at`, seconds of the monotonic clock.
 
         Statistics without outputs go to every gateway that has been sent to before.
         """
@@ -52,8 +56,12 @@ class TokenSender:
         for (address, epoch), pairs in by_gateway.items():
             entries = []
             renamed = []
+            in_unit: dict[str, float] = {}
             for output, request in pairs:
                 entries.append((request.request_id, request.attempt, request.emitted))
+                if request.begun is not None and output.new_token_ids:
+                    in_unit[request.request_id] = request.queued + max(0.0, over_at - request.begun)
+                    request.begun = None
                 request.emitted += len(output.new_token_ids)
                 internal, output.request_id = output.request_id, request.request_id
                 renamed.append(internal)
@@ -63,7 +71,7 @@ class TokenSender:
                 scheduler_stats=stats,
                 timestamp=batch.timestamp,
             )
-            header = TokensHeader(epoch, self._model, self._engine, entries)
+            header = TokensHeader(epoch, self._model, self._engine, entries, in_unit)
             frames = [encode(header), *self._encoder.encode(message)]
             socket = self._socket(address)
             if socket is not None:

@@ -17,7 +17,9 @@ from muxserve.wire import Abort, Admit, HeldRequests
 
 @dataclass(slots=True)
 class AdmittedRequest:
-    """A request in this engine, under the internal id that vLLM knows."""
+    """A request in this engine, under the internal id that vLLM knows. It came to the unit `queued` seconds before it
+    was admitted; the engine, idle until then, turned to it at `begun`. None: others were before it, or it has its first
+    token."""
 
     request_id: str
     incarnation: int
@@ -25,6 +27,8 @@ class AdmittedRequest:
     gateway_epoch: str
     reply_to: str
     emitted: int
+    queued: float = 0.0
+    begun: float | None = None
 
 
 def internal_id(request_id: str, incarnation: int) -> str:
@@ -66,6 +70,7 @@ class EngineRequests:
             admit.gateway_epoch,
             admit.reply_to,
             len(admit.output_tokens),
+            admit.queued,
         )
         self._last[admit.request_id] = internal
         return internal

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import zmq
 
 from muxserve.gateway.fleet_links import FleetLinks
-from muxserve.gateway.lone_requests import LoneRequests
 from muxserve.gateway.measure import Measures, RequestOutcome
 from muxserve.gateway.predicted_wait import PredictedWaits
+from muxserve.gateway.request_delays import RequestDelays
 from muxserve.gateway.requests import Failure, Output, RequestTable, Tracked
 from muxserve.gateway.routing import Router
 from muxserve.gateway.tokens import TokensSocket
@@ -120,7 +120,7 @@ class Broker:
         self.router = Router(self.table)
         self.measures = measures
         self.waits = waits or PredictedWaits()
-        self.lone = LoneRequests()
+        self.request_delays = RequestDelays()
         self.tracing = tracing
         self._fleet = fleet
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -211,7 +211,6 @@ class Broker:
         if request.traced and self.tracing is not None:
             self.tracing.submitted(request, now)
         self.router.submit(request, now)
-        self.lone.submitted(request, len(self.table))
         self._flush()
         self._look_later()
 
@@ -303,9 +302,10 @@ class Broker:
             case Waits():
                 self.router.placing.waits(message)
                 request = self.table.get(message.request_id)
-                self.lone.delayed()
-                if message.asleep and request is not None:
-                    self.waits[request.model].interrupted()
+                if request is not None:
+                    request.waited = True
+                    if message.asleep:
+                        self.waits[request.model].interrupted()
             case StateReply():
                 self._states.answer("", message.state)
             case _:
@@ -327,7 +327,9 @@ class Broker:
             ready.append(output)
             if request.first_token_at == now:
                 self.waits[request.model].answered(request.context, request.prompt_tokens, now)
-                self.lone.answered(request)
+                in_unit = header.in_unit.get(request.request_id)
+                if in_unit is not None:
+                    self.request_delays.answered(request, in_unit)
             if output.finish_reason is not None:
                 self._ended(request, RequestOutcome.of_finish(output.finish_reason), now)
                 self.router.finished(request)
@@ -340,7 +342,6 @@ class Broker:
 
     def _ended(self, request: Tracked, outcome: RequestOutcome, now: float) -> None:
         self.measures.ended(request, outcome, now)
-        self.lone.ended(now)
         if request.traced and self.tracing is not None:
             self.tracing.ended(request, outcome.value, now)
 
@@ -361,7 +362,7 @@ class Broker:
             for request, why in again:
                 self.measures.resubmitted(request.model, why)
                 self.waits[request.model].interrupted()
-                self.lone.delayed()
+                request.waited = True
                 if request.traced:
                     request.context.trace.repeated(why)
             moved, out.moved = out.moved, []

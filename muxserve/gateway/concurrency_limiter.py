@@ -127,6 +127,7 @@ class ConcurrencyLimiter:
     async def _wait(
         self, gate: Gate, ticket: asyncio.Future[None], replay: BodyReplay, prompts: int, tenant: str
     ) -> None:
+        replay.http.waited = True
         gone = replay.watch()
         try:
             await asyncio.wait((ticket, gone), return_when=asyncio.FIRST_COMPLETED)

@@ -98,6 +98,7 @@ class UnitEngineClient(EngineCoreClient):
                 group=http.group_of(wire_id) if http is not None else "",
                 prefix=self._prefix(request, prompt),
                 images=images,
+                waited=http is not None and http.waited,
                 context=http,
             )
         )

@@ -32,11 +32,12 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
 @dataclass(slots=True, eq=False)
 class HttpRequest:
     """The HTTP request that a task works for. `arrival` is in seconds of the monotonic clock; `retry_after`, in
-    seconds, is told to the client if the answer is 503. `request_id` is its name for the client and in logs; units have
-    other names for what it makes them do."""
+    seconds, is told to the client if the answer is 503. It `waited` if it was not let in at once. `request_id` is its
+    name for the client and in logs; units have other names for what it makes them do."""
 
     arrival: float
     disconnected: bool = False
+    waited: bool = False
     priority: RequestLevels = field(default_factory=RequestLevels)
     retry_after: int | None = None
     group: str = ""

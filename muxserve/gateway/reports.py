@@ -8,7 +8,7 @@ from msgspec import structs
 
 from muxserve.costs.correction import corrected_profile
 from muxserve.costs.devices import device
-from muxserve.costs.profile import EngineProfile, Overheads, Profile
+from muxserve.costs.profile import Overheads, Profile
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.front_end import FrontEndCosts
 from muxserve.gateway.status import FleetStatus, UnitStatus
@@ -128,23 +128,20 @@ class Reports:
 
     def profile(self) -> Profile:
         """What steps cost here, as `muxserve plan --profile` reads it: predictions, corrected by what was measured;
-        what the front end costs the cores that engines compute on; and the way of a request beside its steps."""
+        what the front end costs the cores that engines compute on; and the way of a request beside queue and steps."""
         units = self._status.units
         profile = corrected_profile([(unit.entry.unit_spec.costs, unit.learnt()) for unit in units.values()])
 
-        def engine(unit: str, model: str) -> EngineProfile | None:
-            """As corrected, where a lone request is computed by as much of the device as its engine can have."""
-            costs = units[unit].entry.unit_spec.costs.get(model, []) if unit in units else []
-            most = max(costs, key=lambda each: each.share, default=None)
-            return most and profile.find(most.shape, most.where)
+        def device_of(unit: str) -> str | None:
+            costs = units[unit].entry.unit_spec.costs if unit in units else {}
+            return next((engine.device for engines in costs.values() for engine in engines), None)
 
         work = self._front_end.overheads or Overheads()
-        # Another gateway's requests may be beside those that this one takes for lone ones.
-        lone = self._status.broker.lone.beyond_steps(engine) if self._status.fleet.gateway.count == 1 else {}
+        requests = self._status.broker.request_delays.by_device(device_of)
         for name in {each.device for each in profile.engines}:
             beside = work if device(name).kind == "cpu" else Overheads()
             between = profile.overheads.get(name, Overheads()).between
-            known = structs.replace(beside, between=between, request=lone.get(name, 0.0))
+            known = structs.replace(beside, between=between, request=requests.get(name, 0.0))
             if known != Overheads():
                 profile.overheads[name] = known
         names = ", ".join(dict.fromkeys(engine.model for engine in profile.engines)) or "no model yet"

@@ -50,6 +50,8 @@ class RequestEntry:
     attempt: int
     body: bytes
     output_tokens: list[int]
+    # When it came to the unit.
+    since: float
     key: str = ""
     computed_tokens: int = 0
     scheduling: str = "normal"
@@ -141,7 +143,7 @@ class UnitRequestTable:
         if self.too_long(peer, submit.request_id, submit.attempt, model, most):
             return
         self.held[submit.request_id] = RequestEntry(
-            peer, submit.attempt, submit.body, submit.output_tokens, scheduling=submit.scheduling
+            peer, submit.attempt, submit.body, submit.output_tokens, now, scheduling=submit.scheduling
         )
         if submit.traced:
             self._trace(submit.request_id, QUEUE, now)
@@ -357,6 +359,7 @@ class UnitRequestTable:
             request.attempt,
             request.body,
             request.output_tokens,
+            now,
             message.key,
             request.computed_tokens,
             request.scheduling,
@@ -412,6 +415,7 @@ class UnitRequestTable:
             adopt=held.key if adopts else "",
             computed_tokens=held.computed_tokens if adopts else 0,
             foreign=held.foreign and adopts,
+            queued=max(0.0, self._state.now - held.since),
         )
 
 

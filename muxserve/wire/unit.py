@@ -164,7 +164,8 @@ class Admit(Message):
     With `adopt` the engine takes over the blocks that the prefill engine handed to the memory manager under that key:
     they hold the KV of the first `computed_tokens` tokens. Without it the engine computes everything itself. Blocks
     that came by migration (`foreign`) are in no prefix index yet.
-    `output_tokens` count as output in penalties, usage, logprobs, stop conditions and structured output.
+    `output_tokens` count as output in penalties, usage, logprobs, stop conditions and structured output. It came
+    to the unit `queued` seconds ago.
     """
 
     request_id: str
@@ -177,6 +178,7 @@ class Admit(Message):
     adopt: str = ""
     computed_tokens: Count = 0
     foreign: bool = False
+    queued: Seconds = 0.0
 
 
 class Lease(Message):
@@ -455,10 +457,13 @@ class TokensHeader(Message):
 
     `entries` has one `(request_id, attempt, offset)` per output, in order. `offset` counts the request's output tokens
     before the first one in the message. By it the gateway orders messages of several engines and drops tokens that it
-    has seen. `engine` is 0 for the prefill engine, and 1 for the decode engine or one of both phases.
+    has seen. `engine` is 0 for the prefill engine, and 1 for the decode engine or one of both phases. `in_unit` is
+    told of requests that have their first token here, and to which the engine turned at once since it was idle when
+    they came: how long they were in the unit's queue, and in the engine's steps.
     """
 
     gateway_epoch: str
     model: str
     engine: Count
     entries: list[tuple[str, Count, Count]]
+    in_unit: dict[str, Seconds] = {}

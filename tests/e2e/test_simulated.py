@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import yaml
 
 from muxserve.costs.measured import ideal_seconds
 from muxserve.costs.profile import load_profile
-from muxserve.gateway.lone_requests import QUIET_SECONDS
 from tests.e2e.fleet import QUICKSTART, Fleet, fleet_file, running
 from tests.e2e.mixed_reference import (
     CHUNK,
@@ -73,7 +71,6 @@ def test_what_steps_took_becomes_a_profile_that_plans_read(fleet: Fleet) -> None
     learnt = fleet.directory / "learnt.json"
     for _ in range(5):
         for model in MODELS:
-            time.sleep(2 * QUIET_SECONDS)  # so that each is alone
             fleet.client.completions.create(model=model, prompt="a b c", max_tokens=40, extra_body={"ignore_eos": True})
     shown = fleet.command("status", "--url", fleet.url).stdout
     assert all(f"{model}: steps over predicted: prefill " in shown for model in MODELS), shown

@@ -11,9 +11,9 @@ from msgspec import structs
 from muxserve.costs.correction import Correction
 from muxserve.costs.profile import DecodeCell, EngineProfile, Overheads, PrefillCell, ProfiledModel
 from muxserve.gateway.reports import Reports
-from tests.gateway.test_lone_requests import Gateway
+from tests.gateway.test_request_delays import WAY, Gateway
 
-STEP, WAY, BETWEEN = 0.010, 0.004, 0.0001
+STEP, BETWEEN = 0.010, 0.0001
 WORK = Overheads(request_work=0.005, step_work=0.0002, token_work=0.0001)
 
 
@@ -34,21 +34,18 @@ def engines(device: str) -> list[EngineProfile]:
     ]
 
 
-def profile(device: str, lone: int = 10, gateways: int = 1, steps: int = 20) -> dict[str, Overheads]:
-    """Overheads as of a fleet that has served so many requests alone."""
+def profile(device: str, requests: int = 10, steps: int = 20) -> dict[str, Overheads]:
+    """Overheads as of a fleet that has served so many requests."""
     correction = Correction((1.0,) * 4, 0.0, 1.0, 0.0, steps, between=BETWEEN)
     learnt = {"m": {"prefill": correction, "decode": structs.replace(correction, factors=(1.0,) * 3)}} if steps else {}
     unit: Any = SimpleNamespace(
         entry=SimpleNamespace(unit_spec=SimpleNamespace(costs={"m": engines(device)})), learnt=lambda: learnt
     )
-    requests = Gateway()
-    for _ in range(lone):
-        requests.answers(requests.comes(), after=STEP / 2 + WAY)
-        requests.ends()
+    gateway = Gateway()
+    gateway.answers(requests)
     status: Any = SimpleNamespace(
         units={"u0": unit},
-        fleet=SimpleNamespace(gateway=SimpleNamespace(count=gateways)),
-        broker=SimpleNamespace(lone=requests.lone),
+        broker=SimpleNamespace(request_delays=gateway.delays),
     )
     front_end: Any = SimpleNamespace(overheads=WORK)
     return Reports(status, 0, SimpleNamespace(), front_end).profile().overheads  # type: ignore[arg-type]
@@ -56,16 +53,10 @@ def profile(device: str, lone: int = 10, gateways: int = 1, steps: int = 20) -> 
 
 @pytest.mark.parametrize(("device", "work"), [("CPU", WORK), ("H100", Overheads())])
 def test_it_has_the_delays_of_each_device_and_the_front_ends_work_on_cores(device: str, work: Overheads) -> None:
-    """A lone request is computed by all of the device that its engine can have."""
     (found,) = profile(device).values()
     assert found.request == pytest.approx(WAY)
     assert found.between == pytest.approx(BETWEEN)
     assert structs.replace(found, request=0.0, between=0.0) == work
-
-
-def test_several_gateways_do_not_know_which_requests_are_alone() -> None:
-    (found,) = profile("CPU", gateways=2).values()
-    assert (found.request, found.between) == (0.0, pytest.approx(BETWEEN))
 
 
 def test_nothing_is_said_of_what_has_taken_no_step() -> None:
