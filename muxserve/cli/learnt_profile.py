@@ -14,9 +14,9 @@ from muxserve.costs.latency import CostError
 from muxserve.costs.profile import Overheads, Profile, load_profile, save_profile
 
 EXIT_OK, EXIT_BAD_INPUT, EXIT_NOTHING = 0, 2, 3
-# What a fleet learns of its overheads: the front end's work where its cores are the engines', and two delays.
+# What a fleet learns of its overheads: the front end's work where its cores are the engines', and delays.
 _WORK = ("request_work", "step_work", "token_work")
-_LEARNT = (*_WORK, "between", "request")
+_LEARNT = (*_WORK, "between", "request", "rested")
 
 
 def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
@@ -71,7 +71,9 @@ def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
         if each.between:
             console.print(escape(f"{name}: engines take {1e3 * each.between:.3f} ms from one step to the next"))
         if each.request:
-            beside = f"{1e3 * each.request:.2f} ms beside its prefill step"
-            console.print(escape(f"{name}: the first token of a request that is alone takes {beside}"))
+            beside = f"{1e3 * each.request:.2f} ms beside the queue and its prefill"
+            console.print(escape(f"{name}: a first token takes {beside}"))
+        if each.rested:
+            console.print(escape(f"{name}: a prefill takes {1e3 * each.rested:.2f} ms longer on cores that have rested"))
     console.print(f"written to {escape(str(out))}")
     return EXIT_OK

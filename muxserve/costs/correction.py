@@ -5,10 +5,12 @@ context (`costs.tables`). Measured seconds are explained by factors of these par
 steps are reported (`costs.least_squares`; FastPP's latency model is learnt in this way), so that
 
     seconds = (sum of factor * part) + beside * predicted * share of the device that others had meanwhile
+              + rested * part of the device that did nothing just before
 
 Factors begin at 1. They move together at first, so that a prediction that is 1.5 times wrong everywhere is mended
-everywhere by a few steps of one size, and apart as far as steps of different sizes tell. The last term takes what
-neighbours cost, and is no part of the corrected costs, which are those of a step alone, as profiles have them.
+everywhere by a few steps of one size, and apart as far as steps of different sizes tell. The last two terms take what
+neighbours cost, and what a device does that has rested (`costs.activity`). They are no part of the corrected costs,
+which are those of a step alone on a device that is at work.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ PARTS: dict[PhaseName, tuple[str, ...]] = {
     "prefill": ("step", "token", "pair", "sequence"),
     "decode": ("step", "sequence", "context"),
 }
-# Standard deviations before anything was measured: of the factor that all parts have in common, of each part's own, and
-# of what neighbours cost.
-_COMMON, _OWN, _BESIDE = 0.7, 0.3, 0.2
+# Standard deviations before anything was measured: of the factor that all parts have in common, of each part's own, of
+# what neighbours cost, and of the seconds that a device takes longer that has rested.
+_COMMON, _OWN, _BESIDE, _RESTED = 0.7, 0.3, 0.2, 1e-3
 # Of one step beside what the factors explain, and how many steps are remembered.
 _NOISE, _MEMORY_STEPS = 0.1, 5_000.0
 # A report of more steps counts as so many: their errors are not independent.
@@ -50,7 +52,8 @@ class Correction(msgspec.Struct, frozen=True):
     """What was learnt of a phase of a model: a factor of each part of the prediction (`PARTS`), what a neighbour adds
     that has the whole device (a part of the prediction), measured over predicted seconds of the last steps, and how far
     a step is from the corrected costs, relatively. `steps` were measured in all, and took `seconds` without waiting.
-    `between` is what the engine computes from one step to the next, seconds, in the mean of the last ones."""
+    `between` is what the engine computes from one step to the next, seconds, in the mean of the last ones. `rested` is
+    how many seconds longer a step takes if the device did nothing before."""
 
     factors: tuple[float, ...]
     beside: float
@@ -59,6 +62,7 @@ class Correction(msgspec.Struct, frozen=True):
     steps: int
     seconds: float = 0.0
     between: float = 0.0
+    rested: float = 0.0
 
 
 class CorrectionState(msgspec.Struct, frozen=True):
@@ -88,15 +92,20 @@ class PhaseCorrection:
         self._tables: dict[float, tuple[PrefillTable, DecodeTable]] = {}
         parts = len(PARTS[phase])
         covariance = [[_COMMON**2 + (_OWN**2 if i == j else 0.0) for j in range(parts)] for i in range(parts)]
-        covariance = [[*row, 0.0] for row in covariance] + [[*([0.0] * parts), _BESIDE**2]]
-        self._learnt = RecursiveLeastSquares([1.0] * parts + [0.0], covariance, _NOISE, _MEMORY_STEPS)
+        # In terms of `_RESTED` the last one.
+        more = [[*([0.0] * parts), _BESIDE**2, 0.0], [*([0.0] * parts), 0.0, 1.0]]
+        covariance = [[*row, 0.0, 0.0] for row in covariance] + more
+        self._learnt = RecursiveLeastSquares([1.0] * parts + [0.0, 0.0], covariance, _NOISE, _MEMORY_STEPS)
         self._measured = self._predicted = 0.0
         self._between = self._followed = 0.0
         self._steps = 0
         self._seconds = 0.0
 
-    def observe(self, done: StepSums, share: float, beside: float, decode: PhaseCorrection | None = None) -> None:
-        """Steps were taken on `share` of the device while other engines had the part `beside` of it, in the mean.
+    def observe(
+        self, done: StepSums, share: float, beside: float, decode: PhaseCorrection | None = None, rested: float = 0.0
+    ) -> None:
+        """Steps were taken on `share` of the device while other engines had the part `beside` of it, in the mean; the
+        part `rested` of it had done nothing before.
 
         Args:
             decode: what is known of decode steps; for prefill steps among whose sequences some decoded.
@@ -115,7 +124,9 @@ class PhaseCorrection:
         if whole <= 0.0:
             return
         x = [part / whole for part in parts]
-        self._learnt.observe([*x, min(1.0, beside)], seconds / whole, min(done.steps, _MOST_STEPS))
+        # Of several steps it is the first that finds a device that has rested.
+        x += [min(1.0, beside), _RESTED * rested / whole]
+        self._learnt.observe(x, seconds / whole, min(done.steps, _MOST_STEPS))
         fade = _fading(done.steps)
         self._measured = fade * self._measured + done.seconds
         self._predicted = fade * self._predicted + predicted
@@ -131,10 +142,11 @@ class PhaseCorrection:
     @property
     def correction(self) -> Correction:
         """As of the last step."""
-        *factors, beside = self._learnt.coefficients
+        *factors, beside, rested = self._learnt.coefficients
         ratio = self._measured / self._predicted if self._predicted else 1.0
         between = self._between / self._followed if self._followed else 0.0
-        return Correction(tuple(factors), beside, ratio, self._learnt.scale, self._steps, self._seconds, between)
+        known = tuple(factors), beside, ratio, self._learnt.scale, self._steps, self._seconds, between
+        return Correction(*known, _RESTED * rested)
 
     def state(self) -> CorrectionState:
         """What `restore` of another one beside the same prediction takes in."""
@@ -223,11 +235,13 @@ def corrected_profile(
     several units that have an engine alike, that counts which has seen more steps.
 
     On a CPU, where engines have cores of their own and conservation says that neighbours cost nothing, what they were
-    found to cost is the friction. On GPUs it is left out: most of it is conservation, which is counted by itself.
-    What engines compute between steps is the device's `Overheads.between`.
+    found to cost is the friction, and what prefills take longer on cores that have rested is `Overheads.rested`. On
+    GPUs these are left out: most of what neighbours cost is conservation, which is counted by itself. What engines
+    compute between steps is the device's `Overheads.between`.
     """
     beside: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
     between: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
+    rested: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
     found: dict[tuple[ProfiledModel, EngineShape], tuple[int, EngineProfile]] = {}
     for predicted, learnt in units:
         for model, engines in predicted.items():
@@ -235,6 +249,7 @@ def corrected_profile(
             steps = sum(each.steps for each in phases.values())
             for name in {engine.device for engine in engines if device(engine.device).kind == "cpu"}:
                 beside[name] += [(each.beside, each.steps) for each in phases.values()]
+                rested[name] += [(each.rested, each.steps) for phase, each in phases.items() if phase == "prefill"]
             for name in {engine.device for engine in engines}:
                 between[name] += [(each.between, each.steps) for each in phases.values() if each.between]
             for engine in engines:
@@ -242,17 +257,19 @@ def corrected_profile(
                 if steps and (known is None or known[0] < steps):
                     made = corrected(engine, phases.get("prefill"), phases.get("decode"))
                     found[engine.shape, engine.where] = steps, made
+    overheads = {name: Overheads(between=_mean(each), rested=_mean(rested[name])) for name, each in between.items()}
     friction = {name: _mean(each) for name, each in beside.items() if each}
     return Profile(
         engines=[engine for _, engine in found.values()],
         interference={name: Interference(friction=value) for name, value in friction.items()},
-        overheads={name: Overheads(between=_mean(each)) for name, each in between.items() if each},
+        overheads={name: known for name, known in overheads.items() if known != Overheads()},
     )
 
 
 def _mean(values: Sequence[tuple[float, int]]) -> float:
-    """Of values with their weights, not all of which are 0."""
-    return sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
+    """Of values with their weights; 0 without any."""
+    weights = sum(weight for _, weight in values)
+    return sum(value * weight for value, weight in values) / weights if weights else 0.0
 
 
 def _weighed(known: Correction, parts: Sequence[float]) -> float:

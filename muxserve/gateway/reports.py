@@ -140,8 +140,10 @@ class Reports:
         requests = self._status.broker.request_delays.by_device(device_of)
         for name in {each.device for each in profile.engines}:
             beside = work if device(name).kind == "cpu" else Overheads()
-            between = profile.overheads.get(name, Overheads()).between
-            known = structs.replace(beside, between=between, request=requests.get(name, 0.0))
+            learnt = profile.overheads.get(name, Overheads())
+            known = structs.replace(
+                beside, between=learnt.between, rested=learnt.rested, request=requests.get(name, 0.0)
+            )
             if known != Overheads():
                 profile.overheads[name] = known
         names = ", ".join(dict.fromkeys(engine.model for engine in profile.engines)) or "no model yet"

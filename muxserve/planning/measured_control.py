@@ -22,4 +22,5 @@ def measured_control(latency: LatencyModel, device: str) -> MeasuredControl:
     """As measured on that device; what was not is free in `latency`, and as everywhere in the delays."""
     known = latency.profile.overheads.get(device) if isinstance(latency, ProfileModel) else None
     known = known or Overheads()
-    return MeasuredControl(with_front_end(latency, known), ControlDelays.live(known.turn, known.between, known.request))
+    delays = ControlDelays.live(known.turn, known.between, known.request, known.rested)
+    return MeasuredControl(with_front_end(latency, known), delays)

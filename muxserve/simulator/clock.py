@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from muxserve.costs import LatencyModel
+from muxserve.costs.activity import Activity
 from muxserve.scheduling.types import DECODE
 from muxserve.simulator.engine import Engine
 from muxserve.simulator.requests import SimRequest
@@ -49,6 +50,9 @@ class Compute:
         self.waking = 0
         self._cores = 1
         self._decode_weight = 1.0
+        # Where steps are longer on devices that have rested; and the part that is in use.
+        self._activity: Activity | None = None
+        self._in_use = 0.0
         # What receives requests on the same cores.
         self.reception: Reception | None = None
 
@@ -66,9 +70,29 @@ class Compute:
         """No job can ever run beside the one engine's."""
         return len(self.engines) == 1 and not self.shared
 
+    def follow_activity(self) -> None:
+        """Somebody will ask what has rested."""
+        self._activity = self._activity or Activity()
+
+    def rested(self, now: float) -> float:
+        """Which part of the devices has done nothing lately; to be asked after `follow_activity`."""
+        assert self._activity is not None
+        return self._activity.rested(now, self._in_use)
+
+    def _used(self) -> float:
+        """The part of the devices that is in use from now on."""
+        active = [engine for engine in self.engines if engine.active]
+        if self.lone():
+            return float(bool(active))  # what it asks of them is not known
+        used = sum(engine.load.compute + engine.load.brought for engine in active)
+        return used + (self.reception.load.compute if self.reception is not None and self.reception.active else 0.0)
+
     def settle(self, now: float) -> None:
         """The set of running jobs, or what they ask of the devices, has changed."""
         self.changed = False
+        if self._activity is not None:
+            self._activity.passed(now, self._in_use)
+            self._in_use = self._used()
         if len(self.engines) == 1:
             # It is alone, at work or not.
             (engine,) = self.engines

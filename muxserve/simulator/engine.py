@@ -136,7 +136,10 @@ class StepEngine(Engine):
         """Compute `chunks`, of so many tokens and pairs of attention."""
         costs, count = self._costs, len(self.chunks)
         assert costs is not None
-        self._duration = costs.prefill(tokens, pairs, count) + self.unit.overheads.prefill_step
+        overheads = self.unit.overheads
+        self._duration = costs.prefill(tokens, pairs, count) + overheads.prefill_step
+        if overheads.rested:
+            self._duration += overheads.rested * self.unit.compute.rested(now)
         self._work, self._at, self._started = 0.0, now, now
         self.state = STEPPING
         self._dirty = True

@@ -187,7 +187,7 @@ class ControlDelays:
 
     `request`: from the client to the unit's queue. `lease`: from a decision to the engine. `report`: from an engine to
     the unit scheduler. `prefill_step` and `decode_step`: added to every step. `token`: from an engine to the client.
-    `stall`: a step that finds no pages. A decode lease that is renewed when half of it is used up waits for neither
+    `rested`: added to a prefill step on devices that have rested. `stall`: a step that finds no pages. A decode lease that is renewed when half of it is used up waits for neither
     report nor lease, since both come long before it ends.
     """
 
@@ -198,16 +198,19 @@ class ControlDelays:
     decode_step: float = 0.0
     token: float = 0.0
     stall: float = 0.001
+    rested: float = 0.0
 
     @classmethod
-    def live(cls, turn: float = 0.0, between: float = 0.0, request: float = 0.0) -> ControlDelays:
+    def live(
+        cls, turn: float = 0.0, between: float = 0.0, request: float = 0.0, rested: float = 0.0
+    ) -> ControlDelays:
         """Delays as measured live (`costs.profile.Overheads`): half of the `turn` (0: `TURN_SECONDS`) goes by on each
         way. The lease's way, and what goes by before the step, are parts of what was measured as `request`."""
         way = (turn or TURN_SECONDS) / 2.0
-        return cls(max(0.0, request - way - between), way, way, between, between)
+        return cls(max(0.0, request - way - between), way, way, between, between, rested=rested)
 
     def __post_init__(self) -> None:
-        for name in ("request", "lease", "report", "prefill_step", "decode_step", "token"):
+        for name in ("request", "lease", "report", "prefill_step", "decode_step", "token", "rested"):
             if not getattr(self, name) >= 0.0:
                 raise ValueError(f"the overhead {name!r} must be zero or positive seconds, not {getattr(self, name)}")
         if not self.stall > 0.0:

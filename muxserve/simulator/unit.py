@@ -48,6 +48,8 @@ class SimulatedUnit:
         self.number = len(self.clock.units)
         self.clock.join(self)
         self.compute.units.append(self)
+        if self.overheads.rested:
+            self.compute.follow_activity()
         self.timeline = JobTimeline(spec.name, spec.device, spec.devices) if options.timeline else None
         self.turn_due = False
         # Nothing but renewals of leases is to be decided on.

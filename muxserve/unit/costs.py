@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec import structs
 
+from muxserve.costs.activity import Activity
 from muxserve.costs.correction import CorrectionState, PhaseCorrection, PhaseName
 from muxserve.costs.profile import EngineProfile
 from muxserve.costs.steps import StepSums
@@ -46,17 +47,20 @@ class UnitCosts:
     """What the unit learns of the costs of its models' steps.
 
     It is told of every change of the shares that are leased out, and of those that other units on the same device
-    leased out meanwhile, so that it knows which part of the device an engine's neighbours had while it ran.
+    leased out meanwhile, so that it knows which part of the device an engine's neighbours had while it ran, and which
+    had rested before.
     """
 
     def __init__(self, unit_spec: UnitSpec, now: float) -> None:
         self._models: dict[str, _Model] = {}
         self.join(unit_spec)
-        # Shares that are leased out, summed up over time; and what it was when an engine last began, or reported.
+        # Shares that are leased out, summed up over time.
         self._integral = 0.0
         self._at = now
         self._elsewhere = 0.0
-        self._marks: dict[bytes, tuple[float, float]] = {}
+        self._activity = Activity(now)
+        # Of each engine, as of when it last began or reported: the time, the sum, and what had rested.
+        self._marks: dict[bytes, tuple[float, float, float]] = {}
         # That something was learnt from.
         self.reports = 0
 
@@ -72,17 +76,23 @@ class UnitCosts:
     def passed(self, share_used: int, now: float, elsewhere: float = 0.0) -> None:
         """So much of the device, in millionths, was leased out until now; and what other units leased out, summed up
         over time (seconds), is `elsewhere` now."""
-        self._integral += share_used * (now - self._at) + max(0.0, elsewhere - self._elsewhere)
+        used = share_used * (now - self._at) + max(0.0, elsewhere - self._elsewhere)
+        if now > self._at:
+            self._activity.passed(now, used / (now - self._at) / WHOLE)
+        self._integral += used
         self._at, self._elsewhere = now, elsewhere
 
     def began(self, engine: bytes) -> None:
         """An engine that had no lease gets one now."""
-        self._marks[engine] = self._at, self._integral
+        self._mark(engine)
+
+    def _mark(self, engine: bytes) -> None:
+        self._marks[engine] = self._at, self._integral, self._activity.rested(self._at, 0.0)
 
     def reported(self, engine: bytes, model: str, share: int, report: StepReport) -> None:
         """An engine, whose lease has that share, took steps."""
-        since, integral = self._marks.get(engine, (self._at, self._integral))
-        self._marks[engine] = self._at, self._integral
+        since, integral, rested = self._marks.get(engine, (self._at, self._integral, 0.0))
+        self._mark(engine)
         known = self._models.get(model)
         if known is None or not share:
             return
@@ -93,7 +103,7 @@ class UnitCosts:
         if report.computed:
             self._computed(known, share / WHOLE, others, report)
         else:
-            _observe(known, report.prefills, report.decodes, share / WHOLE, others)
+            _observe(known, report.prefills, report.decodes, share / WHOLE, others, rested)
             # Of a pipeline it goes by while stages compute.
             _between(known, report)
 
@@ -116,7 +126,7 @@ class UnitCosts:
         if whole > 0.0 and seconds > 0.0:
             prefills.seconds = seconds * long / whole
             decodes.seconds = seconds - prefills.seconds
-            _observe(model, prefills, decodes, share, others)
+            _observe(model, prefills, decodes, share, others, 0.0)
 
     def state(self, model: str) -> dict[str, dict[str, object]]:
         """What was learnt of a model, JSON-ready, by phase; of phases without a step nothing."""
@@ -173,9 +183,11 @@ def _between(model: _Model, report: StepReport) -> None:
         model.phases[phase].observe_between(report.between * count / sum(steps.values()), count)
 
 
-def _observe(model: _Model, prefills: StepSums | None, decodes: StepSums | None, share: float, others: float) -> None:
+def _observe(
+    model: _Model, prefills: StepSums | None, decodes: StepSums | None, share: float, others: float, rested: float
+) -> None:
     decode = model.phases["decode"]
     if decodes is not None and decodes.steps:
         decode.observe(decodes, share, others)
     if prefills is not None and prefills.steps:
-        model.phases["prefill"].observe(prefills, share, others, decode)
+        model.phases["prefill"].observe(prefills, share, others, decode, rested)

@@ -15,7 +15,7 @@ from muxserve.costs.calibration import GPU, Launches
 from muxserve.costs.correction import Correction, PhaseCorrection, corrected, corrected_profile, predicted_cells
 from muxserve.costs.latency import EngineCosts, EngineShape
 from muxserve.costs.measured import ProfileModel
-from muxserve.costs.profile import DecodeCell, EngineProfile, PrefillCell, Profile, ProfiledModel
+from muxserve.costs.profile import DecodeCell, EngineProfile, Overheads, PrefillCell, Profile, ProfiledModel
 from muxserve.costs.roofline import Roofline
 from muxserve.costs.steps import StepSums
 from tests.costs.models import SEVEN_B
@@ -170,6 +170,31 @@ def test_neighbours_are_told_apart_from_the_steps_own_costs() -> None:
     served.decodes(1500, beside=1.0, friction=0.4)
     assert far_off(served.learnt, true) < 0.06
     assert served.decode.correction.beside == pytest.approx(0.4, abs=0.1)
+
+
+@pytest.mark.parametrize("longer", [0.0, 0.004])
+def test_what_a_device_that_has_rested_takes_longer_is_told_apart_as_well(longer: float) -> None:
+    true = scaled(predicted(), 1.1)
+    served, draw = Served(true), random.Random(1)
+    for _ in range(1500):
+        tokens, rested = draw.randint(4, 1024), draw.random()
+        pairs = tokens * (tokens + 1) // 2
+        seconds = true.prefill(tokens, pairs, 1) * draw.gauss(1.0, 0.05) + longer * rested
+        served.prefill.observe(StepSums(1, seconds, tokens, pairs, 1, 0), 1.0, 0.0, None, rested)
+    assert far_off(served.learnt, true) < 0.12
+    for tokens in (64, 1000):
+        pairs = tokens * (tokens + 1) // 2
+        assert served.learnt.prefill(tokens, pairs, 1) == pytest.approx(true.prefill(tokens, pairs, 1), rel=0.05)
+    assert served.prefill.correction.rested == pytest.approx(longer, abs=0.0008)
+
+
+def test_what_rested_cores_take_longer_is_an_overhead_of_theirs() -> None:
+    known, other = (Correction((1.0,) * 4, 0.0, 1.0, 0.0, steps, rested=2e-3 / steps) for steps in (1, 3))
+    on_cpu = msgspec.structs.replace(predicted(), device="CPU", dtype="float32")
+    predictions = {"a": [on_cpu], "b": [on_cpu], "c": [predicted()]}
+    learnt = {"a": {"prefill": known, "decode": known}, "b": {"prefill": other}, "c": {"prefill": known}}
+    (found,) = corrected_profile([(predictions, learnt)]).overheads.items()
+    assert found == ("CPU", Overheads(rested=pytest.approx((2e-3 + 2e-3) / 4)))
 
 
 def test_neighbours_on_a_cpu_are_the_friction_of_its_profile() -> None:

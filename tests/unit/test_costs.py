@@ -13,6 +13,7 @@ from muxserve.costs.latency import EngineShape
 from muxserve.costs.profile import EngineProfile, ProfiledModel
 from muxserve.costs.roofline import Roofline
 from muxserve.costs.steps import StepSums
+from muxserve.scheduling.types import WHOLE
 from muxserve.spec import UnitSpec
 from muxserve.unit.costs import PIPELINE_STEPS, UnitCosts
 from muxserve.unit.costs_file import COSTS_FILE, KEEP_SECONDS, CostsFile
@@ -59,6 +60,23 @@ def test_reports_of_engines_reach_the_state() -> None:
     assert bench.state()["models"]["b"]["costs"] == {}
     bench.report("a/decode", prefills=prompts(factor=2.0))
     assert set(bench.state()["models"]["a"]["costs"]) == {"prefill", "decode"}
+
+
+def test_what_a_prefill_takes_longer_on_a_device_that_has_rested_is_known() -> None:
+    """Before every other one nothing was computed for a second; it then takes 5 ms longer."""
+    costs, now = UnitCosts(spec(), 0.0), 0.0
+    for turn in range(400):
+        rested = turn % 2
+        if rested:
+            now += 1.0
+            costs.passed(0, now)
+        costs.began(b"a/prefill")
+        done = prompts(64 + turn % 7 * 32)
+        done.seconds += 0.005 * rested
+        now += 1.0  # the lease lasts, so that nothing of it has rested afterwards
+        costs.passed(WHOLE, now)
+        costs.reported(b"a/prefill", "a", HALF, report(done.seconds, prefills=done))
+    assert costs.state("a")["prefill"]["rested"] == pytest.approx(0.005, rel=0.1)
 
 
 def test_what_neighbours_had_meanwhile_is_known() -> None:

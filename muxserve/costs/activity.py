@@ -1,0 +1,33 @@
+"""How busy a device was lately. On cores that have done nothing for some time the next step takes longer: their caches
+have been used by others, and the machine has put them to sleep."""
+
+from __future__ import annotations
+
+import math
+
+# Seconds after which what was before counts 1/e.
+MEMORY_SECONDS = 0.05
+
+
+class Activity:
+    """The part of a device that was in use, in a mean over the last moments. Nothing was before `now`."""
+
+    __slots__ = ("_at", "_mean")
+
+    def __init__(self, now: float = 0.0) -> None:
+        self._at = now
+        self._mean = 0.0
+
+    def passed(self, now: float, part: float) -> None:
+        """So much of it was in use, of 1, since this was last said."""
+        self._mean = self._after(now, part)
+        self._at = now
+
+    def rested(self, now: float, part: float) -> float:
+        """Which part of it has rested until `now`, from 1 (all of it, for long) to 0; `part` was in use since `passed`
+        was last said."""
+        return 1.0 - self._after(now, part)
+
+    def _after(self, now: float, part: float) -> float:
+        kept = math.exp((self._at - now) / MEMORY_SECONDS) if now > self._at else 1.0
+        return min(1.0, part) + (self._mean - min(1.0, part)) * kept
