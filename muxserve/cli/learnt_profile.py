@@ -74,6 +74,8 @@ def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
             beside = f"{1e3 * each.request:.2f} ms beside the queue and its prefill"
             console.print(escape(f"{name}: a first token takes {beside}"))
         if each.rested:
-            console.print(escape(f"{name}: a prefill takes {1e3 * each.rested:.2f} ms longer on cores that have rested"))
+            console.print(
+                escape(f"{name}: a prefill takes {1e3 * each.rested:.2f} ms longer on cores that have rested")
+            )
     console.print(f"written to {escape(str(out))}")
     return EXIT_OK

@@ -187,8 +187,8 @@ class ControlDelays:
 
     `request`: from the client to the unit's queue. `lease`: from a decision to the engine. `report`: from an engine to
     the unit scheduler. `prefill_step` and `decode_step`: added to every step. `token`: from an engine to the client.
-    `rested`: added to a prefill step on devices that have rested. `stall`: a step that finds no pages. A decode lease that is renewed when half of it is used up waits for neither
-    report nor lease, since both come long before it ends.
+    `rested`: added to a prefill step on devices that have rested. `stall`: a step that finds no pages. A decode lease
+    that is renewed when half of it is used up waits for neither report nor lease, since both come long before it ends.
     """
 
     request: float = 0.0
@@ -201,9 +201,7 @@ class ControlDelays:
     rested: float = 0.0
 
     @classmethod
-    def live(
-        cls, turn: float = 0.0, between: float = 0.0, request: float = 0.0, rested: float = 0.0
-    ) -> ControlDelays:
+    def live(cls, turn: float = 0.0, between: float = 0.0, request: float = 0.0, rested: float = 0.0) -> ControlDelays:
         """Delays as measured live (`costs.profile.Overheads`): half of the `turn` (0: `TURN_SECONDS`) goes by on each
         way. The lease's way, and what goes by before the step, are parts of what was measured as `request`."""
         way = (turn or TURN_SECONDS) / 2.0

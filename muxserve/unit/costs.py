@@ -87,11 +87,14 @@ class UnitCosts:
         self._mark(engine)
 
     def _mark(self, engine: bytes) -> None:
-        self._marks[engine] = self._at, self._integral, self._activity.rested(self._at, 0.0)
+        self._marks[engine] = self._as_of_now()
+
+    def _as_of_now(self) -> tuple[float, float, float]:
+        return self._at, self._integral, self._activity.rested(self._at, 0.0)
 
     def reported(self, engine: bytes, model: str, share: int, report: StepReport) -> None:
         """An engine, whose lease has that share, took steps."""
-        since, integral, rested = self._marks.get(engine, (self._at, self._integral, 0.0))
+        since, integral, rested = self._marks.get(engine) or self._as_of_now()
         self._mark(engine)
         known = self._models.get(model)
         if known is None or not share:

@@ -192,9 +192,12 @@ def test_what_rested_cores_take_longer_is_an_overhead_of_theirs() -> None:
     known, other = (Correction((1.0,) * 4, 0.0, 1.0, 0.0, steps, rested=2e-3 / steps) for steps in (1, 3))
     on_cpu = msgspec.structs.replace(predicted(), device="CPU", dtype="float32")
     predictions = {"a": [on_cpu], "b": [on_cpu], "c": [predicted()]}
-    learnt = {"a": {"prefill": known, "decode": known}, "b": {"prefill": other}, "c": {"prefill": known}}
-    (found,) = corrected_profile([(predictions, learnt)]).overheads.items()
-    assert found == ("CPU", Overheads(rested=pytest.approx((2e-3 + 2e-3) / 4)))
+    decode = Correction((1.0,) * 3, 0.0, 1.0, 0.0, 99, rested=9.0)
+    learnt = {"a": {"prefill": known, "decode": decode}, "b": {"prefill": other}, "c": {"prefill": known}}
+    ((device, found),) = corrected_profile([(predictions, learnt)]).overheads.items()
+    assert device == "CPU"
+    assert found.rested == pytest.approx((2e-3 + 2e-3) / 4)
+    assert found == Overheads(rested=found.rested)
 
 
 def test_neighbours_on_a_cpu_are_the_friction_of_its_profile() -> None:

@@ -49,14 +49,15 @@ def test_decode_costs_follow_the_context_exactly() -> None:
     assert record.latency == pytest.approx(0.01 + sum(steps))
 
 
-@pytest.mark.parametrize("kind", [0, 1])
-def test_a_prefill_is_longer_on_a_device_that_has_rested(kind: int) -> None:
+@pytest.mark.parametrize(("kind", "in_use"), [(0, 0.1), (1, 1.0)], ids=["beside others", "alone"])
+def test_a_prefill_is_longer_on_a_device_that_has_rested(kind: int, in_use: float) -> None:
     """The second one begins in the moment in which a decode of a quarter of a second is over, the third much later."""
     world = worlds(options=Options(ControlDelays(rested=0.008)))[kind]
     records = run(world, requests((0.0, "a", 40, 51), (0.26801, "a", 40, 1), (9.0, "a", 40, 1))).records
     first, second, third = (record.ttft for record in records)
-    assert first == third == pytest.approx(0.018)
-    assert second == pytest.approx(0.010, abs=1e-4)
+    assert first == pytest.approx(0.018)
+    assert third == pytest.approx(0.018)
+    assert second == pytest.approx(0.010 + 0.008 * (1.0 - in_use), abs=1e-4)
 
 
 def test_overheads_are_on_the_way() -> None:
