@@ -345,8 +345,8 @@ class EngineLoop:
         if idle:
             for internal in came:
                 request = self._requests.there.get(internal)
-                if request is not None and not request.emitted:
-                    request.begun = began
+                if request is not None and request.granted_at:
+                    request.way = max(0.0, began - request.granted_at)
         finished: list[str] = []
         try:
             try:

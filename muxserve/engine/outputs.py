@@ -18,16 +18,16 @@ log = logging.getLogger(__name__)
 
 
 class TokenReceiver(Protocol):
-    """What the sender must know of a request; `emitted` counts its output tokens sent so far and is kept here, as are
-    `queued` and `begun` (see `AdmittedRequest`)."""
+    """What the sender must know of a request; `emitted` counts its output tokens sent so far and is kept here. The
+    others are as of `AdmittedRequest`."""
 
     request_id: str
     attempt: int
     gateway_epoch: str
     reply_to: str
     emitted: int
-    queued: float
-    begun: float | None
+    came_at: float
+    way: float
 
 
 class TokenSender:
@@ -56,12 +56,11 @@ class TokenSender:
         for (address, epoch), pairs in by_gateway.items():
             entries = []
             renamed = []
-            in_unit: dict[str, float] = {}
+            in_unit: dict[str, tuple[float, float]] = {}
             for output, request in pairs:
                 entries.append((request.request_id, request.attempt, request.emitted))
-                if request.begun is not None and output.new_token_ids:
-                    in_unit[request.request_id] = request.queued + max(0.0, over_at - request.begun)
-                    request.begun = None
+                if request.came_at and not request.emitted and output.new_token_ids:
+                    in_unit[request.request_id] = max(0.0, over_at - request.came_at), request.way
                 request.emitted += len(output.new_token_ids)
                 internal, output.request_id = output.request_id, request.request_id
                 renamed.append(internal)

@@ -17,9 +17,8 @@ from muxserve.wire import Abort, Admit, HeldRequests
 
 @dataclass(slots=True)
 class AdmittedRequest:
-    """A request in this engine, under the internal id that vLLM knows. It came to the unit `queued` seconds before it
-    was admitted; the engine, idle until then, turned to it at `begun`. None: others were before it, or it has its first
-    token."""
+    """A request in this engine, under the internal id that vLLM knows. `came_at` and `granted_at` are as of `Admit`.
+    `way` is what went by until an engine that was idle turned to it; -1: it was not idle."""
 
     request_id: str
     incarnation: int
@@ -27,8 +26,9 @@ class AdmittedRequest:
     gateway_epoch: str
     reply_to: str
     emitted: int
-    queued: float = 0.0
-    begun: float | None = None
+    came_at: float = 0.0
+    granted_at: float = 0.0
+    way: float = -1.0
 
 
 def internal_id(request_id: str, incarnation: int) -> str:
@@ -70,7 +70,8 @@ class EngineRequests:
             admit.gateway_epoch,
             admit.reply_to,
             len(admit.output_tokens),
-            admit.queued,
+            admit.came_at,
+            admit.granted_at,
         )
         self._last[admit.request_id] = internal
         return internal

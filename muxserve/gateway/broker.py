@@ -329,7 +329,7 @@ class Broker:
                 self.waits[request.model].answered(request.context, request.prompt_tokens, now)
                 in_unit = header.in_unit.get(request.request_id)
                 if in_unit is not None:
-                    self.request_delays.answered(request, in_unit)
+                    self.request_delays.answered(request, *in_unit)
             if output.finish_reason is not None:
                 self._ended(request, RequestOutcome.of_finish(output.finish_reason), now)
                 self.router.finished(request)

@@ -1,8 +1,9 @@
 """What a first token takes beside its place in a queue and its prefill, learnt while a fleet serves. Pure: no clock.
 
-An engine that was idle when a request came to it tells how long that was in the unit's queue, and then in its steps
-(`TokensHeader.in_unit`). What its first token took beyond that is the way of a request through gateway, unit scheduler
-and engine, and of its token back, on cores as busy as they are: a profile's `Overheads.request`.
+An engine tells with a first token how long its request was in the unit (`TokensHeader.in_unit`). What it took beyond
+that since it came to the gateway is its way to the unit, and the way of its token back, on cores as busy as they are.
+What an idle engine needed to turn to a request once the unit scheduler had decided comes on top: both together are a
+profile's `Overheads.request`.
 """
 
 from __future__ import annotations
@@ -23,14 +24,20 @@ class RequestDelays:
     """Sees all first tokens of a gateway."""
 
     def __init__(self) -> None:
-        self._seen: defaultdict[str, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=_MOST))
+        # By unit, each with the time of the first token: seconds outside of it, and the ways to idle engines.
+        self._outside: defaultdict[str, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=_MOST))
+        self._ways: defaultdict[str, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=_MOST))
 
-    def answered(self, request: Tracked, in_unit: float) -> None:
-        """A request has its first token, which took so many seconds of its unit's queue and steps."""
-        # Of what waited for something else than its turn, and of what is done for images, nothing is learnt.
+    def answered(self, request: Tracked, in_unit: float, way: float) -> None:
+        """A request has its first token, for which it was in its unit for `in_unit` seconds; of these, the `way` to its
+        engine if that was idle, else below 0."""
         now = request.first_token_at
-        if now is not None and not request.waited and not request.images:
-            self._seen[request.unit].append((now, max(0.0, now - request.arrival - in_unit)))
+        # Of what waited for something else than its turn, and of what is done for images, nothing is learnt.
+        if now is None or request.waited or request.images:
+            return
+        self._outside[request.unit].append((now, max(0.0, now - request.arrival - in_unit)))
+        if way >= 0.0:
+            self._ways[request.unit].append((now, way))
 
     def by_device(self, device: Callable[[str], str | None]) -> dict[str, float]:
         """Seconds, in the mean; nothing of devices with few such requests.
@@ -38,20 +45,20 @@ class RequestDelays:
         Args:
             device: a unit's, by its name; None: there is no such unit any more.
         """
-        found: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-        for unit, seen in self._seen.items():
+        outside: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+        ways: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+        for unit in self._ways:
             name = device(unit)
             if name is not None:
-                found[name] += seen
-        return {name: _mean(_recent(seen)) for name, seen in found.items() if len(seen) >= _FEWEST}
+                outside[name] += self._outside[unit]
+                ways[name] += self._ways[unit]
+        return {name: _mean(outside[name]) + _mean(seen) for name, seen in ways.items() if len(seen) >= _FEWEST}
 
 
-def _recent(seen: list[tuple[float, float]]) -> list[float]:
-    seen = sorted(seen)
-    since = seen[-1][0] - _RECENT
-    return [seconds for n, (at, seconds) in enumerate(reversed(seen)) if at >= since or n < _LEAST]
-
-
-def _mean(seconds: list[float]) -> float:
-    longest = sorted(seconds)[-1 - int(_EXTREME * len(seconds))]
+def _mean(seen: list[tuple[float, float]]) -> float:
+    """Of the last ones."""
+    latest = sorted(seen, reverse=True)
+    since = latest[0][0] - _RECENT
+    seconds = sorted(each for n, (at, each) in enumerate(latest) if at >= since or n < _LEAST)
+    longest = seconds[-1 - int(_EXTREME * len(seconds))]
     return sum(min(each, longest) for each in seconds) / len(seconds)

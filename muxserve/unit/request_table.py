@@ -415,7 +415,8 @@ class UnitRequestTable:
             adopt=held.key if adopts else "",
             computed_tokens=held.computed_tokens if adopts else 0,
             foreign=held.foreign and adopts,
-            queued=max(0.0, self._state.now - held.since),
+            came_at=held.since,
+            granted_at=self._state.now,
         )
 
 

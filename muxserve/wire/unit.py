@@ -165,7 +165,8 @@ class Admit(Message):
     they hold the KV of the first `computed_tokens` tokens. Without it the engine computes everything itself. Blocks
     that came by migration (`foreign`) are in no prefix index yet.
     `output_tokens` count as output in penalties, usage, logprobs, stop conditions and structured output. It came
-    to the unit `queued` seconds ago.
+    to the unit at `came_at`, and was admitted at `granted_at`, by the monotonic clock that the unit's processes have in
+    common (0: not known).
     """
 
     request_id: str
@@ -178,7 +179,8 @@ class Admit(Message):
     adopt: str = ""
     computed_tokens: Count = 0
     foreign: bool = False
-    queued: Seconds = 0.0
+    came_at: Seconds = 0.0
+    granted_at: Seconds = 0.0
 
 
 class Lease(Message):
@@ -457,13 +459,13 @@ class TokensHeader(Message):
 
     `entries` has one `(request_id, attempt, offset)` per output, in order. `offset` counts the request's output tokens
     before the first one in the message. By it the gateway orders messages of several engines and drops tokens that it
-    has seen. `engine` is 0 for the prefill engine, and 1 for the decode engine or one of both phases. `in_unit` is
-    told of requests that have their first token here, and to which the engine turned at once since it was idle when
-    they came: how long they were in the unit's queue, and in the engine's steps.
+    has seen. `engine` is 0 for the prefill engine, and 1 for the decode engine or one of both phases. `in_unit` is of
+    requests that have their first token here: how long they were in the unit until the step with that was over; and of
+    this, the way to an engine that was idle when it got the request, -1 if it was not.
     """
 
     gateway_epoch: str
     model: str
     engine: Count
     entries: list[tuple[str, Count, Count]]
-    in_unit: dict[str, Seconds] = {}
+    in_unit: dict[str, tuple[Seconds, float]] = {}

@@ -7,7 +7,7 @@ import pytest
 from muxserve.gateway.request_delays import RequestDelays
 from muxserve.gateway.requests import Tracked
 
-IN_UNIT, WAY = 0.010, 0.004
+IN_UNIT, WAY, TO_ENGINE = 0.010, 0.004, 0.001
 
 
 class Gateway:
@@ -18,13 +18,20 @@ class Gateway:
         self.now = 0.0
 
     def answers(
-        self, count: int = 1, way: float = WAY, in_unit: float = IN_UNIT, unit: str = "u0", **more: object
+        self,
+        count: int = 1,
+        way: float = WAY,
+        in_unit: float = IN_UNIT,
+        to_engine: float = TO_ENGINE,
+        unit: str = "u0",
+        **more: object,
     ) -> None:
+        """`way` is all of it, that to the engine included."""
         for _ in range(count):
             self.now += 1.0
             request = Tracked("id", "front", "m", b"", 64, 9, self.now, unit=unit, **more)  # type: ignore[arg-type]
-            request.first_token_at = request.arrival + in_unit + way
-            self.delays.answered(request, in_unit)
+            request.first_token_at = request.arrival + way - TO_ENGINE + in_unit
+            self.delays.answered(request, in_unit, to_engine)
 
     @property
     def way(self) -> float | None:
@@ -37,6 +44,15 @@ def test_the_way_is_what_queue_and_steps_do_not_take() -> None:
     assert gateway.way is None, "few say nothing"
     gateway.answers(1, in_unit=5.0)
     assert gateway.way == pytest.approx(WAY)
+
+
+def test_busy_engines_say_nothing_of_the_way_to_them() -> None:
+    gateway = Gateway()
+    gateway.answers(50, to_engine=-1.0)
+    assert gateway.way is None
+    gateway.answers(50)
+    gateway.answers(50, way=2 * WAY, to_engine=-1.0)
+    assert gateway.way == pytest.approx((10 * WAY + 50 * 2 * WAY) / 60, rel=0.02), "of the last minute"
 
 
 def test_units_of_one_device_count_together() -> None:
