@@ -251,6 +251,7 @@ def test_what_a_fleet_has_learnt_goes_into_a_profile(endpoint: Endpoint, tmp_pat
     before = Profile(engines=[engine_at(0.5, 1.0), engine_at(1.0, 1.0)], overheads={"CPU": Overheads(turn=0.25)})
     save_profile(before, file)
     front_end = Overheads(request_work=0.004, step_work=0.0002, token_work=0.00005, between=0.0001, request=0.003)
+    front_end = msgspec.structs.replace(front_end, rested=0.0015)
     new = Profile(about="new", engines=[engine_at(0.5, 2.0)], overheads={"CPU": front_end})
     endpoint.answers = {"/fleet/profile": (200, msgspec.to_builtins(new))}
     command = ["profile", "--from-fleet", "--url", endpoint.url, "-o", str(file)]
@@ -263,7 +264,8 @@ def test_what_a_fleet_has_learnt_goes_into_a_profile(endpoint: Endpoint, tmp_pat
     said = " ".join(result.stdout.split())
     assert "take 4.00 ms of all its cores per request, 0.200 per step and 0.050 per token" in said
     assert "CPU: engines take 0.100 ms from one step to the next" in said
-    assert "CPU: the first token of a request that is alone takes 3.00 ms beside its prefill step" in said
+    assert "CPU: a first token takes 3.00 ms beside the queue and its prefill" in said
+    assert "CPU: a prefill takes 1.50 ms longer on cores that have rested" in said
     # What is not learnt the next time stays.
     endpoint.answers = {"/fleet/profile": (200, msgspec.to_builtins(Profile(engines=new.engines)))}
     assert runner.invoke(app, command).exit_code == 0
