@@ -204,6 +204,7 @@ class Played:
 
     def __init__(self, file: Path, profile: Profile) -> None:
         self._latency = ProfileModel(profile, beyond=Roofline())
+        self._pace = profile.pace.get(CPU)
         placed = places_of(file, None, None, None, None, self._latency).placed("muxserve")
         mode = mode_of("muxserve")
         self._units, self._rules = placed.units(mode), placed.rules_of(mode)
@@ -212,7 +213,7 @@ class Played:
         """What becomes of the requests."""
         delays = ControlDelays.live(known.turn, known.between, known.request, known.rested)
         costs = with_front_end(self._latency, known)
-        return simulate(self._units, requests, costs, Options(delays), self._rules).records
+        return simulate(self._units, requests, costs, Options(delays, pace=self._pace), self._rules).records
 
 
 def remains(live: Sequence[RequestRecord], simulated: Sequence[RequestRecord]) -> dict[str, list[float]]:

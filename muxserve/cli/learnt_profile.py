@@ -51,6 +51,7 @@ def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
         known.overheads[name] = structs.replace(
             before, **{key: seconds for key in _LEARNT if (seconds := getattr(each, key))}
         )
+    known.pace |= learnt.pace
     try:
         save_profile(known, out)
     except OSError as error:
@@ -77,5 +78,7 @@ def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
             console.print(
                 escape(f"{name}: a prefill takes {1e3 * each.rested:.2f} ms longer on cores that have rested")
             )
+    for name, pace in learnt.pace.items():
+        console.print(escape(f"{name}: from one second to another steps take {100 * pace.spread:.0f} % more or less"))
     console.print(f"written to {escape(str(out))}")
     return EXIT_OK

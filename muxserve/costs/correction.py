@@ -103,15 +103,15 @@ class PhaseCorrection:
 
     def observe(
         self, done: StepSums, share: float, beside: float, decode: PhaseCorrection | None = None, rested: float = 0.0
-    ) -> None:
+    ) -> float:
         """Steps were taken on `share` of the device while other engines had the part `beside` of it, in the mean; the
-        part `rested` of it had done nothing before.
+        part `rested` of it had done nothing before. Returns the seconds that were to be expected by what was known.
 
         Args:
             decode: what is known of decode steps; for prefill steps among whose sequences some decoded.
         """
         if done.steps <= 0 or done.seconds <= 0.0:
-            return
+            return 0.0
         parts = self.parts(done, share)
         predicted = sum(parts)
         seconds = done.seconds
@@ -122,16 +122,17 @@ class PhaseCorrection:
             seconds = max(0.1 * seconds, seconds - decode.correction.factors[-1] * reading)
         whole = sum(parts)
         if whole <= 0.0:
-            return
+            return 0.0
         x = [part / whole for part in parts]
         # Of several steps it is the first that finds a device that has rested.
         x += [min(1.0, beside), _RESTED * rested / whole]
-        self._learnt.observe(x, seconds / whole, min(done.steps, _MOST_STEPS))
+        error = self._learnt.observe(x, seconds / whole, min(done.steps, _MOST_STEPS))
         fade = _fading(done.steps)
         self._measured = fade * self._measured + done.seconds
         self._predicted = fade * self._predicted + predicted
         self._steps += done.steps
         self._seconds += done.seconds
+        return done.seconds - error * whole
 
     def observe_between(self, seconds: float, steps: int) -> None:
         """So long did the engine compute after so many steps."""

@@ -12,6 +12,7 @@ import msgspec
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.interference import Interference
 from muxserve.costs.latency import CostError, EngineShape, Load
+from muxserve.costs.pace import Pace
 
 
 class PrefillCell(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -175,7 +176,7 @@ class MeasuredMachine(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Profile(msgspec.Struct):
-    """A profile file. `machines`, `interference` and `overheads` are by device."""
+    """A profile file. `machines`, `interference`, `overheads` and `pace` are by device."""
 
     muxserve_profile: int = VERSION
     about: str = ""
@@ -184,6 +185,7 @@ class Profile(msgspec.Struct):
     pairs: list[PairCell] = []
     interference: dict[str, Interference] = {}
     overheads: dict[str, Overheads] = {}
+    pace: dict[str, Pace] = {}
 
     def find(self, model: ProfiledModel, where: EngineShape) -> EngineProfile | None:
         """The engine measured exactly so."""

@@ -89,7 +89,7 @@ class Simulations:
                 told = None if progress is None else partial(_tell, progress, done, own, count)
                 control = measured_control(self._latency, units[0].device)
                 # Nobody asks how many pages were in use.
-                options = Options(control.delays, sample_seconds=0.0)
+                options = Options(control.delays, sample_seconds=0.0, pace=control.pace)
                 made.append(simulate(units, requests, control.latency, options, rules, progress=told).records)
                 done += len(requests)
             return made

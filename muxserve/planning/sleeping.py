@@ -226,7 +226,7 @@ def _simulated(
     progress: Callable[[int, int], None],
 ) -> FleetResult:
     control = measured_control(latency, units[0].device)
-    options = Options(control.delays, sample_seconds=0.0)
+    options = Options(control.delays, sample_seconds=0.0, pace=control.pace)
     return simulate(units, requests, control.latency, options, rules, progress=progress)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from muxserve.costs import LatencyModel
 from muxserve.costs.activity import Activity
+from muxserve.costs.pace import Pace, PaceDraw
 from muxserve.scheduling.types import DECODE
 from muxserve.simulator.engine import Engine
 from muxserve.simulator.requests import SimRequest
@@ -53,6 +54,9 @@ class Compute:
         # Where steps are longer on devices that have rested; and the part that is in use.
         self._activity: Activity | None = None
         self._in_use = 0.0
+        # How many times as long as usual steps take at present.
+        self._pace = 1.0
+        self._paced = False
         # What receives requests on the same cores.
         self.reception: Reception | None = None
 
@@ -69,6 +73,22 @@ class Compute:
     def lone(self) -> bool:
         """No job can ever run beside the one engine's."""
         return len(self.engines) == 1 and not self.shared
+
+    def varies(self, pace: Pace, clock: Clock) -> None:
+        """The devices are not always as fast."""
+        if self._paced:
+            return
+        self._paced = True
+        # The same devices vary in the same way in each simulation.
+        draw = PaceDraw(pace, self.units[0].number)
+
+        def second(now: float) -> None:
+            self._pace = draw.next()
+            if any(engine.active for engine in self.engines):
+                self.changes()
+            clock.at(now + 1.0, second)
+
+        clock.at(clock.now, second)
 
     def follow_activity(self) -> None:
         """Somebody will ask what has rested."""
@@ -97,6 +117,8 @@ class Compute:
             # It is alone, at work or not.
             (engine,) = self.engines
             self.units[0].works(engine.active, now)
+            if engine.active:
+                self._retime(engine, 1.0, now)
             return
         running = [engine for engine in self.engines if engine.active]
         if len(self.units) == 1:
@@ -106,9 +128,7 @@ class Compute:
                 unit.works(any(engine.active for engine in unit.engines), now)
         reception = self.reception
         if len(running) == 1 and not self.waking and reception is None:
-            engine = running[0]
-            if engine.slow != 1.0:
-                engine.retime(1.0, now)
+            self._retime(running[0], 1.0, now)
             return
         decoding = sum(engine.phase is DECODE for engine in running)
         before, decode = self._beside(len(running) - decoding, decoding) if self.waking else (1.0, 1.0)
@@ -117,9 +137,13 @@ class Compute:
             loads.append(reception.load)
         # What receives requests waits for nothing.
         for engine, slow in zip(running, self._slowdowns(self.device, loads), strict=False):
-            slow *= decode if engine.phase is DECODE else before
-            if slow != engine.slow:
-                engine.retime(slow, now)
+            self._retime(engine, slow * (decode if engine.phase is DECODE else before), now)
+
+    def _retime(self, engine: Engine, slow: float, now: float) -> None:
+        """Beside others an engine is so much slower."""
+        slow *= self._pace
+        if slow != engine.slow:
+            engine.retime(slow, now)
 
     def _beside(self, first: int, decoding: int) -> tuple[float, float]:
         """How many times as long as without wakes so many decode jobs take, and (before that) so many others."""

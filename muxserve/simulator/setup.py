@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from muxserve.costs import ModelArchitecture
 from muxserve.costs.calibration import LINKS, Graphs
+from muxserve.costs.pace import Pace
 from muxserve.scheduling.policies import DEFAULT_POLICY
 from muxserve.scheduling.residency import ResidencyRules, WakeCosts
 from muxserve.scheduling.token_throttling import TokenBudget, TokenThrottling
@@ -218,9 +219,11 @@ class ControlDelays:
 @dataclass(frozen=True, slots=True)
 class Options:
     """How to simulate. `sample_seconds` is how often page counts are recorded (0: never), `timeline` keeps every job,
-    `load_tolerance` is by how much a job's load may change before others are told."""
+    `load_tolerance` is by how much a job's load may change before others are told. With a `pace` devices are not always
+    as fast."""
 
     overheads: ControlDelays = field(default_factory=ControlDelays)
     sample_seconds: float = 1.0
     timeline: bool = False
     load_tolerance: float = 0.02
+    pace: Pace | None = None

@@ -50,6 +50,8 @@ class SimulatedUnit:
         self.compute.units.append(self)
         if self.overheads.rested:
             self.compute.follow_activity()
+        if options.pace is not None:
+            self.compute.varies(options.pace, self.clock)
         self.timeline = JobTimeline(spec.name, spec.device, spec.devices) if options.timeline else None
         self.turn_due = False
         # Nothing but renewals of leases is to be decided on.

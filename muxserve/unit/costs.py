@@ -11,6 +11,7 @@ from msgspec import structs
 
 from muxserve.costs.activity import Activity
 from muxserve.costs.correction import CorrectionState, PhaseCorrection, PhaseName
+from muxserve.costs.pace import Pace, PaceMeter
 from muxserve.costs.profile import EngineProfile
 from muxserve.costs.steps import StepSums
 from muxserve.scheduling.types import WHOLE
@@ -59,6 +60,7 @@ class UnitCosts:
         self._at = now
         self._elsewhere = 0.0
         self._activity = Activity(now)
+        self._pace = PaceMeter()
         # Of each engine, as of when it last began or reported: the time, the sum, and what had rested.
         self._marks: dict[bytes, tuple[float, float, float]] = {}
         # That something was learnt from.
@@ -106,7 +108,9 @@ class UnitCosts:
         if report.computed:
             self._computed(known, share / WHOLE, others, report)
         else:
-            _observe(known, report.prefills, report.decodes, share / WHOLE, others, rested)
+            expected = _observe(known, report.prefills, report.decodes, share / WHOLE, others, rested)
+            sums = (report.prefills, report.decodes)
+            self._pace.told(self._at, sum(each.seconds for each in sums if each is not None), expected)
             # Of a pipeline it goes by while stages compute.
             _between(known, report)
 
@@ -130,6 +134,11 @@ class UnitCosts:
             prefills.seconds = seconds * long / whole
             decodes.seconds = seconds - prefills.seconds
             _observe(model, prefills, decodes, share, others, 0.0)
+
+    @property
+    def pace(self) -> Pace | None:
+        """How the device's speed varies; None: not known yet."""
+        return self._pace.pace
 
     def state(self, model: str) -> dict[str, dict[str, object]]:
         """What was learnt of a model, JSON-ready, by phase; of phases without a step nothing."""
@@ -188,9 +197,11 @@ def _between(model: _Model, report: StepReport) -> None:
 
 def _observe(
     model: _Model, prefills: StepSums | None, decodes: StepSums | None, share: float, others: float, rested: float
-) -> None:
-    decode = model.phases["decode"]
+) -> float:
+    """Learn from these steps; returns the seconds that were to be expected."""
+    decode, expected = model.phases["decode"], 0.0
     if decodes is not None and decodes.steps:
-        decode.observe(decodes, share, others)
+        expected += decode.observe(decodes, share, others)
     if prefills is not None and prefills.steps:
-        model.phases["prefill"].observe(prefills, share, others, decode, rested)
+        expected += model.phases["prefill"].observe(prefills, share, others, decode, rested)
+    return expected

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from msgspec import structs
+
 from muxserve.scheduling.engines import EngineState
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.quotas import normalised_usage
@@ -34,6 +36,7 @@ def unit_state(
         "uptime_seconds": round(now - state.started, 3),
         "cores": unit_spec.cores,
         "core_seconds": round(engines.core_seconds, 6),
+        "pace": None if engines.costs.pace is None else structs.asdict(engines.costs.pace),
         "budget_used": ledger.share_used / WHOLE,
         "memory_connected": ledger.memory_up,
         "gateways": len(table.gateways),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from statistics import fmean
 
 import pytest
 
+from muxserve.costs.pace import Pace
 from muxserve.simulator import SimulationError, simulate
 from muxserve.simulator.scheduled import ScheduledUnit
 from muxserve.simulator.setup import ControlDelays, Options, SimModel
@@ -58,6 +60,21 @@ def test_a_prefill_is_longer_on_a_device_that_has_rested(kind: int, in_use: floa
     assert first == pytest.approx(0.018)
     assert third == pytest.approx(0.018)
     assert second == pytest.approx(0.010 + 0.008 * (1.0 - in_use), abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_a_device_that_is_not_always_as_fast_is_so_in_the_mean_and_has_longer_tails(kind: int) -> None:
+    load = [(0.4 * number, "a", 40, 41) for number in range(400)]
+
+    def tpots(pace: Pace | None) -> list[float]:
+        records = run(worlds(options=Options(pace=pace))[kind], requests(*load)).records
+        return sorted(record.tpot or 0.0 for record in records)
+
+    steady, still, varied = tpots(None), tpots(Pace(0.0, 0.5)), tpots(Pace(0.2, 0.5))
+    assert still == pytest.approx(steady)
+    assert fmean(varied) == pytest.approx(fmean(steady), rel=0.03)
+    assert varied[-4] > 1.3 * steady[-4]
+    assert varied == tpots(Pace(0.2, 0.5)), "each time the same"
 
 
 def test_overheads_are_on_the_way() -> None:

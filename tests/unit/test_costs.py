@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,21 @@ def test_what_a_prefill_takes_longer_on_a_device_that_has_rested_is_known() -> N
         costs.passed(WHOLE, now)
         costs.reported(b"a/prefill", "a", HALF, report(done.seconds, prefills=done))
     assert costs.state("a")["prefill"]["rested"] == pytest.approx(0.005, rel=0.1)
+
+
+def test_how_the_speed_varies_is_known() -> None:
+    """In three seconds out of ten steps take 1.3 times as long."""
+    costs, now = UnitCosts(spec(), 0.0), 0.0
+    assert costs.pace is None
+    while now < 300.0:
+        done = decodes(steps=1, factor=1.3 if now % 10.0 < 3.0 else 1.0)
+        now += 0.05
+        costs.passed(HALF, now)
+        done.seconds *= 5.0  # so that a second has enough of them
+        costs.reported(b"a/decode", "a", HALF, report(done.seconds, decodes=done))
+    assert costs.pace is not None
+    assert costs.pace.spread == pytest.approx(math.log(1.3) * math.sqrt(0.3 * 0.7), rel=0.3)
+    assert 0.3 <= costs.pace.memory <= 0.9
 
 
 def test_what_neighbours_had_meanwhile_is_known() -> None:
