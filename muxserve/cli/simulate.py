@@ -121,7 +121,8 @@ def _run(settings: SimulateSettings) -> int:
         alone = AloneSimulation([unit for *_, units in found for unit in units], latency)
         for mode, placed, units in found:
             control = measured_control(latency, placed.placement.units[0].device)
-            options = Options(_delays(control.delays, settings), timeline=settings.timeline is not None, pace=control.pace)
+            delays, timeline = _delays(control.delays, settings), settings.timeline is not None
+            options = Options(delays, timeline=timeline, pace=control.pace)
             result = simulate(
                 units,
                 workload,

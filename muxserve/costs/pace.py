@@ -19,8 +19,8 @@ import msgspec
 
 # Of a second, at least: measured seconds of steps.
 _LEAST_SECONDS = 0.05
-# Seconds that count, and how many say something.
-_MOST, _FEWEST = 600, 60
+# Seconds that count, and how many say something; the first ones do not count, since costs are just being learnt.
+_MOST, _FEWEST, _FIRST = 600, 60, 30
 # Ratios beyond these count as these: a machine that stood still for once says nothing of how it usually is.
 _FAR = math.log(2.0)
 # A pace that lasts no longer than a second or two is the scatter of steps, and one that lasts for minutes is followed
@@ -43,16 +43,24 @@ class PaceMeter:
         # The number of a second, and the logarithm of measured over expected seconds of its steps.
         self._seen: deque[tuple[int, float]] = deque(maxlen=_MOST)
         self._second, self._measured, self._expected = 0, 0.0, 0.0
+        self._first = _FIRST
 
     def told(self, now: float, measured: float, expected: float) -> None:
         """Steps were told at `now` (seconds of any clock) that took `measured` seconds instead of `expected`."""
         if int(now) != self._second:
             if self._measured >= _LEAST_SECONDS and self._expected > 0.0:
-                factor = math.log(self._measured / self._expected)
-                self._seen.append((self._second, max(-_FAR, min(_FAR, factor))))
+                self._over()
             self._second, self._measured, self._expected = int(now), 0.0, 0.0
         self._measured += measured
         self._expected += max(0.0, expected)
+
+    def _over(self) -> None:
+        """A second is over."""
+        if self._first:
+            self._first -= 1
+        else:
+            factor = math.log(self._measured / self._expected)
+            self._seen.append((self._second, max(-_FAR, min(_FAR, factor))))
 
     @property
     def pace(self) -> Pace | None:
@@ -61,11 +69,11 @@ class PaceMeter:
             return None
         mean = sum(value for _, value in self._seen) / len(self._seen)
         after = {second: value - mean for second, value in self._seen}
-        one, two = (_covariance(after, lag) for lag in (1, 2))
+        whole, one, two = (_covariance(after, lag) for lag in (0, 1, 2))
         if one <= 0.0:
             return Pace(0.0, _LEAST_MEMORY)
         memory = max(_LEAST_MEMORY, min(_MOST_MEMORY, two / one))
-        return Pace(math.sqrt(one / memory), memory)
+        return Pace(math.sqrt(min(whole, one / memory)), memory)
 
 
 class PaceDraw:

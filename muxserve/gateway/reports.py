@@ -147,10 +147,10 @@ class Reports:
             if known != Overheads():
                 profile.overheads[name] = known
         for unit in units.values():
-            name, pace = device_of(unit.name), unit.pace()
-            # Units on devices of one type vary alike: whichever tells last.
-            if name is not None and pace is not None:
-                profile.pace[name] = pace
+            # Units on devices of one type vary alike: that counts which is told last.
+            device_name, pace = device_of(unit.name), unit.pace()
+            if device_name is not None and pace is not None:
+                profile.pace[device_name] = pace
         names = ", ".join(dict.fromkeys(engine.model for engine in profile.engines)) or "no model yet"
         profile.about = f"steps of {names}, corrected while a fleet served"
         return profile

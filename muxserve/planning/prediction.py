@@ -410,7 +410,8 @@ def predict(
         records = (simulations or Simulations(latency)).records(units, workload, rules, progress)
     else:
         control = measured_control(latency, units[0].device)
-        result = simulate(units, workload, control.latency, Options(control.delays, pace=control.pace), rules, progress=progress)
+        options = Options(control.delays, pace=control.pace)
+        result = simulate(units, workload, control.latency, options, rules, progress=progress)
         records = result.records
         residency = next((unit.residency for unit in result.units if unit.residency is not None), None)
     summary = summarise(

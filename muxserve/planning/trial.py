@@ -94,7 +94,8 @@ def run_trial(
     unit = how.trial_unit(wanted, pool, place, latency, rate / layout.replicas)
     units = [replace(unit, name=f"unit{number}") for number in range(count)]
     control = measured_control(latency, place.shape.device)
-    result = simulate(units, requests, control.latency, Options(control.delays, sample_seconds=0.0, pace=control.pace), rules)
+    options = Options(control.delays, sample_seconds=0.0, pace=control.pace)
+    result = simulate(units, requests, control.latency, options, rules)
     outcomes = [
         Outcome(r.arrival, None)
         if r.first_token is None or r.finish is None or r.error

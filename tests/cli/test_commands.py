@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from muxserve.cli import doctor
 from muxserve.cli.app import app
+from muxserve.costs.pace import Pace
 from muxserve.costs.profile import (
     DecodeCell,
     EngineProfile,
@@ -252,7 +253,9 @@ def test_what_a_fleet_has_learnt_goes_into_a_profile(endpoint: Endpoint, tmp_pat
     save_profile(before, file)
     front_end = Overheads(request_work=0.004, step_work=0.0002, token_work=0.00005, between=0.0001, request=0.003)
     front_end = msgspec.structs.replace(front_end, rested=0.0015)
-    new = Profile(about="new", engines=[engine_at(0.5, 2.0)], overheads={"CPU": front_end}, pace={"CPU": Pace(0.07, 0.5)})
+    new = Profile(
+        about="new", engines=[engine_at(0.5, 2.0)], overheads={"CPU": front_end}, pace={"CPU": Pace(0.07, 0.5)}
+    )
     endpoint.answers = {"/fleet/profile": (200, msgspec.to_builtins(new))}
     command = ["profile", "--from-fleet", "--url", endpoint.url, "-o", str(file)]
     result = runner.invoke(app, command)

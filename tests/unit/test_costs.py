@@ -85,10 +85,9 @@ def test_how_the_speed_varies_is_known() -> None:
     costs, now = UnitCosts(spec(), 0.0), 0.0
     assert costs.pace is None
     while now < 300.0:
-        done = decodes(steps=1, factor=1.3 if now % 10.0 < 3.0 else 1.0)
+        done = decodes(steps=4, factor=1.3 if now % 10.0 < 3.0 else 1.0)
         now += 0.05
         costs.passed(HALF, now)
-        done.seconds *= 5.0  # so that a second has enough of them
         costs.reported(b"a/decode", "a", HALF, report(done.seconds, decodes=done))
     assert costs.pace is not None
     assert costs.pace.spread == pytest.approx(math.log(1.3) * math.sqrt(0.3 * 0.7), rel=0.3)
