@@ -12,6 +12,7 @@ from msgspec import structs
 
 from muxserve.costs import LatencyModel
 from muxserve.costs.front_end import FrontEnd, FrontEndWork
+from muxserve.costs.pace import Pace
 from muxserve.scheduling.token_throttling import TOKEN_BUDGETS, FixedBudget
 from muxserve.scheduling.types import ModelProfile
 from muxserve.simulator.scheduled import ScheduledUnit
@@ -100,7 +101,10 @@ def scenes(draw: st.DrawFn) -> tuple[SimUnit, LatencyModel, Options, list[TraceR
         bandwidth=draw(st.sampled_from([0.0, 0.4, 0.9])),
     )
     delay = draw(st.sampled_from([0.0, 0.0003, 0.001]))
-    options = Options(ControlDelays(request=delay, lease=delay, report=delay, decode_step=delay, token=delay), 0.05)
+    delays = ControlDelays(request=delay, lease=delay, report=delay, decode_step=delay, token=delay)
+    # Devices that have rested are slower, and not all seconds are alike.
+    delays = replace(delays, rested=draw(st.sampled_from([0.0, 0.002])))
+    options = Options(delays, 0.05, pace=draw(st.sampled_from([None, Pace(0.2, 0.5)])))
     simulated = unit(profiles, pages, policy, adapt_quotas=draw(st.booleans()))
     # Without skew, steps of different engines end at the very same moments.
     latency: LatencyModel = Analytic(costs, draw(st.sampled_from([0.0, 0.0137])))
