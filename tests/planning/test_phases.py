@@ -431,7 +431,7 @@ class TestMeasuredCosts:
             assert more == pytest.approx(11e-4 / plain[0].seconds(step))
 
     def test_time_between_steps_is_in_every_arrangement(self) -> None:
-        assert measured_control(COSTS, "CPU") == (COSTS, ControlDelays.live())
+        assert measured_control(COSTS, "CPU") == (COSTS, ControlDelays.live(), None)
         asked, pool = replace(tiny(0.1), replicas=2), cores(2)
         requests = TrialLoad(asked, 0).requests(0.1)[:40]
         for phases in ("multiplexed", "pipelined", "rolling"):
