@@ -1,5 +1,5 @@
-"""How busy a device was lately. On cores that have done nothing for some time the next step takes longer: their caches
-have been used by others, and the machine has put them to sleep."""
+"""How busy a device was lately. On cores that have done nothing for some time the next step takes longer, most likely
+since others have used their caches and the host has put them to sleep."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class TokenReceiver(Protocol):
     reply_to: str
     emitted: int
     came_at: float
-    way: float
+    way: float | None
 
 
 class TokenSender:
@@ -56,7 +56,7 @@ class TokenSender:
         for (address, epoch), pairs in by_gateway.items():
             entries = []
             renamed = []
-            in_unit: dict[str, tuple[float, float]] = {}
+            in_unit: dict[str, tuple[float, float | None]] = {}
             for output, request in pairs:
                 entries.append((request.request_id, request.attempt, request.emitted))
                 if request.came_at and not request.emitted and output.new_token_ids:

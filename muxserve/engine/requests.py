@@ -18,7 +18,7 @@ from muxserve.wire import Abort, Admit, HeldRequests
 @dataclass(slots=True)
 class AdmittedRequest:
     """A request in this engine, under the internal id that vLLM knows. `came_at` and `granted_at` are as of `Admit`.
-    `way` is what went by until an engine that was idle turned to it; -1: it was not idle."""
+    `way` is what went by until an engine that was idle turned to it; None: it was not idle."""
 
     request_id: str
     incarnation: int
@@ -28,7 +28,7 @@ class AdmittedRequest:
     emitted: int
     came_at: float = 0.0
     granted_at: float = 0.0
-    way: float = -1.0
+    way: float | None = None
 
 
 def internal_id(request_id: str, incarnation: int) -> str:

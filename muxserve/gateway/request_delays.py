@@ -28,15 +28,15 @@ class RequestDelays:
         self._outside: defaultdict[str, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=_MOST))
         self._ways: defaultdict[str, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=_MOST))
 
-    def answered(self, request: Tracked, in_unit: float, way: float) -> None:
+    def answered(self, request: Tracked, in_unit: float, way: float | None) -> None:
         """A request has its first token, for which it was in its unit for `in_unit` seconds; of these, the `way` to its
-        engine if that was idle, else below 0."""
+        engine; None: that was not idle."""
         now = request.first_token_at
         # Of what waited for something else than its turn, and of what is done for images, nothing is learnt.
         if now is None or request.waited or request.images:
             return
         self._outside[request.unit].append((now, max(0.0, now - request.arrival - in_unit)))
-        if way >= 0.0:
+        if way is not None:
             self._ways[request.unit].append((now, way))
 
     def by_device(self, device: Callable[[str], str | None]) -> dict[str, float]:

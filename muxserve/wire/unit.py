@@ -461,11 +461,11 @@ class TokensHeader(Message):
     before the first one in the message. By it the gateway orders messages of several engines and drops tokens that it
     has seen. `engine` is 0 for the prefill engine, and 1 for the decode engine or one of both phases. `in_unit` is of
     requests that have their first token here: how long they were in the unit until the step with that was over; and of
-    this, the way to an engine that was idle when it got the request, -1 if it was not.
+    this, the way to an engine that was idle when it got the request; None if it was not.
     """
 
     gateway_epoch: str
     model: str
     engine: Count
     entries: list[tuple[str, Count, Count]]
-    in_unit: dict[str, tuple[Seconds, float]] = {}
+    in_unit: dict[str, tuple[Seconds, Seconds | None]] = {}

@@ -22,7 +22,7 @@ class Gateway:
         count: int = 1,
         way: float = WAY,
         in_unit: float = IN_UNIT,
-        to_engine: float = TO_ENGINE,
+        to_engine: float | None = TO_ENGINE,
         unit: str = "u0",
         **more: object,
     ) -> None:
@@ -48,10 +48,10 @@ def test_the_way_is_what_queue_and_steps_do_not_take() -> None:
 
 def test_busy_engines_say_nothing_of_the_way_to_them() -> None:
     gateway = Gateway()
-    gateway.answers(50, to_engine=-1.0)
+    gateway.answers(50, to_engine=None)
     assert gateway.way is None
     gateway.answers(50)
-    gateway.answers(50, way=2 * WAY, to_engine=-1.0)
+    gateway.answers(50, way=2 * WAY, to_engine=None)
     assert gateway.way == pytest.approx((10 * WAY + 50 * 2 * WAY) / 60, rel=0.02), "of the last minute"
 
 
