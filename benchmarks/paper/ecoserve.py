@@ -242,6 +242,7 @@ def rolling(
     rules = RingRules(
         limits or RollingObjectives(DATASETS[dataset].ttft, TPOT, spared),
         expected_output=DATASETS[dataset].means()[1],
+        learns_answers=False,
         spares=tuple(unit_of(cluster, model, number) for number in range(count, most)),
         **more,
     )
@@ -601,7 +602,11 @@ def part_pipelines(effort: Effort, keep: Callable[[Row], None], known: Row | Non
         rolled = {
             name: played(
                 staged(cluster, model, stages, OnePhase),
-                RingRules(RollingObjectives(DATASETS[dataset].ttft, TPOT, spared), expected_output=expected),
+                RingRules(
+                    RollingObjectives(DATASETS[dataset].ttft, TPOT, spared),
+                    expected_output=expected,
+                    learns_answers=False,
+                ),
             )
             for name, spared in ((ROLLING, None), (SPARING, SPARED))
         }

@@ -16,6 +16,7 @@ from muxserve.global_scheduler.rolling_scaler import RollingScaler
 from muxserve.global_scheduler.rolling_state import apply, rebuild, show
 from muxserve.replicas.priorities import PriorityError
 from muxserve.replicas.views import InstanceLoad
+from muxserve.rolling.answers import AnswerLengths
 from muxserve.rolling.constraints import PrefillDemand, promise
 from muxserve.rolling.member import MacroMember
 from muxserve.rolling.rules import RollingRules
@@ -99,6 +100,7 @@ class RollingModelScheduler(ModelSchedulerBase):
         self._epoch = epoch
         self._scheduler = self._make()
         self._scaler = self._make_scaler(now)
+        self._answers = AnswerLengths(self._rolling.answer)
         # Members of which the requests are known, but not the load.
         self._apart: dict[str, MacroMember] = {}
         self._placements = PendingPlacements()
@@ -134,17 +136,18 @@ class RollingModelScheduler(ModelSchedulerBase):
             biases = [other.bias for other in self._scheduler.members.values()]
             bias = sum(biases) / len(biases) if biases else 1.0
             member = self._apart[unit] = MacroMember(unit, 0, self._rolling.tpot, switched_at=now, bias=bias)
+        self._answers.told(report.decoded, report.over)
         unnamed = self._placements.at(unit)
         if report.whole:
             before = set(member.requests)
-            named = rebuild(member, report, self._rolling, unnamed, now)
+            named = rebuild(member, report, self._rolling, self._answers.expected, unnamed, now)
             for key in named:
                 self._moves.forget(key)
             self._forget(before - member.requests.keys())
             self._doubted.pop(unit, None)
         else:
             brought = self._moves.brought(report, member, self._scheduler, now)
-            news = apply(member, report, self._rolling, unnamed, now, brought)
+            news = apply(member, report, self._rolling, self._answers.expected, unnamed, now, brought)
             named, ended = news.named, self._moves.left(member, news.ended, now)
             if self._scaler is not None:
                 self._scaler.take(report, ended, member, now)
@@ -313,7 +316,7 @@ class RollingModelScheduler(ModelSchedulerBase):
                 self._refuse_too_long(key, place.demand)
             return
         tokens = place.tokens or place.demand
-        promised = promise(tokens, place.max_tokens, largest)
+        promised = promise(tokens, place.max_tokens, largest, self._answers.expected)
         arrival = min(now, place.arrival)
         demand = PrefillDemand(key, self._rolling.prefill_seconds(tokens), promised, arrival, rank)
         if self._scaler is not None:
@@ -460,4 +463,5 @@ class RollingModelScheduler(ModelSchedulerBase):
             "pairs": dict(self._moves.pairs),
             "macro_instances": {name: [m.name for m in macro.ring] for name, macro in self._scheduler.macros.items()},
             "moved": self._scheduler.moved,
+            "expected_answer": self._answers.expected,
         }

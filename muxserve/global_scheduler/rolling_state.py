@@ -34,10 +34,16 @@ class MigratedProgress:
 
 
 def rebuild(
-    member: MacroMember, report: RollingReport, rules: RollingRules, unnamed: Iterable[str], now: float
+    member: MacroMember,
+    report: RollingReport,
+    rules: RollingRules,
+    expected: int,
+    unnamed: Iterable[str],
+    now: float,
 ) -> list[str]:
     """The replica has exactly the requests of this report, and those that were sent there so lately that it cannot name
-    them (`unnamed`). Of those that decode, what has been seen of them stays true. Returns the ids that it names."""
+    them (`unnamed`). Of those that decode, what has been seen of them stays true. Of answers, so many tokens are
+    `expected`. Returns the ids that it names."""
     known = dict(member.requests)
     member.clear()
     member.counted(report.steps, now - report.counted_ago, report.step_seconds)
@@ -46,20 +52,20 @@ def rebuild(
         if request.decoding_seconds is not None:
             before = known.get(request.request_id)
             place, since = (before.place, before.since) if before is not None else (None, None)
-            tokens = promise(request.tokens, request.max_tokens, member.capacity)
+            tokens = promise(request.tokens, request.max_tokens, member.capacity, expected)
             if since is None:
                 since = now - request.decoding_seconds
             member.found(request.request_id, tokens, since, now, place)
     for request in report.requests:
         if not request.prefilled and request.decoding_seconds is None:
-            _admit(member, request, rules, now)
+            _admit(member, request, rules, expected, now)
     for request_id in unnamed:
         sent = known.get(request_id)
         if request_id not in named and sent is not None:
             member.admitted(request_id, sent.tokens, sent.predicted, now)
     for request in report.requests:
         if request.prefilled and request.decoding_seconds is None:
-            _waits_to_decode(member, request, now)
+            _waits_to_decode(member, request, expected, now)
     return list(named)
 
 
@@ -67,6 +73,7 @@ def apply(
     member: MacroMember,
     report: RollingReport,
     rules: RollingRules,
+    expected: int,
     unnamed: Container[str],
     now: float,
     brought: Mapping[str, MigratedProgress] = _NOTHING,
@@ -74,6 +81,7 @@ def apply(
     """What has happened in the replica since its last report.
 
     Args:
+        expected: tokens of an answer.
         unnamed: requests that were sent there and that it has not named yet. What it tells of these before it names
             them is about former lives.
         brought: of those that came with their KV, what is known from where they were.
@@ -84,7 +92,7 @@ def apply(
     for request in report.requests:
         news.named.append(request.request_id)
         if request.request_id not in unnamed:
-            _came(member, request, rules, brought.get(request.request_id), now)
+            _came(member, request, rules, expected, brought.get(request.request_id), now)
         elif request.prefilled:
             member.prefilled(request.request_id, now)
     done = [request_id for request_id in report.prefilled if request_id not in unnamed or request_id in came]
@@ -125,10 +133,15 @@ def show(load: InstanceLoad, member: MacroMember | None, spared: float | None, n
 
 
 def _came(
-    member: MacroMember, request: RollingRequest, rules: RollingRules, brought: MigratedProgress | None, now: float
+    member: MacroMember,
+    request: RollingRequest,
+    rules: RollingRules,
+    expected: int,
+    brought: MigratedProgress | None,
+    now: float,
 ) -> None:
     if request.decoding_seconds is not None:
-        tokens = promise(request.tokens, request.max_tokens, member.capacity)
+        tokens = promise(request.tokens, request.max_tokens, member.capacity, expected)
         since, place = now - request.decoding_seconds, None
         if brought is not None and brought.since is not None:
             # On its way it has got no token.
@@ -136,17 +149,17 @@ def _came(
             place = member.place_of(brought.saved - (now - brought.at), now)
         member.found(request.request_id, tokens, since, now, place)
     elif request.prefilled:
-        _waits_to_decode(member, request, now)
+        _waits_to_decode(member, request, expected, now)
     else:
-        _admit(member, request, rules, now)
+        _admit(member, request, rules, expected, now)
 
 
-def _admit(member: MacroMember, request: RollingRequest, rules: RollingRules, now: float) -> None:
-    tokens = promise(request.tokens, request.max_tokens, member.capacity)
+def _admit(member: MacroMember, request: RollingRequest, rules: RollingRules, expected: int, now: float) -> None:
+    tokens = promise(request.tokens, request.max_tokens, member.capacity, expected)
     member.admitted(request.request_id, tokens, rules.prefill_seconds(request.tokens), now)
 
 
-def _waits_to_decode(member: MacroMember, request: RollingRequest, now: float) -> None:
-    tokens = promise(request.tokens, request.max_tokens, member.capacity)
+def _waits_to_decode(member: MacroMember, request: RollingRequest, expected: int, now: float) -> None:
+    tokens = promise(request.tokens, request.max_tokens, member.capacity, expected)
     member.admitted(request.request_id, tokens, 0.0, now)
     member.prefilled(request.request_id, now)

@@ -424,6 +424,7 @@ def rolling_of(plan: ResolvedUnit, latency: LatencyModel | None = None) -> Rolli
         spared=model.rolling.quantile,
         lower=model.rolling.lower,
         upper=model.rolling.upper,
+        answer=model.workload.output_tokens,
     )
 
 

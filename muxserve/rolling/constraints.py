@@ -7,10 +7,6 @@ from enum import StrEnum
 
 from muxserve.rolling.member import LatencyTargets, MacroMember, Window
 
-# Tokens that an answer is expected to have at most, since nobody knows: `max_tokens` is often all that the model can
-# do. Answers that outgrow it are the replica's business, which preempts when it has no room.
-EXPECTED_OUTPUT = 256
-
 
 class Verdict(StrEnum):
     """The answer, and if it is no, which constraint says so."""
@@ -38,9 +34,11 @@ class PrefillDemand:
         return -self.rank, self.arrival
 
 
-def promise(tokens: int, max_tokens: int, capacity: int, expected: int = EXPECTED_OUTPUT) -> int:
+def promise(tokens: int, max_tokens: int, capacity: int, expected: int) -> int:
     """Tokens of KV that a request is taken to hold in the end, which are no more than the `capacity` of a replica: what
-    it has, and what it may make yet (`max_tokens`), or is `expected` to make at most. Zeros: nobody knows."""
+    it has, and what it may make yet (`max_tokens`, which is often all that the model can do), or is `expected` to make
+    if that is less. Zeros: nobody knows. Answers that outgrow it are the replica's business, which preempts when it has
+    no room."""
     promised = tokens + min(max_tokens or expected, expected)
     return min(promised, max(capacity, tokens)) if capacity else promised
 

@@ -11,7 +11,8 @@ from muxserve.rolling.mitosis import Bounds
 
 
 class RollingRules(msgspec.Struct, frozen=True):
-    """Objectives in seconds (`spared` as in `LatencyTargets`), N_l and N_u, and predicted prefills.
+    """Objectives in seconds (`spared` as in `LatencyTargets`), N_l and N_u, predicted prefills, and the tokens that an
+    answer is expected to have until some have ended.
 
     `prefill` has points (tokens, seconds) of one prefill, in order of tokens: what the latency model says, before it is
     corrected by what is observed.
@@ -23,6 +24,7 @@ class RollingRules(msgspec.Struct, frozen=True):
     spared: float | None = 0.25
     lower: int = 4
     upper: int = 16
+    answer: int = 256
 
     @property
     def objectives(self) -> LatencyTargets:

@@ -131,7 +131,7 @@ class UnitLedger:
             return None
         place = live.place
         live.model.tally.cancelled += 1
-        self._leave(live, now)
+        self._leave(live, now, over=True)
         return place
 
     def given_back(self, request_id: str, now: float) -> bool:
@@ -185,7 +185,7 @@ class UnitLedger:
         if live is None or not 0 < live.lease_id <= lease_id or request_id not in live.model.engine(phase).inside:
             return False
         live.model.tally.finished += 1
-        self._leave(live, now, computed=True)
+        self._leave(live, now, computed=True, over=True)
         return True
 
     def returned(self, request_id: str, lease_id: int, output_tokens: int, now: float) -> bool:
@@ -264,12 +264,15 @@ class UnitLedger:
                 gone.append(request_id)
         return gone
 
-    def _leave(self, live: LiveRequest, now: float, idle: bool = False, computed: bool = False) -> None:
+    def _leave(
+        self, live: LiveRequest, now: float, idle: bool = False, computed: bool = False, over: bool = False
+    ) -> None:
         """Forget a request; with `idle`, its engine runs no step, and has no use for a lease if that was the last. With
-        `computed`, all its tokens were, as far as the step tells that is reported next."""
+        `computed`, all its tokens were, as far as the step tells that is reported next. It is `over` if nobody serves
+        it any more."""
         model, request_id = live.model, live.request_id
         del self.requests[request_id]
-        self._note(live, Event.LEFT)
+        self._note(live, Event.LEFT, over)
         self._decodes_no_more(live)
         if live.place is not QUEUED:
             model.seat(live.execution, -1)
@@ -310,7 +313,7 @@ class UnitLedger:
             live.model.fresh.pop(live.request_id, None)
 
     @staticmethod
-    def _note(live: LiveRequest, event: Event) -> None:
+    def _note(live: LiveRequest, event: Event, over: bool = False) -> None:
         journal = live.model.journal
         if journal is None:
             return
@@ -318,7 +321,7 @@ class UnitLedger:
             left = max(1, live.max_tokens - live.output_tokens)
             journal.append(Note(event, live.request_id, live.tokens, left, live.place is HANDED))
         else:
-            journal.append(Note(event, live.request_id))
+            journal.append(Note(event, live.request_id, over=over))
 
     @staticmethod
     def _not_prefilled(live: LiveRequest) -> None:

@@ -37,13 +37,15 @@ class Event(StrEnum):
 
 class Note(NamedTuple):
     """One event. Of a request that came: the `tokens` that it has, how many more it may generate at most, and whether
-    it brought its KV with it. One that is preempted leaves, and comes again."""
+    it brought its KV with it. One that is preempted leaves, and comes again; one that left is
+    `over` if nobody serves it any more."""
 
     event: Event
     request_id: str
     tokens: int = 0
     max_tokens: int = 0
     with_kv: bool = False
+    over: bool = False
 
 
 # Whether it was never started, priority.

@@ -11,7 +11,8 @@ from muxserve.costs import EngineShape, LatencyModel
 from muxserve.costs.step_costs import StepWork
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
-from muxserve.rolling.constraints import EXPECTED_OUTPUT, PrefillDemand, promise
+from muxserve.rolling.answers import AnswerLengths
+from muxserve.rolling.constraints import PrefillDemand, promise
 from muxserve.rolling.draining import destinations
 from muxserve.rolling.member import LatencyTargets, MacroMember
 from muxserve.rolling.mitosis import Bounds
@@ -38,15 +39,17 @@ TICK_SECONDS = 0.1
 class RingRules:
     """How the replicas of a rolling model work together.
 
-    `expected_output` tokens are promised to a request whatever it will make, since nobody knows; or no more than it
-    will make if its `max_tokens` are told, as those of `muxserve replay` are. With `scaling` replicas go, and come
+    `expected_output` tokens are promised to a request whatever it will make, since nobody knows. With `learns_answers`
+    that is what is expected at first, as live. A request whose `max_tokens` is told, as by `muxserve replay`, is
+    promised no more than it will make. With `scaling` replicas go, and come
     where `spares` say, `start_seconds` after it is decided; decodes of those that go move if there are rules for
     `migration`, and otherwise end where they are.
     """
 
     objectives: LatencyTargets
     bounds: Bounds = field(default_factory=Bounds)
-    expected_output: int = EXPECTED_OUTPUT
+    expected_output: int = 256
+    learns_answers: bool = True
     max_tokens_told: bool = False
     scaling: RollingScalingRules | None = None
     migration: MigrationRules | None = None
@@ -75,6 +78,7 @@ class Ring(ReplicaSet):
         super().__init__(model, units, clock, rules.spares, rules.start_seconds, start)
         self.rules = rules
         self.scheduler = RollingScheduler(rules.objectives, rules.bounds)
+        self.answers = AnswerLengths(rules.expected_output)
         spec, (first,) = units[0].spec, units[0].spec.models
         share = first.profile.decode_share if first.cost_share is None else first.cost_share
         shape = EngineShape(spec.device, spec.tp, share, first.dtype, first.graphs)
@@ -109,9 +113,9 @@ class Ring(ReplicaSet):
         self._by_id[request.request_id] = request
         if self._attainment is not None:
             self._unanswered.append(request)
-        left = request.output - request.made if self.rules.max_tokens_told else 0
-        promised = promise(request.tokens, left, largest, self.rules.expected_output)
-        demand = PrefillDemand(request.request_id, self._predicted(request), promised, request.arrival)
+        demand = PrefillDemand(
+            request.request_id, self._predicted(request), self._promised(request, largest), request.arrival
+        )
         self._count_steps(now)
         self._deliver(self.scheduler.arrive(demand, now), now)
         self._watch(now)
@@ -120,6 +124,10 @@ class Ring(ReplicaSet):
         """Somebody wants that replica to go."""
         self._deliver(self.scheduler.drain(name, now), now)
         self._drains(now)
+
+    def _promised(self, request: SimRequest, capacity: int) -> int:
+        left = request.output - request.made if self.rules.max_tokens_told else 0
+        return promise(request.tokens, left, capacity, self.answers.expected)
 
     def _predicted(self, request: SimRequest) -> float:
         tokens = request.tokens
@@ -152,8 +160,13 @@ class Ring(ReplicaSet):
         self._retry(now)
 
     def _count_steps(self, now: float) -> None:
+        decoded = 0
         for name, unit in self.units.items():
-            self.scheduler.member(name).counted(_engine(unit, self.model).steps_by(now))
+            member, steps = self.scheduler.member(name), _engine(unit, self.model).steps_by(now)
+            decoded += (steps - member.steps) * member.decoding
+            member.counted(steps)
+        if self.rules.learns_answers:
+            self.answers.told(decoded, 0)
 
     # ------------------------------------------------------------ what units tell
 
@@ -173,6 +186,8 @@ class Ring(ReplicaSet):
         for request in report.finished:
             was = member.left(request.request_id, now)
             del self._by_id[request.request_id]
+            if self.rules.learns_answers:
+                self.answers.told(0, 1)
             if self._attainment is not None and was is not None:
                 first = now if was.since is None else was.since
                 met = first - request.arrival <= self.rules.objectives.ttft and member.saved_by(was, now) >= 0
@@ -183,8 +198,8 @@ class Ring(ReplicaSet):
                 del self._by_id[request.request_id]
             elif was is not None:
                 # It is prefilled again where it was, which opens a prefill window there.
-                tokens = max(was.tokens, request.tokens)
-                member.admitted(request.request_id, tokens, self._predicted(request), now)
+                promised = self._promised(request, member.capacity)
+                member.admitted(request.request_id, promised, self._predicted(request), now)
         self._retry(now)
 
     # ------------------------------------------------------------ replicas that come and go

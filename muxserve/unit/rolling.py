@@ -29,6 +29,7 @@ class _Reported:
     at: float = -math.inf
     lost: int = 0
     steps: int = 0
+    decoded: int = 0
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
     # Decode steps that were run by an engine that is gone.
@@ -104,7 +105,7 @@ class RollingReports:
         and came again does so in the next."""
         reports = [RollingReport(self._unit, self._state.epoch, model.name)]
         left: set[str] = set()
-        for event, request_id, tokens, max_tokens, with_kv in journal:
+        for event, request_id, tokens, max_tokens, with_kv, over in journal:
             if event is Event.CAME:
                 if request_id in left:
                     left.clear()
@@ -117,6 +118,7 @@ class RollingReports:
             else:
                 left.add(request_id)
                 reports[-1].left.append(request_id)
+                reports[-1].over += over
         return reports
 
     def _send(self, model: ModelState, told: _Reported, report: RollingReport, now: float) -> None:
@@ -124,9 +126,10 @@ class RollingReports:
         engine, prefills = model.decode, model.prefill.of(Phase.PREFILL)
         report.steps = engine.jobs - told.steps_before
         report.counted_ago, report.step_seconds = now - told.counted_at, engine.step_seconds
+        report.decoded = engine.tokens - told.decoded
         report.prefill_tokens = prefills.tokens - told.prefill_tokens
         report.prefill_seconds = prefills.busy_seconds - told.prefill_seconds
-        told.at, told.steps = now, engine.jobs
+        told.at, told.steps, told.decoded = now, engine.jobs, engine.tokens
         told.prefill_tokens, told.prefill_seconds = prefills.tokens, prefills.busy_seconds
         self._state.send(self._scheduler, report)
 

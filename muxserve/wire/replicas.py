@@ -49,9 +49,10 @@ class RollingReport(Message):
 
     `whole`: a first report, or one after something was lost: `requests` are then all that the replica has, otherwise
     those that came. `prefilled` have their first token; `left` ended, for whatever reason. What came is taken first and
-    what left last: a request that leaves and comes again does so in two reports. `steps` counts the decode steps
+    what left last: a request that leaves and comes again does so in two reports. Of the latter, `over` are served
+    by nobody any more: they are done, or were cancelled. `steps` counts the decode steps
     since the engine is up, as it told `counted_ago` seconds before this report; one takes `step_seconds` by now (0: not
-    known). `prefill_tokens` took `prefill_seconds` since the last report.
+    known). Since the last report `decoded` tokens were made in such steps, and `prefill_tokens` took `prefill_seconds`.
     """
 
     unit: str
@@ -61,9 +62,11 @@ class RollingReport(Message):
     requests: list[RollingRequest] = []
     prefilled: list[str] = []
     left: list[str] = []
+    over: int = 0
     steps: int = 0
     counted_ago: float = 0.0
     step_seconds: float = 0.0
+    decoded: int = 0
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
 

@@ -11,7 +11,6 @@ from muxserve.global_scheduler.outbox import ToClient, ToUnit
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import Level
 from muxserve.replicas.scaling import ScalingRules
-from muxserve.rolling.constraints import EXPECTED_OUTPUT
 from muxserve.rolling.rules import RollingRules
 from muxserve.wire import (
     DrainReplicas,
@@ -204,12 +203,25 @@ def test_memory_is_promised_for_the_answer_too() -> None:
     world = rolling(("u0",), msgspec.structs.replace(RULES, ttft=100.0))
     up(world, "u0", capacity=1000)
     assert ask(world, "a", tokens=400, max_tokens=100_000) == ["u0"]
-    assert member(world, "u0").promised == 400 + EXPECTED_OUTPUT
+    assert member(world, "u0").promised == 400 + RULES.answer
     assert ask(world, "b", tokens=400, max_tokens=100_000) == [""]
     assert ask(world, "c", tokens=300, max_tokens=20) == [""], "first come first served"
     tell(world, "u0", "a", tokens=400)
     tell(world, "u0", prefilled=["a"], left=["a"])
     assert [each.request_id for each in world.heard(Placed)] == ["b", "c"]
+
+
+def test_as_much_memory_is_promised_as_answers_have_taken() -> None:
+    world = rolling(("u0",), msgspec.structs.replace(RULES, ttft=100.0))
+    up(world, "u0", capacity=1000)
+    asked = [f"r{number}" for number in range(100)]
+    for request_id in asked:
+        ask(world, request_id, tokens=400, max_tokens=100_000)
+        tell(world, "u0", request_id, tokens=400)
+        tell(world, "u0", prefilled=[request_id], left=[request_id], over=1, decoded=19)
+    assert 20 <= world.state()["models"]["m"]["expected_answer"] < 60
+    assert ask(world, "a", "b", tokens=400, max_tokens=100_000) == ["u0", "u0"], "with 256 of answer one alone fits"
+    assert ask(world, "c", tokens=400, max_tokens=100_000) == [""]
 
 
 def test_what_no_replica_can_hold_is_refused() -> None:

@@ -335,7 +335,9 @@ def papers() -> Iterable[tuple[str, Callable[[], Figures]]]:
         return figures([request.record() for request in found], wait=waits, attained=attained(found), **more)
 
     def rolling(**more: object) -> Figures:
-        rules = RingRules(LatencyTargets(5.0, 0.1), expected_output=160, spares=tuple(units[4:]), **more)  # type: ignore[arg-type]
+        rules = RingRules(
+            LatencyTargets(5.0, 0.1), expected_output=160, learns_answers=False, spares=tuple(units[4:]), **more
+        )  # type: ignore[arg-type]
         result = simulate(units[:4], requests, COSTS, options, {"a": rules})
         (together,) = result.replicas
         return of(result.requests, busy=result.busy_gpu_seconds, replicas=together.average, moves=together.moves)

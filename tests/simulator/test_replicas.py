@@ -352,6 +352,17 @@ def test_replicas_take_more_short_answers_at_once_if_requests_say_how_long_they_
     assert all(request.made == 2 for request in result.requests)
 
 
+def test_replicas_take_more_answers_at_once_when_answers_were_short() -> None:
+    units = replicas(2, blocks=12)
+    before = [(0.1 * n, 10, 2) for n in range(100)]
+    requests = [*before, *((20 + 0.001 * n, 10, 2) for n in range(8))]
+    used = []
+    for learns in (False, True):
+        result = play(requests, units, ring_rules(expected_output=120, learns_answers=learns))
+        used.append(len({id(request.unit) for request in result.requests[100:]}))
+    assert used == [2, 1]
+
+
 def test_rolling_replicas_come_while_objectives_are_missed_and_go_when_there_is_nothing_to_do() -> None:
     scaling = RollingScaling(target=0.9, window=2.0, patience=1.0, enough=5, most=6, idle=0.2)
     busy = [(0.05 * n, 200, 20) for n in range(600)]

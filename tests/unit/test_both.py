@@ -343,9 +343,9 @@ def test_what_makes_room_is_told_at_once_and_arrivals_soon() -> None:
     (done,) = reports(prefill(bench, "s"))
     assert (done.prefilled, done.prefill_tokens, done.steps) == (["s"], 20, 0)
     (ended,) = reports(bench.report("a/both", running=1, tokens=2, finished=["r"]))
-    assert (ended.left, ended.steps, ended.prefill_tokens) == (["r"], 1, 0)
+    assert (ended.left, ended.over, ended.decoded, ended.steps, ended.prefill_tokens) == (["r"], 1, 2, 1, 0)
     (gone,) = reports(bench.say(GATEWAY, Cancel(["s"])))
-    assert gone.left == ["s"]
+    assert (gone.left, gone.over) == (["s"], 1)
 
 
 def test_steps_alone_are_told_every_twenty_milliseconds() -> None:

@@ -50,7 +50,7 @@ class RollingArrangement(Arrangement):
         if demand.slo_ttft is None or demand.slo_tpot is None:
             raise NoPlaceError(f"{demand.name} is rolling, which needs slo.ttft_ms and slo.tpot_ms")
         objectives = LatencyTargets(demand.slo_ttft, demand.slo_tpot, wanted.spared)
-        return RingRules(objectives, wanted.bounds, max_tokens_told=True)
+        return RingRules(objectives, wanted.bounds, expected_output=demand.output_tokens, max_tokens_told=True)
 
     def report(self, unit: UnitResult) -> dict[str, object]:
         """See `Arrangement`."""

@@ -1,0 +1,38 @@
+"""How long answers are expected to be, by those that have ended."""
+
+from __future__ import annotations
+
+import math
+
+# An answer counts e times less after so many more.
+_MEMORY = 512
+# The first expectation counts as so many answers.
+_PRIOR = 8
+
+
+class AnswerLengths:
+    """Tokens that are kept free for an answer whose length nobody knows: the mean of the latest ones.
+
+    A replica with room for the mean of each nearly always has room for all together; one that has not preempts.
+
+    The mean is taken as the tokens that were made over the answers that have ended. The lengths of those that have
+    ended would be too short for long after a start, since short answers end first.
+
+    Args:
+        first: tokens expected before any answer has ended, at least 1.
+    """
+
+    __slots__ = ("_ended", "_tokens", "expected")
+
+    def __init__(self, first: int) -> None:
+        self._ended = float(_PRIOR)
+        self._tokens = float(_PRIOR * first)
+        self.expected = first
+
+    def told(self, decoded: int, ended: int) -> None:
+        """So many tokens were made by decode steps, and so many answers have ended, for whatever reason."""
+        kept = (1.0 - 1.0 / _MEMORY) ** ended
+        # The first token of an answer comes from its prompt.
+        self._tokens = kept * self._tokens + decoded + ended
+        self._ended = kept * self._ended + ended
+        self.expected = max(1, math.ceil(self._tokens / self._ended))
