@@ -78,7 +78,8 @@ class MacroMember:
     `steps` are those that were told. Replicas tell of them late, by dozens of steps, each of which saves nearly
     `SLO_TPOT`. So where `step_seconds` is known, steps are taken to go on at that pace from `running_since` as long as
     there are decodes and no prefill, as there have been since `resumed_at`; `ahead` are the seconds for which they were
-    taken to go on before that, since they were told.
+    taken to go on before that, since they were told. The last time that is over they went on from `ran_from` to
+    `ran_until`.
 
     `bias` corrects predicted prefills by what was observed, of which `usual` is the mean, predicted; `unattributed` are
     measured seconds of prefills of which none is done yet. A member that is `leaving` gets nothing more.
@@ -97,6 +98,8 @@ class MacroMember:
     step_seconds: float = 0.0
     running_since: float = 0.0
     resumed_at: float = 0.0
+    ran_from: float = 0.0
+    ran_until: float = 0.0
     ahead: float = 0.0
     places: list[float] = field(default_factory=list)
     first_tokens: int = 0
@@ -229,10 +232,14 @@ class MacroMember:
             before += self.ahead / self.step_seconds
         self.step_seconds, self.ahead = step_seconds, 0.0
         self.running_since = max(at, self.resumed_at)
+        if self.places and self.window is Window.PREFILL:
+            # Decodes went on until the window opened, which is more than is told in the middle of it.
+            self.ahead = max(0.0, self.ran_until - max(at, self.ran_from))
         if steps >= self.steps:
             self.steps = steps
             return
-        shift = (before - steps) * self.tpot
+        after = steps + (self.ahead / step_seconds if step_seconds else 0.0)
+        shift = (before - after) * self.tpot
         self.steps = steps
         self.places = [place + shift for place in self.places]
         self.sum_of_first_places += shift * self.first_tokens
@@ -300,7 +307,9 @@ class MacroMember:
         """Whether its decodes go on may change: what they are taken to have made by now stays."""
         self.ahead = self._untold(now)
         self.running_since = now
-        if not self._running:
+        if self._running:
+            self.ran_from, self.ran_until = self.resumed_at, now
+        else:
             self.resumed_at = now
 
     def _done(self, request: Admitted, now: float) -> None:

@@ -11,7 +11,7 @@ from muxserve.rolling.macro_instance import MacroInstance
 from muxserve.rolling.member import LatencyTargets, MacroMember
 from muxserve.rolling.mitosis import Bounds, Change, Dissolve, Found, HandleMove, Join, Leave, Mitosis
 
-VERSION = 3
+VERSION = 4
 
 
 class Handle(msgspec.Struct, frozen=True):

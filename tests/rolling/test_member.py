@@ -238,6 +238,22 @@ def test_steps_go_on_until_they_are_told() -> None:
     assert member.made(2.2) == pytest.approx(35), "what is told counts, and the pace"
 
 
+def test_steps_before_a_prefill_are_not_lost_when_less_is_told_in_the_middle_of_it() -> None:
+    """An engine tells every half lease. What comes meanwhile is told with the steps of before."""
+    member = MacroMember("u0", 1000, 0.1)
+    member.admitted("a", 10, 0.5, now=0.0)
+    member.prefilled("a", now=1.0)
+    member.admitted("b", 10, 0.5, now=1.2)
+    member.counted(4, at=1.05, step_seconds=0.01)
+    assert member.made(1.3) == pytest.approx(4 + 15), "from 1.05 to 1.2"
+    assert member.saved(1.3, 0.0) == pytest.approx(19 * 0.1 - 0.3)
+    member.counted(20, at=1.25, step_seconds=0.01)
+    assert member.made(1.3) == pytest.approx(20), "all is told"
+    member.prefilled("b", now=1.4)
+    member.counted(20, at=1.25, step_seconds=0.01)
+    assert member.made(1.5) == pytest.approx(20 + 10)
+
+
 def test_steps_of_an_engine_that_is_silent_do_not_go_on_for_ever() -> None:
     member = MacroMember("u0", 1000, 0.1)
     member.admitted("a", 10, 0.5, now=0.0)
