@@ -211,8 +211,7 @@ class Played:
 
     def records(self, requests: list[TraceRequest], known: Overheads) -> list[RequestRecord]:
         """What becomes of the requests."""
-        delays = ControlDelays.live(known.turn, known.between, known.request, known.rested)
-        costs = with_front_end(self._latency, known)
+        costs, delays = with_front_end(self._latency, known), ControlDelays.live(known)
         return simulate(self._units, requests, costs, Options(delays, pace=self._pace), self._rules).records
 
 

@@ -16,7 +16,7 @@ from muxserve.costs.profile import Overheads, Profile, load_profile, save_profil
 EXIT_OK, EXIT_BAD_INPUT, EXIT_NOTHING = 0, 2, 3
 # What a fleet learns of its overheads: the front end's work where its cores are the engines', and delays.
 _WORK = ("request_work", "step_work", "token_work")
-_LEARNT = (*_WORK, "between", "request", "rested")
+_LEARNT = (*_WORK, "between", "request", "rested", "resumed")
 
 
 def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
@@ -77,6 +77,10 @@ def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
         if each.rested:
             console.print(
                 escape(f"{name}: a prefill takes {1e3 * each.rested:.2f} ms longer on cores that have rested")
+            )
+        if each.resumed:
+            console.print(
+                escape(f"{name}: the first decode step after a pause takes {1e3 * each.resumed:.2f} ms longer")
             )
     for name, pace in learnt.pace.items():
         console.print(escape(f"{name}: from one second to another steps take {100 * pace.spread:.0f} % more or less"))

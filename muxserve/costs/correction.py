@@ -5,12 +5,14 @@ context (`costs.tables`). Measured seconds are explained by factors of these par
 steps are reported (`costs.least_squares`; FastPP's latency model is learnt in this way), so that
 
     seconds = (sum of factor * part) + beside * predicted * share of the device that others had meanwhile
-              + rested * part of the device that did nothing just before
+              + paused * what had paused just before
 
 Factors begin at 1. They move together at first, so that a prediction that is 1.5 times wrong everywhere is mended
 everywhere by a few steps of one size, and apart as far as steps of different sizes tell. The last two terms take what
-neighbours cost, and what a device does that has rested (`costs.activity`). They are no part of the corrected costs,
-which are those of a step alone on a device that is at work.
+neighbours cost, and what a step takes longer after a pause. Before a prefill step it is the device that may have
+paused (`costs.activity`), a part of it or all. A decode step follows another one of its engine, or it does not: then
+others may have used the caches since. These terms are no part of the corrected costs, which are those of a step alone
+in a row of others.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ PARTS: dict[PhaseName, tuple[str, ...]] = {
     "decode": ("step", "sequence", "context"),
 }
 # Standard deviations before anything was measured: of the factor that all parts have in common, of each part's own, of
-# what neighbours cost, and of the seconds that a device takes longer that has rested.
-_COMMON, _OWN, _BESIDE, _RESTED = 0.7, 0.3, 0.2, 1e-3
+# what neighbours cost, and of the seconds that a step takes longer after a pause.
+_COMMON, _OWN, _BESIDE, _PAUSED = 0.7, 0.3, 0.2, 1e-3
 # Of one step beside what the factors explain, and how many steps are remembered.
 _NOISE, _MEMORY_STEPS = 0.1, 5_000.0
 # A report of more steps counts as so many: their errors are not independent.
@@ -52,8 +54,8 @@ class Correction(msgspec.Struct, frozen=True):
     """What was learnt of a phase of a model: a factor of each part of the prediction (`PARTS`), what a neighbour adds
     that has the whole device (a part of the prediction), measured over predicted seconds of the last steps, and how far
     a step is from the corrected costs, relatively. `steps` were measured in all, and took `seconds` without waiting.
-    `between` is what the engine computes from one step to the next, seconds, in the mean of the last ones. `rested` is
-    how many seconds longer a step takes if the device did nothing before."""
+    `between` is what the engine computes from one step to the next, seconds, in the mean of the last ones. `paused` is
+    how many seconds longer a step takes before which all had paused."""
 
     factors: tuple[float, ...]
     beside: float
@@ -62,7 +64,7 @@ class Correction(msgspec.Struct, frozen=True):
     steps: int
     seconds: float = 0.0
     between: float = 0.0
-    rested: float = 0.0
+    paused: float = 0.0
 
 
 class CorrectionState(msgspec.Struct, frozen=True):
@@ -92,7 +94,7 @@ class PhaseCorrection:
         self._tables: dict[float, tuple[PrefillTable, DecodeTable]] = {}
         parts = len(PARTS[phase])
         covariance = [[_COMMON**2 + (_OWN**2 if i == j else 0.0) for j in range(parts)] for i in range(parts)]
-        # In terms of `_RESTED` the last one.
+        # In terms of `_PAUSED` the last one.
         more = [[*([0.0] * parts), _BESIDE**2, 0.0], [*([0.0] * parts), 0.0, 1.0]]
         covariance = [[*row, 0.0, 0.0] for row in covariance] + more
         self._learnt = RecursiveLeastSquares([1.0] * parts + [0.0, 0.0], covariance, _NOISE, _MEMORY_STEPS)
@@ -102,12 +104,14 @@ class PhaseCorrection:
         self._seconds = 0.0
 
     def observe(
-        self, done: StepSums, share: float, beside: float, decode: PhaseCorrection | None = None, rested: float = 0.0
+        self, done: StepSums, share: float, beside: float, decode: PhaseCorrection | None = None, paused: float = 0.0
     ) -> float:
-        """Steps were taken on `share` of the device while other engines had the part `beside` of it, in the mean; the
-        part `rested` of it had done nothing before. Returns the seconds that were to be expected by what was known.
+        """Steps were taken on `share` of the device while other engines had the part `beside` of it, in the mean.
+        Returns the seconds that were to be expected by what was known.
 
         Args:
+            paused: of prefill steps, the part of the device that had done nothing before; of decode steps, before how
+                many of them the engine had paused.
             decode: what is known of decode steps; for prefill steps among whose sequences some decoded.
         """
         if done.steps <= 0 or done.seconds <= 0.0:
@@ -124,8 +128,8 @@ class PhaseCorrection:
         if whole <= 0.0:
             return 0.0
         x = [part / whole for part in parts]
-        # Of several steps it is the first that finds a device that has rested.
-        x += [min(1.0, beside), _RESTED * rested / whole]
+        # Of several prefill steps it is the first that finds a device that has rested.
+        x += [min(1.0, beside), _PAUSED * paused / whole]
         error = self._learnt.observe(x, seconds / whole, min(done.steps, _MOST_STEPS))
         fade = _fading(done.steps)
         self._measured = fade * self._measured + done.seconds
@@ -143,11 +147,11 @@ class PhaseCorrection:
     @property
     def correction(self) -> Correction:
         """As of the last step."""
-        *factors, beside, rested = self._learnt.coefficients
+        *factors, beside, paused = self._learnt.coefficients
         ratio = self._measured / self._predicted if self._predicted else 1.0
         between = self._between / self._followed if self._followed else 0.0
         known = tuple(factors), beside, ratio, self._learnt.scale, self._steps, self._seconds, between
-        return Correction(*known, _RESTED * rested)
+        return Correction(*known, _PAUSED * paused)
 
     def state(self) -> CorrectionState:
         """What `restore` of another one beside the same prediction takes in."""
@@ -236,13 +240,14 @@ def corrected_profile(
     several units that have an engine alike, that counts which has seen more steps.
 
     On a CPU, where engines have cores of their own and conservation says that neighbours cost nothing, what they were
-    found to cost is the friction, and what prefills take longer on cores that have rested is `Overheads.rested`. On
+    found to cost is the friction, and what steps take longer after a pause is `Overheads.rested` and `resumed`. On
     GPUs these are left out: most of what neighbours cost is conservation, which is counted by itself. What engines
     compute between steps is the device's `Overheads.between`.
     """
     beside: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
     between: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
     rested: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
+    resumed: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
     found: dict[tuple[ProfiledModel, EngineShape], tuple[int, EngineProfile]] = {}
     for predicted, learnt in units:
         for model, engines in predicted.items():
@@ -250,7 +255,8 @@ def corrected_profile(
             steps = sum(each.steps for each in phases.values())
             for name in {engine.device for engine in engines if device(engine.device).kind == "cpu"}:
                 beside[name] += [(each.beside, each.steps) for each in phases.values()]
-                rested[name] += [(each.rested, each.steps) for phase, each in phases.items() if phase == "prefill"]
+                rested[name] += [(each.paused, each.steps) for phase, each in phases.items() if phase == "prefill"]
+                resumed[name] += [(each.paused, each.steps) for phase, each in phases.items() if phase == "decode"]
             for name in {engine.device for engine in engines}:
                 between[name] += [(each.between, each.steps) for each in phases.values() if each.between]
             for engine in engines:
@@ -258,7 +264,10 @@ def corrected_profile(
                 if steps and (known is None or known[0] < steps):
                     made = corrected(engine, phases.get("prefill"), phases.get("decode"))
                     found[engine.shape, engine.where] = steps, made
-    overheads = {name: Overheads(between=_mean(each), rested=_mean(rested[name])) for name, each in between.items()}
+    overheads = {
+        name: Overheads(between=_mean(each), rested=_mean(rested[name]), resumed=_mean(resumed[name]))
+        for name, each in between.items()
+    }
     friction = {name: _mean(each) for name, each in beside.items() if each}
     return Profile(
         engines=[engine for _, engine in found.values()],

@@ -149,7 +149,8 @@ class Overheads(msgspec.Struct, frozen=True, omit_defaults=True):
     step itself; `between` from the end of one step to the start of the next while a lease runs; `request` what a first
     token takes beyond its place in a queue and its prefill.
 
-    `rested` is what a prefill step takes longer on a device that has done nothing before (`costs.activity`).
+    `rested` is what a prefill step takes longer on a device that has done nothing before (`costs.activity`), and
+    `resumed` what a decode step takes longer with which an engine goes on after a pause.
 
     Where gateway and unit scheduler run on the engines' own cores, `request_work`, `step_work` and `token_work` are
     what a request, a step of an engine and a token cost them: seconds of the whole device. A step's tokens come in one
@@ -163,6 +164,7 @@ class Overheads(msgspec.Struct, frozen=True, omit_defaults=True):
     token_work: float = 0.0
     step_work: float = 0.0
     rested: float = 0.0
+    resumed: float = 0.0
 
 
 class MeasuredMachine(msgspec.Struct, frozen=True, omit_defaults=True):

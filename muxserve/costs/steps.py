@@ -12,7 +12,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 class StepSums(msgspec.Struct, array_like=True, gc=False):
     """Steps of one kind of one engine, summed up: `steps` of them took `seconds`, computed `tokens` for `sequences`
     with `pairs` of (query, key), and sequences that decoded read `context` tokens of KV. In `seconds` those are not
-    counted in which an engine on a CPU waited for a core.
+    counted in which an engine on a CPU waited for a core. Before `resumed` of them the engine had paused.
 
     Prefill steps may have decoding sequences among theirs (of which pairs are not counted); decode steps have no
     prompts, and no pairs.
@@ -24,8 +24,9 @@ class StepSums(msgspec.Struct, array_like=True, gc=False):
     pairs: _Count = 0
     sequences: _Count = 0
     context: _Count = 0
+    resumed: _Count = 0
 
-    def add(self, seconds: float, batch: StepBatch) -> None:
+    def add(self, seconds: float, batch: StepBatch, resumed: bool = False) -> None:
         """A step took so long."""
         self.steps += 1
         self.seconds += seconds
@@ -33,6 +34,7 @@ class StepSums(msgspec.Struct, array_like=True, gc=False):
         self.pairs += batch.pairs
         self.sequences += batch.sequences
         self.context += batch.context
+        self.resumed += resumed
 
     def merge(self, other: StepSums) -> None:
         """These steps as well."""
@@ -42,6 +44,7 @@ class StepSums(msgspec.Struct, array_like=True, gc=False):
         self.pairs += other.pairs
         self.sequences += other.sequences
         self.context += other.context
+        self.resumed += other.resumed
 
 
 class StepBatch(msgspec.Struct, frozen=True, gc=False):

@@ -390,7 +390,7 @@ class EngineLoop:
             prefill_tokens = self.scheduler.last_prefill_tokens if self.binding.phase == "both" else 0
             batch = self.scheduler.last_batch if ran else None
             self._lease.stepped(
-                seconds, self.scheduler.last_scheduled_tokens, news, prefill_tokens, batch, waited, between
+                seconds, self.scheduler.last_scheduled_tokens, news, prefill_tokens, batch, waited, between, idle
             )
         else:
             self._lease.drained(seconds, news)

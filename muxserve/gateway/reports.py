@@ -142,7 +142,11 @@ class Reports:
             beside = work if device(name).kind == "cpu" else Overheads()
             learnt = profile.overheads.get(name, Overheads())
             known = structs.replace(
-                beside, between=learnt.between, rested=learnt.rested, request=requests.get(name, 0.0)
+                learnt,
+                request=requests.get(name, 0.0),
+                request_work=beside.request_work,
+                step_work=beside.step_work,
+                token_work=beside.token_work,
             )
             if known != Overheads():
                 profile.overheads[name] = known

@@ -24,5 +24,4 @@ def measured_control(latency: LatencyModel, device: str) -> MeasuredControl:
     """As measured on that device; what was not is free in `latency`, and as everywhere in the delays."""
     profile = latency.profile if isinstance(latency, ProfileModel) else Profile()
     known = profile.overheads.get(device) or Overheads()
-    delays = ControlDelays.live(known.turn, known.between, known.request, known.rested)
-    return MeasuredControl(with_front_end(latency, known), delays, profile.pace.get(device))
+    return MeasuredControl(with_front_end(latency, known), ControlDelays.live(known), profile.pace.get(device))

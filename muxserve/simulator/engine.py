@@ -251,7 +251,7 @@ class StepEngine(Engine):
         if overhead:
             cost = cost._replace(fixed=cost.fixed + overhead)
         batch.slow = self.slow
-        batch.begin(cost, now)
+        batch.begin(cost, now, 0.0 if self.active else unit.overheads.resumed)
         self._dirty = False
         self._traced, self._traced_at = batch.counter, now
         self._runs(NO_LOAD if unit.compute.lone() else costs.decode_load(size, batch.context), now)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from muxserve.costs import ModelArchitecture
 from muxserve.costs.calibration import LINKS, Graphs
 from muxserve.costs.pace import Pace
+from muxserve.costs.profile import Overheads
 from muxserve.scheduling.policies import DEFAULT_POLICY
 from muxserve.scheduling.residency import ResidencyRules, WakeCosts
 from muxserve.scheduling.token_throttling import TokenBudget, TokenThrottling
@@ -180,6 +181,7 @@ class SimUnit:
 # From granting a lease to an idle engine to hearing of its first step, beyond the step itself: what `muxserve profile`
 # measures as `turn`, here between processes of one machine (benchmarks/results/profile_quickstart_cpu.json).
 TURN_SECONDS = 0.000744
+_UNKNOWN = Overheads()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +190,9 @@ class ControlDelays:
 
     `request`: from the client to the unit's queue. `lease`: from a decision to the engine. `report`: from an engine to
     the unit scheduler. `prefill_step` and `decode_step`: added to every step. `token`: from an engine to the client.
-    `rested`: added to a prefill step on devices that have rested. `stall`: a step that finds no pages. A decode lease
-    that is renewed when half of it is used up waits for neither report nor lease, since both come long before it ends.
+    `rested`: added to a prefill step on devices that have rested. `resumed`: added to a decode step with which an
+    engine goes on after a pause. `stall`: a step that finds no pages. A decode lease that is renewed when half of it is
+    used up waits for neither report nor lease, since both come long before it ends.
     """
 
     request: float = 0.0
@@ -200,16 +203,18 @@ class ControlDelays:
     token: float = 0.0
     stall: float = 0.001
     rested: float = 0.0
+    resumed: float = 0.0
 
     @classmethod
-    def live(cls, turn: float = 0.0, between: float = 0.0, request: float = 0.0, rested: float = 0.0) -> ControlDelays:
-        """Delays as measured live (`costs.profile.Overheads`): half of the `turn` (0: `TURN_SECONDS`) goes by on each
-        way. The lease's way, and what goes by before the step, are parts of what was measured as `request`."""
-        way = (turn or TURN_SECONDS) / 2.0
-        return cls(max(0.0, request - way - between), way, way, between, between, rested=rested)
+    def live(cls, known: Overheads = _UNKNOWN) -> ControlDelays:
+        """Delays as measured live: half of the `turn` (0: `TURN_SECONDS`) goes by on each way. The lease's way, and
+        what goes by before the step, are parts of what was measured as `request`."""
+        way, between = (known.turn or TURN_SECONDS) / 2.0, known.between
+        request = max(0.0, known.request - way - between)
+        return cls(request, way, way, between, between, rested=known.rested, resumed=known.resumed)
 
     def __post_init__(self) -> None:
-        for name in ("request", "lease", "report", "prefill_step", "decode_step", "token", "rested"):
+        for name in ("request", "lease", "report", "prefill_step", "decode_step", "token", "rested", "resumed"):
             if not getattr(self, name) >= 0.0:
                 raise ValueError(f"the overhead {name!r} must be zero or positive seconds, not {getattr(self, name)}")
         if not self.stall > 0.0:

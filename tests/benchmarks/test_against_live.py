@@ -16,7 +16,7 @@ LONE = [TraceRequest(2.0 * number, "m0", 64, 16) for number in range(6)]
 
 
 def simulated(known: Overheads) -> Summary:
-    delays = ControlDelays.live(known.turn, known.between, known.request)
+    delays = ControlDelays.live(known)
     return summarise(simulate([unit([profile("m0")], 800)], LONE, Analytic(), Options(delays)).records)
 
 

@@ -185,19 +185,33 @@ def test_what_a_device_that_has_rested_takes_longer_is_told_apart_as_well(longer
     for tokens in (64, 1000):
         pairs = tokens * (tokens + 1) // 2
         assert served.learnt.prefill(tokens, pairs, 1) == pytest.approx(true.prefill(tokens, pairs, 1), rel=0.05)
-    assert served.prefill.correction.rested == pytest.approx(longer, abs=0.0008)
+    assert served.prefill.correction.paused == pytest.approx(longer, abs=0.0008)
 
 
-def test_what_rested_cores_take_longer_is_an_overhead_of_theirs() -> None:
-    known, other = (Correction((1.0,) * 4, 0.0, 1.0, 0.0, steps, rested=2e-3 / steps) for steps in (1, 3))
+def test_what_a_decode_step_takes_longer_after_a_pause_is_told_apart() -> None:
+    """Reports of few steps have more pauses for their steps."""
+    true = Roofline().engine(SEVEN_B, SHAPE)
+    served, draw = Served(true), random.Random(4)
+    for _ in range(1500):
+        steps, batch = draw.choice((1, 2, 4, 25)), draw.randint(1, 32)
+        resumed = draw.random() < 0.5
+        seconds = steps * true.decode(batch, batch * 300).seconds(batch * 300) * draw.gauss(1.0, 0.03)
+        done = StepSums(steps, seconds + 0.004 * resumed, batch * steps, 0, batch * steps, batch * steps * 300, resumed)
+        served.decode.observe(done, 1.0, 0.0, paused=done.resumed)
+    assert served.decode.correction.paused == pytest.approx(0.004, rel=0.1)
+    assert far_off(served.learnt, true) < 0.05
+
+
+def test_what_cores_take_longer_after_a_pause_is_an_overhead_of_theirs() -> None:
+    known, other = (Correction((1.0,) * 4, 0.0, 1.0, 0.0, steps, paused=2e-3 / steps) for steps in (1, 3))
     on_cpu = msgspec.structs.replace(predicted(), device="CPU", dtype="float32")
     predictions = {"a": [on_cpu], "b": [on_cpu], "c": [predicted()]}
-    decode = Correction((1.0,) * 3, 0.0, 1.0, 0.0, 99, rested=9.0)
+    decode = Correction((1.0,) * 3, 0.0, 1.0, 0.0, 99, paused=1e-3)
     learnt = {"a": {"prefill": known, "decode": decode}, "b": {"prefill": other}, "c": {"prefill": known}}
     ((device, found),) = corrected_profile([(predictions, learnt)]).overheads.items()
     assert device == "CPU"
     assert found.rested == pytest.approx((2e-3 + 2e-3) / 4)
-    assert found == Overheads(rested=found.rested)
+    assert found == Overheads(rested=found.rested, resumed=1e-3)
 
 
 def test_neighbours_on_a_cpu_are_the_friction_of_its_profile() -> None:

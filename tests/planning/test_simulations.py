@@ -41,7 +41,7 @@ def test_what_a_profile_says_of_the_control_path_counts() -> None:
     of, load = replace(units()[0], device="CPU"), [each for each in workload() if each.model == NAMES[0]]
     measured = ProfileModel(Profile(overheads={of.device: known}), beyond=Analytic())
     made = Simulations(measured, processes=1).records([of], load, {})
-    delays = ControlDelays.live(known.turn, known.between, known.request)
+    delays = ControlDelays.live(known)
     assert made == simulate([of], load, Analytic(), Options(delays)).records
     plain = Simulations(Analytic(), processes=1).records([of], load, {})
     late = [a.ttft - b.ttft for a, b in zip(made, plain, strict=True) if a.ttft is not None and b.ttft is not None]

@@ -44,7 +44,7 @@ def test_what_is_no_handle_is_refused(data: bytes) -> None:
 
 
 def test_a_handle_of_another_version_is_refused() -> None:
-    data = pack(MacroMember("u0", 1, 0.1), "x").replace(b"version\x03", b"version\x07")
+    data = pack(MacroMember("u0", 1, 0.1), "x").replace(b"version\x04", b"version\x07")
     with pytest.raises(HandleError, match="version 7"):
         unpack(data)
 

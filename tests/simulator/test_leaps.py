@@ -102,8 +102,8 @@ def scenes(draw: st.DrawFn) -> tuple[SimUnit, LatencyModel, Options, list[TraceR
     )
     delay = draw(st.sampled_from([0.0, 0.0003, 0.001]))
     delays = ControlDelays(request=delay, lease=delay, report=delay, decode_step=delay, token=delay)
-    # Devices that have rested are slower, and not all seconds are alike.
-    delays = replace(delays, rested=draw(st.sampled_from([0.0, 0.002])))
+    # Devices that have rested are slower, and engines that have paused, and not all seconds are alike.
+    delays = replace(delays, rested=draw(st.sampled_from([0.0, 0.002])), resumed=draw(st.sampled_from([0.0, 0.0007])))
     options = Options(delays, 0.05, pace=draw(st.sampled_from([None, Pace(0.2, 0.5)])))
     simulated = unit(profiles, pages, policy, adapt_quotas=draw(st.booleans()))
     # Without skew, steps of different engines end at the very same moments.

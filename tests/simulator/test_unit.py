@@ -8,6 +8,7 @@ from statistics import fmean
 import pytest
 
 from muxserve.costs.pace import Pace
+from muxserve.costs.profile import Overheads
 from muxserve.simulator import SimulationError, simulate
 from muxserve.simulator.scheduled import ScheduledUnit
 from muxserve.simulator.setup import ControlDelays, Options, SimModel
@@ -62,6 +63,16 @@ def test_a_prefill_is_longer_on_a_device_that_has_rested(kind: int, in_use: floa
     assert second == pytest.approx(0.010 + 0.008 * (1.0 - in_use), abs=1e-4)
 
 
+@pytest.mark.parametrize(("kind", "longer"), [(0, 0.003), (1, 0.0)], ids=["an engine of decode", "one of both"])
+def test_the_first_decode_step_after_a_pause_is_longer(kind: int, longer: float) -> None:
+    """However many follow it. An engine of both goes on after the prompt."""
+    world = worlds(options=Options(ControlDelays(resumed=0.003)))[kind]
+    records = run(world, requests((0.0, "a", 40, 41), (1.0, "a", 40, 2), (2.0, "a", 40, 101))).records
+    assert [round(r.latency - r.ttft, 9) for r in records if r.latency and r.ttft] == pytest.approx(
+        [longer + 40 * 0.005, longer + 0.005, longer + 100 * 0.005]
+    )
+
+
 @pytest.mark.parametrize("kind", [0, 1])
 def test_a_device_that_is_not_always_as_fast_is_so_in_the_mean_and_has_longer_tails(kind: int) -> None:
     load = [(0.4 * number, "a", 40, 41) for number in range(400)]
@@ -97,7 +108,7 @@ def test_renewed_leases_cost_no_time() -> None:
 
 
 def test_live_delays_are_half_a_turn_each_way() -> None:
-    delays = ControlDelays.live(turn=0.002, between=0.0005, request=0.008)
+    delays = ControlDelays.live(Overheads(turn=0.002, between=0.0005, request=0.008))
     assert (delays.request, delays.lease, delays.report) == pytest.approx((0.0065, 0.001, 0.001))
     assert delays.prefill_step == delays.decode_step == 0.0005
     assert ControlDelays.live().lease > 0.0, "also where nothing was measured"

@@ -77,7 +77,7 @@ def test_what_a_prefill_takes_longer_on_a_device_that_has_rested_is_known() -> N
         now += 1.0  # the lease lasts, so that nothing of it has rested afterwards
         costs.passed(WHOLE, now)
         costs.reported(b"a/prefill", "a", HALF, report(done.seconds, prefills=done))
-    assert costs.state("a")["prefill"]["rested"] == pytest.approx(0.005, rel=0.1)
+    assert costs.state("a")["prefill"]["paused"] == pytest.approx(0.005, rel=0.1)
 
 
 def test_how_the_speed_varies_is_known() -> None:
