@@ -80,7 +80,7 @@ def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
             )
         if each.resumed:
             console.print(
-                escape(f"{name}: the first decode step after a pause takes {1e3 * each.resumed:.2f} ms longer")
+                escape(f"{name}: the first decode step after a long pause takes {1e3 * each.resumed:.2f} ms longer")
             )
     for name, pace in learnt.pace.items():
         console.print(escape(f"{name}: from one second to another steps take {100 * pace.spread:.0f} % more or less"))

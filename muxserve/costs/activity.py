@@ -1,5 +1,5 @@
-"""How busy a device was lately. On cores that have done nothing for some time the next step takes longer, most likely
-since others have used their caches and the host has put them to sleep."""
+"""How busy a device was lately, and for how long an engine has paused. On cores that have done nothing for some time
+the next step takes longer, most likely since others have used their caches and the host has put them to sleep."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ import math
 
 # Seconds after which what was before counts 1/e.
 MEMORY_SECONDS = 0.05
+# After so long a pause nothing is left of what an engine's steps leave for the next one.
+PAUSE_SECONDS = 0.04
+
+
+def lost_in(pause: float) -> float:
+    """Which part of what its last step has left an engine finds no more after a pause of so many seconds, from 0 to 1."""
+    return min(1.0, max(0.0, pause) / PAUSE_SECONDS)
 
 
 class Activity:

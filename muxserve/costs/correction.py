@@ -10,9 +10,9 @@ steps are reported (`costs.least_squares`; FastPP's latency model is learnt in t
 Factors begin at 1. They move together at first, so that a prediction that is 1.5 times wrong everywhere is mended
 everywhere by a few steps of one size, and apart as far as steps of different sizes tell. The last two terms take what
 neighbours cost, and what a step takes longer after a pause. Before a prefill step it is the device that may have
-paused (`costs.activity`), a part of it or all. A decode step follows another one of its engine, or it does not: then
-others may have used the caches since. These terms are no part of the corrected costs, which are those of a step alone
-in a row of others.
+paused, a part of it or all. A decode step follows another one of its engine, or it does not: the longer the pause, the
+less it finds of what that has left (`costs.activity`). These terms are no part of the corrected costs, which are those
+of a step alone in a row of others.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class PhaseCorrection:
         Returns the seconds that were to be expected by what was known.
 
         Args:
-            paused: of prefill steps, the part of the device that had done nothing before; of decode steps, before how
-                many of them the engine had paused.
+            paused: of prefill steps, the part of the device that had done nothing before; of decode steps, what
+                the engine had lost in pauses before them (`costs.activity.lost_in`).
             decode: what is known of decode steps; for prefill steps among whose sequences some decoded.
         """
         if done.steps <= 0 or done.seconds <= 0.0:

@@ -150,7 +150,7 @@ class Overheads(msgspec.Struct, frozen=True, omit_defaults=True):
     token takes beyond its place in a queue and its prefill.
 
     `rested` is what a prefill step takes longer on a device that has done nothing before (`costs.activity`), and
-    `resumed` what a decode step takes longer with which an engine goes on after a pause.
+    `resumed` what a decode step takes longer with which an engine goes on after a long pause.
 
     Where gateway and unit scheduler run on the engines' own cores, `request_work`, `step_work` and `token_work` are
     what a request, a step of an engine and a token cost them: seconds of the whole device. A step's tokens come in one

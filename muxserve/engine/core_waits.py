@@ -6,6 +6,7 @@ predicts steps counts it by itself: in the simulator jobs that ask for more core
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -48,6 +49,7 @@ class BetweenSteps:
 
     def __init__(self) -> None:
         self._since: float | None = None
+        self._over = -math.inf
 
     @property
     def idled(self) -> bool:
@@ -56,11 +58,15 @@ class BetweenSteps:
 
     def begin(self) -> None:
         """A step is over."""
-        self._since = time.thread_time()
+        self._since, self._over = time.thread_time(), time.monotonic()
 
     def idle(self) -> None:
         """No step follows for the time being."""
         self._since = None
+
+    def pause(self, now: float) -> float:
+        """Another step begins now; seconds since the last one if there was nothing to do meanwhile, else 0."""
+        return now - self._over if self._since is None else 0.0
 
     def end(self) -> float:
         """Another step begins; seconds since the last one."""

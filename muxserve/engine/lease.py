@@ -107,11 +107,11 @@ class HeldLease:
         batch: StepBatch | None = None,
         waited: float = 0.0,
         between: float = 0.0,
-        resumed: bool = False,
+        lost: float = 0.0,
     ) -> None:
         """A step took `seconds`, `waited` of them for a core, and computed `tokens` tokens, of which `prefill_tokens`
         are of prompts where the engine is of both phases; `batch` is what it consisted of. Since the step before the
-        engine had computed for `between` seconds, or it has `resumed` after a pause. Report it if that is due.
+        engine had computed for `between` seconds, or `lost` so much in a pause. Report it if that is due.
         """
         now = time.monotonic()
         self._left -= 1
@@ -126,7 +126,7 @@ class HeldLease:
         if self._phase == "prefill":
             self._untold_prefill_seconds += seconds
         if batch is not None and tokens:
-            (self._prefills if batch.prompts else self._decodes).add(without_waiting(seconds, waited), batch, resumed)
+            (self._prefills if batch.prompts else self._decodes).add(without_waiting(seconds, waited), batch, lost)
         worth = bool(news) or not tokens or bool(prefill_tokens) or self._every_step or self._admitted
         half = self._left * 2 <= self._steps or now - self._begun >= self._deadline - now
         over = self._left <= 0 or now >= self._deadline

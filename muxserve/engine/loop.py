@@ -13,6 +13,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
+from muxserve.costs.activity import lost_in
 from muxserve.engine.binding import Binding, bind, current
 from muxserve.engine.budget import BudgetedSteps, token_budget_of
 from muxserve.engine.core_waits import BetweenSteps, CoreWaits, NoWaits
@@ -180,6 +181,9 @@ class EngineLoop:
         """Serve until `Stop`."""
         while not self._stopping:
             self._heartbeat.beat()
+            if not self._may_step():
+                # It waits for a lease, or for something to do under the one that it has.
+                self._between.idle()
             self._receive(self._patience())
             if self._ordered and self._orders is not None:
                 self._ordered = False
@@ -191,7 +195,6 @@ class EngineLoop:
                 self._step(self._lease.usable())
                 self._trim.busy()
             else:
-                self._between.idle()
                 self._lease.tell_untold()
                 self._trim.idle(time.monotonic())
 
@@ -341,6 +344,7 @@ class EngineLoop:
     def _step(self, may_begin: bool) -> None:
         """Run a step; without `may_begin` only what is in the pipeline already."""
         idle, between, began, waits = self._between.idled, self._between.end(), time.monotonic(), self._waits.total()
+        lost = lost_in(self._between.pause(began))
         came, self._came = self._came, []
         if idle:
             for internal in came:
@@ -390,7 +394,7 @@ class EngineLoop:
             prefill_tokens = self.scheduler.last_prefill_tokens if self.binding.phase == "both" else 0
             batch = self.scheduler.last_batch if ran else None
             self._lease.stepped(
-                seconds, self.scheduler.last_scheduled_tokens, news, prefill_tokens, batch, waited, between, idle
+                seconds, self.scheduler.last_scheduled_tokens, news, prefill_tokens, batch, waited, between, lost
             )
         else:
             self._lease.drained(seconds, news)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from muxserve.costs import EngineCosts, Load
+from muxserve.costs.activity import lost_in
 from muxserve.scheduling.types import PREFILL, Phase
 from muxserve.simulator.batch import DecodeBatch
 from muxserve.simulator.pages import ModelPages
@@ -55,6 +56,7 @@ class Engine:
         self.tokens = 0
         self.busy_seconds = 0.0
         self._active_since = 0.0
+        self._rests_since = -_NEVER
 
     def boundary(self, now: float) -> None:
         """The planned step is over."""
@@ -97,6 +99,7 @@ class Engine:
         if self.active:
             self.active = False
             self.busy_seconds += now - self._active_since
+            self._rests_since = now
             self.unit.compute.changed = True
 
 
@@ -251,7 +254,10 @@ class StepEngine(Engine):
         if overhead:
             cost = cost._replace(fixed=cost.fixed + overhead)
         batch.slow = self.slow
-        batch.begin(cost, now, 0.0 if self.active else unit.overheads.resumed)
+        resumed = unit.overheads.resumed
+        if resumed and not self.active:
+            resumed *= lost_in(now - self._rests_since)
+        batch.begin(cost, now, 0.0 if self.active else resumed)
         self._dirty = False
         self._traced, self._traced_at = batch.counter, now
         self._runs(NO_LOAD if unit.compute.lone() else costs.decode_load(size, batch.context), now)

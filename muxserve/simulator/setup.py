@@ -191,7 +191,7 @@ class ControlDelays:
     `request`: from the client to the unit's queue. `lease`: from a decision to the engine. `report`: from an engine to
     the unit scheduler. `prefill_step` and `decode_step`: added to every step. `token`: from an engine to the client.
     `rested`: added to a prefill step on devices that have rested. `resumed`: added to a decode step with which an
-    engine goes on after a pause. `stall`: a step that finds no pages. A decode lease that is renewed when half of it is
+    engine goes on after a long pause. `stall`: a step that finds no pages. A decode lease that is renewed when half of it is
     used up waits for neither report nor lease, since both come long before it ends.
     """
 

@@ -201,7 +201,7 @@ def _observe(
     """Learn from these steps; returns the seconds that were to be expected."""
     decode, expected = model.phases["decode"], 0.0
     if decodes is not None and decodes.steps:
-        expected += decode.observe(decodes, share, others, paused=decodes.resumed)
+        expected += decode.observe(decodes, share, others, paused=decodes.lost)
     if prefills is not None and prefills.steps:
         expected += model.phases["prefill"].observe(prefills, share, others, decode, rested)
     return expected

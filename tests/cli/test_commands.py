@@ -271,7 +271,7 @@ def test_what_a_fleet_has_learnt_goes_into_a_profile(endpoint: Endpoint, tmp_pat
     assert "CPU: engines take 0.100 ms from one step to the next" in said
     assert "CPU: a first token takes 3.00 ms beside the queue and its prefill" in said
     assert "CPU: a prefill takes 1.50 ms longer on cores that have rested" in said
-    assert "CPU: the first decode step after a pause takes 0.60 ms longer" in said
+    assert "CPU: the first decode step after a long pause takes 0.60 ms longer" in said
     # What is not learnt the next time stays.
     endpoint.answers = {"/fleet/profile": (200, msgspec.to_builtins(Profile(engines=new.engines)))}
     assert runner.invoke(app, command).exit_code == 0

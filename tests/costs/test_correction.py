@@ -194,10 +194,10 @@ def test_what_a_decode_step_takes_longer_after_a_pause_is_told_apart() -> None:
     served, draw = Served(true), random.Random(4)
     for _ in range(1500):
         steps, batch = draw.choice((1, 2, 4, 25)), draw.randint(1, 32)
-        resumed = draw.random() < 0.5
+        lost = draw.choice((0.0, 0.3, 1.0))
         seconds = steps * true.decode(batch, batch * 300).seconds(batch * 300) * draw.gauss(1.0, 0.03)
-        done = StepSums(steps, seconds + 0.004 * resumed, batch * steps, 0, batch * steps, batch * steps * 300, resumed)
-        served.decode.observe(done, 1.0, 0.0, paused=done.resumed)
+        done = StepSums(steps, seconds + 0.004 * lost, batch * steps, 0, batch * steps, batch * steps * 300, lost)
+        served.decode.observe(done, 1.0, 0.0, paused=done.lost)
     assert served.decode.correction.paused == pytest.approx(0.004, rel=0.1)
     assert far_off(served.learnt, true) < 0.05
 

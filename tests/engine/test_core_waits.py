@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from pathlib import Path
@@ -58,3 +59,12 @@ def test_what_it_computes_while_it_has_no_step_to_take_does_not_count() -> None:
     between.begin()
     between.idle()
     assert between.end() == 0.0
+
+
+def test_a_pause_is_what_went_by_with_nothing_to_do() -> None:
+    between = BetweenSteps()
+    assert between.pause(time.monotonic()) == math.inf, "it has taken no step"
+    between.begin()
+    assert between.pause(time.monotonic() + 9.0) == 0.0, "the next step follows at once, however long that takes"
+    between.idle()
+    assert 9.0 <= between.pause(time.monotonic() + 9.0) < 10.0
