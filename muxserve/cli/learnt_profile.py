@@ -16,7 +16,7 @@ from muxserve.costs.profile import Overheads, Profile, load_profile, save_profil
 EXIT_OK, EXIT_BAD_INPUT, EXIT_NOTHING = 0, 2, 3
 # What a fleet learns of its overheads: the front end's work where its cores are the engines', and delays.
 _WORK = ("request_work", "step_work", "token_work")
-_LEARNT = (*_WORK, "between", "request", "rested", "resumed")
+_LEARNT = (*_WORK, "between", "request", "request_spread", "rested", "resumed")
 
 
 def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
@@ -72,7 +72,7 @@ def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
         if each.between:
             console.print(escape(f"{name}: engines take {1e3 * each.between:.3f} ms from one step to the next"))
         if each.request:
-            beside = f"{1e3 * each.request:.2f} ms beside the queue and its prefill"
+            beside = f"{1e3 * each.request:.2f} ± {1e3 * each.request_spread:.2f} ms beside the queue and its prefill"
             console.print(escape(f"{name}: a first token takes {beside}"))
         if each.rested:
             console.print(

@@ -12,7 +12,7 @@ PAUSE_SECONDS = 0.04
 
 
 def lost_in(pause: float) -> float:
-    """Which part of what its last step has left an engine finds no more after a pause of so many seconds, from 0 to 1."""
+    """Which part of what its last step has left an engine finds no more after so many seconds, from 0 to 1."""
     return min(1.0, max(0.0, pause) / PAUSE_SECONDS)
 
 

@@ -147,7 +147,7 @@ class PairCell(msgspec.Struct, frozen=True, omit_defaults=True):
 class Overheads(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds outside steps: `turn` from granting a lease to an idle engine to hearing of its first step, beyond the
     step itself; `between` from the end of one step to the start of the next while a lease runs; `request` what a first
-    token takes beyond its place in a queue and its prefill.
+    token takes beyond its place in a queue and its prefill, in the mean, with the standard deviation `request_spread`.
 
     `rested` is what a prefill step takes longer on a device that has done nothing before (`costs.activity`), and
     `resumed` what a decode step takes longer with which an engine goes on after a long pause.
@@ -165,6 +165,7 @@ class Overheads(msgspec.Struct, frozen=True, omit_defaults=True):
     step_work: float = 0.0
     rested: float = 0.0
     resumed: float = 0.0
+    request_spread: float = 0.0
 
 
 class MeasuredMachine(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -141,9 +141,11 @@ class Reports:
         for name in {each.device for each in profile.engines}:
             beside = work if device(name).kind == "cpu" else Overheads()
             learnt = profile.overheads.get(name, Overheads())
+            request, spread = requests.get(name, (0.0, 0.0))
             known = structs.replace(
                 learnt,
-                request=requests.get(name, 0.0),
+                request=request,
+                request_spread=spread,
                 request_work=beside.request_work,
                 step_work=beside.step_work,
                 token_work=beside.token_work,

@@ -8,6 +8,8 @@ profile's `Overheads.request`.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable
 
@@ -39,8 +41,8 @@ class RequestDelays:
         if way is not None:
             self._ways[request.unit].append((now, way))
 
-    def by_device(self, device: Callable[[str], str | None]) -> dict[str, float]:
-        """Seconds, in the mean; nothing of devices with few such requests.
+    def by_device(self, device: Callable[[str], str | None]) -> dict[str, tuple[float, float]]:
+        """Seconds, in the mean, and their standard deviation; nothing of devices with few such requests.
 
         Args:
             device: a unit's, by its name; None: there is no such unit any more.
@@ -52,13 +54,19 @@ class RequestDelays:
             if name is not None:
                 outside[name] += self._outside[unit]
                 ways[name] += self._ways[unit]
-        return {name: _mean(outside[name]) + _mean(seen) for name, seen in ways.items() if len(seen) >= _FEWEST}
+        found = {}
+        for name, seen in ways.items():
+            if len(seen) >= _FEWEST:
+                (mean, variance), (to_engine, of_that) = _moments(outside[name]), _moments(seen)
+                found[name] = mean + to_engine, math.sqrt(variance + of_that)
+        return found
 
 
-def _mean(seen: list[tuple[float, float]]) -> float:
-    """Of the last ones."""
+def _moments(seen: list[tuple[float, float]]) -> tuple[float, float]:
+    """Mean and variance of the last ones."""
     latest = sorted(seen, reverse=True)
     since = latest[0][0] - _RECENT
     seconds = sorted(each for n, (at, each) in enumerate(latest) if at >= since or n < _LEAST)
     longest = seconds[-1 - int(_EXTREME * len(seconds))]
-    return sum(min(each, longest) for each in seconds) / len(seconds)
+    seconds = [min(each, longest) for each in seconds]
+    return statistics.fmean(seconds), statistics.pvariance(seconds)

@@ -56,7 +56,7 @@ class Compute:
         self._in_use = 0.0
         # How many times as long as usual steps take at present.
         self._pace = 1.0
-        self._paced = False
+        self._draw: PaceDraw | None = None
         # What receives requests on the same cores.
         self.reception: Reception | None = None
 
@@ -76,11 +76,10 @@ class Compute:
 
     def varies(self, pace: Pace, clock: Clock) -> None:
         """The devices are not always as fast."""
-        if self._paced:
+        if self._draw is not None:
             return
-        self._paced = True
         # The same devices vary in the same way in each simulation.
-        draw = PaceDraw(pace, self.units[0].number)
+        draw = self._draw = PaceDraw(pace, self.units[0].number)
 
         def second(now: float) -> None:
             self._pace = draw.next()
@@ -89,6 +88,10 @@ class Compute:
             clock.at(now + 1.0, second)
 
         clock.at(clock.now, second)
+
+    def prefill_factor(self) -> float:
+        """How many times as long as usual the next prefill step takes, for no reason."""
+        return 1.0 if self._draw is None else self._draw.step()
 
     def follow_activity(self) -> None:
         """Somebody will ask what has rested."""

@@ -140,7 +140,8 @@ class StepEngine(Engine):
         costs, count = self._costs, len(self.chunks)
         assert costs is not None
         overheads = self.unit.overheads
-        self._duration = costs.prefill(tokens, pairs, count) + overheads.prefill_step
+        self._duration = costs.prefill(tokens, pairs, count) * self.unit.compute.prefill_factor()
+        self._duration += overheads.prefill_step
         if overheads.rested:
             self._duration += overheads.rested * self.unit.compute.rested(now)
         self._work, self._at, self._started = 0.0, now, now

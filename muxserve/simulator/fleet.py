@@ -135,7 +135,8 @@ class Group:
 
     def run(self, requests: Iterator[SimRequest]) -> None:
         """Play these requests, in order of arrival."""
-        receive(self.clock, self._cpu, self._latency, requests, self._arrive, self._options.overheads.request)
+        delays = self._options.overheads
+        receive(self.clock, self._cpu, self._latency, requests, self._arrive, delays.request, delays.request_spread)
 
     def _arrive(self, request: SimRequest, now: float) -> None:
         first, replicas = self._units[request.model], self.replicas.get(request.model)

@@ -7,6 +7,8 @@ ended, and nobody waits for it.
 
 from __future__ import annotations
 
+import math
+import random
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -26,9 +28,10 @@ def receive(
     requests: Iterator[SimRequest],
     arrive: Callable[[SimRequest, float], None],
     delay: float,
+    spread: float = 0.0,
 ) -> None:
     """Play `requests`: each comes `delay` seconds after it was sent, or, where it is received on the `cores` of the
-    engines and costs these something, when that is done.
+    engines and costs these something, when that is done, which takes as long in the mean, with that `spread`.
 
     Raises:
         SimulationError: nothing can make progress.
@@ -37,21 +40,31 @@ def receive(
     if cores is None or work is None or not work.request:
         clock.run(requests, arrive, delay)
     else:
-        reception = cores.reception = Reception(clock, cores, work.request, delay, arrive)
+        reception = cores.reception = Reception(clock, cores, work.request, delay, arrive, spread)
         clock.run(requests, reception.sent, 0.0)
 
 
 class Reception:
-    """Receives requests on the cores of `compute`, each in `delay` seconds, and hands it to `arrive`. In all a request
-    costs `work` seconds of all cores."""
+    """Receives requests on the cores of `compute`, each in `delay` seconds, in the mean with the standard deviation
+    `spread` (of a log-normal distribution), and hands it to `arrive`. In all a request costs `work` seconds of all
+    cores."""
 
     def __init__(
-        self, clock: Clock, compute: Compute, work: float, delay: float, arrive: Callable[[SimRequest, float], None]
+        self,
+        clock: Clock,
+        compute: Compute,
+        work: float,
+        delay: float,
+        arrive: Callable[[SimRequest, float], None],
+        spread: float = 0.0,
     ) -> None:
         self._clock = clock
         self._compute = compute
         self._arrive = arrive
         self._delay = delay
+        # Of the logarithm. Each simulation draws the same.
+        self._sigma = math.sqrt(math.log(1.0 + (spread / delay) ** 2)) if delay else 0.0
+        self._random = random.Random(0)
         part = min(MOST, work / delay) if delay else MOST
         self._after = max(0.0, work / part - delay)
         self.load = Load(0.0, 0.0, part)
@@ -66,12 +79,16 @@ class Reception:
         """It has something to do."""
         return bool(self._queue) or self.behind > 0.0
 
+    def _drawn(self) -> float:
+        sigma = self._sigma
+        return self._delay * math.exp(sigma * self._random.gauss(0.0, 1.0) - sigma**2 / 2.0) if sigma else self._delay
+
     def sent(self, request: SimRequest, now: float) -> None:
         """A client sends a request."""
         self._works(now)
         self._queue.append(request)
         if len(self._queue) == 1:
-            self._goes_on(now + self._delay)
+            self._goes_on(now + self._drawn())
 
     def ended(self, now: float) -> None:
         """A request has its last token."""
@@ -109,6 +126,6 @@ class Reception:
         else:
             self.behind = 0.0
         if self.active:
-            self._plan(now + (self._delay if self._queue else self.behind))
+            self._plan(now + (self._drawn() if self._queue else self.behind))
         else:
             self._compute.changes()

@@ -188,11 +188,12 @@ _UNKNOWN = Overheads()
 class ControlDelays:
     """Delays of the control path, in seconds.
 
-    `request`: from the client to the unit's queue. `lease`: from a decision to the engine. `report`: from an engine to
-    the unit scheduler. `prefill_step` and `decode_step`: added to every step. `token`: from an engine to the client.
-    `rested`: added to a prefill step on devices that have rested. `resumed`: added to a decode step with which an
-    engine goes on after a long pause. `stall`: a step that finds no pages. A decode lease that is renewed when half of it is
-    used up waits for neither report nor lease, since both come long before it ends.
+    `request`: from the client to the unit's queue, in the mean, with the standard deviation `request_spread` where the
+    cores of the engines receive requests. `lease`: from a decision to the engine. `report`: from an engine to the unit
+    scheduler. `prefill_step` and `decode_step`: added to every step. `token`: from an engine to the client. `rested`:
+    added to a prefill step on devices that have rested. `resumed`: added to a decode step with which an engine goes on
+    after a long pause. `stall`: a step that finds no pages. A decode lease that is renewed when half of it is used up
+    waits for neither report nor lease, since both come long before it ends.
     """
 
     request: float = 0.0
@@ -204,6 +205,7 @@ class ControlDelays:
     stall: float = 0.001
     rested: float = 0.0
     resumed: float = 0.0
+    request_spread: float = 0.0
 
     @classmethod
     def live(cls, known: Overheads = _UNKNOWN) -> ControlDelays:
@@ -211,10 +213,29 @@ class ControlDelays:
         what goes by before the step, are parts of what was measured as `request`."""
         way, between = (known.turn or TURN_SECONDS) / 2.0, known.between
         request = max(0.0, known.request - way - between)
-        return cls(request, way, way, between, between, rested=known.rested, resumed=known.resumed)
+        return cls(
+            request,
+            way,
+            way,
+            between,
+            between,
+            rested=known.rested,
+            resumed=known.resumed,
+            request_spread=known.request_spread,
+        )
 
     def __post_init__(self) -> None:
-        for name in ("request", "lease", "report", "prefill_step", "decode_step", "token", "rested", "resumed"):
+        for name in (
+            "request",
+            "lease",
+            "report",
+            "prefill_step",
+            "decode_step",
+            "token",
+            "rested",
+            "resumed",
+            "request_spread",
+        ):
             if not getattr(self, name) >= 0.0:
                 raise ValueError(f"the overhead {name!r} must be zero or positive seconds, not {getattr(self, name)}")
         if not self.stall > 0.0:

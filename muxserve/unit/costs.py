@@ -111,6 +111,8 @@ class UnitCosts:
             expected = _observe(known, report.prefills, report.decodes, share / WHOLE, others, rested)
             sums = (report.prefills, report.decodes)
             self._pace.told(self._at, sum(each.seconds for each in sums if each is not None), expected)
+            if report.prefills is not None and report.prefills.steps == 1 and report.decodes is None:
+                self._pace.prefilled(report.prefills.seconds, expected)
             # Of a pipeline it goes by while stages compute.
             _between(known, report)
 

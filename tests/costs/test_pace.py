@@ -48,6 +48,22 @@ def test_the_scatter_of_steps_is_no_pace() -> None:
     assert set(drawn(Pace(0.0, 0.5), 9)) == {1.0}
 
 
+def test_the_scatter_of_prefill_steps_is_learnt_beside_the_pace_and_drawn_again() -> None:
+    meter, draw = PaceMeter(), random.Random(3)
+    for second, factor in enumerate(drawn(Pace(0.1, 0.8), 600)):
+        for step in range(6):
+            seconds = 0.01 * factor * math.exp(draw.gauss(0.0, 0.2))
+            meter.told(100.0 + second + step / 6, seconds, 0.01)
+            meter.prefilled(seconds, 0.01)
+    pace = meter.pace
+    assert pace is not None
+    assert pace.scatter == pytest.approx(0.2, rel=0.15)
+    again = PaceDraw(pace, 1)
+    factors = [again.step() for _ in range(20_000)]
+    assert fmean(factors) == pytest.approx(1.0, abs=0.01)
+    assert pstdev(map(math.log, factors)) == pytest.approx(pace.scatter, rel=0.05)
+
+
 def test_few_seconds_say_nothing_and_neither_do_those_with_hardly_a_step() -> None:
     assert told([1.0] * 50).pace is None
     assert told([1.0] * 900, steps=3).pace is None

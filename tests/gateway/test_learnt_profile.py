@@ -61,7 +61,7 @@ def test_it_has_the_delays_of_each_device_and_the_front_ends_work_on_cores(devic
     (found,) = profile(device).overheads.values()
     assert found.request == pytest.approx(WAY)
     assert found.between == pytest.approx(BETWEEN)
-    assert structs.replace(found, request=0.0, between=0.0) == work
+    assert structs.replace(found, request=0.0, request_spread=0.0, between=0.0) == work
 
 
 def test_nothing_is_said_of_what_has_taken_no_step() -> None:

@@ -35,6 +35,11 @@ class Gateway:
 
     @property
     def way(self) -> float | None:
+        return None if self.delay is None else self.delay[0]
+
+    @property
+    def delay(self) -> tuple[float, float] | None:
+        """In the mean, and its standard deviation."""
         return self.delays.by_device({"u0": "CPU", "u1": "CPU", "u2": "H100"}.get).get("CPU")
 
 
@@ -53,6 +58,14 @@ def test_busy_engines_say_nothing_of_the_way_to_them() -> None:
     gateway.answers(50)
     gateway.answers(50, way=2 * WAY, to_engine=None)
     assert gateway.way == pytest.approx((10 * WAY + 50 * 2 * WAY) / 60, rel=0.02), "of the last minute"
+
+
+def test_how_much_ways_differ_is_known() -> None:
+    gateway = Gateway()
+    for _ in range(30):
+        gateway.answers(1, way=WAY - 0.001)
+        gateway.answers(1, way=WAY + 0.001)
+    assert gateway.delay == pytest.approx((WAY, 0.001), rel=0.01)
 
 
 def test_units_of_one_device_count_together() -> None:

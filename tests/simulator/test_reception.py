@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean, pstdev
 
 import pytest
 from hypothesis import given
@@ -28,11 +29,11 @@ class Alone:
 class Desk:
     """A reception whose cores nobody else wants, and when requests had been received."""
 
-    def __init__(self, work: float, delay: float) -> None:
+    def __init__(self, work: float, delay: float, spread: float = 0.0) -> None:
         self.clock = Clock()
         self.compute = Compute("CPU", Alone())  # type: ignore[arg-type]
         self.received: dict[str, float] = {}
-        self.reception = Reception(self.clock, self.compute, work, delay, self._arrive)
+        self.reception = Reception(self.clock, self.compute, work, delay, self._arrive, spread)
         self.compute.reception = self.reception
         self.compute.changes = self._changes  # type: ignore[method-assign]
         # Seconds in which it had something to do until `since`, when it last began or ended.
@@ -54,6 +55,14 @@ class Desk:
         requests = (SimRequest(str(number), "m", time, 8, 2) for number, time in enumerate(times))
         self.clock.run(requests, self.reception.sent, 0.0)
         return self.received
+
+
+def test_not_all_take_as_long() -> None:
+    apart = [float(number) for number in range(2000)]
+    received = Desk(0.002, 0.004, 0.001).send(*apart)
+    took = [received[str(number)] - sent for number, sent in enumerate(apart)]
+    assert (fmean(took), pstdev(took)) == pytest.approx((0.004, 0.001), rel=0.05)
+    assert received == Desk(0.002, 0.004, 0.001).send(*apart), "each time the same"
 
 
 def test_one_at_a_time_takes_its_delay() -> None:
