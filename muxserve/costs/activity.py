@@ -7,13 +7,13 @@ import math
 
 # Seconds after which what was before counts 1/e.
 MEMORY_SECONDS = 0.05
-# After so long a pause nothing is left of what an engine's steps leave for the next one.
-PAUSE_SECONDS = 0.04
+# After a pause of the second nothing is left of what an engine's steps leave for the next one; up to the first, all is.
+SHORT_SECONDS, LONG_SECONDS = 0.005, 0.04
 
 
 def lost_in(pause: float) -> float:
     """Which part of what its last step has left an engine finds no more after so many seconds, from 0 to 1."""
-    return min(1.0, max(0.0, pause) / PAUSE_SECONDS)
+    return min(1.0, max(0.0, pause - SHORT_SECONDS) / (LONG_SECONDS - SHORT_SECONDS))
 
 
 class Activity:

@@ -46,6 +46,9 @@ _COMMON, _OWN, _BESIDE, _PAUSED = 0.7, 0.3, 0.2, 1e-3
 _NOISE, _MEMORY_STEPS = 0.1, 5_000.0
 # A report of more steps counts as so many: their errors are not independent.
 _MOST_STEPS = 8
+# Steps that count for the level, and how far off it may be. What took more times as long as expected counts as that:
+# it says nothing of steps.
+_LEVEL_STEPS, _MOST_LEVEL, _MOST_TIMES = 1_000.0, 1.25, 2.0
 # Context at which a decode step has become affine in it.
 _MUCH_CONTEXT = 1 << 30
 
@@ -55,7 +58,8 @@ class Correction(msgspec.Struct, frozen=True):
     that has the whole device (a part of the prediction), measured over predicted seconds of the last steps, and how far
     a step is from the corrected costs, relatively. `steps` were measured in all, and took `seconds` without waiting.
     `between` is what the engine computes from one step to the next, seconds, in the mean of the last ones. `paused` is
-    how many seconds longer a step takes before which all had paused."""
+    how many seconds longer a step takes before which all had paused. `level` is measured over expected seconds of the
+    last steps: what the least squares, which give little weight to single slow steps, leave out of the mean."""
 
     factors: tuple[float, ...]
     beside: float
@@ -65,12 +69,13 @@ class Correction(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     between: float = 0.0
     paused: float = 0.0
+    level: float = 1.0
 
 
 class CorrectionState(msgspec.Struct, frozen=True):
     """Everything that a `PhaseCorrection` knows beside the prediction; `measured` and `predicted` are the fading sums
     of seconds behind `Correction.ratio`, `between` and `followed` those of seconds and steps behind
-    `Correction.between`."""
+    `Correction.between`, `level` those of measured and expected seconds behind `Correction.level`."""
 
     learnt: LeastSquaresState
     measured: float
@@ -79,6 +84,7 @@ class CorrectionState(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     between: float = 0.0
     followed: float = 0.0
+    level: tuple[float, float] = (0.0, 0.0)
 
 
 class PhaseCorrection:
@@ -100,6 +106,7 @@ class PhaseCorrection:
         self._learnt = RecursiveLeastSquares([1.0] * parts + [0.0, 0.0], covariance, _NOISE, _MEMORY_STEPS)
         self._measured = self._predicted = 0.0
         self._between = self._followed = 0.0
+        self._level = (0.0, 0.0)
         self._steps = 0
         self._seconds = 0.0
 
@@ -136,7 +143,12 @@ class PhaseCorrection:
         self._predicted = fade * self._predicted + predicted
         self._steps += done.steps
         self._seconds += done.seconds
-        return done.seconds - error * whole
+        expected = done.seconds - error * whole
+        if self._steps > _LEVEL_STEPS / 2:
+            kept = 1.0 - min(0.5, done.steps / _LEVEL_STEPS)
+            took = max(0.0, min(done.seconds, _MOST_TIMES * expected))
+            self._level = kept * self._level[0] + took, kept * self._level[1] + expected
+        return expected
 
     def observe_between(self, seconds: float, steps: int) -> None:
         """So long did the engine compute after so many steps."""
@@ -151,7 +163,9 @@ class PhaseCorrection:
         ratio = self._measured / self._predicted if self._predicted else 1.0
         between = self._between / self._followed if self._followed else 0.0
         known = tuple(factors), beside, ratio, self._learnt.scale, self._steps, self._seconds, between
-        return Correction(*known, _PAUSED * paused)
+        took, expected = self._level
+        level = max(1.0 / _MOST_LEVEL, min(_MOST_LEVEL, took / expected)) if expected > 0.0 else 1.0
+        return Correction(*known, _PAUSED * paused, level)
 
     def state(self) -> CorrectionState:
         """What `restore` of another one beside the same prediction takes in."""
@@ -163,6 +177,7 @@ class PhaseCorrection:
             self._seconds,
             self._between,
             self._followed,
+            self._level,
         )
 
     def restore(self, state: CorrectionState) -> None:
@@ -175,6 +190,7 @@ class PhaseCorrection:
         self._measured, self._predicted = state.measured, state.predicted
         self._steps, self._seconds = state.steps, state.seconds
         self._between, self._followed = state.between, state.followed
+        self._level = state.level
 
     def parts(self, done: StepSums, share: float) -> list[float]:
         """What those steps consist of as predicted, seconds. All are taken to be like the mean of them."""
@@ -283,8 +299,8 @@ def _mean(values: Sequence[tuple[float, int]]) -> float:
 
 
 def _weighed(known: Correction, parts: Sequence[float]) -> float:
-    """Never nothing: not all parts of a step can be learnt to be free."""
-    seconds = sum(factor * part for factor, part in zip(known.factors, parts, strict=True))
+    """At the level of the last steps. Never nothing: not all parts of a step can be learnt to be free."""
+    seconds = known.level * sum(factor * part for factor, part in zip(known.factors, parts, strict=True))
     return max(seconds, _LEAST_PART * sum(parts))
 
 

@@ -51,10 +51,9 @@ class BetweenSteps:
         self._since: float | None = None
         self._over = -math.inf
 
-    @property
-    def idled(self) -> bool:
-        """The engine had nothing to do since its last step."""
-        return self._since is None
+    def idled(self, at: float) -> bool:
+        """The engine had nothing to do at that time, and has taken no step since."""
+        return self._since is None and at >= self._over
 
     def begin(self) -> None:
         """A step is over."""

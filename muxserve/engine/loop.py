@@ -343,14 +343,13 @@ class EngineLoop:
 
     def _step(self, may_begin: bool) -> None:
         """Run a step; without `may_begin` only what is in the pipeline already."""
-        idle, between, began, waits = self._between.idled, self._between.end(), time.monotonic(), self._waits.total()
+        between, began, waits = self._between.end(), time.monotonic(), self._waits.total()
         lost = lost_in(self._between.pause(began))
         came, self._came = self._came, []
-        if idle:
-            for internal in came:
-                request = self._requests.there.get(internal)
-                if request is not None and request.granted_at:
-                    request.way = max(0.0, began - request.granted_at)
+        for internal in came:
+            request = self._requests.there.get(internal)
+            if request is not None and request.granted_at and self._between.idled(request.granted_at):
+                request.way = max(0.0, began - request.granted_at)
         finished: list[str] = []
         try:
             try:

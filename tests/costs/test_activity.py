@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muxserve.costs.activity import MEMORY_SECONDS, PAUSE_SECONDS, Activity, lost_in
+from muxserve.costs.activity import LONG_SECONDS, MEMORY_SECONDS, SHORT_SECONDS, Activity, lost_in
 
 
 def test_the_longer_a_pause_the_more_is_lost_up_to_all() -> None:
-    assert [lost_in(part * PAUSE_SECONDS) for part in (0.0, 0.5, 1.0, 9.0, math.inf)] == [0.0, 0.5, 1.0, 1.0, 1.0]
+    pauses = [0.0, SHORT_SECONDS, (SHORT_SECONDS + LONG_SECONDS) / 2, LONG_SECONDS, math.inf]
+    assert [lost_in(pause) for pause in pauses] == pytest.approx([0.0, 0.0, 0.5, 1.0, 1.0])
 
 
 def test_a_device_wakes_and_rests_within_the_same_moments() -> None:
