@@ -52,7 +52,7 @@ def exported(fleet: Fleet, name: str) -> float:
 @pytest.fixture(scope="module")
 def rolling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     # One replica does not hold all of the load, so that it has to roll on.
-    path = configured("rolling.yaml", tmp_path_factory.mktemp("rolling"), kv_pool={"size": "24MiB"})
+    path = configured("rolling.yaml", tmp_path_factory.mktemp("rolling"), kv_pool={"size": "8MiB"})
     # Decodes move to replicas whose own are in time, also on a machine that has much else to do.
     fleet = yaml.safe_load(path.read_text())
     fleet["models"][0]["slo"]["tpot_ms"] = 2000
