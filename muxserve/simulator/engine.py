@@ -255,10 +255,8 @@ class StepEngine(Engine):
         if overhead:
             cost = cost._replace(fixed=cost.fixed + overhead)
         batch.slow = self.slow
-        resumed = unit.overheads.resumed
-        if resumed and not self.active:
-            resumed *= lost_in(now - self._rests_since)
-        batch.begin(cost, now, 0.0 if self.active else resumed)
+        longer = 0.0 if self.active else unit.overheads.resumed * lost_in(now - self._rests_since)
+        batch.begin(cost, now, longer)
         self._dirty = False
         self._traced, self._traced_at = batch.counter, now
         self._runs(NO_LOAD if unit.compute.lone() else costs.decode_load(size, batch.context), now)

@@ -67,4 +67,6 @@ def test_a_pause_is_what_went_by_with_nothing_to_do() -> None:
     between.begin()
     assert between.pause(time.monotonic() + 9.0) == 0.0, "the next step follows at once, however long that takes"
     between.idle()
+    assert between.idled(time.monotonic())
+    assert not between.idled(time.monotonic() - 9.0), "it was in a step then"
     assert 9.0 <= between.pause(time.monotonic() + 9.0) < 10.0
