@@ -16,7 +16,7 @@ from muxserve.costs.profile import Overheads, Profile, load_profile, save_profil
 EXIT_OK, EXIT_BAD_INPUT, EXIT_NOTHING = 0, 2, 3
 # What a fleet learns of its overheads: the front end's work where its cores are the engines', and delays.
 _WORK = ("request_work", "step_work", "token_work")
-_LEARNT = (*_WORK, "between", "request", "request_spread", "rested", "resumed")
+_LEARNT = (*_WORK, "turn", "between", "request", "request_spread", "rested", "resumed")
 
 
 def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
@@ -68,6 +68,10 @@ def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
                     f"{name}: gateways, unit schedulers and local clients take {request:.2f} ms of all its cores per "
                     f"request, {step:.3f} per step and {token:.3f} per token"
                 )
+            )
+        if each.turn:
+            console.print(
+                escape(f"{name}: from a lease to the report of its first step {1e3 * each.turn:.2f} ms go by besides")
             )
         if each.between:
             console.print(escape(f"{name}: engines take {1e3 * each.between:.3f} ms from one step to the next"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
+from statistics import fmean
 
 from msgspec import structs
 
@@ -138,12 +140,18 @@ class Reports:
 
         work = self._front_end.overheads or Overheads()
         requests = self._status.broker.request_delays.by_device(device_of)
+        turns: defaultdict[str | None, list[float]] = defaultdict(list)
+        for unit in units.values():
+            turn = unit.turn()
+            if turn is not None:
+                turns[device_of(unit.name)].append(turn)
         for name in {each.device for each in profile.engines}:
             beside = work if device(name).kind == "cpu" else Overheads()
             learnt = profile.overheads.get(name, Overheads())
             request, spread = requests.get(name, (0.0, 0.0))
             known = structs.replace(
                 learnt,
+                turn=fmean(turns[name]) if turns[name] else 0.0,
                 request=request,
                 request_spread=spread,
                 request_work=beside.request_work,

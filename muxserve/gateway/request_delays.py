@@ -9,17 +9,11 @@ profile's `Overheads.request`.
 from __future__ import annotations
 
 import math
-import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable
 
+from muxserve.costs.recent import FEWEST, MOST, recent_moments
 from muxserve.gateway.requests import Tracked
-
-# Those count that are younger than so many seconds, as of the last one, and at least so many; few say nothing.
-_RECENT, _LEAST, _FEWEST = 60.0, 16, 8
-_MOST = 1024
-# This part of them, the longest, count as the longest of the rest: one that a machine has let wait would count for all.
-_EXTREME = 0.05
 
 
 class RequestDelays:
@@ -27,8 +21,8 @@ class RequestDelays:
 
     def __init__(self) -> None:
         # By unit, each with the time of the first token: seconds outside of it, and the ways to idle engines.
-        self._outside: defaultdict[str, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=_MOST))
-        self._ways: defaultdict[str, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=_MOST))
+        self._outside: defaultdict[str, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=MOST))
+        self._ways: defaultdict[str, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=MOST))
 
     def answered(self, request: Tracked, in_unit: float, way: float | None) -> None:
         """A request has its first token, for which it was in its unit for `in_unit` seconds; of these, the `way` to its
@@ -56,17 +50,7 @@ class RequestDelays:
                 ways[name] += self._ways[unit]
         found = {}
         for name, seen in ways.items():
-            if len(seen) >= _FEWEST:
-                (mean, variance), (to_engine, of_that) = _moments(outside[name]), _moments(seen)
+            if len(seen) >= FEWEST:
+                (mean, variance), (to_engine, of_that) = recent_moments(outside[name]), recent_moments(seen)
                 found[name] = mean + to_engine, math.sqrt(variance + of_that)
         return found
-
-
-def _moments(seen: list[tuple[float, float]]) -> tuple[float, float]:
-    """Mean and variance of the last ones."""
-    latest = sorted(seen, reverse=True)
-    since = latest[0][0] - _RECENT
-    seconds = sorted(each for n, (at, each) in enumerate(latest) if at >= since or n < _LEAST)
-    longest = seconds[-1 - int(_EXTREME * len(seconds))]
-    seconds = [min(each, longest) for each in seconds]
-    return statistics.fmean(seconds), statistics.pvariance(seconds)

@@ -90,6 +90,11 @@ class UnitStatus:
         said = {name: model.get("costs", {}) for name, model in self.models().items()}
         return msgspec.convert(said, dict[str, dict[str, Correction]])
 
+    def turn(self) -> float | None:
+        """Seconds from granting a lease to hearing of its first step, beyond that step; None: not known yet."""
+        said = self.state.get("turn")
+        return float(said) if isinstance(said, int | float) else None
+
     def pace(self) -> Pace | None:
         """How the speed of the unit's devices varies; None: not known yet."""
         said = self.state.get("pace")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from muxserve.costs.activity import Activity
 from muxserve.costs.correction import CorrectionState, PhaseCorrection, PhaseName
 from muxserve.costs.pace import Pace, PaceMeter
 from muxserve.costs.profile import EngineProfile
+from muxserve.costs.recent import FEWEST, MOST, recent_moments
 from muxserve.costs.steps import StepSums
 from muxserve.scheduling.types import WHOLE
 from muxserve.spec import UnitSpec
@@ -63,6 +65,10 @@ class UnitCosts:
         self._pace = PaceMeter()
         # Of each engine, as of when it last began or reported: the time, the sum, and what had rested.
         self._marks: dict[bytes, tuple[float, float, float]] = {}
+        # When engines got a lease of which they have told nothing yet; and how long it took until they did, beyond
+        # steps, each with the time.
+        self._granted: dict[bytes, float] = {}
+        self._turns: deque[tuple[float, float]] = deque(maxlen=MOST)
         # That something was learnt from.
         self.reports = 0
 
@@ -87,6 +93,7 @@ class UnitCosts:
     def began(self, engine: bytes) -> None:
         """An engine that had no lease gets one now."""
         self._mark(engine)
+        self._granted[engine] = self._at
 
     def _mark(self, engine: bytes) -> None:
         self._marks[engine] = self._as_of_now()
@@ -98,6 +105,9 @@ class UnitCosts:
         """An engine, whose lease has that share, took steps."""
         since, integral, rested = self._marks.get(engine) or self._as_of_now()
         self._mark(engine)
+        granted = self._granted.pop(engine, None)
+        if granted is not None and report.steps == 1 and not report.computed:
+            self._turns.append((self._at, max(0.0, self._at - granted - report.seconds)))
         known = self._models.get(model)
         if known is None or not share:
             return
@@ -141,6 +151,12 @@ class UnitCosts:
     def pace(self) -> Pace | None:
         """How the device's speed varies; None: not known yet."""
         return self._pace.pace
+
+    @property
+    def turn(self) -> float | None:
+        """Seconds from granting a lease to hearing of its first step, beyond that step, in the mean of the last ones;
+        None: not known yet."""
+        return recent_moments(self._turns)[0] if len(self._turns) >= FEWEST else None
 
     def state(self, model: str) -> dict[str, dict[str, object]]:
         """What was learnt of a model, JSON-ready, by phase; of phases without a step nothing."""

@@ -36,6 +36,7 @@ def unit_state(
         "uptime_seconds": round(now - state.started, 3),
         "cores": unit_spec.cores,
         "core_seconds": round(engines.core_seconds, 6),
+        "turn": engines.costs.turn,
         "pace": None if engines.costs.pace is None else structs.asdict(engines.costs.pace),
         "budget_used": ledger.share_used / WHOLE,
         "memory_connected": ledger.memory_up,

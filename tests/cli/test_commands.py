@@ -252,7 +252,7 @@ def test_what_a_fleet_has_learnt_goes_into_a_profile(endpoint: Endpoint, tmp_pat
     before = Profile(engines=[engine_at(0.5, 1.0), engine_at(1.0, 1.0)], overheads={"CPU": Overheads(turn=0.25)})
     save_profile(before, file)
     front_end = Overheads(request_work=0.004, step_work=0.0002, token_work=0.00005, between=0.0001, request=0.003)
-    front_end = msgspec.structs.replace(front_end, rested=0.0015, resumed=0.0006, request_spread=0.0005)
+    front_end = msgspec.structs.replace(front_end, rested=0.0015, resumed=0.0006, request_spread=0.0005, turn=0.0013)
     new = Profile(
         about="new", engines=[engine_at(0.5, 2.0)], overheads={"CPU": front_end}, pace={"CPU": Pace(0.07, 0.5)}
     )
@@ -263,11 +263,12 @@ def test_what_a_fleet_has_learnt_goes_into_a_profile(endpoint: Endpoint, tmp_pat
     assert "one on 1 x CPU at 50% in float32: from 5 prefill and 6 decode steps" in result.stdout
     known = load_profile(file)
     assert {engine.share: engine.decode[0].seconds for engine in known.engines} == {0.5: 2.0, 1.0: 1.0}
-    assert known.overheads == {"CPU": msgspec.structs.replace(front_end, turn=0.25)}
+    assert known.overheads == {"CPU": front_end}
     assert known.pace == new.pace
     said = " ".join(result.stdout.split())
     assert "CPU: from one second to another steps take 7 % more or less" in said
     assert "take 4.00 ms of all its cores per request, 0.200 per step and 0.050 per token" in said
+    assert "CPU: from a lease to the report of its first step 1.30 ms go by besides" in said
     assert "CPU: engines take 0.100 ms from one step to the next" in said
     assert "CPU: a first token takes 3.00 ± 0.50 ms beside the queue and its prefill" in said
     assert "CPU: a prefill takes 1.50 ms longer on cores that have rested" in said

@@ -14,7 +14,7 @@ from muxserve.costs.profile import DecodeCell, EngineProfile, Overheads, Prefill
 from muxserve.gateway.reports import Reports
 from tests.gateway.test_request_delays import WAY, Gateway
 
-STEP, BETWEEN = 0.010, 0.0001
+STEP, BETWEEN, TURN = 0.010, 0.0001, 0.0015
 PACE = Pace(0.1, 0.5)
 WORK = Overheads(request_work=0.005, step_work=0.0002, token_work=0.0001)
 
@@ -45,6 +45,7 @@ def profile(device: str, requests: int = 10, steps: int = 20) -> Profile:
         entry=SimpleNamespace(unit_spec=SimpleNamespace(costs={"m": engines(device)})),
         learnt=lambda: learnt,
         pace=lambda: PACE,
+        turn=lambda: TURN,
     )
     gateway = Gateway()
     gateway.answers(requests)
@@ -61,7 +62,8 @@ def test_it_has_the_delays_of_each_device_and_the_front_ends_work_on_cores(devic
     (found,) = profile(device).overheads.values()
     assert found.request == pytest.approx(WAY)
     assert found.between == pytest.approx(BETWEEN)
-    assert structs.replace(found, request=0.0, request_spread=0.0, between=0.0) == work
+    assert found.turn == pytest.approx(TURN)
+    assert structs.replace(found, turn=0.0, request=0.0, request_spread=0.0, between=0.0) == work
 
 
 def test_nothing_is_said_of_what_has_taken_no_step() -> None:
