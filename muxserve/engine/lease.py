@@ -63,6 +63,8 @@ class HeldLease:
         self._half_told = False
         self._admitted = False
         self._untold_steps = 0
+        # When the first of these began, and the last one ended.
+        self._untold_since = self._untold_until = 0.0
         self._untold_seconds = 0.0
         self._untold_between = 0.0
         self._untold_tokens = 0
@@ -118,6 +120,9 @@ class HeldLease:
         if not tokens:
             # The unit scheduler must see that this very step was in vain, not the sum of it and those before.
             self.tell_untold()
+        if not self._untold_steps:
+            self._untold_since = now - seconds
+        self._untold_until = now
         self._untold_steps += 1
         self._untold_seconds += seconds
         self._untold_between += between
@@ -177,6 +182,7 @@ class HeldLease:
                 prefills=self._prefills if self._prefills.steps else None,
                 decodes=self._decodes if self._decodes.steps else None,
                 between=self._untold_between,
+                elapsed=self._untold_until - self._untold_since if stepped else 0.0,
             )
         )
         if stepped:

@@ -106,8 +106,8 @@ class UnitCosts:
         since, integral, rested = self._marks.get(engine) or self._as_of_now()
         self._mark(engine)
         granted = self._granted.pop(engine, None)
-        if granted is not None and report.steps == 1 and not report.computed:
-            self._turns.append((self._at, max(0.0, self._at - granted - report.seconds)))
+        if granted is not None and report.elapsed and not report.computed:
+            self._turns.append((self._at, max(0.0, self._at - granted - report.elapsed)))
         known = self._models.get(model)
         if known is None or not share:
             return
@@ -154,8 +154,7 @@ class UnitCosts:
 
     @property
     def turn(self) -> float | None:
-        """Seconds from granting a lease to hearing of its first step, beyond that step, in the mean of the last ones;
-        None: not known yet."""
+        """Seconds from granting a lease to hearing of its first steps, beyond these; None: not known yet."""
         return recent_moments(self._turns)[0] if len(self._turns) >= FEWEST else None
 
     def state(self, model: str) -> dict[str, dict[str, object]]:

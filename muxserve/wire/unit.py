@@ -311,7 +311,7 @@ class StepReport(Message):
     stage of a pipeline, since the last report, in which it did not compute although a micro-batch was in flight, and
     `computed` those in which it did; empty with one stage. `prefills` and `decodes` are what the steps consisted of:
     those with prompts in them, and the others. `between` are seconds for which the engine computed after steps that
-    another one followed at once.
+    another one followed at once; `elapsed` those from the beginning of the first step to the end of the last one.
     """
 
     lease_id: Count
@@ -332,6 +332,7 @@ class StepReport(Message):
     prefills: StepSums | None = None
     decodes: StepSums | None = None
     between: Seconds = 0.0
+    elapsed: Seconds = 0.0
 
 
 # ---------------------------------------------------------------- controller or gateway <-> unit scheduler

@@ -63,6 +63,20 @@ def test_what_the_engine_computed_between_steps_is_told_once(engine: Engine) -> 
     assert [report.between for report in engine.run(2)] == [0.0, 0.0]
 
 
+def test_it_is_told_how_long_steps_were_with_what_was_between_them(engine: Engine) -> None:
+    engine.lease.take(Lease(7, 100, 10.0))
+    engine.run(1, seconds=0.2)
+    engine.now += 0.1
+    (report,) = engine.run(1, seconds=0.2, finished=["r"])
+    assert (report.seconds, report.elapsed) == pytest.approx((0.4, 0.5))
+    # What goes by before the first one is no part of it.
+    engine.now += 0.1
+    (report,) = engine.run(1, seconds=0.2, finished=["s"])
+    assert report.elapsed == pytest.approx(0.2)
+    engine.lease.ended_outside(["t"])
+    assert engine.told[-1].elapsed == 0.0
+
+
 def test_half_of_the_time_counts_as_half_of_the_steps(engine: Engine) -> None:
     engine.lease.take(Lease(1, 100, 1.0))
     reports = engine.run(4, seconds=0.3)

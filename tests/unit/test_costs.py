@@ -94,28 +94,29 @@ def test_how_the_speed_varies_is_known() -> None:
     assert 0.3 <= costs.pace.memory <= 0.9
 
 
-def test_how_long_it_takes_from_a_lease_to_the_report_of_its_first_step_is_known() -> None:
-    """2 ms, and a step."""
+def test_how_long_it_takes_from_a_lease_to_the_report_of_its_first_steps_is_known() -> None:
+    """2 ms, beside steps and what is between them."""
     costs, now = UnitCosts(spec(), 0.0), 0.0
 
-    def leased(done: StepSums, **more: Any) -> None:
+    def leased(done: StepSums, between: float = 0.0, **more: Any) -> None:
         nonlocal now
         costs.passed(0, now)
         costs.began(b"a/decode")
-        now += done.seconds + 0.002
+        elapsed = done.seconds + between
+        now += elapsed + 0.002
         costs.passed(HALF, now)
-        costs.reported(b"a/decode", "a", HALF, report(done.seconds, decodes=done, steps=done.steps, **more))
+        costs.reported(b"a/decode", "a", HALF, report(done.seconds, decodes=done, elapsed=elapsed, **more))
 
     for _ in range(7):
         leased(decodes(steps=1))
     assert costs.turn is None, "few say nothing"
-    leased(decodes(steps=1))
+    leased(decodes(steps=4), between=0.5)
     assert costs.turn == pytest.approx(0.002)
-    # What went by between several steps, or after the first report, is none; nor are a pipeline's steps told so.
+    # Of a lease that goes on nothing is learnt, nor of the steps of a pipeline.
     now += 5.0
-    costs.reported(b"a/decode", "a", HALF, report(0.01, decodes=decodes(steps=1)))
-    for more in ({}, {"computed": [0.1, 0.1]}):
-        leased(structs.replace(decodes(steps=4 if not more else 1), seconds=0.5), **more)
+    costs.passed(HALF, now)
+    costs.reported(b"a/decode", "a", HALF, report(0.01, decodes=decodes(steps=1), elapsed=0.01))
+    leased(structs.replace(decodes(steps=1), seconds=0.5), computed=[0.1, 0.1])
     assert costs.turn == pytest.approx(0.002)
 
 
