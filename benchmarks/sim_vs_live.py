@@ -21,11 +21,11 @@ Ways, from nothing to all that can be known:
 `--profile` adds `profiled`: that profile instead, with the front end's work and delays that were learnt.
 
 A shared machine does not serve the same requests twice in the same time. So each judged workload is served `--times`
-times, after all others each time. `spread` is how far the live runs are from each other (highest over lowest, less 1),
-and errors are those of the mean of all simulations against the mean of all. A figure is missed if it is
-further than its bar from every live run. What the machine itself lets one know is in `predicted`: how often a figure of
-a live run is within its bar of what is simulated for it, and, as the way `live`, of another live run of the same
-requests.
+times, after all others each time. What is simulated is drawn `--draws` times, and the figures are means of these.
+`spread` is how far the live runs are from each other (highest over lowest, less 1), and errors are those of the mean of
+all simulations against the mean of all. A figure is missed if it is further than its bar from every live run. What the
+machine itself lets one know is in `predicted`: how often a figure of a live run is within its bar of what is simulated
+for it, and, as the way `live`, of another live run of the same requests.
 
 What remains is looked for in pairs of one request live and simulated: how much later its first token came, by the third
 of the prompts that it is in, and by how many requests were under way (`remains`, medians in ms). `client_late` is how
@@ -209,10 +209,10 @@ class Played:
         mode = mode_of("muxserve")
         self._units, self._rules = placed.units(mode), placed.rules_of(mode)
 
-    def records(self, requests: list[TraceRequest], known: Overheads) -> list[RequestRecord]:
-        """What becomes of the requests."""
+    def records(self, requests: list[TraceRequest], known: Overheads, seed: int) -> list[RequestRecord]:
+        """What becomes of the requests; `seed` says which of all courses is drawn."""
         costs, delays = with_front_end(self._latency, known), ControlDelays.live(known)
-        return simulate(self._units, requests, costs, Options(delays, pace=self._pace), self._rules).records
+        return simulate(self._units, requests, costs, Options(delays, pace=self._pace, seed=seed), self._rules).records
 
 
 def remains(live: Sequence[RequestRecord], simulated: Sequence[RequestRecord]) -> dict[str, list[float]]:
@@ -230,9 +230,20 @@ def remains(live: Sequence[RequestRecord], simulated: Sequence[RequestRecord]) -
     return {"by_prompt": thirds([a.prompt_tokens for a, _ in pairs]), "by_under_way": thirds(under_way)}
 
 
-def held_against(runs: Sequence[Served], simulated: Sequence[Summary]) -> dict[str, dict[str, float]]:
-    """`compared` with the mean of all live runs, with the lowest and the highest of them."""
-    each = [compared(run.summary, summary) for run, summary in zip(runs, simulated, strict=True)]
+def in_the_mean(live: Summary, drawn: Sequence[Summary]) -> dict[str, dict[str, float]]:
+    """`compared` with the mean of what was drawn."""
+    each = [compared(live, summary) for summary in drawn]
+    rows = {}
+    for name, row in each[0].items():
+        simulated = sum(rows_of[name]["simulated"] for rows_of in each) / len(each)
+        rows[name] = {"live": row["live"], "simulated": simulated, "error": simulated / row["live"] - 1}
+    return rows
+
+
+def held_against(runs: Sequence[Served], simulated: Sequence[Sequence[Summary]]) -> dict[str, dict[str, float]]:
+    """`compared` with the mean of all live runs, with the lowest and the highest of them. Of each run there are the
+    simulations that were drawn."""
+    each = [in_the_mean(run.summary, drawn) for run, drawn in zip(runs, simulated, strict=True)]
     rows: dict[str, dict[str, float]] = {}
     for name in each[0]:
         lives = [rows_of[name]["live"] for rows_of in each]
@@ -248,9 +259,10 @@ def held_against(runs: Sequence[Served], simulated: Sequence[Summary]) -> dict[s
     return rows
 
 
-def predicted(pairs: Sequence[tuple[Summary, Summary]]) -> tuple[int, int]:
+def predicted(pairs: Sequence[tuple[Summary, Sequence[Summary]]]) -> tuple[int, int]:
     """Of pairs of a live run and what is said of it: how many figures are within their bars, of how many."""
-    errors = [(row["error"], bar) for pair in pairs for name, row in compared(*pair).items() if (bar := BARS.get(name))]
+    rows = [in_the_mean(*pair) for pair in pairs]
+    errors = [(row["error"], bar) for each in rows for name, row in each.items() if (bar := BARS.get(name))]
     return sum(abs(error) <= bar for error, bar in errors), len(errors)
 
 
@@ -264,15 +276,15 @@ def misses(rows: dict[str, dict[str, float]]) -> list[str]:
     return found
 
 
-def judge(live: Live, file: Path, given: Profile | None) -> dict[str, Any]:
-    """Simulate what was served, with costs of each kind."""
+def judge(live: Live, file: Path, given: Profile | None, draws: int) -> dict[str, Any]:
+    """Simulate what was served with costs of each kind, each as often as `draws` says."""
     found: dict[str, Any] = {
         "capacity": round(live.capacity, 2),
         "client": round(live.client, 5),
         "predicted": {},
         "ways": {},
     }
-    again = [(a.summary, b.summary) for runs in live.judged.values() for a in runs for b in runs if a is not b]
+    again = [(a.summary, [b.summary]) for runs in live.judged.values() for a in runs for b in runs if a is not b]
     if again:
         found["predicted"]["live"] = predicted(again)
     ways: dict[str, Callable[[Served], tuple[Profile, Overheads]]] = {
@@ -284,21 +296,24 @@ def judge(live: Live, file: Path, given: Profile | None) -> dict[str, Any]:
         ways["profiled"] = lambda run: (given, _overheads(run.before))
     for way, told in ways.items():
         rows: dict[str, Any] = {}
-        pairs: list[tuple[Summary, Summary]] = []
+        pairs: list[tuple[Summary, list[Summary]]] = []
         for part, runs in live.judged.items():
-            records = []
+            first: list[RequestRecord] = []
+            summaries = []
             for served in runs:
                 profile, known = told(served)
                 known = msgspec.structs.replace(known, request=known.request + live.client)
-                records.append(Played(file, profile).records(served.requests, known))
-            summaries = [summarise(each) for each in records]
+                played = Played(file, profile)
+                drawn = [played.records(served.requests, known, seed) for seed in range(draws)]
+                summaries.append([summarise(each) for each in drawn])
+                first = first or drawn[0]
             pairs += zip((run.summary for run in runs), summaries, strict=True)
             row: dict[str, Any] = dict(held_against(runs, summaries))
             show(f"{part} of capacity, {way}", runs[0].summary, row)
             rows[part] = {
                 **row,
                 "misses": misses(row),
-                "remains": remains(runs[0].records, records[0]),
+                "remains": remains(runs[0].records, first),
                 "client_late": [run.late for run in runs],
                 "friction": [_friction(run.learnt) for run in runs],
                 "overheads": [_rounded(msgspec.structs.asdict(told(run)[1])) for run in runs],
@@ -338,6 +353,7 @@ def main() -> int:
     parser.add_argument("--duration", type=float, default=30.0)
     parser.add_argument("--learn-for", type=float, default=30.0, help="seconds of each workload to learn from")
     parser.add_argument("--times", type=int, default=2, help="that each judged workload is served")
+    parser.add_argument("--draws", type=int, default=5, help="how often what the simulator draws is drawn")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--profile", type=Path, help="of the quickstart fleet, measured just before on this machine")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/sim_vs_live.json")
@@ -345,7 +361,7 @@ def main() -> int:
     end_cleanly()
     report: dict[str, Any] = {
         "machine": machine(),
-        **{key: getattr(options, key) for key in ("duration", "times", "seed", "learn_at", "learn_for")},
+        **{key: getattr(options, key) for key in ("duration", "times", "draws", "seed", "learn_at", "learn_for")},
         "fleets": {},
     }
     given = load_profile(options.profile) if options.profile else None
@@ -358,7 +374,7 @@ def main() -> int:
                 folder = Path(directory)
                 file = fleet_with(ROOT / source, folder / "fleet.yaml", engine_args=engine_args)
                 live = measure(file, names, options, folder)
-                report["fleets"][name] = judge(live, file, given if name == "eager" else None)
+                report["fleets"][name] = judge(live, file, given if name == "eager" else None, options.draws)
     except ServerError as error:
         print(error, file=sys.stderr)
         return 1

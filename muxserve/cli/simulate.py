@@ -122,7 +122,7 @@ def _run(settings: SimulateSettings) -> int:
         for mode, placed, units in found:
             control = measured_control(latency, placed.placement.units[0].device)
             delays, timeline = _delays(control.delays, settings), settings.timeline is not None
-            options = Options(delays, timeline=timeline, pace=control.pace)
+            options = Options(delays, timeline=timeline, pace=control.pace, seed=settings.seed)
             result = simulate(
                 units,
                 workload,

@@ -104,9 +104,9 @@ class PaceMeter:
 class PaceDraw:
     """Draws how many times as long as usual steps take, second by second; 1 in the mean."""
 
-    def __init__(self, pace: Pace, seed: int) -> None:
+    def __init__(self, pace: Pace, seed: str) -> None:
         self._pace = pace
-        self._random, self._steps = random.Random(seed), random.Random(~seed)
+        self._random, self._steps = random.Random(f"seconds {seed}"), random.Random(f"steps {seed}")
         self._level = pace.spread * self._random.gauss(0.0, 1.0)
 
     def step(self) -> float:

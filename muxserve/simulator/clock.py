@@ -74,12 +74,12 @@ class Compute:
         """No job can ever run beside the one engine's."""
         return len(self.engines) == 1 and not self.shared
 
-    def varies(self, pace: Pace, clock: Clock) -> None:
+    def varies(self, pace: Pace, clock: Clock, seed: int) -> None:
         """The devices are not always as fast."""
         if self._draw is not None:
             return
-        # The same devices vary in the same way in each simulation.
-        draw = self._draw = PaceDraw(pace, self.units[0].number)
+        # The same devices vary in the same way in each simulation with this seed.
+        draw = self._draw = PaceDraw(pace, f"{seed}/{self.units[0].number}")
 
         def second(now: float) -> None:
             self._pace = draw.next()

@@ -135,8 +135,9 @@ class Group:
 
     def run(self, requests: Iterator[SimRequest]) -> None:
         """Play these requests, in order of arrival."""
-        delays = self._options.overheads
-        receive(self.clock, self._cpu, self._latency, requests, self._arrive, delays.request, delays.request_spread)
+        delays, seed = self._options.overheads, self._options.seed
+        spread = delays.request_spread
+        receive(self.clock, self._cpu, self._latency, requests, self._arrive, delays.request, spread, seed)
 
     def _arrive(self, request: SimRequest, now: float) -> None:
         first, replicas = self._units[request.model], self.replicas.get(request.model)

@@ -29,6 +29,7 @@ def receive(
     arrive: Callable[[SimRequest, float], None],
     delay: float,
     spread: float = 0.0,
+    seed: int = 0,
 ) -> None:
     """Play `requests`: each comes `delay` seconds after it was sent, or, where it is received on the `cores` of the
     engines and costs these something, when that is done, which takes as long in the mean, with that `spread`.
@@ -40,7 +41,7 @@ def receive(
     if cores is None or work is None or not work.request:
         clock.run(requests, arrive, delay)
     else:
-        reception = cores.reception = Reception(clock, cores, work.request, delay, arrive, spread)
+        reception = cores.reception = Reception(clock, cores, work.request, delay, arrive, spread, seed)
         clock.run(requests, reception.sent, 0.0)
 
 
@@ -57,14 +58,15 @@ class Reception:
         delay: float,
         arrive: Callable[[SimRequest, float], None],
         spread: float = 0.0,
+        seed: int = 0,
     ) -> None:
         self._clock = clock
         self._compute = compute
         self._arrive = arrive
         self._delay = delay
-        # Of the logarithm. Each simulation draws the same.
+        # Of the logarithm. Each simulation with this seed draws the same.
         self._sigma = math.sqrt(math.log(1.0 + (spread / delay) ** 2)) if delay else 0.0
-        self._random = random.Random(0)
+        self._random = random.Random(f"requests {seed}")
         part = min(MOST, work / delay) if delay else MOST
         self._after = max(0.0, work / part - delay)
         self.load = Load(0.0, 0.0, part)

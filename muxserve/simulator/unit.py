@@ -51,7 +51,7 @@ class SimulatedUnit:
         if self.overheads.rested:
             self.compute.follow_activity()
         if options.pace is not None:
-            self.compute.varies(options.pace, self.clock)
+            self.compute.varies(options.pace, self.clock, options.seed)
         self.timeline = JobTimeline(spec.name, spec.device, spec.devices) if options.timeline else None
         self.turn_due = False
         # Nothing but renewals of leases is to be decided on.

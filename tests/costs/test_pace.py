@@ -22,7 +22,7 @@ def told(factors: list[float], steps: int = 20, scatter: float = 0.0, seed: int 
 
 
 def drawn(pace: Pace, count: int, seed: int = 1) -> list[float]:
-    draw = PaceDraw(pace, seed)
+    draw = PaceDraw(pace, str(seed))
     return [draw.next() for _ in range(count)]
 
 
@@ -58,7 +58,7 @@ def test_the_scatter_of_prefill_steps_is_learnt_beside_the_pace_and_drawn_again(
     pace = meter.pace
     assert pace is not None
     assert pace.scatter == pytest.approx(0.2, rel=0.15)
-    again = PaceDraw(pace, 1)
+    again = PaceDraw(pace, "1")
     factors = [again.step() for _ in range(20_000)]
     assert fmean(factors) == pytest.approx(1.0, abs=0.01)
     assert pstdev(map(math.log, factors)) == pytest.approx(pace.scatter, rel=0.05)

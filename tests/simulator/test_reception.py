@@ -29,11 +29,11 @@ class Alone:
 class Desk:
     """A reception whose cores nobody else wants, and when requests had been received."""
 
-    def __init__(self, work: float, delay: float, spread: float = 0.0) -> None:
+    def __init__(self, work: float, delay: float, spread: float = 0.0, seed: int = 0) -> None:
         self.clock = Clock()
         self.compute = Compute("CPU", Alone())  # type: ignore[arg-type]
         self.received: dict[str, float] = {}
-        self.reception = Reception(self.clock, self.compute, work, delay, self._arrive, spread)
+        self.reception = Reception(self.clock, self.compute, work, delay, self._arrive, spread, seed)
         self.compute.reception = self.reception
         self.compute.changes = self._changes  # type: ignore[method-assign]
         # Seconds in which it had something to do until `since`, when it last began or ended.
@@ -63,6 +63,7 @@ def test_not_all_take_as_long() -> None:
     took = [received[str(number)] - sent for number, sent in enumerate(apart)]
     assert (fmean(took), pstdev(took)) == pytest.approx((0.004, 0.001), rel=0.05)
     assert received == Desk(0.002, 0.004, 0.001).send(*apart), "each time the same"
+    assert received != Desk(0.002, 0.004, 0.001, seed=1).send(*apart)
 
 
 def test_one_at_a_time_takes_its_delay() -> None:

@@ -77,8 +77,8 @@ def test_the_first_decode_step_after_a_pause_is_longer(kind: int, longer: float)
 def test_a_device_that_is_not_always_as_fast_is_so_in_the_mean_and_has_longer_tails(kind: int) -> None:
     load = [(0.4 * number, "a", 40, 41) for number in range(400)]
 
-    def tpots(pace: Pace | None) -> list[float]:
-        records = run(worlds(options=Options(pace=pace))[kind], requests(*load)).records
+    def tpots(pace: Pace | None, seed: int = 0) -> list[float]:
+        records = run(worlds(options=Options(pace=pace, seed=seed))[kind], requests(*load)).records
         return sorted(record.tpot or 0.0 for record in records)
 
     steady, still, varied = tpots(None), tpots(Pace(0.0, 0.5)), tpots(Pace(0.2, 0.5))
@@ -86,6 +86,7 @@ def test_a_device_that_is_not_always_as_fast_is_so_in_the_mean_and_has_longer_ta
     assert fmean(varied) == pytest.approx(fmean(steady), rel=0.03)
     assert varied[-4] > 1.3 * steady[-4]
     assert varied == tpots(Pace(0.2, 0.5)), "each time the same"
+    assert varied != tpots(Pace(0.2, 0.5), seed=1)
 
 
 def test_overheads_are_on_the_way() -> None:
