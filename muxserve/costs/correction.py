@@ -59,7 +59,8 @@ class Correction(msgspec.Struct, frozen=True):
     a step is from the corrected costs, relatively. `steps` were measured in all, and took `seconds` without waiting.
     `between` is what the engine computes from one step to the next, seconds, in the mean of the last ones. `paused` is
     how many seconds longer a step takes before which all had paused. `level` is measured over expected seconds of the
-    last steps: what the least squares, which give little weight to single slow steps, leave out of the mean."""
+    last steps: what the least squares, which give little weight to single slow steps, leave out of the mean. `lately`
+    is how many steps were measured in the last minute or so: those before count less and less."""
 
     factors: tuple[float, ...]
     beside: float
@@ -70,6 +71,7 @@ class Correction(msgspec.Struct, frozen=True):
     between: float = 0.0
     paused: float = 0.0
     level: float = 1.0
+    lately: float = 0.0
 
 
 class CorrectionState(msgspec.Struct, frozen=True):
@@ -253,7 +255,8 @@ def corrected_profile(
     units: Iterable[tuple[Mapping[str, Sequence[EngineProfile]], Mapping[str, Mapping[str, Correction]]]],
 ) -> Profile:
     """The engines of a fleet of which something was learnt, by predictions and corrections of each unit's models. Of
-    several units that have an engine alike, that counts which has seen more steps.
+    several units that have an engine alike, that counts which has seen more steps lately: a replica that had nothing to
+    do knows only how fast the machine once was.
 
     On a CPU, where engines have cores of their own and conservation says that neighbours cost nothing, what they were
     found to cost is the friction, and what steps take longer after a pause is `Overheads.rested` and `resumed`. On
@@ -264,11 +267,11 @@ def corrected_profile(
     between: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
     rested: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
     resumed: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
-    found: dict[tuple[ProfiledModel, EngineShape], tuple[int, EngineProfile]] = {}
+    found: dict[tuple[ProfiledModel, EngineShape], tuple[tuple[float, int], EngineProfile]] = {}
     for predicted, learnt in units:
         for model, engines in predicted.items():
             phases = learnt.get(model, {})
-            steps = sum(each.steps for each in phases.values())
+            steps = sum(each.lately for each in phases.values()), sum(each.steps for each in phases.values())
             for name in {engine.device for engine in engines if device(engine.device).kind == "cpu"}:
                 beside[name] += [(each.beside, each.steps) for each in phases.values()]
                 rested[name] += [(each.paused, each.steps) for phase, each in phases.items() if phase == "prefill"]
@@ -277,7 +280,7 @@ def corrected_profile(
                 between[name] += [(each.between, each.steps) for each in phases.values() if each.between]
             for engine in engines:
                 known = found.get((engine.shape, engine.where))
-                if steps and (known is None or known[0] < steps):
+                if any(steps) and (known is None or known[0] < steps):
                     made = corrected(engine, phases.get("prefill"), phases.get("decode"))
                     found[engine.shape, engine.where] = steps, made
     overheads = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from muxserve.wire import StepReport
 
 # Steps of a pipeline that are looked at together: what a stage computed is told some micro-batches after they began.
 PIPELINE_STEPS = 32
+# Seconds after which a step counts e times less for `Correction.lately`.
+LATELY_SECONDS = 60.0
 
 
 class LearntModel(msgspec.Struct, frozen=True):
@@ -35,15 +38,29 @@ class LearntModel(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Model:
-    """One model: the digest of what was predicted, its phases' corrections. Of a pipeline what was not looked at yet,
-    and seconds of each stage."""
+    """One model: the digest of what was predicted, its phases' corrections, and how many steps each took lately, as of
+    `at`. Of a pipeline what was not looked at yet, and seconds of each stage."""
 
     predicted: str
     phases: dict[PhaseName, PhaseCorrection]
+    lately: dict[PhaseName, float] = field(default_factory=dict)
+    at: float = 0.0
     prefills: StepSums = field(default_factory=StepSums)
     decodes: StepSums = field(default_factory=StepSums)
     computed: list[float] = field(default_factory=list)
     stages: list[float] = field(default_factory=list)
+
+    def lately_at(self, now: float) -> dict[PhaseName, float]:
+        """Steps of the last minute or so."""
+        kept = math.exp((self.at - now) / LATELY_SECONDS) if now > self.at else 1.0
+        return {phase: kept * steps for phase, steps in self.lately.items()}
+
+    def took(self, report: StepReport, now: float) -> None:
+        """It took these steps."""
+        self.lately, self.at = self.lately_at(now), now
+        sums: dict[PhaseName, StepSums | None] = {"prefill": report.prefills, "decode": report.decodes}
+        for phase, each in sums.items():
+            self.lately[phase] = self.lately.get(phase, 0.0) + (each.steps if each is not None else 0)
 
 
 class UnitCosts:
@@ -112,6 +129,7 @@ class UnitCosts:
         if known is None or not share:
             return
         self.reports += 1
+        known.took(report, self._at)
         others = 0.0
         if self._at > since:
             others = max(0.0, (self._integral - integral) / (self._at - since) - share) / WHOLE
@@ -157,12 +175,16 @@ class UnitCosts:
         """Seconds from granting a lease to hearing of its first steps, beyond these; None: not known yet."""
         return recent_moments(self._turns)[0] if len(self._turns) >= FEWEST else None
 
-    def state(self, model: str) -> dict[str, dict[str, object]]:
-        """What was learnt of a model, JSON-ready, by phase; of phases without a step nothing."""
+    def state(self, model: str, now: float) -> dict[str, dict[str, object]]:
+        """What was learnt of a model until now, JSON-ready, by phase; of phases without a step nothing."""
         known = self._models.get(model)
         if known is None:
             return {}
-        learnt = {phase: each.correction for phase, each in known.phases.items()}
+        lately = known.lately_at(now)
+        learnt = {
+            phase: structs.replace(each.correction, lately=round(lately.get(phase, 0.0), 6))
+            for phase, each in known.phases.items()
+        }
         return {str(phase): structs.asdict(each) for phase, each in learnt.items() if each.steps}
 
     def learnt(self) -> dict[str, LearntModel]:

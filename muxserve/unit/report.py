@@ -47,7 +47,7 @@ def unit_state(
             | _moves(model, model.name in terminating, moving)
             | {"missing": reconciliation.missing[model.name], "strays": reconciliation.strays[model.name]}
             | {"failures": engines.failures[model.name], "culprits": engines.culprits[model.name]}
-            | {"costs": engines.costs.state(model.name), "stage_parts": engines.costs.stages(model.name)}
+            | {"costs": engines.costs.state(model.name, now), "stage_parts": engines.costs.stages(model.name)}
             | {"degraded": int(model.name in degraded), "degraded_reason": degraded.get(model.name, "")}
             for model in ledger.models
         },

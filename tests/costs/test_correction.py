@@ -236,11 +236,13 @@ def test_what_engines_compute_between_steps_is_an_overhead_of_their_device() -> 
     }
 
 
-def test_of_engines_alike_the_one_with_more_steps_counts() -> None:
+@pytest.mark.parametrize(("lately", "counts"), [(0.0, 2.0), (9.0, 3.0)])
+def test_of_engines_alike_the_one_with_more_steps_lately_counts(lately: float, counts: float) -> None:
     few, many = (Correction((factor,) * 3, 0.0, factor, 0.0, steps) for factor, steps in ((3.0, 10), (2.0, 500)))
-    units = [({"a": [predicted()]}, {"a": {"decode": each}}) for each in (few, many, few)]
+    recent = msgspec.structs.replace(few, lately=lately)
+    units = [({"a": [predicted()]}, {"a": {"decode": each}}) for each in (few, many, recent)]
     (engine,) = corrected_profile([*units, ({"c": [predicted()]}, {})]).engines
-    assert engine.decode[0].seconds == pytest.approx(2.0 * predicted().decode[0].seconds, rel=1e-6)
+    assert engine.decode[0].seconds == pytest.approx(counts * predicted().decode[0].seconds, rel=1e-6)
 
 
 def test_what_was_not_measured_stays_as_predicted() -> None:

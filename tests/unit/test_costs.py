@@ -16,7 +16,7 @@ from muxserve.costs.roofline import Roofline
 from muxserve.costs.steps import StepSums
 from muxserve.scheduling.types import WHOLE
 from muxserve.spec import UnitSpec
-from muxserve.unit.costs import PIPELINE_STEPS, UnitCosts
+from muxserve.unit.costs import LATELY_SECONDS, PIPELINE_STEPS, UnitCosts
 from muxserve.unit.costs_file import COSTS_FILE, KEEP_SECONDS, CostsFile
 from muxserve.wire import StepReport
 from tests.costs.models import SEVEN_B
@@ -27,6 +27,8 @@ TRUE = Roofline().engine(SEVEN_B, SHAPE)
 PREFILL, DECODE = predicted_cells(TRUE, 512, 8, 400)
 PREDICTED = EngineProfile("a", ProfiledModel.of(SEVEN_B), SHAPE.device, SHAPE.dtype, 1, SHAPE.share, PREFILL, DECODE)
 HALF = 500_000
+# When steps do not count any more as those of late.
+LONG_AFTER = math.inf
 
 
 def spec(**more: Any) -> UnitSpec:
@@ -77,7 +79,7 @@ def test_what_a_prefill_takes_longer_on_a_device_that_has_rested_is_known() -> N
         now += 1.0  # the lease lasts, so that nothing of it has rested afterwards
         costs.passed(WHOLE, now)
         costs.reported(b"a/prefill", "a", HALF, report(done.seconds, prefills=done))
-    assert costs.state("a")["prefill"]["paused"] == pytest.approx(0.005, rel=0.1)
+    assert costs.state("a", 0.0)["prefill"]["paused"] == pytest.approx(0.005, rel=0.1)
 
 
 def test_how_the_speed_varies_is_known() -> None:
@@ -120,6 +122,21 @@ def test_how_long_it_takes_from_a_lease_to_the_report_of_its_first_steps_is_know
     assert costs.turn == pytest.approx(0.002)
 
 
+def test_steps_of_long_ago_count_less_and_less() -> None:
+    costs = UnitCosts(spec(), 0.0)
+
+    def lately(now: float) -> list[object]:
+        learnt: Any = costs.state("a", now)
+        return [each["lately"] for each in learnt.values()]
+
+    costs.reported(b"a/decode", "a", HALF, report(1.0, decodes=decodes(steps=8), prefills=prompts()))
+    assert lately(0.0) == [1.0, 8.0]
+    assert lately(LATELY_SECONDS) == pytest.approx([1.0 / math.e, 8.0 / math.e], rel=1e-4)
+    costs.passed(0, LATELY_SECONDS)
+    costs.reported(b"a/decode", "a", HALF, report(1.0, decodes=decodes(steps=8)))
+    assert lately(LATELY_SECONDS) == pytest.approx([1.0 / math.e, 8.0 / math.e + 8.0], rel=1e-4)
+
+
 def test_what_neighbours_had_meanwhile_is_known() -> None:
     """`b` has half of the device in every other step of `a`, which then takes 1.3 times as long."""
     costs, now = UnitCosts(spec(), 0.0), 0.0
@@ -132,7 +149,7 @@ def test_what_neighbours_had_meanwhile_is_known() -> None:
         costs.passed(HALF + busy * HALF, now)
         costs.reported(b"a/decode", "a", HALF, report(done.seconds, decodes=done))
         now += 0.01
-    learnt: Any = costs.state("a")["decode"]
+    learnt: Any = costs.state("a", 0.0)["decode"]
     assert learnt["beside"] == pytest.approx(0.6, rel=0.2)
     assert sum(learnt["factors"]) / 3 == pytest.approx(1.0, rel=0.1)
     assert learnt["ratio"] == pytest.approx(1.15, rel=0.05)
@@ -142,17 +159,17 @@ def test_what_an_engine_computes_between_steps_is_a_mean_of_each_phase() -> None
     costs = UnitCosts(spec(), 0.0)
     for between in (0.0004, 0.0008):
         costs.reported(b"a/decode", "a", HALF, report(1.0, decodes=decodes(steps=4), between=between))
-    learnt = costs.state("a")
+    learnt = costs.state("a", 0.0)
     assert learnt["decode"]["between"] == pytest.approx(0.00015, rel=0.01)
     # A report of both kinds says what all of them took.
     costs.reported(b"a/decode", "a", HALF, report(1.0, prefills=prompts(), decodes=decodes(steps=4), between=0.00075))
-    learnt = costs.state("a")
+    learnt = costs.state("a", 0.0)
     assert learnt["prefill"]["between"] == pytest.approx(0.00015)
     # Stages compute meanwhile.
     steps = decodes(steps=PIPELINE_STEPS)
     costs.reported(b"a/decode", "a", HALF, report(1.0, decodes=steps, computed=[0.1, 0.1], between=9.0))
-    assert costs.state("a")["decode"]["steps"] == 12 + PIPELINE_STEPS
-    assert costs.state("a")["decode"]["between"] == learnt["decode"]["between"]
+    assert costs.state("a", 0.0)["decode"]["steps"] == 12 + PIPELINE_STEPS
+    assert costs.state("a", 0.0)["decode"]["between"] == learnt["decode"]["between"]
 
 
 def test_a_model_that_joins_is_learnt_and_the_others_stay() -> None:
@@ -160,7 +177,7 @@ def test_a_model_that_joins_is_learnt_and_the_others_stay() -> None:
     costs.reported(b"a/decode", "a", HALF, report(1.0, decodes=decodes()))
     costs.join(unit_spec(model("a"), model("c"), costs={"a": [PREDICTED], "c": [PREDICTED]}))
     costs.reported(b"c/decode", "c", HALF, report(1.0, decodes=decodes()))
-    assert [costs.state(name)["decode"]["steps"] for name in ("a", "c")] == [4, 4]
+    assert [costs.state(name, 0.0)["decode"]["steps"] for name in ("a", "c")] == [4, 4]
 
 
 def told(costs: UnitCosts, count: int = 20, factor: float = 1.5) -> UnitCosts:
@@ -178,10 +195,10 @@ def test_a_unit_scheduler_that_was_killed_goes_on_with_what_it_learnt(tmp_path: 
     file.turn(0.0)
     after = UnitCosts(spec(), 0.0)
     CostsFile(tmp_path, after, 0.0)
-    assert after.state("a") == costs.state("a")
-    assert after.state("a")["decode"]["steps"] == 21 * 4
+    assert after.state("a", LONG_AFTER) == costs.state("a", LONG_AFTER)
+    assert after.state("a", 0.0)["decode"]["steps"] == 21 * 4
     # And on, as if nothing had been.
-    assert told(after, factor=1.1).state("a") == told(costs, factor=1.1).state("a")
+    assert told(after, factor=1.1).state("a", LONG_AFTER) == told(costs, factor=1.1).state("a", LONG_AFTER)
 
 
 def test_what_was_learnt_is_written_now_and_then(tmp_path: Path) -> None:
@@ -191,7 +208,7 @@ def test_what_was_learnt_is_written_now_and_then(tmp_path: Path) -> None:
 
     def steps() -> Any:
         CostsFile(tmp_path, found := UnitCosts(spec(), 0.0), 0.0)
-        return found.state("a")["decode"]["steps"]
+        return found.state("a", 0.0)["decode"]["steps"]
 
     for now, kept in ((1.0, 4), (1.0 + KEEP_SECONDS / 2, 4), (1.0 + KEEP_SECONDS, 12)):
         told(costs, 1)
@@ -209,18 +226,18 @@ def test_costs_learnt_beside_another_prediction_are_not_taken_over(tmp_path: Pat
     other = structs.replace(PREDICTED, decode=DECODE[:-1])
     after = UnitCosts(unit_spec(model("a"), costs={"a": [other]}), 0.0)
     CostsFile(tmp_path, after, 0.0)
-    assert after.state("a") == {}
+    assert after.state("a", 0.0) == {}
 
 
 @pytest.mark.parametrize("text", [b"", b"\x81\xa1a\xc0", b"not that"])
 def test_a_file_that_cannot_be_read_is_written_anew(tmp_path: Path, text: bytes) -> None:
     (tmp_path / COSTS_FILE).write_bytes(text)
     file = CostsFile(tmp_path, costs := UnitCosts(spec(), 0.0), 0.0)
-    assert costs.state("a") == {}
+    assert costs.state("a", 0.0) == {}
     told(costs)
     file.write()
     CostsFile(tmp_path, after := UnitCosts(spec(), 0.0), 0.0)
-    assert after.state("a") == costs.state("a")
+    assert after.state("a", LONG_AFTER) == costs.state("a", LONG_AFTER)
 
 
 def test_steps_of_a_pipeline_are_what_its_stages_compute() -> None:
@@ -233,6 +250,6 @@ def test_steps_of_a_pipeline_are_what_its_stages_compute() -> None:
         told = [StepSums(each.steps, 9.0, each.tokens, each.pairs, each.sequences, each.context) for each in both]
         computed = [seconds / 3, seconds * 2 / 3]
         costs.reported(b"a/both", "a", HALF, report(9.0, prefills=told[0], decodes=told[1], computed=computed))
-    learnt: Any = costs.state("a")
+    learnt: Any = costs.state("a", 0.0)
     assert [learnt[phase]["ratio"] for phase in ("prefill", "decode")] == pytest.approx([1.5, 1.5], rel=0.05)
     assert costs.stages("a") == pytest.approx([2 / 3, 4 / 3])
