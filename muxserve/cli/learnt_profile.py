@@ -71,7 +71,9 @@ def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
             )
         if each.turn:
             console.print(
-                escape(f"{name}: from a lease to the report of its first step {1e3 * each.turn:.2f} ms go by besides")
+                escape(
+                    f"{name}: a lease and the report of its first steps take {1e3 * each.turn:.2f} ms, beside the steps"
+                )
             )
         if each.between:
             console.print(escape(f"{name}: engines take {1e3 * each.between:.3f} ms from one step to the next"))

@@ -91,7 +91,7 @@ class UnitStatus:
         return msgspec.convert(said, dict[str, dict[str, Correction]])
 
     def turn(self) -> float | None:
-        """Seconds from granting a lease to hearing of its first step, beyond that step; None: not known yet."""
+        """Seconds from granting a lease to hearing of its first steps, beyond these; None: not known yet."""
         said = self.state.get("turn")
         return float(said) if isinstance(said, int | float) else None
 

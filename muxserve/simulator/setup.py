@@ -246,7 +246,7 @@ class ControlDelays:
 class Options:
     """How to simulate. `sample_seconds` is how often page counts are recorded (0: never), `timeline` keeps every job,
     `load_tolerance` is by how much a job's load may change before others are told. With a `pace` devices are not always
-    as fast. `seed` says which of the courses is drawn that machines and requests may take."""
+    as fast. `seed` is that of all random numbers: the speed of devices, and the delays of requests."""
 
     overheads: ControlDelays = field(default_factory=ControlDelays)
     sample_seconds: float = 1.0

@@ -58,9 +58,8 @@ class _Model:
     def took(self, report: StepReport, now: float) -> None:
         """It took these steps."""
         self.lately, self.at = self.lately_at(now), now
-        sums: dict[PhaseName, StepSums | None] = {"prefill": report.prefills, "decode": report.decodes}
-        for phase, each in sums.items():
-            self.lately[phase] = self.lately.get(phase, 0.0) + (each.steps if each is not None else 0)
+        for phase, steps in _steps(report).items():
+            self.lately[phase] = self.lately.get(phase, 0.0) + steps
 
 
 class UnitCosts:
@@ -227,9 +226,14 @@ def _digest(engines: Sequence[EngineProfile]) -> str:
     return hashlib.sha256(msgspec.msgpack.encode(engines)).hexdigest()
 
 
-def _between(model: _Model, report: StepReport) -> None:
+def _steps(report: StepReport) -> dict[PhaseName, int]:
+    """How many steps of each phase it tells of; of phases without any nothing."""
     sums: dict[PhaseName, StepSums | None] = {"prefill": report.prefills, "decode": report.decodes}
-    steps = {phase: each.steps for phase, each in sums.items() if each is not None}
+    return {phase: each.steps for phase, each in sums.items() if each is not None}
+
+
+def _between(model: _Model, report: StepReport) -> None:
+    steps = _steps(report)
     for phase, count in steps.items():
         model.phases[phase].observe_between(report.between * count / sum(steps.values()), count)
 

@@ -268,7 +268,7 @@ def test_what_a_fleet_has_learnt_goes_into_a_profile(endpoint: Endpoint, tmp_pat
     said = " ".join(result.stdout.split())
     assert "CPU: from one second to another steps take 7 % more or less" in said
     assert "take 4.00 ms of all its cores per request, 0.200 per step and 0.050 per token" in said
-    assert "CPU: from a lease to the report of its first step 1.30 ms go by besides" in said
+    assert "CPU: a lease and the report of its first steps take 1.30 ms, beside the steps" in said
     assert "CPU: engines take 0.100 ms from one step to the next" in said
     assert "CPU: a first token takes 3.00 ± 0.50 ms beside the queue and its prefill" in said
     assert "CPU: a prefill takes 1.50 ms longer on cores that have rested" in said
