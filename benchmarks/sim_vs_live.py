@@ -311,7 +311,7 @@ def judge(live: Live, file: Path, given: Profile | None, draws: int) -> dict[str
                 "misses": misses(row),
                 "remains": remains(runs[0].records, first),
                 "client_late": [run.late for run in runs],
-                "friction": [_friction(run.learnt) for run in runs],
+                "friction": [_frictions(run.learnt) for run in runs],
                 "overheads": [_rounded(msgspec.structs.asdict(told(run)[1])) for run in runs],
             }
             print(f"  misses: {', '.join(rows[part]['misses']) or 'none'}; {rows[part]['remains']}", flush=True)
@@ -329,9 +329,9 @@ def _rounded(seconds: dict[str, float]) -> dict[str, float]:
     return {key: round(value, 7) for key, value in seconds.items()}
 
 
-def _friction(profile: Profile) -> float:
-    """What neighbours were found to cost."""
-    return round(max((each.friction for each in profile.interference.values()), default=0.0), 3)
+def _frictions(profile: Profile) -> dict[str, list[float]]:
+    """What neighbours were found to cost prefill and decode steps, by model."""
+    return {each.model: [round(each.prefill_friction, 3), round(each.decode_friction, 3)] for each in profile.engines}
 
 
 def main() -> int:

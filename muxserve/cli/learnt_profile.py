@@ -42,9 +42,13 @@ def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
         print_error(f"the fleet at {url} has not taken a step yet; send it requests first")
         return EXIT_NOTHING
     new = {(engine.shape, engine.where) for engine in learnt.engines}
-    known.engines = [engine for engine in known.engines if (engine.shape, engine.where) not in new] + learnt.engines
     measured = {pair.device for pair in known.pairs}
-    known.interference |= {name: each for name, each in learnt.interference.items() if name not in measured}
+    known.engines = [engine for engine in known.engines if (engine.shape, engine.where) not in new]
+    known.engines += [
+        # Measured pairs say what neighbours cost.
+        structs.replace(engine, prefill_friction=0.0, decode_friction=0.0) if engine.device in measured else engine
+        for engine in learnt.engines
+    ]
     for name, each in learnt.overheads.items():
         before = known.overheads.get(name, Overheads())
         # What it has not learnt is as it was.

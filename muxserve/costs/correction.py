@@ -24,7 +24,6 @@ from typing import Literal
 import msgspec
 
 from muxserve.costs.devices import device
-from muxserve.costs.interference import Interference
 from muxserve.costs.latency import EngineCosts, EngineShape
 from muxserve.costs.least_squares import LeastSquaresState, RecursiveLeastSquares
 from muxserve.costs.measured import at_share
@@ -234,13 +233,17 @@ def corrected(engine: EngineProfile, prefill: Correction | None, decode: Correct
     """An engine's costs with what was learnt. A cell's `samples` are the steps that it was learnt from; without any it
     stays as predicted, and so does a phase of which nothing is known."""
     found = msgspec.structs.replace(engine)
+    # On GPUs most of what neighbours cost is conservation, which is counted by itself.
+    cpu = device(engine.device).kind == "cpu"
     if prefill is not None and prefill.steps:
+        found.prefill_friction = prefill.beside if cpu else 0.0
         by_tokens = PrefillTable(engine.prefill)
         found.prefill = [
             PrefillCell(*cell.place, _weighed(prefill, by_tokens.parts(*cell.work)), prefill.steps)
             for cell in engine.prefill
         ]
     if decode is not None and decode.steps:
+        found.decode_friction = decode.beside if cpu else 0.0
         by_batch = DecodeTable(engine.decode)
         found.decode = [
             DecodeCell(
@@ -259,46 +262,52 @@ def corrected_profile(
     do knows only how fast the machine once was.
 
     On a CPU, where engines have cores of their own and conservation says that neighbours cost nothing, what they were
-    found to cost is the friction, and what steps take longer after a pause is `Overheads.rested` and `resumed`. On
-    GPUs these are left out: most of what neighbours cost is conservation, which is counted by itself. What engines
-    compute between steps is the device's `Overheads.between`.
+    found to cost is the friction of the engine's phases, and what steps take longer after a pause is `Overheads.rested`
+    and `resumed`. On GPUs these are left out: most of what neighbours cost is conservation, which is counted by itself.
+    What engines compute between steps is `Overheads.between`. These are the device's: means over its engines, by their
+    steps lately.
     """
-    beside: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
-    between: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
-    rested: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
-    resumed: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
-    found: dict[tuple[ProfiledModel, EngineShape], tuple[tuple[float, int], EngineProfile]] = {}
+    found: dict[tuple[ProfiledModel, EngineShape], tuple[tuple[float, int], EngineProfile, Mapping[str, Correction]]]
+    found = {}
     for predicted, learnt in units:
         for model, engines in predicted.items():
             phases = learnt.get(model, {})
             steps = sum(each.lately for each in phases.values()), sum(each.steps for each in phases.values())
-            for name in {engine.device for engine in engines if device(engine.device).kind == "cpu"}:
-                beside[name] += [(each.beside, each.steps) for each in phases.values()]
-                rested[name] += [(each.paused, each.steps) for phase, each in phases.items() if phase == "prefill"]
-                resumed[name] += [(each.paused, each.steps) for phase, each in phases.items() if phase == "decode"]
-            for name in {engine.device for engine in engines}:
-                between[name] += [(each.between, each.steps) for each in phases.values() if each.between]
             for engine in engines:
                 known = found.get((engine.shape, engine.where))
                 if any(steps) and (known is None or known[0] < steps):
                     made = corrected(engine, phases.get("prefill"), phases.get("decode"))
-                    found[engine.shape, engine.where] = steps, made
-    overheads = {
-        name: Overheads(between=_mean(each), rested=_mean(rested[name]), resumed=_mean(resumed[name]))
-        for name, each in between.items()
-    }
-    friction = {name: _mean(each) for name, each in beside.items() if each}
+                    found[engine.shape, engine.where] = steps, made, phases
+    by_device: defaultdict[str, list[Mapping[str, Correction]]] = defaultdict(list)
+    for _, engine, phases in found.values():
+        by_device[engine.device].append(phases)
+    overheads = {name: _overheads(device(name).kind == "cpu", each) for name, each in by_device.items()}
     return Profile(
-        engines=[engine for _, engine in found.values()],
-        interference={name: Interference(friction=value) for name, value in friction.items()},
+        engines=[engine for _, engine, _ in found.values()],
         overheads={name: known for name, known in overheads.items() if known != Overheads()},
     )
 
 
-def _mean(values: Sequence[tuple[float, int]]) -> float:
-    """Of values with their weights; 0 without any."""
-    weights = sum(weight for _, weight in values)
-    return sum(value * weight for value, weight in values) / weights if weights else 0.0
+def _overheads(cpu: bool, engines: Sequence[Mapping[str, Correction]]) -> Overheads:
+    """Of a device, by what was learnt of its engines."""
+    all_phases = [each for phases in engines for each in phases.values()]
+    between = _mean((each.between, each) for each in all_phases if each.between)
+    if not cpu:
+        return Overheads(between=between)
+    rested, resumed = (
+        _mean((phases[phase].paused, phases[phase]) for phases in engines if phase in phases)
+        for phase in ("prefill", "decode")
+    )
+    return Overheads(between=between, rested=rested, resumed=resumed)
+
+
+def _mean(values: Iterable[tuple[float, Correction]]) -> float:
+    """By the steps lately, or in all where there were none lately; 0 without any."""
+    kept = list(values)
+    for weights in ([each.lately for _, each in kept], [float(each.steps) for _, each in kept]):
+        if any(weights):
+            return sum(value * weight for (value, _), weight in zip(kept, weights, strict=True)) / sum(weights)
+    return 0.0
 
 
 def _weighed(known: Correction, parts: Sequence[float]) -> float:

@@ -26,6 +26,9 @@ _EXPECTED = (9e-3, 0.4e-3, 0.09e-3)
 # Standard deviations of the factors of these: of what they have in common, since machines are faster or slower, and of
 # each one's own.
 _COMMON, _OWN = 0.7, 0.3
+# What the machine does anyway, beyond what intervals without steps have shown: core-seconds per second, and the
+# standard deviation of the factor of that.
+_ANYWAY, _ANYWAY_OWN = 0.02, 0.5
 # An engine that gives way to the front end waits for longer than that takes: the kernel does not move it at once to
 # a core that is idle by then. How many times as long, by the kernel's count of the waiting of the quickstart's engines
 # while both of two cores were leased (the median of 33 intervals of 4 s; 1.0 to 1.25 in 27 of them).
@@ -51,7 +54,7 @@ class FrontEndWork:
 
     def loaded(self, load: Load, tokens: int, seconds: float) -> Load:
         """The load of a step that emits so many tokens, and takes so long alone, with what it brings."""
-        return Load(load.bandwidth, load.compute, load.brought + self.seconds(tokens) / seconds)
+        return Load(load.bandwidth, load.compute, load.brought + self.seconds(tokens) / seconds, load.friction)
 
     def overheads(self, cores: int) -> Overheads:
         """A profile's, where the seconds are a core's of so many."""
@@ -129,13 +132,14 @@ class FrontEndLearner:
 
     What the machine does anyway is known from intervals without steps, once there were some with steps, since a fleet
     that starts keeps all cores busy. It is the least of them: what comes and goes, as a client that starts, does not
-    run beside engines all the time.
+    run beside engines all the time. A fleet that is always asked has no such intervals, so the time is one more part.
     """
 
     def __init__(self) -> None:
         parts = range(len(_EXPECTED))
-        covariance = [[_COMMON**2 + (_OWN**2 if i == j else 0.0) for j in parts] for i in parts]
-        self._learnt = RecursiveLeastSquares([1.0 for _ in parts], covariance, _NOISE, _MEMORY)
+        covariance = [[_COMMON**2 + (_OWN**2 if i == j else 0.0) for j in parts] + [0.0] for i in parts]
+        covariance.append([*(0.0 for _ in parts), _ANYWAY_OWN**2])
+        self._learnt = RecursiveLeastSquares([1.0 for _ in covariance], covariance, _NOISE, _MEMORY)
         # Core-seconds per second.
         self._idle = 0.0
 
@@ -144,7 +148,7 @@ class FrontEndLearner:
         if not use.steps:
             self._observe_idle(use)
             return
-        parts = [each * count for each, count in zip(_EXPECTED, use[2:], strict=True)]
+        parts = [each * count for each, count in zip((*_EXPECTED, _ANYWAY), (*use[2:], use.seconds), strict=True)]
         whole = sum(parts)
         own = max(0.0, use.core_seconds - self._idle * use.seconds)
         # An interval of little work is mostly what the kernel's counts miss.
@@ -160,7 +164,6 @@ class FrontEndLearner:
         """Core-seconds as of the last interval; None before the first with steps."""
         if not self._learnt.observations:
             return None
-        request, step, token = (
-            factor * each for factor, each in zip(self._learnt.coefficients, _EXPECTED, strict=True)
-        )
+        *factors, _ = self._learnt.coefficients
+        request, step, token = (factor * each for factor, each in zip(factors, _EXPECTED, strict=True))
         return FrontEndWork(request, token, step)

@@ -52,10 +52,11 @@ def slowdowns(constants: Interference, loads: Sequence[Load]) -> list[float]:
     memory = stretch([load.bandwidth for load in loads], constants.bandwidth) - 1.0
     compute = stretch(needed, constants.compute, brought if all_brought else ()) - 1.0
     found = [1.0 + load.bandwidth * memory + load.compute * compute for load in loads]
-    if constants.friction:
+    friction = [constants.friction + load.friction for load in loads]
+    if any(friction):
         beside = sum(needed) + all_brought
         found = [
-            slower + constants.friction * min(1.0, beside - own) for slower, own in zip(found, needed, strict=True)
+            slower + each * min(1.0, beside - own) for slower, each, own in zip(found, friction, needed, strict=True)
         ]
     return found
 

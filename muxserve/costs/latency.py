@@ -47,11 +47,14 @@ class EngineShape:
 
 class Load(NamedTuple):
     """What a job asks of its device while it runs alone: fractions of its memory bandwidth and of its compute.
-    `brought` is the part of the compute that others take for it meanwhile (`costs.front_end`)."""
+    `brought` is the part of the compute that others take for it meanwhile (`costs.front_end`). `friction` is how much
+    longer it takes beside a neighbour that uses all of the device's compute, beyond what all jobs do (`Interference`).
+    """
 
     bandwidth: float
     compute: float
     brought: float = 0.0
+    friction: float = 0.0
 
 
 class Decode(NamedTuple):

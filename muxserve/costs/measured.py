@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from muxserve.costs import interference
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.calibration import Calibration, calibration_of
@@ -105,6 +107,8 @@ class MeasuredCosts:
         prefill, decode = at_share(engines, shape.share)
         self._prefill = PrefillTable(prefill)
         self._decode = DecodeTable(decode)
+        like = min(engines, key=lambda engine: abs(engine.share - shape.share))
+        self._prefill_friction, self._decode_friction = like.prefill_friction, like.decode_friction
         self._work: LayerWork = layer_work(architecture, shape.tp, shape.dtype)
         by: Calibration = calibration_of(on.kind)
         machine = profile.machines.get(on.name)
@@ -131,7 +135,7 @@ class MeasuredCosts:
         flops = tokens * work.flops_per_token + sequences * work.head_flops
         flops += work.seen_pairs(pairs, tokens) * work.flops_per_pair
         moved = work.weight_bytes(tokens) + work.head_bytes + tokens * work.activation_bytes
-        return self._load(flops, moved, self.prefill(tokens, pairs, sequences))
+        return self._load(flops, moved, self.prefill(tokens, pairs, sequences), self._prefill_friction)
 
     def decode_load(self, batch: int, context: int) -> Load:
         """See `EngineCosts.decode_load`."""
@@ -140,11 +144,11 @@ class MeasuredCosts:
         flops = batch * (work.flops_per_token + work.head_flops) + seen * work.flops_per_pair
         moved = work.weight_bytes(batch) + work.head_bytes + seen * work.kv_bytes_per_token
         seconds = self.decode(batch, context).seconds(context)
-        return self._load(flops, moved + batch * work.activation_bytes, seconds)
+        return self._load(flops, moved + batch * work.activation_bytes, seconds, self._decode_friction)
 
-    def _load(self, flops: float, moved: float, seconds: float) -> Load:
+    def _load(self, flops: float, moved: float, seconds: float, friction: float) -> Load:
         compute = flops / self._speed / seconds if self._busy is None else self._busy
-        return Load(min(1.0, moved / self._bandwidth / seconds), min(1.0, compute))
+        return Load(min(1.0, moved / self._bandwidth / seconds), min(1.0, compute), 0.0, friction)
 
 
 def interference_of(profile: Profile, device: str) -> Interference:
@@ -185,10 +189,11 @@ def _key(model: ProfiledModel, where: EngineShape) -> tuple[ProfiledModel, str, 
 
 def _without(engine: EngineProfile, outliers: Sequence[Outlier]) -> EngineProfile:
     left_out = {(o.phase, o.place) for o in outliers if o.share == engine.share}
-    kept = EngineProfile(engine.model, engine.shape, engine.device, engine.dtype, engine.tp, engine.share)
-    kept.prefill = [cell for cell in engine.prefill if ("prefill", cell.place) not in left_out]
-    kept.decode = [cell for cell in engine.decode if ("decode", cell.place) not in left_out]
-    return kept
+    return msgspec.structs.replace(
+        engine,
+        prefill=[cell for cell in engine.prefill if ("prefill", cell.place) not in left_out],
+        decode=[cell for cell in engine.decode if ("decode", cell.place) not in left_out],
+    )
 
 
 def at_share(engines: Sequence[EngineProfile], share: float) -> tuple[list[PrefillCell], list[DecodeCell]]:

@@ -100,7 +100,8 @@ class ProfiledModel(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class EngineProfile(msgspec.Struct, omit_defaults=True):
-    """Cells of one model on devices of one type in one way."""
+    """Cells of one model on devices of one type in one way, and how much longer its prefill and decode steps take
+    beside a neighbour that uses all of the device's compute, where that was learnt (`costs.correction`)."""
 
     model: str
     shape: ProfiledModel
@@ -110,6 +111,8 @@ class EngineProfile(msgspec.Struct, omit_defaults=True):
     share: float = 1.0
     prefill: list[PrefillCell] = []
     decode: list[DecodeCell] = []
+    prefill_friction: float = 0.0
+    decode_friction: float = 0.0
 
     @property
     def where(self) -> EngineShape:

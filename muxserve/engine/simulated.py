@@ -48,7 +48,7 @@ _LOOK_SECONDS = 0.002
 _SHORTEST_SECONDS = 1e-6
 # No engine needs so long for its own work.
 _MOST_BETWEEN = 0.005
-_FIELDS = 5
+_FIELDS = 2 + len(Load._fields)
 # So many tokens take turns in an answer.
 _DIFFERENT = 7
 # In the run directory of a unit with a device of its own.

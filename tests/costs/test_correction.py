@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import msgspec
@@ -204,8 +204,8 @@ def test_what_a_decode_step_takes_longer_after_a_pause_is_told_apart() -> None:
 
 def test_what_cores_take_longer_after_a_pause_is_an_overhead_of_theirs() -> None:
     known, other = (Correction((1.0,) * 4, 0.0, 1.0, 0.0, steps, paused=2e-3 / steps) for steps in (1, 3))
-    on_cpu = msgspec.structs.replace(predicted(), device="CPU", dtype="float32")
-    predictions = {"a": [on_cpu], "b": [on_cpu], "c": [predicted()]}
+    on_cpu, of_b = of_a_cpu(0.5), of_a_cpu(1.0)
+    predictions = {"a": [on_cpu], "b": [of_b], "c": [predicted()]}
     decode = Correction((1.0,) * 3, 0.0, 1.0, 0.0, 99, paused=1e-3)
     learnt = {"a": {"prefill": known, "decode": decode}, "b": {"prefill": other}, "c": {"prefill": known}}
     ((device, found),) = corrected_profile([(predictions, learnt)]).overheads.items()
@@ -214,19 +214,40 @@ def test_what_cores_take_longer_after_a_pause_is_an_overhead_of_theirs() -> None
     assert found == Overheads(rested=found.rested, resumed=1e-3)
 
 
-def test_neighbours_on_a_cpu_are_the_friction_of_its_profile() -> None:
+def of_a_cpu(share: float) -> EngineProfile:
+    return msgspec.structs.replace(predicted(), device="CPU", dtype="float32", share=share)
+
+
+def test_overheads_are_those_of_the_engines_in_the_profile_by_their_steps_lately() -> None:
+    def pausing(seconds: float, steps: int, lately: float) -> Mapping[str, Correction]:
+        return {"prefill": Correction((1.0,) * 4, 0.0, 1.0, 0.0, steps, paused=seconds, lately=lately)}
+
+    # The second is a replica of the first that did much once.
+    units = [(of_a_cpu(0.5), pausing(1e-3, 50, 20.0)), (of_a_cpu(0.5), pausing(9e-3, 5000, 0.5))]
+    units.append((of_a_cpu(1.0), pausing(2e-3, 9000, 60.0)))
+    overheads = corrected_profile([({"a": [engine]}, {"a": learnt}) for engine, learnt in units]).overheads
+    assert overheads["CPU"].rested == pytest.approx((20.0 * 1e-3 + 60.0 * 2e-3) / 80.0)
+
+
+def test_neighbours_on_a_cpu_are_the_friction_of_an_engines_phases() -> None:
     known = {"prefill": Correction((1.0,) * 4, 0.1, 1.0, 0.0, 10), "decode": Correction((1.0,) * 3, 0.3, 1.0, 0.0, 30)}
-    on_cpu = msgspec.structs.replace(predicted(), device="CPU", dtype="float32")
-    profile = corrected_profile([({"a": [on_cpu], "b": [predicted()]}, {"a": known, "b": known})])
-    assert {name: each.friction for name, each in profile.interference.items()} == {"CPU": pytest.approx(0.25)}
-    assert sorted(engine.device for engine in profile.engines) == ["A100-80GB", "CPU"]
+    profile = corrected_profile([({"a": [of_a_cpu(0.5)], "b": [predicted()]}, {"a": known, "b": known})])
+    frictions = {engine.device: (engine.prefill_friction, engine.decode_friction) for engine in profile.engines}
+    assert frictions == {"CPU": (0.1, 0.3), "A100-80GB": (0.0, 0.0)}
+    assert not profile.interference
+
+
+def test_jobs_of_an_engine_have_the_friction_that_was_learnt_of_its_phase() -> None:
+    engine = msgspec.structs.replace(of_a_cpu(0.5), prefill_friction=0.1, decode_friction=0.3)
+    costs = ProfileModel(Profile(engines=[engine])).engine(engine.shape.architecture("a"), engine.where)
+    assert costs.prefill_load(64, 2080, 1).friction == 0.1
+    assert costs.decode_load(4, 400).friction == 0.3
 
 
 def test_what_engines_compute_between_steps_is_an_overhead_of_their_device() -> None:
     slow, quick = (Correction((1.0,) * 3, 0.0, 1.0, 0.0, 10 * n, between=3e-4 / n) for n in (1, 3))
-    on_cpu = msgspec.structs.replace(predicted(), device="CPU", dtype="float32")
     of_other = msgspec.structs.replace(predicted(), device="H100")
-    predictions = {"a": [on_cpu], "b": [on_cpu], "c": [predicted()], "d": [of_other]}
+    predictions = {"a": [of_a_cpu(0.5)], "b": [of_a_cpu(1.0)], "c": [predicted()], "d": [of_other]}
     unknown = Correction((1.0,) * 3, 0.0, 1.0, 0.0, 10)
     learnt = {"a": {"decode": slow}, "b": {"decode": quick}, "c": {"decode": quick}, "d": {"decode": unknown}}
     overheads = corrected_profile([(predictions, learnt)]).overheads

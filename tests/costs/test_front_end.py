@@ -158,3 +158,14 @@ def test_what_the_machine_does_anyway_is_no_work_of_requests() -> None:
     assert work is not None
     whole, true = (60 * each.request + 1500 * each.step + 3000 * each.token for each in (work, TRUE))
     assert whole == pytest.approx(true, rel=0.1)
+
+
+def test_what_the_machine_does_anyway_is_no_work_of_requests_where_a_fleet_is_always_asked() -> None:
+    learner = FrontEndLearner()
+    for turn in range(60):
+        # Never without a step; and in every twelfth interval a client starts.
+        learner.observe(interval(20, 300, 600) if turn % 2 else interval(2, 30, 60, more=0.0 if turn % 12 else 1.0))
+    work = learner.work
+    assert work is not None
+    whole, true = (20 * each.request + 300 * each.step + 600 * each.token for each in (work, TRUE))
+    assert whole == pytest.approx(true, rel=0.06)

@@ -10,7 +10,7 @@ from muxserve.costs.interference import MOST_BROUGHT, Interference, fit, slowdow
 from muxserve.costs.latency import Load
 
 fractions = st.floats(0.0, 1.0)
-loads = st.builds(Load, fractions, fractions, st.sampled_from([0.0, 0.0, 0.1, 0.4]))
+loads = st.builds(Load, fractions, fractions, st.sampled_from([0.0, 0.0, 0.1, 0.4]), st.sampled_from([0.0, 0.1, 0.3]))
 
 
 @given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=8), st.floats(0.3, 1.2))
@@ -53,6 +53,13 @@ def test_who_needs_little_of_what_is_short_loses_little() -> None:
 def test_another_neighbour_never_helps(mine: Load, others: list[Load], more: Load) -> None:
     fewer, beside = (slowdowns(Interference(friction=0.1), jobs) for jobs in ([mine, *others], [mine, *others, more]))
     assert all(1.0 <= a <= b + 1e-6 for a, b in zip(fewer, beside, strict=False))
+
+
+def test_a_job_has_the_friction_of_its_own_and_that_of_the_device() -> None:
+    rough, smooth = Load(0.1, 0.5, friction=0.2), Load(0.1, 0.5)
+    assert slowdowns(Interference(), [rough, smooth]) == pytest.approx([1.1, 1.0])
+    assert slowdowns(Interference(friction=0.1), [rough, smooth]) == pytest.approx([1.15, 1.05])
+    assert slowdowns(Interference(friction=0.1), [rough]) == [1.0]
 
 
 @pytest.mark.parametrize(
