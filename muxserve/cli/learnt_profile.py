@@ -49,6 +49,9 @@ def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
         structs.replace(engine, prefill_friction=0.0, decode_friction=0.0) if engine.device in measured else engine
         for engine in learnt.engines
     ]
+    # Without pairs these were learnt by an earlier version, of all engines of a device together.
+    for name in {engine.device for engine in learnt.engines} - measured:
+        known.interference.pop(name, None)
     for name, each in learnt.overheads.items():
         before = known.overheads.get(name, Overheads())
         # What it has not learnt is as it was.

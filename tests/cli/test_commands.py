@@ -14,11 +14,15 @@ from typer.testing import CliRunner
 
 from muxserve.cli import doctor
 from muxserve.cli.app import app
+from muxserve.costs.interference import Interference
+from muxserve.costs.latency import Load
 from muxserve.costs.pace import Pace
 from muxserve.costs.profile import (
     DecodeCell,
     EngineProfile,
+    Job,
     Overheads,
+    PairCell,
     PrefillCell,
     Profile,
     ProfiledModel,
@@ -284,6 +288,25 @@ def test_what_a_fleet_has_learnt_goes_into_a_profile(endpoint: Endpoint, tmp_pat
     result = runner.invoke(app, command)
     assert (result.exit_code, "answered 401: no key" in result.stderr) == (2, True)
     assert load_profile(file) == known
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_what_neighbours_cost_is_learnt_unless_pairs_were_measured(
+    endpoint: Endpoint, tmp_path: Path, measured: bool
+) -> None:
+    file = tmp_path / "profile.json"
+    job, load = Job("one", "decode", 0.5, (1, 16)), Load(0.1, 0.5)
+    pairs = [PairCell("CPU", (job, job), (1.0, 1.0), (1.1, 1.1), (load, load))] if measured else []
+    constants = {"CPU": Interference(friction=0.2)}
+    save_profile(Profile(engines=[engine_at(0.5, 1.0)], pairs=pairs, interference=constants), file)
+    learnt = msgspec.structs.replace(engine_at(0.5, 2.0), prefill_friction=0.05, decode_friction=0.1)
+    endpoint.answers = {"/fleet/profile": (200, msgspec.to_builtins(Profile(engines=[learnt])))}
+    result = runner.invoke(app, ["profile", "--from-fleet", "--url", endpoint.url, "-o", str(file)])
+    assert result.exit_code == 0, result.output
+    known = load_profile(file)
+    (engine,) = known.engines
+    assert (engine.prefill_friction, engine.decode_friction) == ((0.0, 0.0) if measured else (0.05, 0.1))
+    assert known.interference == (constants if measured else {})
 
 
 def test_a_profile_is_of_a_file_or_of_a_fleet() -> None:
