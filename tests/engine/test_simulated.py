@@ -57,7 +57,7 @@ def test_jobs_slow_each_other_down_while_they_run(tmp_path: Path, monkeypatch: p
     one.run(0.1, Load(0.0, 0.5))
     assert clock.now == pytest.approx(100.1)
     # The other one's job ends half-way.
-    other._rows[other._mine, 1:] = (100.25, 0.0, 1.0, 0.0)
+    other._rows[other._mine, 1:] = (100.25, *Load(0.0, 1.0))
     one.run(0.1, Load(0.0, 0.5))
     assert clock.now == pytest.approx(100.275, abs=0.003)
     # What an engine does between two steps counts like the steps.
@@ -66,7 +66,7 @@ def test_jobs_slow_each_other_down_while_they_run(tmp_path: Path, monkeypatch: p
     assert clock.now == pytest.approx(100.5, abs=0.003)
     other._rows[other._mine, 1] = 0.0
     # Of an engine that died, the last job counts for a moment only, and its row is another's.
-    other._rows[other._mine] = (2**22 + 1, clock.now + 0.008, 0.0, 1.0, 0.0)
+    other._rows[other._mine] = (2**22 + 1, clock.now + 0.008, *Load(0.0, 1.0))
     began = clock.now
     one.run(0.1, Load(0.0, 0.5))
     assert clock.now - began == pytest.approx(0.104, abs=0.003)
