@@ -28,7 +28,7 @@ _EXPECTED = (9e-3, 0.4e-3, 0.09e-3)
 _COMMON, _OWN = 0.7, 0.3
 # What the machine does anyway, beyond what intervals without steps have shown: core-seconds per second, and the
 # standard deviation of the factor of that.
-_ANYWAY, _ANYWAY_OWN = 0.02, 0.5
+_BACKGROUND, _BACKGROUND_OWN = 0.02, 0.5
 # An engine that gives way to the front end waits for longer than that takes: the kernel does not move it at once to
 # a core that is idle by then. How many times as long, by the kernel's count of the waiting of the quickstart's engines
 # while both of two cores were leased (the median of 33 intervals of 4 s; 1.0 to 1.25 in 27 of them).
@@ -138,7 +138,7 @@ class FrontEndLearner:
     def __init__(self) -> None:
         parts = range(len(_EXPECTED))
         covariance = [[_COMMON**2 + (_OWN**2 if i == j else 0.0) for j in parts] + [0.0] for i in parts]
-        covariance.append([*(0.0 for _ in parts), _ANYWAY_OWN**2])
+        covariance.append([*(0.0 for _ in parts), _BACKGROUND_OWN**2])
         self._learnt = RecursiveLeastSquares([1.0 for _ in covariance], covariance, _NOISE, _MEMORY)
         # Core-seconds per second.
         self._idle = 0.0
@@ -148,7 +148,7 @@ class FrontEndLearner:
         if not use.steps:
             self._observe_idle(use)
             return
-        parts = [each * count for each, count in zip((*_EXPECTED, _ANYWAY), (*use[2:], use.seconds), strict=True)]
+        parts = [each * count for each, count in zip((*_EXPECTED, _BACKGROUND), (*use[2:], use.seconds), strict=True)]
         whole = sum(parts)
         own = max(0.0, use.core_seconds - self._idle * use.seconds)
         # An interval of little work is mostly what the kernel's counts miss.
