@@ -15,7 +15,7 @@ from muxserve.costs.profile import Overheads, Profile, load_profile, save_profil
 
 EXIT_OK, EXIT_BAD_INPUT, EXIT_NOTHING = 0, 2, 3
 # What a fleet learns of its overheads: the front end's work where its cores are the engines', and delays.
-_WORK = ("request_work", "step_work", "token_work")
+_WORK = ("request_work", "step_work", "token_work", "lease_work")
 _LEARNT = (*_WORK, "turn", "between", "request", "request_spread", "rested", "resumed")
 
 
@@ -69,11 +69,11 @@ def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
         console.print(escape(f"{engine}: from {prefills:,} prefill and {decodes:,} decode steps"))
     for name, each in learnt.overheads.items():
         if any(getattr(each, key) for key in _WORK):
-            request, step, token = (1e3 * getattr(each, key) for key in _WORK)
+            request, step, token, lease = (1e3 * getattr(each, key) for key in _WORK)
             console.print(
                 escape(
                     f"{name}: gateways, unit schedulers and local clients take {request:.2f} ms of all its cores per "
-                    f"request, {step:.3f} per step and {token:.3f} per token"
+                    f"request, {step:.3f} per step, {token:.3f} per token and {lease:.3f} per lease"
                 )
             )
         if each.turn:

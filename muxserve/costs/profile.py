@@ -155,9 +155,10 @@ class Overheads(msgspec.Struct, frozen=True, omit_defaults=True):
     `rested` is what a prefill step takes longer on a device that has done nothing before (`costs.activity`), and
     `resumed` what a decode step takes longer with which an engine goes on after a long pause.
 
-    Where gateway and unit scheduler run on the engines' own cores, `request_work`, `step_work` and `token_work` are
-    what a request, a step of an engine and a token cost them: seconds of the whole device. A step's tokens come in one
-    message, so that a token of a large batch costs far less than one alone.
+    Where gateway and unit scheduler run on the engines' own cores, `request_work`, `step_work`, `token_work` and
+    `lease_work` are what a request, a step of an engine, a token, and a lease of an engine that had none cost them:
+    seconds of the whole device. A step's tokens come in one message, so that a token of a large batch costs far less
+    than one alone.
     """
 
     turn: float = 0.0
@@ -169,6 +170,7 @@ class Overheads(msgspec.Struct, frozen=True, omit_defaults=True):
     rested: float = 0.0
     resumed: float = 0.0
     request_spread: float = 0.0
+    lease_work: float = 0.0
 
 
 class MeasuredMachine(msgspec.Struct, frozen=True, omit_defaults=True):

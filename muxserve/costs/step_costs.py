@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from muxserve.costs.front_end import FrontEndWork
+from muxserve.costs.front_end import DECODE_WAITS, FrontEndWork
 from muxserve.costs.latency import Decode, EngineCosts, Load
 
 # Where attention takes nearly all of a prefill step, whatever the model.
@@ -82,4 +82,5 @@ class StepCosts:
             load = self._costs.decode_load(work.decode, work.context)
         if self._work is None:
             return load
-        return self._work.loaded(load, work.prompts + work.decode, self.seconds(work))
+        waits = 1.0 if work.prefill else DECODE_WAITS
+        return self._work.loaded(load, work.prompts + work.decode, self.seconds(work), waits)

@@ -1,4 +1,4 @@
-"""Follows what requests, steps and tokens cost the cores that a fleet's engines compute on, beside the engines.
+"""Follows what requests, steps, tokens and leases cost the cores that a fleet's engines compute on, beside the engines.
 
 What units say of themselves and the kernel's count of idle time are compared every few seconds: the cores' busy time
 that no engine took is the front end's (`costs.front_end`). Only where all units that compute on cores do so on this
@@ -26,7 +26,7 @@ INTERVAL_SECONDS = 4.0
 
 class _Counts(NamedTuple):
     """As of a moment: the units by name and epoch, whose counts begin anew with it, idle core-seconds of the machine,
-    core-seconds of steps, and requests, steps and tokens so far."""
+    core-seconds of steps, and requests, steps, tokens and leases so far."""
 
     at: float
     units: frozenset[tuple[str, str]]
@@ -35,6 +35,7 @@ class _Counts(NamedTuple):
     requests: int
     steps: int
     tokens: int
+    leases: int
 
 
 class FrontEndCosts:
@@ -104,6 +105,7 @@ class FrontEndCosts:
             sum(int(model.get("arrived", 0)) for model in models),
             sum(int(phase["steps"]) for model in models for phase in model.get("costs", {}).values()),
             sum(map(_tokens, models)),
+            sum(int(phase.get("leases", 0)) for model in models for phase in model.get("phases", {}).values()),
         )
 
     def _since(self, last: _Counts, now: _Counts) -> FrontEndUse:
@@ -116,6 +118,7 @@ class FrontEndCosts:
             now.requests - last.requests,
             now.steps - last.steps,
             now.tokens - last.tokens,
+            now.leases - last.leases,
         )
 
 

@@ -157,6 +157,7 @@ class Reports:
                 request_work=beside.request_work,
                 step_work=beside.step_work,
                 token_work=beside.token_work,
+                lease_work=beside.lease_work,
             )
             if known != Overheads():
                 profile.overheads[name] = known

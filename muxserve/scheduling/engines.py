@@ -80,7 +80,8 @@ class Work:
 @dataclass(slots=True, eq=False)
 class EngineState(Work):
     """One engine. `inside` are the requests that it holds, `incoming` those waiting to enter with its next lease.
-    `last_lease` is the last that it was given, `entered_with` the last with which any came in.
+    `last_lease` is the last that it was given, `entered_with` the last with which any came in; `leases` counts those
+    that it was given while it had none.
 
     An engine of both phases has two accounts of its work: steps that do nothing but prefill are in `prefills`, all
     others in its own. `rounds` is how many tokens each of its sequences has been given, in so far as steps tell: fewer
@@ -99,6 +100,7 @@ class EngineState(Work):
     wait_since: float | None = None
     waits: int = 0
     wait_seconds: float = 0.0
+    leases: int = 0
     prefills: Work | None = None
     rounds: float = 0.0
 

@@ -352,6 +352,8 @@ class UnitLedger:
                 share_since = before.share_since
             if alone and before.alone == alone:
                 since, confirmed = before.alone_since, before.confirmed
+        else:
+            engine.leases += 1
         engine.lease = LeaseState(
             lease_id,
             grant.steps,

@@ -108,7 +108,7 @@ class Compute:
         if self.lone():
             return float(bool(active))  # what it asks of them is not known
         used = sum(engine.load.compute + engine.load.brought for engine in active)
-        return used + (self.reception.load.compute if self.reception is not None and self.reception.active else 0.0)
+        return used + (self.reception.load.brought if self.reception is not None and self.reception.active else 0.0)
 
     def settle(self, now: float) -> None:
         """The set of running jobs, or what they ask of the devices, has changed."""

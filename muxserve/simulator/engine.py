@@ -90,6 +90,7 @@ class Engine:
             abs(known[0] - load[0]) > tolerance
             or abs(known[1] - load[1]) > tolerance
             or abs(known[2] - load[2]) > tolerance
+            or known.waits != load.waits
         ):
             self.load = load
             self.unit.compute.changed = True

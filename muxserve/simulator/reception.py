@@ -2,7 +2,7 @@
 
 One process receives them, one after another. It mostly sleeps, so that the kernel lets it run at once when a request
 comes: engines are slowed by it, and it is not slowed by them. What a request costs beyond that is done when it has
-ended, and nobody waits for it.
+ended, and what a lease costs when an engine gets one: nobody waits for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from muxserve.costs import LatencyModel, Load
-from muxserve.costs.front_end import apart
+from muxserve.costs.front_end import FrontEndWork, apart
 from muxserve.simulator.clock import Clock, Compute
 from muxserve.simulator.requests import SimRequest
 
@@ -41,20 +41,20 @@ def receive(
     if cores is None or work is None or not work.request:
         clock.run(requests, arrive, delay)
     else:
-        reception = cores.reception = Reception(clock, cores, work.request, delay, arrive, spread, seed)
+        reception = cores.reception = Reception(clock, cores, work, delay, arrive, spread, seed)
         clock.run(requests, reception.sent, 0.0)
 
 
 class Reception:
     """Receives requests on the cores of `compute`, each in `delay` seconds, in the mean with the standard deviation
-    `spread` (of a log-normal distribution), and hands it to `arrive`. In all a request costs `work` seconds of all
-    cores."""
+    `spread` (of a log-normal distribution), and hands it to `arrive`. `work` is what a request costs in all, and a
+    lease of an engine that had none."""
 
     def __init__(
         self,
         clock: Clock,
         compute: Compute,
-        work: float,
+        work: FrontEndWork,
         delay: float,
         arrive: Callable[[SimRequest, float], None],
         spread: float = 0.0,
@@ -67,11 +67,13 @@ class Reception:
         # Of the logarithm. Each simulation with this seed draws the same.
         self._sigma = math.sqrt(math.log(1.0 + (spread / delay) ** 2)) if delay else 0.0
         self._random = random.Random(f"requests {seed}")
-        part = min(MOST, work / delay) if delay else MOST
-        self._after = max(0.0, work / part - delay)
+        part = min(MOST, work.request / delay) if delay else MOST
+        # Seconds after the end of a request, and after a lease.
+        self._after = max(0.0, work.request / part - delay)
+        self._lease = work.lease / part
         self.load = Load(0.0, 0.0, part)
         self._queue: deque[SimRequest] = deque()
-        # Seconds as of `_at` that are to be done for requests that have ended, while none is received.
+        # Seconds as of `_at` that are to be done for leases and requests that have ended, while none is received.
         self.behind = self._at = 0.0
         # What was planned for an end that is not the one as of now is not done.
         self._version = 0
@@ -94,14 +96,21 @@ class Reception:
 
     def ended(self, now: float) -> None:
         """A request has its last token."""
-        if self._after:
+        self._owes(self._after, now)
+
+    def leased(self, now: float) -> None:
+        """An engine that had no lease gets one."""
+        self._owes(self._lease, now)
+
+    def _owes(self, seconds: float, now: float) -> None:
+        if seconds:
             self._works(now)
-            self.behind += self._after
+            self.behind += seconds
             if not self._queue:
                 self._goes_on(now + self.behind)
 
     def _works(self, now: float) -> None:
-        """Account for what was done until now for those that have ended."""
+        """Account for what was done until now while no request was received."""
         if not self._queue and self.behind:
             self.behind = max(0.0, self.behind - (now - self._at))
         self._at = now
@@ -121,7 +130,7 @@ class Reception:
         self._clock.at(end, ends)
 
     def _ends(self, now: float) -> None:
-        """The first request is received, or all is done for those that have ended."""
+        """The first request is received, or nothing else is to be done."""
         self._at = now
         if self._queue:
             self._arrive(self._queue.popleft(), now)

@@ -479,6 +479,10 @@ class ScheduledUnit(SimulatedUnit):
         """Carry out a decision, but for telling the engine."""
         self._lease_id += 1
         lease_id = self._lease_id
+        reception = self.compute.reception
+        if reception is not None and self.ledger.by_name[grant.model].engine(grant.phase).lease is None:
+            # By then engines that others have made room for compute again.
+            self.clock.at(now + self.overheads.lease, reception.leased)
         self.ledger.granted(grant, lease_id, now)
         admit = [self.live[request_id] for request_id in grant.admit]
         for request in admit:

@@ -234,7 +234,7 @@ class PipelineEngine(LeasedEngine):
         """What the stages that have something to do ask of the devices together."""
         each, stages = self.stages[0].load(work), min(len(self._flying) + 1, len(self.stages))
         bandwidth, compute = min(1.0, each.bandwidth * stages), min(1.0, each.compute * stages)
-        return Load(bandwidth, compute, each.brought * stages, each.friction)
+        return Load(bandwidth, compute, each.brought * stages, each.friction, each.waits)
 
     def _done(self, batch: MicroBatch, now: float) -> None:
         """The tokens of a micro-batch are there."""

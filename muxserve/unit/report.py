@@ -136,6 +136,7 @@ def _phase(engine: EngineState, now: float) -> dict[str, object]:
         "jobs": engine.jobs,
         "tokens": engine.tokens,
         "busy_seconds": round(engine.busy_seconds, 6),
+        "leases": engine.leases,
         "lease_waits": engine.waits,
         "lease_wait_seconds": round(engine.wait_seconds + waiting, 6),
         "share": engine.share / WHOLE,

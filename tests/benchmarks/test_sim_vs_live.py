@@ -35,3 +35,11 @@ def test_what_is_near_to_no_live_run_is_missed_though_it_is_between_them(
     rows = module.held_against(runs, [[summary(factor) for factor in simulated]] * 2)
     assert module.misses(rows) == (list(module.BARS) if missed else [])
     assert rows["latency_mean"]["spread"] == pytest.approx(0.4, abs=1e-3)
+
+
+def test_a_client_sees_all_tokens_later(module: Any) -> None:
+    record = RequestRecord("m", 1.0, 64, 11, first_token=1.5, finish=2.5)
+    later = module.seen_later(record, 0.25)
+    assert (later.first_token, later.finish, later.tpot) == (1.75, 2.75, record.tpot)
+    failed = RequestRecord("m", 1.0, 64, 11, error="refused")
+    assert module.seen_later(failed, 0.25) == failed

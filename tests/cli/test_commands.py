@@ -257,6 +257,7 @@ def test_what_a_fleet_has_learnt_goes_into_a_profile(endpoint: Endpoint, tmp_pat
     save_profile(before, file)
     front_end = Overheads(request_work=0.004, step_work=0.0002, token_work=0.00005, between=0.0001, request=0.003)
     front_end = msgspec.structs.replace(front_end, rested=0.0015, resumed=0.0006, request_spread=0.0005, turn=0.0013)
+    front_end = msgspec.structs.replace(front_end, lease_work=0.0003)
     new = Profile(
         about="new", engines=[engine_at(0.5, 2.0)], overheads={"CPU": front_end}, pace={"CPU": Pace(0.07, 0.5)}
     )
@@ -271,7 +272,8 @@ def test_what_a_fleet_has_learnt_goes_into_a_profile(endpoint: Endpoint, tmp_pat
     assert known.pace == new.pace
     said = " ".join(result.stdout.split())
     assert "CPU: from one second to another steps take 7 % more or less" in said
-    assert "take 4.00 ms of all its cores per request, 0.200 per step and 0.050 per token" in said
+    work = "4.00 ms of all its cores per request, 0.200 per step, 0.050 per token and 0.300 per lease"
+    assert f"take {work}" in said
     assert "CPU: a lease and the report of its first steps take 1.30 ms, beside the steps" in said
     assert "CPU: engines take 0.100 ms from one step to the next" in said
     assert "CPU: a first token takes 3.00 ± 0.50 ms beside the queue and its prefill" in said

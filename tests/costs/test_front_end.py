@@ -87,12 +87,12 @@ def test_nothing_measured_changes_nothing() -> None:
 
 
 # Core-seconds of some machine.
-TRUE = FrontEndWork(request=0.014, token=0.0002, step=0.0005)
+TRUE = FrontEndWork(request=0.014, token=0.0002, step=0.0005, lease=0.0008)
 
 
-def interval(requests: int, steps: int, tokens: int, more: float = 0.0) -> FrontEndUse:
-    busy = 0.1 + requests * TRUE.request + steps * TRUE.step + tokens * TRUE.token
-    return FrontEndUse(4.0, busy + more, requests, steps, tokens)
+def interval(requests: int, steps: int, tokens: int, leases: int = 0, more: float = 0.0) -> FrontEndUse:
+    busy = 0.1 + requests * TRUE.request + steps * TRUE.step + tokens * TRUE.token + leases * TRUE.lease
+    return FrontEndUse(4.0, busy + more, requests, steps, tokens, leases)
 
 
 def test_nothing_is_known_before_the_first_step() -> None:
@@ -105,14 +105,20 @@ def test_nothing_is_known_before_the_first_step() -> None:
 def test_the_work_is_learnt_from_intervals_of_different_mixtures() -> None:
     learner = FrontEndLearner()
     for _ in range(40):
-        for use in (interval(60, 1500, 3000), interval(10, 2000, 2000), interval(60, 400, 6000), interval(0, 0, 0)):
+        for use in (
+            interval(60, 1500, 3000, 100),
+            interval(10, 2000, 2000, 10),
+            interval(60, 400, 6000, 60),
+            interval(60, 1200, 3000, 700),
+            interval(0, 0, 0),
+        ):
             learner.observe(use)
     work = learner.work
     assert work is not None
-    for name in ("request", "step", "token"):
+    for name in ("request", "step", "token", "lease"):
         assert getattr(work, name) == pytest.approx(getattr(TRUE, name), rel=0.2), name
-    whole, true = (60 * each.request + 1500 * each.step + 3000 * each.token for each in (work, TRUE))
-    assert whole == pytest.approx(true, rel=0.03)
+    whole, true = (60 * each.request + 1500 * each.step + 3000 * each.token + 100 * each.lease for each in (work, TRUE))
+    assert whole == pytest.approx(true, rel=0.05)
 
 
 def test_after_a_few_intervals_of_one_mixture_a_slow_machine_is_slow_in_everything() -> None:
@@ -142,7 +148,9 @@ def test_one_interval_in_which_something_else_ran_moves_little() -> None:
 
 def test_a_profile_has_it_per_second_of_all_cores() -> None:
     overheads = TRUE.overheads(4)
-    assert overheads == Overheads(request_work=0.0035, token_work=0.00005, step_work=0.000125)
+    assert overheads == Overheads(
+        request_work=0.0035, token_work=0.00005, step_work=0.000125, lease_work=pytest.approx(0.0002)
+    )
 
 
 def test_what_the_machine_does_anyway_is_no_work_of_requests() -> None:

@@ -15,12 +15,13 @@ from muxserve.spec import GpuSpec, UnitEntry
 from tests.gateway.unit_specs import model, unit_spec
 from tests.support.kernel import Kernel
 
-# Core-seconds beside steps: of a request, a step and a token.
-REQUEST, STEP, TOKEN = 0.012, 0.0006, 0.0001
+# Core-seconds beside steps: of a request, a step, a token and a lease.
+REQUEST, STEP, TOKEN, LEASE = 0.012, 0.0006, 0.0001, 0.0009
 
 
 class Unit:
-    """Answers as a unit scheduler does: of one model with two engines, so many requests, steps and tokens."""
+    """Answers as a unit scheduler does: of one model with two engines, so many requests, steps and tokens. Each
+    engine gets a lease for each request."""
 
     def __init__(self) -> None:
         self.up = True
@@ -33,7 +34,10 @@ class Unit:
 
     async def unit_state(self, unit: str, timeout: float) -> dict[str, object] | None:
         costs = {"prefill": {"steps": self.requests}, "decode": {"steps": self.steps - self.requests}}
-        phases = {"prefill": {"tokens": 1_000_000}, "decode": {"tokens": self.tokens - self.requests}}
+        phases = {
+            "prefill": {"tokens": 1_000_000, "leases": self.requests},
+            "decode": {"tokens": self.tokens - self.requests, "leases": self.requests},
+        }
         of_model = {"arrived": self.requests, "costs": costs, "phases": phases}
         return {"epoch": self.epoch, "core_seconds": self.computed, "models": {"m": of_model}}
 
@@ -68,7 +72,7 @@ class Machine:
             unit.steps += steps
             unit.tokens += tokens
             unit.computed += steps * 0.001
-            busy += steps * 0.001 + requests * REQUEST + steps * STEP + tokens * TOKEN
+            busy += steps * 0.001 + requests * (REQUEST + 2 * LEASE) + steps * STEP + tokens * TOKEN
         self.kernel.passed(4.0, busy)
         await self.costs.look()
 
@@ -76,7 +80,8 @@ class Machine:
         """Seconds of both cores for what `passes` has."""
         found = self.costs.overheads
         assert found is not None
-        return 20 * found.request_work + 800 * found.step_work + 2000 * found.token_work
+        leases = 2 * 20 * found.lease_work
+        return 20 * found.request_work + 800 * found.step_work + 2000 * found.token_work + leases
 
 
 @pytest.fixture
@@ -84,7 +89,7 @@ def kernel(tmp_path: Path) -> Kernel:
     return Kernel(tmp_path / "stat")
 
 
-TRUE = (20 * REQUEST + 800 * STEP + 2000 * TOKEN) / 2
+TRUE = (20 * (REQUEST + 2 * LEASE) + 800 * STEP + 2000 * TOKEN) / 2
 
 
 @pytest.mark.parametrize("units", [1, 3])

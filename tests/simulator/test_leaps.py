@@ -110,7 +110,7 @@ def scenes(draw: st.DrawFn) -> tuple[SimUnit, LatencyModel, Options, list[TraceR
     latency: LatencyModel = Analytic(costs, draw(st.sampled_from([0.0, 0.0137])))
     if draw(st.booleans()):
         # Gateway and engines share the cores.
-        latency = FrontEnd(latency, FrontEndWork(draw(st.sampled_from([0.0, 0.0004, 0.01])), 0.0002, 0.0007))
+        latency = FrontEnd(latency, FrontEndWork(draw(st.sampled_from([0.0, 0.0004, 0.01])), 0.0002, 0.0007, 0.0009))
     return simulated, latency, options, workload(draw, count)
 
 

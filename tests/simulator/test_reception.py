@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muxserve.costs import Load
+from muxserve.costs.front_end import FrontEndWork
 from muxserve.costs.interference import Interference, slowdowns
 from muxserve.simulator.clock import Clock, Compute
 from muxserve.simulator.reception import Reception
@@ -29,11 +30,12 @@ class Alone:
 class Desk:
     """A reception whose cores nobody else wants, and when requests had been received."""
 
-    def __init__(self, work: float, delay: float, spread: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, work: float, delay: float, spread: float = 0.0, seed: int = 0, lease: float = 0.0) -> None:
         self.clock = Clock()
         self.compute = Compute("CPU", Alone())  # type: ignore[arg-type]
         self.received: dict[str, float] = {}
-        self.reception = Reception(self.clock, self.compute, work, delay, self._arrive, spread, seed)
+        made = FrontEndWork(work, 0.0, lease=lease)
+        self.reception = Reception(self.clock, self.compute, made, delay, self._arrive, spread, seed)
         self.compute.reception = self.reception
         self.compute.changes = self._changes  # type: ignore[method-assign]
         # Seconds in which it had something to do until `since`, when it last began or ended.
@@ -47,6 +49,7 @@ class Desk:
 
     def _arrive(self, request: SimRequest, now: float) -> None:
         # It ends at once.
+        self.reception.leased(now)
         self.received[request.request_id] = now
         self.clock.open -= 1
         self.reception.ended(now)
@@ -80,13 +83,29 @@ def test_what_is_left_for_the_end_holds_up_nobody() -> None:
     assert desk.reception.behind > 0.0
 
 
-@given(st.lists(st.floats(0.0, 0.05), min_size=1, max_size=8), st.floats(0.0005, 0.02), st.floats(0.001, 0.01))
-def test_the_cores_are_busy_with_all_of_the_work(gaps: list[float], work: float, delay: float) -> None:
-    desk = Desk(work, delay)
+def test_a_lease_holds_up_nobody() -> None:
+    desk = Desk(0.004, 0.005, lease=0.01)
+    desk.clock.at(0.999, desk.reception.leased)
+    desk.clock.at(1.002, desk.reception.leased)
+    assert desk.send(1.0, 1.1) == pytest.approx({"0": 1.005, "1": 1.105})
+    # Half of the cores work on leases: for 1 ms before the first request, and on all that is left after it, with its
+    # own lease and its end.
+    assert desk.busy == pytest.approx(3 * 0.01 / 0.5 + (0.004 / 0.5 - 0.005) + 2 * 0.005)
+
+
+@given(
+    st.lists(st.floats(0.0, 0.05), min_size=1, max_size=8),
+    st.floats(0.0005, 0.02),
+    st.floats(0.001, 0.01),
+    st.sampled_from([0.0, 0.0007]),
+)
+def test_the_cores_are_busy_with_all_of_the_work(gaps: list[float], work: float, delay: float, lease: float) -> None:
+    """Each request that is received brings a lease."""
+    desk = Desk(work, delay, lease=lease)
     now, times = 0.0, []
     for gap in gaps:
         now += gap
         times.append(now)
     end = max(desk.send(*times).values())
     done = desk.busy + (end - desk.since if desk.reception.active else 0.0)
-    assert desk.reception.load.brought * (done + desk.reception.behind) == pytest.approx(len(times) * work)
+    assert desk.reception.load.brought * (done + desk.reception.behind) == pytest.approx(len(times) * (work + lease))
