@@ -25,8 +25,9 @@ times, after all others each time. Each is simulated with `--draws` seeds, and t
 is how far the live runs are from each other (highest over lowest, less 1), and errors are those of the mean of all
 simulations against the mean of all. A figure is missed if it is further than its bar from every live run (`misses`);
 `misses_mean` are those that are so far from the mean of the live runs. What the machine itself lets one know is in
-`predicted`: how often a figure of a live run is within its bar of what is simulated for it, and, as the way `live`, of
-another live run of the same requests.
+`missed_middle`, how many figures the mean of the live runs misses itself, since they are far apart, and in `predicted`:
+how often a figure of a live run is within its bar of what is simulated for it, and, as the way `live`, of another live
+run of the same requests.
 
 What remains is looked for in pairs of one request live and simulated: how much later its first token came, by the third
 of the prompts that it is in, and by how many requests were under way (`remains`, medians in ms). `client_late` is how
@@ -284,6 +285,15 @@ def misses(rows: dict[str, dict[str, float]], error: str = "nearest") -> list[st
     return [name for name, bar in BARS.items() if abs(rows[name][error]) > bar]
 
 
+def misses_of_the_middle(rows: dict[str, dict[str, float]]) -> list[str]:
+    """The figures of which the mean of the live runs is further than their bar from every one."""
+    return [
+        name
+        for name, bar in BARS.items()
+        if min(abs(rows[name]["live"] / rows[name][end] - 1) for end in ("lowest", "highest")) > bar
+    ]
+
+
 def judge(live: Live, file: Path, given: Profile | None, draws: int) -> dict[str, Any]:
     """Simulate what was served with costs of each kind, with so many seeds."""
     found: dict[str, Any] = {
@@ -321,6 +331,7 @@ def judge(live: Live, file: Path, given: Profile | None, draws: int) -> dict[str
                 **row,
                 "misses": misses(row),
                 "misses_mean": misses(row, "error"),
+                "misses_middle": misses_of_the_middle(row),
                 "remains": remains(runs[0].records, first),
                 "client_late": [run.late for run in runs],
                 "friction": [_frictions(run.learnt) for run in runs],
@@ -392,6 +403,11 @@ def main() -> int:
             for way in ("steps", "before", "served"):
                 missed[way] += sum(len(row[listed]) for row in fleet["ways"][way]["parts"].values())
         report[counted] = dict(missed)
+    report["missed_middle"] = sum(
+        len(row["misses_middle"])
+        for fleet in report["fleets"].values()
+        for row in fleet["ways"]["served"]["parts"].values()
+    )
     report["predicted"] = {
         way: [sum(fleet["predicted"][way][i] for fleet in report["fleets"].values()) for i in (0, 1)]
         for way in ("live", "steps", "before", "served")

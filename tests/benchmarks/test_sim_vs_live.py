@@ -35,6 +35,11 @@ def test_what_is_near_to_no_live_run_is_missed_though_it_is_between_them(
     rows = module.held_against(runs, [[summary(factor) for factor in simulated]] * 2)
     assert module.misses(rows) == (list(module.BARS) if missed else [])
     assert rows["latency_mean"]["spread"] == pytest.approx(0.4, abs=1e-3)
+    assert module.misses_of_the_middle(rows) == list(module.BARS)
+    near = [SimpleNamespace(summary=summary(factor)) for factor in (1.0, 1.08)]
+    close = module.held_against(near, [[summary(1.0)]] * 2)
+    assert module.misses_of_the_middle(close) == []
+    assert module.misses_of_the_middle(close | {"tpot_mean": rows["tpot_mean"]}) == ["tpot_mean"]
 
 
 def test_a_client_sees_all_tokens_later(module: Any) -> None:
