@@ -43,15 +43,6 @@ from servers import ROOT, end_cleanly
 MODEL = ROOT / "configs/models/atlas"
 PROMPT, SEQUENCES = 150, 4
 STEPS = 60
-SETTINGS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 PREFILL, DECODE = "prefill", "decode"
 SURROUNDINGS = {"alone": (False, False), "front": (True, False), "neighbour": (False, True), "both": (True, True)}
 
@@ -60,6 +51,8 @@ class StockEngine:
     """A vLLM engine of this process, which takes one step at a time."""
 
     def __init__(self, threads: int) -> None:
+        from tests.engine.stock import SETTINGS
+
         os.environ.update(SETTINGS | {"OMP_NUM_THREADS": str(threads)})
         import torch
 
