@@ -30,8 +30,8 @@ _COMMON, _OWN = 0.7, 0.3
 # standard deviation of the factor of that.
 _BACKGROUND, _BACKGROUND_OWN = 0.02, 0.5
 # An engine that gives way to the front end waits for longer than that takes: the kernel does not move it at once to
-# a core that is idle by then. How many times as long, by the step times of quickstart fleets at 30, 60 and 90 % of
-# their capacity: simulated with 1 they were up to 4 % too short, and with 1.12 up to 3 % too long.
+# a core that is idle by then. How many times as long, by the step times of the quickstart's eager fleet at 30, 60 and
+# 90 % of its capacity: simulated with 1 they were up to 4 % too short, and with 1.12 up to 5 % too long.
 _INTERRUPTION_COST = 1.06
 # A decode job waits for that less than a prefill job beside it, which comes to a core where the front end was alone. By
 # the kernel's counts a prefill waited for 30 to 32 % of what it computed, and the decode beside it for 16 to 17 %
