@@ -108,7 +108,7 @@ class PooledGPUModelRunner(ResumingRunner, GPUModelRunner):
             workspace.unlock_workspace()
         return super().capture_model()
 
-    def _pool(self) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
+    def _mapped_pool(self) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
         """The mapped pool, uint8 [pages, page bytes] on the device, and the page table in shared memory."""
         view = current().view
         if self.device.type == "cuda":
@@ -119,7 +119,7 @@ class PooledGPUModelRunner(ResumingRunner, GPUModelRunner):
         group = kv_cache_config.kv_cache_groups[0]
         spec = group.kv_cache_spec
         assert isinstance(spec, AttentionSpec)
-        memory, source = self._pool()
+        memory, source = self._mapped_pool()
         pool = memory.view(spec.dtype).view(-1, 1, spec.block_size, token_numbers(spec))
         if self.page_table is None or self.page_table.shape != source.shape:
             self.page_table = DevicePageTable(source, self.device)

@@ -52,7 +52,7 @@ LARGEST_CONTEXT_BYTES = 4 << 30
 class HolderModelRunner(PooledGPUModelRunner):
     """A runner without a unit around it: a pool of one page, for trying how much memory captured graphs take."""
 
-    def _pool(self) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
+    def _mapped_pool(self) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
         group = self.kv_cache_config.kv_cache_groups[0]
         spec = group.kv_cache_spec
         assert isinstance(spec, AttentionSpec)
