@@ -4,9 +4,13 @@ import fcntl
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from muxserve.net.process import PARENT_VARIABLE
+import pydantic
+import pytest
+
+from muxserve.net.process import PARENT_VARIABLE, words
 
 ASK = "import sys; from muxserve.net.process import die_with_parent; sys.exit(0 if die_with_parent() else 7)"
 
@@ -118,3 +122,58 @@ print(kept - resident())
 def test_what_was_freed_is_given_back_when_there_is_no_work() -> None:
     given = subprocess.run([sys.executable, "-c", TRIM], capture_output=True, text=True)
     assert int(given.stdout) > 90 << 20, given.stderr
+
+
+class Options(pydantic.BaseModel):
+    kind: str
+
+    @pydantic.field_validator("kind")
+    @classmethod
+    def _known(cls, kind: str) -> str:
+        raise ValueError(f"model type {kind} is not known\n\nYou can update the library")
+
+
+def fails_silently() -> None:
+    assert os.sep == "no separator"
+
+
+def fails_for_another_reason() -> None:
+    try:
+        raise OSError("the disk is full")
+    except OSError as error:
+        raise RuntimeError from error
+
+
+def raised(error: Exception) -> Callable[[], None]:
+    def fails() -> None:
+        raise error
+
+    return fails
+
+
+@pytest.mark.parametrize(
+    ("fails", "expected"),
+    [
+        (raised(ValueError("no such thing\nand more of it")), "ValueError: no such thing"),
+        (lambda: Options(kind="x"), "ValidationError: model type x is not known"),
+        (raised(RuntimeError("Error(s) in loading:\n\tsize of a")), "RuntimeError: Error(s) in loading: size of a"),
+        (
+            raised(RuntimeError("Worker failed:\nTraceback (most recent call last):\n  File x\nKeyError: 'rope'\n")),
+            "RuntimeError: KeyError: 'rope'",
+        ),
+        (fails_for_another_reason, "RuntimeError: OSError: the disk is full"),
+        (raised(ValueError("x" * 1000)), "ValueError: " + "x" * 488),
+    ],
+)  # fmt: skip
+def test_an_error_says_what_was_wrong(fails: Callable[[], object], expected: str) -> None:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        fails()
+    assert words(caught.value) == expected
+
+
+def test_an_error_without_a_text_says_where_it_was_raised() -> None:
+    with pytest.raises(AssertionError) as caught:
+        fails_silently()
+    error = AssertionError().with_traceback(caught.tb)
+    assert words(error).startswith('AssertionError: `assert os.sep == "no separator"` in ')
+    assert words(MemoryError()) == "MemoryError: nothing more is known"

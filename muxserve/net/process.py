@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import traceback
 from collections.abc import Collection
 
 # Who started a process: by the time it asks for its parent, that may have ended and another be its parent.
@@ -112,9 +113,45 @@ class IdleTrim:
             trim()
 
 
-def words(error: Exception) -> str:
-    """An error in one line, for the controller."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:500]
+_TRACEBACK = "Traceback (most recent call last)"
+_MOST_WORDS = 500
+
+
+def words(error: BaseException) -> str:
+    """An error in one line, for the controller: its type, and what was wrong rather than what was being done.
+
+    An error without a text, as of `assert`, is told with the line of source that raised it.
+    """
+    return f"{type(error).__name__}: {_message(error)}"[:_MOST_WORDS]
+
+
+def _message(error: BaseException) -> str:
+    details = getattr(error, "errors", None)
+    if callable(details):  # pydantic's own text begins with how many there are, and ends with a link
+        with contextlib.suppress(Exception):
+            found = [
+                str(each["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ").strip()
+                for each in details()
+            ]
+            if told := "; ".join(text.splitlines()[0] for text in found if text):
+                return told
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        return words(cause) if cause is not None and str(cause).strip() else _raised_at(error)
+    if any(line.startswith(_TRACEBACK) for line in lines):
+        return lines[-1]  # of another process
+    return f"{lines[0]} {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
+
+
+def _raised_at(error: BaseException) -> str:
+    """The line of source that raised `error`, and where it stands."""
+    frames = traceback.extract_tb(error.__traceback__, limit=-1)
+    if not frames:
+        return "nothing more is known"
+    (frame,) = frames
+    file = frame.filename.rpartition("site-packages/")[2]
+    return f"`{frame.line}` in {file}, line {frame.lineno}" if frame.line else f"in {file}, line {frame.lineno}"
 
 
 def die_with(parent: int) -> None:
