@@ -4,7 +4,7 @@ Several requests at once, prompts of several chunks, a repeated prompt that hits
 lengths, a restart of the memory manager in between. Once with weights from the checkpoint, once with weights that
 another process holds; and both with weights of 4 bits, of which vLLM makes another form when they are loaded. Once
 with asynchronous scheduling. Then both with models of other kinds of attention, with sinks and of latents, and with
-models whose layers keep states.
+models whose layers keep states. Last a model that embeds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,42 @@ def map_held_weights(path: str) -> dict[str, Any]:
 def ours(
     prompts: list[list[int]], held_at: str | None = None, checkpoint: Path = MODEL, ahead: bool = False
 ) -> dict[str, Any]:
+    model = served(checkpoint, max_num_batched_tokens=64, engine_args={"async_scheduling": ahead})
+    with serving(model, "decode", held_at, ahead) as (core, place, manager_dies):
+        first = run(core, place, prompts)
+        runner = core.model_executor.driver_worker.worker.model_runner
+        table = runner.page_table
+        snapshots = 0
+        if runner.states is not None:
+            copy = runner.states.copy
+
+            def counted(*pages: Any) -> None:
+                nonlocal snapshots
+                snapshots += 1
+                copy(*pages)
+
+            runner.states.copy = counted
+            assert all(place.tile for place in runner.states.places.values()), "decode steps are on pages"
+        uploads = table.uploaded_rows
+        again = run(core, place, prompts)
+        # Other pages, and whatever the device knows of the old table is wrong.
+        manager_dies()
+        known = int((table.table >= 0).any(dim=-1).any(dim=-1).sum())
+        return {
+            "first": first,
+            "again": again,
+            "after": run(core, place, prompts),
+            "known_after_restart": known,
+            "uploads": uploads,
+            "snapshots": snapshots,
+        }
+
+
+@contextlib.contextmanager
+def serving(
+    model: Any, phase: Any, held_at: str | None = None, ahead: bool = False
+) -> Iterator[tuple[Any, Any, Callable[[], None]]]:
+    """An engine of the model, its binding to the pool, and what has the memory manager die and begin anew."""
     from vllm.v1.engine.core import EngineCore
 
     from muxserve.engine.binding import Binding, bind
@@ -127,7 +163,6 @@ def ours(
     from muxserve.spec import GatewaySpec, PoolSpec, UnitSpec, save
     from muxserve.vllm.args import config_of, engine_args
 
-    model = served(checkpoint, max_num_batched_tokens=64, engine_args={"async_scheduling": ahead})
     with tempfile.TemporaryDirectory(prefix="mux", dir="/tmp") as run_dir:
         item = 4 if model.dtype == "float32" else 2
         pools = [PoolSpec("main", 2 * model.block_tokens * model.head_dim * item, 2500)]
@@ -137,9 +172,9 @@ def ours(
         manager = server.start(unit_spec)
         try:
             client = MemoryClient(unit_spec.memory_socket, "m/test")
-            place = Binding(model, "decode", client, client.map("m"))
+            place = Binding(model, phase, client, client.map("m"))
             bind(place)
-            options = engine_args(unit_spec, "m", "decode") | (map_held_weights(held_at) if held_at else {})
+            options = engine_args(unit_spec, "m", phase) | (map_held_weights(held_at) if held_at else {})
             config = config_of({**options, "worker_cls": "tests.engine_cuda.cpu_stand_in.StandInWorker"})
             # Which vLLM's platform for CPUs switches off for latent attention.
             config.scheduler_config.enable_chunked_prefill = True
@@ -148,41 +183,19 @@ def ours(
             if ahead:
                 core.model_executor.begin_thread(lambda: None)
                 core.model_executor.collective_rpc("schedule_ahead")
-            first = run(core, place, prompts)
-            runner = core.model_executor.driver_worker.worker.model_runner
-            table = runner.page_table
-            snapshots = 0
-            if runner.states is not None:
-                copy = runner.states.copy
 
-                def counted(*pages: Any) -> None:
-                    nonlocal snapshots
-                    snapshots += 1
-                    copy(*pages)
+            def manager_dies() -> None:
+                nonlocal manager
+                manager.kill()
+                manager.wait()
+                core.scheduler.forget_all()
+                place.client.close()
+                manager = server.start(unit_spec)
+                place.client = MemoryClient(unit_spec.memory_socket, "m/test")
+                place.view = place.client.map("m")
+                core.model_executor.collective_rpc("rebind_pool")
 
-                runner.states.copy = counted
-                assert all(place.tile for place in runner.states.places.values()), "decode steps are on pages"
-            uploads = table.uploaded_rows
-            again = run(core, place, prompts)
-
-            # A new manager: other pages, and whatever the device knows of the old table is wrong.
-            manager.kill()
-            manager.wait()
-            core.scheduler.forget_all()
-            client.close()
-            manager = server.start(unit_spec)
-            place.client = MemoryClient(unit_spec.memory_socket, "m/test")
-            place.view = place.client.map("m")
-            core.model_executor.collective_rpc("rebind_pool")
-            known = int((table.table >= 0).any(dim=-1).any(dim=-1).sum())
-            return {
-                "first": first,
-                "again": again,
-                "after": run(core, place, prompts),
-                "known_after_restart": known,
-                "uploads": uploads,
-                "snapshots": snapshots,
-            }
+            yield core, place, manager_dies
         finally:
             manager.kill()
             manager.wait()
@@ -192,36 +205,74 @@ def ours(
 def run(core: Any, place: Any, prompts: list[list[int]]) -> list[list[int]]:
     """Tokens of all requests; one joins every third step."""
     from vllm.sampling_params import SamplingParams
+
+    requests = [
+        request_of(str(index), prompt, SamplingParams(temperature=0.0, max_tokens=TOKENS[index], ignore_eos=True))
+        for index, prompt in enumerate(prompts)
+    ]
+    tokens = {str(index): list(prompt) for index, prompt in enumerate(prompts)}
+    for output in outputs_of(core, place, requests):
+        tokens[output.request_id] += output.new_token_ids
+    return [tokens[str(index)] for index in range(len(prompts))]
+
+
+def request_of(name: str, prompt: list[int], sampling: Any = None, pooling: Any = None) -> Any:
     from vllm.v1.engine import EngineCoreRequest
 
-    tokens: dict[str, list[int]] = {}
-    waiting = list(enumerate(prompts))
+    return EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=prompt,
+        mm_features=None,
+        sampling_params=sampling,
+        pooling_params=pooling,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+
+
+def outputs_of(core: Any, place: Any, requests: list[Any]) -> Iterator[Any]:
+    """What the engine says of its requests until all are finished; one joins every third step."""
+    waiting = list(requests)
     step = 0
     while waiting or core.scheduler.has_requests() or core.batch_queue:
         assert step < MOST_STEPS, "nothing gets on"
         if waiting and step % 3 == 0:
-            index, prompt = waiting.pop(0)
-            tokens[str(index)] = list(prompt)
-            request = EngineCoreRequest(
-                request_id=str(index),
-                prompt_token_ids=prompt,
-                mm_features=None,
-                sampling_params=SamplingParams(temperature=0.0, max_tokens=TOKENS[index], ignore_eos=True),
-                pooling_params=None,
-                arrival_time=time.time(),
-                lora_request=None,
-                cache_salt=None,
-                data_parallel_rank=None,
-            )
-            core.add_request(*core.preprocess_add_request(request))
+            core.add_request(*core.preprocess_add_request(waiting.pop(0)))
         with place.client.writing():
             outputs, _ = core.step_fn()
         core.scheduler.pool.end_step()
         for batch in (outputs or {}).values():
-            for output in batch.outputs:
-                tokens[output.request_id] += output.new_token_ids
+            yield from batch.outputs
         step += 1
-    return [tokens[str(index)] for index in range(len(prompts))]
+
+
+def stock_vectors(checkpoint: Path) -> list[list[float]]:
+    """Embeddings of the questions, by stock vLLM."""
+    from vllm import LLM
+
+    from muxserve.vllm.args import frontend_args
+
+    args = frontend_args(served(checkpoint, pooling=True))
+    del args["served_model_name"]
+    llm = LLM(**args, kv_cache_memory_bytes=64 << 20)
+    return [result.outputs.embedding for result in llm.embed(QUESTIONS, use_tqdm=False)]
+
+
+def our_vectors(checkpoint: Path) -> list[list[float]]:
+    """The same by the runner of the CUDA engine, in chunks of 64 tokens."""
+    from vllm.pooling_params import PoolingParams
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    model = served(checkpoint, pooling=True, max_num_batched_tokens=64)
+    with serving(model, "prefill") as (core, place, _):
+        params = PoolingParams(task="embed")
+        params.verify(core.vllm_config.model_config)
+        tokenizer = cached_tokenizer_from_config(core.vllm_config.model_config)
+        requests = [request_of(str(n), tokenizer.encode(text), pooling=params) for n, text in enumerate(QUESTIONS)]
+        vectors = {output.request_id: output.pooling_output for output in outputs_of(core, place, requests)}
+        return [vectors[request.request_id].tolist() for request in requests]
 
 
 def fork(job: Any) -> int:
@@ -268,6 +319,10 @@ def main() -> None:
         path = str(out / f"{kind}.sock")
         with holding(path, made):
             in_a_fork(lambda made=made, theirs=theirs, path=path: ours(theirs, path, made), out / f"held-{kind}.json")
+
+    embedder = tiny_checkpoint("qwen3", layers=3)
+    in_a_fork(lambda: stock_vectors(embedder), out / "stock-vectors.json")
+    in_a_fork(lambda: our_vectors(embedder), out / "vectors.json")
 
     packed = this_machine().avx512  # vLLM has no kernels for int4 on other CPUs
     if packed:

@@ -46,6 +46,12 @@ def test_so_are_those_of_other_kinds(served: Path, kind: str) -> None:
         assert bool(answers["snapshots"]) == (kind in STATEFUL)
 
 
+def test_embeddings_are_those_of_stock_vllm(served: Path) -> None:
+    expected = json.loads((served / "stock-vectors.json").read_text())
+    vectors = json.loads((served / "vectors.json").read_text())
+    assert np.allclose(vectors, expected, atol=1e-5)
+
+
 @pytest.mark.skipif(not this_machine().avx512, reason="vLLM's kernels for int4 on CPU need AVX-512")
 def test_weights_that_vllm_packs_are_packed_once_and_mapped(served: Path) -> None:
     """What its kernels keep beside parameters is made in each engine; the tokens are those of weights it has loaded."""
