@@ -16,6 +16,9 @@ from muxserve.spec import TenantSpec
 MAX_RETRY_AFTER_SECONDS = 60
 # Weight of the newest request in the mean service time.
 SMOOTHING = 0.2
+# Percent of all prompts that may be in service and wait: those of one request. Of the usual limits they are 1,024
+# prompts, as many as vLLM takes in one body.
+LARGEST_PERCENT = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +115,9 @@ class Gate:
     first come, first served.
 
     A request of several prompts or choices is one of them, since these take turns with other requests. But as many
-    `prompts` as may be in service and wait are the most that are let in, beside others, together. Where others have
-    taken all that, a tenant may still have its part: as much as if those that are there shared it.
+    `prompts` as may be in service and wait are the most that are let in together, and one request may bring `largest`
+    of them, so that others find room beside it. Where others have taken all that, a tenant may still have its part: as
+    much as if those that are there shared it.
     """
 
     def __init__(self, max_concurrency: int, max_queue: int) -> None:
@@ -125,6 +129,11 @@ class Gate:
         self.mean_seconds = 1.0
         self._tenants: dict[str, GateShare] = {}
         self._arrivals = 0
+
+    @property
+    def largest(self) -> int:
+        """Prompts that one request may bring."""
+        return math.ceil((self.max_concurrency + self.max_queue) * LARGEST_PERCENT / 100)
 
     def resize(self, max_concurrency: int, max_queue: int) -> list[object]:
         """Other limits from now on. Returns the tickets that enter because of that."""
@@ -185,7 +194,7 @@ class Gate:
         if self.inside >= self.max_concurrency and self.waiting >= self.max_queue:
             if len(share.waiting) >= self.max_queue // len(self._tenants):
                 return False
-        elif not self.prompts or self.prompts + prompts <= most:
+        elif self.prompts + prompts <= most:
             return True
         return share.prompts + prompts <= most // len(self._tenants)
 

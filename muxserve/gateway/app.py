@@ -42,10 +42,11 @@ from muxserve.gateway.body import (
     read_body,
 )
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
+from muxserve.gateway.engine_requests import check_engine_requests, engine_requests
 from muxserve.gateway.early_errors import EarlyErrors
 from muxserve.gateway.errors import App, Message, Receive, RequestError, Scope, Send, respond_error, respond_json
 from muxserve.gateway.measure import HttpRequest, Measures, current_http
-from muxserve.gateway.pooling import POOLING, prompts_of
+from muxserve.gateway.pooling import POOLING
 from muxserve.gateway.priorities import Priorities
 from muxserve.gateway.responses import PATH as RESPONSES
 from muxserve.gateway.responses import ResponseRoutes
@@ -294,15 +295,16 @@ class GatewayApp:
                 raise self._unknown_model(name, caller)
             if path not in served.posts:
                 raise RequestError(
+            requests = engine_requests(path, body, reads_pairs="/classify" in served.posts)
+            check_engine_requests(requests, self._limiter.gates[name].largest, name)
                     HTTPStatus.NOT_FOUND, f"the model {name!r} does not serve {path}; it has {_listed(served.posts)}"
                 )
             check_media(body, served.sees_images)
             inner = {**scope, "path": path, "raw_path": path.encode()} if path != scope["path"] else scope
             try:
                 if path not in COMPUTE:
-                    prompts = prompts_of(body) if path in POOLING else asked.prompts
                     with self._tenancy.turn(caller.tenant, name) as http.tenant:
-                        async with self._limiter.turn(name, replay, prompts):
+                        async with self._limiter.turn(name, replay, requests):
                             if self.ended:  # while it waited for its turn
                                 raise self._shutting_down(name)
                             claim.release()  # how many are in service is bounded

@@ -86,24 +86,11 @@ class ClientGoneError(Exception):
 
 
 class RequestFields(msgspec.Struct):
-    """The fields that routing and admission need, and one whose type vLLM takes for granted; msgspec checks the syntax
-    of the rest and keeps none of it."""
+    """The field that routing needs, and one whose type vLLM takes for granted; msgspec checks the syntax of the rest and
+    keeps none of it."""
 
     model: str | None = None
     structured_outputs: dict[str, msgspec.Raw] | None = None
-    prompt: msgspec.Raw = msgspec.Raw()
-    n: msgspec.Raw = msgspec.Raw()
-
-    @property
-    def prompts(self) -> int:
-        """How many answers are asked for: prompts times choices. What is none of either counts as one; vLLM says what
-        is wrong with it."""
-        text = bytes(self.prompt).lstrip()
-        prompts = 1
-        if text[:1] == b"[" and text[1:].lstrip()[:1] in (b'"', b"["):  # otherwise a text, or the tokens of one prompt
-            prompts = len(msgspec.json.decode(text, type=list[msgspec.Raw]))
-        choices = bytes(self.n).strip()
-        return max(1, prompts) * (max(1, int(choices)) if choices.isdigit() and len(choices) < 4 else 1)
 
 
 _decoder = msgspec.json.Decoder(RequestFields)

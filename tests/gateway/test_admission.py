@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from muxserve.gateway.admission import MAX_RETRY_AFTER_SECONDS, AdmissionVerdict, ApiKeys, Gate, part_of, presented_key
-from muxserve.gateway.body import BodyReplay, ClientGoneError, asked_by
+from muxserve.gateway.body import BodyReplay, ClientGoneError
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.errors import Message, RequestError
 from muxserve.gateway.measure import HttpRequest, Measures
@@ -222,34 +222,24 @@ async def test_a_first_token_that_would_be_late_is_refused_at_once() -> None:
         pass
 
 
-async def test_prompts_together_are_bounded_but_those_of_one_are_not() -> None:
+async def test_prompts_are_bounded_together() -> None:
     gates = limiter(max_concurrency=2, max_queue=2)
-    async with gates.turn("m", Client().replay, 1000):
+    async with gates.turn("m", Client().replay, 3), gates.turn("m", Client().replay):
         with pytest.raises(RequestError):
             async with gates.turn("m", Client().replay):
                 pass
-    async with gates.turn("m", Client().replay, 3), gates.turn("m", Client().replay):
-        pass
     assert gates.gates["m"].prompts == 0
 
 
-@pytest.mark.parametrize(
-    ("body", "prompts"),
-    [
-        (b"{}", 1),
-        (b'{"prompt": "x"}', 1),
-        (b'{"prompt": [1, 2, 3]}', 1),
-        (b'{"prompt": ["a", "b"]}', 2),
-        (b'{"prompt": [ [1, 2], [3] ], "n": 3}', 6),
-        (b'{"prompt": [], "n": 2}', 2),
-        (b'{"prompt": {"a": 1}, "n": "many"}', 1),
-        (b'{"messages": [], "n": 4}', 4),
-        (b'{"n": 99999}', 1),
-        (b'{"n": -1}', 1),
-    ],
-)
-def test_prompts_and_choices_of_a_body_are_counted(body: bytes, prompts: int) -> None:
-    assert asked_by(body).prompts == prompts
+def test_one_request_may_bring_a_part_of_the_prompts() -> None:
+    assert [Gate(*limits).largest for limits in ((256, 1024), (64, 256), (1, 1), (1, 0))] == [1024, 256, 2, 1]
+
+
+def test_a_large_request_leaves_room_for_others_at_an_idle_gate() -> None:
+    gate = Gate(256, 1024)
+    assert gate.arrive("large", gate.largest) is AdmissionVerdict.ENTER
+    assert [gate.arrive(n) for n in range(256)].count(AdmissionVerdict.REFUSE) == 0
+    assert gate.arrive("one more") is AdmissionVerdict.REFUSE
 
 
 async def test_a_client_that_leaves_the_queue_makes_room() -> None:

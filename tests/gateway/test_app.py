@@ -163,3 +163,35 @@ async def test_a_body_that_stops_coming_is_not_waited_for(monkeypatch: pytest.Mo
     assert answer.status == 408
     assert "stopped after 10 bytes" in answer.error["message"]
     assert (b"connection", b"close") in answer.messages[0]["headers"]
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        ("/v1/completions", b'{"model": "m", "prompt": ["a", "b", "c"]}'),
+        ("/v1/chat/completions", b'{"model": "m", "messages": [], "n": "3"}'),
+        ("/v1/chat/completions/batch", b'{"model": "m", "messages": [[{}], [{}], [{}]]}'),
+        ("/v1/completions/render", b'{"model": "m", "prompt": ["a", "b", "c"]}'),
+    ],
+)
+async def test_what_one_request_asks_for_is_bounded_before_anything_reads_it(path: str, content: bytes) -> None:
+    answer = await ask(endpoint(failing), path, content)
+    assert answer.status == 400
+    assert "asks for 3 answers" in answer.error["message"]
+    assert "may ask for 2, a part of its limits.max_concurrency" in answer.error["message"]
+
+
+async def test_choices_take_places_while_they_are_served() -> None:
+    inside, leave = asyncio.Event(), asyncio.Event()
+
+    async def held(scope: Scope, receive: Receive, send: Send) -> None:
+        inside.set()
+        await leave.wait()
+        await send(dict(BEGIN))
+
+    served = endpoint(held)
+    running = asyncio.create_task(ask(served, content=b'{"model": "m", "n": "2"}'))
+    await inside.wait()
+    assert (await ask(served)).status == 429
+    leave.set()
+    assert (await running).status == 200
