@@ -213,7 +213,7 @@ class Controller:
             if part.id not in self._tasks:
                 self._keep(part)
         for unit in list(self.units.units.values()):
-            await unit.handle.ready.wait()
+            await self.units.until_ready(unit)
         for part in self._own_parts():
             await part.up.wait()
         self.units.served = True

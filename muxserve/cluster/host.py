@@ -226,7 +226,8 @@ class UnitHost:
         elif isinstance(event, Up) and event.part.model:
             if all(part.up.is_set() for part in self.parts.values() if part.id.model == event.part.model):
                 self._degraded.pop(event.part.model, None)
-        elif isinstance(event, Down) and event.part.model and event.failed_starts >= DEGRADED_STARTS:
+                self._starts.left_out.discard(event.part.model)
+        elif isinstance(event, Down) and event.part.model and self._is_degraded_by(event):
             reason = f"{event.part} cannot start: {event.reason}"
             self._degraded[event.part.model] = reason, time.monotonic() + event.restart_in
             self._spawn(self.tell(wire.Degraded(event.part.model, reason, event.restart_in)))
@@ -235,6 +236,11 @@ class UnitHost:
             (self._suspects.add if suspect else self._suspects.discard)(event.part)
             self._spawn(self._tell_suspect(event.part, suspect))
         self._tell_user(event)
+
+    def _is_degraded_by(self, event: Down) -> bool:
+        """Whether nobody should wait for the model of a part that has ended."""
+        left_out = event.part.model in self._starts.left_out and event.failed_starts > 0
+        return left_out or event.failed_starts >= DEGRADED_STARTS
 
     def _tell_suspect(self, engine: PartId, on: bool) -> Coroutine[object, object, None]:
         return self.tell(wire.EngineSuspect(engine.model, engine.phase, on, self.parts[engine].pid))
@@ -249,7 +255,7 @@ class UnitHost:
     def start(self) -> None:
         """Begin to start everything."""
         self._starts.open()
-        supervisor = self._supervisor(self.ready.is_set)
+        supervisor = self._supervisor(self.ready.is_set, self._spared)
         for part in self.parts.values():
             self._keep(supervisor, part)
         self._watcher = asyncio.create_task(self._watch_ready(time.monotonic()))
@@ -327,9 +333,9 @@ class UnitHost:
 
     async def _watch_ready(self, began: float) -> None:
         parts = list(self.parts.values())
-        while not all(part.up.is_set() for part in parts):
+        while not all(part.up.is_set() or part.id.model in self._starts.left_out for part in parts):
             for part in parts:
-                await part.up.wait()
+                await self._starts.until_up(part)
         self._served |= {part.id.model for part in parts if part.id.model}
         self.ready.set()
         self._emit(Ready(time.monotonic() - began))
@@ -508,9 +514,22 @@ class UnitHost:
 
     # ------------------------------------------------------------ deaths
 
-    def _supervisor(self, serving: Callable[[], bool]) -> Supervisor:
+    def _supervisor(
+        self, serving: Callable[[], bool], spared: Callable[[Part], bool] = lambda part: False
+    ) -> Supervisor:
         exits = self._reaper.exits.get
-        return Supervisor(self._emit, self._deaths.on_down, exits, serving, self._explain, self._hangs, self._hopeless)
+        return Supervisor(
+            self._emit, self._deaths.on_down, exits, serving, self._explain, self._hangs, self._hopeless, spared
+        )
+
+    def _spared(self, part: Part) -> bool:
+        """Whether the unit starts without the model of a part that cannot be started: another one may be served."""
+        model = part.id.model
+        others = {each.model for each in self._starts.engines} - self._starts.left_out - {model}
+        if not model or not others:
+            return False
+        self._starts.leave_out(model)
+        return True
 
     def _hopeless(self, part: Part) -> bool:
         """A unit none of whose models can be started may do better elsewhere."""

@@ -141,6 +141,9 @@ class Starts:
         self._needs: dict[tuple[str, int], Needs] = {}
         # Models that were started when the pools had been made: what they measure may be more than is left.
         self._late: set[str] = set()
+        # Models that could not be started when the unit was: the others do not wait for them.
+        self.left_out: set[str] = set()
+        self._left_out = asyncio.Event()
         # Engines whose next start requests wait for.
         self.awaited: set[PartId] = set()
         self._looking = asyncio.Lock()
@@ -192,6 +195,26 @@ class Starts:
     def engines(self) -> list[PartId]:
         """The engines of the models that are served."""
         return [part for part in self.parts if part.kind == "engine"]
+
+    def leave_out(self, model: str) -> None:
+        """The other models go on without this one, which is tried again and again."""
+        self.left_out.add(model)
+        self._left_out.set()
+
+    async def until_up(self, part: Part) -> bool:
+        """Until a part is up, or its model is left out; whether it is up."""
+        up = asyncio.ensure_future(part.up.wait())
+        try:
+            while not up.done() and part.id.model not in self.left_out:
+                self._left_out.clear()
+                left_out = asyncio.ensure_future(self._left_out.wait())
+                try:
+                    await asyncio.wait({up, left_out}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    left_out.cancel()
+            return part.up.is_set()
+        finally:
+            up.cancel()
 
     def runs(self, part: PartId) -> bool:
         """Whether its process runs."""
@@ -441,9 +464,12 @@ class Starts:
         if self.sized.is_set():
             return
         assert self._sizer is not None
-        wanted = [(holder.model, rank) for holder in self.holders for rank in range(self.unit_spec.ranks)]
         for holder in self.holders:
-            await self.parts[holder].up.wait()
+            await self.until_up(self.parts[holder])
+        there = [holder.model for holder in self.holders if holder.model not in self.left_out]
+        # What could not be loaded keeps the room that it is thought to need.
+        self._needs.update({(each.model, each.rank): each for each in self._sizer.estimates(self.left_out)})
+        wanted = [(model, rank) for model in (*there, *sorted(self.left_out)) for rank in range(self.unit_spec.ranks)]
         missing = [f"{model} on rank {rank}" for model, rank in wanted if (model, rank) not in self._needs]
         if missing:
             raise GaveUp(MEMORY, f"the weight holders did not say what they measured of {', '.join(missing)}")

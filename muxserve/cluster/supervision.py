@@ -158,6 +158,8 @@ class Supervisor:
         explain: what more is known of why a part has ended; adds to the reason.
         watch: whether those that are up hang; who does is killed, and started again as after any death.
         hopeless: whether to give up a part whose policy would go on, after a start that failed.
+        spared: whether everything else goes on without a part that cannot be started at first, so that it is tried
+            again with patience instead of given up.
     """
 
     def __init__(
@@ -169,6 +171,7 @@ class Supervisor:
         explain: Callable[[Part], Awaitable[str]],
         watch: Watch,
         hopeless: Callable[[Part], bool] = lambda part: False,
+        spared: Callable[[Part], bool] = lambda part: False,
     ) -> None:
         self._emit = emit
         self._on_down = on_down
@@ -176,6 +179,7 @@ class Supervisor:
         self._serving = serving
         self._explain = explain
         self._hopeless = hopeless
+        self._spared = spared
         self._watch = watch
 
     async def keep(self, part: Part) -> None:
@@ -224,13 +228,28 @@ class Supervisor:
                 reason = await self._why(part, reason)
             delay = part.policy.delays[0]
             if not blameless:
-                policy = part.policy if self._serving() else part.early_policy
-                next_delay = policy.died(time.monotonic(), came_up, self._was_killed(part))
-                if fatal or next_delay is None or (not came_up and self._hopeless(part)):
-                    raise GaveUp(part.id, reason)
-                delay = next_delay
+                delay = self._next_start(part, reason, came_up, fatal)
             self._emit(Down(part.id, reason, delay, part.policy.failed_starts, hung=bool(part.hung)))
             await asyncio.sleep(delay)
+
+    def _next_start(self, part: Part, reason: str, came_up: bool, fatal: bool) -> float:
+        """Seconds until a part that has died for that reason is started again.
+
+        Raises:
+            GaveUp: it is not.
+        """
+        serving, killed, now = self._serving(), self._was_killed(part), time.monotonic()
+        hopeless = not came_up and self._hopeless(part)
+        delay = (part.policy if serving else part.early_policy).died(now, came_up, killed)
+        if delay is not None and not (fatal or hopeless):
+            return delay
+        if not serving and not hopeless and self._spared(part):
+            delay = part.policy.died(now, came_up, killed)
+        else:
+            delay = None
+        if delay is None:
+            raise GaveUp(part.id, reason)
+        return delay
 
     def _was_killed(self, part: Part) -> bool:
         """By somebody outside, as far as anybody has told."""

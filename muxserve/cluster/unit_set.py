@@ -37,6 +37,8 @@ class RunningUnit:
     serves: set[str]
     announced: bool = True
     keeper: asyncio.Task[None] | None = None
+    # Set when the fleet goes on without it, which could not be started with the others.
+    left_out: asyncio.Event = field(default_factory=asyncio.Event)
     policy: RestartPolicy = field(
         default_factory=lambda: RestartPolicy(max_deaths=None, delays=_RESTARTS, start_delays=_RESTARTS)
     )
@@ -106,11 +108,15 @@ class UnitSet:
         """Until the file has the pools of all units that are there at first as large as they will be."""
         if not self.served:
             for unit in list(self.units.values()):
-                await unit.handle.sized.wait()
+                await _first_of(unit.handle.sized, unit.left_out)
             # Pools that were measured may hold shorter sequences than those that were planned.
             sized = (unit.handle.entry.unit_spec.models for unit in self.units.values())
             self.change(models=offered(sized, [model.name for model in self.fleet.models]))
         self.publish()
+
+    async def until_ready(self, unit: RunningUnit) -> None:
+        """Until the unit has been up, or is left out."""
+        await _first_of(unit.handle.ready, unit.left_out)
 
     async def tell(self, message: wire.Message) -> None:
         """Tell the unit schedulers that are up."""
@@ -217,11 +223,20 @@ class UnitSet:
         while True:
             try:
                 await unit.handle.wait()
-            except GaveUp as failure:
-                reason = GaveUp(failure.part.within(self._label(name)), str(failure))
-            if not self.served:
+            except GaveUp as gave_up:
+                failure = gave_up
+            reason = GaveUp(failure.part.within(self._label(name)), str(failure))
+            if not self.served and not self._spared(unit, failure):
                 raise reason
             await self._start_again(unit, f"{reason.part.within('')}: {reason}")
+
+    def _spared(self, unit: RunningUnit, failure: GaveUp) -> bool:
+        """Whether the fleet starts without a unit whose models cannot be started: others may be served."""
+        others = any(not other.left_out.is_set() for other in self.units.values() if other is not unit)
+        if not failure.part.model or not others:
+            return False
+        unit.left_out.set()
+        return True
 
     async def _start_again(self, unit: RunningUnit, reason: str) -> None:
         """Stop what is left, and start it as it was, for as long as it takes to find a place."""
@@ -278,6 +293,15 @@ class UnitSet:
             self._emit(of_unit(event, self._label(name)))
         elif self._label(name):
             self._emit(Progress(PartId("host", unit=name), f"up after {event.seconds:.1f} s"))
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 def _number(name: str) -> int:

@@ -425,6 +425,11 @@ class GpuPlan:
         self.unit.measured(served).check_room(joining, pools, found, loaded)
 
     @property
+    def estimated(self) -> tuple[Needs, ...]:
+        """What the models that are loaded at the start are thought to need."""
+        return self.unit.needs
+
+    @property
     def sleeping(self) -> tuple[Needs, ...]:
         """Estimates of the models that are loaded when they are woken."""
         return self.unit.sleeping
@@ -524,6 +529,10 @@ class PoolSizer:
     def sleeping(self) -> tuple[Needs, ...]:
         """Estimates of the models that are loaded when they are woken."""
         return self._plan.sleeping
+
+    def estimates(self, models: Collection[str]) -> list[Needs]:
+        """What those models were thought to need before anything was measured."""
+        return [needs for needs in self._plan.estimated if needs.model in models]
 
     def expect(self, needs: Collection[Needs]) -> None:
         """A model has come that is loaded when it is woken."""

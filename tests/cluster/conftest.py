@@ -89,6 +89,8 @@ class FakePlan:
         self.busy = 0
         # Of models that sleep: what they are estimated to need.
         self.sleeping: tuple[Needs, ...] = ()
+        # Before anything is measured.
+        self.estimated: tuple[Needs, ...] = ()
 
     def pools(self, needs: Sequence[Needs]) -> tuple[UnitPlan, list[Budget]]:
         self.asked.append(list(needs))

@@ -141,13 +141,11 @@ async def test_the_unit_is_told_who_died(fleet: Fleet) -> None:
 @pytest.mark.parametrize(
     ("file", "part", "words"),
     [
-        ("fail-one-prefill", ENGINES[0], "the weights are of cheese"),
         ("fail-gateway-0", GATEWAY, "the weights are of cheese"),
         ("fail-vllm", VLLM, "no vLLM here"),
         ("fail-warm", WARM, "no room here"),
         ("die-memory", MEMORY, "exited with status 7"),
         ("die-unit", UNIT, "exited with status 7"),
-        ("die-two-decode", ENGINES[3], "exited with status 9"),
     ],
 )
 async def test_a_start_that_fails_ends_everything(fleet: Fleet, file: str, part: PartId, words: str) -> None:
@@ -157,6 +155,45 @@ async def test_a_start_that_fails_ends_everything(fleet: Fleet, file: str, part:
     assert failed.part == part
     assert "cannot start" in failed.message
     assert words in failed.message
+    assert not any(alive(pid) for pid in fleet.pids())
+
+
+@pytest.mark.parametrize(
+    ("file", "part", "words"),
+    [
+        ("fail-one-prefill", ENGINES[0], "the weights are of cheese"),
+        ("die-two-decode", ENGINES[3], "exited with status 9"),
+    ],
+)
+async def test_a_model_that_cannot_be_started_at_first_is_degraded_alone(
+    fleet: Fleet, file: str, part: PartId, words: str
+) -> None:
+    broken = fleet.tell(file)
+    await fleet.serving()
+    degraded = {part.model: f"{part} cannot start: {words}"}
+    await fleet.until(lambda: fleet.host.degraded == degraded)
+    await fleet.until(lambda: f"u0 has degraded {part.model}: {degraded[part.model]}" in fleet.journal())
+    other = "two" if part.model == "one" else "one"
+    assert all(fleet.ups(engine) == 1 for engine in ENGINES if engine.model == other)
+    assert fleet.ups(part) == 0
+    # It is tried again, and serves when it can.
+    broken.unlink()
+    await fleet.until(lambda: fleet.host.up(part.model))
+    assert not fleet.host.degraded
+    fleet.controller.stop()
+    assert await fleet.task == EXIT_OK
+
+
+async def test_a_fleet_none_of_whose_models_can_be_started_ends(fleet: Fleet) -> None:
+    fleet.tell("fail-one-prefill")
+    fleet.tell("fail-two-decode")
+    assert await fleet.start() == EXIT_START
+    failed = next(event for event in fleet.events if isinstance(event, Failed))
+    assert failed.part in (ENGINES[0], ENGINES[3])
+    assert failed.message == f"{failed.part} cannot start: the weights are of cheese"
+    # What the other one could not be started for was said before.
+    reasons = [event.reason for event in fleet.events if isinstance(event, Down) and event.part != failed.part]
+    assert "the weights are of cheese" in reasons
     assert not any(alive(pid) for pid in fleet.pids())
 
 

@@ -555,12 +555,28 @@ async def test_a_holder_that_measured_nothing_is_named(gpu_fleet: Fleet) -> None
     assert "did not say what they measured of one on rank 0" in failed.message
 
 
-@pytest.mark.parametrize(("file", "part"), [("die-mps", MPS), ("fail-two-weights", HOLDERS[1])])
-async def test_a_start_that_fails_ends_everything(gpu_fleet: Fleet, file: str, part: PartId) -> None:
-    gpu_fleet.tell(file)
+async def test_a_start_that_fails_ends_everything(gpu_fleet: Fleet) -> None:
+    gpu_fleet.tell("die-mps")
     assert await gpu_fleet.start() == EXIT_START
-    assert next(event for event in gpu_fleet.events if isinstance(event, Failed)).part == part
+    assert next(event for event in gpu_fleet.events if isinstance(event, Failed)).part == MPS
     assert not any(alive(pid) for pid in gpu_fleet.pids())
+
+
+async def test_a_model_that_cannot_be_loaded_is_degraded_alone_and_keeps_its_room(gpu_fleet: Fleet) -> None:
+    broken = gpu_fleet.tell("fail-two-weights")
+    estimated = needs_of("two")
+    gpu_fleet.plan.estimated = (*needs_of("one"), *estimated)
+    await gpu_fleet.serving()
+    (asked,) = gpu_fleet.plan.asked
+    assert [needs for needs in asked if needs.model == "two"] == estimated
+    # What could be loaded counts as it was measured.
+    assert len(asked) == 4
+    assert not set(needs_of("one")) & set(asked)
+    assert gpu_fleet.host.degraded == {"two": f"{HOLDERS[1]} cannot start: the weights are of cheese"}
+    assert gpu_fleet.host.up("one")
+    broken.unlink()
+    await gpu_fleet.until(lambda: gpu_fleet.host.up("two"))
+    assert not gpu_fleet.host.degraded
 
 
 async def test_what_a_gpu_did_is_told_in_words(gpu_fleet: Fleet) -> None:

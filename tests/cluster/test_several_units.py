@@ -229,6 +229,21 @@ async def test_a_start_that_fails_ends_everything(pair: Fleet, file: str) -> Non
     assert not any(alive(pid) for pid in pair.pids())
 
 
+async def test_a_unit_whose_models_cannot_be_started_is_tried_again_while_the_others_serve(pair: Fleet) -> None:
+    (pair.run_dir.path / "u1").mkdir()
+    broken = [pair.tell(f"u1/fail-{model.name}-prefill") for model in pair.planned[1].unit_spec.models]
+    await pair.serving()
+    host = PartId("host", unit="u1")
+    await pair.until(lambda: any(isinstance(event, Down) and event.part == host for event in pair.events))
+    down = next(event for event in pair.events if isinstance(event, Down) and event.part == host)
+    assert down.reason.endswith("the weights are of cheese")
+    for file in broken:
+        file.unlink()
+    engines = [part for part in parts("u1", *(m.name for m in pair.planned[1].unit_spec.models)) if part.model]
+    await pair.until(lambda: all(pair.ups(engine) for engine in engines))
+    assert not any(isinstance(event, Failed) for event in pair.events)
+
+
 # ---------------------------------------------------------------- changes
 
 
