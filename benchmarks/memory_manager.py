@@ -136,7 +136,7 @@ class RoundTrip:
 
 
 def core_from_python() -> dict[str, Callable[[], None]]:
-    manager = _native.Manager(json.dumps(server.manager_config(unit_spec("/"))))
+    manager = _native.Manager(server.manager_config(unit_spec("/")))
     client = manager.connect("benchmark")
     none = np.empty(0, dtype=np.int32)
 

@@ -103,7 +103,7 @@ void bind_client(nb::module_& module) {
       .def("statistics", &Client::statistics, Release())
       .def("describe", &Client::describe, Release())
       .def("reset_cache", &Client::reset_cache, nb::arg("model"), Release())
-      .def("add_model", &Client::add_model, nb::arg("json"), Release())
+      .def("add_model", &Client::add_model, nb::arg("model"), Release())
       .def("remove_model", &Client::remove_model, nb::arg("model"), Release());
 
   nb::class_<SharedMapping>(module, "Mapping")

@@ -7,7 +7,7 @@ namespace {
 
 class LocalManager {
  public:
-  explicit LocalManager(const std::string& config) : manager_(parse_config(config), segments_, 1) {}
+  explicit LocalManager(const Config& config) : manager_(config, segments_, 1) {}
 
   Manager& core() { return manager_; }
 
@@ -68,7 +68,7 @@ class LocalManager {
 
 void bind_manager(nb::module_& module) {
   nb::class_<LocalManager>(module, "Manager")
-      .def(nb::init<const std::string&>(), nb::arg("config"))
+      .def(nb::init<const Config&>(), nb::arg("config"))
       .def("connect", &LocalManager::connect, nb::arg("name"))
       .def("disconnect", &LocalManager::disconnect, nb::arg("client"))
       .def("step", &LocalManager::step, nb::arg("client"), nb::arg("model"), nb::arg("release").noconvert(),
@@ -94,9 +94,8 @@ void bind_manager(nb::module_& module) {
           "reset_cache", [](LocalManager& self, std::uint32_t model) { self.core().reset_cache(model); },
           nb::arg("model"))
       .def(
-          "add_model",
-          [](LocalManager& self, const std::string& json) { return self.core().add_model(parse_model(json)); },
-          nb::arg("json"))
+          "add_model", [](LocalManager& self, const ModelConfig& model) { return self.core().add_model(model); },
+          nb::arg("model"))
       .def(
           "remove_model", [](LocalManager& self, std::uint32_t model) { self.core().remove_model(model); },
           nb::arg("model"))

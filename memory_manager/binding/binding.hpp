@@ -50,6 +50,7 @@ struct StepArguments {
 nb::tuple step_result(const StepReply& reply);
 
 void bind_client(nb::module_& module);
+void bind_config(nb::module_& module);
 void bind_cuda(nb::module_& module);
 void bind_manager(nb::module_& module);
 void bind_fold(nb::module_& module);

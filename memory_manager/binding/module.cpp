@@ -90,6 +90,7 @@ NB_MODULE(_native, module) {
   module.attr("MAX_CLIENTS") = muxserve::memory::kMaxClients;
   module.attr("MAX_PAYLOAD") = muxserve::memory::kMaxPayload;
   bind_client(module);
+  bind_config(module);
   bind_cuda(module);
   bind_manager(module);
   bind_fold(module);

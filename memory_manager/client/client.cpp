@@ -280,10 +280,10 @@ void Client::reset_cache(std::uint32_t model) {
   call(frame);
 }
 
-std::uint32_t Client::add_model(const std::string& json) {
+std::uint32_t Client::add_model(const ModelConfig& model) {
   const std::lock_guard<std::mutex> lock(mutex_);
   FrameWriter frame = begin(Operation::kAddModel);
-  frame.text(json);
+  write_model(frame, model);
   return call(frame).u32();
 }
 

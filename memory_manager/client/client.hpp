@@ -54,7 +54,7 @@ class Client {
   std::string statistics();
   std::string describe();
   void reset_cache(std::uint32_t model);
-  std::uint32_t add_model(const std::string& json);
+  std::uint32_t add_model(const ModelConfig& model);
   void remove_model(std::uint32_t model);
 
  private:

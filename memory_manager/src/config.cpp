@@ -1,100 +1,11 @@
 #include "config.hpp"
 
 #include <algorithm>
-#include <initializer_list>
 
-#include "json.hpp"
 #include "text.hpp"
 
 namespace muxserve::memory {
 namespace {
-
-using json::Value;
-
-// Takes the members of one JSON object by name and complains of what is missing or left over.
-class Fields {
- public:
-  Fields(const Value& value, std::string where, std::initializer_list<const char*> known) : where_(std::move(where)) {
-    object_ = value.object();
-    if (object_ == nullptr) throw ConfigError(where_ + ": expected an object");
-    for (const auto& member : *object_) {
-      if (std::find(known.begin(), known.end(), member.first) == known.end())
-        throw ConfigError(where_ + ": unknown key \"" + member.first + "\"");
-    }
-  }
-
-  std::string string(const char* name) const {
-    const std::string* found = get(name).string();
-    if (found == nullptr) throw ConfigError(where_ + "." + name + ": expected a string");
-    return *found;
-  }
-
-  std::int64_t integer(const char* name) const {
-    const std::int64_t* found = get(name).integer();
-    if (found == nullptr) throw ConfigError(where_ + "." + name + ": expected a whole number");
-    return *found;
-  }
-
-  std::int64_t integer(const char* name, std::int64_t otherwise) const { return has(name) ? integer(name) : otherwise; }
-
-  std::string string(const char* name, const char* otherwise) const { return has(name) ? string(name) : otherwise; }
-
-  std::vector<std::string> strings(const char* name) const {
-    std::vector<std::string> values;
-    if (!has(name)) return values;
-    for (const Value& item : array(name)) {
-      if (item.string() == nullptr) throw ConfigError(where_ + "." + name + ": expected strings");
-      values.push_back(*item.string());
-    }
-    return values;
-  }
-
-  std::vector<std::int64_t> integers(const char* name) const {
-    std::vector<std::int64_t> values;
-    if (!has(name)) return values;
-    for (const Value& item : array(name)) {
-      if (item.integer() == nullptr) throw ConfigError(where_ + "." + name + ": expected whole numbers");
-      values.push_back(*item.integer());
-    }
-    return values;
-  }
-
-  const json::Array& array(const char* name) const {
-    const json::Array* found = get(name).array();
-    if (found == nullptr) throw ConfigError(where_ + "." + name + ": expected a list");
-    return *found;
-  }
-
- private:
-  bool has(const char* name) const {
-    return std::any_of(object_->begin(), object_->end(), [&](const auto& member) { return member.first == name; });
-  }
-
-  const Value& get(const char* name) const {
-    for (const auto& member : *object_)
-      if (member.first == name) return member.second;
-    throw ConfigError(where_ + ": key \"" + name + "\" is missing");
-  }
-
-  std::string where_;
-  const json::Object* object_ = nullptr;
-};
-
-ModelConfig read_model(const Value& value, const std::string& where) {
-  const Fields fields(
-      value, where,
-      {"name", "pool", "layers", "kv_heads", "num_blocks", "quota_pages", "windowed_layers", "window_blocks"});
-  ModelConfig model;
-  model.name = fields.string("name");
-  model.pool = fields.string("pool");
-  model.layers = fields.integer("layers");
-  model.kv_heads = fields.integer("kv_heads");
-  model.num_blocks = fields.integer("num_blocks");
-  model.quota_pages = fields.integer("quota_pages");
-  model.windowed_layers = fields.integers("windowed_layers");
-  model.window_blocks = fields.integer("window_blocks", 0);
-  return model;
-}
 
 void check_range(const std::string& where, std::int64_t value, std::int64_t low, std::int64_t high) {
   if (value < low || value > high) {
@@ -190,43 +101,6 @@ void check_config(const Config& config) {
                         " pages, more than the pool's " + std::to_string(pool.num_pages));
     }
   }
-}
-
-Config parse_config(const std::string& text) {
-  Value value;
-  try {
-    value = json::parse(text);
-  } catch (const json::ParseError& error) {
-    throw ConfigError(error.what());
-  }
-  const Fields fields(value, "configuration", {"prefix", "ranks", "device", "devices", "ipc", "pools", "models"});
-  Config config;
-  config.prefix = fields.string("prefix");
-  config.ranks = fields.integer("ranks", 1);
-  config.device = fields.string("device", "posix");
-  config.devices = fields.strings("devices");
-  config.ipc = fields.string("ipc", "auto");
-  for (const Value& item : fields.array("pools")) {
-    const std::string where = "pools[" + std::to_string(config.pools.size()) + "]";
-    const Fields pool(item, where, {"name", "page_bytes", "num_pages"});
-    config.pools.push_back({pool.string("name"), pool.integer("page_bytes"), pool.integer("num_pages")});
-  }
-  for (const Value& item : fields.array("models"))
-    config.models.push_back(read_model(item, "models[" + std::to_string(config.models.size()) + "]"));
-  check_config(config);
-  return config;
-}
-
-ModelConfig parse_model(const std::string& text) {
-  Value value;
-  try {
-    value = json::parse(text);
-  } catch (const json::ParseError& error) {
-    throw ConfigError(error.what());
-  }
-  ModelConfig model = read_model(value, "model");
-  check_model(model);
-  return model;
 }
 
 }  // namespace muxserve::memory

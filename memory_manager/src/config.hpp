@@ -1,4 +1,4 @@
-// What the manager is told at start: its pools and models.
+// The manager's configuration: its pools and models, and what is refused. protocol.hpp has how it is encoded.
 #pragma once
 
 #include <cstdint>
@@ -58,18 +58,11 @@ struct Config {
   std::vector<ModelConfig> models;
 };
 
-// Reads and checks {"prefix", "pools": [...], "models": [...]} and, if they are there, "ranks", "device", "devices"
-// and "ipc". Throws ConfigError.
-Config parse_config(const std::string& text);
-
-// Reads and checks one model as written in a configuration; the pool's existence and quota sums are not checked here.
+// Checks every value, that pools and models have names of their own, and that a pool has the pages of its quotas.
 // Throws ConfigError.
-ModelConfig parse_model(const std::string& text);
-
-// Checks what parse_config checks, for a configuration made in code. Throws ConfigError.
 void check_config(const Config& config);
 
-// Checks the ranges of one model alone. Throws ConfigError.
+// Checks the ranges of one model alone, not whether its pool exists and has the pages. Throws ConfigError.
 void check_model(const ModelConfig& model);
 
 // Checks that the page table of a checked model is not larger than the pages of its pool can ever need. Throws

@@ -180,15 +180,11 @@ void Dispatcher::carry_out(Session& session, const Header& header, Reader in, st
       break;
     }
     case Operation::kAddModel: {
-      const std::string text = in.text();
+      if (header.length > kMaxModelBytes)
+        throw Refused(Code::kInvalid, "a model takes at most " + std::to_string(kMaxModelBytes) + " bytes");
+      const ModelConfig model = read_model(in);
       in.end();
-      if (text.size() > kMaxModelText)
-        throw Refused(Code::kInvalid, "a model's text has at most " + std::to_string(kMaxModelText) + " bytes");
-      try {
-        reply.u32(manager_.add_model(parse_model(text)));
-      } catch (const ConfigError& error) {
-        throw Refused(Code::kInvalid, error.what());
-      }
+      reply.u32(manager_.add_model(model));
       break;
     }
     case Operation::kRemoveModel: {

@@ -9,7 +9,7 @@ namespace muxserve::memory {
 // Texts.
 constexpr std::size_t kMaxNameBytes = 128;         // of clients, models and pools
 constexpr std::size_t kMaxKeyBytes = 128;          // of hand-offs
-constexpr std::size_t kMaxModelText = 4 << 10;     // a model as JSON, in ADD_MODEL
+constexpr std::size_t kMaxModelBytes = 8 << 10;    // a model in ADD_MODEL
 constexpr std::size_t kMaxRefusalBytes = 1 << 10;  // what a client is told when it is refused
 
 // Books.

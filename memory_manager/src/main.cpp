@@ -12,9 +12,9 @@
 #include <cstring>
 #include <fstream>
 #include <iostream>
+#include <iterator>
 #include <new>
 #include <optional>
-#include <sstream>
 
 #include "config.hpp"
 #include "cuda_memory.hpp"
@@ -24,6 +24,7 @@
 #include "heartbeat.hpp"
 #include "manager.hpp"
 #include "posix_memory.hpp"
+#include "protocol.hpp"
 #include "server.hpp"
 
 namespace {
@@ -31,18 +32,14 @@ namespace {
 using namespace muxserve::memory;
 
 constexpr char kUsage[] =
-    "usage: muxserve-memory-manager --socket PATH --config FILE.json [--die-with-parent] [--settle-ms N]\n"
+    "usage: muxserve-memory-manager --socket PATH --config FILE [--die-with-parent] [--settle-ms N]\n"
     "                               [--fd-store FD] [--heartbeat FILE]\n"
     "                               [--max-hand-offs-per-client N] [--max-hand-offs-per-model N]\n"
     "                               [--max-tables-mib N] [--max-buffers-mib N] [--stall-s N]\n"
     "                               [--linger-ms N]\n"
     "\n"
     "  --socket PATH        Unix socket to listen on\n"
-    "  --config FILE.json   {\"prefix\", \"pools\": [{\"name\", \"page_bytes\", \"num_pages\"}],\n"
-    "                        \"models\": [{\"name\", \"pool\", \"layers\", \"kv_heads\", \"num_blocks\", "
-    "\"quota_pages\"}],\n"
-    "                        \"ranks\": 1, \"device\": \"posix\" or \"cuda\", \"devices\": [GPU UUID by rank],\n"
-    "                        \"ipc\": \"auto\", \"vmm\" or \"legacy\"}\n"
+    "  --config FILE        pools and models, as muxserve.memory.server writes them\n"
     "  --die-with-parent    stop when the process that started this one dies\n"
     "  --settle-ms N        how long to wait at start for clients of an earlier manager that still write (30000)\n"
     "  --fd-store FD        inherited SEQPACKET socket to whoever keeps descriptors of GPU memory over a restart\n"
@@ -135,18 +132,18 @@ Arguments parse_arguments(int argc, char** argv) {
   return arguments;
 }
 
-std::string read_file(const std::string& path) {
+Bytes read_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   if (!file) throw ConfigError("cannot open \"" + path + "\": " + std::strerror(errno));
-  std::ostringstream text;
-  text << file.rdbuf();
-  return text.str();
+  return Bytes(std::istreambuf_iterator<char>(file), {});
 }
 
 Config load_config(const std::string& path) {
-  const std::string text = read_file(path);
+  const Bytes file = read_file(path);
   try {
-    return parse_config(text);
+    Config config = decode_config(file);
+    check_config(config);
+    return config;
   } catch (const ConfigError& error) {
     throw ConfigError(path + ": " + error.what());
   }

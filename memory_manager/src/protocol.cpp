@@ -67,4 +67,79 @@ StepRequest read_step(Reader& reader) {
   return request;
 }
 
+ModelConfig read_model(Reader& reader) {
+  ModelConfig model;
+  model.name = reader.text();
+  model.pool = reader.text();
+  model.layers = reader.i64();
+  model.kv_heads = reader.i64();
+  model.num_blocks = reader.i64();
+  model.quota_pages = reader.i64();
+  model.window_blocks = reader.i64();
+  const std::uint32_t windowed = reader.u32();
+  for (std::uint32_t i = 0; i < windowed; ++i) model.windowed_layers.push_back(reader.i64());
+  return model;
+}
+
+FrameWriter& write_model(FrameWriter& frame, const ModelConfig& model) {
+  frame.text(model.name).text(model.pool).i64(model.layers).i64(model.kv_heads).i64(model.num_blocks);
+  frame.i64(model.quota_pages).i64(model.window_blocks).u32(static_cast<std::uint32_t>(model.windowed_layers.size()));
+  for (const std::int64_t layer : model.windowed_layers) frame.i64(layer);
+  return frame;
+}
+
+Bytes encode_config(const Config& config) {
+  Header header;
+  header.operation = static_cast<std::uint16_t>(Operation::kConfiguration);
+  Bytes file;
+  FrameWriter frame(file, header);
+  frame.text(config.prefix).i64(config.ranks).text(config.device).text(config.ipc);
+  frame.u32(static_cast<std::uint32_t>(config.devices.size())).u32(static_cast<std::uint32_t>(config.pools.size()));
+  frame.u32(static_cast<std::uint32_t>(config.models.size()));
+  for (const std::string& device : config.devices) frame.text(device);
+  for (const PoolConfig& pool : config.pools) frame.text(pool.name).i64(pool.page_bytes).i64(pool.num_pages);
+  for (const ModelConfig& model : config.models) write_model(frame, model);
+  frame.finish();
+  return file;
+}
+
+Config decode_config(Span<std::uint8_t> file) {
+  Header header;
+  if (file.size() < sizeof header) throw ConfigError("this is no configuration: it is too short");
+  std::memcpy(&header, file.data(), sizeof header);
+  if (header.magic != kMagic || header.operation != static_cast<std::uint16_t>(Operation::kConfiguration))
+    throw ConfigError("this is no configuration of a memory manager");
+  if (header.version != kVersion) {
+    throw ConfigError("the configuration has version " + std::to_string(header.version) +
+                      " of the protocol's encoding, the manager reads version " + std::to_string(kVersion) +
+                      "; install the same muxserve on both sides");
+  }
+  if (header.length != file.size() - sizeof header) {
+    throw ConfigError("the configuration has " + std::to_string(file.size() - sizeof header) +
+                      " bytes behind its header, not the " + std::to_string(header.length) + " that it announces");
+  }
+  Reader reader(file.data() + sizeof header, header.length);
+  Config config;
+  try {
+    config.prefix = reader.text();
+    config.ranks = reader.i64();
+    config.device = reader.text();
+    config.ipc = reader.text();
+    const std::uint32_t devices = reader.u32(), pools = reader.u32(), models = reader.u32();
+    for (std::uint32_t i = 0; i < devices; ++i) config.devices.push_back(reader.text());
+    for (std::uint32_t i = 0; i < pools; ++i) {
+      PoolConfig pool;
+      pool.name = reader.text();
+      pool.page_bytes = reader.i64();
+      pool.num_pages = reader.i64();
+      config.pools.push_back(pool);
+    }
+    for (std::uint32_t i = 0; i < models; ++i) config.models.push_back(read_model(reader));
+    reader.end();
+  } catch (const Refused& refused) {
+    throw ConfigError(std::string("the configuration does not parse: ") + refused.what());
+  }
+  return config;
+}
+
 }  // namespace muxserve::memory

@@ -18,10 +18,17 @@
 //   SET_QUOTAS   u32 count, count * (u32 model, i64 pages)
 //   STATISTICS                                  -> text JSON
 //   RESET_CACHE  u32 model
-//   ADD_MODEL    text JSON of the model         -> u32 index
+//   ADD_MODEL    model                          -> u32 index
 //   REMOVE_MODEL u32 model
 //   DESCRIBE                                    -> text JSON
 //   LEAVE_WINDOW u32 model, u32 blocks, i32 block[blocks]
+// A model is
+//   text name, text pool, i64 layers, i64 kv_heads, i64 num_blocks, i64 quota_pages, i64 window_blocks, u32 windowed,
+//   i64 windowed_layer[windowed]
+//
+// The manager's configuration is a file with one frame, CONFIGURATION, which no connection may send:
+//   text prefix, i64 ranks, text device, text ipc, u32 devices, u32 pools, u32 models, text device[devices],
+//   pools * (text name, i64 page_bytes, i64 num_pages), model[models]
 #pragma once
 
 #include <cstddef>
@@ -41,7 +48,7 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
               "the protocol is little-endian and copies numbers as they are");
 
 constexpr std::uint32_t kMagic = 0x4D4D584D;  // "MXMM"
-constexpr std::uint16_t kVersion = 1;
+constexpr std::uint16_t kVersion = 2;
 constexpr std::uint16_t kReply = 0x8000;
 constexpr std::uint32_t kPartial = 1;
 
@@ -59,6 +66,7 @@ enum class Operation : std::uint16_t {
   kRemoveModel = 11,
   kDescribe = 12,
   kLeaveWindow = 13,
+  kConfiguration = 14,  // in a file only
 };
 
 struct Header {
@@ -144,5 +152,14 @@ class FrameWriter {
 
 // The views point into the payload.
 StepRequest read_step(Reader& reader);
+
+// A model as it is written; check_model() checks its values.
+ModelConfig read_model(Reader& reader);
+FrameWriter& write_model(FrameWriter& frame, const ModelConfig& model);
+
+// The configuration as a file has it. Decoding checks the encoding alone and throws ConfigError; check_config() checks
+// the values.
+Bytes encode_config(const Config& config);
+Config decode_config(Span<std::uint8_t> file);
 
 }  // namespace muxserve::memory

@@ -135,7 +135,7 @@ TEST(Dispatcher, ChecksHeaders) {
   wire.hello();
   EXPECT_EQ(code([](Header& h) { h.length = kMaxPayload; }), Code::kOk);
   EXPECT_EQ(code([](Header& h) { h.magic = 0x20544547; }), Code::kBadMagic);
-  EXPECT_EQ(code([](Header& h) { h.version = 2; }), Code::kBadVersion);
+  EXPECT_EQ(code([](Header& h) { h.version = kVersion + 1; }), Code::kBadVersion);
   EXPECT_EQ(code([](Header& h) { h.length = kMaxPayload + 4; }), Code::kTooLarge);
   EXPECT_EQ(code([](Header& h) { h.length = 0xFFFFFFFF; }), Code::kTooLarge);
   EXPECT_EQ(code([](Header& h) { h.length = 3; }), Code::kTooLarge);
@@ -151,7 +151,7 @@ TEST(Dispatcher, RefusesPayloadsCutShortOrTooLong) {
       {Operation::kDrop, Wire::payload([](FrameWriter& f) { f.u32(kA).text("key"); })},
       {Operation::kSetQuotas, Wire::payload([](FrameWriter& f) { f.u32(2).u32(kA).i64(1).u32(kB).i64(2); })},
       {Operation::kResetCache, Wire::payload([](FrameWriter& f) { f.u32(kA); })},
-      {Operation::kAddModel, Wire::payload([](FrameWriter& f) { f.text("{}"); })},
+      {Operation::kAddModel, Wire::payload([](FrameWriter& f) { write_model(f, {"c", "p", 1, 1, 4, 0, {0}, 1}); })},
       {Operation::kRemoveModel, Wire::payload([](FrameWriter& f) { f.u32(kA); })},
       {Operation::kHello, Wire::payload([](FrameWriter& f) { f.text("x").u32(1); })},
   };
@@ -168,6 +168,27 @@ TEST(Dispatcher, RefusesPayloadsCutShortOrTooLong) {
     EXPECT_EQ(wire.quota(kA), 60);
     wire.manager.check();
   }
+}
+
+TEST(Dispatcher, AddsModelsOfABoundedSize) {
+  Wire wire;
+  wire.hello();
+  wire.manager.set_quotas(std::vector<std::pair<std::uint32_t, std::int64_t>>{{kA, 50}});
+  const auto add = [&](const ModelConfig& model) {
+    return wire.send(Operation::kAddModel, Wire::payload([&](FrameWriter& f) { write_model(f, model); }));
+  };
+  ModelConfig model{"c", "p", 2000, 1, 2, 10};
+  model.window_blocks = 1;
+  for (std::int64_t layer = 0; layer < 1100; ++layer) model.windowed_layers.push_back(layer);
+  EXPECT_EQ(add(model).code(), Code::kInvalid);
+  model = {"c", "p", 3, 1, 4, 10, {0, 2}, 5};
+  const Reply reply = add(model);
+  EXPECT_EQ(reply.code(), Code::kOk);
+  const ModelConfig& added = wire.manager.model(Reader(reply.payload.data(), reply.payload.size()).u32()).config();
+  EXPECT_EQ(added.name, "c");
+  EXPECT_EQ(added.windowed_layers, model.windowed_layers);
+  EXPECT_EQ(added.window_blocks, 5);
+  wire.manager.check();
 }
 
 TEST(Dispatcher, RefusesCountsThatDoNotFit) {

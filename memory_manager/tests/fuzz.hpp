@@ -86,6 +86,38 @@ class FrameFuzzer {
     std::memcpy(out.data() + offsetof(Header, length), &length, sizeof length);
   }
 
+  ModelConfig model_config() {
+    ModelConfig config{one_in(5) ? text() : "m" + std::to_string(pick(5)),
+                       one_in(8) ? text() : "p",
+                       number(),
+                       number(),
+                       number(),
+                       one_in(3) ? number() : 0};
+    if (!one_in(4)) return config;
+    for (std::uint32_t i = 0, n = one_in(30) ? 2000 : pick(3); i < n; ++i)
+      config.windowed_layers.push_back(one_in(4) ? number() : i);
+    config.window_blocks = number();
+    return config;
+  }
+
+  Config config() {
+    Config made;
+    made.prefix = one_in(8) ? text() : "muxserve-test";
+    made.ranks = one_in(8) ? number() : 1;
+    if (one_in(4)) {
+      made.device = one_in(4) ? text() : "cuda";
+      made.ipc = one_in(4) ? text() : "vmm";
+      for (std::int64_t i = 0; i < std::min<std::int64_t>(made.ranks, 3); ++i) made.devices.push_back("GPU-" + text());
+    }
+    for (std::uint32_t i = 0, n = one_in(50) ? 70 : 1 + pick(2); i < n; ++i)
+      made.pools.push_back({one_in(8) ? text()
+                            : i == 0  ? "p"
+                                      : "q",
+                            one_in(8) ? number() : 64, one_in(8) ? number() : 100 + pick(9)});
+    for (std::uint32_t i = 0, n = pick(3); i < n; ++i) made.models.push_back(model_config());
+    return made;
+  }
+
  private:
   Operation choose() {
     if (!greeted && !one_in(5)) return Operation::kHello;
@@ -151,18 +183,9 @@ class FrameFuzzer {
     return one_in(4) ? kTexts[pick(13)] : std::to_string(pick(12));
   }
 
-  std::string model_text() {
-    const auto number = [&] {
-      static const char* const kNumbers[] = {"1048576", "-1", "9223372036854775807",
-                                             "1e9",     "0",  "18446744073709551616"};
-      return one_in(6) ? std::string(kNumbers[pick(6)]) : std::to_string(1 + pick(8));
-    };
-    std::string json = "{\"name\": \"" + (one_in(5) ? text() : "m" + std::to_string(pick(5))) + "\", \"pool\": \"" +
-                       (one_in(8) ? text() : "p") + "\", \"layers\": " + number() + ", \"kv_heads\": " + number() +
-                       ", \"num_blocks\": " + number() + ", \"quota_pages\": " + (one_in(3) ? number() : "0") + "}";
-    if (one_in(10)) json = std::string(pick(2000), '[');
-    if (one_in(10)) json.resize(pick(static_cast<std::uint32_t>(json.size() + 1)));
-    return json;
+  std::int64_t number() {
+    static constexpr std::int64_t kNumbers[] = {1'048'576, -1, kNever, 1'000'000'000, 0, -kNever - 1};
+    return one_in(6) ? kNumbers[pick(6)] : 1 + pick(8);
   }
 
   void write(FrameWriter& frame, Operation operation) {
@@ -215,7 +238,7 @@ class FrameFuzzer {
         frame.u32(operation == Operation::kResetCache || one_in(150) ? model() : 2 + pick(20));
         break;
       case Operation::kAddModel:
-        frame.text(model_text());
+        write_model(frame, model_config());
         break;
       case Operation::kStatistics:
       case Operation::kDescribe:

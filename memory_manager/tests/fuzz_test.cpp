@@ -15,7 +15,6 @@
 #include "client/client.hpp"
 #include "dispatcher.hpp"
 #include "failing_allocations.hpp"
-#include "json.hpp"
 #include "server.hpp"
 #include "text.hpp"
 
@@ -45,7 +44,7 @@ void check_reply(const Bytes& out, Header& header) {
     ASSERT_EQ(name_problem(words, kMaxRefusalBytes), "");
   } else if (header.operation == (static_cast<std::uint16_t>(Operation::kStatistics) | kReply) ||
              header.operation == (static_cast<std::uint16_t>(Operation::kDescribe) | kReply)) {
-    json::parse(reader.text());
+    ASSERT_TRUE(is_utf8(reader.text()));
   }
 }
 
@@ -134,6 +133,68 @@ TEST(Fuzz, RequestsByTheRulesKeepTheBooks) {
         Code::kUnknownModel, Code::kNotOwner, Code::kKeyExists, Code::kUnknownKey, Code::kQuotaExceedsPool,
         Code::kModelInUse, Code::kInvalid, Code::kExhausted, Code::kNoMemory})
     EXPECT_GT(codes[static_cast<std::size_t>(code)], 0) << code_name(code);
+}
+
+// ---------------------------------------------------------------------------- the file with the configuration
+
+// On the heap at its exact size, so that every read beyond the end is seen.
+Config decoded(const Bytes& file) { return decode_config(Bytes(file.begin(), file.end())); }
+
+TEST(Fuzz, ConfigurationsAreDecodedAsTheyWereEncoded) {
+  int good = 0, bad = 0;
+  for_each_seed(400, [&](std::uint32_t seed) {
+    const Config config = FrameFuzzer(seed).config();
+    const Bytes file = encode_config(config);
+    const Config again = decoded(file);
+    EXPECT_EQ(encode_config(again), file);  // nothing is lost: every value of it is in the encoding
+    EXPECT_EQ(again.models.size(), config.models.size());
+    try {
+      check_config(again);
+      HeapSegments segments;
+      Manager(again, segments, 7).check();
+      ++good;
+    } catch (const ConfigError&) {
+      EXPECT_THROW(check_config(config), ConfigError);
+      ++bad;
+    }
+  });
+  if (std::getenv("MUXSERVE_FUZZ_SEED") != nullptr) return;
+  EXPECT_GT(good, 0);
+  EXPECT_GT(bad, 0);
+}
+
+TEST(Fuzz, ConfigurationsCutShortAreRefused) {
+  const Bytes file = encode_config(small_config());
+  for (std::size_t size = 0; size < file.size(); ++size) {
+    Bytes cut(file.begin(), file.begin() + static_cast<std::ptrdiff_t>(size));
+    EXPECT_THROW(decoded(cut), ConfigError) << size;
+    if (size < sizeof(Header)) continue;
+    const auto length = static_cast<std::uint32_t>(size - sizeof(Header));
+    std::memcpy(cut.data() + offsetof(Header, length), &length, sizeof length);
+    EXPECT_THROW(decoded(cut), ConfigError) << size;
+  }
+}
+
+TEST(Fuzz, ConfigurationsOfAnyBytesAreRefusedOrRead) {
+  int read = 0, refused = 0;
+  for_each_seed(400, [&](std::uint32_t seed) {
+    FrameFuzzer fuzzer(seed);
+    for (int i = 0; i < 5; ++i) {
+      Bytes file = encode_config(fuzzer.config());
+      fuzzer.spoil(file);
+      try {
+        const Config config = decoded(file);
+        ++read;
+        check_config(config);
+        check_config(decoded(encode_config(config)));
+      } catch (const ConfigError&) {
+        ++refused;
+      }
+    }
+  });
+  if (std::getenv("MUXSERVE_FUZZ_SEED") != nullptr) return;
+  EXPECT_GT(read, 0);
+  EXPECT_GT(refused, 0);
 }
 
 // ---------------------------------------------------------------------------- a server on a socket

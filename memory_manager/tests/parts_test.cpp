@@ -3,6 +3,8 @@
 #include <sched.h>
 
 #include <cstdlib>
+#include <cstring>
+#include <functional>
 #include <random>
 #include <unordered_map>
 
@@ -12,6 +14,7 @@
 #include "json.hpp"
 #include "page_pool.hpp"
 #include "prefix_index.hpp"
+#include "protocol.hpp"
 #include "support.hpp"
 
 namespace muxserve::memory::testing {
@@ -131,78 +134,112 @@ TEST(HandOffs, AreTakenByKeyOrByTime) {
   EXPECT_EQ(hand_offs.size(), 0u);
 }
 
-TEST(Json, ReadsWhatIsWritten) {
+TEST(Json, IsWritten) {
   json::Writer out;
   out.open_object().member("text", "a \"b\" \\ \n \x01 \xC3\xA9").member("number", -5);
   out.key("list").open_array().value(std::int64_t{1}).open_object().close_object().value("x").close_array();
   out.member("last", std::int64_t{1} << 62).close_object();
-  const json::Value value = json::parse(out.text());
-  const json::Object& object = *value.object();
-  EXPECT_EQ(*object[0].second.string(), "a \"b\" \\ \n \x01 \xC3\xA9");
-  EXPECT_EQ(*object[1].second.integer(), -5);
-  EXPECT_EQ(object[2].second.array()->size(), 3u);
-  EXPECT_EQ(*object[3].second.integer(), std::int64_t{1} << 62);
+  EXPECT_EQ(out.text(),
+            "{\"text\": \"a \\\"b\\\" \\\\ \\u000a \\u0001 \xC3\xA9\", \"number\": -5, "
+            "\"list\": [1, {}, \"x\"], \"last\": 4611686018427387904}");
 }
 
-TEST(Json, ReadsEscapes) {
-  EXPECT_EQ(*json::parse(R"("\u00e9\ud83d\ude00\t\/\b\f\r")").string(), "\xC3\xA9\xF0\x9F\x98\x80\t/\b\f\r");
+TEST(Config, IsDecodedAsItWasEncoded) {
+  Config config;
+  config.prefix = "x";
+  config.ranks = 2;
+  config.device = "cuda";
+  config.devices = {"GPU-a", "GPU-b"};
+  config.ipc = "vmm";
+  config.pools = {{"p", 64, 101}, {"q", 4096, 30}};
+  config.models = {{"a", "p", 2, 3, 20, 60, {0, 1}, 4}, {"modèle", "q", 1, 2, 40, 29}};
+  const Config again = decode_config(encode_config(config));
+  EXPECT_EQ(again.prefix, "x");
+  EXPECT_EQ(again.ranks, 2);
+  EXPECT_EQ(again.device, "cuda");
+  EXPECT_EQ(again.devices, config.devices);
+  EXPECT_EQ(again.ipc, "vmm");
+  ASSERT_EQ(again.pools.size(), 2u);
+  EXPECT_EQ(again.pools[1].name, "q");
+  EXPECT_EQ(again.pools[1].page_bytes, 4096);
+  EXPECT_EQ(again.pools[1].num_pages, 30);
+  ASSERT_EQ(again.models.size(), 2u);
+  const ModelConfig& first = again.models[0];
+  EXPECT_EQ(first.name, "a");
+  EXPECT_EQ(first.pool, "p");
+  EXPECT_EQ(first.layers, 2);
+  EXPECT_EQ(first.kv_heads, 3);
+  EXPECT_EQ(first.num_blocks, 20);
+  EXPECT_EQ(first.quota_pages, 60);
+  EXPECT_EQ(first.windowed_layers, (std::vector<std::int64_t>{0, 1}));
+  EXPECT_EQ(first.window_blocks, 4);
+  EXPECT_EQ(again.models[1].name, "modèle");
+  check_config(again);
 }
 
-TEST(Json, SaysWhereItIsWrong) {
-  for (const char* text :
-       {"", "{", "[1,", "{\"a\" 1}", "{\"a\": 1,}", "[1 2]", "nul", "\"abc", "\"\\q\"", "\"\\ud800\"", "\"\\u12g4\"",
-        "1 2", "99999999999999999999", "--1", "1e999", "{\"a\": 1, \"a\": 2}", "\"\n\"", "\"\\udc00\""}) {
-    EXPECT_THROW(json::parse(text), json::ParseError) << text;
-  }
-  EXPECT_THROW(json::parse(std::string(100, '[')), json::ParseError);
-  EXPECT_THROW(json::parse(std::string("[1\0]", 4)), json::ParseError);
+std::string complaint_of(const std::function<void()>& action) {
   try {
-    json::parse("{\n  \"a\": oops\n}");
-    FAIL();
-  } catch (const json::ParseError& error) {
-    EXPECT_NE(std::string(error.what()).find("line 2, column 8"), std::string::npos) << error.what();
+    action();
+  } catch (const ConfigError& error) {
+    return error.what();
   }
+  return "accepted";
 }
 
-std::string config_text(const std::string& model_extra = "", std::int64_t quota = 60) {
-  return R"({"prefix": "x", "pools": [{"name": "p", "page_bytes": 64, "num_pages": 101}], "models": [{"name": "a",)"
-         R"("pool": "p", "layers": 2, "kv_heads": 3, "num_blocks": 20, "quota_pages": )" +
-         std::to_string(quota) + model_extra + "}]}";
-}
-
-TEST(Config, IsRead) {
-  const Config config = parse_config(config_text());
-  EXPECT_EQ(config.prefix, "x");
-  EXPECT_EQ(config.pools[0].num_pages, 101);
-  EXPECT_EQ(config.models[0].pages_per_block(), 6);
+TEST(Config, SaysWhyAFileIsNone) {
+  const auto expect = [](const std::function<void(Bytes&)>& change, const std::string& part) {
+    Bytes file = encode_config(small_config());
+    change(file);
+    const std::string words = complaint_of([&] { decode_config(file); });
+    EXPECT_NE(words.find(part), std::string::npos) << words;
+  };
+  const auto header = [](const std::function<void(Header&)>& change) {
+    return [change](Bytes& file) {
+      Header changed;
+      std::memcpy(&changed, file.data(), sizeof changed);
+      change(changed);
+      std::memcpy(file.data(), &changed, sizeof changed);
+    };
+  };
+  expect([](Bytes& file) { file.clear(); }, "too short");
+  expect([](Bytes& file) { file[0] = '{'; }, "no configuration of a memory manager");
+  expect(header([](Header& h) { h.operation = 10; }), "no configuration of a memory manager");
+  expect(header([](Header& h) { h.version = kVersion + 1; }), "version " + std::to_string(kVersion + 1));
+  expect(header([](Header& h) { h.length += 4; }), "behind its header");
+  expect([](Bytes& file) { file.resize(file.size() + 4); }, "behind its header");
+  expect(
+      [&](Bytes& file) {
+        file.resize(file.size() - 4);
+        header([](Header& h) { h.length -= 4; })(file);
+      },
+      "ends too early");
+  expect(
+      [&](Bytes& file) {
+        file.resize(file.size() + 4);
+        header([](Header& h) { h.length += 4; })(file);
+      },
+      "too long");
 }
 
 TEST(Config, ComplainsInWords) {
-  const auto words = [](const std::string& text) -> std::string {
-    try {
-      parse_config(text);
-    } catch (const ConfigError& error) {
-      return error.what();
-    }
-    return "accepted";
+  const auto expect = [](const std::function<void(Config&)>& change, const std::string& part) {
+    Config config = small_config();
+    change(config);
+    const std::string words = complaint_of([&] { check_config(config); });
+    EXPECT_NE(words.find(part), std::string::npos) << words;
   };
-  const auto expect = [&](const std::string& text, const std::string& part) {
-    EXPECT_NE(words(text).find(part), std::string::npos) << words(text);
-  };
-  expect("[]", "expected an object");
-  expect("{", "line 1");
-  expect(config_text(R"(, "color": 1)"), "models[0]: unknown key \"color\"");
-  expect(config_text("", 200), "sum to 200 pages");
-  expect(config_text("", -1), "quota_pages: -1 is not between");
-  expect(R"({"prefix": "a/b", "pools": [{"name": "p", "page_bytes": 1, "num_pages": 2}], "models": []})", "prefix");
-  expect(R"({"prefix": "a", "pools": [], "models": []})", "at least one pool");
-  expect(R"({"prefix": "a", "pools": [{"name": "p", "page_bytes": 1}], "models": []})", "\"num_pages\" is missing");
-  expect(R"({"prefix": "a", "pools": [{"name": "p", "page_bytes": "1", "num_pages": 2}], "models": []})",
-         "pools[0].page_bytes: expected a whole number");
-  expect(R"({"prefix": "a", "pools": [{"name": "p", "page_bytes": 1, "num_pages": 1}], "models": []})", "num_pages: 1");
-  expect(
-      R"({"prefix": "a", "pools": [{"name": "p", "page_bytes": 99999999999, "num_pages": 999999999}], "models": []})",
-      "address");
+  expect([](Config& c) { c.models[0].quota_pages = 200; }, "sum to 240 pages");
+  expect([](Config& c) { c.models[0].quota_pages = -1; }, "model \"a\": quota_pages: -1 is not between");
+  expect([](Config& c) { c.models[0].windowed_layers = {2}; }, "windowed_layers, ascending: 2 is not between 0 and 1");
+  expect([](Config& c) { c.prefix = "a/b"; }, "prefix");
+  expect([](Config& c) { c.prefix.clear(); }, "prefix");
+  expect([](Config& c) { c.ranks = 65; }, "ranks: 65 is not between 1 and 64");
+  expect([](Config& c) { c.device = "tpu"; }, "device: \"posix\" or \"cuda\" is needed, got \"tpu\"");
+  expect([](Config& c) { c.device = "cuda"; }, "devices: 1 are needed");
+  expect([](Config& c) { c.ipc = "mmap"; }, "ipc: \"auto\", \"vmm\" or \"legacy\" is needed");
+  expect([](Config& c) { c.pools.clear(); }, "at least one pool");
+  expect([](Config& c) { c.pools[0].num_pages = 1; }, "num_pages: 1");
+  expect([](Config& c) { c.pools[0] = {"p", 99'999'999'999, 999'999'999}; }, "address");
 }
 
 TEST(Config, RefusesModelsThatDoNotFit) {

@@ -206,37 +206,14 @@ class MemoryClient:
         """Forget every published block of the model."""
         self._native.reset_cache(self._index(model))
 
-    def add_model(
-        self,
-        name: str,
-        *,
-        pool: str,
-        layers: int,
-        kv_heads: int,
-        num_blocks: int,
-        quota_pages: int,
-        windowed_layers: Sequence[int] = (),
-        window_blocks: int = 0,
-    ) -> int:
+    def add_model(self, model: _native.ModelConfig) -> int:
         """Add a model to a running manager; returns its index. A manager that is started again does not know it.
-
-        `windowed_layers`, ascending, see a window that reaches back `window_blocks` full blocks.
 
         Raises:
             MemoryManagerError: INVALID, QUOTA_EXCEEDS_POOL, EXHAUSTED where a bound of the manager is reached, or
                 NO_MEMORY where the machine has not the memory for the page table.
         """
-        model: dict[str, object] = {
-            "name": name,
-            "pool": pool,
-            "layers": layers,
-            "kv_heads": kv_heads,
-            "num_blocks": num_blocks,
-            "quota_pages": quota_pages,
-        }
-        if windowed_layers:
-            model |= {"windowed_layers": list(windowed_layers), "window_blocks": window_blocks}
-        index = self._native.add_model(json.dumps(model))
+        index = self._native.add_model(model)
         self.refresh()
         return index
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import select
@@ -30,38 +29,39 @@ def prefix(unit_spec: UnitSpec) -> str:
     return f"muxserve-{place}-{unit}"
 
 
-def manager_config(unit_spec: UnitSpec) -> dict[str, Any]:
-    """What the memory manager reads as its configuration file."""
-    return {
-        "prefix": prefix(unit_spec),
-        "ranks": unit_spec.ranks,
-        **_device(unit_spec),
-        "pools": [
-            {"name": pool.name, "page_bytes": pool.page_bytes, "num_pages": pool.num_pages} for pool in unit_spec.pools
-        ],
-        "models": [_model(model) for model in unit_spec.models],
-    }
+def manager_config(unit_spec: UnitSpec) -> _native.Config:
+    """The memory manager's configuration; the manager checks its values when it starts."""
+    gpu = unit_spec.gpu
+    return _native.Config(
+        prefix=prefix(unit_spec),
+        ranks=unit_spec.ranks,
+        device="posix" if gpu is None else "cuda",
+        devices=[] if gpu is None else gpu.uuids,
+        ipc="auto" if gpu is None else gpu.ipc,
+        pools=[_native.PoolConfig(pool.name, pool.page_bytes, pool.num_pages) for pool in unit_spec.pools],
+        models=[_model(model, model.quota_pages) for model in unit_spec.models],
+    )
 
 
-def _model(model: ModelSpec) -> dict[str, Any]:
-    return {
-        "name": model.name,
-        "pool": model.pool,
-        # One without KV has a table, too, of which it takes nothing.
-        "layers": model.layers if model.kv_heads else 1,
-        "kv_heads": model.kv_heads or 1,
-        "num_blocks": model.num_blocks,
-        "quota_pages": model.quota_pages,
-        **_windows(model),
-    }
+def _model(model: ModelSpec, quota_pages: int) -> _native.ModelConfig:
+    return _native.ModelConfig(
+        name=model.name,
+        pool=model.pool,
+        # A model without KV has a page table, too, and takes no pages.
+        layers=model.layers if model.kv_heads else 1,
+        kv_heads=model.kv_heads or 1,
+        num_blocks=model.num_blocks,
+        quota_pages=quota_pages,
+        windowed_layers=list(model.windowed_layers),
+        window_blocks=_window_blocks(model),
+    )
 
 
-def _windows(model: ModelSpec) -> dict[str, Any]:
+def _window_blocks(model: ModelSpec) -> int:
     if not model.windowed_layers:
-        return {}
+        return 0
     # A token sees the `window` - 1 before it; behind a cached prefix they begin at a block's end.
-    blocks = max(1, -(-(model.window - 1) // model.block_tokens))
-    return {"windowed_layers": list(model.windowed_layers), "window_blocks": blocks}
+    return max(1, -(-(model.window - 1) // model.block_tokens))
 
 
 def add_model(unit_spec: UnitSpec, model: str) -> None:
@@ -74,12 +74,7 @@ def add_model(unit_spec: UnitSpec, model: str) -> None:
     from muxserve.memory.client import MemoryClient
 
     with MemoryClient(unit_spec.memory_socket, "host") as client:
-        client.add_model(**{**_model(unit_spec.model(model)), "quota_pages": 0})
-
-
-def _device(unit_spec: UnitSpec) -> dict[str, Any]:
-    gpu = unit_spec.gpu
-    return {} if gpu is None else {"device": "cuda", "devices": gpu.uuids, "ipc": gpu.ipc}
+        client.add_model(_model(unit_spec.model(model), quota_pages=0))
 
 
 def binary() -> Path:
@@ -97,8 +92,8 @@ def binary() -> Path:
 def command(unit_spec: UnitSpec, *, die_with_parent: bool = True, options: Sequence[str] = ()) -> list[str]:
     """Write the configuration file and return the command line that starts the manager; `options` are its limits, such
     as "--stall-s", "5"."""
-    config = Path(unit_spec.run_dir) / "memory.json"
-    config.write_text(json.dumps(manager_config(unit_spec), indent=2))
+    config = Path(unit_spec.run_dir) / "memory.config"
+    config.write_bytes(manager_config(unit_spec).encode())
     beats = heartbeat_file(unit_spec.run_dir, "memory")
     line = [str(binary()), "--socket", unit_spec.memory_socket, "--config", str(config)]
     line += ["--heartbeat", str(beats)]

@@ -196,18 +196,18 @@ def test_layers_with_a_window_reach_the_memory_manager(tmp_path: Path) -> None:
     windows = {"sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"]}
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **windows}))
     (tmp_path / "model.safetensors").touch()
-    for max_len, layers in ((512, [0]), (100, None)):
+    for max_len, layers in ((512, [0]), (100, [])):
         asked = fleet(f"kv_pool: {{size: 4MiB}}\nmodels: [{{name: a, path: {tmp_path}, max_len: {max_len}}}]\n")
         made = resolve_unit(asked, MACHINE)
         unit_spec = unit_spec_of(made, "/run/x")
-        (model,), (told,) = unit_spec.models, manager_config(unit_spec)["models"]
-        assert told.get("windowed_layers") == layers
+        (model,), (config,) = unit_spec.models, manager_config(unit_spec).models
+        assert list(config.windowed_layers) == layers
         whole = unit_spec.pools[0].num_pages // model.pages_per_block
-        if layers is None:
+        if not layers:
             assert model.num_blocks <= whole + 1
         else:
             # A token sees the 99 before it.
-            assert told["window_blocks"] == -(-99 // model.block_tokens)
+            assert config.window_blocks == -(-99 // model.block_tokens)
             assert model.num_blocks >= 2 * (whole - 1)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from muxserve.memory import MemoryManagerError, _native
+from muxserve.memory._native import ModelConfig
 from muxserve.memory.client import MemoryClient
 from muxserve.spec import UnitSpec
 from tests.memory.raw import (
@@ -317,7 +318,7 @@ def test_hand_offs_are_bounded_by_client_and_by_model(abuse: Abuse) -> None:
 
 def test_tables_that_no_pool_can_fill_are_refused(abuse: Abuse) -> None:
     with pytest.raises(MemoryManagerError, match="can ever fill") as error:
-        abuse.honest.add_model("huge", pool="p", layers=256, kv_heads=256, num_blocks=1 << 20, quota_pages=0)
+        abuse.honest.add_model(ModelConfig("huge", "p", 256, 256, num_blocks=1 << 20, quota_pages=0))
     assert error.value.code == "INVALID"
 
 

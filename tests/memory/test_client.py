@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
+from muxserve.memory._native import ModelConfig
 from muxserve.memory.client import MemoryClient
 from muxserve.spec import UnitSpec
 from tests.memory.support import PAGE_BYTES, PAGES, assert_balanced, block_hash, ids, stats_of
@@ -230,7 +231,7 @@ def test_reset_cache(connect: Connect) -> None:
 def test_models_can_be_added_and_removed(connect: Connect) -> None:
     client, other = connect(), connect()
     client.set_quotas({"a": 50})
-    index = client.add_model("c", pool="p", layers=1, kv_heads=1, num_blocks=4, quota_pages=3)
+    index = client.add_model(ModelConfig("c", "p", layers=1, kv_heads=1, num_blocks=4, quota_pages=3))
     view = other.map("c")  # a client that connected before
     assert (view.index, view.page_table.shape) == (index, (4, 1, 1))
     blocks = other.step("c", reserve=2).reserved
@@ -244,14 +245,13 @@ def test_models_can_be_added_and_removed(connect: Connect) -> None:
     assert error.value.code == "UNKNOWN_MODEL"
     assert not view.current
     with pytest.raises(MemoryManagerError, match="no pool"):
-        client.add_model("d", pool="q", layers=1, kv_heads=1, num_blocks=4, quota_pages=3)
+        client.add_model(ModelConfig("d", "q", layers=1, kv_heads=1, num_blocks=4, quota_pages=3))
 
 
 def test_a_model_with_a_window_can_be_added(connect: Connect) -> None:
     client = connect("c")
     client.set_quotas({"a": 50})
-    sizes = {"layers": 2, "kv_heads": 1, "num_blocks": 4, "quota_pages": 4}
-    client.add_model("c", pool="p", **sizes, windowed_layers=[1], window_blocks=1)
+    client.add_model(ModelConfig("c", "p", 2, 1, num_blocks=4, quota_pages=4, windowed_layers=[1], window_blocks=1))
     view = client.map("c")
     blocks = client.step("c", reserve=2).reserved
     client.leave_window("c", blocks[:1])

@@ -74,6 +74,15 @@ class BadClient:
         size = len(payload) if length is None else length
         return HEADER.pack(MAGIC, VERSION, operation, generation, 1, size, 0, 0) + payload
 
+    def any_model(self) -> bytes:
+        """Never one that the manager takes: its name is empty or its quota more than the pool's."""
+        pick = self.random
+        name = text(pick.choice([b"", b"fuzzed"]))
+        numbers = struct.pack("<5q", *(pick.choice([1, 3, -1, 2**40, 2**63 - 1]) for _ in range(3)), 2**30, 0)
+        layers = pick.choice([0, 1, 700, 2**32 - 1])
+        payload = name + text(b"p") + numbers + struct.pack("<I", layers) + bytes(8 * min(layers, 1500))
+        return payload[: 4 * pick.randrange(len(payload) // 4)] if pick.random() < 0.3 else payload
+
     def any_frame(self) -> bytes:
         pick = self.random
         if pick.random() < 0.004:
@@ -91,7 +100,7 @@ class BadClient:
                 (ADOPT, struct.pack("<I", model) + key),
                 (DROP, struct.pack("<I", model) + key),
                 (STATISTICS, b""),
-                (ADD_MODEL, text(b"[" * pick.randrange(5000))),
+                (ADD_MODEL, self.any_model()),
                 (pick.randrange(99), pick.randbytes(4 * pick.randrange(20))),
             ]
         )

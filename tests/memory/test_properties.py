@@ -83,7 +83,7 @@ class InProcess:
 
     def __init__(self) -> None:
         config = server.manager_config(with_window(small_pool(Path("/nowhere"))))
-        self.core = _native.Manager(json.dumps(config))
+        self.core = _native.Manager(config)
         self.slots: dict[int, int] = {}
 
     def connect(self, client: int) -> None:

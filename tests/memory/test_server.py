@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from muxserve.memory import server
+from muxserve.memory._native import Config, PoolConfig
 from muxserve.memory.client import MemoryClient
 from muxserve.spec import GpuSpec, PoolSpec, UnitSpec, save
 from tests.memory.support import model, unit_spec
@@ -49,18 +49,24 @@ def test_wrong_usage(arguments: list[str], message: str) -> None:
     assert "usage:" in result.stderr
 
 
+def encoded(prefix: str = "x", pools: Sequence[PoolConfig] = (PoolConfig("p", 1, 9),)) -> bytes:
+    return Config(prefix, ranks=1, device="posix", devices=[], ipc="auto", pools=pools, models=[]).encode()
+
+
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("contents", "message"),
     [
-        ("{", "line 1, column 2"),
-        ('{"prefix": "x", "pools": [], "models": []}', "at least one pool"),
-        ('{"prefix": "x", "pools": [{"name": "p", "page_bytes": 1}], "models": []}', '"num_pages" is missing'),
-        ('{"prefix": "../x", "pools": [{"name": "p", "page_bytes": 1, "num_pages": 9}], "models": []}', "prefix"),
+        (b"", "too short"),
+        (b'{"prefix": "x", "pools": [], "models": []}', "no configuration of a memory manager"),
+        (encoded()[:-4], "bytes behind its header"),
+        (encoded(pools=()), "at least one pool"),
+        (encoded(pools=[PoolConfig("p", 1, 1)]), 'pool "p": num_pages: 1 is not between 2'),
+        (encoded("../x"), "prefix"),
     ],
 )
-def test_a_wrong_configuration_is_explained(tmp_path: Path, text: str, message: str) -> None:
-    config = tmp_path / "memory.json"
-    config.write_text(text)
+def test_a_wrong_configuration_is_explained(tmp_path: Path, contents: bytes, message: str) -> None:
+    config = tmp_path / "memory.config"
+    config.write_bytes(contents)
     result = run("--socket", str(tmp_path / "s"), "--config", str(config))
     assert result.returncode == 2
     assert message in result.stderr
@@ -69,9 +75,9 @@ def test_a_wrong_configuration_is_explained(tmp_path: Path, text: str, message: 
 
 
 def test_a_missing_configuration_is_named(tmp_path: Path) -> None:
-    result = run("--socket", str(tmp_path / "s"), "--config", str(tmp_path / "nothing.json"))
+    result = run("--socket", str(tmp_path / "s"), "--config", str(tmp_path / "nothing.config"))
     assert result.returncode == 2
-    assert "nothing.json" in result.stderr
+    assert "nothing.config" in result.stderr
     assert "No such file" in result.stderr
 
 
@@ -125,13 +131,13 @@ def test_only_one_manager_at_a_socket_and_a_prefix(start: Start, small: UnitSpec
     with pytest.raises(RuntimeError, match=r"status 3: .*another memory manager is running"):
         server.start(small)
     config = server.manager_config(small)
-    config["prefix"] += "-other"
-    path = tmp_path / "other.json"
-    path.write_text(json.dumps(config))
+    config.prefix += "-other"
+    path = tmp_path / "other.config"
+    path.write_bytes(config.encode())
     result = run("--socket", small.memory_socket, "--config", str(path))
     assert result.returncode == 3
     assert "something is listening" in result.stderr
-    for segment in Path("/dev/shm").glob(f"{config['prefix']}.*"):
+    for segment in Path("/dev/shm").glob(f"{config.prefix}.*"):
         segment.unlink()
     with MemoryClient(small.memory_socket, "c", timeout_s=60) as client:  # the first one is unharmed
         assert len(client.step("a", reserve=1).reserved) == 1

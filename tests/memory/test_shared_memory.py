@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from muxserve.memory import MemoryManagerError, server
+from muxserve.memory._native import ModelConfig
 from muxserve.memory.client import MemoryClient
 from tests.memory.support import assert_balanced, model, unit_spec
 
@@ -54,12 +55,12 @@ def full_later(run_dir: Path) -> None:
         # Every entry of the page table is written now.
         assert len(client.step("a", reserve=PAGES - 1).reserved) == PAGES - 1
         with pytest.raises(MemoryManagerError, match="was not added: cannot reserve 1 MiB of shared memory") as error:
-            client.add_model("b", pool="p", layers=1, kv_heads=1, num_blocks=PAGES, quota_pages=0)
+            client.add_model(ModelConfig("b", "p", layers=1, kv_heads=1, num_blocks=PAGES, quota_pages=0))
         assert error.value.code == "NO_MEMORY"
         assert process.poll() is None
         assert_balanced(client)
         Path("/dev/shm/other").unlink()
-        client.add_model("b", pool="p", layers=1, kv_heads=1, num_blocks=PAGES, quota_pages=0)
+        client.add_model(ModelConfig("b", "p", layers=1, kv_heads=1, num_blocks=PAGES, quota_pages=0))
     process.terminate()
     assert process.wait(60) == 0
 
