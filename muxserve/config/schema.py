@@ -105,6 +105,10 @@ class Tenant(Section):
         default=1.0, gt=0, allow_inf_nan=False, description="Its share of a model, beside others that wait for it"
     )
     admin: bool = Field(default=False, description="Whether it may see the fleet's state, and what all tenants used")
+    share_prefixes: bool = Field(
+        default=False,
+        description="Whether it shares the prefix cache with other tenants that do and with keys of no tenant",
+    )
 
 
 class Priority(Section):

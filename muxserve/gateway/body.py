@@ -86,8 +86,8 @@ class ClientGoneError(Exception):
 
 
 class RequestFields(msgspec.Struct):
-    """The field that routing needs, and one whose type vLLM takes for granted; msgspec checks the syntax of the rest and
-    keeps none of it."""
+    """The field that routing needs, and one whose type vLLM takes for granted; msgspec checks the syntax of the rest
+    and keeps none of it."""
 
     model: str | None = None
     structured_outputs: dict[str, msgspec.Raw] | None = None

@@ -73,12 +73,13 @@ class UnitEngineClient(EngineCoreClient):
             wire_id = self.broker.table.new_id()
             http = current_http.get()
             priority = http.priority if http is not None else RequestLevels()
-            body = self._encode(request, wire_id, priority, features)
+            tenant = http.tenant if http is not None else None
+            salt = tenant.cache_salt(request.cache_salt) if tenant is not None else request.cache_salt
+            body = self._encode(request, wire_id, priority, features, salt)
         except BaseException:
             # AsyncLLM registered the request before it asked us, and does not take it back itself.
             self._end(front_id)
             raise
-        tenant = http.tenant if http is not None else None
         self.broker.submit(
             Tracked(
                 request_id=wire_id,
@@ -96,7 +97,7 @@ class UnitEngineClient(EngineCoreClient):
                 traced=http is not None and http.trace is not None,
                 choice=self._choice(front_id),
                 group=http.group_of(wire_id) if http is not None else "",
-                prefix=self._prefix(request, prompt),
+                prefix=self._prefix(request, prompt, salt),
                 images=images,
                 waited=http is not None and http.waited,
                 context=http,
@@ -111,7 +112,7 @@ class UnitEngineClient(EngineCoreClient):
             return request.mm_features, ()
         return await self._images.keep(self.model, request.mm_features)
 
-    def _prefix(self, request: EngineCoreRequest, prompt: Sequence[int]) -> bytes:
+    def _prefix(self, request: EngineCoreRequest, prompt: Sequence[int], salt: str | None) -> bytes:
         """Keys of its prompt's beginnings, where there are replicas of which one may have them."""
         model = self._unit_spec
         if not model.prefix_caching or model.phases == "rolling":
@@ -120,7 +121,7 @@ class UnitEngineClient(EngineCoreClient):
             return b""
         adapter = request.lora_request.lora_name if request.lora_request is not None else ""
         images = [(each.mm_position.offset, each.identifier) for each in request.mm_features or ()]
-        return prefix_keys(prompt, f"{adapter}/{request.cache_salt or ''}", images)
+        return prefix_keys(prompt, f"{adapter}/{salt or ''}", images)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self.broker.cancel(self.model, request_ids, RequestOutcome.of_cancel)
@@ -198,17 +199,18 @@ class UnitEngineClient(EngineCoreClient):
         priority: RequestLevels,
         features: list[MultiModalFeatureSpec] | None,
     ) -> bytes:
-        """`request` in vLLM's encoding, with the id that the unit knows it by, the priority that engines give it and
-        what they are told of its images."""
-        theirs = request.request_id, request.priority, request.lora_request, request.mm_features
+        salt: str | None,
+        """`request` in vLLM's encoding, with the id that the unit knows it by, the priority that engines give it, what
+        they are told of its images, and the salt of its prefix."""
+        theirs = request.request_id, request.priority, request.lora_request, request.mm_features, request.cache_salt
         request.request_id, request.priority = wire_id, priority.engine(request.priority)
-        request.mm_features = features
+        request.mm_features, request.cache_salt = features, salt
         if request.lora_request is not None:
             request.lora_request = for_engines(request.lora_request)
         try:
             (frame,) = self._encoder.encode(request)
         finally:
-            request.request_id, request.priority, request.lora_request, request.mm_features = theirs
+            request.request_id, request.priority, request.lora_request, request.mm_features, request.cache_salt = theirs
         return bytes(frame)
 
     def _refuse_unsupported(self, request: EngineCoreRequest) -> None:

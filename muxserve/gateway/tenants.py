@@ -8,6 +8,7 @@ which goes with the run. What was used is added up in a file of its own, which s
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 import sqlite3
@@ -17,11 +18,14 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from http import HTTPStatus
+from pathlib import Path
 from urllib.parse import parse_qs
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter
 
 from muxserve.gateway.errors import RequestError, Send, respond_json
+from muxserve.net.sockets import local_secret
 from muxserve.spec import FleetSpec, TenantSpec
 
 log = logging.getLogger(__name__)
@@ -303,6 +307,12 @@ class UsageLog:
         return db
 
 
+def prefix_salt(secret: bytes, tenant: str, own: str | None) -> str:
+    """What keeps the prefixes of `tenant` apart from all others', and those with the salt `own` from its other ones.
+    Nobody who does not know `secret` can send a salt that comes to the same."""
+    return hashlib.blake2b(msgspec.json.encode([tenant, own]), key=secret, digest_size=32).hexdigest()
+
+
 class TenantTurn:
     """A request of a tenant while it is served: what it uses is taken from the limits and added up."""
 
@@ -314,6 +324,13 @@ class TenantTurn:
         self.name = spec.name if spec is not None else NOBODY
         self.weight = spec.weight if spec is not None else 1.0
         self.allowance = allowance
+
+    def cache_salt(self, own: str | None) -> str | None:
+        """The salt of vLLM's block hashes for a request that came with the salt `own`: its KV is found only by requests
+        with the same one."""
+        if self._spec is None or self._spec.shares_prefixes:
+            return own
+        return prefix_salt(self._tenancy.secret, self.name, own)
 
     def prompted(self, tokens: int) -> None:
         """A prompt of so many tokens is submitted."""
@@ -341,7 +358,9 @@ class Tenancy:
     def __init__(self, fleet: FleetSpec, index: int, registry: CollectorRegistry) -> None:
         self._limits: SharedLimits | None = None
         self._limits_file = fleet.socket("tenants").removesuffix(".sock") + ".sqlite"
+        self._run_dir = Path(fleet.run_dir)
         self._index = index
+        self.secret = b""
         self.usage: UsageLog | None = None
         by = ["tenant", "model_name"]
         self._requests = Counter(
@@ -365,6 +384,8 @@ class Tenancy:
         """These are the tenants now."""
         if fleet.tenants and self._limits is None:
             self._limits = SharedLimits(self._limits_file, self._index)
+            # All gateways of a run have the same, also those that are started again: tenants find their prefixes.
+            self.secret = local_secret(self._run_dir, binding=True) or b""
         if fleet.usage_file and self.usage is None:
             self.usage = UsageLog(fleet.usage_file)
 

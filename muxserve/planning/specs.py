@@ -350,6 +350,7 @@ def tenants_of(fleet: Fleet) -> tuple[TenantSpec, ...]:
             max_concurrency=tenant.max_concurrency or 0,
             weight=tenant.weight,
             admin=tenant.admin,
+            shares_prefixes=tenant.share_prefixes,
         )
         for name, tenant in fleet.tenants.items()
     )

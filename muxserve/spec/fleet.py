@@ -59,7 +59,8 @@ class Suspect(msgspec.Struct, frozen=True):
 class TenantSpec(msgspec.Struct, frozen=True):
     """Who comes with one of some keys, which are known by their SHA-256 (hex) only. `models` are those that it may use,
     None: all. Limits of 0 are none; they hold for all gateways together. `weight` is its share of a model
-    beside other tenants that wait for it."""
+    beside other tenants that wait for it. Whoever `shares_prefixes` finds the KV of prompts that others who do so have
+    sent; all else is found by its own tenant only."""
 
     name: str
     key_hashes: tuple[str, ...]
@@ -70,6 +71,7 @@ class TenantSpec(msgspec.Struct, frozen=True):
     max_concurrency: int = 0
     weight: float = 1.0
     admin: bool = False
+    shares_prefixes: bool = False
 
     def may_use(self, model: str) -> bool:
         """Whether `model` is one of its."""

@@ -42,7 +42,7 @@ gateway: {{api_keys: [file:secret-of-operator, plain]}}
 tenants:
   research: {{keys: [file:secret, env:MORE], models: [one], priority: high,
     requests_per_minute: 60, tokens_per_minute: 1000}}
-  support: {{keys: [env:OTHER], max_concurrency: 4, admin: true}}
+  support: {{keys: [env:OTHER], max_concurrency: 4, admin: true, share_prefixes: true}}
 {ONE}"""
     (tmp_path / "secret-of-operator").write_text("op")
     fleet = parse_fleet(text, "f", tmp_path, {"MORE": "k3,k4", "OTHER": "k5"})
@@ -54,6 +54,7 @@ tenants:
         ("one",), "high", 60, 1000,
     )  # fmt: skip
     assert (support.models, support.max_concurrency, support.admin, support.requests_per_minute) == (None, 4, True, 0)
+    assert (research.shares_prefixes, support.shares_prefixes) == (False, True)
     assert research.key_hashes[0] == hashlib.sha256(b"k1").hexdigest()
     assert "k1" not in str(research)
 

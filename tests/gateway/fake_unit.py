@@ -200,6 +200,7 @@ class FakeUnit:
             execution=message.execution,
             group=message.group,
             body_priority=request.priority,
+            cache_salt=request.cache_salt,
             structured=params.structured_outputs is not None,
             script=script,
         )

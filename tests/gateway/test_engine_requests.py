@@ -110,6 +110,8 @@ def test_every_route_counts_at_least_one() -> None:
 
 def test_more_than_one_request_may_ask_for_is_refused_with_the_reason() -> None:
     check_engine_requests(1024, 1024, "m")
-    with pytest.raises(RequestError, match="asks for 2560 answers .* may ask for 1024, a part of its limits") as caught:
+    with pytest.raises(
+        RequestError, match=r"asks for 2560 answers .* may ask for 1024, a part of its limits"
+    ) as caught:
         check_engine_requests(2560, 1024, "m")
     assert caught.value.status == 400
