@@ -28,7 +28,6 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.gzip import GZipMiddleware
 
 from muxserve.gateway.admission import ApiKeys, Caller, presented_key
 from muxserve.gateway.body import (
@@ -81,8 +80,8 @@ _PLAIN_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # So often the client of a stream hears something while its request waits; proxies take half a minute for a failure.
 SIGN_SECONDS = 2.0
 
-Page = Callable[[Send], Awaitable[None]]
-ModelPage = Callable[[str, Send], Awaitable[None]]
+Page = Callable[[Scope, Send], Awaitable[None]]
+ModelPage = Callable[[str, Scope, Send], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +218,7 @@ class GatewayApp:
             name = self._known(name, caller)
             if model_page is not None:
                 only_get(scope)
-                await model_page(name, send)
+                await model_page(name, scope, send)
                 return
             if path in ("/", "/v1/models"):
                 only_get(scope)
@@ -229,9 +228,7 @@ class GatewayApp:
             only_get(scope)
             if path not in self._open_pages:
                 _only_admins(path, caller)
-            page = self._pages[path]
-            # Metrics shrink to a twentieth at the lowest level already.
-            await GZipMiddleware(lambda _scope, _receive, answer: page(answer), compresslevel=1)(scope, receive, send)
+            await self._pages[path](scope, send)
             return
         elif (app := self._app_at(path)) is not None:
             _only_admins(path, caller)

@@ -25,6 +25,7 @@ from muxserve.gateway.measure import RequestOutcome, current_http
 from muxserve.gateway.prefix_keys import prefix_keys
 from muxserve.gateway.priorities import RequestLevels
 from muxserve.gateway.requests import Failure, Output, Tracked
+from muxserve.gateway.vllm_gauges import engine_indexes
 from muxserve.spec import ModelSpec
 from muxserve.vllm.image_files import LARGEST
 
@@ -40,7 +41,7 @@ class UnitEngineClient(EngineCoreClient):
         self._images = images
         self.broker = broker
         self.tasks: tuple[SupportedTask, ...] = ("generate",)
-        self.engine_ranks_managed = [0, 1] if len(model.engines) > 1 else [0] if model.pooling else [1]
+        self.engine_ranks_managed = [*engine_indexes(model)]
         # Engines die and come back underneath; the client never does.
         self.resources = SimpleNamespace(engine_dead=False)
         self._batches: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()

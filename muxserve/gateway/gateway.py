@@ -37,6 +37,7 @@ from muxserve.gateway.status import FleetStatus
 from muxserve.gateway.status_routes import StatusRoutes
 from muxserve.gateway.tenants import Tenancy
 from muxserve.gateway.ui import LivePage
+from muxserve.gateway.vllm_gauges import VllmGauges
 from muxserve.gateway.vllm_metrics import JoinedMetrics
 from muxserve.net.sockets import NetworkError
 from muxserve.spec import FleetSpec, FollowedFleet, ModelSpec, followed_file, load_fleet, save_followed
@@ -99,12 +100,13 @@ class Gateway:
         seam.settle()
         process = JoinedMetrics(lambda: [REGISTRY], GLOBAL_METRICS)
         queues, fleet = GatewayCollector(self.status, self.limiter), FleetCollector(self.status)
+        engines = VllmGauges(self.status)
 
         def own() -> list[Collector]:
             return [self.registry, queues, *self.offered.registries(), process]
 
         def of_units() -> list[Collector]:
-            return [fleet, *(unit.gpus for unit in self.status.units.values() if unit.gpus is not None)]
+            return [fleet, engines, *(unit.gpus for unit in self.status.units.values() if unit.gpus is not None)]
 
         peers = OtherGateways(self.fleet, self.index)
         pages = StatusRoutes(

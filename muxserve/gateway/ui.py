@@ -16,8 +16,9 @@ import msgspec
 
 from muxserve.gateway.app import Page, only_get
 from muxserve.gateway.body import RETRY
-from muxserve.gateway.errors import App, Receive, RequestError, Scope, Send, respond, respond_json
+from muxserve.gateway.errors import App, Receive, RequestError, Scope, Send, respond_json
 from muxserve.gateway.live import OWN_LOAD, LiveView
+from muxserve.gateway.shared_answer import Answer
 from muxserve.net.logs import log_files, tail
 
 PAGE = "/ui"
@@ -53,15 +54,14 @@ class LivePage:
         """By path, what needs no key: the files, and what other gateways ask for."""
         files = {f"{PAGE}/{path.relative_to(FILES)}": path for path in FILES.rglob("*") if path.suffix in _TYPES}
         files[PAGE] = files.pop(f"{PAGE}/index.html")
-        return {name: partial(_file, path.read_bytes(), _TYPES[path.suffix]) for name, path in files.items()} | {
-            OWN_LOAD: self._own
-        }
+        answers = {name: Answer(path.read_bytes(), _TYPES[path.suffix]).pack() for name, path in files.items()}
+        return {name: partial(_file, answer) for name, answer in answers.items()} | {OWN_LOAD: self._own}
 
     def apps(self) -> dict[str, App]:
         """By path, what wants a key where there are some."""
         return {EVENTS: self.events, LOGS: self.logs}
 
-    async def _own(self, send: Send) -> None:
+    async def _own(self, scope: Scope, send: Send) -> None:
         await respond_json(send, self._view.own_load())
 
     async def events(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -108,8 +108,8 @@ class LivePage:
         await send({"type": "http.response.body", "body": b""})
 
 
-async def _file(body: bytes, content_type: bytes, send: Send) -> None:
-    await respond(send, HTTPStatus.OK, body, content_type, _HEADERS)
+async def _file(answer: Answer, scope: Scope, send: Send) -> None:
+    await answer.send(scope, send, *_HEADERS)
 
 
 async def _disconnected(receive: Receive) -> None:

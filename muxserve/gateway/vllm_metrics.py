@@ -20,6 +20,8 @@ from vllm.config import SupportsMetricsInfo
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.perf import PerfMetricsProm
 
+from muxserve.gateway import vllm_gauges
+
 log = logging.getLogger(__name__)
 
 
@@ -27,11 +29,15 @@ def stat_logger(model: str, registry: CollectorRegistry) -> type[PrometheusStatL
     """vLLM's Prometheus logger, writing into `registry`."""
     counter = staticmethod(partial(Counter, registry=registry))
 
+    def gauge(name: str, *args: Any, **kwargs: Any) -> Gauge:
+        # What is set here is what one engine said last; `vllm_gauges` shows what is.
+        return Gauge(name, *args, registry=None if name in vllm_gauges.NAMES else registry, **kwargs)
+
     class ModelPerfMetrics(PerfMetricsProm):
         _counter_cls: Any = counter
 
     class ModelStatLogger(PrometheusStatLogger):
-        _gauge_cls: Any = staticmethod(partial(Gauge, registry=registry))
+        _gauge_cls: Any = staticmethod(gauge)
         _counter_cls: Any = counter
         _histogram_cls: Any = staticmethod(partial(Histogram, registry=registry))
         _perf_metrics_cls: Any = ModelPerfMetrics
@@ -55,7 +61,7 @@ def stat_logger(model: str, registry: CollectorRegistry) -> type[PrometheusStatL
 # What is constant here (text models only, which nobody meters; one choice per engine request), and what says again what
 # other series say.
 _LEFT_OUT = (
-    "vllm:engine_sleep_state",
+    vllm_gauges.SLEEP_STATE,
     "vllm:mm_cache_",
     "vllm:estimated_",
     "vllm:external_prefix_cache_",
@@ -70,7 +76,7 @@ _LEFT_OUT = (
 # Of vLLM's histograms every second bucket: a factor of 2 to 4 between two, as in the fleet's own.
 _EVERY = 2
 # Both engines of a model say the first of the same pages, and all gateways the second of the same units.
-_SHARED = ("vllm:kv_cache_usage_perc", "muxserve_gateway_predicted_wait_seconds")
+_SHARED = (vllm_gauges.KV_CACHE_USAGE, "muxserve_gateway_predicted_wait_seconds")
 
 
 class Lean(Collector):

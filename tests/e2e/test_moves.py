@@ -20,6 +20,7 @@ from tests.e2e.fleet import ROOT, START_SECONDS, Fleet, running
 from tests.e2e.load import until
 from tests.e2e.several import units
 from tests.support import preloaded
+from tests.support.fresh_metrics import fresh_metrics
 from tests.support.patience import PATIENCE
 
 ATLAS = {"path": str(ROOT / "configs/models/atlas"), "dtype": "float32", "max_len": 512, "prefix_caching": False}
@@ -111,7 +112,7 @@ async def test_a_model_moves_away_from_pressure_and_every_stream_goes_on(fleet: 
     assert status.returncode == 0, status.stderr
     assert "moves of models: 1 done, 0 failed" in status.stdout
     assert f"last: {last['model']} from u0 to u1, " in status.stdout
-    assert 'muxserve_model_moves_total{result="moved"} 1.0' in fleet.get("/metrics").text
+    assert 'muxserve_model_moves_total{result="moved"} 1.0' in fresh_metrics(lambda: fleet.get("/metrics").text)
 
 
 @pytest.mark.thorough

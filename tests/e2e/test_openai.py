@@ -17,6 +17,7 @@ import pytest
 from tests.e2e.fleet import ROOT, Fleet
 from tests.e2e.reference import MODELS
 from tests.models.questions import MAX_TOKENS, QUESTIONS
+from tests.support.fresh_metrics import fresh_metrics
 from tests.support.patience import PATIENCE
 from tests.support.promql import unanswered
 
@@ -183,7 +184,7 @@ def test_a_prompt_longer_than_the_model_is_refused(fleet: Fleet) -> None:
 
 def test_metrics_and_fleet_tell_of_every_model(fleet: Fleet) -> None:
     ask(fleet, "arithmetic", "What is 1 + 1?", max_tokens=20)
-    metrics = fleet.get("/metrics").text
+    metrics = fresh_metrics(lambda: fleet.get("/metrics").text)
     for model in MODELS:
         assert f'vllm:generation_tokens_total{{model_name="{model}"}}' in metrics
     assert "muxserve_" in metrics
@@ -197,7 +198,7 @@ def test_dashboards_and_alerts_ask_for_what_there_is(fleet: Fleet) -> None:
         ask(fleet, model, "What is 1 + 1?", max_tokens=5)
     refused = httpx.post(f"{fleet.url}/v1/completions", json={"model": "nobody", "prompt": ""}, timeout=PATIENCE)
     assert refused.status_code == 404
-    assert not unanswered(fleet.get("/metrics").text, residency=False)
+    assert not unanswered(fresh_metrics(lambda: fleet.get("/metrics").text), residency=False)
 
 
 def test_memory_of_all_processes_together(fleet: Fleet) -> None:

@@ -16,6 +16,7 @@ from tests.e2e.fleet import ROOT, START_SECONDS, Fleet, running
 from tests.e2e.load import Load, ask_each, until
 from tests.e2e.several import busy_unit, command, kill_all, of_model, processes_of, run_directory, units
 from tests.support import preloaded
+from tests.support.fresh_metrics import fresh_metrics
 from tests.support.patience import PATIENCE
 from tests.support.thoroughness import cases
 
@@ -45,7 +46,7 @@ def engines(fleet: Fleet) -> dict[str, set[str]]:
 
 def exported(fleet: Fleet, name: str) -> float:
     """The sum of a metric, as Prometheus would read it."""
-    lines = fleet.get("/metrics").text.splitlines()
+    lines = fresh_metrics(lambda: fleet.get("/metrics").text).splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
 
 

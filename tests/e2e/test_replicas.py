@@ -146,7 +146,7 @@ async def test_a_hung_engine_gets_no_work_and_loses_no_stream(fleet: Fleet, refe
         assert health.status_code == 200
         assert health.json()["status"] == "degraded"
         assert health.json()["models"][MODEL]["replicas"][struck] == "suspect"
-        assert metric in fleet.get("/metrics").text
+        await until(lambda: metric in fleet.get("/metrics").text, "in the metrics")
         # What was begun before has ended elsewhere; nothing is on its way that may still come here.
         await until(lambda: in_unit(fleet, struck) == streams.open or not suspected(), "alone with its requests")
         begun = streams.open

@@ -20,6 +20,7 @@ from muxserve.cluster.memory_use import memory_of
 from tests.e2e.fleet import Fleet, running
 from tests.e2e.load import until
 from tests.e2e.several import command
+from tests.support.fresh_metrics import fresh_metrics
 from tests.support.patience import PATIENCE
 from tests.support.promql import unanswered
 from tests.support.thoroughness import cases
@@ -112,7 +113,7 @@ def test_tokens_are_the_same_through_sleeps_and_wakes_under_load(fleet: Fleet, s
     assert total(fleet, "evictions") > 0
     assert total(fleet, "refused") == 0
     assert all(model["wakes"] >= 1 for model in told["models"].values())
-    assert not unanswered(fleet.get("/metrics").text, residency=True)
+    assert not unanswered(fresh_metrics(lambda: fleet.get("/metrics").text), residency=True)
 
 
 def test_only_decoding_gives_way_to_wakes_and_prompts(fleet: Fleet, said: dict[str, str]) -> None:

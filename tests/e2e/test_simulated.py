@@ -32,6 +32,7 @@ from tests.e2e.mixed_reference import (
     messages,
 )
 from tests.support import preloaded
+from tests.support.fresh_metrics import fresh_metrics
 from tests.support.patience import PATIENCE
 from tests.support.tiny_checkpoint import WINDOW, Kind, tiny_checkpoint
 
@@ -74,7 +75,7 @@ def test_what_steps_took_becomes_a_profile_that_plans_read(fleet: Fleet) -> None
             fleet.client.completions.create(model=model, prompt="a b c", max_tokens=40, extra_body={"ignore_eos": True})
     shown = fleet.command("status", "--url", fleet.url).stdout
     assert all(f"{model}: steps over predicted: prefill " in shown for model in MODELS), shown
-    metrics = fleet.get("/metrics").text
+    metrics = fresh_metrics(lambda: fleet.get("/metrics").text)
     assert 'muxserve_step_cost_ratio{model_name="atlas",phase="decode",unit="u0"}' in metrics
     written = fleet.command("profile", "--from-fleet", "--url", fleet.url, "-o", str(learnt))
     assert written.returncode == 0, written.stderr

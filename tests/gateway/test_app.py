@@ -47,7 +47,9 @@ class Answer:
 
 
 def endpoint(
-    app: App, page: Callable[[Send], Any] | None = None, model_page: Callable[[str, Send], Any] | None = None
+    app: App,
+    page: Callable[[Scope, Send], Any] | None = None,
+    model_page: Callable[[str, Scope, Send], Any] | None = None,
 ) -> GatewayApp:
     models = [model("m", max_concurrency=1, max_queue=1)]
     settings = GatewaySpec("127.0.0.1", 0, max_body_bytes=1000)
@@ -102,14 +104,14 @@ async def test_a_failure_of_the_server_is_an_error_like_others(caplog: pytest.Lo
 
 
 async def test_a_page_that_fails_says_so() -> None:
-    async def page(send: Send) -> None:
+    async def page(scope: Scope, send: Send) -> None:
         raise KeyError("nothing")
 
     assert (await ask(endpoint(failing, page), "/health", b"", "GET")).error["code"] == 500
 
 
 async def test_a_page_of_a_model_needs_no_key_and_all_else_below_it_does() -> None:
-    async def page(model: str, send: Send) -> None:
+    async def page(model: str, scope: Scope, send: Send) -> None:
         await send({**BEGIN, "status": 200 if model == "m" else 500})
 
     served = endpoint(failing, model_page=page)
