@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from muxserve import wire
-from muxserve.cluster import memory_use
+from muxserve.cluster import log_tail, memory_use
 from muxserve.cluster.changes import Changes
 from muxserve.cluster.events import Draining, Event, Expected, Failed, PartId, Progress, Ready, Stopping, Up
 from muxserve.cluster.fleet_starts import SCHEDULER, VLLM, FleetLauncher, FleetStarts
@@ -327,8 +327,8 @@ class Controller:
                 self.reaper.add(group)
         return ""
 
-    async def _explain(self, part: Part) -> str:
-        return ""
+    async def _explain(self, part: Part, reason: str) -> str:
+        return await log_tail.explain(None, part.id, reason, self._log_tail.of(part.id)[1])
 
     def _fail(self, failure: BaseException) -> int:
         if not isinstance(failure, GaveUp):

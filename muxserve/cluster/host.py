@@ -561,8 +561,8 @@ class UnitHost:
             self._failed.set_exception(error or RuntimeError("a part is not kept alive any more"))
             self._failed.exception()  # nobody may be waiting
 
-    async def _explain(self, part: Part) -> str:
-        return await log_tail.explain(self.unit_spec.gpu, part.id, self.log_tail_of(part.id)[1])
+    async def _explain(self, part: Part, reason: str) -> str:
+        return await log_tail.explain(self.unit_spec.gpu, part.id, reason, self.log_tail_of(part.id)[1])
 
 
 async def _until_up(parts: Iterable[Part]) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from muxserve.cluster.events import Event, PartId, Starting
+from muxserve.cluster.processes import EXITED
 from muxserve.gpu import faults, nvml
 from muxserve.spec import GpuSpec
 
 TAIL_LINES = 15
+# Of a line that becomes part of a reason.
+_MOST_CHARACTERS = 500
 Said = tuple[Path | None, tuple[str, ...]]
 
 
@@ -49,11 +53,23 @@ _NVML_SECONDS = 5.0  # a lost GPU may keep the driver busy
 _ON_GPUS = ("weights", "engine", "memory", "mps")
 
 
-async def explain(gpu: GpuSpec | None, part: PartId, tail: Sequence[str]) -> str:
-    """What the driver says of the unit's GPUs, or else what the last lines of the part's log mean; empty if neither
-    tells anything, or the part uses no GPU."""
-    if gpu is None or part.kind not in _ON_GPUS:
-        return ""
+# The last line of a traceback.
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)\b.*")
+
+
+async def explain(gpu: GpuSpec | None, part: PartId, reason: str, tail: Sequence[str]) -> str:
+    """What is known of a part's end beyond `reason`, from the last lines of its log and, if it uses GPUs, from the
+    driver; empty if nothing is."""
+    if gpu is not None and part.kind in _ON_GPUS and (found := await _of_gpus(gpu, tail)):
+        return found
+    if not reason.startswith(EXITED):
+        return ""  # it has said itself what was wrong, or somebody else ended it
+    errors = [line for line in tail if _ERROR.fullmatch(line)]
+    return errors[-1][:_MOST_CHARACTERS] if errors else ""
+
+
+async def _of_gpus(gpu: GpuSpec, tail: Sequence[str]) -> str:
+    """What the driver says of the unit's GPUs, or else what the lines mean."""
     try:
         found = await asyncio.wait_for(asyncio.to_thread(nvml.machine), _NVML_SECONDS)
     except TimeoutError:

@@ -169,12 +169,16 @@ def kill_group(group: int) -> None:
             os.killpg(group, signal.SIGKILL)
 
 
+# How the words begin for a process that ended by itself.
+EXITED = "exited with status"
+
+
 def exit_words(returncode: int | None) -> str:
     """How a process ended, for people."""
     if returncode is None:
         return "ended"
     if returncode >= 0:
-        return f"exited with status {returncode}"
+        return f"{EXITED} {returncode}"
     try:
         name = signal.Signals(-returncode).name
     except ValueError:

@@ -155,7 +155,7 @@ class Supervisor:
             it, in words, or nothing if it does.
         exit_status: return code of a process that was not our child, if someone has told it.
         serving: whether the whole fleet has been up once; until then there is less patience.
-        explain: what more is known of why a part has ended; adds to the reason.
+        explain: what more is known of why a part has ended than the reason says; adds to that.
         watch: whether those that are up hang; who does is killed, and started again as after any death.
         hopeless: whether to give up a part whose policy would go on, after a start that failed.
         spared: whether everything else goes on without a part that cannot be started at first, so that it is tried
@@ -168,7 +168,7 @@ class Supervisor:
         on_down: Callable[[Part, str], Awaitable[str]],
         exit_status: Callable[[int], int | None],
         serving: Callable[[], bool],
-        explain: Callable[[Part], Awaitable[str]],
+        explain: Callable[[Part, str], Awaitable[str]],
         watch: Watch,
         hopeless: Callable[[Part], bool] = lambda part: False,
         spared: Callable[[Part], bool] = lambda part: False,
@@ -245,11 +245,9 @@ class Supervisor:
             return delay
         if not serving and not hopeless and self._spared(part):
             delay = part.policy.died(now, came_up, killed)
-        else:
-            delay = None
-        if delay is None:
-            raise GaveUp(part.id, reason)
-        return delay
+            if delay is not None:
+                return delay
+        raise GaveUp(part.id, reason)
 
     def _was_killed(self, part: Part) -> bool:
         """By somebody outside, as far as anybody has told."""
@@ -305,7 +303,7 @@ class Supervisor:
     async def _why(self, part: Part, reason: str) -> str:
         """The reason with the status of a process that someone else is the parent of, and with what is known more."""
         reason = await self._status(part, reason)
-        more = await self._explain(part)
+        more = await self._explain(part, reason)
         return f"{reason}; {more}" if more and more not in reason else reason
 
     async def _status(self, part: Part, reason: str) -> str:

@@ -423,7 +423,9 @@ class Warm(Parent):
         if told(self.run_dir, f"fail-{name}"):
             self.event("failed", error="the weights are of cheese", **who)
             os._exit(1)
-        if told(self.run_dir, f"die-{name}"):
+        if broken := told(self.run_dir, f"die-{name}"):
+            with (self.run_dir / "logs" / f"engine-{name}.log").open("a") as log:
+                log.write(broken.read_text())
             os._exit(9)
         signal.signal(signal.SIGTERM, lambda *_: (self.journal.write(f"stop {name}"), os._exit(0)))
         self.event("progress", detail="loading weights", **who)

@@ -158,17 +158,20 @@ async def test_a_start_that_fails_ends_everything(fleet: Fleet, file: str, part:
     assert not any(alive(pid) for pid in fleet.pids())
 
 
+TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\nValueError: no rope of that kind\n'
+
+
 @pytest.mark.parametrize(
-    ("file", "part", "words"),
+    ("file", "log", "part", "words"),
     [
-        ("fail-one-prefill", ENGINES[0], "the weights are of cheese"),
-        ("die-two-decode", ENGINES[3], "exited with status 9"),
+        ("fail-one-prefill", "", ENGINES[0], "the weights are of cheese"),
+        ("die-two-decode", TRACEBACK, ENGINES[3], "exited with status 9; ValueError: no rope of that kind"),
     ],
 )
 async def test_a_model_that_cannot_be_started_at_first_is_degraded_alone(
-    fleet: Fleet, file: str, part: PartId, words: str
+    fleet: Fleet, file: str, log: str, part: PartId, words: str
 ) -> None:
-    broken = fleet.tell(file)
+    broken = fleet.tell(file, log)
     await fleet.serving()
     degraded = {part.model: f"{part} cannot start: {words}"}
     await fleet.until(lambda: fleet.host.degraded == degraded)
