@@ -326,25 +326,26 @@ class Changes:
     async def _start_wanted(self, model: str, count: int) -> None:
         life = self._life
         for _ in range(count):
-            async with self._lock_of(model):
-                if life != self._life:
-                    return
-                try:
-                    rules = self.fleet.scaling.get(model)
-                    if rules is not None and len(self._steps.replicas(model)) >= rules.maximum:
-                        raise ChangeError(f"{model} has {rules.maximum} replicas already")
-                    self._check(model)
-                    self.starting.append(model)
-                    await self._steps.start_several(model, 1, self._say)
-                except Exception as error:
-                    # Whatever it was: a start of which the global scheduler hears nothing is counted on for good.
-                    if not isinstance(error, ChangeError):
-                        log.exception("a replica of %s could not be started", model)
-                    self._say(f"no replica of {model} more: {error}")
-                    await self._send(wire.StartFailed(model, str(error) or type(error).__name__))
-                finally:
-                    if model in self.starting:
-                        self.starting.remove(model)
+            # Also while it waits for other changes: a new global scheduler hears of it, and so does one that asked.
+            self.starting.append(model)
+            try:
+                async with self._lock_of(model):
+                    if life != self._life:
+                        return
+                    try:
+                        rules = self.fleet.scaling.get(model)
+                        if rules is not None and len(self._steps.replicas(model)) >= rules.maximum:
+                            raise ChangeError(f"{model} has {rules.maximum} replicas already")
+                        self._check(model)
+                        await self._steps.start_several(model, 1, self._say)
+                    except Exception as error:
+                        # Whatever it was: a start of which the global scheduler hears nothing is counted on for good.
+                        if not isinstance(error, ChangeError):
+                            log.exception("a replica of %s could not be started", model)
+                        self._say(f"no replica of {model} more: {error}")
+                        await self._send(wire.StartFailed(model, str(error) or type(error).__name__))
+            finally:
+                self.starting.remove(model)
 
     async def _prefetch_wanted(self, model: str) -> None:
         """Where it may be started next. Whatever keeps it from that is said when it is started."""

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 
 from muxserve.global_scheduler.resident_scheduler import ResidentScheduler
-from muxserve.scheduling.residency import Prefetch, Residence, Residency, Sleep, Wake
+from muxserve.scheduling.residency import Prefetch, Refuse, Residence, Residency, Sleep, Wake
 from muxserve.scheduling.turns import TurnModel, TurnRules, TurnStanding, turn_round, turns_over, waiting_since
 from muxserve.spec import ResidencySpec
 from muxserve.wire import MemoryReport
@@ -71,11 +71,17 @@ class MemoryBalance:
                 scheduler.ended("", now)  # the word of it was lost with the scheduler before this one
             if name in message.starting:
                 scheduler.starting(now)
+            elif scheduler.residence is Residence.WAKING and not scheduler.serves:
+                scheduler.lost(now - message.seconds)
+            elif held is not None and scheduler.residence is Residence.LEAVING:
+                scheduler.stop_again(now)
             scheduler.changed = True
 
     def decide(self, schedulers: Mapping[str, ResidentScheduler], now: float) -> None:
         """Wake models and put them to sleep, if anything has changed or a moment may have come that was waited for."""
         if self._total is None:
+            for scheduler in schedulers.values():
+                scheduler.words = "the first measurement of memory"
             return
         if self._turns is not None:
             self._end_turns(schedulers, self._turns, now)
@@ -95,22 +101,26 @@ class MemoryBalance:
             # A report from before it slept, or was woken, says nothing of it now.
             held = self._held.get(name, 0) if scheduler.residence in (Residence.AWAKE, Residence.LEAVING) else 0
             standings.append(scheduler.standing(now, held, self._stopped(name, schedulers, now)))
-        for change in self.policy.decide(now, self._fixed, standings):
+        changes = self.policy.decide(now, self._fixed, standings)
+        for name, scheduler in schedulers.items():
+            scheduler.words = self.policy.waits_for.get(name, "")
+            if scheduler.residence is Residence.AWAKE and not self.policy.excess:
+                scheduler.beyond = 0
+        for change in changes:
             scheduler = schedulers[change.model]
             if isinstance(change, Wake):
                 self._held.pop(change.model, None)
-                scheduler.wake(now)
+                scheduler.wake(now, change.beyond)
             elif isinstance(change, Sleep):
                 scheduler.put_to_sleep(change.reason, change.ahead, now)
             elif isinstance(change, Prefetch):
                 scheduler.prefetch()
+            elif isinstance(change, Refuse):
+                needs = self.policy.needs(change.model)
+                missing = f"{change.missing} of them are missing although all others sleep"
+                scheduler.refuse(f"that needs {needs} bytes, and {missing}", now)
             else:
                 scheduler.stay(now)
-        for name, scheduler in schedulers.items():
-            missing = self.policy.hopeless(name, self._fixed) if scheduler.waits else 0
-            if missing:
-                needs = self.policy.needs(name)
-                scheduler.missing(f"waking it needs {needs} bytes, and {missing} of them are missing when others sleep")
 
     def _stopped(self, model: str, schedulers: Mapping[str, ResidentScheduler], now: float) -> Collection[float] | None:
         """From when on requests of the model whose turn was over count as waiting; None where there are no turns."""
@@ -184,6 +194,8 @@ class MemoryBalance:
                 "engines_rest": name in self._resting and scheduler.residence is Residence.ASLEEP,
                 "rate": self.policy.rate(name, now),
                 "waiting": scheduler.waits,
+                "waits_for": scheduler.waits_for(now) or None,
+                "trouble": scheduler.trouble(now) or None,
                 "wakes": figures.wakes,
                 "prefetched": figures.prefetched,
                 "failed_wakes": figures.failed_wakes,
@@ -202,6 +214,8 @@ class MemoryBalance:
             "used_bytes": self._total,
             "fixed_bytes": self._fixed or 0,
             "reserved_bytes": self._reserved,
+            # What is taken and reserved beyond the limit, since nobody would be served otherwise.
+            "excess_bytes": self.policy.excess,
             # What all wakes and sleeps have taught: see `muxserve.scheduling.wake_times`.
             "wake_scale": round(self.policy.pace.scale, 4),
             "wake_drag": round(self.policy.pace.drag, 4),
@@ -212,7 +226,7 @@ class MemoryBalance:
 
 
 # Figures of a memory that add up over the units of a fleet.
-_SUMS = ("limit_bytes", "used_bytes", "fixed_bytes", "reserved_bytes")
+_SUMS = ("limit_bytes", "used_bytes", "fixed_bytes", "reserved_bytes", "excess_bytes")
 
 
 def together(units: Mapping[str, dict[str, object]]) -> dict[str, object] | None:

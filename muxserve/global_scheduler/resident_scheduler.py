@@ -19,6 +19,12 @@ from muxserve.wire import Place, PrefetchModel, StopReplica, Waits
 
 log = logging.getLogger(__name__)
 
+# An order to wake a model that the controller does not know of after so long, or to end one that it has not ended, was
+# lost. Moving a model's memory into a file takes less than the latter.
+LOST_SECONDS, STOP_AGAIN_SECONDS = 5.0, 30.0
+# So long after a request was refused for want of its model, that is in trouble.
+TROUBLE_SECONDS = 60.0
+
 
 @dataclass(slots=True)
 class WakeFigures:
@@ -68,6 +74,14 @@ class ResidentScheduler(ModelScheduler):
         self._step_seconds = 0.0
         # The next decision may be another one.
         self.changed = True
+        # What requests for it wait for, in words, as memory has decided last.
+        self.words = ""
+        # The bytes beyond the limit that it was woken for.
+        self.beyond = 0
+        # Why a request was refused last, and when.
+        self._refused: tuple[str, float] = "", -math.inf
+        # When it was first seen that the controller was told to end it, and had not.
+        self._stop_told = math.inf
 
     def _make(self) -> GlobalScheduler:
         assert self.rules.scaling is not None, "a model that may sleep has rules for it"
@@ -146,8 +160,50 @@ class ResidentScheduler(ModelScheduler):
         unfiled, self._unfiled = self._unfiled, False
         return unfiled
 
-    def wake(self, now: float) -> None:
-        """Have the controller start it."""
+    def waits_for(self, now: float) -> str:
+        """What its requests wait for, in words; empty if none waits."""
+        if not self._askers:
+            return ""
+        if failed := [until for until in self._failed if now < until]:
+            return f"another try in {max(failed) - now:.0f} s: the last start failed ({self._why_not})"
+        if self.residence is Residence.AWAKE:
+            return "its unit" if self._up else "its engines, which are being started again"
+        return self.words
+
+    def trouble(self, now: float) -> str:
+        """Why it is not served as it should be, in words; empty if it is."""
+        reason, since = self._refused
+        if self.residence is not Residence.AWAKE and now - since < TROUBLE_SECONDS:
+            return reason
+        return f"it was woken although that exceeds memory.limit by {self.beyond} bytes" if self.beyond else ""
+
+    def refuse(self, reason: str, now: float) -> None:
+        """It cannot be woken: whoever waits for it is answered."""
+        self._now, self.words = now, ""
+        self._refuse_all(f"{self.model} cannot be woken: {reason}", late=True)
+
+    def lost(self, now: float) -> None:
+        """The controller knows of no order to wake it."""
+        if self.residence is Residence.WAKING and now - self.since > LOST_SECONDS:
+            self.start_failed("the order to wake it was lost", now)
+
+    def stop_again(self, now: float) -> None:
+        """It still has processes, that the controller may have been told to end long ago."""
+        if not self._stopping:
+            return
+        self._stop_told = min(now, self._stop_told)
+        if now - self._stop_told > STOP_AGAIN_SECONDS:
+            log.warning("%s has not ended: telling the controller again", self.model)
+            for unit in list(self._stopping):
+                self._stopping.discard(unit)
+                self._end(unit)
+            self._stop_told = now
+
+    def wake(self, now: float, beyond: int = 0) -> None:
+        """Have the controller start it; `beyond`: although that exceeds the limit by so many bytes."""
+        if beyond:
+            log.warning("%s is woken although that exceeds the limit of memory by %d bytes", self.model, beyond)
+        self.beyond = beyond
         self._leaving.clear()
         self._stopping.clear()
         self._died.clear()
@@ -233,10 +289,6 @@ class ResidentScheduler(ModelScheduler):
             self.figures.failed_wakes += 1
             self._become(Residence.ASLEEP, now)
 
-    def missing(self, words: str) -> None:
-        """Why it cannot be woken, for those whose time is over."""
-        self._why_not = words
-
     def _stands(self, unit: str, load: InstanceLoad, came: Sequence[str], now: float) -> None:
         super()._stands(unit, load, came, now)
         self._step_seconds = load.step_seconds or self._step_seconds
@@ -282,10 +334,17 @@ class ResidentScheduler(ModelScheduler):
         return super()._send_away(key, unit)
 
     def _answer(self, key: str, message: str, late: bool) -> None:
-        self.figures.refused += late and key in self._askers
+        if late and key in self._askers:
+            self.figures.refused += 1
+            if self.residence is not Residence.AWAKE and self.words and self.words not in message:
+                message = f"{message}; it waited for {self.words}"
+            self._refused = message, self._now
         super()._answer(key, message, late)
 
     def _become(self, residence: Residence, now: float) -> None:
         self.residence, self.since, self.changed = residence, now, True
+        self._stop_told = math.inf
+        if residence is Residence.ASLEEP:
+            self.beyond = 0
         if residence is Residence.AWAKE:
             self._turn_since = now

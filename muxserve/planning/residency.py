@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 import psutil
 
+from muxserve.cluster.machine import usable_memory
 from muxserve.config import AUTO, Fleet, FleetError, MemorySection, Model
 from muxserve.costs import ModelArchitecture
 from muxserve.costs.architecture import ITEM_BYTES
@@ -254,6 +255,8 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
         fixed=fixed,
         fixed_margin=FIXED_MARGIN,
         files_ahead=hibernates,
+        # The limit is what the user wants; beyond this the kernel ends processes.
+        ceiling=max(most, usable_memory()),
     )
     spec = ResidencySpec(rules, sleeping, None, hibernates, fleet.memory.decode_niceness)
     return {plans[0].name: msgspec.structs.replace(spec, turns=_turns(spec, fleet.memory))}
@@ -322,6 +325,7 @@ def gpu_residency(
         sleep_seconds=GPU_SLEEP_SECONDS,
         fixed=fixed,
         wakes_ahead=memory.host_copies != "off",
+        ceiling=limit,
     )
     spec = ResidencySpec(rules, dict(models), on_gpus=True, resting=resting)
     return msgspec.structs.replace(spec, turns=_turns(spec, memory))

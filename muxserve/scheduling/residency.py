@@ -7,6 +7,11 @@ model, so that one wake serves all of them; groups whose deadlines can still be 
 whoever has waited for `max_wait` before all others. While a model waits for memory, its weights are prefetched into
 what is free of that by now. Where what sleeps is in files, models get there while there is nothing else to do: a model
 that was never awake is woken, and one that has not slept yet sleeps for a moment.
+
+Whatever is measured, nobody waits for ever. A model for which there would be no room if all others slept is woken
+beyond the limit when it has waited for `max_wait` and nobody else is awake, or its requests are refused where that is
+more than there can be (`ceiling`). The last model that is awake serves on while it has requests, although the limit is
+exceeded.
 """
 
 from __future__ import annotations
@@ -48,6 +53,9 @@ class ResidencyRules:
     model that has been awake is woken faster, and all models are to have been that. `files_ahead`: also, one that has
     slept, as its memory is in a file then.
 
+    `ceiling`, bytes: a model that never has room below `limit` is woken beyond it, up to this; None: without end. With
+    the limit itself, as of a GPU's memory, nothing is woken beyond it.
+
     Raises:
         ValueError: a number that makes no sense.
     """
@@ -65,6 +73,7 @@ class ResidencyRules:
     fixed_margin: int = 0
     wakes_ahead: bool = False
     files_ahead: bool = False
+    ceiling: int | None = None
 
     def __post_init__(self) -> None:
         if min(self.limit, self.wakes, self.cores) < 1 or not self.windows or min(self.windows) <= 0:
@@ -115,9 +124,10 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Wake the model."""
+    """Wake the model. `beyond`: the bytes by which the limit will be exceeded, since it never has room below it."""
 
     model: str
+    beyond: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +155,15 @@ class Prefetch:
     bytes: int
 
 
-Change = Wake | Sleep | Stay | Prefetch
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The model cannot be woken, since `missing` bytes would be missing if all others slept: answer its requests."""
+
+    model: str
+    missing: int
+
+
+Change = Wake | Sleep | Stay | Prefetch | Refuse
 
 
 @dataclass(slots=True)
@@ -179,6 +197,15 @@ class ArrivalRates:
             return [0.0] * len(self.windows)
         gone = max(0.0, now - self._at)
         return [count * math.exp(-gone / window) for count, window in zip(self._counts, self.windows, strict=True)]
+
+
+# What requests for a model wait for, by where it is.
+_WHILE = {
+    Residence.ASLEEP: "its wake",
+    Residence.WAKING: "its wake, which has begun",
+    Residence.AWAKE: "its engines, which are being started again",
+    Residence.LEAVING: "its next wake: it finishes what runs and sleeps first",
+}
 
 
 def _busy(standings: Iterable[Standing]) -> int:
@@ -265,6 +292,10 @@ class Residency:
         self.restless = False
         # A model is to be woken for its file when there is nothing else to do, or there is room.
         self.preparing = False
+        # By model that requests wait for, what it waits for itself, in words, as of the last decision.
+        self.waits_for: dict[str, str] = {}
+        # Bytes beyond the limit that models take and may come to take, and nobody is about to give back, as of then.
+        self.excess = 0
         # By model that is to be prefetched, the bytes that it was told last.
         self._prefetching: dict[str, int] = {}
         self._known: dict[str, _Known] = {}
@@ -357,14 +388,6 @@ class Residency:
         rate, seconds = max(_LEAST_RATE, self.rate(model, now)), self.wake_seconds(model)
         return rate * seconds * (seconds / self._known[model].costs.ttft)
 
-    def hopeless(self, model: str, fixed: int | None) -> int:
-        """How many bytes are missing to wake the model if all that may sleep did; 0 if there are enough. `fixed` as of
-        `decide`."""
-        pinned = sum(
-            self._expected[name] for name, known in self._known.items() if known.costs.pinned and name != model
-        )
-        return max(0, self._fixed(fixed) + pinned + self.needs(model) - self.rules.limit)
-
     # ------------------------------------------------------------ decisions
 
     def decide(self, now: float, fixed: int | None, standings: Iterable[Standing]) -> list[Change]:
@@ -377,17 +400,21 @@ class Residency:
         First, models are put to sleep if more is taken than there is. Then the groups of waiting requests, in the
         order of `queue`: (1) if there is room, the model is woken; (2) if those that are leaving make room, it waits
         for them; (3) otherwise those whose absence costs least are told to sleep; (4) if that is not enough, it waits,
-        and from `max_wait` on so does everybody behind it. The first that wait are prefetched. Then, models that are
-        leaving although requests wait for them stay if their memory is promised to nobody. Last, memory for the next
-        wakes is kept free, and if nothing of all this changes anything, a model gets into its file.
+        and from `max_wait` on so does everybody behind it. (5) If there would not be room for it then although all
+        others slept, they are told to sleep, and it is woken beyond the limit, or refused. The first that wait are
+        prefetched. Then, models that are leaving although requests wait for them stay if their memory is promised to
+        nobody. Last, memory for the next wakes is kept free, and if nothing of all this changes anything, a model gets
+        into its file.
         """
         by_name = {each.model: each for each in standings}
         self._follow(now, by_name.values())
         self.restless = any(each.waiting and each.residence is not Residence.AWAKE for each in by_name.values())
+        self.waits_for = {each.model: _WHILE[each.residence] for each in by_name.values() if each.waiting}
         balance = self._balance(self._fixed(fixed), by_name.values())
         changes: list[Change] = []
         if balance.free + balance.promised < 0:
             changes += self._shrink(now, balance, by_name)
+        self.excess = max(0, -balance.free - balance.promised)
         told = {change.model for change in changes}
         spare = balance.free
         wakes = sum(each.residence is Residence.WAKING for each in by_name.values())
@@ -401,19 +428,31 @@ class Residency:
                     wakes += 1
                     spare -= need
                     changes.append(self._wake(model))
+                    self.waits_for[model] = _WHILE[Residence.WAKING]
+                else:
+                    self.waits_for[model] = "the wakes of other models"
                 continue
             missing = need - balance.free - balance.promised
             if missing > 0:
                 awake = [each for each in by_name.values() if each.model not in told]
                 victims = self._victims(now, missing, awake, busy=waited >= self.rules.patience)
                 if victims is None:
-                    if waited >= self.rules.max_wait:  # what comes free is for this one
-                        return self._prefetch(queue, spare, by_name, changes) + changes
-                    continue
+                    self.waits_for[model] = f"{missing} bytes of memory, until others may sleep"
+                    if waited < self.rules.max_wait:
+                        continue
+                    beyond = self._beyond(now, model, self._fixed(fixed), by_name.values(), told)
+                    changes += beyond
+                    if any(isinstance(change, Refuse) for change in beyond):
+                        continue
+                    # What comes free is for this one.
+                    behind = queue[queue.index(model) + 1 :]
+                    self.waits_for |= dict.fromkeys(behind, f"memory that {model} gets first, which has waited longer")
+                    return self._prefetch(queue, spare, by_name, changes) + changes
                 for victim in victims:
                     told.add(victim.model)
                     balance.promised += self._taken(victim)
                     changes.append(Sleep(victim.model, f"memory for {model}"))
+            self.waits_for[model] = "the memory of a model that is about to sleep"
             balance.reserve(need)
         for each in sorted((e for e in by_name.values() if e.waiting), key=lambda e: min(e.waiting)):
             if each.residence is Residence.LEAVING and balance.promised >= self._taken(each):
@@ -473,6 +512,31 @@ class Residency:
         return max(range(1, self.rules.wakes + 1), key=served)
 
     # ------------------------------------------------------------ inside
+
+    def _beyond(
+        self, now: float, model: str, fixed: int, standings: Iterable[Standing], told: Collection[str]
+    ) -> list[Change]:
+        """What is done for `model`, which has waited for long and for which those that may sleep now make no room:
+        nothing if all others together would, in a while."""
+        standings = list(standings)
+        others = [each for each in standings if each.model != model and not self._known[each.model].costs.pinned]
+        pinned = [each for each in standings if self._known[each.model].costs.pinned]
+        missing = self.needs(model) - self._balance(fixed, pinned).free
+        if missing <= 0:
+            return []
+        ceiling = self.rules.ceiling
+        if ceiling is not None and missing > ceiling - self.rules.limit:
+            self.waits_for[model] = f"{missing} bytes of memory that are missing although all others sleep"
+            return [Refuse(model, missing)]
+        self.waits_for[model] = f"its turn beyond the limit: {missing} bytes are missing although all others sleep"
+        awake = [each for each in others if each.residence is Residence.AWAKE and each.model not in told]
+        if all(each.residence is Residence.ASLEEP for each in others):
+            return [self._wake(model, missing)]
+        if len(awake) < sum(each.residence is not Residence.ASLEEP for each in others):
+            return []  # some are being woken, or about to sleep
+        if not all(self._may_leave(each, now) for each in awake):
+            return []
+        return [Sleep(each.model, f"memory for {model}, which exceeds the limit by itself") for each in awake]
 
     def _prefetch(
         self, queue: Iterable[str], spare: int, standings: Mapping[str, Standing], changes: Iterable[Change]
@@ -605,9 +669,9 @@ class Residency:
             return []
         return [Sleep(each.model, f"{model} is to be in a file, too", ahead=True) for each in victims]
 
-    def _wake(self, model: str) -> Wake:
+    def _wake(self, model: str, beyond: int = 0) -> Wake:
         self._known[model].begun = True
-        return Wake(model)
+        return Wake(model, beyond)
 
     def _expect(self) -> None:
         def estimated(known: _Known, declared: int, spared: Iterable[tuple[int, int]]) -> int:
@@ -674,26 +738,29 @@ class Residency:
         """Of the candidates those whose absence costs least per byte and that are idle come first; whoever turns out
         not to be needed for `missing` bytes stays."""
 
-        def order(each: Standing) -> tuple[bool, float, str]:
-            return bool(each.running), self.absence_cost(each.model, now) / max(1, self._taken(each)), each.model
-
         chosen: list[Standing] = []
         freed = 0
-        for each in sorted(candidates, key=order):
+        in_order = sorted(candidates, key=lambda each: self._worth(each, now))
+        for each in in_order:
             if freed >= missing:
                 break
             chosen.append(each)
             freed += self._taken(each)
         if freed < missing:
             return None
-        for each in sorted(chosen, key=order, reverse=True):
+        for each in chosen[::-1]:
             if freed - self._taken(each) >= missing:
                 chosen.remove(each)
                 freed -= self._taken(each)
         return chosen
 
+    def _worth(self, each: Standing, now: float) -> tuple[bool, float, str]:
+        """By what models are put to sleep: idle ones first, then those whose absence costs least per byte."""
+        return bool(each.running), self.absence_cost(each.model, now) / max(1, self._taken(each)), each.model
+
     def _shrink(self, now: float, balance: _Balance, standings: dict[str, Standing]) -> list[Change]:
-        """More is taken than there is: put to sleep what costs least, however lately it was woken."""
+        """More is taken than there is: put to sleep what costs least, however lately it was woken. The last that would
+        be awake stays while it serves, and for its residence: if all slept, nobody would be served."""
         awake = [
             each
             for each in standings.values()
@@ -702,6 +769,11 @@ class Residency:
         missing = -(balance.free + balance.promised)
         victims = self._cheapest(now, missing, awake)
         if victims is None:
-            victims = awake
+            victims = sorted(awake, key=lambda each: self._worth(each, now))
+        waking = any(each.residence is Residence.WAKING for each in standings.values())
+        if victims and len(victims) == len(awake) and not waking:
+            last = victims[-1]
+            if last.running or last.waiting or not self._may_leave(last, now):
+                victims = victims[:-1]
         balance.promised += sum(self._taken(each) for each in victims)
         return [Sleep(each.model, "more memory is taken than there is") for each in victims]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from muxserve.scheduling.residency import Prefetch, Residence, Residency, Sleep, Standing, Wake
+from muxserve.scheduling.residency import Prefetch, Refuse, Residence, Residency, Sleep, Standing, Wake
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.result import ResidencyResult, UnitResult
 from muxserve.simulator.scheduled import ScheduledUnit
@@ -376,6 +376,8 @@ class ResidentUnit(ScheduledUnit):
         if self.residency.elastic:
             self._count_pages(now)
         for change in self.awake.decide(now, None, self._standings(now)):
+            if isinstance(change, Refuse):
+                continue  # refused or never served: neither is within its objectives
             model = self.residents[change.model]
             if isinstance(change, Wake):
                 self._follow(now)

@@ -417,8 +417,137 @@ def test_a_model_that_fits_never_is_refused_with_the_reason() -> None:
         machine.step()
     assert machine.served == []
     assert "was not ready within 5 s" in machine.refused[0]
-    assert "10 of them are missing" in machine.refused[0]
+    assert "it waited for 10 bytes of memory" in machine.refused[0]
+    memory = machine.state()["memory"]["models"]["a"]
+    assert memory["trouble"] == machine.refused[0]
+    assert memory["waits_for"] is None
     assert machine.state()["memory"]["models"]["a"]["refused"] == 1
+
+
+class Crowded(Machine):
+    """A machine on which what is no model takes more than anybody foresaw."""
+
+    def __init__(self, names: list[str], limit: int, fixed: int, ceiling: int | None = None) -> None:
+        self.fixed, self.ceiling = fixed, ceiling
+        super().__init__(names, limit)
+        self.change(deployed(names, limit))
+
+    @property
+    def taken(self) -> int:
+        return 0  # nobody can hold the limit
+
+    def measure(self) -> None:
+        models = dict.fromkeys(self.serves, MODEL)
+        self.say(CONTROLLER, MemoryReport("u0", self.fixed + sum(models.values()), models, starting=self.starting))
+
+    def change(self, fleet: FleetSpec) -> None:
+        fields = {field: getattr(fleet, field) for field in fleet.__struct_fields__}
+        (spec,) = fleet.residency.values()
+        rules = replace(spec.rules, max_wait=2.0, ceiling=self.ceiling)
+        residency = {"u0": ResidencySpec(rules, spec.models)}
+        super().change(fleet.__class__(**{**fields, "residency": residency}))
+
+
+def test_where_nobody_has_room_models_are_woken_in_turn_beyond_the_limit_and_it_is_said() -> None:
+    machine = Crowded(["a", "b"], FIXED + MODEL + LOADING, fixed=FIXED + 30)
+    machine.ask("r", "a")
+    machine.step()
+    said = machine.state()["memory"]["models"]["a"]
+    assert said["waits_for"] == "30 bytes of memory, until others may sleep"
+    machine.ask("s", "b")
+    while len(machine.served) < 1:
+        machine.step()
+    memory = machine.state()["memory"]
+    assert memory["models"]["a"]["trouble"] == "it was woken although that exceeds memory.limit by 30 bytes"
+    assert memory["excess_bytes"] == 10  # when it is awake, what loading it took is free again
+    for _ in range(int(10 / STEP)):
+        machine.step()
+    assert machine.served == ["r", "s"]
+    assert not machine.refused
+    # When the rest has shrunk, nothing is said any more.
+    machine.fixed = FIXED
+    machine.wait(40.0)
+    machine.measure()
+    machine.wait(40.0)
+    machine.measure()
+    memory = machine.state()["memory"]
+    assert memory["excess_bytes"] == 0
+    assert [memory["models"][name]["trouble"] for name in "ab"] == [None, None]
+
+
+def test_beyond_what_there_can_be_requests_are_refused_with_the_reason() -> None:
+    limit = FIXED + MODEL + LOADING
+    machine = Crowded(["a"], limit, fixed=FIXED + 30, ceiling=limit)
+    machine.ask("r", "a")
+    for _ in range(int(3 / STEP)):
+        machine.step()
+    words = "a cannot be woken: that needs 120 bytes, and 30 of them are missing although all others sleep"
+    assert machine.refused == [words]
+    assert machine.state()["memory"]["models"]["a"]["trouble"] == words
+    machine.wait(61.0)
+    assert machine.state()["memory"]["models"]["a"]["trouble"] is None
+
+
+def test_an_order_that_was_lost_is_given_again() -> None:
+    world = World(deployed(["a"], 1000))
+    world.controller()
+    world.say(CONTROLLER, MemoryReport("u0", FIXED, {}))
+    world.say(G0, place("r", "a"))
+    assert world.heard(StartReplicas) == [StartReplicas("a", 1)]
+    world.wait(4.0)
+    world.say(CONTROLLER, MemoryReport("u0", FIXED, {}))  # its order may be on the way
+    world.wait(4.0)
+    world.say(CONTROLLER, MemoryReport("u0", FIXED, {}, starting=["a"]))  # or waits for another change
+    world.wait(4.0)
+    assert world.heard(StartReplicas) == []
+    world.say(CONTROLLER, MemoryReport("u0", FIXED, {}))
+    world.wait(3.0)
+    assert world.heard(StartReplicas) == [StartReplicas("a", 1)]
+
+
+def test_a_model_that_does_not_end_is_ended_again() -> None:
+    machine = Machine(["a", "b"], FIXED + MODEL + LOADING)
+    machine.ask("r", "a")
+    while "r" not in machine.served:
+        machine.step()
+    machine.ask("s", "b")
+    while not machine.orders and not machine.doing:
+        machine.step()
+    assert machine.doing.pop("a")[0] == "stop"  # nobody does it
+    for seconds, served in ((29, ["r"]), (3, ["r", "s"])):
+        machine.measure()
+        for _ in range(int(seconds / STEP)):
+            machine.step()
+        machine.measure()
+        for _ in range(int(1 / STEP)):
+            machine.step()
+        assert machine.served == served
+
+
+@pytest.mark.parametrize("seed", cases(range(20), range(3)))
+def test_whatever_is_measured_and_however_often_the_scheduler_dies_all_are_answered(seed: int) -> None:
+    chance = random.Random(seed)
+    names = ["a", "b", "c"]
+    limit = FIXED + 2 * MODEL + LOADING
+    machine = Crowded(names, limit, FIXED, ceiling=chance.choice([None, 2 * limit]))
+    asked = 0
+    for step in range(int(150 / STEP)):
+        if step < int(30 / STEP):
+            if chance.random() < 0.1:
+                machine.ask(str(asked), chance.choice(names))
+                asked += 1
+            if chance.random() < 0.05:
+                machine.fixed = chance.choice([0, FIXED, chance.randrange(limit), 10 * limit])
+                machine.measure()
+            if chance.random() < 0.005:
+                machine.restart()
+        machine.step()
+        if step % 40 == 0:
+            machine.measure()
+        for name, model in machine.state()["memory"]["models"].items():
+            assert not model["waiting"] or model["waits_for"], f"{name} waits for nothing"
+    assert not machine.waiting
+    assert len(machine.served) + len(machine.refused) == asked
 
 
 def test_a_wake_that_fails_is_tried_again_later() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from muxserve.scheduling.deadlines import TimedJob, moore_hodgson
@@ -15,6 +15,7 @@ from muxserve.scheduling.residency import (
     ArrivalRates,
     Change,
     Prefetch,
+    Refuse,
     Residence,
     Residency,
     ResidencyRules,
@@ -120,7 +121,7 @@ def test_a_busy_model_sleeps_only_for_one_that_has_waited() -> None:
 
 def test_pinned_and_lately_woken_models_stay() -> None:
     policy = residency(100, a=WakeCosts(60, pinned=True), b=WakeCosts(60))
-    assert policy.decide(99.0, 10, [Standing("a", AWAKE, 0.0), Standing("b", ASLEEP, 0.0, waiting=[0.0])]) == []
+    assert policy.decide(99.0, 10, [Standing("a", AWAKE, 0.0), Standing("b", ASLEEP, 0.0, waiting=[98.0])]) == []
     policy = residency(100, a=WakeCosts(60), b=WakeCosts(60))
     standings = [Standing("a", AWAKE, 9.0), Standing("b", ASLEEP, 0.0, waiting=[0.0])]
     assert policy.decide(10.0, 10, standings) == []
@@ -195,10 +196,8 @@ def test_what_is_no_model_counts_as_declared_until_it_was_measured() -> None:
     policy = Movements(ResidencyRules(100, fixed=30, fixed_margin=5), {"a": WakeCosts(71)})
     asked = [Standing("a", ASLEEP, 0.0, waiting=[10.0])]
     assert policy.decide(10.0, None, asked) == []
-    assert policy.hopeless("a", None) == 1
     assert policy.decide(10.0, 24, asked) == [Wake("a")]
     assert policy.decide(10.0, 25, asked) == []
-    assert policy.hopeless("a", 25) == 1
 
 
 def test_growing_caches_are_left_room() -> None:
@@ -215,12 +214,6 @@ def test_who_can_still_be_in_time_goes_first_and_who_has_starved_before_all() ->
     waiting = {"hopeless": [93.0], "good": [98.0], "starved": [80.0]}
     standings = [Standing(model, ASLEEP, 0.0, waiting=since) for model, since in waiting.items()]
     assert policy.queue(100.0, standings) == ["starved", "good", "hopeless"]
-
-
-def test_a_model_that_can_never_be_woken_is_known() -> None:
-    policy = residency(100, a=WakeCosts(60, load_bytes=20), b=WakeCosts(30, pinned=True))
-    assert policy.hopeless("a", 10) == 20
-    assert policy.hopeless("b", 10) == 0
 
 
 def ahead(limit: int, sleep_seconds: float = 0.3, wakes: int = 1, **models: WakeCosts) -> Residency:
@@ -326,6 +319,55 @@ def test_what_a_wake_needs_is_what_its_last_wakes_took_at_most() -> None:
         policy.woke("a", 1.0)
         policy.measured("a", 70, wake_peak=60)
     assert policy.needs("a") == 75  # it takes more when it is awake
+
+
+# ---------------------------------------------------------------- less memory than was declared
+
+
+def test_a_model_without_room_is_woken_beyond_the_limit_when_nobody_else_is_awake() -> None:
+    policy = residency(100, a=WakeCosts(40), b=WakeCosts(40))
+    asleep = [Standing("a", ASLEEP, 0.0, waiting=[10.0]), Standing("b", ASLEEP, 0.0, waiting=[11.0])]
+    assert policy.decide(19.9, 85, asleep) == []
+    assert policy.waits_for["a"] == "25 bytes of memory, until others may sleep"
+    assert policy.restless
+    assert policy.decide(20.0, 85, asleep) == [Wake("a", beyond=25)]
+    waking = [Standing("a", WAKING, 20.0, waiting=[10.0]), asleep[1]]
+    assert policy.decide(21.0, 85, waking) == []
+    assert policy.waits_for == {
+        "a": "its wake, which has begun",
+        "b": "its turn beyond the limit: 25 bytes are missing although all others sleep",
+    }
+    # It is not put to sleep again before it has served; it stops for the other one when it has had its time.
+    for running in (0, 1):
+        assert policy.decide(22.0, 85, [Standing("a", AWAKE, 21.0, running), asleep[1]]) == []
+    assert policy.decide(24.0, 85, [Standing("a", AWAKE, 21.0, 1), asleep[1]]) == [
+        Sleep("a", "memory for b, which exceeds the limit by itself")
+    ]
+    assert policy.decide(24.1, 85, [Standing("a", LEAVING, 24.0, 1, waiting=[24.0]), asleep[1]]) == []
+    assert policy.decide(24.2, 85, [Standing("a", ASLEEP, 24.2), asleep[1]]) == [Wake("b", beyond=25)]
+    # When nobody is served, the limit holds again.
+    idle = [Standing("a", ASLEEP, 24.2), Standing("b", AWAKE, 25.0)]
+    assert policy.decide(26.0, 85, idle) == []
+    assert policy.decide(27.0, 85, idle) == [Sleep("b", "more memory is taken than there is")]
+
+
+def test_of_several_that_have_no_room_the_last_serves_on() -> None:
+    policy = residency(100, a=WakeCosts(40), b=WakeCosts(40))
+    policy.arrived("b", 9.0)
+    busy = [Standing("a", AWAKE, 0.0, running=1), Standing("b", AWAKE, 0.0, running=1)]
+    assert policy.decide(10.0, 500, busy) == [Sleep("a", "more memory is taken than there is")]
+    assert policy.decide(10.0, 500, [Standing("a", ASLEEP, 10.0), busy[1]]) == []
+    # Nor while it is being woken, or waits for its engines.
+    assert policy.decide(10.0, 500, [Standing("b", WAKING, 9.0)]) == []
+    assert policy.decide(10.0, 500, [Standing("b", AWAKE, 0.0, waiting=[9.0])]) == []
+    assert policy.waits_for == {"b": "its engines, which are being started again"}
+
+
+def test_beyond_what_there_can_be_requests_are_refused_and_others_go_on() -> None:
+    policy = Movements(ResidencyRules(100, ceiling=120), {"a": WakeCosts(40), "b": WakeCosts(10)})
+    standings = [Standing("a", ASLEEP, 0.0, waiting=[10.0]), Standing("b", ASLEEP, 0.0, waiting=[12.0])]
+    assert policy.decide(20.0, 85, standings) == [Refuse("a", 25), Wake("b")]
+    assert policy.decide(20.0, 80, standings)[0] == Wake("a", beyond=20)
 
 
 @pytest.mark.parametrize(
@@ -554,6 +596,97 @@ def test_memory_is_kept_everybody_is_served_and_nobody_thrashes(
         # However memory is kept free ahead: a wake, its residence, and a stop lie between two wakes of a model.
         least = memory.places[name].costs.seconds + memory.rules.min_residence + STOP_SECONDS - 2 * ROUND
         assert all(later - earlier >= least for earlier, later in itertools.pairwise(at)), "thrash"
+
+
+class Mismeasured(Memory):
+    """The same, whose measurements may be of anything, and whose policy may be lost."""
+
+    def __init__(self, rules: ResidencyRules, costs: dict[str, WakeCosts], draw: st.DrawFn) -> None:
+        super().__init__(rules, 0, costs)
+        self._draw = draw
+        self.refused = 0
+        for place in self.places.values():
+            if place.costs.pinned:
+                place.residence = AWAKE
+
+    def bytes(self) -> int:
+        return self._draw(st.one_of(st.integers(0, 3 * self.rules.limit), st.just(0), st.just(1 << 62)))
+
+    def measure(self) -> None:
+        self.fixed = self.bytes()
+        for name, place in self.places.items():
+            place.held = self.bytes() if self._draw(st.booleans()) else place.held
+            if self._draw(st.booleans()):
+                self.policy.measured(name, self.bytes(), self.bytes())
+
+    def lose(self) -> None:
+        self.policy = Residency(self.rules, {name: place.costs for name, place in self.places.items()})
+        for place in self.places.values():
+            place.since = float("-inf") if place.residence is AWAKE else place.since
+
+    def carry_out(self, change: Change, now: float) -> None:
+        if isinstance(change, Refuse):
+            assert self.rules.ceiling is not None
+            self.refused += len(self.places[change.model].waiting)
+            self.places[change.model].waiting.clear()
+        elif not isinstance(change, Prefetch):
+            super().carry_out(change, now)
+            self.places[change.model].since = now
+
+
+@st.composite
+def mismeasured(draw: st.DrawFn) -> tuple[Mismeasured, list[tuple[float, str, float]], list[float], list[float]]:
+    """Such a machine, requests, and when it is measured and when the policy is lost."""
+    costs = {
+        f"m{n}": WakeCosts(
+            draw(st.integers(1, 60)), draw(st.integers(0, 20)), 0.5, pinned=draw(st.sampled_from([n < 1, False]))
+        )
+        for n in range(draw(st.integers(1, 4)))
+    }
+    limit = draw(st.integers(1, 200))
+    rules = ResidencyRules(
+        limit,
+        min_residence=0.5,
+        residence_factor=1.0,
+        max_wait=3.0,
+        wakes=draw(st.integers(1, 2)),
+        cores=2,
+        sleep_seconds=draw(st.sampled_from([0.0, 0.3])),
+        files_ahead=draw(st.booleans()),
+        ceiling=draw(st.sampled_from([None, limit, 2 * limit])),
+    )
+    asked = st.tuples(st.floats(0.0, 10.0), st.sampled_from(sorted(costs)), st.sampled_from([0.1, 1.0, 3.0]))
+    arrivals = draw(st.lists(asked, min_size=1, max_size=25))
+    measured, lost = (sorted(draw(st.lists(st.floats(0.0, 20.0), max_size=size))) for size in (12, 3))
+    return Mismeasured(rules, costs, draw), sorted(arrivals), measured, lost
+
+
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.data_too_large])
+@given(mismeasured())
+def test_whatever_is_measured_nobody_waits_for_ever(
+    world: tuple[Mismeasured, list[tuple[float, str, float]], list[float], list[float]],
+) -> None:
+    memory, arrivals, measured, lost = world
+    turn = 0.5 + 3.0 + STOP_SECONDS + 0.5 + 4 * ROUND
+    bound = 2 * memory.rules.max_wait + 2 * len(memory.places) * turn
+    asked, now = len(arrivals), 0.0
+    while arrivals or any(place.waiting for place in memory.places.values()):
+        while arrivals and arrivals[0][0] <= now:
+            _, model, seconds = arrivals.pop(0)
+            memory.arrive(now, model, seconds)
+        if measured and measured[0] <= now:
+            measured.pop(0)
+            memory.measure()
+        if lost and lost[0] <= now:
+            lost.pop(0)
+            memory.lose()
+        memory.step(now)
+        for name, place in memory.places.items():
+            assert not place.waiting or memory.policy.waits_for.get(name) or place.residence is AWAKE
+        oldest = min((since for place in memory.places.values() for since, _ in place.waiting), default=now)
+        assert now - oldest <= bound, "somebody waits for ever"
+        now += ROUND
+    assert len(memory.waits) + memory.refused == asked
 
 
 @pytest.mark.parametrize("limit", [130, 150, 400])
