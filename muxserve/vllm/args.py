@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from muxserve.spec import ModelSpec, UnitSpec
 from muxserve.spec.unit import EnginePhase
+from muxserve.vllm.expert_groups import OneGroup
 from muxserve.vllm.language_models import TextOnly
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ def frontend_args(model: ModelSpec) -> dict[str, Any]:
         **(_image_args() if model.sees_images else {}),
         **{name: value for name, value in model.engine_args.items() if name != "speculative_config"},
         **(_text_only_args(model) if model.text_only else {}),
+        **({"hf_overrides": OneGroup(_overrides(model))} if model.latent and not model.text_only else {}),
         "model": model.path,
         "served_model_name": [model.name, *model.aliases],
         **_adapter_args(model),
@@ -147,13 +149,18 @@ def _image_args() -> dict[str, Any]:
 
 def _text_only_args(model: ModelSpec) -> dict[str, Any]:
     own = model.engine_args
-    overrides = own.get("hf_overrides")
     return {
         # Mistral's own format, where a checkpoint has both, has other names for everything.
         "config_format": own.get("config_format", "hf"),
         "load_format": own.get("load_format", "hf"),
-        "hf_overrides": TextOnly(overrides if isinstance(overrides, Mapping) else {}),
+        "hf_overrides": TextOnly(_overrides(model)),
     }
+
+
+def _overrides(model: ModelSpec) -> Mapping[str, object]:
+    """What `engine_args` change of config.json."""
+    overrides = model.engine_args.get("hf_overrides")
+    return overrides if isinstance(overrides, Mapping) else {}
 
 
 def _adapter_args(model: ModelSpec) -> dict[str, Any]:
