@@ -1,6 +1,6 @@
 """How long one scheduling decision takes: 16 models, 1,000 live requests.
 
-    python benchmarks/scheduler.py [--models 16] [--live 1000] [--out benchmarks/results/scheduler.json]
+    python benchmarks/scheduler.py [--models 16] [--live 1000] [--tenants 1] [--out benchmarks/results/scheduler.json]
 
 Plays a saturated unit on a virtual clock: engines step as fast as a model of a GPU step says, and whenever a request
 ends another one arrives, so that the number of live requests stays the same. Timed are each `decide` of the policy and,
@@ -67,11 +67,12 @@ def unit(models: int, live: int) -> tuple[UnitLedger, int]:
 class Run:
     """The unit under load. `decisions` and `events` collect nanoseconds."""
 
-    def __init__(self, policy: str, models: int, live: int, seed: int) -> None:
+    def __init__(self, policy: str, models: int, live: int, tenants: int, seed: int) -> None:
         self.policy = make_policy(policy)
         self.ledger, self.pages = unit(models, live)
         self.random = random.Random(seed)
         self.live = live
+        self.tenants = tenants
         self.now = 0.0
         self.decisions: list[int] = []
         self.decisions_cpu: list[int] = []
@@ -100,7 +101,8 @@ class Run:
         prompt, output = self.random.randint(50, 600), self.random.randint(20, 200)
         self._left[request_id] = output
         self._todo[request_id] = prompt
-        request = QueuedRequest(request_id, name, prompt, output, self.now)
+        tenant = f"tenant-{self._serial % self.tenants}"
+        request = QueuedRequest(request_id, name, prompt, output, self.now, tenant=tenant)
         began = time.perf_counter_ns()
         self.ledger.arrived(request, self.now)
         self.events.append(time.perf_counter_ns() - began)
@@ -236,6 +238,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=int, default=16)
     parser.add_argument("--live", type=int, default=1000)
+    parser.add_argument("--tenants", type=int, default=1, help="whose requests come in turn")
     parser.add_argument("--decisions", type=int, default=20_000)
     parser.add_argument("--warm", type=int, default=2_000, help="decisions that are not counted")
     parser.add_argument("--seed", type=int, default=0)
@@ -243,7 +246,7 @@ def main() -> None:
     args = parser.parse_args()
     results: dict[str, Any] = {}
     for name in (name for name, policy in POLICIES.items() if not policy.both):
-        run = Run(name, args.models, args.live, args.seed)
+        run = Run(name, args.models, args.live, args.tenants, args.seed)
         run.play(args.warm)
         for series in (run.decisions, run.decisions_cpu, run.events, run.rebalances, run.queued):
             series.clear()
@@ -284,6 +287,7 @@ def main() -> None:
             "command": "python " + " ".join(sys.argv),
             "models": args.models,
             "live": args.live,
+            "tenants": args.tenants,
             "target_p99_us": TARGET_P99_US,
             "python": platform.python_version(),
             "machine": platform.machine(),
