@@ -35,28 +35,23 @@ class TenantService:
         """Its counter when a sequence that decodes from the start has been given `rounds` tokens."""
         return self.charged + OUTPUT * (self.decoding * rounds - self.missed) / self.weight
 
-    @property
-    def slope(self) -> float:
-        """How much that grows with each round."""
-        return OUTPUT * self.decoding / self.weight
-
 
 class TenantCounters:
-    """The counters of one model's tenants. Each call takes constant time, and what those take who `watch`.
+    """The counters of one model's tenants. Each call takes constant time, and the time of the one who watches.
 
     Args:
         rounds: tokens that a sequence has been given which decodes from the start. Steps are not told one by one: what
             a tenant's requests in decode have got is how many they are, times these, without what was before them.
     """
 
-    __slots__ = ("_last", "_rounds", "_tenants", "_watching")
+    __slots__ = ("_last", "_rounds", "_tenants", "_watcher")
 
     def __init__(self, rounds: Callable[[], float]) -> None:
         self._rounds = rounds
         self._tenants: dict[str, TenantService] = {}
         # Who was the last to have nothing waiting any more.
         self._last: str | None = None
-        self._watching: list[Callable[[str], None]] = []
+        self._watcher: Callable[[str], None] | None = None
 
     @property
     def rounds(self) -> Callable[[], float]:
@@ -64,17 +59,13 @@ class TenantCounters:
         return self._rounds
 
     def watch(self, changed: Callable[[str], None]) -> None:
-        """Have `changed` told whose counter, or the slope of it, has become another one; not that it grows by its
-        slope."""
-        self._watching.append(changed)
-
-    def unwatch(self, changed: Callable[[str], None]) -> None:
-        """Tell it nothing more."""
-        self._watching.remove(changed)
+        """Call `changed` with each tenant whose counter has jumped or has another slope; a counter that grows by its
+        slope is no change."""
+        self._watcher = changed
 
     def _changed(self, tenant: str) -> None:
-        for changed in self._watching:
-            changed(tenant)
+        if self._watcher is not None:
+            self._watcher(tenant)
 
     def level(self, tenant: str) -> float:
         """The service that `tenant` got so far, in units of its weight."""

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from muxserve.scheduling.engines import EngineState, Work
 from muxserve.scheduling.fairness import INPUT, TenantCounters
-from muxserve.scheduling.least_tenant import LeastTenant
 from muxserve.scheduling.types import (
     BOTH,
     DECODE,
@@ -25,6 +24,7 @@ from muxserve.scheduling.types import (
     QueuedRequest,
     share_units,
 )
+from muxserve.scheduling.waiting_tenants import QueueKey, WaitingTenants
 
 
 class Event(StrEnum):
@@ -48,10 +48,8 @@ class Note(NamedTuple):
     over: bool = False
 
 
-# Whether it was never started, priority.
+# The first two parts of a key.
 QueueRank = tuple[int, int]
-# These, tag, arrival, order of entry.
-QueueKey = tuple[int, int, int, float, int]
 
 
 class LiveRequest:
@@ -151,21 +149,21 @@ class RequestQueue:
     as there are rounds before it, and no more.
 
     A sorted list for each tenant: entering at the end and leaving at the head are what happens, and moving a few
-    thousand pointers for the rest takes less time than a tree's bookkeeping. Of several tenants a tree of winners knows
-    the next one, so that their number hardly counts.
+    thousand pointers for the rest takes less time than a tree's bookkeeping.
     """
 
-    __slots__ = ("_count", "_counters", "_least", "_order", "_ranks", "_requests", "_serial", "blocks")
+    __slots__ = ("_count", "_counters", "_order", "_ranks", "_requests", "_serial", "_several", "blocks")
 
     def __init__(self, counters: TenantCounters) -> None:
         self._counters = counters
+        counters.watch(self._counter_changed)
         self._requests: dict[QueueKey, LiveRequest] = {}
         self._serial = 0
         # By what goes before all tags; gone with the last request that has it.
         self._ranks: dict[QueueRank, dict[str, TenantQueue]] = {}
         self._order: list[QueueRank] = []
-        # Of ranks with several tenants: which of them is next.
-        self._least: dict[QueueRank, LeastTenant] = {}
+        # The ranks in which several tenants wait.
+        self._several: dict[QueueRank, WaitingTenants] = {}
         self._count = 0
         self.blocks = 0
 
@@ -181,7 +179,6 @@ class RequestQueue:
             tenants = self._ranks[rank] = {}
             insort(self._order, rank)
         tenant = tenants.get(request.tenant)
-        new = tenant is None
         if tenant is None:
             self._counters.lift(request.tenant, self._next_tenant(rank, tenants), request.weight)
             tenant = tenants[request.tenant] = TenantQueue()
@@ -192,10 +189,8 @@ class RequestQueue:
             insort(keys, key)
         else:
             keys.append(key)
-        if new:
-            self._enters(rank, request.tenant, tenants)
-        elif keys[0] is key and rank in self._least:
-            self._least[rank].moved(request.tenant, key)
+        if keys[0] is key:
+            self._begins_with(rank, request.tenant, tenants)
         self._requests[key] = request
         self._count += 1
         self.blocks += request.blocks
@@ -209,7 +204,8 @@ class RequestQueue:
         tenant = tenants[request.tenant]
         turns, keys = tenant.turns, tenant.keys
         turns.leave(request.group)
-        if keys[0] == key:
+        first = keys[0] == key
+        if first:
             del keys[0]
             turns.now = key[2]
         else:
@@ -217,12 +213,15 @@ class RequestQueue:
         if not keys:
             del tenants[request.tenant]
             self._counters.waits_no_more(request.tenant)
-            self._leaves(rank, request.tenant, tenants)
             if not tenants:
                 del self._ranks[rank]
                 self._order.remove(rank)
-        elif rank in self._least:
-            self._least[rank].moved(request.tenant, keys[0])
+            elif len(tenants) == 1:
+                del self._several[rank]
+            else:
+                self._several[rank].remove(request.tenant)
+        elif first:
+            self._begins_with(rank, request.tenant, tenants)
         self._count -= 1
         self.blocks -= request.blocks
 
@@ -236,49 +235,41 @@ class RequestQueue:
 
     def _next_tenant(self, rank: QueueRank, tenants: dict[str, TenantQueue]) -> str | None:
         """Of a rank's `tenants`, who is served next."""
-        least = self._least.get(rank)
-        return next(iter(tenants), None) if least is None else least.least()
+        several = self._several.get(rank)
+        return next(iter(tenants), None) if several is None else several.least()
 
-    def _enters(self, rank: QueueRank, tenant: str, tenants: dict[str, TenantQueue]) -> None:
-        """Among the rank's `tenants` there is a new one."""
-        least = self._least.get(rank)
-        if least is None and len(tenants) > 1:
-            least = self._least[rank] = LeastTenant(self._counters.rounds)
-            self._counters.watch(least.changed)
+    def _begins_with(self, rank: QueueRank, tenant: str, tenants: dict[str, TenantQueue]) -> None:
+        """Another request is the first one of `tenant`, who may be new among the rank's `tenants`."""
+        several = self._several.get(rank)
+        if several is not None:
+            several.put(tenant, tenants[tenant].keys[0])
+        elif len(tenants) > 1:
+            several = self._several[rank] = WaitingTenants(self._counters)
             for each, queue in tenants.items():
-                least.add(each, self._counters.of(each), queue.keys[0])
-        elif least is not None:
-            least.add(tenant, self._counters.of(tenant), tenants[tenant].keys[0])
+                several.put(each, queue.keys[0])
 
-    def _leaves(self, rank: QueueRank, tenant: str, tenants: dict[str, TenantQueue]) -> None:
-        """The rank's `tenants` have lost one."""
-        least = self._least.get(rank)
-        if least is None:
-            return
-        if len(tenants) > 1:
-            least.remove(tenant)
-        else:
-            self._counters.unwatch(least.changed)
-            del self._least[rank]
+    def _counter_changed(self, tenant: str) -> None:
+        for several in self._several.values():
+            several.changed(tenant)
 
     def first(self, count: int) -> Iterator[LiveRequest]:
         """Up to `count` requests from the head, in the order in which they would be admitted one after the other."""
         for rank in self._order:
             tenants = self._ranks[rank]
-            if len(tenants) == 1:
-                (queue,) = tenants.values()
-                chosen: Iterator[LiveRequest] = map(self._requests.__getitem__, queue.keys[:count])
+            if rank in self._several:
+                chosen = self._by_tenant(tenants, rank, count)
             else:
-                chosen = self._by_tenant(tenants, rank)
+                (queue,) = tenants.values()
+                chosen = map(self._requests.__getitem__, queue.keys[:count])
             for request in chosen:
                 yield request
                 count -= 1
                 if count <= 0:
                     return
 
-    def _by_tenant(self, tenants: dict[str, TenantQueue], rank: QueueRank) -> Iterator[LiveRequest]:
+    def _by_tenant(self, tenants: dict[str, TenantQueue], rank: QueueRank, count: int) -> Iterator[LiveRequest]:
         counters = self._counters
-        heap = [(counters.level(tenant), queue.keys[0], 0, tenant) for tenant, queue in tenants.items()]
+        heap = [(level, key, 0, tenant) for level, key, tenant in self._several[rank].first(count)]
         heapify(heap)
         while heap:
             level, key, at, tenant = heap[0]

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from muxserve.scheduling.admission import admissible
 from muxserve.scheduling.fairness import INPUT, OUTPUT, TenantCounters, TenantService
-from muxserve.scheduling.least_tenant import LeastTenant
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.types import Grant, Phase, PoolProfile, QueuedRequest, StepsDone
+from muxserve.scheduling.waiting_tenants import QueueKey, WaitingTenants
 from tests.scheduling.machine import profile
 from tests.support.thoroughness import examples
 
@@ -139,7 +139,7 @@ actions = st.one_of(
 @settings(max_examples=examples(200), deadline=None)
 @given(history=st.lists(actions, min_size=10, max_size=150))
 def test_the_head_is_that_of_the_least_of_all_tenants(history: list[tuple[Any, ...]]) -> None:
-    """Whatever happens to requests, weights and engines, the tree of winners says what looking at all of them does."""
+    """Whatever happens to requests, weights and engines, the queue says what looking at all of them does."""
     machine = Batching()
     for kind, *rest in history:
         if kind == "arrive":
@@ -156,44 +156,47 @@ def test_the_head_is_that_of_the_least_of_all_tenants(history: list[tuple[Any, .
         if len(machine.model.queue):
             assert machine.model.queue.head().request_id == next_of_all(machine)
             assert next(iter(machine.model.queue.first(1))) is machine.model.queue.head()
+            everyone = [live.request_id for live in machine.model.queue.first(10_000)]
+            assert [live.request_id for live in machine.model.queue.first(4)] == everyone[:4]
 
 
 @settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
 def test_the_least_tenant_is_known_while_counters_grow(data: st.DataObject) -> None:
     rounds = 0.0
-    services: dict[str, TenantService] = {}
-    keys: dict[str, tuple[float, ...]] = {}
-    least = LeastTenant(lambda: rounds)
+    counters = TenantCounters(lambda: rounds)
+    waiting = WaitingTenants(counters)
+    counters.watch(waiting.changed)
+    keys: dict[str, QueueKey] = {}
+    since: dict[str, list[float]] = {}
     for number in range(data.draw(st.integers(1, 60))):
-        kind = data.draw(st.sampled_from(["add", "add", "grow", "grow", "change", "key", "remove", "reset"]))
-        if kind == "add":
-            name = str(number)
-            services[name], keys[name] = TenantService(data.draw(st.sampled_from([0.5, 1.0, 2.0]))), (number,)
-            services[name].charged = float(data.draw(st.integers(0, 20)))
-            services[name].decoding = data.draw(st.integers(0, 4))
-            least.add(name, services[name], keys[name])
+        kind = data.draw(st.sampled_from(["put", "put", "grow", "decode", "end", "admit", "weight", "remove"]))
+        name = str(data.draw(st.integers(0, 9)))
+        if kind == "put":
+            keys[name] = (1, 0, data.draw(st.integers(0, 9)), 0.0, number)
+            waiting.put(name, keys[name])
+        elif kind == "remove":
+            keys.pop(name, None)
+            waiting.remove(name)
         elif kind == "grow":
             rounds += data.draw(st.integers(0, 7))
-        elif kind == "reset":
-            rounds = 0.0
-        elif services:
-            name = data.draw(st.sampled_from(sorted(services)))
-            if kind == "remove":
-                least.remove(name)
-                del services[name], keys[name]
-            elif kind == "key":
-                keys[name] = (data.draw(st.integers(0, 100)), number)
-                least.moved(name, keys[name])
-            else:
-                services[name].decoding = data.draw(st.integers(0, 4))
-                services[name].charged += data.draw(st.integers(0, 5))
-                least.changed(name)
-        if services:
-            assert least.least() == min(services, key=lambda each: (services[each].level(rounds), keys[each]))
+        elif kind == "decode":
+            since.setdefault(name, []).append(rounds)
+            counters.decodes(name, rounds)
+        elif kind == "end" and since.get(name):
+            counters.decodes_no_more(name, since[name].pop())
+        elif kind == "admit":
+            counters.admitted(name, data.draw(st.integers(0, 20)))
+        elif kind == "weight":
+            counters.lift(name, None, data.draw(st.sampled_from([0.5, 1.0, 2.0])))
+        if keys:
+            order = sorted((counters.level(each), key, each) for each, key in keys.items())
+            assert waiting.least() == order[0][2]
+            count = data.draw(st.integers(1, 4))
+            assert sorted(waiting.first(count))[:count] == order[:count]
 
 
-def test_the_next_tenant_of_many_is_found_without_asking_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_tenants_only_those_that_decode_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [0]
     level = TenantService.level
 
@@ -209,9 +212,11 @@ def test_the_next_tenant_of_many_is_found_without_asking_all_of_them(monkeypatch
     for _ in range(20):
         machine.step()
     asked[0] = 0
-    for _ in range(100):
-        machine.model.queue.head()
-    assert asked[0] <= 100 * 4 * 10  # the tree is ten high; all of them would be 102,400
+    machine.model.queue.head()
+    assert asked[0] <= SEATS
+    asked[0] = 0
+    list(machine.model.queue.first(1))
+    assert asked[0] <= SEATS
 
 
 def test_without_tenants_a_flood_takes_everything() -> None:
