@@ -5,12 +5,11 @@
 
 The same requests go to (proxy) one stock vLLM server per model under a proxy that swaps them, as many at a time as the
 limit holds; (timer) a fleet whose models sleep after an idle time, `replicas: {min: 0}`; (memory) a fleet with
-`memory: {limit: ...}`; (hibernating) the same with the memory of sleeping models in files; (even, even-hibernating) the
-same two with `decode_niceness: 0`, so that decoding does not give way to wakes; (turns, turns-hibernating) the same two
-whose busy models stop for others, `turns: true`. In each phase of ten seconds a few models are active, and the others
-silent. Each seed is another workload, and a run of its own. Checkpoints are made anew, and removed at the end. TTFT
-counts from when a request was sent, with every wait; what has not ended when the grace after the last arrival is over
-has missed the objective.
+`memory: {limit: ...}`; (hibernating) the same with the memory of sleeping models in files; (turns, turns-hibernating)
+the same two whose busy models stop for others, `turns: true`. In each phase of ten seconds a few models are active, and
+the others silent. Each seed is another workload, and a run of its own. Checkpoints are made anew, and removed at the
+end. TTFT counts from when a request was sent, with every wait; what has not ended when the grace after the last arrival
+is over has missed the objective.
 """
 
 from __future__ import annotations
@@ -49,8 +48,6 @@ from tests.support import tiny_checkpoint as checkpoints
 MEMORY: dict[str, dict[str, object]] = {
     "memory": {},
     "hibernating": {"hibernate": "auto"},
-    "even": {"decode_niceness": 0},
-    "even-hibernating": {"decode_niceness": 0, "hibernate": "auto"},
     "turns": {"turns": True},
     "turns-hibernating": {"turns": True, "hibernate": "auto"},
 }

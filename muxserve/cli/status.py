@@ -117,8 +117,6 @@ def _print(url: str, health: dict[str, Any], fleet: dict[str, Any]) -> None:
             console.print(f"{escape(whose)}serves nothing at present")
     for line in _memory(fleet.get("memory") or {}):
         console.print(escape(line))
-    for line in _moves(fleet.get("moves") or {}):
-        console.print(escape(line))
     _print_gpus(fleet.get("gpus") or [])
 
 
@@ -152,25 +150,6 @@ def _memory(memory: dict[str, Any]) -> list[str]:
         if model.get("turns"):
             parts.append(f"{model['turns']} turns ended before its requests")
         lines.append(f"{name}: {', '.join(parts)}")
-    return lines
-
-
-def _moves(moves: dict[str, Any]) -> list[str]:
-    """Which models moved between units, and why."""
-    if not moves:
-        return []
-    lines = [f"moves of models: {moves.get('moved', 0)} done, {moves.get('failed', 0)} failed"]
-    for title, move in (("moving", moves.get("moving")), ("last", moves.get("last"))):
-        if not move:
-            continue
-        line = f"{title}: {move['model']} from {move['source']} to {move['destination']}"
-        if move.get("ago_seconds") is not None:
-            line += f", {move['ago_seconds']:.0f} s ago in {move['seconds']:.1f} s"
-        if move.get("reason"):
-            line += f"; {move['reason']}"
-        if move.get("error"):
-            line += f"; it stayed: {move['error']}"
-        lines.append(line)
     return lines
 
 

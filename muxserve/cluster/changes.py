@@ -68,8 +68,6 @@ class Changes:
         self._declared = declared
         # Which life of the global scheduler an order is from: those of one that has died are void.
         self._life = 0
-        # The model that is being moved.
-        self._moving = ""
         # The models that are being started because the global scheduler wants it.
         self.starting: list[str] = []
 
@@ -318,8 +316,6 @@ class Changes:
         elif isinstance(message, wire.StopReplica):
             if not self._steps.drained(message.model, message.unit):
                 await self._stop_wanted(message)
-        elif isinstance(message, wire.MoveReplica):
-            await self._move_wanted(message)
         else:
             log.warning("unexpected %s from the global scheduler", type(message).__name__)
 
@@ -354,64 +350,6 @@ class Changes:
             if declared and model not in unit.serves:
                 with contextlib.suppress(GaveUp):
                     await unit.handle.prefetch(model)
-
-    async def _move_wanted(self, order: wire.MoveReplica) -> None:
-        model, error = order.model, ""
-        self._say(f"moving {model} from {order.source} to {order.destination}: {order.reason}")
-        try:
-            await self.move(model, order.source, order.destination, self._say)
-        except Exception as failure:
-            # Whatever it was: a move of which the global scheduler hears nothing would be its last.
-            if not isinstance(failure, ChangeError):
-                log.exception("%s could not be moved to %s", model, order.destination)
-            error = str(failure) or type(failure).__name__
-            self._say(f"{model} stays in {order.source}: {error}")
-        else:
-            self._say(f"{model} has moved from {order.source} to {order.destination}")
-        await self._send(wire.MoveEnded(model, order.source, order.destination, error))
-
-    async def move(self, model: str, source: str, destination: str, tell: Tell) -> None:
-        """Have `model` served by the running unit `destination` instead of `source`: it is started there first, then
-        the old replica is drained, whose requests migrate as far as they can, and ended.
-
-        Raises:
-            ChangeError: another model is being moved, or this one cannot; then it is served by `source` alone.
-        """
-        if self._moving:
-            raise ChangeError(f"{self._moving} is being moved")
-        self._moving = model
-        try:
-            with contextlib.ExitStack() as leaving:
-                async with self._steps.lock.alone():
-                    old, new = self._check_move(model, source, destination)
-                    await self._steps.start_in(model, new, tell)
-                    if not new.handle.up(model):
-                        await self._steps.end_replicas([model], new, tell)
-                        raise ChangeError(f"it was up in {destination} for a moment only")
-                    leaving.enter_context(self._steps.leaving([model], old))
-                # A gateway that does not know yet would send requests on to the old one.
-                await self._followed(tell)
-                await self._steps.drain_and_end([model], old, tell)
-        finally:
-            self._moving = ""
-
-    def _check_move(self, model: str, source: str, destination: str) -> tuple[RunningUnit, RunningUnit]:
-        """The two units, if things are still as they were when the move was decided on. To be called with the lock.
-
-        Raises:
-            ChangeError: they are not.
-        """
-        self._check(model)
-        old, new = self._units.units.get(source), self._units.units.get(destination)
-        if old is None or old not in self._steps.replicas(model):
-            raise ChangeError(f"it is not served by {source} any more")
-        if all(each == model or self._steps.is_leaving(each, source) for each in old.serves):
-            raise ChangeError(f"{source} would have nothing left, and end with its pool")
-        if new is None or not self._steps.ready(new):
-            raise ChangeError(f"{destination} is not up at present")
-        if model in new.serves:
-            raise ChangeError(f"{destination} serves it already")
-        return old, new
 
     async def _stop_wanted(self, message: wire.StopReplica) -> None:
         model = message.model

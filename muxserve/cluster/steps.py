@@ -91,13 +91,6 @@ class UnitPlanner(Protocol):
             ChangeError: its pools or the machine have no room, or the model cannot be served there, in words.
         """
 
-    def moved(self, model: str, unit: PlannedUnit, fleet: FleetSpec) -> JoinedUnit:
-        """What it takes to serve `model`, which the fleet has, in that running unit, too.
-
-        Raises:
-            ChangeError: its pools or the machine have no room, or the model cannot be served there, in words.
-        """
-
     def forget(self, model: str) -> None:
         """The model is not served any more."""
 
@@ -266,7 +259,11 @@ class FleetSteps:
         ]
         if idle:
             unit = idle[0]
-            await self._start_engines(model, unit, tell)
+            tell(f"starting {model} in {unit.name}")
+            try:
+                await unit.handle.start_model(model)
+            except GaveUp as failure:
+                raise ChangeError(f"{failure.part} cannot start: {failure}") from None
         else:
             planned = await asyncio.to_thread(self.planner.unit, model, self._units.next_name(), self._units.fleet)
             offered = next(each for each in self._units.fleet.models if each.name == model)
@@ -280,34 +277,6 @@ class FleetSteps:
         self._units.publish()
         tell(f"{model} is served by {unit.name}")
         return unit
-
-    async def _start_engines(self, model: str, unit: RunningUnit, tell: Tell) -> None:
-        tell(f"starting {model} in {unit.name}")
-        try:
-            await unit.handle.start_model(model)
-        except GaveUp as failure:
-            raise ChangeError(f"{failure.part} cannot start: {failure}") from None
-
-    async def start_in(self, model: str, unit: RunningUnit, tell: Tell) -> None:
-        """Start a replica more of a model in that running unit, and have requests sent there. A unit that has never had
-        the model takes it into its pools.
-
-        Raises:
-            ChangeError: the unit has no room for it, or its engines cannot start.
-        """
-        if any(each.name == model for each in unit.planned.unit_spec.models):
-            await self._start_engines(model, unit, tell)
-            unit.serves.add(model)
-        else:
-            joined = await asyncio.to_thread(self.planner.moved, model, unit.planned, self._units.fleet)
-            offered = next(each for each in self._units.fleet.models if each.name == model)
-            if joined.model.max_len < offered.max_len:
-                raise ChangeError(
-                    f"{unit.name} would hold {joined.model.max_len} tokens of a request, not {offered.max_len}"
-                )
-            await self.join(joined, tell)
-        self._units.publish()
-        tell(f"{model} is served by {unit.name}, too")
 
     def ready(self, unit: RunningUnit) -> bool:
         """Whether the unit is up and stays."""

@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 
 from muxserve.config import checks
 from muxserve.config.problems import FleetError, KeyPath, Problem, closest, did_you_mean, format_path
+from muxserve.config.removed import removed_key
 from muxserve.config.schema import Fleet
 from muxserve.config.source import Source, parse_yaml
 
@@ -124,7 +125,7 @@ def _problem(source: Source, details: ErrorDetails, root: type[BaseModel]) -> Pr
 def _message(path: KeyPath, details: ErrorDetails, root: type[BaseModel]) -> str:
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
     if kind == "extra_forbidden":
-        return _unknown_key(path, root)
+        return removed_key(path) or _unknown_key(path, root)
     if kind == "missing":
         return "is required"
     if kind == "value_error":

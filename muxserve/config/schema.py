@@ -36,13 +36,11 @@ from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.prefixes import DispatchName
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL
 from muxserve.replicas.scaling import ScalingRules
-from muxserve.scheduling.kv_pressure import MoveRules
 from muxserve.scheduling.policies import DEFAULT_POLICY
 from muxserve.scheduling.residency import ResidencyRules
 from muxserve.spec import WatchdogRules
 
 _SCALING, _MIGRATION, _WATCHDOG, _RESIDENCY = ScalingRules(), MigrationRules(), WatchdogRules(), ResidencyRules(1)
-_MOVES = MoveRules()
 
 
 class Replicas(Section):
@@ -122,24 +120,6 @@ class Priority(Section):
     )
 
 
-def _model_moves(value: object) -> object:
-    switched = switch(value)
-    if switched in ("on", "off"):
-        return {} if switched == "on" else None
-    if value is not None and not isinstance(value, (dict, ModelMoves)):
-        raise ValueError(f'must be on, off, or a mapping such as "{{period: 60s}}", not {value!r}')
-    return value
-
-
-class ModelMoves(Section):
-    """Models move between units as the KV that they need changes, one at a time."""
-
-    period: Annotated[Seconds, Field(ge=1)] = Field(
-        default=_MOVES.period, description="So often it is looked whether a model is to move"
-    )
-    residence: Seconds = Field(default=_MOVES.residence, description="A model stays in a unit for so long at least")
-
-
 class Migration(Section):
     """Running requests move from full replicas to free ones. Freeness is in tokens per request."""
 
@@ -158,9 +138,6 @@ class Migration(Section):
     )
     bandwidth: Size | None = Field(
         default=None, description='Most bytes per second that leave a unit, e.g. "1GiB"; else no limit'
-    )
-    models: Annotated[ModelMoves | None, BeforeValidator(_model_moves)] = Field(
-        default=None, description="Whole models move, too, from units short of KV cache to others; off: they stay"
     )
 
 
@@ -240,11 +217,6 @@ class MemorySection(Section):
         default=AUTO,
         description="A busy model that has to go for another stops when it had its turn, and goes on later; otherwise "
         "it finishes its answers first. auto: it stops on GPUs if its engines stay while it sleeps",
-    )
-    decode_niceness: Annotated[int, Field(ge=0, le=19)] = Field(
-        default=10,
-        description="By so much decoding gives way to models that are woken and to prompts, as of nice(2); 0: all "
-        "processes share the cores equally, so that first tokens come later, and other tokens more evenly",
     )
 
 

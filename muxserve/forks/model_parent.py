@@ -21,7 +21,7 @@ from muxserve.forks.hibernation import HibernationError, SleepingMemory
 from muxserve.net.heartbeat import heartbeat_file
 from muxserve.net.page_cache import read_weights_ahead
 from muxserve.net.process import give_way, trim, words
-from muxserve.spec import UNIT_FILE, EnginePhase, UnitSpec, load
+from muxserve.spec import DECODE_NICENESS, UNIT_FILE, EnginePhase, UnitSpec, load
 
 log = logging.getLogger(__name__)
 
@@ -90,8 +90,8 @@ def run_model_parent(unit_spec: UnitSpec, model: str, commands: socket.socket, c
 
             def up() -> None:
                 control.event("up", kind="engine", model=model, phase=phase, pid=os.getpid())
-                if now.decode_niceness and phase != "prefill":
-                    give_way(now.decode_niceness)
+                if now.decode_gives_way and phase != "prefill":
+                    give_way(DECODE_NICENESS)
 
             detail = "binding to the pool" if awaited else "warming up"
             control.event("progress", kind="engine", model=model, phase=phase, detail=detail)

@@ -199,14 +199,6 @@ class FleetCollector(Collector):
             {(kind,): float(fleet.hangs.get(kind, 0)) for kind in HANG_KINDS},
         )
         yield from self._memory()
-        if self._status.moves:
-            yield _family(
-                True,
-                "muxserve_model_moves",
-                "Moves of models from one unit to another because of the KV asked for, by how they ended.",
-                ["result"],
-                {(result,): float(self._status.moves[result]) for result in ("moved", "failed")},
-            )
         for name, text, key, counts in MODEL_METRICS:
             yield _family(counts, name, text, ["unit", "model_name"], self._per_model(key))
         yield _gauge(

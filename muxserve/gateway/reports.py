@@ -113,7 +113,6 @@ class Reports:
             ],
             "default_level": fleet.default_level,
             "memory": status.memory or None,
-            "moves": status.moves or None,
             "gateway": {
                 "index": self._index,
                 "count": fleet.gateway.count,

@@ -131,8 +131,6 @@ class FleetStatus:
         self.was_ready = False
         # Where memory decides which models are awake, how they and it stand, as the global scheduler said last.
         self.memory: dict[str, Any] = {}
-        # Where models move between units: the last moves and the pressures, as it said last.
-        self.moves: dict[str, Any] = {}
         self._were_up: set[tuple[str, str]] = set()
         self.learn(fleet)
 
@@ -154,16 +152,14 @@ class FleetStatus:
         await asyncio.gather(self._refresh_scheduler(), *(unit.refresh(max_age) for unit in self.units.values()))
 
     async def _refresh_scheduler(self) -> None:
-        if not self.fleet.residency and self.fleet.moves is None:
+        if not self.fleet.residency:
             return
         state = await self.broker.scheduler_state(TIMEOUT_SECONDS)
         if state is None:
             return
-        memory, moves = state.get("memory"), state.get("moves")
+        memory = state.get("memory")
         if isinstance(memory, dict):
             self.memory = memory
-        if isinstance(moves, dict):
-            self.moves = moves
 
     def resident(self, model: str) -> dict[str, Any]:
         """What is known of a model that memory decides on; nothing of others."""

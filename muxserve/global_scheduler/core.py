@@ -14,7 +14,6 @@ from muxserve.global_scheduler.memory_balance import MemoryBalance, together
 from muxserve.global_scheduler.model_scheduler import ModelScheduler
 from muxserve.global_scheduler.model_scheduler_base import ModelSchedulerBase, Rules
 from muxserve.global_scheduler.outbox import Destination, Outbox, ToClient, ToUnit
-from muxserve.global_scheduler.replica_moves import ReplicaMoves
 from muxserve.global_scheduler.resident_scheduler import ResidentScheduler
 from muxserve.global_scheduler.rolling_scheduler import RollingModelScheduler
 from muxserve.net.sockets import tcp_address
@@ -26,7 +25,6 @@ from muxserve.wire import (
     Loads,
     MemoryReport,
     Message,
-    MoveEnded,
     NotPlaced,
     Paired,
     Place,
@@ -81,7 +79,6 @@ class SchedulerCore:
         # By unit in which memory decides which models are awake.
         self._balances: dict[str, MemoryBalance] = {}
         self._resident: dict[str, ResidentScheduler] = {}
-        self._moves: ReplicaMoves | None = None
         # What was asked for before the fleet's file was read that it is about.
         self._early: list[DrainReplicas] = []
         self._unknown: list[tuple[float, bytes, Place]] = []
@@ -116,9 +113,6 @@ class SchedulerCore:
             case ToClient(), ReplicaEnded():
                 if message.model in self._resident:
                     self._resident[message.model].ended(message.unit, now, message.in_file)
-            case ToClient(), MoveEnded():
-                if self._moves is not None:
-                    self._moves.ended(message, now)
             case ToClient(), DrainReplicas():
                 self._drain(message, now)
             case ToClient(identity), StateRequest():
@@ -204,10 +198,6 @@ class SchedulerCore:
         for unit, spec in fleet.residency.items():
             balance = self._balances[unit] = known.get(unit) or MemoryBalance(spec)
             balance.change(spec)
-        if fleet.moves is None:
-            self._moves = None
-        elif self._moves is None or self._moves.rules != fleet.moves:
-            self._moves = ReplicaMoves(fleet.moves, self._out, now)
         self._suspect(suspected, now)
         early, self._early = self._early, []
         for drain in early:
@@ -273,7 +263,6 @@ class SchedulerCore:
             "generation": self.fleet.generation,
             "uptime_seconds": now - self._started,
             "memory": together({unit: each.state(self._residents(each), now) for unit, each in self._balances.items()}),
-            "moves": None if self._moves is None else self._moves.state(now),
             "units": {name: {"up": seen.up, "epoch": seen.epoch} for name, seen in sorted(self._units.items())},
             "models": {
                 name: model_scheduler.state(now) for name, model_scheduler in sorted(self._model_schedulers.items())
@@ -383,9 +372,6 @@ class SchedulerCore:
                 address = self._migrator(source, destination)
                 if address:
                     self._out.to_unit(source, Paired(model_scheduler.model, destination, address, load))
-        if self._moves is not None:
-            standing = {name: each.staying() for name, each in self._model_schedulers.items()}
-            self._moves.round(self.fleet, standing, now)
         if self._unknown:
             for until, peer, place in self._unknown:
                 if now >= until:

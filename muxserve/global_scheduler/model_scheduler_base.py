@@ -171,10 +171,6 @@ class ModelSchedulerBase(ABC):
 
     # ------------------------------------------------------------ replicas
 
-    def staying(self) -> dict[str, InstanceLoad]:
-        """The replicas that are up and stay, by unit."""
-        return {unit: replica.load for unit, replica in self._up.items() if not self._to_go(unit)}
-
     def report(self, unit: str, load: InstanceLoad, came: Sequence[str], now: float) -> None:
         """A unit says how its replica stands; `came` have come to the unit since its last report."""
         replica = self._up.get(unit)

@@ -550,14 +550,6 @@ class ScaleOut:
             raise ChangeError(str(error)) from None
         return JoinedUnit(made, *joined, scaling_of(declared).get(model.name), residency)
 
-    def moved(self, model: str, unit: PlannedUnit, fleet: FleetSpec) -> JoinedUnit:
-        """See `UnitPlanner.moved`."""
-        try:
-            joined = self._planner.joined(unit, model, fleet)
-        except NoRoomError as error:
-            raise ChangeError(str(error)) from None
-        return JoinedUnit(joined.unit_spec.model(model), *joined)
-
     def forget(self, model: str) -> None:
         """See `Planner.forget`."""
         self._planner.forget(model)

@@ -25,7 +25,7 @@ from muxserve.planning.unit_plan import ResolvedUnit
 from muxserve.scheduling.residency import ResidencyRules, WakeCosts
 from muxserve.scheduling.turns import TurnRules
 from muxserve.simulator import SimResidency, SimUnit
-from muxserve.spec import ResidencySpec
+from muxserve.spec import DECODE_NICENESS, ResidencySpec
 from placement import Machine
 from placement.format import format_size
 
@@ -101,7 +101,7 @@ def with_residency(unit: SimUnit, spec: ResidencySpec, exclusive: bool = False) 
         turns=None if exclusive else spec.turns,
         # What is stopped stays in the pools as cached prefixes do.
         swap=None,
-        decode_weight=_WEIGHT_OF_A_LEVEL**spec.decode_niceness,
+        decode_weight=1.0 if spec.on_gpus else _WEIGHT_OF_A_LEVEL**DECODE_NICENESS,
         hibernated={name: hibernated_seconds(each) for name, each in spec.models.items()} if spec.hibernates else {},
         resting=spec.resting,
         started_seconds=GPU_WAKE_SECONDS - GPU_RESTED_SECONDS if spec.on_gpus else 0.0,
@@ -258,7 +258,7 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
         # The limit is what the user wants; beyond this the kernel ends processes.
         ceiling=max(most, usable_memory()),
     )
-    spec = ResidencySpec(rules, sleeping, None, hibernates, fleet.memory.decode_niceness)
+    spec = ResidencySpec(rules, sleeping, None, hibernates)
     return {plans[0].name: msgspec.structs.replace(spec, turns=_turns(spec, fleet.memory))}
 
 

@@ -32,7 +32,6 @@ from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import Level
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
-from muxserve.scheduling.kv_pressure import MoveRules
 from muxserve.spec import (
     FleetSpec,
     GatewaySpec,
@@ -90,7 +89,7 @@ def unit_spec_of(plan: ResolvedUnit, run_dir: str, host: str | None = None, port
         hibernation=hibernation_of(plan.fleet),
         host_copies=host_copies_of(plan),
         resting=plan.gpu.resting_room if plan.gpu is not None else None,
-        decode_niceness=plan.fleet.memory.decode_niceness if plan.fleet.memory is not None and plan.gpu is None else 0,
+        decode_gives_way=plan.fleet.memory is not None and plan.gpu is None,
     )
 
 
@@ -299,7 +298,6 @@ def fleet_spec_of(
         watchdog=watchdog_of(fleet),
         # Replicas of a model are alike, so that any of them says how long prefills take.
         residency=dict(residency or {}),
-        moves=moves_of(fleet),
         rolling={model.name: unit.rolling for unit in units if unit.rolling for model in unit.unit_spec.models},
     )
 
@@ -379,12 +377,6 @@ def migration_of(fleet: Fleet) -> MigrationRules | None:
     if given is None:
         return None
     return MigrationRules(given.source_below, given.destination_above, given.in_flight)
-
-
-def moves_of(fleet: Fleet) -> MoveRules | None:
-    """By which models move between units; None: they stay where they are."""
-    given = fleet.migration and fleet.migration.models
-    return MoveRules(given.period, given.residence) if given else None
 
 
 def watchdog_of(fleet: Fleet) -> WatchdogRules | None:

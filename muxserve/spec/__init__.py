@@ -18,6 +18,7 @@ from muxserve.spec.fleet import (
 from muxserve.spec.followed import FollowedFleet, followed_file, load_followed, save_followed
 from muxserve.spec.network import Keys, Listen
 from muxserve.spec.unit import (
+    DECODE_NICENESS,
     SHARES_PER_LEASE,
     UNIT_FILE,
     AdapterSlots,
@@ -43,6 +44,7 @@ from muxserve.spec.unit import (
 )
 
 __all__ = [
+    "DECODE_NICENESS",
     "SHARES_PER_LEASE",
     "UNIT_FILE",
     "AdapterSlots",

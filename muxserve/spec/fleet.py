@@ -18,7 +18,6 @@ from muxserve.replicas.prefixes import DispatchName
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Level, Levels
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
-from muxserve.scheduling.kv_pressure import MoveRules
 from muxserve.scheduling.residency import ResidencyRules, WakeCosts
 from muxserve.scheduling.turns import TurnRules
 from muxserve.spec.network import Keys
@@ -81,15 +80,13 @@ class TenantSpec(msgspec.Struct, frozen=True):
 class ResidencySpec(msgspec.Struct, frozen=True):
     """Memory decides which models are awake: by these rules, and with what each model is expected to take. Models that
     are not in it are served as without. With `turns` a model that has to go may stop before it has finished. Where it
-    `hibernates`, a sleeping model's memory is in a file. Decoding gives way to wakes by `decode_niceness`. `on_gpus`:
-    the memory is that of each GPU, and not this machine's; the engines of about so many models as `resting` stay while
-    these sleep."""
+    `hibernates`, a sleeping model's memory is in a file. `on_gpus`: the memory is that of each
+    GPU, and not this machine's; the engines of about so many models as `resting` stay while these sleep."""
 
     rules: ResidencyRules
     models: dict[str, WakeCosts]
     turns: TurnRules | None = None
     hibernates: bool = False
-    decode_niceness: int = 0
     on_gpus: bool = False
     resting: int = 0
 
@@ -128,8 +125,6 @@ class FleetSpec(msgspec.Struct, frozen=True):
     hangs: dict[str, int] = {}
     # By unit, where memory decides; else models sleep when nobody has asked for them for some time, if they may at all.
     residency: dict[str, ResidencySpec] = {}
-    # By what models move between units as the KV that they need changes; None: they stay where they are.
-    moves: MoveRules | None = None
 
     def is_resident(self, model: str) -> bool:
         """Whether memory decides if `model` is awake."""
@@ -167,8 +162,7 @@ class FleetSpec(msgspec.Struct, frozen=True):
     @property
     def needs_scheduler(self) -> bool:
         """Whether there is anything for a global scheduler to decide."""
-        moves = self.moves is not None and len(self.units) > 1
-        return moves or any(self.placed_by_scheduler(model.name) for model in self.models)
+        return any(self.placed_by_scheduler(model.name) for model in self.models)
 
     def priority_levels(self, model: str | None = None) -> Levels:
         """The levels as the policies of that model want them."""

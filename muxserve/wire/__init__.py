@@ -43,8 +43,6 @@ from muxserve.wire.replicas import (
     Elsewhere,
     Loads,
     MemoryReport,
-    MoveEnded,
-    MoveReplica,
     NotPlaced,
     Paired,
     Place,
@@ -138,9 +136,7 @@ __all__ = [
     "MoveAbort",
     "MoveCommit",
     "MoveCommitted",
-    "MoveEnded",
     "MoveFailed",
-    "MoveReplica",
     "MoveStage",
     "MoveStaged",
     "MovedRequest",
@@ -208,7 +204,7 @@ AnyMessage = Union[
     PeerCommit, PeerCommitted, PeerRefused, PeerThere, PeerAbort, TakeOver, TakenOver, MovingIn, Retire, Revive, Joined,
     RollingReport, Waits, ShowRequests, HeldRequests, Degraded, EngineSuspect, RequestFailed, StepFailed,
     TimelineRequest, TimelineReply, RequestTrace,
-    MemoryReport, ReplicaEnded, MoveReplica, MoveEnded, PrefetchModel,
+    MemoryReport, ReplicaEnded, PrefetchModel,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

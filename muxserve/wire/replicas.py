@@ -219,26 +219,6 @@ class DrainReplicas(Message):
     generation: int = 0
 
 
-class MoveReplica(Message):
-    """The global scheduler wants `model` served by the running unit `destination` instead of `source`, where KV is
-    short: `reason`, in words."""
-
-    model: str
-    source: str
-    destination: str
-    reason: str = ""
-
-
-class MoveEnded(Message):
-    """The move that was asked for is over. `error`: why the model is still served by `source`, and there alone; empty:
-    it is served by `destination` instead."""
-
-    model: str
-    source: str
-    destination: str
-    error: str = ""
-
-
 class MemoryReport(Message):
     """What everything takes of the memory that the models of `unit` share, bytes (on a CPU: PSS of the whole fleet),
     and of that what would come free with each model that has processes now. `reserved`: what the KV pools may come to

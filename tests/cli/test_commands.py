@@ -57,18 +57,6 @@ def test_validate_shows_units_and_replicas(fleet_file: Path) -> None:
     assert lines[-1].endswith("with slack, in 2 units")
 
 
-def test_the_example_of_models_that_move_can_be_deployed() -> None:
-    result = runner.invoke(app, ["validate", str(ROOT / "configs/moves.yaml")])
-    assert result.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
-    first, second = lines.index("u0"), lines.index("u1")
-    # They move between pools whose pages are of one size.
-    assert [line.split()[0] for line in lines[first + 2 : second]] == ["atlas", "frontdesk", "arithmetic"]
-    assert lines[second + 2].split()[0] == "arithmetic"
-    assert sum("pages of 32 KiB" in line for line in lines) == 2
-    assert lines[-1].endswith("in 2 units")
-
-
 def test_validate_shows_units_that_are_alike_once(fleet_file: Path) -> None:
     fleet_file.write_text("kv_pool: {size: 32MiB}\nmodels:\n  - {name: one, path: one, replicas: 3}\n")
     result = runner.invoke(app, ["validate", str(fleet_file)])

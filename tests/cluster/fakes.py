@@ -175,10 +175,8 @@ def scheduler(file: str, journal: Journal) -> None:
             orders.unlink()
             for line in lines:
                 kind, *words = line.split()
-                if kind == "move":
-                    order: wire.Message = wire.MoveReplica(*words)
-                else:
-                    order = wire.StartReplicas(words[0], int(words[1])) if kind == "start" else wire.StopReplica(*words)
+                started = kind == "start"
+                order = wire.StartReplicas(words[0], int(words[1])) if started else wire.StopReplica(*words)
                 sock.send_multipart([b"controller", wire.encode(order)])
         if not sock.poll(20):
             continue
@@ -188,8 +186,6 @@ def scheduler(file: str, journal: Journal) -> None:
         journal.write(f"scheduler got {type(message).__name__} from {identity.decode()}")
         if isinstance(message, wire.StartFailed):
             journal.write(f"start of {message.model} failed: {message.reason}")
-        if isinstance(message, wire.MoveEnded):
-            journal.write(f"move of {message.model} ended: {message.error or 'done'}")
         if isinstance(message, wire.DrainReplicas) and not told(Path(fleet.run_dir), "linger"):
             for model in message.models:
                 sock.send_multipart([identity, wire.encode(wire.StopReplica(model, message.unit))])

@@ -449,7 +449,7 @@ class TestSleeping:
         assert room / costs.bytes == pytest.approx(11, abs=0.02)
         assert 0.05 * spec.rules.limit < made.unit.pool_bytes < 0.05 * spec.rules.limit + costs.bytes
         assert spec.on_gpus
-        assert unit_spec_of(made, "/run/x").decode_niceness == 0
+        assert not unit_spec_of(made, "/run/x").decode_gives_way
 
     @pytest.mark.parametrize(
         ("memory", "expected"),

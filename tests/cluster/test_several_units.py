@@ -20,7 +20,6 @@ from muxserve.control.changes import ChangeError
 from muxserve.planning.specs import settings_of
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.scaling import ScalingRules
-from muxserve.scheduling.kv_pressure import MoveRules
 from muxserve.spec import FleetSpec, PhasesName, followed_file, load_fleet, load_followed
 from muxserve.spec.run_dir import RunDir
 from tests.cluster.conftest import Fleet, alive, fake_unit_spec, running
@@ -75,15 +74,6 @@ async def pair(run_dir: RunDir, planner: FakePlanner) -> AsyncIterator[Fleet]:
     """Model `one` in two units, `two` in the first alone; two gateways; no request of `two` is ever moved."""
     units = [fake_unit_spec(run_dir.path), fake_unit_spec(run_dir.path, unit="u1", names=["one"])]
     async for each in running(Fleet(run_dir, units, planner, gateways=2, migration=MigrationRules())):
-        yield each
-
-
-@pytest.fixture
-async def equal(run_dir: RunDir, planner: FakePlanner) -> AsyncIterator[Fleet]:
-    """Both models in both units."""
-    units = [fake_unit_spec(run_dir.path), fake_unit_spec(run_dir.path, unit="u1")]
-    more: Any = {"migration": MigrationRules(), "moves": MoveRules()}
-    async for each in running(Fleet(run_dir, units, planner, gateways=2, **more)):
         yield each
 
 
@@ -557,104 +547,6 @@ async def test_the_global_scheduler_hears_of_a_start_that_fails(
     pair.tell("orders", "start two 1")
     await pair.until(lambda: f"start of two failed: {error}" in pair.journal())
     assert not pair.task.done()
-
-
-async def two_in_u0_alone(pair: Fleet) -> None:
-    """Model `two` leaves `u1`, which declares it."""
-    await pair.serving()
-    pair.tell("orders", "stop two u1")
-    await pair.until(lambda: pair.serves == {"u0": ["one", "two"], "u1": ["one"]})
-
-
-async def test_a_model_moves_from_unit_to_unit(equal: Fleet) -> None:
-    await two_in_u0_alone(equal)
-    before = {part: equal.pid(part) for part in parts("u0", "one", "two")}
-    deaf = equal.tell("deaf-gateway")
-    equal.tell("orders", "move two u0 u1")
-    # Its new engines are up first, and the old ones serve until every gateway knows.
-    await equal.until(lambda: equal.serves == {"u0": ["one", "two"], "u1": ["one", "two"]})
-    assert "scheduler got DrainReplicas from controller" not in equal.journal()
-    deaf.unlink()
-    await equal.until(lambda: "move of two ended: done" in equal.journal())
-    assert equal.serves == {"u0": ["one"], "u1": ["one", "two"]}
-    assert "scheduler got DrainReplicas from controller" in equal.journal()
-    assert equal.ups(PartId("engine", "two", "prefill", "u1")) == 2
-    assert {part for part, pid in before.items() if not alive(pid)} == {part for part in before if part.model == "two"}
-    # And back.
-    equal.tell("orders", "move two u1 u0")
-    await equal.until(lambda: equal.journal().count("move of two ended: done") == 2)
-    assert equal.serves == {"u0": ["one", "two"], "u1": ["one"]}
-
-
-@pytest.mark.thorough
-async def test_a_move_whose_engines_cannot_start_leaves_the_model_where_it_is(equal: Fleet) -> None:
-    await two_in_u0_alone(equal)
-    before = {part: equal.pid(part) for part in parts("u0", "one", "two")}
-    (equal.run_dir.path / "u1" / "fail-two-prefill").write_text("")
-    equal.tell("orders", "move two u0 u1")
-    await equal.until(lambda: any("move of two ended:" in line for line in equal.journal()))
-    assert any("weights are of cheese" in line for line in equal.journal() if "move of two ended" in line)
-    assert equal.serves == {"u0": ["one", "two"], "u1": ["one"]}
-    assert all(alive(pid) for pid in before.values())
-
-
-@pytest.mark.thorough
-async def test_an_engine_that_dies_while_its_model_moves_there_is_started_again(equal: Fleet) -> None:
-    await two_in_u0_alone(equal)
-    linger = equal.tell("linger")
-    equal.tell("orders", "move two u0 u1")
-    await equal.until(lambda: equal.serves == {"u0": ["one", "two"], "u1": ["one", "two"]})
-    await equal.until(lambda: equal.journal().count("scheduler got DrainReplicas from controller") == 1)
-    # One more is refused: the new global scheduler may not know of the first.
-    equal.tell("orders", "move one u0 u1")
-    await equal.until(lambda: "move of one ended: two is being moved" in equal.journal())
-    engine = PartId("engine", "two", "decode", "u1")
-    ups = equal.ups(engine)
-    os.kill(equal.pid(engine), signal.SIGKILL)
-    await equal.until(lambda: equal.ups(engine) == ups + 1)
-    linger.unlink()
-    os.kill(equal.pid(SCHEDULER), signal.SIGKILL)
-    await equal.until(lambda: "move of two ended: done" in equal.journal())
-    assert equal.serves == {"u0": ["one"], "u1": ["one", "two"]}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("order", "why"),
-    [
-        ("move two u0 u1", "u1 serves it already"),
-        ("move two u9 u1", "it is not served by u9 any more"),
-        ("move two u0 u9", "u9 is not up at present"),
-        ("move six u0 u1", "there is no model six any more"),
-    ],
-)
-async def test_a_move_that_makes_no_sense_any_more_is_refused(equal: Fleet, order: str, why: str) -> None:
-    await equal.serving()
-    equal.tell("orders", order)
-    await equal.until(lambda: f"move of {order.split()[1]} ended: {why}" in equal.journal())
-    assert equal.serves == {"u0": ["one", "two"], "u1": ["one", "two"]}
-
-
-@pytest.mark.thorough
-async def test_what_a_unit_has_alone_does_not_move(pair: Fleet) -> None:
-    await pair.serving()
-    pair.tell("orders", "stop one u0")
-    await pair.until(lambda: pair.serves == {"u0": ["two"], "u1": ["one"]})
-    pair.tell("orders", "move one u1 u0")
-    why = "u1 would have nothing left, and end with its pool"
-    await pair.until(lambda: f"move of one ended: {why}" in pair.journal())
-    assert pair.serves == {"u0": ["two"], "u1": ["one"]}
-
-
-async def test_stopped_in_the_middle_of_a_move(equal: Fleet) -> None:
-    await two_in_u0_alone(equal)
-    equal.tell("linger")
-    equal.tell("orders", "move two u0 u1")
-    await equal.until(lambda: equal.serves == {"u0": ["one", "two"], "u1": ["one", "two"]})
-    equal.controller.stop()
-    assert equal.task is not None
-    assert await equal.task == EXIT_OK
-    assert not any(alive(pid) for pid in equal.pids())
 
 
 async def test_stopped_in_the_middle_of_a_change(single: Fleet) -> None:

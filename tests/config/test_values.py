@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from muxserve.config import FleetError, load_fleet, parse_fleet
 from muxserve.config.loader import fleet_schema, fleet_schema_text
 from muxserve.config.values import parse_duration, parse_size, parse_speed
-from muxserve.planning.specs import gateway_of, moves_of, tenants_of
-from muxserve.scheduling.kv_pressure import MoveRules
+from muxserve.planning.specs import gateway_of, tenants_of
 from muxserve.spec import ResponsesSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,21 +134,6 @@ gateway: {count: 2, api_keys: [{key: env:GOLD, priority: gold}, plain, {key: oth
 def test_migration_is_a_switch_or_rules(text: str, bandwidth: object) -> None:
     migration = parse_fleet(f"migration: {text}\n{ONE}", "f", Path("/"), {}).migration
     assert ("off" if migration is None else migration.bandwidth) == bandwidth
-
-
-@pytest.mark.parametrize(
-    ("text", "rules"),
-    [
-        ("on", None),
-        ("off", None),
-        ("{models: off}", None),
-        ("{models: on}", MoveRules()),
-        ("{models: {period: 30s}}", MoveRules(period=30)),
-        ("{models: {residence: 10m}, bandwidth: 1GiB}", MoveRules(residence=600)),
-    ],
-)
-def test_models_move_between_units_if_that_is_switched_on(text: str, rules: MoveRules | None) -> None:
-    assert moves_of(parse_fleet(f"migration: {text}\n{ONE}", "f", Path("/"), {})) == rules
 
 
 def test_launchers() -> None:
