@@ -8,7 +8,7 @@ SLO is 8 times the latency of the request alone, on the fewest GPUs that hold it
 Throughput is MuxServe's, each model over its own span, weighted by rates. The constants of `slack` were chosen on seeds
 0 to 2 of the scenarios of `_chosen_on`; other seeds, and the scenarios of `_held_out`, had no part in it.
 
-`unmanaged` is the simulator's mode no-sm: every job on all of the compute, so that only conservation of bandwidth and
+`unmanaged`: every job on all of the compute, so that only conservation of bandwidth and
 compute (and friction) slows it; no policy, but what sharing can reach at most. docs/scheduling.md discusses the table.
 """
 
@@ -38,7 +38,10 @@ from placement.cluster import Cluster, Node, PlacedUnit, Placement
 
 ROOT = Path(__file__).resolve().parent.parent
 ALONE_ON = {"7b": 1, "8b": 1, "13b": 1, "30b": 2, "65b": 4, "70b": 4}
-MODES = {"slack": "slack", "adbs": "adbs", "round_robin": "round-robin", "fcfs": "fcfs", "unmanaged": "no-sm"}
+MODES = {
+    **{name.replace("-", "_"): mode_of(name) for name in ("slack", "adbs", "round-robin", "fcfs")},
+    "unmanaged": Mode("unmanaged", "every job on all of the compute", policy="adbs", managed=False),
+}
 POLICIES = ("slack", "adbs", "round_robin", "fcfs")
 SLO_SCALES = (2.0, 4.0, 8.0)
 LONGEST = 4096
@@ -289,7 +292,7 @@ def main() -> int:
         print(f"friction {friction:g}")
         rows = {
             f"{name}, {load}": {
-                policy: over_seeds(made[name].times(LOADS[load]), mode_of(mode), friction, options)
+                policy: over_seeds(made[name].times(LOADS[load]), mode, friction, options)
                 for policy, mode in MODES.items()
             }
             for name in options.scenarios

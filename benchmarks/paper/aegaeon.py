@@ -3,8 +3,8 @@
     python benchmarks/paper/aegaeon.py [--seeds 1 2 3] [--gpus 1] [--seconds 300] [--out FILE]
 
 Seven models of 14B for each H100, two of which have room; 0.1 requests/s each, answers as in ShareGPT. A first
-token is to come within 10 s, and then one every 100 ms. In time is a request whose first and whose last token are; the
-modes are those of `muxserve simulate`. docs/residency.md discusses the result.
+token is to come within 10 s, and then one every 100 ms. In time is a request whose first and whose last token are.
+Models sleep and wake without turns (residency) and with them (turns). docs/residency.md discusses the result.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from prism import ELASTIC, ROOT, demand, elastic_units, in_time
+from prism import ROOT, WAKE_SECONDS, Mesh, demand, in_time, unit
 from report import machine, percentiles, write_report
 
 from muxserve.costs.roofline import Roofline
-from muxserve.simulator import RelocationRules, simulate
+from muxserve.simulator import simulate
 from muxserve.workload import open_workload
 
 MODELS_PER_GPU, RATE = 7, 0.1
 TTFT, TPOT = 10.0, 0.1
+WAYS = ("residency", "turns")
 
 
 def attempt(gpus: int, workload: str, way: str) -> dict[str, Any]:
@@ -34,8 +35,9 @@ def attempt(gpus: int, workload: str, way: str) -> dict[str, Any]:
     names = [f"14b-{number:02d}" for number in range(MODELS_PER_GPU * gpus)]
     load = list(open_workload(workload, dict.fromkeys(names, 1.0)))
     demands = [replace(demand(name, RATE), slo_ttft=TTFT, slo_tpot=TPOT) for name in names]
-    units = elastic_units(gpus, demands, ELASTIC[way])
-    result = simulate(units, load, Roofline(), rules=dict.fromkeys(names, RelocationRules()))
+    each_has = [tuple(demands[gpu::gpus]) for gpu in range(gpus)]
+    units = [unit(Mesh((gpu,), models), way, WAKE_SECONDS, TTFT)[0] for gpu, models in enumerate(each_has)]
+    result = simulate([each for each in units if each is not None], load, Roofline())
     records = result.records
     told = [each.residency for each in result.units if each.residency is not None]
     return {
@@ -67,7 +69,7 @@ def main() -> None:
                     f"{arrivals}:rate={RATE * MODELS_PER_GPU * gpus:g},duration={args.seconds},lengths=sharegpt,"
                     f"max_prompt=2048,max_output=1024,seed={seed}"
                 )
-                found = {way: attempt(gpus, workload, way) for way in ELASTIC}
+                found = {way: attempt(gpus, workload, way) for way in WAYS}
                 report["runs"][f"{gpus} GPUs, {workload}"] = found
                 shown = {way: (each["in_time"], each["ttft_seconds"]) for way, each in found.items()}
                 print(f"{gpus} GPUs, {arrivals}, seed {seed}: {shown}", flush=True)

@@ -4,15 +4,12 @@
 
 58 models of 1 to 70 billion parameters on 8 to 24 H100 under bursty groups; which are popular is drawn. About half of
 the GPUs are in units of four, which have the models of 32B and 70B; each other GPU is a unit with some of the smaller
-ones. Which models share a unit is the same in all ways to serve but Prism's; every unit has one scheduler, one KV cache
+ones. Which models share a unit is the same in all ways to serve; every unit has one scheduler, one KV cache
 and the policy `slack`:
 
 - awake: all models of a unit are awake, as MuxServe's paper has it. What has no room is not served.
 - residency: `muxserve.scheduling.residency`, which decides live, wakes models and puts them to sleep.
-- prism: `muxserve simulate --mode prism`, Prism's policy as far as its paper tells it. Weights and KV are one memory,
-  units may have every model that is split as they are, and models are woken, and move, where the KV pressure is lowest.
-- aegaeon: `muxserve simulate --mode aegaeon`, which is prism with turns (Aegaeon, SOSP'25). A model that has to go
-  stops between two steps, and goes on later.
+- turns: the same, and a busy model that has to go stops between two steps, and goes on later (Aegaeon, SOSP'25).
 - one at a time: a unit has one model at a time, under the same policy (serverless systems that give a model the GPU).
 
 Attainment is a first token within so many seconds of the arrival. `answers_in_time` are those whose last token was not
@@ -39,12 +36,11 @@ from muxserve.costs.calibration import host_bandwidth
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.records import RequestRecord
-from muxserve.planning.elastic import TPOT_SECONDS, WAKE_SECONDS, elastic_placement, residency_on
 from muxserve.scheduling.residency import ResidencyRules, WakeCosts
 from muxserve.scheduling.turns import TurnRules
-from muxserve.simulator import FleetModel, RelocationRules, SimResidency, SimUnit, sim_unit, simulate
+from muxserve.simulator import FleetModel, SimResidency, SimUnit, sim_unit, simulate
 from muxserve.workload import open_workload
-from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit
+from placement.cluster import PlacedModel, PlacedUnit
 from placement.demand import Demand
 from placement.memory import MemoryRules, model_bytes
 
@@ -55,8 +51,12 @@ KV_PART = 0.15
 SLOS = (1.0, 2.0, 3.0, 5.0, 10.0)
 HEADLINE_SLO = 3.0
 GPUS = (8, 10, 12, 14, 16, 20, 24)
-ELASTIC = {"prism": None, "aegaeon": TurnRules()}  # their turns
-WAYS = ("awake", "residency", *ELASTIC, "one at a time")
+WAYS = ("awake", "residency", "turns", "one at a time")
+# What a wake takes besides its weights, seconds: measured on a CPU (docs/residency.md), where it has no CUDA context to
+# create and no graphs to capture.
+WAKE_SECONDS = 0.5
+# A token within this time of the one before, seconds.
+TPOT_SECONDS = 0.1
 # Shapes from the models' config.json files: how many, layers, heads, KV heads, hidden, intermediate, vocabulary.
 SHAPES = {
     "1b": (14, 16, 32, 8, 2048, 8192, 128256),
@@ -136,7 +136,7 @@ def unit(mesh: Mesh, way: str, fixed: float, objective: float) -> tuple[SimUnit 
         while models and sum(needs[each.name] for each in models) > 0.9 * whole:
             missing.append(models.pop().name)
         pool = whole - sum(needs[each.name] for each in models)
-    elif way == "residency":
+    elif way in ("residency", "turns"):
         pool = int(KV_PART * whole)
     else:
         pool = whole - max(needs.values())
@@ -153,33 +153,18 @@ def unit(mesh: Mesh, way: str, fixed: float, objective: float) -> tuple[SimUnit 
             # Each GPU of a unit has a link of its own.
             seconds=fixed + each.architecture.weight_bytes(DTYPE) / tp / host_bandwidth(DEVICE),
             ttft=objective,
+            tpot=TPOT_SECONDS,
         )
         for each in models
     }
-    residency = SimResidency(ResidencyRules(whole, min_residence=0.5, residence_factor=2.0, fixed=pool), costs)
-    return replace(made, residency=residency), missing
+    rules_awake = ResidencyRules(whole, min_residence=0.5, residence_factor=2.0, fixed=pool)
+    turns = TurnRules() if way == "turns" else None
+    return replace(made, residency=SimResidency(rules_awake, costs, turns=turns)), missing
 
 
 def fleet_of(models: Sequence[Demand]) -> dict[str, FleetModel]:
     """What the simulator knows of them."""
     return {each.name: FleetModel(each.name, each.architecture, DTYPE, max_num_seqs=128) for each in models}
-
-
-def elastic_units(
-    gpus: int, demands: Sequence[Demand], turns: TurnRules | None, fixed: float = WAKE_SECONDS
-) -> list[SimUnit]:
-    """The units of Prism's way, and with turns of Aegaeon's."""
-    rules, fleet, by_name = MemoryRules(), fleet_of(demands), {each.name: each for each in demands}
-    placement = elastic_placement(demands, Cluster((Node(DEVICE, gpus),)), rules)
-    return [
-        replace(
-            sim_unit(replace(each, policy="slack"), fleet),
-            residency=replace(
-                residency_on(each, [by_name[placed.model] for placed in each.models], rules, fixed), turns=turns
-            ),
-        )
-        for each in placement.units
-    ]
 
 
 def in_time(record: RequestRecord, ttft: float, tpot: float) -> bool:
@@ -195,15 +180,14 @@ def attempt(gpus: int, way: str, workload: str, names: Sequence[str], fixed: flo
     counts = {name: sum(each.model == name for each in load) for name in names}
     seconds = load[-1].arrival
     demands = [demand(name, max(1, counts[name]) / seconds) for name in names]
-    units: list[SimUnit] = elastic_units(gpus, demands, ELASTIC[way], fixed) if way in ELASTIC else []
+    units: list[SimUnit] = []
     missing: list[str] = []
-    for mesh in [] if way in ELASTIC else meshes(gpus, demands):
+    for mesh in meshes(gpus, demands):
         made, without = unit(mesh, way, fixed, HEADLINE_SLO)
         missing += without
         if made is not None:
             units.append(made)
-    rules = dict.fromkeys(names, RelocationRules()) if way in ELASTIC else None
-    result = simulate(units, load, Roofline(), rules=rules)
+    result = simulate(units, load, Roofline())
     ttft = [r.first_token - r.arrival for r in result.records if not r.error and r.first_token is not None]
     told = [each.residency for each in result.units if each.residency is not None]
     return {
@@ -219,7 +203,6 @@ def attempt(gpus: int, way: str, workload: str, names: Sequence[str], fixed: flo
         "sleeps": sum(each.sleeps for each in told),
         "waited": sum(each.waited for each in told),
         "switches": sum(each.switches for each in told),
-        "moves": sum(each.migrations for each in result.replicas),
     }
 
 

@@ -17,7 +17,7 @@ from inputs import DEVICE, DTYPE, costs, fleet_model, llama, placed_unit
 from muxserve.costs import LatencyModel
 from muxserve.costs.devices import device
 from muxserve.metrics.summary import Summary, summarise
-from muxserve.simulator import AloneSimulation, SimUnit, mode_of, simulate, units_of
+from muxserve.simulator import AloneSimulation, Mode, SimUnit, mode_of, simulate, units_of
 from muxserve.workload import LogNormalLengths, ModelLoad, generate, power_law_rates
 from placement.cluster import Cluster, Node, Placement
 from placement.demand import Demand
@@ -32,6 +32,17 @@ SIZES_19 = ("7b",) * 12 + ("13b",) * 4 + ("30b",) * 2 + ("65b",)
 ALONE_ON = {"7b": 1, "13b": 1, "30b": 2, "65b": 4}
 # The meshes of its spatial baseline (benchmark/chatlmsys/muxserve2spatial.py of the MuxServe repository).
 AUTHORS_MESH = {"7b": 1, "13b": 2, "30b": 2, "65b": 4}
+
+
+# MuxServe with a part taken away, as in figure 10.
+ABLATIONS = {
+    mode.name: mode
+    for mode in (
+        Mode("no-split", "without the split of phases: one engine per model", combined=True),
+        Mode("no-unified-kv", "with a fixed quota of KV cache for each model", adapt_quotas=False),
+        Mode("no-sm", "without management of compute: every job on all of it", policy="adbs", managed=False),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -117,7 +128,7 @@ def run(scenario: Scenario, placement: Placement, mode: str, latency: LatencyMod
     }
     models = {name: fleet_model(name, size) for name, size in scenario.sizes.items()}
     # The paper's policy where a mode leaves it to the unit.
-    how = mode_of(mode)
+    how = ABLATIONS.get(mode) or mode_of(mode)
     units = units_of(placement, models, replace(how, policy=how.policy or "adbs"))
     if not quotas:
         units = [_without_quotas(unit) for unit in units]

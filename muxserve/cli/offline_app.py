@@ -154,7 +154,7 @@ def simulate(
     mode: Annotated[
         str,
         typer.Option(
-            help="One or several of muxserve, spatial, temporal, round-robin, fcfs, no-split, no-unified-kv, no-sm."
+            help="One or several of muxserve (the plan), spatial, temporal; policies: slack, adbs, round-robin, fcfs."
         ),
     ] = "muxserve",
     plan: Annotated[

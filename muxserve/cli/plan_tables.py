@@ -19,7 +19,7 @@ from muxserve.planning.sleeping import SleepingForecast
 from placement.format import enumerate_words, format_size
 from placement.planner import ClusterPlan
 
-ALL_AWAKE, WITH_MEMORY, WITH_RESIDENCY = "all awake", "with memory:", "with residency"
+ALL_AWAKE, WITH_MEMORY = "all awake", "with memory:"
 
 
 def plan_table(plan: ClusterPlan, simulated: Prediction | None) -> FigureTable:
@@ -176,7 +176,7 @@ def show_residency(forecast: ResidencyForecast) -> None:
     table = FigureTable([escape(forecast.about), "memory", "wakes", "waited", "TTFT p50", "p99", "SLO"], words=1)
     for name, run, size, wakes, waited in (
         (ALL_AWAKE, forecast.awake, forecast.awake_bytes, "-", "-"),
-        (WITH_RESIDENCY, forecast.resident, forecast.limit, str(told.wakes), str(told.waited)),
+        (WITH_MEMORY, forecast.resident, forecast.limit, str(told.wakes), str(told.waited)),
     ):
         table.add_row(name, format_size(size), wakes, waited, *_first_tokens(run.summary))
     console.print(table)
@@ -199,29 +199,20 @@ def show_sleeping(forecast: SleepingForecast) -> None:
         table.add_row(
             str(point.gpus), ALL_AWAKE, str(len(awake.without_place)), "-", "-", "-", *_first_tokens(awake.summary)
         )
-        for name, found in ((WITH_MEMORY, point.deployed), (WITH_RESIDENCY, point.resident)):
-            if found is None or (told := found.residency) is None:
-                table.add_row(str(point.gpus), name, *["-"] * 7)
-                continue
-            counts = map(str, (told.wakes, told.waited, told.switches))
-            table.add_row(str(point.gpus), name, "0", *counts, *_first_tokens(found.summary))
+        if point.asleep is None or (told := point.asleep.residency) is None:
+            table.add_row(str(point.gpus), WITH_MEMORY, *["-"] * 7)
+            continue
+        counts = map(str, (told.wakes, told.waited, told.switches))
+        table.add_row(str(point.gpus), WITH_MEMORY, "0", *counts, *_first_tokens(point.asleep.summary))
     console.print(table)
     for point in forecast.points:
-        for name, why_not in ((WITH_MEMORY, point.why_not_deployed), (WITH_RESIDENCY, point.why_not)):
-            if why_not:
-                console.print(f"- {point.gpus} GPUs, {name.rstrip(':')}: {escape(why_not)}")
+        if point.why_not:
+            console.print(f"- {point.gpus} GPUs, {WITH_MEMORY.rstrip(':')}: {escape(point.why_not)}")
     if len(forecast.points) > 1:
-        needed = (
-            (ALL_AWAKE, forecast.awake_gpus),
-            (WITH_MEMORY, forecast.deployed_gpus),
-            (WITH_RESIDENCY, forecast.resident_gpus),
-        )
+        needed = ((ALL_AWAKE, forecast.awake_gpus), (WITH_MEMORY, forecast.asleep_gpus))
         enough = ", ".join(f"{'more' if gpus is None else gpus} {name}" for name, gpus in needed)
         console.print(f"GPUs for {forecast.attainment:.0%} of these requests within their objectives: {enough}")
-    console.print(
-        f"`{WITH_MEMORY}` in the fleet file is deployed so; {WITH_RESIDENCY} models also move between units, and "
-        "weights and KV are one memory, which is simulated only"
-    )
+    console.print(f"{WITH_MEMORY} as `muxserve deploy` serves the fleet with `memory:` in its file")
 
 
 def show_policies(fleet: Fleet, plan: ClusterPlan) -> None:

@@ -16,11 +16,11 @@ from muxserve.planning.arrangements import arrangement_of, may_be_dedicated
 from muxserve.planning.arrangements.base import NoPlaceError
 from muxserve.planning.demands import cluster_of, demands_of, memory_of
 from muxserve.planning.device_pool import CPU, CpuPool, cpu_pool
-from muxserve.planning.elastic import NoUnitError, elastic_fleet
 from muxserve.planning.fleet_planner import FleetPlanner
 from muxserve.planning.plan_file import load_plan
 from muxserve.planning.planner import SEARCH_SECONDS, Planner, PlanningProgress, options_of
-from muxserve.planning.prediction import Simulated, Surroundings, simulated_of, without_limit
+from muxserve.planning.prediction import Simulated, Surroundings, simulated_of
+from muxserve.planning.resident_units import NoUnitError
 from muxserve.planning.sleeping import as_deployed
 from muxserve.planning.this_machine import as_served, plan_machine, residency_here
 from muxserve.planning.unit_plan import arranged, resolve_unit, units_at_start
@@ -33,7 +33,7 @@ from placement.memory import MemoryRules
 from placement.objective import Objective
 from placement.planner import ClusterPlan
 
-_MUXSERVE, PRISM = "muxserve", "prism"
+_MUXSERVE = "muxserve"
 
 
 class PlacesError(ValueError):
@@ -68,17 +68,6 @@ class Places:
     found: dict[str, Simulated] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def check(self, modes: Sequence[Mode]) -> None:
-        """Before any placement is made, which may take long.
-
-        Raises:
-            SimulationError: a mode is about memory, which decides nothing here.
-        """
-        self.compares = len(modes) > 1
-        for mode in modes:
-            if mode.exclusive and self.cluster is None and self.fleet.memory is None:
-                raise without_limit(mode)
-
     def of(self, mode: Mode) -> Simulated:
         """Where the mode's models are.
 
@@ -86,8 +75,7 @@ class Places:
             PlacesError: some model has no place, and no other mode is compared; or none has.
             FleetError: the units of this machine do not fit.
         """
-        # On GPUs one model at a time is in a unit that may have each of them; on a CPU there is one unit.
-        return self.placed(PRISM if mode.exclusive and self.cluster is not None else mode.placement)
+        return self.placed(mode.placement)
 
     def placed(self, kind: str) -> Simulated:
         """The placement of that kind; made now if it is not there. Baselines know nothing but multiplexed models.
@@ -102,12 +90,6 @@ class Places:
 
     def _on_gpus(self, kind: str) -> Simulated:
         assert self.cluster is not None
-        if kind == PRISM:
-            rules = MemoryRules.served(self.fleet.cluster.gpu_memory)
-            try:
-                return elastic_fleet(self.fleet, self.demands, self.cluster, rules)
-            except NoUnitError as error:
-                raise PlacesError(str(error)) from None
         if kind == _MUXSERVE and self.fleet.memory is not None:
             try:
                 return as_deployed(self.fleet, self.demands, self.cluster, self._around)
@@ -128,8 +110,6 @@ class Places:
 
     def _on_cpu(self, kind: str) -> Simulated:
         """All modes have the same cores. Baselines have one unit."""
-        if kind == PRISM:
-            raise PlacesError("mode prism is for fleets on GPUs: give --gpus, or the fleet `cluster.gpus`")
         if kind == _MUXSERVE or (not any(map(may_be_dedicated, self.fleet.models)) and self._units == 1):
             made = self._planner(_MUXSERVE).on_cpu()
             self._check(made.plan, kind)

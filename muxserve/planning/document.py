@@ -154,15 +154,13 @@ def sleeping_document(forecast: SleepingForecast) -> dict[str, Any]:
         "attainment": forecast.attainment,
         "gpus_needed": {
             "all_awake": forecast.awake_gpus,
-            "with_memory": forecast.deployed_gpus,
-            "with_residency": forecast.resident_gpus,
+            "with_memory": forecast.asleep_gpus,
         },
         "sizes": [
             {
                 "gpus": each.gpus,
                 "all_awake": {**_first_tokens(each.awake.summary), "without_place": list(each.awake.without_place)},
-                "with_memory": resident(each.deployed, each.why_not_deployed),
-                "with_residency": resident(each.resident, each.why_not),
+                "with_memory": resident(each.asleep, each.why_not),
             }
             for each in forecast.points
         ],

@@ -36,7 +36,6 @@ from muxserve.planning.checkpoints import (
 )
 from muxserve.planning.demands import demands_of
 from muxserve.planning.device_pool import CPU
-from muxserve.planning.elastic import NoUnitError
 from muxserve.planning.gpus import gpu_unit, resident_rules
 from muxserve.planning.joining import Joined, Joining, NoRoomError, remaining_capacity, same_table
 from muxserve.planning.plan_file import load_plan
@@ -49,7 +48,7 @@ from muxserve.planning.residency import (
     within_limit,
     without_model,
 )
-from muxserve.planning.resident_units import resident_units
+from muxserve.planning.resident_units import NoUnitError, resident_units
 from muxserve.planning.specs import planned_unit, scaling_of, settings_of
 from muxserve.planning.unit_plan import (
     ResolvedUnit,

@@ -18,7 +18,6 @@ from muxserve.planning.dedicated_units import ArrangedFleet, TrialOptions, conce
 from muxserve.planning.demands import demands_of, equal_nodes, memory_of
 from muxserve.planning.device_pool import CpuPool, cpu_pool
 from muxserve.planning.document import SweepPoint, point
-from muxserve.planning.elastic import NoUnitError
 from muxserve.planning.prediction import (
     PERTURBATIONS,
     Perturbation,
@@ -30,6 +29,7 @@ from muxserve.planning.prediction import (
     simulated_of,
     verified,
 )
+from muxserve.planning.resident_units import NoUnitError
 from muxserve.planning.rivals import FIRST, WAYS, Rival, as_way, best_of, kept, shared_ways
 from muxserve.planning.simulations import Simulations
 from muxserve.planning.sleeping import (
@@ -38,7 +38,6 @@ from muxserve.planning.sleeping import (
     all_awake,
     as_deployed,
     live_residency,
-    with_residency,
 )
 from muxserve.planning.this_machine import plan_this_machine, residency_here
 from muxserve.simulator import SimulationError
@@ -244,18 +243,13 @@ class Planner:
 
             planned = simulated_of(plan.placement, self.fleet, demands, self._surroundings())
             awake = all_awake(planned, demands, requests, self._simulations, tell)
-            resident, why_not = None, ""
-            try:
-                resident = with_residency(self.fleet, demands, cluster, requests, self.latency, tell)
-            except NoUnitError as error:
-                why_not = str(error)
-            deployed, why_not_deployed = None, ""
+            asleep, why_not = None, ""
             try:
                 served = as_deployed(self.fleet, demands, cluster, self._surroundings())
-                deployed = live_residency(served, demands, requests, self.latency, tell)
+                asleep = live_residency(served, demands, requests, self.latency, tell)
             except NoUnitError as error:
-                why_not_deployed = str(error)
-            points.append(SleepingPoint(cluster.devices, awake, resident, deployed, why_not, why_not_deployed))
+                why_not = str(error)
+            points.append(SleepingPoint(cluster.devices, awake, asleep, why_not))
         return SleepingForecast(workload.about, self.options.objective.attainment, tuple(points))
 
     def _place(

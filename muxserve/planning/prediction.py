@@ -40,19 +40,15 @@ from muxserve.replicas.prefixes import dispatch_policy
 from muxserve.replicas.priorities import Levels
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.scaling import RollingScalingRules as RollingScaling
-from muxserve.scheduling.turns import TurnRules
 from muxserve.simulator import (
     FleetModel,
     MigrationCosts,
     Mode,
     Options,
-    RelocationRules,
     ReplicaRules,
     ResidencyResult,
     RingRules,
     Rules,
-    SimResidency,
-    SimulationError,
     SimUnit,
     adapt,
     mode_of,
@@ -95,8 +91,7 @@ class Simulated:
     """What is simulated of a fleet: a placement, the models that its multiplexed units serve, the units of models in
     other arrangements (`others`), and by what replicas of a model work together, by its name. `spares` are units that
     it may get beside those that it has, before a mode has changed them. `residency`, by unit, if memory decides which
-    of its models are awake; `elastic`, by unit, if models are awake in one of several units, where weights and KV are
-    one memory. `origin` says where the placement comes from, for the user."""
+    of its models are awake. `origin` says where the placement comes from, for the user."""
 
     placement: Placement
     models: Mapping[str, FleetModel]
@@ -104,7 +99,6 @@ class Simulated:
     rules: Mapping[str, ReplicaRules | RingRules] = field(default_factory=dict)
     spares: Mapping[str, tuple[SimUnit, ...]] = field(default_factory=dict)
     residency: Mapping[str, ResidencySpec] = field(default_factory=dict)
-    elastic: Mapping[str, SimResidency] = field(default_factory=dict)
     origin: str = ""
 
     @property
@@ -125,25 +119,15 @@ class Simulated:
         """All units. What a mode takes away is taken from multiplexed ones.
 
         Raises:
-            SimulationError: as `units_of`, or the mode is about memory, which decides nothing here.
+            SimulationError: as `units_of`.
         """
         units = units_of(self.placement, self.models, mode)
-        if self.elastic:
-            turns = TurnRules() if mode.turns else None
-            return [
-                replace(unit, residency=replace(self.elastic[unit.name], turns=turns, exclusive=mode.exclusive))
-                for unit in units
-            ]
-        if not self.residency and mode.exclusive:
-            raise without_limit(mode)
-        if self.residency and mode.placement == "muxserve" and not (mode.combined or mode.all_awake):
-            units = [with_residency(unit, self.residency[unit.name], mode.exclusive) for unit in units]
+        if self.residency and mode.placement == "muxserve":
+            units = [with_residency(unit, self.residency[unit.name]) for unit in units]
         return [*units, *self.others]
 
     def rules_of(self, mode: Mode) -> Rules:
         """By what replicas work together in that mode."""
-        if self.elastic:
-            return dict.fromkeys(self.models, RelocationRules())
         found: dict[str, ReplicaRules | RingRules] = {}
         for name, each in self.rules.items():
             spares = self.spares.get(name, ())
@@ -151,11 +135,6 @@ class Simulated:
                 each, spares=tuple(u if arrangement(u.phases).dedicated else adapt(u, mode) for u in spares)
             )
         return found
-
-
-def without_limit(mode: Mode) -> SimulationError:
-    """Why a mode that is about memory cannot be simulated where memory decides nothing."""
-    return SimulationError(f"mode {mode.name} needs a limit to share: give the fleet `memory:`, or GPUs")
 
 
 def simulated_of(placement: Placement, fleet: Fleet, demands: Sequence[Demand], around: Surroundings) -> Simulated:

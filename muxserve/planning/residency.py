@@ -81,9 +81,9 @@ GPU_SLEEP_SECONDS = 1.0
 HOST_COPIES_PART = 0.5
 
 
-def with_residency(unit: SimUnit, spec: ResidencySpec, exclusive: bool = False) -> SimUnit:
+def with_residency(unit: SimUnit, spec: ResidencySpec) -> SimUnit:
     """The simulated unit of a fleet in which memory decides which models are awake. What never sleeps is awake, and
-    what it takes is part of the rules already. `exclusive`: one model at a time has all the rest."""
+    what it takes is part of the rules already."""
     if not spec.on_gpus:
         spec = _learnt(spec)
     models = {model.name: spec.models.get(model.name) or WakeCosts(0, pinned=True) for model in unit.models}
@@ -97,10 +97,7 @@ def with_residency(unit: SimUnit, spec: ResidencySpec, exclusive: bool = False) 
         sleep_seconds=spec.rules.sleep_seconds,
         # On GPUs weights are copied while the others compute.
         wake_drag=0.0 if spec.on_gpus else WAKE_DRAG,
-        exclusive=exclusive,
-        turns=None if exclusive else spec.turns,
-        # What is stopped stays in the pools as cached prefixes do.
-        swap=None,
+        turns=spec.turns,
         decode_weight=1.0 if spec.on_gpus else _WEIGHT_OF_A_LEVEL**DECODE_NICENESS,
         hibernated={name: hibernated_seconds(each) for name, each in spec.models.items()} if spec.hibernates else {},
         resting=spec.resting,

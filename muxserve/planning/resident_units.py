@@ -1,7 +1,7 @@
 """Which models share the memory of which GPUs, where memory decides who is awake. Pure.
 
-Every model has one unit, and sleeps or is awake there. A model is split over as few GPUs as `elastic` says, so that
-others have room beside it. Each GPU goes to the way to split whose models have least room; the models of each way go
+Every model has one unit, and sleeps or is awake there. A model is split over as few GPUs as leave others room
+beside it. Each GPU goes to the way to split whose models have least room; the models of each way go
 where they can be awake together, evenly by the work that they are expected to bring and by their weights.
 """
 
@@ -10,10 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from muxserve.planning.elastic import NoUnitError, split
 from placement.demand import Demand
 from placement.format import format_size
 from placement.memory import MemoryRules, model_bytes
+
+# A model is split over as few GPUs as leave this part of their memory to KV and to other models.
+SHARED_PART = 0.4
+# A first token, and a token after another, within these times, seconds, where a model has no objectives.
+TTFT_SECONDS, TPOT_SECONDS = 5.0, 0.1
+
+
+class NoUnitError(ValueError):
+    """No unit can have the models; the message says why."""
 
 
 @dataclass(slots=True)
@@ -84,6 +92,20 @@ def resident_units(
     return [unit for unit in units if unit.models]
 
 
+def _split(demand: Demand, whole: int, most: int, rules: MemoryRules) -> int:
+    """Over how many GPUs, with `whole` bytes each, the model is split: as few as leave `SHARED_PART` of them.
+
+    Raises:
+        NoUnitError: `most` are too few.
+    """
+    tp = 1
+    while tp <= most:
+        if model_bytes(demand, tp, rules) <= (1.0 - SHARED_PART) * whole and demand.architecture.heads % tp == 0:
+            return tp
+        tp *= 2
+    raise NoUnitError(f"{demand.name} is too large for {most} GPUs of a machine")
+
+
 def _by_split(
     demands: Sequence[Demand], whole: int, room: int, gpus: int, rules: MemoryRules
 ) -> dict[int, list[Demand]]:
@@ -92,7 +114,7 @@ def _by_split(
     by_tp: dict[int, list[Demand]] = {}
     for each in demands:
         try:
-            tp = split(each, whole, gpus, rules)
+            tp = _split(each, whole, gpus, rules)
         except NoUnitError:
             tp = _all_of(each, room, gpus, rules)
         by_tp.setdefault(tp, []).append(each)

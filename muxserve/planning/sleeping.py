@@ -1,7 +1,7 @@
-"""How many GPUs a fleet needs if its models may sleep. One workload is simulated for each number of GPUs three times:
-with all models awake, as planned; as `muxserve deploy` serves it with `memory:`, where each model sleeps or is awake in
-its own unit; and with models that move between units besides, whose weights and KV are one memory (`elastic`), which no
-live fleet on GPUs does.
+"""How many GPUs a fleet needs if its models may sleep.
+
+One workload is simulated for each number of GPUs twice: with all models awake, as planned; and as `muxserve deploy`
+serves it with `memory:`, where each model sleeps or is awake in its own unit.
 """
 
 from __future__ import annotations
@@ -17,21 +17,19 @@ from muxserve.gpu.budget import at_rest, pool_beside, resting_room
 from muxserve.gpu.unit import LEAST_POOL_PART
 from muxserve.metrics.definitions import Objectives
 from muxserve.metrics.summary import Summary, summarise
-from muxserve.planning.elastic import TPOT_SECONDS, TTFT_SECONDS, NoUnitError, elastic_fleet
 from muxserve.planning.gpus import UNPLANNED, copier_bytes, resting_bytes
 from muxserve.planning.measured_control import measured_control
 from muxserve.planning.prediction import Simulated, Surroundings, simulated_of
 from muxserve.planning.residency import gpu_residency, gpu_wake_costs
-from muxserve.planning.resident_units import resident_units
+from muxserve.planning.resident_units import TPOT_SECONDS, TTFT_SECONDS, NoUnitError, resident_units
 from muxserve.planning.simulations import Simulations
-from muxserve.simulator import FleetResult, Options, ResidencyResult, Rules, SimUnit, mode_of, simulate
+from muxserve.simulator import FleetResult, Options, ResidencyResult, mode_of, simulate
 from muxserve.spec import ResidencySpec, RestingSpec
 from muxserve.workload.trace import TraceRequest
 from placement.cluster import Cluster, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand
-from placement.memory import MemoryRules, model_bytes
+from placement.memory import model_bytes
 
-_SLEEPING = "aegaeon"
 # Of the machine that has the GPUs.
 _CORES = 16
 
@@ -56,15 +54,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class SleepingPoint:
-    """One number of GPUs. `resident` is None if models that sleep cannot be served there, for the reason `why_not`;
-    likewise `deployed`, which is with `memory:`."""
+    """One number of GPUs. `asleep`, with `memory:`, is None if models that sleep cannot be served there, for the reason
+    `why_not`."""
 
     gpus: int
     awake: Outcome
-    resident: Outcome | None
-    deployed: Outcome | None = None
+    asleep: Outcome | None
     why_not: str = ""
-    why_not_deployed: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +78,9 @@ class SleepingForecast:
         return self._fewest(lambda point: point.awake)
 
     @property
-    def resident_gpus(self) -> int | None:
-        """The fewest that are enough with models that sleep, move and take turns."""
-        return self._fewest(lambda point: point.resident)
-
-    @property
-    def deployed_gpus(self) -> int | None:
-        """The fewest that are enough with models that sleep, as they are deployed."""
-        return self._fewest(lambda point: point.deployed)
+    def asleep_gpus(self) -> int | None:
+        """The fewest that are enough with models that sleep."""
+        return self._fewest(lambda point: point.asleep)
 
     def _fewest(self, of: Callable[[SleepingPoint], Outcome | None]) -> int | None:
         outcomes = ((point.gpus, of(point)) for point in self.points)
@@ -124,26 +115,6 @@ def all_awake(
     records = simulations.records(units, requests, rules, lambda done, total: tell("all awake", done, total))
     summary = summarise(records, objectives=objectives_of(demands))
     return Outcome(summary, tuple(each.name for each in demands if each.name not in placed))
-
-
-def with_residency(
-    fleet: Fleet,
-    demands: Sequence[Demand],
-    cluster: Cluster,
-    requests: Sequence[TraceRequest],
-    latency: LatencyModel,
-    tell: Tell,
-) -> Outcome:
-    """The workload on units that may have every model.
-
-    Raises:
-        NoUnitError: as `elastic_fleet`.
-        SimulationError, CostError: as `simulate`.
-    """
-    how = mode_of(_SLEEPING)
-    made = elastic_fleet(fleet, demands, cluster, MemoryRules.served(fleet.cluster.gpu_memory))
-    units, rules = made.units(how), made.rules_of(how)
-    return _outcome(_simulated(units, requests, latency, rules, partial(tell, "with residency")), demands)
 
 
 def as_deployed(fleet: Fleet, demands: Sequence[Demand], cluster: Cluster, around: Surroundings) -> Simulated:
@@ -215,19 +186,10 @@ def live_residency(
         SimulationError, CostError: as `simulate`.
     """
     units = made.units(mode_of("muxserve"))
-    return _outcome(_simulated(units, requests, latency, {}, partial(tell, "with memory")), demands)
-
-
-def _simulated(
-    units: Sequence[SimUnit],
-    requests: Sequence[TraceRequest],
-    latency: LatencyModel,
-    rules: Rules,
-    progress: Callable[[int, int], None],
-) -> FleetResult:
     control = measured_control(latency, units[0].device)
     options = Options(control.delays, sample_seconds=0.0, pace=control.pace)
-    return simulate(units, requests, control.latency, options, rules, progress=progress)
+    result = simulate(units, requests, control.latency, options, progress=partial(tell, "with memory"))
+    return _outcome(result, demands)
 
 
 def _outcome(result: FleetResult, demands: Sequence[Demand]) -> Outcome:

@@ -9,7 +9,6 @@ from muxserve.simulator.clock import SimulationError
 from muxserve.simulator.fleet import Rules, coupled, simulate
 from muxserve.simulator.modes import MODES, FleetModel, Mode, adapt, lone_unit, mode_of, sim_unit, units_of
 from muxserve.simulator.moves import MigrationCosts
-from muxserve.simulator.relocation import RelocationRules
 from muxserve.simulator.replicas import ReplicaRules
 from muxserve.simulator.result import FleetResult, ReplicasResult, ResidencyResult, UnitResult
 from muxserve.simulator.ring import RingRules
@@ -27,7 +26,6 @@ __all__ = [
     "Mode",
     "Options",
     "Pipeline",
-    "RelocationRules",
     "ReplicaRules",
     "ReplicasResult",
     "ResidencyResult",

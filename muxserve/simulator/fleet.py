@@ -9,7 +9,6 @@ from muxserve.costs import LatencyModel
 from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
 from muxserve.simulator.clock import Clock, Compute, SimulationError
 from muxserve.simulator.reception import receive
-from muxserve.simulator.relocation import RelocatableReplicas, Relocation, RelocationRules
 from muxserve.simulator.replicas import Dispatched, ReplicaRules, ReplicaSet
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.resident import ResidentUnit
@@ -26,7 +25,7 @@ _CPU_KEY = ("device", CPU)
 _PROGRESS_EVERY = 200
 
 # How the replicas of a model work together, by its name.
-Rules = Mapping[str, ReplicaRules | RingRules | RelocationRules]
+Rules = Mapping[str, ReplicaRules | RingRules]
 # (scheduling, execution) priority of the n-th request.
 PriorityOf = Callable[[int], tuple[str, str]]
 # Tenant of the n-th request.
@@ -101,11 +100,10 @@ class Group:
         self._latency = latency
         self._options = options or Options()
         self._cpu: Compute | None = None
-        self.replicas: dict[str, ReplicaSet | RelocatableReplicas] = {}
+        self.replicas: dict[str, ReplicaSet] = {}
         self._units: dict[str, SimulatedUnit] = {}
         by_model: dict[str, list[SimulatedUnit]] = {}
         fallback = ReplicaRules(levels=levels)
-        relocation: Relocation | None = None
         for spec in units:
             unit = self._start(spec)
             for model in spec.models:
@@ -115,9 +113,6 @@ class Group:
             given = rules.get(name)
             if isinstance(given, RingRules):
                 self.replicas[name] = Ring(name, mine, self.clock, given, self._start, latency)
-            elif isinstance(given, RelocationRules):
-                relocation = relocation or Relocation(self.clock, given)
-                self.replicas[name] = relocation.add(name, [unit for unit in mine if isinstance(unit, ResidentUnit)])
             elif given is not None or len(mine) > 1:
                 self.replicas[name] = Dispatched(name, mine, self.clock, given or fallback, self._start)
 

@@ -1,4 +1,4 @@
-"""Ways to serve a fleet, as units to simulate: MuxServe, its baselines, and MuxServe with a part taken away."""
+"""Ways to serve a fleet, as units to simulate: MuxServe under each policy, and its baselines."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ class Mode:
     """A way to serve. `placement` names the kind of placement that belongs to it; the rest says how its units run
     (`SimUnit`). An empty `policy` is the unit's own. With `managed` shares jobs get the compute that the placement
     gives them, otherwise all of it, whatever runs beside them. `elastic`: engines can change their share, whatever the
-    fleet's can. `all_awake`: no model sleeps, whatever memory there is; `exclusive`: one
-    model at a time has what memory there is for all; `turns`: models that have to go for others stop, and go on
-    later."""
+    fleet's can."""
 
     name: str
     about: str
@@ -45,9 +43,6 @@ class Mode:
     combined: bool = False
     managed: bool = True
     elastic: bool = False
-    all_awake: bool = False
-    exclusive: bool = False
-    turns: bool = False
 
 
 MODES: dict[str, Mode] = {
@@ -71,22 +66,6 @@ MODES: dict[str, Mode] = {
         Mode("adbs", "muxserve with ADBS on planned shares, as in the paper", policy="adbs"),
         Mode("round-robin", "muxserve with the round-robin policy", policy="round_robin"),
         Mode("fcfs", "muxserve's placement with the FCFS policy", policy="fcfs"),
-        Mode("no-split", "muxserve without the split of phases: one engine per model", combined=True),
-        Mode("no-unified-kv", "muxserve with a fixed quota of KV cache for each model", adapt_quotas=False),
-        Mode("serverless", "one model at a time is awake, under the policy that decides in muxserve", exclusive=True),
-        Mode(
-            "prism",
-            "weights and KV in one memory; models are woken, and move, where the KV pressure is lowest (Prism)",
-            placement="prism",
-        ),
-        Mode(
-            "aegaeon",
-            "as prism, and models that cannot be awake together take turns, token by token (Aegaeon)",
-            placement="prism",
-            turns=True,
-        ),
-        Mode("all-awake", "muxserve with all models awake, whatever memory there is", all_awake=True),
-        Mode("no-sm", "ADBS without management of compute: every job on all of it", policy="adbs", managed=False),
     )
 }
 

@@ -3,16 +3,13 @@ that decides it live. Requests for the others wait before the unit's own queue, 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from muxserve.scheduling.residency import Prefetch, Refuse, Residence, Residency, Sleep, Standing, Wake
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.result import ResidencyResult, UnitResult
 from muxserve.simulator.scheduled import ScheduledUnit
-from muxserve.simulator.setup import SimResidency
 from muxserve.simulator.turns import TurnTaking
 
 # How often the policy is asked while requests wait and nothing else happens: its rules know of times that pass.
@@ -22,12 +19,9 @@ ASKED_SECONDS = 0.1
 @dataclass(slots=True)
 class ResidentModel:
     """One model: where it is and since when, how many of its requests the unit has, and those that wait for it. What
-    happened to it: wakes, the times that it was put to sleep, and requests that waited for it. `prepared`: since when
-    it is to be woken although no request waits. `left`: the seconds alone that its wake still takes. `idle_since`:
-    since when it is only put to sleep. `awake_since`: when its turn began. `prefetched`: bytes that its weights have
-    while it sleeps (None: nothing of its next wake is done before), `done` the seconds of the wake that this is worth,
-    `saved` those of the last wake. `hibernated`: its memory is in a file; `moves`: it moves there
-    when it is put to sleep this time."""
+    happened to it: wakes, the times that it was put to sleep, and requests that waited for it. `left`: the seconds
+    alone that its wake still takes. `idle_since`: since when it is only put to sleep. `awake_since`: when its turn
+    began. `hibernated`: its memory is in a file; `moves`: it moves there when it is put to sleep this time."""
 
     name: str
     residence: Residence
@@ -37,13 +31,9 @@ class ResidentModel:
     wakes: int = 0
     sleeps: int = 0
     waited: int = 0
-    prepared: float | None = None
     left: float = 0.0
     idle_since: float = 0.0
     awake_since: float = float("-inf")
-    prefetched: int | None = None
-    done: float = 0.0
-    saved: float = 0.0
     hibernated: bool = False
     moves: bool = False
 
@@ -55,8 +45,7 @@ class ResidentModel:
 
 
 class ResidentUnit(ScheduledUnit):
-    """A scheduled unit with `residency`. A model that is put to sleep finishes what the unit has of it first. `on_wake`
-    is told of each model that has been woken.
+    """A scheduled unit with `residency`. A model that is put to sleep finishes what the unit has of it first.
 
     Raises:
         ValueError: it has no residency, or that of other models.
@@ -68,14 +57,11 @@ class ResidentUnit(ScheduledUnit):
         if residency is None or set(residency.models) != {model.name for model in self.spec.models}:
             raise ValueError(f"unit {self.spec.name} needs to know what each of its models takes")
         self.residency = residency
-        self.awake = self._policy(residency)
+        self.awake = Residency(residency.rules, residency.models)
         self.residents = {
             name: ResidentModel(name, Residence.AWAKE if name in residency.awake else Residence.ASLEEP, float("-inf"))
             for name in residency.models
         }
-        self.on_wake: Callable[[ResidentUnit, str, float], None] = lambda unit, name, now: None
-        for name in residency.awake:
-            self._resize(0, residency.models[name].bytes)
         self.turn_taking = TurnTaking(self, residency.turns) if residency.turns is not None else None
         self.peak_bytes = self._taken()
         self._there: set[str] = set()
@@ -85,33 +71,20 @@ class ResidentUnit(ScheduledUnit):
         # Until when wakes have been followed, and which expectation of their next end counts.
         self._followed = 0.0
         self._expected = 0
-        # Whose wakes are begun before there is memory for them, in that order.
-        self._prefetching: list[str] = []
         # Whose engines stay while they sleep: each has been awake once. Who slept last is at the end.
         asleep = [name for name in residency.models if name not in residency.awake]
         self._resting = asleep[: residency.resting]
-
-    def _policy(self, residency: SimResidency) -> Residency:
-        """What decides which models are awake. Where one at a time is, it takes all that there is."""
-        rest = residency.rules.limit - residency.rules.fixed
-        models = {
-            name: replace(each, bytes=rest, load_bytes=0) if residency.exclusive and not each.pinned else each
-            for name, each in residency.models.items()
-        }
-        return Residency(residency.rules, models)
 
     # ------------------------------------------------------------ requests
 
     def enqueue(self, request: SimRequest, now: float) -> None:
         model = self.residents[request.model]
         self.awake.arrived(request.model, now)
-        if self.turn_taking is not None and self.residency.swap is None and not request.content:
+        if self.turn_taking is not None and not request.content:
             # Nobody else has its blocks in common with it; it looks for them itself after its turn.
             request.content = ((request.request_id, request.prompt),)
         if model.residence is Residence.AWAKE:
             self._serve(model, request, now)
-            if self.residency.elastic:
-                self._ask_later(now)
             return
         model.waiting.append(request)
         model.waited += 1
@@ -165,94 +138,16 @@ class ResidentUnit(ScheduledUnit):
         self._there.remove(request.request_id)
         self._run(self.residents[request.model], -1, now)
 
-    def goes_on(self, request: SimRequest, now: float) -> None:
-        """A request that was detached decodes again, with the KV that it has here."""
-        self._there.add(request.request_id)
-        self._run(self.residents[request.model], 1, now)
-        self.ledger.stays(request.request_id, now)
-        self._changed(now)
-
     def begin_again(self, request: SimRequest, now: float) -> None:
         """A request that was detached has lost its KV: all its tokens are prefilled once more."""
         self.ledger.moved(request.request_id, now)
         del self.live[request.request_id]
         self._serve(self.residents[request.model], request, now)
 
-    # ------------------------------------------------------------ requests that wait elsewhere
-
-    def prepare(self, name: str, now: float) -> None:
-        """Wake the model as if a request had come."""
-        model = self.residents[name]
-        if model.residence is Residence.AWAKE:
-            self.on_wake(self, name, now)
-            return
-        model.prepared = now
-        self._decide(now)
-
-    def resign(self, name: str) -> list[SimRequest]:
-        """Requests that wait for the model are to wait elsewhere; returns them."""
-        model = self.residents[name]
-        gone, model.waiting = model.waiting, []
-        ids = {request.request_id for request in gone}
-        self.requests = [request for request in self.requests if request.request_id not in ids]
-        return gone
-
-    def wait(self, requests: list[SimRequest], now: float) -> None:
-        """They have waited elsewhere."""
-        for request in requests:
-            self.arrive(request, now)
-
-    # ------------------------------------------------------------ one memory for weights and KV
-
-    def token_bytes(self, name: str) -> float:
-        """Bytes of KV on each device that a token of the model takes."""
-        model = next(each for each in self.spec.models if each.name == name)
-        return model.architecture.kv_bytes_per_token(model.dtype) / self.spec.tp
-
-    def _resize(self, before: int, after: int) -> None:
-        """Of what is not the pools' a model takes `after` bytes, and took `before`."""
-        if not self.residency.elastic:
-            return
-        now = self.clock.now
-        self.disturbed(now)
-        for pool in self.pools.values():
-            had, has = (math.ceil(pool.profile.pages * each / self.residency.rules.limit) for each in (before, after))
-            pool.sync(now, -1)
-            pool.held += has - had
-            pool.check(now)
-        self._freed = self._freed or after < before
-        self._changed(now)
-
-    def _cached(self, name: str) -> int:
-        """Bytes of memory that the model's KV takes, with what the first of its queue asks for."""
-        if not self.residency.elastic or self.residency.exclusive:
-            return 0
-        pages = self.page_of[name]
-        asked = sum(live.blocks for live in self.ledger.by_name[name].queue.first(1)) * pages.block_pages
-        taken = pages.held + pages.committed + asked
-        return math.ceil(taken * self.residency.rules.limit / pages.pool.profile.pages)
-
     def _standings(self, now: float) -> list[Standing]:
-        """How all models stand. Where caches are short of room, idle models go, but no busy one: they count for no more
-        than makes idle ones go."""
-        there = [each for each in self.residents.values() if each.residence is not Residence.ASLEEP]
-        cached = {each.name: self._cached(each.name) for each in there}
-        costs, rules = self.residency.models, self.residency.rules
-        short = sum(costs[each.name].bytes + cached[each.name] for each in there) + rules.fixed - rules.limit
-        idle = sum(costs[each.name].bytes for each in there if each.residence is Residence.AWAKE and not each.running)
-        for name in sorted(cached, key=cached.__getitem__, reverse=True):
-            less = min(cached[name], max(0, short - idle))
-            cached[name] -= less
-            short -= less
+        """How all models stand. Nothing is measured of their memory: each takes what its costs say."""
         return [
-            Standing(
-                each.name,
-                each.residence,
-                each.since,
-                each.running,
-                self._waiting(each, now),
-                costs[each.name].bytes + cached[each.name] if cached.get(each.name) else each.prefetched or 0,
-            )
+            Standing(each.name, each.residence, each.since, each.running, self._waiting(each, now))
             for each in self.residents.values()
         ]
 
@@ -261,7 +156,7 @@ class ResidentUnit(ScheduledUnit):
         waiting = [request.arrival for request in model.waiting]
         if self.turn_taking is not None:
             waiting += self.turn_taking.since(model.name, now)
-        return waiting if model.prepared is None else [*waiting, model.prepared]
+        return waiting
 
     # ------------------------------------------------------------ what is decided
 
@@ -269,11 +164,7 @@ class ResidentUnit(ScheduledUnit):
         """A model that leaves has gone when nothing of it runs."""
         if model.residence is Residence.LEAVING and not model.running:
             model.idle_since = now
-            seconds = self.residency.sleep_seconds + self._copy_seconds(model)
-            self.clock.at(now + seconds, partial(self._asleep, model))
-
-    def _copy_seconds(self, model: ResidentModel) -> float:
-        return self.turn_taking.copy_seconds(model.name) if self.turn_taking is not None else 0.0
+            self.clock.at(now + self.residency.sleep_seconds, partial(self._asleep, model))
 
     def _asleep(self, model: ResidentModel, now: float) -> None:
         if model.residence is Residence.LEAVING and not model.running:
@@ -281,7 +172,6 @@ class ResidentUnit(ScheduledUnit):
             model.hibernated |= model.moves
             self._resting = [*self._resting, model.name][-self.residency.resting :] if self.residency.resting else []
             self.awake.slept(now - model.idle_since)
-            self._resize(self.residency.models[model.name].bytes, 0)
             self._decide(now)
 
     def _wake_seconds(self, model: ResidentModel) -> float:
@@ -308,41 +198,12 @@ class ResidentUnit(ScheduledUnit):
         return 1.0 + self.residency.wake_drag * max(0, others) / self.residency.rules.cores
 
     def _follow(self, now: float) -> None:
-        """How far wakes have come, or where there is none, what is prefetched: one model after the other."""
-        gone, waking = (now - self._followed) / self._slowdown(), False
+        """How far wakes have come."""
+        gone = (now - self._followed) / self._slowdown()
         self._followed = now
         for each in self.residents.values():
             if each.residence is Residence.WAKING:
                 each.left -= gone
-                waking = True
-        for name in [] if waking else self._prefetching:
-            model = self.residents[name]
-            part = min(gone, max(0.0, self._prefetchable(model) - model.done))
-            model.done += part
-            gone -= part
-
-    def _prefetchable(self, model: ResidentModel) -> float:
-        """Seconds of the model's next wake that can be done with the memory that it has before."""
-        costs, start = self.residency.models[model.name], self.residency.start_seconds
-        return start + max(0.0, costs.seconds - start) * min(1.0, (model.prefetched or 0) / costs.bytes)
-
-    def _prefetch(self, model: ResidentModel, most: int, now: float) -> None:
-        """The model may take so many bytes before its wake. On a CPU it takes none: the kernel reads its weights."""
-        if not self.residency.elastic:
-            return
-        self._follow(now)
-        self._resize(model.prefetched or 0, most)
-        if model.prefetched is None:
-            self._prefetching.append(model.name)
-        model.prefetched = most
-        model.done = min(model.done, self._prefetchable(model))
-
-    def _prefetched(self, model: ResidentModel) -> float:
-        """Nothing is done for its next wake any more; the seconds of it that have been."""
-        done, model.prefetched, model.done = model.done, None, 0.0
-        if model.name in self._prefetching:
-            self._prefetching.remove(model.name)
-        return done
 
     def _expect(self, now: float) -> None:
         """The next wake ends then if nothing else begins or ends before."""
@@ -364,17 +225,12 @@ class ResidentUnit(ScheduledUnit):
         self._expect(now)
 
     def _woke(self, model: ResidentModel, now: float) -> None:
-        # What a wake takes is what it takes without anything done before.
-        self.awake.woke(model.name, now - model.since + model.saved)
+        self.awake.woke(model.name, now - model.since)
         model.become(Residence.AWAKE, now)
-        model.prepared = None
-        self.on_wake(self, model.name, now)
         self._serve_waiting(model, now)
         self._decide(now)
 
     def _decide(self, now: float) -> None:
-        if self.residency.elastic:
-            self._count_pages(now)
         for change in self.awake.decide(now, None, self._standings(now)):
             if isinstance(change, Refuse):
                 continue  # refused or never served: neither is within its objectives
@@ -383,14 +239,12 @@ class ResidentUnit(ScheduledUnit):
                 self._follow(now)
                 model.wakes += 1
                 model.become(Residence.WAKING, now)
-                self._resize(model.prefetched or 0, self.residency.models[model.name].bytes)
-                model.saved = self._prefetched(model)
-                model.left = self._wake_seconds(model) - model.saved + self._copy_seconds(model)
+                model.left = self._wake_seconds(model)
                 if model.name in self._resting:
                     self._resting.remove(model.name)
                 self._expect(now)
             elif isinstance(change, Prefetch):
-                self._prefetch(model, change.bytes, now)
+                pass  # the kernel reads the weights into memory that nobody counts
             elif isinstance(change, Sleep):
                 model.sleeps += 1
                 model.moves = change.ahead and not model.hibernated and model.name in self.residency.hibernated
@@ -400,9 +254,6 @@ class ResidentUnit(ScheduledUnit):
                 model.sleeps -= 1
                 model.become(Residence.AWAKE, now)
                 self._serve_waiting(model, now)
-        for model in [self.residents[name] for name in self._prefetching]:
-            if not model.prefetched and not self._waiting(model, now):
-                self._prefetched(model)
         if self.turn_taking is not None:
             self.turn_taking.decide(now)
         self.peak_bytes = max(self.peak_bytes, self._taken())
@@ -420,19 +271,14 @@ class ResidentUnit(ScheduledUnit):
 
     def _restless(self) -> bool:
         """Whether time alone may change what was decided last."""
-        if any(self.wanted(each.name) or each.prepared is not None for each in self.residents.values()):
-            return True
-        if self.residency.elastic and any(model.queue for model in self.ledger.models):
+        if any(map(self.wanted, self.residents)):
             return True
         # When nothing runs any more, nothing has to be kept free for.
         return self.awake.preparing or (self.awake.restless and any(each.running for each in self.residents.values()))
 
     def _taken(self) -> int:
         costs = self.residency.models
-        held = sum(
-            each.prefetched or 0 if each.residence is Residence.ASLEEP else costs[each.name].bytes
-            for each in self.residents.values()
-        )
+        held = sum(costs[n].bytes for n, each in self.residents.items() if each.residence is not Residence.ASLEEP)
         waking = (costs[each.name].load_bytes for each in self.residents.values() if each.residence is Residence.WAKING)
         return self.residency.rules.fixed + held + sum(waking)
 

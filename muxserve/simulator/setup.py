@@ -118,25 +118,15 @@ class SimResidency:
     its memory is woken in its `hibernated` seconds from then on, if it has such. On GPUs the engines of so many models
     as `resting` stay while they sleep, those of who slept last; woken, such a model takes `started_seconds` less.
 
-    `elastic`: the pools have all memory of the rules' limit, what models take that are not asleep is taken from their
-    pages, and what is fixed is kept free for caches that grow. `start_seconds` of a wake are not for copying weights: a
-    unit with `elastic` memory does that part, and copies what has room, while the model waits for memory
-    (`residency.Prefetch`).
-
-    With `turns` a model that has to go may stop before what it runs has ended; that KV is copied to the host's memory
-    and back with `swap` bytes per second (0: it keeps its pages; None: they stay as those of cached prefixes do, as
-    live). `exclusive`: one model at a time is awake besides those that are pinned, and has all the rest."""
+    With `turns` a model that has to go may stop before what it runs has ended; its KV stays as that of cached prefixes
+    does."""
 
     rules: ResidencyRules
     models: dict[str, WakeCosts]
     awake: tuple[str, ...] = ()
     sleep_seconds: float = 0.0
     wake_drag: float = 0.0
-    elastic: bool = False
     turns: TurnRules | None = None
-    swap: float | None = 0.0
-    exclusive: bool = False
-    start_seconds: float = 0.0
     decode_weight: float = 1.0
     hibernated: Mapping[str, float] = field(default_factory=dict)
     resting: int = 0

@@ -2,9 +2,8 @@
 as it is while others have their turns, and goes on when the model is awake again.
 
 `muxserve.scheduling.turns` says whose turn is over. Prompts that are in an engine are computed to their end first;
-those that wait there for one wait with the model. The KV of what was stopped keeps its pages; or, where the unit has
-a link to the host's memory, is copied there and back, and leaves its pages to others; or, as live, stays as cached
-prefixes do, until somebody needs the pages.
+those that wait there for one wait with the model. The KV of what was stopped stays as cached prefixes do, until
+somebody needs the pages.
 """
 
 from __future__ import annotations
@@ -36,23 +35,21 @@ _SWEEP_SECONDS = 0.02
 
 @dataclass(slots=True)
 class _Stopped:
-    """A request that decodes, and was stopped at that time with so many blocks."""
+    """A request that decodes, and was stopped at that time."""
 
     request: SimRequest
     at: float
-    blocks: int
 
 
 class TurnTaking:
-    """Stops models of `unit` and lets them go on. `stopped` are their requests, by model; `pauses` the seconds for
-    which each of those that went on had stood still; `switches` counts how often a model was stopped."""
+    """Stops models of `unit` and lets them go on. `stopped` are their requests, by model; `switches`
+    counts how often a model was stopped."""
 
     # No dataclass: mypyc evaluates the types of its fields, and the unit's does not exist yet when this is imported.
     def __init__(self, unit: ResidentUnit, rules: TurnRules) -> None:
         self.unit = unit
         self.rules = rules
         self.stopped: dict[str, list[_Stopped]] = {}
-        self.pauses: list[float] = []
         self.switches = 0
         self._stopping: set[str] = set()
 
@@ -72,14 +69,6 @@ class TurnTaking:
         others = (each for each in self.unit.residents.values() if each.name != name)
         somebody = any(each.waiting and each.residence is Residence.ASLEEP for each in others)
         return waiting_since(now, stopped, self.rules, costs.ttft, wake_seconds, somebody)
-
-    def copy_seconds(self, name: str) -> float:
-        """How long the KV of what was stopped is copied in one direction."""
-        swap = self.unit.residency.swap
-        if not swap:
-            return 0.0
-        tokens = sum(each.request.tokens for each in self.stopped.get(name, ()))
-        return tokens * self.unit.token_bytes(name) / swap
 
     def _standing(self, model: ResidentModel) -> TurnStanding:
         unit, name = self.unit, model.name
@@ -143,23 +132,16 @@ class TurnTaking:
         stopped = self.stopped.setdefault(name, [])
         for request in list(engine.batch.running):
             blocks = unit.detach(request, now)
-            if unit.residency.swap != 0.0:
-                unit.page_of[name].give_up(request, blocks)
-                unit.freed(unit.page_of[name], now)
-            stopped.append(_Stopped(request, now, blocks))
+            unit.page_of[name].give_up(request, blocks)
+            unit.freed(unit.page_of[name], now)
+            stopped.append(_Stopped(request, now))
             unit.stands_still(request, now)
         unit.sleep_if_done(model, now)
 
     # ------------------------------------------------------------ going on
 
     def go_on(self, name: str, now: float) -> None:
-        """The model is awake: what was stopped goes on where it was. What finds no pages is computed again."""
-        unit, swap = self.unit, self.unit.residency.swap
+        """The model is awake: what was stopped is prefilled, less the blocks that are still there."""
         for each in self.stopped.pop(name, []):
-            request = each.request
-            if swap is None or (swap and not unit.reserve(name, each.blocks, now)):
-                request.preempted(now)
-                unit.begin_again(request, now)
-                continue
-            request.left = each.at, self.pauses
-            unit.goes_on(request, now)
+            each.request.preempted(now)
+            self.unit.begin_again(each.request, now)

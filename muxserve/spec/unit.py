@@ -270,6 +270,7 @@ class RestingSpec(msgspec.Struct, frozen=True):
     bytes: int
     models: int
 
+
 # By so much decode engines are nicer (nice(2)) than processes that wake models or prefill on the same cores: 92 and 71
 # of 100 first tokens within 2 s for 75 and 52 without (docs/residency.md).
 DECODE_NICENESS = 10

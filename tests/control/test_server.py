@@ -126,7 +126,7 @@ models:
         assert "s3cret" not in planned.text
         assert steps == control.calls == []
         answer, steps = apply(base, text, environ={"KEY": "s3cret"})
-        assert answer == messages.Done("5 changes made")
+        assert answer == messages.Done("5 changes made; 1 change marked ! not made")
         assert [call[:2] for call in control.calls] == [
             ("adopt",),
             ("remove", "code"),

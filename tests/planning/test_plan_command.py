@@ -68,7 +68,7 @@ class TestCommand:
         code, out, err = run(file, "--simulate", 2)
         assert code == 0, err
         assert "all awake" in out
-        assert "with residency" in out
+        assert "with memory:" in out
         told = json.loads(run(file, "--simulate", 10, "--json")[1])["residency"]
         awake, resident = told["all_awake"], told["with_residency"]
         assert awake["bytes"] > 1600 << 20 > resident["bytes"]

@@ -51,20 +51,19 @@ def test_fewer_gpus_are_enough_for_models_that_sleep(fleet: Path) -> None:
     found = sizes(told)
     assert list(found) == [1, 2, 3, 4]
     for each in found.values():
-        awake, resident, deployed = each["all_awake"], each["with_residency"], each["with_memory"]
-        assert awake["requests"] == resident["requests"] == deployed["requests"] > 30
-        assert deployed["wakes"] >= deployed["sleeps"]
-        assert resident["wakes"] >= resident["sleeps"]
+        awake, asleep = each["all_awake"], each["with_memory"]
+        assert awake["requests"] == asleep["requests"] > 30
+        assert asleep["wakes"] >= asleep["sleeps"]
         # Whoever has no place is not served, and counts.
         assert bool(awake["without_place"]) == (awake["slo"] < 0.95)
     # Where the fewest have room they take turns.
     assert found[1]["with_memory"]["turns"] > 0
     assert 5 <= len(found[1]["all_awake"]["without_place"]) < 10
     needed = told["sleeping"]["gpus_needed"]
-    assert needed["with_residency"] == 1 < needed["all_awake"] <= 4
+    assert needed["with_memory"] < needed["all_awake"] <= 4
     # Of a plan for one number of GPUs it is the same figure.
     alone = json.loads(run(*asked, "--gpus", 1)[1])
-    assert sizes(alone)[1]["with_residency"] == found[1]["with_residency"]
+    assert sizes(alone)[1]["with_memory"] == found[1]["with_memory"]
 
 
 def test_a_table_says_it_for_people(fleet: Path) -> None:
@@ -72,7 +71,7 @@ def test_a_table_says_it_for_people(fleet: Path) -> None:
     _, out, err = run(fleet, "--workload", WORKLOAD, "--sweep", "gpus=1..2:1", *limits)
     words = " ".join(out.split())
     assert "GPUs for 95% of these requests within their objectives: " in words, err
-    assert "`with memory:` in the fleet file is deployed so" in words
+    assert "with memory: as `muxserve deploy` serves the fleet with `memory:` in its file" in words
     assert re.search(r"^1 +with memory: +0 +\d+ +\d+ +0 ", out, re.MULTILINE)
 
 
@@ -82,15 +81,15 @@ def test_where_models_cannot_sleep_the_reason_is_told(fleet: Path) -> None:
     limits = ("--seconds", 60, "--simulate", 5)
     told = json.loads(run(fleet, "--workload", WORKLOAD, "--gpus", 2, "--json", *limits)[1])
     (found,) = told["sleeping"]["sizes"]
-    assert "large is too large for 2 GPUs of a machine" in found["with_residency"]["why_not"]
-    assert told["sleeping"]["gpus_needed"]["with_residency"] is None
+    assert "large needs" in found["with_memory"]["why_not"]
+    assert told["sleeping"]["gpus_needed"]["with_memory"] is None
 
 
 def test_traces_are_workloads_too(fleet: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     write_trace(trace, ["m0", "m1"], [TraceRequest(n / 4, f"m{n % 2}", 50, 20) for n in range(40)])
     told = json.loads(run(fleet, "--workload", trace, "--gpus", 1, "--seconds", 60, "--simulate", 5, "--json")[1])
-    assert sizes(told)[1]["with_residency"]["requests"] == 40
+    assert sizes(told)[1]["with_memory"]["requests"] == 40
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from muxserve.simulator import (
     MODES,
     AloneSimulation,
     FleetModel,
+    Mode,
     Options,
     SimulationError,
     mode_of,
@@ -77,14 +78,13 @@ def test_every_mode_answers_everything(name: str) -> None:
 def test_modes_differ_as_they_say() -> None:
     where = placement(("b", "c"))
     units = {name: units_of(where, MODELS, mode)[0] for name, mode in MODES.items()}
-    assert units["muxserve"].policy == units["no-unified-kv"].policy == "slack"
-    assert units["adbs"].policy == units["no-sm"].policy == "adbs"
+    assert (units["muxserve"].policy, units["adbs"].policy) == ("slack", "adbs")
     assert units["temporal"].policy == units["fcfs"].policy == "fcfs"
     assert units["spatial"].combined
-    assert units["no-split"].combined
-    assert not units["no-unified-kv"].adapt_quotas
-    assert [m.cost_share for m in units["no-sm"].models] == [1.0, 1.0]
-    assert sum(m.profile.prefill_share + m.profile.decode_share for m in units["no-sm"].models) <= 2.0 + 1e-9
+    assert not units["spatial"].adapt_quotas
+    (unmanaged,) = units_of(where, MODELS, Mode("unmanaged", "every job on all of the compute", managed=False))
+    assert [model.cost_share for model in unmanaged.models] == [1.0, 1.0]
+    assert sum(m.profile.prefill_share + m.profile.decode_share for m in unmanaged.models) <= 2.0 + 1e-9
 
 
 def test_engines_change_their_share_where_the_fleet_can_or_the_mode_says_so() -> None:

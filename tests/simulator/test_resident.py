@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -113,52 +112,36 @@ def test_a_unit_must_know_what_its_models_take() -> None:
         ResidentUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
 
 
-def taking_turns(turns: TurnRules | None, swap: float | None = 0.0, options: Options | None = None) -> ResidentUnit:
+def taking_turns(turns: TurnRules | None, options: Options | None = None) -> ResidentUnit:
     """Room for one model of three; a token is due every 100 ms, and takes a tenth of that."""
     costs = {name: WakeCosts(40, seconds=0.1, ttft=1.0, tpot=0.1) for name in NAMES}
     rules = ResidencyRules(60, min_residence=0.1, residence_factor=1.0, max_wait=30.0, patience=0.1)
-    residency = SimResidency(rules, costs, turns=turns, swap=swap)
+    residency = SimResidency(rules, costs, turns=turns)
     return ResidentUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic(), options)
 
 
 LONG = requests(*((0.01 * n, NAMES[n % 3], 40, 250) for n in range(9)))
 
 
-@pytest.mark.parametrize("swap", [0.0, 1e9])
-def test_models_that_take_turns_go_on_where_they_were(swap: float) -> None:
-    one_by_one = run(taking_turns(None), LONG)
-    world = taking_turns(TurnRules(switching=0.3), swap)
-    result = run(world, LONG)
-    told = awakened(result)
-    assert told.switches >= 2
-    # Nothing is computed twice, and all is computed.
-    computed = {engine.model + engine.phase: engine.tokens for engine in result.engines}
-    assert computed == {engine.model + engine.phase: engine.tokens for engine in one_by_one.engines}
-    assert [record.output_tokens for record in result.records] == [250] * 9
-    assert all(record.preemptions == 0 for record in result.records)
-    assert all(pages.held == 0 for pages in world.pages)
-    # First tokens come in the first round, not when the models before have ended.
-    assert max(first_tokens(result)) < 2.0 < max(first_tokens(one_by_one))
-
-
 def test_what_was_stopped_finds_its_blocks_as_cached_prefixes() -> None:
-    """As live: but for the last block, of which others can find nothing, nothing is computed again."""
-    kept, world = taking_turns(TurnRules(switching=0.3)), taking_turns(TurnRules(switching=0.3), None)
-    result, held = run(world, LONG), run(kept, LONG)
+    """But for the last block, of which others can find nothing, nothing is computed again."""
+    one_by_one, world = run(taking_turns(None), LONG), taking_turns(TurnRules(switching=0.3))
+    result = run(world, LONG)
     assert awakened(result).switches >= 2
     assert [record.output_tokens for record in result.records] == [250] * 9
     assert all(pages.held == 0 for pages in world.pages)
-    computed = sum(engine.tokens for engine in result.engines) - sum(engine.tokens for engine in held.engines)
+    computed = sum(engine.tokens for engine in result.engines) - sum(engine.tokens for engine in one_by_one.engines)
     again = sum(record.preemptions for record in result.records)
     assert again > 0
     assert 0 <= computed <= 16 * again
-    assert max(first_tokens(result)) < 2.0
+    # First tokens come in the first round, not when the models before have ended.
+    assert max(first_tokens(result)) < 2.0 < max(first_tokens(one_by_one))
 
 
 def test_what_finds_no_pages_when_its_turn_comes_is_computed_again() -> None:
     costs = {name: WakeCosts(40, seconds=0.1, ttft=1.0, tpot=0.1) for name in NAMES}
     rules = ResidencyRules(60, min_residence=0.1, residence_factor=1.0, max_wait=30.0, patience=0.1)
-    residency = SimResidency(rules, costs, turns=TurnRules(switching=0.3), swap=1e9)
+    residency = SimResidency(rules, costs, turns=TurnRules(switching=0.3))
     small = [profile(name, quota_pages=100, floor_pages=80) for name in NAMES]
     world = ResidentUnit(unit(small, 300, residency=residency), Analytic())
     result = run(world, LONG)
@@ -172,7 +155,7 @@ def test_a_turn_may_end_while_a_report_is_on_its_way(seed: int) -> None:
     """A lease was then kept for an engine that had nothing left, and its model never decoded again."""
     drawn = random.Random(seed)
     rows = [(round(drawn.uniform(0, 3), 3), drawn.choice(NAMES), 40, drawn.randint(5, 120)) for _ in range(24)]
-    world = taking_turns(TurnRules(switching=0.3), 1e9, Options(ControlDelays.live()))
+    world = taking_turns(TurnRules(switching=0.3), Options(ControlDelays.live()))
     result = run(world, requests(*sorted(rows)))
     assert [record.output_tokens for record in result.records] == [output for *_, output in sorted(rows)]
     assert awakened(result).switches > 0
@@ -237,54 +220,6 @@ def test_a_model_is_in_a_file_once_it_was_put_to_sleep_when_nobody_waited(ahead:
     assert first == pytest.approx(WAKE, abs=0.05)
     assert again == pytest.approx(second, abs=0.05)
     assert world.residents["a"].hibernated is ahead
-
-
-def test_a_wake_begins_while_its_model_waits_for_memory() -> None:
-    """`b` waits for `a`, which leaves two thirds of what `b` needs: with them its wake is nearly done by then."""
-
-    def waited(start: float) -> tuple[float, ResidentUnit]:
-        costs = {name: WakeCosts(600, seconds=1.0, ttft=2.0) for name in NAMES}
-        rules = ResidencyRules(1000, min_residence=0.1, residence_factor=1.0)
-        residency = SimResidency(rules, costs, ("a",), elastic=True, start_seconds=start)
-        world = ResidentUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
-        result = run(world, requests((0.0, "a", 40, 250), (0.1, "b", 40, 4)))
-        a, b = sorted(result.records, key=lambda each: each.arrival)
-        assert (a.output_tokens, b.output_tokens) == (250, 4)
-        assert awakened(result).peak_bytes <= 1000
-        assert a.finish is not None
-        assert b.first_token is not None
-        assert a.finish > 1.2, "there is time for it"
-        return b.first_token - a.finish, world
-
-    # All seconds are copying, or 0.4 of them are not. What the KV of `a` takes, a tenth, is not there for weights.
-    copied, world = waited(0.0)
-    assert copied == pytest.approx(1 / 3 + 0.1, abs=0.05)
-    assert waited(0.4)[0] == pytest.approx(0.6 * (1 / 3 + 0.1), abs=0.05)
-    # What is not awake has given its pages back, and nothing is under way.
-    assert [each.prefetched for each in world.residents.values()] == [None] * 3
-    (pool,) = world.pools.values()
-    assert pool.held == 720  # of 1,200 pages, for 600 of 1,000 bytes
-
-
-def test_what_was_prefetched_for_nobody_is_given_back() -> None:
-    costs = {name: WakeCosts(600, seconds=1.0, ttft=2.0) for name in NAMES}
-    rules = ResidencyRules(1000, min_residence=0.1, residence_factor=1.0)
-    residency = SimResidency(rules, costs, ("a",), elastic=True)
-    world = ResidentUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
-    (pool,) = world.pools.values()
-    held: list[int] = []
-
-    def leaves(now: float) -> None:
-        held.append(pool.held)
-        gone = world.resign("b")
-        world.clock.at(1.2, lambda now: held.append(pool.held))
-        world.clock.at(1.3, partial(world.wait, gone))
-
-    world.clock.at(0.8, leaves)
-    result = run(world, requests((0.0, "a", 40, 250), (0.1, "b", 40, 4)))
-    assert [record.output_tokens for record in result.records] == [250, 4]
-    assert held[0] > 720 + 400
-    assert held[1] < 720 + 100  # with what `a` has cached
 
 
 def test_turns_do_not_happen_where_all_have_room() -> None:
