@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,18 +26,11 @@ NO_IDS = np.empty(0, dtype=np.int32)
 def manager() -> Any:
     """The memory manager's core in this process, with two models that take pages from one another."""
     models = [
-        {
-            "name": name,
-            "pool": "main",
-            "layers": LAYERS,
-            "kv_heads": HEADS,
-            "num_blocks": BLOCKS,
-            "quota_pages": LAYERS * HEADS * 12,
-        }
+        _native.ModelConfig(name, "main", LAYERS, HEADS, num_blocks=BLOCKS, quota_pages=LAYERS * HEADS * 12)
         for name in ("a", "b")
     ]
-    pools = [{"name": "main", "page_bytes": 64, "num_pages": LAYERS * HEADS * 24}]
-    return _native.Manager(json.dumps({"prefix": "test", "pools": pools, "models": models}))
+    pools = [_native.PoolConfig("main", page_bytes=64, num_pages=LAYERS * HEADS * 24)]
+    return _native.Manager(_native.Config("test", 1, "posix", [], "auto", pools, models))
 
 
 def output(new: list[list[int]], cached: list[list[int] | None]) -> Any:

@@ -40,18 +40,11 @@ class Live:
 
     def __init__(self) -> None:
         models = [
-            {
-                "name": f"m{i}",
-                "pool": "main",
-                "layers": 1,
-                "kv_heads": pages,
-                "num_blocks": 2 * PAGES,
-                "quota_pages": quota,
-            }
+            _native.ModelConfig(f"m{i}", "main", layers=1, kv_heads=pages, num_blocks=2 * PAGES, quota_pages=quota)
             for i, (pages, quota) in enumerate(zip(PER_BLOCK, QUOTAS, strict=True))
         ]
-        pools = [{"name": "main", "page_bytes": 64, "num_pages": PAGES + 1}]
-        self.manager = _native.Manager(json.dumps({"prefix": "test", "pools": pools, "models": models}))
+        pools = [_native.PoolConfig("main", page_bytes=64, num_pages=PAGES + 1)]
+        self.manager = _native.Manager(_native.Config("test", 1, "posix", [], "auto", pools, models))
         self.client = self.manager.connect("engine")
         self.users: list[Counter[int]] = [Counter(), Counter()]
         self.blocks: dict[str, list[int]] = {}
