@@ -196,6 +196,7 @@ class EngineLoop:
                 self._trim.busy()
             else:
                 self._lease.tell_untold()
+                self._tell_statistics()
                 self._trim.idle(time.monotonic())
 
     def _may_step(self) -> bool:
@@ -221,6 +222,12 @@ class EngineLoop:
 
     def _send(self, message: Message) -> None:
         self._unit.send(message)
+
+    def _tell_statistics(self) -> None:
+        """Nothing can be computed for now: what steps left untold would come with the next burst, or never."""
+        stats = self.scheduler.take_untold()
+        if stats is not None:
+            self._tokens.send(EngineCoreOutputs(scheduler_stats=stats), self._requests.there)
 
     # ------------------------------------------------------------ messages
 

@@ -40,12 +40,15 @@ class TokenSender:
         self._engine = engine
         self._encoder = MsgpackEncoder()
         self._sockets: dict[str, zmq.Socket | None] = {}
+        # Address and epoch of the gateway that was sent to last.
+        self._last: tuple[str, str] | None = None
 
     def send(self, batch: EngineCoreOutputs, requests: Mapping[str, TokenReceiver], over_at: float = 0.0) -> None:
         """Send `batch`; its outputs carry internal ids and are left unchanged. The step that made them is over at
         `over_at`, seconds of the monotonic clock.
 
-        Statistics without outputs go to every gateway that has been sent to before.
+        Statistics are counted by one gateway. Without outputs that is one whose request is here, or that was sent to
+        last.
         """
         by_gateway: dict[tuple[str, str], list[tuple[EngineCoreOutput, TokenReceiver]]] = {}
         for output in batch.outputs:
@@ -53,7 +56,13 @@ class TokenSender:
             if request is not None:
                 by_gateway.setdefault((request.reply_to, request.gateway_epoch), []).append((output, request))
         stats = batch.scheduler_stats
+        if stats is not None and not by_gateway:
+            owner = next(iter(requests.values()), None)
+            gateway = (owner.reply_to, owner.gateway_epoch) if owner is not None else self._last
+            if gateway is not None:
+                by_gateway[gateway] = []
         for (address, epoch), pairs in by_gateway.items():
+            self._last = address, epoch
             entries = []
             renamed = []
             in_unit: dict[str, tuple[float, float | None]] = {}

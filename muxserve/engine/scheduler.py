@@ -23,6 +23,7 @@ from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from muxserve.costs.steps import StepBatch
 from muxserve.engine.batch_counter import BatchCounter
@@ -113,7 +114,7 @@ def demand_of_step(
     return need, lookups
 
 
-# vLLM sends its statistics with every step; the front end only exports them, so a few times a second is enough.
+# vLLM sends its statistics with every step; the front end only counts them, so a few times a second is enough.
 STATS_INTERVAL_SECONDS = 0.1
 
 
@@ -196,7 +197,11 @@ class PhaseScheduler(Scheduler):
         self._prefilled: list[Leaving] = []
         self._started: list[RequestTokens] = []
         self._preempted: list[RequestTokens] = []
+        # Statistics are sent from then on, monotonic seconds; whether steps since the last ones sent have some, and
+        # what became of their proposals.
         self._stats_due = 0.0
+        self._untold = False
+        self._untold_proposals: SpecDecodingStats | None = None
         # What the next micro-batch may hold is decided by it, if there is one.
         self.budget: BudgetedSteps | None = None
         # With several micro-batches in flight a stage may still write the blocks of a request that has ended; vLLM then
@@ -653,9 +658,28 @@ class PhaseScheduler(Scheduler):
                 self.grammar_compile_error_reqs.add(request.request_id)
         return ready
 
-    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+    def make_spec_decoding_stats(
+        self, spec_decoding_stats: SpecDecodingStats | None, *args: Any, **kwargs: Any
+    ) -> SpecDecodingStats | None:
+        # Counted on from steps whose statistics were not sent.
+        found = super().make_spec_decoding_stats(spec_decoding_stats or self._untold_proposals, *args, **kwargs)
+        self._untold_proposals = found or self._untold_proposals
+        return found
+
+    def make_stats(
+        self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
+    ) -> SchedulerStats | None:
         now = time.monotonic()
         if now < self._stats_due:
+            self._untold = True
             return None
         self._stats_due = now + STATS_INTERVAL_SECONDS
-        return super().make_stats(*args, **kwargs)
+        return self._all_stats(*args, **kwargs)
+
+    def take_untold(self) -> SchedulerStats | None:
+        """The statistics of steps that came too soon after others to send theirs; None without any."""
+        return self._all_stats() if self._untold else None
+
+    def _all_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        proposals, self._untold_proposals, self._untold = self._untold_proposals, None, False
+        return super().make_stats(proposals, *args, **kwargs)
