@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from muxserve.config.problems import KeyPath, Problem, closest, did_you_mean
+from muxserve.config.checkpoint_files import CheckpointError, check_directory
+from muxserve.config.problems import KeyPath, Problem, closest, did_you_mean, shown
 from muxserve.config.schema import (
     ApiKey,
     BatchingSection,
@@ -489,8 +490,16 @@ def _origin(
         yield source.problem((*at, "revision"), "is only for a model given by `hub`")
     if not isinstance(path, str) or not path:
         return
-    directory = _directory(base, path)
     where = (*at, "path")
+    try:
+        directory = _directory(base, path)
+        os.stat(directory)
+    except FileNotFoundError:
+        pass  # told below
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        yield source.problem(where, f"{shown(path)} cannot be read: {reason}")
+        return
     if not directory.exists():
         like_hub_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) and not directory.parent.is_dir()
         hint = f"; if it is a hub id, write `hub: {path}`" if like_hub_id else ""
@@ -505,6 +514,11 @@ def _origin(
         yield source.problem(where, f"{directory} has no config.json; is it a Hugging Face checkpoint?")
     elif serving and load_format != "dummy" and not _has(directory, WEIGHT_FILES):
         yield source.problem(where, f"{directory} {lacks_weights(directory)}")
+    elif serving:
+        try:
+            check_directory(directory, args)
+        except CheckpointError as error:
+            yield source.problem(where, str(error))
 
 
 def lacks_weights(directory: Path) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 KeyPath = tuple[str | int, ...]
+MOST_PROBLEMS = 100
+_MOST_CHARACTERS = 80
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,15 @@ class Problem:
 
 
 class FleetError(Exception):
-    """A fleet file that cannot be served; `problems` lists every mistake, in the order of the file."""
+    """A fleet file that cannot be served; `problems` lists the mistakes, in the order of the file: all of them, or of
+    very many the first, and how many more there are."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         unique = dict.fromkeys(problems)
-        self.problems = sorted(unique, key=lambda problem: (problem.line or 0, list(map(str, problem.path))))
+        ordered = sorted(unique, key=lambda problem: (problem.line or 0, list(map(str, problem.path))))
+        self.problems = ordered[:MOST_PROBLEMS]
+        if more := len(ordered) - len(self.problems):
+            self.problems.append(Problem(f"{more:,} mistakes more", ordered[-1].file))
         super().__init__("\n".join(map(str, self.problems)))
 
 
@@ -38,6 +44,15 @@ def format_path(path: KeyPath) -> str:
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text
+
+
+def shown(value: object) -> str:
+    """A value as the user wrote it, cut short if it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no numbers of many thousand digits
+        return "a number of very many digits"
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:

@@ -4,23 +4,29 @@ name that is built in, for plans without a checkpoint."""
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from muxserve.config import Fleet, FleetError, Model
+from muxserve.config.checkpoint_files import (
+    CheckpointError,
+    check_directory,
+    read_json,
+    read_json_list,
+    safetensors_files,
+    tensors_of,
+)
 from muxserve.config.checks import KV_CACHE_TYPES, lacks_weights
 from muxserve.config.problems import did_you_mean
 from muxserve.costs.architecture import ModelArchitecture, StoredWeights, UnsupportedModelError, read_architecture
 from muxserve.costs.language_models import is_of_language_model, language_model
 
-
-class CheckpointError(Exception):
-    """The checkpoint cannot be had or read; the message says why."""
+# What is read of a checkpoint for engines that only pretend.
+_NO_WEIGHTS = {"load_format": "dummy"}
 
 
 class Hub(Protocol):
@@ -83,19 +89,12 @@ def architecture_of(model: Model, hub: Hub) -> ModelArchitecture:
         CheckpointError: there is no readable config.json, or the model cannot be served; with the reason.
     """
     file = Path(model.path) / "config.json" if model.path else hub.config(model.hub or "", model.revision)
-    try:
-        config = json.loads(file.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file} is not a JSON object")
+    config = read_json(file)
     # Where ModelOpt said how it quantised before config.json had a place for it.
     separate = file.with_name("hf_quant_config.json")
     if "quantization_config" not in config and separate.is_file():
-        with contextlib.suppress(OSError, ValueError):
-            config["quantization_config"] = {"quant_method": "modelopt", **json.loads(separate.read_bytes())}
+        with contextlib.suppress(CheckpointError):
+            config["quantization_config"] = {"quant_method": "modelopt", **read_json(separate)}
     text = language_model(config)
     config = config if text is None else text
     overrides = model.engine_args.get("hf_overrides")
@@ -121,20 +120,11 @@ _CONVERTED = {"F64", "F32", "F16", "BF16"}
 
 def stored_weights(directory: Path, text_only: bool = False) -> StoredWeights | None:
     """What the safetensors files of a checkpoint hold, from their headers; None if some are missing or unreadable. If
-    `text_only`, of a multi-modal one the language model.
-
-    The files are those that vLLM loads: all that the index names, without one all but Mistral's own format.
-    """
+    `text_only`, of a multi-modal one the language model."""
     elements = packed = 0
     try:
-        index = directory / "model.safetensors.index.json"
-        if index.is_file():
-            names = set(json.loads(index.read_bytes())["weight_map"].values())
-        else:
-            names = {file.name for file in directory.glob("*.safetensors")}
-            names = {name for name in names if not name.startswith("consolidated")} or names
-        for name in names:
-            for called, tensor in _header(directory / name).items():
+        for file in safetensors_files(directory):
+            for called, tensor in tensors_of(file).items():
                 if text_only and not is_of_language_model(called):
                     continue
                 begin, end = tensor["data_offsets"]
@@ -142,20 +132,9 @@ def stored_weights(directory: Path, text_only: bool = False) -> StoredWeights | 
                     elements += math.prod(tensor["shape"])
                 else:
                     packed += end - begin
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except CheckpointError:
         return None
     return StoredWeights(elements, packed) if elements or packed else None
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """Tensors of a safetensors file: 8 bytes say how long the JSON is that follows them."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if length > file.stat().st_size:
-            raise ValueError(f"{file} is not a safetensors file")
-        header: dict[str, Any] = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
-    return header
 
 
 def _pools(model: Model, file: Path) -> bool:
@@ -166,8 +145,8 @@ def _pools(model: Model, file: Path) -> bool:
         return runner == "pooling"
     if convert != "auto" and convert != "none":
         return True
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        parts = json.loads(file.with_name("modules.json").read_bytes())
+    with contextlib.suppress(CheckpointError):
+        parts = read_json_list(file.with_name("modules.json"))
         return any("sentence_transformers.models.Pooling" in str(part.get("type")) for part in parts)
     return False
 
@@ -182,11 +161,9 @@ def without_chat_template(model: Model) -> str:
         for name in ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
     ):
         return ""
-    try:
-        if "chat_template" in json.loads((directory / "tokenizer_config.json").read_bytes()):
+    with contextlib.suppress(CheckpointError):
+        if "chat_template" in read_json(directory / "tokenizer_config.json"):
             return ""
-    except (OSError, ValueError, TypeError):
-        pass
     return (
         f"{model.name} has no chat template: completions work, chat is refused; "
         "`engine_args: {chat_template: FILE}` gives it one"
@@ -225,6 +202,7 @@ def fetch(fleet: Fleet, progress: Callable[[str], None], hub: Hub | None = None,
                 loads = weights and model.engine_args.get("load_format") is None
                 if loads and (lacking := lacks_weights(directory)):
                     raise CheckpointError(f"{model.hub} {lacking}")
+                check_directory(directory, model.engine_args if weights else {**model.engine_args, **_NO_WEIGHTS})
                 model = model.model_copy(update={"path": str(directory)})
             except CheckpointError as error:
                 problems.append(fleet.model_problem(model.name, "hub", str(error)))
@@ -294,11 +272,9 @@ def planned_architecture(value: str, base: Path) -> ModelArchitecture:
             f"{value!r} is neither a config.json nor a built-in architecture{did_you_mean(name, BUILT_IN)}"
         )
     try:
-        config = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} is not a readable config.json: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} is not a JSON object")
+        config = read_json(file)
+    except CheckpointError as error:
+        raise ValueError(str(error)) from None
     try:
         return read_architecture(language_model(config) or config)
     except UnsupportedModelError as error:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.checkpoint_files import write_checkpoint
+
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 256,
@@ -34,9 +36,7 @@ models:
 def fleet_file(tmp_path: Path) -> Path:
     """A fleet that can be planned; its checkpoints have no weights worth loading."""
     for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(CONFIG))
-        (tmp_path / name / "model.safetensors").write_bytes(b"")
+        write_checkpoint(tmp_path / name, CONFIG)
     path = tmp_path / "fleet.yaml"
     path.write_text(FLEET)
     return path

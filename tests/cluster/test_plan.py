@@ -25,6 +25,7 @@ from muxserve.unit.state import model_profile
 from muxserve.vllm.args import engine_args, frontend_args
 from placement import Machine
 from placement.memory import sequence_bytes
+from tests.support.checkpoint_files import write_files, write_safetensors
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
 MACHINE = Machine(cores=4, memory_bytes=32 << 30, shared_memory_bytes=16 << 30)
@@ -61,7 +62,7 @@ class FakeHub:
         self.asked.append(f"snapshot {repo} {revision}")
         directory = self.config(repo, revision).parent
         if repo != "org/gguf":
-            (directory / "model.safetensors").touch()
+            write_files(directory)
         return directory
 
 
@@ -195,7 +196,7 @@ def test_layers_with_a_window_reach_the_memory_manager(tmp_path: Path) -> None:
     """Unless no sequence is longer than the window."""
     windows = {"sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"]}
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **windows}))
-    (tmp_path / "model.safetensors").touch()
+    write_files(tmp_path)
     for max_len, layers in ((512, [0]), (100, [])):
         asked = fleet(f"kv_pool: {{size: 4MiB}}\nmodels: [{{name: a, path: {tmp_path}, max_len: {max_len}}}]\n")
         made = resolve_unit(asked, MACHINE)
@@ -214,7 +215,7 @@ def test_layers_with_a_window_reach_the_memory_manager(tmp_path: Path) -> None:
 def test_experts_that_no_kernel_on_cpu_chooses_are_refused(tmp_path: Path) -> None:
     experts = {"scoring_func": "sigmoid", "num_local_experts": 8, "num_experts_per_tok": 2}
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **experts, "attn_type_list": [1, 1]}))
-    (tmp_path / "model.safetensors").touch()
+    write_files(tmp_path)
     with pytest.raises(FleetError, match=r"models\[0\].path: .* needs experts that are chosen by a sigmoid"):
         resolve_unit(fleet(f"models: [{{name: a, path: {tmp_path}}}]\n"), MACHINE)
 
@@ -240,7 +241,7 @@ def test_an_fp8_cache_has_pages_of_a_quarter_of_float32(tmp_path: Path) -> None:
 def test_an_fp8_cache_is_refused_for_heads_that_the_kernel_lacks(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "head_dim": 80}))
     text = f"models: [{{name: a, path: {tmp_path}, engine_args: {{kv_cache_dtype: fp8}}}}]\n"
-    (tmp_path / "model.safetensors").touch()
+    write_files(tmp_path)
     with pytest.raises(FleetError, match=r"models\[0\].engine_args: kv_cache_dtype: FP8 needs a head size .* not 80"):
         resolve_unit(fleet(text), MACHINE)
 
@@ -271,7 +272,7 @@ class TestLatentAttention:
         self, directory: Path, options: str = "", config: dict[str, object] = LATENT, beside: str = ""
     ) -> ResolvedUnit:
         (directory / "config.json").write_text(json.dumps(config))
-        (directory / "model.safetensors").touch()
+        write_files(directory)
         text = f"models: [{{name: a, path: {directory}{options}}}{beside}]\n"
         return resolve_unit(fleet(text), MACHINE, FakeHub(directory))
 
@@ -317,7 +318,7 @@ class TestStates:
         self, directory: Path, options: str = "", beside: str = ", {name: b, hub: org/b}", head_dim: int = 128
     ) -> ResolvedUnit:
         (directory / "config.json").write_text(json.dumps({**STATEFUL, "head_dim": head_dim}))
-        (directory / "model.safetensors").touch()
+        write_files(directory)
         text = f"models: [{{name: a, path: {directory}{options}}}{beside}]\n"
         return resolve_unit(fleet(text), MACHINE, FakeHub(directory))
 
@@ -381,7 +382,7 @@ class TestSpeculation:
     )
     def test_what_it_cannot_have_is_refused(self, tmp_path: Path, options: str, rest: str, words: str) -> None:
         (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-        (tmp_path / "model.safetensors").touch()
+        write_files(tmp_path)
         with pytest.raises(FleetError, match=words):
             resolve_unit(fleet(f"{rest}models: [{{name: a, path: {tmp_path}{options}{self.OWN}}}]\n"), MACHINE)
 
@@ -391,7 +392,7 @@ class TestSpeculation:
 
     def test_engines_hear_of_it_and_the_front_end_does_not(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-        (tmp_path / "model.safetensors").touch()
+        write_files(tmp_path)
         unit = unit_spec_of(resolve_unit(fleet(f"models: [{{name: a, path: {tmp_path}{self.OWN}}}]\n"), MACHINE), "/x")
         given = {"method": "ngram", "num_speculative_tokens": 2}
         assert engine_args(unit, "a", "decode")["speculative_config"] == given
@@ -405,7 +406,7 @@ class TestImages:
         text = {key: value for key, value in CONFIG.items() if key not in ("architectures", "model_type")}
         whole = {"architectures": ["Idefics3ForConditionalGeneration"], "model_type": "idefics3", "text_config": text}
         (directory / "config.json").write_text(json.dumps({**whole, "vision_config": {"hidden_size": 32}}))
-        (directory / "model.safetensors").touch()
+        write_files(directory)
         return resolve_unit(fleet(f"models: [{{name: a, path: {directory}{options}}}]\n"), MACHINE)
 
     def test_the_encoder_counts_with_the_weights_and_engines_know_of_it(self, tmp_path: Path) -> None:
@@ -436,6 +437,7 @@ class TestStoredWeights:
         whole = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": CONFIG}
         (tmp_path / "config.json").write_text(json.dumps({**whole, "vision_config": {"hidden_size": 32}}))
         tensors = {"language_model.lm_head.weight": ("BF16", [8, 2], 32), "vision_tower.x": ("BF16", [64, 64], 8192)}
+        write_files(tmp_path)
         self.write(tmp_path, "model.safetensors", tensors)
         found = architecture_of(Model(name="a", path=str(tmp_path)), FakeHub(tmp_path))
         assert (found.text_only, found.stored) == (True, StoredWeights(16, 0))
@@ -445,11 +447,7 @@ class TestStoredWeights:
         assert served.text_only
 
     def write(self, directory: Path, name: str, tensors: dict[str, tuple[str, list[int], int]]) -> None:
-        header, end = {}, 0
-        for tensor, (dtype, shape, size) in tensors.items():
-            header[tensor] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end := end + size]}
-        text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-        (directory / name).write_bytes(len(text).to_bytes(8, "little") + text)
+        write_safetensors(directory / name, tensors)
 
     def test_what_is_quantised_keeps_its_size(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(CONFIG))

@@ -11,13 +11,14 @@ import pytest
 from muxserve.config import parse_fleet
 from muxserve.config.adapters import AdapterError, check_rank, rank_of, slots_of
 from muxserve.spec import AdapterSlots
+from tests.support.checkpoint_files import write_checkpoint, write_safetensors
 
 
 def adapter(path: Path, weights: bool = True, **config: Any) -> Path:
     path.mkdir(parents=True)
     (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, **config}))
     if weights:
-        (path / "adapter_model.safetensors").write_bytes(b"")
+        write_safetensors(path / "adapter_model.safetensors")
     return path
 
 
@@ -54,9 +55,7 @@ def test_a_directory_without_an_adapter(tmp_path: Path) -> None:
     ],
 )
 def test_room_for_adapters(ranks: list[int] | None, options: str, slots: AdapterSlots | None, tmp_path: Path) -> None:
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "config.json").write_text("{}")
-    (tmp_path / "m" / "model.safetensors").write_bytes(b"")
+    write_checkpoint(tmp_path / "m")
     text = "models:\n  - name: m\n    path: m\n"
     if ranks is not None:
         named = {f"a{number}": adapter(tmp_path / f"a{number}", r=rank) for number, rank in enumerate(ranks)}

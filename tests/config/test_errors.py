@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from muxserve.config import Fleet, FleetError, parse_fleet
+from tests.support.checkpoint_files import write_checkpoint
 
 CERT, OTHER = (Path(__file__).parents[1] / "support/certificates" / name for name in ("first", "second"))
 
@@ -16,9 +17,7 @@ CERT, OTHER = (Path(__file__).parents[1] / "support/certificates" / name for nam
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
-        (tmp_path / name / "model.safetensors").write_bytes(b"")
+        write_checkpoint(tmp_path / name)
     return tmp_path
 
 

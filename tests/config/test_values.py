@@ -19,6 +19,7 @@ from muxserve.config.loader import fleet_schema, fleet_schema_text
 from muxserve.config.values import parse_duration, parse_size, parse_speed
 from muxserve.planning.specs import gateway_of, tenants_of
 from muxserve.spec import ResponsesSpec
+from tests.support.checkpoint_files import write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = "models:\n  - name: one\n    hub: org/one\n"
@@ -179,9 +180,7 @@ def test_the_schema_knows_what_the_file_may_say(text: str, good: bool) -> None:
 def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fleets").mkdir()
     checkpoint = tmp_path / "models" / "x"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "config.json").write_text("{}")
-    (checkpoint / "model.safetensors").write_bytes(b"")
+    write_checkpoint(checkpoint)
     (tmp_path / "fleets/f.yaml").write_text("models: [{name: x, path: ../models/x}]\n")
     monkeypatch.chdir("/")
     path = load_fleet(tmp_path / "fleets/f.yaml").models[0].path

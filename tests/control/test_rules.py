@@ -15,6 +15,7 @@ from muxserve.replicas.scaling import ScalingRules
 from muxserve.spec import AdapterSlots
 from tests.config.test_adapters import adapter
 from tests.control.fakes import fleet_of
+from tests.support.checkpoint_files import write_checkpoint
 
 FLEET = fleet_of(
     "/run",
@@ -65,9 +66,7 @@ def test_the_only_model_is_not_removed() -> None:
 
 
 def test_one_model_is_added(tmp_path: Path) -> None:
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new/config.json").write_text("{}")
-    (tmp_path / "new/model.safetensors").write_bytes(b"")
+    write_checkpoint(tmp_path / "new")
     text = "models: [{name: new, path: new, replicas: 2}]"
     declared = check_add(FLEET, text, "new.yaml", str(tmp_path))
     assert [(m.name, m.path, m.replicas.at_start) for m in declared.models] == [("new", str(tmp_path / "new"), 2)]

@@ -18,6 +18,7 @@ from muxserve.replicas.scaling import ScalingRules
 from muxserve.scheduling.residency import ResidencyRules
 from muxserve.spec import ResidencySpec
 from tests.control.fakes import Controller, broken, running
+from tests.support.checkpoint_files import write_checkpoint
 from tests.support.patience import PATIENCE
 
 UNITS = {"u0": ["chat", "code"], "u1": ["chat"], "u2": []}
@@ -56,6 +57,24 @@ def test_a_wrong_command_begins_nothing(base: Path) -> None:
         assert controller.control.calls == steps == []
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (messages.Scale({"code": 0}), "code needs at least 1 replica"),
+        (messages.Scale({"chat": 99}), "chat can have at most 64 replicas"),
+        (messages.DrainUnit("u0"), "u0 has the only replica of code"),
+        (messages.SetAdapter("chat", "a", "/nowhere"), "were started without room for adapters"),
+    ],
+)
+def test_what_this_fleet_cannot_do_is_no_wrong_command(base: Path, command: messages.Command, words: str) -> None:
+    with running(base, UNITS) as controller:
+        answer, _ = do(base, command)
+        assert isinstance(answer, messages.CommandRefused)
+        assert words in answer.text
+        assert (answer.mistake, answer.after) == (False, messages.NOTHING_CHANGED)
+        assert controller.control.calls == []
+
+
 def test_several_models_are_scaled_or_none(base: Path) -> None:
     with running(base, UNITS) as controller:
         controller.control.fails["scale", "code", 3] = broken("no room for a unit more")
@@ -76,9 +95,7 @@ def test_what_was_scaled_before_a_failure_is_undone(base: Path) -> None:
 
 
 def test_drain_add_and_remove(base: Path, tmp_path: Path) -> None:
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new/config.json").write_text("{}")
-    (tmp_path / "new/model.safetensors").write_bytes(b"")
+    write_checkpoint(tmp_path / "new")
     with running(base, UNITS) as controller:
         assert do(base, messages.DrainUnit("u1")) == (messages.Done("u1 is empty and has ended"), ["draining u1"])
         text = "models: [{name: new, path: new}]"
@@ -126,7 +143,7 @@ models:
         assert "s3cret" not in planned.text
         assert steps == control.calls == []
         answer, steps = apply(base, text, environ={"KEY": "s3cret"})
-        assert answer == messages.Done("5 changes made; 1 change marked ! not made")
+        assert answer == messages.Done("5 changes made; 1 change marked ! not made", lines[-1:])
         assert [call[:2] for call in control.calls] == [
             ("adopt",),
             ("remove", "code"),
@@ -136,8 +153,9 @@ models:
         assert control.adopted[0].tenants["team"].keys == ["s3cret"]
         # Once more: only what needs a start is left.
         control.declared = control.declared.with_models([*control.declared.models, control.adopted[0].model("new")])
-        answer, _ = apply(base, text, environ={"KEY": "s3cret"})
-        assert answer == messages.Done(lines[-1])
+        answer, steps = apply(base, text, environ={"KEY": "s3cret"})
+        assert answer == messages.Done("1 change marked ! not made", lines[-1:])
+        assert steps == lines[-1:]
 
 
 def test_a_file_that_says_what_there_is_changes_nothing(base: Path) -> None:
@@ -160,10 +178,11 @@ def test_what_needs_a_start_is_named_and_nothing_interrupted(base: Path) -> None
     text = f"kv_pool: {{size: 64MiB}}\ngateway: {{port: 9000}}\nmodels: [{CHAT}, {CODE}]"
     with running(base, UNITS) as controller:
         answer, _ = apply(base, text)
-        assert answer == messages.Done(
-            "! kv_pool.size: auto -> 64 MiB; needs the fleet deployed again\n"
-            "! gateway.port: 8000 -> 9000; needs the fleet deployed again"
-        )
+        lines = [
+            "! kv_pool.size: auto -> 64 MiB; needs the fleet deployed again",
+            "! gateway.port: 8000 -> 9000; needs the fleet deployed again",
+        ]
+        assert answer == messages.Done("2 changes marked ! not made", lines)
         assert controller.control.calls == []
 
 
@@ -186,7 +205,7 @@ def test_where_memory_decides_models_come_and_go_and_its_rules_are_followed(base
             "~ memory.turns: auto -> True",
         ]
         made, _ = apply(base, f"{memory}\nmodels: [{{name: chat, hub: org/chat}}, {{name: new, hub: org/new}}]")
-        assert made == messages.Done("5 changes made")
+        assert (made.text, len(made.left)) == ("5 changes made", 0)
         assert control.calls == [("adopt",), ("remove", "code"), ("add", "new", "org/new")]
 
 
@@ -200,7 +219,7 @@ def test_of_gpus_the_limit_of_memory_stays(base: Path) -> None:
             control.fleet, residency={"u0": ResidencySpec(ResidencyRules(1 << 30), {}, on_gpus=True)}
         )
         planned, _ = apply(base, text.replace("LIMIT", "60GiB"))
-        assert planned == messages.Done("! memory.limit: 40 GiB -> 60 GiB; needs the fleet deployed again")
+        assert planned.text == "! memory.limit: 40 GiB -> 60 GiB; needs the fleet deployed again"
 
 
 def test_a_step_that_fails_ends_it(base: Path) -> None:
@@ -209,7 +228,7 @@ def test_a_step_that_fails_ends_it(base: Path) -> None:
         answer, _ = apply(
             base, f"models: [{CHAT.replace('2', '3')}, {{name: code, hub: org/code, slo: {{ttft_ms: 5}}}}]"
         )
-        assert answer == messages.CommandRefused("no room", mistake=False)
+        assert answer == messages.CommandRefused("no room", mistake=False, after=messages.APPLIED_STAYS)
         assert controller.control.calls == [("adopt",), ("scale", "chat", 3)]
 
 
@@ -273,7 +292,7 @@ def test_an_unforeseen_error_is_told_and_the_next_command_served(base: Path) -> 
         answer, _ = do(base, messages.DrainUnit("u1"))
         assert isinstance(answer, messages.CommandRefused)
         assert "RuntimeError: boom" in answer.text
-        assert not answer.mistake
+        assert (answer.mistake, answer.after) == (False, messages.UNKNOWN)
         controller.control.fails.clear()
         assert isinstance(do(base, messages.DrainUnit("u1"))[0], messages.Done)
 

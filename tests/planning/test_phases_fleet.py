@@ -12,6 +12,7 @@ from muxserve.planning.auto_phases import choose_at_deploy, with_choices
 from muxserve.planning.comparison import ChosenPhases, Comparison
 from placement import Machine
 from tests.planning.phases_support import COSTS
+from tests.support.checkpoint_files import write_files
 
 # Wide, so that its steps take long and few are simulated.
 CONFIG = {
@@ -33,7 +34,7 @@ def fleet_of(tmp_path: Path, first: str, second: str = "", width: int = 2048) ->
     (tmp_path / "wide/config.json").write_text(
         json.dumps(CONFIG | {"hidden_size": width, "intermediate_size": 4 * width})
     )
-    (tmp_path / "wide/model.safetensors").touch()
+    write_files(tmp_path / "wide")
     slo = "slo: { ttft_ms: 1000, tpot_ms: 100 }"
     load = "workload: { prompt_tokens: 60, output_tokens: 12 }"
     lines = [f"  - {{ name: a, path: wide, dtype: float32, rate: 4, {slo}, {load}, {first} }}"]

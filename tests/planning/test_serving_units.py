@@ -30,6 +30,7 @@ from placement import Machine
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.memory import MemoryRules
 from placement.planner import PlanOptions, plan_cluster
+from tests.support.checkpoint_files import write_files
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MACHINE = Machine(4, 16 << 30, 4 << 30)
@@ -483,7 +484,7 @@ def test_a_model_with_states_of_another_type_cannot_join(tmp_path: Path) -> None
         "mamba_d_state": 64,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").touch()
+    write_files(tmp_path)
     model = fleet().models[0].model_copy(update={"name": "states", "path": str(tmp_path)})
     declared = fleet().with_models([*fleet().models, model.model_copy(update={"dtype": "bfloat16"})])
     with pytest.raises(NoRoomError, match="states cannot join u0: engines there do not zero their pages"):
