@@ -58,7 +58,7 @@ def test_fewer_gpus_are_enough_for_models_that_sleep(fleet: Path) -> None:
         assert bool(awake["without_place"]) == (awake["slo"] < 0.95)
     # Where the fewest have room they take turns.
     assert found[1]["with_memory"]["turns"] > 0
-    assert 5 <= len(found[1]["all_awake"]["without_place"]) < 10
+    assert 0 < len(found[1]["all_awake"]["without_place"]) < 10
     needed = told["sleeping"]["gpus_needed"]
     assert needed["with_memory"] < needed["all_awake"] <= 4
     # Of a plan for one number of GPUs it is the same figure.
