@@ -13,34 +13,12 @@ import contextlib
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from muxserve.gpu.unit import GpuMemory
+from muxserve.net.process_memory import KIB, memory_of
 from muxserve.spec import ResidencySpec
 from muxserve.wire import MemoryReport
-
-_KIB = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessMemory:
-    """Bytes of one process: its PSS, of that shared memory, and pages that nobody else maps."""
-
-    pss: int = 0
-    shared_memory: int = 0
-    private: int = 0
-
-
-def memory_of(pid: int, proc: Path = Path("/proc")) -> ProcessMemory:
-    """What the process takes; nothing if it has ended. Takes the kernel a hundredth of a second for one with vLLM."""
-    sums: dict[str, int] = {}
-    with contextlib.suppress(OSError):
-        for line in (proc / str(pid) / "smaps_rollup").read_text().splitlines()[1:]:
-            name, value = line.split()[:2]
-            sums[name] = int(value) * _KIB
-    private = sums.get("Private_Clean:", 0) + sums.get("Private_Dirty:", 0)
-    return ProcessMemory(sums.get("Pss:", 0), sums.get("Pss_Shmem:", 0), private)
 
 
 def gone_since_peak(pid: int, proc: Path = Path("/proc")) -> int:
@@ -50,7 +28,7 @@ def gone_since_peak(pid: int, proc: Path = Path("/proc")) -> int:
         for line in (proc / str(pid) / "status").read_text().splitlines():
             name, _, value = line.partition(":")
             if name in ("VmHWM", "VmRSS"):
-                sizes[name] = int(value.split()[0]) * _KIB
+                sizes[name] = int(value.split()[0]) * KIB
     return max(0, sizes.get("VmHWM", 0) - sizes.get("VmRSS", 0))
 
 

@@ -22,7 +22,7 @@ from muxserve.gateway.changes import ChangeRoutes
 from muxserve.gateway.collector import FleetCollector, GatewayCollector
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.front_end import FrontEndCosts
-from muxserve.gateway.grammar_compiler import CompilerProcess
+from muxserve.gateway.grammar_compiler import Helper
 from muxserve.gateway.grammars import GrammarCompilers
 from muxserve.gateway.images import RequestImages
 from muxserve.gateway.live import LiveView
@@ -60,13 +60,13 @@ class Gateway:
     Args:
         fleet: as it stands when the process starts.
         index: which of its gateways this is.
-        compilers: processes that compile grammars, the spare ones included, if they were forked already.
+        nurseries: what forks grammar compilers, if that was forked already.
 
     Raises:
         OSError: responses are to be kept in a file that cannot be written.
     """
 
-    def __init__(self, fleet: FleetSpec, index: int, compilers: Iterable[CompilerProcess] = ()) -> None:
+    def __init__(self, fleet: FleetSpec, index: int, nurseries: Iterable[Helper] = ()) -> None:
         self.fleet = fleet
         self.index = index
         self.registry = CollectorRegistry()
@@ -79,7 +79,7 @@ class Gateway:
         self.status = FleetStatus(fleet, self.broker)
         self.front_end = FrontEndCosts(lambda: self.status.units.values())
         self.reports = Reports(self.status, index, self.limiter, self.front_end)
-        self.grammars = GrammarCompilers(fleet.gateway.grammars, compilers)
+        self.grammars = GrammarCompilers(fleet.gateway.grammars, nurseries)
         kept = fleet.gateway.responses
         self.responses = ResponseStore(kept, index, fleet.gateway.count) if kept is not None else None
         images = RequestImages(Path(fleet.run_dir) / "images", index)
@@ -157,6 +157,7 @@ class Gateway:
         for task in self._tasks:
             task.cancel()
         self.grammars.close()
+        self.offered.close()
         self.broker.close()
         self.tenancy.close()
         if self.responses is not None:

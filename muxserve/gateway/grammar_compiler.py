@@ -1,14 +1,18 @@
 """The grammar compiler of a gateway: a process that forks one child for each grammar, bounded in CPU time and memory.
 
     gateway ── socket ── grammar compiler (tokenizers) ── one child per grammar
+       └────── socket ── nursery, and a second one (vLLM, and nothing of any model), which forked the compiler
 
 A grammar that takes too long is ended by the kernel, one that nobody waits for any more by the compiler, and all that
-it took comes back with its process. A compiler and a spare one are forked from the gateway before that has threads;
-when both have died, one is started anew:
+it took comes back with its process. So does what a compiler has taken: another one takes its place when that is much.
+
+Compilers are forked from nurseries, and nurseries from each other, the first two from the gateway before that has
+threads. What they have imported is shared by all of them. When both nurseries have died at once, one is started
+anew:
 
     python -m muxserve.gateway.grammar_compiler --socket-fd N
 
-which imports vLLM, and takes as long as that.
+which imports vLLM, and takes as long as that, and as much memory.
 """
 
 from __future__ import annotations
@@ -30,9 +34,12 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from muxserve.gateway.grammar_messages import Command, Compile, CompileResult, Drop, Frames, command, frame, result
 from muxserve.net.logs import log_to_stderr
 from muxserve.net.process import die_with, set_title
+from muxserve.net.process_memory import memory_of
 from muxserve.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -47,6 +54,14 @@ WALL_SECONDS = 2.0
 # Behind gateways and engines.
 NICENESS = 5
 OUT_OF_MEMORY = 3
+# A compiler that has taken so much for itself is to end, but not before it has compiled so many: it may be what the
+# tokenizers of its models take.
+MOST_BYTES = 256 << 20
+LEAST_JOBS = 64
+# A nursery forks within a moment; one that does not is no use.
+NURSERY_SECONDS = 5.0
+IMPORT_SECONDS = 120.0
+_COMPILER, _NURSERY = b"compiler", b"nursery"
 
 
 @dataclass(slots=True)
@@ -75,6 +90,7 @@ class GrammarCompiler:
         self._children: dict[int, Child] = {}
         self._frames = Frames()
         self._selector = selectors.DefaultSelector()
+        self._jobs = 0
 
     def run(self) -> None:
         """Serve."""
@@ -139,7 +155,6 @@ class GrammarCompiler:
         known = self._checkers.get(model.name)
         if known is None or known[0] != model:
             known = self._checkers[model.name] = model, self._make(model)
-            set_title("grammar compiler")
             # What is here now stays: without the collector's touch its pages remain shared with the children.
             gc.collect()
             gc.freeze()
@@ -163,7 +178,7 @@ class GrammarCompiler:
             if compiled.outcome == "accepted":
                 # For those that come after it, if it was the first with that backend.
                 self._checkers[child.model][1].prepare(compiled.changes["_backend"])
-            return compiled
+            return self._with_account(compiled)
         if status in (-signal.SIGPROF, -signal.SIGXCPU) or child.late:
             return CompileResult(child.job, "slow")
         if status in (OUT_OF_MEMORY, -signal.SIGABRT):
@@ -172,6 +187,13 @@ class GrammarCompiler:
             name = signal.Signals(-status).name
             return CompileResult(child.job, "refused", f"the grammar ends its compiler ({name}); try a simpler one")
         return CompileResult(child.job, "failed", f"the process that compiled the grammar ended with {status}")
+
+    def _with_account(self, compiled: CompileResult) -> CompileResult:
+        """The same, with whether this process has taken enough."""
+        self._jobs += 1
+        if self._jobs % LEAST_JOBS or memory_of(os.getpid()).private < MOST_BYTES:
+            return compiled
+        return msgspec.structs.replace(compiled, spent=True)
 
     def _tell(self, compiled: CompileResult) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the next read says that the gateway is gone
@@ -217,38 +239,92 @@ def kill(pid: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class CompilerProcess:
-    """A compiler process, and the gateway's end of its socket."""
+class Helper:
+    """A compiler or a nursery, and the gateway's end of its socket. `handle` is a descriptor of the process: its number
+    may be another's by the time that it is killed."""
 
-    pid: int
+    handle: int
     socket: socket.socket
 
+    def kill(self) -> None:
+        """Kill it, if it has not ended."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.handle, signal.SIGKILL)
+
     def end(self) -> None:
-        """Kill and collect it; its children end with it."""
+        """Kill it; its children end with it."""
         self.socket.close()
-        kill(self.pid)
+        self.kill()
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+            os.waitid(os.P_PIDFD, self.handle, os.WEXITED)
+        os.close(self.handle)
+
+    def until_ready(self) -> None:
+        """Of a nursery that imports vLLM: wait until it has.
+
+        Raises:
+            OSError: it has died, or takes too long.
+        """
+        self.socket.settimeout(IMPORT_SECONDS)
+        if not self.socket.recv(CHUNK):
+            raise ConnectionResetError("the nursery of grammar compilers has died")
+
+    def forks(self, what: bytes) -> Helper:
+        """Of a nursery: have it fork another process.
+
+        Raises:
+            OSError: it has died, or does not answer.
+        """
+        self.socket.settimeout(NURSERY_SECONDS)
+        self.socket.send(what)
+        _, found, _, _ = socket.recv_fds(self.socket, CHUNK, 2)
+        if len(found) != 2:
+            raise ConnectionResetError("the nursery of grammar compilers has died")
+        return Helper(found[0], socket.socket(fileno=found[1]))
 
 
-def fork() -> CompilerProcess:
-    """A compiler that has imported vLLM already; only for a process of one thread."""
-    ours, theirs = socket.socketpair()
+def fork_nursery() -> Helper:
+    """A nursery; only for a process of one thread, which has imported vLLM."""
+    return _fork(_NURSERY, die_with_parent=True)
+
+
+def compiler_of(nursery: Helper) -> Helper:
+    """A compiler that has imported vLLM already.
+
+    Raises:
+        OSError: the nursery has died, or does not answer.
+    """
+    return nursery.forks(_COMPILER)
+
+
+def nursery_of(nursery: Helper) -> Helper:
+    """Another nursery.
+
+    Raises:
+        OSError: the nursery has died, or does not answer.
+    """
+    return nursery.forks(_NURSERY)
+
+
+def _fork(what: bytes, die_with_parent: bool = False) -> Helper:
+    kind = socket.SOCK_SEQPACKET if what == _NURSERY else socket.SOCK_STREAM
+    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
     parent = os.getpid()
     pid = os.fork()
     if pid:
         theirs.close()
-        return CompilerProcess(pid, ours)
+        return Helper(os.pidfd_open(pid), ours)
     status = 1
     try:
-        die_with(parent)
+        if die_with_parent:
+            die_with(parent)
         _close_others(theirs.fileno())
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        run(theirs)
+        (_nurse if what == _NURSERY else run)(theirs)
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -256,13 +332,25 @@ def fork() -> CompilerProcess:
         os._exit(status)
 
 
-def start() -> CompilerProcess:
-    """A compiler that has to import vLLM first.
+def _nurse(sock: socket.socket) -> None:
+    """Be a nursery for the gateway at the other end of `sock`."""
+    set_title("spare grammar compiler")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects what was forked here
+    while what := sock.recv(CHUNK):
+        helper = _fork(what)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the next read says that the gateway is gone
+            socket.send_fds(sock, [what], [helper.handle, helper.socket.fileno()])
+        helper.socket.close()
+        os.close(helper.handle)
+
+
+def start_nursery() -> Helper:
+    """A nursery that has to import vLLM first.
 
     Raises:
         OSError: no process can be started.
     """
-    ours, theirs = socket.socketpair()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         line = [sys.executable, "-m", "muxserve.gateway.grammar_compiler", "--socket-fd", str(theirs.fileno())]
         try:
@@ -270,13 +358,19 @@ def start() -> CompilerProcess:
         except OSError:
             ours.close()
             raise
-    process.returncode = 0  # `CompilerProcess.end` collects it
-    return CompilerProcess(process.pid, ours)
+    process.returncode = 0  # `Helper.end` collects it
+    helper = Helper(os.pidfd_open(process.pid), ours)
+    try:
+        helper.until_ready()
+    except OSError:
+        helper.end()
+        raise
+    return helper
 
 
 def run(sock: socket.socket) -> None:
     """Be the grammar compiler at the other end of `sock`."""
-    set_title("spare grammar compiler")
+    set_title("grammar compiler")
     GrammarCompiler(sock).run()
 
 
@@ -294,7 +388,13 @@ def main() -> None:
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log_to_stderr()
-    run(socket.socket(fileno=args.socket_fd))
+    from muxserve.gateway import grammar_check  # noqa: F401  # what it imports is what its children share
+
+    gc.collect()
+    gc.freeze()
+    with socket.socket(fileno=args.socket_fd) as sock:
+        sock.send(_NURSERY)
+        _nurse(sock)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ class CompileResult(msgspec.Struct, frozen=True):
     """How a job ended.
 
     `refused`: the grammar is no good, or takes too much memory; `slow`: it took more than its CPU time; `failed`: the
-    compiler cannot do it, whatever the grammar.
+    compiler cannot do it, whatever the grammar. `spent`: the compiler has taken much memory, and another one is to take
+    its place.
     """
 
     job: int
@@ -57,6 +58,7 @@ class CompileResult(msgspec.Struct, frozen=True):
     reason: str = ""
     # Fields of the structured output that engines are to be given instead.
     changes: dict[str, Any] = {}
+    spent: bool = False
 
 
 Command = Compile | Drop

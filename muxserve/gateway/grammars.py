@@ -10,8 +10,8 @@ import asyncio
 import hashlib
 import itertools
 import logging
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -20,7 +20,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from muxserve.gateway import grammar_compiler
-from muxserve.gateway.grammar_compiler import CHUNK, WALL_FACTOR, WALL_SECONDS, CompilerProcess
+from muxserve.gateway.grammar_compiler import CHUNK, WALL_FACTOR, WALL_SECONDS, Helper
 from muxserve.gateway.grammar_messages import Compile, CompileResult, Constraints, Drop, Frames, frame, result
 from muxserve.gateway.grammar_queue import GrammarQueue
 from muxserve.gateway.grammar_size import refusal
@@ -40,6 +40,10 @@ KEPT_BYTES = 8 << 20
 SILENCE_SECONDS = 90.0
 RESTART_SECONDS = 5.0
 MOST_TRIES = 2
+# Whoever has waited so long for a grammar is answered, whatever keeps it.
+LONGEST_SECONDS = 120.0
+# Two nurseries: one forks another when the other one has died.
+NURSERIES = 2
 
 
 @dataclass(eq=False, slots=True)
@@ -61,14 +65,15 @@ class GrammarCompilers:
 
     Args:
         limits: what a grammar may be and cost.
-        compilers: the process that compiles, and those that take its place when it dies; more are started when there
-            is none left, which takes a while.
+        nurseries: what compilers are forked from; without any that lives, they are started, which takes a while.
     """
 
-    def __init__(self, limits: GrammarLimits, compilers: Iterable[CompilerProcess] = ()) -> None:
+    def __init__(self, limits: GrammarLimits, nurseries: Iterable[Helper] = ()) -> None:
         self.limits = limits
-        self._spare = list(compilers)
-        self._compiler: CompilerProcess | None = None
+        self._nurseries = list(nurseries)
+        self._compiler: Helper | None = None
+        # It has taken much memory: it ends when it has nothing left to do.
+        self._spent = False
         self._numbers = itertools.count(1)
         self._jobs: dict[int, CompileJob] = {}
         self._by_key: dict[bytes, CompileJob] = {}
@@ -76,6 +81,17 @@ class GrammarCompilers:
         self._answers = Answers()
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._nursing: asyncio.Task[None] | None = None
+        # One order to a nursery at a time.
+        self._forking = asyncio.Lock()
+
+    @property
+    def waiting(self) -> Counter[str]:
+        """How many requests wait for their grammar, by model."""
+        found: Counter[str] = Counter()
+        for job in self._jobs.values():
+            found[job.model.name] += job.wanted_by
+        return found
 
     async def admit(self, model: ModelSpec, params: SamplingParams) -> None:
         """Go on if the grammar of `params`, should they have one, can be compiled; its backend is set then.
@@ -115,11 +131,12 @@ class GrammarCompilers:
 
     def close(self) -> None:
         """End the compiler."""
-        if self._reading is not None:
-            self._reading.cancel()
-        for compiler in [self._compiler, *self._spare]:
-            if compiler is not None:
-                compiler.end()
+        for task in (self._reading, self._nursing):
+            if task is not None:
+                task.cancel()
+        for helper in [self._compiler, *self._nurseries]:
+            if helper is not None:
+                helper.end()
 
     def _words(self, compiled: CompileResult) -> str:
         if compiled.outcome == "slow":
@@ -151,7 +168,13 @@ class GrammarCompilers:
             self._go_on()
         job.wanted_by += 1
         try:
-            return await asyncio.shield(job.answer)
+            return await asyncio.wait_for(asyncio.shield(job.answer), LONGEST_SECONDS)
+        except TimeoutError:
+            log.error("a grammar of %s was not compiled within %g s", model.name, LONGEST_SECONDS)
+            raise GracefulHTTPError(
+                f"the structured output was not compiled within {LONGEST_SECONDS:g} s; try again in a while",
+                HTTPStatus.SERVICE_UNAVAILABLE,
+            ) from None
         finally:
             job.wanted_by -= 1
             if not job.wanted_by and not job.answer.done():
@@ -176,6 +199,10 @@ class GrammarCompilers:
             self._reading = asyncio.ensure_future(self._serve())
         if self._writer is None:
             return
+        if self._spent:
+            if self._compiler is not None and not any(map(self._queue.running, self._jobs)):
+                self._compiler.kill()
+            return
         for number, quick in self._queue.start():
             job = self._jobs[number]
             seconds = min(QUICK_SECONDS, self.limits.compile_seconds) if quick else self.limits.compile_seconds
@@ -184,6 +211,7 @@ class GrammarCompilers:
             job.silence = asyncio.get_running_loop().call_later(patience, self._silent)
 
     def _take(self, compiled: CompileResult) -> None:
+        self._spent |= compiled.spent
         job = self._jobs.get(compiled.job)
         if job is None:
             return  # dropped meanwhile
@@ -208,20 +236,23 @@ class GrammarCompilers:
     def _silent(self) -> None:
         log.error("the grammar compiler does not answer; starting another one")
         if self._compiler is not None:
-            grammar_compiler.kill(self._compiler.pid)
+            self._compiler.kill()
 
     async def _serve(self) -> None:
-        """Listen to the compiler, and start another one when it has died."""
+        """Listen to the compiler, and have another one when it has died."""
         while True:
             try:
-                self._compiler = self._spare.pop() if self._spare else await asyncio.to_thread(grammar_compiler.start)
+                self._compiler = await self._another()
                 await self._listen(self._compiler)
-                log.warning("the grammar compiler died; starting another one")
+                if self._spent:
+                    log.info("the grammar compiler has taken much memory; another one takes its place")
+                else:
+                    log.warning("the grammar compiler died; another one takes its place")
                 await asyncio.to_thread(self._compiler.end)
             except OSError as error:
                 log.error("no grammar compiler can be started: %s", error)
                 await asyncio.sleep(RESTART_SECONDS)
-            self._compiler = None
+            self._compiler, self._spent = None, False
             for job in list(self._jobs.values()):
                 if self._queue.running(job.number):
                     job.tries += 1
@@ -230,7 +261,49 @@ class GrammarCompilers:
                     else:
                         self._queue.again(job.number)
 
-    async def _listen(self, compiler: CompilerProcess) -> None:
+    async def _another(self) -> Helper:
+        """A compiler; raises OSError if there can be none."""
+        while True:
+            if not self._nurseries:
+                log.warning("all that grammar compilers are forked from has died; importing vLLM once more")
+                self._nurseries.append(await asyncio.to_thread(grammar_compiler.start_nursery))
+            if self._nursing is None or self._nursing.done():
+                self._nursing = asyncio.ensure_future(self._keep_nurseries())
+            compiler = await self._forked(self._nurseries[0], grammar_compiler.compiler_of)
+            if compiler is not None:
+                return compiler
+
+    async def _forked(self, nursery: Helper, fork: Callable[[Helper], Helper]) -> Helper | None:
+        """What `nursery` forks; None if it has died or hangs, and then it is gone."""
+        async with self._forking:
+            try:
+                return await asyncio.to_thread(fork, nursery)
+            except OSError as error:
+                log.warning("a spare grammar compiler is no use any more: %s", error or type(error).__name__)
+                if nursery in self._nurseries:
+                    self._nurseries.remove(nursery)
+                    nursery.end()
+                return None
+
+    async def _keep_nurseries(self) -> None:
+        """Replace a nursery that has died by one that the other forks, while there is any."""
+        while self._nurseries:
+            while self._nurseries and len(self._nurseries) < NURSERIES:
+                nursery = await self._forked(self._nurseries[0], grammar_compiler.nursery_of)
+                if nursery is not None:
+                    self._nurseries.append(nursery)
+            ends = {nursery: asyncio.ensure_future(_ended(nursery)) for nursery in self._nurseries}
+            try:
+                await asyncio.wait(ends.values(), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for end in ends.values():
+                    end.cancel()
+            for nursery in [each for each, end in ends.items() if end.done() and not end.cancelled()]:
+                if nursery in self._nurseries:
+                    self._nurseries.remove(nursery)
+                    nursery.end()
+
+    async def _listen(self, compiler: Helper) -> None:
         reader, self._writer = await asyncio.open_connection(sock=compiler.socket)
         self._go_on()
         frames = Frames()
@@ -243,6 +316,17 @@ class GrammarCompilers:
         finally:
             self._writer.close()
             self._writer = None
+
+
+async def _ended(helper: Helper) -> None:
+    """Until the process has ended."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(helper.handle, lambda: ended.done() or ended.set_result(None))
+    try:
+        await ended
+    finally:
+        loop.remove_reader(helper.handle)
 
 
 class Answers:

@@ -119,16 +119,16 @@ def serve(fleet: FleetSpec, index: int, lifeline_fd: int | None, on_up: Callable
     ours.setLevel(ours.getEffectiveLevel())  # a library that vLLM's routes import turns the root logger down to errors
     disable_created_metrics()  # a third of all series, and nobody reads them
     room = raise_file_limit()
-    compilers = [grammar_compiler.fork() for _ in range(2)]  # one to spare, while there is one thread
+    nurseries = [grammar_compiler.fork_nursery() for _ in range(2)]  # one to spare, while there is one thread
     listener = bind(fleet.gateway)
     with asyncio.Runner(loop_factory=loop_factory()) as runner, listener:
-        runner.run(_serve(fleet, index, compilers, listener, room, lifeline_fd, on_up))
+        runner.run(_serve(fleet, index, nurseries, listener, room, lifeline_fd, on_up))
 
 
 async def _serve(
     fleet: FleetSpec,
     index: int,
-    compilers: list[grammar_compiler.CompilerProcess],
+    nurseries: list[grammar_compiler.Helper],
     listener: socket.socket,
     room: Room,
     lifeline_fd: int | None,
@@ -137,7 +137,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     if lifeline_fd is not None:
         loop.add_reader(lifeline_fd, _end_with, lifeline_fd)
-    gateway = Gateway(fleet, index, compilers)
+    gateway = Gateway(fleet, index, nurseries)
     loop.add_signal_handler(signal.SIGHUP, gateway.fleet_changed)
     following: asyncio.Task[None] | None = None
     beating = loop.create_task(Heartbeat(heartbeat_file(fleet.run_dir, f"gateway-{index}")).keep())

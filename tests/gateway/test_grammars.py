@@ -3,6 +3,7 @@ nobody else waits for it."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -125,10 +126,15 @@ def test_schemas_of_chats_tools_and_responses_are_looked_at_too(client: openai.O
 
 def compiler(gateway: Running) -> psutil.Process:
     """The gateway's grammar compiler."""
-    (found,) = [
-        p for p in psutil.Process(gateway.pid).children() if "muxserve grammar compiler" in " ".join(p.cmdline())
-    ]
+    every = named(gateway, "grammar compiler")  # what it forks for a grammar has its name
+    (found,) = [process for process in every if process.parent() not in every]
     return found
+
+
+def named(gateway: Running, title: str) -> list[psutil.Process]:
+    """The gateway's processes of that name, whoever forked them."""
+    below = psutil.Process(gateway.pid).children(recursive=True)
+    return [p for p in below if f"muxserve {title}" in " ".join(p.cmdline())]
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -185,6 +191,29 @@ def test_a_compiler_that_dies_is_replaced_and_no_request_lost(http: httpx.Client
         assert ask(http, structured_outputs={"choice": ["yes", "anew"]}).status_code == 200
         refused(slow.result(PATIENCE))
     assert "the grammar compiler died" in gateway.log
+
+
+def test_nothing_is_imported_again_when_compilers_and_what_forks_them_die(http: httpx.Client, gateway: Running) -> None:
+    """Each in turn, several times; what one has forked lives on when it dies."""
+    assert ask(http, structured_outputs={"choice": ["yes", "at first"]}).status_code == 200
+    first, spares = compiler(gateway), named(gateway, "spare grammar compiler")
+    assert len(spares) == 2
+    group = os.getpgid(gateway.pid)
+
+    def those_of_all() -> set[psutil.Process]:
+        """What is forked by one that has died is not below the gateway any more."""
+        lines = {each: " ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])}
+        found = [each for each, line in lines.items() if "muxserve spare grammar compiler" in line]
+        return {each for each in found if os.getpgid(each.pid) == group}
+
+    first.kill()
+    for number in range(4):
+        before = those_of_all()
+        spares.pop(0).kill()
+        until(lambda before=before: len(those_of_all()) == len(before) and those_of_all() != before)
+        spares += those_of_all() - before
+        assert ask(http, structured_outputs={"choice": ["yes", f"nursery {number}"]}).status_code == 200
+    assert "importing vLLM" not in gateway.log
 
 
 def test_refusals_of_a_unit_are_the_clients_to_know_in_responses_too(client: openai.OpenAI) -> None:
