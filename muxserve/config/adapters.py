@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 
+from muxserve.config.checkpoint_files import CheckpointError, opened, read_json, tensors_of
 from muxserve.config.schema import Model
 from muxserve.spec import AdapterSlots
 
@@ -24,13 +25,13 @@ def rank_of(directory: str | Path) -> int:
         AdapterError: it is none, or one that vLLM does not serve.
     """
     file = Path(directory) / "adapter_config.json"
+    if not os.path.lexists(file):
+        raise AdapterError(f"{directory} has no adapter_config.json; give the directory of a LoRA adapter")
     try:
-        config = json.loads(file.read_bytes())
-    except OSError:
-        raise AdapterError(f"{directory} has no adapter_config.json; give the directory of a LoRA adapter") from None
-    except ValueError as error:
-        raise AdapterError(f"{file} is not JSON: {error}") from None
-    kind, rank = (config.get("peft_type"), config.get("r")) if isinstance(config, dict) else (None, None)
+        config = read_json(file)
+    except CheckpointError as error:
+        raise AdapterError(str(error)) from None
+    kind, rank = config.get("peft_type"), config.get("r")
     if kind != "LORA" or type(rank) is not int or rank < 1:
         raise AdapterError(f"{file} describes no LoRA adapter (`peft_type: LORA` with a rank `r`)")
     if rank > RANKS[-1]:
@@ -38,9 +39,22 @@ def rank_of(directory: str | Path) -> int:
     for key, words in (("use_dora", "DoRA"), ("modules_to_save", "whole modules beside the adapter's")):
         if config.get(key):
             raise AdapterError(f"{file} has `{key}`; vLLM does not serve {words}")
-    if not any((Path(directory) / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
-        raise AdapterError(f"{directory} has no adapter_model.safetensors")
+    _check_weights(Path(directory))
     return rank
+
+
+def _check_weights(directory: Path) -> None:
+    weights, pickled = directory / "adapter_model.safetensors", directory / "adapter_model.bin"
+    try:
+        if os.path.lexists(weights):
+            tensors_of(weights)
+        elif os.path.lexists(pickled):
+            with opened(pickled):
+                pass
+        else:
+            raise AdapterError(f"{directory} has no adapter_model.safetensors")
+    except CheckpointError as error:
+        raise AdapterError(str(error)) from None
 
 
 def slots_of(model: Model) -> AdapterSlots | None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from muxserve.config.adapters import AdapterError, rank_of
 from muxserve.config.checkpoint_files import CheckpointError, check_directory
 from muxserve.config.problems import KeyPath, Problem, closest, did_you_mean, shown
 from muxserve.config.schema import (
@@ -453,6 +454,8 @@ def _models(source: Source, base: Path, serving: bool) -> Iterator[Problem]:
                     line = source.line(first[name])
                     yield source.problem(path, f"{name!r} is already the name of the model on line {line}")
                 first.setdefault(name, path)
+        if serving and isinstance(adapters, dict):
+            yield from _adapters(source, (*at, "adapters"), adapters, base)
         yield from _origin(source, at, model, base, serving)
         yield from _engine_args(source, at, model)
         seqs, tokens = model.get("max_num_seqs"), model.get("max_num_batched_tokens")
@@ -461,6 +464,15 @@ def _models(source: Source, base: Path, serving: bool) -> Iterator[Problem]:
                 (*at, "max_num_batched_tokens"),
                 f"one step must have room for a token of each sequence, but {tokens} tokens < {seqs} sequences",
             )
+
+
+def _adapters(source: Source, at: KeyPath, adapters: Mapping[object, object], base: Path) -> Iterator[Problem]:
+    for name, path in adapters.items():
+        if isinstance(path, str) and path:
+            try:
+                rank_of(_directory(base, path))
+            except (AdapterError, ValueError) as error:
+                yield source.problem((*at, str(name)), str(error))
 
 
 def _origin(

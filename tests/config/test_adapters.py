@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from muxserve.config import parse_fleet
+from muxserve.config import FleetError, parse_fleet
 from muxserve.config.adapters import AdapterError, check_rank, rank_of, slots_of
 from muxserve.spec import AdapterSlots
 from tests.support.checkpoint_files import write_checkpoint, write_safetensors
@@ -66,6 +67,28 @@ def test_room_for_adapters(ranks: list[int] | None, options: str, slots: Adapter
     if ranks:
         assert (model.adapters or {})["a0"] == str(tmp_path / "a0")
     assert slots_of(model) == slots
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda at: at.rename(at.with_name("elsewhere")), "has no adapter_config.json; give the directory of a LoRA"),
+        (lambda at: (at / "adapter_config.json").write_text("{" * 100_000), "adapter_config.json is not JSON"),
+        (lambda at: (at / "adapter_model.safetensors").write_bytes(b""), "adapter_model.safetensors is empty"),
+        (lambda at: (at / "adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
+    ],
+)
+def test_an_adapter_that_cannot_be_read_is_refused_at_its_line(
+    spoil: Callable[[Path], object], words: str, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path / "m")
+    spoil(adapter(tmp_path / "x"))
+    text = "models:\n  - name: m\n    path: m\n    adapters:\n      x: x\n"
+    with pytest.raises(FleetError) as caught:
+        parse_fleet(text, "fleet.yaml", tmp_path)
+    (problem,) = caught.value.problems
+    assert str(problem).startswith("fleet.yaml:5: models[0].adapters.x: ")
+    assert words in str(problem)
 
 
 def test_engines_have_room_up_to_a_rank(tmp_path: Path) -> None:
