@@ -41,8 +41,8 @@ from muxserve.gateway.body import (
     read_body,
 )
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
-from muxserve.gateway.engine_requests import check_engine_requests, engine_requests
 from muxserve.gateway.early_errors import EarlyErrors
+from muxserve.gateway.engine_requests import check_engine_requests, engine_requests
 from muxserve.gateway.errors import App, Message, Receive, RequestError, Scope, Send, respond_error, respond_json
 from muxserve.gateway.measure import HttpRequest, Measures, current_http
 from muxserve.gateway.pooling import POOLING
@@ -292,11 +292,11 @@ class GatewayApp:
                 raise self._unknown_model(name, caller)
             if path not in served.posts:
                 raise RequestError(
-            requests = engine_requests(path, body, reads_pairs="/classify" in served.posts)
-            check_engine_requests(requests, self._limiter.gates[name].largest, name)
                     HTTPStatus.NOT_FOUND, f"the model {name!r} does not serve {path}; it has {_listed(served.posts)}"
                 )
             check_media(body, served.sees_images)
+            requests = engine_requests(path, body, reads_pairs="/classify" in served.posts)
+            check_engine_requests(requests, self._limiter.gates[name].largest, name)
             inner = {**scope, "path": path, "raw_path": path.encode()} if path != scope["path"] else scope
             try:
                 if path not in COMPUTE:

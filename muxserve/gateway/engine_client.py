@@ -199,8 +199,8 @@ class UnitEngineClient(EngineCoreClient):
         wire_id: str,
         priority: RequestLevels,
         features: list[MultiModalFeatureSpec] | None,
-    ) -> bytes:
         salt: str | None,
+    ) -> bytes:
         """`request` in vLLM's encoding, with the id that the unit knows it by, the priority that engines give it, what
         they are told of its images, and the salt of its prefix."""
         theirs = request.request_id, request.priority, request.lora_request, request.mm_features, request.cache_salt
