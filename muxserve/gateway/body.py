@@ -97,6 +97,9 @@ _decoder = msgspec.json.Decoder(RequestFields)
 # Types of a message's parts that are no text, as chats, responses and Anthropic's messages have them.
 _MEDIA = re.compile(r"(?:input_)?(image|audio|video)(?:_\w+)?")
 _MAY_HAVE_MEDIA = re.compile(rb'"(?:input_)?(?:image|audio|video)(?:_\w+)?"')
+# Objects and lists in a body: vLLM checks each of them before anything else happens, in the event loop. In two messages
+# of a chat there are two of them; a thousand conversations, or half a million tokens of them, have less.
+MOST_PARTS = 16384
 _TOO_DEEP = "the request body is nested too deeply"
 _TEXT_ONLY = "models are served for text only here, also those that could take {}; remove it"
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
@@ -170,12 +173,13 @@ def asked_by(body: bytes) -> RequestFields:
     """What a JSON body asks for, as far as that is looked at here.
 
     Raises:
-        RequestError: the body is no JSON object, or one of these fields is of a wrong type (400).
+        RequestError: the body is no JSON object, one of these fields is of a wrong type, or it has too many parts
+            (400).
     """
     try:
         if not body.isascii():
             str(body, "utf-8")  # msgspec does not look into strings that it skips
-        return _decoder.decode(body)
+        asked = _decoder.decode(body)
     except msgspec.ValidationError as error:
         if "$.model" in str(error):
             raise RequestError(HTTPStatus.BAD_REQUEST, "'model' must be a string", param="model") from None
@@ -191,6 +195,23 @@ def asked_by(body: bytes) -> RequestFields:
         raise RequestError(HTTPStatus.BAD_REQUEST, f"the request body is not valid JSON: {reason}") from None
     except RecursionError:
         raise RequestError(HTTPStatus.BAD_REQUEST, _TOO_DEEP) from None
+    parts = _parts_of(body)
+    if parts > MOST_PARTS:
+        raise RequestError(
+            HTTPStatus.BAD_REQUEST,
+            f"the request body has {parts} objects and lists; this server takes at most {MOST_PARTS}",
+        )
+    return asked
+
+
+def _parts_of(body: bytes) -> int:
+    """Objects and lists in a JSON body, as far as there can be too many."""
+    parts = body.count(b"{") + body.count(b"[")
+    if parts <= MOST_PARTS:
+        return parts
+    # Some of them are in strings, of which every quote begins or ends one when the escaped ones are gone.
+    outside = b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
+    return outside.count(b"{") + outside.count(b"[")
 
 
 def check_media(body: bytes, sees_images: bool) -> None:

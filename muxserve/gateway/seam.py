@@ -34,6 +34,7 @@ from muxserve.gateway import data_urls
 from muxserve.gateway.adapters import adapter_requests
 from muxserve.gateway.app import POSTS, ServedApp
 from muxserve.gateway.engine_client import UnitEngineClient
+from muxserve.gateway.long_texts import LongTexts
 from muxserve.gateway.responses import ResponseStore
 from muxserve.gateway.stored_responses import attach
 from muxserve.gateway.vllm_metrics import stat_logger
@@ -57,8 +58,9 @@ class ModelFrontEnd:
     models: OpenAIServingModels | None = None
 
 
-def make_llm(model: ModelSpec, client: UnitEngineClient) -> ModelFrontEnd:
-    """A stock `AsyncLLM` for `model` whose engine is `client`; one at a time, in any thread but that of the event loop.
+def make_llm(model: ModelSpec, client: UnitEngineClient, texts: LongTexts) -> ModelFrontEnd:
+    """A stock `AsyncLLM` for `model` whose engine is `client`, and whose long texts are for `texts`; one at a time, in
+    any thread but that of the event loop.
 
     Raises:
         ValueError: vLLM refuses the model or its options.
@@ -83,6 +85,7 @@ def make_llm(model: ModelSpec, client: UnitEngineClient) -> ModelFrontEnd:
     # `client` sees to it, elsewhere: compilers must not run in a process that serves.
     llm.input_processor.structured_outputs_config = None
     client.bind(llm.output_processor)
+    texts.attach(llm.renderer)
     return ModelFrontEnd(model, client, llm, args, registry)
 
 

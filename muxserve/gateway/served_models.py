@@ -15,6 +15,7 @@ from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.engine_client import UnitEngineClient
 from muxserve.gateway.grammars import GrammarCompilers
 from muxserve.gateway.images import RequestImages
+from muxserve.gateway.long_texts import LongTexts
 from muxserve.gateway.responses import ResponseStore
 from muxserve.spec import ModelSpec
 
@@ -49,6 +50,7 @@ class OfferedModels:
         self._limiter = limiter
         self._grammars = grammars
         self._images = images
+        self._texts = LongTexts()
         self._left = left
         self._gateway = gateway
         self._responses = responses
@@ -77,7 +79,7 @@ class OfferedModels:
             client = UnitEngineClient(model, self._broker, self._grammars, self._images)
             try:
                 # Reads files and compiles templates: others' streams must not wait for it.
-                front_end = await asyncio.to_thread(seam.make_llm, model, client)
+                front_end = await asyncio.to_thread(seam.make_llm, model, client, self._texts)
                 served = await seam.serve(front_end, self._gateway, self._responses)
             except BaseException:
                 self._broker.detach(model.name)
@@ -86,6 +88,10 @@ class OfferedModels:
             self._front_ends[model.name] = front_end
             self.models[model.name] = served
             log.info("front end of %s is ready", model.name)
+
+    def close(self) -> None:
+        """Begin to read no more long texts."""
+        self._texts.close()
 
     def outdated(self, models: Iterable[ModelSpec]) -> list[str]:
         """The models that are offered and not among `models`, or no longer as they are there."""

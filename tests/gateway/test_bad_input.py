@@ -198,6 +198,11 @@ TOKENIZE: list[dict[str, Any]] = [
     {"messages": 3},
     {"messages": []},
     {"prompt": "a", "add_special_tokens": "x"},
+    # More than twice as many tokens as the context has.
+    {"prompt": "x" * 100_000},
+    {"prompt": "x" * 100_000, "return_token_strs": True},
+    {"messages": [{"role": "user", "content": "x" * 100_000}]},
+    {"messages": [{"role": "user", "content": "x"}] * 3000},
 ]
 
 DETOKENIZE: list[dict[str, Any]] = [
@@ -206,6 +211,7 @@ DETOKENIZE: list[dict[str, Any]] = [
     {"tokens": [-1]},
     {"tokens": [2**70]},
     {"tokens": ["a"]},
+    {"tokens": [9] * 50_000},
 ]
 
 
