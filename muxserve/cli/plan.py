@@ -152,18 +152,11 @@ def _tell(arguments: PlanArguments, fleet: Fleet, made: PlannedFleet, seconds: f
         save_plan(made.plan.placement, arguments.output, about)
         errors.print(f"plan written to {escape(str(arguments.output))}")
     if arguments.html is not None:
-        from muxserve.planning.html import write_plan_html
+        from muxserve.metrics.page import write_page
+        from muxserve.planning.html import plan_page
 
-        write_plan_html(
-            arguments.html,
-            made.plan,
-            about,
-            made.simulated,
-            made.points,
-            comparisons,
-            arguments.plotly,
-            command_line(),
-        )
+        page = plan_page(made.plan, about, made.simulated, made.points, comparisons, command_line())
+        write_page(arguments.html, page, arguments.plotly)
         errors.print(f"page written to {escape(str(arguments.html))}")
 
 

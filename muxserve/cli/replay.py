@@ -21,7 +21,7 @@ from muxserve.cli.workload_args import models_of, print_left_out
 from muxserve.config import FleetError, load_fleet
 from muxserve.metrics import Objectives, RequestRecord
 from muxserve.metrics.plotly_library import DEFAULT
-from muxserve.metrics.report import comparison_table, models_table, to_json, write_html
+from muxserve.metrics.report import comparison_table, models_table, report_page, to_json, write_page
 from muxserve.metrics.summary import Summariser, Summary
 from muxserve.replay.alone import Alone, measure_alone
 from muxserve.replay.dialect import Dialect
@@ -270,8 +270,8 @@ def _report(settings: ReplaySettings, workload: Workload, dialects: Mapping[str,
     if settings.out:
         settings.out.write_bytes(document)
     if settings.html:
-        title, command = "MuxServe replay", command_line()
-        write_html(settings.html, runs, title=title, about=about, plotly=settings.plotly, command=command)
+        page = report_page(runs, title="MuxServe replay", about=about, command=command_line())
+        write_page(settings.html, page, settings.plotly)
     for path in filter(None, (settings.out, settings.html, settings.records)):
         errors.print(f"written to {escape(str(path))}")
 

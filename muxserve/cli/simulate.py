@@ -17,7 +17,7 @@ from muxserve.costs.latency import CostError
 from muxserve.costs.measured import latency_model
 from muxserve.metrics import Objectives
 from muxserve.metrics.plotly_library import DEFAULT
-from muxserve.metrics.report import comparison_table, models_table, to_json, write_html
+from muxserve.metrics.report import comparison_table, models_table, report_page, to_json, write_page
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.metrics.tables import seconds_words
 from muxserve.planning.arrangements import arrangement
@@ -284,16 +284,8 @@ def _report(settings: SimulateSettings, workload: Workload, places: Places, runs
 
         names = [model.name for model in places.fleet.models]
         title, figures = "MuxServe simulation", plots(summaries, names)
-        write_html(
-            settings.html,
-            summaries,
-            title=title,
-            about=about,
-            extra=figures,
-            plotly=settings.plotly,
-            command=command_line(),
-            models=names,
-        )
+        page = report_page(summaries, title=title, about=about, extra=figures, command=command_line(), models=names)
+        write_page(settings.html, page, settings.plotly)
         written.append(settings.html)
     for path in written:
         errors.print(f"written to {escape(str(path))}")

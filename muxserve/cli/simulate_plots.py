@@ -11,7 +11,7 @@ from muxserve.metrics.summary import Summary
 
 
 def plots(runs: Mapping[str, Summary], models: Iterable[str]) -> list[tuple[str, Any]]:
-    """Headed Plotly figures for `write_html`; `models` are those of the fleet, in its order."""
+    """Headed Plotly figures for `report_page`; `models` are those of the fleet, in its order."""
     import plotly.graph_objects as go
 
     colours = colours_of(models)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,9 +16,7 @@ from muxserve.metrics.page import (
     plot,
     seconds_axis,
     share_axis,
-    write_page,
 )
-from muxserve.metrics.plotly_library import DEFAULT
 from muxserve.metrics.summary import CURVE, Distribution, Summary
 from muxserve.metrics.tables import comparison, model_columns, model_rows, seconds_words
 
@@ -28,24 +25,18 @@ _LATENCIES = {"ttft": "time to first token", "tpot": "time per output token", "l
 _GOOD = 0.95
 
 
-def write_html(
-    path: str | os.PathLike[str],
+def report_page(
     runs: Mapping[str, Summary],
     *,
     title: str = "MuxServe report",
     about: str = "",
     extra: Sequence[tuple[str, Any]] = (),
-    plotly: str = DEFAULT,
     command: str = "",
     models: Sequence[str] = (),
-) -> None:
-    """Write the page: what came of each run, its models, latency distributions, SLO attainment, throughput, the runs
-    over time. `extra` appends headed Plotly figures of the caller's; `plotly` says where the page has the library from;
-    `command` is what made it, `models` the fleet's order, by which they have their colours.
-
-    Raises:
-        OSError: the file cannot be written.
-        ValueError: `plotly` is none of what there is.
+) -> Page:
+    """The page: what came of each run, its models, latency distributions, SLO attainment, throughput, the runs
+    over time. `extra` appends headed Plotly figures of the caller's; `command` is the command that made the page, `models`
+    the fleet's order, by which they have their colours.
     """
     colours = colours_of([*models, *(model for summary in runs.values() for model in summary.models)])
     sections = []
@@ -59,7 +50,7 @@ def write_html(
     sections += [Section(heading, figures=[figure], collapsed=folded) for heading, figure, folded in figures]
     sections.append(Section("All figures", [PageTable(["", *runs], comparison(runs))], collapsed=True))
     verdicts = [_verdict(name if len(runs) > 1 else "", summary) for name, summary in runs.items()]
-    write_page(path, Page(title, verdicts, sections, about, command, colours), plotly)
+    return Page(title, verdicts, sections, about, command, colours)
 
 
 def _verdict(name: str, summary: Summary) -> Verdict:

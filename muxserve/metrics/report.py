@@ -8,7 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from muxserve.metrics.html_report import write_html
+from muxserve.metrics.html_report import report_page
+from muxserve.metrics.page import write_page
 from muxserve.metrics.summary import Summary
 from muxserve.metrics.tables import comparison_table, models_table
 
@@ -18,9 +19,10 @@ __all__ = [
     "comparison_table",
     "models_table",
     "read_json",
+    "report_page",
     "to_json",
-    "write_html",
     "write_json",
+    "write_page",
 ]
 VERSION = 1
 

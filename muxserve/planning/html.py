@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 
 from muxserve.metrics.colours import colours_of
@@ -18,9 +17,7 @@ from muxserve.metrics.page import (
     Verdict,
     plot,
     share_axis,
-    write_page,
 )
-from muxserve.metrics.plotly_library import DEFAULT
 from muxserve.planning.arrangements import arrangement
 from muxserve.planning.comparison import COLUMNS, Comparison, cells, format_seconds
 from muxserve.planning.document import SweepPoint, needed, warnings_of
@@ -33,23 +30,16 @@ from placement.planner import ClusterPlan, limits_in_words
 _ASKED = "#c5cad2"
 
 
-def write_plan_html(
-    path: str | os.PathLike[str],
+def plan_page(
     plan: ClusterPlan,
     about: str,
     simulated: Prediction | None = None,
     sweep: Sequence[SweepPoint] = (),
     comparisons: Sequence[Comparison] = (),
-    plotly: str = DEFAULT,
     command: str = "",
-) -> None:
-    """Write the page: the verdict, the placement, what each model gets by the estimate and in simulation, the sweep;
-    units, arrangements compared and notes are folded away. `plotly` says where the page has the plotting library from,
-    `command` what made it.
-
-    Raises:
-        OSError: it cannot be written.
-        ValueError: `plotly` is none of what there is.
+) -> Page:
+    """The page: the verdict, the placement, what each model gets by the estimate and in simulation, the sweep;
+    units, arrangements compared and notes are folded away. `command` is the command that made the page.
     """
     colours = colours_of(demand.name for demand in plan.demands)
     sections = [
@@ -64,7 +54,7 @@ def write_plan_html(
     verdicts = [_verdict(plan, simulated, sweep)]
     verdicts += [Verdict(f"{name} is placed nowhere: {why}", "bad") for name, why in plan.missing.items()]
     verdicts += [Verdict(warning, "bad") for warning in warnings_of(plan, simulated, sweep)]
-    write_page(path, Page("Placement plan", verdicts, sections, about, command, colours), plotly)
+    return Page("Placement plan", verdicts, sections, about, command, colours)
 
 
 _MODELS_NOTE = (

@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from muxserve.metrics import Objectives, Reference, RequestRecord
-from muxserve.metrics.html_report import write_html
+from muxserve.metrics.html_report import report_page
+from muxserve.metrics.page import write_page
 from muxserve.metrics.report import ReportError, read_json, to_json, write_json
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.metrics.tables import comparison_table, models_table, seconds_words
@@ -95,9 +96,8 @@ class Page(HTMLParser):
 
 
 def test_the_page_is_self_contained_and_escaped(tmp_path: Path) -> None:
-    write_html(
-        tmp_path / "r.html", {"one": run(1), "two & more": run(2)}, title="T<i>", about="about it", plotly="inline"
-    )
+    made = report_page({"one": run(1), "two & more": run(2)}, title="T<i>", about="about it")
+    write_page(tmp_path / "r.html", made, plotly="inline")
     source = (tmp_path / "r.html").read_text()
     page = Page()
     page.feed(source)
@@ -120,20 +120,20 @@ def test_the_page_is_self_contained_and_escaped(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_pages_of_one_directory_share_the_library(tmp_path: Path) -> None:
     for name in ("a.html", "b.html"):
-        write_html(tmp_path / name, {"one": run(1)})
+        write_page(tmp_path / name, report_page({"one": run(1)}))
         page = Page()
         page.feed((tmp_path / name).read_text())
         assert page.loads == ["plotly.min.js"]
         assert (tmp_path / name).stat().st_size < 500_000
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.html", "b.html", "plotly.min.js"]
-    write_html(tmp_path / "c.html", {"one": run(1)}, plotly="https://example.test/plotly.min.js")
+    write_page(tmp_path / "c.html", report_page({"one": run(1)}), plotly="https://example.test/plotly.min.js")
     assert "https://example.test/plotly.min.js" in (tmp_path / "c.html").read_text()
     with pytest.raises(ValueError, match="--plotly: must be"):
-        write_html(tmp_path / "c.html", {"one": run(1)}, plotly="somewhere")
+        write_page(tmp_path / "c.html", report_page({"one": run(1)}), plotly="somewhere")
 
 
 def test_an_empty_run_makes_a_page(tmp_path: Path) -> None:
-    write_html(tmp_path / "r.html", {"none": summarise([])})
+    write_page(tmp_path / "r.html", report_page({"none": summarise([])}))
     assert "requests" in (tmp_path / "r.html").read_text()
 
 
