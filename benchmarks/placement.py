@@ -170,13 +170,14 @@ def estimates() -> dict[str, object]:
             demands = fleet(6, rate, seed, 1.3)
             options = PlanOptions(local=ImproveLimits(kicks=10))
             plan = plan_cluster(demands, cluster, latency, memory_of(cluster), options)
-            simulated = predict(plan, latency, 120.0)
-            error = plan.throughput / simulated.throughput - 1.0
+            prediction = predict(plan, latency, 120.0)
+            simulated = prediction.rate(prediction.finished)
+            error = plan.throughput / simulated - 1.0
             row = {
                 "seed": seed,
                 "asked": round(plan.asked, 2),
                 "estimated": round(plan.throughput, 2),
-                "simulated": round(simulated.throughput, 2),
+                "simulated": round(simulated, 2),
                 "relative_error": round(error, 4),
             }
             print(row, flush=True)

@@ -118,10 +118,10 @@ def _simulated(simulated: Prediction, name: str) -> list[str]:
     figures = simulated.summary.models.get(name)
     if figures is None:
         return ["-"] * 4
-    slo = figures.slo.get("all")
+    slo, sustained = figures.slo.get("all"), simulated.sustained(name)
     return [
-        f"{simulated.sustained.get(name, 0.0):.2f}",
-        format_seconds(figures.ttft.mean) if figures.ttft else "-",
+        "-" if sustained is None else f"{sustained:.2f}",
+        "grows" if simulated.unbounded(name) else format_seconds(figures.ttft.mean) if figures.ttft else "-",
         format_seconds(figures.tpot.mean) if figures.tpot else "-",
         "-" if slo is None else f"{slo:.0%}",
     ]
@@ -156,10 +156,11 @@ def show_plan(
     if simulated is not None:
         overall = simulated.summary.overall
         slo = overall.slo.get("all")
-        met = "" if slo is None else f", {slo:.1%} within their objectives"
+        figures = [] if simulated.throughput is None else [f"{simulated.throughput:.2f} requests/s"]
+        figures += [] if slo is None else [f"{slo:.1%} within their objectives"]
         console.print(
-            f"simulated {overall.requests} requests in {simulated.seconds:.0f} s of virtual time: "
-            f"{simulated.throughput:.2f} requests/s{met}"
+            f"simulated {overall.requests} requests in {simulated.seconds:.0f} s of virtual time"
+            f"{': ' if figures else ''}{', '.join(figures)}"
         )
     for warning in warnings_of(made, simulated, points):
         console.print(f"[red]{escape(warning)}[/]")
@@ -245,7 +246,9 @@ def show_rivals(rivals: Sequence[Rival], robust_seconds: float = 0.0) -> None:
         return
     first, second = rivals[:2]
     behind = 1.0 - second.score / first.score if first.score else 0.0
-    if behind > EQUAL:
+    if not (first.is_measured and second.is_measured):
+        why = "not compared by requests per second, which its simulation was too short to show"
+    elif behind > EQUAL:
         why = f"{behind:.1%} fewer"
     elif second.robust < (1.0 - EQUAL) * first.robust:
         why = f"as many, but under other workloads {second.robust:.0%} of the requests count, not {first.robust:.0%}"

@@ -14,6 +14,7 @@ from muxserve.planning.arrangements import arrangement
 from muxserve.planning.prediction import Prediction, ResidencyForecast, falls_short
 from muxserve.planning.rivals import WAYS, Rival
 from muxserve.planning.sleeping import Outcome, SleepingForecast
+from muxserve.planning.window import ANSWERS
 from muxserve.simulator import ResidencyResult
 from placement.cluster import PlacedUnit
 from placement.estimator import ModelEstimate, UnitEstimate
@@ -28,7 +29,8 @@ _POINTS = 15
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
     """One size of the cluster: what is served there by the estimate. `simulated` is the part of the requests that are
-    within their objectives in simulation, and `short` the models that are so too rarely; None: it was not simulated."""
+    within their objectives in simulation, and `short` the models that are so too rarely; None: it was not simulated, or
+    there are no objectives."""
 
     gpus: int
     used: int
@@ -56,7 +58,7 @@ def point(plan: ClusterPlan, simulated: Prediction | None = None) -> SweepPoint:
         attainment=plan.attainment,
         meets=plan.meets,
         missing=tuple(plan.missing),
-        simulated=simulated.summary.overall.slo.get("all", 1.0) if simulated else None,
+        simulated=simulated.summary.overall.slo.get("all") if simulated else None,
         short=tuple(falls_short(plan, simulated)) if simulated else (),
     )
 
@@ -82,7 +84,21 @@ def warnings_of(plan: ClusterPlan, simulated: Prediction | None, points: Sequenc
         )
     if simulated is None and plan.meets:
         found.append("that the rates and objectives are met is an estimate, which was not simulated")
+    if simulated is not None and not simulated.is_long_enough:
+        found.append(_too_short(simulated))
     return found
+
+
+def _too_short(simulated: Prediction) -> str:
+    """Why a simulation does not show how many requests are served per second, and what to do."""
+    if simulated.longest_answer is None:
+        return f"in the simulated {simulated.seconds:.3g} s no request was answered, so nothing was measured"
+    least = math.ceil(ANSWERS * simulated.longest_answer)
+    return (
+        f"the simulated {simulated.seconds:.3g} s do not hold {ANSWERS:.0f} of the longest answers, which take "
+        f"{simulated.longest_answer:.3g} s: requests per second were not measured, and ways to serve that differ only "
+        f"in these were not compared; --simulate {least} is long enough"
+    )
 
 
 def parse_sweep(text: str) -> list[int]:
@@ -222,8 +238,8 @@ def document(
             {
                 "way": rival.way,
                 "about": WAYS[rival.way][1],
-                "score": rival.score,
-                "latency_mean": None if math.isinf(rival.latency) else rival.latency,
+                "score": rival.score if rival.is_measured else None,
+                "latency_mean": rival.latency if rival.is_served else None,
                 "devices_used": rival.plan.devices,
                 "under_other_workloads": dict(rival.stressed),
             }
@@ -294,11 +310,12 @@ def _figures(simulated: Prediction | None, name: str) -> dict[str, Any] | None:
     figures = simulated.summary.models.get(name) if simulated else None
     if figures is None or simulated is None:
         return None
+    ttft = None if simulated.unbounded(name) else figures.ttft
     return {
         "requests": figures.requests,
-        "throughput": simulated.sustained.get(name, 0.0),
-        "ttft_mean": figures.ttft.mean if figures.ttft else None,
-        "ttft_p99": figures.ttft.p99 if figures.ttft else None,
+        "throughput": simulated.sustained(name),
+        "ttft_mean": ttft.mean if ttft else None,
+        "ttft_p99": ttft.p99 if ttft else None,
         "tpot_mean": figures.tpot.mean if figures.tpot else None,
         "attainment": figures.slo.get("all"),
     }
@@ -308,12 +325,13 @@ def _simulated(simulated: Prediction | None) -> dict[str, Any] | None:
     if simulated is None:
         return None
     overall = simulated.summary.overall
+    ttft = None if overall.unfinished else overall.ttft
     return {
         "seconds": simulated.seconds,
         "requests": overall.requests,
         "throughput": simulated.throughput,
-        "ttft_mean": overall.ttft.mean if overall.ttft else None,
-        "ttft_p99": overall.ttft.p99 if overall.ttft else None,
+        "ttft_mean": ttft.mean if ttft else None,
+        "ttft_p99": ttft.p99 if ttft else None,
         "tpot_mean": overall.tpot.mean if overall.tpot else None,
         "tpot_p99": overall.tpot.p99 if overall.tpot else None,
         "attainment": overall.slo.get("all"),

@@ -140,7 +140,7 @@ def _throughput(plan: ClusterPlan, simulated: Prediction | None, colours: Mappin
     # What is estimated is pale, as on the placement; the legend has no colour of a model.
     bars.append(go.Bar(name="estimated", x=names, y=served, marker={"color": own, "opacity": 0.45}))
     if simulated is not None:
-        made = [simulated.sustained.get(name, 0.0) for name in names]
+        made = [simulated.sustained(name) for name in names]
         bars.append(go.Bar(name="simulated", x=names, y=made, marker_color=own))
     axis = {"title": "requests per second", "rangemode": "tozero"}
     words = "For each model: asked (grey), estimated (pale)" + (", simulated (full)." if simulated is not None else ".")
@@ -237,11 +237,12 @@ def _in_simulation(simulated: Prediction, name: str) -> list[str]:
     figures = simulated.summary.models.get(name)
     if figures is None:
         return ["-"] * 5
-    met = figures.slo.get("all")
+    met, sustained = figures.slo.get("all"), simulated.sustained(name)
+    grows = simulated.unbounded(name)
     return [
-        f"{simulated.sustained.get(name, 0.0):.2f}",
-        format_seconds(figures.ttft.mean) if figures.ttft else "-",
-        format_seconds(figures.ttft.p99) if figures.ttft else "-",
+        "-" if sustained is None else f"{sustained:.2f}",
+        "grows" if grows else format_seconds(figures.ttft.mean) if figures.ttft else "-",
+        "grows" if grows else format_seconds(figures.ttft.p99) if figures.ttft else "-",
         format_seconds(figures.tpot.mean) if figures.tpot else "-",
         "-" if met is None else f"{met:.1%}",
     ]

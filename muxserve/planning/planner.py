@@ -24,6 +24,7 @@ from muxserve.planning.prediction import (
     Prediction,
     ResidencyForecast,
     Surroundings,
+    loads_of,
     predict,
     shares_per_lease,
     simulated_of,
@@ -40,6 +41,7 @@ from muxserve.planning.sleeping import (
     live_residency,
 )
 from muxserve.planning.this_machine import plan_this_machine, residency_here
+from muxserve.planning.window import longest_answer, window
 from muxserve.simulator import SimulationError
 from muxserve.workload import Workload
 from placement.cluster import Cluster
@@ -52,8 +54,9 @@ from placement.planner import MODES, ClusterPlan, ModeName, PlanOptions, plan_cl
 
 # For long enough that each model is active.
 _GROUPS, _GROUPS_SECONDS = Perturbation("bursty groups", groups=True), 120.0
-# How much is simulated: several plans are, so that not all of it is spent on one.
-_SIMULATED_REQUESTS, _PER_MODEL, _SIMULATED_SECONDS = 2000, 40, 300.0
+# A window is for answers that take so much longer than those expected. One that proved too short for what was simulated
+# in it is made longer so many times.
+_LONGER, _SPARE = 3, 1.25
 
 
 # What `muxserve plan` does unless it is told otherwise, which is also what `muxserve simulate` places by.
@@ -277,6 +280,10 @@ class Planner:
         found = self._borne_out(shared, demands, cluster)
         if self.options.mode != "muxserve" or self.options.exact or found.simulated is None:
             return found
+        # What only counts requests per second says nothing of a part of a window.
+        counts, seconds = self.options.objective.name == "throughput", found.simulated.seconds
+        if counts and not found.simulated.is_long_enough:
+            return found
         own, *others = shared_ways(self.fleet, shares_per_lease(self.fleet, found.plan.placement))
         rivals = [Rival(own, found.plan, found.simulated)]
         rivals += [Rival(way, as_way(way, found.plan, self.fleet)) for way in others]
@@ -295,13 +302,27 @@ class Planner:
         def stress(plan: ClusterPlan) -> dict[str, float]:
             nonlocal spent
             began = time.monotonic()
-            tried = {each.name: self._simulated(plan, part=FIRST, perturbed=each)[0] for each in PERTURBATIONS}
+            tried = {each.name: simulate(plan, first_part, each) for each in PERTURBATIONS}
             spent += time.monotonic() - began
-            return {name: kept(plan, made) if made is not None else 0.0 for name, made in tried.items()}
+            parts = {name: None if made is None else kept(plan, made) for name, made in tried.items()}
+            return {name: part for name, part in parts.items() if part is not None}
 
-        ranked = best_of(
-            rivals, lambda plan, part: self._simulated(plan, part=part)[0], stress if self.robust else None
-        )
+        def simulate(plan: ClusterPlan, part: float, perturbed: Perturbation | None = None) -> Prediction | None:
+            return self._simulated(plan, seconds=seconds, part=part, perturbed=perturbed)[0]
+
+        first_part = 1.0 if counts else FIRST
+        ranked = best_of(rivals, simulate, None, first_part)
+        for _ in range(_LONGER):
+            # Answers of one way take longer than those of another.
+            longest = max((each.prediction.longest_answer or 0.0 for each in ranked if each.prediction), default=0.0)
+            longer = window(found.plan, _SPARE * longest)
+            if self.simulate is not None or longer <= seconds or all(each.is_measured for each in ranked):
+                break
+            seconds, rivals = longer, [replace(each, prediction=None) for each in rivals]
+            ranked = best_of(rivals, simulate, None, first_part)
+        if self.robust:
+            # What was simulated is known by now.
+            ranked = best_of(rivals, simulate, stress, first_part)
         first = ranked[0]
         if first.way != own:
             found = PlannedFleet(first.plan, first.prediction)
@@ -314,13 +335,13 @@ class Planner:
         if simulated is None or self.options.objective.name == "throughput":
             return PlannedFleet(first, simulated, why_not)
 
-        known = {id(first): simulated}
+        known, seconds = {id(first): simulated}, simulated.seconds
 
         def plan(asked: Sequence[Demand]) -> ClusterPlan:
             return first if asked is demands else self._place(asked, cluster, before="again: ")
 
         def simulate(made: ClusterPlan) -> Prediction:
-            prediction = known.get(id(made)) or self._simulated(made)[0]
+            prediction = known.get(id(made)) or self._simulated(made, seconds=seconds)[0]
             assert prediction is not None, "what could be simulated once can be simulated again"
             return prediction
 
@@ -381,26 +402,36 @@ class Planner:
         self,
         made: ClusterPlan,
         pool: CpuPool | None = None,
+        seconds: float | None = None,
         part: float = 1.0,
         perturbed: Perturbation | None = None,
     ) -> tuple[Prediction | None, str]:
-        """The simulation of the plan, or why there is none. `pool` is the machine whose CPU it is for, `part`
-        that of the time to be simulated, `perturbed` how the workload is another."""
+        """The simulation of the plan, or why there is none. `pool` is the machine whose CPU it is for. Of `seconds`
+        (None: as many as the options say, or as show what the plan serves) that `part` is simulated; `perturbed` says
+        how the workload is another."""
 
-        seconds = self.simulate
-        if seconds is None:
-            # Long enough for the longest answers to come and go, unless that takes too long.
-            seconds = min(_SIMULATED_SECONDS, max(_SIMULATED_REQUESTS, _PER_MODEL * len(made.demands)) / made.asked)
-        if seconds <= 0 or not made.placement.units:
+        asked = self.simulate if seconds is None else seconds
+        if not made.placement.units or (asked is not None and asked <= 0.0):
             return None, ""
         self.progress.told("simulating")
 
         def count(done: int, total: int) -> None:
             self.progress.told(f"simulating, {done} of {total} requests")
 
+        def simulated(seconds: float) -> Prediction:
+            known = self._simulations
+            return predict(made, self.latency, seconds, self.seed, units, count, perturbed, known)
+
         try:
             units = simulated_of(made.placement, self.fleet, made.demands, self._surroundings(pool))
-            known = self._simulations
-            return predict(made, self.latency, part * seconds, self.seed, units, count, perturbed, known), ""
+            if asked is not None:
+                return simulated(part * asked), ""
+            found = simulated(window(made, _SPARE * longest_answer(made, loads_of(made, units))))
+            for _ in range(_LONGER):
+                longer = window(made, _SPARE * (found.longest_answer or 0.0))
+                if found.is_long_enough or longer <= found.seconds:
+                    break
+                found = simulated(longer)
+            return found, ""
         except (SimulationError, CostError, NoPlaceError) as error:
             return None, str(error)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -36,6 +36,7 @@ from muxserve.planning.residency import with_residency
 from muxserve.planning.simulations import Simulations
 from muxserve.planning.specs import levels_of, migration_of, scaling_of
 from muxserve.planning.unit_plan import with_batching
+from muxserve.planning.window import ANSWERS, holds, longest_answer, measured_longest_answer
 from muxserve.replicas.prefixes import dispatch_policy
 from muxserve.replicas.priorities import Levels
 from muxserve.replicas.scaling import ScalingRules
@@ -74,6 +75,8 @@ SIGMA = 0.8  # of the log-normal lengths: a long tail, as in chats
 _TAIL = 8  # times the mean: the longest that are drawn
 SPARE = 1.25  # a model that falls short is planned for with so much more of its rate, each time
 ATTEMPTS = 4
+# A rate of fewer requests is not told.
+_FEWEST_ENDED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,19 +295,41 @@ def _machines(placement: Placement, unit: PlacedUnit) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A simulation of `seconds` of load. `sustained` are requests per second that each model completed in the second
-    half of that time: neither the empty fleet at the start nor the last, longest answers count."""
+    """A simulation of `seconds` of load. `finished` are the requests of each model that ended in the second half of
+    that time: neither the empty fleet at the start nor the last, longest answers count. `longest_answer` is how many
+    seconds the longest took (`window`); None: there was none."""
 
     summary: Summary
     seconds: float
-    sustained: dict[str, float]
+    finished: Mapping[str, int]
+    longest_answer: float | None
     # Where memory decides which models are awake.
     residency: ResidencyResult | None = None
 
     @property
-    def throughput(self) -> float:
-        """Requests per second that all models completed in the second half."""
-        return sum(self.sustained.values())
+    def is_long_enough(self) -> bool:
+        """It holds several of the longest answers, so that it shows how many requests are served per second."""
+        return holds(self.seconds, self.longest_answer)
+
+    @property
+    def throughput(self) -> float | None:
+        """Requests per second that all models completed in the second half; None: the simulation was too short."""
+        return self.rate(self.finished) if self.is_long_enough else None
+
+    def rate(self, models: Iterable[str]) -> float:
+        """Requests per second of some models that ended in the second half, however short that was."""
+        return sum(self.finished[name] for name in models) / (self.seconds / 2) if self.seconds > 0.0 else 0.0
+
+    def sustained(self, model: str) -> float | None:
+        """Requests per second that a model completed in the second half; None if that is not measured, since too few
+        ended there, or the simulation was too short."""
+        few = self.finished.get(model, 0) < _FEWEST_ENDED
+        return None if few or not self.is_long_enough else self.rate([model])
+
+    def unbounded(self, model: str) -> bool:
+        """Some requests of a model still waited when no more had come for as long as the load took: its queue grows."""
+        figures = self.summary.models.get(model)
+        return figures is not None and figures.unfinished > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,12 +396,8 @@ def predict(
         CostError: the latency model does not know a model.
     """
     demands, simulated = plan.demands, simulated or Simulated(plan.placement, {})
-    own = simulated.longest
-    longest = {d.name: own.get(d.name) or d.max_len or d.architecture.max_len for d in demands}
-    loads = {d.name: _load(d, longest[d.name], perturbed) for d in demands}
-    if perturbed is not None:
-        busiest = max(demands, key=lambda demand: demand.rate).name
-        loads[busiest] = replace(loads[busiest], rate=perturbed.burst * loads[busiest].rate)
+    longest = _longest_sequences(plan, simulated)
+    loads = loads_of(plan, simulated, perturbed)
     known = simulated.models
     models = {d.name: replace(known.get(d.name) or fleet_model(d), max_len=longest[d.name]) for d in demands}
     simulated = replace(simulated, models=models)
@@ -386,7 +407,9 @@ def predict(
     units, rules = simulated.units(how), simulated.rules_of(how)
     residency: ResidencyResult | None = None
     if not simulated.residency:
-        records = (simulations or Simulations(latency)).records(units, workload, rules, progress)
+        # Who waits longer than that waits in a queue that grows. Playing it to its end would take hours of its time.
+        patience = max(seconds, ANSWERS * longest_answer(plan, loads))
+        records = (simulations or Simulations(latency)).records(units, workload, rules, progress, seconds + patience)
     else:
         control = measured_control(latency, units[0].device)
         options = Options(control.delays, pace=control.pace)
@@ -398,9 +421,25 @@ def predict(
         rates={d.name: d.rate for d in demands},
         objectives={d.name: Objectives(d.slo_ttft, d.slo_tpot) for d in demands},
     )
-    finished = Counter(r.model for r in records if r.ok and r.finish is not None and seconds / 2 <= r.finish < seconds)
-    sustained = {d.name: finished[d.name] / (seconds / 2) for d in demands}
-    return Prediction(summary, seconds, sustained, residency)
+    ended = Counter(r.model for r in records if r.ok and r.finish is not None and seconds / 2 <= r.finish < seconds)
+    finished = {d.name: ended[d.name] for d in demands}
+    return Prediction(summary, seconds, finished, measured_longest_answer(records), residency)
+
+
+def _longest_sequences(plan: ClusterPlan, simulated: Simulated) -> dict[str, int]:
+    """Tokens of the longest sequence of each model."""
+    own = simulated.longest
+    return {d.name: own.get(d.name) or d.max_len or d.architecture.max_len for d in plan.demands}
+
+
+def loads_of(plan: ClusterPlan, simulated: Simulated, perturbed: Perturbation | None = None) -> dict[str, ModelLoad]:
+    """What comes for each model of a plan."""
+    longest = _longest_sequences(plan, simulated)
+    loads = {d.name: _load(d, longest[d.name], perturbed) for d in plan.demands}
+    if perturbed is not None:
+        busiest = max(plan.demands, key=lambda demand: demand.rate).name
+        loads[busiest] = replace(loads[busiest], rate=perturbed.burst * loads[busiest].rate)
+    return loads
 
 
 def _load(demand: Demand, longest: int, perturbed: Perturbation | None) -> ModelLoad:

@@ -1,7 +1,8 @@
 """Plans that compete: models share GPUs, take turns on them or have their own, and simulation decides.
 
 Estimates of different ways to serve are not comparable enough to choose by them, so every way is planned, all plans are
-simulated on a quarter of the same requests, and the better half of them on all of these (successive halving). Of those
+simulated on a quarter of the same requests, and the better half of them on all of these (successive halving; where only
+requests per second count, which a quarter does not show, all of them on all requests). Of those
 that are equal then, the one is taken that holds up best under workloads that differ from the one that was told
 (`prediction.PERTURBATIONS`).
 """
@@ -52,6 +53,13 @@ class Rival:
         return score(self.plan, self.prediction) if self.prediction else 0.0
 
     @property
+    def is_measured(self) -> bool:
+        """Its simulation was long enough to tell the score."""
+        if self.prediction is None:
+            return False
+        return self.plan.objective.name != "throughput" or self.prediction.is_long_enough
+
+    @property
     def robust(self) -> float:
         """The mean over other workloads; 0 without any."""
         return fmean(self.stressed.values()) if self.stressed else 0.0
@@ -61,6 +69,12 @@ class Rival:
         """See the class."""
         latency = self.prediction.summary.overall.latency if self.prediction else None
         return latency.mean if latency else math.inf
+
+    @property
+    def is_served(self) -> bool:
+        """All requests of its simulation were answered, so that their latency has a mean."""
+        overall = self.prediction.summary.overall if self.prediction else None
+        return overall is not None and 0 < overall.requests == overall.completed
 
     @property
     def short(self) -> int:
@@ -79,32 +93,39 @@ class Rival:
 
     @property
     def words(self) -> str:
-        """The way with its figures."""
+        """The way with its figures, as far as they were measured."""
         within = "" if self.plan.objective.name == "throughput" else " within their objectives"
-        figures = f"{self.score:.2f} requests/s{within}, {self.latency:.3g} s each"
-        return f"{self.way}, {figures} on {self.plan.devices} devices"
+        figures = [self.way]
+        if self.is_measured:
+            figures.append(f"{self.score:.2f} requests/s{within}")
+        if self.is_served:
+            figures.append(f"{self.latency:.3g} s each")
+        return f"{', '.join(figures)} on {self.plan.devices} devices"
 
 
 def score(plan: ClusterPlan, prediction: Prediction) -> float:
-    """Requests per second that are answered, and within their objectives unless the objective is throughput."""
+    """Requests per second that are answered, and within their objectives unless the objective is throughput; whether
+    that was measured, `Rival.is_measured` says."""
     if plan.objective.name == "throughput":
-        return prediction.throughput
+        return prediction.rate(prediction.finished)
     total = 0.0
     for demand in plan.demands:
         figures = prediction.summary.models.get(demand.name)
-        if figures is not None:
+        if figures is not None and figures.requests:
             met = figures.slo.get("all")
-            total += min(demand.rate, prediction.sustained[demand.name]) if met is None else demand.rate * met
+            total += demand.rate * (figures.completed / figures.requests if met is None else met)
     return total
 
 
-def kept(plan: ClusterPlan, prediction: Prediction) -> float:
+def kept(plan: ClusterPlan, prediction: Prediction) -> float | None:
     """The part of the requests that are answered within their objectives, or in time if the objective is throughput,
-    whatever their rate."""
-    overall = prediction.summary.overall
-    if plan.objective.name == "throughput":
-        return min(1.0, prediction.throughput * prediction.seconds / max(1, overall.requests))
-    return overall.slo.get("all", 1.0)
+    whatever their rate; None if that was not measured."""
+    overall, throughput = prediction.summary.overall, prediction.throughput
+    if plan.objective.name != "throughput":
+        return overall.slo.get("all")
+    if throughput is None or not overall.requests:
+        return None
+    return min(1.0, throughput * prediction.seconds / overall.requests)
 
 
 def as_way(way: str, plan: ClusterPlan, fleet: Fleet) -> ClusterPlan:
@@ -145,6 +166,7 @@ def best_of(
     rivals: Sequence[Rival],
     simulate: Callable[[ClusterPlan, float], Prediction | None],
     stress: Callable[[ClusterPlan], Mapping[str, float]] | None = None,
+    first_part: float = FIRST,
 ) -> list[Rival]:
     """The plans that were simulated on all requests, the best first. Plans without a place for a model that others have
     one for do not compete.
@@ -154,18 +176,23 @@ def best_of(
             requests.
         simulate: a plan on a part of the requests, the same for all; None: that is not possible.
         stress: what a plan keeps under other workloads (see `Rival`), which is asked of plans that are equal otherwise.
+        first_part: the part of the requests on which all plans are compared at first.
     """
     fewest = min(len(each.plan.missing) for each in rivals)
     heat = [each for each in rivals if len(each.plan.missing) == fewest]
-    short = [(replace(each, prediction=simulate(each.plan, FIRST)), each) for each in heat]
-    short = [pair for pair in short if pair[0].prediction is not None]
-    if not short:
+    whole = first_part == 1.0
+    looks = [
+        each if whole and each.prediction else replace(each, prediction=simulate(each.plan, first_part))
+        for each in heat
+    ]
+    rival_of = {id(look): look if whole else each for look, each in zip(looks, heat, strict=True) if look.prediction}
+    looks = [look for look in looks if look.prediction]
+    if not looks:
         return list(rivals[:1])
-    order = _ranked([each for each, _ in short])
-    whole = {id(each): rival for each, rival in short}
+    order = _ranked(looks)
     final = []
-    for each in order[: max(2, math.ceil(len(order) / 2))]:
-        rival = whole[id(each)]
+    for look in order[: max(2, math.ceil(len(order) / 2))]:
+        rival = rival_of[id(look)]
         final.append(rival if rival.prediction else replace(rival, prediction=simulate(rival.plan, 1.0)))
     ranked = _ranked([each for each in final if each.prediction is not None])
     if stress is not None and ranked:

@@ -3,6 +3,7 @@ each other on as many cores as there are. Neither changes a result."""
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -50,17 +51,23 @@ class Simulations:
         self._known: dict[object, list[RequestRecord]] = {}
 
     def records(
-        self, units: Sequence[SimUnit], workload: Iterable[TraceRequest], rules: Rules, progress: Progress | None = None
+        self,
+        units: Sequence[SimUnit],
+        workload: Iterable[TraceRequest],
+        rules: Rules,
+        progress: Progress | None = None,
+        until: float = math.inf,
     ) -> list[RequestRecord]:
-        """What becomes of each request, in the order of the workload. `progress` is as of `simulate`.
+        """What becomes of each request, in the order of the workload, `until` that time, in seconds. `progress` is as
+        of `simulate`.
 
         Raises:
             SimulationError, CostError: as `simulate`.
         """
         requests = list(workload)
-        groups = _groups(units, requests, rules)
+        groups = _groups(units, requests, rules, until)
         missing = [group for group in groups if group.key is None or group.key not in self._known]
-        found = dict(zip(map(id, missing), self._simulate(missing, rules, progress), strict=True))
+        found = dict(zip(map(id, missing), self._simulate(missing, rules, progress, until), strict=True))
         records = [RequestRecord(each.model, each.arrival, each.prompt_tokens, 0) for each in requests]
         for record in records:
             record.error = f"no unit serves {record.model}"
@@ -74,7 +81,9 @@ class Simulations:
                 records[place] = record
         return records
 
-    def _simulate(self, groups: Sequence[_Group], rules: Rules, progress: Progress | None) -> list[list[RequestRecord]]:
+    def _simulate(
+        self, groups: Sequence[_Group], rules: Rules, progress: Progress | None, until: float
+    ) -> list[list[RequestRecord]]:
         count = sum(len(group.requests) for group in groups)
         shares = _divide(groups, max(1, min(self._processes, count // _WORTH_A_PROCESS)))
         # Those of this process stand for all that goes on beside them.
@@ -89,7 +98,7 @@ class Simulations:
                 told = None if progress is None else partial(_tell, progress, done, own, count)
                 control = measured_control(self._latency, units[0].device)
                 # Nobody asks how many pages were in use.
-                options = Options(control.delays, sample_seconds=0.0, pace=control.pace)
+                options = Options(control.delays, sample_seconds=0.0, pace=control.pace, until=until)
                 made.append(simulate(units, requests, control.latency, options, rules, progress=told).records)
                 done += len(requests)
             return made
@@ -117,7 +126,7 @@ def _tell(progress: Progress, before: int, own: int, count: int, done: int, _: i
     progress(min(count, (before + done) * count // max(1, own)), count)
 
 
-def _groups(units: Sequence[SimUnit], requests: Sequence[TraceRequest], rules: Rules) -> list[_Group]:
+def _groups(units: Sequence[SimUnit], requests: Sequence[TraceRequest], rules: Rules, until: float) -> list[_Group]:
     members = coupled(units)
     places: list[list[int]] = [[] for _ in members]
     of = {model.name: mine for group, mine in zip(members, places, strict=True) for u in group for model in u.models}
@@ -127,16 +136,16 @@ def _groups(units: Sequence[SimUnit], requests: Sequence[TraceRequest], rules: R
     found = []
     for group, mine in zip(members, places, strict=True):
         asked = [requests[number] for number in mine]
-        found.append(_Group(group, asked, mine, _key(group, asked, rules)))
+        found.append(_Group(group, asked, mine, _key(group, asked, rules, until)))
     return found
 
 
-def _key(units: Sequence[SimUnit], requests: Sequence[TraceRequest], rules: Rules) -> object:
-    """A unit alone, whatever its name and wherever its devices are, and what comes for it."""
+def _key(units: Sequence[SimUnit], requests: Sequence[TraceRequest], rules: Rules, until: float) -> object:
+    """A unit alone, whatever its name and wherever its devices are, what comes for it, and for how long."""
     if len(units) != 1 or any(model.name in rules for model in units[0].models):
         return None
     unit = replace(units[0], name="", devices=tuple(range(len(units[0].devices))))
-    key = (unit, tuple(requests))
+    key = (unit, tuple(requests), until)
     try:
         hash(key)
     except TypeError:

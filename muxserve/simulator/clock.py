@@ -168,9 +168,10 @@ def fair_shares(cores: int, first: int, second: int, weight: float) -> tuple[flo
 
 
 class Clock:
-    """The events of some units. `open` requests have come and not ended."""
+    """The events of some units, up to `until`. `open` requests have come and not ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, until: float = _NEVER) -> None:
+        self.until = until
         self.now = 0.0
         self.open = 0
         self.units: list[SimulatedUnit] = []
@@ -220,7 +221,8 @@ class Clock:
         self._touched.append(unit)
 
     def run(self, arrivals: Iterator[SimRequest], arrive: Callable[[SimRequest, float], None], delay: float) -> None:
-        """Have requests `arrive` where they are queued, `delay` seconds after they were sent, until all have ended.
+        """Have requests `arrive` where they are queued, `delay` seconds after they were sent, until all have ended, or
+        the time is over.
 
         Raises:
             SimulationError: nothing can make progress.
@@ -236,6 +238,8 @@ class Clock:
                 now = due
             else:
                 raise SimulationError(self._stuck())
+            if now > self.until:
+                return
             self.now = now
             while heap and heap[0][0] <= now:
                 _, _, version, what = heappop(heap)

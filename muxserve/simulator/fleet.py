@@ -95,10 +95,10 @@ class Group:
         levels: Levels = DEFAULT_LEVELS,
     ) -> None:
         self._ranks = {level.name: level.rank for level in levels} | {"": levels[levels.default].rank}
-        self.clock = Clock()
+        self._options = options or Options()
+        self.clock = Clock(self._options.until)
         self.models = list(dict.fromkeys(model.name for unit in units for model in unit.models))
         self._latency = latency
-        self._options = options or Options()
         self._cpu: Compute | None = None
         self.replicas: dict[str, ReplicaSet] = {}
         self._units: dict[str, SimulatedUnit] = {}

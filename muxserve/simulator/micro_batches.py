@@ -114,7 +114,11 @@ class MicroBatches:
 
     def active(self, after: float = 0.0, before: float = _EVER) -> float:
         """Seconds in which at least one micro-batch was in flight."""
-        return _overlap(np.asarray(self._from), np.asarray(self._to), after, before)
+        # A simulation that stops leaves its last micro-batches in flight, up to the last that a stage computes.
+        rest = len(self._from) - len(self._to)
+        last = [begins[-1] + works[-1] for begins, works in zip(self._begins, self._works, strict=True) if begins]
+        to = [*self._to, *[max(last, default=0.0)] * rest] if rest else self._to
+        return _overlap(np.asarray(self._from), np.asarray(to), after, before)
 
     def busy(self, after: float = 0.0, before: float = _EVER) -> list[float]:
         """Seconds of work of each stage."""

@@ -236,7 +236,8 @@ class ControlDelays:
 class Options:
     """How to simulate. `sample_seconds` is how often page counts are recorded (0: never), `timeline` keeps every job,
     `load_tolerance` is by how much a job's load may change before others are told. With a `pace` devices are not always
-    as fast. `seed` is that of all random numbers: the speed of devices, and the delays of requests."""
+    as fast. `seed` is that of all random numbers: the speed of devices, and the delays of requests. Requests that have
+    not ended `until` that time, in seconds, are left unfinished."""
 
     overheads: ControlDelays = field(default_factory=ControlDelays)
     sample_seconds: float = 1.0
@@ -244,3 +245,4 @@ class Options:
     load_tolerance: float = 0.02
     pace: Pace | None = None
     seed: int = 0
+    until: float = float("inf")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from muxserve.planning import planner, trial
+from muxserve.planning import trial, window
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -13,5 +13,5 @@ def _brief_trials() -> Iterator[None]:
         patch.setattr(trial, "_FEWEST", 40)
         patch.setattr(trial, "_MOST", 300)
         patch.setattr(trial, "_SECONDS", (2.0, 6.0))
-        patch.setattr(planner, "_SIMULATED_REQUESTS", 500)
+        patch.setattr(window, "_REQUESTS", 500)
         yield

@@ -14,12 +14,13 @@ from muxserve.cli.app import app
 from muxserve.config import load_fleet
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
+from muxserve.metrics.summary import summarise
 from muxserve.planning import prediction, simulations
 from muxserve.planning.checkpoints import planned_architecture
 from muxserve.planning.demands import cluster_of
 from muxserve.planning.plan_file import load_plan, save_plan
 from muxserve.planning.planner import PlannedFleet, Planner, options_of
-from muxserve.planning.prediction import PERTURBATIONS, Perturbation, predict
+from muxserve.planning.prediction import PERTURBATIONS, Perturbation, Prediction, predict
 from muxserve.planning.rivals import EQUAL, Rival, as_way, best_of
 from muxserve.planning.unit_plan import arranged, as_placed
 from muxserve.simulator import SimUnit, simulate
@@ -98,17 +99,17 @@ class TestHalving:
         plans = {way: replace(plan_of(), value=rate) for way, rate in rates.items()}
         looks: list[tuple[float, float]] = []
 
-        def simulate(plan: ClusterPlan, part: float) -> PlannedResult:
+        def simulate(plan: ClusterPlan, part: float) -> Prediction:
             looks.append((plan.value, part))
-            return PlannedResult(plan.value)
+            return ended(plan.value)
 
-        ranked = best_of([Rival(way, plan) for way, plan in plans.items()], simulate)  # type: ignore[arg-type]
+        ranked = best_of([Rival(way, plan) for way, plan in plans.items()], simulate)
         assert [each.way for each in ranked] == ["turns", "dedicated"]
         assert looks == [(1.0, 0.25), (3.0, 0.25), (2.0, 0.25), (0.5, 0.25), (3.0, 1.0), (2.0, 1.0)]
 
     def test_a_plan_that_has_no_place_for_a_model_does_not_compete(self) -> None:
         rivals = [Rival("shared", plan_of()), Rival("dedicated", plan_of(missing=1))]
-        assert [each.way for each in best_of(rivals, lambda *_: PlannedResult(1.0))] == ["shared"]  # type: ignore[arg-type]
+        assert [each.way for each in best_of(rivals, lambda *_: ended(1.0))] == ["shared"]
 
     def test_what_cannot_be_simulated_leaves_the_first(self) -> None:
         rivals = [Rival("shared", plan_of()), Rival("turns", plan_of())]
@@ -127,7 +128,7 @@ class TestOtherWorkloads:
             return holds[plan.value]
 
         rivals = [Rival(way, plan) for way, plan in plans.items()]
-        ranked = best_of(rivals, lambda plan, _: PlannedResult(plan.value), stress)  # type: ignore[arg-type, return-value]
+        ranked = best_of(rivals, lambda plan, _: ended(plan.value), stress)
         assert [each.way for each in ranked] == ["dedicated", "shared"]
         assert sorted(asked) == [3.0, 3.01]
         assert ranked[0].robust == pytest.approx(0.85)
@@ -138,7 +139,7 @@ class TestOtherWorkloads:
         def stress(plan: ClusterPlan) -> dict[str, float]:
             raise AssertionError("there is nothing to decide")
 
-        ranked = best_of(plans, lambda plan, _: PlannedResult(plan.value), stress)  # type: ignore[arg-type, return-value]
+        ranked = best_of(plans, lambda plan, _: ended(plan.value), stress)
         assert ranked[0].way == "shared"
 
     @pytest.mark.slow
@@ -207,12 +208,9 @@ class TestOtherWorkloads:
         assert not any(each["under_other_workloads"] for each in data["candidates"])
 
 
-class PlannedResult:
-    """As much of a prediction as the objective of throughput asks."""
-
-    def __init__(self, throughput: float) -> None:
-        self.throughput = throughput
-        self.summary = type("Summary", (), {"overall": type("Overall", (), {"latency": None})})
+def ended(throughput: float, longest: float | None = 1.0) -> Prediction:
+    """A simulation of 2,000 s in which so many requests per second ended, of which the longest took so many seconds."""
+    return Prediction(summarise([]), 2000.0, {"a": round(1000.0 * throughput)}, longest)
 
 
 UNIT = PlacedUnit("unit0", "A100-80GB", (0,), (PlacedModel("a", 1.0, 1.0, 1.0),), 1 << 30)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from muxserve.cli.app import app
 from muxserve.cli.simulate_places import Places
-from muxserve.planning import planner
+from muxserve.planning import window
 from muxserve.planning.plan_file import save_plan
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
@@ -95,7 +95,7 @@ def test_where_memory_decides_models_are_woken_and_put_to_sleep(tmp_path: Path) 
 @pytest.mark.slow
 def test_the_report_is_the_same_every_time(fleet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the plan that it makes: of one device and few short requests, since plans are tried by simulating them."""
-    monkeypatch.setattr(planner, "_SIMULATED_REQUESTS", 300)
+    monkeypatch.setattr(window, "_REQUESTS", 300)
     short = "\n    workload: { prompt_tokens: 200, output_tokens: 20 }\n    rate"
     fleet.write_text(FLEET.replace("gpus: 4", "gpus: 1").replace("\n    rate", short))
     given = (fleet, "--workload", LOAD, "--seconds", "0", "--max-output", 100, "--json")
