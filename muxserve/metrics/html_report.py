@@ -35,8 +35,8 @@ def report_page(
     models: Sequence[str] = (),
 ) -> Page:
     """The page: what came of each run, its models, latency distributions, SLO attainment, throughput, the runs
-    over time. `extra` appends headed Plotly figures of the caller's; `command` is the command that made the page, `models`
-    the fleet's order, by which they have their colours.
+    over time. `extra` appends headed Plotly figures of the caller's; `command` is the command that made the page;
+    `models` have their colours in the order given.
     """
     colours = colours_of([*models, *(model for summary in runs.values() for model in summary.models)])
     sections = []
