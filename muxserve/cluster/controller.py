@@ -27,6 +27,7 @@ from muxserve.cluster.steps import UnitPlanner
 from muxserve.cluster.supervision import STOP_SECONDS, GaveUp, Part, Supervisor, drain, stop_parts
 from muxserve.cluster.unit_set import RunningUnit, UnitSet
 from muxserve.cluster.units import PlannedUnit, UnitLauncher
+from muxserve.cluster.warm_link import WarmLink
 from muxserve.cluster.watch import Watch
 from muxserve.config import Fleet
 from muxserve.control.server import ControlServer
@@ -92,6 +93,7 @@ class Controller:
             fleet.gateway.count,
             self._until_sized,
             self._watch,
+            self._warm_links,
         )
         self.units = UnitSet(
             fleet, unit_launcher(self._starts, self.reaper), self._emit, self._on_change, self._on_failure
@@ -253,6 +255,11 @@ class Controller:
         self._others.add(task)
         task.add_done_callback(self._others.discard)
         task.add_done_callback(lambda ended: None if ended.cancelled() or not ended.exception() else self._kept(ended))
+
+    def _warm_links(self) -> list[WarmLink]:
+        """What imported vLLM too, on this machine, and can fork."""
+        parents = [unit.handle.memory_parents() for unit in self.units.units.values()]
+        return [each.link for each in parents if each.link is not None]
 
     async def _until_sized(self) -> None:
         await self.units.until_sized()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +16,7 @@ from typing import Protocol
 from muxserve.cluster.events import Event, PartId, Progress, Starting
 from muxserve.cluster.processes import Process, exit_words, spawn
 from muxserve.cluster.restarts import PATIENT_DELAYS, RestartPolicy
-from muxserve.cluster.supervision import Part, PartDied, while_running
+from muxserve.cluster.supervision import Part, PartDied, PartFailed, while_running
 from muxserve.cluster.warm_link import WarmLink
 from muxserve.cluster.watch import Watch
 from muxserve.cluster.watchdog import Finding, Liveness
@@ -91,6 +92,7 @@ class FleetStarts:
         gateways: how many.
         before_gateways: awaited before a gateway is started.
         watch: over the processes of this machine.
+        warm_links: to warm parents of this machine, which have imported vLLM, too.
     """
 
     def __init__(
@@ -102,12 +104,14 @@ class FleetStarts:
         gateways: int,
         before_gateways: Callable[[], Awaitable[object]],
         watch: Watch,
+        warm_links: Callable[[], Iterable[WarmLink]] = tuple,
     ) -> None:
         self._fleet = fleet
         self._launcher = launcher
         self._emit = emit
         self._exits = exits
         self._watch = watch
+        self._warm_links = warm_links
         # Process groups of those that have imported vLLM: in each, what was forked from it, but for units.
         self.groups: list[int] = []
         self._link: WarmLink | None = None
@@ -145,7 +149,7 @@ class FleetStarts:
                 await part.up.wait()
             try:
                 spare = self._spare = await self._fork_spare()
-            except (PartDied, OSError):
+            except (PartDied, TimeoutError, OSError):
                 await asyncio.sleep(_SPARE_SECONDS)
                 continue
             self._spare_taken.clear()
@@ -167,20 +171,38 @@ class FleetStarts:
                 await asyncio.sleep(_SPARE_SECONDS)
 
     async def _fork_spare(self) -> tuple[WarmLink, Process]:
+        parent = self._link
+        if parent is None or not self.vllm.up.is_set():
+            raise PartDied("it has died meanwhile")
+        return await self._spare_of(parent, [])
+
+    async def _spare_of(self, parent: WarmLink, fds: Sequence[int]) -> tuple[WarmLink, Process]:
+        """A spare that `parent` forks."""
         link = self._new_link()
         try:
-            parent = self._link
-            if parent is None or not self.vllm.up.is_set():
-                raise PartDied("it has died meanwhile")
-            log_file = self._fleet().log_dir / "vllm.log"
-            birth = parent.order(SPARE, [link.theirs.fileno()], log=str(log_file))
-            process = self._process(await birth.forked)
+            birth = parent.order(
+                SPARE,
+                [link.theirs.fileno(), *fds],
+                fleet=str(self._fleet().file),
+                log=str(self._fleet().log_dir / "vllm.log"),
+            )
+            async with asyncio.timeout(_SPARE_READY_SECONDS):
+                process = self._process(await birth.forked)
         except BaseException:
             await link.close()
             raise
         finally:
             link.theirs.close()
         return link, process
+
+    async def _spare_of_a_unit(self) -> None:
+        """Have a unit's warm parent fork a spare, if one can: it has imported vLLM, too, and shares what it imported
+        with gateways and engines."""
+        for parent in self._warm_links():
+            with contextlib.suppress(PartDied, PartFailed, TimeoutError, OSError):
+                self._spare = await self._spare_of(parent, [self._lifeline_read])
+                self.groups.append(self._spare[1].pid)
+                return
 
     async def drop_spare(self) -> None:
         """Have the spare end, if there is one."""
@@ -243,10 +265,15 @@ class FleetStarts:
 
     async def _until_needed(self) -> None:
         """Until what imported vLLM is to be started. What it has imported is shared by all that it forks; a second one
-        would have all of that once more, which is memory for a model. So where memory decides which models are awake,
-        and there is no spare one, it waits for somebody to be forked."""
-        spare = self._spare is not None and self._spare[1].running
-        if self._had_vllm and self._fleet().residency and not spare and not self._needed.is_set():
+        would have all of that once more, which is memory for a model. So a spare one takes its place, or one that a
+        unit forks; and where there is neither, and memory decides which models are awake, it waits for somebody to be
+        forked."""
+        if not self._had_vllm:
+            return
+        if self._spare is None or not self._spare[1].running:
+            await self.drop_spare()
+            await self._spare_of_a_unit()
+        if self._fleet().residency and self._spare is None and not self._needed.is_set():
             self._emit(Progress(VLLM, "is started again when a process is to be forked: what it imports takes memory"))
             await self._needed.wait()
 

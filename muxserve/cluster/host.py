@@ -20,6 +20,7 @@ from muxserve.cluster.processes import Process, Reaper, exit_words, kill_group
 from muxserve.cluster.restarts import DEGRADED_STARTS, MAX_DEATHS
 from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM, Starts
 from muxserve.cluster.supervision import STOP_SECONDS, WITH_PARENT, GaveUp, Part, PartDied, PartFailed, Supervisor
+from muxserve.cluster.warm_link import WarmLink
 from muxserve.cluster.watch import Watch
 from muxserve.gpu.budget import Needs
 from muxserve.gpu.unit import GpuMemory, PoolSizer
@@ -283,6 +284,12 @@ class UnitHost:
         """The process that model parents are forked from, if it runs."""
         process = self.parts[WARM].process
         return process.pid if process is not None else None
+
+    @property
+    def warm_link(self) -> WarmLink | None:
+        """Our end of the socket of that process, if it takes orders and has touched no GPU."""
+        up = self.unit_spec.gpu is None and self.parts[WARM].up.is_set() and self._starts.runs(WARM)
+        return self._starts.warm if up else None
 
     async def tell(self, message: wire.Message) -> None:
         """Tell the unit scheduler; one that is being started knows of nobody, and must not hear it late."""

@@ -22,6 +22,7 @@ from muxserve.cluster.launcher import Commands, LocalLauncher, WarmParents
 from muxserve.cluster.log_tail import Said
 from muxserve.cluster.processes import Reaper
 from muxserve.cluster.supervision import GaveUp
+from muxserve.cluster.warm_link import WarmLink
 from muxserve.gpu.budget import Needs
 from muxserve.gpu.unit import GpuMemory, GpuPlan, PoolSizer
 from muxserve.rolling.rules import RollingRules
@@ -48,10 +49,12 @@ class PlannedUnit:
 
 @dataclass(frozen=True)
 class MemoryParents:
-    """Of one unit: by model the process that loaded it, and what those were forked from."""
+    """Of one unit: by model the process that loaded it, and what those were forked from, with our end of its socket if
+    it takes orders."""
 
     models: Mapping[str, int] = field(default_factory=dict)
     warm: int | None = None
+    link: WarmLink | None = None
 
 
 class UnitHandle(Protocol):
@@ -212,7 +215,7 @@ class LocalUnit:
 
     def memory_parents(self) -> MemoryParents:
         """See `UnitHandle.memory_parents`."""
-        return MemoryParents(dict(self._host.model_parents), self._host.warm_parent)
+        return MemoryParents(dict(self._host.model_parents), self._host.warm_parent, self._host.warm_link)
 
     def gpu_memory(self) -> GpuMemory | None:
         """See `UnitHandle.gpu_memory`."""

@@ -7,7 +7,7 @@ has all of the unit's engines below it. Both end with the controller, whose ends
 sockets close then.
 
 A spare one is forked from it, too, and takes its place when it dies: nothing is imported again, which would take half a
-minute, and memory for everything that is imported.
+minute, and memory for everything that is imported. When both have died, the warm parent of a unit on a CPU forks one.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from muxserve.spec import load_fleet
 log = logging.getLogger(__name__)
 
 TITLE = "vLLM parent"
+SPARE_TITLE = f"spare {TITLE}"
 
 
 def preload(device: str) -> None:
@@ -112,18 +113,23 @@ class MachineParent:
     def _fork_spare(self, log_file: Path, control_fd: int) -> None:
         def child() -> None:
             self.control.close()
-            control = Control(socket.socket(fileno=control_fd))
-            heartbeat = Heartbeat(heartbeat_file(Path(self.fleet_file).parent, "spare"))
-            while not select.select([control], [], [], PERIOD_SECONDS)[0]:
-                heartbeat.beat()
-            heartbeat.close()
-            if control.receive() is None:
-                return  # the controller has gone
-            set_title(TITLE)
-            MachineParent(self.fleet_file, control, self.lifeline_fd).run()
+            be_spare(self.fleet_file, Control(socket.socket(fileno=control_fd)), self.lifeline_fd)
 
-        pid = self._parent.fork(f"spare {TITLE}", log_file, child, die_with_parent=False)
+        pid = self._parent.fork(SPARE_TITLE, log_file, child, die_with_parent=False)
         self.control.event("forked", kind="spare", pid=pid)
+
+
+def be_spare(fleet_file: str, control: Control, lifeline_fd: int) -> None:
+    """Wait, in a process that has imported vLLM, until the controller wants it to take the place of the machine's
+    parent, and serve then."""
+    heartbeat = Heartbeat(heartbeat_file(Path(fleet_file).parent, "spare"))
+    while not select.select([control], [], [], PERIOD_SECONDS)[0]:
+        heartbeat.beat()
+    heartbeat.close()
+    if control.receive() is None:
+        return  # the controller has gone
+    set_title(TITLE)
+    MachineParent(fleet_file, control, lifeline_fd).run()
 
 
 def main() -> None:

@@ -14,8 +14,9 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from muxserve.engine.rest import REST, WAKE
@@ -143,6 +144,8 @@ class WarmParent:
             self._rest(command["model"], command["phase"])
         elif operation != "fork":
             log.warning("unknown command %r", command)
+        elif command["kind"] == "spare":
+            self._fork_spare(command["fleet"], Path(command["log"]), command["fds"])
         else:
             self._know(command["model"])
             self._fork(command)
@@ -165,6 +168,26 @@ class WarmParent:
             self._order_engine(command["model"], json.dumps(command).encode())
         else:
             self._fork_engine(command["model"], command["phase"])
+
+    def _fork_spare(self, fleet_file: str, log_file: Path, fds: Sequence[int]) -> None:
+        """A process that can take the place of the machine's parent, which has died, and its spare one as well."""
+        from muxserve.forks import machine_parent
+
+        control_fd, lifeline_fd = fds
+
+        def child() -> None:
+            # It outlives the unit.
+            os.setpgid(0, 0)
+            self._close_sockets()
+            self.control.close()
+            machine_parent.be_spare(fleet_file, Control(socket.socket(fileno=control_fd)), lifeline_fd)
+
+        pid = self._parent.fork(machine_parent.SPARE_TITLE, log_file, child, die_with_parent=False)
+        with contextlib.suppress(OSError):  # whoever of the two comes first
+            os.setpgid(pid, pid)
+        for fd in fds:
+            os.close(fd)
+        self.control.event("forked", kind="spare", pid=pid)
 
     def _fork_engine(self, model: str, phase: EnginePhase) -> None:
         """Have back the one that rests, or fork another."""

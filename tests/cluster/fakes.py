@@ -281,15 +281,7 @@ class Vllm(Parent):
             return
         if order["kind"] == "spare":
             self.control.close()
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self.control = socket.socket(fileno=fds[0])
-            beat = beating(self.run_dir, "spare")
-            while not select.select([self.control], [], [], 0.01)[0]:
-                beat()
-            if self.control.recv(4096) and not told(self.run_dir, "die-vllm"):
-                self.journal.write("the spare vllm serves")
-                self.run()
-            os._exit(7)
+            Vllm(self.file, self.journal, fds[0], self.lifeline).be_spare("the spare vllm serves")
         if order["kind"] == "warm_parent":
             os.setpgid(0, 0)
             self.control.close()
@@ -314,6 +306,17 @@ class Vllm(Parent):
         os.read(self.lifeline, 1)
         self.journal.write(f"{name} lost its controller")
         os._exit(0)
+
+    def be_spare(self, words: str) -> NoReturn:
+        """Wait until it is to serve, and say so then in the journal."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        beat = beating(self.run_dir, "spare")
+        while not select.select([self.control], [], [], 0.01)[0]:
+            beat()
+        if self.control.recv(4096) and not told(self.run_dir, "die-vllm"):
+            self.journal.write(words)
+            self.run()
+        os._exit(7)
 
     def follow(self, name: str) -> None:
         """Go by the fleet's file as it is now, and say so."""
@@ -390,7 +393,22 @@ class Warm(Parent):
         self.model_parents[model] = pid
         self.event("forked", kind="model", model=model, phase="", pid=pid)
 
+    def fork_spare(self, order: dict[str, Any], fds: list[int]) -> None:
+        if told(self.run_dir.parent, "no-spare-of-a-unit"):
+            self.event("failed", kind="spare", error="not here")
+            return
+        pid = os.fork()
+        if pid:
+            self.event("forked", kind="spare", pid=pid)
+            return
+        os.setpgid(0, 0)
+        self.control.close()
+        Vllm(order["fleet"], self.journal, *fds).be_spare("the spare of a unit serves")
+
     def fork(self, order: dict[str, Any], fds: list[int]) -> None:
+        if order["kind"] == "spare":
+            self.fork_spare(order, fds)
+            return
         if told(self.run_dir, "model-parents"):
             self.load(order["model"])
         who = {key: order[key] for key in ("kind", "model", "phase")}

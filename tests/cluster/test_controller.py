@@ -275,6 +275,7 @@ async def sleeping(run_dir: RunDir) -> AsyncIterator[Fleet]:
     residency = ResidencySpec(ResidencyRules(1 << 40), models)
     async for each in running(Fleet(run_dir, [fake_unit_spec(run_dir.path)], residency={"u0": residency})):
         each.tell("no-spare")
+        each.tell("no-spare-of-a-unit")
         yield each
 
 
@@ -316,11 +317,23 @@ async def test_a_spare_vllm_takes_the_place_of_one_that_died(fleet: Fleet) -> No
     spare = await fleet.spare(but=before)
     assert fleet.ups(VLLM) == 3
     await fleet.until(lambda: not zombies())
-    # Both at once: it is imported again.
+    # Both at once: a unit forks another one, which forks like those before it.
     for pid in (spare, fleet.pid(VLLM)):
         os.kill(pid, signal.SIGKILL)
     await fleet.until(lambda: fleet.ups(VLLM) == 4)
     assert taken(fleet) == 2
+    assert fleet.journal().count("the spare of a unit serves") == 1
+    spare = await fleet.spare(but=spare)
+    os.kill(fleet.pid(WARM), signal.SIGKILL)
+    await fleet.until(lambda: fleet.ups(WARM) == 3)
+    await fleet.until(lambda: not zombies())
+    # And where no unit can: it is imported again.
+    fleet.tell("no-spare-of-a-unit")
+    for pid in (spare, fleet.pid(VLLM)):
+        os.kill(pid, signal.SIGKILL)
+    await fleet.until(lambda: fleet.ups(VLLM) == 5)
+    assert taken(fleet) == 2
+    assert fleet.journal().count("the spare of a unit serves") == 1
     spare = await fleet.spare(but=spare)
     fleet.controller.stop()
     assert await fleet.task == EXIT_OK
