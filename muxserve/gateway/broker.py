@@ -39,6 +39,7 @@ from muxserve.wire import (
 
 if TYPE_CHECKING:
     from muxserve.gateway.tracing import Tracing
+from muxserve.gateway.waiting import Waiting
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +119,7 @@ class Broker:
     ) -> None:
         self.table = RequestTable(epoch)
         self.router = Router(self.table)
+        self.waiting = Waiting(self.router)
         self.measures = measures
         self.waits = waits or PredictedWaits()
         self.request_delays = RequestDelays()
@@ -139,6 +141,7 @@ class Broker:
     def detach(self, model: str) -> None:
         """`model` has no front end any more."""
         self._front_ends.pop(model, None)
+        self.waiting.forget(model)
 
     def start(self) -> None:
         """Open the sockets; must be called in the event loop.
@@ -166,6 +169,7 @@ class Broker:
             time.monotonic(),
             {(each.unit, model) for each in fleet.suspects for model in each.models},
         )
+        self.waiting.learn({name: rules.wake_limit for name, rules in fleet.scaling.items()})
         self._flush()
         if unreachable is not None:
             raise unreachable
@@ -322,6 +326,8 @@ class Broker:
         batch, outputs = front_end.decode(frames)
         now = time.monotonic()
         taken = self.table.outputs(header.entries, outputs, now)
+        if taken.ready:
+            self.waiting.moved(header.model, now)
         ready = []
         for request, output in taken.ready:
             ready.append(output)
@@ -411,5 +417,6 @@ class Broker:
             self.router.replace(request, now, "tokens_lost")
         self.router.repeat_quiet(now)
         self.router.placing.retry(now)
+        self.waiting.expire(now)
         self._flush()
         self._look_later()

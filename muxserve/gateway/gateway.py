@@ -78,7 +78,7 @@ class Gateway:
         self.limiter = ConcurrencyLimiter(fleet.models, index, fleet.gateway.count, self.measures, waits)
         self.status = FleetStatus(fleet, self.broker)
         self.front_end = FrontEndCosts(lambda: self.status.units.values())
-        self.reports = Reports(self.status, index, self.limiter, self.front_end)
+        self.reports = Reports(self.status, index, self.limiter, self.front_end, self.grammars)
         self.grammars = GrammarCompilers(fleet.gateway.grammars, nurseries)
         kept = fleet.gateway.responses
         self.responses = ResponseStore(kept, index, fleet.gateway.count) if kept is not None else None

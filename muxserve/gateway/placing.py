@@ -21,6 +21,8 @@ PLACE_SECONDS = 0.25
 RETRY_SECONDS = 1.0
 # A question that waits for its answer is repeated this often: it may have been lost, or forgotten.
 REPEAT_SECONDS = 2.0
+# What a request waits for that the global scheduler has heard of, which knows more.
+ITS_MODEL = "a replica of its model"
 
 
 class Placing:
@@ -67,6 +69,18 @@ class Placing:
     def scheduler_up(self) -> bool:
         """Whether the global scheduler is there and answers."""
         return self._scheduler_up and not self._silent
+
+    def waits_for(self, request: Tracked) -> str:
+        """What a request without a unit waits for, in words."""
+        if request in self._promised:
+            return ITS_MODEL
+        if request in self._asked or request in self._patient:
+            return "an answer of the global scheduler"
+        units = self.replicas(request.model)
+        if not units:
+            return "a unit that serves it"
+        down = [unit for unit in units if unit not in self.up]
+        return f"unit {', '.join(down)} to come up" if down else f"unit {', '.join(units)} to take it"
 
     def replicas(self, model: str) -> tuple[str, ...]:
         """The units that serve `model`, up or not."""

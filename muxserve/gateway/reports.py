@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from dataclasses import asdict
 from statistics import fmean
 
 from msgspec import structs
@@ -13,15 +14,26 @@ from muxserve.costs.devices import device
 from muxserve.costs.profile import Overheads, Profile
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.front_end import FrontEndCosts
+from muxserve.gateway.grammars import GrammarCompilers
+from muxserve.gateway.placing import ITS_MODEL
 from muxserve.gateway.status import FleetStatus, UnitStatus
+from muxserve.gateway.waiting import Wait
 from muxserve.spec import ModelSpec
 
 
 class Reports:
     """What one gateway says about itself and the fleet."""
 
-    def __init__(self, status: FleetStatus, index: int, limiter: ConcurrencyLimiter, front_end: FrontEndCosts) -> None:
+    def __init__(
+        self,
+        status: FleetStatus,
+        index: int,
+        limiter: ConcurrencyLimiter,
+        front_end: FrontEndCosts,
+        grammars: GrammarCompilers,
+    ) -> None:
         self._status = status
+        self._grammars = grammars
         self._front_end = front_end
         self._index = index
         self._limiter = limiter
@@ -32,13 +44,15 @@ class Reports:
         """HTTP status and body. 503 until every model has been up once, and when draining.
 
         Afterwards requests are taken whatever happens below, since they survive it; so it stays 200, and `status`
-        says `degraded` while something is being started again, or gives no sign of life.
+        says `degraded` while something is being started again, gives no sign of life, or a model that sleeps could not
+        be woken or exceeds the limit of memory.
         """
         status = self._status
         ready, whole = status.look()
+        names = [model.name for model in status.fleet.models]
         if self.draining:
             word = "draining"
-        elif ready and whole and not status.fleet.suspects:
+        elif ready and whole and not status.fleet.suspects and not any(map(status.trouble, names)):
             word = "ok"
         else:
             word = "degraded" if status.was_ready else "starting"
@@ -46,7 +60,7 @@ class Reports:
             "status": word,
             "units": {name: "up" if unit.answered else "down" for name, unit in status.units.items()},
             "scheduler": status.broker.scheduler_word,
-            "models": {model.name: self._health_of(model.name) for model in status.fleet.models},
+            "models": {name: self._health_of(name) for name in names},
             # Processes that give no sign of life; they are killed if that goes on.
             "suspects": [
                 {"part": each.part, **({"unit": each.unit} if each.unit else {})} for each in status.fleet.suspects
@@ -81,15 +95,25 @@ class Reports:
         if self._status.model_up(name):
             return "up"
         if self._status.asleep(name):
-            return "asleep"
+            return "degraded" if self._status.trouble(name) else "asleep"
         if self._trouble(name):
             return "degraded"
         return "restarting" if self._status.was_up(name) else "starting"
 
     def _trouble(self, name: str) -> dict[str, object]:
-        """Why a degraded model cannot be served; nothing of others."""
-        reason = self._status.broker.router.placing.trouble(name)
+        """Why a model cannot be served, or not as it should be; nothing of others."""
+        reason = self._status.broker.router.placing.trouble(name) or self._status.trouble(name)
         return {"reason": reason} if reason else {}
+
+    def _waits(self, name: str, now: float) -> list[Wait]:
+        """What requests of a model wait for."""
+        status, gate = self._status, self._limiter.gates[name]
+        found = status.broker.waiting.reasons(now).get(name, [])
+        for wait in found:
+            if wait.reason == ITS_MODEL:
+                wait.reason = str(status.resident(name).get("waits_for") or ITS_MODEL)
+        before = ("its grammar to be compiled", self._grammars.waiting[name]), ("a place in service", gate.waiting)
+        return found + [Wait(reason, count) for reason, count in before if count]
 
     @property
     def requests(self) -> int:
@@ -223,6 +247,7 @@ class Reports:
             "gateway": {
                 "running": gate.inside,
                 "waiting": gate.waiting,
+                "waits": [asdict(wait) for wait in self._waits(model.name, time.monotonic())],
                 "unplaced": status.broker.router.placing.waiting[model.name],
                 "mean_service_seconds": round(gate.mean_seconds, 4),
                 "predicted_wait_seconds": None if wait is None else round(wait, 4),

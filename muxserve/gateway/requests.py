@@ -43,7 +43,7 @@ class Tracked:
     gave it back because they are drained or too small; `repeated_at` are units that were sent this attempt twice.
     `prefix` has the keys of its prompt's beginnings (`prefix_keys`), where anybody wants them. `images` are its images'
     files, which stay as long as it refers to them. What has `waited` was kept by something else than its unit's queue:
-    the model's limit, a model that slept, a unit that died.
+    the model's limit, a model that slept, a unit that died. It is without a unit that is up since `stalled_at`.
     Requests of one `group` come from one HTTP request; `choice` numbers those of one prompt. Times are
     seconds of the monotonic clock. `context` belongs to the caller.
     """
@@ -80,6 +80,7 @@ class Tracked:
     last_token_at: float | None = None
     heard_at: float = 0.0
     patience: float = QUIET_SECONDS
+    stalled_at: float | None = None
     repeated_at: set[str] = field(default_factory=set)
     moves: int = 0
     # How often engines failed with it, as its last unit said.

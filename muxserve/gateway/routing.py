@@ -117,6 +117,11 @@ class Router:
         self.placing.withdraw(gone)
         self._cancel_at_units(gone)
 
+    def give_up(self, request: Tracked, message: str, failure: Failure) -> None:
+        """End a request that has waited for too long, wherever it is."""
+        self.cancel([request])
+        self.placing.fail(request, message, failure)
+
     # ------------------------------------------------------------ unit schedulers
 
     def take(self, unit: str, message: Message, now: float) -> bool:

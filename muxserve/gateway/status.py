@@ -166,6 +166,10 @@ class FleetStatus:
         models = self.memory.get("models")
         return models.get(model, {}) if isinstance(models, dict) else {}
 
+    def trouble(self, model: str) -> str:
+        """Why a model that memory decides on is not served as it should be; empty if it is."""
+        return str(self.resident(model).get("trouble") or "")
+
     async def refresh_gpus(self) -> None:
         """Ask NVML if what is known is too old."""
         await asyncio.gather(*(unit.gpus.refresh() for unit in self.units.values() if unit.gpus is not None))

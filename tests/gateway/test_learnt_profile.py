@@ -54,7 +54,7 @@ def profile(device: str, requests: int = 10, steps: int = 20) -> Profile:
         broker=SimpleNamespace(request_delays=gateway.delays),
     )
     front_end: Any = SimpleNamespace(overheads=WORK)
-    return Reports(status, 0, SimpleNamespace(), front_end).profile()  # type: ignore[arg-type]
+    return Reports(status, 0, SimpleNamespace(), front_end, SimpleNamespace()).profile()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("device", "work"), [("CPU", WORK), ("H100", Overheads())])
