@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from muxserve.config.syntax import parse
+from muxserve.vllm.syntax import parse
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs/architecture.md"

@@ -5,9 +5,6 @@ They look at the raw data, so that they also speak when other parts of the file 
 
 from __future__ import annotations
 
-import ast
-import functools
-import importlib.util
 import os
 import re
 import ssl
@@ -28,7 +25,6 @@ from muxserve.config.schema import (
     RollingSection,
 )
 from muxserve.config.source import Source
-from muxserve.config.syntax import parse
 from muxserve.config.values import AUTO, parse_duration
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL
@@ -36,6 +32,7 @@ from muxserve.replicas.scaling import ScalingRules
 from muxserve.spec import WatchdogRules
 from muxserve.spec.unit import WEIGHT_FILES
 from muxserve.vllm.args import NGRAM, NGRAM_NUMBERS, RESERVED, SPECULATION
+from muxserve.vllm.known import options
 
 # What types cannot say of replicas, priorities, migration and launchers: bounds and names that go together.
 #
@@ -309,11 +306,6 @@ _FOREIGN_WEIGHTS = {
 KV_CACHE_TYPES = {"auto": "", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 # Formats of `engine_args` (`load_format`, `quantization`) that this version of vLLM has no loader for.
 _NO_LOADERS = ("gguf",)
-# Where vLLM declares its options.
-_VLLM_OPTIONS = {
-    "engine/arg_utils.py": ("EngineArgs", "AsyncEngineArgs"),
-    "entrypoints/launchers/cli_args.py": ("BaseFrontendArgs", "FrontendArgs"),
-}
 # Options of vLLM that have a name of their own in a fleet file.
 _OWN_NAMES = {
     "model": "path",
@@ -558,7 +550,7 @@ def _engine_args(source: Source, at: tuple[str | int, ...], model: dict[str, Any
     args = model.get("engine_args")
     if not isinstance(args, dict):
         return
-    known = vllm_options()
+    known = options()
     if args.get("kv_cache_dtype", "auto") not in KV_CACHE_TYPES:
         message = f"must be one of {', '.join(KV_CACHE_TYPES)}, not {args['kv_cache_dtype']!r}"
         yield source.problem((*at, "engine_args", "kv_cache_dtype"), message)
@@ -623,33 +615,6 @@ def _speculation(
     for name in ("async_scheduling", "logits_processors"):
         if args.get(name):
             yield source.problem(at, f"cannot be had together with {name}; remove one of them")
-
-
-@functools.cache
-def vllm_options() -> frozenset[str]:
-    """Names of vLLM's options, of the engine and of the OpenAI server; empty when vLLM is not installed.
-
-    They are read from its source, because importing vLLM takes seconds.
-    """
-    try:
-        spec = importlib.util.find_spec("vllm")
-        if spec is None or not spec.submodule_search_locations:
-            return frozenset()
-        root = Path(spec.submodule_search_locations[0])
-        trees = [parse(root / name) for name in _VLLM_OPTIONS]
-    except (OSError, SyntaxError, ImportError, ValueError):
-        return frozenset()
-    classes = {name for names in _VLLM_OPTIONS.values() for name in names}
-    return frozenset(
-        statement.target.id
-        for tree in trees
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and node.name in classes
-        for statement in node.body
-        if isinstance(statement, ast.AnnAssign)
-        and isinstance(statement.target, ast.Name)
-        and not statement.target.id.startswith("_")
-    )
 
 
 def _tenants(source: Source) -> Iterator[Problem]:

@@ -82,6 +82,24 @@ _ENCODERS = {"bert", "roberta", "xlm-roberta", "modernbert", "nomic_bert"}
 _OTHER_ENCODERS = {"albert", "distilbert", "electra", "deberta", "deberta-v2"}
 
 
+# What a number may be, by the keys that it may have. No model comes near the larger one: what is beyond it would
+# otherwise show as a want of memory.
+_BOUNDS = (
+    (_LAYERS, 1, 1 << 12),
+    (_HEADS, 1, 1 << 16),
+    (_KV_HEADS, 1, 1 << 16),
+    (_HIDDEN, 1, 1 << 20),
+    (("head_dim", "kv_channels", "attention_head_dim"), 1, 1 << 16),
+    (_MAX_LEN, 1, 1 << 30),
+    (("vocab_size", "padded_vocab_size"), 1, 1 << 26),
+    ((*_INTERMEDIATE, "moe_intermediate_size", *_SHARED_WIDTH), 0, 1 << 24),
+    ((*_EXPERTS, *_ACTIVE_EXPERTS), 0, 1 << 16),
+)
+# For the others that are read here.
+_MOST_COUNT = 1 << 31
+_MOST_ROPE_FACTOR = 1 << 20
+
+
 class UnsupportedModelError(ValueError):
     """The model cannot be served from the page pool; the message says why."""
 
@@ -327,6 +345,9 @@ def read_architecture(config: Mapping[str, object], pooling: bool = False) -> Mo
         found = read_architecture(inside)
         return replace(found, sees_images=True, cpu_only="an encoder of images")
     name = _name(config)
+    reason = _impossible(config)
+    if reason:
+        raise UnsupportedModelError(f"{name}: {reason}")
     encoder = config.get("model_type") in _ENCODERS and not config.get("is_decoder")
     pooling = pooling or encoder or (name.endswith(_POOLING) and not name.endswith(_GENERATING))
     reason = _unsupported(config, name)
@@ -391,6 +412,30 @@ def read_architecture(config: Mapping[str, object], pooling: bool = False) -> Mo
         latent=latent,
         states=_states(config, layers, hidden),
     )
+
+
+def _impossible(config: Mapping[str, object]) -> str | None:
+    """Which number of a config.json no model can have."""
+    for keys, least, most in _BOUNDS:
+        for key in keys:
+            value = config.get(key)
+            # Lists are of models whose layers differ.
+            if value is None or isinstance(value, list | bool):
+                continue
+            if not isinstance(value, int) or not least <= value <= most:
+                return f"config.json has {key}: {_short(value)}; it must be a whole number from {least} to {most:,}"
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    factor = rope.get("factor") if isinstance(rope, Mapping) else None
+    if factor is None:
+        return None
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= _MOST_ROPE_FACTOR:
+        return f"config.json scales positions by factor: {_short(factor)}; it must be from 0 to {_MOST_ROPE_FACTOR:,}"
+    return None
+
+
+def _short(value: object) -> str:
+    text = str(value) if not isinstance(value, int) or value < 1 << 64 else f"about 2^{value.bit_length()}"
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _gpu_only(config: Mapping[str, object]) -> str:
@@ -647,6 +692,8 @@ def _count(config: Mapping[str, object], keys: tuple[str, ...]) -> int | None:
     for key in keys:
         value = config.get(key)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            if value > _MOST_COUNT:
+                raise UnsupportedModelError(f"config.json has {key}: {_short(value)}, which no model has")
             return value
     return None
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -21,9 +21,11 @@ from muxserve.config.checkpoint_files import (
     tensors_of,
 )
 from muxserve.config.checks import KV_CACHE_TYPES, lacks_weights
-from muxserve.config.problems import did_you_mean
+from muxserve.config.problems import closest, did_you_mean, shown
 from muxserve.costs.architecture import ModelArchitecture, StoredWeights, UnsupportedModelError, read_architecture
 from muxserve.costs.language_models import is_of_language_model, language_model
+from muxserve.vllm.known import unknown
+from muxserve.vllm.pin import VLLM_VERSION
 
 # What is read of a checkpoint for engines that only pretend.
 _NO_WEIGHTS = {"load_format": "dummy"}
@@ -100,6 +102,8 @@ def architecture_of(model: Model, hub: Hub) -> ModelArchitecture:
     overrides = model.engine_args.get("hf_overrides")
     if isinstance(overrides, dict):
         config |= overrides
+    if (unknown := _unknown(model, config)) is not None:
+        raise CheckpointError(f"cannot be served: {unknown}")
     try:
         architecture = read_architecture(config, _pools(model, file))
     except UnsupportedModelError as error:
@@ -107,6 +111,20 @@ def architecture_of(model: Model, hub: Hub) -> ModelArchitecture:
     text_only = text is not None
     stored = stored_weights(file.parent, text_only)
     return replace(architecture, stored=stored, kv_cache=kv_cache_of(model), text_only=text_only)
+
+
+def _unknown(model: Model, config: Mapping[str, object]) -> str | None:
+    """What the model's config.json names that this vLLM does not know. Code of the checkpoint's own may know it."""
+    own_code = model.engine_args.get("trust_remote_code") and "auto_map" in config
+    if own_code or model.engine_args.get("config_format", "hf") not in ("hf", "auto"):
+        return None
+    found = unknown(config)
+    if found is None:
+        return None
+    key, name, known = found
+    near = closest(name, known)
+    hint = f'; did you mean "{near}"?' if near else ""
+    return f"config.json has {key}: {shown(name)}, which this vLLM ({VLLM_VERSION}) does not know{hint}"
 
 
 def kv_cache_of(model: Model) -> str:

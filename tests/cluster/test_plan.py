@@ -25,7 +25,7 @@ from muxserve.unit.state import model_profile
 from muxserve.vllm.args import engine_args, frontend_args
 from placement import Machine
 from placement.memory import sequence_bytes
-from tests.support.checkpoint_files import write_files, write_safetensors
+from tests.support.checkpoint_files import write_checkpoint, write_files, write_safetensors
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
 MACHINE = Machine(cores=4, memory_bytes=32 << 30, shared_memory_bytes=16 << 30)
@@ -361,7 +361,7 @@ class TestStates:
         ("options", "words"),
         [
             (", engine_args: {kv_cache_dtype: fp8}", "models that keep states have a cache in the model's dtype"),
-            (", adapters: {x: /x}", "LoRA adapters are not served with models with states"),
+            (", adapters: {}", "LoRA adapters are not served with models with states"),
             (", phases: rolling, slo: {ttft_ms: 100, tpot_ms: 10}", "set phases: multiplexed"),
         ],
     )
@@ -421,7 +421,7 @@ class TestImages:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            (", adapters: {x: /x}", "LoRA adapters are not served with models with images"),
+            (", adapters: {}", "LoRA adapters are not served with models with images"),
             (", phases: rolling, slo: {ttft_ms: 100, tpot_ms: 10}", "set phases: multiplexed"),
             (", phases: pipelined, stages: 2", "engines of one rank, not of 2"),
             (", engine_args: {runner: pooling}", "models that see images generate text only here"),
@@ -480,3 +480,30 @@ class TestStoredWeights:
         assert stored.packed_bytes == 0
         # In bfloat16, behind a header.
         assert (path / "model.safetensors").stat().st_size - 5000 < 2 * stored.elements < 3_126_952
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "words"),
+    [
+        ({"model_type": "qwenn3"}, "", "has model_type: 'qwenn3', which this vLLM ("),
+        ({"architectures": ["Qwen3ForCausalLN"]}, "", 'does not know; did you mean "Qwen3ForCausalLM"?'),
+        ({"quantization_config": {"quant_method": "magic"}}, "", "has quant_method: 'magic', which this vLLM ("),
+        ({"rope_scaling": {"rope_type": "yarm", "factor": 2.0}}, "", 'does not know; did you mean "yarn"?'),
+        ({}, "{hf_overrides: {model_type: qwenn3}}", "has model_type: 'qwenn3'"),
+        ({"num_hidden_layers": 0}, "", "has num_hidden_layers: 0; it must be a whole number from 1 to 4,096"),
+        # Its own code may know it.
+        ({"model_type": "qwenn3", "auto_map": {"AutoConfig": "x"}}, "{trust_remote_code: true}", ""),
+    ],
+)
+def test_what_vllm_does_not_know_is_refused(
+    change: dict[str, object], options: str, words: str, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path, {**CONFIG, **change})
+    more = f", engine_args: {options}" if options else ""
+    try:
+        demands_of(fleet(f"models:\n  - {{name: a, path: {tmp_path}{more}}}\n"), tmp_path)
+        said = ""
+    except FleetError as error:
+        said = str(error)
+    assert (words in said) if words else not said
+    assert said.startswith("fleet.yaml:2: models[0].path: cannot be served: ") or not words

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from muxserve.config import Fleet, FleetError, parse_fleet
-from tests.support.checkpoint_files import write_checkpoint
+from tests.support.checkpoint_files import write_checkpoint, write_safetensors
 
 CERT, OTHER = (Path(__file__).parents[1] / "support/certificates" / name for name in ("first", "second"))
 
@@ -18,6 +18,9 @@ CERT, OTHER = (Path(__file__).parents[1] / "support/certificates" / name for nam
 def base(tmp_path: Path) -> Path:
     for name in ("a", "b"):
         write_checkpoint(tmp_path / name)
+    # One directory can be both.
+    (tmp_path / "b/adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')
+    write_safetensors(tmp_path / "b/adapter_model.safetensors")
     return tmp_path
 
 

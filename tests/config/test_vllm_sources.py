@@ -6,7 +6,7 @@ import ast
 import gc
 from pathlib import Path
 
-from muxserve.config.syntax import parse
+from muxserve.vllm.syntax import parse
 
 
 class ParsesWhenCollected:
