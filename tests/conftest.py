@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.support import segments
 from tests.support.thoroughness import LEVEL, THOROUGH
+
+segments.watch_directories()
 
 # torch in the tests' own processes computes with one thread, as MuxServe's processes do. Threads that spin at the
 # barriers of small operations take the cores of what runs beside, and take ten times as long where those are busy.
@@ -91,6 +94,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 _status: list[int] = []
 
 
-def pytest_sessionfinish(exitstatus: int) -> None:
-    """Remember what the session came to."""
-    _status.append(int(exitstatus))
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Fail a session that leaves shared memory behind, and remember what it came to."""
+    left = segments.left()
+    if left:
+        segments.remove(left)
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.section("shared memory was left behind")
+            for path, directory in sorted(left.items()):
+                reporter.write_line(f"{path}, of {directory}")
+        if exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    _status.append(int(session.exitstatus))

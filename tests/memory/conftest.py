@@ -12,6 +12,7 @@ from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
 from muxserve.spec import UnitSpec
 from tests.memory.support import unit_spec
+from tests.support import segments
 
 
 class Start(Protocol):
@@ -62,3 +63,10 @@ def connect(manager: subprocess.Popen[bytes], small: UnitSpec) -> Iterator[Calla
     yield make
     for client in clients:
         client.close()
+
+
+@pytest.fixture(autouse=True)
+def no_segments_left(tmp_path: Path) -> Iterator[None]:
+    """Managers that a test kills, and those that refuse to start, leave what the end of a fleet removes."""
+    yield
+    segments.remove(segments.left([str(tmp_path)]))
