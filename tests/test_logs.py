@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from muxserve.net.logs import Follower, JsonLines, JsonLineStream, log_files, matching, of_request, rotate, tail
+from tests.support.patience import PATIENCE
 
 SAY = """
 import logging
@@ -103,15 +104,19 @@ def test_parts_are_chosen_by_name(run_dir: Path) -> None:
 
 def test_the_last_lines(run_dir: Path) -> None:
     path = run_dir / "logs/gateway-0.log"
-    assert tail(path, 2) == (["logs/gateway-0.log 3", "logs/gateway-0.log 4"], path.stat().st_size)
-    assert tail(path, 0)[0] == []
+    assert tail(path, 2) == ["logs/gateway-0.log 3", "logs/gateway-0.log 4"]
+    assert tail(path, 0) == []
     # Of a long log only its end is read, and no half line of it is shown.
-    assert tail(path, 9, most_bytes=30)[0] == ["logs/gateway-0.log 4"]
+    assert tail(path, 9, most_bytes=30) == ["logs/gateway-0.log 4"]
 
 
 def test_what_is_appended(run_dir: Path) -> None:
     path = run_dir / "u0/logs/unit.log"
-    following = Follower(run_dir, "u0", {part: tail(each, 0)[1] for part, each in log_files(run_dir).items()})
+    following = Follower(run_dir, "u0")
+    assert list(following.last(1)) == [
+        ("u0/engine-m-decode", "u0/logs/engine-m-decode.log 4"),
+        ("u0/unit", "u0/logs/unit.log 4"),
+    ]
     append(path, "whole\nha")
     assert list(following.new()) == [("u0/unit", "whole")]
     append(run_dir / "logs/gateway-0.log", "not asked for\n")
@@ -121,6 +126,84 @@ def test_what_is_appended(run_dir: Path) -> None:
     assert rotate(path, most_bytes=1)
     append(path, "begins anew\n")
     assert list(following.new()) == [("u0/unit", "begins anew")]
+    following.close()
+
+
+@pytest.mark.parametrize("creates", [False, True])
+def test_a_log_that_is_renamed_is_followed_to_its_end_and_under_its_name(run_dir: Path, creates: bool) -> None:
+    path = run_dir / "u0/logs/unit.log"
+    following = Follower(run_dir, "u0/unit")
+    assert len(list(following.last(9))) == 5
+    moved = path.rename(path.with_name("unit.log.1"))
+    if creates:
+        path.touch()
+    append(moved, "written by who has it open\n")
+    assert list(following.new()) == [("u0/unit", "written by who has it open")]
+    append(moved, "and the last\n")
+    # More than the old one had: its size does not tell that it is another file.
+    append(path, "of the new file\n" * 50)
+    assert [line for _, line in following.new()] == ["and the last", *["of the new file"] * 50]
+    path.rename(path.with_name("unit.log.2"))
+    assert list(following.new()) == []
+    append(path, "a third\n")
+    assert list(following.new()) == [("u0/unit", "a third")]
+    following.close()
+
+
+WRITES = """
+import logging, os, sys
+from pathlib import Path
+from muxserve.net.heartbeat import Heartbeat
+from muxserve.net.logs import log_to_stderr
+log_to_stderr()
+beats = Heartbeat(Path(sys.argv[1]))
+for order in sys.stdin:
+    match order.strip():
+        case "beat":
+            beats._log_due = 0.0
+            beats.beat()
+        case "write":
+            os.write(2, b"not through logging\\n")
+        case "log":
+            logging.getLogger("some.library").warning("a line")
+    print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("creates", [False, True])
+def test_a_process_goes_on_in_a_file_of_the_old_name(tmp_path: Path, creates: bool) -> None:
+    """As after logrotate, with `create` or without; whoever logs, and what is not logged but written."""
+    path = tmp_path / "part.log"
+    with path.open("a") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITES, str(tmp_path / "part.beat")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+        )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+
+    def tell(order: str) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(f"{order}\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "done\n"
+
+    tell("log")
+    first = path.rename(tmp_path / "part.log.1")
+    if creates:
+        path.touch()
+    tell("log")
+    second = path.rename(tmp_path / "part.log.2")
+    tell("beat")
+    assert path.exists(), "a log has its file although nothing is said"
+    tell("write")
+    process.stdin.close()
+    assert process.wait(PATIENCE) == 0
+    process.stdout.close()
+    assert [each.read_text().count("a line\n") for each in (first, second)] == [1, 1]
+    assert path.read_text() == "not through logging\n"
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_log_that_grows_is_put_aside(tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
 
 from muxserve.cli.output import print_error
 from muxserve.control.client import NoFleetError, find
-from muxserve.net.logs import Follower, log_files, matching, tail
+from muxserve.net.exit_codes import ExitCode
+from muxserve.net.logs import Follower, log_files
 
 _LOOK_SECONDS = 0.25
 
@@ -19,34 +21,27 @@ def logs(part: str, lines: int, follow: bool, fleet: str | None) -> int:
         running = find(fleet)
     except NoFleetError as error:
         print_error(str(error))
-        return 2
-    files = log_files(running.path)
-    chosen = matching(files, part) if part else files
+        return ExitCode.WRONG
+    following = Follower(running.path, part)
+    chosen = following.parts()
     if not chosen:
-        print_error(f"there is no log of {part!r}; there are {', '.join(files) or 'none'}")
-        return 2
+        print_error(f"there is no log of {part!r}; there are {', '.join(log_files(running.path)) or 'none'}")
+        return ExitCode.WRONG
     named = follow or len(chosen) > 1
     width = max(map(len, chosen))
 
-    def show(of: str, line: str) -> None:
-        sys.stdout.write(f"{of:{width}} | {line}\n" if named else f"{line}\n")
+    def show(found: Iterable[tuple[str, str]]) -> None:
+        for of, line in found:
+            sys.stdout.write(f"{of:{width}} | {line}\n" if named else f"{line}\n")
+        sys.stdout.flush()
 
     try:
-        ends = {}
-        for name, path in chosen.items():
-            try:
-                last, ends[name] = tail(path, lines)
-            except OSError:  # its part has left
-                continue
-            for line in last:
-                show(name, line)
-        sys.stdout.flush()
-        following = Follower(running.path, part, ends)
+        show(following.last(lines))
         while follow and running.alive:
-            for name, line in following.new():
-                show(name, line)
-            sys.stdout.flush()
+            show(following.new())
             time.sleep(_LOOK_SECONDS)
     except KeyboardInterrupt:  # what a person has seen enough of ends well
         pass
-    return 0
+    finally:
+        following.close()
+    return ExitCode.DONE

@@ -37,6 +37,7 @@ from typing import Any
 
 from muxserve.gpu.environment import refuse_cuda
 from muxserve.net.heartbeat import PERIOD_SECONDS, Heartbeat
+from muxserve.net.logs import own_log
 from muxserve.net.process import die_with, set_title
 from muxserve.spec import UnitSpec
 
@@ -241,3 +242,4 @@ def redirect_output(log_file: Path) -> None:
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
+    own_log.write_to(log_file)

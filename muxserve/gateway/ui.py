@@ -91,7 +91,7 @@ class LivePage:
         files = log_files(self._run_dir)
         if part and part not in files:
             raise RequestError(HTTPStatus.NOT_FOUND, f"there is no log of {part!r}; there are {', '.join(files)}")
-        return {"parts": [*files], "part": part, "lines": tail(files[part], MOST_LINES)[0] if part else []}
+        return {"parts": [*files], "part": part, "lines": tail(files[part], MOST_LINES) if part else []}
 
     async def _stream(self, send: Send, gone: asyncio.Future[None]) -> None:
         headers = [

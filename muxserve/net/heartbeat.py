@@ -6,6 +6,8 @@ file (`heartbeat.hpp`).
 
 The file is mapped, so that a beat is one store into memory: no system call, no lock, and a full disk does not matter
 once it is there. It outlives the process; who comes next goes on from the number that it finds.
+
+Once a second a beat also sees that the process writes to a log that still has its name.
 """
 
 from __future__ import annotations
@@ -16,13 +18,17 @@ import logging
 import mmap
 import os
 import struct
+import time
 from pathlib import Path
+
+from muxserve.net.logs import own_log
 
 log = logging.getLogger(__name__)
 
 # The longest that a loop which has nothing to do stays silent.
 PERIOD_SECONDS = 0.25
 DIRECTORY = "beats"
+_LOG_SECONDS = 1.0
 _SIZE = 8  # one unsigned integer in the machine's order
 
 
@@ -39,6 +45,7 @@ class Heartbeat:
 
     def __init__(self, path: Path) -> None:
         self._beats = 0
+        self._log_due = 0.0
         self._memory: mmap.mmap | None = None
         try:
             self._memory = _mapped(path)
@@ -52,6 +59,10 @@ class Heartbeat:
         self._beats += 1
         if self._memory is not None:
             self._memory[:_SIZE] = struct.pack("=Q", self._beats & (1 << 64) - 1)
+        now = time.monotonic()
+        if now >= self._log_due:
+            self._log_due = now + _LOG_SECONDS
+            own_log.follow()
 
     async def keep(self) -> None:
         """Beat for the event loop that runs this, until cancelled."""

@@ -1,12 +1,14 @@
 """Logs of all processes of a fleet: their format, their files, and how these are bounded.
 
 Each process writes to its stderr, which is a file that its parent has opened to append to. So a file can be copied and
-emptied while it is written to.
+emptied while it is written to. One that was renamed, as logrotate does, is opened anew by each process that writes to
+it (`own_log`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -17,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from io import TextIOBase
 from pathlib import Path
-from typing import TextIO
+from typing import Any, BinaryIO, TextIO
 
 # `text` or `json`, for a process and all that it starts.
 FORMAT_VARIABLE = "MUXSERVE_LOG_FORMAT"
@@ -62,9 +64,57 @@ def log_to_stderr(level: str = "") -> None:
     # What libraries have to say to their authors is not asked for.
     logging.basicConfig(stream=sys.stderr, level=max(wanted, logging.INFO), format=TEXT_FORMAT)
     logging.getLogger("muxserve").setLevel(wanted)
+    own_log.write_to(_file_of(2))
+    logging.setLogRecordFactory(_following_record)
     if in_json():
         for handler in logging.getLogger().handlers:
             handler.setFormatter(JsonLines())
+
+
+class OwnLog:
+    """The file behind this process's stderr: it is opened anew when another one, or none, has its name."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+
+    def write_to(self, path: Path | None) -> None:
+        """Stderr is the file at `path`, or none that has a name."""
+        self._path = path
+
+    def follow(self) -> None:
+        """To be called now and then, and before what is worth reading is written. It costs two system calls."""
+        if self._path is None:
+            return
+        try:
+            ours = os.fstat(2)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(self._path), ours):
+                    return
+            both = os.path.samestat(os.fstat(1), ours)
+            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        except OSError:  # its directory is gone, or the disk is full: the file that is open will do
+            return
+        for number in (1, 2) if both else (2,):
+            os.dup2(fd, number)
+        os.close(fd)
+
+
+own_log = OwnLog()
+
+
+def _file_of(fd: int) -> Path | None:
+    """The file that is open there, if it is one that has a name."""
+    try:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        return path if path.is_file() and path.samefile(f"/proc/self/fd/{fd}") else None
+    except OSError:
+        return None
+
+
+def _following_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+    """Every line of every library passes here before it is written."""
+    own_log.follow()
+    return logging.LogRecord(*args, **kwargs)
 
 
 class JsonLines(logging.Formatter):
@@ -130,42 +180,109 @@ def matching(files: Mapping[str, Path], wanted: str) -> dict[str, Path]:
     return {part: path for part, path in files.items() if wanted in part}
 
 
-def tail(path: Path, lines: int, most_bytes: int = 1 << 20) -> tuple[list[str], int]:
-    """The last `lines` lines of a log within its last `most_bytes`, and where it ends."""
-    with path.open("rb") as log:
+def tail(path: Path, lines: int, most_bytes: int = 1 << 20) -> list[str]:
+    """The last `lines` lines of a log within its last `most_bytes`.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    reader = LogReader(path)
+    try:
+        return reader.last(lines, most_bytes)
+    finally:
+        reader.close()
+
+
+class LogReader:
+    """The last lines of a log, and then those that are appended, also when the file is emptied or renamed meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._begun = ""
+
+    def last(self, lines: int, most_bytes: int = 1 << 20) -> list[str]:
+        """The last `lines` lines within its last `most_bytes`. To be called once, before `new`, if at all.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        log = self._file = self._path.open("rb")
         end = log.seek(0, os.SEEK_END)
         start = log.seek(max(0, end - most_bytes))
-        text = log.read(end - start).decode(errors="replace")
-    found = text.splitlines()
-    return (found[1:] if start and len(found) > 1 else found)[-lines:] if lines else [], end
+        found = log.read(end - start).decode(errors="replace").splitlines()
+        return (found[1:] if start and len(found) > 1 else found)[-lines:] if lines else []
+
+    def new(self) -> Iterator[str]:
+        """Whole lines that were written since the last call."""
+        yield from self._read()
+        try:
+            following = self._path.open("rb")
+        except OSError:
+            return
+        if self._file is not None:
+            ours, its = os.fstat(self._file.fileno()), os.fstat(following.fileno())
+            # Whoever writes goes on with the old file until there is something in the new one.
+            if os.path.samestat(ours, its) or not its.st_size:
+                following.close()
+                return
+            yield from self._read()
+            self._file.close()
+        self._file = following
+        yield from self._read()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _read(self) -> Iterator[str]:
+        if self._file is None:
+            return
+        if self._file.tell() > os.fstat(self._file.fileno()).st_size:  # it was emptied, and begins anew
+            self._file.seek(0)
+            self._begun = ""
+        *lines, self._begun = (self._begun + self._file.read().decode(errors="replace")).split("\n")
+        yield from lines
 
 
 class Follower:
-    """What is appended to a fleet's logs, also to those that come later."""
+    """What a fleet's logs say, and what is appended to them, also to those that come later."""
 
-    def __init__(self, run_dir: Path, wanted: str, ends: Mapping[str, int]) -> None:
-        """`ends`: what has been read of each log."""
+    def __init__(self, run_dir: Path, wanted: str) -> None:
         self._run_dir = run_dir
         self._wanted = wanted
-        self._read = dict(ends)
-        self._begun: dict[str, str] = {}
+        self._readers: dict[str, LogReader] = {}
+
+    def parts(self) -> dict[str, Path]:
+        """Those that are followed now; a log that was renamed stays one of them."""
+        files = log_files(self._run_dir)
+        return matching(files, self._wanted) if self._wanted else files
+
+    def last(self, lines: int) -> Iterator[tuple[str, str]]:
+        """Part and line of the last `lines` of each. To be called once, before `new`, if at all."""
+        for part, path in self.parts().items():
+            reader = self._readers[part] = LogReader(path)
+            try:
+                found = reader.last(lines)
+            except OSError:  # its part has left
+                continue
+            for line in found:
+                yield part, line
 
     def new(self) -> Iterator[tuple[str, str]]:
         """Part and line of all whole lines since the last call."""
-        files = log_files(self._run_dir)
-        for part, path in (matching(files, self._wanted) if self._wanted else files).items():
-            try:
-                with path.open("rb") as log:
-                    known = self._read.get(part, 0)
-                    # A log that was put aside begins anew.
-                    log.seek(known if known <= os.fstat(log.fileno()).st_size else 0)
-                    text = self._begun.get(part, "") + log.read().decode(errors="replace")
-                    self._read[part] = log.tell()
-            except OSError:
-                continue
-            *lines, self._begun[part] = text.split("\n")
-            for line in lines:
+        for part, path in self.parts().items():
+            self._readers.setdefault(part, LogReader(path))
+        for part, reader in self._readers.items():
+            for line in reader.new():
                 yield part, line
+
+    def close(self) -> None:
+        """Close all files."""
+        for reader in self._readers.values():
+            reader.close()
 
 
 def rotate(path: Path, most_bytes: int = MOST_BYTES, kept: int = KEPT) -> bool:
