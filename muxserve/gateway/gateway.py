@@ -78,8 +78,8 @@ class Gateway:
         self.limiter = ConcurrencyLimiter(fleet.models, index, fleet.gateway.count, self.measures, waits)
         self.status = FleetStatus(fleet, self.broker)
         self.front_end = FrontEndCosts(lambda: self.status.units.values())
-        self.reports = Reports(self.status, index, self.limiter, self.front_end, self.grammars)
         self.grammars = GrammarCompilers(fleet.gateway.grammars, nurseries)
+        self.reports = Reports(self.status, index, self.limiter, self.front_end, self.grammars)
         kept = fleet.gateway.responses
         self.responses = ResponseStore(kept, index, fleet.gateway.count) if kept is not None else None
         images = RequestImages(Path(fleet.run_dir) / "images", index)
