@@ -115,9 +115,23 @@ def _print(url: str, health: dict[str, Any], fleet: dict[str, Any]) -> None:
             console.print(escape(whose + line))
         if several and not unit.get("serves"):
             console.print(f"{escape(whose)}serves nothing at present")
-    for line in _memory(fleet.get("memory") or {}):
+    for line in [*_waits(fleet), *_memory(fleet.get("memory") or {})]:
         console.print(escape(line))
     _print_gpus(fleet.get("gpus") or [])
+
+
+def _waits(fleet: dict[str, Any]) -> list[str]:
+    """What requests wait for, and why a model is not served as it should be."""
+    lines = []
+    resident: dict[str, dict[str, Any]] = (fleet.get("memory") or {}).get("models") or {}
+    for model in fleet.get("models") or []:
+        name = str(model.get("name"))
+        for wait in (model.get("gateway") or {}).get("waits") or []:
+            count, longest = wait["requests"], f", the longest for {wait['seconds']:.0f} s" if wait["seconds"] else ""
+            lines.append(f"{name}: {count} {'wait' if count > 1 else 'waits'} for {wait['reason']}{longest}")
+        if trouble := resident.get(name, {}).get("trouble"):
+            lines.append(f"{name}: {trouble}")
+    return lines
 
 
 def _memory(memory: dict[str, Any]) -> list[str]:
@@ -127,7 +141,10 @@ def _memory(memory: dict[str, Any]) -> list[str]:
     models: dict[str, dict[str, Any]] = memory.get("models") or {}
     used, limit = (format_size(int(memory.get(key) or 0)) for key in ("used_bytes", "limit_bytes"))
     where = Counter(str(model.get("residence")) for model in models.values())
-    lines = [f"memory: {used} of {limit} used; {', '.join(f'{n} {word}' for word, n in sorted(where.items()))}"]
+    over = int(memory.get("excess_bytes") or 0)
+    beyond = f", the limit is exceeded by {format_size(over)}" if over else ""
+    words = ", ".join(f"{n} {word}" for word, n in sorted(where.items()))
+    lines = [f"memory: {used} of {limit} used{beyond}; {words}"]
     if copies := sum(int(model.get("copy_bytes") or 0) for model in models.values()):
         resting = sum(bool(model.get("engines_rest")) for model in models.values())
         lines.append(
