@@ -85,7 +85,8 @@ class ModelEstimate:
     """A replica in a unit.
 
     `rate` is asked of it, `throughput` served, both in requests per second. Latencies are means in seconds; `ttft` is
-    infinite where more is asked than can be served. `attainment` is the part of requests that meets the objectives
+    infinite where more is asked than can be served, `tpot` None where an answer has one token or is a vector.
+    `attainment` is the part of requests that meets the objectives
     (that is answered, where there are none). `limit` is what holds the replica back, or would next: "memory",
     "compute", "slo", "sequences" (`max_num_seqs`), or "batch" where that is vLLM's default. `own_bytes` is on each
     device without KV, `kv_bytes` KV in use on average.
@@ -96,7 +97,7 @@ class ModelEstimate:
     throughput: float
     batch: float
     ttft: float
-    tpot: float
+    tpot: float | None
     attainment: float
     decode_share: float
     limit: str
@@ -298,7 +299,7 @@ class Estimator:
                     throughput=rate,
                     batch=batch,
                     ttft=ttft,
-                    tpot=tpot,
+                    tpot=tpot if demand.decode_steps else None,
                     attainment=attainment,
                     decode_share=shares.decode[i],
                     limit=_limit(demand, runner, batch, rate, state, pool, i),

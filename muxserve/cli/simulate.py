@@ -21,7 +21,7 @@ from muxserve.metrics.report import comparison_table, models_table, report_page,
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.metrics.tables import seconds_words
 from muxserve.planning.arrangements import arrangement
-from muxserve.planning.demands import ClusterError, format_latency
+from muxserve.planning.demands import ClusterError, contexts_of, format_latency
 from muxserve.planning.measured_control import measured_control
 from muxserve.planning.prediction import Simulated
 from muxserve.planning.specs import levels_of
@@ -39,7 +39,7 @@ from muxserve.simulator import (
     write_timeline,
 )
 from muxserve.simulator.fleet import PriorityOf
-from muxserve.workload import Workload, WorkloadError, WorkloadOptions, open_workload
+from muxserve.workload import Workload, WorkloadError, WorkloadOptions, check_fits, open_workload
 from placement.format import format_size
 
 EXIT_OK, EXIT_FAILED, EXIT_WRONG, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -113,6 +113,7 @@ def _run(settings: SimulateSettings) -> int:
             {demand.name: demand.rate for demand in places.demands},
             WorkloadOptions(**settings.options),
         )
+        check_fits(workload, contexts_of(places.demands))
         levels = Levels(levels_of(places.fleet), places.fleet.default_level)
         priorities = _priorities(settings, levels)
         runs: dict[str, Run] = {}

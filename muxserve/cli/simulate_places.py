@@ -14,7 +14,7 @@ from muxserve.config import AUTO, Fleet, load_fleet
 from muxserve.costs.latency import LatencyModel
 from muxserve.planning.arrangements import arrangement_of, may_be_dedicated
 from muxserve.planning.arrangements.base import NoPlaceError
-from muxserve.planning.demands import cluster_of, demands_of, memory_of
+from muxserve.planning.demands import check_lengths, cluster_of, demands_of, memory_of
 from muxserve.planning.device_pool import CPU, CpuPool, cpu_pool
 from muxserve.planning.fleet_planner import FleetPlanner
 from muxserve.planning.plan_file import load_plan
@@ -226,6 +226,7 @@ def places_of(
     else:
         cluster = cluster_of(fleet, gpus, gpu_type, nodes)
     demands = demands_of(fleet, file.parent, gpus=memory_of(cluster).items() if cluster else ())
+    check_lengths(fleet, demands)
     places = Places(
         _words(fleet, cluster),
         fleet,

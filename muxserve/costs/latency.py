@@ -31,6 +31,11 @@ class ServedModel:
     graphs: Graphs = "piecewise"
     prefix_caching: bool = True
 
+    @property
+    def context(self) -> int:
+        """Tokens of its longest sequence, prompt and answer."""
+        return self.max_len or self.architecture.default_max_len
+
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:

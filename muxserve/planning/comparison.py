@@ -431,8 +431,10 @@ def cells(compared: Compared) -> list[str]:
     return [compared.phases, *_cells(compared.figures)]
 
 
-def format_seconds(seconds: float) -> str:
-    """`12 ms`, `1.25 s`."""
+def format_seconds(seconds: float | None) -> str:
+    """`12 ms`, `1.25 s`; `-` for what was not measured, or is not there."""
+    if seconds is None:
+        return "-"
     return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 

@@ -280,7 +280,7 @@ def _estimate(each: DedicatedModel, member: Member) -> UnitEstimate:
         throughput=figures.served / member.replicas,
         batch=figures.running / member.replicas,
         ttft=figures.ttft.mean if figures.ttft else math.inf,
-        tpot=figures.tpot.mean if figures.tpot else 0.0,
+        tpot=figures.tpot.mean if figures.tpot else None,
         attainment=figures.attainment,
         decode_share=each.share,
         limit="slo",

@@ -22,6 +22,7 @@ from muxserve.planning.checkpoints import (
     kv_cache_of,
     planned_architecture,
 )
+from muxserve.workload import Context
 from placement.cluster import Cluster, Node
 from placement.demand import Demand
 
@@ -119,13 +120,14 @@ def _demand(model: Model, architecture: ModelArchitecture, gpu: bool, batch: Bat
     if gpu and model.dtype == AUTO and dtype == "float32":
         dtype = "bfloat16"
     slo = model.slo
+    max_len = model.max_len if isinstance(model.max_len, int) else None
+    prompt, output = _lengths(model, max_len or architecture.default_max_len, architecture.pooling)
     return Demand(
         name=model.name,
         architecture=architecture.on_gpus() if gpu else architecture,
         rate=model.rate,
-        prompt_tokens=model.workload.prompt_tokens,
-        # What a prefill ends with is the answer.
-        output_tokens=1 if architecture.pooling else model.workload.output_tokens,
+        prompt_tokens=prompt,
+        output_tokens=output,
         dtype=dtype,
         slo_ttft=None if slo.ttft_ms is None else slo.ttft_ms / 1000,
         slo_tpot=None if slo.tpot_ms is None else slo.tpot_ms / 1000,
@@ -135,9 +137,68 @@ def _demand(model: Model, architecture: ModelArchitecture, gpu: bool, batch: Bat
         graphs=graphs_of(model.engine_args),
         # The simulator knows no snapshots of states.
         prefix_caching=model.prefix_caching and architecture.causal and architecture.states is None,
-        max_len=model.max_len if isinstance(model.max_len, int) else None,
+        max_len=max_len,
         **_replicas(model),
     )
+
+
+def _lengths(model: Model, context: int, pooling: bool) -> tuple[int, int]:
+    """Mean tokens of prompts and answers: those that are declared, and defaults as far as these leave room for them."""
+    workload = model.workload
+    if pooling:
+        # What a prefill ends with is the answer.
+        declared = "prompt_tokens" in workload.model_fields_set
+        return workload.prompt_tokens if declared else min(workload.prompt_tokens, context), 1
+    prompt, output = workload.prompt_tokens, workload.output_tokens
+    if "prompt_tokens" not in workload.model_fields_set:
+        left = context // 2 if "output_tokens" not in workload.model_fields_set else context - output
+        prompt = max(1, min(prompt, left))
+    if "output_tokens" not in workload.model_fields_set:
+        output = max(1, min(output, context - prompt))
+    return prompt, output
+
+
+def contexts_of(demands: Iterable[Demand]) -> dict[str, Context]:
+    """What requests to each model must fit into."""
+    return {demand.name: Context(demand.context, not demand.architecture.pooling) for demand in demands}
+
+
+def check_lengths(fleet: Fleet, demands: Iterable[Demand]) -> None:
+    """The requests that the file declares fit into their models' contexts.
+
+    Raises:
+        FleetError: some do not, so that no engine could serve them; with file and line.
+    """
+    index = {model.name: index for index, model in enumerate(fleet.models)}
+    problems = []
+    for demand in demands:
+        found = _too_long(fleet.model(demand.name), demand)
+        if found is not None:
+            key, text = found
+            problems.append(fleet.problem(("models", index[demand.name], "workload", key), text))
+    if problems:
+        raise FleetError(problems)
+
+
+def _too_long(model: Model, demand: Demand) -> tuple[str, str] | None:
+    """The key and what is wrong, if the declared requests of a model do not fit into its context."""
+    declared = model.workload.model_fields_set
+    if not declared & {"prompt_tokens", "output_tokens"}:
+        return None
+    context, prompt, output = demand.context, demand.prompt_tokens, demand.output_tokens
+    where = "its checkpoint allows"
+    if isinstance(model.max_len, int):
+        where = "max_len gives"
+    elif context < demand.architecture.default_max_len:
+        where = "this machine has memory for"
+    limit = f"the {context:,} tokens of context that {where}"
+    least = 0 if demand.architecture.pooling else 1
+    if "prompt_tokens" in declared and prompt + least > context:
+        return "prompt_tokens", f"prompts of {prompt:,} tokens do not fit into {limit}; at most {context - least:,} do"
+    if least and prompt + output > context:
+        text = f"answers of {output:,} tokens behind prompts of {prompt:,} do not fit into {limit}"
+        return "output_tokens", f"{text}; at most {max(0, context - prompt):,} do"
+    return None
 
 
 def _replicas(model: Model) -> dict[str, int]:

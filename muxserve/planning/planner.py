@@ -15,7 +15,7 @@ from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.planning.arrangements.base import NoPlaceError
 from muxserve.planning.comparison import Tell, silent
 from muxserve.planning.dedicated_units import ArrangedFleet, TrialOptions, concerns, divide_cpu, divide_gpus
-from muxserve.planning.demands import demands_of, equal_nodes, memory_of
+from muxserve.planning.demands import check_lengths, contexts_of, demands_of, equal_nodes, memory_of
 from muxserve.planning.device_pool import CpuPool, cpu_pool
 from muxserve.planning.document import SweepPoint, point
 from muxserve.planning.prediction import (
@@ -43,7 +43,7 @@ from muxserve.planning.sleeping import (
 from muxserve.planning.this_machine import plan_this_machine, residency_here
 from muxserve.planning.window import longest_answer, window
 from muxserve.simulator import SimulationError
-from muxserve.workload import Workload
+from muxserve.workload import Workload, check_fits
 from placement.cluster import Cluster
 from placement.demand import Demand
 from placement.format import enumerate_words
@@ -165,6 +165,17 @@ class Planner:
         network = self.fleet.cluster.network if self.network is None else self.network
         return Surroundings(self.options.rules, network, pool)
 
+    def _demands(self, cluster: Cluster | None = None) -> list[Demand]:
+        """What the models of the fleet ask for on a cluster (None: the CPU).
+
+        Raises:
+            FleetError: as `demands_of`, or requests do not fit into their model's context.
+        """
+        gpus = memory_of(cluster).items() if cluster is not None else ()
+        demands = demands_of(self.fleet, self.file.parent, gpus=gpus)
+        check_lengths(self.fleet, demands)
+        return demands
+
     @property
     def arranges(self) -> bool:
         """Whether some model is not simply multiplexed. Baselines know nothing but that."""
@@ -175,7 +186,7 @@ class Planner:
 
     def on_gpus(self, cluster: Cluster) -> PlannedFleet:
         """A plan for a cluster."""
-        demands = demands_of(self.fleet, self.file.parent, gpus=memory_of(cluster).items())
+        demands = self._demands(cluster)
         made = self._place(demands, cluster)
         if not self.arranges:
             return self._best(made, demands, cluster)
@@ -205,7 +216,7 @@ class Planner:
     def swept(self, sizes: Sequence[int], cluster: Cluster, every: bool = False) -> PlannedFleet:
         """A plan for every size; of those that meet everything the first that its simulation bears out, else the last.
         Larger ones than that are not simulated, unless `every` one is to be borne out."""
-        demands = demands_of(self.fleet, self.file.parent, gpus=memory_of(cluster).items())
+        demands = self._demands(cluster)
         points: list[SweepPoint] = []
         plans: list[ClusterPlan] = []
         found: PlannedFleet | None = None
@@ -235,7 +246,9 @@ class Planner:
 
         Raises:
             SimulationError, CostError: as `simulate`.
+            WorkloadError: no request to some model fits into its context.
         """
+        check_fits(workload, contexts_of(made.plan.demands))
         requests = list(workload)
         points: list[SleepingPoint] = []
         for plan in made.by_size or (made.plan,):
@@ -359,7 +372,7 @@ class Planner:
         """
 
         resolved, own = load_fleet(self.file), self.fleet.cluster
-        demands = demands_of(self.fleet, self.file.parent)
+        demands = self._demands()
         pool = cpu_pool(this_machine(), own.cores, self.fleet.kv_pool.size, own.ranks)
         found = ArrangedFleet(shared=list(demands))
         if self.arranges:
@@ -369,6 +382,7 @@ class Planner:
             made = plan_this_machine(resolved, demands, found, pool, self.latency, self.options.objective)
         except ValueError as error:
             raise UsageError(str(error)) from None
+        check_lengths(self.fleet, made.demands)
         simulated, why_not = self._simulated(made, pool)
         arrangements = found if self.arranges else None
         forecast = None if simulated is None else self._residency(resolved, made, pool, workload)
@@ -383,6 +397,8 @@ class Planner:
         spec = residency_here(resolved, made.placement)
         if not spec:
             return None
+        if workload is not None:
+            check_fits(workload, contexts_of(made.demands))
         requests = None if workload is None else list(workload)
         about = _GROUPS.name if workload is None else workload.about
         seconds = requests[-1].arrival if requests else _GROUPS_SECONDS

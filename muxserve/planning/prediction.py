@@ -429,7 +429,7 @@ def predict(
 def _longest_sequences(plan: ClusterPlan, simulated: Simulated) -> dict[str, int]:
     """Tokens of the longest sequence of each model."""
     own = simulated.longest
-    return {d.name: own.get(d.name) or d.max_len or d.architecture.max_len for d in plan.demands}
+    return {d.name: own.get(d.name) or d.context for d in plan.demands}
 
 
 def loads_of(plan: ClusterPlan, simulated: Simulated, perturbed: Perturbation | None = None) -> dict[str, ModelLoad]:

@@ -17,6 +17,7 @@ from statistics import fmean
 from muxserve.config import Fleet
 from muxserve.planning.arrangements import arrangement, is_open
 from muxserve.planning.prediction import Prediction, falls_short
+from placement.demand import Demand
 from placement.planner import ClusterPlan, ModeName
 
 # The part of the requests on which all plans are compared at first.
@@ -139,9 +140,10 @@ def as_way(way: str, plan: ClusterPlan, fleet: Fleet) -> ClusterPlan:
         units = tuple(replace(unit, policy="fcfs") for unit in units)
     if way == "one engine":
         how = arrangement("pipelined")
+        demands = {demand.name: demand for demand in plan.demands}
         units = tuple(
             replace(unit, phases=how.name, stages=1, batching="vllm")
-            if all(_may_have_one_engine(fleet, placed.model) for placed in unit.models)
+            if all(_may_have_one_engine(fleet, demands[placed.model]) for placed in unit.models)
             else unit
             for unit in units
         )
@@ -156,10 +158,10 @@ def shared_ways(fleet: Fleet, elastic: bool) -> tuple[str, ...]:
     return ("shares per lease", "shared") if fleet.policy == "slack" else ("shared", "shares per lease")
 
 
-def _may_have_one_engine(fleet: Fleet, name: str) -> bool:
-    """Whether the file leaves the arrangement of a model to the plan."""
-    model = fleet.model(name)
-    return is_open(model) or "phases" not in model.model_fields_set
+def _may_have_one_engine(fleet: Fleet, demand: Demand) -> bool:
+    """Whether the file leaves the arrangement of a model to the plan, and there is something to arrange."""
+    model = fleet.model(demand.name)
+    return not demand.architecture.pooling and (is_open(model) or "phases" not in model.model_fields_set)
 
 
 def best_of(

@@ -39,7 +39,7 @@ def longest_answer(plan: ClusterPlan, loads: Mapping[str, ModelLoad]) -> float:
     longest = 0.0
     for unit in plan.estimates:
         for model in unit.models:
-            if math.isfinite(model.tpot):
+            if model.tpot is not None and math.isfinite(model.tpot):
                 output = loads[plan.demands[model.member.model].name].output
                 draw = random.Random(0)
                 tokens = percentile([output.sample(draw) for _ in range(_SAMPLES)], LONGEST)

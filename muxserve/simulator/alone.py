@@ -45,6 +45,7 @@ class AloneSimulation:
 
     def __init__(self, units: Sequence[SimUnit], latency: LatencyModel) -> None:
         self._costs: dict[str, tuple[EngineCosts, int]] = {}
+        self._pooling = frozenset(model.name for unit in units for model in unit.models if model.profile.pooling)
         for unit in units:
             for model in unit.models:
                 if model.name not in self._costs:
@@ -70,6 +71,9 @@ class AloneSimulation:
                 return Reference(float("inf"))
             costs, most = costs_of
             ttft = prefill_seconds(costs, prompt, most)
+            if model in self._pooling:
+                found = self._known[key] = Reference(ttft, ttft)
+                return found
             steps = max(0, output - 1)
             decode = steps_seconds(costs, prompt + 1, steps)
             # An answer of one token has no time per token; what its next one would take stands for it.

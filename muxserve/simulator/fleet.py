@@ -98,6 +98,7 @@ class Group:
         self._options = options or Options()
         self.clock = Clock(self._options.until)
         self.models = list(dict.fromkeys(model.name for unit in units for model in unit.models))
+        self._pooling = frozenset(model.name for unit in units for model in unit.models if model.profile.pooling)
         self._latency = latency
         self._cpu: Compute | None = None
         self.replicas: dict[str, ReplicaSet] = {}
@@ -135,6 +136,8 @@ class Group:
         receive(self.clock, self._cpu, self._latency, requests, self._arrive, delays.request, spread, seed)
 
     def _arrive(self, request: SimRequest, now: float) -> None:
+        if request.model in self._pooling:
+            request.output = 0
         first, replicas = self._units[request.model], self.replicas.get(request.model)
         if replicas is None or first.too_long(request):
             first.arrive(request, now)

@@ -160,7 +160,7 @@ def sim_unit(unit: PlacedUnit, models: Mapping[str, FleetModel]) -> SimUnit:
             profiles[name],
             models[name].architecture,
             models[name].dtype,
-            max_len=models[name].max_len or models[name].architecture.default_max_len,
+            max_len=models[name].context,
             graphs=models[name].graphs,
             prefix_caching=models[name].prefix_caching,
         )
@@ -236,7 +236,7 @@ def _profile(
     item = KV_ITEM_BYTES[architecture.kv_dtype(model.dtype)]
     block_bytes = 2 * per_block * block_tokens * architecture.head_dim * item
     state_blocks = math.ceil(architecture.state_bytes(model.dtype, tp) / block_bytes) if per_block else 0
-    longest = math.ceil((model.max_len or architecture.default_max_len) / block_tokens) + state_blocks
+    longest = math.ceil(model.context / block_tokens) + state_blocks
     longest *= per_block
     # The longest sequence at least, but no more than half of an equal part, so that quotas can move.
     floor = max(per_block, min(longest, pool.pages // (2 * members)))

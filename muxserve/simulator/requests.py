@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class SimRequest:
     """One request from arrival to end. `made` counts its output tokens so far, `computed` the tokens whose KV a prefill
     has computed, `blocks` those that its prompt holds. `lease_id` is the ticket with which it came into its present
-    engine, `unit` the one that has it.
+    engine, `unit` the one that has it. Its `output` is 0 if it asks for vectors, which come in place of a first token.
 
     While it decodes, `base` + the engine's step counter is the number of tokens in its KV, `ends_at` the counter at
     which it has its last token, and `serial` its place in the order of joining. In a pipeline, `flying` counts the
@@ -150,7 +150,7 @@ class SimRequest:
             model=self.model,
             arrival=self.arrival,
             prompt_tokens=self.prompt,
-            output_tokens=self.made,
+            output_tokens=min(self.made, self.output),
             first_token=self.first_token,
             finish=self.finish,
             error=self.error,

@@ -5,6 +5,7 @@ from muxserve.workload.arrivals import Arrivals, gamma_arrivals, poisson_arrival
 from muxserve.workload.conversations import Conversations
 from muxserve.workload.describe import Description, describe
 from muxserve.workload.errors import TraceError, WorkloadError
+from muxserve.workload.fit import Context, check_fits
 from muxserve.workload.generate import ModelLoad, generate
 from muxserve.workload.lengths import (
     CappedLengths,
@@ -31,6 +32,7 @@ __all__ = [
     "Arrivals",
     "Bursts",
     "CappedLengths",
+    "Context",
     "Conversations",
     "Description",
     "Diurnal",
@@ -50,6 +52,7 @@ __all__ = [
     "Workload",
     "WorkloadError",
     "WorkloadOptions",
+    "check_fits",
     "describe",
     "gamma_arrivals",
     "generate",

@@ -150,7 +150,7 @@ def test_modes_are_compared_where_not_all_models_have_a_place(tmp_path: Path) ->
 
 
 def test_requests_that_cannot_be_served_fail_the_command(fleet: Path, planned: Path) -> None:
-    result = run(fleet, "--workload", "poisson:rate=5,duration=5,seed=1,prompt=8000,output=10", "--plan", planned)
+    result = run(fleet, "--workload", "poisson:rate=5,duration=5,seed=1,prompt=100..8000,output=10", "--plan", planned)
     assert result.exit_code == 1, result.output
     assert "longer than the 4096 tokens of" in result.output
 

@@ -69,7 +69,7 @@ class Wanted:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
-        return self.demand.max_len or self.demand.architecture.default_max_len
+        return self.demand.context
 
     @property
     def has_objectives(self) -> bool:
@@ -80,7 +80,7 @@ class Wanted:
 def fleet_model(demand: Demand, max_len: int | None = None, share_steps: int = 0) -> FleetModel:
     """A model as the simulator wants it; `max_len` in place of the demand's own, `share_steps` as of `UnitSpec`."""
     served = {each.name: getattr(demand, each.name) for each in fields(ServedModel)}
-    served["max_len"] = max_len or demand.max_len
+    served["max_len"] = max_len or demand.context
     return FleetModel(**served, elastic=share_steps > 0, tokens=demand.sequence_tokens, share_steps=share_steps)
 
 
