@@ -86,10 +86,11 @@ class Choice(msgspec.Struct):
 
     @property
     def has_token(self) -> bool:
-        """It brings at least one token. A chat begins with a piece that only names the role."""
+        """It brings at least one token. A chat begins with a piece that only names the role; the last piece of an
+        answer may only say why it ended, while an empty one before that is half a character."""
         delta = self.delta
         if delta is None:
-            return True
+            return bool(self.text) or self.finish_reason is None
         return bool(delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls)
 
 

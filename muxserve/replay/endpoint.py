@@ -166,7 +166,9 @@ async def _read_stream(response: aiohttp.ClientResponse, answer: Answer) -> None
                 pieces += 1
                 answer.first = now if answer.first is None else answer.first
                 answer.last = now
-            elif choice.finish_reason is not None and answer.last is not None:
+            elif choice.finish_reason is not None and (choice.delta is None or answer.last is not None):
+                # A completion may have ended before any text.
+                answer.first = now if answer.first is None else answer.first
                 answer.last = now
     if not done:
         answer.error = "the stream ended early"

@@ -2,7 +2,7 @@
 
 `exact*` takes everything, as vLLM does; `text` refuses token ids and `ignore_eos`; `chat` has no completions; `short`
 ignores `ignore_eos`; `refuse`, `break`, `mute`, `garbage` and `error` fail every request but the first, each in its own
-way; `hang` never ends one but the first. GET /seen tells what was asked.
+way; `hang` never ends one but the first; `uncounted` says why it ended in an empty piece, and counts no tokens. GET /seen tells what was asked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
-MODELS = ["exact", "exact-2", "text", "chat", "short", "refuse", "break", "mute", "garbage", "error", "hang"]
+MODELS = ["exact", "exact-2", "text", "chat", "short", "refuse", "break", "mute", "garbage", "error", "hang", "uncounted"]
 seen: list[dict[str, Any]] = []
 asked: Counter[str] = Counter()
 
@@ -83,7 +83,11 @@ async def answer(request: web.Request) -> web.StreamResponse:
         await event({"choices": [{**piece, "index": 0, "finish_reason": None}], "usage": None})
     if model == "error" and not first:
         await event({"error": {"message": "the engine died"}})
-    if model != "mute" or first:
+    if model == "uncounted":
+        last = {"delta": {}} if chat else {"text": ""}
+        await event({"choices": [{**last, "index": 0, "finish_reason": "length"}]})
+        await event("[DONE]")
+    elif model != "mute" or first:
         usage = {"prompt_tokens": prompt_tokens(body, chat), "completion_tokens": tokens}
         await event({"choices": [], "usage": usage})
         await event("[DONE]")

@@ -65,6 +65,9 @@ def test_a_role_is_no_token() -> None:
     assert Choice(delta=Delta(reasoning_content="x")).has_token
     # A piece of a completion stands for a token even if its text is still empty (half a character).
     assert Choice(text="").has_token
+    assert Choice(text="x", finish_reason="length").has_token
+    assert not Choice(text="", finish_reason="length").has_token
+    assert not Choice(delta=Delta(), finish_reason="stop").has_token
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from muxserve.cli.app import app
 from muxserve.metrics import RequestRecord
 from muxserve.metrics.report import read_json
 from muxserve.metrics.summary import summarise
+from muxserve.replay.dialect import Dialect
 from muxserve.replay.endpoint import Endpoint
 from muxserve.replay.prompts import Prompts
 from muxserve.replay.run import Replay
@@ -121,6 +122,28 @@ def test_other_servers_are_asked_as_they_understand(
         # The server counts two tokens a word and four more: the client aims at the tokens, not at the words.
         counted = run["overall"]["prompt_tokens"]
         assert counted == pytest.approx(sum(range(10, 15)), rel=0.3)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("tokens", [1, 5])
+async def test_a_last_piece_that_is_empty_is_no_token(serve: Serve, chat: bool, tokens: int) -> None:
+    dialect = Dialect(ids=not chat, ignore_eos=True, chat=chat)
+    async with Endpoint(serve().url) as endpoint:
+        answer = await endpoint.send(dialect, dialect.body(Prompts(1), 1, "uncounted", 8, tokens))
+    assert not answer.error
+    assert answer.tokens == tokens
+    assert answer.first is not None
+    assert answer.last is not None
+    assert answer.sent < answer.first <= answer.last
+
+
+async def test_an_answer_that_ends_before_any_text_is_complete(serve: Serve) -> None:
+    dialect = Dialect(ids=True, ignore_eos=True)
+    async with Endpoint(serve().url) as endpoint:
+        answer = await endpoint.send(dialect, dialect.body(Prompts(1), 1, "uncounted", 8, 0))
+    assert not answer.error
+    assert answer.tokens == 0
+    assert answer.first == answer.last
 
 
 def test_short_answers_are_told(serve: Serve, tmp_path: Path) -> None:
