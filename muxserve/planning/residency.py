@@ -3,6 +3,7 @@ and simulated. The memory is this machine's, or that of each of its GPUs."""
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -233,13 +234,14 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
     needed = fixed if largest is None else fixed + sleeping[largest].bytes + sleeping[largest].load_bytes
     most = _most(limit)
     if needed > most:
-        message = (
-            f"{format_size(limit)} are not enough: processes, KV pool and models that never sleep take about "
-            f"{format_size(fixed)}"
-        )
+        parts = f"processes, KV pool and models that never sleep take about {_mib(fixed)}"
         if largest is not None:
-            message += f", and waking {largest} {format_size(needed - fixed)} more"
-        raise FleetError([fleet.problem(("memory", "limit"), f"{message}; give more, or a smaller kv_pool.size")])
+            parts += f", and waking {largest} {_mib(needed - fixed)}"
+        message = (
+            f"{_mib(limit)} are not enough: {parts}; {HEADROOM:.0%} of the limit stay free. Give at least "
+            f"{_mib(math.ceil(needed / (1 - HEADROOM)))}, or a smaller kv_pool.size"
+        )
+        raise FleetError([fleet.problem(("memory", "limit"), message)])
     hibernates = bool(hibernation_of(fleet))
     rules = ResidencyRules(
         most,
@@ -257,6 +259,11 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
     )
     spec = ResidencySpec(rules, sleeping, None, hibernates)
     return {plans[0].name: msgspec.structs.replace(spec, turns=_turns(spec, fleet.memory))}
+
+
+def _mib(size: int) -> str:
+    """Whole MiB, rounded up: sums of these can be checked, and are as the fleet file takes them."""
+    return f"{math.ceil(size / (1 << 20))}MiB"
 
 
 def _most(limit: int) -> int:

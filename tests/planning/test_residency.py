@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -74,7 +75,7 @@ def test_weights_of_all_models_need_not_fit() -> None:
     ("memory", "models", "expected"),
     [
         ("{limit: 9GiB}", [""], "memory.limit: 9 GiB are more than there is (8 GiB)"),
-        ("{limit: 1GiB}", [""], "memory.limit: 1 GiB are not enough: processes, KV pool"),
+        ("{limit: 1GiB}", [""], "memory.limit: 1024MiB are not enough: processes, KV pool"),
         ("{limit: 2GiB}", ["", *[", keep: always"] * 9], "waking m0 "),
     ],
 )
@@ -82,6 +83,18 @@ def test_limits_without_room(memory: str, models: list[str], expected: str) -> N
     with pytest.raises(FleetError) as error:
         planned(declared(memory, *models))
     assert expected in str(error.value)
+
+
+def test_a_limit_that_is_too_small_is_refused_with_a_sum_that_adds_up_and_what_is_enough() -> None:
+    with pytest.raises(FleetError) as error:
+        planned(declared("{limit: 1GiB}", "", ""))
+    found = re.search(r"take about (\d+)MiB, and waking m\d (\d+)MiB; 5% .* at least (\d+)MiB", str(error.value))
+    assert found is not None, str(error.value)
+    fixed, wake, enough = map(int, found.groups())
+    assert 0.95 * (enough - 3) < fixed + wake <= 0.95 * (enough + 3)
+    planned(declared(f"{{limit: {enough}MiB}}", "", ""))
+    with pytest.raises(FleetError):
+        planned(declared(f"{{limit: {enough - 5}MiB}}", "", ""))
 
 
 def test_sleeping_models_have_a_directory_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
