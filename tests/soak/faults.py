@@ -29,6 +29,7 @@ RESTARTED = (
     "vLLM parent",
     "spare vLLM parent",
     "rank worker",
+    "spare grammar compiler",
 )
 _PAUSE_SECONDS = 5.0
 _SPARE_DESCRIPTORS = 3

@@ -27,8 +27,12 @@ _KINDS = (
     (r"^muxserve model", "model parent"),
     (r"^muxserve engine", "engine"),
     (r"^muxserve worker", "rank worker"),
+    (r"^muxserve spare grammar compiler", "spare grammar compiler"),
+    (r"^muxserve grammar compiler", "grammar compiler"),
 )
 CONTROLLER, GATEWAY, ENGINE = "controller", "gateway", "engine"
+# It comes when there is something to compile, and what it forks for a grammar has its name.
+GRAMMARS = "grammar compiler"
 OTHER = "other"
 
 
@@ -76,7 +80,7 @@ def parts(fleet: Fleet) -> list[Part]:
 def how_many(found: list[Part], changing: Collection[str] = ()) -> Counter[str]:
     """Processes of each kind but those that come and go by themselves. What parents fork for a moment has no name
     yet."""
-    return Counter(part.kind for part in found if part.kind != OTHER and part.kind not in changing)
+    return Counter(part.kind for part in found if part.kind not in (OTHER, GRAMMARS, *changing))
 
 
 @dataclass

@@ -6,10 +6,10 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
-from tests.soak import clients, faults
+from tests.soak import chaos, clients, faults
 from tests.soak.world import Kind
 
-KINDS: tuple[Kind, ...] = (*faults.KINDS, *clients.KINDS)
+KINDS: tuple[Kind, ...] = (*faults.KINDS, *chaos.KINDS, *clients.KINDS)
 
 
 def chosen(only: str) -> list[Kind]:
