@@ -244,22 +244,42 @@ def test_memory_decides_and_says_so(fleet: Fleet) -> None:
 
 
 @pytest.mark.thorough
-def test_models_are_woken_though_all_die_that_imported_vllm(fleet: Fleet, said: dict[str, str]) -> None:
-    """Another import would take the memory of several models. A spare one takes the place of the first; without one
-    nothing is imported before somebody is to be forked."""
+def test_nothing_is_imported_again_whoever_dies_that_imported_vllm(fleet: Fleet, said: dict[str, str]) -> None:
+    """Another import would take the memory of several models. A spare one takes the place of what imported vLLM first;
+    when both die at once, the unit's warm parent forks one. Grammar compilers are forked from spares of their own."""
     before = memory(fleet)["fixed_bytes"]
-    fleet.wait(lambda: fleet.part("muxserve spare vLLM") is not None, PATIENCE, "a spare one")
-    fleet.kill("muxserve vLLM parent")
-    fleet.wait(lambda: fleet.part("muxserve vLLM parent") is not None, PATIENCE, "the spare one in its place")
-    # Its models' parent is forked by it: nothing is imported for that either.
-    fleet.kill("muxserve warm parent")
-    assert dict(asyncio.run(answers(fleet))) == said
-    fleet.wait(lambda: fleet.part("muxserve spare vLLM") is not None, PATIENCE, "a spare one again")
-    for part in ("muxserve spare vLLM", "muxserve vLLM parent"):
-        fleet.kill(part)
-    assert dict(asyncio.run(answers(fleet))) == said
-    assert not fleet.parts("forks.machine_parent") + fleet.parts("vLLM parent")
-    assert memory(fleet)["fixed_bytes"] < before + (100 << 20)
+    for parts in (["muxserve vLLM parent"], ["muxserve spare vLLM", "muxserve vLLM parent"]) * 2:
+        fleet.wait(lambda: fleet.part("muxserve spare vLLM") is not None, PATIENCE, "a spare one")
+        killed = [fleet.kill(part) for part in parts]
+
+        def replaced(killed: Sequence[int] = killed) -> bool:
+            there = fleet.part("muxserve vLLM parent")
+            return there is not None and there.pid not in killed
+
+        fleet.wait(replaced, PATIENCE, "another one in its place")
+        # Its models' parent is forked by it: nothing is imported for that either.
+        fleet.kill("muxserve warm parent")
+        assert dict(asyncio.run(answers(fleet))) == said
+    for number in range(6):
+        there = {each.pid for each in fleet.parts("muxserve spare grammar compiler")}
+        fleet.kill("muxserve spare grammar compiler")
+        for each in fleet.parts("muxserve grammar compiler"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        choice = fleet.client.completions.create(
+            model=NAMES[0],
+            prompt=PROMPT,
+            max_tokens=8,
+            extra_body={"structured_outputs": {"choice": ["yes", f"no {number}"]}},
+        ).choices[0]
+        assert choice.text in ("yes", f"no {number}")
+        fleet.wait(
+            lambda there=there: len({p.pid for p in fleet.parts("muxserve spare grammar compiler")} - there) == 1,
+            PATIENCE,
+            "another spare one",
+        )
+    assert (fleet.directory / "deploy.log").read_text().count("importing vLLM") == 1
+    fleet.wait(lambda: memory(fleet)["fixed_bytes"] < before + (100 << 20), PATIENCE, "as large as before")
 
 
 async def test_nothing_is_left_of_a_fleet_whose_controller_is_killed_during_a_wake(fleet: Fleet) -> None:
