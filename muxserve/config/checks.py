@@ -16,6 +16,8 @@ from muxserve.config.adapters import AdapterError, rank_of
 from muxserve.config.checkpoint_files import CheckpointError, check_directory
 from muxserve.config.problems import KeyPath, Problem, closest, did_you_mean, shown
 from muxserve.config.schema import (
+    MOST_REPLICAS,
+    MOST_SERVED,
     ApiKey,
     BatchingSection,
     Fleet,
@@ -38,11 +40,15 @@ from muxserve.vllm.known import options
 #
 # Like `checks`, these look at the raw data.
 
+# Beyond it nothing is compared here: the schema's bounds speak.
+_MOST_NUMBER = 1 << 63
 _SCALING, _MIGRATION, _WATCHDOG = ScalingRules(), MigrationRules(), WatchdogRules()
 
 
-def check_replicas(source: Source) -> Iterator[Problem]:
+def check_replicas(source: Source, serving: bool = True) -> Iterator[Problem]:
     """Every such mistake in `source`."""
+    if serving:
+        yield from _served_replicas(source)
     models = source.data.get("models")
     for index, model in enumerate(models if isinstance(models, list) else ()):
         if isinstance(model, dict) and isinstance(model.get("replicas"), dict):
@@ -83,6 +89,17 @@ def tenant_keys(source: Source) -> Iterator[tuple[KeyPath, object, str, str | No
             yield where, key, str(name), priority if isinstance(priority, str) else None
 
 
+def _served_replicas(source: Source) -> Iterator[Problem]:
+    """Each is started, or may be. For planning there may be more."""
+    models = source.data.get("models")
+    for index, model in enumerate(models if isinstance(models, list) else ()):
+        given = model.get("replicas") if isinstance(model, dict) else None
+        most = given.get("max") if isinstance(given, dict) else given
+        if _whole(most) and MOST_SERVED < most <= MOST_REPLICAS:
+            where: KeyPath = ("models", index, "replicas", *(("max",) if isinstance(given, dict) else ()))
+            yield source.problem(where, f"{most:,} can be planned, but not served; a fleet has at most {MOST_SERVED}")
+
+
 def _replicas(source: Source, at: KeyPath, given: dict[str, Any]) -> Iterator[Problem]:
     least, most, start = given.get("min", 1), given.get("max"), given.get("start")
     if _whole(least) and _whole(most) and most >= 1 and least > most:
@@ -105,13 +122,13 @@ def _priorities(source: Source) -> Iterator[Problem]:
         rank = level.get("rank") if isinstance(level, dict) else None
         if _whole(rank):
             if rank in ranks:
-                message = f"{ranks[rank]!r} has rank {rank}, too; which of them goes first must be clear"
+                message = f"{shown(ranks[rank])} has rank {rank}, too; which of them goes first must be clear"
                 yield source.problem(("priorities", str(name), "rank"), message)
             ranks.setdefault(rank, str(name))
     default = source.data.get("default_priority")
     if isinstance(default, str) and default not in levels:
         yield source.problem(
-            ("default_priority",), f"there is no priority level {default!r}{did_you_mean(default, levels)}"
+            ("default_priority",), f"there is no priority level {shown(default)}{did_you_mean(default, levels)}"
         )
     elif default is None and NORMAL not in levels:
         message = f"needs `default_priority`, the level of requests that name none, since none is called {NORMAL!r}"
@@ -119,12 +136,12 @@ def _priorities(source: Source) -> Iterator[Problem]:
     for path, _, priority in api_keys(source):
         if priority is not None and priority not in levels:
             where = (*path[:-1], "priority")
-            yield source.problem(where, f"there is no priority level {priority!r}{did_you_mean(priority, levels)}")
+            yield source.problem(where, f"there is no priority level {shown(priority)}{did_you_mean(priority, levels)}")
     tenants = source.data.get("tenants")
     for name, tenant in tenants.items() if isinstance(tenants, dict) else ():
         priority = tenant.get("priority") if isinstance(tenant, dict) else None
         if isinstance(priority, str) and priority not in levels:
-            message = f"there is no priority level {priority!r}{did_you_mean(priority, levels)}"
+            message = f"there is no priority level {shown(priority)}{did_you_mean(priority, levels)}"
             yield source.problem(("tenants", str(name), "priority"), message)
 
 
@@ -195,11 +212,11 @@ def _memory_of_gpus(source: Source, given: Mapping[str, object]) -> Iterator[Pro
 
 
 def _whole(value: object) -> TypeGuard[int]:
-    return type(value) is int
+    return type(value) is int and abs(value) < _MOST_NUMBER
 
 
 def _number(value: object) -> TypeGuard[float]:
-    return type(value) in (int, float)
+    return type(value) is float or _whole(value)
 
 
 # What types cannot say of arrangements of prefill and decode: which keys go with which.
@@ -264,7 +281,7 @@ def _scaling(source: Source, at: KeyPath, given: object) -> Iterator[Problem]:
 
 def _bounds(source: Source, at: KeyPath, given: dict[str, Any]) -> Iterator[Problem]:
     lower, upper = given.get("lower", _ROLLING.lower), given.get("upper", _ROLLING.upper)
-    if type(lower) is int and type(upper) is int and 1 <= upper < 2 * lower - 1:
+    if _whole(lower) and _whole(upper) and 1 <= upper < 2 * lower - 1:
         key = "upper" if "upper" in given else "lower"
         message = (
             f"upper ({upper}) must be at least 2 * lower - 1 ({2 * lower - 1}): a macro instance that grows beyond "
@@ -283,11 +300,11 @@ def _batching(source: Source, at: KeyPath, model: dict[str, Any]) -> Iterator[Pr
                 yield source.problem((*where, key), f"is for `policy: throttled`, not for `policy: {policy}`")
         return
     most, least = given.get("max_prefill", _BATCHING.max_prefill), given.get("min_prefill", _BATCHING.min_prefill)
-    if type(most) is int and type(least) is int and 1 <= most < least:
+    if _whole(most) and _whole(least) and 1 <= most < least:
         key = "max_prefill" if "max_prefill" in given else "min_prefill"
         yield source.problem((*where, key), f"min_prefill ({least}) must be at most max_prefill ({most})")
     step = model.get("max_num_batched_tokens", 2048)
-    if "max_prefill" in given and type(most) is int and type(step) is int and 1 <= step < most:
+    if "max_prefill" in given and _whole(most) and _whole(step) and 1 <= step < most:
         message = f"{most} tokens are more than a step has (max_num_batched_tokens: {step})"
         yield source.problem((*where, "max_prefill"), message)
 
@@ -327,7 +344,7 @@ def check(source: Source, base: Path, environ: Mapping[str, str], serving: bool 
     return [
         *_cluster(source, serving),
         *_models(source, base, serving),
-        *check_replicas(source),
+        *check_replicas(source, serving),
         *check_phases(source),
         *_tenants(source),
         *(_secrets(source, base, environ) if serving else ()),
@@ -412,10 +429,10 @@ def _cluster(source: Source, serving: bool) -> Iterator[Problem]:
     gpus, ids, ranks = cluster.get("gpus"), cluster.get("gpu_ids"), cluster.get("ranks")
     if gpus and cluster.get("gpu_type") is None and not serving:
         yield source.problem(("cluster", "gpus"), "needs `gpu_type`, e.g. A100-80GB")
-    if isinstance(ids, list) and ids and type(gpus) is int and gpus != len(ids):
+    if isinstance(ids, list) and ids and _whole(gpus) and gpus != len(ids):
         message = f"names {len(ids)}, but `gpus` says {gpus}; leave that out, or make it match"
         yield source.problem(("cluster", "gpu_ids"), message)
-    if type(ranks) is int and ranks > 1 and (gpus or ids or cluster.get("nodes")):
+    if _whole(ranks) and ranks > 1 and (gpus or ids or cluster.get("nodes")):
         message = "is for CPU; with GPUs every model of a unit is split over all of the unit's GPUs"
         yield source.problem(("cluster", "ranks"), message)
     if cluster.get("sm_sharing") == "green_contexts" and cluster.get("mps") in ("off", False):
@@ -444,14 +461,14 @@ def _models(source: Source, base: Path, serving: bool) -> Iterator[Problem]:
             if isinstance(name, str):
                 if name in first:
                     line = source.line(first[name])
-                    yield source.problem(path, f"{name!r} is already the name of the model on line {line}")
+                    yield source.problem(path, f"{shown(name)} is already the name of the model on line {line}")
                 first.setdefault(name, path)
         if serving and isinstance(adapters, dict):
             yield from _adapters(source, (*at, "adapters"), adapters, base)
         yield from _origin(source, at, model, base, serving)
         yield from _engine_args(source, at, model)
         seqs, tokens = model.get("max_num_seqs"), model.get("max_num_batched_tokens")
-        if type(seqs) is int and type(tokens) is int and 1 <= tokens < seqs:
+        if _whole(seqs) and _whole(tokens) and 1 <= tokens < seqs:
             yield source.problem(
                 (*at, "max_num_batched_tokens"),
                 f"one step must have room for a token of each sequence, but {tokens} tokens < {seqs} sequences",
@@ -552,11 +569,11 @@ def _engine_args(source: Source, at: tuple[str | int, ...], model: dict[str, Any
         return
     known = options()
     if args.get("kv_cache_dtype", "auto") not in KV_CACHE_TYPES:
-        message = f"must be one of {', '.join(KV_CACHE_TYPES)}, not {args['kv_cache_dtype']!r}"
+        message = f"must be one of {', '.join(KV_CACHE_TYPES)}, not {shown(args['kv_cache_dtype'])}"
         yield source.problem((*at, "engine_args", "kv_cache_dtype"), message)
     ahead = args.get("async_scheduling", False)
     if not isinstance(ahead, bool):
-        yield source.problem((*at, "engine_args", "async_scheduling"), f"must be true or false, not {ahead!r}")
+        yield source.problem((*at, "engine_args", "async_scheduling"), f"must be true or false, not {shown(ahead)}")
     elif ahead and model.get("phases") == "pipelined":
         message = "cannot be had with `phases: pipelined`, whose micro-batches are in flight already; remove it"
         yield source.problem((*at, "engine_args", "async_scheduling"), message)
@@ -588,17 +605,17 @@ def _speculation(
     given = args["speculative_config"]
     if not isinstance(given, dict):
         yield source.problem(
-            at, f"must be a mapping like {{method: {NGRAM}, num_speculative_tokens: 3}}, not {given!r}"
+            at, f"must be a mapping like {{method: {NGRAM}, num_speculative_tokens: 3}}, not {shown(given)}"
         )
         return
     if given.get("method") != NGRAM:
-        asked = f"{given['method']!r}" if "method" in given else "left out"
+        asked = shown(given["method"]) if "method" in given else "left out"
         message = f"must be {NGRAM}, not {asked}: a draft model's or MTP layers' KV has no place in the pool"
         yield source.problem((*at, "method") if "method" in given else at, f"method {message}")
     numbers = {name: given[name] for name in NGRAM_NUMBERS if name in given}
     for name, number in numbers.items():
         if type(number) is not int or not 1 <= number <= _MOST_PROPOSED:
-            yield source.problem((*at, name), f"must be a whole number from 1 to {_MOST_PROPOSED}, not {number!r}")
+            yield source.problem((*at, name), f"must be a whole number from 1 to {_MOST_PROPOSED}, not {shown(number)}")
             return
     if "num_speculative_tokens" not in given:
         yield source.problem(at, "needs num_speculative_tokens, how many tokens are proposed at most")
@@ -625,7 +642,7 @@ def _tenants(source: Source) -> Iterator[Problem]:
         allowed = given.get("models") if isinstance(given, dict) else None
         for index, model in enumerate(allowed if isinstance(allowed, list) else ()):
             if isinstance(model, str) and model not in known:
-                message = f"there is no model {model!r}{did_you_mean(model, known)}"
+                message = f"there is no model {shown(model)}{did_you_mean(model, known)}"
                 yield source.problem(("tenants", str(tenant), "models", index), message)
 
 

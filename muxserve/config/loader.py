@@ -14,7 +14,16 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from muxserve.config import checks
-from muxserve.config.problems import FleetError, KeyPath, Problem, closest, did_you_mean, format_path
+from muxserve.config.problems import (
+    MOST_PROBLEMS,
+    FleetError,
+    KeyPath,
+    Problem,
+    closest,
+    did_you_mean,
+    format_path,
+    shown,
+)
 from muxserve.config.removed import removed_key
 from muxserve.config.schema import Fleet
 from muxserve.config.source import Source, parse_yaml
@@ -111,21 +120,24 @@ def is_extension(key: object) -> bool:
 
 def problems_of(source: Source, error: ValidationError, root: type[BaseModel]) -> list[Problem]:
     """What pydantic found wrong with a file that should be a `root`, as sentences with their places."""
-    return [_problem(source, details, root) for details in error.errors()]
+    # Looking for what was meant takes time, and nobody reads it of more than are shown.
+    return [
+        _problem(source, details, root, hints=number < MOST_PROBLEMS) for number, details in enumerate(error.errors())
+    ]
 
 
-def _problem(source: Source, details: ErrorDetails, root: type[BaseModel]) -> Problem:
+def _problem(source: Source, details: ErrorDetails, root: type[BaseModel], hints: bool) -> Problem:
     # pydantic marks a wrong key of a mapping with a last part of its own.
     path: KeyPath = tuple(part for part in details["loc"] if part != "[key]")
     if len(path) < len(details["loc"]):
         path = (*path[:-1], str(path[-1]))
-    return source.problem(path, _message(path, details, root))
+    return source.problem(path, _message(path, details, root, hints))
 
 
-def _message(path: KeyPath, details: ErrorDetails, root: type[BaseModel]) -> str:
+def _message(path: KeyPath, details: ErrorDetails, root: type[BaseModel], hints: bool) -> str:
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
     if kind == "extra_forbidden":
-        return removed_key(path) or _unknown_key(path, root)
+        return removed_key(path) or (_unknown_key(path, root) if hints else "unknown key")
     if kind == "missing":
         return "is required"
     if kind == "value_error":
@@ -133,31 +145,34 @@ def _message(path: KeyPath, details: ErrorDetails, root: type[BaseModel]) -> str
     if kind == "literal_error":
         allowed = [part.strip().strip("'") for part in str(context["expected"]).replace(" or ", ", ").split(",")]
         hint = closest(value, allowed) if isinstance(value, str) else None
-        wrong = f"must be one of {', '.join(allowed)}, not {value!r}"
+        wrong = f"must be one of {', '.join(allowed)}, not {shown(value)}"
         return f'{wrong}; did you mean "{hint}"?' if hint else wrong
     if kind == "string_pattern_mismatch" and (
         path[-1] == "name" or (path[0] in ("priorities", "tenants") and "keys" not in path)
     ):
-        return f"must be letters, digits, '.', '_' and '-' only, at most 64, starting with a letter or digit: {value!r}"
+        words = "must be letters, digits, '.', '_' and '-' only, at most 64, starting with a letter or digit"
+        return f"{words}: {shown(value)}"
     if kind == "string_pattern_mismatch" and "tenants" in path and "keys" in path:
         return 'must say where the key is, "env:NAME" or "file:PATH", and never be the key itself'
     if kind == "string_pattern_mismatch" and "aliases" in path:
-        return f"must be letters, digits, '.', '_', ':', '/' and '-' only, at most 128: {value!r}"
+        return f"must be letters, digits, '.', '_', ':', '/' and '-' only, at most 128: {shown(value)}"
     if kind == "string_pattern_mismatch" and "cors_origins" in path:
-        return f'must be "*" or an origin such as "https://chat.example.org", without a path, not {value!r}'
+        return f'must be "*" or an origin such as "https://chat.example.org", without a path, not {shown(value)}'
     if kind == "string_pattern_mismatch" and path[-1] == "hub":
-        return f"must be a hub id such as org/name, not {value!r}; a local directory goes under `path`"
+        return f"must be a hub id such as org/name, not {shown(value)}; a local directory goes under `path`"
+    if kind == "too_long":
+        return f"has {context['actual_length']:,} entries, and may have {context['max_length']:,}"
     if kind == "too_short":
         return "needs at least one entry"
     if kind == "string_too_short":
         return "must not be empty"
     if kind == "finite_number":
-        return f"must be a finite number, not {value!r}"
+        return f"must be a finite number, not {shown(value)}"
     bounds = {"greater_than": ("gt", "more than"), "greater_than_equal": ("ge", "at least")}
     bounds |= {"less_than": ("lt", "less than"), "less_than_equal": ("le", "at most")}
     if kind in bounds:
         key, words = bounds[kind]
-        return f"must be {words} {context[key]:g}, not {value!r}"
+        return f"must be {words} {context[key]:g}, not {shown(value)}"
     if kind == "string_type" and isinstance(value, bool):
         return "is a text that YAML takes for true or false (as yes, no, on and off are): put it in quotes"
     if kind in _KINDS:
@@ -217,7 +232,7 @@ def _a(value: object) -> str:
         return "a list"
     if isinstance(value, bool):
         return "true" if value else "false"
-    return f"the text {value!r}" if isinstance(value, str) else repr(value)
+    return f"the text {shown(value)}" if isinstance(value, str) else shown(value)
 
 
 def fleet_schema() -> dict[str, Any]:

@@ -57,6 +57,8 @@ def shown(value: object) -> str:
 
 def closest(word: str, known: Iterable[str]) -> str | None:
     """The known word that `word` was probably meant to be; None when nothing is near."""
+    if len(word) > _MOST_CHARACTERS:
+        return None
     by_plain = {candidate.lower().replace("-", "_"): candidate for candidate in known}
     plain = word.lower().replace("-", "_").replace(" ", "_")
     matches = difflib.get_close_matches(plain, by_plain, n=1, cutoff=0.65)

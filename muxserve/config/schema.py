@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, WithJsonSchema
 
-from muxserve.config.problems import KeyPath, Problem
+from muxserve.config.problems import KeyPath, Problem, shown
 from muxserve.config.source import Source
 from muxserve.config.values import (
     ALIAS_PATTERN,
@@ -17,17 +17,21 @@ from muxserve.config.values import (
     ORIGIN_PATTERN,
     SECRET_PATTERN,
     BytesPerSecond,
-    CountOrAuto,
+    CoresOrAuto,
+    LengthOrAuto,
     MaxWait,
     Milliseconds,
     MpsMode,
     PolicyName,
     Seconds,
     Section,
+    SequencesOrAuto,
     Share,
     Size,
     SizeOrAuto,
     SmSharingName,
+    StagesOrAuto,
+    TokensOrAuto,
     check_gpu_ids,
     parse_size,
     switch,
@@ -42,14 +46,25 @@ from muxserve.spec import WatchdogRules
 
 _SCALING, _MIGRATION, _WATCHDOG, _RESIDENCY = ScalingRules(), MigrationRules(), WatchdogRules(), ResidencyRules(1)
 
+# Nobody means more: with a slip of the finger planning would take for ever, and all memory.
+MOST_GPUS, MOST_REPLICAS, MOST_MODELS = 16_384, 1024, 1000
+# Replicas of a model that one fleet starts.
+MOST_SERVED = 64
+# Of everything else that is counted: requests, tokens.
+MOST = 1_000_000_000
+Count = Annotated[int, Field(ge=1, le=MOST)]
+GpuCount = Annotated[int, Field(ge=1, le=MOST_GPUS)]
+ReplicaCount = Annotated[int, Field(ge=1, le=MOST_REPLICAS)]
+ReplicasOrNone = Annotated[int, Field(ge=0, le=MOST_REPLICAS)]
+
 
 class Replicas(Section):
     """How many replicas a model has. With `min` below `max` their number follows the load: their average freeness, in
     tokens per request (docs/replicas.md), is kept between `low` and `high`."""
 
-    min: int = Field(default=1, ge=0, description="Fewest; 0: it may go to sleep, and a request wakes it")
-    max: int = Field(ge=1, description="Most")
-    start: int | None = Field(default=None, ge=0, description="At the start; else min, but at least 1")
+    min: ReplicasOrNone = Field(default=1, description="Fewest; 0: it may go to sleep, and a request wakes it")
+    max: ReplicaCount = Field(description="Most")
+    start: ReplicasOrNone | None = Field(default=None, description="At the start; else min, but at least 1")
     low: float = Field(
         default=_SCALING.low,
         allow_inf_nan=False,
@@ -94,11 +109,11 @@ class Tenant(Section):
     )
     models: list[str] | None = Field(default=None, min_length=1, description="Models that it may use; else all")
     priority: str | None = Field(default=None, description="Highest priority level of its requests; else the default")
-    requests_per_minute: int | None = Field(default=None, ge=1, description="Requests per minute, over all gateways")
-    tokens_per_minute: int | None = Field(
-        default=None, ge=1, description="Tokens of prompts and answers per minute, over all gateways"
+    requests_per_minute: Count | None = Field(default=None, description="Requests per minute, over all gateways")
+    tokens_per_minute: Count | None = Field(
+        default=None, description="Tokens of prompts and answers per minute, over all gateways"
     )
-    max_concurrency: int | None = Field(default=None, ge=1, description="Requests at once, over all gateways")
+    max_concurrency: Count | None = Field(default=None, description="Requests at once, over all gateways")
     weight: float = Field(
         default=1.0, gt=0, allow_inf_nan=False, description="Its share of a model, beside others that wait for it"
     )
@@ -113,7 +128,7 @@ class Priority(Section):
     """One priority level."""
 
     rank: int = Field(ge=-1000, le=1000, description="Higher ranks go first")
-    target_load: Annotated[int, Field(ge=0)] | Literal["auto"] | None = Field(
+    target_load: Annotated[int, Field(ge=0, le=MOST)] | Literal["auto"] | None = Field(
         default=None,
         description="Tokens that a replica should hold at most while it runs a request of this level; auto: as many as "
         "leave its steps almost at their shortest; else all it can",
@@ -133,8 +148,9 @@ class Migration(Section):
         allow_inf_nan=False,
         description="Requests go to replicas of more freeness than this",
     )
-    in_flight: int = Field(
-        default=_MIGRATION.in_flight, ge=1, description="Requests that may leave, or come to, one replica at a time"
+    in_flight: Count = Field(
+        default=_MIGRATION.in_flight,
+        description="Requests that may leave, or come to, one replica at a time",
     )
     bandwidth: Size | None = Field(
         default=None, description='Most bytes per second that leave a unit, e.g. "1GiB"; else no limit'
@@ -155,7 +171,7 @@ class WatchdogTimes(Section):
 def _hibernate(value: object) -> object:
     switched = switch(value)
     if not isinstance(switched, str) or not switched or switched == "on":
-        raise ValueError(f"must be auto, off or a directory, not {value!r}")
+        raise ValueError(f"must be auto, off or a directory, not {shown(value)}")
     return switched
 
 
@@ -166,7 +182,7 @@ def _size_if_any(value: object) -> object:
     try:
         return parse_size(value)
     except ValueError:
-        raise ValueError(f'must be auto, off or a size such as "64GiB", not {value!r}') from None
+        raise ValueError(f'must be auto, off or a size such as "64GiB", not {shown(value)}') from None
 
 
 SizeIfAny = Annotated[int | str, BeforeValidator(_size_if_any)]
@@ -174,7 +190,7 @@ SizeIfAny = Annotated[int | str, BeforeValidator(_size_if_any)]
 
 def _yes_or_no(value: object) -> object:
     if value != AUTO and not isinstance(value, bool):
-        raise ValueError(f"must be true, false or auto, not {value!r}")
+        raise ValueError(f"must be true, false or auto, not {shown(value)}")
     return value
 
 
@@ -231,7 +247,8 @@ def _key(value: object) -> object:
     if value == "":
         raise ValueError("must not be empty")
     if not isinstance(value, (str, dict, ApiKey)):
-        raise ValueError(f'must be a text, or a mapping such as "{{key: env:NAME, priority: high}}", not {value!r}')
+        wrong = 'must be a text, or a mapping such as "{key: env:NAME, priority: high}"'
+        raise ValueError(f"{wrong}, not {shown(value)}")
     return {"key": value} if isinstance(value, str) else value
 
 
@@ -240,9 +257,11 @@ def _replicas(value: object) -> object:
     if isinstance(value, (dict, Replicas)):
         return value
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{wrong}, not {value!r}")
+        raise ValueError(f"{wrong}, not {shown(value)}")
     if value < 1:
-        raise ValueError(f"{wrong}, not {value}; a model that may have none is {{min: 0, max: 1}}")
+        raise ValueError(f"{wrong}, not {shown(value)}; a model that may have none is {{min: 0, max: 1}}")
+    if value > MOST_REPLICAS:
+        raise ValueError(f"must be at most {MOST_REPLICAS:,}, not {shown(value)}")
     return {"min": value, "max": value}
 
 
@@ -251,7 +270,7 @@ def _migration(value: object) -> object:
     if switched in ("on", "off"):
         return {} if switched == "on" else None
     if not isinstance(value, (dict, Migration)):
-        raise ValueError(f'must be on, off, or a mapping such as "{{bandwidth: 1GiB}}", not {value!r}')
+        raise ValueError(f'must be on, off, or a mapping such as "{{bandwidth: 1GiB}}", not {shown(value)}')
     return value
 
 
@@ -259,7 +278,7 @@ def _memory(value: object) -> object:
     if value == AUTO:
         return {}
     if not isinstance(value, (dict, MemorySection)):
-        raise ValueError(f'must be auto, or a mapping such as "{{limit: 6GiB}}", not {value!r}')
+        raise ValueError(f'must be auto, or a mapping such as "{{limit: 6GiB}}", not {shown(value)}')
     return value
 
 
@@ -268,7 +287,7 @@ def _watchdog(value: object) -> object:
     if switched in ("on", "off"):
         return {} if switched == "on" else None
     if not isinstance(value, (dict, WatchdogTimes)):
-        raise ValueError(f'must be on, off, or a mapping such as "{{hung: 30s}}", not {value!r}')
+        raise ValueError(f'must be on, off, or a mapping such as "{{hung: 30s}}", not {shown(value)}')
     return value
 
 
@@ -277,7 +296,7 @@ def _responses(value: object) -> object:
     if switched in ("on", "off"):
         return {} if switched == "on" else None
     if value is not None and not isinstance(value, (dict, ResponsesSection)):
-        raise ValueError(f'must be on, off, or a mapping such as "{{max_size: 1GiB}}", not {value!r}')
+        raise ValueError(f'must be on, off, or a mapping such as "{{max_size: 1GiB}}", not {shown(value)}')
     return value
 
 
@@ -298,7 +317,7 @@ def _spared(value: object) -> object:
     if value == "mean":
         return value
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise ValueError(f"must be a number of at least 0 and below 1, or mean, not {value!r}")
+        raise ValueError(f"must be a number of at least 0 and below 1, or mean, not {shown(value)}")
     return float(value)
 
 
@@ -313,8 +332,11 @@ class RollingSection(Section):
     """How prefill rolls over the replicas of a model (EcoServe). Macro instances have between `lower` and `upper`
     members."""
 
-    lower: int = Field(default=4, ge=1, description="Fewest replicas that a split leaves in a macro instance (N_l)")
-    upper: int = Field(default=16, ge=1, description="Most replicas of a macro instance (N_u), at least 2 * lower - 1")
+    lower: ReplicaCount = Field(default=4, description="Fewest replicas that a split leaves in a macro instance (N_l)")
+    upper: Annotated[int, Field(ge=1, le=2 * MOST_REPLICAS)] = Field(
+        default=16,
+        description="Most replicas of a macro instance (N_u), at least 2 * lower - 1",
+    )
     spared: Spared = Field(
         default=0.25,
         description="Whose saved time decides whether decodes can wait for a prefill: the one that this part of them "
@@ -332,9 +354,9 @@ class BatchingSection(Section):
     `max_num_batched_tokens` up with prompts, `vllm` leaves it to vLLM."""
 
     policy: BatchingPolicy = Field(default="throttled", description="How prefill and decode tokens are budgeted")
-    iterations: int = Field(default=8, ge=1, description="Steps in which the prompts that wait now are to be done (#T)")
-    max_prefill: int = Field(default=2048, ge=1, description="Most prompt tokens of a step (#MaxP)")
-    min_prefill: int = Field(default=32, ge=1, description="Fewest prompt tokens of a step that has some (#MinP)")
+    iterations: Count = Field(default=8, description="Steps in which the prompts that wait now are to be done (#T)")
+    max_prefill: Count = Field(default=2048, description="Most prompt tokens of a step (#MaxP)")
+    min_prefill: Count = Field(default=32, description="Fewest prompt tokens of a step that has some (#MinP)")
     kv_threshold: float = Field(
         default=0.05,
         ge=0,
@@ -347,7 +369,7 @@ def _auto_cluster(value: object) -> object:
     if value == AUTO:
         return {}
     if not isinstance(value, (dict, ClusterSection)):
-        raise ValueError(f'must be auto or a mapping such as "cores: 2", not {value!r}')
+        raise ValueError(f'must be auto or a mapping such as "cores: 2", not {shown(value)}')
     return value
 
 
@@ -365,9 +387,9 @@ class Ray(Section):
 class Nodes(Section):
     """Equal machines with GPUs."""
 
-    gpus: int = Field(ge=1, description="GPUs of each")
+    gpus: GpuCount = Field(description="GPUs of each")
     gpu_type: str = Field(min_length=1, description="Type of the GPUs, e.g. A100-80GB")
-    count: int = Field(default=1, ge=1, description="How many such machines")
+    count: GpuCount = Field(default=1, description="How many such machines")
 
 
 # 10 Gb/s, in bytes per second.
@@ -377,7 +399,7 @@ NETWORK = 1.25e9
 class ClusterSection(Section):
     """The machine, or the machines."""
 
-    cores: CountOrAuto = Field(
+    cores: CoresOrAuto = Field(
         default=AUTO, description="CPU cores for the engines; auto: all that this process may use"
     )
     ranks: int = Field(
@@ -386,7 +408,9 @@ class ClusterSection(Section):
         le=16,
         description="Without GPUs: processes that every model is split over (tensor parallel), to try that out",
     )
-    gpus: int = Field(default=0, ge=0, description="GPUs, in machines of `gpus_per_node`; 0: serve on CPU")
+    gpus: Annotated[int, Field(ge=0, le=MOST_GPUS)] = Field(
+        default=0, description="GPUs, in machines of `gpus_per_node`; 0: serve on CPU"
+    )
     gpu_ids: Annotated[list[int | str], BeforeValidator(check_gpu_ids), WithJsonSchema(GPU_IDS_SCHEMA)] = Field(
         default_factory=list,
         description="GPUs of this machine to serve on, by number or UUID; without it those with the most free memory",
@@ -407,7 +431,7 @@ class ClusterSection(Section):
         default=False, description="Under MPS, kernels of prefill engines wait for those of decode engines"
     )
     gpu_type: str | None = Field(default=None, min_length=1, description="Type of the GPUs, e.g. A100-80GB")
-    gpus_per_node: int = Field(default=8, ge=1, description="GPUs of one machine; the last may have fewer")
+    gpus_per_node: GpuCount = Field(default=8, description="GPUs of one machine; the last may have fewer")
     nodes: list[Nodes] = Field(
         default_factory=list, description="Machines with GPUs, where they differ; instead of gpus and gpu_type"
     )
@@ -432,8 +456,8 @@ class Sm(Section):
 class WorkloadSection(Section):
     """What requests of a model look like, for planning and first quotas."""
 
-    prompt_tokens: int = Field(default=512, ge=1, description="Mean prompt length in tokens")
-    output_tokens: int = Field(default=256, ge=1, description="Mean answer length in tokens")
+    prompt_tokens: Count = Field(default=512, description="Mean prompt length in tokens")
+    output_tokens: Count = Field(default=256, description="Mean answer length in tokens")
 
     @property
     def tokens(self) -> int:
@@ -457,8 +481,10 @@ class Slo(Section):
 class Limits(Section):
     """Admission limits of one model."""
 
-    max_concurrency: int = Field(default=256, ge=1, description="Requests in service at once; more wait in the queue")
-    max_queue: int = Field(default=1024, ge=0, description="Requests that may wait; more are answered with 429")
+    max_concurrency: Count = Field(default=256, description="Requests in service at once; more wait in the queue")
+    max_queue: Annotated[int, Field(ge=0, le=MOST)] = Field(
+        default=1024, description="Requests that may wait; more are answered with 429"
+    )
     max_wait: MaxWait = Field(
         default=AUTO,
         description="Predicted wait for the first token from which on requests are answered with 429; auto: twice "
@@ -503,7 +529,7 @@ class Model(Section):
         "whose prefill rolls over the replicas, one engine over the stages of a pipeline; auto: what simulates best",
     )
     rolling: RollingSection = Field(default=RollingSection(), description="For phases: rolling")
-    stages: CountOrAuto = Field(
+    stages: StagesOrAuto = Field(
         default=AUTO, description="For phases: pipelined; auto: 2 on CPU, on GPUs as many as the unit has"
     )
     batching: BatchingSection = Field(
@@ -514,20 +540,20 @@ class Model(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Type of weights and KV cache; auto: the checkpoint's own"
     )
-    max_len: CountOrAuto = Field(
+    max_len: LengthOrAuto = Field(
         default=AUTO,
         description="Longest sequence (prompt and output) in tokens; auto: the model's, or what the pool can hold",
     )
-    max_num_seqs: CountOrAuto = Field(
+    max_num_seqs: SequencesOrAuto = Field(
         default=AUTO,
         description="Sequences in one batch; auto: 64 on CPU, on GPUs vLLM's default (256 or 1024)",
     )
-    max_num_batched_tokens: CountOrAuto = Field(
+    max_num_batched_tokens: TokensOrAuto = Field(
         default=AUTO,
         description="Tokens in one step; longer prompts run in chunks; auto: 2048, on large GPUs as vLLM has it",
     )
     prefix_caching: bool = Field(default=True, description="Reuse the KV cache of equal prompt prefixes")
-    threads: CountOrAuto = Field(default=AUTO, description="CPU threads of each engine of this model")
+    threads: CoresOrAuto = Field(default=AUTO, description="CPU threads of each engine of this model")
     sm: Sm = Field(default=Sm(), description="On GPUs: shares of the SMs, instead of the planner's")
     limits: Limits = Field(default=Limits(), description="Admission limits")
     engine_args: dict[str, Any] = Field(
@@ -540,8 +566,9 @@ class StructuredOutput(Section):
     """What a request may constrain its answer with, and what compiling that may cost."""
 
     max_bytes: Size = Field(default=64 << 10, description='Largest grammar as it is sent, e.g. "64KiB"')
-    max_expansion: int = Field(
-        default=10_000_000, ge=1, description="Elements that a grammar may have with all repetitions written out"
+    max_expansion: Count = Field(
+        default=10_000_000,
+        description="Elements that a grammar may have with all repetitions written out",
     )
     max_depth: int = Field(default=64, ge=1, le=64, description="How deeply a grammar may be nested")
     compile_timeout: Seconds = Field(default=5.0, description="CPU time that compiling one grammar may take")
@@ -644,7 +671,7 @@ class Fleet(Section):
     watchdog: WatchdogOrSwitch = Field(
         default=WatchdogTimes(), description="Processes that hang; off: they are neither noticed nor killed"
     )
-    models: list[Model] = Field(min_length=1, description="The models to serve")
+    models: list[Model] = Field(min_length=1, max_length=MOST_MODELS, description="The models to serve")
 
     _source: Source | None = PrivateAttr(None)
     # Where each model stands in the file, also when this has become a fleet of some of them.

@@ -10,7 +10,10 @@ import yaml
 from muxserve.config.problems import FleetError, KeyPath, Problem
 
 _MAX_DEPTH = 64
-_MAX_NODES = 100_000  # aliases can make a small file a huge one
+_MAX_NODES = 20_000
+_MAX_REPEATED = 100_000  # aliases can make a small file a huge one
+# Written in C where PyYAML was built so; it neither recurses nor keeps what it has read.
+_Events: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass
@@ -37,9 +40,10 @@ def parse_yaml(text: str, file: str) -> Source:
     """Read one YAML document.
 
     Raises:
-        FleetError: not YAML, an empty file, a key given twice, or more than one document.
+        FleetError: not YAML, an empty file, a key given twice, more than one document, or far too much.
     """
     source = Source(file)
+    _check_size(text, source)
     try:
         loader = yaml.SafeLoader(text)
         try:
@@ -64,11 +68,30 @@ def parse_yaml(text: str, file: str) -> Source:
     return source
 
 
+def _check_size(text: str, source: Source) -> None:
+    """Whether a file is so small that it can be read at once. What is no YAML is not looked at further.
+
+    Raises:
+        FleetError: it has too many entries, or they are nested too deeply.
+    """
+    nodes = depth = 0
+    try:
+        for event in yaml.parse(text, Loader=_Events):
+            nodes += isinstance(event, yaml.NodeEvent)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MAX_DEPTH or nodes > _MAX_NODES:
+                line = event.start_mark.line + 1 if event.start_mark is not None else 1
+                what = "is nested too deeply" if depth > _MAX_DEPTH else f"has more than {_MAX_NODES:,} keys and values"
+                raise FleetError([Problem(f"the file {what}", source.file, line)])
+    except (yaml.YAMLError, ValueError):
+        return
+
+
 def _walk(node: yaml.Node, path: KeyPath, source: Source, problems: list[Problem]) -> None:
     """Note the lines of `node` and all below it, and the keys given twice."""
     if node.start_mark is not None:
         source.lines.setdefault(path, node.start_mark.line + 1)
-    if len(path) > _MAX_DEPTH or len(source.lines) > _MAX_NODES:
+    if len(path) > _MAX_DEPTH or len(source.lines) > _MAX_REPEATED:
         if not problems or "nested" not in problems[-1].message:
             problems.append(source.problem(path[:_MAX_DEPTH], "nested too deeply, or repeated too often"))
         return

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
+from muxserve.config.problems import shown
+
 _SIZE_UNITS = {
     "": 1,
     "b": 1,
@@ -24,6 +26,9 @@ _SIZE_UNITS = {
     "tb": 1000**4,
     "tib": 1 << 40,
 }
+_MOST_BYTES = 1 << 60
+# A thousand years: what is longer cannot be added to a time.
+_MOST_SECONDS = 3.2e10
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _SPEED = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT])(i?)(b|bit|B)(?:/s|ps)?\s*")
@@ -40,18 +45,21 @@ def parse_size(value: object) -> int:
     Raises:
         ValueError: not a positive size.
     """
-    wrong = f"must be a size such as 512MiB or 2GiB, not {value!r}"
+    wrong = f"must be a size such as 512MiB or 2GiB, not {shown(value)}"
     if isinstance(value, bool):
         raise ValueError(wrong)
+    size: float
     if isinstance(value, int):
         size = value
     elif isinstance(value, str) and (match := _QUANTITY.fullmatch(value)) and match[2].lower() in _SIZE_UNITS:
-        size = round(float(match[1]) * _SIZE_UNITS[match[2].lower()])
+        size = float(match[1]) * _SIZE_UNITS[match[2].lower()]
     else:
         raise ValueError(wrong)
     if size <= 0:
-        raise ValueError(f"must be larger than zero, not {value!r}")
-    return size
+        raise ValueError(f"must be larger than zero, not {shown(value)}")
+    if size > _MOST_BYTES:
+        raise ValueError(f"must be at most 1 EiB, not {shown(value)}")
+    return max(1, round(size))
 
 
 def parse_duration(value: object, *, unit: str = "s") -> float:
@@ -60,18 +68,21 @@ def parse_duration(value: object, *, unit: str = "s") -> float:
     Raises:
         ValueError: not a finite duration of at least zero.
     """
-    wrong = f"must be a number of {unit} or a duration such as 500ms, 30s or 2m, not {value!r}"
+    wrong = f"must be a number of {unit} or a duration such as 500ms, 30s or 2m, not {shown(value)}"
     if isinstance(value, bool):
         raise ValueError(wrong)
+    duration: float
     if isinstance(value, (int, float)):
-        duration = float(value)
+        duration = value
     elif isinstance(value, str) and (match := _QUANTITY.fullmatch(value)) and match[2] in _SECONDS:
         duration = float(match[1]) * _SECONDS[match[2]] / _SECONDS[unit]
     else:
         raise ValueError(wrong)
-    if not math.isfinite(duration) or duration < 0:
-        raise ValueError(f"must be zero or more, not {value!r}")
-    return duration
+    if not duration >= 0:
+        raise ValueError(f"must be zero or more, not {shown(value)}")
+    if duration > _MOST_SECONDS / _SECONDS[unit]:
+        raise ValueError(f"must be at most a thousand years, not {shown(value)}")
+    return float(duration)
 
 
 def parse_speed(value: object) -> float:
@@ -80,14 +91,14 @@ def parse_speed(value: object) -> float:
     Raises:
         ValueError: not a speed above zero.
     """
-    wrong = f"must be a speed such as 25Gb/s (bits) or 3GB/s (bytes), not {value!r}"
+    wrong = f"must be a speed such as 25Gb/s (bits) or 3GB/s (bytes), not {shown(value)}"
     match = _SPEED.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         raise ValueError(wrong)
     number, prefix, binary, unit = match.groups()
     speed = float(number) * float(1024 if binary else 1000) ** _PREFIXES[prefix] / (1 if unit == "B" else 8)
     if not 0.0 < speed < math.inf:
-        raise ValueError(f"must be larger than zero, not {value!r}")
+        raise ValueError(f"must be larger than zero, not {shown(value)}")
     return speed
 
 
@@ -114,22 +125,33 @@ def _size_or_auto(value: object) -> object:
         raise ValueError(f"{error} (or auto)") from None
 
 
-def _count_or_auto(value: object) -> object:
-    if value == AUTO:
+def _count_or_auto(least: int, most: int) -> BeforeValidator:
+    """A whole number in those bounds, or auto."""
+
+    def check(value: object) -> object:
+        if value == AUTO:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"must be a whole number of at least {least}, or auto, not {shown(value)}")
+        if value > most:
+            raise ValueError(f"must be at most {most:,}, or auto, not {shown(value)}")
         return value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"must be a whole number of at least 1, or auto, not {value!r}")
-    return value
+
+    return BeforeValidator(check)
+
+
+def _count_schema(least: int, most: int) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [_AUTO_SCHEMA, {"type": "integer", "minimum": least, "maximum": most}]})
 
 
 def check_gpu_ids(value: object) -> object:
     wrong = 'must be a list of GPUs by number or UUID, such as [0, 1] or ["GPU-8f6d..."]'
     if not isinstance(value, list):
-        raise ValueError(f"{wrong}, not {value!r}")
+        raise ValueError(f"{wrong}, not {shown(value)}")
     for each in value:
         number = isinstance(each, int) and not isinstance(each, bool) and each >= 0
         if not number and not (isinstance(each, str) and re.match(GPU_UUID_PATTERN, each)):
-            raise ValueError(f"{wrong}; {each!r} is neither (`nvidia-smi -L` lists them)")
+            raise ValueError(f"{wrong}; {shown(each)} is neither (`nvidia-smi -L` lists them)")
     if len(set(value)) < len(value):
         raise ValueError("names a GPU twice")
     return value
@@ -156,11 +178,12 @@ SizeOrAuto = Annotated[
     BeforeValidator(_size_or_auto),
     WithJsonSchema({"anyOf": [_AUTO_SCHEMA, {"type": "integer", "minimum": 1}, _SIZE_SCHEMA]}),
 ]
-CountOrAuto = Annotated[
-    int | Auto,
-    BeforeValidator(_count_or_auto),
-    WithJsonSchema({"anyOf": [_AUTO_SCHEMA, {"type": "integer", "minimum": 1}]}),
-]
+# Cores and threads; stages of layers; what one step may hold; tokens of a sequence, of which one is the answer's.
+CoresOrAuto = Annotated[int | Auto, _count_or_auto(1, 4096), _count_schema(1, 4096)]
+StagesOrAuto = Annotated[int | Auto, _count_or_auto(1, 256), _count_schema(1, 256)]
+SequencesOrAuto = Annotated[int | Auto, _count_or_auto(1, 1 << 16), _count_schema(1, 1 << 16)]
+TokensOrAuto = Annotated[int | Auto, _count_or_auto(1, 1 << 24), _count_schema(1, 1 << 24)]
+LengthOrAuto = Annotated[int | Auto, _count_or_auto(2, 1 << 30), _count_schema(2, 1 << 30)]
 BytesPerSecond = Annotated[
     float, BeforeValidator(parse_speed), WithJsonSchema({"type": "string", "pattern": SPEED_PATTERN})
 ]
@@ -178,7 +201,7 @@ def _max_wait(value: object) -> object:
     except ValueError as error:
         raise ValueError(f"{error} (or auto, or none)") from None
     if not seconds:
-        raise ValueError(f"must be more than 0 (or auto, or none), not {value!r}")
+        raise ValueError(f"must be more than 0 (or auto, or none), not {shown(value)}")
     return seconds
 
 
