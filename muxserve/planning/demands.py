@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from muxserve.config import AUTO, Fleet, FleetError, Model, Problem
 from muxserve.config.adapters import AdapterError, slots_of
+from muxserve.config.problems import shown
+from muxserve.config.schema import MOST_GPUS
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.calibration import graphs_of
 from muxserve.costs.devices import device
@@ -26,7 +28,7 @@ from muxserve.workload import Context
 from placement.cluster import Cluster, Node
 from placement.demand import Demand
 
-_NODES = re.compile(r"(?:(\d+)x)?(\d+)(?::(.+))?")
+_NODES = re.compile(r"(?:(\d{1,9})x)?(\d{1,9})(?::(.+))?")
 
 
 class Batch(NamedTuple):
@@ -224,10 +226,12 @@ def cluster_of(
         nodes: machines, as `4x8:A100-80GB,2x4:L20` (count, GPUs of each, type).
 
     Raises:
-        FleetError: the fleet file names an unknown type.
-        ClusterError: the arguments do not go together, or name an unknown type.
+        FleetError: the fleet file names an unknown type, or more GPUs than a plan may have.
+        ClusterError: the arguments do not go together, or name an unknown type or too many GPUs.
     """
     own = fleet.cluster
+    if gpus is not None and not 0 <= gpus <= MOST_GPUS:
+        raise ClusterError(f"--gpus: a plan has at most {MOST_GPUS:,} GPUs, not {gpus:,}")
     if nodes is not None:
         if gpus is not None:
             raise ClusterError("--gpus and --nodes exclude each other")
@@ -260,6 +264,10 @@ def memory_of(cluster: Cluster) -> dict[str, int]:
 
 def _file_nodes(fleet: Fleet) -> list[Node]:
     nodes, problems = [], []
+    total = sum(each.gpus * each.count for each in fleet.cluster.nodes)
+    if total > MOST_GPUS:
+        message = f"have {total:,} GPUs together, and a plan has at most {MOST_GPUS:,}"
+        raise FleetError([fleet.problem(("cluster", "nodes"), message)])
     for index, each in enumerate(fleet.cluster.nodes):
         try:
             nodes += [Node(device(each.gpu_type).name, each.gpus)] * each.count
@@ -281,10 +289,14 @@ def _known(fleet: Fleet, kind: str, from_file: bool) -> str:
 
 def _parsed(text: str, kind: str | None) -> Cluster:
     nodes: list[Node] = []
+    total = 0
     for part in text.split(","):
         match = _NODES.fullmatch(part.strip())
         if match is None or not int(match[2]) or match[1] == "0":
-            raise ClusterError(f"--nodes: {part!r} is not COUNTxGPUS:TYPE such as 4x8:A100-80GB")
+            raise ClusterError(f"--nodes: {shown(part)} is not COUNTxGPUS:TYPE such as 4x8:A100-80GB")
+        total += int(match[1] or 1) * int(match[2])
+        if total > MOST_GPUS:
+            raise ClusterError(f"--nodes: a plan has at most {MOST_GPUS:,} GPUs, and {shown(text)} has more")
         name = match[3] or kind
         if name is None:
             raise ClusterError(f"--nodes: {part!r} has no type; write {part.strip()}:A100-80GB, or give --gpu-type")

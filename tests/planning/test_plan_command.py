@@ -2,8 +2,9 @@
 
 import html
 import json
+import re
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 from typer.testing import CliRunner
@@ -275,6 +276,26 @@ class TestFleets:
         assert cluster_of(plain) is None
         with pytest.raises(ClusterError, match="give --gpu-type"):
             cluster_of(plain, gpus=4)
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"gpus": 10**9}, "--gpus: a plan has at most 16,384 GPUs, not 1,000,000,000"),
+            (
+                {"nodes": "999999999x8:A100-80GB"},
+                "a plan has at most 16,384 GPUs, and '999999999x8:A100-80GB' has more",
+            ),
+            ({"nodes": "9" * 5000 + "x8:A100-80GB"}, "is not COUNTxGPUS:TYPE"),
+        ],
+    )
+    def test_more_gpus_than_a_plan_has(self, fleet: Path, options: dict[str, Any], words: str) -> None:
+        with pytest.raises(ClusterError, match=re.escape(words)):
+            cluster_of(load_fleet(fleet, serving=False), **options)
+
+    def test_more_machines_than_a_plan_has(self, fleet: Path) -> None:
+        fleet.write_text(FLEET.replace("gpus: 4, gpu_type: a100", "nodes: [{gpus: 8, gpu_type: h100, count: 10000}]"))
+        with pytest.raises(FleetError, match="have 80,000 GPUs together, and a plan has at most 16,384"):
+            cluster_of(load_fleet(fleet, serving=False))
 
     @pytest.mark.parametrize("name", sorted(BUILT_IN))
     def test_built_in_models_are_as_large_as_their_names_say(self, name: str) -> None:
