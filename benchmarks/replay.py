@@ -83,7 +83,7 @@ async def measure(url: str, rate: float, seconds: float, prompt: int, output: in
         "requests_per_second": rate,
         "prompt_tokens": prompt,
         "output_tokens": output,
-        "output_tokens_per_second": round(figures.output_tokens_per_second, 1),
+        "output_tokens_per_second": round(figures.output_tokens_per_second or 0.0, 1),
         "requests": figures.requests,
         "failed": figures.failed,
         "client_cpu_share": round(spent / wall, 4),

@@ -180,7 +180,7 @@ def measure(file: Path, names: Sequence[str], options: argparse.Namespace, folde
         serve(server, names, first_requests(names), folder, LEAD)
         at_once = workload(names, AT_ONCE, 1.0, options.seed + 2)
         taken = serve(server, names, at_once, folder, 0.0, "--max-in-flight", str(IN_FLIGHT))
-        capacity = taken.summary.overall.requests_per_second
+        capacity = taken.summary.overall.requests_per_second or 0.0
         print(f"  {capacity:.1f} requests/s at once", flush=True)
 
         def loaded(part: float, seed: int, seconds: float = options.duration) -> Served:

@@ -161,8 +161,8 @@ def figures(summary: Summary, scale: float = 8.0) -> dict[str, Any]:
         return None if distribution is None else round(distribution.p99, 4)
 
     return {
-        "throughput": round(summary.weighted_throughput_own_span, 4),
-        "requests_per_second": round(overall.requests_per_second, 3),
+        "throughput": round(summary.weighted_throughput_own_span or 0.0, 4),
+        "requests_per_second": round(overall.requests_per_second or 0.0, 3),
         "slo_attainment": round(met[SLO_SCALES.index(scale)], 4),
         "slo_attainment_by_scale": dict(zip(map(str, SLO_SCALES), (round(m, 4) for m in met), strict=True)),
         "p99_latency_per_token": p99(overall.latency_per_token),

@@ -8,7 +8,7 @@ import secrets
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +234,7 @@ def _extra(running: Replay, alone: Mapping[str, Alone] | None, prompt_seed: int)
     late = Lateness.of(running.counts.lateness)
     extra: dict[str, object] = {
         "client": {
-            "lateness": {"mean": late.mean, "p50": late.p50, "p99": late.p99, "max": late.max},
+            "lateness": None if late is None else asdict(late),
             "held_back": running.counts.held,
             "shorter_than_asked": running.counts.short,
             "prompt_seed": prompt_seed,
@@ -279,7 +279,7 @@ def _report(settings: ReplaySettings, workload: Workload, dialects: Mapping[str,
 def _warn(running: Replay, dialects: Mapping[str, Dialect], summary: Summary) -> None:
     late = Lateness.of(running.counts.lateness)
     latency = summary.overall.latency
-    if late.disturbs(latency.p50 if latency else 0.0):
+    if late is not None and late.disturbs(latency.p50 if latency else 0.0):
         errors.print(
             f"[yellow]this client was late[/]: 1 % of the requests left {late.p99 * 1e3:.1f} ms or more after their "
             f"time (at most {late.max * 1e3:.0f} ms), so latencies include its own delay. Run it on a free core, or "

@@ -265,11 +265,10 @@ def _report(settings: SimulateSettings, workload: Workload, places: Places, runs
         console.print(escape(about))
         console.print(comparison_table(summaries))
         for name, run in runs.items():
-            busy = run.result.busy_gpu_seconds / run.result.gpu_seconds if run.result.gpu_seconds else 0.0
-            console.print(
-                f"\n[bold]{escape(name)}[/]: {escape(run.mode.about)}; {run.result.devices} devices, "
-                f"a job runs {busy:.0%} of the time"
-            )
+            words = f"\n[bold]{escape(name)}[/]: {escape(run.mode.about)}; {run.result.devices} devices"
+            if run.result.gpu_seconds:
+                words += f", a job runs {run.result.busy_gpu_seconds / run.result.gpu_seconds:.0%} of the time"
+            console.print(words)
             console.print(escape(run.placed.about))
             console.print(models_table(run.summary))
             for words in (*_arrangement_words(run.result), *_replicas_words(run.result), *_residency_words(run.result)):

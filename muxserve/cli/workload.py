@@ -15,6 +15,7 @@ from muxserve.cli.output import console, errors, escape, print_error, print_prob
 from muxserve.cli.workload_args import models_of, print_left_out
 from muxserve.config import FleetError
 from muxserve.metrics.figure_table import FigureTable
+from muxserve.metrics.tables import figure_words
 from muxserve.workload import TraceRequest, Workload, WorkloadError, WorkloadOptions, open_workload, write_trace
 from muxserve.workload import describe as figures_of
 from muxserve.workload.describe import Description, WorkloadSummary
@@ -136,8 +137,7 @@ def _table(described: Description) -> FigureTable:
 
 
 def _cells(part: WorkloadSummary) -> list[str]:
-    cells = [str(part.requests), f"{part.rate:.4g}"]
-    cells += ["-" if value is None else f"{value:.3g}" for value in (part.cv, part.peak)]
+    cells = [str(part.requests), figure_words(part.rate, 4), figure_words(part.cv, 3), figure_words(part.peak, 3)]
     for side in (part.prompt, part.output):
         cells += [f"{value:.0f}" for value in (side.mean, side.p50, side.p95, side.p99, side.max)]
     return cells

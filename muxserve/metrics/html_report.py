@@ -55,9 +55,9 @@ def report_page(
 
 def _verdict(name: str, summary: Summary) -> Verdict:
     figures = summary.overall
-    words = [
-        f"{figures.completed} of {figures.requests} requests completed, {figures.requests_per_second:.4g} per second"
-    ]
+    words = [f"{figures.completed} of {figures.requests} requests completed"]
+    if figures.requests_per_second is not None:
+        words[0] += f", {figures.requests_per_second:.4g} per second"
     met = figures.slo.get("all")
     if met is not None:
         words.insert(0, f"{met:.1%} within their objectives")

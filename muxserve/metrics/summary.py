@@ -35,7 +35,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Of all requests, or of one model's. Tokens and latencies are of completed requests; rates are per second of
-    `seconds`, the span of the whole run, for one model as for all.
+    `seconds`, the span of the whole run, for one model as for all, and None where that is 0: nothing was measured then.
 
     `latency_per_token` is the latency divided by the output tokens. `slo` holds the share of all requests that met the
     models' objectives (ttft, tpot, all). `attainment` holds for each criterion (latency, ttft_tpot) the share of all
@@ -53,9 +53,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     cached_tokens: int = 0
     seconds: float
-    requests_per_second: float
-    output_tokens_per_second: float
-    total_tokens_per_second: float
+    requests_per_second: float | None
+    output_tokens_per_second: float | None
+    total_tokens_per_second: float | None
     ttft: Distribution | None
     tpot: Distribution | None
     latency: Distribution | None
@@ -84,14 +84,15 @@ class Summary(msgspec.Struct, kw_only=True):
     requests per second of the whole span, averaged with the rates as weights. `weighted_throughput_own_span` is what
     its published measurements hold: each model's completed requests over the time from the start to the finish of *its
     own* last request, averaged in the same way. `curves` holds the values of ttft, tpot, latency and latency_per_token
-    at each percent from 0 to 100. `extra` is for figures that only some sources have.
+    at each percent from 0 to 100. `extra` is for figures that only some sources have. Throughputs of a run that took no
+    time are None.
     """
 
     overall: Figures
     models: dict[str, Figures]
     rates: dict[str, float]
-    weighted_throughput: float
-    weighted_throughput_own_span: float
+    weighted_throughput: float | None
+    weighted_throughput_own_span: float | None
     slo_scales: list[float] = []
     errors: dict[str, int] = {}
     curves: dict[str, list[float]] = {}
@@ -255,15 +256,16 @@ class Summariser:
         span = seconds or 1.0
         weights = dict(rates) if rates is not None else {name: models[name].requests / span for name in names}
         own = {
-            name: _per_second(len(tally.finishes), max(tally.finishes, default=start) - start)
+            name: _per_second(len(tally.finishes), max(tally.finishes, default=start) - start) or 0.0
             for name, tally in tallies.items()
         }
+        whole = {name: figures.requests_per_second or 0.0 for name, figures in models.items()}
         return Summary(
             overall=self._figures(list(tallies.values()), seconds),
             models=models,
             rates=weights,
-            weighted_throughput=_weighted({n: f.requests_per_second for n, f in models.items()}, weights),
-            weighted_throughput_own_span=_weighted(own, weights),
+            weighted_throughput=_weighted(whole, weights) if seconds > 0 else None,
+            weighted_throughput_own_span=_weighted(own, weights) if seconds > 0 else None,
             slo_scales=self._scales if self._reference is not None else [],
             errors=dict(self._errors.most_common(_ERRORS)),
             curves=self._curves(),
@@ -382,10 +384,10 @@ def _scale_for(ratios: _Floats, share: float) -> float | None:
     return ratio if np.isfinite(ratio) else None
 
 
-def _per_second(count: float, seconds: float) -> float:
-    return count / seconds if seconds > 0 else 0.0
+def _per_second(count: float, seconds: float) -> float | None:
+    return count / seconds if seconds > 0 else None
 
 
-def _weighted(values: Mapping[str, float], weights: Mapping[str, float]) -> float:
+def _weighted(values: Mapping[str, float], weights: Mapping[str, float]) -> float | None:
     total = sum(weights.values())
-    return sum(weight * values.get(name, 0.0) for name, weight in weights.items()) / total if total > 0 else 0.0
+    return sum(weight * values.get(name, 0.0) for name, weight in weights.items()) / total if total > 0 else None

@@ -20,6 +20,11 @@ def seconds_words(value: float | None) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
+def figure_words(value: float | None, digits: int) -> str:
+    """A figure with so many significant digits; `-` for what was not measured."""
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
 def _of(distribution: Distribution | None, name: str) -> str:
     return seconds_words(None if distribution is None else getattr(distribution, name))
 
@@ -50,11 +55,11 @@ def figure_rows(summary: Summary) -> list[tuple[str, str]]:
         *((label, str(count)) for label, count in wrong.items() if count),
         *([("prompt tokens cached", _cached(figures))] if figures.cached_tokens else []),
         ("seconds", f"{figures.seconds:.4g}"),
-        ("requests/s", f"{figures.requests_per_second:.4g}"),
-        ("output tokens/s", f"{figures.output_tokens_per_second:.5g}"),
-        ("all tokens/s", f"{figures.total_tokens_per_second:.5g}"),
-        ("weighted requests/s", f"{summary.weighted_throughput:.4g}"),
-        ("weighted requests/s, own spans", f"{summary.weighted_throughput_own_span:.4g}"),
+        ("requests/s", figure_words(figures.requests_per_second, 4)),
+        ("output tokens/s", figure_words(figures.output_tokens_per_second, 5)),
+        ("all tokens/s", figure_words(figures.total_tokens_per_second, 5)),
+        ("weighted requests/s", figure_words(summary.weighted_throughput, 4)),
+        ("weighted requests/s, own spans", figure_words(summary.weighted_throughput_own_span, 4)),
     ]
     for label, values in (("TTFT", figures.ttft), ("TPOT", figures.tpot), ("latency", figures.latency)):
         rows += [(f"{label} {name}", _of(values, name)) for name in ("mean", "p50", "p90", "p99")]
@@ -82,7 +87,7 @@ def model_rows(summary: Summary) -> list[list[str]]:
     rows = []
     for name, of in summary.models.items():
         row = [name, str(of.requests), *([str(of.failed + of.unfinished)] if _any_lost(summary) else [])]
-        row += [f"{of.requests_per_second:.3g}", f"{of.output_tokens_per_second:.4g}"]
+        row += [figure_words(of.requests_per_second, 3), figure_words(of.output_tokens_per_second, 4)]
         row += [_of(values, at) for values in (of.ttft, of.tpot, of.latency) for at in ("p50", "p99")]
         if summary.overall.cached_tokens:
             row.append(_cached(of))

@@ -21,16 +21,17 @@ _LEAST = 1e-6
 
 @dataclass(frozen=True)
 class Alone:
-    """One model's latencies without company, seconds."""
+    """One model's latencies without company, seconds. `per_output_token` is None if its answers have one token."""
 
     base: float
     per_prompt_token: float
-    per_output_token: float
+    per_output_token: float | None
 
     def of(self, record: RequestRecord) -> Reference:
         """What that request would take."""
         ttft = max(_LEAST, self.base + self.per_prompt_token * record.prompt_tokens)
-        return Reference(ttft + self.per_output_token * (record.output_tokens - 1), ttft, self.per_output_token)
+        per_token = self.per_output_token
+        return Reference(ttft + (per_token or 0.0) * max(0, record.output_tokens - 1), ttft, per_token)
 
 
 async def measure_alone(
@@ -63,4 +64,4 @@ def fit(answers: dict[int, list[Answer]]) -> Alone:
         tpots += [((a.last or 0.0) - (a.first or 0.0)) / (a.tokens - 1) for a in given if a.tokens > 1]
     (x0, y0), (x1, y1) = points[0], points[-1]
     slope = max(0.0, (y1 - y0) / (x1 - x0)) if x1 > x0 else 0.0
-    return Alone(max(0.0, y0 - slope * x0), slope, max(_LEAST, statistics.median(tpots) if tpots else _LEAST))
+    return Alone(max(0.0, y0 - slope * x0), slope, max(_LEAST, statistics.median(tpots)) if tpots else None)

@@ -51,10 +51,10 @@ class Lateness:
     max: float
 
     @classmethod
-    def of(cls, values: list[float]) -> Lateness:
-        """Of each request's; zeros without any."""
+    def of(cls, values: list[float]) -> Lateness | None:
+        """Of each request's; None without any."""
         if not values:
-            return cls(0.0, 0.0, 0.0, 0.0)
+            return None
         return cls(sum(values) / len(values), percentile(values, 0.5), percentile(values, 0.99), max(values))
 
     def disturbs(self, latency_p50: float) -> bool:

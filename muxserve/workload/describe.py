@@ -26,11 +26,12 @@ class LengthSummary(msgspec.Struct, frozen=True):
 
 
 class WorkloadSummary(msgspec.Struct, frozen=True):
-    """Of one model, or of all. `rate` is requests per second of the span, `cv` the coefficient of variation of the gaps
-    (1: Poisson), `peak` the busiest sixtieth of the span over the mean; both None below two requests."""
+    """Of one model, or of all. `rate` is requests per second of the span (None: it has no length), `cv` the coefficient
+    of variation of the gaps (1: Poisson), `peak` the busiest sixtieth of the span over the mean; both None below two
+    requests."""
 
     requests: int
-    rate: float
+    rate: float | None
     cv: float | None
     peak: float | None
     prompt: LengthSummary
@@ -86,7 +87,7 @@ def _part(kept: _Kept, span: float) -> WorkloadSummary:
         cv = float(gaps.std() / gaps.mean())
         windows = np.histogram(arrivals, _WINDOWS, (0.0, max(span, float(arrivals[-1]))))[0]
         peak = float(windows.max() / windows.mean())
-    rate = len(arrivals) / span if span > 0 else 0.0
+    rate = len(arrivals) / span if span > 0 else None
     return WorkloadSummary(len(arrivals), rate, cv, peak, _lengths(kept.prompts), _lengths(kept.outputs))
 
 

@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muxserve.metrics import Objectives, Reference, RequestRecord, percentile
+from muxserve.metrics.report import read_json, write_json
 from muxserve.metrics.summary import Summariser, summarise
+from muxserve.metrics.tables import comparison
 
 A1 = RequestRecord("a", 0.0, 100, 11, first_token=0.5, finish=2.5)  # TTFT 0.5, TPOT 0.2, latency 2.5
 A2 = RequestRecord("a", 1.0, 50, 1, first_token=2.0, finish=2.0)  # TTFT 1, no TPOT, latency 1
@@ -90,7 +92,7 @@ def test_the_span_can_be_given() -> None:
 
 def test_nothing_and_only_failures() -> None:
     nothing = summarise([])
-    assert (nothing.overall.requests, nothing.overall.requests_per_second, nothing.timeline) == (0, 0.0, None)
+    assert (nothing.overall.requests, nothing.overall.requests_per_second, nothing.timeline) == (0, None, None)
     failures = summarise([B2], reference=lambda r: 1.0)
     assert (failures.overall.completed, failures.overall.requests_per_second) == (0, 0.0)
     assert set(failures.overall.attainment["latency"]) == {0.0}
@@ -149,8 +151,8 @@ def test_models_add_up_to_the_whole(rows: list[tuple[str, float, float, bool]]) 
     ]
     summary = summarise(records)
     for name in ("requests", "completed", "unfinished", "output_tokens", "requests_per_second"):
-        parts = [getattr(of, name) for of in summary.models.values()]
-        assert math.fsum(parts) == pytest.approx(getattr(summary.overall, name))
+        parts = [getattr(of, name) or 0 for of in summary.models.values()]
+        assert math.fsum(parts) == pytest.approx(getattr(summary.overall, name) or 0)
 
 
 @pytest.mark.skipif("MUXSERVE_CHATLMSYS" not in os.environ, reason="MUXSERVE_CHATLMSYS names no file of measurements")
@@ -166,3 +168,16 @@ def test_own_spans_are_what_muxserves_measurements_hold() -> None:
                 records += [RequestRecord(name, 0.0, 1, 1, last, last) for _ in range(of["requests"])]
             summary = summarise(records, rates=rates)
             assert summary.weighted_throughput_own_span == pytest.approx(measured["throughput_weighted"], rel=0.003)
+
+
+def test_a_run_that_took_no_time_has_no_rates(tmp_path: Path) -> None:
+    for records in ([], [RequestRecord("a", 0.0, 8, 4, error="refused")], [RequestRecord("a", 0.0, 8, 4)]):
+        summary = summarise(records, rates={"a": 1.0})
+        assert summary.overall.requests_per_second is None
+        assert summary.overall.output_tokens_per_second is None
+        assert summary.overall.total_tokens_per_second is None
+        assert summary.weighted_throughput is None
+        assert summary.weighted_throughput_own_span is None
+        assert ["requests/s", "-"] in comparison({"run": summary})
+        write_json(tmp_path / "run.json", {"run": summary})
+        assert read_json(tmp_path / "run.json").runs["run"] == summary

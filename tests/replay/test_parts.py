@@ -97,9 +97,15 @@ def test_fit_of_latencies_alone() -> None:
     assert flat.of(RequestRecord("m", 0.0, 5000, 1)).ttft == pytest.approx(0.04)
 
 
+def test_of_answers_of_one_token_no_time_per_token_is_known() -> None:
+    alone = fit({20: [Answer(10.0, 10.5, 10.5, tokens=1)]})
+    assert alone.of(RequestRecord("m", 0.0, 20, 1)) == (pytest.approx(0.5), pytest.approx(0.5), None)
+
+
 def test_lateness() -> None:
-    assert Lateness.of([]) == Lateness(0.0, 0.0, 0.0, 0.0)
+    assert Lateness.of([]) is None
     late = Lateness.of([0.001] * 95 + [0.02] * 5)
+    assert late is not None
     assert late.p99 == pytest.approx(0.02)
     assert late.max == 0.02
     assert late.disturbs(latency_p50=0.1)

@@ -225,3 +225,9 @@ def test_capping(tmp_path: Path) -> None:
     requests = list(open_workload(trace(tmp_path), options=WorkloadOptions(max_prompt=150, max_output=3)))
     assert max(r.prompt_tokens for r in requests) == 150
     assert {r.output_tokens for r in requests} == {3}
+
+
+def test_a_span_without_length_has_no_rate() -> None:
+    described = describe([TraceRequest(0.0, "a", 8, 4)])
+    assert described.overall is not None
+    assert (described.overall.rate, described.overall.cv, described.overall.peak) == (None, None, None)
