@@ -10,7 +10,6 @@ from muxserve.config.problems import FleetError, Problem
 from muxserve.config.schema import (
     NETWORK,
     ApiKey,
-    BatchingSection,
     ClusterSection,
     Fleet,
     GatewaySection,
@@ -34,7 +33,6 @@ __all__ = [
     "AUTO",
     "NETWORK",
     "ApiKey",
-    "BatchingSection",
     "ClusterSection",
     "Fleet",
     "FleetError",

@@ -19,7 +19,6 @@ from muxserve.config.schema import (
     MOST_REPLICAS,
     MOST_SERVED,
     ApiKey,
-    BatchingSection,
     Fleet,
     GatewaySection,
     Model,
@@ -223,14 +222,13 @@ def _number(value: object) -> TypeGuard[float]:
 #
 # Like `checks`, these look at the raw data.
 
-_ROLLING, _BATCHING = RollingSection(), BatchingSection()
+_ROLLING = RollingSection()
 _GOES_WITH = {
     "rolling": ("rolling", "auto"),
     "stages": ("pipelined", "auto"),
     "batching": ("pipelined", "auto"),
     "sm": ("multiplexed", "auto"),
 }
-_THROTTLED_ONLY = ("iterations", "max_prefill", "min_prefill", "kv_threshold")
 
 
 def check_phases(source: Source) -> Iterator[Problem]:
@@ -258,8 +256,6 @@ def _model(source: Source, at: KeyPath, model: dict[str, Any]) -> Iterator[Probl
         yield from _scaling(source, (*at, "replicas"), model.get("replicas"))
     if isinstance(model.get("rolling"), dict):
         yield from _bounds(source, (*at, "rolling"), model["rolling"])
-    if isinstance(model.get("batching"), dict):
-        yield from _batching(source, at, model)
 
 
 def _objectives(source: Source, at: KeyPath, slo: object) -> Iterator[Problem]:
@@ -288,25 +284,6 @@ def _bounds(source: Source, at: KeyPath, given: dict[str, Any]) -> Iterator[Prob
             f"upper is split, and both parts need lower ({lower}) replicas"
         )
         yield source.problem((*at, key), message)
-
-
-def _batching(source: Source, at: KeyPath, model: dict[str, Any]) -> Iterator[Problem]:
-    given = model["batching"]
-    where = (*at, "batching")
-    policy = given.get("policy", "throttled")
-    if policy in ("fixed", "vllm"):
-        for key in _THROTTLED_ONLY:
-            if key in given:
-                yield source.problem((*where, key), f"is for `policy: throttled`, not for `policy: {policy}`")
-        return
-    most, least = given.get("max_prefill", _BATCHING.max_prefill), given.get("min_prefill", _BATCHING.min_prefill)
-    if _whole(most) and _whole(least) and 1 <= most < least:
-        key = "max_prefill" if "max_prefill" in given else "min_prefill"
-        yield source.problem((*where, key), f"min_prefill ({least}) must be at most max_prefill ({most})")
-    step = model.get("max_num_batched_tokens", 2048)
-    if "max_prefill" in given and _whole(most) and _whole(step) and 1 <= step < most:
-        message = f"{most} tokens are more than a step has (max_num_batched_tokens: {step})"
-        yield source.problem((*where, "max_prefill"), message)
 
 
 _ENV = "env:"

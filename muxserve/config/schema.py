@@ -349,20 +349,10 @@ class RollingSection(Section):
         return None if self.spared == "mean" else self.spared
 
 
-class BatchingSection(Section):
-    """What one step of a pipelined model may hold. `throttled` is gLLM's Token Throttling (its Eq. 3), `fixed` fills
-    `max_num_batched_tokens` up with prompts, `vllm` leaves it to vLLM."""
-
-    policy: BatchingPolicy = Field(default="throttled", description="How prefill and decode tokens are budgeted")
-    iterations: Count = Field(default=8, description="Steps in which the prompts that wait now are to be done (#T)")
-    max_prefill: Count = Field(default=2048, description="Most prompt tokens of a step (#MaxP)")
-    min_prefill: Count = Field(default=32, description="Fewest prompt tokens of a step that has some (#MinP)")
-    kv_threshold: float = Field(
-        default=0.05,
-        ge=0,
-        lt=1,
-        description="Free part of the KV pool at which prefill is suspended (KV_thresh)",
-    )
+def _batching(value: object) -> object:
+    if isinstance(value, dict):
+        raise ValueError(f"is one of throttled, fixed and vllm: write `batching: {value.get('policy', 'throttled')}`")
+    return value
 
 
 def _auto_cluster(value: object) -> object:
@@ -532,8 +522,10 @@ class Model(Section):
     stages: StagesOrAuto = Field(
         default=AUTO, description="For phases: pipelined; auto: 2 on CPU, on GPUs as many as the unit has"
     )
-    batching: BatchingSection = Field(
-        default=BatchingSection(), description="For phases: pipelined; what a step may hold"
+    batching: Annotated[BatchingPolicy, BeforeValidator(_batching)] = Field(
+        default="throttled",
+        description="For phases: pipelined; how a step's tokens are budgeted: throttled is gLLM's Token Throttling, "
+        "fixed fills max_num_batched_tokens up with prompts, vllm leaves it to vLLM",
     )
     workload: WorkloadSection = Field(default=WorkloadSection(), description="Lengths of its requests, for planning")
     slo: Slo = Field(default=Slo(), description="Latency objectives")

@@ -11,23 +11,14 @@ from collections.abc import Container, Iterable
 from vllm.v1.request import Request
 
 from muxserve.scheduling.token_throttling import BudgetInputs, FixedBudget, Throttle, TokenBudget, TokenThrottling
-from muxserve.spec import Batching
+from muxserve.spec import BatchingName
 
 
-def token_budget_of(batching: Batching, max_tokens: int) -> TokenBudget | None:
+def token_budget_of(batching: BatchingName, max_tokens: int) -> TokenBudget | None:
     """The budget that a model's `batching` asks for; None leaves it to vLLM. A step has at most `max_tokens` tokens."""
-    if batching.policy == "vllm":
+    if batching == "vllm":
         return None
-    if batching.policy == "fixed":
-        return FixedBudget(max_tokens)
-    return TokenThrottling(
-        Throttle(
-            iterations=batching.iterations,
-            max_prefill=batching.max_prefill,
-            min_prefill=batching.min_prefill,
-            kv_threshold=batching.kv_threshold,
-        )
-    )
+    return FixedBudget(max_tokens) if batching == "fixed" else TokenThrottling(Throttle())
 
 
 class BudgetedSteps:

@@ -135,7 +135,7 @@ def with_batching(model: Model, unit: PlacedUnit) -> Model:
     """The model with the batching that a plan gives its unit."""
     if not unit.batching:
         return model
-    return model.model_copy(update={"batching": model.batching.model_copy(update={"policy": unit.batching})})
+    return model.model_copy(update={"batching": unit.batching})
 
 
 def check_replicas(fleet: Fleet, path: str | os.PathLike[str], units: Sequence[PlacedUnit]) -> None:

@@ -22,6 +22,8 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 PolicyName = Literal["adbs", "slack", "fcfs", "round_robin", "rolling", "pipelined"]
 PhasesName = Literal["multiplexed", "rolling", "pipelined"]
 EnginePhase = Literal["prefill", "decode", "both"]
+# What one step of a `both` engine may hold (`scheduling.token_throttling`): `vllm` leaves it to vLLM, `fixed` lets all
+# sequences decode and fills up with prompts, `throttled` budgets both apart.
 BatchingName = Literal["vllm", "fixed", "throttled"]
 SmSharing = Literal["mps", "green_contexts", "off"]
 PoolIpc = Literal["auto", "vmm", "legacy"]
@@ -77,18 +79,6 @@ class PoolSpec(msgspec.Struct, frozen=True):
     name: str
     page_bytes: int
     num_pages: int
-
-
-class Batching(msgspec.Struct, frozen=True):
-    """What one step of a `both` engine may hold (`scheduling.token_throttling`). `vllm` leaves it to vLLM, `fixed` lets
-    all sequences decode and fills up with prompts, `throttled` budgets both apart, with the symbols of gLLM's Eq. 3:
-    `iterations` #T, `max_prefill` #MaxP and `min_prefill` #MinP tokens, `kv_threshold` KV_thresh in 0..1."""
-
-    policy: BatchingName = "vllm"
-    iterations: int = 8
-    max_prefill: int = 2048
-    min_prefill: int = 32
-    kv_threshold: float = 0.05
 
 
 class AdapterSlots(msgspec.Struct, frozen=True):
@@ -154,7 +144,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     max_wait: float | Literal["auto", "none"] = "auto"
     engine_args: dict[str, object] = {}
     phases: PhasesName = "multiplexed"
-    batching: Batching = Batching()
+    batching: BatchingName = "vllm"
     # Other names that requests may have for it.
     aliases: tuple[str, ...] = ()
     # What automatic target loads of priority levels come to, in tokens of KV.

@@ -99,10 +99,7 @@ def model_profile(model: ModelSpec, stages: int = 1, elastic: bool = False) -> M
 
 def _waiting_tokens(model: ModelSpec, stages: int) -> int:
     """Prompt tokens that may be in an engine before they are computed."""
-    given = model.batching
-    throttle = None
-    if given.policy == "throttled":
-        throttle = Throttle(given.iterations, given.max_prefill, given.min_prefill, given.kv_threshold)
+    throttle = Throttle() if model.batching == "throttled" else None
     return prompt_tokens_ahead(stages, model.max_num_batched_tokens, throttle)
 
 

@@ -13,7 +13,6 @@ from muxserve.config import AUTO, Fleet, FleetError, Model, parse_fleet
 from muxserve.config.loader import fleet_schema
 from muxserve.config.source import parse_yaml
 from muxserve.planning.arrangements import arrangement_of
-from muxserve.spec import Batching
 
 HEAD = "models:\n  - name: one\n    architecture: llama-7b\n"
 SLO = "    slo: {ttft_ms: 1000, tpot_ms: 100}\n"
@@ -23,14 +22,14 @@ def parse(extra: str) -> Fleet:
     return parse_fleet(HEAD + extra, "fleet.yaml", Path(), {}, serving=False)
 
 
-def batching_of(model: Model) -> Batching:
+def batching_of(model: Model) -> str:
     return arrangement_of(model).batching(model)
 
 
 def test_models_are_multiplexed_unless_they_say_otherwise() -> None:
     (model,) = parse("").models
     assert (model.phases, model.stages, model.rolling.lower, model.rolling.upper) == ("multiplexed", AUTO, 4, 16)
-    assert batching_of(model) == Batching("vllm")
+    assert batching_of(model) == "vllm"
 
 
 def test_a_rolling_model() -> None:
@@ -41,16 +40,14 @@ def test_a_rolling_model() -> None:
 
 
 def test_a_pipelined_model() -> None:
-    given = "{policy: throttled, iterations: 4, max_prefill: 512, min_prefill: 64, kv_threshold: 0.1}"
-    (model,) = parse(f"    phases: pipelined\n    stages: 4\n    batching: {given}\n").models
-    assert (model.stages, batching_of(model)) == (4, Batching("throttled", 4, 512, 64, 0.1))
-    assert batching_of(parse("    phases: pipelined\n").models[0]) == Batching("throttled")
-    assert batching_of(parse("    phases: pipelined\n    batching: {policy: fixed}\n").models[0]).policy == "fixed"
+    (model,) = parse("    phases: pipelined\n    stages: 4\n    batching: fixed\n").models
+    assert (model.stages, batching_of(model)) == (4, "fixed")
+    assert batching_of(parse("    phases: pipelined\n").models[0]) == "throttled"
 
 
 def test_auto_takes_what_any_of_them_takes() -> None:
     (model,) = parse(
-        "    phases: auto\n    rolling: {lower: 2}\n    stages: 2\n    batching: {}\n    sm: {prefill: 0.5}\n"
+        "    phases: auto\n    rolling: {lower: 2}\n    stages: 2\n    batching: vllm\n    sm: {prefill: 0.5}\n"
     ).models
     assert model.phases == AUTO
 
@@ -63,7 +60,7 @@ def test_auto_takes_what_any_of_them_takes() -> None:
         ("phases: rolling\nslo: {ttft_ms: 5}", "5: models[0].slo: `phases: rolling` needs slo.tpot_ms: prefill rolls on when the next would miss them"),
         ("phases: rolling\nslo: {ttft_ms: 5, tpot_ms: 1}\nreplicas: {max: 3, high: 2000}", "6: models[0].replicas.high: is a freeness; replicas of a rolling model follow the objectives that are met instead"),
         ("stages: 2", "4: models[0].stages: is for `phases: pipelined` or `phases: auto`, not for the default, `phases: multiplexed`"),
-        ("batching: {}\nphases: multiplexed", "4: models[0].batching: is for `phases: pipelined` or `phases: auto`, not for `phases: multiplexed`"),
+        ("batching: fixed\nphases: multiplexed", "4: models[0].batching: is for `phases: pipelined` or `phases: auto`, not for `phases: multiplexed`"),
         ("phases: pipelined\nrolling: {}", "5: models[0].rolling: is for `phases: rolling` or `phases: auto`, not for `phases: pipelined`"),
         ("phases: pipelined\nsm: {decode: 0.5}", "5: models[0].sm: is for `phases: multiplexed`; under `phases: pipelined` the model's one engine has all SMs"),
         ("phases: pipelined\nstages: 0", "5: models[0].stages: must be a whole number of at least 1, or auto, not 0"),
@@ -72,13 +69,8 @@ def test_auto_takes_what_any_of_them_takes() -> None:
         ("phases: auto\nrolling: {spared: 1}", "5: models[0].rolling.spared: must be a number of at least 0 and below 1, or mean, not 1"),
         ("phases: auto\nrolling: {spared: median}", "5: models[0].rolling.spared: must be a number of at least 0 and below 1, or mean, not 'median'"),
         ("phases: auto\nrolling: {N_l: 4}", "5: models[0].rolling.N_l: unknown key; known here: lower, upper, spared"),
-        ("phases: pipelined\nbatching: {policy: throtled}", '5: models[0].batching.policy: must be one of throttled, fixed, vllm, not \'throtled\'; did you mean "throttled"?'),
-        ("phases: pipelined\nbatching: {policy: fixed, iterations: 3}", "5: models[0].batching.iterations: is for `policy: throttled`, not for `policy: fixed`"),
-        ("phases: pipelined\nbatching: {iterations: 0}", "5: models[0].batching.iterations: must be at least 1, not 0"),
-        ("phases: pipelined\nbatching: {kv_threshold: 1}", "5: models[0].batching.kv_threshold: must be less than 1, not 1"),
-        ("phases: pipelined\nbatching: {max_prefill: 16}", "5: models[0].batching.max_prefill: min_prefill (32) must be at most max_prefill (16)"),
-        ("phases: pipelined\nbatching: {min_prefill: 4096}", "5: models[0].batching.min_prefill: min_prefill (4096) must be at most max_prefill (2048)"),
-        ("phases: pipelined\nbatching: {max_prefill: 4096}", "5: models[0].batching.max_prefill: 4096 tokens are more than a step has (max_num_batched_tokens: 2048)"),
+        ("phases: pipelined\nbatching: throtled", '5: models[0].batching: must be one of throttled, fixed, vllm, not \'throtled\'; did you mean "throttled"?'),
+        ("phases: pipelined\nbatching: {policy: fixed, iterations: 3}", "5: models[0].batching: is one of throttled, fixed and vllm: write `batching: fixed`"),
         ("engine_args: {pipeline_parallel_size: 2}", "4: models[0].engine_args.pipeline_parallel_size: is set by `stages` of the model; move it there"),
     ],
 )  # fmt: skip
@@ -88,20 +80,16 @@ def test_mistakes(extra: str, expected: str) -> None:
     assert str(caught.value) == f"fleet.yaml:{expected}"
 
 
-def test_a_shorter_step_may_be_less_than_the_default_of_max_prefill() -> None:
-    parse("    phases: pipelined\n    max_num_batched_tokens: 512\n    batching: {min_prefill: 16}\n")
-
-
 @pytest.mark.parametrize(
     ("extra", "good"),
     [
         ("    phases: auto\n    stages: auto\n    rolling: {spared: mean}\n", True),
-        ("    phases: pipelined\n    stages: 3\n    batching: {kv_threshold: 0}\n", True),
+        ("    phases: pipelined\n    stages: 3\n    batching: fixed\n", True),
         ("    phases: rolling\n    rolling: {spared: 0.5}\n", True),
         ("    phases: both\n", False),
         ("    rolling: {spared: 1.0}\n", False),
         ("    stages: 0\n", False),
-        ("    batching: {kv_threshold: 1}\n", False),
+        ("    batching: {policy: fixed}\n", False),
     ],
 )
 def test_what_editors_are_told(extra: str, good: bool) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from muxserve.memory import server
-from muxserve.spec import Batching
 from muxserve.wire import Detach, Detached
 from tests.engine.checks import bodies, check, nothing_owned, reports, workers
 from tests.engine.harness import MODELS, Engines, deployed_model, engines
@@ -30,7 +29,7 @@ TRIES = 10
 
 @pytest.fixture(scope="module")
 def family() -> Iterator[Engines]:
-    batching = {THROTTLED: Batching("throttled", iterations=2, max_prefill=96, min_prefill=8), PLAIN: Batching()}
+    batching = {THROTTLED: "throttled", PLAIN: "vllm"}
     models = [
         deployed_model(name, MODELS[MODEL], layers=2, max_num_batched_tokens=128, phases="pipelined", batching=each)
         for name, each in batching.items()
@@ -120,8 +119,8 @@ def test_prompts_come_in_chunks_of_the_budget(family: Engines, answers: dict[str
     chunks = [r.prefill_tokens for r in reports(family, since) if r.prefill_tokens]
     left, expected = len(prompt), []
     while left:
-        # Eq. 3 with nothing else in the engine: a half of what waits, of at most 96 and at least 8 tokens.
-        expected.append(min(left, max(min(96, left // 2), 8)))
+        # Eq. 3 with nothing else in the engine: an eighth of what waits, and at least 32 tokens.
+        expected.append(min(left, max(left // 8, 32)))
         left -= expected[-1]
     assert chunks == expected
     family.until(lambda: any("chunks" in r.finished for r in reports(family, since)))

@@ -18,8 +18,7 @@ from muxserve.engine.requests import EngineRequests
 from muxserve.engine.scheduler import PhaseScheduler
 from muxserve.engine.stage_clock import StageClocks
 from muxserve.engine.states import StatefulBlocks
-from muxserve.scheduling.token_throttling import FixedBudget, TokenThrottling
-from muxserve.spec import Batching
+from muxserve.scheduling.token_throttling import FixedBudget, Throttle, TokenThrottling
 from muxserve.wire import Admit
 
 
@@ -42,19 +41,17 @@ def prompt(name: str, tokens: int, computed: int = 0) -> Any:
 
 
 def throttled(**changes: Any) -> BudgetedSteps:
-    budget = token_budget_of(Batching("throttled", **changes), 2048)
-    assert isinstance(budget, TokenThrottling)
-    return BudgetedSteps(budget, depth=2)
+    return BudgetedSteps(TokenThrottling(Throttle(**changes)), depth=2)
 
 
 def test_batching_names_its_budget() -> None:
-    assert token_budget_of(Batching(), 512) is None
-    fixed = token_budget_of(Batching("fixed"), 512)
+    assert token_budget_of("vllm", 512) is None
+    fixed = token_budget_of("fixed", 512)
     assert isinstance(fixed, FixedBudget)
     assert fixed.tokens == 512
-    throttle = token_budget_of(Batching("throttled", 4, 1024, 16, 0.1), 512)
-    assert isinstance(throttle, TokenThrottling)
-    assert (throttle.throttle.iterations, throttle.throttle.kv_threshold) == (4, 0.1)
+    by_waiting = token_budget_of("throttled", 512)
+    assert isinstance(by_waiting, TokenThrottling)
+    assert by_waiting.throttle == Throttle()
 
 
 def test_those_that_decoded_last_sit_the_next_micro_batch_out() -> None:
@@ -82,7 +79,7 @@ def test_prompts_that_wait_and_that_are_half_through_count_alike_and_come_behind
 
 
 def test_a_fixed_budget_lets_all_decode_that_can() -> None:
-    budget = token_budget_of(Batching("fixed"), 10)
+    budget = token_budget_of("fixed", 10)
     assert budget is not None
     steps = BudgetedSteps(budget, depth=2)
     running = [decodes("a"), decodes("b"), decodes("c", in_flight=True)]

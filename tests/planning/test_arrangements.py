@@ -161,7 +161,7 @@ class TestStages:
         assert (unit.ranks, unit.stages, model.layers, model.kv_heads) == (2, 2, 2, 4)
         # Pages are of one stage: a block of 32 tokens has 2 layers x 4 heads of them, a sequence of 256 tokens 8 blocks.
         assert (model.pages_per_block, model.floor_pages) == (8, 64)
-        assert (model.batching.policy, model.batching.iterations) == ("throttled", 8)
+        assert model.batching == "throttled"
         assert unit.layout("arithmetic").endswith(".2r.2s")
 
     def test_in_words(self) -> None:
@@ -177,8 +177,8 @@ class TestStages:
         assert (unit.ranks, unit.stages, unit.models[0].layers) == (stages, stages, layers)
 
     def test_one_is_no_more_than_one_engine_with_mixed_steps(self) -> None:
-        unit = unit_of(plan(only("phases: pipelined, stages: 1, batching: {policy: vllm}")))
-        assert (unit.ranks, unit.policy, unit.models[0].batching.policy) == (1, "pipelined", "vllm")
+        unit = unit_of(plan(only("phases: pipelined, stages: 1, batching: vllm")))
+        assert (unit.ranks, unit.policy, unit.models[0].batching) == (1, "pipelined", "vllm")
 
     def test_more_than_layers_are_refused(self) -> None:
         said = refused(only("phases: pipelined, stages: 5"))
@@ -344,7 +344,7 @@ class TestPlanFiles:
         file = saved(tmp_path / "plan.yaml", ("arithmetic", "pipelined", 2), device="H200-141GB", each=4)
         unit = unit_of(plan(only("phases: auto", head="cluster: {gpus: 4}"), file, H200))
         assert (unit.policy, unit.ranks, unit.stages, unit.models[0].kv_heads) == ("pipelined", 4, 2, 2)
-        assert unit.models[0].batching.policy == "throttled"
+        assert unit.models[0].batching == "throttled"
 
     def test_with_a_pipeline_on_a_cpu(self, tmp_path: Path) -> None:
         unit = unit_of(plan(only("max_len: 256"), saved(tmp_path / "plan.yaml", ("arithmetic", "pipelined", 4))))

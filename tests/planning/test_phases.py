@@ -368,7 +368,7 @@ class TestFleet:
         fleet = parse_fleet(
             "models:\n"
             "- {name: a, architecture: llama-7b, phases: auto, slo: {ttft_ms: 900, tpot_ms: 90}, replicas: 2,\n"
-            "   rolling: {lower: 2, upper: 5, spared: mean}, batching: {iterations: 4}}\n"
+            "   rolling: {lower: 2, upper: 5, spared: mean}, batching: fixed}\n"
             "- {name: b, architecture: llama-7b}\n",
             "fleet.yaml",
             Path(),
@@ -376,8 +376,7 @@ class TestFleet:
         )
         model = wanted_of(fleet.models[0], wanted().demand, free=False)
         assert (model.spared, model.bounds.lower, model.bounds.upper) == (None, 2, 5)
-        assert model.throttle is not None
-        assert model.throttle.iterations == 4
+        assert model.throttle is None, "a fixed budget"
         assert model.replicas == 2
         assert wanted_of(fleet.models[1], wanted().demand, free=True).replicas is None
         assert wanted_of(fleet.models[1], wanted().demand, free=False).replicas == 1

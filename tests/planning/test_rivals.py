@@ -228,7 +228,7 @@ class TestWays:
         (unit,) = load_plan(tmp_path / "plan.yaml", fleet).units
         assert (unit.phases, unit.stages, unit.batching) == ("pipelined", 1, "vllm")
         (model,) = arranged(fleet, tmp_path / "plan.yaml", [unit]).models
-        assert (model.phases, model.stages, model.batching.policy) == ("pipelined", 1, "vllm")
+        assert (model.phases, model.stages, model.batching) == ("pipelined", 1, "vllm")
         turns = as_way("first come", plan_of(UNIT), fleet).placement
         save_plan(turns, tmp_path / "plan.yaml")
         (unit,) = load_plan(tmp_path / "plan.yaml", fleet).units

@@ -202,7 +202,6 @@ def test_two_models_do_not_share_such_a_unit() -> None:
 
 
 def test_what_an_engine_is_to_have_waiting_follows_the_budget() -> None:
-    from muxserve.spec import Batching
     from muxserve.unit.state import unit_ledger
 
     def waiting(**changes: Any) -> int:
@@ -210,8 +209,8 @@ def test_what_an_engine_is_to_have_waiting_follows_the_budget() -> None:
         return unit_ledger(made).models[0].profile.waiting_tokens
 
     assert waiting() == 4 * 64, "three micro-batches under way and one more"
-    assert waiting(batching=Batching("fixed")) == 4 * 64
-    assert waiting(batching=Batching("throttled", iterations=4, max_prefill=512)) == 2048
+    assert waiting(batching="fixed") == 4 * 64
+    assert waiting(batching="throttled") == 8 * 2048
 
 
 # ---------------------------------------------------------------- waits for the phase switch

@@ -20,7 +20,7 @@ from muxserve.costs.latency import EngineShape, LatencyModel, ServedModel
 from muxserve.rolling.mitosis import Bounds
 from muxserve.scheduling.token_throttling import Throttle, prompt_tokens_ahead
 from muxserve.simulator import FleetModel, Link, Pipeline, RingRules, SimUnit, UnitResult, lone_unit
-from muxserve.spec import Batching, PhasesName, PolicyName
+from muxserve.spec import BatchingName, PhasesName, PolicyName
 from placement import ModelPlan
 from placement.cluster import PlacedUnit
 from placement.demand import Demand
@@ -90,17 +90,14 @@ def wanted_of(model: Model, demand: Demand, free: bool) -> Wanted:
     Args:
         free: the number of replicas may be chosen where the file leaves it at one.
     """
-    given, rolling, batching = model.replicas, model.rolling, model.batching
-    throttle = None
-    if batching.policy == "throttled":
-        throttle = Throttle(batching.iterations, batching.max_prefill, batching.min_prefill, batching.kv_threshold)
+    given, rolling = model.replicas, model.rolling
     return Wanted(
         demand=demand,
         replicas=None if free and given.max == 1 else max(1, given.at_start),
         stages=model.stages if isinstance(model.stages, int) else None,
         spared=rolling.quantile,
         bounds=Bounds(rolling.lower, rolling.upper),
-        throttle=throttle,
+        throttle=Throttle() if model.batching == "throttled" else None,
     )
 
 
@@ -226,9 +223,9 @@ class Arrangement(ABC):
         assert self.name != "multiplexed"
         return self.name
 
-    def batching(self, model: Model) -> Batching:
+    def batching(self, model: Model) -> BatchingName:
         """What a step of the model's engines may hold; the default leaves that to vLLM."""
-        return Batching()
+        return "vllm"
 
     def stages(self, fleet: Fleet, model: Model, layers: int, gpus: int) -> tuple[int, Problem | None]:
         """Stages that a replica's layers are split over, and why that cannot be. `gpus`: of the unit; 0: on CPU."""

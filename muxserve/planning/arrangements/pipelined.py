@@ -25,7 +25,7 @@ from muxserve.planning.arrangements.base import (
 from muxserve.scheduling.token_throttling import FixedBudget, Throttle, TokenBudget, TokenThrottling
 from muxserve.simulator import Pipeline, UnitResult
 from muxserve.simulator.stages import kv_blocks
-from muxserve.spec import Batching
+from muxserve.spec import BatchingName
 from placement.cluster import PlacedUnit
 from placement.format import enumerate_words
 from placement.memory import activation_bytes
@@ -43,10 +43,9 @@ class PipelinedArrangement(Arrangement):
         """See `Arrangement`."""
         return model.model_copy(update={"phases": self.name, "stages": stages})
 
-    def batching(self, model: Model) -> Batching:
+    def batching(self, model: Model) -> BatchingName:
         """See `Arrangement`."""
-        given = model.batching
-        return Batching(given.policy, given.iterations, given.max_prefill, given.min_prefill, given.kv_threshold)
+        return model.batching
 
     def stages(self, fleet: Fleet, model: Model, layers: int, gpus: int) -> tuple[int, Problem | None]:
         """See `Arrangement`."""
