@@ -57,10 +57,12 @@ def _run(unit_spec: UnitSpec, model: str, phase: EnginePhase, progress: Any, up:
     from muxserve.engine.ranks import RankedExecutor
     from muxserve.engine.support import refuse_unsupported
     from muxserve.vllm.args import config_of, engine_args
+    from muxserve.vllm.file_identity import salt_block_hashes
 
     # The workers of several ranks are forked from here: no team of threads may exist.
     torch.set_num_threads(1)
     config = config_of(engine_args(unit_spec, model, phase))
+    salt_block_hashes(unit_spec.model(model).path)
 
     def executor_of(config: VllmConfig) -> Executor:
         progress("loading weights")

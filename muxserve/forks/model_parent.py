@@ -133,7 +133,9 @@ def _load(unit_spec: UnitSpec, model: str, control: Control) -> tuple[Any, Any, 
     from muxserve.engine.cpu.ahead import ThreadedExecutor
     from muxserve.engine.support import refuse_unsupported
     from muxserve.vllm.args import config_of, engine_args
+    from muxserve.vllm.file_identity import salt_block_hashes
 
+    salt_block_hashes(unit_spec.model(model).path)
     engines = unit_spec.model(model).engines
     for phase in engines:
         control.event("progress", kind="engine", model=model, phase=phase, detail="loading weights")

@@ -2,16 +2,17 @@
 
 A front end knows an adapter by its name. Engines keep those that they have loaded, and block hashes, by name, path and
 number; so what goes to them has a number of what the files are now, in the name, too: an adapter that comes back under
-its name with other weights is another one.
+its name with other weights is another one, and so is one whose files were overwritten.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
-from pathlib import Path
 
+from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
+
+from muxserve.vllm.adapter_number import adapter_number
 
 
 def adapter_requests(model: str, adapters: Mapping[str, str]) -> dict[str, LoRARequest]:
@@ -21,24 +22,21 @@ def adapter_requests(model: str, adapters: Mapping[str, str]) -> dict[str, LoRAR
         adapters: directories by name.
     """
     return {
-        name: LoRARequest(lora_name=name, lora_int_id=_number(name, path), lora_path=path, base_model_name=model)
+        name: LoRARequest(lora_name=name, lora_int_id=adapter_number(name, path), lora_path=path, base_model_name=model)
         for name, path in adapters.items()
     }
 
 
 def for_engines(request: LoRARequest) -> LoRARequest:
-    """The same as engines are to know it."""
-    return LoRARequest(
-        lora_name=f"{request.lora_name}#{request.lora_int_id:x}",
-        lora_int_id=request.lora_int_id,
-        lora_path=request.lora_path,
-    )
+    """The same as engines are to know it: with the number of its files as they are now.
 
-
-def _number(name: str, path: str) -> int:
-    stamps = []
-    for file in sorted(Path(path).glob("adapter_*")):
-        stat = file.stat()
-        stamps.append(f"{file.name} {stat.st_size} {stat.st_mtime_ns}")
-    digest = hashlib.sha256("\n".join([name, path, *stamps]).encode()).digest()
-    return 1 + int.from_bytes(digest[:6], "big")
+    Raises:
+        VLLMValidationError: the files are not there any more.
+    """
+    try:
+        number = adapter_number(request.lora_name, request.lora_path)
+    except OSError as error:
+        raise VLLMValidationError(
+            f"the adapter {request.lora_name!r} cannot be served: its files cannot be read ({error})", parameter="model"
+        ) from None
+    return LoRARequest(lora_name=f"{request.lora_name}#{number:x}", lora_int_id=number, lora_path=request.lora_path)

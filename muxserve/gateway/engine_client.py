@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.tasks import SupportedTask
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -76,7 +77,8 @@ class UnitEngineClient(EngineCoreClient):
             priority = http.priority if http is not None else RequestLevels()
             tenant = http.tenant if http is not None else None
             salt = tenant.cache_salt(request.cache_salt) if tenant is not None else request.cache_salt
-            body = self._encode(request, wire_id, priority, features, salt)
+            adapter = for_engines(request.lora_request) if request.lora_request is not None else None
+            body = self._encode(request, wire_id, priority, features, salt, adapter)
         except BaseException:
             # AsyncLLM registered the request before it asked us, and does not take it back itself.
             self._end(front_id)
@@ -98,7 +100,7 @@ class UnitEngineClient(EngineCoreClient):
                 traced=http is not None and http.trace is not None,
                 choice=self._choice(front_id),
                 group=http.group_of(wire_id) if http is not None else "",
-                prefix=self._prefix(request, prompt, salt),
+                prefix=self._prefix(request, prompt, salt, adapter),
                 images=images,
                 waited=http is not None and http.waited,
                 context=http,
@@ -113,16 +115,17 @@ class UnitEngineClient(EngineCoreClient):
             return request.mm_features, ()
         return await self._images.keep(self.model, request.mm_features)
 
-    def _prefix(self, request: EngineCoreRequest, prompt: Sequence[int], salt: str | None) -> bytes:
+    def _prefix(
+        self, request: EngineCoreRequest, prompt: Sequence[int], salt: str | None, adapter: LoRARequest | None
+    ) -> bytes:
         """Keys of its prompt's beginnings, where there are replicas of which one may have them."""
         model = self._unit_spec
         if not model.prefix_caching or model.phases == "rolling":
             return b""
         if len(self.broker.router.placing.replicas(self.model)) < 2:
             return b""
-        adapter = request.lora_request.lora_name if request.lora_request is not None else ""
         images = [(each.mm_position.offset, each.identifier) for each in request.mm_features or ()]
-        return prefix_keys(prompt, f"{adapter}/{salt or ''}", images)
+        return prefix_keys(prompt, f"{adapter.lora_name if adapter is not None else ''}/{salt or ''}", images)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self.broker.cancel(self.model, request_ids, RequestOutcome.of_cancel)
@@ -200,14 +203,13 @@ class UnitEngineClient(EngineCoreClient):
         priority: RequestLevels,
         features: list[MultiModalFeatureSpec] | None,
         salt: str | None,
+        adapter: LoRARequest | None,
     ) -> bytes:
         """`request` in vLLM's encoding, with the id that the unit knows it by, the priority that engines give it, what
-        they are told of its images, and the salt of its prefix."""
+        they are told of its images, the salt of its prefix, and its adapter as they know it."""
         theirs = request.request_id, request.priority, request.lora_request, request.mm_features, request.cache_salt
         request.request_id, request.priority = wire_id, priority.engine(request.priority)
-        request.mm_features, request.cache_salt = features, salt
-        if request.lora_request is not None:
-            request.lora_request = for_engines(request.lora_request)
+        request.mm_features, request.cache_salt, request.lora_request = features, salt, adapter
         try:
             (frame,) = self._encoder.encode(request)
         finally:

@@ -210,7 +210,7 @@ class StatusRoutes:
         # Requests wait at the gateways, too, before any unit hears of them.
         waiting = sum(_total(families, name) for name in (WAITING, *_WAITING_AT_GATEWAYS))
         families[WAITING] = GaugeMetricFamily(WAITING, "Number of requests waiting to be processed.", labels=[_MODEL])
-        families[WAITING].add_metric([model], waiting)
+        families[WAITING].add_sample(WAITING, {_MODEL: model}, waiting)
         return generate_latest(_Families(families.values()))
 
 

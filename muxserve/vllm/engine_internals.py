@@ -188,6 +188,8 @@ CPU_INTERNALS: list[Internal] = [
     ("vllm.lora.punica_wrapper.punica_cpu", "PunicaWrapperCPU.add_lora_linear", ("y", "x")),
     ("vllm.lora.punica_wrapper.punica_cpu", "PunicaWrapperCPU.add_lora_embedding", ("y", "x")),
     ("vllm.lora.punica_wrapper.punica_cpu", "PunicaWrapperCPU.add_lora_logits", ("y", "x")),
+    ("vllm.lora.worker_manager", "WorkerLoRAManager._load_adapter", ("lora_request",)),
+    ("vllm.v1.worker.lora_model_runner_mixin", "LoRAModelRunnerMixin.load_lora_model", ("model", "vllm_config")),
     ("vllm._custom_ops", "cpu_attention_with_kv_cache", ("query", "key_cache", "block_table", "scheduler_metadata")),
     ("vllm._custom_ops", "cpu_attn_reshape_and_cache", ("key", "value", "slot_mapping", "isa")),
     ("vllm._custom_ops", "cpu_attn_get_scheduler_metadata", ("num_reqs", "num_kv_heads", "query_start_loc")),

@@ -38,7 +38,7 @@ class Gateways:
         return AdmittedRequest(name, 1, 1, f"epoch {gateway}", self.addresses[gateway], 0)
 
     def received(self, gateway: int) -> tuple[TokensHeader, EngineCoreOutputs]:
-        assert self.sockets[gateway].poll(1000 * PATIENCE), "nothing came"
+        assert self.sockets[gateway].poll(int(1000 * PATIENCE)), "nothing came"
         header, *frames = self.sockets[gateway].recv_multipart()
         message = decode(header)
         assert isinstance(message, TokensHeader)

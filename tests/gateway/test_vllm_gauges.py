@@ -33,7 +33,7 @@ def shown(
         asleep=lambda name: False,
     )
     gauges = VllmGauges(status)
-    lines = generate_latest(Lean(gauges) if lean else gauges).decode().splitlines()  # type: ignore[arg-type]
+    lines = generate_latest(Lean(gauges) if lean else gauges).decode().splitlines()
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
 

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.utils import bind_kv_cache
 
-from muxserve.engine.binding import bind_worker, current
+from muxserve.engine.binding import bind_worker, current, place_of
 from muxserve.engine.cpu import adapters, attention, latent, ngrams, weight_files, weight_packing
 from muxserve.engine.cpu.ahead import AheadOnHost
 from muxserve.engine.cpu.states import MappedStates
@@ -75,6 +75,12 @@ class PooledCPUModelRunner(ResumingRunner, AheadOnHost, CPUModelRunner):
             self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
                 batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
             )
+
+    def load_lora_model(self, model: torch.nn.Module, vllm_config: VllmConfig, device: torch.device) -> torch.nn.Module:
+        found = super().load_lora_model(model, vllm_config, device)
+        unit_spec, _, _ = place_of(vllm_config)
+        adapters.check_files(self.lora_manager, copied=unit_spec.listen is not None)
+        return found
 
     def _make_states(self, specs: dict[str, MambaSpec]) -> MappedStates:
         return MappedStates(specs, self.scheduler_config.max_num_seqs)
