@@ -64,5 +64,13 @@ TOPOLOGIES = {
             "frontdesk",
             memory={"limit": "1700MiB", "min_residence": "500ms", "hibernate": "auto"},
         ),
+        # The same, and each wake loads its model again.
+        Topology(
+            "loading",
+            "quickstart.yaml",
+            ("arithmetic", "atlas", "frontdesk"),
+            "frontdesk",
+            memory={"limit": "1700MiB", "min_residence": "500ms"},
+        ),
     )
 }
