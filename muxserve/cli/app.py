@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from muxserve.cli.exit_codes import add_exit_codes
 from muxserve.cli.fleet_app import app as fleet_app
 from muxserve.cli.offline_app import app as offline_app
 from muxserve.cli.workload_app import app as workload_app
@@ -100,11 +101,7 @@ def deploy(
     """Serve a fleet until Ctrl-C.
 
     Everything is checked before anything starts. The first Ctrl-C (or SIGTERM) lets running requests finish, the second
-    ends at once.
-
-    Exit codes: 0 stopped as asked, 2 the fleet file or the command line is wrong, 3 something could not start, 130
-    ended by a second Ctrl-C.
-    """
+    ends at once."""
     from muxserve.net.logs import choose
 
     choose(log_format.value, log_level.value)
@@ -133,10 +130,7 @@ def validate(
         bool, typer.Option("--file-only", help="Check the file alone, not whether it fits this machine.")
     ] = False,
 ) -> None:
-    """Check a fleet file and show what would be deployed.
-
-    Exit codes: 0 the fleet can be deployed, 2 it cannot.
-    """
+    """Check a fleet file and show what would be deployed."""
     from muxserve.cli.validate import validate as run
 
     raise typer.Exit(run(fleet, file_only=file_only))
@@ -162,10 +156,7 @@ def status(
     key: EndpointKey = None,
     json: Annotated[bool, typer.Option("--json", help="Print what the endpoint answered, as JSON.")] = False,
 ) -> None:
-    """Show a running fleet: models, queues, pages.
-
-    Exit codes: 0 it serves, 1 it does not (yet, or any more), 2 there is no fleet at that URL.
-    """
+    """Show a running fleet: models, queues, pages."""
     from muxserve.cli.status import status as run
 
     raise typer.Exit(run(url, key=key, as_json=json))
@@ -177,10 +168,7 @@ def top(
     key: EndpointKey = None,
     once: Annotated[bool, typer.Option("--once", help="Print one screen and end.")] = False,
 ) -> None:
-    """Watch a running fleet, once per second: models, latencies, pages, jobs. Ctrl-C ends it.
-
-    Exit codes: 0 ended, 2 there is no fleet at that URL, or it shows nothing.
-    """
+    """Watch a running fleet, once per second: models, latencies, pages, jobs. Ctrl-C ends it."""
     from muxserve.cli.top import top as run
 
     raise typer.Exit(run(url, key=key, once=once))
@@ -201,10 +189,7 @@ def logs(
         typer.Option("--fleet", metavar="ID", help="Which fleet, where several run here.", show_default=False),
     ] = None,
 ) -> None:
-    """Print the logs of the fleet that runs on this machine.
-
-    Exit codes: 0 printed, 2 there is no such log, or no fleet runs here.
-    """
+    """Print the logs of the fleet that runs on this machine."""
     from muxserve.cli.logs import logs as run
 
     raise typer.Exit(run(part, lines, follow, fleet))
@@ -221,10 +206,9 @@ def doctor(
         typer.Option("--gpu", help="Try what the GPUs can do (one to two minutes); `deploy` acts on what is found."),
     ] = False,
 ) -> None:
-    """Check what this machine can do.
-
-    Exit codes: 0 a fleet can be served here, 1 something is missing.
-    """
+    """Check what this machine can do."""
+    if ray is not None and gpu:
+        raise typer.BadParameter("goes without --ray: it tries the GPUs of this machine", param_hint="--gpu")
     if ray is not None:
         from muxserve.cli.doctor import doctor_nodes
 
@@ -246,16 +230,14 @@ def schema() -> None:
     sys.stdout.write(fleet_schema_text())
 
 
+add_exit_codes(app)
+
+
 def main() -> None:
     """The entry point."""
     if sys.argv[1:2] == ["deploy"]:
         close_inherited(sys.argv)
-    try:
-        app()
-    except BrokenPipeError:
-        # `muxserve schema | head`: the reader has seen enough.
-        sys.stderr.close()
-        sys.exit(0)
+    app()
 
 
 if __name__ == "__main__":

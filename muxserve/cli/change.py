@@ -9,21 +9,21 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from muxserve.cli.output import console, errors, escape, print_error
 from muxserve.config import FleetError
 from muxserve.config.loader import read_text
 from muxserve.control import messages
 from muxserve.control.client import ControlClient, FleetEndedError, NoFleetError, find
-
-EXIT_DONE, EXIT_FAILED, EXIT_WRONG, EXIT_INTERRUPTED = 0, 1, 2, 130
+from muxserve.net.exit_codes import ExitCode
 
 
 @dataclass
 class _Report:
     """What `--json` prints."""
 
-    result: str = "done"
+    result: messages.Result | Literal["unknown"] = "done"
     text: str = ""
     steps: list[str] = field(default_factory=list)
     fleet: messages.Here | None = None
@@ -94,25 +94,21 @@ def _change(command: messages.Command, fleet: str | None, as_json: bool) -> int:
     except FleetEndedError as error:
         report.result, report.text = "failed", str(error)
         _end(report, as_json, failed=True)
-        return EXIT_FAILED
+        return ExitCode.NO
     except NoFleetError as error:
         return _wrong(str(error), as_json, report)
     except KeyboardInterrupt:
         report.result, report.text = "unknown", "not waited for; the change goes on in the fleet"
         _end(report, as_json, failed=True)
-        return EXIT_INTERRUPTED
-    report.text = answer.text
+        return ExitCode.INTERRUPTED
+    report.text, report.result = answer.text, messages.result_of(command, answer)
     if isinstance(answer, messages.Done):
-        if isinstance(command, messages.Apply) and command.dry_run:
-            report.result = "planned"
         _end(report, as_json)
-        return EXIT_DONE
-    report.result = "refused" if answer.mistake else "failed"
+        return ExitCode.NOT_DONE if report.result == "left" else ExitCode.DONE
     _end(report, as_json, failed=True)
     if not as_json:
-        partly = isinstance(command, messages.Apply) and not answer.mistake
-        errors.print("what was done before stays; apply again goes on from there" if partly else "nothing was changed")
-    return EXIT_WRONG if answer.mistake else EXIT_FAILED
+        errors.print(escape(answer.after))
+    return ExitCode.WRONG if answer.mistake else ExitCode.NO
 
 
 @contextlib.contextmanager
@@ -144,7 +140,8 @@ def _end(report: _Report, as_json: bool, failed: bool = False) -> None:
     if as_json:
         report.print()
     elif not failed:
-        console.print(f"{'[green]done:[/] ' if report.result == 'done' else ''}{escape(report.text)}")
+        words = {"done": "[green]done:[/] ", "left": "[yellow]not done:[/] "}
+        console.print(f"{words.get(report.result, '')}{escape(report.text)}")
     elif report.result == "unknown":
         errors.print(f"[yellow]{escape(report.text)}[/]; `muxserve status` shows how it stands")
     else:
@@ -158,4 +155,4 @@ def _wrong(message: str, as_json: bool, report: _Report | None = None) -> int:
         report.print()
     else:
         print_error(message)
-    return EXIT_WRONG
+    return ExitCode.WRONG

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from muxserve.cli import ready
 from muxserve.cli.output import comparing, console, errors, escape, print_error, print_problems
 from muxserve.cli.progress import renderer
-from muxserve.cluster.controller import EXIT_BAD_INPUT, EXIT_FORCED, EXIT_OK, EXIT_START, Controller
+from muxserve.cluster.controller import Controller
 from muxserve.cluster.fleet_starts import LocalFleetLauncher, fleet_commands_for
 from muxserve.cluster.gpu_host import tried
 from muxserve.cluster.launcher import WarmParents, commands_for
@@ -34,6 +34,7 @@ from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.costs.measured import latency_model
 from muxserve.gpu import nvml
 from muxserve.gpu.sharing import SharingError
+from muxserve.net.exit_codes import ExitCode
 from muxserve.net.sockets import new_keys
 from muxserve.planning.device_pool import CPU
 from muxserve.planning.fleet_planner import FleetPlanner, ScaleOut, notes_of
@@ -42,7 +43,7 @@ from muxserve.planning.residency import residency_of
 from muxserve.planning.specs import fleet_spec_of, planned_unit
 from muxserve.planning.unit_plan import ResolvedUnit
 from muxserve.spec import FleetSpec, ResidencySpec, SimulatedSpec
-from muxserve.spec.run_dir import RunDir, RunDirError, why_not_runtime
+from muxserve.spec.run_dir import LogDirError, RunDir, RunDirError, why_not_runtime
 
 _CAUSES = {
     signal.SIGINT: "Ctrl-C",
@@ -86,7 +87,7 @@ def deploy(
         planner.fleet = planner.fetched(planner.fleet, lambda text: console.print(escape(text)))
     except FleetError as error:
         print_problems(error, "nothing was started")
-        return EXIT_BAD_INPUT
+        return ExitCode.WRONG
     except DeployRefused as error:
         print_error(str(error))
         return error.code
@@ -94,7 +95,7 @@ def deploy(
         run_dir = RunDir(log_dir=log_dir)
     except RunDirError as error:
         print_error(str(error))
-        return EXIT_START
+        return ExitCode.WRONG if isinstance(error, LogDirError) else ExitCode.NOT_DONE
     if reason := why_not_runtime():
         console.print(f"- XDG_RUNTIME_DIR {reason}; sockets and logs are below {escape(str(run_dir.base))} instead")
     if simulated is not None:
@@ -124,7 +125,7 @@ def _predictions(profile: Path | None) -> LatencyModel:
     try:
         return latency_model(profile)
     except CostError as error:
-        raise DeployRefused(f"--profile: {error}", EXIT_BAD_INPUT) from None
+        raise DeployRefused(f"--profile: {error}", ExitCode.WRONG) from None
 
 
 def simulated_cpu(profile: Path | None) -> SimulatedSpec:
@@ -158,14 +159,14 @@ def _run(
     fleet = fleet_spec_of(planner.fleet, units, path, host, port, residency=residency)
     for note in [*planner.reasons, *notes_of(plans)]:
         console.print(f"- {escape(note)}")
-    code = EXIT_START
+    code = ExitCode.NOT_DONE
     try:
         code = asyncio.run(_serve(planner, fleet, units, demo, file))
     finally:
         # Units remove what is theirs; this is for an end that did not come to that.
         for unit in units:
             server.remove_segments(unit.unit_spec)
-        if code in (EXIT_OK, EXIT_FORCED):
+        if code in (ExitCode.DONE, ExitCode.INTERRUPTED):
             run_dir.remove()
         else:
             errors.print(f"logs are kept below {escape(path)} until the next start")
@@ -184,7 +185,7 @@ async def _serve(
             fleet = await on_ray.reachable(fleet)
         except GaveUp as error:
             print_error(str(error))
-            return EXIT_START
+            return ExitCode.NOT_DONE
         unit_launcher = lambda *_: on_ray  # noqa: E731
     else:
         unit_launcher = lambda warm, reaper: LocalUnits(commands_for, warm, reaper)  # noqa: E731
@@ -253,7 +254,7 @@ def _usable_port(host: str, port: int) -> int:
             return int(probe.getsockname()[1])
     except socket.gaierror as error:
         raise DeployRefused(
-            f"gateway.host {host!r} is no address of this machine: {error.strerror}", EXIT_BAD_INPUT
+            f"gateway.host {host!r} is no address of this machine: {error.strerror}", ExitCode.WRONG
         ) from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
@@ -264,7 +265,7 @@ def _usable_port(host: str, port: int) -> int:
             message = f"{host} is no address of this machine; set gateway.host or --host"
         else:
             message = f"cannot listen on {host} port {port}: {error.strerror}"
-        raise DeployRefused(message, EXIT_BAD_INPUT) from None
+        raise DeployRefused(message, ExitCode.WRONG) from None
 
 
 def _holder_of(port: int) -> str:
@@ -287,7 +288,7 @@ def _with_sharing(plan: ResolvedUnit, run_dir: RunDir) -> ResolvedUnit:
     try:
         unit, notes = tried(plan.gpu, plan.fleet.cluster.mps, run_dir.path, nvml.machine())
     except SharingError as error:
-        raise DeployRefused(str(error), EXIT_START) from None
+        raise DeployRefused(str(error), ExitCode.NOT_DONE) from None
     for note in notes:
         label, _, text = note.partition(":")
         errors.print(f"[yellow]{label}:[/]{escape(text)}")
@@ -296,14 +297,15 @@ def _with_sharing(plan: ResolvedUnit, run_dir: RunDir) -> ResolvedUnit:
 
 def _check_installation(on_gpus: bool) -> None:
     if importlib.util.find_spec("vllm") is None:
-        raise DeployRefused("vLLM is not installed; `muxserve doctor` says what is missing", EXIT_START)
+        raise DeployRefused("vLLM is not installed; `muxserve doctor` says what is missing", ExitCode.NOT_DONE)
     if on_gpus and (other := vllm_without_cuda()):
         raise DeployRefused(
-            f"{other}; pip install '.[gpu]' (in MuxServe's repository, into an environment of its own)", EXIT_START
+            f"{other}; pip install '.[gpu]' (in MuxServe's repository, into an environment of its own)",
+            ExitCode.NOT_DONE,
         )
     try:
         from muxserve.memory import server
 
         server.binary()
     except (ImportError, FileNotFoundError) as error:
-        raise DeployRefused(f"the memory manager is not built: {error}", EXIT_START) from None
+        raise DeployRefused(f"the memory manager is not built: {error}", ExitCode.NOT_DONE) from None

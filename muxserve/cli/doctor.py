@@ -42,29 +42,30 @@ from muxserve.cluster.supervision import GaveUp
 from muxserve.gpu import mps, nvml
 from muxserve.gpu.environment import without_compiler
 from muxserve.gpu.findings import FALLBACK_WORDS, Findings, place_of, remember, report
+from muxserve.net.exit_codes import ExitCode
 from muxserve.probes import lab
 from muxserve.spec.run_dir import RunDirError, default_base
 from placement.format import format_size
 
 
 def doctor_nodes(address: str) -> int:
-    """Print what each node can do; returns 1 if something needed is missing on one, or no cluster answers."""
+    """Print what each node can do; returns the exit code."""
     try:
         ray = join(address, start=False)
     except GaveUp as error:
         print_error(str(error))
-        return 1
+        return ExitCode.NO
     nodes = {node["NodeID"]: node for node in alive(ray) if offers(node["Resources"])}
     if not nodes:
         print_error("no node of the cluster has CPUs for units (`ray start --num-cpus=...`)")
-        return 1
+        return ExitCode.NO
     answers = ask_nodes(ray, list(nodes), examine)
     unable = [words_for(node) for name, node in nodes.items() if not _show(node, answers[name])]
     if unable:
         console.print(f"\n[bold red]units cannot be served there yet[/]: {escape(', '.join(unable))}")
-        return 1
+        return ExitCode.NO
     console.print(f"\n[green]units can be served on {len(nodes)} node{'s' * (len(nodes) > 1)}[/]")
-    return 0
+    return ExitCode.DONE
 
 
 def examine() -> bytes:
@@ -109,18 +110,17 @@ class Check:
 
 
 def doctor() -> int:
-    """Print all checks; returns 1 if something needed is missing."""
+    """Print all checks; returns the exit code."""
     missing = print_checks(list(all_checks()))
     if missing:
         console.print(f"\n[bold red]a fleet cannot be served here yet[/]: {escape(', '.join(missing))}")
-        return 1
+        return ExitCode.NO
     console.print("\n[green]a fleet can be served here[/]")
-    return 0
+    return ExitCode.DONE
 
 
 def doctor_gpu() -> int:
-    """Make the probes of this machine's GPUs, print and remember what they found; returns 1 if nothing can be served
-    there."""
+    """Make the probes of this machine's GPUs, print and remember what they found; returns the exit code."""
     machine = nvml.visible(nvml.machine(), os.environ)
     kinds: dict[str, list[nvml.Gpu]] = {}
     for gpu in machine.gpus:
@@ -128,22 +128,24 @@ def doctor_gpu() -> int:
             kinds.setdefault(gpu.name, []).append(gpu)
     if not kinds:
         print_error(f"there is nothing to try: {machine.why_none or 'no GPU can be used; `muxserve doctor` says why'}")
-        return 1
+        return ExitCode.NO
     gpus = max(kinds.values(), key=len)
     with tempfile.TemporaryDirectory(prefix="mux-") as directory:
         tried = lab.run(lab.Lab(gpus, Path(directory), mps.binary()), probes_of(machine), _trying)
     place = place_of(nvml.machine(), packages())
     found = Findings(place, time.strftime("%Y-%m-%d %H:%M"), tuple(tried))
     _print_findings(found)
+    written = True
     try:
         console.print(f"`muxserve deploy` acts on this; written to {remember(found)}")
     except OSError as error:
-        print_error(f"what was found cannot be written down: {error}")
+        print_error(f"what was found cannot be written down: {error}; `muxserve deploy` does not act on it")
+        written = False
     if found.refused:
         console.print("\n[bold red]nothing can be served on these GPUs yet[/]")
-        return 1
+        return ExitCode.NO
     console.print("\n[green]a fleet can be served on these GPUs[/]")
-    return 0
+    return ExitCode.DONE if written else ExitCode.NOT_DONE
 
 
 def probes_of(machine: nvml.GpuMachine) -> list[lab.Probe]:

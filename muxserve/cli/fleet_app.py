@@ -15,9 +15,6 @@ Which = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print what happened as JSON.")]
 
-_EXIT_CODES = """Exit codes: 0 done; 1 it could not be done, and nothing has changed; 2 the command is wrong, or no
-    fleet runs here; 130 Ctrl-C: the change goes on in the fleet, but is not waited for."""
-
 
 @app.command()
 def scale(
@@ -105,8 +102,3 @@ def adapter(
     from muxserve.cli.change import adapter as run
 
     raise typer.Exit(run(model, name, path, fleet, json))
-
-
-for _command in app.registered_commands:
-    if _command.callback is not None:
-        _command.callback.__doc__ = f"{_command.callback.__doc__}\n\n    {_EXIT_CODES}"

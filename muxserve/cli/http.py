@@ -93,7 +93,10 @@ def _events(response: http.client.HTTPResponse) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _connection(url: str, timeout: float) -> Iterator[tuple[http.client.HTTPConnection, str]]:
-    parts = urllib.parse.urlsplit(url)
+    try:
+        parts = urllib.parse.urlsplit(url)
+    except ValueError as error:
+        raise HTTPFailure(f"{url!r} is no URL: {error}") from None
     try:
         port = parts.port
     except ValueError:
@@ -132,4 +135,6 @@ def _context(url: str) -> ssl.SSLContext:
 
 
 def _headers(key: str | None) -> dict[str, str]:
+    if key and not (key.isascii() and key.isprintable()):
+        raise HTTPFailure("the API key has characters that no key has: only printable ASCII can be sent")
     return {"Authorization": f"Bearer {key}"} if key else {}

@@ -12,8 +12,8 @@ from muxserve.cli.output import console, escape, print_error
 from muxserve.cli.status import endpoint_of
 from muxserve.costs.latency import CostError
 from muxserve.costs.profile import Overheads, Profile, load_profile, save_profile
+from muxserve.net.exit_codes import ExitCode
 
-EXIT_OK, EXIT_BAD_INPUT, EXIT_NOTHING = 0, 2, 3
 # What a fleet learns of its overheads: the front end's work where its cores are the engines', and delays.
 _WORK = ("request_work", "step_work", "token_work", "lease_work")
 _LEARNT = (*_WORK, "turn", "between", "request", "request_spread", "rested", "resumed")
@@ -24,7 +24,7 @@ def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
     file has of other engines, and of machines, stays, and what it measured of pairs and of time outside of steps."""
     url = endpoint_of(url)
     if url is None:
-        return EXIT_BAD_INPUT
+        return ExitCode.WRONG
     try:
         status, body = get_json(url, "/fleet/profile", key)
         if status != 200:
@@ -34,13 +34,13 @@ def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
         known = load_profile(out) if out.exists() else Profile(about=learnt.about)
     except msgspec.ValidationError:
         print_error(f"{url}/fleet/profile answered with something that is no profile; is this another version?")
-        return EXIT_BAD_INPUT
+        return ExitCode.WRONG
     except (HTTPFailure, CostError) as error:
         print_error(str(error))
-        return EXIT_BAD_INPUT
+        return ExitCode.WRONG
     if not learnt.engines:
         print_error(f"the fleet at {url} has not taken a step yet; send it requests first")
-        return EXIT_NOTHING
+        return ExitCode.NOT_DONE
     new = {(engine.shape, engine.where) for engine in learnt.engines}
     measured = {pair.device for pair in known.pairs}
     known.engines = [engine for engine in known.engines if (engine.shape, engine.where) not in new]
@@ -63,7 +63,7 @@ def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
         save_profile(known, out)
     except OSError as error:
         print_error(f"{out}: cannot be written: {error.strerror}")
-        return EXIT_BAD_INPUT
+        return ExitCode.WRONG
     for engine in learnt.engines:
         prefills, decodes = engine.prefill[0].samples, engine.decode[0].samples
         console.print(escape(f"{engine}: from {prefills:,} prefill and {decodes:,} decode steps"))
@@ -98,4 +98,4 @@ def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
     for name, pace in learnt.pace.items():
         console.print(escape(f"{name}: from one second to another steps take {100 * pace.spread:.0f} % more or less"))
     console.print(f"written to {escape(str(out))}")
-    return EXIT_OK
+    return ExitCode.DONE

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from muxserve.cli import workload_args as args
+from muxserve.cli.given import refuse_given
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -109,10 +110,7 @@ def plan(
         Path | None, typer.Option("-o", "--out", "--output", help="Write the plan as YAML.", show_default=False)
     ] = None,
 ) -> None:
-    """Plan which models share which GPUs, and predict what they will deliver.
-
-    Exit codes: 0 every model has a place, 1 some model has none, 2 the fleet file or the command line is wrong.
-    """
+    """Plan which models share which GPUs, and predict what they will deliver."""
     from muxserve.cli.plan import PlanArguments
     from muxserve.cli.plan import plan as run
 
@@ -195,11 +193,7 @@ def simulate(
     *,
     reading: args.Reading,
 ) -> None:
-    """Simulate a fleet on a workload, under the scheduler that serves, in one or several modes side by side.
-
-    Exit codes: 0 all requests were answered in every mode, 1 some were not, 2 the fleet, the workload or the command
-    line is wrong, 130 interrupted.
-    """
+    """Simulate a fleet on a workload, under the scheduler that serves, in one or several modes side by side."""
     from muxserve.cli.simulate import SimulateSettings
     from muxserve.cli.simulate import run as run_simulation
 
@@ -232,6 +226,7 @@ def simulate(
 
 @app.command()
 def profile(
+    context: typer.Context,
     fleet: Annotated[
         Path | None, typer.Argument(metavar="[FLEET]", help="The fleet file (YAML).", show_default=False)
     ] = None,
@@ -270,14 +265,14 @@ def profile(
     Starts the fleet's engines without an endpoint. Every measured cell is written at once; after Ctrl-C the same
     command goes on where it was. With --from-fleet it asks a fleet that serves instead, which corrects its predicted
     costs by the steps that it takes.
-
-    Exit codes: 0 everything was measured, 2 the fleet file or the command line is wrong, 3 engines could not start,
-    or the fleet has not measured anything yet, 130 stopped by Ctrl-C.
     """
     if from_fleet:
+        measuring = ("fleet", "threads", "tokens", "sequences", "batches", "contexts", "pairs")
+        refuse_given(context, measuring, "with --from-fleet, which measures nothing")
         from muxserve.cli.learnt_profile import learnt_profile
 
         raise typer.Exit(learnt_profile(url, key, out))
+    refuse_given(context, ("url", "key"), "without --from-fleet")
     if fleet is None:
         raise typer.BadParameter("which fleet? Name its file, or give --from-fleet", param_hint="FLEET")
     from muxserve.cli.profile import profile as run
@@ -329,9 +324,6 @@ def replay(
 
     Open loop: every request leaves at its time, whatever became of the others. The first Ctrl-C sends nothing more and
     waits for what is under way, the second gives that up; both report what was done.
-
-    Exit codes: 0 all requests were answered, 1 some failed, 2 nothing was sent (wrong workload, option, URL or key),
-    130 ended early.
     """
     from muxserve.cli.replay import ReplaySettings
     from muxserve.cli.replay import replay as run

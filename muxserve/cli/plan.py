@@ -17,6 +17,7 @@ from muxserve.config.problems import did_you_mean
 from muxserve.costs.latency import CostError
 from muxserve.costs.measured import latency_model
 from muxserve.metrics.plotly_library import DEFAULT
+from muxserve.net.exit_codes import ExitCode
 from muxserve.planning.arrangements import may_be_dedicated
 from muxserve.planning.demands import ClusterError, cluster_of, format_latency
 from muxserve.planning.document import document, parse_sweep, residency_document, sleeping_document
@@ -36,7 +37,6 @@ from muxserve.workload import Workload, WorkloadError, WorkloadOptions, open_wor
 from placement.exact import TooLargeError
 from placement.planner import PlanOptions
 
-EXIT_OK, EXIT_UNPLACED, EXIT_BAD = 0, 1, 2
 # Of a fleet with `memory` on GPUs, where none is named: at the rates of its models.
 _ANY_WORKLOAD = "bursty-groups:duration=120"
 
@@ -79,7 +79,7 @@ def plan(arguments: PlanArguments) -> int:
         print_error(str(error))
     except OSError as error:
         print_error(f"{error.filename}: cannot be written: {error.strerror}")
-    return EXIT_BAD
+    return ExitCode.WRONG
 
 
 def _plan(arguments: PlanArguments) -> int:
@@ -118,7 +118,7 @@ def _plan(arguments: PlanArguments) -> int:
     if any(map(may_be_dedicated, fleet.models)) and made.arrangements is None:
         why = "a sweep" if sizes else f"--mode {options.mode}"
         errors.print(f"{why} plans all models as multiplexed, whatever `phases` says")
-    return EXIT_UNPLACED if made.plan.missing else EXIT_OK
+    return ExitCode.NO if made.plan.missing else ExitCode.DONE
 
 
 def _tell(arguments: PlanArguments, fleet: Fleet, made: PlannedFleet, seconds: float) -> None:

@@ -14,6 +14,7 @@ from muxserve.config import FleetError, load_fleet
 from muxserve.costs.latency import CostError
 from muxserve.costs.measured import ProfileModel
 from muxserve.costs.profile import Profile, load_profile
+from muxserve.net.exit_codes import ExitCode
 from muxserve.planning.checkpoints import fetch
 from muxserve.planning.specs import unit_spec_of
 from muxserve.planning.unit_plan import ResolvedUnit, resolve_unit
@@ -25,7 +26,6 @@ from muxserve.profiling.measure import DEVICE, Session
 from muxserve.spec.run_dir import RunDir, RunDirError
 
 _BUSY = 0.1
-EXIT_OK, EXIT_BAD_INPUT, EXIT_START, EXIT_STOPPED = 0, 2, 3, 130
 
 
 def profile(
@@ -56,15 +56,18 @@ def profile(
         plan = plan.with_fleet(fetch(plan.fleet, lambda text: console.print(escape(text))))
     except FleetError as error:
         print_problems(error, "nothing was measured")
-        return EXIT_BAD_INPUT
-    except (CostError, ValueError, OSError) as error:
+        return ExitCode.WRONG
+    except OSError as error:
+        print_error(f"{error.filename or out}: {error.strerror or error}")
+        return ExitCode.WRONG
+    except (CostError, ValueError) as error:
         print_error(str(error))
-        return EXIT_BAD_INPUT
+        return ExitCode.WRONG
     try:
         run_dir = RunDir()
     except RunDirError as error:
         print_error(str(error))
-        return EXIT_START
+        return ExitCode.NOT_DONE
     try:
         return _measure(plan, run_dir, known, out, counts, grid, pairs)
     finally:
@@ -114,15 +117,15 @@ def _measure(
                 )
             else:
                 errors.print("stopped before anything was measured")
-            return EXIT_STOPPED
+            return ExitCode.INTERRUPTED
         except StartError as error:
             print_error(str(error))
-            return EXIT_START
+            return ExitCode.NOT_DONE
         finally:
             server.remove_segments(unit_spec)
     _summary(session.profile, out)
     _busy(session)
-    return EXIT_OK
+    return ExitCode.DONE
 
 
 async def _until_stopped(session: Session) -> None:

@@ -23,6 +23,7 @@ from muxserve.metrics import Objectives, RequestRecord
 from muxserve.metrics.plotly_library import DEFAULT
 from muxserve.metrics.report import comparison_table, models_table, report_page, to_json, write_page
 from muxserve.metrics.summary import Summariser, Summary
+from muxserve.net.exit_codes import ExitCode
 from muxserve.replay.alone import Alone, measure_alone
 from muxserve.replay.dialect import Dialect
 from muxserve.replay.endpoint import Endpoint, EndpointError
@@ -73,9 +74,6 @@ async def _lines(console: Console, running: Replay, seconds: float, requests: in
         console.print(f"{running.counts.elapsed:7.1f} s of {seconds:.0f}: {words(running.counts, requests)}")
 
 
-EXIT_OK, EXIT_FAILED, EXIT_WRONG, EXIT_INTERRUPTED = 0, 1, 2, 130
-
-
 @dataclass(frozen=True)
 class ReplaySettings:
     """What the command line says; times in seconds, objectives in milliseconds."""
@@ -114,8 +112,8 @@ def replay(settings: ReplaySettings) -> int:
         print_error(f"{error.filename or 'file'}: {error.strerror or error}")
     except KeyboardInterrupt:
         print_error("interrupted before the first request")
-        return EXIT_INTERRUPTED
-    return EXIT_WRONG
+        return ExitCode.INTERRUPTED
+    return ExitCode.WRONG
 
 
 async def _replay(settings: ReplaySettings) -> int:
@@ -161,8 +159,8 @@ async def _replay(settings: ReplaySettings) -> int:
     _report(settings, workload, dialects, summary)
     _warn(running, dialects, summary)
     if running.stopped:
-        return EXIT_INTERRUPTED
-    return EXIT_OK if summary.overall.completed == summary.overall.requests else EXIT_FAILED
+        return ExitCode.INTERRUPTED
+    return ExitCode.DONE if summary.overall.completed == summary.overall.requests else ExitCode.NO
 
 
 def _count(described: Description) -> int:

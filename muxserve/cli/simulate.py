@@ -20,6 +20,7 @@ from muxserve.metrics.plotly_library import DEFAULT
 from muxserve.metrics.report import comparison_table, models_table, report_page, to_json, write_page
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.metrics.tables import seconds_words
+from muxserve.net.exit_codes import ExitCode
 from muxserve.planning.arrangements import arrangement
 from muxserve.planning.demands import ClusterError, contexts_of, format_latency
 from muxserve.planning.measured_control import measured_control
@@ -41,8 +42,6 @@ from muxserve.simulator import (
 from muxserve.simulator.fleet import PriorityOf
 from muxserve.workload import Workload, WorkloadError, WorkloadOptions, check_fits, open_workload
 from placement.format import format_size
-
-EXIT_OK, EXIT_FAILED, EXIT_WRONG, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +91,8 @@ def run(settings: SimulateSettings) -> int:
         print_error(f"{error.filename or 'file'}: {error.strerror or error}")
     except KeyboardInterrupt:
         print_error("interrupted")
-        return EXIT_INTERRUPTED
-    return EXIT_WRONG
+        return ExitCode.INTERRUPTED
+    return ExitCode.WRONG
 
 
 def _run(settings: SimulateSettings) -> int:
@@ -144,7 +143,7 @@ def _run(settings: SimulateSettings) -> int:
         raise WorkloadError(f"{workload.about} has no requests")
     _report(settings, workload, places, runs)
     failed = any(run.summary.overall.completed < run.summary.overall.requests for run in runs.values())
-    return EXIT_FAILED if failed else EXIT_OK
+    return ExitCode.NO if failed else ExitCode.DONE
 
 
 def _priorities(settings: SimulateSettings, levels: Levels) -> PriorityOf | None:

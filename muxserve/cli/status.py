@@ -12,33 +12,42 @@ from muxserve.cli.output import console, escape, print_error
 from muxserve.cli.ready import endpoint, trust
 from muxserve.control.client import running_fleets
 from muxserve.metrics.figure_table import FigureTable
+from muxserve.net.exit_codes import ExitCode
 from placement.format import format_size
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-EXIT_OK, EXIT_NOT_SERVING, EXIT_NOBODY = 0, 1, 2
 
 
 def status(url: str | None, key: str | None, as_json: bool) -> int:
     """Print the state of the fleet at `url`, or of the one that runs here; returns the exit code."""
     url = endpoint_of(url)
     if url is None:
-        return EXIT_NOBODY
+        return ExitCode.WRONG
     try:
         code, health = get_json(url, "/health")
         fleet_code, fleet = get_json(url, "/fleet", key)
     except HTTPFailure as error:
         print_error(f"{error}; is `muxserve deploy` running there?")
-        return EXIT_NOBODY
+        return ExitCode.WRONG
     if not isinstance(health, dict) or "models" not in health:
         print_error(f"{url} answers, but is no MuxServe endpoint")
-        return EXIT_NOBODY
+        return ExitCode.WRONG
+    known = fleet if fleet_code == 200 and isinstance(fleet, dict) else None
     if as_json:
-        print(json.dumps({"health": health, "fleet": fleet if fleet_code == 200 else None}, indent=2))
+        print(json.dumps({"health": health, "fleet": known}, indent=2))
     else:
-        _print(url, health, fleet if fleet_code == 200 and isinstance(fleet, dict) else {})
-        if fleet_code == 401:
-            print_error("queues and pages need an API key: give --api-key or set MUXSERVE_API_KEY")
-    return EXIT_OK if code == 200 else EXIT_NOT_SERVING
+        _print(url, health, known or {})
+    serves = ExitCode.DONE if code == 200 else ExitCode.NO
+    if known is not None:
+        return serves
+    if fleet_code not in (401, 403):
+        print_error(f"queues and pages are not known: {url}/fleet answered {fleet_code}")
+        return ExitCode.NO
+    if key is None:
+        print_error("queues and pages need an API key: give --api-key or set MUXSERVE_API_KEY")
+        return serves
+    print_error(f"{url} refused the API key, so queues and pages are not known; give an admin's with --api-key")
+    return ExitCode.WRONG
 
 
 def endpoint_of(url: str | None) -> str | None:

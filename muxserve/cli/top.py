@@ -13,10 +13,11 @@ from rich.text import Text
 
 from muxserve.cli.http import HTTPFailure, stream_events
 from muxserve.cli.output import console, escape, print_error
-from muxserve.cli.status import EXIT_NOBODY, EXIT_OK, endpoint_of
+from muxserve.cli.status import endpoint_of
 from muxserve.metrics.colours import COLOURS, GREY
 from muxserve.metrics.figure_table import FigureTable
 from muxserve.metrics.live import JOBS_WINDOW_SECONDS, LiveFrame, LiveJob, LiveModel, LivePool, LiveUnit, Spread
+from muxserve.net.exit_codes import ExitCode
 
 _TONES = {
     "up": "green",
@@ -40,15 +41,17 @@ def top(url: str | None, key: str | None, once: bool) -> int:
     """Show the fleet at `url`, or the one that runs here, until Ctrl-C; returns the exit code."""
     found = endpoint_of(url)
     if found is None:
-        return EXIT_NOBODY
+        return ExitCode.WRONG
     screen = TopScreen(found)
     try:
         if once or not console.is_terminal:
             # Of tokens per second nothing is known before the second frame.
             for _, frame in zip(range(2), _follow(found, key), strict=False):
                 screen.take(frame)
+            if not screen.begun:
+                raise HTTPFailure(f"{found} ended the connection before it showed anything")
             console.print(screen.draw())
-            return EXIT_OK
+            return ExitCode.DONE
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 try:
@@ -64,9 +67,9 @@ def top(url: str | None, key: str | None, once: bool) -> int:
                 time.sleep(_RETRY_SECONDS)
     except HTTPFailure as error:
         print_error(str(error))
-        return EXIT_NOBODY
+        return ExitCode.WRONG
     except KeyboardInterrupt:
-        return EXIT_OK
+        return ExitCode.DONE
 
 
 def _follow(url: str, key: str | None) -> Iterator[LiveFrame]:
@@ -77,6 +80,8 @@ def _follow(url: str, key: str | None) -> Iterator[LiveFrame]:
     """
     try:
         yield from map(_frames.decode, stream_events(url, "/ui/events", key, _SILENCE_SECONDS))
+    except msgspec.DecodeError as error:
+        raise HTTPFailure(f"{url} shows something unknown ({error}); is it of another version?") from None
     except HTTPFailure as error:
         text = str(error)
         if error.status == 404:

@@ -11,14 +11,13 @@ from muxserve.cli.output import budget_table, comparing, console, escape, models
 from muxserve.cluster.machine import this_machine
 from muxserve.cluster.ray.cluster import gpus_for
 from muxserve.config import FleetError, load_fleet
+from muxserve.net.exit_codes import ExitCode
 from muxserve.planning.fleet_planner import FleetPlanner, notes_of
 from muxserve.planning.residency import residency_of
 from muxserve.planning.specs import unit_spec_of
 from muxserve.planning.unit_plan import ResolvedUnit
 from muxserve.spec import UnitSpec
 from placement.format import enumerate_words
-
-EXIT_OK, EXIT_BAD = 0, 2
 
 
 def validate(file: Path, file_only: bool) -> int:
@@ -27,14 +26,14 @@ def validate(file: Path, file_only: bool) -> int:
         fleet = load_fleet(file)
         if file_only:
             console.print(f"{escape(str(file))}: {len(fleet.models)} models, no problem found in the file")
-            return EXIT_OK
+            return ExitCode.DONE
         with comparing() as tell:
             planner = FleetPlanner(fleet, this_machine(), gpus_for(fleet), tell=tell)
             plans = planner.at_start()
         residency_of(planner.fleet, plans, planner.machine)
     except FleetError as error:
         print_problems(error, "this fleet cannot be deployed")
-        return EXIT_BAD
+        return ExitCode.WRONG
     # Hub models have no local directory before they are deployed; their id stands for it here.
     local = planner.fleet.with_models([m.model_copy(update={"path": m.path or m.hub}) for m in planner.fleet.models])
     alike: dict[bytes, list[UnitSpec]] = {}
@@ -55,7 +54,7 @@ def validate(file: Path, file_only: bool) -> int:
     how = f", in {len(plans)} units" if len(plans) > 1 else ""
     policies = enumerate_words(list(dict.fromkeys(plan.policy for plan in plans)))
     console.print(f"{escape(str(file))} can be deployed here on {where} with {policies}{how}")
-    return EXIT_OK
+    return ExitCode.DONE
 
 
 def _scaling(plans: Sequence[ResolvedUnit]) -> Iterator[str]:

@@ -16,12 +16,11 @@ from muxserve.cli.workload_args import models_of, print_left_out
 from muxserve.config import FleetError
 from muxserve.metrics.figure_table import FigureTable
 from muxserve.metrics.tables import figure_words
+from muxserve.net.exit_codes import ExitCode
 from muxserve.workload import TraceRequest, Workload, WorkloadError, WorkloadOptions, open_workload, write_trace
 from muxserve.workload import describe as figures_of
 from muxserve.workload.describe import Description, WorkloadSummary
 from muxserve.workload.spec import is_spec
-
-EXIT_OK, EXIT_WRONG = 0, 2
 
 
 def generate(spec: str, out: Path, *, fleet: Path | None, models: str | None, about: str) -> int:
@@ -73,14 +72,14 @@ def _guarded(run: Callable[[], None]) -> int:
         run()
     except FleetError as error:
         print_problems(error, "nothing was done")
-        return EXIT_WRONG
+        return ExitCode.WRONG
     except WorkloadError as error:
         print_error(str(error))
-        return EXIT_WRONG
+        return ExitCode.WRONG
     except OSError as error:
         print_error(f"{error.filename or 'file'}: {error.strerror or error}")
-        return EXIT_WRONG
-    return EXIT_OK
+        return ExitCode.WRONG
+    return ExitCode.DONE
 
 
 def _write(workload: Workload, out: Path, about: str) -> None:

@@ -35,10 +35,7 @@ def generate(
     models: args.Models = None,
     about: Annotated[str, typer.Option(help="Words for the header.")] = "",
 ) -> None:
-    """Draw a workload from a specification and write it as a trace.
-
-    Exit codes: 0 written, 2 the specification or the file makes no sense.
-    """
+    """Draw a workload from a specification and write it as a trace."""
     from muxserve.cli.workload import generate as run
 
     raise typer.Exit(run(source, out, fleet=fleet, models=models, about=about))
@@ -55,10 +52,7 @@ def convert(
     *,
     reading: args.Reading,
 ) -> None:
-    """Read a workload in any known format, cut, rescale and map it, and write it as a trace.
-
-    Exit codes: 0 written, 2 the file cannot be read or written, or an option makes no sense.
-    """
+    """Read a workload in any known format, cut, rescale and map it, and write it as a trace."""
     from muxserve.cli.workload import convert as run
 
     raise typer.Exit(run(source, out, fleet=fleet, models=models, options=reading, about=about))
@@ -74,10 +68,7 @@ def describe(
     *,
     reading: args.Reading,
 ) -> None:
-    """Show what a workload looks like: rates, burstiness, lengths.
-
-    Exit codes: 0 shown, 2 it cannot be read.
-    """
+    """Show what a workload looks like: rates, burstiness, lengths."""
     from muxserve.cli.workload import describe as run
 
     raise typer.Exit(run(source, fleet=fleet, models=models, options=reading, as_json=json))

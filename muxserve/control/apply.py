@@ -84,11 +84,6 @@ class ChangePlan:
     remove: list[str] = field(default_factory=list)
     scale: dict[str, tuple[int, int]] = field(default_factory=dict)
 
-    @property
-    def does_something(self) -> bool:
-        """Whether anything is to be done."""
-        return bool(self.settings or self.add or self.remove or self.scale)
-
     def lines(self) -> list[str]:
         """One per change, such as a diff has."""
         return [

@@ -16,6 +16,10 @@ class ChangeError(Exception):
     says why and what to do."""
 
 
+class WrongCommandError(ChangeError):
+    """The command itself is wrong: it names what the fleet does not have, or has a file with mistakes."""
+
+
 class FleetControl(Protocol):
     """A running fleet that can be changed.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Union
+from typing import Literal, Union
 
 import msgspec
 
@@ -92,21 +92,43 @@ class ChangeProgress(ControlMessage):
 
 
 class Done(ControlMessage):
-    """It has happened; `text` says what there is now."""
+    """It has happened; `text` says what there is now. `left` has a line for each change of a fleet file that was not
+    made, since it needs a start."""
 
     text: str
+    left: list[str] = []
+
+
+NOTHING_CHANGED = "nothing was changed"
+APPLIED_STAYS = "what was done before stays; apply again goes on from there"
+UNKNOWN = "`muxserve status` says how the fleet stands"
 
 
 class CommandRefused(ControlMessage):
-    """It has not happened, and nothing has changed; `text` says why and what to do. `mistake`: the command itself was
-    wrong, otherwise it failed."""
+    """It has not happened; `text` says why and what to do. `mistake`: the command itself was wrong, otherwise the fleet
+    cannot do it, or it failed. `after` says how that left the fleet."""
 
     text: str
     mistake: bool = True
+    after: str = NOTHING_CHANGED
 
+
+# `planned`: asked for with `dry_run`. `left`: done but for what needs a start. `refused`: the command is wrong.
+# `failed`: the fleet cannot do it, or it went wrong.
+Result = Literal["done", "planned", "left", "refused", "failed"]
 
 Command = Union[Who, Scale, DrainUnit, Add, Remove, Apply, SetAdapter]
 Answer = Union[Here, ChangeProgress, Done, CommandRefused]
+
+
+def result_of(command: Command, answer: Done | CommandRefused) -> Result:
+    """What became of a command, in a word."""
+    if isinstance(answer, CommandRefused):
+        return "refused" if answer.mistake else "failed"
+    if isinstance(command, Apply) and command.dry_run:
+        return "planned"
+    return "left" if answer.left else "done"
+
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(Command)

@@ -1,4 +1,7 @@
-"""Which changes of a running fleet are refused before anything is begun. Pure."""
+"""Which changes of a running fleet are refused before anything is begun. Pure.
+
+`WrongCommandError` says that the command itself is wrong, any other `ChangeError` that this fleet cannot do it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from muxserve.config.loader import is_extension
 from muxserve.config.problems import did_you_mean
 from muxserve.config.source import parse_yaml
 from muxserve.config.values import ALIAS_PATTERN
-from muxserve.control.changes import ChangeError
+from muxserve.control.changes import ChangeError, WrongCommandError
 from muxserve.spec import FleetSpec
 from placement.format import enumerate_words
 
@@ -27,7 +30,7 @@ def check_scale(fleet: FleetSpec, replicas: Mapping[str, int]) -> None:
         ChangeError: a model is unknown, or its number not allowed.
     """
     if not replicas:
-        raise ChangeError("no model is named; write MODEL=N")
+        raise WrongCommandError("no model is named; write MODEL=N")
     for model, count in replicas.items():
         _check_model(fleet, model)
         if fleet.residency:
@@ -57,7 +60,7 @@ def check_drain(fleet: FleetSpec, unit: str) -> None:
         raise ChangeError("memory decides in this fleet which models of its unit are awake; stop the fleet instead")
     names = [each.name for each in fleet.units]
     if unit not in names:
-        raise ChangeError(f"there is no unit {unit}{did_you_mean(unit, names)}")
+        raise WrongCommandError(f"there is no unit {unit}{did_you_mean(unit, names)}")
     serves = fleet.unit(unit).serves
     alone = [model for model in serves if len(fleet.replicas(model)) == 1 and not _may_sleep(fleet, model)]
     if alone:
@@ -88,20 +91,20 @@ def check_adapter(fleet: FleetSpec, model: str, name: str, path: str) -> None:
     spec = next(each for each in fleet.models if each.name == model)
     if not path:
         if name not in spec.adapters:
-            raise ChangeError(f"{model} has no adapter {name}{did_you_mean(name, spec.adapters)}")
+            raise WrongCommandError(f"{model} has no adapter {name}{did_you_mean(name, spec.adapters)}")
         return
     if spec.adapter_slots is None:
         raise ChangeError(
             f"the engines of {model} were started without room for adapters; give it `adapters: {{}}` in the fleet file"
         )
     if not re.fullmatch(ALIAS_PATTERN, name):
-        raise ChangeError(f"{name!r} is no name: letters, digits, '.', '_', ':', '/' and '-' only, at most 128")
+        raise WrongCommandError(f"{name!r} is no name: letters, digits, '.', '_', ':', '/' and '-' only, at most 128")
     if name in {taken for each in fleet.models for taken in (each.name, *each.aliases, *each.adapters)}:
-        raise ChangeError(f"the fleet has a model or an adapter {name!r} already")
+        raise WrongCommandError(f"the fleet has a model or an adapter {name!r} already")
     try:
         check_rank(path, spec.adapter_slots)
     except AdapterError as error:
-        raise ChangeError(str(error)) from None
+        raise WrongCommandError(str(error)) from None
 
 
 def check_add(fleet: FleetSpec, text: str, file: str, base: str, unit: str = "") -> Fleet:
@@ -116,18 +119,18 @@ def check_add(fleet: FleetSpec, text: str, file: str, base: str, unit: str = "")
         declared = parse_fleet(text, file, Path(base), others={"memory": AUTO} if fleet.residency else {})
         source = parse_yaml(text, file)
     except FleetError as error:
-        raise ChangeError(str(error)) from None
+        raise WrongCommandError(str(error)) from None
     others = [key for key in source.data if key != "models" and not is_extension(key)]
     if others:
         message = "belongs to the fleet, which runs already; leave it out here"
-        raise ChangeError("\n".join(str(source.problem((key,), message)) for key in others))
+        raise WrongCommandError("\n".join(str(source.problem((key,), message)) for key in others))
     if len(declared.models) != 1:
         problem = source.problem(("models",), f"has {len(declared.models)} models; add one at a time")
-        raise ChangeError(str(problem))
+        raise WrongCommandError(str(problem))
     taken = {name for model in fleet.models for name in (model.name, *model.aliases, *model.adapters)}
     for name, key in [(declared.models[0].name, "name"), *((alias, "aliases") for alias in declared.models[0].aliases)]:
         if name in taken:
-            raise ChangeError(str(source.problem(("models", 0, key), f"the fleet has a model {name!r} already")))
+            raise WrongCommandError(str(source.problem(("models", 0, key), f"the fleet has a model {name!r} already")))
     if unit:
         _check_join(fleet, declared.models[0], unit)
     return declared
@@ -145,13 +148,13 @@ def check_from_elsewhere(declared: Fleet, names: Collection[str]) -> None:
         str(declared.model_problem(name, "engine_args", message)) for name in names if declared.model(name).engine_args
     ]
     if problems:
-        raise ChangeError("\n".join(problems))
+        raise WrongCommandError("\n".join(problems))
 
 
 def _check_join(fleet: FleetSpec, model: Model, name: str) -> None:
     names = [each.name for each in fleet.units]
     if name not in names:
-        raise ChangeError(f"there is no unit {name}{did_you_mean(name, names)}")
+        raise WrongCommandError(f"there is no unit {name}{did_you_mean(name, names)}")
     unit = fleet.unit(name)
     why = ""
     if any(each.phases != "multiplexed" for each in unit.unit_spec.models):
@@ -173,13 +176,13 @@ def check_apply(text: str, file: str, base: str, environ: Mapping[str, str]) -> 
     try:
         return parse_fleet(text, file, Path(base), environ)
     except FleetError as error:
-        raise ChangeError(str(error)) from None
+        raise WrongCommandError(str(error)) from None
 
 
 def _check_model(fleet: FleetSpec, model: str) -> None:
     names = [each.name for each in fleet.models]
     if model not in names:
-        raise ChangeError(f"the fleet has no model {model}{did_you_mean(model, names)}")
+        raise WrongCommandError(f"the fleet has no model {model}{did_you_mean(model, names)}")
 
 
 def _may_sleep(fleet: FleetSpec, model: str) -> bool:

@@ -17,12 +17,14 @@ from muxserve.config import FleetError
 from muxserve.config.loader import read_text
 from muxserve.control import messages, rules
 from muxserve.control.apply import plan_changes
-from muxserve.control.changes import ChangeError, FleetControl, Tell
+from muxserve.control.changes import ChangeError, FleetControl, Tell, WrongCommandError
 from muxserve.net.sockets import bind_local
 from muxserve.spec import FleetSpec
 from placement.format import enumerate_words
 
 log = logging.getLogger(__name__)
+
+SAME = "the fleet is as the file says"
 
 
 class ControlServer:
@@ -96,13 +98,14 @@ class ControlServer:
         try:
             answer = await self._do(command, tell)
         except ChangeError as error:
-            answer = messages.CommandRefused(str(error), mistake=False)
-        except _MistakeError as error:
-            answer = messages.CommandRefused(str(error))
+            mistake = isinstance(error, WrongCommandError)
+            stays = isinstance(command, messages.Apply) and not mistake
+            after = messages.APPLIED_STAYS if stays else messages.NOTHING_CHANGED
+            answer = messages.CommandRefused(str(error), mistake, after)
         except Exception as error:
             log.exception("a change of the fleet failed")
-            text = f"failed: {type(error).__name__}: {error}; `muxserve status` says how the fleet stands"
-            answer = messages.CommandRefused(text, mistake=False)
+            text = f"failed: {type(error).__name__}: {error}"
+            answer = messages.CommandRefused(text, mistake=False, after=messages.UNKNOWN)
         answered(answer)
 
     async def _do(self, command: messages.Command, tell: Tell) -> messages.ControlMessage:
@@ -115,46 +118,42 @@ class ControlServer:
                 case messages.Scale(replicas):
                     return messages.Done(await self._scale(replicas, tell))
                 case messages.DrainUnit(unit):
-                    _checked(rules.check_drain, self._control.fleet, unit)
+                    rules.check_drain(self._control.fleet, unit)
                     await self._control.drain(unit, tell)
                     return messages.Done(f"{unit} is empty and has ended")
                 case messages.Add(text, file, base, unit):
                     fleet, place = self._control.fleet, base or self._base
-                    try:
-                        declared = await asyncio.to_thread(rules.check_add, fleet, text, file, place, unit)
-                    except ChangeError as error:
-                        raise _MistakeError(str(error)) from None
+                    declared = await asyncio.to_thread(rules.check_add, fleet, text, file, place, unit)
                     name = declared.models[0].name
                     if not base:
-                        _checked(rules.check_from_elsewhere, declared, [name])
+                        rules.check_from_elsewhere(declared, [name])
                     await self._control.add(declared, tell, unit)
                     return messages.Done(f"{name} is served{_where(self._control.fleet, name)}")
                 case messages.Apply():
-                    return messages.Done(await self._apply(command, tell))
+                    return await self._apply(command, tell)
                 case messages.SetAdapter(model, name, path):
-                    _checked(rules.check_adapter, self._control.fleet, model, name, path)
+                    rules.check_adapter(self._control.fleet, model, name, path)
                     await self._control.set_adapter(model, name, path)
                     return messages.Done(f"{name} is served {'with ' + model if path else 'no longer'}")
                 case messages.Remove(model):
-                    _checked(rules.check_remove, self._control.fleet, model)
+                    rules.check_remove(self._control.fleet, model)
                     await self._control.remove(model, tell)
                     return messages.Done(f"{model} is served no longer")
 
-    async def _apply(self, command: messages.Apply, tell: Tell) -> str:
+    async def _apply(self, command: messages.Apply, tell: Tell) -> messages.Done:
         """Settings first, which cannot fail for want of room; then what frees something, then what takes it. What has
         been done stays: another try goes on from there."""
         control, base = self._control, command.base or self._base
         environ = os.environ if command.environ is None else command.environ
-        try:
-            wanted = await asyncio.to_thread(rules.check_apply, command.text, command.file, base, environ)
-        except ChangeError as error:
-            raise _MistakeError(str(error)) from None
+        wanted = await asyncio.to_thread(rules.check_apply, command.text, command.file, base, environ)
         plan = plan_changes(control.fleet, control.declared, wanted)
         if not command.base:
-            _checked(rules.check_from_elsewhere, wanted, plan.add)
-        lines = plan.lines()
-        if command.dry_run or not plan.does_something:
-            return "\n".join(lines) if lines else "the fleet is as the file says"
+            rules.check_from_elsewhere(wanted, plan.add)
+        lines, left = plan.lines(), [str(each) for each in plan.restarts]
+        if command.dry_run:
+            return messages.Done("\n".join(lines) or SAME, left)
+        if not lines:
+            return messages.Done(SAME)
         for line in lines:
             tell(line)
         if plan.settings:
@@ -173,9 +172,10 @@ class ControlServer:
                 await control.scale(name, plan.scale[name][1], tell)
         if last is not None:
             await control.remove(last, tell)
-        left = len(plan.restarts)
-        more = f"; {left} change{'' if left == 1 else 's'} marked ! not made" if left else ""
-        return f"{len(lines) - left} change{'' if len(lines) - left == 1 else 's'} made{more}"
+        made = len(lines) - len(left)
+        parts = [f"{_changes(made)} made"] if made else []
+        parts += [f"{_changes(len(left))} marked ! not made"] if left else []
+        return messages.Done("; ".join(parts), left)
 
     async def reload(self, file: Path, told: Tell) -> None:
         """Have the fleet become what `file` says, with the variables of this process, and tell how that went."""
@@ -183,8 +183,8 @@ class ControlServer:
             text = await asyncio.to_thread(read_text, file, "fleet file")
             command = messages.Apply(text, str(file), str(file.parent.absolute()), dict(os.environ))
             async with self._changing:
-                told(await self._apply(command, told))
-        except (FleetError, ChangeError, _MistakeError) as error:
+                told((await self._apply(command, told)).text)
+        except (FleetError, ChangeError) as error:
             told(f"{file} is not followed: {error}")
         except Exception as error:
             log.exception("the fleet file could not be followed")
@@ -198,7 +198,7 @@ class ControlServer:
     async def _scale(self, replicas: dict[str, int], tell: Tell) -> str:
         """All of them or none: what may fail comes first, and what was done is undone if something does."""
         control = self._control
-        _checked(rules.check_scale, control.fleet, replicas)
+        rules.check_scale(control.fleet, replicas)
         before = {model: len(control.fleet.replicas(model)) for model in replicas}
         changed: list[str] = []
         for model in sorted(replicas, key=lambda model: before[model] - replicas[model]):
@@ -225,20 +225,13 @@ class ControlServer:
         return "\n".join(words)
 
 
-class _MistakeError(Exception):
-    """The command is wrong."""
-
-
-def _checked(check: Callable[..., None], *arguments: object) -> None:
-    try:
-        check(*arguments)
-    except ChangeError as error:
-        raise _MistakeError(str(error)) from None
-
-
 def _where(fleet: FleetSpec, model: str) -> str:
     units = [unit.name for unit in fleet.replicas(model)]
     return f" ({enumerate_words(units)})" if units else ""
+
+
+def _changes(count: int) -> str:
+    return f"{count} change{'' if count == 1 else 's'}"
 
 
 def _replicas(count: int) -> str:

@@ -98,7 +98,7 @@ def _operation(path: str, words: str, query: Sequence[str]) -> dict[str, object]
             "200": {"description": "It has happened"},
             "400": {"description": "The request is wrong; with key and line where it is a file"},
             "403": {"description": "The key is no admin's, or the fleet has no keys"},
-            "409": {"description": "It could not be done"},
+            "409": {"description": "It could not be done, or not all of it; the message says what was"},
         },
     }
     if path in ORDERS:
@@ -191,10 +191,10 @@ class ChangeRoutes:
             self._waiting -= 1
         if isinstance(answer, messages.CommandRefused):
             status = HTTPStatus.BAD_REQUEST if answer.mistake else HTTPStatus.CONFLICT
-            partly = isinstance(command, messages.Apply) and not answer.mistake
-            left = "what was done before stays; apply again goes on from there" if partly else "nothing was changed"
-            raise RequestError(status, f"{answer.text}; {left}")
-        result = "planned" if isinstance(command, messages.Apply) and command.dry_run else "done"
+            raise RequestError(status, f"{answer.text}; {answer.after}")
+        result = messages.result_of(command, answer)
+        if result == "left":
+            raise RequestError(HTTPStatus.CONFLICT, "\n".join([answer.text, *answer.left]))
         await respond_json(send, {"result": result, "text": answer.text, "steps": steps})
 
     def _do(self, command: messages.Command) -> tuple[list[str], messages.Done | messages.CommandRefused]:

@@ -29,6 +29,10 @@ class RunDirError(Exception):
     """There is no safe place for the run directory; the message says why."""
 
 
+class LogDirError(RunDirError):
+    """Logs cannot be kept where the user wants them."""
+
+
 class RunDir:
     """A fresh run directory, ours until `remove` or the end of the process."""
 
@@ -87,7 +91,7 @@ def _kept_log_dir(base: Path, run: str) -> Path:
         for old in earlier[: 1 - LOG_DIRS_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
-        raise RunDirError(f"cannot write logs to {base}: {error.strerror}") from None
+        raise LogDirError(f"cannot write logs to {base}: {error.strerror}") from None
     return made
 
 

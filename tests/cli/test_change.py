@@ -91,7 +91,6 @@ def test_drain_add_and_remove(controller: Controller, fleet_file: Path) -> None:
         (["scale", "chat=-1"], "'chat=-1' is not MODEL=N"),
         (["scale", "chat=1", "chat=2"], "chat is named twice"),
         (["scale", "chta=2"], 'the fleet has no model chta; did you mean "chat"?'),
-        (["drain", "u0"], "u0 has the only replica of code; start another one first: muxserve scale code=2"),
         (["remove", "nothing"], "the fleet has no model nothing; known here: chat, code"),
         (["add", "nowhere.yaml"], "nowhere.yaml: there is no such file"),
         (["scale", "chat=2", "--fleet", "other"], "there is no fleet other; running: "),
@@ -106,6 +105,56 @@ def test_a_wrong_command(controller: Controller, arguments: list[str], said: str
     answer = json.loads(run(*arguments, "--json").stdout)
     assert answer["result"] == "refused"
     assert said in answer["text"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["drain", "u0"], "u0 has the only replica of code; start another one first: muxserve scale code=2"),
+        (["scale", "code=0"], "code needs at least 1 replica"),
+    ],
+)
+def test_what_the_fleet_refuses(controller: Controller, arguments: list[str], said: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert f"error: {said}" in result.stderr
+    assert result.stderr.endswith("nothing was changed\n")
+    assert controller.control.calls == []
+    assert json.loads(run(*arguments, "--json").stdout)["result"] == "failed"
+
+
+def test_the_only_model_is_not_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="mx") as runtime:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        with running(Path(runtime) / "muxserve", {"u0": ["chat"]}):
+            assert run("remove", "chat").exit_code == 1
+
+
+def test_a_change_that_needs_a_start_is_not_done(controller: Controller, tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    models = "models: [{name: chat, hub: org/chat, replicas: REPLICAS}, {name: code, hub: org/code}]\n"
+    file.write_text(f"kv_pool: {{size: 64MiB}}\n{models.replace('REPLICAS', '2')}")
+    line = "! kv_pool.size: auto -> 64 MiB; needs the fleet deployed again"
+    assert run("apply", str(file), "--dry-run").exit_code == 0
+    result = run("apply", str(file))
+    assert result.exit_code == 3
+    assert result.stdout.splitlines() == [line, "not done: 1 change marked ! not made"]
+    assert controller.control.calls == []
+    answer = run("apply", str(file), "--json")
+    assert answer.exit_code == 3
+    assert json.loads(answer.stdout)["result"] == "left"
+    file.write_text(file.read_text().replace("replicas: 2", "replicas: 1"))
+    partly = run("apply", str(file))
+    assert partly.exit_code == 3
+    assert partly.stdout.splitlines()[-1] == "not done: 1 change made; 1 change marked ! not made"
+    assert controller.control.calls == [("scale", "chat", 1)]
+
+
+def test_what_went_wrong_unforeseen_claims_nothing(controller: Controller) -> None:
+    controller.control.fails["drain", "u1"] = RuntimeError("boom")
+    result = run("drain", "u1")
+    assert result.exit_code == 1
+    assert result.stderr.endswith("`muxserve status` says how the fleet stands\n")
 
 
 def test_what_could_not_be_done(controller: Controller) -> None:
@@ -171,10 +220,3 @@ def test_ctrl_c_leaves_the_change_to_the_fleet(controller: Controller) -> None:
     # Before, there may be a line that it waits for the other change.
     assert run("scale", "chat=1").stdout.splitlines()[-1] == "done: chat has 1 replica already (u0)"
     assert [unit.name for unit in control.fleet.units] == ["u0"]
-
-
-@pytest.mark.parametrize("command", ["scale", "drain", "add", "remove"])
-def test_help_names_the_exit_codes(command: str) -> None:
-    result = run(command, "--help")
-    assert result.exit_code == 0
-    assert "Exit codes: 0 done; 1 it could not be done" in result.stdout

@@ -345,9 +345,29 @@ def test_status_of_a_fleet_that_starts(endpoint: Endpoint) -> None:
     assert "MUXSERVE_API_KEY" in result.stderr
 
 
+@pytest.mark.parametrize(("status", "words"), [(401, "refused the API key"), (403, "refused the API key")])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_status_with_a_wrong_key(endpoint: Endpoint, status: int, words: str, as_json: bool) -> None:
+    endpoint.answers = {"/health": (200, HEALTH), "/fleet": (status, {"error": {}})}
+    flags = ["--json"] if as_json else []
+    result = runner.invoke(app, ["status", "--url", endpoint.url, "--api-key", "wrong", *flags])
+    assert result.exit_code == 2
+    assert words in result.stderr
+    # Without a key it still says whether the fleet serves.
+    assert runner.invoke(app, ["status", "--url", endpoint.url, *flags]).exit_code == 0
+
+
+def test_status_that_is_not_known(endpoint: Endpoint) -> None:
+    endpoint.answers = {"/health": (200, HEALTH), "/fleet": (500, {"error": {}})}
+    result = runner.invoke(app, ["status", "--url", endpoint.url])
+    assert result.exit_code == 1
+    assert f"{endpoint.url}/fleet answered 500" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("url", "words"),
     [
+        ("http://[", "is no URL: Invalid IPv6 URL"),
         ("http://127.0.0.1:1", "no answer from http://127.0.0.1:1"),
         ("ftp://x", "is not a URL such as"),
         ("http://127.0.0.1:port", "has no valid port"),
@@ -358,6 +378,13 @@ def test_status_of_nobody(url: str, words: str) -> None:
     result = runner.invoke(app, ["status", "--url", url])
     assert result.exit_code == 2
     assert words in result.stderr
+
+
+def test_a_key_that_cannot_be_sent(endpoint: Endpoint) -> None:
+    endpoint.answers = {"/health": (200, HEALTH)}
+    result = runner.invoke(app, ["status", "--url", endpoint.url, "--api-key", "clé\n"])
+    assert result.exit_code == 2
+    assert "only printable ASCII can be sent" in result.stderr
 
 
 def test_status_of_another_server(endpoint: Endpoint) -> None:

@@ -205,6 +205,7 @@ def test_where_memory_decides_models_come_and_go_and_its_rules_are_followed(base
             "~ memory.turns: auto -> True",
         ]
         made, _ = apply(base, f"{memory}\nmodels: [{{name: chat, hub: org/chat}}, {{name: new, hub: org/new}}]")
+        assert isinstance(made, messages.Done)
         assert (made.text, len(made.left)) == ("5 changes made", 0)
         assert control.calls == [("adopt",), ("remove", "code"), ("add", "new", "org/new")]
 
@@ -219,7 +220,8 @@ def test_of_gpus_the_limit_of_memory_stays(base: Path) -> None:
             control.fleet, residency={"u0": ResidencySpec(ResidencyRules(1 << 30), {}, on_gpus=True)}
         )
         planned, _ = apply(base, text.replace("LIMIT", "60GiB"))
-        assert planned.text == "! memory.limit: 40 GiB -> 60 GiB; needs the fleet deployed again"
+        assert isinstance(planned, messages.Done)
+        assert planned.left == ["! memory.limit: 40 GiB -> 60 GiB; needs the fleet deployed again"]
 
 
 def test_a_step_that_fails_ends_it(base: Path) -> None:

@@ -114,6 +114,13 @@ async def test_a_fleet_file_is_applied_or_only_planned(controller: Controller) -
     assert controller.control.calls == [("remove", "code")]
 
 
+async def test_what_needs_a_start_is_a_conflict(controller: Controller) -> None:
+    models = b"models: [{name: chat, hub: org/chat, replicas: 2}, {name: code, hub: org/code}]\n"
+    with pytest.raises(RequestError, match=r"1 change marked ! not made\n! kv_pool\.size: ") as refused:
+        await Asked(controller)("/admin/apply", b"kv_pool: {size: 64MiB}\n" + models)
+    assert refused.value.status == 409
+
+
 async def test_paths_are_those_of_the_fleets_own_file_and_variables_the_controllers(
     controller: Controller, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
