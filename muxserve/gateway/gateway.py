@@ -39,6 +39,7 @@ from muxserve.gateway.tenants import Tenancy
 from muxserve.gateway.ui import LivePage
 from muxserve.gateway.vllm_gauges import VllmGauges
 from muxserve.gateway.vllm_metrics import JoinedMetrics
+from muxserve.net.process import words
 from muxserve.net.sockets import NetworkError
 from muxserve.spec import FleetSpec, FollowedFleet, ModelSpec, followed_file, load_fleet, save_followed
 from muxserve.vllm.pin import VLLM_VERSION
@@ -96,7 +97,10 @@ class Gateway:
     async def build(self) -> GatewayApp:
         """Open the sockets to the units and build the models' front ends and the endpoint over them."""
         self.broker.start()
-        await self.offered.build(self.fleet.models)
+        for model in self.fleet.models:
+            await self._offer(model)
+        if not self.offered.models:
+            raise ValueError("; ".join(reason for _, reason in self._refused.values()))
         seam.settle()
         process = JoinedMetrics(lambda: [REGISTRY], GLOBAL_METRICS)
         queues, fleet = GatewayCollector(self.status, self.limiter), FleetCollector(self.status)
@@ -198,6 +202,7 @@ class Gateway:
         except NetworkError as error:
             log.error("units of other machines cannot reach this gateway: %s", error)
         self._refused = {}
+        self.status.refused = {}
         self._tell_followed()
         self._to_offer.set()
         log.info("%d units and %d models in generation %d", len(fleet.units), len(fleet.models), fleet.generation)
@@ -216,15 +221,22 @@ class Gateway:
                 model = self._next_to_offer()
                 if model is None:
                     break
-                try:
-                    await self.offered.build([model])
-                except Exception as error:
-                    self._refused[model.name] = model, str(error) or type(error).__name__
-                    log.error("%s cannot be offered: %s", model.name, error, exc_info=not _is_refusal(error))
+                await self._offer(model)
+
+    async def _offer(self, model: ModelSpec) -> None:
+        """Build a model's front end. The others are offered without one that vLLM refuses."""
+        try:
+            await self.offered.build([model])
+        except Exception as error:
+            self._refused[model.name] = model, str(error) if _is_plain(error) else words(error)
+            log.error("%s cannot be offered: %s", model.name, error, exc_info=not _is_refusal(error))
+        else:
+            self._refused.pop(model.name, None)
+        self.status.refused = {name: reason for name, (_, reason) in self._refused.items()}
 
     def _tell_followed(self) -> None:
         """Whoever made a change waits for all gateways to go by it."""
-        refused = {name: reason for name, (_, reason) in self._refused.items()}
+        refused = self.status.refused
         followed = FollowedFleet(os.getpid(), self.fleet.generation, self.offered.adapters(), refused)
         try:
             save_followed(followed, followed_file(self.fleet.run_dir, self.index))
@@ -265,6 +277,12 @@ def _tracing() -> Tracing | None:
     except ImportError as error:
         log.error("there are no traces: %s; pip install 'muxserve[otel]'", error)
         return None
+
+
+def _is_plain(error: Exception) -> bool:
+    """Whether the words of `error` are one line, and say it all."""
+    text = str(error)
+    return _is_refusal(error) and bool(text.strip()) and "\n" not in text
 
 
 def _is_refusal(error: Exception) -> bool:

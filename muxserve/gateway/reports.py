@@ -92,6 +92,8 @@ class Reports:
         residence = self._status.resident(name).get("residence")
         if residence in ("waking", "leaving"):
             return str(residence)
+        if name in self._status.refused:
+            return "degraded"
         if self._status.model_up(name):
             return "up"
         if self._status.asleep(name):
@@ -102,7 +104,7 @@ class Reports:
 
     def _trouble(self, name: str) -> dict[str, object]:
         """Why a model cannot be served, or not as it should be; nothing of others."""
-        reason = self._status.broker.router.placing.trouble(name) or self._status.trouble(name)
+        reason = self._status.trouble(name) or self._status.trouble(name)
         return {"reason": reason} if reason else {}
 
     def _waits(self, name: str, now: float) -> list[Wait]:
@@ -226,7 +228,7 @@ class Reports:
             "status": "up" if status.model_up(model.name) else ("asleep" if status.asleep(model.name) else "down"),
             # As `/health` has it: also `waking`, `leaving`, `starting`, `restarting`, `degraded`.
             "health": self._word(model.name),
-            "degraded": status.broker.router.placing.trouble(model.name) or None,
+            "degraded": status.trouble(model.name) or None,
             "replicas": [unit.name for unit in status.replicas(model.name)],
             "phases": model.phases,
             "pool": model.pool,

@@ -129,6 +129,8 @@ class FleetStatus:
         self.broker = broker
         self.units: dict[str, UnitStatus] = {}
         self.was_ready = False
+        # Models that this gateway cannot offer, and why.
+        self.refused: dict[str, str] = {}
         # Where memory decides which models are awake, how they and it stand, as the global scheduler said last.
         self.memory: dict[str, Any] = {}
         self._were_up: set[tuple[str, str]] = set()
@@ -199,12 +201,20 @@ class FleetStatus:
         rules = self.fleet.scaling.get(model)
         return rules is not None and rules.minimum == 0 and not self.replicas(model)
 
+    def trouble(self, model: str) -> str:
+        """Why a model cannot be served for now: its engines fail at each start, or it cannot be offered; else empty."""
+        return self.refused.get(model, "") or self.broker.router.placing.trouble(model)
+
     def look(self) -> tuple[bool, bool]:
-        """Whether each model can be served, and whether all replicas are up that once were."""
+        """Whether each model can be served, but for those that are degraded; and whether none is, and all replicas are
+        up that once were."""
         up = {(unit.name, model) for unit in self.units.values() for model in unit.entry.serves if unit.model_up(model)}
         serving = {(unit.name, model) for unit in self.units.values() for model in unit.entry.serves}
         self._were_up = (self._were_up & serving) | up
         served = {model for _, model in up}
-        ready = all(model.name in served or self.asleep(model.name) for model in self.fleet.models)
+        names = [model.name for model in self.fleet.models]
+        degraded = {name for name in names if self.trouble(name)}
+        ready = all(name in served or self.asleep(name) or name in degraded for name in names)
+        ready &= len(degraded) < len(names)
         self.was_ready |= ready
-        return ready, self._were_up <= up
+        return ready, self._were_up <= up and not degraded
