@@ -31,6 +31,7 @@ from muxserve.cluster.warm_link import WarmLink
 from muxserve.cluster.watch import Watch
 from muxserve.config import Fleet
 from muxserve.control.server import ControlServer
+from muxserve.net.exit_codes import ExitCode
 from muxserve.net.logs import keep_bounded
 from muxserve.net.peer import Address, AsyncPeer
 from muxserve.spec import FleetSpec, ResidencySpec, save_fleet
@@ -42,7 +43,7 @@ _WEIGH_SECONDS, _WEIGH_PART, _WEIGH_MOST = 2.0, 20.0, 5.0
 # Kinds of the processes that belong to no unit.
 _OWN = ("vllm", "gateway", "scheduler")
 
-EXIT_OK, EXIT_BAD_INPUT, EXIT_START, EXIT_FORCED = 0, 2, 3, 130
+EXIT_OK, EXIT_START, EXIT_FORCED = ExitCode.DONE, ExitCode.NOT_DONE, ExitCode.INTERRUPTED
 
 
 class Controller:
