@@ -104,7 +104,7 @@ class Reports:
 
     def _trouble(self, name: str) -> dict[str, object]:
         """Why a model cannot be served, or not as it should be; nothing of others."""
-        reason = self._status.trouble(name) or self._status.trouble(name)
+        reason = self._status.why_degraded(name) or self._status.trouble(name)
         return {"reason": reason} if reason else {}
 
     def _waits(self, name: str, now: float) -> list[Wait]:
@@ -228,7 +228,7 @@ class Reports:
             "status": "up" if status.model_up(model.name) else ("asleep" if status.asleep(model.name) else "down"),
             # As `/health` has it: also `waking`, `leaving`, `starting`, `restarting`, `degraded`.
             "health": self._word(model.name),
-            "degraded": status.trouble(model.name) or None,
+            "degraded": status.why_degraded(model.name) or None,
             "replicas": [unit.name for unit in status.replicas(model.name)],
             "phases": model.phases,
             "pool": model.pool,

@@ -201,7 +201,7 @@ class FleetStatus:
         rules = self.fleet.scaling.get(model)
         return rules is not None and rules.minimum == 0 and not self.replicas(model)
 
-    def trouble(self, model: str) -> str:
+    def why_degraded(self, model: str) -> str:
         """Why a model cannot be served for now: its engines fail at each start, or it cannot be offered; else empty."""
         return self.refused.get(model, "") or self.broker.router.placing.trouble(model)
 
@@ -213,7 +213,7 @@ class FleetStatus:
         self._were_up = (self._were_up & serving) | up
         served = {model for _, model in up}
         names = [model.name for model in self.fleet.models]
-        degraded = {name for name in names if self.trouble(name)}
+        degraded = {name for name in names if self.why_degraded(name)}
         ready = all(name in served or self.asleep(name) or name in degraded for name in names)
         ready &= len(degraded) < len(names)
         self.was_ready |= ready
