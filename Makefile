@@ -39,6 +39,8 @@ $(VENV)/.installed: requirements/cpu.txt
 $(VENV)/.built: $(VENV)/.installed pyproject.toml CMakeLists.txt $(CPP)
 	@echo "Building the memory manager"
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-build-isolation --no-deps -e .
+	@printf '#!%s\nfrom muxserve.vllm.command import main\nmain()\n' "$(abspath $(BIN)/python)" > $(BIN)/vllm
+	@chmod +x $(BIN)/vllm
 	@touch $@
 
 quickstart: setup
