@@ -1,4 +1,4 @@
-"""What wheels compile (compile.py): which modules, that they can be imported in any order, and how a user sees it."""
+"""What wheels compile (tools/compile.py): which modules, that they can be imported in any order, and how a user sees it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from muxserve.cluster import machine
 ROOT = Path(__file__).resolve().parent.parent
 COMPILED = [
     path
-    for package in runpy.run_path(str(ROOT / "compile.py"))["PACKAGES"]
+    for package in runpy.run_path(str(ROOT / "tools/compile.py"))["PACKAGES"]
     for path in sorted((ROOT / package).glob("*.py"))
 ]
 

@@ -1,8 +1,8 @@
 """A copy of this checkout in which scheduling and the simulator are compiled by mypyc, to see what that brings.
 
-    python compile.py build/compiled
+    python tools/compile.py build/compiled
     python benchmarks/simulator_ab.py . build/compiled
-    python compile.py build/compiled --run benchmarks/paper/ecoserve.py --only goodput
+    python tools/compile.py build/compiled --run benchmarks/paper/ecoserve.py --only goodput
 
 With `--run` nothing is compiled: a script of this checkout runs with the modules that are compiled already.
 
@@ -20,7 +20,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("muxserve/scheduling", "muxserve/simulator")
 # Classes that are compiled can be subclassed in compiled modules only.
 SUBCLASSES = Path("benchmarks/paper/split.py")
