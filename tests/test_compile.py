@@ -1,4 +1,4 @@
-"""What wheels compile (tools/compile.py): which modules, that they can be imported in any order, and how a user sees it."""
+"""What tools/compile.py compiles for wheels: which modules, that they import in any order, and how a user sees it."""
 
 from __future__ import annotations
 
