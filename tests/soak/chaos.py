@@ -51,7 +51,7 @@ async def _answer(client: openai.AsyncOpenAI, model: str, rng: random.Random) ->
     }
     if structured:
         form = {"name": "answer", "schema": _schema(rng)}
-        extra["response_format"] = {"type": "json_schema", "json_schema": form}
+        extra["extra_body"] = {"response_format": {"type": "json_schema", "json_schema": form}}
     question = f"What is {rng.randrange(99)} plus {rng.randrange(99)}?"
     chat = rng.random() < 0.5
     texts, ends = [""] * count, [""] * count
