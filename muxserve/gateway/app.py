@@ -154,6 +154,8 @@ class GatewayApp:
         self.crowded: Callable[[], bool] = lambda: False
         # Requests may wait for their model to be woken: clients of streams are shown that somebody is there.
         self.models_sleep = False
+        # Models of the fleet that cannot be offered, and why.
+        self.refused: Mapping[str, str] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -355,6 +357,8 @@ class GatewayApp:
         for name in self._offered_to(caller):
             if asked == name or asked in self.models[name].cards:
                 return name
+        if asked in self.refused and (caller is None or caller.may_use(asked)):
+            raise RequestError(HTTPStatus.SERVICE_UNAVAILABLE, f"{asked} cannot be served: {self.refused[asked]}")
         raise self._unknown_model(asked, caller)
 
     async def _card(self, asked: str, caller: Caller | None, send: Send) -> None:

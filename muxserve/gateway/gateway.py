@@ -145,6 +145,7 @@ class Gateway:
             apps=(page.apps() if shown else {}) | changes.apps(),
         )
         self._endpoint.models_sleep = bool(self.fleet.residency)
+        self._endpoint.refused = self.status.refused
         self._tell_followed()
         tasks = [self._follow(), self._keep_offering(), self.tenancy.keep(), self.front_end.keep()]
         if self.responses is not None:
@@ -202,7 +203,7 @@ class Gateway:
         except NetworkError as error:
             log.error("units of other machines cannot reach this gateway: %s", error)
         self._refused = {}
-        self.status.refused = {}
+        self._tell_refused()
         self._tell_followed()
         self._to_offer.set()
         log.info("%d units and %d models in generation %d", len(fleet.units), len(fleet.models), fleet.generation)
@@ -232,7 +233,12 @@ class Gateway:
             log.error("%s cannot be offered: %s", model.name, error, exc_info=not _is_refusal(error))
         else:
             self._refused.pop(model.name, None)
+        self._tell_refused()
+
+    def _tell_refused(self) -> None:
         self.status.refused = {name: reason for name, (_, reason) in self._refused.items()}
+        if self._endpoint is not None:
+            self._endpoint.refused = self.status.refused
 
     def _tell_followed(self) -> None:
         """Whoever made a change waits for all gateways to go by it."""

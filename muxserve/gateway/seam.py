@@ -8,11 +8,12 @@ import dataclasses
 import json
 import logging
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -162,16 +163,21 @@ def register_architectures(checkpoints: Iterable[str]) -> None:
     """
     for checkpoint in checkpoints:
         try:
-            config = json.loads((Path(checkpoint) / "config.json").read_text())
-            architectures = config["architectures"]
-            if language_models.register(config.get("model_type")):
-                continue
-        except (OSError, ValueError, LookupError):
-            continue  # not a local checkpoint, or not one; vLLM will say
-        for architecture in architectures:
-            known = ModelRegistry.models.get(architecture)
-            if isinstance(known, _LazyRegisteredModel):
-                ModelRegistry.models[architecture] = _RegisteredModel.from_model_cls(known.load_model_cls())
+            _register(json.loads((Path(checkpoint) / "config.json").read_text()))
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            pass  # not a local checkpoint, or not one; vLLM will say
+        except Exception:
+            # Who is to serve it says why that cannot be; others are served.
+            log.exception("the classes of %s cannot be looked at", checkpoint)
+
+
+def _register(config: Mapping[str, Any]) -> None:
+    if language_models.register(config.get("model_type")):
+        return
+    for architecture in config["architectures"]:
+        known = ModelRegistry.models.get(architecture)
+        if isinstance(known, _LazyRegisteredModel):
+            ModelRegistry.models[architecture] = _RegisteredModel.from_model_cls(known.load_model_cls())
 
 
 def configure(model: ModelSpec) -> tuple[Namespace, VllmConfig]:

@@ -197,3 +197,14 @@ async def test_choices_take_places_while_they_are_served() -> None:
     assert (await ask(served)).status == 429
     leave.set()
     assert (await running).status == 200
+
+
+async def test_a_model_that_cannot_be_offered_is_not_unknown() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("it is not asked")
+
+    served = endpoint(app)
+    served.refused = {"broken": "its tokenizer is of cheese"}
+    answer = await ask(served, content=b'{"model": "broken"}')
+    assert answer.status == 503
+    assert answer.error["message"] == "broken cannot be served: its tokenizer is of cheese"

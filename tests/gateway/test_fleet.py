@@ -402,7 +402,7 @@ def test_a_model_that_changes_holds_up_nothing_else(rig: Rig, fleet: Running, ht
             assert set(http.get("/health").json()["models"]) == {"alpha", "broken", "beta", "gamma"}
         assert said(complete(http, "meanwhile", model="gamma")) == "meanwhile"
         assert complete(http, "not yet").status_code == 404
-        assert complete(http, "never", model="broken").status_code == 404
+        assert complete(http, "never", model="broken").status_code == 503
         assert "broken cannot be offered" in fleet.log
         rig.unit.send("go", unit=held["unit"])
         assert running.result(PATIENCE) == "to its end as it was"
