@@ -17,6 +17,7 @@ from muxserve.gateway.changes import ChangeRoutes
 from muxserve.gateway.errors import Message, RequestError
 from tests.control.fakes import Controller, broken, running
 from tests.gateway.rig import Running
+from tests.support.checkpoint_files import write_checkpoint
 from tests.support.patience import PATIENCE
 
 
@@ -124,9 +125,7 @@ async def test_what_needs_a_start_is_a_conflict(controller: Controller) -> None:
 async def test_paths_are_those_of_the_fleets_own_file_and_variables_the_controllers(
     controller: Controller, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "weights").mkdir()
-    (tmp_path / "weights" / "config.json").write_text("{}")
-    (tmp_path / "weights" / "model.safetensors").touch()
+    write_checkpoint(tmp_path / "weights")
     monkeypatch.setattr(controller.server, "_base", str(tmp_path))
     ask = Asked(controller)
     await ask("/admin/models", b"models: [{name: near, path: weights}]")
