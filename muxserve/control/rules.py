@@ -13,14 +13,12 @@ from muxserve.config import AUTO, Fleet, FleetError, Model, parse_fleet
 from muxserve.config.adapters import AdapterError, check_rank
 from muxserve.config.loader import is_extension
 from muxserve.config.problems import did_you_mean
+from muxserve.config.schema import MOST_SERVED
 from muxserve.config.source import parse_yaml
 from muxserve.config.values import ALIAS_PATTERN
 from muxserve.control.changes import ChangeError, WrongCommandError
 from muxserve.spec import FleetSpec
 from placement.format import enumerate_words
-
-# Nobody means more; with a slip of the finger the fleet would be busy for long with starting what cannot fit.
-MOST_REPLICAS = 64
 
 
 def check_scale(fleet: FleetSpec, replicas: Mapping[str, int]) -> None:
@@ -46,8 +44,8 @@ def check_scale(fleet: FleetSpec, replicas: Mapping[str, int]) -> None:
                 f"{model} needs at least 1 replica; `muxserve remove {model}` takes it out of the fleet, and with "
                 "`replicas: {min: 0, max: N}` in the fleet file it may have none while nobody asks for it"
             )
-        if count > MOST_REPLICAS:
-            raise ChangeError(f"{model} can have at most {MOST_REPLICAS} replicas, not {count}")
+        if count > MOST_SERVED:
+            raise ChangeError(f"{model} can have at most {MOST_SERVED} replicas, not {count}")
 
 
 def check_drain(fleet: FleetSpec, unit: str) -> None:

@@ -24,6 +24,9 @@ from placement.format import enumerate_words
 
 log = logging.getLogger(__name__)
 
+# Of one command: a fleet file, and the variables of who sends it.
+_MOST_BYTES = 16 << 20
+
 SAME = "the fleet is as the file says"
 
 
@@ -45,6 +48,8 @@ class ControlServer:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
+        # ZeroMQ closes the connection of who sends more, before anything of it is read.
+        self._socket.maxmsgsize = _MOST_BYTES
         self._changing = asyncio.Lock()
         self._answers: asyncio.Queue[tuple[bytes, messages.ControlMessage]] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -146,7 +151,7 @@ class ControlServer:
         control, base = self._control, command.base or self._base
         environ = os.environ if command.environ is None else command.environ
         wanted = await asyncio.to_thread(rules.check_apply, command.text, command.file, base, environ)
-        plan = plan_changes(control.fleet, control.declared, wanted)
+        plan = await asyncio.to_thread(plan_changes, control.fleet, control.declared, wanted)
         if not command.base:
             rules.check_from_elsewhere(wanted, plan.add)
         lines, left = plan.lines(), [str(each) for each in plan.restarts]

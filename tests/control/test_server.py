@@ -354,3 +354,25 @@ def test_the_end_of_the_fleet_ends_the_waiting(base: Path) -> None:
     controller.stop()
     waiting.join(PATIENCE)
     assert [type(failure) for failure in failures] == [FleetEndedError]
+
+
+def test_a_command_of_very_many_keys_is_refused_while_others_are_answered(base: Path) -> None:
+    with running(base, UNITS) as controller:
+        text = "".join(f"key{number}: 1\n" for number in range(100_000))
+        answer, _ = do(base, messages.Apply(text, "fleet.yaml", "/"))
+        assert isinstance(answer, messages.CommandRefused)
+        assert answer.text == "fleet.yaml:10000: the file has more than 20,000 keys and values"
+        assert not controller.control.calls
+
+
+def test_a_command_that_is_far_too_large_ends_its_connection_alone(base: Path) -> None:
+    with running(base, UNITS), zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.linger = 0
+        events = client.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        sockets.connect(client, f"ipc://{find(None, base).path}/control.sock")
+        client.send(messages.encode(messages.Apply("x" * (17 << 20), "fleet.yaml", "/")))
+        assert events.poll(1000 * PATIENCE)
+        client.disable_monitor()
+        events.close()
+        with ControlClient(find(None, base)) as other:
+            assert other.who().models == ["chat", "code"]
