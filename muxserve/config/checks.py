@@ -313,6 +313,7 @@ _OWN_NAMES = {
     "pipeline_parallel_size": "stages",
 }
 
+_HUB_ADDRESS = re.compile(r"https?://[^/]+/([\w.-]+/[\w.-]+)/?(?:tree/|resolve/|$)")
 _TLS_FILES = ("cert", "key")
 
 
@@ -479,7 +480,11 @@ def _origin(
         if (asked := args.get(key)) in _NO_LOADERS:
             message = f"this vLLM cannot load {asked}; remove it, and give a checkpoint in safetensors"
             yield source.problem((*at, "engine_args", key), message)
-    if isinstance(hub, str) and (":" in hub or hub.lower().endswith(".gguf")):
+    if isinstance(hub, str) and "://" in hub:
+        found = _HUB_ADDRESS.match(hub)
+        hint = f"; write `hub: {found[1]}`" if found else ""
+        yield source.problem((*at, "hub"), f"must be a hub id such as org/name, not the address {shown(hub)}{hint}")
+    elif isinstance(hub, str) and (":" in hub or hub.lower().endswith(".gguf")):
         message = f"{hub} names a GGUF file, which this vLLM cannot load; give a repository with safetensors"
         yield source.problem((*at, "hub"), message)
     if path is not None and hub is not None:

@@ -74,6 +74,15 @@ ONE = "models:\n  - name: one\n    path: a\n"
         (f"policy: adsb\n{ONE}", "fleet.yaml:1: policy: must be one of adbs, slack, fcfs, round_robin, not 'adsb'; did you mean \"adbs\"?"),
         (f"polizy: adbs\n{ONE}", 'fleet.yaml:1: polizy: unknown key; did you mean "policy"?'),
         (f"port: 80\n{ONE}", "fleet.yaml:1: port: unknown key; `port` belongs under `gateway`"),
+        (
+            "models:\n  - name: one\n    hub: https://huggingface.co/org/name\n",
+            "fleet.yaml:3: models[0].hub: must be a hub id such as org/name, not the address "
+            "'https://huggingface.co/org/name'; write `hub: org/name`",
+        ),
+        (
+            "models:\n  - name: one\n    hub: ftp://x\n",
+            "fleet.yaml:3: models[0].hub: must be a hub id such as org/name, not the address 'ftp://x'",
+        ),
         (f"quux: 80\n{ONE}", "fleet.yaml:1: quux: unknown key; known here: cluster, policy, memory, kv_pool, gateway, tenants, priorities, default_priority, migration, dispatch, watchdog, models"),
         (f"cluster:\n  gpu: 1\n{ONE}", 'fleet.yaml:2: cluster.gpu: unknown key; did you mean "gpus"?'),
         (f"cluster: many\n{ONE}", 'fleet.yaml:1: cluster: must be auto or a mapping such as "cores: 2", not \'many\''),
