@@ -26,10 +26,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from starlette.middleware.cors import CORSMiddleware
 
 from muxserve.gateway.admission import ApiKeys, Caller, presented_key
+from muxserve.gateway.anthropic_errors import PATHS as ANTHROPIC
+from muxserve.gateway.anthropic_errors import AnthropicErrors
 from muxserve.gateway.body import (
     CLOSE,
     RETRY,
@@ -165,9 +168,7 @@ class GatewayApp:
         current_http.set(http)
         request_id.set(http.request_id)
         if self._tracing is not None and scope["method"] == "POST":
-            path = scope["path"]
-            if path.startswith(MODELS):
-                path = f"/{path.removeprefix(MODELS).partition('/')[2]}"
+            _, path = self._divided(scope)
             if path in POSTS - COMPUTE:
                 http.trace = self._tracing.begin(scope["headers"], path, http.arrival)
         answer = _Answer(send, http, self)
@@ -188,10 +189,11 @@ class GatewayApp:
                 )
 
     async def _answer(self, scope: Scope, receive: Receive, answer: _Answer, http: HttpRequest) -> None:
+        send: Send = AnthropicErrors(answer) if scope["path"].endswith(ANTHROPIC) else answer
         try:
-            await self._route(scope, receive, EarlyErrors(answer), http)
+            await self._route(scope, receive, EarlyErrors(send), http)
         except RequestError as error:
-            await respond_error(answer, error)
+            await respond_error(send, error)
         except ClientGoneError:
             pass
         except Exception:
@@ -199,15 +201,11 @@ class GatewayApp:
                 raise
             log.exception("%s %s failed", scope["method"], scope["path"])
             failure = RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server failed; its log says how")
-            await respond_error(answer, failure)
+            await respond_error(send, failure)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send, http: HttpRequest) -> None:
-        path: str = scope["path"]
+        name, path = self._divided(scope)
         caller = self.keys.admit(presented_key(scope["headers"]))
-        name = None
-        if path.startswith(MODELS):
-            name, _, rest = path.removeprefix(MODELS).partition("/")
-            path = f"/{rest}"
         model_page = self._model_pages.get(path) if name is not None else None
         if caller is None and (name is not None or path not in self._open_pages) and model_page is None:
             self._measures.rejected("", "key")
@@ -334,6 +332,23 @@ class GatewayApp:
         finally:
             showing.cancel()
             await asyncio.gather(showing, return_exceptions=True)
+
+    def _divided(self, scope: Scope) -> tuple[str | None, str]:
+        """The model that a path names, if it does, and the path below it."""
+        path: str = scope["path"]
+        if not path.startswith(MODELS):
+            return None, path
+        # An alias may have slashes, which are written as %2F: here they still are.
+        raw = scope.get("raw_path", b"").decode("latin-1")
+        if raw.startswith(MODELS) and "%2f" in raw.lower():
+            name, _, rest = raw.removeprefix(MODELS).partition("/")
+            return unquote(name), f"/{unquote(rest)}"
+        below = path.removeprefix(MODELS)
+        # A proxy may have written them out.
+        aliases = (alias for served in self.models.values() for alias in served.cards if "/" in alias)
+        written = max((a for a in aliases if f"{below}/".startswith(f"{a}/")), key=len, default="")
+        name = written or below.partition("/")[0]
+        return name, f"/{below.removeprefix(name).removeprefix('/')}"
 
     def _app_at(self, path: str) -> App | None:
         below = (app for start, app in self._apps.items() if start.endswith("/") and path.startswith(start))

@@ -9,6 +9,7 @@ import asyncio
 
 import msgspec
 
+from muxserve.gateway.anthropic_errors import early_error
 from muxserve.gateway.errors import Message, Send, respond
 
 _STREAM = b"text/event-stream"
@@ -83,7 +84,7 @@ def _error(message: Message) -> tuple[int, bytes] | None:
     """Status and body of the answer, if this first event is an error."""
     body = bytes(message.get("body", b""))
     if not body.startswith(_ERROR):
-        return None
+        return early_error(body)
     try:
         told = msgspec.json.decode(body.split(b"\n", 1)[0].removeprefix(b"data: "))
         status = int(told["error"]["code"])

@@ -33,6 +33,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 
 from muxserve.gateway import data_urls
 from muxserve.gateway.adapters import adapter_requests
+from muxserve.gateway.anthropic_errors import keep_reasons
 from muxserve.gateway.app import POSTS, ServedApp
 from muxserve.gateway.engine_client import UnitEngineClient
 from muxserve.gateway.long_texts import LongTexts
@@ -99,7 +100,10 @@ async def serve(front_end: ModelFrontEnd, gateway: int, store: ResponseStore | N
     await init_app_state(front_end.llm, app.state, front_end.args, tasks)
     # vLLM's handler of its engine's errors would end the server, and fails itself if there is none. Ours goes on.
     app.state.server = SimpleNamespace(should_exit=False)
-    # Models that are pooled have none.
+    # Models that are pooled have neither.
+    messages = getattr(app.state, "anthropic_serving_messages", None)
+    if messages is not None:
+        keep_reasons(messages)
     responses = getattr(app.state, "openai_serving_responses", None)
     if responses is not None:
         attach(responses, front_end.model.name, gateway, store)

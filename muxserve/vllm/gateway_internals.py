@@ -23,6 +23,11 @@ INTERNALS: list[Internal] = [
     ),
     ("vllm.v1.engine.async_llm", "AsyncLLM._run_output_handler", ()),
     ("vllm.v1.engine.async_llm", "AsyncLLM.shutdown", ()),
+    (
+        "vllm.entrypoints.anthropic.serving",
+        "AnthropicServingMessages.message_stream_converter",
+        ("generator",),
+    ),
     ("vllm.renderers.base", "_SwappableExecutor.submit", ("fn",)),
     ("vllm.renderers.base", "BaseRenderer._tokenize_prompt", ("prompt", "params")),
     ("vllm.renderers", "TokenizeParams", ("truncate_prompt_tokens", "truncation_side")),

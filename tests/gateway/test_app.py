@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -70,7 +71,11 @@ def endpoint(
 
 
 async def ask(
-    served: GatewayApp, path: str = "/v1/completions", content: bytes = b'{"model": "m"}', method: str = "POST"
+    served: GatewayApp,
+    path: str = "/v1/completions",
+    content: bytes = b'{"model": "m"}',
+    method: str = "POST",
+    **more: Any,
 ) -> Answer:
     answer, sent = Answer(), False
 
@@ -84,7 +89,7 @@ async def ask(
     async def send(message: Message) -> None:
         answer.messages.append(message)
 
-    await served({"type": "http", "method": method, "path": path, "headers": []}, receive, send)
+    await served({"type": "http", "method": method, "path": path, "headers": [], **more}, receive, send)
     return answer
 
 
@@ -197,6 +202,38 @@ async def test_choices_take_places_while_they_are_served() -> None:
     assert (await ask(served)).status == 429
     leave.set()
     assert (await running).status == 200
+
+
+@pytest.mark.parametrize(
+    ("raw", "model", "below"),
+    [
+        ("/models/org%2FA:latest/v1/completions", "org/A:latest", "/v1/completions"),
+        ("/models/org%2fA%3Alatest/v1/completions", "org/A:latest", "/v1/completions"),
+        ("/models/org/A:latest/v1/completions", "org/A:latest", "/v1/completions"),
+        ("/models/org%2FA%2FB/v1/chat/completions", "org/A/B", "/v1/chat/completions"),
+        ("/models/org/A/B/v1/chat/completions", "org/A/B", "/v1/chat/completions"),
+        ("/models/m/v1/completions", "m", "/v1/completions"),
+        ("/models/short/v1/completions", "short", "/v1/completions"),
+    ],
+)
+async def test_an_alias_with_slashes_is_a_model_of_a_path(raw: str, model: str, below: str) -> None:
+    asked: list[tuple[str, bytes]] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        asked.append((scope["path"], scope["raw_path"]))
+        await send(dict(BEGIN))
+
+    served = endpoint(app)
+    aliases = ("m", "short", "org/A:latest", "org/A/B", "org/A")
+    served.models = {"m": ServedApp(app, {alias: {"id": alias} for alias in aliases})}
+    content = f'{{"model": "{model}"}}'.encode()
+    answer = await ask(served, unquote(raw), content, raw_path=raw.encode())
+    assert answer.status == 200
+    assert asked == [(below, below.encode())]
+    listed = await ask(served, unquote(raw).removesuffix(below), b"", "GET", raw_path=raw.removesuffix(below).encode())
+    assert listed.status == 200
+    for unknown in ("/models/org/v1/completions", "/models/org%2FC/v1/completions", "/models//v1/completions"):
+        assert (await ask(served, unquote(unknown), raw_path=unknown.encode())).status == 404
 
 
 async def test_a_model_that_cannot_be_offered_is_not_unknown() -> None:

@@ -325,10 +325,15 @@ MEDIA: list[tuple[str, dict[str, Any]]] = [
 def test_media_are_refused_with_the_reason(http: httpx.Client, path: str, field: str) -> None:
     for kind, part in MEDIA:
         message = {"role": "user", "content": [{"type": "text", "text": "What is it?"}, part]}
-        error = refused(http.post(path, json={"model": "alpha", "max_tokens": 9, field: [message]}), 400)
+        answer = http.post(path, json={"model": "alpha", "max_tokens": 9, field: [message]})
+        if path == "/v1/messages":
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+        else:
+            error = refused(answer, 400)
+            assert (error["type"], error["param"]) == ("BadRequestError", field)
         assert f"{field}[0].content[1] is " in error["message"]
         assert f"text only here, also those that could take {kind}" in error["message"]
-        assert (error["type"], error["param"]) == ("BadRequestError", field)
 
 
 def test_text_that_speaks_of_media_is_served(http: httpx.Client) -> None:
