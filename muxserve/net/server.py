@@ -202,4 +202,7 @@ class ServerProgram(Generic[S]):
             server.run()
         finally:
             server.close()
+            # What is frozen would not be collected at the interpreter's end either, nor what it has come to refer to:
+            # memory that is mapped would be reported as leaked.
+            gc.unfreeze()
         return 0

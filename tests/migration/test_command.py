@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from muxserve import spec
+from muxserve.memory import server
 from muxserve.migration.process import main
 from muxserve.net import sockets
 from muxserve.spec import UnitSpec
@@ -63,3 +64,29 @@ def test_it_ends_in_order(small: UnitSpec) -> None:
     _, said = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, said
     assert b"Traceback" not in said
+
+
+def test_nothing_that_it_mapped_outlives_it(small: UnitSpec) -> None:
+    """nanobind would tell of each object that is left when the interpreter ends."""
+    file = Path(small.run_dir) / "unit.json"
+    spec.save(small, file)
+    manager = server.start(small)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "muxserve.migration.process", "--unit-spec", str(file)], stderr=subprocess.PIPE
+    )
+    assert process.stderr is not None
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if b"bound to the memory manager" in line:
+            break
+    process.terminate()
+    said += process.stderr.readlines()
+    assert process.wait(PATIENCE) == 0, said
+    process.stderr.close()
+    assert said[-1].endswith(b"stopped\n"), said
+    manager.terminate()
+    assert manager.wait(PATIENCE) == 0
+    for stream in (manager.stdout, manager.stderr):
+        if stream is not None:
+            stream.close()

@@ -511,9 +511,12 @@ def random_fields(rng: random.Random, kind: type[msgspec.Struct]) -> dict[str, A
 
 
 def test_sigterm_ends_it_cleanly(unit: Unit) -> None:
-    unit.gateway()
+    gateway = unit.gateway()
+    unit.until(gateway, lambda state: state["memory_connected"])
     unit.process.send_signal(signal.SIGTERM)
     assert unit.process.wait(PATIENCE) == 0
+    # Nor does what it mapped outlive the interpreter, of which nanobind would tell.
+    assert unit.words().splitlines()[-1].endswith("stopped")
 
 
 def test_it_dies_with_its_parent() -> None:
