@@ -33,7 +33,7 @@ from muxserve.vllm.image_files import LARGEST
 
 class UnitEngineClient(EngineCoreClient):
     """The engines of one model. Engine 0 of the statistics is its prefill engine, engine 1 its decode engine or that
-    of both phases. `tasks` is what the model is offered for."""
+    of both phases. `tasks` is what the model is offered for; `vocabulary` how many tokens it has an embedding of."""
 
     def __init__(self, model: ModelSpec, broker: Broker, grammars: GrammarCompilers, images: RequestImages) -> None:
         self.model = model.name
@@ -42,6 +42,7 @@ class UnitEngineClient(EngineCoreClient):
         self._images = images
         self.broker = broker
         self.tasks: tuple[SupportedTask, ...] = ("generate",)
+        self.vocabulary = 0
         self.engine_ranks_managed = [*engine_indexes(model)]
         # Engines die and come back underneath; the client never does.
         self.resources = SimpleNamespace(engine_dead=False)
@@ -67,6 +68,7 @@ class UnitEngineClient(EngineCoreClient):
             self._refuse_unsupported(request)
             params, prompt = request.sampling_params, request.prompt_token_ids
             assert prompt is not None
+            self._refuse_unknown_tokens(request, prompt)
             if params is not None:
                 await self._grammars.admit(self._unit_spec, params)
             features, images = await self._keep_images(request)
@@ -215,6 +217,21 @@ class UnitEngineClient(EngineCoreClient):
         finally:
             request.request_id, request.priority, request.lora_request, request.mm_features, request.cache_salt = theirs
         return bytes(frame)
+
+    def _refuse_unknown_tokens(self, request: EngineCoreRequest, prompt: Sequence[int]) -> None:
+        """Tokens may be added to a tokenizer of which the model knows nothing; vLLM lets them pass, and engines fail."""
+        if max(prompt, default=0) >= self.vocabulary:
+            images = [(each.mm_position.offset, each.mm_position.length) for each in request.mm_features or ()]
+            for place, token in enumerate(prompt):
+                if token >= self.vocabulary and not any(first <= place < first + many for first, many in images):
+                    raise VLLMValidationError(f"token {token} of the prompt, at {place}, {self._unknown()}")
+        params = request.sampling_params
+        for words in (params.bad_words_token_ids or ()) if params is not None else ():
+            if max(words, default=0) >= self.vocabulary:
+                raise VLLMValidationError(f"token {max(words)} of `bad_words` {self._unknown()}", parameter="bad_words")
+
+    def _unknown(self) -> str:
+        return f"is in the tokenizer only: the model knows the tokens below {self.vocabulary}"
 
     def _refuse_unsupported(self, request: EngineCoreRequest) -> None:
         if request.mm_features and not self._unit_spec.sees_images:

@@ -71,6 +71,7 @@ def make_llm(model: ModelSpec, client: UnitEngineClient, texts: LongTexts) -> Mo
     args, config = configure(model)
     data_urls.install()
     client.tasks = tasks_of(config.model_config)
+    client.vocabulary = config.model_config.get_vocab_size()
     registry = CollectorRegistry()
     stock = EngineCoreClient.__dict__["make_async_mp_client"]
     EngineCoreClient.make_async_mp_client = staticmethod(lambda *_, **__: client)
