@@ -148,6 +148,10 @@ for name in "${lanes[@]}"; do
   [ "$name" = "$shown" ] || { echo "== $name" && cat "$logs/$name.log"; }
   passes_alone "$name" "${statuses[$name]}" || failed+=("$name")
 done
+if [ "$mode" = all ]; then
+  echo "== the house"
+  "$python" tools/house.py || true
+fi
 if [ ${#failed[@]} -gt 0 ]; then
   echo "== failed: ${failed[*]} (output in $logs/)"
   exit 1
