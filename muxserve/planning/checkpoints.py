@@ -24,6 +24,7 @@ from muxserve.config.checks import KV_CACHE_TYPES, lacks_weights
 from muxserve.config.problems import closest, did_you_mean, shown
 from muxserve.costs.architecture import ModelArchitecture, StoredWeights, UnsupportedModelError, read_architecture
 from muxserve.costs.language_models import is_of_language_model, language_model
+from muxserve.planning.hub_reach import reachable
 from muxserve.vllm.known import unknown
 from muxserve.vllm.pin import VLLM_VERSION
 
@@ -42,22 +43,27 @@ class Hub(Protocol):
 
 
 class HuggingFaceHub:
-    """The Hugging Face hub, through its own library and cache; without `weights`, all else of checkpoints."""
+    """The Hugging Face hub, through its own library and cache; without `weights`, all else of checkpoints.
 
-    def __init__(self, weights: bool = True) -> None:
+    Where it cannot be reached, as `reaches` says, only the cache is looked at.
+    """
+
+    def __init__(self, weights: bool = True, reaches: Callable[[], bool] = reachable) -> None:
         self.weights = weights
+        self._reaches = reaches
 
     def config(self, repo: str, revision: str | None) -> Path:
         """See `Hub.config`."""
         from huggingface_hub import hf_hub_download
 
+        cached = not self._reaches()
         with _said_by_us():
             try:
-                config = Path(hf_hub_download(repo, "config.json", revision=revision))
+                config = Path(hf_hub_download(repo, "config.json", revision=revision, local_files_only=cached))
             except Exception as error:
                 raise CheckpointError(_hub_error(repo, error)) from None
             with contextlib.suppress(Exception):  # beside it, where there is one: see `_pools`
-                hf_hub_download(repo, "modules.json", revision=revision)
+                hf_hub_download(repo, "modules.json", revision=revision, local_files_only=cached)
         return config
 
     def snapshot(self, repo: str, revision: str | None) -> Path:
@@ -67,7 +73,9 @@ class HuggingFaceHub:
         left_out = ["*.pth", "original/*", "*.gguf", *([] if self.weights else ["*.safetensors", "*.bin", "*.pt"])]
         try:
             with _said_by_us():
-                return Path(snapshot_download(repo, revision=revision, ignore_patterns=left_out))
+                cached = not self._reaches()
+                found = snapshot_download(repo, revision=revision, ignore_patterns=left_out, local_files_only=cached)
+                return Path(found)
         except Exception as error:
             raise CheckpointError(_hub_error(repo, error)) from None
 
