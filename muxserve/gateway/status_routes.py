@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable, Mapping
 from functools import partial
 from importlib.metadata import version
@@ -28,7 +29,7 @@ from muxserve.gateway.vllm_gauges import WAITING
 from muxserve.gateway.vllm_metrics import JoinedMetrics, Lean, folded
 
 FULL_METRICS = "/metrics" + FULL
-# Texts of metrics, and descriptions of all routes, are rendered anew after so many seconds at the earliest.
+# Texts of metrics are rendered anew after so many seconds at the earliest.
 TEXT_SECONDS = 1.0
 _PROMETHEUS = CONTENT_TYPE_LATEST.encode()
 _MODEL = "model_name"
@@ -72,7 +73,8 @@ class StatusRoutes:
         self._health = SharedAnswer(self._render_health, MAX_AGE_SECONDS)
         self._fleet = SharedAnswer(self._render_fleet, MAX_AGE_SECONDS)
         self._profile = SharedAnswer(self._render_profile, MAX_AGE_SECONDS)
-        self._openapi = SharedAnswer(self._render_openapi, TEXT_SECONDS)
+        # Of models that serve these paths.
+        self._openapi: tuple[frozenset[frozenset[str]], SharedAnswer] | None = None
         self._own = {full: SharedAnswer(partial(self._render_own, full), TEXT_SECONDS) for full in (False, True)}
         self._all = {full: SharedAnswer(partial(self._render_metrics, full), TEXT_SECONDS) for full in (False, True)}
         self._of_model: dict[str, SharedAnswer] = {}
@@ -118,7 +120,10 @@ class StatusRoutes:
 
     async def openapi(self, scope: Scope, send: Send) -> None:
         """What can be asked here: vLLM's routes of all models, as vLLM describes them, and the gateway's own."""
-        await (await self._openapi.get()).send(scope, send)
+        served = frozenset(each.posts for each in self._models.values())
+        if self._openapi is None or self._openapi[0] != served:
+            self._openapi = served, SharedAnswer(self._render_openapi, math.inf)
+        await (await self._openapi[1].get()).send(scope, send)
 
     async def docs(self, scope: Scope, send: Send) -> None:
         """`/openapi.json` as a page that a browser shows; it loads Swagger UI from the network."""
