@@ -219,7 +219,7 @@ class UnitEngineClient(EngineCoreClient):
         return bytes(frame)
 
     def _refuse_unknown_tokens(self, request: EngineCoreRequest, prompt: Sequence[int]) -> None:
-        """Tokens may be added to a tokenizer of which the model knows nothing; vLLM lets them pass, and engines fail."""
+        """A tokenizer may have tokens of which the model knows nothing; vLLM lets them pass, and engines fail."""
         if max(prompt, default=0) >= self.vocabulary:
             images = [(each.mm_position.offset, each.mm_position.length) for each in request.mm_features or ()]
             for place, token in enumerate(prompt):
