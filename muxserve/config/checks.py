@@ -27,6 +27,7 @@ from muxserve.config.schema import (
 )
 from muxserve.config.source import Source
 from muxserve.config.values import AUTO, parse_duration
+from muxserve.config.variables import ENV
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL
 from muxserve.replicas.scaling import ScalingRules
@@ -286,7 +287,6 @@ def _bounds(source: Source, at: KeyPath, given: dict[str, Any]) -> Iterator[Prob
         yield source.problem((*at, key), message)
 
 
-_ENV = "env:"
 _FILE = "file:"
 # What vLLM's loader does not take for weights, or not this version of it, and what to do then.
 _FOREIGN_WEIGHTS = {
@@ -372,8 +372,8 @@ def _resolved_keys(keys: list[ApiKey], base: Path, environ: Mapping[str, str]) -
 
 def _values(key: str, base: Path, environ: Mapping[str, str]) -> list[str]:
     """The keys that an entry of the file stands for; none if they cannot be read."""
-    if key.startswith(_ENV):
-        parts = environ.get(key[len(_ENV) :], "").split(",")
+    if key.startswith(ENV):
+        parts = environ.get(key[len(ENV) :], "").split(",")
     elif key.startswith(_FILE):
         try:
             parts = _directory(base, key[len(_FILE) :]).read_text().splitlines()
@@ -638,8 +638,8 @@ def _secrets(source: Source, base: Path, environ: Mapping[str, str]) -> Iterator
         if not isinstance(key, str):
             continue
         values = _values(key, base, environ)
-        if key.startswith(_ENV) and not values:
-            name = key[len(_ENV) :]
+        if key.startswith(ENV) and not values:
+            name = key[len(ENV) :]
             yield source.problem(path, f"the environment variable {name} is not set; export it, or remove the key")
         elif key.startswith(_FILE) and not values:
             file = _directory(base, key[len(_FILE) :])

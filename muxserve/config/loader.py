@@ -27,6 +27,7 @@ from muxserve.config.problems import (
 from muxserve.config.removed import removed_key
 from muxserve.config.schema import Fleet
 from muxserve.config.source import Source, parse_yaml
+from muxserve.config.variables import fill_in
 
 _MAX_FILE_BYTES = 4 << 20
 _KINDS = {
@@ -89,15 +90,18 @@ def parse_fleet(
     *,
     serving: bool = True,
     others: Mapping[str, object] | None = None,
+    local: bool = True,
 ) -> Fleet:
     """Like `load_fleet`, for text; paths in it are relative to `base`. `others` are keys of the fleet that its models
-    are to join, which the text has not."""
+    are to join, which the text has not. Paths may name variables of `environ` if the text is `local`."""
     environ = os.environ if environ is None else environ
     source = parse_yaml(text, file)
     if not isinstance(source.data, dict):
         raise FleetError([Problem(f"must be a mapping with `models:`, not {_a(source.data)}", file, 1)])
     source.data = {**(others or {}), **source.data}
-    problems = checks.check(source, base, environ, serving)
+    problems = list(fill_in(source, environ, local))
+    unfilled = {problem.path for problem in problems}
+    problems += [each for each in checks.check(source, base, environ, serving) if each.path not in unfilled]
     fleet = None
     try:
         fleet = Fleet.model_validate({key: of for key, of in source.data.items() if not is_extension(key)})

@@ -105,16 +105,16 @@ def check_adapter(fleet: FleetSpec, model: str, name: str, path: str) -> None:
         raise WrongCommandError(str(error)) from None
 
 
-def check_add(fleet: FleetSpec, text: str, file: str, base: str, unit: str = "") -> Fleet:
+def check_add(fleet: FleetSpec, text: str, file: str, base: str, unit: str = "", local: bool = True) -> Fleet:
     """The one model of a fleet file that is to be added; paths in it are relative to `base`. With `unit` it is to join
-    that running unit.
+    that running unit. `local`: the file is of whoever runs the fleet (see `config.parse_fleet`).
 
     Raises:
         ChangeError: the file is wrong, has not exactly one model or something else, or the name is taken.
     """
     try:
         # Where memory decides who is awake, it does so of this model, too.
-        declared = parse_fleet(text, file, Path(base), others={"memory": AUTO} if fleet.residency else {})
+        declared = parse_fleet(text, file, Path(base), others={"memory": AUTO} if fleet.residency else {}, local=local)
         source = parse_yaml(text, file)
     except FleetError as error:
         raise WrongCommandError(str(error)) from None
@@ -165,14 +165,14 @@ def _check_join(fleet: FleetSpec, model: Model, name: str) -> None:
         raise ChangeError(f"{model.name} cannot join {name}: {why}. Without --unit it gets a unit of its own")
 
 
-def check_apply(text: str, file: str, base: str, environ: Mapping[str, str]) -> Fleet:
-    """The fleet that is wanted; paths are relative to `base`, keys are those of `environ`.
+def check_apply(text: str, file: str, base: str, environ: Mapping[str, str], local: bool = True) -> Fleet:
+    """The fleet that is wanted; paths are relative to `base`, keys are those of `environ`. `local` as in `check_add`.
 
     Raises:
         ChangeError: the file is wrong.
     """
     try:
-        return parse_fleet(text, file, Path(base), environ)
+        return parse_fleet(text, file, Path(base), environ, local=local)
     except FleetError as error:
         raise WrongCommandError(str(error)) from None
 

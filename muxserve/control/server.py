@@ -128,7 +128,7 @@ class ControlServer:
                     return messages.Done(f"{unit} is empty and has ended")
                 case messages.Add(text, file, base, unit):
                     fleet, place = self._control.fleet, base or self._base
-                    declared = await asyncio.to_thread(rules.check_add, fleet, text, file, place, unit)
+                    declared = await asyncio.to_thread(rules.check_add, fleet, text, file, place, unit, bool(base))
                     name = declared.models[0].name
                     if not base:
                         rules.check_from_elsewhere(declared, [name])
@@ -150,7 +150,9 @@ class ControlServer:
         been done stays: another try goes on from there."""
         control, base = self._control, command.base or self._base
         environ = os.environ if command.environ is None else command.environ
-        wanted = await asyncio.to_thread(rules.check_apply, command.text, command.file, base, environ)
+        wanted = await asyncio.to_thread(
+            rules.check_apply, command.text, command.file, base, environ, bool(command.base)
+        )
         plan = await asyncio.to_thread(plan_changes, control.fleet, control.declared, wanted)
         if not command.base:
             rules.check_from_elsewhere(wanted, plan.add)
