@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import resource
@@ -145,9 +144,6 @@ async def _serve(
         gateway.fleet_changed()
     try:
         endpoint = await gateway.build()
-        # What was built stays: the collector need not look at it again and again.
-        gc.collect()
-        gc.freeze()
         server = GatewayServer(endpoint, on_up, room, fleet.gateway)
         beside = bind_beside(fleet, index) if fleet.gateway.count > 1 else None
         drain = ServerDrain(gateway, endpoint, server, fleet.gateway.drain_seconds, fleet.gateway.count > 1)

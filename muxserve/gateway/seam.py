@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+import gc
+import importlib
 import json
 import logging
 from argparse import Namespace
@@ -40,9 +42,11 @@ from muxserve.gateway.long_texts import LongTexts
 from muxserve.gateway.responses import ResponseStore
 from muxserve.gateway.stored_responses import attach
 from muxserve.gateway.vllm_metrics import stat_logger
+from muxserve.net.process import trim
 from muxserve.spec import ModelSpec
 from muxserve.vllm import language_models
 from muxserve.vllm.args import frontend_args
+from muxserve.vllm.gateway_internals import MODEL_CACHES
 from muxserve.vllm.tasks import tasks_of
 
 log = logging.getLogger(__name__)
@@ -123,10 +127,22 @@ async def with_adapters(front_end: ModelFrontEnd, served: ServedApp) -> ServedAp
     return dataclasses.replace(served, cards={card.id: card.model_dump() for card in listed.data})
 
 
-def end(front_end: ModelFrontEnd) -> None:
+async def end(front_end: ModelFrontEnd) -> None:
     """Let go of a front end that has no request any more."""
     front_end.llm.shutdown()
 
+    if loop is not None:
+        await asyncio.wait([loop])
+
+
+async def forget_models() -> None:
+    """Have nothing kept of front ends that have ended: neither by vLLM, which has caches of tokenizers, templates and
+    settings by path, nor by Python, for which a front end is a large cycle."""
+    for module, name in MODEL_CACHES:
+        known = getattr(importlib.import_module(module), name)
+        known.clear() if isinstance(known, dict) else known.cache_clear()
+    gc.collect()
+    await asyncio.to_thread(trim)
 
 def settle() -> None:
     """All front ends are built: vLLM's settings stay, and need not be read from the environment for every token."""

@@ -120,9 +120,10 @@ class OfferedModels:
         try:
             await self._limiter.remove(model)
         finally:
-            del self._leaving[model]
             self._broker.detach(model)
-            seam.end(self._front_ends.pop(model))
+            await seam.end(self._front_ends.pop(model))
+            await seam.forget_models()
+            del self._leaving[model]
             log.info("%s is not offered any more", model)
             self._left()
 

@@ -132,6 +132,31 @@ INTERNALS: list[Internal] = [
     ("vllm.exceptions", "GracefulHTTPError", ("message", "http_status")),
 ]
 
+# vLLM's caches, by module and name, whose keys or values are of one model: paths, tokenizers, their methods, templates.
+MODEL_CACHES = (
+    ("vllm.tokenizers.registry", "cached_get_tokenizer"),
+    ("vllm.tokenizers.registry", "cached_resolve_tokenizer_args"),
+    ("vllm.renderers.hf", "_PROCESSOR_CHAT_TEMPLATES"),
+    ("vllm.renderers.hf", "_CONTENT_FORMATS"),
+    ("vllm.renderers.hf", "_cached_resolve_chat_template_kwargs"),
+    ("vllm.renderers.hf", "_detect_content_format"),
+    ("vllm.renderers.hf", "_detect_developer_role_support"),
+    ("vllm.renderers.chat_utils", "_cached_load_chat_template"),
+    ("vllm.utils.func_utils", "_supports_kw"),
+    ("vllm.transformers_utils.processor", "cached_get_processor"),
+    ("vllm.transformers_utils.processor", "cached_get_feature_extractor"),
+    ("vllm.transformers_utils.processor", "cached_get_image_processor"),
+    ("vllm.transformers_utils.processor", "cached_get_video_processor"),
+    ("vllm.transformers_utils.processor", "get_processor_kwargs_type"),
+    ("vllm.transformers_utils.processor", "get_processor_kwargs_keys"),
+    ("vllm.transformers_utils.config", "get_sentence_transformer_tokenizer_config"),
+    ("vllm.transformers_utils.config", "get_pooling_config"),
+    ("vllm.transformers_utils.config", "checkpoint_has_lm_head"),
+    ("vllm.transformers_utils.repo_utils", "list_repo_files"),
+    ("vllm.transformers_utils.utils", "maybe_model_redirect"),
+)
+INTERNALS += [(module, name, ()) for module, name in MODEL_CACHES]
+
 
 def problems(installed: str | None = None) -> list[str]:
     """What differs from the vLLM that the gateway was written for, in words; empty when all is well.
