@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from muxserve.cli import workload_args as args
-from muxserve.cli.given import refuse_given
+from muxserve.cli.given import given_options, refuse_given
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -33,8 +33,11 @@ PlotlyLibrary = Annotated[
 
 
 @app.command()
-@args.reads_a_workload("format", "map", "start", "duration", "limit", "rate", "max_prompt", "max_output")
+@args.reads_a_workload(
+    "format", "map", "start", "duration", "limit", "rate", "max_prompt", "max_output", "time_unit", "block_tokens"
+)
 def plan(
+    context: typer.Context,
     fleet: FleetFile,
     reading: args.Reading,
     gpus: Annotated[
@@ -111,6 +114,8 @@ def plan(
     ] = None,
 ) -> None:
     """Plan which models share which GPUs, and predict what they will deliver."""
+    if html is None:
+        refuse_given(context, ["plotly"], "without --html")
     from muxserve.cli.plan import PlanArguments
     from muxserve.cli.plan import plan as run
 
@@ -139,6 +144,7 @@ def plan(
                 robust=robust,
                 workload=workload,
                 reading={**reading, "seed": seed},
+                given=given_options(context),
             )
         )
     )
@@ -147,6 +153,7 @@ def plan(
 @app.command()
 @args.reads_a_workload()
 def simulate(
+    context: typer.Context,
     fleet: FleetFile,
     workload: Annotated[str, typer.Option("--workload", help=args.SOURCE_HELP, show_default=False)],
     mode: Annotated[
@@ -194,6 +201,8 @@ def simulate(
     reading: args.Reading,
 ) -> None:
     """Simulate a fleet on a workload, under the scheduler that serves, in one or several modes side by side."""
+    if html is None:
+        refuse_given(context, ["plotly"], "without --html")
     from muxserve.cli.simulate import SimulateSettings
     from muxserve.cli.simulate import run as run_simulation
 
@@ -219,6 +228,7 @@ def simulate(
                 plotly=plotly,
                 as_json=json,
                 seed=reading["seed"],
+                given=given_options(context),
             )
         )
     )
@@ -283,6 +293,7 @@ def profile(
 @app.command()
 @args.reads_a_workload()
 def replay(
+    context: typer.Context,
     workload: Annotated[str, typer.Option("-w", "--workload", help=args.SOURCE_HELP, show_default=False)],
     url: Annotated[
         str, typer.Option("--url", envvar="MUXSERVE_URL", help="Any OpenAI-compatible endpoint.")
@@ -325,6 +336,9 @@ def replay(
     Open loop: every request leaves at its time, whatever became of the others. The first Ctrl-C sends nothing more and
     waits for what is under way, the second gives that up; both report what was done.
     """
+    if html is None:
+        refuse_given(context, ["plotly"], "without --html")
+    args.refuse_seed(context, workload)
     from muxserve.cli.replay import ReplaySettings
     from muxserve.cli.replay import replay as run
 

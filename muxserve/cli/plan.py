@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from muxserve.cli.given import NoEffectError, check_effect
 from muxserve.cli.output import command_line, errors, escape, print_error, print_problems, working
 from muxserve.cli.plan_phases import comparison_bar, documents, show_comparisons
 from muxserve.cli.plan_tables import show_plan, show_policies, show_residency, show_rivals, show_sleeping, show_spare
@@ -37,13 +38,26 @@ from muxserve.workload import Workload, WorkloadError, WorkloadOptions, open_wor
 from placement.exact import TooLargeError
 from placement.planner import PlanOptions
 
+# The options that say how a workload is read.
+_READING = (
+    "format",
+    "map",
+    "start",
+    "duration",
+    "limit",
+    "rate",
+    "max_prompt",
+    "max_output",
+    "time_unit",
+    "block_tokens",
+)
 # Of a fleet with `memory` on GPUs, where none is named: at the rates of its models.
 _ANY_WORKLOAD = "bursty-groups:duration=120"
 
 
 @dataclass(frozen=True, slots=True)
 class PlanArguments:
-    """What the command line says; see `muxserve plan --help`."""
+    """What the command line says; see `muxserve plan --help`. `given` are the names of the options that it has."""
 
     fleet: Path
     gpus: int | None = None
@@ -67,6 +81,7 @@ class PlanArguments:
     robust: bool = True
     workload: str | None = None
     reading: Mapping[str, Any] = field(default_factory=dict)
+    given: frozenset[str] = frozenset()
 
 
 def plan(arguments: PlanArguments) -> int:
@@ -75,7 +90,7 @@ def plan(arguments: PlanArguments) -> int:
         return _plan(arguments)
     except FleetError as error:
         print_problems(error, "there is no plan")
-    except (ClusterError, CostError, SimulationError, TooLargeError, UsageError, WorkloadError) as error:
+    except (ClusterError, CostError, NoEffectError, SimulationError, TooLargeError, UsageError, WorkloadError) as error:
         print_error(str(error))
     except OSError as error:
         print_error(f"{error.filename}: cannot be written: {error.strerror}")
@@ -92,6 +107,7 @@ def _plan(arguments: PlanArguments) -> int:
     cluster = cluster_of(
         fleet, (arguments.gpus or sizes[-1]) if sizes else arguments.gpus, arguments.gpu_type, arguments.nodes
     )
+    _check_effects(arguments, cluster is not None, bool(sizes))
     began = time.monotonic()
     with working("planning") as (told, alone):
         planner = Planner(
@@ -151,6 +167,8 @@ def _tell(arguments: PlanArguments, fleet: Fleet, made: PlannedFleet, seconds: f
     if arguments.output is not None and made.plan.placement.units:
         save_plan(made.plan.placement, arguments.output, about)
         errors.print(f"plan written to {escape(str(arguments.output))}")
+    elif arguments.output is not None:
+        errors.print(f"{escape(str(arguments.output))} is not written: no model has a place")
     if arguments.html is not None:
         from muxserve.metrics.page import write_page
         from muxserve.planning.html import plan_page
@@ -187,6 +205,7 @@ def _workload(arguments: PlanArguments, fleet: Fleet) -> Workload | None:
     if named is None and fleet.memory is not None and on_gpus and searched:
         named = _ANY_WORKLOAD
     if named is None:
+        check_effect(arguments.given, _READING, "without --workload")
         return None
     if arguments.exact or arguments.mode != "muxserve":
         raise UsageError("--workload goes neither with --exact nor with --mode")
@@ -199,6 +218,24 @@ def _workload(arguments: PlanArguments, fleet: Fleet) -> Workload | None:
     except OSError as error:
         raise UsageError(f"--workload: {error.filename} cannot be read: {error.strerror}") from None
     return found
+
+
+def _check_effects(arguments: PlanArguments, on_gpus: bool, sweeps: bool) -> None:
+    """
+    Raises:
+        NoEffectError: an option is given that changes nothing.
+    """
+    given, simulated = arguments.given, arguments.simulate is None or arguments.simulate > 0
+    if not on_gpus:
+        check_effect(given, ["seconds"], "on a CPU, where no placement is searched for")
+        check_effect(given, ["robust"], "on a CPU, where one way to serve is planned")
+    if sweeps:
+        check_effect(given, ["gpus"], "with --sweep, which says how many there are")
+        check_effect(given, ["robust"], "with --sweep, which compares sizes and no other ways to serve")
+    if arguments.exact or arguments.mode != "muxserve":
+        check_effect(given, ["robust"], "where no other way to serve is compared")
+    if not simulated:
+        check_effect(given, ["robust"], "if nothing is simulated")
 
 
 def _check_cpu(arguments: PlanArguments, fleet: Fleet) -> None:

@@ -133,6 +133,7 @@ async def _replay(settings: ReplaySettings) -> int:
         described = describe(workload)
         if not described.models:
             raise WorkloadError(f"{workload.about} has no requests")
+        errors.print(escape(workload.about))
         _tell_mapping(settings, workload, given is not None, served)
         print_left_out(workload)
         # A server may still have the KV of prompts that it was sent before.

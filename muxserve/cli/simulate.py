@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from muxserve.cli.given import NoEffectError, check_effect
 from muxserve.cli.output import command_line, console, errors, escape, print_error, print_problems, working
 from muxserve.cli.simulate_places import PlacementSearch, Places, PlacesError, places_of
 from muxserve.cli.workload_args import print_left_out
@@ -46,7 +47,7 @@ from placement.format import format_size
 
 @dataclass(frozen=True, slots=True)
 class SimulateSettings:
-    """What the command line says; see `muxserve simulate --help`."""
+    """What the command line says; see `muxserve simulate --help`. `given` are the names of the options that it has."""
 
     fleet: Path
     workload: str
@@ -67,6 +68,7 @@ class SimulateSettings:
     plotly: str = DEFAULT
     as_json: bool = False
     seed: int = 0
+    given: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ def run(settings: SimulateSettings) -> int:
         return _run(settings)
     except FleetError as error:
         print_problems(error, "nothing was simulated")
-    except (WorkloadError, SimulationError, CostError, ClusterError, PlacesError) as error:
+    except (WorkloadError, SimulationError, CostError, ClusterError, NoEffectError, PlacesError) as error:
         print_error(str(error))
     except OSError as error:
         print_error(f"{error.filename or 'file'}: {error.strerror or error}")
@@ -107,6 +109,7 @@ def _run(settings: SimulateSettings) -> int:
             settings.fleet, settings.gpus, settings.gpu_type, settings.nodes, settings.plan, latency, search
         )
         places.compares = len(modes) > 1
+        _check_effects(settings, modes, places)
         workload = open_workload(
             settings.workload,
             {demand.name: demand.rate for demand in places.demands},
@@ -144,6 +147,20 @@ def _run(settings: SimulateSettings) -> int:
     _report(settings, workload, places, runs)
     failed = any(run.summary.overall.completed < run.summary.overall.requests for run in runs.values())
     return ExitCode.NO if failed else ExitCode.DONE
+
+
+def _check_effects(settings: SimulateSettings, modes: Sequence[Mode], places: Places) -> None:
+    """
+    Raises:
+        NoEffectError: an option is given that changes nothing.
+    """
+    planned = [mode for mode in modes if mode.placement == "muxserve"]
+    if not planned:
+        check_effect(settings.given, ["plan"], "on modes whose placement is another, which is planned now")
+    if places.cluster is None:
+        check_effect(settings.given, ["seconds"], "on a CPU, where no placement is searched for")
+    if settings.plan is not None and len(planned) == len(modes):
+        check_effect(settings.given, ["seconds"], "with --plan, where no placement is searched for")
 
 
 def _priorities(settings: SimulateSettings, levels: Levels) -> PriorityOf | None:

@@ -100,7 +100,7 @@ def _write(workload: Workload, out: Path, about: str) -> None:
     finally:
         part.unlink(missing_ok=True)
     print_left_out(workload)
-    console.print(f"{count} requests over {workload.duration:.6g} s in {escape(str(out))}")
+    console.print(f"{escape(workload.about)}: {count} requests over {workload.duration:.6g} s in {escape(str(out))}")
 
 
 @contextlib.contextmanager

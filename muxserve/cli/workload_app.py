@@ -44,6 +44,7 @@ def generate(
 @app.command()
 @args.reads_a_workload()
 def convert(
+    context: typer.Context,
     source: Source,
     out: Out,
     fleet: args.Fleet = None,
@@ -53,13 +54,14 @@ def convert(
     reading: args.Reading,
 ) -> None:
     """Read a workload in any known format, cut, rescale and map it, and write it as a trace."""
+    args.refuse_seed(context, source)
     from muxserve.cli.workload import convert as run
 
     raise typer.Exit(run(source, out, fleet=fleet, models=models, options=reading, about=about))
 
 
 @app.command()
-@args.reads_a_workload("format", "tokenizer", "all_turns", "skip_bad", "rate")
+@args.reads_a_workload("format", "tokenizer", "all_turns", "skip_bad", "rate", "time_unit", "block_tokens")
 def describe(
     source: Source,
     fleet: args.Fleet = None,

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from muxserve.cli.given import refuse_given
+
 if TYPE_CHECKING:
     from muxserve.workload import Workload
 
@@ -47,6 +49,14 @@ def _reading(
         bool, typer.Option("--all-turns", help="Every turn of a conversation, not the first alone.")
     ] = False,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave malformed lines out and count them.")] = False,
+    time_unit: Annotated[
+        str | None,
+        typer.Option(help="What times of the file count, if that is not certain: s, ms, us, ns.", show_default=False),
+    ] = None,
+    block_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens that a hash of the file stands for, if not certain.", show_default=False),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of what is drawn beside a file: models, times.")] = 0,
 ) -> None:
     """The options that say how a workload is read; only its signature is used."""
@@ -73,6 +83,18 @@ def reads_a_workload(*only: str) -> Callable[[Callable[..., None]], Callable[...
         return run
 
     return decorate
+
+
+def refuse_seed(context: typer.Context, source: str) -> None:
+    """A command that draws nothing itself takes no seed for a workload that has its own.
+
+    Raises:
+        typer.BadParameter: one was given.
+    """
+    from muxserve.workload.spec import is_spec
+
+    if is_spec(source) and not Path(source).is_file():
+        refuse_given(context, ["seed"], "on a generator; write seed=... into it")
 
 
 def models_of(fleet: Path | None, models: str | None) -> Mapping[str, float] | Sequence[str] | None:

@@ -235,6 +235,8 @@ def cluster_of(
     if nodes is not None:
         if gpus is not None:
             raise ClusterError("--gpus and --nodes exclude each other")
+        if gpu_type is not None and all(":" in part for part in nodes.split(",")):
+            raise ClusterError("--gpu-type has no effect: --nodes says the type of each machine's GPUs")
         return _parsed(nodes, gpu_type or own.gpu_type)
     if gpus is None and gpu_type is None and own.nodes:
         return Cluster(tuple(_file_nodes(fleet)))

@@ -17,7 +17,7 @@ from msgspec import structs
 from muxserve.workload.arrivals import power_law_rates
 from muxserve.workload.errors import WorkloadError
 from muxserve.workload.generate import generate
-from muxserve.workload.readers import FORMATS, NATIVE, RawRequest, ReadOptions, detect
+from muxserve.workload.readers import FORMATS, NATIVE, TIME_UNITS, RawRequest, ReadOptions, detect, head_of
 from muxserve.workload.spec import GeneratorSpec, is_spec, parse_spec
 from muxserve.workload.stream import LeftOut, TraceFile, cut
 from muxserve.workload.text import estimated_tokens, tokenizer_counter
@@ -107,7 +107,9 @@ class WorkloadOptions:
     them so that this many requests per second come on average; a trace without times gets Poisson arrivals of that
     rate, a generator draws with it. `max_prompt` and `max_output` cap lengths, in tokens. `tokenizer` (a path) counts
     the tokens of texts, which are estimated without; `all_turns` takes every turn of a conversation, not the first
-    alone. `skip_bad` leaves malformed lines out and counts them. `seed` is for what is drawn beside a file.
+    alone. `skip_bad` leaves malformed lines out and counts them. `seed` is for what is drawn beside a file. `time_unit`
+    (s, ms, us, ns) is what times of a file count, `block_tokens` how many tokens of a prompt a hash stands for, where
+    the file leaves that open.
 
     Raises:
         WorkloadError: a value that makes no sense.
@@ -126,6 +128,8 @@ class WorkloadOptions:
     tokenizer: str | None = None
     all_turns: bool = False
     skip_bad: bool = False
+    time_unit: str | None = None
+    block_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("speed", self.speed), ("rate", self.rate), ("duration", self.duration)):
@@ -133,13 +137,25 @@ class WorkloadOptions:
                 raise WorkloadError(f"{name} must be a positive number, not {value:g}")
         if not (self.start >= 0 and math.isfinite(self.start)):
             raise WorkloadError(f"start must be zero or positive seconds, not {self.start:g}")
-        for name, count in (("limit", self.limit), ("max_prompt", self.max_prompt), ("max_output", self.max_output)):
+        for name in ("limit", "max_prompt", "max_output", "block_tokens"):
+            count = getattr(self, name)
             if count is not None and count < 1:
                 raise WorkloadError(f"{name} must be at least 1, not {count}")
         if self.rate is not None and self.speed != 1.0:
             raise WorkloadError("speed and rate exclude each other: both rescale time")
         if self.format is not None and self.format not in (*FORMATS, NATIVE):
             raise WorkloadError(f"{self.format!r} is no format; there are {', '.join((*FORMATS, NATIVE))}")
+        if self.time_unit is not None and self.time_unit not in TIME_UNITS:
+            raise WorkloadError(f"{self.time_unit!r} is no unit of time; there are {', '.join(TIME_UNITS)}")
+
+    def refuse(self, names: Sequence[str], why: str) -> None:
+        """
+        Raises:
+            WorkloadError: one of these is given, and would have no effect.
+        """
+        for name in names:
+            if getattr(self, name) not in (None, False):
+                raise WorkloadError(f"--{name.replace('_', '-')} has no effect: {why}")
 
 
 @dataclass
@@ -242,6 +258,8 @@ class _Generated(Workload):
             spec = dataclasses.replace(spec, rate=options.rate)
         if options.mapping != "auto":
             raise WorkloadError(f"{spec.text()!r} is generated for its models; there is nothing to map to others")
+        of_files = ("format", "tokenizer", "all_turns", "skip_bad", "time_unit", "block_tokens")
+        options.refuse(of_files, f"{spec.text()!r} is generated, not read from a file")
         super().__init__(models, rates, options)
         self._spec = spec
         self._loads = spec.loads(models, rates)
@@ -265,12 +283,14 @@ class _Read(Workload):
     ) -> None:
         super().__init__(models, rates, options)
         name = options.format or detect(path)
+        assumed = _assumed(path, name, options)
         count = tokenizer_counter(options.tokenizer) if options.tokenizer else estimated_tokens
-        self._file = TraceFile(path, name, ReadOptions(count, options.all_turns), options.skip_bad)
+        reading = ReadOptions(count, options.all_turns, options.time_unit, options.block_tokens)
+        self._file = TraceFile(path, name, reading, options.skip_bad)
         self._header = _header(path) if name == NATIVE else None
         if self._header and not models:
             self._models = tuple(self._header.models)
-        self.about, self.seed = f"{os.path.basename(path)} ({name})", None
+        self.about, self.seed = f"{os.path.basename(path)} ({'; '.join((name, *assumed))})", None
         self._mapper()
 
     @property
@@ -299,6 +319,37 @@ class _Read(Workload):
         whole = min(max(0.0, self._whole - self._options.start), self._options.duration or math.inf)
         span = whole if self._whole and not self._options.limit else seen.last * seen.count / (seen.count - 1)
         return seen.count / span / rate
+
+
+def _assumed(path: str, name: str, options: WorkloadOptions) -> list[str]:
+    """What the numbers of a file are taken to mean, in words.
+
+    Raises:
+        WorkloadError: that is not certain and nobody says it, or somebody says what has no effect on this file.
+        OSError: the file cannot be opened.
+    """
+    form, head, found = FORMATS.get(name), head_of(path), []
+    time = form.time_unit(head) if form is not None else None
+    block = form.block_tokens(head) if form is not None else None
+    if time is None:
+        options.refuse(["time_unit"], f"{path} ({name}) has no times that are numbers of some unit")
+    elif options.time_unit is None and time.doubt:
+        raise WorkloadError(f"{path} ({name}): in which unit are its times? {time.doubt}. Say so: --time-unit s, or ms")
+    else:
+        found.append(f"times in {options.time_unit or time.value}")
+    if block is None:
+        options.refuse(["block_tokens"], f"{path} ({name}) has no hashes that stand for tokens")
+    elif options.block_tokens is None and block.doubt:
+        raise WorkloadError(
+            f"{path} ({name}): how many tokens does a hash stand for? {block.doubt}. Say so: --block-tokens"
+        )
+    else:
+        found.append(f"{options.block_tokens or block.value} tokens per hash")
+    if form is None or not form.texts:
+        options.refuse(["tokenizer", "all_turns"], f"{path} ({name}) has no texts")
+    elif options.tokenizer is None:
+        found.append("tokens of its texts estimated")
+    return found
 
 
 def _header(path: str) -> TraceHeader:

@@ -176,6 +176,8 @@ def parse_spec(text: str) -> GeneratorSpec:
         if key in values:
             raise WorkloadError(f"workload {text!r}: {key} is given twice")
         values[key] = _value(text, key, value, fields[key])
+    if {"lengths", "prompt", "output"} <= values.keys():
+        raise WorkloadError(f"workload {text!r}: lengths has no effect beside prompt and output")
     return GeneratorSpec(found[1], **values)  # type: ignore[arg-type]
 
 

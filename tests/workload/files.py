@@ -22,8 +22,8 @@ BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Ty
 118,GPT-4,417,276,693,Conversation log
 130,GPT-4,400,0,400,API log
 """
-MOONCAKE = """{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47]}
-{"timestamp": 30535, "input_length": 6472, "output_length": 26, "hash_ids": [46]}
+MOONCAKE = """{"timestamp": 27482, "input_length": 955, "output_length": 52, "hash_ids": [46, 47]}
+{"timestamp": 30535, "input_length": 472, "output_length": 26, "hash_ids": [46]}
 """
 OURS = """{"muxserve_trace":1,"models":["a"]}
 [0,"a",1,1]

@@ -9,7 +9,6 @@ import pytest
 
 from muxserve.workload import TraceError, TraceRequest, WorkloadError, WorkloadOptions, open_workload
 from muxserve.workload.trace import cut_content, read_trace, write_trace
-from tests.workload import files
 
 SPEC = "conversations:rate=5,duration=300,seed=3,system=100,systems=2,prompt=16..64,output=8..32,think=5"
 
@@ -87,6 +86,7 @@ def test_mooncakes_hashes_say_what_is_shared(tmp_path: Path) -> None:
     one, two = open_workload(str(path))
     assert one.content == (("46", 512), ("47", 512), ("48", 76))
     assert two.content == (("46", 512), ("47", 512))
-    # Hashes that do not cover the prompt say nothing.
-    path.write_text(files.MOONCAKE)
-    assert [request.content for request in open_workload(str(path))] == [(), ()]
+    small = '{"timestamp": 0, "input_length": 40, "output_length": 5, "hash_ids": [1, 2, 3]}'
+    path.write_text(small + "\n")
+    sized = WorkloadOptions(time_unit="s", block_tokens=16)
+    assert [request.content for request in open_workload(path, options=sized)] == [(("1", 16), ("2", 16), ("3", 8))]

@@ -7,17 +7,42 @@ import zlib
 
 from muxserve.workload.errors import WorkloadError
 from muxserve.workload.readers import azure, burstgpt, lmsys, mooncake, sharegpt
-from muxserve.workload.readers.format import Format, ReadOptions, Row
+from muxserve.workload.readers.format import TIME_UNITS, Assumption, Format, ReadOptions, Row
 from muxserve.workload.readers.format import RawRequest as RawRequest
 from muxserve.workload.trace import open_maybe_gzip
 
-__all__ = ["FORMATS", "NATIVE", "Format", "RawRequest", "ReadOptions", "Row", "detect"]
+__all__ = [
+    "FORMATS",
+    "NATIVE",
+    "TIME_UNITS",
+    "Assumption",
+    "Format",
+    "RawRequest",
+    "ReadOptions",
+    "Row",
+    "detect",
+    "head_of",
+]
 
 NATIVE = "muxserve"
 FORMATS = {
     format.name: format for format in (azure.FORMAT, burstgpt.FORMAT, mooncake.FORMAT, lmsys.FORMAT, sharegpt.FORMAT)
 }
 _HEAD = 1 << 16
+
+
+def head_of(path: str | os.PathLike[str]) -> bytes:
+    """The first 64 KiB of a file, decompressed, without white space at their start.
+
+    Raises:
+        WorkloadError: a compressed file is damaged.
+        OSError: the file cannot be opened.
+    """
+    try:
+        with open_maybe_gzip(path, "rb") as file:
+            return file.read(_HEAD).removeprefix(b"\xef\xbb\xbf").lstrip()
+    except (EOFError, zlib.error) as error:
+        raise WorkloadError(f"{os.fspath(path)}: the compressed file is damaged or cut off: {error}") from None
 
 
 def detect(path: str | os.PathLike[str]) -> str:
@@ -27,11 +52,7 @@ def detect(path: str | os.PathLike[str]) -> str:
         WorkloadError: none of them.
         OSError: the file cannot be opened.
     """
-    try:
-        with open_maybe_gzip(path, "rb") as file:
-            head = file.read(_HEAD).removeprefix(b"\xef\xbb\xbf").lstrip()
-    except (EOFError, zlib.error) as error:
-        raise WorkloadError(f"{os.fspath(path)}: the compressed file is damaged or cut off: {error}") from None
+    head = head_of(path)
     if not head:
         raise WorkloadError(f"{os.fspath(path)} is empty; a trace was expected")
     if b'"muxserve_trace"' in head.split(b"\n", 1)[0]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,25 +31,55 @@ class Row(NamedTuple):
     problem: str = ""
 
 
+# Seconds of each unit in which a file may count time.
+TIME_UNITS: Mapping[str, float] = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+
+
 @dataclass(frozen=True)
 class ReadOptions:
-    """How files with text are read: `count` gives the tokens of a text; `all_turns` makes every answer of a
-    conversation a request, with all before it as its prompt, instead of the first alone."""
+    """How a file is read. `count` gives the tokens of a text; `all_turns` makes every answer of a conversation a
+    request, with all before it as its prompt, instead of the first alone. `time_unit` (of TIME_UNITS) is what times
+    count and `block_tokens` the tokens that a hash stands for, where somebody says so; None: as the format's own files
+    have it."""
 
     count: TokenCounter = estimated_tokens
     all_turns: bool = False
+    time_unit: str | None = None
+    block_tokens: int | None = None
+
+    def seconds(self, usual: str) -> float:
+        """Seconds of one unit of time, which is `usual` in the format's own files."""
+        return TIME_UNITS[self.time_unit or usual]
+
+
+class Assumption(NamedTuple):
+    """What a number in a file is taken to mean, in the format's own files. `doubt` says why it may be another thing in
+    this one; empty where that is certain."""
+
+    value: str
+    doubt: str = ""
+
+
+def nothing(head: bytes) -> Assumption | None:
+    """There is nothing to assume."""
+    return None
 
 
 @dataclass(frozen=True)
 class Format:
     """A file format. `read` yields its rows and raises TraceError where the file cannot be read any further; `unit` is
-    what its places count (line, record); `matches` judges the first 64 KiB, white space stripped from their start."""
+    what its places count (line, record). `matches`, `time_unit` and `block_tokens` judge the first 64 KiB, white space
+    stripped from their start: whether a file is of this format, in which unit its times are, and how many tokens a hash
+    stands for (None: it has no times that are numbers, or no hashes). `texts`: their tokens are counted."""
 
     name: str
     about: str
     matches: Callable[[bytes], bool]
     read: Callable[[str | os.PathLike[str], ReadOptions], Iterator[Row]]
     unit: str = "line"
+    time_unit: Callable[[bytes], Assumption | None] = nothing
+    block_tokens: Callable[[bytes], Assumption | None] = nothing
+    texts: bool = False
 
 
 def bad_header(path: str | os.PathLike[str], wanted: str, got: str) -> TraceError:

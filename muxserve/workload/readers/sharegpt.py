@@ -43,4 +43,4 @@ def _matches(head: bytes) -> bool:
     return head[:1] in (b"[", b"{") and b'"conversations"' in head
 
 
-FORMAT = Format("sharegpt", "JSON with conversations of messages from/value", _matches, _read, "record")
+FORMAT = Format("sharegpt", "JSON with conversations of messages from/value", _matches, _read, "record", texts=True)
