@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -136,6 +137,9 @@ async def _serve(
     loop = asyncio.get_running_loop()
     if lifeline_fd is not None:
         loop.add_reader(lifeline_fd, _end_with, lifeline_fd)
+    # What was imported stays, and the collector need not look at it again and again. Models may go.
+    gc.collect()
+    gc.freeze()
     gateway = Gateway(fleet, index, nurseries)
     loop.add_signal_handler(signal.SIGHUP, gateway.fleet_changed)
     following: asyncio.Task[None] | None = None

@@ -129,8 +129,8 @@ async def with_adapters(front_end: ModelFrontEnd, served: ServedApp) -> ServedAp
 
 async def end(front_end: ModelFrontEnd) -> None:
     """Let go of a front end that has no request any more."""
+    loop = front_end.llm.output_handler
     front_end.llm.shutdown()
-
     if loop is not None:
         await asyncio.wait([loop])
 
@@ -143,6 +143,7 @@ async def forget_models() -> None:
         known.clear() if isinstance(known, dict) else known.cache_clear()
     gc.collect()
     await asyncio.to_thread(trim)
+
 
 def settle() -> None:
     """All front ends are built: vLLM's settings stay, and need not be read from the environment for every token."""
