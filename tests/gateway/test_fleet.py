@@ -512,6 +512,8 @@ def test_a_model_with_one_engine_of_both_phases(rig: Rig, fleet: Running, http: 
     )
     while complete(http, "one engine", model="delta").status_code == 404:
         pass
+    # What `/health` answers may be a moment old.
+    eventually(lambda: "delta" in http.get("/health").json()["models"], "the model is told of")
     assert http.get("/health").json()["models"]["delta"]["engines"] == {"both": "down"}
     assert http.get("/health").json()["models"]["alpha"]["engines"] == {"prefill": "up", "decode": "up"}
     report(rig, added.unit_spec)

@@ -59,7 +59,7 @@ class Endpoint:
             tenancy=self.tenancy,
             limiter=ConcurrencyLimiter(models, 0, 1, self.measures),
             measures=self.measures,
-            pages={"/fleet": lambda send: respond_json(send, {})},
+            pages={"/fleet": lambda scope, send: respond_json(send, {})},
             open_pages=frozenset(),
             settings=self.fleet.gateway,
         )
