@@ -100,6 +100,8 @@ _MAY_HAVE_MEDIA = re.compile(rb'"(?:input_)?(?:image|audio|video)(?:_\w+)?"')
 # Objects and lists in a body: vLLM checks each of them before anything else happens, in the event loop. In two messages
 # of a chat there are two of them; a thousand conversations, or half a million tokens of them, have less.
 MOST_PARTS = 16384
+# A message of a chat has eight quotes.
+_FIRST_QUOTES = 10 * MOST_PARTS
 _TOO_DEEP = "the request body is nested too deeply"
 _TEXT_ONLY = "models are served for text only here, also those that could take {}; remove it"
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
@@ -199,7 +201,7 @@ def asked_by(body: bytes) -> RequestFields:
     if parts > MOST_PARTS:
         raise RequestError(
             HTTPStatus.BAD_REQUEST,
-            f"the request body has {parts} objects and lists; this server takes at most {MOST_PARTS}",
+            f"the request body has more than {MOST_PARTS} objects and lists, which is the most that is taken",
         )
     return asked
 
@@ -210,8 +212,17 @@ def _parts_of(body: bytes) -> int:
     if parts <= MOST_PARTS:
         return parts
     # Some of them are in strings, of which every quote begins or ends one when the escaped ones are gone.
-    outside = b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
-    return outside.count(b"{") + outside.count(b"[")
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    # A body that has far too many of them is not looked at to its end.
+    for quotes in (_FIRST_QUOTES, -1):
+        pieces = bare.split(b'"', quotes)
+        if quotes > 0:
+            pieces = pieces[:-1]
+        outside = b"".join(pieces[::2])
+        parts = outside.count(b"{") + outside.count(b"[")
+        if parts > MOST_PARTS:
+            break
+    return parts
 
 
 def check_media(body: bytes, sees_images: bool) -> None:

@@ -19,6 +19,7 @@ CHATS = frozenset({"/v1/chat/completions", "/v1/chat/completions/render"})
 BATCHES = frozenset({"/v1/chat/completions/batch"})
 # Pairs of texts: each is a request to a model that reads both at once, and each text is one to a model of embeddings.
 PAIRS = frozenset({"/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"})
+SEVERAL = COMPLETIONS | CHATS | BATCHES | POOLING
 
 
 class _Fields(msgspec.Struct):
@@ -46,12 +47,14 @@ _decoder = msgspec.json.Decoder(_Fields)
 
 
 def engine_requests(path: str, body: bytes, reads_pairs: bool = False) -> int:
-    """How many requests the route `path` makes of `body`; at least 1.
+    """How many requests the route `path` makes of `body`; at least 1, as of routes that have one answer.
 
     Args:
         body: a JSON object.
         reads_pairs: the model takes two texts in one request.
     """
+    if path not in SEVERAL:
+        return 1
     fields = _decoder.decode(body)
     if path in COMPLETIONS:
         # vLLM serves prompts and embeddings of prompts together.
@@ -65,11 +68,9 @@ def engine_requests(path: str, body: bytes, reads_pairs: bool = False) -> int:
         left = max(_length(each, b'"{') for each in (fields.query, fields.queries, fields.data_1, fields.text_1))
         right = max(_length(each, b'"{') for each in (fields.documents, fields.items, fields.data_2, fields.text_2))
         return max(1, left, right) if reads_pairs else max(1, left + right)
-    if path in POOLING:
-        # A list of objects is one conversation, except in `inputs`.
-        conversations = max(_length(each, b'"[') for each in (fields.messages, fields.input))
-        return max(1, conversations, *(_length(each, b'"{[') for each in (fields.texts, fields.images, fields.inputs)))
-    return 1
+    # A list of objects is one conversation, except in `inputs`.
+    conversations = max(_length(each, b'"[') for each in (fields.messages, fields.input))
+    return max(1, conversations, *(_length(each, b'"{[') for each in (fields.texts, fields.images, fields.inputs)))
 
 
 def check_engine_requests(asked: int, most: int, model: str) -> None:
