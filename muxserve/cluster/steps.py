@@ -37,6 +37,8 @@ _DRAIN_MARGIN = 30.0
 # A unit that has not said by then how many requests it has may have any number of them.
 _ANSWER_SECONDS = 1.0
 _LOOK_SECONDS = 0.2
+# A unit that is being started again is waited for so long.
+_READY_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -247,16 +249,34 @@ class FleetSteps:
                 await self.end_replicas([model], unit, tell)
             raise
 
-    async def _start_one(self, model: str, tell: Tell) -> RunningUnit:
-        idle = [
+    def _idle(self, model: str) -> list[RunningUnit]:
+        """The units that are up, declare `model` and do not serve it."""
+        return [
             unit
             for unit in self._units.units.values()
-            if unit.announced
-            and model not in unit.serves
-            and unit.name not in self._ending
-            and unit.handle.ready.is_set()
+            if model not in unit.serves
+            and self.ready(unit)
             and any(each.name == model for each in unit.planned.unit_spec.models)
         ]
+
+    async def _until_idle(self, model: str) -> list[RunningUnit]:
+        """The same of a model that memory decides on, as soon as there is one: its unit may be being started again. A
+        unit more would take memory of its own, which nobody has set aside.
+
+        Raises:
+            ChangeError: there is none for too long.
+        """
+        try:
+            async with asyncio.timeout(_READY_SECONDS):
+                while not (idle := self._idle(model)):
+                    await asyncio.sleep(_LOOK_SECONDS)
+        except TimeoutError:
+            raise ChangeError(f"the unit of {model} is not up at present") from None
+        return idle
+
+    async def _start_one(self, model: str, tell: Tell) -> RunningUnit:
+        resident = self._units.fleet.is_resident(model)
+        idle = await self._until_idle(model) if resident else self._idle(model)
         if idle:
             unit = idle[0]
             tell(f"starting {model} in {unit.name}")

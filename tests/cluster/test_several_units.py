@@ -20,7 +20,8 @@ from muxserve.control.changes import ChangeError
 from muxserve.planning.specs import settings_of
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.scaling import ScalingRules
-from muxserve.spec import FleetSpec, PhasesName, followed_file, load_fleet, load_followed
+from muxserve.scheduling.residency import ResidencyRules, WakeCosts
+from muxserve.spec import FleetSpec, PhasesName, ResidencySpec, followed_file, load_fleet, load_followed
 from muxserve.spec.run_dir import RunDir
 from tests.cluster.conftest import Fleet, alive, fake_unit_spec, running
 from tests.support.thoroughness import cases
@@ -535,6 +536,41 @@ async def test_the_global_scheduler_starts_and_stops_replicas(pair: Fleet) -> No
     pair.tell("orders", "stop one u1")
     await pair.until(lambda: "u1" not in pair.serves)
     assert pair.serves == {"u0": ["one", "two"], "u2": ["two"]}
+
+
+@pytest.fixture
+async def resident(run_dir: RunDir, planner: FakePlanner) -> AsyncIterator[Fleet]:
+    """Memory decides which of the models of the only unit are awake."""
+    models = {name: WakeCosts(1 << 20) for name in ("one", "two")}
+    residency = {"u0": ResidencySpec(ResidencyRules(1 << 40), models)}
+    scaling = {name: ScalingRules(0, 1) for name in models}
+    units = [fake_unit_spec(run_dir.path)]
+    async for each in running(Fleet(run_dir, units, planner, residency=residency, scaling=scaling)):
+        yield each
+
+
+async def test_a_model_is_woken_in_its_unit_alone_which_is_waited_for(
+    resident: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A unit more, for a model whose unit is being started again, would take memory that nobody has set aside."""
+    await resident.serving()
+    resident.tell("orders", "stop two u0")
+    await resident.until(lambda: resident.serves == {"u0": ["one"]})
+    ready = resident.controller.units.units["u0"].handle.ready
+    ready.clear()
+    resident.tell("orders", "start two 1")
+    await resident.until(lambda: resident.changes.starting == ["two"])
+    ready.set()
+    await resident.until(lambda: resident.serves == {"u0": ["one", "two"]})
+    # For so long only: the global scheduler hears of it, and tries again.
+    resident.tell("orders", "stop two u0")
+    await resident.until(lambda: resident.serves == {"u0": ["one"]})
+    ready.clear()
+    monkeypatch.setattr(steps, "_READY_SECONDS", 0.05)
+    resident.tell("orders", "start two 1")
+    await resident.until(lambda: "start of two failed: the unit of two is not up at present" in resident.journal())
+    assert resident.serves == {"u0": ["one"]}
+    ready.set()
 
 
 @pytest.mark.thorough
