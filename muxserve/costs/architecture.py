@@ -415,7 +415,10 @@ def read_architecture(config: Mapping[str, object], pooling: bool = False) -> Mo
 
 
 def _impossible(config: Mapping[str, object]) -> str | None:
-    """Which number of a config.json no model can have."""
+    """What a config.json says that no model can have."""
+    kind = config.get("model_type")
+    if kind is not None and not isinstance(kind, str):
+        return f"config.json has model_type: {_short(kind)}; it must be a text"
     for keys, least, most in _BOUNDS:
         for key in keys:
             value = config.get(key)
