@@ -106,6 +106,8 @@ def run_model_parent(unit_spec: UnitSpec, model: str, commands: socket.socket, c
                     awaited=awaited,
                 )
             except Exception as error:
+                # Whoever hears of it looks at the log at once.
+                log.exception("cannot run %s/%s", model, phase)
                 control.event("failed", kind="engine", model=model, phase=phase, error=words(error))
                 raise
 
