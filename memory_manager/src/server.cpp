@@ -31,6 +31,8 @@ namespace {
 
 // How long the next request is looked for before the thread sleeps, where that pays.
 constexpr std::int64_t kSpinTime = 100'000;
+// So often it is looked whether the log still has its name.
+constexpr std::int64_t kLogPeriod = 1'000'000'000;
 
 [[noreturn]] void fail(const std::string& what) { throw ServerError(what + ": " + std::strerror(errno)); }
 
@@ -175,6 +177,10 @@ bool Server::dispatch(int timeout_ms) {
   if (count < 0 && errno != EINTR) fail("cannot wait for events");
   now_ = clock_now();
   if (heartbeat_ != nullptr) heartbeat_->beat();
+  if (now_ >= log_due_) {
+    log_due_ = now_ + kLogPeriod;
+    log_.follow();
+  }
   ++round_;
   turns_.swap(waiting_);
   waiting_.clear();

@@ -14,6 +14,7 @@
 #include "dispatcher.hpp"
 #include "heartbeat.hpp"
 #include "limits.hpp"
+#include "own_log.hpp"
 
 namespace muxserve::memory {
 
@@ -67,6 +68,8 @@ class Server {
   Dispatcher& dispatcher_;
   std::string path_;
   Heartbeat* heartbeat_ = nullptr;
+  OwnLog log_;
+  std::int64_t log_due_ = 0;
   Limits limits_;
   int epoll_ = -1;
   int listener_ = -1;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,15 +25,17 @@ class LogTail:
 
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir
-        # How long a part's logs were when it was started last: what stands before is of its predecessors.
-        self._began: dict[tuple[PartId, str], int] = {}
+        # Which file each of a part's logs was when it was started last, and how long: what stands before is of its
+        # predecessors.
+        self._began: dict[tuple[PartId, str], tuple[int, int]] = {}
 
     def note(self, event: Event) -> None:
         """To be told all events, as they happen."""
         if isinstance(event, Starting):
             for name in event.part.log_names:
                 with contextlib.suppress(OSError):
-                    self._began[event.part, name] = (self._log_dir / name).stat().st_size
+                    stat = (self._log_dir / name).stat()
+                    self._began[event.part, name] = stat.st_ino, stat.st_size
 
     def of(self, part: PartId) -> Said:
         """The log that says something, and its last lines."""
@@ -40,9 +43,10 @@ class LogTail:
             path = self._log_dir / name
             with contextlib.suppress(OSError):
                 with path.open("rb") as log_file:
-                    began = self._began.get((part, name), 0)
-                    # A log that was put aside meanwhile begins anew.
-                    log_file.seek(began if began <= path.stat().st_size else 0)
+                    inode, began = self._began.get((part, name), (0, 0))
+                    stat = os.fstat(log_file.fileno())
+                    # A log that was put aside or renamed meanwhile begins anew.
+                    log_file.seek(began if inode == stat.st_ino and began <= stat.st_size else 0)
                     lines = log_file.read().decode(errors="replace").splitlines()
                 if lines:
                     return path, tuple(lines[-TAIL_LINES:])

@@ -159,6 +159,19 @@ def test_only_this_user_may_connect(start: Start, small: UnitSpec) -> None:
         assert segment.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_log_that_was_renamed_is_opened_anew(small: UnitSpec, tmp_path: Path) -> None:
+    path = tmp_path / "memory.log"
+    with path.open("ab") as log:
+        process = server.start(small, stderr=log)
+    path.rename(tmp_path / "memory.log.1")
+    eventually(path.exists, "a new log")
+    assert path.stat().st_mode & 0o777 == 0o600
+    process.terminate()
+    assert process.wait(60) == 0
+    assert process.stdout is not None
+    process.stdout.close()
+
+
 def test_it_dies_with_its_parent(small: UnitSpec, tmp_path: Path) -> None:
     plan = tmp_path / "unit.json"
     save(small, plan)
