@@ -20,6 +20,7 @@ import asyncio
 import logging
 import re
 import secrets
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -41,6 +42,7 @@ from muxserve.gateway.body import (
     ClientGoneError,
     asked_by,
     check_media,
+    check_tokens,
     read_body,
 )
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
@@ -90,14 +92,15 @@ ModelPage = Callable[[str, Scope, Send], Awaitable[None]]
 @dataclass(frozen=True, slots=True)
 class ServedApp:
     """A model that is offered: vLLM's application, its entries in `/v1/models` by name, its aliases after it, the
-    OpenAPI document of all that the application has, those of the paths for POST that it serves, and whether messages
-    may have images."""
+    OpenAPI document of all that the application has, those of the paths for POST that it serves, whether messages may
+    have images, and how many tokens a list of them may have."""
 
     app: App
     cards: Mapping[str, object]
     openapi: Callable[[], dict[str, Any]] = dict
     posts: frozenset[str] = POSTS
     sees_images: bool = False
+    most_tokens: int = sys.maxsize
 
 
 class GatewayApp:
@@ -294,6 +297,7 @@ class GatewayApp:
                 raise RequestError(
                     HTTPStatus.NOT_FOUND, f"the model {name!r} does not serve {path}; it has {_listed(served.posts)}"
                 )
+            check_tokens(body, served.most_tokens)
             check_media(body, served.sees_images)
             requests = engine_requests(path, body, reads_pairs="/classify" in served.posts)
             check_engine_requests(requests, self._limiter.gates[name].largest, name)

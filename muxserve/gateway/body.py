@@ -225,6 +225,40 @@ def _parts_of(body: bytes) -> int:
     return parts
 
 
+class _TokenLists(msgspec.Struct):
+    """The fields that may have tokens in place of texts."""
+
+    tokens: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+
+
+_token_lists = msgspec.json.Decoder(_TokenLists)
+_NUMBERS = re.compile(rb"\s*\[[\s\[]*-?\d")
+
+
+def check_tokens(body: bytes, most: int) -> None:
+    """Refuse lists of tokens of which one has more than `most`, before anything makes numbers of them.
+
+    Args:
+        body: JSON, as `asked_by` has found.
+
+    Raises:
+        RequestError: there is such a list (400).
+    """
+    if len(body) <= 2 * most:  # each takes two characters
+        return
+    lists = _token_lists.decode(body)
+    for field in _TokenLists.__struct_fields__:
+        text = bytes(getattr(lists, field))
+        if _NUMBERS.match(text) and text.count(b",") >= most * max(1, text.count(b"[") - 1):
+            raise RequestError(
+                HTTPStatus.BAD_REQUEST,
+                f"{field!r} has a list of more than {most} tokens, twice what the model can read; send parts of it",
+                param=field,
+            )
+
+
 def check_media(body: bytes, sees_images: bool) -> None:
     """Let nothing in that the model cannot take: images only where it `sees_images`, as data URLs, and nothing that
     would have the server fetch something or believe what an image is.

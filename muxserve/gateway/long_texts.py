@@ -107,7 +107,7 @@ class LongTexts:
     def attach(self, renderer: BaseRenderer[Any]) -> None:
         """Have `renderer` work within the limits of its model, and on what is long in these threads."""
         if renderer.tokenizer is not None:
-            limit = _bound(renderer.tokenizer, _longest(renderer.model_config))
+            limit = _bound(renderer.tokenizer, longest(renderer.model_config))
             stock: Callable[..., Any] = renderer._tokenize_prompt
 
             def tokenize(prompt: Mapping[str, Any], params: TokenizeParams) -> Any:
@@ -148,7 +148,7 @@ def size(value: object, depth: int = _DEPTH + 3) -> int:
     return 0
 
 
-def _longest(config: ModelConfig) -> int:
+def longest(config: ModelConfig) -> int:
     """Tokens of the longest text that a model takes; embeddings can be made of a longer one than the context holds."""
     pooler = config.pooler_config
     if pooler is not None and pooler.enable_chunked_processing:

@@ -38,7 +38,7 @@ from muxserve.gateway.adapters import adapter_requests
 from muxserve.gateway.anthropic_errors import keep_reasons
 from muxserve.gateway.app import POSTS, ServedApp
 from muxserve.gateway.engine_client import UnitEngineClient
-from muxserve.gateway.long_texts import LongTexts
+from muxserve.gateway.long_texts import TOO_MANY, LongTexts, longest
 from muxserve.gateway.responses import ResponseStore
 from muxserve.gateway.stored_responses import attach
 from muxserve.gateway.vllm_metrics import stat_logger
@@ -115,7 +115,8 @@ async def serve(front_end: ModelFrontEnd, gateway: int, store: ResponseStore | N
     posts = POSTS.intersection(getattr(route, "path", "") for route in app.routes)
     front_end.models = app.state.openai_serving_models
     sees = front_end.model.sees_images
-    return await with_adapters(front_end, ServedApp(app, {}, app.openapi, posts, sees_images=sees))
+    most = TOO_MANY * longest(front_end.llm.model_config)
+    return await with_adapters(front_end, ServedApp(app, {}, app.openapi, posts, sees, most))
 
 
 async def with_adapters(front_end: ModelFrontEnd, served: ServedApp) -> ServedApp:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muxserve.gateway import body
-from muxserve.gateway.body import MOST_PARTS, asked_by
+from muxserve.gateway.body import MOST_PARTS, asked_by, check_tokens
 from muxserve.gateway.errors import RequestError
 
 MESSAGE = {"role": "user", "content": "x"}
@@ -67,3 +67,34 @@ def test_parts_are_counted_outside_of_strings(value: object, ascii_only: bool) -
         patched.setattr(body, "MOST_PARTS", -1)
         patched.setattr(body, "_FIRST_QUOTES", -1)
         assert body._parts_of(json.dumps(value, ensure_ascii=ascii_only).encode()) == _parts(value)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"tokens": [9] * 101},
+        {"prompt": [9] * 101},
+        {"input": [9] * 101},
+        {"prompt": [[9] * 150, [8] * 150]},
+        {"tokens": [-1] * 101},
+    ],
+)
+def test_a_list_of_more_tokens_than_any_context_has_is_refused(asked: dict[str, object]) -> None:
+    with pytest.raises(RequestError, match="has a list of more than 100 tokens") as caught:
+        check_tokens(json.dumps(asked).encode(), 100)
+    assert (caught.value.status, caught.value.param) == (400, next(iter(asked)))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"tokens": [9] * 100},
+        {"prompt": [[9] * 100, [8] * 100]},
+        {"prompt": ["9," * 100]},
+        {"prompt": "[9" + ",9" * 100},
+        {"input": [{"content": "9," * 100}]},
+        {"messages": [9] * 101},
+    ],
+)
+def test_other_lists_are_none_of_tokens(asked: dict[str, object]) -> None:
+    check_tokens(json.dumps(asked).encode(), 100)
