@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from muxserve.config.adapters import AdapterError, rank_of
-from muxserve.config.checkpoint_files import CheckpointError, check_directory
+from muxserve.config.checkpoint_files import CheckpointError, check_directory, opened
 from muxserve.config.problems import KeyPath, Problem, closest, did_you_mean, shown
 from muxserve.config.schema import (
     MOST_REPLICAS,
@@ -288,6 +288,8 @@ def _bounds(source: Source, at: KeyPath, given: dict[str, Any]) -> Iterator[Prob
 
 
 _FILE = "file:"
+# Of a file with keys.
+_MOST_KEY_BYTES = 1 << 20
 # What vLLM's loader does not take for weights, or not this version of it, and what to do then.
 _FOREIGN_WEIGHTS = {
     "*.gguf": "GGUF files, which this vLLM cannot load; give the safetensors checkpoint that they were made from",
@@ -376,8 +378,9 @@ def _values(key: str, base: Path, environ: Mapping[str, str]) -> list[str]:
         parts = environ.get(key[len(ENV) :], "").split(",")
     elif key.startswith(_FILE):
         try:
-            parts = _directory(base, key[len(_FILE) :]).read_text().splitlines()
-        except (OSError, UnicodeDecodeError):
+            with opened(_directory(base, key[len(_FILE) :])) as file:
+                parts = file.read(_MOST_KEY_BYTES).decode().splitlines()
+        except (CheckpointError, ValueError):
             parts = []
     else:
         return [key]
@@ -677,7 +680,7 @@ def _tls(source: Source, base: Path, given: object) -> Iterator[Problem]:
     if not isinstance(given, dict) or not all(isinstance(given.get(key), str) for key in _TLS_FILES):
         return  # none is wanted, or the schema says what is missing
     files = {key: _directory(base, given[key]) for key in _TLS_FILES}
-    unreadable = [key for key, file in files.items() if not os.access(file, os.R_OK) or file.is_dir()]
+    unreadable = [key for key, file in files.items() if not os.access(file, os.R_OK) or not file.is_file()]
     for key in unreadable:
         yield source.problem(("gateway", "tls", key), f"{files[key]} is not there, or cannot be read")
     if unreadable:
@@ -693,4 +696,4 @@ def _tls(source: Source, base: Path, given: object) -> Iterator[Problem]:
 
 
 def _writable(file: Path) -> bool:
-    return os.access(file if file.exists() else file.parent, os.W_OK) and not file.is_dir()
+    return os.access(file if file.exists() else file.parent, os.W_OK) and (file.is_file() or not os.path.lexists(file))

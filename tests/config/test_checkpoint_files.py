@@ -156,6 +156,23 @@ def test_a_path_that_the_system_cannot_take(tmp_path: Path) -> None:
     assert "File name too long" in problem_of(tmp_path / ("x" * 5000))
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("gateway: {api_keys: 'file:fifo'}", "fifo has no key, or cannot be read"),
+        ("tenants: {a: {keys: ['file:fifo']}}", "fifo has no key, or cannot be read"),
+        ("gateway: {tls: {cert: fifo, key: fifo}}", "fifo is not there, or cannot be read"),
+        ("gateway: {responses: {file: fifo}}", "responses cannot be kept in"),
+        ("gateway: {usage_file: fifo}\ntenants: {a: {keys: ['file:keys']}}", "what tenants used cannot be kept in"),
+    ],
+)
+def test_no_other_file_may_be_a_fifo(text: str, words: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "keys").write_text("sk-1\n")
+    with pytest.raises(FleetError, match=words):
+        parse_fleet(f"{text}\nmodels: [{{name: a, hub: org/a}}]\n", "fleet.yaml", tmp_path, {})
+
+
 def test_a_device_is_not_opened() -> None:
     for read in (read_json, tensors_of):
         with pytest.raises(CheckpointError, match="/dev/zero is a device, not a regular file"):
