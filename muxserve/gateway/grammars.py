@@ -322,7 +322,12 @@ async def _ended(helper: Helper) -> None:
     """Until the process has ended."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(helper.handle, lambda: ended.done() or ended.set_result(None))
+
+    def end() -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    loop.add_reader(helper.handle, end)
     try:
         await ended
     finally:

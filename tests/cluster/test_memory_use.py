@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from muxserve.cluster.memory_use import below, measure, memory_of, process_tree
+from muxserve.cluster.memory_use import below, measure, process_tree
+from muxserve.net.process_memory import memory_of
 
 KIB = 1024
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 
-from muxserve.cluster.memory_use import memory_of
+from muxserve.net.process_memory import memory_of
 from tests.e2e.fleet import Fleet, running
 from tests.e2e.load import until
 from tests.e2e.several import command

@@ -28,7 +28,7 @@ class Watched(Told):
     def reasons(self) -> list[Wait]:
         return self.waiting.reasons(self.now).get(MODEL, [])
 
-    def failed(self) -> list[tuple[Tracked, str, Failure]]:
+    def given_up(self) -> list[tuple[Tracked, str, Failure]]:
         failed, self.router.out.failed = self.router.out.failed, []
         return failed
 
@@ -57,9 +57,9 @@ def test_a_request_that_nobody_serves_is_answered(scheduler: bool) -> None:
     request = told.submit()
     limit = UNPLACED_SECONDS + MARGIN_SECONDS
     told.look(limit)
-    assert told.failed() == []
+    assert told.given_up() == []
     told.look(1.0)
-    ((failed, words, failure),) = told.failed()
+    ((failed, words, failure),) = told.given_up()
     assert (failed, failure) == (request, Failure.LATE)
     reason = "an answer of the global scheduler" if scheduler else "unit a to come up"
     assert words == f"{MODEL} was not ready within {limit:g} s: the request waited for {reason}; try again later"
@@ -73,9 +73,9 @@ def test_a_request_waits_for_its_replica_as_long_as_the_fleet_file_says() -> Non
     request = told.submit()
     told.placing.waits(Waits(request.request_id, asleep=True))
     told.look(29.0)
-    assert told.failed() == []
+    assert told.given_up() == []
     told.look(2.0)
-    assert [each[0] for each in told.failed()] == [request]
+    assert [each[0] for each in told.given_up()] == [request]
 
 
 def test_a_request_whose_unit_does_not_come_back_is_answered_though_it_has_tokens() -> None:
@@ -88,9 +88,9 @@ def test_a_request_whose_unit_does_not_come_back_is_answered_though_it_has_token
     told.look(1.0)
     told.router.unit_down("a", told.now)
     told.look(UNPLACED_SECONDS)
-    assert told.failed() == [], "it had its unit back meanwhile"
+    assert told.given_up() == [], "it had its unit back meanwhile"
     told.look(MARGIN_SECONDS + 1.0)
-    assert [each[0] for each in told.failed()] == [request]
+    assert [each[0] for each in told.given_up()] == [request]
 
 
 def test_a_unit_that_brings_no_token_of_a_model_for_long_is_not_waited_for() -> None:
@@ -99,9 +99,9 @@ def test_a_unit_that_brings_no_token_of_a_model_for_long_is_not_waited_for() -> 
     told.look(STUCK_SECONDS - 10.0)
     told.waiting.moved(MODEL, told.now)  # those before it in the queue are served
     told.look(STUCK_SECONDS - 1.0)
-    assert told.failed() == []
+    assert told.given_up() == []
     told.look(2.0)
-    ((failed, words, failure),) = told.failed()
+    ((failed, words, failure),) = told.given_up()
     assert (failed, failure) == (request, Failure.LATE)
     assert words.startswith(f"no token of {MODEL} has come for {STUCK_SECONDS:g} s")
     assert ("a", Cancel([request.request_id], [request.attempt])) in told.router.out.units

@@ -86,9 +86,8 @@ async def streams(
     async def ask(chance: random.Random) -> None:
         while not over.is_set():
             model = chance.choice(models)
-            outcome = await judged(
-                tally, lambda model=model: _answer(client, model, chance), what=f"{model} in the chaos"
-            )
+            one = partial(_answer, client, model, chance)
+            outcome = await judged(tally, one, what=f"{model} in the chaos")
             if outcome != RIGHT:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(over.wait(), _PAUSE_SECONDS)
