@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from muxserve.cluster.events import PartId, Starting
+from muxserve.cluster.log_tail import LogTail
 from muxserve.net.logs import Follower, JsonLines, JsonLineStream, log_files, matching, of_request, rotate, tail
 from tests.support.patience import PATIENCE
 
@@ -204,6 +206,20 @@ def test_a_process_goes_on_in_a_file_of_the_old_name(tmp_path: Path, creates: bo
     assert [each.read_text().count("a line\n") for each in (first, second)] == [1, 1]
     assert path.read_text() == "not through logging\n"
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_the_reason_of_an_end_is_read_from_where_the_log_is_now(tmp_path: Path, renamed: bool) -> None:
+    part = PartId("unit")
+    (name,) = part.log_names
+    path = tmp_path / name
+    path.write_text("of the one before\n")
+    logs = LogTail(tmp_path)
+    logs.note(Starting(part))
+    if renamed:
+        path.rename(path.with_name(f"{name}.1"))
+    append(path, "a line of its own, longer than all that there was\n")
+    assert logs.of(part) == (path, ("a line of its own, longer than all that there was",))
 
 
 def test_a_log_that_grows_is_put_aside(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,6 +13,7 @@ import pytest
 from tests.e2e.fleet import Fleet
 from tests.e2e.load import until
 from tests.e2e.mixed_reference import ADAPTERS, GENERATING, MAX_TOKENS, PROMPTS, adapter, sampling
+from tests.support.patience import eventually
 
 # In the fleet from the start; the third is added to it.
 AT_FIRST = ("one", "two")
@@ -106,6 +109,24 @@ def test_an_adapter_comes_and_goes_while_the_fleet_serves(fleet: Fleet, expected
                 await answer(client, name, 0)
 
     asyncio.run(change())
+
+
+def test_files_overwritten_in_place_are_served_and_find_no_prefix_of_before(
+    fleet: Fleet, expected: dict[str, list[str]], tmp_path: Path
+) -> None:
+    directory = Path(shutil.copytree(adapter("three"), tmp_path / "four"))
+    done = fleet.command("adapter", GENERATING, "four", str(directory))
+    assert done.returncode == 0, done.stdout + done.stderr
+    eventually(lambda: "four" in {card.id for card in fleet.client.models.list()}, "four served")
+    # Twice: the second time with cached prefixes.
+    for _ in range(2):
+        assert asyncio.run(answers(fleet, ("four",))) == {"four": expected["three"]}
+    for file in adapter("one").iterdir():
+        shutil.copyfile(file, directory / file.name)
+    for _ in range(2):
+        assert asyncio.run(answers(fleet, ("four",))) == {"four": expected["one"]}
+    done = fleet.command("adapter", GENERATING, "four")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_what_cannot_be_an_adapter_is_refused_in_words(fleet: Fleet) -> None:

@@ -33,7 +33,7 @@ from tests.e2e.mixed_reference import (
 )
 from tests.support import preloaded
 from tests.support.fresh_metrics import fresh_metrics
-from tests.support.patience import PATIENCE
+from tests.support.patience import PATIENCE, eventually
 from tests.support.tiny_checkpoint import WINDOW, Kind, tiny_checkpoint
 
 MODELS = ("atlas", "arithmetic")
@@ -64,6 +64,30 @@ def test_answers_have_the_length_that_was_asked_for_and_end_otherwise(fleet: Fle
         assert whole.usage is not None
         assert whole.usage.completion_tokens == ANSWER_TOKENS + 1
         assert whole.choices[0].message.content
+    fleet.wait_pages_free()
+
+
+def test_gauges_count_what_runs_and_are_zero_after_it(fleet: Fleet) -> None:
+    """Autoscalers read them: stock vLLM says 0 as soon as a burst is over."""
+
+    def gauges(path: str) -> tuple[float, float]:
+        lines = fleet.get(path).text.splitlines()
+        names = ("vllm:num_requests_running", "vllm:kv_cache_usage_perc")
+        wanted = [f'{name}{{model_name="atlas"}} ' for name in names]
+        running, usage = (float(line.rsplit(" ", 1)[1]) for start in wanted for line in lines if line.startswith(start))
+        return running, usage
+
+    ask: dict[str, Any] = {"model": "atlas", "prompt": "a b c", "max_tokens": 1900, "extra_body": {"ignore_eos": True}}
+    paths = ("/models/atlas/metrics", "/metrics")
+    streams = [fleet.client.completions.create(**ask, stream=True) for _ in range(2)]
+    try:
+        for path in paths:
+            eventually(lambda at=path: gauges(at)[0] == 2 and gauges(at)[1] > 0, f"two requests in {path}")
+    finally:
+        for stream in streams:
+            stream.close()
+    for path in paths:
+        eventually(lambda at=path: gauges(at) == (0.0, 0.0), f"nothing runs in {path}")
     fleet.wait_pages_free()
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -372,6 +374,34 @@ def test_models_come_and_go_while_others_serve(rig: Rig, fleet: Running, http: h
     fleet.change(msgspec.structs.replace(before, generation=14))
     while http.get("/fleet").json()["gateway"]["generation"] != 14:
         pass
+
+
+@pytest.mark.thorough
+def test_forty_models_that_come_and_go_leave_no_memory(rig: Rig, fleet: Running, http: httpx.Client) -> None:
+    """Each in a unit of its own, asked, scraped, and removed with its unit; the process grows by nothing for each."""
+    before = fleet.fleet
+    process = psutil.Process(fleet.pid)
+    used: list[int] = []
+    for number in range(40):
+        name, generation = f"passing-{number}", 100 + 2 * number
+        passing = model(name, tiny_checkpoint())
+        added = unit(Path(before.run_dir), f"p{number}", [passing])
+        models, units = [*before.models, passing], [*before.units, added]
+        fleet.change(msgspec.structs.replace(before, models=models, units=units, generation=generation))
+        until_followed(fleet, generation, name)
+        assert said(complete(http, "hello", model=name)) == "hello"
+        asked = {"model": name, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+        assert http.post("/v1/chat/completions", json=asked).status_code == 200
+        for path in (f"/models/{name}/metrics", "/metrics/full", "/fleet", "/health"):
+            assert http.get(path).status_code == 200
+        fleet.change(msgspec.structs.replace(before, generation=generation + 1))
+        until_followed(fleet, generation + 1)
+        eventually(lambda gone=f"{name} is not offered any more": gone in fleet.log, f"{name} has left")
+        used.append(process.memory_full_info().uss)
+    # The first rounds fill what is bounded. A model's front end has some megabytes.
+    settled = np.array(used[10:], dtype=float)
+    slope = float(np.polyfit(np.arange(len(settled)), settled, 1)[0])
+    assert slope < 100_000, f"{slope:,.0f} bytes for each model: {[each >> 10 for each in used]} KiB"
 
 
 def test_a_model_that_changes_holds_up_nothing_else(rig: Rig, fleet: Running, http: httpx.Client) -> None:
