@@ -269,6 +269,7 @@ class Gateway:
             self.limiter.add(model)
         for name in self.measures.models - {model.name for model in self.fleet.models}:
             self.measures.remove(name)
+            self.tenancy.forget(name)
         self._to_offer.set()
 
 

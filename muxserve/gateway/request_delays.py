@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from muxserve.costs.recent import FEWEST, MOST, recent_moments
 from muxserve.gateway.requests import Tracked
@@ -34,6 +34,12 @@ class RequestDelays:
         self._outside[request.unit].append((now, max(0.0, now - request.arrival - in_unit)))
         if way is not None:
             self._ways[request.unit].append((now, way))
+
+    def learn(self, units: Collection[str]) -> None:
+        """These are all units; nothing is kept of others."""
+        for known in (self._outside, self._ways):
+            for unit in known.keys() - units:
+                del known[unit]
 
     def by_device(self, device: Callable[[str], str | None]) -> dict[str, tuple[float, float]]:
         """Seconds, in the mean, and their standard deviation; nothing of devices with few such requests.

@@ -64,6 +64,7 @@ class Router:
         for unit in gone:
             del self._epochs[unit]
             self._stale.pop(unit, None)
+        self._mute &= self._epochs.keys()
         self.placing.learn(units, asks, models, now, suspects)
         for unit in gone:
             self._leave(self.table.at(unit), now, "unit_removed", died=False)

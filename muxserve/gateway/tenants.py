@@ -389,6 +389,11 @@ class Tenancy:
         if fleet.usage_file and self.usage is None:
             self.usage = UsageLog(fleet.usage_file)
 
+    def forget(self, model: str) -> None:
+        """Show nothing of `model` any more: the fleet has it no longer. What is kept of its usage stays."""
+        for metric in (self._requests, self._tokens, self._refused):
+            metric.remove_by_labels({"model_name": model})
+
     @property
     def limits(self) -> SharedLimits:
         """What is left of the limits; only where there are tenants."""

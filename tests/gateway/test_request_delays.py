@@ -77,6 +77,16 @@ def test_units_of_one_device_count_together() -> None:
     assert gateway.way == pytest.approx(1.75 * WAY)
 
 
+def test_of_units_that_are_gone_nothing_is_kept() -> None:
+    gateway = Gateway()
+    for number in range(40):
+        gateway.answers(1, unit=f"passing-{number}")
+    gateway.answers(10)
+    gateway.delays.learn({"u0"})
+    assert {*gateway.delays._outside} == {*gateway.delays._ways} == {"u0"}
+    assert gateway.way == pytest.approx(WAY)
+
+
 def test_it_is_the_mean_since_ways_on_busy_cores_are_long_now_and_then() -> None:
     gateway = Gateway()
     gateway.answers(30)

@@ -295,6 +295,19 @@ async def test_usage_that_cannot_be_written_is_kept_for_later(
     assert row["output_tokens"] == 8
 
 
+async def test_a_model_that_was_removed_has_no_series(tmp_path: Path, closing: list[Endpoint]) -> None:
+    closing.append(endpoint := Endpoint(tmp_path, tenant("one")))
+
+    def models() -> set[str]:
+        samples = [each for family in endpoint.registry.collect() for each in family.samples]
+        return {each.labels["model_name"] for each in samples if "tenant" in each.labels}
+
+    assert (await ask(endpoint, "one")).status_code == 200
+    assert models() == {"a"}
+    endpoint.tenancy.forget("a")
+    assert models() == set()
+
+
 async def test_nothing_is_counted_without_tenants(tmp_path: Path) -> None:
     alone = msgspec.structs.replace(Endpoint(tmp_path).fleet, usage_file="")
     tenancy = Tenancy(alone, 0, CollectorRegistry())
