@@ -22,7 +22,6 @@ import re
 import statistics
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -98,9 +97,7 @@ async def answers(server: Server, model: str, requests: Sequence[Asked], concurr
 
 def preempted(fleet: Server) -> int:
     """Requests of the fleet that lost their pages and were prefilled again."""
-    with urllib.request.urlopen(f"{fleet.url}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    values = re.findall(r"^muxserve_requests_preempted(?:_total)?(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE)
+    values = re.findall(r"^muxserve_requests_preempted(?:_total)?(?:\{[^}]*\})? (\S+)$", fleet.metrics(), re.MULTILINE)
     return int(sum(map(float, values)))
 
 

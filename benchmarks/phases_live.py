@@ -24,7 +24,6 @@ import asyncio
 import itertools
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,8 +112,7 @@ def judged(outcomes: Sequence[Outcome], options: argparse.Namespace) -> dict[str
 
 def scrape(server: Server, name: str) -> dict[str, float]:
     """The series of a counter by their labels."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
+    lines = server.metrics().splitlines()
     found = (line.removeprefix(name).rsplit(" ", 1) for line in lines if line.startswith(f"{name}{{"))
     return {labels: float(value) for labels, value in found}
 

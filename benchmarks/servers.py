@@ -35,6 +35,20 @@ class Server:
     pid: int
     start_seconds: float
 
+    def metrics(self) -> str:
+        """The server's Prometheus text as it is now: a gateway renders it once a second at most."""
+        first = text = self._metrics()
+        # Two renderings differ in the CPU time of the process at least.
+        while text == first:
+            time.sleep(0.05)
+            text = self._metrics()
+        return text
+
+    def _metrics(self) -> str:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            text: str = answer.read().decode()
+        return text
+
     def pss_bytes(self) -> int:
         """Proportional memory of the server and everything it started."""
         total = 0

@@ -158,8 +158,7 @@ def serve(
 
 def first_tokens(server: Server) -> tuple[float, float]:
     """Of all requests so far: seconds to the first token that the gateway measured, summed up, and how many."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
-        families = text_string_to_metric_families(answer.read().decode())
+    families = text_string_to_metric_families(server.metrics())
     samples = [sample for family in families if family.name == FIRST_TOKENS for sample in family.samples]
     seconds, count = (
         sum(sample.value for sample in samples if sample.name == f"{FIRST_TOKENS}_{what}") for what in ("sum", "count")
