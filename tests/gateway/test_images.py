@@ -126,10 +126,12 @@ def test_a_request_is_one_message_however_many_tokens_an_image_has(tmp_path: Pat
         cache_salt=None,
         data_parallel_rank=None,
     )
-    body = client._encode(request, "wire", RequestLevels(), without_pixels([seen], ["file"]))
+    told_of = without_pixels([seen], ["file"])
+    body = client._encode(request, "wire", RequestLevels(), told_of, salt="of the tenant", adapter=None)
     assert request.mm_features == [seen]
+    assert request.cache_salt is None
     decoded = MsgpackDecoder(EngineCoreRequest).decode(body)
-    assert decoded.request_id == "wire"
+    assert (decoded.request_id, decoded.cache_salt) == ("wire", "of the tenant")
     (told,) = decoded.mm_features
     assert (told.data, told.identifier, told.mm_hash) == (None, "a", "file")
     assert told.mm_position.is_embed.tolist() == stands.tolist()
