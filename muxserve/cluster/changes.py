@@ -17,7 +17,7 @@ from contextlib import AbstractAsyncContextManager
 import msgspec
 
 from muxserve import wire
-from muxserve.cluster.steps import FleetSteps, UnitPlanner
+from muxserve.cluster.steps import BrokenModelError, FleetSteps, UnitPlanner
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.unit_set import RunningUnit, UnitSet
 from muxserve.config import Fleet
@@ -339,7 +339,8 @@ class Changes:
                         if not isinstance(error, ChangeError):
                             log.exception("a replica of %s could not be started", model)
                         self._say(f"no replica of {model} more: {error}")
-                        await self._send(wire.StartFailed(model, str(error) or type(error).__name__))
+                        broken = isinstance(error, BrokenModelError)
+                        await self._send(wire.StartFailed(model, str(error) or type(error).__name__, broken))
             finally:
                 self.starting.remove(model)
 

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from muxserve import wire
+from muxserve.cluster.events import PartId
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.unit_set import RunningUnit, UnitSet
 from muxserve.cluster.units import PlannedUnit
 from muxserve.config import Fleet
 from muxserve.control.changes import ChangeError, Tell
 from muxserve.gpu.budget import Needs
+from muxserve.gpu.unit import SizingError
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
 from muxserve.spec import FleetSpec, ModelSpec, ResidencySpec, UnitSpec
@@ -67,6 +69,17 @@ class JoinedUnit:
     needs: tuple[Needs, ...] = ()
     scaling: ScalingRules | None = None
     residency: ResidencySpec | None = None
+
+
+class BrokenModelError(ChangeError):
+    """The engines of a model failed at their start; it is not for want of room."""
+
+
+def _not_started(failure: GaveUp, part: PartId) -> ChangeError:
+    """Why a change could not be made for which `part` was to be started."""
+    lacks_room = isinstance(failure.__cause__, SizingError)
+    kind = BrokenModelError if part.model and not lacks_room else ChangeError
+    return kind(f"{part} cannot start: {failure}")
 
 
 class UnitPlanner(Protocol):
@@ -283,7 +296,7 @@ class FleetSteps:
             try:
                 await unit.handle.start_model(model)
             except GaveUp as failure:
-                raise ChangeError(f"{failure.part} cannot start: {failure}") from None
+                raise _not_started(failure, failure.part) from None
         else:
             planned = await asyncio.to_thread(self.planner.unit, model, self._units.next_name(), self._units.fleet)
             offered = next(each for each in self._units.fleet.models if each.name == model)
@@ -357,7 +370,7 @@ class FleetSteps:
                 end.result()
         except GaveUp as failure:
             await self._units.end(name)
-            raise ChangeError(f"{failure.part.within(name)} cannot start: {failure}") from None
+            raise _not_started(failure, failure.part.within(name)) from None
         except BaseException:
             await self._units.end(name)
             raise

@@ -106,7 +106,7 @@ class SchedulerCore:
             case ToClient(), StartFailed():
                 model_scheduler = self._model_schedulers.get(message.model)
                 if model_scheduler is not None:
-                    model_scheduler.start_failed(message.reason, now)
+                    model_scheduler.start_failed(message.reason, now, message.broken)
             case ToClient(), MemoryReport():
                 if (balance := self._balances.get(message.unit)) is not None:
                     balance.reported(message, self._residents(balance), now)

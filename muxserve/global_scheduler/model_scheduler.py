@@ -96,6 +96,7 @@ class ModelScheduler(ModelSchedulerBase):
             self._answer(key, str(error), late=False)
             return
         self._carry_out(decisions, now)
+        self._refuse_degraded(now)
 
     def unplace(self, peer: bytes, request_id: str) -> bool:
         """See `ModelSchedulerBase`."""

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 GONE_SECONDS = 60.0
 # What could not be started is not asked for again before this long, twice as long after each further failure.
 RETRY_SECONDS = (2.0, 30.0)
+# After so many starts in a row that failed nobody should wait for the next one.
+DEGRADED_STARTS = 3
 # A unit that reports otherwise than it was told is told again, but not with every report.
 TELL_AGAIN_SECONDS = 0.5
 
@@ -86,6 +88,8 @@ class ModelSchedulerBase(ABC):
         self._failed: list[float] = []
         self._retry = RETRY_SECONDS[0]
         self._why_not = ""
+        # Starts in a row in which its engines failed.
+        self._failed_starts = 0
 
     # ------------------------------------------------------------ what a policy adds
 
@@ -162,6 +166,7 @@ class ModelSchedulerBase(ABC):
         self._stopping = before._stopping & self.serves
         self._died = {unit: since for unit, since in before._died.items() if unit in self.serves}
         self._failed, self._retry, self._why_not = before._failed, before._retry, before._why_not
+        self._failed_starts = before._failed_starts
         for asker in sorted(before._askers.values(), key=lambda each: each.since):
             self.place(asker.peer, asker.place, now)
 
@@ -177,7 +182,7 @@ class ModelSchedulerBase(ABC):
         if replica is None:
             replica = self._up[unit] = Replica(msgspec.structs.replace(load, name=unit))
             self._died.pop(unit, None)
-            self._retry, self._why_not = RETRY_SECONDS[0], ""
+            self._retry, self._why_not, self._failed_starts = RETRY_SECONDS[0], "", 0
             self._came(unit, replica.load, now)
             log.info("%s is up in %s: %d tokens of KV", self.model, unit, load.capacity)
         else:
@@ -205,14 +210,16 @@ class ModelSchedulerBase(ABC):
             self._leaving.add(unit)
             self._drain(unit, now)
 
-    def start_failed(self, reason: str, now: float) -> None:
-        """The controller could not start a replica."""
+    def start_failed(self, reason: str, now: float, broken: bool = False) -> None:
+        """The controller could not start a replica; `broken`: since its engines fail, and not for want of room."""
         log.warning("a replica of %s could not be started: %s", self.model, reason)
         self._why_not = reason
         if self.asked:
             self.asked -= 1
             self._failed.append(now + self._retry)
             self._retry = min(2 * self._retry, RETRY_SECONDS[1])
+        self._failed_starts = self._failed_starts + 1 if broken else 0
+        self._refuse_degraded(now)
 
     # ------------------------------------------------------------ requests and rounds
 
@@ -287,6 +294,11 @@ class ModelSchedulerBase(ABC):
             if late and self._why_not:
                 message = f"{message} (the last start failed: {self._why_not})"
             self._out.to_client(asker.peer, NotPlaced(asker.place.request_id, message, late))
+
+    def _refuse_degraded(self, now: float) -> None:
+        """Nobody waits for a model each start of which fails. Who comes when it is time for another try asks for it."""
+        if not self._up and self._failed_starts >= DEGRADED_STARTS and any(now < until for until in self._failed):
+            self._refuse_all(f"{self.model} is degraded", late=True)
 
     def _refuse_all(self, message: str, late: bool) -> None:
         for key in list(self._askers):

@@ -282,9 +282,10 @@ class ResidentScheduler(ModelScheduler):
         if self.residence is Residence.ASLEEP and self.serves - before:
             self._become(Residence.WAKING, now)  # as the scheduler before this one wanted
 
-    def start_failed(self, reason: str, now: float) -> None:
+    def start_failed(self, reason: str, now: float, broken: bool = False) -> None:
         """See `ModelSchedulerBase`."""
-        super().start_failed(reason, now)
+        self.words = ""
+        super().start_failed(reason, now, broken)
         if self.residence is Residence.WAKING:
             self.figures.failed_wakes += 1
             self._become(Residence.ASLEEP, now)

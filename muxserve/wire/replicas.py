@@ -204,10 +204,11 @@ class StopReplica(Message):
 
 
 class StartFailed(Message):
-    """The controller could not start a replica of `model`."""
+    """The controller could not start a replica of `model`. `broken`: its engines failed, and nothing lacked room."""
 
     model: str
     reason: str
+    broken: bool = False
 
 
 class DrainReplicas(Message):

@@ -564,6 +564,27 @@ def test_a_wake_that_fails_is_tried_again_later() -> None:
     assert world.state()["memory"]["models"]["a"]["failed_wakes"] == 1
 
 
+def test_nobody_waits_for_a_model_whose_engines_fail_at_each_start() -> None:
+    world = World(deployed(["a", "b"], 1000))
+    world.controller()
+    world.say(CONTROLLER, MemoryReport("u0", FIXED, {}))
+    world.say(G0, place("r", "a"))
+    for wait in (0.0, 2.5, 4.5):
+        world.wait(wait)
+        assert world.heard(StartReplicas) == [StartReplicas("a", 1)]
+        assert world.heard(NotPlaced) == []
+        world.say(CONTROLLER, StartFailed("a", "its weights are of cheese", broken=True))
+    (told,) = world.heard(NotPlaced)
+    assert told.message == "a is degraded (the last start failed: its weights are of cheese)"
+    # Who comes before the next try is told at once, and who comes then asks for it.
+    world.say(G0, place("s", "a"))
+    assert [each.request_id for each in world.heard(NotPlaced)] == ["s"]
+    world.wait(9)
+    world.say(G0, place("t", "a"))
+    assert world.heard(StartReplicas) == [StartReplicas("a", 1)]
+    assert world.heard(NotPlaced) == []
+
+
 def test_a_model_that_dies_is_awake_for_memory_and_sleeps_without_it() -> None:
     machine = Machine(["a", "b"], FIXED + MODEL + LOADING)
     machine.ask("r", "a")
