@@ -97,7 +97,7 @@ async def test_answers_pass_unchanged() -> None:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    messages = [
+    messages: list[Message] = [
         {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]},
         {"type": "http.response.body", "body": b"ab", "more_body": True},
         {"type": "http.response.body", "body": b"cd"},
