@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -362,7 +363,9 @@ def test_a_change_that_fails_changes_nothing(fleet: Fleet, tmp_path: Path) -> No
     fleet.wait(lambda: model(fleet, "atlas")["status"] == "asleep", PATIENCE, "asleep")
     broken = tmp_path / "broken"
     shutil.copytree(MODELS / "atlas", broken)
-    (broken / "model.safetensors").write_bytes(b"these are no weights")
+    # Its weights are of another shape, which nobody sees before an engine loads them.
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "intermediate_size": 2 * config["intermediate_size"]}))
     file = tmp_path / "broken.yaml"
     file.write_text("models: [{name: broken, path: broken, dtype: float32}]")
     before, running_before = units(fleet), processes(fleet)
