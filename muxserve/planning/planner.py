@@ -24,7 +24,6 @@ from muxserve.planning.prediction import (
     Prediction,
     ResidencyForecast,
     Surroundings,
-    loads_of,
     predict,
     shares_per_lease,
     simulated_of,
@@ -41,7 +40,7 @@ from muxserve.planning.sleeping import (
     live_residency,
 )
 from muxserve.planning.this_machine import plan_this_machine, residency_here
-from muxserve.planning.window import longest_answer, window
+from muxserve.planning.window import window
 from muxserve.simulator import SimulationError
 from muxserve.workload import Workload, check_fits
 from placement.cluster import Cluster
@@ -209,7 +208,8 @@ class Planner:
             else:
                 found = rest or PlannedFleet(made)
                 found.plan = divided.joined(rest.plan if rest else None, self.options.objective)
-                found.simulated, found.why_not = self._simulated(found.plan)
+                simulated, found.why_not = self._simulated(found.plan)
+                found.simulated = simulated and self._measured(found.plan, simulated)
         found.arrangements = divided.arrangements
         return found
 
@@ -231,13 +231,16 @@ class Planner:
                 points.append(point(last))
                 continue
             tried = self._borne_out(last, demands, here)
+            if tried.simulated is not None:
+                tried.simulated = self._measured(tried.plan, tried.simulated)
             plans[-1] = tried.plan
             points.append(point(tried.plan, tried.simulated))
             if not enough:
                 found, enough = tried, points[-1].enough
         if found is None:
             assert last is not None, "a sweep has a size"
-            found = PlannedFleet(last, *self._simulated(last))
+            simulated, why_not = self._simulated(last)
+            found = PlannedFleet(last, simulated and self._measured(last, simulated), why_not)
         found.points, found.by_size = points, tuple(plans)
         return found
 
@@ -291,12 +294,19 @@ class Planner:
         """The best of all ways to serve, by simulation; `shared`, with its spare, where there is no choice: nothing is
         simulated, or the program is solved exactly."""
         found = self._borne_out(shared, demands, cluster)
-        if self.options.mode != "muxserve" or self.options.exact or found.simulated is None:
+        if found.simulated is None:
             return found
-        # What only counts requests per second says nothing of a part of a window.
-        counts, seconds = self.options.objective.name == "throughput", found.simulated.seconds
-        if counts and not found.simulated.is_long_enough:
+        if self.options.mode != "muxserve" or self.options.exact:
+            found.simulated = self._measured(found.plan, found.simulated)
             return found
+        throughput = self.options.objective.name == "throughput"
+        # Where queues grow, and where requests per second are compared, a part of a window shows nothing.
+        whole = throughput or not found.plan.meets
+        if whole:
+            found.simulated = self._measured(found.plan, found.simulated)
+        if throughput and not found.simulated.is_long_enough:
+            return found
+        seconds = found.simulated.seconds
         own, *others = shared_ways(self.fleet, shares_per_lease(self.fleet, found.plan.placement))
         rivals = [Rival(own, found.plan, found.simulated)]
         rivals += [Rival(way, as_way(way, found.plan, self.fleet)) for way in others]
@@ -323,7 +333,7 @@ class Planner:
         def simulate(plan: ClusterPlan, part: float, perturbed: Perturbation | None = None) -> Prediction | None:
             return self._simulated(plan, seconds=seconds, part=part, perturbed=perturbed)[0]
 
-        first_part = 1.0 if counts else FIRST
+        first_part = 1.0 if whole else FIRST
         ranked = best_of(rivals, simulate, None, first_part)
         for _ in range(_LONGER):
             # Answers of one way take longer than those of another.
@@ -338,7 +348,8 @@ class Planner:
             ranked = best_of(rivals, simulate, stress, first_part)
         first = ranked[0]
         if first.way != own:
-            found = PlannedFleet(first.plan, first.prediction)
+            found = PlannedFleet(first.plan)
+        found.simulated = first.prediction and self._measured(first.plan, first.prediction)
         found.rivals, found.robust_seconds = ranked, spent
         return found
 
@@ -384,6 +395,7 @@ class Planner:
             raise UsageError(str(error)) from None
         check_lengths(self.fleet, made.demands)
         simulated, why_not = self._simulated(made, pool)
+        simulated = simulated and self._measured(made, simulated, pool)
         arrangements = found if self.arranges else None
         forecast = None if simulated is None else self._residency(resolved, made, pool, workload)
         if workload is not None and forecast is None:
@@ -423,8 +435,8 @@ class Planner:
         perturbed: Perturbation | None = None,
     ) -> tuple[Prediction | None, str]:
         """The simulation of the plan, or why there is none. `pool` is the machine whose CPU it is for. Of `seconds`
-        (None: as many as the options say, or as show what the plan serves) that `part` is simulated; `perturbed` says
-        how the workload is another."""
+        (None: as many as the options say, or as are usual) that `part` is simulated; `perturbed` says how the workload
+        is another."""
 
         asked = self.simulate if seconds is None else seconds
         if not made.placement.units or (asked is not None and asked <= 0.0):
@@ -434,20 +446,22 @@ class Planner:
         def count(done: int, total: int) -> None:
             self.progress.told(f"simulating, {done} of {total} requests")
 
-        def simulated(seconds: float) -> Prediction:
-            known = self._simulations
-            return predict(made, self.latency, seconds, self.seed, units, count, perturbed, known)
-
         try:
             units = simulated_of(made.placement, self.fleet, made.demands, self._surroundings(pool))
-            if asked is not None:
-                return simulated(part * asked), ""
-            found = simulated(window(made, _SPARE * longest_answer(made, loads_of(made, units))))
-            for _ in range(_LONGER):
-                longer = window(made, _SPARE * (found.longest_answer or 0.0))
-                if found.is_long_enough or longer <= found.seconds:
-                    break
-                found = simulated(longer)
-            return found, ""
+            length, known = window(made) if asked is None else asked, self._simulations
+            return predict(made, self.latency, part * length, self.seed, units, count, perturbed, known), ""
         except (SimulationError, CostError, NoPlaceError) as error:
             return None, str(error)
+
+    def _measured(self, made: ClusterPlan, simulated: Prediction, pool: CpuPool | None = None) -> Prediction:
+        """The plan simulated for as long as shows how many requests it serves per second, unless the options say for
+        how long."""
+        for _ in range(_LONGER):
+            seconds = window(made, _SPARE * (simulated.longest_answer or 0.0))
+            if self.simulate is not None or simulated.is_long_enough or seconds <= simulated.seconds:
+                break
+            longer, _ = self._simulated(made, pool, seconds)
+            if longer is None:
+                break
+            simulated = longer
+        return simulated

@@ -55,10 +55,12 @@ class Rival:
 
     @property
     def is_measured(self) -> bool:
-        """Its simulation was long enough to tell the score."""
+        """Its simulation was long enough to tell the score. For how many requests are within their objectives any is,
+        as long as no queue grows."""
         if self.prediction is None:
             return False
-        return self.plan.objective.name != "throughput" or self.prediction.is_long_enough
+        parts = self.plan.objective.name != "throughput" and self.plan.meets
+        return parts or self.prediction.is_long_enough
 
     @property
     def robust(self) -> float:

@@ -26,9 +26,9 @@ _REQUESTS, _PER_MODEL, _SECONDS, _FEWEST = 2000, 40, 300.0, 200
 _MOST = 200_000
 
 
-def window(plan: ClusterPlan, longest: float) -> float:
+def window(plan: ClusterPlan, longest: float = 0.0) -> float:
     """Seconds of load for a plan whose longest answers take `longest` seconds, or less where that would be too many
-    requests."""
+    requests. Without `longest` enough of it for what does not need to know how many requests end per second."""
     many = max(_REQUESTS, _PER_MODEL * len(plan.demands))
     usual = max(min(_SECONDS, many / plan.asked), _FEWEST / plan.asked)
     return min(max(usual, ANSWERS * longest), _MOST / plan.asked)

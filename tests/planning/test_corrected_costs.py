@@ -60,9 +60,7 @@ def served(engines: list[EngineProfile], costs: EngineCosts) -> tuple[PhaseCorre
 
 
 def plan(fleet: Path, *options: object) -> dict[str, Any]:
-    result = CliRunner().invoke(
-        app, ["plan", str(fleet), "--json", "--no-robust", "--simulate", "0", *map(str, options)]
-    )
+    result = CliRunner().invoke(app, ["plan", str(fleet), "--json", "--simulate", "0", *map(str, options)])
     assert result.exit_code in (0, 1), result.output
     found: dict[str, Any] = json.loads(result.stdout)
     return found

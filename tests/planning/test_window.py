@@ -42,7 +42,7 @@ def plan_for(rate: float, output: int = 256) -> ClusterPlan:
 
 
 def planned(file: Path, *arguments: str) -> Mapping[str, Any]:
-    result = CliRunner().invoke(app, ["plan", str(file), "--json", "--seconds", "0", "--no-robust", *arguments])
+    result = CliRunner().invoke(app, ["plan", str(file), "--json", "--seconds", "0", *arguments])
     assert result.exit_code == 0, result.output
     data: Mapping[str, Any] = json.loads(result.stdout)
     return data
@@ -123,7 +123,7 @@ def test_a_run_without_requests_has_no_parts_of_them() -> None:
 def test_a_sweep_without_objectives_has_no_part_within_them(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text(FLEET.format(rate=0.5, more=", workload: { prompt_tokens: 60, output_tokens: 20 }"))
-    data = planned(file, "--sweep", "gpus=1..1", "--gpus", "1", "--simulate", "100")
+    data = planned(file, "--sweep", "gpus=1..1", "--simulate", "100")
     assert data["sweep"][0]["simulated_attainment"] is None
 
 
