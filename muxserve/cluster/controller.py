@@ -226,6 +226,8 @@ class Controller:
         self._spawn(self._starts.keep_spare())
         if self.fleet.residency:
             self._spawn(self._weigh())
+        for model, reason in self._starts.refused().items():
+            self._emit(Progress(self._starts.gateways[0].id, f"note: {model} is not offered: {reason}"))
         self._emit(Ready(time.monotonic() - began))
 
     async def _start_units(self) -> list[RunningUnit]:

@@ -241,6 +241,12 @@ class FleetStarts:
                 return found
             await asyncio.sleep(_LOOK_SECONDS)
 
+    def refused(self) -> dict[str, str]:
+        """The models that a gateway cannot offer, and why."""
+        run_dir = self._fleet().run_dir
+        followed = (load_followed(followed_file(run_dir, part.id.index)) for part in self.gateways)
+        return {model: reason for each in followed if each is not None for model, reason in each.refused.items()}
+
     async def until_up(self) -> None:
         """See `launcher.WarmParents.until_up`."""
         if not self.vllm.up.is_set():

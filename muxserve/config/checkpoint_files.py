@@ -50,6 +50,8 @@ _TOKENIZERS = (
 )
 # What vLLM and Transformers may open beside the weights.
 _OPENED = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
+# What is read ahead of the engines, also if they do not load it.
+_WEIGHTS = (".safetensors", ".bin", ".pt")
 # Formats in which engines load safetensors files.
 _SAFETENSORS_FORMATS = (None, "auto", "hf", "safetensors", "fastsafetensors")
 
@@ -232,7 +234,8 @@ def check_directory(directory: Path, engine_args: Mapping[Any, object]) -> None:
         raise CheckpointError(f"{directory} has {len(names):,} files; give the directory of one checkpoint")
     for name in names:
         file = directory / name
-        if name.endswith(_OPENED) and not file.is_dir():
+        # A link to weights that are not loaded may lead nowhere.
+        if (name.endswith(_OPENED) or (name.endswith(_WEIGHTS) and file.exists())) and not file.is_dir():
             with opened(file):
                 pass
     read_json(directory / "config.json")

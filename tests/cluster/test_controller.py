@@ -187,6 +187,13 @@ async def test_a_model_that_cannot_be_started_at_first_is_degraded_alone(
     assert await fleet.task == EXIT_OK
 
 
+async def test_a_model_that_gateways_cannot_offer_is_told(fleet: Fleet) -> None:
+    fleet.tell("refuse-two")
+    await fleet.serving()
+    told = [event.detail for event in fleet.events if isinstance(event, Progress) and event.part == GATEWAY]
+    assert told == ["note: two is not offered: its tokenizer is of cheese"]
+
+
 async def test_a_fleet_none_of_whose_models_can_be_started_ends(fleet: Fleet) -> None:
     fleet.tell("fail-one-prefill")
     fleet.tell("fail-two-decode")

@@ -100,6 +100,8 @@ def indexed(*names: str) -> Callable[[Path], None]:
         (dangling(WEIGHTS), "model.safetensors is a link to /nowhere/at/all, which is not there"),
         (cyclic(WEIGHTS), "model.safetensors is a link that leads back to itself"),
         (fifo(WEIGHTS), "model.safetensors is a FIFO, not a regular file"),
+        (fifo("more.safetensors"), "more.safetensors is a FIFO, not a regular file"),
+        (fifo("optimizer.pt"), "optimizer.pt is a FIFO, not a regular file"),
         (fifo("config.json"), "has no config.json"),
         (fifo("generation_config.json"), "generation_config.json is a FIFO, not a regular file"),
         (dangling("chat_template.jinja"), "chat_template.jinja is a link to /nowhere/at/all, which is not there"),
