@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 INDEX = "model.safetensors.index.json"
-# Of config.json and its like. The largest are indices of files, of a hundred thousand tensors.
+# For config.json and its like. The largest are indices of files, with a hundred thousand tensors.
 _MOST_JSON_BYTES = 64 << 20
 _MOST_JSON_DEPTH = 64
 # As the format has it.

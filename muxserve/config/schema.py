@@ -50,7 +50,7 @@ _SCALING, _MIGRATION, _WATCHDOG, _RESIDENCY = ScalingRules(), MigrationRules(), 
 MOST_GPUS, MOST_REPLICAS, MOST_MODELS = 16_384, 1024, 1000
 # Replicas of a model that one fleet starts.
 MOST_SERVED = 64
-# Of everything else that is counted: requests, tokens.
+# For everything else that is counted: requests, tokens.
 MOST = 1_000_000_000
 Count = Annotated[int, Field(ge=1, le=MOST)]
 GpuCount = Annotated[int, Field(ge=1, le=MOST_GPUS)]

@@ -69,5 +69,5 @@ class HubReach:
             return self._known[1]
 
 
-# Of this process.
+# What this process knows.
 reachable = HubReach()
