@@ -29,9 +29,9 @@ def stat_logger(model: str, registry: CollectorRegistry) -> type[PrometheusStatL
     """vLLM's Prometheus logger, writing into `registry`."""
     counter = staticmethod(partial(Counter, registry=registry))
 
-    def gauge(name: str, *args: Any, **kwargs: Any) -> Gauge:
+    def gauge(**options: Any) -> Gauge:
         # What is set here is what one engine said last; `vllm_gauges` shows what is.
-        return Gauge(name, *args, registry=None if name in vllm_gauges.NAMES else registry, **kwargs)
+        return Gauge(**options, registry=None if options["name"] in vllm_gauges.NAMES else registry)
 
     class ModelPerfMetrics(PerfMetricsProm):
         _counter_cls: Any = counter
