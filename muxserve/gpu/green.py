@@ -1,4 +1,4 @@
-"""Green contexts through the CUDA driver library: a context with some of a GPU's SMs.
+"""Green contexts: a context of the CUDA driver with some of a GPU's SMs.
 
 CUDA driver API, "Green Contexts" (CUDA 12.4 and later). PyTorch's own wrapper takes the first SMs of the GPU in every
 process, so that engines in different processes would share the same ones and leave the others idle; here a context
@@ -12,47 +12,23 @@ before and after it has no order of its own, and the switch waits for what was b
 
 from __future__ import annotations
 
-import ctypes
-import os
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-if TYPE_CHECKING:
-    from muxserve.gpu.sm import SmRange
+from muxserve.gpu.driver import Driver, DriverError
+from muxserve.gpu.sm import SHARING, SmRange, sm_range, step_range
+from muxserve.spec import UnitSpec
 
-_SM = 1  # CU_DEV_RESOURCE_TYPE_SM
-_DEFAULT_STREAM = 1  # CU_GREEN_CTX_DEFAULT_STREAM, required
+log = logging.getLogger(__name__)
+
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
-_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 _ADVICE = "use `mps: off`, or a driver of CUDA 12.4 or later"
 
 
 class GreenContextError(RuntimeError):
     """No green context; the message says why and what to do."""
-
-
-class _Resource(ctypes.Structure):
-    """CUdevResource, 144 bytes: a type, padding, and what belongs to the type."""
-
-    _fields_ = (
-        ("type", ctypes.c_int),
-        ("padding", ctypes.c_ubyte * 92),
-        ("count", ctypes.c_uint),
-        # These two are zero before CUDA 13.
-        ("least", ctypes.c_uint),
-        ("alignment", ctypes.c_uint),
-        ("rest", ctypes.c_ubyte * 36),
-    )
-
-
-assert ctypes.sizeof(_Resource) == 144
-
-
-class Library(Protocol):
-    """The driver library, as `ctypes.CDLL` has it: functions by name."""
-
-    def __getattr__(self, name: str) -> Callable[..., int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,59 +40,67 @@ class SmDivision:
     parts: tuple[Any, ...]
 
 
-class Driver:
-    """Calls of the driver; every error is an exception in words."""
+def _call(driver: Driver, name: str, *arguments: Any) -> Any:
+    """Raises GreenContextError: see `Driver.call`."""
+    try:
+        return driver.call(name, *arguments)
+    except DriverError as error:
+        raise GreenContextError(f"{error}: {_ADVICE}") from None
 
-    def __init__(self, library: Library) -> None:
-        self._library = library
 
-    @classmethod
-    def load(cls) -> Driver:
-        """The driver of this machine.
+def load() -> Driver:
+    """The driver of this machine.
 
-        Raises:
-            GreenContextError: there is none.
-        """
-        name = os.environ.get("MUXSERVE_CUDA_DRIVER", "libcuda.so.1")
-        try:
-            driver = cls(ctypes.CDLL(name))
-        except OSError as error:
-            raise GreenContextError(f"the CUDA driver cannot be loaded: {error}") from None
-        driver.call("cuInit", 0)
-        return driver
+    Raises:
+        GreenContextError: there is none.
+    """
+    try:
+        return Driver.load()
+    except DriverError as error:
+        raise GreenContextError(f"{error}: {_ADVICE}") from None
 
-    def call(self, name: str, *args: Any) -> None:
-        """Call a function.
 
-        Raises:
-            GreenContextError: the driver does not have it, or it failed.
-        """
-        try:
-            function = getattr(self._library, name)
-        except AttributeError:
-            raise GreenContextError(f"the CUDA driver has no {name}: {_ADVICE}") from None
-        code = function(*args)
-        if code:
-            raise GreenContextError(f"{name} failed with {self._error(code)}: {_ADVICE}")
+def enter(unit_spec: UnitSpec, model: str, phase: str, rank: int = 0) -> ContextSet | None:
+    """With `sm_sharing: green_contexts`, make this engine's green contexts, and the largest current in this thread.
 
-    def _error(self, code: int) -> str:
-        text = ctypes.c_char_p()
-        self._library.cuGetErrorName(code, ctypes.byref(text))
-        return f"{text.value.decode()} ({code})" if text.value else f"error {code}"
+    There is one with the engine's share; where shares change from lease to lease, one for each size that they can have.
+    To be called in the thread that launches kernels, before anything makes a stream there: streams belong to the
+    context that was current when they were made. The GPU is that of the current context; without one, that of `rank`
+    among the visible GPUs. The contexts live as long as the process.
+
+    Returns:
+        The contexts, smallest first; None if the unit's spec shares in another way.
+
+    Raises:
+        GreenContextError: the driver has no green contexts, or refuses these; with what to do.
+    """
+    if unit_spec.gpu is None or unit_spec.gpu.sm_sharing != "green_contexts" or phase not in SHARING:
+        return None
+    driver = load()
+    device = device_of(driver, rank)
+    division = divide(driver, device)
+    parts, steps = len(division.parts), unit_spec.share_steps
+    if steps:
+        ranges = [step_range(phase, step, steps, parts) for step in range(1, steps)]
+    else:
+        ranges = [sm_range(unit_spec, model, phase, parts)]
+    made = [make_context(driver, device, division, where) for where in ranges]
+    for where, context in zip(ranges, made, strict=True):
+        log.info("%s/%s computes on %d of %d SMs, parts %d to %d of %d", model, phase, context.sms, division.total,
+                 where.first, where.first + where.count - 1, parts)  # fmt: skip
+    if steps:
+        made.append(primary(driver, device, division))
+    return ContextSet(driver, made)
 
 
 def device_of(driver: Driver, rank: int) -> int:
     """The GPU of the current context, or number `rank` of the visible ones, with its primary context active."""
-    current = ctypes.c_void_p()
-    driver.call("cuCtxGetCurrent", ctypes.byref(current))
-    device = ctypes.c_int()
-    if current.value:
-        driver.call("cuCtxGetDevice", ctypes.byref(device))
-    else:
-        driver.call("cuDeviceGet", ctypes.byref(device), rank)
-        # For good: the process keeps using it, and a green context needs it to be there.
-        driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(current), device)
-    return device.value
+    if int(_call(driver, "cuCtxGetCurrent")):
+        return int(_call(driver, "cuCtxGetDevice"))
+    device = int(_call(driver, "cuDeviceGet", rank))
+    # For good: the process keeps using it, and a green context needs it to be there.
+    _call(driver, "cuDevicePrimaryCtxRetain", device)
+    return device
 
 
 def divide(driver: Driver, device: int) -> SmDivision:
@@ -128,27 +112,18 @@ def divide(driver: Driver, device: int) -> SmDivision:
     Raises:
         GreenContextError: it cannot be divided.
     """
-    whole = _Resource()
-    driver.call("cuDeviceGetDevResource", ctypes.c_int(device), ctypes.byref(whole), ctypes.c_int(_SM))
-    size = max(whole.least, whole.alignment)
+    api = driver.api
+    whole = _call(driver, "cuDeviceGetDevResource", device, api.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)
+    total = int(whole.sm.smCount)
+    # Drivers and bindings before CUDA 13 do not have these two.
+    size = max(int(getattr(whole.sm, name, 0)) for name in ("minSmPartitionSize", "smCoscheduledAlignment"))
     if not size:
-        major = ctypes.c_int()
-        driver.call("cuDeviceGetAttribute", ctypes.byref(major), ctypes.c_int(_MAJOR), ctypes.c_int(device))
-        size = 8 if major.value >= 9 else 4
-    groups = ctypes.c_uint(max(1, whole.count // size))
-    parts = (_Resource * groups.value)()
-    driver.call(
-        "cuDevSmResourceSplitByCount",
-        parts,
-        ctypes.byref(groups),
-        ctypes.byref(whole),
-        None,
-        ctypes.c_uint(0),
-        ctypes.c_uint(size),
-    )
-    if groups.value < 2:
-        raise GreenContextError(f"the {whole.count} SMs of this GPU cannot be divided: {_ADVICE}")
-    return SmDivision(whole.count, parts[0].count, tuple(parts[: groups.value]))
+        major = api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+        size = 8 if int(_call(driver, "cuDeviceGetAttribute", major, device)) >= 9 else 4
+    parts, count, _ = _call(driver, "cuDevSmResourceSplitByCount", max(1, total // size), whole, 0, size)
+    if count < 2:
+        raise GreenContextError(f"the {total} SMs of this GPU cannot be divided: {_ADVICE}")
+    return SmDivision(total, int(parts[0].sm.smCount), tuple(parts[:count]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +143,7 @@ class GreenContext:
         Raises:
             GreenContextError: it is not.
         """
-        current = ctypes.c_void_p()
-        self.driver.call("cuCtxGetCurrent", ctypes.byref(current))
-        if current.value != self.handle:
+        if int(_call(self.driver, "cuCtxGetCurrent")) != self.handle:
             raise GreenContextError(
                 f"the engine's green context of {self.sms} SMs is not current any more: some library has chosen the "
                 "whole GPU's; use `mps: off`"
@@ -189,7 +162,7 @@ class ContextSet:
         self._driver = driver
         self.current = len(self.contexts) - 1
         self._streams: dict[int, int] = {}
-        driver.call("cuCtxSetCurrent", ctypes.c_void_p(self.contexts[self.current].handle))
+        _call(driver, "cuCtxSetCurrent", self.contexts[self.current].handle)
 
     def check(self) -> None:
         """Go on only if the context that should be current is.
@@ -207,9 +180,9 @@ class ContextSet:
         Raises:
             GreenContextError: the driver refuses.
         """
-        self._driver.call("cuCtxSynchronize")
-        self._driver.call("cuCtxSetCurrent", ctypes.c_void_p(self.contexts[self.current].handle))
-        self._driver.call("cuCtxSynchronize")
+        _call(self._driver, "cuCtxSynchronize")
+        _call(self._driver, "cuCtxSetCurrent", self.contexts[self.current].handle)
+        _call(self._driver, "cuCtxSynchronize")
 
     def use(self, index: int) -> None:
         """Make that context current, when all that was launched in the present one is done.
@@ -220,8 +193,8 @@ class ContextSet:
         if index == self.current:
             return
         self.check()
-        self._driver.call("cuCtxSynchronize")
-        self._driver.call("cuCtxSetCurrent", ctypes.c_void_p(self.contexts[index].handle))
+        _call(self._driver, "cuCtxSynchronize")
+        _call(self._driver, "cuCtxSetCurrent", self.contexts[index].handle)
         self.current = index
 
     def stream(self) -> int:
@@ -232,10 +205,7 @@ class ContextSet:
             GreenContextError: the driver refuses.
         """
         if self.current not in self._streams:
-            stream = ctypes.c_void_p()
-            self._driver.call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))
-            assert stream.value is not None
-            self._streams[self.current] = stream.value
+            self._streams[self.current] = int(_call(self._driver, "cuStreamCreate", _NON_BLOCKING))
         return self._streams[self.current]
 
 
@@ -245,10 +215,8 @@ def primary(driver: Driver, device: int, division: SmDivision) -> GreenContext:
     Raises:
         GreenContextError: the driver refuses.
     """
-    context = ctypes.c_void_p()
-    driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ctypes.c_int(device))
-    assert context.value is not None
-    return GreenContext(driver, context.value, division.total)
+    context = _call(driver, "cuDevicePrimaryCtxRetain", device)
+    return GreenContext(driver, int(context), division.total)
 
 
 def make_context(driver: Driver, device: int, division: SmDivision, where: SmRange) -> GreenContext:
@@ -257,14 +225,11 @@ def make_context(driver: Driver, device: int, division: SmDivision, where: SmRan
     Raises:
         GreenContextError: the driver refuses.
     """
-    chosen = division.parts[where.first : where.first + where.count]
-    parts = (_Resource * len(chosen))(*chosen)
-    description, green, context = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     # Parts of one context must come from one split.
-    driver.call("cuDevResourceGenerateDesc", ctypes.byref(description), parts, ctypes.c_uint(len(chosen)))
-    driver.call(
-        "cuGreenCtxCreate", ctypes.byref(green), description, ctypes.c_int(device), ctypes.c_uint(_DEFAULT_STREAM)
-    )
-    driver.call("cuCtxFromGreenCtx", ctypes.byref(context), green)
-    assert context.value is not None
-    return GreenContext(driver, context.value, len(chosen) * division.size)
+    chosen = list(division.parts[where.first : where.first + where.count])
+    description = _call(driver, "cuDevResourceGenerateDesc", chosen, len(chosen))
+    # The one flag that is required.
+    flag = driver.api.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+    green = _call(driver, "cuGreenCtxCreate", description, device, flag)
+    context = _call(driver, "cuCtxFromGreenCtx", green)
+    return GreenContext(driver, int(context), len(chosen) * division.size)

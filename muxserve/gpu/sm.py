@@ -7,16 +7,9 @@ engine of both phases is the only one of its unit and has all SMs.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from muxserve.spec import UnitSpec
-
-if TYPE_CHECKING:
-    from muxserve.gpu.green import ContextSet
-
-log = logging.getLogger(__name__)
 
 # Phases of the engines that share SMs with others.
 SHARING = ("prefill", "decode")
@@ -48,41 +41,6 @@ def share_of(unit_spec: UnitSpec, model: str, phase: str) -> float:
     if phase not in SHARING:
         return 1.0
     return of.prefill_share if phase == "prefill" else of.decode_share
-
-
-def enter(unit_spec: UnitSpec, model: str, phase: str, rank: int = 0) -> ContextSet | None:
-    """With `sm_sharing: green_contexts`, make this engine's green contexts, and the largest current in this thread.
-
-    There is one with the engine's share; where shares change from lease to lease, one for each size that they can have.
-    To be called in the thread that launches kernels, before anything makes a stream there: streams belong to the
-    context that was current when they were made. The GPU is that of the current context; without one, that of `rank`
-    among the visible GPUs. The contexts live as long as the process.
-
-    Returns:
-        The contexts, smallest first; None if the unit's spec shares in another way.
-
-    Raises:
-        muxserve.gpu.green.GreenContextError: the driver has no green contexts, or refuses these; with what to do.
-    """
-    if unit_spec.gpu is None or unit_spec.gpu.sm_sharing != "green_contexts" or phase not in SHARING:
-        return None
-    from muxserve.gpu import green
-
-    driver = green.Driver.load()
-    device = green.device_of(driver, rank)
-    division = green.divide(driver, device)
-    parts, steps = len(division.parts), unit_spec.share_steps
-    if steps:
-        ranges = [step_range(phase, step, steps, parts) for step in range(1, steps)]
-    else:
-        ranges = [sm_range(unit_spec, model, phase, parts)]
-    made = [green.make_context(driver, device, division, where) for where in ranges]
-    for where, context in zip(ranges, made, strict=True):
-        log.info("%s/%s computes on %d of %d SMs, parts %d to %d of %d", model, phase, context.sms, division.total,
-                 where.first, where.first + where.count - 1, parts)  # fmt: skip
-    if steps:
-        made.append(green.primary(driver, device, division))
-    return green.ContextSet(driver, made)
 
 
 def step_of(region: int, steps: int) -> int:

@@ -227,10 +227,10 @@ def _count(steps: SameSteps, seconds: float) -> tuple[float, int]:
 
 def _green_part(phase: str, part: float) -> ContextSet:
     """A green context of a part of the SMs, current, as an engine of that phase has it."""
-    from muxserve.gpu.green import ContextSet, Driver, device_of, divide, make_context
+    from muxserve.gpu.green import ContextSet, device_of, divide, load, make_context
     from muxserve.gpu.sm import SmRange, parts_of
 
-    driver = Driver.load()
+    driver = load()
     device = device_of(driver, 0)
     division = divide(driver, device)
     parts = len(division.parts)
@@ -277,13 +277,13 @@ def green() -> dict[str, Any]:
     """Have two green contexts as an engine has them, and see on which SMs kernels run, and graphs of one of them that
     are replayed in the other. Under MPS the SMs of each context are numbered from 0 on (seen with driver 580), so that
     whether two have SMs in common shows in the time that they take at once."""
-    from muxserve.gpu.green import ContextSet, Driver, device_of, divide, make_context
+    from muxserve.gpu.green import ContextSet, device_of, divide, load, make_context
     from muxserve.gpu.sm import SmRange
     from muxserve.probes.sms import SmMarks
 
     torch.cuda.set_device(0)
     compute()
-    driver = Driver.load()
+    driver = load()
     device = device_of(driver, 0)
     division = divide(driver, device)
     parts = len(division.parts)
@@ -344,7 +344,7 @@ def compile_sampler() -> dict[str, Any]:
 def sampler() -> dict[str, Any]:
     """Sample in green contexts, in the smallest one that an engine can have as well: FlashInfer counts all SMs of the
     device, and its kernels wait for each other."""
-    from muxserve.gpu.green import ContextSet, Driver, device_of, divide, make_context
+    from muxserve.gpu.green import ContextSet, device_of, divide, load, make_context
     from muxserve.gpu.sm import SmRange
     from muxserve.probes.sampler import compare
     from muxserve.probes.sms import SmMarks
@@ -354,7 +354,7 @@ def sampler() -> dict[str, Any]:
     sample = _flashinfer()
     if sample is None:
         raise ValueError("vLLM does not use it here")
-    driver = Driver.load()
+    driver = load()
     device = device_of(driver, 0)
     division = divide(driver, device)
     parts = len(division.parts)

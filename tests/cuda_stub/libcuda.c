@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 enum { kNoDevice = 100, kNotFound = 500 };
@@ -79,11 +80,15 @@ int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active) {
   return 0;
 }
 
-// The runtime takes its functions from here; those that are not above fail.
+// The runtime and NVIDIA's bindings for Python take their functions from here, by names without a version; those that are
+// not there fail. Both ask for the present version of all, but for this function itself.
 int cuGetProcAddress_v2(const char* symbol, void** function, int version, unsigned long long flags, int* status) {
   (void)version;
   (void)flags;
-  void* found = dlsym(RTLD_DEFAULT, symbol);
+  char present[128];
+  snprintf(present, sizeof present, "%s_v2", symbol);
+  void* found = strcmp(symbol, "cuGetProcAddress") == 0 ? NULL : dlsym(RTLD_DEFAULT, present);
+  if (!found) found = dlsym(RTLD_DEFAULT, symbol);
   *function = found ? found : (void*)missing;
   if (status) *status = 0;
   return 0;

@@ -44,8 +44,8 @@ def without_gpus(directory: Path) -> Environment:
     return _environment(directory)
 
 
-def with_a_gpu(directory: Path) -> Environment:
-    """In which a GPU has memory that is allocated, copied and shared, and launches nothing."""
+def make_driver(directory: Path) -> None:
+    """A driver whose GPU has memory that is allocated, copied and shared, and launches nothing."""
     # What several define is the first one's.
     objects = []
     sources = (("c", HERE / "launching.c"), ("c++", HERE / "streams.cpp"), ("c++", DRIVER), ("c", HERE / "libcuda.c"))
@@ -54,6 +54,11 @@ def with_a_gpu(directory: Path) -> Environment:
         renamed = [f"-DcuCtx{name}=fakeCtx{name}" for name in ("GetCurrent", "SetCurrent") if source == DRIVER]
         compile_object(objects[-1], *renamed, "-x", language, source)
     compile_library(directory / "libcuda.so.1", *objects, "-Wl,--allow-multiple-definition")
+
+
+def with_a_gpu(directory: Path) -> Environment:
+    """In which GPUs are those of `make_driver`."""
+    make_driver(directory)
     versions = directory / "versions"
     versions.write_text("libcudart.so.13 { global: *; };")
     runtime = directory / "libcudart.so.13"

@@ -20,7 +20,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from muxserve.engine.cuda.graphs import ContextGraphs
 from muxserve.engine.cuda.runner import PooledGPUModelRunner
 from muxserve.engine.cuda.worker import PooledGPUWorker
-from muxserve.gpu.green import ContextSet, Driver, GreenContext
+from muxserve.gpu.driver import Driver
+from muxserve.gpu.green import ContextSet, GreenContext
 from tests.gpu_control.fake_driver import FakeDriver
 
 

@@ -27,6 +27,7 @@ from muxserve.engine.cuda.weight_loader import follow, rebuild
 from muxserve.engine.cuda.weight_memory import ExportedWeights, Piece, in_file, restored
 from muxserve.engine.cuda.weight_tensors import describe, mapped, processed
 from muxserve.gpu import weight_wire as wire
+from muxserve.gpu.driver import Driver
 from muxserve.gpu.weight_server import WeightServer
 from muxserve.gpu.weight_wire import fetch, fetch_copy, say
 from muxserve.vllm.args import loader_args
@@ -551,43 +552,57 @@ def test_stages_of_a_pipeline_ask_their_own_holders(monkeypatch: pytest.MonkeyPa
 # ------------------------------------------------------------ the driver's calls, by a stand-in of its library
 
 
+class FakeHandle:
+    """`CUipcMemHandle`: 64 bytes at an address."""
+
+    def __init__(self, data: bytes = bytes(64)) -> None:
+        self.data = ctypes.create_string_buffer(data, 64)
+
+    def getPtr(self) -> int:  # noqa: N802
+        return ctypes.addressof(self.data)
+
+
 class FakeDriver:
-    """The calls of libcuda that are used, over one range of addresses."""
+    """The calls of `cuda.bindings.driver` that are used, over one range of addresses."""
 
     BASE, SIZE = 0x7000_0000, 4096
+    CUipcMemHandle = FakeHandle
 
     def __init__(self, failing: str = "") -> None:
         self.failing = failing
         self.opened: list[bytes] = []
 
     def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any) -> int:
+        def call(*arguments: Any) -> tuple[Any, ...]:
             if name == self.failing:
-                return 201
-            return int(getattr(self, f"_{name}")(*arguments) or 0)
+                return 201, *[None] * (2 if name == "cuMemGetAddressRange" else 1)
+            return 0, *getattr(self, f"_{name}")(*arguments)
 
         return call
 
-    def _cuMemGetAddressRange_v2(self, base: Any, size: Any, address: Any) -> None:  # noqa: N802
-        assert self.BASE <= address.value < self.BASE + self.SIZE
-        base._obj.value, size._obj.value = self.BASE, self.SIZE
+    def _cuMemGetAddressRange(self, address: int) -> tuple[int, int]:  # noqa: N802
+        assert self.BASE <= address < self.BASE + self.SIZE
+        return self.BASE, self.SIZE
 
-    def _cuIpcGetMemHandle(self, handle: Any, base: Any) -> None:  # noqa: N802
-        assert base.value == self.BASE
-        ctypes.memmove(ctypes.addressof(handle._obj), bytes(range(64)), 64)
+    def _cuIpcGetMemHandle(self, base: int) -> tuple[FakeHandle]:  # noqa: N802
+        assert base == self.BASE
+        return (FakeHandle(bytes(range(64))),)
 
-    def _cuIpcOpenMemHandle_v2(self, address: Any, handle: Any, flags: Any) -> None:  # noqa: N802
-        self.opened.append(ctypes.string_at(ctypes.addressof(handle), 64))
-        assert flags.value == 1
-        address._obj.value = 0x9000_0000
+    def _cuIpcOpenMemHandle(self, handle: FakeHandle, flags: int) -> tuple[int]:  # noqa: N802
+        self.opened.append(handle.data.raw)
+        assert flags == 1
+        return (0x9000_0000,)
 
-    def _cuGetErrorString(self, status: int, text: Any) -> None:  # noqa: N802
-        text._obj.value = b"invalid device context"
+    def _cuGetErrorName(self, status: int) -> tuple[bytes]:  # noqa: N802
+        return (b"CUDA_ERROR_INVALID_CONTEXT",)
+
+    def _cuGetErrorString(self, status: int) -> tuple[bytes]:  # noqa: N802
+        return (b"invalid device context",)
 
 
 def test_handles_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver()
-    monkeypatch.setattr(cuda_ipc, "_driver", lambda: driver)
+    monkeypatch.setattr(cuda_ipc, "_driver", lambda: Driver(driver))
     base, size, handle = cuda_ipc.export(FakeDriver.BASE + 512)
     assert (base, size, handle) == (FakeDriver.BASE, FakeDriver.SIZE, bytes(range(64)))  # zero bytes are kept
     assert cuda_ipc.open_handle(handle) == 0x9000_0000
@@ -596,8 +611,11 @@ def test_handles_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         cuda_ipc.open_handle(b"short")
 
 
-@pytest.mark.parametrize("call", ["cuMemGetAddressRange_v2", "cuIpcGetMemHandle"])
+@pytest.mark.parametrize("call", ["cuMemGetAddressRange", "cuIpcGetMemHandle"])
 def test_an_error_of_the_driver_says_what_failed_and_what_it_needs(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_ipc, "_driver", lambda: FakeDriver(failing=call))
-    with pytest.raises(cuda_ipc.CudaIpcError, match=f"{call} failed with 201: invalid device context.*cudaMalloc"):
+    monkeypatch.setattr(cuda_ipc, "_driver", lambda: Driver(FakeDriver(failing=call)))
+    with pytest.raises(
+        cuda_ipc.CudaIpcError,
+        match=rf"{call} failed with CUDA_ERROR_INVALID_CONTEXT \(201\): invalid device context\. .*cudaMalloc",
+    ):
         cuda_ipc.export(FakeDriver.BASE)

@@ -1,14 +1,22 @@
-"""Stands in for the CUDA driver library, as far as green contexts go; functions have its names."""
+"""Stands in for `cuda.bindings.driver`, as far as green contexts go; functions have its names and answer as they do."""
 # ruff: noqa: N802
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+
+NOT_SUPPORTED = 801
 
 
 class FakeDriver:
-    """Functions of a driver with one GPU of `sms`; notes the calls. `fail` names one that fails."""
+    """Functions of a driver with one GPU of `sms`; notes the calls. `fail` names one that fails, `lacks` one that the
+    driver does not have."""
+
+    CUdevResourceType = SimpleNamespace(CU_DEV_RESOURCE_TYPE_SM=1)
+    CUgreenCtxCreate_flags = SimpleNamespace(CU_GREEN_CTX_DEFAULT_STREAM=1)
+    CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=75)
 
     def __init__(self, sms: int = 132, least: int = 8, major: int = 9, fail: str = "", lacks: str = "") -> None:
         self.sms, self.least, self.major, self.fail, self.lacks = sms, least, major, fail, lacks
@@ -19,64 +27,76 @@ class FakeDriver:
         self.contexts: dict[int, list[int]] = {}
         self.streams: dict[int, int] = {}
 
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        if name == self.lacks or not name.startswith("cu"):
+    def __getattr__(self, name: str) -> Callable[..., tuple[Any, ...]]:
+        if not name.startswith("cu"):
             raise AttributeError(name)
 
-        def call(*args: Any) -> int:
+        def call(*args: Any) -> tuple[Any, ...]:
+            if name == self.lacks:
+                raise RuntimeError(f'Function "{name}" not found')
             self.calls.append(name)
             if name == self.fail:
-                return 801
+                return (NOT_SUPPORTED, None)
             act = getattr(type(self), f"do_{name}", None)
-            if act is not None:
-                act(self, *(getattr(arg, "_obj", arg) for arg in args))
-            return 0
+            return (0,) if act is None else (0, *act(self, *args))
 
         return call
 
-    def do_cuGetErrorName(self, code: int, text: Any) -> None:
-        text.value = b"CUDA_ERROR_NOT_SUPPORTED"
+    def do_cuGetErrorName(self, code: int) -> tuple[bytes]:
+        return (b"CUDA_ERROR_NOT_SUPPORTED",)
 
-    def do_cuCtxGetCurrent(self, context: Any) -> None:
-        context.value = self.current
+    def do_cuGetErrorString(self, code: int) -> tuple[bytes]:
+        return (b"operation not supported",)
 
-    def do_cuDeviceGet(self, device: Any, ordinal: int) -> None:
-        device.value = ordinal
+    def do_cuCtxGetCurrent(self) -> tuple[int]:
+        return (self.current,)
 
-    def do_cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> None:
-        context.value = 1
+    def do_cuCtxGetDevice(self) -> tuple[int]:
+        return (0,)
 
-    def do_cuDeviceGetAttribute(self, value: Any, attribute: Any, device: Any) -> None:
-        value.value = self.major
+    def do_cuDeviceGet(self, ordinal: int) -> tuple[int]:
+        return (ordinal,)
 
-    def do_cuDeviceGetDevResource(self, device: Any, resource: Any, kind: Any) -> None:
-        resource.type, resource.count, resource.least, resource.alignment = kind.value, self.sms, self.least, self.least
+    def do_cuDevicePrimaryCtxRetain(self, device: int) -> tuple[int]:
+        return (1,)
+
+    def do_cuDeviceGetAttribute(self, attribute: int, device: int) -> tuple[int]:
+        return (self.major,)
+
+    def do_cuDeviceGetDevResource(self, device: int, kind: int) -> tuple[Any]:
+        sm = SimpleNamespace(smCount=self.sms)
+        if self.least:  # bindings before CUDA 13 do not have these
+            sm.minSmPartitionSize = sm.smCoscheduledAlignment = self.least
+        return (SimpleNamespace(type=kind, sm=sm),)
 
     def do_cuDevSmResourceSplitByCount(
-        self, parts: Any, groups: Any, whole: Any, rest: Any, flags: Any, size: Any
-    ) -> None:
-        groups.value = min(groups.value, whole.count // size.value)
-        for index in range(groups.value):
-            parts[index].count, parts[index].type = size.value, 1
-            parts[index].padding[0] = index
+        self, groups: int, whole: Any, flags: int, size: int
+    ) -> tuple[list[Any], int, Any]:
+        count = min(groups, whole.sm.smCount // size)
+        parts = [SimpleNamespace(index=index, sm=SimpleNamespace(smCount=size)) for index in range(count)]
+        return parts, count, SimpleNamespace()
 
-    def do_cuDevResourceGenerateDesc(self, description: Any, parts: Any, count: Any) -> None:
-        self.chosen = [parts[index].padding[0] for index in range(count.value)]
-        description.value = 5
+    def do_cuDevResourceGenerateDesc(self, parts: list[Any], count: int) -> tuple[int]:
+        assert len(parts) == count
+        self.chosen = [part.index for part in parts]
+        return (5,)
 
-    def do_cuGreenCtxCreate(self, context: Any, description: Any, device: Any, flags: Any) -> None:
-        assert (description.value, flags.value) == (5, 1)
-        context.value = 6 + len(self.contexts)
-        self.contexts[context.value + 1] = self.chosen
+    def do_cuGreenCtxCreate(self, description: int, device: int, flags: int) -> tuple[int]:
+        assert (description, flags) == (5, 1)
+        green = 6 + len(self.contexts)
+        self.contexts[green + 1] = self.chosen
+        return (green,)
 
-    def do_cuCtxFromGreenCtx(self, context: Any, of: Any) -> None:
-        assert of.value + 1 in self.contexts
-        context.value = of.value + 1
+    def do_cuCtxFromGreenCtx(self, green: int) -> tuple[int]:
+        assert green + 1 in self.contexts
+        return (green + 1,)
 
-    def do_cuStreamCreate(self, stream: Any, flags: Any) -> None:
-        assert flags.value == 1
-        stream.value = 100 + len(self.streams)
-        self.streams[stream.value] = self.current
+    def do_cuStreamCreate(self, flags: int) -> tuple[int]:
+        assert flags == 1
+        stream = 100 + len(self.streams)
+        self.streams[stream] = self.current
+        return (stream,)
 
-    def do_cuCtxSetCurrent(self, context: Any) -> None:
-        self.current = context.value
+    def do_cuCtxSetCurrent(self, context: int) -> tuple[()]:
+        self.current = context
+        return ()

@@ -23,7 +23,8 @@ from muxserve.gpu.environment import (
     prepare,
     refuse_cuda,
 )
-from muxserve.gpu.sm import enter, share_of
+from muxserve.gpu.green import enter
+from muxserve.gpu.sm import share_of
 from muxserve.spec import GpuSpec, SmSharing, UnitSpec
 from tests.cluster.conftest import fake_unit_spec
 from tests.gpu_control.test_sm import unit_spec

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from typing import Any
 
 import torch
 
+from muxserve.gpu.driver import Driver, DriverError
+
 _HANDLE_BYTES = 64
-_LAZY_ENABLE_PEER_ACCESS = 1
-
-
-class _Handle(ctypes.Structure):
-    _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
+_LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 class CudaIpcError(RuntimeError):
@@ -31,10 +28,10 @@ def export(address: int) -> tuple[int, int, bytes]:
     Raises:
         CudaIpcError: the memory cannot be shared.
     """
-    base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
-    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
-    _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
-    return base.value, size.value, ctypes.string_at(ctypes.addressof(handle), _HANDLE_BYTES)
+    base, size = _call("cuMemGetAddressRange", address)
+    handle = _call("cuIpcGetMemHandle", base)
+    # The bindings give the place of its bytes only.
+    return int(base), int(size), ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
 
 
 def open_handle(handle: bytes) -> int:
@@ -45,14 +42,9 @@ def open_handle(handle: bytes) -> int:
     """
     if len(handle) != _HANDLE_BYTES:
         raise CudaIpcError(f"a CUDA IPC handle has {_HANDLE_BYTES} bytes, not {len(handle)}")
-    address = ctypes.c_uint64()
-    _call(
-        "cuIpcOpenMemHandle_v2",
-        ctypes.byref(address),
-        _Handle.from_buffer_copy(handle),
-        ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS),
-    )
-    return address.value
+    taken = _driver().api.CUipcMemHandle()
+    ctypes.memmove(taken.getPtr(), handle, _HANDLE_BYTES)
+    return int(_call("cuIpcOpenMemHandle", taken, _LAZY_ENABLE_PEER_ACCESS))
 
 
 class _DeviceBytes:
@@ -74,19 +66,19 @@ def as_bytes(address: int, size: int, device: torch.device) -> torch.Tensor:
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL(os.environ.get("MUXSERVE_CUDA_DRIVER", "libcuda.so.1"))
+def _driver() -> Driver:
+    try:
+        return Driver.load()
+    except DriverError as error:
+        raise CudaIpcError(str(error)) from None
 
 
-def _call(name: str, *arguments: Any) -> None:
-    driver = _driver()
-    status = getattr(driver, name)(*arguments)
-    if status:
-        text = ctypes.c_char_p()
-        driver.cuGetErrorString(status, ctypes.byref(text))
-        why = text.value.decode() if text.value else "unknown error"
+def _call(name: str, *arguments: Any) -> Any:
+    try:
+        return _driver().call(name, *arguments)
+    except DriverError as error:
         raise CudaIpcError(
-            f"{name} failed with {status}: {why}. Weights are shared between processes through CUDA IPC; it needs "
+            f"{error}. Weights are shared between processes through CUDA IPC; it needs "
             "memory of cudaMalloc (PYTORCH_CUDA_ALLOC_CONF without expandable_segments), the same user and, in "
             "containers, the same IPC and PID namespace; `muxserve doctor --gpu` finds a way that works here"
-        )
+        ) from None

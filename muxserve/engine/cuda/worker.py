@@ -17,12 +17,10 @@ from muxserve.engine import binding
 from muxserve.engine.cuda import attention, latent, mapped_weights, weights
 from muxserve.engine.cuda.graphs import ContextGraphs
 from muxserve.engine.cuda.runner import PooledGPUModelRunner
-from muxserve.gpu import sm
+from muxserve.gpu import green, sm
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
-
-    from muxserve.gpu.green import ContextSet
 
 # How often a worker looks whether it still computes on its own SMs.
 CHECKED_STEPS = 1000
@@ -60,7 +58,7 @@ class PooledGPUWorker(gpu_worker.Worker):
     memory manager, and what an engine needs beyond them was measured and set aside before the pool was made.
     """
 
-    _contexts: ContextSet | None = None
+    _contexts: green.ContextSet | None = None
     _steps = 0
 
     def init_device(self) -> None:
@@ -94,7 +92,7 @@ class PooledGPUWorker(gpu_worker.Worker):
 
     def _enter_sm_share(self) -> None:
         unit_spec, model, phase = binding.place_of(self.vllm_config)
-        self._contexts = sm.enter(unit_spec, model, phase, self.local_rank)
+        self._contexts = green.enter(unit_spec, model, phase, self.local_rank)
 
     def _check_device(self) -> None:
         unit_spec, model, _ = binding.place_of(self.vllm_config)
