@@ -18,7 +18,8 @@ from muxserve.gateway.app import Page, only_get
 from muxserve.gateway.body import RETRY
 from muxserve.gateway.errors import App, Receive, RequestError, Scope, Send, respond_json
 from muxserve.gateway.live import OWN_LOAD, LiveView
-from muxserve.gateway.shared_answer import Answer
+from muxserve.gateway.shared_answer import Answer, SharedAnswer
+from muxserve.gateway.status import MAX_AGE_SECONDS
 from muxserve.net.logs import log_files, tail
 
 PAGE = "/ui"
@@ -49,6 +50,7 @@ class LivePage:
         self._view = view
         self._run_dir = run_dir
         self._streams = 0
+        self._own_load = SharedAnswer(self._render_own_load, MAX_AGE_SECONDS)
 
     def pages(self) -> dict[str, Page]:
         """By path, what needs no key: the files, and what other gateways ask for."""
@@ -62,7 +64,10 @@ class LivePage:
         return {EVENTS: self.events, LOGS: self.logs}
 
     async def _own(self, scope: Scope, send: Send) -> None:
-        await respond_json(send, self._view.own_load())
+        await (await self._own_load.get()).send(scope, send)
+
+    async def _render_own_load(self) -> Answer:
+        return Answer(msgspec.json.encode(self._view.own_load()))
 
     async def events(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A frame every `FRAME_SECONDS` as a server-sent event, until the client goes away or the gateway drains."""
