@@ -159,7 +159,7 @@ def _run(
     fleet = fleet_spec_of(planner.fleet, units, path, host, port, residency=residency)
     for note in [*planner.reasons, *notes_of(plans)]:
         console.print(f"- {escape(note)}")
-    code = ExitCode.NOT_DONE
+    code: int = ExitCode.NOT_DONE
     try:
         code = asyncio.run(_serve(planner, fleet, units, demo, file))
     finally:

@@ -26,7 +26,8 @@ def refuse_given(context: typer.Context, parameters: Iterable[str], why: str) ->
     given = given_options(context) & frozenset(parameters)
     for parameter in context.command.params:
         if parameter.name in given:
-            raise typer.BadParameter(f"has no effect {why}", ctx=context, param=parameter)
+            # Of typer's parameters each is one of those that it takes, whatever its base class says.
+            raise typer.BadParameter(f"has no effect {why}", ctx=context, param=parameter)  # type: ignore[arg-type]
 
 
 def check_effect(given: Collection[str], parameters: Iterable[str], why: str) -> None:

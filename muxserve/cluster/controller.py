@@ -175,7 +175,7 @@ class Controller:
         self._scheduler = AsyncPeer(context, at, keeps=True, on_message=self._on_scheduler)
         began = time.monotonic()
         stopping: asyncio.Task[object] = asyncio.create_task(self._stopping.wait())
-        code = EXIT_OK
+        code: int = EXIT_OK
         try:
             self._spawn(self._watch.keep())
             self._spawn(keep_bounded(Path(self.fleet.run_dir)))

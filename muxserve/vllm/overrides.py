@@ -252,9 +252,9 @@ def _assigned(cls: type) -> Iterator[str]:
             continue
         this = method.args.args[0].arg
         for node in ast.walk(method):
-            stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-            if stored and isinstance(node.value, ast.Name) and node.value.id == this:
-                yield node.attr
+            match node:
+                case ast.Attribute(ast.Name(id), attr, ast.Store()) if id == this:
+                    yield attr
 
 
 def _package(cls: type) -> str:
