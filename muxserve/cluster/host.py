@@ -113,6 +113,7 @@ class Deaths:
         return "" if same else WITH_PARENT
 
 
+HOST = PartId("host")
 # A model whose memory takes longer to move into a file is loaded again instead.
 _HIBERNATION_SECONDS = 25.0
 # A unit scheduler that takes longer to answer is being started anew, and knows no engine.
@@ -184,6 +185,8 @@ class UnitHost:
         # Models whose process has moved its memory before: next time only what has changed moves.
         self._in_files: set[str] = set()
         self.ready = asyncio.Event()
+        # Whoever waits for something to be started here waits in vain from then on.
+        self._stopped = asyncio.Event()
 
     @property
     def unit_spec(self) -> UnitSpec:
@@ -312,6 +315,7 @@ class UnitHost:
     async def stop(self) -> None:
         """End everything that still runs, in this order: what decides, what computes, what that was forked from, what
         owns its memory."""
+        self._stopped.set()
         tasks = [*self._tasks.values(), *self._others, *([self._watcher] if self._watcher else [])]
         for task in tasks:
             task.cancel()
@@ -355,8 +359,10 @@ class UnitHost:
         """Start the engines of a model of the unit that has none; returns when they are up.
 
         Raises:
-            GaveUp: they cannot start, or the unit's GPUs have no room for it. Nothing of it is left then.
+            GaveUp: they cannot start, the unit's GPUs have no room for it, or the unit has been stopped. Nothing of it
+                is left then.
         """
+        self._check_not_stopped()
         self._wanted.add(model)
         if any(engine.model == model for engine in self._starts.engines):
             return
@@ -376,21 +382,28 @@ class UnitHost:
         self._starts.awaited |= new.keys()
         supervisor = self._supervisor(lambda: model in self._served)
         tasks = {part.id: asyncio.create_task(supervisor.keep(part)) for part in new.values()}
-        up = asyncio.create_task(_until_up(new.values()))
+        up, ended = asyncio.create_task(_until_up(new.values())), asyncio.create_task(self._stopped.wait())
         try:
-            await asyncio.wait({up, *tasks.values()}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({up, ended, *tasks.values()}, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks.values():
                 if task.done():
                     task.result()
+            self._check_not_stopped()
         except BaseException:
             up.cancel()
             self._tasks.update(tasks)
             self._wanted.discard(model)
             await self._end_model(model)
             raise
+        finally:
+            ended.cancel()
         self._served.add(model)
         for who, task in tasks.items():
             self._watch(who, task)
+
+    def _check_not_stopped(self) -> None:
+        if self._stopped.is_set():
+            raise GaveUp(HOST, "its unit has been stopped")
 
     async def stop_model(self, model: str, urgent: bool = False) -> bool:
         """Stop the engines of a model, and let go of its weights, or have them moved into a file until it is started
@@ -487,7 +500,7 @@ class UnitHost:
                 nothing has changed.
         """
         if not (path := Path(unit_spec.model(model).path)).is_dir():
-            raise GaveUp(PartId("host"), f"{path} is no directory on {socket.gethostname()}")
+            raise GaveUp(HOST, f"{path} is no directory on {socket.gethostname()}")
         self._starts.expect(needs, asleep)
         if not asleep:
             await self._starts.check_room(model)
@@ -530,9 +543,10 @@ class UnitHost:
         )
 
     def _spared(self, part: Part) -> bool:
-        """Whether the unit starts without the model of a part that cannot be started: another one may be served."""
+        """Whether the unit starts without the model of a part that cannot be started: another one may be served, also
+        one that sleeps."""
         model = part.id.model
-        others = {each.model for each in self._starts.engines} - self._starts.left_out - {model}
+        others = {each.name for each in self.unit_spec.models} - self._starts.left_out - {model}
         if not model or not others:
             return False
         self._starts.leave_out(model)

@@ -241,6 +241,8 @@ class UnitSet:
     async def _start_again(self, unit: RunningUnit, reason: str) -> None:
         """Stop what is left, and start it as it was, for as long as it takes to find a place."""
         stopped, came_up = False, unit.handle.ready.is_set()
+        # Nothing is started in it before it is there again.
+        unit.handle.ready.clear()
         while True:
             delay = unit.policy.died(time.monotonic(), came_up)
             assert delay is not None, "the policy never gives up"

@@ -15,6 +15,7 @@ from muxserve.cluster import changes, steps
 from muxserve.cluster.controller import EXIT_OK, EXIT_START
 from muxserve.cluster.events import Down, Failed, PartId, Progress, Starting, Up
 from muxserve.cluster.steps import Addition
+from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
 from muxserve.control.changes import ChangeError
 from muxserve.planning.specs import settings_of
@@ -571,6 +572,29 @@ async def test_a_model_is_woken_in_its_unit_alone_which_is_waited_for(
     await resident.until(lambda: "start of two failed: the unit of two is not up at present" in resident.journal())
     assert resident.serves == {"u0": ["one"]}
     ready.set()
+
+
+async def test_a_wake_ends_when_its_unit_is_started_again(resident: Fleet) -> None:
+    """Nobody else would end it, and no order for that model would be carried out any more."""
+    await resident.serving()
+    resident.tell("orders", "stop two u0")
+    await resident.until(lambda: resident.serves == {"u0": ["one"]})
+    unit = resident.controller.units.units["u0"]
+    first: Any = unit.handle
+    broken = resident.tell("fail-warm")
+    os.kill(resident.pid(PartId("warm_parent")), signal.SIGKILL)
+    resident.tell("orders", "start two 1")
+    engine = PartId("engine", "two", "prefill")
+    await resident.until(lambda: engine in first.parts)
+    first._host._failed.set_exception(GaveUp(PartId("memory"), "it was killed again and again"))
+    await resident.until(lambda: any("its unit has been stopped" in line for line in resident.journal()))
+    assert resident.changes.starting == []
+    broken.unlink()
+    await resident.until(lambda: unit.handle is not first and unit.handle.ready.is_set())
+    with pytest.raises(GaveUp, match="its unit has been stopped"):
+        await first.start_model("two")
+    resident.tell("orders", "start two 1")
+    await resident.until(lambda: resident.serves == {"u0": ["one", "two"]})
 
 
 @pytest.mark.thorough
