@@ -208,6 +208,8 @@ class GrammarCompilers:
             seconds = min(QUICK_SECONDS, self.limits.compile_seconds) if quick else self.limits.compile_seconds
             self._send(Compile(number, job.model, job.constraints, seconds, self.limits.compile_bytes))
             patience = WALL_FACTOR * seconds + WALL_SECONDS + SILENCE_SECONDS
+            if job.silence is not None:
+                job.silence.cancel()  # of a compiler that has died since
             job.silence = asyncio.get_running_loop().call_later(patience, self._silent)
 
     def _take(self, compiled: CompileResult) -> None:
