@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -192,6 +193,15 @@ async def test_a_model_that_gateways_cannot_offer_is_told(fleet: Fleet) -> None:
     await fleet.serving()
     told = [event.detail for event in fleet.events if isinstance(event, Progress) and event.part == GATEWAY]
     assert told == ["note: two is not offered: its tokenizer is of cheese"]
+
+
+async def test_the_only_model_that_is_awake_may_fail_where_others_sleep(fleet: Fleet) -> None:
+    fleet.planned[0] = dataclasses.replace(fleet.planned[0], serves=("one",))
+    fleet.tell("fail-one-prefill")
+    await fleet.serving()
+    await fleet.until(lambda: list(fleet.host.degraded) == ["one"])
+    await fleet.host.start_model("two")
+    assert fleet.host.up("two")
 
 
 async def test_a_fleet_none_of_whose_models_can_be_started_ends(fleet: Fleet) -> None:
