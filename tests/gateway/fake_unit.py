@@ -115,6 +115,9 @@ class FakeUnit:
     def stop(self) -> None:
         """Forget everything and be gone, as a unit scheduler that is killed."""
         self.router.close()
+        for push in self.pushes.values():
+            push.close()
+        self.pushes.clear()
         self.generation += 1
         self.plays.clear()
         self.gateways.clear()
