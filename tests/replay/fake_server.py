@@ -2,7 +2,8 @@
 
 `exact*` takes everything, as vLLM does; `text` refuses token ids and `ignore_eos`; `chat` has no completions; `short`
 ignores `ignore_eos`; `refuse`, `break`, `mute`, `garbage` and `error` fail every request but the first, each in its own
-way; `hang` never ends one but the first; `uncounted` says why it ended in an empty piece, and counts no tokens. GET /seen tells what was asked.
+way; `hang` never ends one but the first; `uncounted` says why it ended in an empty piece, and counts no
+tokens. GET /seen tells what was asked.
 """
 
 from __future__ import annotations
@@ -16,7 +17,20 @@ from typing import Any
 
 from aiohttp import web
 
-MODELS = ["exact", "exact-2", "text", "chat", "short", "refuse", "break", "mute", "garbage", "error", "hang", "uncounted"]
+MODELS = [
+    "exact",
+    "exact-2",
+    "text",
+    "chat",
+    "short",
+    "refuse",
+    "break",
+    "mute",
+    "garbage",
+    "error",
+    "hang",
+    "uncounted",
+]
 seen: list[dict[str, Any]] = []
 asked: Counter[str] = Counter()
 
