@@ -73,7 +73,7 @@ def units_table(plan: ClusterPlan) -> FigureTable:
             escape(note.partition(": ")[2]),
             format_size(sum(model.own_bytes for model in estimate.models)),
             format_size(estimate.pool_bytes),
-            f"{estimate.kv_bytes / estimate.pool_bytes:.0%}",
+            f"{estimate.kv_bytes / estimate.pool_bytes:.0%}" if estimate.pool_bytes else "-",
             f"{estimate.headroom:.1f}x" if estimate.next_limit else "-",
         )
     return table
