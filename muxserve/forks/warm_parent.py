@@ -226,11 +226,11 @@ class WarmParent:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
         def child() -> None:
-            from muxserve.engine.cuda import weights
+            from muxserve.engine.cuda.weight_copier import run_copier
 
             ours.close()
             self._close_sockets()
-            weights.run_copier(self.path, self.control, theirs)
+            run_copier(self.path, self.control, theirs)
 
         pid = self._parent.fork("weight copier", self.unit_spec.log_dir / "weight-copier.log", child)
         theirs.close()
@@ -248,10 +248,10 @@ class WarmParent:
             return
 
         def child() -> None:
-            from muxserve.engine.cuda import weights
+            from muxserve.engine.cuda.weight_holder import run_holder
 
             self._close_sockets()
-            weights.run_holder(load(self.path), model, self.control, copies=how == "copy")
+            run_holder(load(self.path), model, self.control, copies=how == "copy")
 
         log_file = self.unit_spec.log_dir / f"weights-{file_name(model)}.log"
         pid = self._parent.fork(f"weights {model}", log_file, child)

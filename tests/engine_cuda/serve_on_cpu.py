@@ -58,7 +58,7 @@ def hold(path: str, ready: Any, checkpoint: Path) -> None:
     import torch
     from vllm.v1.executor.abstract import Executor
 
-    from muxserve.engine.cuda import weights
+    from muxserve.engine.cuda import weight_loader
     from muxserve.engine.cuda.weight_memory import ExportedWeights, Piece
     from muxserve.engine.cuda.weight_tensors import describe
     from muxserve.gpu.weight_server import WeightServer
@@ -68,7 +68,7 @@ def hold(path: str, ready: Any, checkpoint: Path) -> None:
     options = {**frontend_args(served(checkpoint)), "kv_cache_memory_bytes": 64 << 20, "additional_config": {}}
     config = config_of(options)
     executor = Executor.get_class(config)(config)
-    fingerprint = weights.fingerprint(config.model_config)
+    fingerprint = weight_loader.fingerprint(config.model_config)
     model = executor.driver_worker.worker.model_runner.get_model()
     exported = ExportedWeights(lambda size: Piece("", -1, torch.zeros(size, dtype=torch.uint8)), device="cpu")
     exported.move(model)
@@ -104,15 +104,15 @@ def map_held_weights(path: str) -> dict[str, Any]:
     import torch
     import vllm.model_executor.model_loader.weight_cache.ipc_loader as ipc_loader
 
-    from muxserve.engine.cuda import weights
-    from muxserve.engine.cuda.weight_loader import HeldWeightsLoader
+    from muxserve.engine.cuda.weight_loader import HeldWeightsLoader, register_loader
+    from muxserve.vllm.args import LOAD_FORMAT
 
     without_repacking()
-    weights.register_loader()
+    register_loader()
     ipc_loader.check_ipc_platform_support = lambda: None
     HeldWeightsLoader._device = lambda self: torch.device("cpu")
     torch.accelerator.current_device_index = lambda: 0
-    return {"load_format": weights.LOAD_FORMAT, "model_loader_extra_config": {"sockets": [path]}}
+    return {"load_format": LOAD_FORMAT, "model_loader_extra_config": {"sockets": [path]}}
 
 
 def ours(

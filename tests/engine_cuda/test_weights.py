@@ -22,7 +22,7 @@ pytest.importorskip("vllm")
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.weight_cache.protocol import WeightCacheState
 
-from muxserve.engine.cuda import cuda_ipc, weight_loader, weight_tensors, weights
+from muxserve.engine.cuda import cuda_ipc, weight_loader, weight_tensors
 from muxserve.engine.cuda.weight_loader import follow, rebuild
 from muxserve.engine.cuda.weight_memory import ExportedWeights, Piece, in_file, restored
 from muxserve.engine.cuda.weight_tensors import describe, mapped, processed
@@ -503,8 +503,8 @@ def test_the_loader_is_vllm_s_and_never_goes_to_disk(monkeypatch: pytest.MonkeyP
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader import get_model_loader
 
-    weights.register_loader()
-    weights.register_loader()
+    weight_loader.register_loader()
+    weight_loader.register_loader()
     unit_spec: Any = SimpleNamespace(ranks=2, weights_socket=lambda model, rank: f"/run/{model}-{rank}.sock")
     args = loader_args(unit_spec, "m")
     loader = get_model_loader(LoadConfig(**args))
@@ -516,7 +516,6 @@ def test_the_loader_is_vllm_s_and_never_goes_to_disk(monkeypatch: pytest.MonkeyP
 
 def test_stages_of_a_pipeline_ask_their_own_holders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four ranks, two stages of two: rank 2 is the first of the second stage."""
-    import vllm.distributed as distributed
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader.weight_cache.protocol import WeightCacheKey
 
@@ -540,8 +539,8 @@ def test_stages_of_a_pipeline_ask_their_own_holders(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(loader, "_device", lambda: CPU)
     for rank in range(4):
         monkeypatch.setattr(weight_loader, "get_world_group", group(rank, 4))
-        monkeypatch.setattr(distributed, "get_tp_group", group(rank % 2, 2))
-        monkeypatch.setattr(distributed, "get_pp_group", group(rank // 2, 2))
+        monkeypatch.setattr(weight_loader, "get_tp_group", group(rank % 2, 2))
+        monkeypatch.setattr(weight_loader, "get_pp_group", group(rank // 2, 2))
         loader._fetch_entries(SimpleNamespace())  # type: ignore[arg-type]
     assert [path for path, _ in asked] == [f"/run/{rank}.sock" for rank in range(4)]
     assert [(of["tp_rank"], of["pp_rank"], of["pp_size"]) for _, of in asked] == [

@@ -20,7 +20,7 @@ import vllm.v1.executor.abstract as abstract
 from vllm.config import CompilationConfig
 
 from muxserve.engine import ranks, support
-from muxserve.engine.cuda import weight_holder, weights, worker
+from muxserve.engine.cuda import weight_holder, worker
 from muxserve.engine.cuda.runner import PooledGPUModelRunner
 from muxserve.engine.cuda.weight_holder import HolderWorker
 from muxserve.engine.cuda.worker import PooledGPUWorker
@@ -188,7 +188,7 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_holder_measures_before_anyone_maps_and_then_says_that_it_is_up(tmp_path: Path, executor: Any) -> None:
     events = Events()
     with pytest.raises(Ended):
-        weights.run_holder(unit_spec(tmp_path), "m", events)
+        weight_holder.run_holder(unit_spec(tmp_path), "m", events)
     assert executor.calls == ["load", "chosen layout", "measure", "hand_out", "watch"]
     told = [e for e in events.seen if e["event"] != "progress"]
     assert [(e["event"], e.get("rank")) for e in told] == [("measured", 0), ("measured", 1), ("up", None)]
@@ -202,7 +202,7 @@ def test_a_holder_measures_before_anyone_maps_and_then_says_that_it_is_up(tmp_pa
 
 def test_a_holder_is_told_whether_to_keep_a_copy(tmp_path: Path, executor: Any) -> None:
     with pytest.raises(Ended):
-        weights.run_holder(unit_spec(tmp_path), "m", Events(), copies=True)
+        weight_holder.run_holder(unit_spec(tmp_path), "m", Events(), copies=True)
     assert "hand_out, copied" in executor.calls
 
 
@@ -219,7 +219,7 @@ def test_holders_measure_one_after_another(tmp_path: Path, executor: Any, monkey
 
     monkeypatch.setattr(executor.cls, "collective_rpc", measure)
     with pytest.raises(Ended):
-        weights.run_holder(unit_spec(tmp_path), "m", Events())
+        weight_holder.run_holder(unit_spec(tmp_path), "m", Events())
 
 
 def test_a_holder_says_why_it_cannot(tmp_path: Path, executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +229,7 @@ def test_a_holder_says_why_it_cannot(tmp_path: Path, executor: Any, monkeypatch:
     monkeypatch.setattr(support, "refuse_unsupported", refuse)
     events = Events()
     with pytest.raises(ValueError, match="sliding windows"):
-        weights.run_holder(unit_spec(tmp_path), "m", events)
+        weight_holder.run_holder(unit_spec(tmp_path), "m", events)
     assert events.seen[-1] == {
         "event": "failed",
         "kind": "weights",
@@ -247,7 +247,7 @@ def test_a_holder_loads_as_its_model_says_and_engines_map(tmp_path: Path) -> Non
     assert held["worker_cls"].endswith("HolderWorker")
     assert held["model_loader_extra_config"] == {}
     engine = args.engine_args(dummy, "m", "decode")
-    assert engine["load_format"] == weights.LOAD_FORMAT
+    assert engine["load_format"] == args.LOAD_FORMAT
     assert engine["model_loader_extra_config"]["sockets"] == [dummy.weights_socket("m", rank) for rank in (0, 1)]
     assert engine["attention_backend"] == "CUSTOM"
 
@@ -306,7 +306,7 @@ def test_ranks_are_not_forked_where_cuda_was_touched(
 
     monkeypatch.setattr(environment, "refuse_cuda", refuse)
     with pytest.raises(RuntimeError, match="cannot fork"):
-        weights.run_holder(unit_spec(tmp_path), "m", Events())
+        weight_holder.run_holder(unit_spec(tmp_path), "m", Events())
     assert "load" not in executor.calls
     monkeypatch.setattr(ranks, "refuse_cuda", refuse)
     monkeypatch.setattr(ranks, "place_of", lambda _: (unit_spec(tmp_path), "m", "decode"))

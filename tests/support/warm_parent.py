@@ -22,18 +22,20 @@ class Holder(Protocol):
 
 if TYPE_CHECKING:
     # What is played has the types of what is there: mypy says where it no longer has.
-    from muxserve.engine.cuda import weights as _weights
+    from muxserve.engine.cuda.weight_copier import run_copier
+    from muxserve.engine.cuda.weight_holder import run_holder
 
-    _holder: Holder = _weights.run_holder
-    _copier: Copier = _weights.run_copier
+    _holder: Holder = run_holder
+    _copier: Copier = run_copier
     _engine: Engine = direct._run
 
 
 def main(holder: Holder, copier: Copier, engine: Engine) -> None:
     """Arguments of the command line as those of `muxserve.forks.warm_parent`."""
-    weights = ModuleType("muxserve.engine.cuda.weights")
-    vars(weights).update(run_holder=holder, run_copier=copier)
-    sys.modules[weights.__name__] = weights
+    for name, play in (("holder", holder), ("copier", copier)):
+        module = ModuleType(f"muxserve.engine.cuda.weight_{name}")
+        vars(module)[f"run_{name}"] = play
+        sys.modules[module.__name__] = module
     vars(direct)["_run"] = engine
     vars(warm_parent).update(preload=lambda device: None, register=lambda models, device: None)
     warm_parent.main()

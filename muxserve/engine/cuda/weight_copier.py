@@ -118,8 +118,12 @@ def _nothing(memory: torch.Tensor) -> None:
     """There is no pinning here."""
 
 
-def run(file: str, control: Any, orders: socket.socket) -> None:
-    """See `weights.run_copier`."""
+def run_copier(file: str, control: Any, orders: socket.socket) -> None:
+    """Copy weights of models back to each GPU of the unit, whose spec is in `file`, from the host's memory, and have
+    them kept, whenever `orders` say so; until these end.
+
+    Reports `up` on `control` for each model; `failed` with the reason if it cannot, and ends.
+    """
     from muxserve.gpu import environment
 
     unit_spec = load(file)

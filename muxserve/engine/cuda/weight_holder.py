@@ -1,7 +1,14 @@
 """The process that loads a model's weights on every GPU of the unit, and measures what its engines will need.
 
-Where the GPUs can export memory, weights are moved to such memory, the controller keeps its descriptors, and this
-process ends: engines need it no more. Elsewhere it holds them, and hands out CUDA IPC handles until it is killed.
+    holder (one per model, forked from the warm parent; ends when the weights are kept)
+      └── rank 0, rank 1, ...: a shard in exported memory of one GPU; descriptors and places go to the controller,
+          which hands them out on a Unix socket. Or, where memory cannot be exported: in its own memory, with a socket
+          of its own that hands out CUDA IPC handles, until it is killed
+
+vLLM's own weight cache (`model_loader/weight_cache`) does the latter for one model and one user of it per GPU. Its
+part that builds a model of mapped tensors is used (`weight_loader`), and what it refuses (most ways to quantise) is
+added. Its daemon and its wire are not: messages are pickled, sockets are named by GPU, and an engine may load a copy of
+its own from disk, which a unit has no memory for.
 """
 
 from __future__ import annotations
@@ -25,10 +32,11 @@ from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from muxserve.engine import binding
-from muxserve.engine.cuda import attention, latent, states, weights
+from muxserve.engine.cuda import attention, latent, states
 from muxserve.engine.cuda.page_table import STAGED_ROWS, table_bytes
 from muxserve.engine.cuda.runner import PooledGPUModelRunner, token_numbers
 from muxserve.engine.cuda.splits import MAX_PARTIAL_BYTES
+from muxserve.engine.cuda.weight_loader import fingerprint
 from muxserve.engine.cuda.weight_memory import ExportedWeights, on_gpu
 from muxserve.engine.cuda.weight_tensors import describe, found_at, processed
 from muxserve.engine.cuda.worker import PooledGPUWorker, out_of_memory
@@ -93,7 +101,7 @@ class HolderWorker(PooledGPUWorker):
         return HolderModelRunner(self.vllm_config, self.device)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        self._fingerprint = weights.fingerprint(self.model_config)
+        self._fingerprint = fingerprint(self.model_config)
         self._before_weights = _reserved(self.device)
         allocated = torch.cuda.memory_allocated(self.device)
         unit_spec, model, _ = binding.place_of(self.vllm_config)
@@ -234,8 +242,12 @@ def holder_args(unit_spec: UnitSpec, model: str) -> dict[str, Any]:
     }
 
 
-def run(unit_spec: UnitSpec, model: str, control: Any, copies: bool) -> None:
-    """See `weights.run_holder`."""
+def run_holder(unit_spec: UnitSpec, model: str, control: Any, copies: bool = False) -> None:
+    """Load the weights of `model` on each GPU of the unit, measure, have them kept or hand them out; until this process
+    is killed. `copies`: have them kept in the host's memory, too.
+
+    Reports `measured` for each rank and then `up` on `control`, with `kept`; `failed` with the reason if it cannot.
+    """
     try:
         executor, kept = _load(unit_spec, model, control, copies)
     except Exception as error:

@@ -10,26 +10,42 @@ from typing import Any
 import torch
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
-from vllm.distributed import get_world_group
+from vllm.distributed import get_pp_group, get_tp_group, get_world_group
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER, register_model_loader
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.model_executor.model_loader.weight_cache.ipc_loader import (
     IpcModelLoader,
     _materialize_remaining_meta_tensors,
 )
-from vllm.model_executor.model_loader.weight_cache.protocol import WeightCacheState
+from vllm.model_executor.model_loader.weight_cache.protocol import WeightCacheKey, WeightCacheState
 from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from muxserve.engine.cuda import mapped_weights, weights
+from muxserve.engine.cuda import mapped_weights
 from muxserve.engine.cuda.weight_tensors import Found, MappedTensor, found_at, kept_by, mapped, processed
 from muxserve.gpu import weight_wire as wire
 from muxserve.gpu.weight_wire import fetch, say
 from muxserve.memory.errors import DeviceMemoryError
+from muxserve.vllm.args import LOAD_FORMAT
 
 # How long weights may take to come up; engines are started after them, so they are there unless they are loaded anew.
 WAIT_SECONDS = 120.0
+
+
+def fingerprint(model_config: ModelConfig) -> dict[str, str]:
+    """What makes weights fit: checkpoint, type, quantisation, this rank's part of tensors and layers, version of vLLM.
+    To be taken before loading, which may change the configuration."""
+    tensors, layers = get_tp_group(), get_pp_group()
+    key = WeightCacheKey.from_model_config(
+        model_config,
+        tp_size=tensors.world_size,
+        tp_rank=tensors.rank_in_group,
+        pp_size=layers.world_size,
+        pp_rank=layers.rank_in_group,
+    )
+    return {name: str(value) for name, value in dataclasses.asdict(key).items()}
 
 
 class HeldWeightsLoader(IpcModelLoader):
@@ -52,10 +68,10 @@ class HeldWeightsLoader(IpcModelLoader):
     def _fetch_entries(self, model_config: ModelConfig) -> WeightCacheState:
         # They are handed out by the rank among all, over every stage of a pipeline.
         path = self._sockets[get_world_group().rank_in_group]
-        fingerprint = weights.fingerprint(model_config)
-        found, descriptors = fetch(path, fingerprint, self._seconds)
+        key = fingerprint(model_config)
+        found, descriptors = fetch(path, key, self._seconds)
         self._scalars = found.scalars
-        memory = mapped_weights.MappedWeights(found, lambda: fetch(path, fingerprint, self._seconds))
+        memory = mapped_weights.MappedWeights(found, lambda: fetch(path, key, self._seconds))
         mapped_weights.note(memory)
         try:
             entries = mapped(found, self._device(), descriptors, memory.opener(self._device()))
@@ -183,3 +199,9 @@ def _differs(name: str, what: str) -> str:
 
 def _form(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def register_loader() -> None:
+    """Make the loader known to vLLM in this process."""
+    if LOAD_FORMAT not in _LOAD_FORMAT_TO_MODEL_LOADER:
+        register_model_loader(LOAD_FORMAT)(HeldWeightsLoader)

@@ -14,9 +14,10 @@ from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
 from muxserve.engine import binding
-from muxserve.engine.cuda import attention, latent, mapped_weights, weights
+from muxserve.engine.cuda import attention, latent, mapped_weights
 from muxserve.engine.cuda.graphs import ContextGraphs
 from muxserve.engine.cuda.runner import PooledGPUModelRunner
+from muxserve.engine.cuda.weight_loader import register_loader
 from muxserve.gpu import green, sm
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _WARM_UP, _FAMILY = "vllm.model_executor.warmup.minimax_m3_msa_warmup", "vllm.mo
 
 attention.register()
 latent.register()
-weights.register_loader()
+register_loader()
 
 
 def prepare() -> None:
