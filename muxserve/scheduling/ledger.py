@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from muxserve.scheduling.engines import EngineState, LeaseState
-from muxserve.scheduling.state import Event, LiveRequest, ModelState, Note, PoolState
+from muxserve.scheduling.leases import LeaseState
+from muxserve.scheduling.state import EngineState, Event, LiveRequest, ModelState, Note, PoolState
 from muxserve.scheduling.types import (
     BOTH,
     DECODE,

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from muxserve.scheduling.adbs import Adbs, AdbsConfig
 from muxserve.scheduling.admission import admissible, head_fits, room, wants_prefill
-from muxserve.scheduling.engines import LeaseState
+from muxserve.scheduling.leases import LeaseState
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Renewals
 from muxserve.scheduling.state import ModelState

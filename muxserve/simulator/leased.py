@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from muxserve.scheduling.engines import EngineState, LeaseState
+from muxserve.scheduling.leases import LeaseState
 from muxserve.scheduling.policy import Renewals
 from muxserve.scheduling.quanta import Length
+from muxserve.scheduling.state import EngineState
 from muxserve.scheduling.types import BOTH, DECODE, PREFILL, Phase, StepsDone, share_units
 from muxserve.simulator.engine import BOUNDARY, IDLE, STALLED, STEPPING, StepEngine
 from muxserve.simulator.pages import ModelPages

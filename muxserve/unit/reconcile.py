@@ -17,8 +17,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from muxserve.scheduling.engines import EngineState
-from muxserve.scheduling.state import ModelState
+from muxserve.scheduling.state import EngineState, ModelState
 from muxserve.unit.request_table import UnitRequestTable
 from muxserve.unit.state import UnitState
 from muxserve.wire import Abort, HeldRequests, ShowRequests, StepReport

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 
 from msgspec import structs
 
-from muxserve.scheduling.engines import EngineState
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.quotas import normalised_usage
-from muxserve.scheduling.state import ModelState
+from muxserve.scheduling.state import EngineState, ModelState
 from muxserve.scheduling.types import WHOLE
 from muxserve.unit.engines import EngineTable
 from muxserve.unit.moving import Departures, Downtime

@@ -1,15 +1,10 @@
-"""What the ledger keeps of an engine and of its lease. Only the ledger writes them; policies read."""
+"""A lease, and the work that an engine has done, as the ledger keeps them. Only the ledger writes them; policies read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from muxserve.scheduling.types import PREFILL, Phase
-
-if TYPE_CHECKING:
-    from muxserve.scheduling.state import LiveRequest
+from muxserve.scheduling.types import Phase
 
 _SMOOTHING = 0.2
 _FIRST_RETRY_SECONDS = 0.001
@@ -75,44 +70,3 @@ class Work:
     def fed(self) -> None:
         """There is no shortage."""
         self.retry_at = self.retry_delay = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class EngineState(Work):
-    """One engine. `inside` are the requests that it holds, `incoming` those waiting to enter with its next lease.
-    `last_lease` is the last that it was given, `entered_with` the last with which any came in; `leases` counts those
-    that it was given while it had none.
-
-    An engine of both phases has two accounts of its work: steps that do nothing but prefill are in `prefills`, all
-    others in its own. `rounds` is how many tokens each of its sequences has been given, in so far as steps tell: fewer
-    than steps where several micro-batches take turns.
-    """
-
-    phase: Phase
-    share: int
-    inside: Mapping[str, LiveRequest]
-    incoming: Mapping[str, LiveRequest]
-    up: bool = False
-    suspect: bool = False
-    lease: LeaseState | None = None
-    entered_with: int = 0
-    last_lease: int = 0
-    wait_since: float | None = None
-    waits: int = 0
-    wait_seconds: float = 0.0
-    leases: int = 0
-    prefills: Work | None = None
-    rounds: float = 0.0
-
-    @property
-    def takes_work(self) -> bool:
-        """It is up, and gives signs of life."""
-        return self.up and not self.suspect
-
-    def of(self, phase: Phase) -> Work:
-        """The account of steps under a lease of that phase."""
-        return self.prefills if self.prefills is not None and phase is PREFILL else self
-
-    def ready(self, now: float) -> bool:
-        """It has work, no lease, and is not sitting out a shortage of pages."""
-        return self.takes_work and self.lease is None and bool(self.inside or self.incoming) and self.retry_at <= now
