@@ -15,7 +15,6 @@ import msgspec
 from muxserve.costs.profile import Overheads
 from muxserve.metrics.report import read_json
 from muxserve.metrics.summary import Distribution, Summary
-from muxserve.simulator.setup import TURN_SECONDS
 from muxserve.workload.trace import TraceRequest, write_trace
 
 MUXSERVE = Path(sys.executable).parent / "muxserve"
@@ -46,13 +45,11 @@ def overheads(live: Summary, simulate: Callable[[Overheads], Summary], known: Ov
     """`known` with what lone requests took beyond what the simulator makes of them: a later token (`between`), then the
     first (`request`), in the median, since one that a machine has let wait would count for all. `simulate` plays the
     same requests under given overheads."""
-    # The way of the lease and `between` are parts of `request`, and counted anyway.
-    way = (known.turn or TURN_SECONDS) / 2.0
-    known = msgspec.structs.replace(known, between=0.0, request=way)
+    known = msgspec.structs.replace(known, between=0.0, request=0.0)
     between = max(0.0, _median(live, "tpot") - _median(simulate(known), "tpot"))
-    known = msgspec.structs.replace(known, between=between, request=way + between)
+    known = msgspec.structs.replace(known, between=between)
     beyond = max(0.0, _median(live, "ttft") - _median(simulate(known), "ttft"))
-    return msgspec.structs.replace(known, request=known.request + beyond)
+    return msgspec.structs.replace(known, request=beyond)
 
 
 def _median(summary: Summary, figure: str) -> float:

@@ -18,6 +18,8 @@ from typing import Any
 
 from report import machine, write_report
 
+from muxserve.costs.measured import TURN_SECONDS
+from muxserve.costs.profile import Overheads
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics import percentile
 from muxserve.planning.checkpoints import planned_architecture
@@ -25,7 +27,7 @@ from muxserve.replicas.dispatch import DispatchPolicy, FreestOfQueues, NewReques
 from muxserve.replicas.prefixes import PrefixAware, PrefixRecord
 from muxserve.replicas.priorities import Levels
 from muxserve.replicas.views import InstanceLoad
-from muxserve.simulator import ControlDelays, FleetModel, Options, ReplicaRules, SimUnit, sim_unit, simulate
+from muxserve.simulator import FleetModel, Options, ReplicaRules, SimUnit, sim_unit, simulate
 from muxserve.workload import TraceRequest, open_workload
 from placement.cluster import PlacedModel, PlacedUnit
 
@@ -74,7 +76,7 @@ POLICIES: dict[str, Callable[[Levels], DispatchPolicy]] = {
     "prefix": PrefixAware,
     "most cached": MostCached,
 }
-OPTIONS = Options(ControlDelays.live(), sample_seconds=0.0)
+OPTIONS = Options(Overheads(turn=TURN_SECONDS), sample_seconds=0.0)
 Row = dict[str, Any]
 
 

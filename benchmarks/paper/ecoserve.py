@@ -38,6 +38,7 @@ from muxserve.costs import EngineCosts, EngineShape, ModelArchitecture
 from muxserve.costs.architecture import split_layers
 from muxserve.costs.calibration import LINKS
 from muxserve.costs.devices import device
+from muxserve.costs.profile import Overheads
 from muxserve.costs.roofline import Roofline
 from muxserve.costs.step_costs import StepWork
 from muxserve.metrics.definitions import Objectives, time_per_token
@@ -50,7 +51,6 @@ from muxserve.rolling.scaling import RollingScalingRules
 from muxserve.rolling.scheduler import pack, unpack
 from muxserve.scheduling.token_throttling import FixedBudget, OnePhase, TokenBudget
 from muxserve.simulator import (
-    ControlDelays,
     FleetModel,
     Link,
     Options,
@@ -147,7 +147,7 @@ Row = dict[str, Any]
 
 # A good figure of the engines of 2024 is 5 ms of the host for each step, of which the roofline has one.
 STEP = 4e-3
-OPTIONS = Options(ControlDelays(prefill_step=STEP, decode_step=STEP), sample_seconds=0.0)
+OPTIONS = Options(Overheads(between=STEP), sample_seconds=0.0)
 
 
 def unit_of(cluster: Cluster, model: str, number: int = 0, pipeline: Pipeline | None = None) -> SimUnit:

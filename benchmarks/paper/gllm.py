@@ -31,6 +31,7 @@ from muxserve.costs import Decode, EngineCosts, EngineShape, LatencyModel, Load,
 from muxserve.costs.architecture import split_layers
 from muxserve.costs.calibration import LINKS
 from muxserve.costs.devices import device
+from muxserve.costs.profile import Overheads
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.definitions import Objectives
 from muxserve.metrics.summary import summarise
@@ -43,7 +44,6 @@ from muxserve.scheduling.token_throttling import (
     prompt_tokens_ahead,
 )
 from muxserve.simulator import (
-    ControlDelays,
     FleetModel,
     FleetResult,
     Link,
@@ -266,7 +266,7 @@ def run(system: System, budget: Callable[[], TokenBudget], requests: list[TraceR
     unit = system.unit
     assert unit.pipeline is not None
     unit = replace(unit, pipeline=replace(unit.pipeline, budget=budget))
-    options = Options(ControlDelays(decode_step=system.overhead), sample_seconds=0.0)
+    options = Options(Overheads(between=system.overhead), sample_seconds=0.0)
     return simulate([unit], requests, system.costs, options)
 
 

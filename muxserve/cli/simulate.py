@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from muxserve.cli.given import NoEffectError, check_effect
 from muxserve.cli.output import command_line, console, errors, escape, print_error, print_problems, working
@@ -15,7 +17,8 @@ from muxserve.cli.simulate_places import PlacementSearch, Places, PlacesError, p
 from muxserve.cli.workload_args import print_left_out
 from muxserve.config import FleetError
 from muxserve.costs.latency import CostError
-from muxserve.costs.measured import latency_model
+from muxserve.costs.measured import latency_model, overheads_on
+from muxserve.costs.profile import Overheads
 from muxserve.metrics import Objectives
 from muxserve.metrics.plotly_library import DEFAULT
 from muxserve.metrics.report import comparison_table, models_table, report_page, to_json, write_page
@@ -24,13 +27,11 @@ from muxserve.metrics.tables import seconds_words
 from muxserve.net.exit_codes import ExitCode
 from muxserve.planning.arrangements import arrangement
 from muxserve.planning.demands import ClusterError, contexts_of, format_latency
-from muxserve.planning.measured_control import measured_control
 from muxserve.planning.prediction import Simulated
 from muxserve.planning.specs import levels_of
 from muxserve.replicas.priorities import Levels, PriorityError
 from muxserve.simulator import (
     AloneSimulation,
-    ControlDelays,
     FleetResult,
     Mode,
     Options,
@@ -123,13 +124,12 @@ def _run(settings: SimulateSettings) -> int:
         # One yardstick for all modes: the devices that a model has in the first in which it has a place.
         alone = AloneSimulation([unit for *_, units in found for unit in units], latency)
         for mode, placed, units in found:
-            control = measured_control(latency, placed.placement.units[0].device)
-            delays, timeline = _delays(control.delays, settings), settings.timeline is not None
-            options = Options(delays, timeline=timeline, pace=control.pace, seed=settings.seed)
+            overheads = _overheads(overheads_on(latency, placed.placement.units[0].device), settings)
+            options = Options(overheads, timeline=settings.timeline is not None)
             result = simulate(
                 units,
                 workload,
-                control.latency,
+                latency,
                 options,
                 placed.rules_of(mode),
                 priorities,
@@ -194,12 +194,11 @@ def _modes(text: str) -> list[Mode]:
     return [mode_of(name) for name in dict.fromkeys(names)]
 
 
-def _delays(measured: ControlDelays, settings: SimulateSettings) -> ControlDelays:
+def _overheads(measured: Overheads, settings: SimulateSettings) -> Overheads:
     """What was measured of the control path, unless the command line says otherwise."""
-    delays = measured
     if settings.request_overhead is not None:
-        delays = replace(delays, request=settings.request_overhead)
-    return delays if settings.control_delays else replace(delays, lease=0.0, report=0.0)
+        measured = structs.replace(measured, request=settings.request_overhead)
+    return measured if settings.control_delays else structs.replace(measured, turn=0.0)
 
 
 def _summary(result: FleetResult, places: Places, alone: AloneSimulation, mode: Mode, placed: Simulated) -> Summary:

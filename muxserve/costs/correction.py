@@ -2,32 +2,27 @@
 
 A predicted step consists of parts: what every step takes, its tokens, its (query, key) pairs, its sequences, their
 context (`costs.tables`). Measured seconds are explained by factors of these parts, found by recursive least squares as
-steps are reported (`costs.least_squares`; FastPP's latency model is learnt in this way), so that
+steps are reported (`costs.least_squares`; FastPP's latency model is learnt in this way):
 
-    seconds = (sum of factor * part) + beside * predicted * share of the device that others had meanwhile
-              + paused * what had paused just before
+    seconds = level * (sum of factor * part)
 
 Factors begin at 1. They move together at first, so that a prediction that is 1.5 times wrong everywhere is mended
-everywhere by a few steps of one size, and apart as far as steps of different sizes tell. The last two terms take what
-neighbours cost, and what a step takes longer after a pause. Before a prefill step it is the device that may have
-paused, a part of it or all. A decode step follows another one of its engine, or it does not: the longer the pause, the
-less it finds of what that has left (`costs.activity`). These terms are no part of the corrected costs, which are those
-of a step alone in a row of others.
+everywhere by a few steps of one size, and apart as far as steps of different sizes tell. Seconds contain whatever the
+engine waited for: neighbours, front ends, a machine that was slow. So corrected costs are those of a step beside the
+neighbours that the engine had, and nothing stretches them again (`EngineProfile.learnt`).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
-from muxserve.costs.devices import device
 from muxserve.costs.latency import EngineCosts, EngineShape
-from muxserve.costs.least_squares import LeastSquaresState, RecursiveLeastSquares
+from muxserve.costs.least_squares import RecursiveLeastSquares
 from muxserve.costs.measured import at_share
-from muxserve.costs.profile import DecodeCell, EngineProfile, Overheads, PrefillCell, Profile, ProfiledModel
+from muxserve.costs.profile import DecodeCell, EngineProfile, PrefillCell, Profile, ProfiledModel
 from muxserve.costs.steps import StepSums
 from muxserve.costs.tables import DecodeTable, PrefillTable
 
@@ -38,9 +33,8 @@ PARTS: dict[PhaseName, tuple[str, ...]] = {
     "prefill": ("step", "token", "pair", "sequence"),
     "decode": ("step", "sequence", "context"),
 }
-# Standard deviations before anything was measured: of the factor that all parts have in common, of each part's own, of
-# what neighbours cost, and of the seconds that a step takes longer after a pause.
-_COMMON, _OWN, _BESIDE, _PAUSED = 0.7, 0.3, 0.2, 1e-3
+# Standard deviations before anything was measured: of the factor that all parts have in common, and of each part's own.
+_COMMON, _OWN = 0.7, 0.3
 # Of one step beside what the factors explain, and how many steps are remembered.
 _NOISE, _MEMORY_STEPS = 0.1, 5_000.0
 # A report of more steps counts as so many: their errors are not independent.
@@ -53,39 +47,17 @@ _MUCH_CONTEXT = 1 << 30
 
 
 class Correction(msgspec.Struct, frozen=True):
-    """What was learnt of a phase of a model: a factor of each part of the prediction (`PARTS`), what a neighbour adds
-    that has the whole device (a part of the prediction), measured over predicted seconds of the last steps, and how far
-    a step is from the corrected costs, relatively. `steps` were measured in all, and took `seconds` without waiting.
-    `between` is what the engine computes from one step to the next, seconds, in the mean of the last ones. `paused` is
-    how many seconds longer a step takes before which all had paused. `level` is measured over expected seconds of the
-    last steps: what the least squares, which give little weight to single slow steps, leave out of the mean. `lately`
-    is how many steps were measured in the last minute or so: those before count less and less."""
+    """What was learnt of a phase of a model: a factor of each part of the prediction (`PARTS`), measured over predicted
+    seconds of the last steps, and how far a step is from the corrected costs, relatively. `steps` were measured in all,
+    and took `seconds`. `level` is measured over expected seconds of the last steps: what the least squares, which give
+    little weight to single slow steps, leave out of the mean."""
 
     factors: tuple[float, ...]
-    beside: float
     ratio: float
     error: float
     steps: int
     seconds: float = 0.0
-    between: float = 0.0
-    paused: float = 0.0
     level: float = 1.0
-    lately: float = 0.0
-
-
-class CorrectionState(msgspec.Struct, frozen=True):
-    """Everything that a `PhaseCorrection` knows beside the prediction; `measured` and `predicted` are the fading sums
-    of seconds behind `Correction.ratio`, `between` and `followed` those of seconds and steps behind
-    `Correction.between`, `level` those of measured and expected seconds behind `Correction.level`."""
-
-    learnt: LeastSquaresState
-    measured: float
-    predicted: float
-    steps: int
-    seconds: float = 0.0
-    between: float = 0.0
-    followed: float = 0.0
-    level: tuple[float, float] = (0.0, 0.0)
 
 
 class PhaseCorrection:
@@ -99,31 +71,22 @@ class PhaseCorrection:
         self.phase: PhaseName = phase
         self._engines = engines
         self._tables: dict[float, tuple[PrefillTable, DecodeTable]] = {}
-        parts = len(PARTS[phase])
-        covariance = [[_COMMON**2 + (_OWN**2 if i == j else 0.0) for j in range(parts)] for i in range(parts)]
-        # In terms of `_PAUSED` the last one.
-        more = [[*([0.0] * parts), _BESIDE**2, 0.0], [*([0.0] * parts), 0.0, 1.0]]
-        covariance = [[*row, 0.0, 0.0] for row in covariance] + more
-        self._learnt = RecursiveLeastSquares([1.0] * parts + [0.0, 0.0], covariance, _NOISE, _MEMORY_STEPS)
+        parts = range(len(PARTS[phase]))
+        covariance = [[_COMMON**2 + (_OWN**2 if i == j else 0.0) for j in parts] for i in parts]
+        self._learnt = RecursiveLeastSquares([1.0 for _ in parts], covariance, _NOISE, _MEMORY_STEPS)
         self._measured = self._predicted = 0.0
-        self._between = self._followed = 0.0
         self._level = (0.0, 0.0)
         self._steps = 0
         self._seconds = 0.0
 
-    def observe(
-        self, done: StepSums, share: float, beside: float, decode: PhaseCorrection | None = None, paused: float = 0.0
-    ) -> float:
-        """Steps were taken on `share` of the device while other engines had the part `beside` of it, in the mean.
-        Returns the seconds that were to be expected by what was known.
+    def observe(self, done: StepSums, share: float, decode: PhaseCorrection | None = None) -> None:
+        """Steps were taken on `share` of the device.
 
         Args:
-            paused: of prefill steps, the part of the device that had done nothing before; of decode steps, what
-                the engine had lost in pauses before them (`costs.activity.lost_in`).
             decode: what is known of decode steps; for prefill steps among whose sequences some decoded.
         """
         if done.steps <= 0 or done.seconds <= 0.0:
-            return 0.0
+            return
         parts = self.parts(done, share)
         predicted = sum(parts)
         seconds = done.seconds
@@ -134,64 +97,27 @@ class PhaseCorrection:
             seconds = max(0.1 * seconds, seconds - decode.correction.factors[-1] * reading)
         whole = sum(parts)
         if whole <= 0.0:
-            return 0.0
-        x = [part / whole for part in parts]
-        # Of several prefill steps it is the first that finds a device that has rested.
-        x += [min(1.0, beside), _PAUSED * paused / whole]
-        error = self._learnt.observe(x, seconds / whole, min(done.steps, _MOST_STEPS))
-        fade = _fading(done.steps)
+            return
+        error = self._learnt.observe([part / whole for part in parts], seconds / whole, min(done.steps, _MOST_STEPS))
+        fade = 1.0 - min(0.5, done.steps / _MEMORY_STEPS)
         self._measured = fade * self._measured + done.seconds
         self._predicted = fade * self._predicted + predicted
         self._steps += done.steps
         self._seconds += done.seconds
-        expected = done.seconds - error * whole
         if self._steps > _LEVEL_STEPS / 2:
+            expected = done.seconds - error * whole
             kept = 1.0 - min(0.5, done.steps / _LEVEL_STEPS)
             took = max(0.0, min(done.seconds, _MOST_TIMES * expected))
             self._level = kept * self._level[0] + took, kept * self._level[1] + expected
-        return expected
-
-    def observe_between(self, seconds: float, steps: int) -> None:
-        """So long did the engine compute after so many steps."""
-        fade = _fading(steps)
-        self._between = fade * self._between + seconds
-        self._followed = fade * self._followed + steps
 
     @property
     def correction(self) -> Correction:
         """As of the last step."""
-        *factors, beside, paused = self._learnt.coefficients
         ratio = self._measured / self._predicted if self._predicted else 1.0
-        between = self._between / self._followed if self._followed else 0.0
-        known = tuple(factors), beside, ratio, self._learnt.scale, self._steps, self._seconds, between
         took, expected = self._level
         level = max(1.0 / _MOST_LEVEL, min(_MOST_LEVEL, took / expected)) if expected > 0.0 else 1.0
-        return Correction(*known, _PAUSED * paused, level)
-
-    def state(self) -> CorrectionState:
-        """What `restore` of another one beside the same prediction takes in."""
-        return CorrectionState(
-            self._learnt.state(),
-            self._measured,
-            self._predicted,
-            self._steps,
-            self._seconds,
-            self._between,
-            self._followed,
-            self._level,
-        )
-
-    def restore(self, state: CorrectionState) -> None:
-        """Go on from there.
-
-        Raises:
-            ValueError: it is of another phase.
-        """
-        self._learnt.restore(state.learnt)
-        self._measured, self._predicted = state.measured, state.predicted
-        self._steps, self._seconds = state.steps, state.seconds
-        self._between, self._followed = state.between, state.followed
-        self._level = state.level
+        factors, error = tuple(self._learnt.coefficients), self._learnt.scale
+        return Correction(factors, ratio, error, self._steps, self._seconds, level)
 
     def parts(self, done: StepSums, share: float) -> list[float]:
         """What those steps consist of as predicted, seconds. All are taken to be like the mean of them."""
@@ -224,26 +150,19 @@ class PhaseCorrection:
         return known
 
 
-def _fading(steps: int) -> float:
-    """What is left of a sum when so many steps are added to it."""
-    return 1.0 - min(0.5, steps / _MEMORY_STEPS)
-
-
 def corrected(engine: EngineProfile, prefill: Correction | None, decode: Correction | None) -> EngineProfile:
     """An engine's costs with what was learnt. A cell's `samples` are the steps that it was learnt from; without any it
     stays as predicted, and so does a phase of which nothing is known."""
     found = msgspec.structs.replace(engine)
-    # On GPUs most of what neighbours cost is conservation, which is counted by itself.
-    cpu = device(engine.device).kind == "cpu"
     if prefill is not None and prefill.steps:
-        found.prefill_friction = prefill.beside if cpu else 0.0
+        found.learnt = True
         by_tokens = PrefillTable(engine.prefill)
         found.prefill = [
             PrefillCell(*cell.place, _weighed(prefill, by_tokens.parts(*cell.work)), prefill.steps)
             for cell in engine.prefill
         ]
     if decode is not None and decode.steps:
-        found.decode_friction = decode.beside if cpu else 0.0
+        found.learnt = True
         by_batch = DecodeTable(engine.decode)
         found.decode = [
             DecodeCell(
@@ -258,56 +177,18 @@ def corrected_profile(
     units: Iterable[tuple[Mapping[str, Sequence[EngineProfile]], Mapping[str, Mapping[str, Correction]]]],
 ) -> Profile:
     """The engines of a fleet of which something was learnt, by predictions and corrections of each unit's models. Of
-    several units that have an engine alike, that counts which has seen more steps lately: a replica that had nothing to
-    do knows only how fast the machine once was.
-
-    On a CPU, where engines have cores of their own and conservation says that neighbours cost nothing, what they were
-    found to cost is the friction of the engine's phases, and what steps take longer after a pause is `Overheads.rested`
-    and `resumed`. On GPUs these are left out: most of what neighbours cost is conservation, which is counted by itself.
-    What engines compute between steps is `Overheads.between`. These are the device's: means over its engines, by their
-    steps lately.
-    """
-    found: dict[tuple[ProfiledModel, EngineShape], tuple[tuple[float, int], EngineProfile, Mapping[str, Correction]]]
-    found = {}
+    several units that have an engine alike, that counts which has taken the most steps."""
+    found: dict[tuple[ProfiledModel, EngineShape], tuple[int, EngineProfile]] = {}
     for predicted, learnt in units:
         for model, engines in predicted.items():
             phases = learnt.get(model, {})
-            steps = sum(each.lately for each in phases.values()), sum(each.steps for each in phases.values())
+            steps = sum(each.steps for each in phases.values())
             for engine in engines:
                 known = found.get((engine.shape, engine.where))
-                if any(steps) and (known is None or known[0] < steps):
+                if steps and (known is None or known[0] < steps):
                     made = corrected(engine, phases.get("prefill"), phases.get("decode"))
-                    found[engine.shape, engine.where] = steps, made, phases
-    by_device: defaultdict[str, list[Mapping[str, Correction]]] = defaultdict(list)
-    for _, engine, phases in found.values():
-        by_device[engine.device].append(phases)
-    overheads = {name: _overheads(device(name).kind == "cpu", each) for name, each in by_device.items()}
-    return Profile(
-        engines=[engine for _, engine, _ in found.values()],
-        overheads={name: known for name, known in overheads.items() if known != Overheads()},
-    )
-
-
-def _overheads(cpu: bool, engines: Sequence[Mapping[str, Correction]]) -> Overheads:
-    """Of a device, by what was learnt of its engines."""
-    all_phases = [each for phases in engines for each in phases.values()]
-    between = _mean((each.between, each) for each in all_phases if each.between)
-    if not cpu:
-        return Overheads(between=between)
-    rested, resumed = (
-        _mean((phases[phase].paused, phases[phase]) for phases in engines if phase in phases)
-        for phase in ("prefill", "decode")
-    )
-    return Overheads(between=between, rested=rested, resumed=resumed)
-
-
-def _mean(values: Iterable[tuple[float, Correction]]) -> float:
-    """By the steps lately, or in all where there were none lately; 0 without any."""
-    kept = list(values)
-    for weights in ([each.lately for _, each in kept], [float(each.steps) for _, each in kept]):
-        if any(weights):
-            return sum(value * weight for (value, _), weight in zip(kept, weights, strict=True)) / sum(weights)
-    return 0.0
+                    found[engine.shape, engine.where] = steps, made
+    return Profile(engines=[engine for _, engine in found.values()])
 
 
 def _weighed(known: Correction, parts: Sequence[float]) -> float:

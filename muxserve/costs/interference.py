@@ -7,11 +7,6 @@ sigma is the smallest factor at which the demands fit:
 
     sum_j b_j / (1 + b_j (sigma - 1)) = capacity        sigma >= 1
 
-Of compute, a job may bring work for others, too (`Load.brought`): that is done as fast as the job runs, and leaves less
-to all jobs, but no job waits for it. What jobs wait for that work is not the same for all (`Load.waits`, w_j): with
-f_j for the work of job j and tau for what jobs do to each other without it, job j takes
-`1 + c_j (tau - 1 + w_j upsilon)` times as long, and upsilon is the least at which demands fit that are now c_j + f_j.
-
 What is left beyond conservation are the constants of `Interference`: which part of a resource several jobs reach
 together, and what neighbours cost even where everything fits (shared caches, clocks). They are fitted from
 measurements of pairs; without any they are 1 and 0, which is the least that colocation costs.
@@ -28,8 +23,6 @@ import msgspec
 from muxserve.costs.latency import Load
 
 _PRECISION = 1e-9
-# Who works for jobs are few processes, and the kernel's scheduler is fair.
-MOST_BROUGHT = 0.5
 
 
 class Interference(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -46,21 +39,16 @@ class Interference(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def slowdowns(constants: Interference, loads: Sequence[Load]) -> list[float]:
     """Factor (at least 1) by which each of the jobs is slower beside the others."""
-    brought = [load.brought for load in loads]
-    all_brought = sum(brought)
-    if len(loads) == 1 and not all_brought:
+    if len(loads) == 1:
         return [1.0]
     needed = [load.compute for load in loads]
     memory = stretch([load.bandwidth for load in loads], constants.bandwidth) - 1.0
     compute = stretch(needed, constants.compute) - 1.0
-    waits = [load.waits for load in loads]
-    work = stretch_by_work(needed, compute, constants.compute, brought, waits) if all_brought else 0.0
-    found = [1.0 + load.bandwidth * memory + load.compute * (compute + load.waits * work) for load in loads]
-    friction = [constants.friction + load.friction for load in loads]
-    if any(friction):
-        beside = sum(needed) + all_brought
+    found = [1.0 + load.bandwidth * memory + load.compute * compute for load in loads]
+    if constants.friction:
+        beside = sum(needed)
         found = [
-            slower + each * min(1.0, beside - own) for slower, each, own in zip(found, friction, needed, strict=True)
+            slower + constants.friction * min(1.0, beside - own) for slower, own in zip(found, needed, strict=True)
         ]
     return found
 
@@ -69,50 +57,22 @@ def stretch(demands: Sequence[float], capacity: float) -> float:
     """The smallest factor of at least 1 by which the waiting parts of jobs must be stretched for their demands
     (fractions of a resource) to fit into `capacity`."""
     waiting = [demand if demand < 1.0 else 1.0 for demand in demands if demand > _PRECISION]
-    return 1.0 + _root(waiting, waiting, capacity)
-
-
-def stretch_by_work(
-    demands: Sequence[float], before: float, capacity: float, brought: Sequence[float], waits: Sequence[float]
-) -> float:
-    """By how much more the waiting part of a job that `waits` with 1 must be stretched for the work to fit that jobs
-    bring for others, beyond `before`, at which their own demands do (`stretch`, less 1).
-
-    That work gets `MOST_BROUGHT` of the capacity at most while jobs want it: nobody waits for the rest. A job that asks
-    for next to nothing is not stretched, however much it brings."""
-    waiting, own, needed, alone = [], [], [], 0.0
-    for demand, work, part in zip(demands, brought, waits, strict=True):
-        if demand <= _PRECISION:
-            # What comes with no job is stretched by nothing.
-            alone += work
-            continue
-        asked = demand if demand < 1.0 else 1.0
-        slower = 1.0 + asked * before
-        waiting.append(asked * part / slower)
-        own.append(asked / slower)
-        needed.append((asked + work) / slower)
-    left = (1.0 - MOST_BROUGHT) * capacity
-    most = _root(waiting, own, left)
-    return most if capacity - alone <= left else min(most, _root(waiting, needed, capacity - alone))
-
-
-def _root(waiting: Sequence[float], needed: Sequence[float], capacity: float) -> float:
-    """The smallest `x >= 0` with `sum_j needed_j / (1 + waiting_j x) <= capacity`."""
-    if sum(needed) <= capacity:
-        return 0.0
-    # Each term is convex and falling: Newton from x = 0 rises to the root and never passes it.
+    if sum(waiting) <= capacity:
+        return 1.0
+    # With x = sigma - 1 each term b / (1 + b x) is convex and falling: Newton from x = 0 rises to the root and never
+    # passes it.
     x = 0.0
     for _ in range(64):
         value = slope = 0.0
-        for b, n in zip(waiting, needed, strict=True):
-            term = n / (1.0 + b * x)
+        for b in waiting:
+            term = b / (1.0 + b * x)
             value += term
-            slope += term * term * (b / n)
+            slope += term * term
         value -= capacity
         if value < _PRECISION:
             break
         x += value / slope
-    return x
+    return 1.0 + x
 
 
 def fit(measured: Sequence[tuple[Load, tuple[Load, ...], float]]) -> Interference:

@@ -51,17 +51,10 @@ class EngineShape:
 
 
 class Load(NamedTuple):
-    """What a job asks of its device while it runs alone: fractions of its memory bandwidth and of its compute.
-    `brought` is the part of the compute that others take for it meanwhile (`costs.front_end`). `friction` is how much
-    longer it takes beside a neighbour that uses all of the device's compute, beyond what all jobs do (`Interference`).
-    `waits` says how much of the waiting for others' work falls on it, beside a job with 1.
-    """
+    """What a job asks of its device while it runs alone: fractions of its memory bandwidth and of its compute."""
 
     bandwidth: float
     compute: float
-    brought: float = 0.0
-    friction: float = 0.0
-    waits: float = 1.0
 
 
 class Decode(NamedTuple):

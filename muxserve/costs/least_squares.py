@@ -15,20 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 Matrix = list[list[float]]
 
 _TOLERANCE = 1e-9
-
-
-class LeastSquaresState(msgspec.Struct, frozen=True):
-    """What was observed so far: the matrix R and the vector r of above, the scatter, and how many there were."""
-
-    information: Matrix
-    vector: list[float]
-    scale: float
-    observations: int
 
 
 class RecursiveLeastSquares:
@@ -71,24 +60,6 @@ class RecursiveLeastSquares:
         """As of the last observation."""
         self._solve()
         return self._coefficients
-
-    def state(self) -> LeastSquaresState:
-        """What `restore` of another one with the same prior takes in."""
-        return LeastSquaresState([[*row] for row in self._information], [*self._vector], self.scale, self.observations)
-
-    def restore(self, state: LeastSquaresState) -> None:
-        """Go on from there.
-
-        Raises:
-            ValueError: it is of another number of coefficients.
-        """
-        if {len(state.vector), len(state.information), *map(len, state.information)} != {self._size}:
-            raise ValueError(f"a state of {len(state.vector)} coefficients cannot be that of {self._size}")
-        self._information = [[*row] for row in state.information]
-        self._vector = [*state.vector]
-        self.scale, self.observations = state.scale, state.observations
-        self._unsolved = 1
-        self._solve()
 
     def observe(self, x: Sequence[float], y: float, weight: float = 1.0) -> float:
         """`y` was seen where `x` was; returns its error before it was learnt from."""

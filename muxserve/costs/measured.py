@@ -16,13 +16,26 @@ from muxserve.costs.interference import Interference
 from muxserve.costs.latency import CostError, Decode, EngineCosts, EngineShape, LatencyModel, Load
 from muxserve.costs.llama_tables import read_llama_tables
 from muxserve.costs.outliers import Outlier, Place, find_outliers
-from muxserve.costs.profile import DecodeCell, EngineProfile, PrefillCell, Profile, ProfiledModel, load_profile
+from muxserve.costs.profile import (
+    DecodeCell,
+    EngineProfile,
+    Overheads,
+    PrefillCell,
+    Profile,
+    ProfiledModel,
+    load_profile,
+)
 from muxserve.costs.roofline import Roofline
 from muxserve.costs.tables import DecodeTable, PrefillTable
 from muxserve.costs.work import LayerWork, layer_work
 
 # Two shares are the same when they differ by less than this: 33 % and a third.
 _SAME_SHARE = 0.005
+# `Overheads.turn` where it was not measured, here between processes of one machine
+# (benchmarks/results/profile_quickstart_cpu.json).
+TURN_SECONDS = 0.000744
+# A step that was measured beside its neighbours does not wait for them again.
+_NO_LOAD = Load(0.0, 0.0)
 
 
 class ProfileModel:
@@ -108,7 +121,7 @@ class MeasuredCosts:
         self._prefill = PrefillTable(prefill)
         self._decode = DecodeTable(decode)
         like = min(engines, key=lambda engine: abs(engine.share - shape.share))
-        self._prefill_friction, self._decode_friction = like.prefill_friction, like.decode_friction
+        self._learnt = like.learnt
         self._work: LayerWork = layer_work(architecture, shape.tp, shape.dtype)
         by: Calibration = calibration_of(on.kind)
         machine = profile.machines.get(on.name)
@@ -131,24 +144,34 @@ class MeasuredCosts:
 
     def prefill_load(self, tokens: int, pairs: int, sequences: int) -> Load:
         """See `EngineCosts.prefill_load`."""
+        if self._learnt:
+            return _NO_LOAD
         work = self._work
         flops = tokens * work.flops_per_token + sequences * work.head_flops
         flops += work.seen_pairs(pairs, tokens) * work.flops_per_pair
         moved = work.weight_bytes(tokens) + work.head_bytes + tokens * work.activation_bytes
-        return self._load(flops, moved, self.prefill(tokens, pairs, sequences), self._prefill_friction)
+        return self._load(flops, moved, self.prefill(tokens, pairs, sequences))
 
     def decode_load(self, batch: int, context: int) -> Load:
         """See `EngineCosts.decode_load`."""
+        if self._learnt:
+            return _NO_LOAD
         work = self._work
         seen = work.seen_context(batch, context)
         flops = batch * (work.flops_per_token + work.head_flops) + seen * work.flops_per_pair
         moved = work.weight_bytes(batch) + work.head_bytes + seen * work.kv_bytes_per_token
         seconds = self.decode(batch, context).seconds(context)
-        return self._load(flops, moved + batch * work.activation_bytes, seconds, self._decode_friction)
+        return self._load(flops, moved + batch * work.activation_bytes, seconds)
 
-    def _load(self, flops: float, moved: float, seconds: float, friction: float) -> Load:
+    def _load(self, flops: float, moved: float, seconds: float) -> Load:
         compute = flops / self._speed / seconds if self._busy is None else self._busy
-        return Load(min(1.0, moved / self._bandwidth / seconds), min(1.0, compute), 0.0, friction)
+        return Load(min(1.0, moved / self._bandwidth / seconds), min(1.0, compute))
+
+
+def overheads_on(latency: LatencyModel, device: str) -> Overheads:
+    """Seconds outside of steps as measured on that device; the `turn` as everywhere where it was not measured."""
+    known = latency.profile.overheads.get(device, Overheads()) if isinstance(latency, ProfileModel) else Overheads()
+    return known if known.turn else msgspec.structs.replace(known, turn=TURN_SECONDS)
 
 
 def interference_of(profile: Profile, device: str) -> Interference:

@@ -12,7 +12,6 @@ import msgspec
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.interference import Interference
 from muxserve.costs.latency import CostError, EngineShape, Load
-from muxserve.costs.pace import Pace
 
 
 class PrefillCell(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -100,8 +99,8 @@ class ProfiledModel(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class EngineProfile(msgspec.Struct, omit_defaults=True):
-    """Cells of one model on devices of one type in one way, and how much longer its prefill and decode steps take
-    beside a neighbour that uses all of the device's compute, where that was learnt (`costs.correction`)."""
+    """Cells of one model on devices of one type in one way. With `learnt` they are those of a fleet that served
+    (`costs.correction`): their seconds contain the waiting for neighbours and front ends."""
 
     model: str
     shape: ProfiledModel
@@ -111,8 +110,7 @@ class EngineProfile(msgspec.Struct, omit_defaults=True):
     share: float = 1.0
     prefill: list[PrefillCell] = []
     decode: list[DecodeCell] = []
-    prefill_friction: float = 0.0
-    decode_friction: float = 0.0
+    learnt: bool = False
 
     @property
     def where(self) -> EngineShape:
@@ -148,29 +146,33 @@ class PairCell(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Overheads(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Seconds outside steps: `turn` from granting a lease to an idle engine to hearing of its first step, beyond the
-    step itself; `between` from the end of one step to the start of the next while a lease runs; `request` what a first
-    token takes beyond its place in a queue and its prefill, in the mean, with the standard deviation `request_spread`.
+    """Seconds outside of steps, as profiles have them and as the simulator counts them.
 
-    `rested` is what a prefill step takes longer on a device that has done nothing before (`costs.activity`), and
-    `resumed` what a decode step takes longer with which an engine goes on after a long pause.
+    `request`: from the client to the unit's queue. `turn`: from granting a lease to an idle engine to hearing of its
+    first step, beyond the step itself; half of it passes on each way. `between`: from the end of one step to the start
+    of the next. `token`: from an engine to the client. `stall`: a step that finds no pages.
 
-    Where gateway and unit scheduler run on the engines' own cores, `request_work`, `step_work`, `token_work` and
-    `lease_work` are what a request, a step of an engine, a token, and a lease of an engine that had none cost them:
-    seconds of the whole device. A step's tokens come in one message, so that a token of a large batch costs far less
-    than one alone.
+    Raises:
+        ValueError: one of them is negative, or `stall` is 0.
     """
 
+    request: float = 0.0
     turn: float = 0.0
     between: float = 0.0
-    request: float = 0.0
-    request_work: float = 0.0
-    token_work: float = 0.0
-    step_work: float = 0.0
-    rested: float = 0.0
-    resumed: float = 0.0
-    request_spread: float = 0.0
-    lease_work: float = 0.0
+    token: float = 0.0
+    stall: float = 0.001
+
+    def __post_init__(self) -> None:
+        for name in ("request", "turn", "between", "token"):
+            if not getattr(self, name) >= 0.0:
+                raise ValueError(f"the overhead {name!r} must be zero or positive seconds, not {getattr(self, name)}")
+        if not self.stall > 0.0:
+            raise ValueError(f"the overhead 'stall' must be above zero seconds, not {self.stall}")
+
+    @property
+    def way(self) -> float:
+        """Seconds from a decision to the engine, and from an engine's report to the unit scheduler."""
+        return self.turn / 2.0
 
 
 class MeasuredMachine(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -184,7 +186,7 @@ class MeasuredMachine(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Profile(msgspec.Struct):
-    """A profile file. `machines`, `interference`, `overheads` and `pace` are by device."""
+    """A profile file. `machines`, `interference` and `overheads` are by device."""
 
     muxserve_profile: int = VERSION
     about: str = ""
@@ -193,7 +195,6 @@ class Profile(msgspec.Struct):
     pairs: list[PairCell] = []
     interference: dict[str, Interference] = {}
     overheads: dict[str, Overheads] = {}
-    pace: dict[str, Pace] = {}
 
     def find(self, model: ProfiledModel, where: EngineShape) -> EngineProfile | None:
         """The engine measured exactly so."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from muxserve.costs.front_end import DECODE_WAITS, FrontEndWork
 from muxserve.costs.latency import Decode, EngineCosts, Load
 
 # Where attention takes nearly all of a prefill step, whatever the model.
@@ -44,12 +43,10 @@ class StepWork:
 
 
 class StepCosts:
-    """Prices the steps of one engine by its `costs`, which are those of the engine alone; `work` is what they bring for
-    the front end with them."""
+    """Prices the steps of one engine by its `costs`, which are those of the engine alone."""
 
-    def __init__(self, costs: EngineCosts, work: FrontEndWork | None = None) -> None:
+    def __init__(self, costs: EngineCosts) -> None:
         self._costs = costs
-        self._work = work
         longer = costs.prefill(1, 2 * _MANY_PAIRS, 1) - costs.prefill(1, _MANY_PAIRS, 1)
         self._pair_seconds = longer / _MANY_PAIRS
 
@@ -77,10 +74,5 @@ class StepCosts:
     def load(self, work: StepWork) -> Load:
         """What the step asks of the device meanwhile."""
         if work.prefill:
-            load = self._costs.prefill_load(work.tokens, work.pairs, work.prompts + work.decode)
-        else:
-            load = self._costs.decode_load(work.decode, work.context)
-        if self._work is None:
-            return load
-        waits = 1.0 if work.prefill else DECODE_WAITS
-        return self._work.loaded(load, work.prompts + work.decode, self.seconds(work), waits)
+            return self._costs.prefill_load(work.tokens, work.pairs, work.prompts + work.decode)
+        return self._costs.decode_load(work.decode, work.context)

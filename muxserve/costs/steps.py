@@ -11,9 +11,8 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 class StepSums(msgspec.Struct, array_like=True, gc=False):
     """Steps of one kind of one engine, summed up: `steps` of them took `seconds`, computed `tokens` for `sequences`
-    with `pairs` of (query, key), and sequences that decoded read `context` tokens of KV. In `seconds` those are not
-    counted in which an engine on a CPU waited for a core. `lost` sums up what the engine had lost in pauses before some
-    of them (`costs.activity.lost_in`).
+    with `pairs` of (query, key), and sequences that decoded read `context` tokens of KV. `seconds` contain what passed
+    since the step before, where one followed the other at once, and all waiting for a core.
 
     Prefill steps may have decoding sequences among theirs (of which pairs are not counted); decode steps have no
     prompts, and no pairs.
@@ -25,9 +24,8 @@ class StepSums(msgspec.Struct, array_like=True, gc=False):
     pairs: _Count = 0
     sequences: _Count = 0
     context: _Count = 0
-    lost: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
-    def add(self, seconds: float, batch: StepBatch, lost: float = 0.0) -> None:
+    def add(self, seconds: float, batch: StepBatch) -> None:
         """A step took so long."""
         self.steps += 1
         self.seconds += seconds
@@ -35,7 +33,6 @@ class StepSums(msgspec.Struct, array_like=True, gc=False):
         self.pairs += batch.pairs
         self.sequences += batch.sequences
         self.context += batch.context
-        self.lost += lost
 
     def merge(self, other: StepSums) -> None:
         """These steps as well."""
@@ -45,7 +42,6 @@ class StepSums(msgspec.Struct, array_like=True, gc=False):
         self.pairs += other.pairs
         self.sequences += other.sequences
         self.context += other.context
-        self.lost += other.lost
 
 
 class StepBatch(msgspec.Struct, frozen=True, gc=False):

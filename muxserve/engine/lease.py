@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from muxserve.costs.steps import StepBatch, StepSums
-from muxserve.engine.core_waits import without_waiting
 from muxserve.engine.stage_clock import NO_STAGES, StageSeconds
 from muxserve.wire import HandOver, Lease, Prefilled, Returned, StepReport
 
@@ -63,10 +62,7 @@ class HeldLease:
         self._half_told = False
         self._admitted = False
         self._untold_steps = 0
-        # When the first of these began, and the last one ended.
-        self._untold_since = self._untold_until = 0.0
         self._untold_seconds = 0.0
-        self._untold_between = 0.0
         self._untold_tokens = 0
         self._untold_prefill_tokens = 0
         self._untold_prefill_seconds = 0.0
@@ -107,31 +103,25 @@ class HeldLease:
         news: StepNews,
         prefill_tokens: int = 0,
         batch: StepBatch | None = None,
-        waited: float = 0.0,
         between: float = 0.0,
-        lost: float = 0.0,
     ) -> None:
-        """A step took `seconds`, `waited` of them for a core, and computed `tokens` tokens, of which `prefill_tokens`
-        are of prompts where the engine is of both phases; `batch` is what it consisted of. Since the step before the
-        engine had computed for `between` seconds, or `lost` so much in a pause. Report it if that is due.
+        """A step took `seconds` and computed `tokens` tokens, of which `prefill_tokens` are of prompts where the engine
+        is of both phases; `batch` is what it consisted of. It began `between` seconds after the step before, where it
+        followed that at once. Report it if that is due.
         """
         now = time.monotonic()
         self._left -= 1
         if not tokens:
             # The unit scheduler must see that this very step was in vain, not the sum of it and those before.
             self.tell_untold()
-        if not self._untold_steps:
-            self._untold_since = now - seconds
-        self._untold_until = now
         self._untold_steps += 1
         self._untold_seconds += seconds
-        self._untold_between += between
         self._untold_tokens += tokens
         self._untold_prefill_tokens += prefill_tokens
         if self._phase == "prefill":
             self._untold_prefill_seconds += seconds
         if batch is not None and tokens:
-            (self._prefills if batch.prompts else self._decodes).add(without_waiting(seconds, waited), batch, lost)
+            (self._prefills if batch.prompts else self._decodes).add(seconds + between, batch)
         worth = bool(news) or not tokens or bool(prefill_tokens) or self._every_step or self._admitted
         half = self._left * 2 <= self._steps or now - self._begun >= self._deadline - now
         over = self._left <= 0 or now >= self._deadline
@@ -181,8 +171,6 @@ class HeldLease:
                 computed=stages.computed,
                 prefills=self._prefills if self._prefills.steps else None,
                 decodes=self._decodes if self._decodes.steps else None,
-                between=self._untold_between,
-                elapsed=self._untold_until - self._untold_since if stepped else 0.0,
             )
         )
         if stepped:
@@ -191,7 +179,7 @@ class HeldLease:
     def _settle(self) -> None:
         """Nothing is untold."""
         self._untold_steps = self._untold_tokens = self._untold_prefill_tokens = 0
-        self._untold_seconds = self._untold_prefill_seconds = self._untold_between = 0.0
+        self._untold_seconds = self._untold_prefill_seconds = 0.0
         if self._prefills.steps:
             self._prefills = StepSums()
         if self._decodes.steps:

@@ -13,10 +13,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
-from muxserve.costs.activity import lost_in
 from muxserve.engine.binding import Binding, bind, current
 from muxserve.engine.budget import BudgetedSteps, token_budget_of
-from muxserve.engine.core_waits import BetweenSteps, CoreWaits, NoWaits
 from muxserve.engine.grammars import use_grammars
 from muxserve.engine.lease import HeldLease, StepNews
 from muxserve.engine.outputs import TokenSender
@@ -137,11 +135,8 @@ class EngineLoop:
         )
         self._inbox = Inbox(log, decode)
         self._trim = IdleTrim()
-        self._waits = CoreWaits() if core.vllm_config.device_config.device_type == "cpu" else NoWaits()
-        self._between = BetweenSteps()
-        # Requests that came since the last step; how long the last step with such went on when its tokens were out.
-        self._came: list[str] = []
-        self._after_tokens = 0.0
+        # When the last step was over, if the engine has had something to do ever since.
+        self._over: float | None = None
         self._stalled = False
         self._stopping = False
         # The part of the SMs on which the engine computes, where leases say which.
@@ -183,7 +178,7 @@ class EngineLoop:
             self._heartbeat.beat()
             if not self._may_step():
                 # It waits for a lease, or for something to do under the one that it has.
-                self._between.idle()
+                self._over = None
             self._receive(self._patience())
             if self._ordered and self._orders is not None:
                 self._ordered = False
@@ -276,7 +271,6 @@ class EngineLoop:
             self._inbox.drop("Admit", f"request {admit.request_id} is admitted a second time: ignored")
             return
         internal = self._requests.add(admit)
-        self._came.append(internal)
         try:
             blocks = self.scheduler.pool.adopt(admit.adopt) if admit.adopt else None
         except MemoryManagerError as error:
@@ -350,13 +344,8 @@ class EngineLoop:
 
     def _step(self, may_begin: bool) -> None:
         """Run a step; without `may_begin` only what is in the pipeline already."""
-        between, began, waits = self._between.end(), time.monotonic(), self._waits.total()
-        lost = lost_in(self._between.pause(began))
-        came, self._came = self._came, []
-        for internal in came:
-            request = self._requests.there.get(internal)
-            if request is not None and request.granted_at and self._between.idled(request.granted_at):
-                request.way = max(0.0, began - request.granted_at)
+        began = time.monotonic()
+        between = 0.0 if self._over is None else began - self._over
         finished: list[str] = []
         try:
             try:
@@ -369,9 +358,8 @@ class EngineLoop:
                 self._give_up_step(error)
                 return
             # Tokens before bookkeeping: a client waits for them, and nobody for the pages.
-            sent = time.monotonic()
             for batch in outputs.values():
-                self._tokens.send(batch, self._requests.there, sent + self._after_tokens)
+                self._tokens.send(batch, self._requests.there)
                 ended = [output.request_id for output in batch.outputs if output.finish_reason is not None]
                 finished += [self._requests.forget(internal).request_id for internal in ended]
             handed = self._hand_over()
@@ -379,14 +367,11 @@ class EngineLoop:
         except MemoryManagerGone:
             self._recover_memory(finished)
             return
-        over, waited = time.monotonic(), self._waits.total() - waits
-        seconds = over - began
-        self._between.begin()
+        self._over = time.monotonic()
+        seconds = self._over - began
         self._stalled = in_vain
 
         news = StepNews(finished, handed)
-        if came:
-            self._after_tokens = over - sent
         for each in self.scheduler.take_started():
             admitted = self._requests.there[each.request_id]
             news.prefilled.append(Prefilled(admitted.request_id, admitted.incarnation, each.output_tokens))
@@ -399,9 +384,7 @@ class EngineLoop:
         if ran or in_vain:
             prefill_tokens = self.scheduler.last_prefill_tokens if self.binding.phase == "both" else 0
             batch = self.scheduler.last_batch if ran else None
-            self._lease.stepped(
-                seconds, self.scheduler.last_scheduled_tokens, news, prefill_tokens, batch, waited, between, lost
-            )
+            self._lease.stepped(seconds, self.scheduler.last_scheduled_tokens, news, prefill_tokens, batch, between)
         else:
             self._lease.drained(seconds, news)
 

@@ -18,16 +18,13 @@ log = logging.getLogger(__name__)
 
 
 class TokenReceiver(Protocol):
-    """What the sender must know of a request; `emitted` counts its output tokens sent so far and is kept here. The
-    others are as of `AdmittedRequest`."""
+    """What the sender must know of a request; `emitted` counts its output tokens sent so far and is kept here."""
 
     request_id: str
     attempt: int
     gateway_epoch: str
     reply_to: str
     emitted: int
-    came_at: float
-    way: float | None
 
 
 class TokenSender:
@@ -43,9 +40,8 @@ class TokenSender:
         # Address and epoch of the gateway that was sent to last.
         self._last: tuple[str, str] | None = None
 
-    def send(self, batch: EngineCoreOutputs, requests: Mapping[str, TokenReceiver], over_at: float = 0.0) -> None:
-        """Send `batch`; its outputs carry internal ids and are left unchanged. The step that made them is over at
-        `over_at`, seconds of the monotonic clock.
+    def send(self, batch: EngineCoreOutputs, requests: Mapping[str, TokenReceiver]) -> None:
+        """Send `batch`; its outputs carry internal ids and are left unchanged.
 
         Statistics are counted by one gateway. Without outputs that is one whose request is here, or that was sent to
         last.
@@ -65,11 +61,8 @@ class TokenSender:
             self._last = address, epoch
             entries = []
             renamed = []
-            in_unit: dict[str, tuple[float, float | None]] = {}
             for output, request in pairs:
                 entries.append((request.request_id, request.attempt, request.emitted))
-                if request.came_at and not request.emitted and output.new_token_ids:
-                    in_unit[request.request_id] = max(0.0, over_at - request.came_at), request.way
                 request.emitted += len(output.new_token_ids)
                 internal, output.request_id = output.request_id, request.request_id
                 renamed.append(internal)
@@ -79,7 +72,7 @@ class TokenSender:
                 scheduler_stats=stats,
                 timestamp=batch.timestamp,
             )
-            header = TokensHeader(epoch, self._model, self._engine, entries, in_unit)
+            header = TokensHeader(epoch, self._model, self._engine, entries)
             frames = [encode(header), *self._encoder.encode(message)]
             socket = self._socket(address)
             if socket is not None:

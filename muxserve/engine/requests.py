@@ -17,8 +17,7 @@ from muxserve.wire import Abort, Admit, HeldRequests
 
 @dataclass(slots=True)
 class AdmittedRequest:
-    """A request in this engine, under the internal id that vLLM knows. `came_at` and `granted_at` are as of `Admit`.
-    `way` is what went by until an engine that was idle turned to it; None: it was not idle."""
+    """A request in this engine, under the internal id that vLLM knows."""
 
     request_id: str
     incarnation: int
@@ -26,9 +25,6 @@ class AdmittedRequest:
     gateway_epoch: str
     reply_to: str
     emitted: int
-    came_at: float = 0.0
-    granted_at: float = 0.0
-    way: float | None = None
 
 
 def internal_id(request_id: str, incarnation: int) -> str:
@@ -70,8 +66,6 @@ class EngineRequests:
             admit.gateway_epoch,
             admit.reply_to,
             len(admit.output_tokens),
-            admit.came_at,
-            admit.granted_at,
         )
         self._last[admit.request_id] = internal
         return internal

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
@@ -17,7 +18,6 @@ import zmq
 from muxserve.gateway.fleet_links import FleetLinks
 from muxserve.gateway.measure import Measures, RequestOutcome
 from muxserve.gateway.predicted_wait import PredictedWaits
-from muxserve.gateway.request_delays import RequestDelays
 from muxserve.gateway.requests import Failure, Output, RequestTable, Tracked
 from muxserve.gateway.routing import Router
 from muxserve.gateway.tokens import TokensSocket
@@ -122,7 +122,8 @@ class Broker:
         self.waiting = Waiting(self.router)
         self.measures = measures
         self.waits = waits or PredictedWaits()
-        self.request_delays = RequestDelays()
+        # Seconds from the arrival of requests to their way to a unit, of the last plain ones.
+        self.request_delays: deque[float] = deque(maxlen=256)
         self.tracing = tracing
         self._fleet = fleet
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -307,10 +308,8 @@ class Broker:
             case Waits():
                 self.router.placing.waits(message)
                 request = self.table.get(message.request_id)
-                if request is not None:
-                    request.waited = True
-                    if message.asleep:
-                        self.waits[request.model].interrupted()
+                if request is not None and message.asleep:
+                    self.waits[request.model].interrupted()
             case StateReply():
                 self._states.answer("", message.state)
             case _:
@@ -334,9 +333,6 @@ class Broker:
             ready.append(output)
             if request.first_token_at == now:
                 self.waits[request.model].answered(request.context, request.prompt_tokens, now)
-                in_unit = header.in_unit.get(request.request_id)
-                if in_unit is not None:
-                    self.request_delays.answered(request, *in_unit)
             if output.finish_reason is not None:
                 self._ended(request, RequestOutcome.of_finish(output.finish_reason), now)
                 self.router.finished(request)
@@ -369,7 +365,6 @@ class Broker:
             for request, why in again:
                 self.measures.resubmitted(request.model, why)
                 self.waits[request.model].interrupted()
-                request.waited = True
                 if request.traced:
                     request.context.trace.repeated(why)
             moved, out.moved = out.moved, []

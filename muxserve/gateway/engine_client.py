@@ -85,6 +85,10 @@ class UnitEngineClient(EngineCoreClient):
             # AsyncLLM registered the request before it asked us, and does not take it back itself.
             self._end(front_id)
             raise
+        # Images, grammars and the model's limit are no part of the way that every request takes.
+        plain = not images and (params is None or params.structured_outputs is None)
+        if plain and http is not None and not http.waited:
+            self.broker.request_delays.append(time.monotonic() - http.arrival)
         self.broker.submit(
             Tracked(
                 request_id=wire_id,
@@ -104,7 +108,6 @@ class UnitEngineClient(EngineCoreClient):
                 group=http.group_of(wire_id) if http is not None else "",
                 prefix=self._prefix(request, prompt, salt, adapter),
                 images=images,
-                waited=http is not None and http.waited,
                 context=http,
             )
         )

@@ -21,7 +21,6 @@ from muxserve.gateway.broker import Broker
 from muxserve.gateway.changes import ChangeRoutes
 from muxserve.gateway.collector import FleetCollector, GatewayCollector
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
-from muxserve.gateway.front_end import FrontEndCosts
 from muxserve.gateway.grammar_compiler import Helper
 from muxserve.gateway.grammars import GrammarCompilers
 from muxserve.gateway.images import RequestImages
@@ -78,9 +77,8 @@ class Gateway:
         self.broker = Broker(fleet, index, secrets.token_hex(4), self.measures, waits, self.tracing)
         self.limiter = ConcurrencyLimiter(fleet.models, index, fleet.gateway.count, self.measures, waits)
         self.status = FleetStatus(fleet, self.broker)
-        self.front_end = FrontEndCosts(lambda: self.status.units.values())
         self.grammars = GrammarCompilers(fleet.gateway.grammars, nurseries)
-        self.reports = Reports(self.status, index, self.limiter, self.front_end, self.grammars)
+        self.reports = Reports(self.status, index, self.limiter, self.grammars)
         kept = fleet.gateway.responses
         self.responses = ResponseStore(kept, index, fleet.gateway.count) if kept is not None else None
         images = RequestImages(Path(fleet.run_dir) / "images", index)
@@ -147,7 +145,7 @@ class Gateway:
         self._endpoint.models_sleep = bool(self.fleet.residency)
         self._endpoint.refused = self.status.refused
         self._tell_followed()
-        tasks = [self._follow(), self._keep_offering(), self.tenancy.keep(), self.front_end.keep()]
+        tasks = [self._follow(), self._keep_offering(), self.tenancy.keep()]
         if self.responses is not None:
             tasks.append(self.responses.keep())
         self._tasks = [asyncio.ensure_future(task) for task in tasks]

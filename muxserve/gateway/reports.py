@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from dataclasses import asdict
 from statistics import fmean
 
-from msgspec import structs
-
 from muxserve.costs.correction import corrected_profile
-from muxserve.costs.devices import device
 from muxserve.costs.profile import Overheads, Profile
 from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
-from muxserve.gateway.front_end import FrontEndCosts
 from muxserve.gateway.grammars import GrammarCompilers
 from muxserve.gateway.placing import ITS_MODEL
 from muxserve.gateway.status import FleetStatus, UnitStatus
 from muxserve.gateway.waiting import Wait
 from muxserve.spec import ModelSpec
 
+# Fewer requests say nothing of how long they take to their unit.
+FEWEST_DELAYS = 8
+
 
 class Reports:
     """What one gateway says about itself and the fleet."""
 
     def __init__(
-        self,
-        status: FleetStatus,
-        index: int,
-        limiter: ConcurrencyLimiter,
-        front_end: FrontEndCosts,
-        grammars: GrammarCompilers,
+        self, status: FleetStatus, index: int, limiter: ConcurrencyLimiter, grammars: GrammarCompilers
     ) -> None:
         self._status = status
         self._grammars = grammars
-        self._front_end = front_end
         self._index = index
         self._limiter = limiter
         self._started = time.monotonic()
@@ -154,43 +146,13 @@ class Reports:
         }
 
     def profile(self) -> Profile:
-        """What steps cost here, as `muxserve plan --profile` reads it: predictions, corrected by what was measured;
-        what the front end costs the cores that engines compute on; and the way of a request beside queue and steps."""
-        units = self._status.units
-        profile = corrected_profile([(unit.entry.unit_spec.costs, unit.learnt()) for unit in units.values()])
-
-        def device_of(unit: str) -> str | None:
-            costs = units[unit].entry.unit_spec.costs if unit in units else {}
-            return next((engine.device for engines in costs.values() for engine in engines), None)
-
-        work = self._front_end.overheads or Overheads()
-        requests = self._status.broker.request_delays.by_device(device_of)
-        turns: defaultdict[str | None, list[float]] = defaultdict(list)
-        for unit in units.values():
-            turn = unit.turn()
-            if turn is not None:
-                turns[device_of(unit.name)].append(turn)
-        for name in {each.device for each in profile.engines}:
-            beside = work if device(name).kind == "cpu" else Overheads()
-            learnt = profile.overheads.get(name, Overheads())
-            request, spread = requests.get(name, (0.0, 0.0))
-            known = structs.replace(
-                learnt,
-                turn=fmean(turns[name]) if turns[name] else 0.0,
-                request=request,
-                request_spread=spread,
-                request_work=beside.request_work,
-                step_work=beside.step_work,
-                token_work=beside.token_work,
-                lease_work=beside.lease_work,
-            )
-            if known != Overheads():
-                profile.overheads[name] = known
-        for unit in units.values():
-            # Units on devices of one type vary alike: that counts which is told last.
-            device_name, pace = device_of(unit.name), unit.pace()
-            if device_name is not None and pace is not None:
-                profile.pace[device_name] = pace
+        """What steps cost here, as `muxserve plan --profile` reads it: predictions, corrected by what was measured; and
+        how long requests take to their unit."""
+        units = self._status.units.values()
+        profile = corrected_profile([(unit.entry.unit_spec.costs, unit.learnt()) for unit in units])
+        delays = self._status.broker.request_delays
+        if len(delays) >= FEWEST_DELAYS:
+            profile.overheads = {each.device: Overheads(request=fmean(delays)) for each in profile.engines}
         names = ", ".join(dict.fromkeys(engine.model for engine in profile.engines)) or "no model yet"
         profile.about = f"steps of {names}, corrected while a fleet served"
         return profile

@@ -42,8 +42,7 @@ class Tracked:
     time: within an attempt it goes to another unit by migration only, which `moves` counts. `refused_by` are units that
     gave it back because they are drained or too small; `repeated_at` are units that were sent this attempt twice.
     `prefix` has the keys of its prompt's beginnings (`prefix_keys`), where anybody wants them. `images` are its images'
-    files, which stay as long as it refers to them. What has `waited` was kept by something else than its unit's queue:
-    the model's limit, a model that slept, a unit that died. It is without a unit that is up since `stalled_at`.
+    files, which stay as long as it refers to them. It is without a unit that is up since `stalled_at`.
     Requests of one `group` come from one HTTP request; `choice` numbers those of one prompt. Times are
     seconds of the monotonic clock. `context` belongs to the caller.
     """
@@ -65,7 +64,6 @@ class Tracked:
     traced: bool = False
     prefix: bytes = b""
     images: Sequence[object] = ()
-    waited: bool = False
     context: Any = None
     attempt: int = 0
     tries: int = 1

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import msgspec
 
 from muxserve.costs.correction import Correction
-from muxserve.costs.pace import Pace
 from muxserve.gateway.broker import Broker
 from muxserve.gateway.gpus import GpuStatus
 from muxserve.spec import EnginePhase, FleetSpec, UnitEntry
@@ -89,16 +88,6 @@ class UnitStatus:
         """What the unit has learnt of the costs of its models' steps, by model and phase."""
         said = {name: model.get("costs", {}) for name, model in self.models().items()}
         return msgspec.convert(said, dict[str, dict[str, Correction]])
-
-    def turn(self) -> float | None:
-        """Seconds from granting a lease to hearing of its first steps, beyond these; None: not known yet."""
-        said = self.state.get("turn")
-        return float(said) if isinstance(said, int | float) else None
-
-    def pace(self) -> Pace | None:
-        """How the speed of the unit's devices varies; None: not known yet."""
-        said = self.state.get("pace")
-        return msgspec.convert(said, Pace) if said else None
 
     def engines(self, model: str) -> tuple[EnginePhase, ...]:
         """The phases of the engines that a model of the unit has.

@@ -18,6 +18,7 @@ from itertools import groupby
 from muxserve.config import NETWORK, Fleet
 from muxserve.costs.devices import device
 from muxserve.costs.latency import EngineShape, LatencyModel, target_load
+from muxserve.costs.measured import overheads_on
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.definitions import Objectives
 from muxserve.metrics.summary import Summary, summarise
@@ -31,7 +32,6 @@ from muxserve.planning.arrangements.base import (
     wanted_of,
 )
 from muxserve.planning.device_pool import CPU, CpuPool, GpuPool
-from muxserve.planning.measured_control import measured_control
 from muxserve.planning.residency import with_residency
 from muxserve.planning.simulations import Simulations
 from muxserve.planning.specs import levels_of, migration_of, scaling_of
@@ -411,9 +411,8 @@ def predict(
         patience = max(seconds, ANSWERS * longest_answer(plan, loads))
         records = (simulations or Simulations(latency)).records(units, workload, rules, progress, seconds + patience)
     else:
-        control = measured_control(latency, units[0].device)
-        options = Options(control.delays, pace=control.pace)
-        result = simulate(units, workload, control.latency, options, rules, progress=progress)
+        options = Options(overheads_on(latency, units[0].device))
+        result = simulate(units, workload, latency, options, rules, progress=progress)
         records = result.records
         residency = next((unit.residency for unit in result.units if unit.residency is not None), None)
     summary = summarise(

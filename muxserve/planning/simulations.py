@@ -17,8 +17,8 @@ from typing import NamedTuple
 import msgspec
 
 from muxserve.costs.latency import LatencyModel
+from muxserve.costs.measured import overheads_on
 from muxserve.metrics.records import RequestRecord
-from muxserve.planning.measured_control import measured_control
 from muxserve.simulator import Options, Rules, SimUnit, coupled, simulate
 from muxserve.workload.trace import TraceRequest
 
@@ -96,10 +96,9 @@ class Simulations:
             for number in numbers:
                 units, requests = groups[number].units, groups[number].requests
                 told = None if progress is None else partial(_tell, progress, done, own, count)
-                control = measured_control(self._latency, units[0].device)
                 # Nobody asks how many pages were in use.
-                options = Options(control.delays, sample_seconds=0.0, pace=control.pace, until=until)
-                made.append(simulate(units, requests, control.latency, options, rules, progress=told).records)
+                options = Options(overheads_on(self._latency, units[0].device), sample_seconds=0.0, until=until)
+                made.append(simulate(units, requests, self._latency, options, rules, progress=told).records)
                 done += len(requests)
             return made
 

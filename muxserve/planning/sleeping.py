@@ -13,12 +13,12 @@ from functools import partial
 from muxserve.config import AUTO, Fleet, MemorySection
 from muxserve.costs.devices import device
 from muxserve.costs.latency import LatencyModel
+from muxserve.costs.measured import overheads_on
 from muxserve.gpu.budget import at_rest, pool_beside, resting_room
 from muxserve.gpu.unit import LEAST_POOL_PART
 from muxserve.metrics.definitions import Objectives
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.planning.gpus import UNPLANNED, copier_bytes, resting_bytes
-from muxserve.planning.measured_control import measured_control
 from muxserve.planning.prediction import Simulated, Surroundings, simulated_of
 from muxserve.planning.residency import gpu_residency, gpu_wake_costs
 from muxserve.planning.resident_units import TPOT_SECONDS, TTFT_SECONDS, NoUnitError, resident_units
@@ -186,9 +186,8 @@ def live_residency(
         SimulationError, CostError: as `simulate`.
     """
     units = made.units(mode_of("muxserve"))
-    control = measured_control(latency, units[0].device)
-    options = Options(control.delays, sample_seconds=0.0, pace=control.pace)
-    result = simulate(units, requests, control.latency, options, progress=partial(tell, "with memory"))
+    options = Options(overheads_on(latency, units[0].device), sample_seconds=0.0)
+    result = simulate(units, requests, latency, options, progress=partial(tell, "with memory"))
     return _outcome(result, demands)
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from muxserve.costs.latency import LatencyModel
+from muxserve.costs.measured import overheads_on
 from muxserve.metrics.definitions import Objectives, time_per_token
 from muxserve.planning.arrangements import arrangement
 from muxserve.planning.arrangements.base import DevicePool, SimulatedLayout, Wanted
-from muxserve.planning.measured_control import measured_control
 from muxserve.planning.prediction import lengths
 from muxserve.simulator import Options, Rules, simulate
 from muxserve.workload.trace import TraceRequest
@@ -93,9 +93,8 @@ def run_trial(
         requests = [each for each in requests if chance.random() < _REPLICAS / layout.replicas]
     unit = how.trial_unit(wanted, pool, place, latency, rate / layout.replicas)
     units = [replace(unit, name=f"unit{number}") for number in range(count)]
-    control = measured_control(latency, place.shape.device)
-    options = Options(control.delays, sample_seconds=0.0, pace=control.pace)
-    result = simulate(units, requests, control.latency, options, rules)
+    options = Options(overheads_on(latency, place.shape.device), sample_seconds=0.0)
+    result = simulate(units, requests, latency, options, rules)
     outcomes = [
         Outcome(r.arrival, None)
         if r.first_token is None or r.finish is None or r.error

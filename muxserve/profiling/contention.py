@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-from muxserve.engine.core_waits import without_waiting
-
 # A step that waited for less than this part of its time counts as it was measured.
 UNDISTURBED = 0.03
 _ENOUGH = 3
 _NANOSECONDS = 1e-9
+# What is left of a step at least: the kernel's count and the step do not begin and end at the same moment.
+_LEAST = 0.05
 
 
 class Sample(NamedTuple):
@@ -25,7 +25,7 @@ class Sample(NamedTuple):
     @property
     def corrected(self) -> float:
         """Without the waiting."""
-        return without_waiting(self.seconds, self.waited)
+        return max(self.seconds - self.waited, _LEAST * self.seconds)
 
 
 class Waiting:

@@ -12,13 +12,12 @@ from muxserve.simulator.moves import MigrationCosts
 from muxserve.simulator.replicas import ReplicaRules
 from muxserve.simulator.result import FleetResult, ReplicasResult, ResidencyResult, UnitResult
 from muxserve.simulator.ring import RingRules
-from muxserve.simulator.setup import ControlDelays, Link, Options, Pipeline, SimModel, SimResidency, SimUnit
+from muxserve.simulator.setup import Link, Options, Pipeline, SimModel, SimResidency, SimUnit
 from muxserve.simulator.timeline import write_timeline
 
 __all__ = [
     "MODES",
     "AloneSimulation",
-    "ControlDelays",
     "FleetModel",
     "FleetResult",
     "Link",

@@ -208,8 +208,8 @@ class DecodeBatch:
 
     # ------------------------------------------------------------ the run
 
-    def begin(self, cost: Decode, now: float, longer: float = 0.0) -> None:
-        """A run begins now with the next step, at that cost; that step has `longer` seconds of work more."""
+    def begin(self, cost: Decode, now: float) -> None:
+        """A run begins now with the next step, at that cost."""
         batch = len(self.running)
         self.first = self.floor = self.counter
         self._growth = cost.per_token * batch / 2
@@ -217,7 +217,7 @@ class DecodeBatch:
         steps = (cost.until - self.context) / batch
         self.until = _FOREVER if steps > _FOREVER else self.counter + max(1, int(steps) + 1)
         self._at = now
-        self._work = -longer
+        self._work = 0.0
 
     def resume(self) -> None:
         """The next step follows the last one."""

@@ -13,14 +13,11 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from muxserve.costs import LatencyModel
-from muxserve.costs.activity import Activity
-from muxserve.costs.pace import Pace, PaceDraw
 from muxserve.scheduling.types import DECODE
 from muxserve.simulator.engine import Engine
 from muxserve.simulator.requests import SimRequest
 
 if TYPE_CHECKING:
-    from muxserve.simulator.reception import Reception
     from muxserve.simulator.unit import SimulatedUnit
 
 # Actions come after the steps that end at the same time.
@@ -51,19 +48,6 @@ class Compute:
         self.waking = 0
         self._cores = 1
         self._decode_weight = 1.0
-        # Where steps are longer on devices that have rested; and the part that is in use.
-        self._activity: Activity | None = None
-        self._in_use = 0.0
-        # How many times as long as usual steps take at present.
-        self._pace = 1.0
-        self._draw: PaceDraw | None = None
-        # What receives requests on the same cores.
-        self.reception: Reception | None = None
-
-    def changes(self) -> None:
-        """Something beside the engines' jobs has begun or ended."""
-        self.changed = True
-        self.units[0].touch()
 
     def beside_wakes(self, waking: int, cores: int, decode_weight: float) -> None:
         """So many models are woken on the CPU's `cores` from now on."""
@@ -74,48 +58,9 @@ class Compute:
         """No job can ever run beside the one engine's."""
         return len(self.engines) == 1 and not self.shared
 
-    def varies(self, pace: Pace, clock: Clock, seed: int) -> None:
-        """The devices are not always as fast."""
-        if self._draw is not None:
-            return
-        # The same devices vary in the same way in each simulation with this seed.
-        draw = self._draw = PaceDraw(pace, f"{seed}/{self.units[0].number}")
-
-        def second(now: float) -> None:
-            self._pace = draw.next()
-            if any(engine.active for engine in self.engines):
-                self.changes()
-            clock.at(now + 1.0, second)
-
-        clock.at(clock.now, second)
-
-    def prefill_factor(self) -> float:
-        """How many times as long as usual the next prefill step takes, for no reason."""
-        return 1.0 if self._draw is None else self._draw.step()
-
-    def follow_activity(self) -> None:
-        """Somebody will ask what has rested."""
-        self._activity = self._activity or Activity()
-
-    def rested(self, now: float) -> float:
-        """Which part of the devices has done nothing lately; to be asked after `follow_activity`."""
-        assert self._activity is not None
-        return self._activity.rested(now, self._in_use)
-
-    def _used(self) -> float:
-        """The part of the devices that is in use from now on."""
-        active = [engine for engine in self.engines if engine.active]
-        if self.lone():
-            return float(bool(active))  # what it asks of them is not known
-        used = sum(engine.load.compute + engine.load.brought for engine in active)
-        return used + (self.reception.load.brought if self.reception is not None and self.reception.active else 0.0)
-
     def settle(self, now: float) -> None:
         """The set of running jobs, or what they ask of the devices, has changed."""
         self.changed = False
-        if self._activity is not None:
-            self._activity.passed(now, self._in_use)
-            self._in_use = self._used()
         if len(self.engines) == 1:
             # It is alone, at work or not.
             (engine,) = self.engines
@@ -129,22 +74,17 @@ class Compute:
         else:
             for unit in self.units:
                 unit.works(any(engine.active for engine in unit.engines), now)
-        reception = self.reception
-        if len(running) == 1 and not self.waking and reception is None:
+        if len(running) == 1 and not self.waking:
             self._retime(running[0], 1.0, now)
             return
         decoding = sum(engine.phase is DECODE for engine in running)
         before, decode = self._beside(len(running) - decoding, decoding) if self.waking else (1.0, 1.0)
         loads = [engine.load for engine in running]
-        if reception is not None and reception.active:
-            loads.append(reception.load)
-        # What receives requests waits for nothing.
-        for engine, slow in zip(running, self._slowdowns(self.device, loads), strict=False):
+        for engine, slow in zip(running, self._slowdowns(self.device, loads), strict=True):
             self._retime(engine, slow * (decode if engine.phase is DECODE else before), now)
 
     def _retime(self, engine: Engine, slow: float, now: float) -> None:
         """Beside others an engine is so much slower."""
-        slow *= self._pace
         if slow != engine.slow:
             engine.retime(slow, now)
 

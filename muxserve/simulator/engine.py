@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from muxserve.costs import EngineCosts, Load
-from muxserve.costs.activity import lost_in
 from muxserve.scheduling.types import PREFILL, Phase
 from muxserve.simulator.batch import DecodeBatch
 from muxserve.simulator.pages import ModelPages
@@ -56,7 +55,6 @@ class Engine:
         self.tokens = 0
         self.busy_seconds = 0.0
         self._active_since = 0.0
-        self._rests_since = -_NEVER
 
     def boundary(self, now: float) -> None:
         """The planned step is over."""
@@ -86,12 +84,7 @@ class Engine:
             self.unit.compute.changed = True
             return
         known, tolerance = self.load, self.unit.load_tolerance
-        if (
-            abs(known[0] - load[0]) > tolerance
-            or abs(known[1] - load[1]) > tolerance
-            or abs(known[2] - load[2]) > tolerance
-            or known.waits != load.waits
-        ):
+        if abs(known[0] - load[0]) > tolerance or abs(known[1] - load[1]) > tolerance:
             self.load = load
             self.unit.compute.changed = True
 
@@ -100,7 +93,6 @@ class Engine:
         if self.active:
             self.active = False
             self.busy_seconds += now - self._active_since
-            self._rests_since = now
             self.unit.compute.changed = True
 
 
@@ -140,11 +132,7 @@ class StepEngine(Engine):
         """Compute `chunks`, of so many tokens and pairs of attention."""
         costs, count = self._costs, len(self.chunks)
         assert costs is not None
-        overheads = self.unit.overheads
-        self._duration = costs.prefill(tokens, pairs, count) * self.unit.compute.prefill_factor()
-        self._duration += overheads.prefill_step
-        if overheads.rested:
-            self._duration += overheads.rested * self.unit.compute.rested(now)
+        self._duration = costs.prefill(tokens, pairs, count) + self.unit.overheads.between
         self._work, self._at, self._started = 0.0, now, now
         self.state = STEPPING
         self._dirty = True
@@ -252,12 +240,11 @@ class StepEngine(Engine):
         assert costs is not None
         size = len(batch.running)
         cost = costs.decode(size, batch.context)
-        overhead = unit.overheads.decode_step
+        overhead = unit.overheads.between
         if overhead:
             cost = cost._replace(fixed=cost.fixed + overhead)
         batch.slow = self.slow
-        longer = 0.0 if self.active else unit.overheads.resumed * lost_in(now - self._rests_since)
-        batch.begin(cost, now, longer)
+        batch.begin(cost, now)
         self._dirty = False
         self._traced, self._traced_at = batch.counter, now
         self._runs(NO_LOAD if unit.compute.lone() else costs.decode_load(size, batch.context), now)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from muxserve.costs import LatencyModel
 from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
 from muxserve.simulator.clock import Clock, Compute, SimulationError
-from muxserve.simulator.reception import receive
 from muxserve.simulator.replicas import Dispatched, ReplicaRules, ReplicaSet
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.resident import ResidentUnit
@@ -131,9 +130,7 @@ class Group:
 
     def run(self, requests: Iterator[SimRequest]) -> None:
         """Play these requests, in order of arrival."""
-        delays, seed = self._options.overheads, self._options.seed
-        spread = delays.request_spread
-        receive(self.clock, self._cpu, self._latency, requests, self._arrive, delays.request, spread, seed)
+        self.clock.run(requests, self._arrive, self._options.overheads.request)
 
     def _arrive(self, request: SimRequest, now: float) -> None:
         if request.model in self._pooling:

@@ -85,7 +85,7 @@ class Ring(ReplicaSet):
         # Prompts follow each other through a pipeline, so that each takes the time of the slowest stage.
         how = spec.pipeline or Pipeline((first.architecture.layers,), ())
         self._stages = make_stages(how, latency, first.architecture, shape)
-        self._step_seconds = units[0].overheads.prefill_step
+        self._step_seconds = units[0].overheads.between
         self._by_id: dict[str, SimRequest] = {}
         self._due: float | None = None
         self._coming = 0

@@ -147,7 +147,7 @@ class ScheduledUnit(SimulatedUnit):
     def report(self, report: SimReport) -> None:
         """An engine's `StepReport`, which takes its time. One that says nothing but that a lease is half used does not
         have to: it is sent, and answered, well before the lease ends."""
-        delay, engine = self.overheads.report, report.engine
+        delay, engine = self.way, report.engine
         if not delay or (report.renews and not self._flying[engine][1]):
             self._told(report, self.clock.now)
             return
@@ -479,10 +479,6 @@ class ScheduledUnit(SimulatedUnit):
         """Carry out a decision, but for telling the engine."""
         self._lease_id += 1
         lease_id = self._lease_id
-        reception = self.compute.reception
-        if reception is not None and self.ledger.by_name[grant.model].engine(grant.phase).lease is None:
-            # By then engines that others have made room for compute again.
-            self.clock.at(now + self.overheads.lease, reception.leased)
         self.ledger.granted(grant, lease_id, now)
         admit = [self.live[request_id] for request_id in grant.admit]
         for request in admit:
@@ -490,7 +486,7 @@ class ScheduledUnit(SimulatedUnit):
         return SimLease(lease_id, grant.phase, grant.steps, grant.share, grant.seconds, admit)
 
     def _grant(self, grant: Grant, now: float) -> None:
-        delay = self.overheads.lease
+        delay = self.way
         renews = bool(delay) and self._renewed_ahead(grant, now)
         lease = self._lease(grant, now)
         engine = self._engine[grant.model, grant.phase]

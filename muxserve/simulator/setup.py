@@ -1,4 +1,4 @@
-"""What is simulated: units, their models, their pools, and the delays of the control path."""
+"""What is simulated: units, their models and their pools; and how."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from muxserve.costs import ModelArchitecture
 from muxserve.costs.calibration import LINKS, Graphs
-from muxserve.costs.pace import Pace
 from muxserve.costs.profile import Overheads
 from muxserve.scheduling.policies import DEFAULT_POLICY
 from muxserve.scheduling.residency import ResidencyRules, WakeCosts
@@ -168,81 +167,14 @@ class SimUnit:
         return max(1, len(self.devices) // (self.pipeline.stages if self.pipeline is not None else 1))
 
 
-# From granting a lease to an idle engine to hearing of its first step, beyond the step itself: what `muxserve profile`
-# measures as `turn`, here between processes of one machine (benchmarks/results/profile_quickstart_cpu.json).
-TURN_SECONDS = 0.000744
-_UNKNOWN = Overheads()
-
-
-@dataclass(frozen=True, slots=True)
-class ControlDelays:
-    """Delays of the control path, in seconds.
-
-    `request`: from the client to the unit's queue, in the mean, with the standard deviation `request_spread` where the
-    cores of the engines receive requests. `lease`: from a decision to the engine. `report`: from an engine to the unit
-    scheduler. `prefill_step` and `decode_step`: added to every step. `token`: from an engine to the client. `rested`:
-    added to a prefill step on devices that have rested. `resumed`: added to a decode step with which an engine goes on
-    after a long pause. `stall`: a step that finds no pages. A decode lease that is renewed when half of it is used up
-    waits for neither report nor lease, since both come long before it ends.
-    """
-
-    request: float = 0.0
-    lease: float = 0.0
-    report: float = 0.0
-    prefill_step: float = 0.0
-    decode_step: float = 0.0
-    token: float = 0.0
-    stall: float = 0.001
-    rested: float = 0.0
-    resumed: float = 0.0
-    request_spread: float = 0.0
-
-    @classmethod
-    def live(cls, known: Overheads = _UNKNOWN) -> ControlDelays:
-        """Delays as measured live: half of the `turn` (0: `TURN_SECONDS`) goes by on each way. The lease's way, and
-        what goes by before the step, are parts of what was measured as `request`."""
-        way, between = (known.turn or TURN_SECONDS) / 2.0, known.between
-        request = max(0.0, known.request - way - between)
-        return cls(
-            request,
-            way,
-            way,
-            between,
-            between,
-            rested=known.rested,
-            resumed=known.resumed,
-            request_spread=known.request_spread,
-        )
-
-    def __post_init__(self) -> None:
-        for name in (
-            "request",
-            "lease",
-            "report",
-            "prefill_step",
-            "decode_step",
-            "token",
-            "rested",
-            "resumed",
-            "request_spread",
-        ):
-            if not getattr(self, name) >= 0.0:
-                raise ValueError(f"the overhead {name!r} must be zero or positive seconds, not {getattr(self, name)}")
-        if not self.stall > 0.0:
-            raise ValueError(f"the overhead 'stall' must be above zero seconds, not {self.stall}")
-
-
 @dataclass(frozen=True, slots=True)
 class Options:
     """How to simulate. `sample_seconds` is how often page counts are recorded (0: never), `timeline` keeps every job,
-    `load_tolerance` is by how much a job's load may change before others are told. With a `pace` devices are not always
-    as fast. `seed` is that of all random numbers: the speed of devices, and the delays of requests. Requests that have
-    not ended `until` that time, in seconds, are left unfinished."""
+    `load_tolerance` is by how much a job's load may change before others are told. Requests that have not ended `until`
+    that time, in seconds, are left unfinished."""
 
-    overheads: ControlDelays = field(default_factory=ControlDelays)
+    overheads: Overheads = field(default_factory=Overheads)
     sample_seconds: float = 1.0
     timeline: bool = False
     load_tolerance: float = 0.02
-    pace: Pace | None = None
-    seed: int = 0
     until: float = float("inf")

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from muxserve.costs import EngineCosts, EngineShape, LatencyModel, ModelArchitecture
 from muxserve.costs.architecture import ITEM_BYTES, split_layers
-from muxserve.costs.front_end import FrontEndWork, apart
 from muxserve.costs.latency import Load
 from muxserve.costs.stages import costs_of_stages
 from muxserve.costs.step_costs import StepCosts, StepWork
@@ -220,7 +219,7 @@ class PipelineEngine(LeasedEngine):
         self._untold_prompts += work.prefill
         self.jobs += 1
         self.tokens += work.tokens
-        arrives = now + self.unit.overheads.decode_step
+        arrives = now + self.unit.overheads.between
         self.record.made(now, work.prompts, work.prefill, work.decode)
         for number, (stage, (latency, per_token)) in enumerate(zip(self.stages, self._links, strict=True)):
             seconds = stage.seconds(work) * self.slow
@@ -234,7 +233,7 @@ class PipelineEngine(LeasedEngine):
         """What the stages that have something to do ask of the devices together."""
         each, stages = self.stages[0].load(work), min(len(self._flying) + 1, len(self.stages))
         bandwidth, compute = min(1.0, each.bandwidth * stages), min(1.0, each.compute * stages)
-        return Load(bandwidth, compute, each.brought * stages, each.friction, each.waits)
+        return Load(bandwidth, compute)
 
     def _done(self, batch: MicroBatch, now: float) -> None:
         """The tokens of a micro-batch are there."""
@@ -328,7 +327,7 @@ class PipelineEngine(LeasedEngine):
             self.model.profile.block_tokens,
             self.slow,
             self.spec.return_seconds,
-            overheads.decode_step,
+            overheads.between,
         )
         (end, batch), count = self._flying[0], self._decoding
         # Its own look at the end of the step that runs is not from outside.
@@ -361,8 +360,8 @@ class PipelineEngine(LeasedEngine):
             following = begins + seconds + behind
             report: SimReport | None = None
             if not self._half_told and (self._left * 2 <= self._steps or end - self._begun >= self._deadline - end):
-                told = end + overheads.report
-                answered = told + overheads.lease
+                told = end + self.unit.way
+                answered = told + self.unit.way
                 if not (end < told < answered < following and answered < quiet):
                     break
                 self._half_told = True
@@ -568,8 +567,8 @@ def kv_blocks(
 class Stage(StepCosts):
     """One stage. `free_at` is when it has done all it was given."""
 
-    def __init__(self, costs: EngineCosts, work: FrontEndWork | None = None) -> None:
-        super().__init__(costs, work)
+    def __init__(self, costs: EngineCosts) -> None:
+        super().__init__(costs)
         self.free_at = 0.0
 
 
@@ -583,6 +582,4 @@ def make_stages(
         ValueError: the layers are not the model's.
     """
     check_split(spec.layers, architecture.layers, spec.stages)
-    latency, work = apart(latency)
-    work = work and work.of_stage(spec.stages)
-    return [Stage(costs, work) for costs in costs_of_stages(spec.layers, latency, architecture, shape)]
+    return [Stage(costs) for costs in costs_of_stages(spec.layers, latency, architecture, shape)]

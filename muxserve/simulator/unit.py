@@ -41,6 +41,8 @@ class SimulatedUnit:
         self.latency = latency
         self.options = options
         self.overheads = options.overheads
+        # Seconds from the scheduler to an engine, and back.
+        self.way = options.overheads.way
         self.load_tolerance = options.load_tolerance
         self.clock = clock or Clock()
         self.compute = compute or Compute(spec.device, latency)
@@ -48,10 +50,6 @@ class SimulatedUnit:
         self.number = len(self.clock.units)
         self.clock.join(self)
         self.compute.units.append(self)
-        if self.overheads.rested:
-            self.compute.follow_activity()
-        if options.pace is not None:
-            self.compute.varies(options.pace, self.clock, options.seed)
         self.timeline = JobTimeline(spec.name, spec.device, spec.devices) if options.timeline else None
         self.turn_due = False
         # Nothing but renewals of leases is to be decided on.
@@ -138,8 +136,6 @@ class SimulatedUnit:
         """A request has its last token."""
         request.finish = now + self.overheads.token
         self.clock.open -= 1
-        if self.compute.reception is not None:
-            self.compute.reception.ended(now)
         self._last_end = max(self._last_end, request.finish)
 
     # ------------------------------------------------------------ what engines ask

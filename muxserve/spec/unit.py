@@ -329,19 +329,6 @@ class UnitSpec(msgspec.Struct, frozen=True):
         # On another machine the directory lies beside those of other fleets, whose name it begins with.
         return run_dir.with_name(run_dir.name.removesuffix(self.unit) + _SHARED_DEVICE)
 
-    @property
-    def shares_cores(self) -> bool:
-        """Whether its engines compute on the cores of the machine, which others use as well."""
-        return self.gpu is None and self.simulated is None
-
-    def cores_of(self, model: str) -> int:
-        """How many cores compute a step of that model, of a pipeline a stage, where engines compute on cores.
-
-        Raises:
-            KeyError: no such model in this unit.
-        """
-        return max(1, min(self.cores, self.model(model).threads * self.ranks // self.stages))
-
     def model(self, name: str) -> ModelSpec:
         """The model of that name.
 

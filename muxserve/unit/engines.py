@@ -15,7 +15,6 @@ from muxserve.scheduling.quarantine import LoneTurn, is_culprit
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import Grant, Phase, RequestPlace, StepsDone
 from muxserve.spec import EnginePhase
-from muxserve.unit.core_use import CoreUse
 from muxserve.unit.costs import UnitCosts
 from muxserve.unit.pages import PageQuotas
 from muxserve.unit.reconcile import EngineProcess, Reconciliation
@@ -42,17 +41,13 @@ EMPTY_SECONDS = 1.0
 
 
 class EngineTable:
-    """Every engine of the unit, by its ZeroMQ identity. `cores` is what else runs on the cores that the engines compute
-    on; None: they have devices of their own, or nobody knows.
+    """Every engine of the unit, by its ZeroMQ identity.
 
     `failures` counts crashes of engines and steps that failed, `culprits` the requests that turned out to be the cause,
-    by model. `core_seconds` is how long cores have computed steps, and for engines between steps, without
-    waiting for them.
+    by model.
     """
 
-    def __init__(
-        self, state: UnitState, table: UnitRequestTable, pages: PageQuotas, cores: CoreUse | None = None
-    ) -> None:
+    def __init__(self, state: UnitState, table: UnitRequestTable, pages: PageQuotas) -> None:
         self._state = state
         self._table = table
         self._pages = pages
@@ -62,13 +57,10 @@ class EngineTable:
         self._first_lease = self._lease_id = int(state.started * 1_000_000)
         self.failures: Counter[str] = Counter()
         self.culprits: Counter[str] = Counter()
-        self.core_seconds = 0.0
         self._engines: dict[bytes, EngineProcess] = {}
         self.add(state.ledger.models)
         self.reconciliation = Reconciliation(state, table, self._engines.values())
-        self.costs = UnitCosts(state.unit_spec, state.started)
-        self._cores = cores
-        self._passed(state.started)
+        self.costs = UnitCosts(state.unit_spec)
 
     def add(self, models: Iterable[ModelState]) -> None:
         """These models are of the unit, too."""
@@ -236,13 +228,7 @@ class EngineTable:
                 table.quarantine.decoded(lease.alone, report.steps)
         if report.seconds > 0.0:
             self._computed(engine, report, now)
-            steps = [each.seconds for each in (report.prefills, report.decodes) if each]
-            computed = self._state.unit_spec.cores_of(name) * sum(report.computed or steps) + report.between
-            self.core_seconds += computed
-            if self._cores is not None:
-                self._cores.computed(computed)
-            self._passed(now)
-            self.costs.reported(peer, name, lease.share if lease is not None else 0, report)
+            self.costs.reported(name, lease.share if lease is not None else 0, report)
         done = StepsDone(
             report.lease_id,
             report.lease_left,
@@ -305,11 +291,6 @@ class EngineTable:
             region = decoding if phase is Phase.DECODE else lease.share
             self._state.send(f"{model}/{phase}".encode(), structs.replace(lease, region=region))
 
-    def _passed(self, now: float) -> None:
-        """Tell the costs which shares were leased out until now, and what others had of the same cores."""
-        elsewhere = 0.0 if self._cores is None else self._cores.elsewhere(now)
-        self.costs.passed(self._state.ledger.share_used, now, elsewhere)
-
     def _lease(self, grant: Grant, now: float) -> tuple[str, Phase, Lease]:
         """Enter a grant into the ledger; returns model and phase of the engine, and what it is to be sent."""
         self._lease_id += 1
@@ -319,9 +300,6 @@ class EngineTable:
         alone = turn.request_id if turn is not None else ""
         ledger = self._state.ledger
         engine = ledger.by_name[grant.model].engine(grant.phase)
-        self._passed(now)
-        if engine.lease is None:
-            self.costs.began(f"{grant.model}/{engine.phase}".encode())
         ledger.granted(grant, self._lease_id, now, alone)
         if self._table.traced:
             self._table.leased(grant, now)

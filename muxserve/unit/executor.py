@@ -16,7 +16,6 @@ from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import make_policy
 from muxserve.scheduling.policy import AGAIN_SECONDS, Policy
 from muxserve.spec import UnitSpec
-from muxserve.unit.core_use import CoreUse
 from muxserve.unit.degraded import DegradedModels
 from muxserve.unit.engines import EngineTable
 from muxserve.unit.memory import Memory
@@ -72,7 +71,6 @@ class UnitExecutor:
         now: seconds of the machine's monotonic clock.
         gpus: tells the state of the unit's GPUs, for those who cannot ask for it themselves.
         planned: reads the unit's spec anew.
-        cores: what else runs on the cores that the engines compute on.
 
     Raises:
         ValueError: the unit's spec contradicts itself, or the policy is not made for it.
@@ -87,7 +85,6 @@ class UnitExecutor:
         now: float,
         gpus: Callable[[], list[dict[str, object]]] | None = None,
         planned: Callable[[], UnitSpec] | None = None,
-        cores: CoreUse | None = None,
     ) -> None:
         self._state = state = UnitState(unit_spec, policy, memory, epoch, now)
         self.epoch = epoch
@@ -98,7 +95,7 @@ class UnitExecutor:
         self.moving = Departures(state, self.request_table)
         self.degraded = DegradedModels(state, self.request_table)
         self._pages = PageQuotas(state, self.request_table, self.moving)
-        self.engines = EngineTable(state, self.request_table, self._pages, cores)
+        self.engines = EngineTable(state, self.request_table, self._pages)
 
     @property
     def ledger(self) -> UnitLedger:

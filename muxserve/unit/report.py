@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from msgspec import structs
-
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.quotas import normalised_usage
 from muxserve.scheduling.state import EngineState, ModelState
@@ -34,9 +32,6 @@ def unit_state(
         "epoch": state.epoch,
         "uptime_seconds": round(now - state.started, 3),
         "cores": unit_spec.cores,
-        "core_seconds": round(engines.core_seconds, 6),
-        "turn": engines.costs.turn,
-        "pace": None if engines.costs.pace is None else structs.asdict(engines.costs.pace),
         "budget_used": ledger.share_used / WHOLE,
         "memory_connected": ledger.memory_up,
         "gateways": len(table.gateways),
@@ -46,7 +41,7 @@ def unit_state(
             | _moves(model, model.name in terminating, moving)
             | {"missing": reconciliation.missing[model.name], "strays": reconciliation.strays[model.name]}
             | {"failures": engines.failures[model.name], "culprits": engines.culprits[model.name]}
-            | {"costs": engines.costs.state(model.name, now), "stage_parts": engines.costs.stages(model.name)}
+            | {"costs": engines.costs.state(model.name), "stage_parts": engines.costs.stages(model.name)}
             | {"degraded": int(model.name in degraded), "degraded_reason": degraded.get(model.name, "")}
             for model in ledger.models
         },

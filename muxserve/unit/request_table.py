@@ -50,8 +50,6 @@ class RequestEntry:
     attempt: int
     body: bytes
     output_tokens: list[int]
-    # When it came to the unit.
-    since: float
     key: str = ""
     computed_tokens: int = 0
     scheduling: str = "normal"
@@ -143,7 +141,7 @@ class UnitRequestTable:
         if self.too_long(peer, submit.request_id, submit.attempt, model, most):
             return
         self.held[submit.request_id] = RequestEntry(
-            peer, submit.attempt, submit.body, submit.output_tokens, now, scheduling=submit.scheduling
+            peer, submit.attempt, submit.body, submit.output_tokens, scheduling=submit.scheduling
         )
         if submit.traced:
             self._trace(submit.request_id, QUEUE, now)
@@ -359,7 +357,6 @@ class UnitRequestTable:
             request.attempt,
             request.body,
             request.output_tokens,
-            now,
             message.key,
             request.computed_tokens,
             request.scheduling,
@@ -415,8 +412,6 @@ class UnitRequestTable:
             adopt=held.key if adopts else "",
             computed_tokens=held.computed_tokens if adopts else 0,
             foreign=held.foreign and adopts,
-            came_at=held.since,
-            granted_at=self._state.now,
         )
 
 

@@ -10,18 +10,14 @@ import logging
 import secrets
 import sys
 import time
-from pathlib import Path
 
 from muxserve import spec
 from muxserve.gpu.watch import GpuWatch
-from muxserve.net.core_times import CoreTimes
 from muxserve.net.heartbeat import heartbeat_file
 from muxserve.net.process import Signals
 from muxserve.net.server import RouterLoop, ServerProgram
 from muxserve.scheduling.policies import make_policy
 from muxserve.spec import UnitSpec
-from muxserve.unit.core_use import CoreUse
-from muxserve.unit.costs_file import CostsFile
 from muxserve.unit.executor import UnitExecutor
 from muxserve.unit.memory import MemoryLink
 
@@ -44,9 +40,7 @@ class UnitScheduler:
         gpus = GpuWatch(unit_spec).states if unit_spec.gpu is not None and listen is not None else None
         policy, memory = make_policy(unit_spec.policy, unit_spec.share_steps), MemoryLink(unit_spec)
         now = time.monotonic()
-        cores = shared_cores(unit_spec)
-        self._executor = UnitExecutor(unit_spec, policy, memory, epoch, now, gpus, lambda: spec.load(path), cores)
-        self._costs = CostsFile(Path(unit_spec.run_dir), self._executor.engines.costs, now)
+        self._executor = UnitExecutor(unit_spec, policy, memory, epoch, now, gpus, lambda: spec.load(path))
         self._loop = RouterLoop(
             signals,
             heartbeat_file(unit_spec.run_dir, "unit"),
@@ -65,23 +59,10 @@ class UnitScheduler:
                 loop.inbox.handle(message, peer, executor.handle, peer, message, now)
             for peer, answer in executor.turn(now):
                 loop.send(peer, answer)
-            self._costs.turn(now)
 
     def close(self) -> None:
-        """Close the socket, and keep what was learnt."""
-        self._costs.write()
+        """Close the socket."""
         self._loop.close()
-
-
-def shared_cores(unit_spec: UnitSpec) -> CoreUse | None:
-    """What else runs on the cores that the unit's engines compute on, if they do, and the kernel tells."""
-    if not unit_spec.shares_cores:
-        return None
-    try:
-        return CoreUse(CoreTimes.own(), time.monotonic())
-    except (OSError, ValueError) as error:
-        log.warning("what others on the same cores cost the unit's engines is not learnt: %s", error)
-        return None
 
 
 PROGRAM = ServerProgram(

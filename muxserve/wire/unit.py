@@ -164,9 +164,7 @@ class Admit(Message):
     With `adopt` the engine takes over the blocks that the prefill engine handed to the memory manager under that key:
     they hold the KV of the first `computed_tokens` tokens. Without it the engine computes everything itself. Blocks
     that came by migration (`foreign`) are in no prefix index yet.
-    `output_tokens` count as output in penalties, usage, logprobs, stop conditions and structured output. It came
-    to the unit at `came_at`, and was admitted at `granted_at`, by the monotonic clock that the unit's processes have in
-    common (0: not known).
+    `output_tokens` count as output in penalties, usage, logprobs, stop conditions and structured output.
     """
 
     request_id: str
@@ -179,8 +177,6 @@ class Admit(Message):
     adopt: str = ""
     computed_tokens: Count = 0
     foreign: bool = False
-    came_at: Seconds = 0.0
-    granted_at: Seconds = 0.0
 
 
 class Lease(Message):
@@ -310,8 +306,7 @@ class StepReport(Message):
     much of this was prefill: with a lease of one phase all or nothing, else tokens only. `bubbles` are seconds of each
     stage of a pipeline, since the last report, in which it did not compute although a micro-batch was in flight, and
     `computed` those in which it did; empty with one stage. `prefills` and `decodes` are what the steps consisted of:
-    those with prompts in them, and the others. `between` are seconds for which the engine computed after steps that
-    another one followed at once; `elapsed` those from the beginning of the first step to the end of the last one.
+    those with prompts in them, and the others.
     """
 
     lease_id: Count
@@ -331,8 +326,6 @@ class StepReport(Message):
     computed: list[Seconds] = []
     prefills: StepSums | None = None
     decodes: StepSums | None = None
-    between: Seconds = 0.0
-    elapsed: Seconds = 0.0
 
 
 # ---------------------------------------------------------------- controller or gateway <-> unit scheduler
@@ -460,13 +453,10 @@ class TokensHeader(Message):
 
     `entries` has one `(request_id, attempt, offset)` per output, in order. `offset` counts the request's output tokens
     before the first one in the message. By it the gateway orders messages of several engines and drops tokens that it
-    has seen. `engine` is 0 for the prefill engine, and 1 for the decode engine or one of both phases. `in_unit` is of
-    requests that have their first token here: how long they were in the unit until the step with that was over; and of
-    this, the way to an engine that was idle when it got the request; None if it was not.
+    has seen. `engine` is 0 for the prefill engine, and 1 for the decode engine or one of both phases.
     """
 
     gateway_epoch: str
     model: str
     engine: Count
     entries: list[tuple[str, Count, Count]]
-    in_unit: dict[str, tuple[Seconds, Seconds | None]] = {}

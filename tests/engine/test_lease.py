@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from muxserve.costs.steps import StepBatch, StepSums
+from muxserve.costs.steps import StepBatch
 from muxserve.engine import lease as module
 from muxserve.engine.lease import HeldLease, StepNews
 from muxserve.wire import Admit, Lease, Prefilled, StepReport
@@ -31,6 +31,7 @@ class Engine:
         seconds: float = 0.001,
         tokens: int = 3,
         prefill: int = 0,
+        batch: StepBatch | None = None,
         between: float = 0.0,
         **news: list,
     ) -> list[StepReport]:
@@ -38,7 +39,7 @@ class Engine:
         for _ in range(steps):
             assert self.lease.usable()
             self.now += seconds
-            self.lease.stepped(seconds, tokens, StepNews(**news), prefill, between=between)
+            self.lease.stepped(seconds, tokens, StepNews(**news), prefill, batch, between)
         return self.told[since:]
 
 
@@ -55,26 +56,16 @@ def test_a_quiet_lease_is_reported_half_way_and_at_its_end(engine: Engine) -> No
     assert not engine.lease.usable()
 
 
-def test_what_the_engine_computed_between_steps_is_told_once(engine: Engine) -> None:
+def test_what_steps_consisted_of_is_told_once_with_what_was_between_them(engine: Engine) -> None:
+    batch = StepBatch(False, 3, 0, 3, 90)
     engine.lease.take(Lease(7, 8, 10.0))
-    first, second = engine.run(8, between=0.0001)
-    assert (first.between, second.between) == pytest.approx((0.0004, 0.0004))
+    for report in engine.run(8, batch=batch, between=0.0001):
+        assert report.prefills is None
+        assert report.decodes is not None
+        assert (report.decodes.steps, report.decodes.context) == (4, 360)
+        assert (report.seconds, report.decodes.seconds) == pytest.approx((0.004, 0.0044))
     engine.lease.take(Lease(8, 2, 10.0))
-    assert [report.between for report in engine.run(2)] == [0.0, 0.0]
-
-
-def test_it_is_told_how_long_steps_were_with_what_was_between_them(engine: Engine) -> None:
-    engine.lease.take(Lease(7, 100, 10.0))
-    engine.run(1, seconds=0.2)
-    engine.now += 0.1
-    (report,) = engine.run(1, seconds=0.2, finished=["r"])
-    assert (report.seconds, report.elapsed) == pytest.approx((0.4, 0.5))
-    # What goes by before the first one is no part of it.
-    engine.now += 0.1
-    (report,) = engine.run(1, seconds=0.2, finished=["s"])
-    assert report.elapsed == pytest.approx(0.2)
-    engine.lease.ended_outside(["t"])
-    assert engine.told[-1].elapsed == 0.0
+    assert [report.decodes for report in engine.run(2)] == [None, None]
 
 
 def test_half_of_the_time_counts_as_half_of_the_steps(engine: Engine) -> None:
@@ -99,16 +90,6 @@ def test_a_step_in_vain_is_told_apart_from_those_before(engine: Engine) -> None:
     engine.lease.take(Lease(1, 100, 10.0))
     assert engine.run(3) == []
     assert [(r.steps, r.tokens) for r in engine.run(1, tokens=0)] == [(3, 9), (1, 0)]
-
-
-def test_waiting_for_a_core_is_no_cost_of_a_step(engine: Engine) -> None:
-    engine.lease.take(Lease(1, 4, 10.0))
-    batch = StepBatch(False, 3, 0, 3, 90)
-    for _ in range(2):
-        engine.lease.stepped(0.010, 3, StepNews(), 0, batch, waited=0.004)
-    (report,) = engine.told
-    assert report.seconds == pytest.approx(0.020)
-    assert report.decodes == StepSums(2, pytest.approx(0.012), 6, 0, 6, 180)
 
 
 def test_an_empty_engine_says_so(engine: Engine) -> None:

@@ -6,70 +6,96 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from msgspec import structs
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.engine import EngineCoreRequest
 
+import muxserve.gateway.engine_client as module
 from muxserve.costs.correction import Correction
-from muxserve.costs.pace import Pace
-from muxserve.costs.profile import DecodeCell, EngineProfile, Overheads, PrefillCell, Profile, ProfiledModel
-from muxserve.gateway.reports import Reports
-from tests.gateway.test_request_delays import WAY, Gateway
+from muxserve.costs.profile import DecodeCell, EngineProfile, PrefillCell, Profile, ProfiledModel
+from muxserve.gateway.engine_client import UnitEngineClient
+from muxserve.gateway.measure import HttpRequest, current_http
+from muxserve.gateway.reports import FEWEST_DELAYS, Reports
+from tests.support.unit_specs import model_spec
 
-STEP, BETWEEN, TURN = 0.010, 0.0001, 0.0015
-PACE = Pace(0.1, 0.5)
-WORK = Overheads(request_work=0.005, step_work=0.0002, token_work=0.0001)
-
-
-def engines(device: str) -> list[EngineProfile]:
-    """As predicted at half of the device, and at all of it in half of the time."""
-    shape = ProfiledModel(2, 2, 2, 64, 128, 256, 1000)
-    return [
-        EngineProfile(
-            "m",
-            shape,
-            device,
-            "float32",
-            share=share,
-            prefill=[PrefillCell(1, tokens, 0, STEP * tokens / 64 / (2 * share)) for tokens in (32, 64, 128)],
-            decode=[DecodeCell(batch, 64, 0.002) for batch in (1, 2, 4)],
-        )
-        for share in (1.0, 0.5)
-    ]
+ENGINE = EngineProfile(
+    "m",
+    ProfiledModel(2, 2, 2, 64, 128, 256, 1000),
+    "CPU",
+    "float32",
+    share=0.5,
+    prefill=[PrefillCell(1, tokens, 0, 1e-4 * tokens) for tokens in (32, 64, 128)],
+    decode=[DecodeCell(batch, 64, 0.002) for batch in (1, 2, 4)],
+)
 
 
-def profile(device: str, requests: int = 10, steps: int = 20) -> Profile:
-    """As of a fleet that has served so many requests."""
-    correction = Correction((1.0,) * 4, 0.0, 1.0, 0.0, steps, between=BETWEEN)
-    learnt = {"m": {"prefill": correction, "decode": structs.replace(correction, factors=(1.0,) * 3)}} if steps else {}
-    unit: Any = SimpleNamespace(
-        name="u0",
-        entry=SimpleNamespace(unit_spec=SimpleNamespace(costs={"m": engines(device)})),
-        learnt=lambda: learnt,
-        pace=lambda: PACE,
-        turn=lambda: TURN,
-    )
-    gateway = Gateway()
-    gateway.answers(requests)
-    status: Any = SimpleNamespace(
-        units={"u0": unit},
-        broker=SimpleNamespace(request_delays=gateway.delays),
-    )
-    front_end: Any = SimpleNamespace(overheads=WORK)
-    return Reports(status, 0, SimpleNamespace(), front_end, SimpleNamespace()).profile()  # type: ignore[arg-type]
+def profile(delays: list[float], steps: int = 20) -> Profile:
+    """Of a fleet whose last requests took so long to their units."""
+    learnt = {"m": {"decode": Correction((2.0,) * 3, 2.0, 0.0, steps)}} if steps else {}
+    entry = SimpleNamespace(unit_spec=SimpleNamespace(costs={"m": [ENGINE]}))
+    units = {"u0": SimpleNamespace(entry=entry, learnt=lambda: learnt)}
+    status: Any = SimpleNamespace(units=units, broker=SimpleNamespace(request_delays=delays))
+    limiter: Any = None
+    grammars: Any = None
+    return Reports(status, 0, limiter, grammars).profile()
 
 
-@pytest.mark.parametrize(("device", "work"), [("CPU", WORK), ("H100", Overheads())])
-def test_it_has_the_delays_of_each_device_and_the_front_ends_work_on_cores(device: str, work: Overheads) -> None:
-    (found,) = profile(device).overheads.values()
-    assert found.request == pytest.approx(WAY)
-    assert found.between == pytest.approx(BETWEEN)
-    assert found.turn == pytest.approx(TURN)
-    assert structs.replace(found, turn=0.0, request=0.0, request_spread=0.0, between=0.0) == work
+def test_it_has_corrected_steps_and_the_way_of_requests() -> None:
+    found = profile([0.002, 0.004] * FEWEST_DELAYS)
+    assert [cell.seconds for cell in found.engines[0].decode] == pytest.approx([0.004] * 3)
+    assert set(found.overheads) == {"CPU"}
+    assert found.overheads["CPU"].request == pytest.approx(0.003)
+
+
+def test_few_requests_say_nothing_of_their_way() -> None:
+    assert profile([0.002] * (FEWEST_DELAYS - 1)).overheads == {}
 
 
 def test_nothing_is_said_of_what_has_taken_no_step() -> None:
-    assert profile("H100", steps=0).overheads == {}
+    found = profile([0.002] * FEWEST_DELAYS, steps=0)
+    assert (found.engines, found.overheads) == ([], {})
 
 
-@pytest.mark.parametrize("device", ["CPU", "H100"])
-def test_it_has_the_pace_of_each_device(device: str) -> None:
-    assert profile(device).pace == {device: PACE}
+@pytest.mark.parametrize(
+    ("params", "waited", "learnt"),
+    [
+        (SamplingParams(), False, [1.5]),
+        (SamplingParams(), True, []),
+        (SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True)), False, []),
+    ],
+    ids=["plain", "waited for the model's limit", "with a grammar"],
+)
+async def test_the_way_of_plain_requests_is_learnt(
+    monkeypatch: pytest.MonkeyPatch, params: SamplingParams, waited: bool, learnt: list[float]
+) -> None:
+    delays: list[float] = []
+    sent: list[Any] = []
+    table = SimpleNamespace(new_id=lambda: "wire")
+    broker: Any = SimpleNamespace(
+        attach=lambda name, client: None, table=table, submit=sent.append, request_delays=delays
+    )
+
+    async def admit(*_: object) -> None:
+        pass
+
+    grammars, images = SimpleNamespace(admit=admit), SimpleNamespace()
+    client = UnitEngineClient(model_spec("m", prefix_caching=False), broker, grammars, images)  # type: ignore[arg-type]
+    client.bind(SimpleNamespace(request_states={"front": SimpleNamespace(request_index=0)}))  # type: ignore[arg-type]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 101.5))
+    request = EngineCoreRequest(
+        request_id="front",
+        prompt_token_ids=[1] * 20,
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    came = current_http.set(HttpRequest(100.0, waited=waited))
+    try:
+        await client.add_request_async(request)
+    finally:
+        current_http.reset(came)
+    assert [each.arrival for each in sent] == [100.0]
+    assert delays == learnt

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from muxserve.costs.front_end import FrontEnd, FrontEndWork
 from muxserve.costs.latency import EngineShape
-from muxserve.costs.measured import ProfileModel
+from muxserve.costs.measured import TURN_SECONDS, ProfileModel, overheads_on
 from muxserve.costs.profile import DecodeCell, EngineProfile, Overheads, PrefillCell, Profile, ProfiledModel
 from muxserve.costs.roofline import Roofline
 from muxserve.costs.step_costs import StepWork
@@ -24,7 +23,6 @@ from muxserve.planning.comparison import (
     largest_first,
     recommend,
 )
-from muxserve.planning.measured_control import measured_control
 from muxserve.planning.trial import (
     STEP,
     GoodputSearch,
@@ -38,7 +36,7 @@ from muxserve.planning.trial import (
     point_of,
     run_trial,
 )
-from muxserve.simulator import ControlDelays, Link, Pipeline
+from muxserve.simulator import Link, Pipeline
 from muxserve.simulator.stages import make_stages
 from muxserve.spec import PhasesName
 from tests.planning.phases_support import TINY, WIDE, cores, gpus, tiny, wanted, with_demand
@@ -418,19 +416,8 @@ class TestMeasuredCosts:
         measured, costs = (make_stages(two, each, other, self.SHAPE) for each in (latency, COSTS))
         assert [each.seconds(prompt) for each in measured] == [each.seconds(prompt) for each in costs]
 
-    def test_a_full_pipeline_brings_the_front_ends_work_of_one_engine(self) -> None:
-        step = StepWork(decode=8, context=800)
-        latency = self.profile()
-        for layers, links in (((4,), ()), ((2, 2), (Link(),))):
-            how = Pipeline(layers, links)
-            plain = make_stages(how, latency, TINY, self.SHAPE)
-            loaded = make_stages(how, FrontEnd(latency, FrontEndWork(0.0, 1e-4, 3e-4)), TINY, self.SHAPE)
-            more = sum(b.load(step).brought - a.load(step).brought for a, b in zip(plain, loaded, strict=True))
-            # As many micro-batches come out in a second as one stage computes.
-            assert more == pytest.approx(11e-4 / plain[0].seconds(step))
-
     def test_time_between_steps_is_in_every_arrangement(self) -> None:
-        assert measured_control(COSTS, "CPU") == (COSTS, ControlDelays.live(), None)
+        assert overheads_on(COSTS, "CPU") == Overheads(turn=TURN_SECONDS), "also where nothing was measured"
         asked, pool = replace(tiny(0.1), replicas=2), cores(2)
         requests = TrialLoad(asked, 0).requests(0.1)[:40]
         for phases in ("multiplexed", "pipelined", "rolling"):

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from muxserve.costs.measured import ProfileModel
+from muxserve.costs.measured import TURN_SECONDS, ProfileModel
 from muxserve.costs.profile import Overheads, Profile
 from muxserve.planning import simulations
 from muxserve.planning.simulations import Simulations
-from muxserve.simulator import ControlDelays, Options, SimulationError, SimUnit, simulate
+from muxserve.simulator import Options, SimulationError, SimUnit, simulate
 from muxserve.simulator.result import FleetResult
 from muxserve.workload.trace import TraceRequest
 from tests.scheduling.machine import profile
@@ -33,7 +33,7 @@ def workload(count: int = 600) -> list[TraceRequest]:
 
 
 def expected(of: list[SimUnit], load: list[TraceRequest]) -> FleetResult:
-    return simulate(of, load, Analytic(), Options(ControlDelays.live()))
+    return simulate(of, load, Analytic(), Options(Overheads(turn=TURN_SECONDS)))
 
 
 def test_what_a_profile_says_of_the_control_path_counts() -> None:
@@ -41,8 +41,7 @@ def test_what_a_profile_says_of_the_control_path_counts() -> None:
     of, load = replace(units()[0], device="CPU"), [each for each in workload() if each.model == NAMES[0]]
     measured = ProfileModel(Profile(overheads={of.device: known}), beyond=Analytic())
     made = Simulations(measured, processes=1).records([of], load, {})
-    delays = ControlDelays.live(known)
-    assert made == simulate([of], load, Analytic(), Options(delays)).records
+    assert made == simulate([of], load, Analytic(), Options(known)).records
     plain = Simulations(Analytic(), processes=1).records([of], load, {})
     late = [a.ttft - b.ttft for a, b in zip(made, plain, strict=True) if a.ttft is not None and b.ttft is not None]
     assert min(late) > 0.4

@@ -9,7 +9,6 @@ from muxserve.costs import Decode, EngineShape, Load, ModelArchitecture
 from muxserve.scheduling.types import ModelProfile, PoolProfile
 from muxserve.simulator.batch import DecodeBatch
 from muxserve.simulator.leased import PhaseEngine
-from muxserve.simulator.reception import receive
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.result import UnitResult
 from muxserve.simulator.scheduled import ScheduledUnit
@@ -85,7 +84,7 @@ class Analytic:
         )
 
     def slowdowns(self, device: str, loads: Sequence[Load]) -> list[float]:
-        return [max(1.0, sum(each.bandwidth + each.brought for each in loads))] * len(loads)
+        return [max(1.0, sum(each.bandwidth for each in loads))] * len(loads)
 
 
 def architecture(number: int = 0) -> ModelArchitecture:
@@ -119,7 +118,7 @@ def unit(profiles: list[ModelProfile], pages: int, policy: str = "adbs", **chang
 def run(unit: SimulatedUnit, load: list[TraceRequest]) -> UnitResult:
     """One unit, on a clock of its own."""
     arrivals = (SimRequest.of(each, number) for number, each in enumerate(load))
-    receive(unit.clock, unit.compute, unit.latency, arrivals, unit.arrive, unit.overheads.request)
+    unit.clock.run(arrivals, unit.arrive, unit.overheads.request)
     return unit.result()
 
 

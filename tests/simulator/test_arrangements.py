@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from muxserve.costs.architecture import split_layers
+from muxserve.costs.profile import Overheads
 from muxserve.costs.roofline import Roofline
 from muxserve.planning.checkpoints import planned_architecture
 from muxserve.rolling.member import LatencyTargets
@@ -18,7 +19,6 @@ from muxserve.scheduling.token_throttling import OnePhase
 from muxserve.scheduling.types import ModelProfile, PoolProfile
 from muxserve.simulator import (
     AloneSimulation,
-    ControlDelays,
     Link,
     Options,
     Pipeline,
@@ -162,13 +162,13 @@ def test_records_stay_in_the_order_of_the_workload() -> None:
 def test_delays_around_the_engines(units: list[SimUnit]) -> None:
     requests = load(units, rate=0.4)
     plain = simulate(units, requests, COSTS, rules=RULES).records
-    overheads = ControlDelays(request=0.5, token=0.25)
+    overheads = Overheads(request=0.5, token=0.25)
     later = simulate(units, requests, COSTS, Options(overheads), RULES).records
     assert [r.arrival for r in later] == [r.arrival for r in plain]
     for one, other in zip(plain, later, strict=True):
         assert one.ttft is not None
         assert other.ttft == pytest.approx(one.ttft + 0.75)
-    slower = simulate(units, requests, COSTS, Options(ControlDelays(decode_step=0.01)), RULES).records
+    slower = simulate(units, requests, COSTS, Options(Overheads(between=0.01)), RULES).records
     assert slower[0].tpot is not None
     assert plain[0].tpot is not None
     assert slower[0].tpot > plain[0].tpot + 0.009

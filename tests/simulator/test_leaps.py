@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from muxserve.costs import LatencyModel
-from muxserve.costs.front_end import FrontEnd, FrontEndWork
-from muxserve.costs.pace import Pace
+from muxserve.costs.measured import TURN_SECONDS
+from muxserve.costs.profile import Overheads
 from muxserve.scheduling.token_throttling import TOKEN_BUDGETS, FixedBudget
 from muxserve.scheduling.types import ModelProfile
 from muxserve.simulator.scheduled import ScheduledUnit
-from muxserve.simulator.setup import ControlDelays, Options, Pipeline, SimUnit
+from muxserve.simulator.setup import Options, Pipeline, SimUnit
 from muxserve.simulator.stock import StockUnit
 from muxserve.simulator.unit import SimulatedUnit
 from muxserve.workload.trace import Content, TraceRequest
@@ -101,16 +101,10 @@ def scenes(draw: st.DrawFn) -> tuple[SimUnit, LatencyModel, Options, list[TraceR
         bandwidth=draw(st.sampled_from([0.0, 0.4, 0.9])),
     )
     delay = draw(st.sampled_from([0.0, 0.0003, 0.001]))
-    delays = ControlDelays(request=delay, lease=delay, report=delay, decode_step=delay, token=delay)
-    # Devices that have rested are slower, and engines that have paused, and not all seconds are alike.
-    delays = replace(delays, rested=draw(st.sampled_from([0.0, 0.002])), resumed=draw(st.sampled_from([0.0, 0.0007])))
-    options = Options(delays, 0.05, pace=draw(st.sampled_from([None, Pace(0.2, 0.5)])))
+    options = Options(Overheads(request=delay, turn=2 * delay, between=delay, token=delay), 0.05)
     simulated = unit(profiles, pages, policy, adapt_quotas=draw(st.booleans()))
     # Without skew, steps of different engines end at the very same moments.
-    latency: LatencyModel = Analytic(costs, draw(st.sampled_from([0.0, 0.0137])))
-    if draw(st.booleans()):
-        # Gateway and engines share the cores.
-        latency = FrontEnd(latency, FrontEndWork(draw(st.sampled_from([0.0, 0.0004, 0.01])), 0.0002, 0.0007, 0.0009))
+    latency = Analytic(costs, draw(st.sampled_from([0.0, 0.0137])))
     return simulated, latency, options, workload(draw, count)
 
 
@@ -209,9 +203,9 @@ def test_a_leap_of_a_stock_engine_is_many_steps(
     assert leaping == outcome(SteppingStockUnit(simulated, latency, options), load)
 
 
-@pytest.mark.parametrize("overheads", [ControlDelays(), ControlDelays.live()], ids=["at once", "live delays"])
+@pytest.mark.parametrize("overheads", [Overheads(), Overheads(turn=TURN_SECONDS)], ids=["at once", "live delays"])
 @pytest.mark.parametrize("policy", ["adbs", "fcfs", "round_robin", "rolling", "pipelined"])
-def test_leaping_looks_less_often(policy: str, overheads: ControlDelays) -> None:
+def test_leaping_looks_less_often(policy: str, overheads: Overheads) -> None:
     both = policy in ("rolling", "pipelined")
     names = ["m0"] if both else ["m0", "m1"]
     pipeline = Pipeline((2,), (), FixedBudget) if policy == "pipelined" else None

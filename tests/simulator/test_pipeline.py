@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from muxserve.costs import Decode, EngineShape, LatencyModel, Load, ModelArchitecture
 from muxserve.costs.architecture import split_layers
+from muxserve.costs.profile import Overheads
 from muxserve.costs.roofline import Roofline
 from muxserve.scheduling.token_throttling import (
     TOKEN_BUDGETS,
@@ -23,7 +24,6 @@ from muxserve.scheduling.token_throttling import (
     make_token_budget,
 )
 from muxserve.simulator import (
-    ControlDelays,
     FleetModel,
     Link,
     Options,
@@ -109,7 +109,7 @@ class Played:
     ) -> None:
         assert of.pipeline is not None
         unit = replace(of, pipeline=replace(of.pipeline, budget=lambda: budget))
-        result = simulate([unit], load, latency, Options(ControlDelays(decode_step=step), sample_seconds=0.0))
+        result = simulate([unit], load, latency, Options(Overheads(between=step), sample_seconds=0.0))
         made = result.units[0].micro_batches
         assert made is not None
         self.requests: list[SimRequest] = result.requests

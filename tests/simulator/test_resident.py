@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from muxserve.costs.measured import TURN_SECONDS
+from muxserve.costs.profile import Overheads
 from muxserve.scheduling.residency import Change, Residence, Residency, ResidencyRules, Sleep, Standing, WakeCosts
 from muxserve.scheduling.turns import TurnRules
-from muxserve.simulator import ControlDelays, Options, SimResidency, simulate
+from muxserve.simulator import Options, SimResidency, simulate
 from muxserve.simulator.clock import fair_shares
 from muxserve.simulator.resident import ResidentUnit
 from muxserve.simulator.result import ResidencyResult, UnitResult
@@ -155,7 +157,7 @@ def test_a_turn_may_end_while_a_report_is_on_its_way(seed: int) -> None:
     """A lease was then kept for an engine that had nothing left, and its model never decoded again."""
     drawn = random.Random(seed)
     rows = [(round(drawn.uniform(0, 3), 3), drawn.choice(NAMES), 40, drawn.randint(5, 120)) for _ in range(24)]
-    world = taking_turns(TurnRules(switching=0.3), Options(ControlDelays.live()))
+    world = taking_turns(TurnRules(switching=0.3), Options(Overheads(turn=TURN_SECONDS)))
     result = run(world, requests(*sorted(rows)))
     assert [record.output_tokens for record in result.records] == [output for *_, output in sorted(rows)]
     assert awakened(result).switches > 0

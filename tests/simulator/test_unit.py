@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-from statistics import fmean
 
 import pytest
 
-from muxserve.costs.pace import Pace
 from muxserve.costs.profile import Overheads
 from muxserve.simulator import SimulationError, simulate
 from muxserve.simulator.scheduled import ScheduledUnit
-from muxserve.simulator.setup import ControlDelays, Options, SimModel
+from muxserve.simulator.setup import Options, SimModel
 from muxserve.simulator.stock import StockUnit
 from muxserve.simulator.unit import SimulatedUnit
 from muxserve.workload.trace import TraceRequest
@@ -52,67 +50,21 @@ def test_decode_costs_follow_the_context_exactly() -> None:
     assert record.latency == pytest.approx(0.01 + sum(steps))
 
 
-@pytest.mark.parametrize(("kind", "in_use"), [(0, 0.1), (1, 1.0)], ids=["beside others", "alone"])
-def test_a_prefill_is_longer_on_a_device_that_has_rested(kind: int, in_use: float) -> None:
-    """The second one begins in the moment in which a decode of a quarter of a second is over, the third much later."""
-    world = worlds(options=Options(ControlDelays(rested=0.008)))[kind]
-    records = run(world, requests((0.0, "a", 40, 51), (0.26801, "a", 40, 1), (9.0, "a", 40, 1))).records
-    first, second, third = (record.ttft for record in records)
-    assert first == pytest.approx(0.018)
-    assert third == pytest.approx(0.018)
-    assert second == pytest.approx(0.010 + 0.008 * (1.0 - in_use), abs=1e-4)
-
-
-@pytest.mark.parametrize(("kind", "longer"), [(0, 0.003), (1, 0.0)], ids=["an engine of decode", "one of both"])
-def test_the_first_decode_step_after_a_pause_is_longer(kind: int, longer: float) -> None:
-    """However many follow it. An engine of both goes on after the prompt."""
-    world = worlds(options=Options(ControlDelays(resumed=0.003)))[kind]
-    records = run(world, requests((0.0, "a", 40, 41), (1.0, "a", 40, 2), (2.0, "a", 40, 101))).records
-    assert [round(r.latency - r.ttft, 9) for r in records if r.latency and r.ttft] == pytest.approx(
-        [longer + 40 * 0.005, longer + 0.005, longer + 100 * 0.005]
-    )
-
-
-@pytest.mark.parametrize("kind", [0, 1])
-def test_a_device_that_is_not_always_as_fast_is_so_in_the_mean_and_has_longer_tails(kind: int) -> None:
-    load = [(0.4 * number, "a", 40, 41) for number in range(400)]
-
-    def tpots(pace: Pace | None, seed: int = 0) -> list[float]:
-        records = run(worlds(options=Options(pace=pace, seed=seed))[kind], requests(*load)).records
-        return sorted(record.tpot or 0.0 for record in records)
-
-    steady, still, varied = tpots(None), tpots(Pace(0.0, 0.5)), tpots(Pace(0.2, 0.5))
-    assert still == pytest.approx(steady)
-    assert fmean(varied) == pytest.approx(fmean(steady), rel=0.03)
-    assert varied[-4] > 1.3 * steady[-4]
-    assert varied == tpots(Pace(0.2, 0.5)), "each time the same"
-    assert varied != tpots(Pace(0.2, 0.5), seed=1)
-
-
 def test_overheads_are_on_the_way() -> None:
-    overheads = ControlDelays(request=0.1, lease=0.01, report=0.02, prefill_step=0.003, decode_step=0.001, token=0.05)
+    overheads = Overheads(request=0.1, turn=0.03, between=0.001, token=0.05)
     (record,) = run(worlds(options=Options(overheads))[0], requests((0.0, "a", 40, 2))).records
-    # to the queue, to prefill, its step, the token to the client
-    assert record.ttft == pytest.approx(0.1 + 0.01 + 0.013 + 0.05)
-    # the hand-over to the unit, the lease to decode, one step
-    assert record.latency == pytest.approx((record.ttft or 0.0) + 0.02 + 0.01 + 0.006)
+    # to the queue, half a turn to prefill, its step, the token to the client
+    assert record.ttft == pytest.approx(0.1 + 0.015 + 0.011 + 0.05)
+    # half a turn each: the hand-over to the unit, the lease to decode; then one step
+    assert record.latency == pytest.approx((record.ttft or 0.0) + 0.03 + 0.006)
 
 
 def test_renewed_leases_cost_no_time() -> None:
     way = 0.003
-    (record,) = run(
-        worlds(options=Options(ControlDelays(lease=way, report=way)))[0], requests((0.0, "a", 40, 321))
-    ).records
+    (record,) = run(worlds(options=Options(Overheads(turn=2 * way)))[0], requests((0.0, "a", 40, 321))).records
     assert record.ttft == pytest.approx(way + 0.01)
     # However many leases it takes, only the hand-over has to wait.
     assert record.latency == pytest.approx(way + 0.01 + 2 * way + 320 * 0.005)
-
-
-def test_live_delays_are_half_a_turn_each_way() -> None:
-    delays = ControlDelays.live(Overheads(turn=0.002, between=0.0005, request=0.008))
-    assert (delays.request, delays.lease, delays.report) == pytest.approx((0.0065, 0.001, 0.001))
-    assert delays.prefill_step == delays.decode_step == 0.0005
-    assert ControlDelays.live().lease > 0.0, "also where nothing was measured"
 
 
 @pytest.mark.slow
@@ -253,8 +205,8 @@ def test_what_can_never_fit_is_refused() -> None:
 def test_wrong_workloads_are_named() -> None:
     with pytest.raises(SimulationError, match="arrivals fall"):
         simulate([unit([profile("a")], 400)], requests((1.0, "a", 1, 1), (0.0, "a", 1, 1)), Analytic())
-    with pytest.raises(ValueError, match="'lease'"):
-        ControlDelays(lease=-1.0)
+    with pytest.raises(ValueError, match="'turn'"):
+        Overheads(turn=-1.0)
 
 
 @pytest.mark.parametrize("policy", ["adbs", "slack", "fcfs", "round_robin"])

@@ -10,7 +10,6 @@ from muxserve.net.inbox import ImpossibleMessageError
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import make_policy
 from muxserve.spec import GatewaySpec, ModelSpec, PoolSpec, UnitSpec
-from muxserve.unit.core_use import CoreUse
 from muxserve.unit.executor import UnitExecutor
 from muxserve.wire import Admit, EngineHello, GatewayHello, HandOver, Lease, Message, StepReport, Submit, decode, encode
 from tests.support.unit_specs import model_spec
@@ -102,9 +101,7 @@ class FakeMemory:
 class Bench:
     """An executor, a clock that the test moves, and the peers' side of the messages."""
 
-    def __init__(
-        self, *models: ModelSpec, policy: str = "adbs", up: bool = True, cores: CoreUse | None = None, **more: Any
-    ) -> None:
+    def __init__(self, *models: ModelSpec, policy: str = "adbs", up: bool = True, **more: Any) -> None:
         self.now = 1000.0
         self.memory = FakeMemory()
         self.unit_spec = unit_spec(*models, policy=policy, **more)
@@ -118,7 +115,6 @@ class Bench:
             "unit-1",
             self.now,
             planned=lambda: self.planned,
-            cores=cores,
         )
         self.sent: Sent = []
         if up:

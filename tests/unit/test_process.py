@@ -20,12 +20,10 @@ import pytest
 import zmq
 
 from muxserve import spec
-from muxserve.costs.steps import StepSums
 from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
 from muxserve.net.sockets import connect, new_keys, tcp_address
 from muxserve.spec import Keys, Listen, UnitSpec
-from muxserve.unit.costs_file import COSTS_FILE
 from muxserve.wire import (
     Abort,
     AnyMessage,
@@ -55,11 +53,10 @@ from muxserve.wire import (
     decode,
     encode,
 )
-from tests.support.patience import PATIENCE, eventually, until_ended
+from tests.support.patience import PATIENCE, until_ended
 from tests.support.ports import free_port
 from tests.unit.support import REPLY_TO, model
 from tests.unit.support import unit_spec as small_deployment
-from tests.unit.test_costs import PREDICTED
 
 M = TypeVar("M", bound=Message)
 
@@ -316,27 +313,6 @@ def test_kill_of_the_unit_scheduler(unit: Unit) -> None:
     prefill.prefill(lease)
     decode_.finish(decode_.hear(Lease))
     unit.until(gateway, lambda state: state["models"]["a"]["finished"] == 1 and state["models"]["a"]["used_pages"] == 0)
-
-
-def test_costs_that_were_learnt_outlive_the_unit_scheduler() -> None:
-    with running(network={"costs": {"a": [PREDICTED]}}) as unit:
-        gateway, prefill = unit.gateway(), unit.engine("a", "prefill")
-        unit.engine("a", "decode")
-        unit.until(gateway, lambda state: state["memory_connected"])
-        gateway.say(submit("r"))
-        lease = prefill.hear(Lease)
-        step = StepSums(1, 0.5, 20, 210, 1, 0)
-        prefill.say(StepReport(lease.lease_id, lease.steps - 1, 0.5, 20, 1, 0, prefills=step))
-        learnt = unit.until(gateway, lambda state: state["models"]["a"]["costs"])["models"]["a"]["costs"]
-        assert learnt["prefill"]["steps"] == 1
-        eventually((Path(unit.unit_spec.run_dir) / COSTS_FILE).exists, unit.words)
-        unit.kill()
-        unit.start()
-        gateway.say(GatewayHello("g1", REPLY_TO))
-        gateway.hear(UnitHello)
-        # Which steps were of late it has forgotten.
-        learnt["prefill"]["lately"] = 0.0
-        assert unit.state(gateway)["models"]["a"]["costs"] == learnt
 
 
 def test_kill_of_the_memory_manager(unit: Unit) -> None:
