@@ -223,7 +223,7 @@ class Running:
         return status
 
 
-LEARNT = {"factors": [2.0, 2.0, 2.0], "beside": 0.1, "ratio": 2.25, "error": 0.05, "steps": 123}
+LEARNT = {"factors": [2.0, 2.0, 2.0], "ratio": 2.25, "error": 0.05, "steps": 123}
 
 
 def unit_state(unit_spec: UnitSpec, up: dict[str, bool]) -> dict[str, Any]:
