@@ -79,6 +79,7 @@ async def test_the_way_of_plain_requests_is_learnt(
 
     grammars, images = SimpleNamespace(admit=admit), SimpleNamespace()
     client = UnitEngineClient(model_spec("m", prefix_caching=False), broker, grammars, images)  # type: ignore[arg-type]
+    client.vocabulary = 1000
     client.bind(SimpleNamespace(request_states={"front": SimpleNamespace(request_index=0)}))  # type: ignore[arg-type]
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 101.5))
     request = EngineCoreRequest(
