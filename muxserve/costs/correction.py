@@ -8,8 +8,8 @@ steps are reported (`costs.least_squares`; FastPP's latency model is learnt in t
 
 Factors begin at 1. They move together at first, so that a prediction that is 1.5 times wrong everywhere is mended
 everywhere by a few steps of one size, and apart as far as steps of different sizes tell. Seconds contain whatever the
-engine waited for: neighbours, front ends, a machine that was slow. So corrected costs are those of a step beside the
-neighbours that the engine had, and nothing stretches them again (`EngineProfile.learnt`).
+engine waited for: neighbours, front ends, a machine that was slow. So corrected costs are those of a step as it is in
+the mean while the fleet serves.
 """
 
 from __future__ import annotations
@@ -155,14 +155,12 @@ def corrected(engine: EngineProfile, prefill: Correction | None, decode: Correct
     stays as predicted, and so does a phase of which nothing is known."""
     found = msgspec.structs.replace(engine)
     if prefill is not None and prefill.steps:
-        found.learnt = True
         by_tokens = PrefillTable(engine.prefill)
         found.prefill = [
             PrefillCell(*cell.place, _weighed(prefill, by_tokens.parts(*cell.work)), prefill.steps)
             for cell in engine.prefill
         ]
     if decode is not None and decode.steps:
-        found.learnt = True
         by_batch = DecodeTable(engine.decode)
         found.decode = [
             DecodeCell(

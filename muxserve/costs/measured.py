@@ -34,8 +34,6 @@ _SAME_SHARE = 0.005
 # `Overheads.turn` where it was not measured, here between processes of one machine
 # (benchmarks/results/profile_quickstart_cpu.json).
 TURN_SECONDS = 0.000744
-# A step that was measured beside its neighbours does not wait for them again.
-_NO_LOAD = Load(0.0, 0.0)
 
 
 class ProfileModel:
@@ -120,8 +118,6 @@ class MeasuredCosts:
         prefill, decode = at_share(engines, shape.share)
         self._prefill = PrefillTable(prefill)
         self._decode = DecodeTable(decode)
-        like = min(engines, key=lambda engine: abs(engine.share - shape.share))
-        self._learnt = like.learnt
         self._work: LayerWork = layer_work(architecture, shape.tp, shape.dtype)
         by: Calibration = calibration_of(on.kind)
         machine = profile.machines.get(on.name)
@@ -144,8 +140,6 @@ class MeasuredCosts:
 
     def prefill_load(self, tokens: int, pairs: int, sequences: int) -> Load:
         """See `EngineCosts.prefill_load`."""
-        if self._learnt:
-            return _NO_LOAD
         work = self._work
         flops = tokens * work.flops_per_token + sequences * work.head_flops
         flops += work.seen_pairs(pairs, tokens) * work.flops_per_pair
@@ -154,8 +148,6 @@ class MeasuredCosts:
 
     def decode_load(self, batch: int, context: int) -> Load:
         """See `EngineCosts.decode_load`."""
-        if self._learnt:
-            return _NO_LOAD
         work = self._work
         seen = work.seen_context(batch, context)
         flops = batch * (work.flops_per_token + work.head_flops) + seen * work.flops_per_pair

@@ -99,8 +99,7 @@ class ProfiledModel(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class EngineProfile(msgspec.Struct, omit_defaults=True):
-    """Cells of one model on devices of one type in one way. With `learnt` they are those of a fleet that served
-    (`costs.correction`): their seconds contain the waiting for neighbours and front ends."""
+    """Cells of one model on devices of one type in one way."""
 
     model: str
     shape: ProfiledModel
@@ -110,7 +109,6 @@ class EngineProfile(msgspec.Struct, omit_defaults=True):
     share: float = 1.0
     prefill: list[PrefillCell] = []
     decode: list[DecodeCell] = []
-    learnt: bool = False
 
     @property
     def where(self) -> EngineShape:

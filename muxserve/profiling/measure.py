@@ -93,10 +93,6 @@ class Session:
         where = EngineShape(DEVICE, 1, self.share(threads), model.dtype)
         shape = ProfiledModel.of(architecture)
         found = self.profile.find(shape, where)
-        if found is not None and found.learnt:
-            # What was learnt beside neighbours is no measurement of the engine alone.
-            self.profile.engines.remove(found)
-            found = None
         if found is None:
             found = EngineProfile(model.name, shape, DEVICE, model.dtype, 1, where.share, [], [])
             self.profile.engines.append(found)

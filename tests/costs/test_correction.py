@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -158,22 +157,6 @@ def test_where_steps_scatter_their_parts_stay_together() -> None:
         factors = phase.correction.factors
         assert max(factors) < 1.8 * min(factors)
         assert sum(factors) / len(factors) == pytest.approx(2.0, rel=0.35)
-
-
-def test_what_steps_wait_for_is_in_their_costs_and_nothing_stretches_them_again() -> None:
-    """On a CPU two engines of half the cores each, beside a third: measured with that, they are 1.5 times as long."""
-    cpu = msgspec.structs.replace(predicted(), device="CPU", dtype="float32", share=0.5)
-    waiting = Correction((1.5,) * 4, 1.5, 0.0, 100), Correction((1.5,) * 3, 1.5, 0.0, 100)
-    learnt = corrected(cpu, *waiting)
-    assert (cpu.learnt, learnt.learnt) == (False, True)
-    for engine in (cpu, learnt):
-        model = ProfileModel(Profile(engines=[engine]))
-        costs = model.engine(SEVEN_B, engine.where)
-        for load in (costs.prefill_load(64, 2080, 1), costs.decode_load(4, 400)):
-            beside = model.slowdowns("CPU", [load] * 3)
-            assert beside == [1.0] * 3 if engine.learnt else min(beside) >= 1.5
-    longer = [b.seconds / a.seconds for a, b in zip(cpu.decode, learnt.decode, strict=True)]
-    assert longer == pytest.approx([1.5] * len(longer))
 
 
 def test_of_engines_alike_the_one_with_the_most_steps_counts() -> None:

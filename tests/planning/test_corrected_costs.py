@@ -53,9 +53,9 @@ def served(engines: list[EngineProfile], costs: EngineCosts) -> tuple[PhaseCorre
         tokens, batch = draw.randint(20, 600), draw.randint(1, 60)
         pairs, context = tokens * (tokens + 1) // 2, batch * draw.randint(100, 500)
         took = costs.prefill(tokens, pairs, 1) * draw.gauss(1.0, 0.05)
-        prefill.observe(StepSums(1, took, tokens, pairs, 1, 0), 1.0, 0.0)
+        prefill.observe(StepSums(1, took, tokens, pairs, 1, 0), 1.0)
         took = costs.decode(batch, context).seconds(context) * draw.gauss(1.0, 0.05)
-        decode.observe(StepSums(1, took, batch, 0, batch, context), 1.0, 0.0)
+        decode.observe(StepSums(1, took, batch, 0, batch, context), 1.0)
     return prefill, decode
 
 

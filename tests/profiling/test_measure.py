@@ -19,7 +19,7 @@ from muxserve.config import load_fleet
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.latency import EngineShape
 from muxserve.costs.measured import ProfileModel
-from muxserve.costs.profile import DecodeCell, Profile, load_profile
+from muxserve.costs.profile import Profile, load_profile
 from muxserve.engine.synthetic import Encoder, RequestsWanted
 from muxserve.memory import server
 from muxserve.planning.specs import unit_spec_of
@@ -156,18 +156,6 @@ def test_measuring_is_interrupted_and_goes_on(tmp_path: Path, run_dir: RunDir, m
     asyncio.run(third.run())
     assert (third.said, third.cells) == ([], 0)
     assert not _left(run_dir) - others
-
-
-def test_what_a_fleet_has_learnt_is_measured_anew(tmp_path: Path, run_dir: RunDir) -> None:
-    """A step that was learnt contains the waiting for neighbours."""
-    run = Run(tmp_path, run_dir, Profile())
-    total = run.session.outstanding(1)
-    (engine,) = run.session.profile.engines
-    engine.decode.append(DecodeCell(1, 64, 0.5))
-    assert run.session.outstanding(1) == total - 1
-    engine.learnt = True
-    assert run.session.outstanding(1) == total
-    assert [(each.learnt, each.decode) for each in run.session.profile.engines] == [(False, [])]
 
 
 def _left(run_dir: RunDir) -> set[int]:
