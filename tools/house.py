@@ -19,9 +19,7 @@ SOURCES = ("muxserve", "placement")
 DESCRIPTIONS = frozenset(
     {"Model", "ModelSpec", "ModelDemand", "Demand", "Wanted", "ServedModel", "FleetModel", "SimModel", "ModelProfile"}
 )
-LEARNERS = frozenset(
-    {"PhaseCorrection", "PaceMeter", "FrontEndLearner", "Activity", "RequestDelays", "Reception", "WakePace"}
-)
+LEARNERS = frozenset({"PhaseCorrection", "WakePace"})
 MANY_ARGUMENTS = 9
 MANY_FIELDS = 20
 

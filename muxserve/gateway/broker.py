@@ -163,7 +163,6 @@ class Broker:
         self._fleet = fleet
         unreachable = self._links.learn(fleet)
         names = [model.name for model in fleet.models]
-        self.request_delays.learn({*self._links.units})
         self.router.learn(
             {name: fleet.unit(name).serves for name in self._links.units},
             filter(fleet.placed_by_scheduler, names),
