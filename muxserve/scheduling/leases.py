@@ -1,4 +1,4 @@
-"""A lease, and the work that an engine has done, as the ledger keeps them. Only the ledger writes them; policies read."""
+"""A lease, and the work that an engine has done, as the ledger keeps them. Policies only read."""
 
 from __future__ import annotations
 
