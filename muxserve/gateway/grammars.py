@@ -39,7 +39,8 @@ KEPT_BYTES = 8 << 20
 # started anew has to import vLLM first, and each reads tokenizers.
 SILENCE_SECONDS = 90.0
 RESTART_SECONDS = 5.0
-MOST_TRIES = 2
+# It is a child of the compiler that a grammar may kill: that compilers die is not held against it soon.
+MOST_TRIES = 8
 # Whoever has waited so long for a grammar is answered, whatever keeps it.
 LONGEST_SECONDS = 120.0
 # Two nurseries: one forks another when the other one has died.

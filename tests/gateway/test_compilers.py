@@ -1,0 +1,140 @@
+"""Grammar compilers that come and go: what one has taken comes back with it, and no request waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.exceptions import GracefulHTTPError
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+from muxserve.gateway import grammar_compiler, grammars
+from muxserve.gateway.grammar_compiler import LEAST_JOBS, MOST_BYTES, GrammarCompiler, Helper
+from muxserve.gateway.grammar_messages import Command, Compile, CompileResult, Frames, command, frame
+from muxserve.gateway.grammars import GrammarCompilers
+from muxserve.spec import GrammarLimits
+from tests.gateway.unit_specs import model
+
+
+class FakeCompilers:
+    """Compilers that the test plays: each is a process that does nothing, and the other end of its socket."""
+
+    def __init__(self) -> None:
+        self.ends: list[socket.socket] = []
+        self.frames = Frames()
+        self.told: list[Command] = []
+
+    def another(self, nursery: object = None) -> Helper:
+        ours, theirs = socket.socketpair()
+        process = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        process.returncode = 0  # `Helper.end` collects it
+        self.ends.append(theirs)
+        return Helper(os.pidfd_open(process.pid), ours)
+
+    async def asked(self) -> Compile:
+        """What the last one is asked to compile next."""
+        while not self.ends:
+            await asyncio.sleep(0.01)
+        self.ends[-1].setblocking(False)
+        while not self.told:
+            data = await asyncio.get_running_loop().sock_recv(self.ends[-1], 1 << 16)
+            self.told += [command(body) for body in self.frames.feed(data)]
+        found = self.told.pop(0)
+        assert isinstance(found, Compile)
+        return found
+
+    def answers(self, asked: Compile, spent: bool = False) -> None:
+        self.ends[-1].sendall(frame(CompileResult(asked.job, "accepted", spent=spent)))
+
+    def dies(self) -> None:
+        """The last one, whose end of the socket closes."""
+        self.ends[-1].close()
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCompilers]:
+    made = FakeCompilers()
+    monkeypatch.setattr(grammar_compiler, "compiler_of", made.another)
+    yield made
+    for end in made.ends:
+        end.close()
+
+
+@pytest.fixture
+async def compilers(fakes: FakeCompilers) -> Any:
+    made = GrammarCompilers(GrammarLimits(workers=2), [fakes.another(), fakes.another()])
+    nurseries = [fakes.ends.pop(), fakes.ends.pop()]
+    yield made
+    for end in nurseries:
+        end.close()
+    made.close()
+
+
+def choice(text: str) -> SamplingParams:
+    return SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", text]))
+
+
+async def test_one_that_has_taken_much_is_replaced_when_it_has_nothing_to_do(
+    compilers: GrammarCompilers, fakes: FakeCompilers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alpha, killed = model("alpha"), list[Helper]()
+    kill = Helper.kill
+    monkeypatch.setattr(Helper, "kill", lambda helper: (killed.append(helper), kill(helper)))
+    first = asyncio.create_task(compilers.admit(alpha, choice("first")))
+    second = asyncio.create_task(compilers.admit(alpha, choice("second")))
+    one = await fakes.asked()
+    assert compilers.waiting == {"alpha": 2}
+    two = await fakes.asked()
+    fakes.answers(one, spent=True)
+    await first
+    assert not killed, "it has something to do yet"
+    third = asyncio.create_task(compilers.admit(alpha, choice("third")))
+    before = len(fakes.ends)
+    fakes.answers(two)
+    await second
+    assert killed
+    fakes.dies()
+    while len(fakes.ends) == before:
+        await asyncio.sleep(0.01)
+    fakes.answers(await fakes.asked())
+    await third
+    assert not compilers.waiting.total()
+
+
+async def test_what_is_not_compiled_in_time_is_answered(
+    compilers: GrammarCompilers, fakes: FakeCompilers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "LONGEST_SECONDS", 0.05)
+    with pytest.raises(GracefulHTTPError, match="was not compiled within"):
+        await compilers.admit(model("alpha"), choice("never"))
+
+
+async def test_a_grammar_is_compiled_again_when_its_compilers_die(
+    compilers: GrammarCompilers, fakes: FakeCompilers
+) -> None:
+    waiting = asyncio.create_task(compilers.admit(model("alpha"), choice("again")))
+    for _ in range(3):
+        await fakes.asked()
+        before = len(fakes.ends)
+        fakes.dies()
+        while len(fakes.ends) == before:
+            await asyncio.sleep(0.01)
+    fakes.answers(await fakes.asked())
+    await waiting
+
+
+def test_one_says_so_after_some_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = object.__new__(GrammarCompiler)
+    compiler._jobs = 0
+    taken = MOST_BYTES
+    monkeypatch.setattr(grammar_compiler, "memory_of", lambda _: SimpleNamespace(private=taken))
+    said = [compiler._with_account(CompileResult(job, "accepted")).spent for job in range(2 * LEAST_JOBS)]
+    assert [job for job, spent in enumerate(said) if spent] == [LEAST_JOBS - 1, 2 * LEAST_JOBS - 1]
+    taken = MOST_BYTES - 1
+    assert not any(compiler._with_account(CompileResult(job, "accepted")).spent for job in range(LEAST_JOBS))
