@@ -48,31 +48,41 @@ class SharedAnswer:
     Args:
         render: makes the answer; what it raises, everybody who waits for it gets, and it is tried again.
         max_age: seconds.
+        about: what answers are about now; one about something else is given to nobody.
         clock: seconds of any clock.
     """
 
     def __init__(
-        self, render: Callable[[], Awaitable[Answer]], max_age: float, clock: Callable[[], float] = time.monotonic
+        self,
+        render: Callable[[], Awaitable[Answer]],
+        max_age: float,
+        about: Callable[[], object] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._render = render
         self._max_age = max_age
+        self._about = about
         self._clock = clock
-        self._known: tuple[Answer, float] | None = None
-        self._rendering: asyncio.Task[Answer] | None = None
+        self._known: tuple[Answer, float, object] | None = None
+        self._rendering: tuple[asyncio.Task[Answer], object] | None = None
 
     async def get(self, fresh: bool = False) -> Answer:
         """The answer; with `fresh` none that was there before the call."""
-        if self._rendering is None:
-            if not fresh and self._known is not None and self._clock() - self._known[1] < self._max_age:
-                return self._known[0]
-            self._rendering = asyncio.ensure_future(self._renew())
-        return await asyncio.shield(self._rendering)
+        about = self._about()
+        if self._rendering is None or self._rendering[1] != about:
+            if not fresh and self._known is not None:
+                answer, at, subject = self._known
+                if subject == about and self._clock() - at < self._max_age:
+                    return answer
+            self._rendering = asyncio.ensure_future(self._renew(about)), about
+        return await asyncio.shield(self._rendering[0])
 
-    async def _renew(self) -> Answer:
+    async def _renew(self, about: object) -> Answer:
         try:
             # In a thread: streams must not wait for the compression.
             answer = await asyncio.to_thread((await self._render()).pack)
-            self._known = answer, self._clock()
+            self._known = answer, self._clock(), about
             return answer
         finally:
-            self._rendering = None
+            if self._rendering is not None and self._rendering[0] is asyncio.current_task():
+                self._rendering = None

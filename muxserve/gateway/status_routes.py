@@ -70,11 +70,11 @@ class StatusRoutes:
         self._reports = reports
         self._vllm_version = vllm_version
         self._models = models
-        self._health = SharedAnswer(self._render_health, MAX_AGE_SECONDS)
-        self._fleet = SharedAnswer(self._render_fleet, MAX_AGE_SECONDS)
-        self._profile = SharedAnswer(self._render_profile, MAX_AGE_SECONDS)
-        # Of models that serve these paths.
-        self._openapi: tuple[frozenset[frozenset[str]], SharedAnswer] | None = None
+        # Who made a change and sees that it is followed must not read of the fleet as it was before.
+        self._health = SharedAnswer(self._render_health, MAX_AGE_SECONDS, lambda: status.fleet)
+        self._fleet = SharedAnswer(self._render_fleet, MAX_AGE_SECONDS, lambda: status.fleet)
+        self._profile = SharedAnswer(self._render_profile, MAX_AGE_SECONDS, lambda: status.fleet)
+        self._openapi = SharedAnswer(self._render_openapi, math.inf, self._served_paths)
         self._own = {full: SharedAnswer(partial(self._render_own, full), TEXT_SECONDS) for full in (False, True)}
         self._all = {full: SharedAnswer(partial(self._render_metrics, full), TEXT_SECONDS) for full in (False, True)}
         self._of_model: dict[str, SharedAnswer] = {}
@@ -120,10 +120,7 @@ class StatusRoutes:
 
     async def openapi(self, scope: Scope, send: Send) -> None:
         """What can be asked here: vLLM's routes of all models, as vLLM describes them, and the gateway's own."""
-        served = frozenset(each.posts for each in self._models.values())
-        if self._openapi is None or self._openapi[0] != served:
-            self._openapi = served, SharedAnswer(self._render_openapi, math.inf)
-        await (await self._openapi[1].get()).send(scope, send)
+        await (await self._openapi.get()).send(scope, send)
 
     async def docs(self, scope: Scope, send: Send) -> None:
         """`/openapi.json` as a page that a browser shows; it loads Swagger UI from the network."""
@@ -163,6 +160,9 @@ class StatusRoutes:
     async def _render_openapi(self) -> Answer:
         # Takes tens of milliseconds the first time.
         return await asyncio.to_thread(self._described, [*self._models.values()])
+
+    def _served_paths(self) -> frozenset[frozenset[str]]:
+        return frozenset(each.posts for each in self._models.values())
 
     def _described(self, models: Iterable[ServedApp]) -> Answer:
         paths: dict[str, object] = {}

@@ -30,7 +30,7 @@ class Renderings:
 
 async def test_fifty_readers_at_once_cost_one_rendering() -> None:
     render, clock = Renderings(), [0.0]
-    shared = SharedAnswer(render, 1.0, lambda: clock[0])
+    shared = SharedAnswer(render, 1.0, clock=lambda: clock[0])
     readers = [asyncio.ensure_future(shared.get()) for _ in range(50)]
     while not render.begun:
         await asyncio.sleep(0)
@@ -46,10 +46,27 @@ async def test_fifty_readers_at_once_cost_one_rendering() -> None:
 async def test_who_wants_it_fresh_has_no_answer_of_before() -> None:
     render = Renderings()
     render.go.set()
-    shared = SharedAnswer(render, 1.0, lambda: 0.0)
+    shared = SharedAnswer(render, 1.0, clock=lambda: 0.0)
     assert (await shared.get()).body == b"1"
     assert (await shared.get(fresh=True)).body == b"2"
     assert (await shared.get()).body == b"2"
+
+
+async def test_nobody_gets_an_answer_about_what_was_there_before() -> None:
+    """Neither one that is known nor one that is being rendered."""
+    render, fleet = Renderings(), ["as it was"]
+    shared = SharedAnswer(render, 1.0, lambda: fleet[0], clock=lambda: 0.0)
+    first = asyncio.ensure_future(shared.get())
+    while render.begun < 1:
+        await asyncio.sleep(0)
+    fleet[0] = "as it is"
+    second, third = asyncio.ensure_future(shared.get()), asyncio.ensure_future(shared.get())
+    while render.begun < 2:
+        await asyncio.sleep(0)
+    render.go.set()
+    assert [answer.body for answer in await asyncio.gather(first, second, third)] == [b"1", b"2", b"2"]
+    fleet[0] = "as it will be"
+    assert [(await shared.get()).body for _ in range(2)] == [b"3", b"3"]
 
 
 async def test_a_reader_that_leaves_does_not_end_what_others_wait_for() -> None:
@@ -67,7 +84,7 @@ async def test_a_rendering_that_fails_is_tried_again() -> None:
     render = Renderings()
     render.go.set()
     render.error = KeyError("gone")
-    shared = SharedAnswer(render, 1.0, lambda: 0.0)
+    shared = SharedAnswer(render, 1.0, clock=lambda: 0.0)
     with pytest.raises(KeyError):
         await shared.get()
     render.error = None
