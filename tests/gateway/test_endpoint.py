@@ -14,6 +14,7 @@ import pytest
 from tests.gateway.conftest import PAGE
 from tests.gateway.playing import asking, play, user
 from tests.gateway.rig import Running
+from tests.support.fresh_metrics import fresh_metrics
 from tests.support.patience import PATIENCE, eventually
 
 
@@ -418,7 +419,7 @@ def samples(text: str) -> dict[str, float]:
 
 def test_metrics(client: openai.OpenAI, http: httpx.Client) -> None:
     completed = 'muxserve_requests_total{model_name="beta",outcome="completed"}'
-    before = samples(http.get("/metrics").text)
+    before = samples(fresh_metrics(lambda: http.get("/metrics").text))
     client.completions.create(model="beta", prompt=play("count me", lose=3))
     # The text is rendered once a second at most.
     while (after := samples(text := http.get("/metrics").text))[completed] == before.get(completed, 0.0):

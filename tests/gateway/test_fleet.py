@@ -128,9 +128,18 @@ def submits(rig: Rig, mark: int, count: int) -> list[Event]:
     return found
 
 
-def sample(http: httpx.Client, line: str) -> float:
-    found = [float(x.rsplit(" ", 1)[1]) for x in http.get("/metrics").text.splitlines() if x.startswith(line + " ")]
+def value_in(text: str, line: str) -> float:
+    found = [float(x.rsplit(" ", 1)[1]) for x in text.splitlines() if x.startswith(line + " ")]
     return found[0] if found else 0.0
+
+
+def sample(http: httpx.Client, line: str) -> float:
+    """It may be a second old."""
+    return value_in(http.get("/metrics").text, line)
+
+
+def sample_now(http: httpx.Client, line: str) -> float:
+    return value_in(fresh_metrics(lambda: http.get("/metrics").text), line)
 
 
 def reaches(http: httpx.Client, line: str, value: float) -> None:
@@ -218,7 +227,7 @@ def test_a_request_wakes_its_model(rig: Rig, fleet: Running, http: httpx.Client)
 def test_a_stream_moves(rig: Rig, http: httpx.Client) -> None:
     mark = rig.unit.mark()
     moved = 'muxserve_migrations_total{destination="x1",model_name="alpha",source="x0"}'
-    before = sample(http, moved)
+    before = sample_now(http, moved)
     with ThreadPoolExecutor(1) as pool:
         stream = pool.submit(streamed, http, "from there to here", move=[4, "x1"], hold=7)
         assert rig.unit.wait("submit", mark)["unit"] == "x0"
@@ -545,18 +554,15 @@ def test_a_model_with_one_engine_of_both_phases(rig: Rig, fleet: Running, http: 
     )
     while complete(http, "one engine", model="delta").status_code == 404:
         pass
-    # What `/health` answers may be a moment old.
-    eventually(lambda: "delta" in http.get("/health").json()["models"], "the model is told of")
     assert http.get("/health").json()["models"]["delta"]["engines"] == {"both": "down"}
     assert http.get("/health").json()["models"]["alpha"]["engines"] == {"prefill": "up", "decode": "up"}
     report(rig, added.unit_spec)
-    while sample(http, 'muxserve_replicas{model_name="delta"}') != 1:
-        pass
+    reaches(http, 'muxserve_replicas{model_name="delta"}', 1)
     assert said(complete(http, "one engine", model="delta")) == "one engine"
     shown = http.get("/fleet").json()
     assert [m["phases"] for m in shown["models"]] == ["multiplexed", "multiplexed", "pipelined"]
     assert [(u["ranks"], u["stages"]) for u in shown["units"]] == [(1, 1), (1, 1), (2, 2)]
-    lines = http.get("/metrics").text.splitlines()
+    lines = fresh_metrics(lambda: http.get("/metrics").text).splitlines()
     of_delta = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if 'model_name="delta"' in line}
     assert of_delta['muxserve_engine_up{model_name="delta",phase="both",unit="x5"}'] == 1
     assert of_delta['muxserve_jobs_total{model_name="delta",phase="both",unit="x5"}'] == 7
@@ -581,18 +587,18 @@ def test_two_gateways_at_one_address(rig: Rig, gateway: Running) -> None:
     directory.mkdir()
     fleet = fleet_in(directory, ("y0", "y1"), count=2)
     pair = [rig.start_fleet(fleet, index) for index in range(2)]
-    seen: set[int] = set()
-    while seen != {0, 1}:
+    asked = [0, 0]
+    while not all(asked):
         with httpx.Client(base_url=pair[0].url, headers={"Authorization": "Bearer plain"}, timeout=PATIENCE) as http:
             about = http.get("/fleet").json()["gateway"]
             assert about["count"] == 2
-            seen.add(about["index"])
             assert said(complete(http, f"by {about['index']}")) == f"by {about['index']}"
+            asked[about["index"]] += 1
     # Whoever is asked tells the metrics of both.
     with httpx.Client(base_url=pair[0].url, headers={"Authorization": "Bearer plain"}, timeout=PATIENCE) as http:
         served = 'muxserve_requests_total{gateway="%d",model_name="alpha",outcome="completed"}'
-        while not all(sample(http, served % index) > 0 for index in range(2)):
-            pass
+        for index, count in enumerate(asked):
+            reaches(http, served % index, count)
         text = http.get("/metrics").text
         assert text.count("# TYPE muxserve_requests_total ") == text.count("# TYPE muxserve_unit_up ") == 1
         assert sample(http, 'muxserve_pages_quota{model_name="alpha",unit="y0"}') == 0  # they have not said
@@ -600,10 +606,8 @@ def test_two_gateways_at_one_address(rig: Rig, gateway: Running) -> None:
         assert 'process_open_fds{gateway="1"}' in text
         list(text_string_to_metric_families(text))
         # A picker wants one figure per model.
-        of_both = 'muxserve_requests_total{model_name="alpha",outcome="completed"} '
-        lines = http.get("/models/alpha/metrics").text.splitlines()
-        served_by = [sample(http, served % index) for index in range(2)]
-        assert [float(line.removeprefix(of_both)) for line in lines if line.startswith(of_both)] == [sum(served_by)]
+        of_both = 'muxserve_requests_total{model_name="alpha",outcome="completed"}'
+        assert value_in(http.get("/models/alpha/metrics").text, of_both) == sum(asked)
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
 
         def client() -> httpx.Client:
