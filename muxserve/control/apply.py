@@ -110,7 +110,7 @@ def _planned(running: FleetSpec, declared: Fleet, wanted: Fleet) -> ChangePlan:
     plan = ChangePlan()
     names = [model.name for model in running.models]
     plan.remove = [name for name in names if all(name != model.name for model in wanted.models)]
-    for difference in _fleet_differences(declared, wanted):
+    for difference in _fleet_differences(running, declared, wanted):
         (plan.settings if difference.effect is Effect.NOW else plan.restarts).append(difference)
     for model in wanted.models:
         if model.name not in names:
@@ -139,8 +139,6 @@ def followed(declared: Fleet, wanted: Fleet) -> Fleet:
         update = {key: getattr(new, key) for key in _MODEL_KEYS | _UNUSED} if new is not None else {}
         models.append(model.model_copy(update=update))
     gateway = {"api_keys": wanted.gateway.api_keys}
-    if not declared.tenants:
-        gateway["usage_file"] = wanted.gateway.usage_file  # type: ignore[assignment]
     memory = declared.memory
     if memory is not None and wanted.memory is not None:
         keys = {path[-1] for path in _memory_paths(declared)}
@@ -155,11 +153,12 @@ def followed(declared: Fleet, wanted: Fleet) -> Fleet:
     )
 
 
-def _fleet_differences(declared: Fleet, wanted: Fleet) -> Iterator[Difference]:
+def _fleet_differences(running: FleetSpec, declared: Fleet, wanted: Fleet) -> Iterator[Difference]:
     before, after = (fleet.model_dump(exclude={"models"}) for fleet in (declared, wanted))
+    # It is used where there are tenants only; once there were some, it is open until the fleet ends.
+    after["gateway"]["usage_file"] = wanted.gateway.usage_file if wanted.tenants else running.usage_file
+    before["gateway"]["usage_file"] = running.usage_file or after["gateway"]["usage_file"]
     for path, old, new in _compare(before, after):
-        if path == ("gateway", "usage_file") and not declared.tenants:
-            continue  # it is not open yet
         known = any(path[: len(key)] == key for key in _FLEET_KEYS) or path in _memory_paths(declared)
         yield Difference("", path, old, new, Effect.NOW if known else Effect.FLEET)
 

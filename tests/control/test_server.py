@@ -186,6 +186,26 @@ def test_what_needs_a_start_is_named_and_nothing_interrupted(base: Path) -> None
         assert controller.control.calls == []
 
 
+def test_the_file_of_what_tenants_used_matters_where_there_are_some(base: Path) -> None:
+    """None is open before there are tenants, and the first one stays open after them."""
+    tenants, models = "tenants: {team: {keys: [env:KEY]}}\n", f"models: [{CHAT}, {CODE}]"
+
+    def left(file: str, team: str = tenants) -> list[str]:
+        answer, _ = apply(base, f"{team}gateway: {{usage_file: {file}}}\n{models}", environ={"KEY": "s3cret"})
+        assert isinstance(answer, messages.Done), answer
+        return list(answer.left)
+
+    with running(base, UNITS) as controller:
+        control = controller.control
+        assert left("other", team="") == []
+        assert left("first") == []
+        control.fleet = msgspec.structs.replace(control.fleet, usage_file="/first")
+        assert left("other", team="") == []
+        assert left("first") == []
+        assert left("other", team="") == []
+        assert left("other") == ["! gateway.usage_file: /first -> /other; needs the fleet deployed again"]
+
+
 def test_where_memory_decides_models_come_and_go_and_its_rules_are_followed(base: Path) -> None:
     with running(base, UNITS) as controller:
         control = controller.control
