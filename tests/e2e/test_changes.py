@@ -23,7 +23,7 @@ from tests.e2e.fleet import ROOT, Fleet, running
 from tests.e2e.load import stream_chat, until
 from tests.e2e.reference import requests_for
 from tests.support import preloaded
-from tests.support.patience import PATIENCE
+from tests.support.patience import PATIENCE, eventually
 
 MODELS = ROOT / "configs/models"
 SLEEPS = {"dtype": "float32", "replicas": {"min": 0, "max": 2, "start": 0, "idle": "2s", "hold": "1s", "wake": "240s"}}
@@ -310,7 +310,9 @@ def test_a_fleet_is_changed_over_http(fleet: Fleet, tmp_path: Path, monkeypatch:
         assert "gateway.api_keys" in told(200, planned)
         assert planned[1]["result"] == "planned"
         told(401, change("/admin/apply", back))
-        assert change("/admin/apply", back, "of-the-admin")[1]["result"] == "done"
+        applied_over_http = change("/admin/apply", back, "of-the-admin")
+        told(200, applied_over_http)
+        assert applied_over_http[1]["result"] == "done"
         assert {fleet.get("/v1/models").status_code for _ in range(16)} == {200}
     finally:
         opened = command("apply", str(open_to_all))
@@ -379,7 +381,11 @@ def test_a_change_that_fails_changes_nothing(fleet: Fleet, tmp_path: Path) -> No
         assert refused.stderr.startswith("error: "), words
     assert units(fleet) == before
     # Of those that ran before, some may only have been ending.
-    fleet.wait(lambda: processes(fleet) <= running_before, PATIENCE, "without the processes that failed")
+
+    def more() -> list[str]:
+        return [" ".join(line) for process, line in fleet.commands() if process.pid not in running_before]
+
+    eventually(lambda: not more(), lambda: f"without {more()}")
     assert "broken" not in fleet.get("/health").json()["models"]
     assert ask(fleet, "arithmetic", "What is 14 plus 29?")
 
