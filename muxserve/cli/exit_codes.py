@@ -56,10 +56,10 @@ OF_COMMANDS: Mapping[str, Mapping[ExitCode, str]] = {
     "add": _CHANGES,
     "remove": _CHANGES,
     "apply": {
-        ExitCode.DONE: "the fleet is as the file says; with --dry-run: what that takes was said",
+        ExitCode.DONE: "the fleet is as the file says; with --dry-run: the changes were listed",
         ExitCode.NO: "a step failed, and those before it stay; or the fleet ended meanwhile",
         ExitCode.WRONG: "the command or the file is wrong, or no fleet runs here; nothing was changed",
-        ExitCode.NOT_DONE: "changes marked ! were not made; all others were",
+        ExitCode.NOT_DONE: "all changes were made but those marked !",
         ExitCode.INTERRUPTED: "Ctrl-C; the change goes on in the fleet, and is not waited for",
     },
     "adapter": _CHANGES,
@@ -67,7 +67,7 @@ OF_COMMANDS: Mapping[str, Mapping[ExitCode, str]] = {
         ExitCode.DONE: "a fleet can be served here; with --ray: on all nodes; with --gpu: on the GPUs",
         ExitCode.NO: "something needed is missing; with --ray also: no cluster or node answers",
         ExitCode.WRONG: "the command line is wrong",
-        ExitCode.NOT_DONE: "with --gpu: what was found cannot be written down",
+        ExitCode.NOT_DONE: "with --gpu: the results cannot be stored",
     },
     "schema": {
         ExitCode.DONE: "printed",
@@ -86,7 +86,7 @@ OF_COMMANDS: Mapping[str, Mapping[ExitCode, str]] = {
         ExitCode.DONE: "everything was measured",
         ExitCode.WRONG: "the fleet file or the command line is wrong, or there is no fleet at that URL",
         ExitCode.NOT_DONE: "engines could not start, or the fleet has not measured anything yet",
-        ExitCode.INTERRUPTED: "Ctrl-C; what was measured is in the file",
+        ExitCode.INTERRUPTED: "Ctrl-C; the file has all measurements so far",
     },
     "replay": {
         ExitCode.DONE: "all requests were answered",
