@@ -115,19 +115,19 @@ class WeightServer:
                 kept = kept[:count]
             self._forget()
             self._fingerprint, self._weights, self._descriptors = message.fingerprint, message.weights, kept
-            wire.send(peer, wire.Done())
+            wire.send(peer, wire.WeightsTaken())
         elif isinstance(message, wire.AskCopy) and self._on_lost is not None:
             if self.copy is None:
                 wire.send(peer, wire.WeightsRefused("there is no copy of the weights"))
             else:
                 wire.send(peer, wire.Copied(self.copy.fingerprint, self.copy.weights), self.copy.files)
-        elif isinstance(message, wire.Lost) and self._on_lost is not None:
+        elif isinstance(message, wire.WeightsLost) and self._on_lost is not None:
             # Both engines of a model may find it out.
             known = self._weights is not None
             self._forget()
             if known:
                 self._on_lost(message.reason)
-            wire.send(peer, wire.Done())
+            wire.send(peer, wire.WeightsTaken())
         else:
             wire.send(peer, wire.WeightsRefused(f"{type(message).__name__} is not for this side"))
 

@@ -91,14 +91,14 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     fingerprint: dict[str, str]
 
 
-class Lost(msgspec.Struct, frozen=True, tag=True):
+class WeightsLost(msgspec.Struct, frozen=True, tag=True):
     """From an engine: the memory cannot be mapped any more, and why."""
 
     reason: str
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `Keep` and `Lost`."""
+class WeightsTaken(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `Keep` and `WeightsLost`."""
 
 
 class WeightsRefused(msgspec.Struct, frozen=True, tag=True):
@@ -107,7 +107,7 @@ class WeightsRefused(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
-Message: TypeAlias = Ask | AskCopy | Copied | Keep | Lost | Done | Weights | WeightsRefused
+Message: TypeAlias = Ask | AskCopy | Copied | Keep | WeightsLost | WeightsTaken | Weights | WeightsRefused
 
 _decoder = msgspec.msgpack.Decoder(Message)
 
@@ -213,7 +213,7 @@ def fetch_copy(path: str) -> tuple[Copied, list[int]]:
     raise RuntimeError(answer.error if isinstance(answer, WeightsRefused) else f"unexpected answer {answer!r}")
 
 
-def say(path: str, message: Keep | Lost, descriptors: list[int] | None = None) -> None:
+def say(path: str, message: Keep | WeightsLost, descriptors: list[int] | None = None) -> None:
     """Tell who keeps weights at `path`, and wait until that is done.
 
     Raises:
@@ -224,5 +224,5 @@ def say(path: str, message: Keep | Lost, descriptors: list[int] | None = None) -
         sock.connect(path)
         send(sock, message, descriptors or ())
         answer = receive(sock)
-    if not isinstance(answer, Done):
+    if not isinstance(answer, WeightsTaken):
         raise RuntimeError(f"weights are not kept at {path}: {answer}")

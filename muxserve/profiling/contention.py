@@ -28,7 +28,7 @@ class Sample(NamedTuple):
         return max(self.seconds - self.waited, _LEAST * self.seconds)
 
 
-class Waiting:
+class CoreWaits:
     """Asks the kernel about one process; where it does not tell, nothing ever waited."""
 
     def __init__(self, pid: int) -> None:

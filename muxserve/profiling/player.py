@@ -15,7 +15,7 @@ import zmq.asyncio
 from muxserve import wire
 from muxserve.net.inbox import Inbox
 from muxserve.net.sockets import bind_local
-from muxserve.profiling.contention import Waiting
+from muxserve.profiling.contention import CoreWaits
 from muxserve.profiling.family import StartError
 from muxserve.spec import UnitSpec
 
@@ -43,12 +43,12 @@ class PlayedEngine:
         self.greeted = asyncio.Event()
         self.pid = 0
         self._player = player
-        self._waiting: Waiting | None = None
+        self._waiting: CoreWaits | None = None
 
-    def waiting(self) -> Waiting:
+    def waiting(self) -> CoreWaits:
         """How long it waits for a core; to be asked once it has greeted."""
         if self._waiting is None:
-            self._waiting = Waiting(self.pid)
+            self._waiting = CoreWaits(self.pid)
         return self._waiting
 
     async def lease(self, steps: int, admit: Iterable[wire.Admit] = (), tokens: int = 0) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from muxserve.metrics import Reference, RequestRecord
 from muxserve.replay.dialect import Dialect
-from muxserve.replay.endpoint import Answer, Endpoint, EndpointError
+from muxserve.replay.endpoint import Endpoint, EndpointAnswer, EndpointError
 from muxserve.replay.prompts import Prompts
 
 _OUTPUT = 16
@@ -42,7 +42,7 @@ async def measure_alone(
     Raises:
         EndpointError: a request failed.
     """
-    answers: dict[int, list[Answer]] = {}
+    answers: dict[int, list[EndpointAnswer]] = {}
     # Numbers below zero are free: the replay counts from 1. The first pair warms up.
     for repeat in range(_REPEATS + 1):
         for offset, tokens in enumerate((short, long)):
@@ -55,7 +55,7 @@ async def measure_alone(
     return fit(answers)
 
 
-def fit(answers: dict[int, list[Answer]]) -> Alone:
+def fit(answers: dict[int, list[EndpointAnswer]]) -> Alone:
     """From answers to prompts of one or two lengths (tokens -> answers)."""
     points = []
     tpots = []

@@ -24,7 +24,7 @@ class EndpointError(Exception):
 
 
 @dataclass(slots=True)
-class Answer:
+class EndpointAnswer:
     """What became of a request. Times are of `perf_counter`; `first` and `last` are when its first and last token came.
     `error` is empty for a complete answer, whose `tokens` the server counted (or its pieces, where it does not)."""
 
@@ -122,9 +122,9 @@ class Endpoint:
                 raise EndpointError(f"{self.url} did not answer a first request to {model}: {answer.error}")
         raise EndpointError(f"{self.url} takes neither completions nor chat completions for {model}: {said}")
 
-    async def send(self, dialect: Dialect, body: bytes) -> Answer:
-        """Send a request and read its answer to the end. Never raises for what the server does: see `Answer.error`."""
-        answer = Answer(perf_counter())
+    async def send(self, dialect: Dialect, body: bytes) -> EndpointAnswer:
+        """Send a request and read its answer to the end. What the server does raises nothing: see its `error`."""
+        answer = EndpointAnswer(perf_counter())
         try:
             async with self._open.post(self.url + dialect.path, data=body) as response:
                 answer.status = response.status
@@ -139,7 +139,7 @@ class Endpoint:
         return answer
 
 
-async def _read_stream(response: aiohttp.ClientResponse, answer: Answer) -> None:
+async def _read_stream(response: aiohttp.ClientResponse, answer: EndpointAnswer) -> None:
     usage: Usage | None = None
     pieces = 0
     done = False

@@ -10,7 +10,7 @@ from time import perf_counter
 
 from muxserve.metrics import RequestRecord, percentile
 from muxserve.replay.dialect import Dialect
-from muxserve.replay.endpoint import Answer, Endpoint
+from muxserve.replay.endpoint import Endpoint, EndpointAnswer
 from muxserve.replay.prompts import Prompts
 from muxserve.workload import TraceRequest
 
@@ -161,7 +161,7 @@ class Replay:
                 self._slots.release()
         self._on_record(record)
 
-    def _count(self, request: TraceRequest, answer: Answer) -> None:
+    def _count(self, request: TraceRequest, answer: EndpointAnswer) -> None:
         if answer.error:
             self.counts.failed += 1
             return
@@ -170,7 +170,7 @@ class Replay:
         self.counts.short += answer.tokens < request.output_tokens
 
 
-def _fill(record: RequestRecord, answer: Answer, began: float) -> None:
+def _fill(record: RequestRecord, answer: EndpointAnswer, began: float) -> None:
     if answer.error:
         record.error = answer.error
         return

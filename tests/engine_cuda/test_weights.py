@@ -242,7 +242,7 @@ def test_weights_that_cannot_be_mapped_any_more_are_forgotten_once(tmp_path: Pat
     told, fds = exported(b"a")
     say(str(path), wire.Keep(FINGERPRINT, told), fds)
     for _ in range(2):  # both engines of the model say so
-        say(str(path), wire.Lost("the GPU was reset"))
+        say(str(path), wire.WeightsLost("the GPU was reset"))
     assert lost == ["the GPU was reset"]
     with pytest.raises(RuntimeError, match="no weights yet"):
         fetch(str(path), FINGERPRINT, 5)
@@ -286,7 +286,7 @@ def test_who_holds_weights_itself_keeps_no_others(tmp_path: Path, shared: Shared
     path = tmp_path / "weights.sock"
     server = held_at(path, shared)
     with pytest.raises(RuntimeError, match="not kept"):
-        say(str(path), wire.Lost("x"))
+        say(str(path), wire.WeightsLost("x"))
     assert fetch(str(path), FINGERPRINT, 5)[0].gpu == "GPU-1"
     server.close()
 

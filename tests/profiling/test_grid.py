@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from muxserve.profiling.contention import Sample, Waiting, disturbance, step_seconds
+from muxserve.profiling.contention import CoreWaits, Sample, disturbance, step_seconds
 from muxserve.profiling.grid import DECODE_STEPS, Grid, fits, grid_for, pairs_of, parse_counts
 from muxserve.spec import ModelSpec
 from tests.support.unit_specs import model_spec
@@ -96,7 +96,7 @@ def test_a_process_that_waits_for_a_core_is_seen() -> None:
 
     pids = [spin(), spin()]
     try:
-        waiting = Waiting(pids[0])
+        waiting = CoreWaits(pids[0])
         total = 0.0
         for _ in range(200):
             total += waiting.since()

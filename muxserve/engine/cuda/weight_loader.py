@@ -24,7 +24,7 @@ from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from muxserve.engine.cuda import mapped_weights
-from muxserve.engine.cuda.weight_tensors import Found, MappedTensor, found_at, kept_by, mapped, processed
+from muxserve.engine.cuda.weight_tensors import MappedTensor, WeightTensor, found_at, kept_by, mapped, processed
 from muxserve.gpu import weight_wire as wire
 from muxserve.gpu.weight_wire import fetch, say
 from muxserve.memory.errors import DeviceMemoryError
@@ -77,7 +77,7 @@ class HeldWeightsLoader(IpcModelLoader):
             entries = mapped(found, self._device(), descriptors, memory.opener(self._device()))
         except DeviceMemoryError as error:
             # Nobody can map it: a GPU that was reset has lost it. Who keeps it has it loaded again.
-            say(path, wire.Lost(str(error)))
+            say(path, wire.WeightsLost(str(error)))
             raise
         return WeightCacheState(entries=entries, aliases=found.aliases, attrs={})
 
@@ -184,7 +184,7 @@ def rebuild(
     return taken
 
 
-def _put(found: Found, value: torch.Tensor | float) -> None:
+def _put(found: WeightTensor, value: torch.Tensor | float) -> None:
     if isinstance(value, float) and value == found.value:
         return  # a setting rather than a finding, perhaps of an object that may not change
     if isinstance(found.owner, dict):

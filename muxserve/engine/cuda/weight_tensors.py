@@ -24,7 +24,7 @@ Export = Callable[[int], tuple[int, int, bytes]]
 Open = Callable[[Allocation, int], torch.Tensor]
 
 
-class Found(NamedTuple):
+class WeightTensor(NamedTuple):
     """A tensor of a model, or a number that belongs to its weights, `at` an attribute of `owner`."""
 
     name: str
@@ -55,7 +55,7 @@ def _takes_processed(method: QuantizeMethodBase) -> bool:
 _PROMISE = "supports_pre_processed_weights"
 
 
-def found_in(model: torch.nn.Module) -> Iterator[Found]:
+def found_in(model: torch.nn.Module) -> Iterator[WeightTensor]:
     """All tensors of `model`: parameters and buffers, those included that a checkpoint does not have (rotary tables),
     and of modules that are `processed` what hangs on them and on their quantisation method; tied ones under each name.
     """
@@ -63,15 +63,15 @@ def found_in(model: torch.nn.Module) -> Iterator[Found]:
         yield from found_at(name, module)
 
 
-def found_at(name: str, module: torch.nn.Module) -> Iterator[Found]:
+def found_at(name: str, module: torch.nn.Module) -> Iterator[WeightTensor]:
     """Those of one module, without its children."""
     prefix = name and f"{name}."
     for leaf, parameter in module._parameters.items():
         if parameter is not None:
-            yield Found(prefix + leaf, "param", parameter, module, leaf)
+            yield WeightTensor(prefix + leaf, "param", parameter, module, leaf)
     for leaf, buffer in module._buffers.items():
         if buffer is not None:
-            yield Found(prefix + leaf, "buffer", buffer, module, leaf)
+            yield WeightTensor(prefix + leaf, "buffer", buffer, module, leaf)
     if processed(module):
         seen = {id(module)}
         others = _OF_ATTENTION if isinstance(module, AttentionLayerBase) else ()
@@ -82,7 +82,7 @@ def found_at(name: str, module: torch.nn.Module) -> Iterator[Found]:
                 yield from _state(f"{name}:{leaf}", value, module, leaf, seen)
 
 
-def kept_by(name: str, module: torch.nn.Module) -> Iterator[Found]:
+def kept_by(name: str, module: torch.nn.Module) -> Iterator[WeightTensor]:
     """Tensors that objects of one module keep (its implementation of attention, its router of experts), some of which
     are parameters that the module, or another one, has told them of."""
     seen = {id(module)}
@@ -96,10 +96,10 @@ _OF_MODULES = vars(torch.nn.Module())
 _OF_ATTENTION = ("kv_cache", "impl")
 
 
-def _state(name: str, value: Any, owner: Any, at: str, seen: set[int]) -> Iterator[Found]:
+def _state(name: str, value: Any, owner: Any, at: str, seen: set[int]) -> Iterator[WeightTensor]:
     """What is reached from `value` through vLLM's own objects and plain containers."""
     if isinstance(value, torch.Tensor) or type(value) is float:
-        yield Found(name, "state", value, owner, at)
+        yield WeightTensor(name, "state", value, owner, at)
         return
     inside: Sequence[tuple[str, Any]]
     if isinstance(value, dict):
