@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from muxserve.metrics import RequestRecord
 from muxserve.replay.alone import fit
 from muxserve.replay.dialect import DIALECTS, Choice, Delta, Dialect, error_words
-from muxserve.replay.endpoint import Answer
+from muxserve.replay.endpoint import EndpointAnswer
 from muxserve.replay.prompts import Prompts
 from muxserve.replay.run import Lateness
 
@@ -85,9 +85,9 @@ def test_errors_in_words(body: bytes, words: str) -> None:
 
 
 def test_fit_of_latencies_alone() -> None:
-    def answer(prompt: int, disturbance: float = 0.0) -> Answer:
+    def answer(prompt: int, disturbance: float = 0.0) -> EndpointAnswer:
         first = 10.02 + 0.001 * prompt + disturbance
-        return Answer(10.0, first, first + 15 * 0.005, tokens=16)
+        return EndpointAnswer(10.0, first, first + 15 * 0.005, tokens=16)
 
     alone = fit({20: [answer(20), answer(20), answer(20, 0.5)], 220: [answer(220)] * 3})
     reference = alone.of(RequestRecord("m", 0.0, 120, 101))
@@ -98,7 +98,7 @@ def test_fit_of_latencies_alone() -> None:
 
 
 def test_of_answers_of_one_token_no_time_per_token_is_known() -> None:
-    alone = fit({20: [Answer(10.0, 10.5, 10.5, tokens=1)]})
+    alone = fit({20: [EndpointAnswer(10.0, 10.5, 10.5, tokens=1)]})
     assert alone.of(RequestRecord("m", 0.0, 20, 1)) == (pytest.approx(0.5), pytest.approx(0.5), None)
 
 
