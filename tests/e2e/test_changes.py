@@ -189,7 +189,7 @@ def taken_out(fleet: Fleet, name: str) -> None:
         assert removed.returncode == 0, removed.stderr
 
 
-def test_a_fleet_becomes_what_its_file_says(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fleet_becomes_what_its_file_says(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """And at SIGHUP what the file says that it was deployed from."""
     taken_out(fleet, "frontdesk")
     monkeypatch.setenv("TEAM_KEYS", "of-the-team")
@@ -201,7 +201,8 @@ def test_a_fleet_becomes_what_its_file_says(fleet: Fleet, tmp_path: Path, monkey
         "models": [first, *FLEET["models"][1:], more],  # type: ignore[index]
         "kv_pool": {"size": "48MiB"},
     }
-    file = tmp_path / "wanted.yaml"
+    # Beside the fleet's own, as what tenants used is kept beside the file.
+    file = fleet.directory / "wanted.yaml"
     file.write_text(yaml.safe_dump(wanted))
     planned = command("apply", str(file), "--dry-run")
     assert planned.returncode == 0, planned.stderr
@@ -250,7 +251,7 @@ def test_a_model_is_added_and_removed(fleet: Fleet, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_fleet_is_changed_over_http(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fleet_is_changed_over_http(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """By an admin alone; and who asks for a model right after it was added gets an answer of every gateway."""
     taken_out(fleet, "frontdesk")
     (unit,) = [name for name, served in units(fleet).items() if "arithmetic" in served]
@@ -276,11 +277,11 @@ def test_a_fleet_is_changed_over_http(fleet: Fleet, tmp_path: Path, monkeypatch:
         "gateway": {"count": 2, "api_keys": ["env:OUR_KEYS"]},
         "tenants": {"team": {"keys": ["env:TEAM_KEYS"]}},
     }
-    locked, open_to_all = tmp_path / "locked.yaml", tmp_path / "open.yaml"
+    locked, open_to_all = fleet.directory / "locked.yaml", fleet.directory / "open.yaml"
     locked.write_text(yaml.safe_dump(keys))
     open_to_all.write_text(yaml.safe_dump(FLEET))
     applied = command("apply", str(locked))
-    assert applied.returncode == 0, applied.stderr
+    assert applied.returncode == 0, applied.stdout + applied.stderr
     try:
         told(401, change(added, new))
         told(401, change(gone, "", method="DELETE"))
