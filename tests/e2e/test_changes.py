@@ -364,6 +364,8 @@ def quotas_of(fleet: Fleet, unit: str) -> dict[str, int]:
 @pytest.mark.thorough
 def test_a_change_that_fails_changes_nothing(fleet: Fleet, tmp_path: Path) -> None:
     fleet.wait(lambda: model(fleet, "atlas")["status"] == "asleep", PATIENCE, "asleep")
+    # It is forked last, when the fleet serves already.
+    fleet.wait(lambda: fleet.parts("muxserve spare vLLM parent"), PATIENCE, "with its spare parent")
     broken = tmp_path / "broken"
     shutil.copytree(MODELS / "atlas", broken)
     # Its weights are of another shape, which nobody sees before an engine loads them.
