@@ -181,7 +181,7 @@ async def test_weights_that_the_gpu_has_lost_are_copied_back(sleeping_fleet: Fle
     await fleet.serving()
     await fleet.host.start_model("two")
     path = fleet.host.unit_spec.weights_socket("two", 1)
-    await asyncio.to_thread(say, path, wire.Lost("the GPU was reset"))
+    await asyncio.to_thread(say, path, wire.WeightsLost("the GPU was reset"))
     await fleet.until(lambda: all(fleet.ups(part) == 2 for part in (HOLDERS[1], *ENGINES[2:])))
     assert sources(fleet) == ["loading weights", "copying weights back"]
 
@@ -438,7 +438,7 @@ async def test_weights_that_cannot_be_mapped_any_more_are_loaded_again(keeping_f
     fleet = keeping_fleet
     await fleet.serving()
     path = fleet.controller.fleet.units[0].unit_spec.weights_socket("one", 1)
-    await asyncio.to_thread(say, path, wire.Lost("the GPU was reset"))
+    await asyncio.to_thread(say, path, wire.WeightsLost("the GPU was reset"))
     again = [HOLDERS[0], *ENGINES[:2]]
     await fleet.until(lambda: all(fleet.ups(part) == 2 for part in again))
     assert all(fleet.ups(part) == 1 for part in ALL if part not in again)
