@@ -26,16 +26,16 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from muxserve.gateway.admission import ApiKeys
-from muxserve.gateway.app import GatewayApp, ServedApp
-from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
-from muxserve.gateway.errors import App, Message, Receive, Scope, Send
-from muxserve.gateway.measure import Measures
-from muxserve.gateway.priorities import Priorities
-from muxserve.gateway.requests import RequestTable, Tracked
-from muxserve.gateway.routing import Router
-from muxserve.gateway.tenants import Tenancy
-from muxserve.gateway.tracing import Tracing
+from muxserve.gateway.http.app import GatewayApp, ServedApp
+from muxserve.gateway.http.errors import App, Message, Receive, Scope, Send
+from muxserve.gateway.limits.admission import ApiKeys
+from muxserve.gateway.limits.concurrency_limiter import ConcurrencyLimiter
+from muxserve.gateway.limits.priorities import Priorities
+from muxserve.gateway.limits.tenants import Tenancy
+from muxserve.gateway.routing.requests import RequestTable, Tracked
+from muxserve.gateway.routing.router import Router
+from muxserve.gateway.status.measure import Measures
+from muxserve.gateway.status.tracing import Tracing
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Levels
 from muxserve.spec import FleetSpec, GatewaySpec, ModelSpec, TenantSpec
 from muxserve.wire import Place, Placed, encode

@@ -28,7 +28,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from report import machine, write_report
 from routing import IN_FLIGHT, endpoint, seconds
 
-from muxserve.gateway.tracing import Tracing
+from muxserve.gateway.status.tracing import Tracing
 from muxserve.scheduling.fairness import TenantCounters
 from muxserve.scheduling.state import RequestQueue
 from muxserve.spec import TenantSpec

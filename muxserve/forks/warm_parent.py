@@ -89,7 +89,7 @@ def prepare_workers() -> None:
 
 def register(models: Iterable[ModelSpec], device: str) -> None:
     """Look at the models' classes here: vLLM would start a Python process per class, the first time on a machine."""
-    from muxserve.gateway import seam
+    from muxserve.gateway.front_end import seam
 
     models = list(models)
     if device == "cuda" and any(model.state_blocks for model in models):

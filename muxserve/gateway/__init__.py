@@ -1,4 +1,5 @@
 """vLLM from above: stock `AsyncLLM` and OpenAI routes per model, over requests that the unit serves.
 
-Everything here that relies on a vLLM internal is listed in `seam`.
+Begin with `gateway.Gateway`, which holds everything that the process has. `muxserve.vllm.gateway_internals` lists every
+vLLM internal that this package relies on.
 """

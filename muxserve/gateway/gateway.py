@@ -14,37 +14,37 @@ import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.registry import Collector
 
-from muxserve.gateway import seam
-from muxserve.gateway.admission import ApiKeys
-from muxserve.gateway.app import GatewayApp
-from muxserve.gateway.broker import Broker
-from muxserve.gateway.changes import ChangeRoutes
-from muxserve.gateway.collector import FleetCollector, GatewayCollector
-from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
-from muxserve.gateway.grammar_compiler import Helper
-from muxserve.gateway.grammars import GrammarCompilers
-from muxserve.gateway.images import RequestImages
-from muxserve.gateway.live import LiveView
-from muxserve.gateway.measure import Measures
-from muxserve.gateway.peers import OtherGateways
-from muxserve.gateway.predicted_wait import PredictedWaits
-from muxserve.gateway.priorities import Priorities
-from muxserve.gateway.reports import Reports
-from muxserve.gateway.responses import ResponseRoutes, ResponseStore
-from muxserve.gateway.served_models import OfferedModels
-from muxserve.gateway.status import FleetStatus
-from muxserve.gateway.status_routes import StatusRoutes
-from muxserve.gateway.tenants import Tenancy
-from muxserve.gateway.ui import LivePage
-from muxserve.gateway.vllm_gauges import VllmGauges
-from muxserve.gateway.vllm_metrics import JoinedMetrics
+from muxserve.gateway.front_end import seam
+from muxserve.gateway.front_end.images import RequestImages
+from muxserve.gateway.front_end.served_models import OfferedModels
+from muxserve.gateway.grammars.compiler_process import Helper
+from muxserve.gateway.grammars.compilers import GrammarCompilers
+from muxserve.gateway.http.app import GatewayApp
+from muxserve.gateway.http.changes import ChangeRoutes
+from muxserve.gateway.http.peers import OtherGateways
+from muxserve.gateway.http.responses import ResponseRoutes, ResponseStore
+from muxserve.gateway.limits.admission import ApiKeys
+from muxserve.gateway.limits.concurrency_limiter import ConcurrencyLimiter
+from muxserve.gateway.limits.priorities import Priorities
+from muxserve.gateway.limits.tenants import Tenancy
+from muxserve.gateway.routing.broker import Broker
+from muxserve.gateway.routing.predicted_wait import PredictedWaits
+from muxserve.gateway.status.collector import FleetCollector, GatewayCollector
+from muxserve.gateway.status.fleet_status import FleetStatus
+from muxserve.gateway.status.live import LiveView
+from muxserve.gateway.status.measure import Measures
+from muxserve.gateway.status.reports import Reports
+from muxserve.gateway.status.routes import StatusRoutes
+from muxserve.gateway.status.ui import LivePage
+from muxserve.gateway.status.vllm_gauges import VllmGauges
+from muxserve.gateway.status.vllm_metrics import JoinedMetrics
 from muxserve.net.process import words
 from muxserve.net.sockets import NetworkError
 from muxserve.spec import FleetSpec, FollowedFleet, ModelSpec, followed_file, load_fleet, save_followed
 from muxserve.vllm.pin import VLLM_VERSION
 
 if TYPE_CHECKING:
-    from muxserve.gateway.tracing import Tracing
+    from muxserve.gateway.status.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -276,7 +276,7 @@ def _tracing() -> Tracing | None:
     if not any(os.environ.get(name) for name in TRACE_ENDPOINTS) or os.environ.get("OTEL_SDK_DISABLED") == "true":
         return None
     try:
-        from muxserve.gateway import tracing
+        from muxserve.gateway.status import tracing
 
         return tracing.Tracing(tracing.otlp())
     except ImportError as error:

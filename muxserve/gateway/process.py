@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import uvicorn
 from prometheus_client import disable_created_metrics
 
-from muxserve.gateway import grammar_compiler
-from muxserve.gateway.app import GatewayApp, with_cors
 from muxserve.gateway.gateway import Gateway
-from muxserve.gateway.peers import bind_beside
-from muxserve.gateway.protocol import GuardedProtocol
+from muxserve.gateway.grammars import compiler_process
+from muxserve.gateway.http.app import GatewayApp, with_cors
+from muxserve.gateway.http.peers import bind_beside
+from muxserve.gateway.http.protocol import GuardedProtocol
 from muxserve.net.heartbeat import Heartbeat, heartbeat_file
 from muxserve.spec import FleetSpec, GatewaySpec
 from muxserve.vllm import gateway_internals
@@ -119,7 +119,7 @@ def serve(fleet: FleetSpec, index: int, lifeline_fd: int | None, on_up: Callable
     ours.setLevel(ours.getEffectiveLevel())  # a library that vLLM's routes import turns the root logger down to errors
     disable_created_metrics()  # a third of all series, and nobody reads them
     room = raise_file_limit()
-    nurseries = [grammar_compiler.fork_nursery() for _ in range(2)]  # one to spare, while there is one thread
+    nurseries = [compiler_process.fork_nursery() for _ in range(2)]  # one to spare, while there is one thread
     listener = bind(fleet.gateway)
     with asyncio.Runner(loop_factory=loop_factory()) as runner, listener:
         runner.run(_serve(fleet, index, nurseries, listener, room, lifeline_fd, on_up))
@@ -128,7 +128,7 @@ def serve(fleet: FleetSpec, index: int, lifeline_fd: int | None, on_up: Callable
 async def _serve(
     fleet: FleetSpec,
     index: int,
-    nurseries: list[grammar_compiler.Helper],
+    nurseries: list[compiler_process.Helper],
     listener: socket.socket,
     room: Room,
     lifeline_fd: int | None,

@@ -178,8 +178,8 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
         "get_num_blocks_to_allocate",
         "pop_blocks_for_free",
     ),
-    "muxserve.gateway.data_urls.DataUrls": ("load_from_url", "load_from_url_async"),
-    "muxserve.gateway.engine_client.UnitEngineClient": (
+    "muxserve.gateway.front_end.data_urls.DataUrls": ("load_from_url", "load_from_url_async"),
+    "muxserve.gateway.front_end.engine_client.UnitEngineClient": (
         "abort_requests_async",
         "add_request_async",
         "dp_engines_running",
@@ -189,8 +189,8 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
         "is_sleeping_async",
         "shutdown",
     ),
-    "muxserve.gateway.vllm_metrics.stat_logger.<locals>.ModelPerfMetrics": ("_counter_cls",),
-    "muxserve.gateway.vllm_metrics.stat_logger.<locals>.ModelStatLogger": (
+    "muxserve.gateway.status.vllm_metrics.stat_logger.<locals>.ModelPerfMetrics": ("_counter_cls",),
+    "muxserve.gateway.status.vllm_metrics.stat_logger.<locals>.ModelStatLogger": (
         "_counter_cls",
         "_gauge_cls",
         "_histogram_cls",

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-# Value of vLLM's FinishReason.ABORT; `vllm_seam.check` compares them.
+# Value of vLLM's FinishReason.ABORT; `gateway_internals.check` compares them.
 FINISH_ABORT = 2
 VLLM_VERSION = "0.32.0"
 

@@ -147,7 +147,7 @@ def write_each(answer: Callable[[Path], Any], out: Path, models: list[Path], suf
     import vllm.v1.worker.cpu_worker  # noqa: F401
     from transformers import AutoTokenizer
 
-    from muxserve.gateway import seam
+    from muxserve.gateway.front_end import seam
 
     # Else vLLM imports itself anew for each architecture, the first time on a machine.
     seam.register_architectures(map(str, models))

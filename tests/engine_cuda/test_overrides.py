@@ -65,7 +65,7 @@ def ours() -> list[type]:
     for name, module in read:
         if any(isinstance(node, ast.ClassDef) and node.bases for node in ast.walk(module)):
             importlib.import_module(name)
-    from muxserve.gateway.vllm_metrics import stat_logger
+    from muxserve.gateway.status.vllm_metrics import stat_logger
 
     made = stat_logger("m", CollectorRegistry())  # a class that a function makes
     found = {cls for cls in subclasses(object) if is_ours_over_vllm(cls)}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from muxserve.gateway.adapters import adapter_requests, for_engines
+from muxserve.gateway.front_end.adapters import adapter_requests, for_engines
 
 
 @pytest.fixture

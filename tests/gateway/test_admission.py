@@ -8,12 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from muxserve.gateway.admission import MAX_RETRY_AFTER_SECONDS, AdmissionVerdict, ApiKeys, Gate, part_of, presented_key
-from muxserve.gateway.body import BodyReplay, ClientGoneError
-from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
-from muxserve.gateway.errors import Message, RequestError
-from muxserve.gateway.measure import HttpRequest, Measures
-from muxserve.gateway.priorities import RequestLevels
+from muxserve.gateway.http.body import BodyReplay, ClientGoneError
+from muxserve.gateway.http.errors import Message, RequestError
+from muxserve.gateway.http.http_request import HttpRequest
+from muxserve.gateway.limits.admission import (
+    MAX_RETRY_AFTER_SECONDS,
+    AdmissionVerdict,
+    ApiKeys,
+    Gate,
+    part_of,
+    presented_key,
+)
+from muxserve.gateway.limits.concurrency_limiter import ConcurrencyLimiter
+from muxserve.gateway.limits.priorities import RequestLevels
+from muxserve.gateway.status.measure import Measures
 from tests.gateway.unit_specs import model
 from tests.support.patience import PATIENCE
 

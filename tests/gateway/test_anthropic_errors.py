@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from muxserve.gateway.admission import ApiKeys
-from muxserve.gateway.anthropic_errors import AnthropicErrors, keep_reasons
-from muxserve.gateway.app import ServedApp
-from muxserve.gateway.errors import App, Message, Receive, Scope, Send, respond
+from muxserve.gateway.http.anthropic_errors import AnthropicErrors, keep_reasons
+from muxserve.gateway.http.errors import App, Message, Receive, Scope, Send, respond
+from muxserve.gateway.http.served_app import ServedApp
+from muxserve.gateway.limits.admission import ApiKeys
 from tests.gateway.playing import user
 from tests.gateway.test_app import Answer, ask, endpoint
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muxserve.gateway import body
-from muxserve.gateway.body import MOST_PARTS, asked_by, check_tokens
-from muxserve.gateway.errors import RequestError
+from muxserve.gateway.http import body
+from muxserve.gateway.http.body import MOST_PARTS, asked_by, check_tokens
+from muxserve.gateway.http.errors import RequestError
 
 MESSAGE = {"role": "user", "content": "x"}
 

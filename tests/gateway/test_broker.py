@@ -15,9 +15,9 @@ import zmq
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
-from muxserve.gateway.broker import Broker
-from muxserve.gateway.measure import Measures
-from muxserve.gateway.requests import Failure, Output, Tracked
+from muxserve.gateway.routing.broker import Broker
+from muxserve.gateway.routing.requests import Failure, Output, Tracked
+from muxserve.gateway.status.measure import Measures
 from muxserve.net.sockets import NetworkError, bind_local, bind_tcp, connect, new_keys, tcp_address
 from muxserve.spec import FleetSpec, GatewaySpec, UnitEntry
 from muxserve.wire import GatewayHello, Message, Place, Submit, TokensHeader, UnitHello, decode, encode

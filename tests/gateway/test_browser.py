@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from muxserve.gateway import ui
+from muxserve.gateway.status import ui
 from tests.gateway.playing import play
 from tests.gateway.rig import Running
 from tests.support.patience import PATIENCE

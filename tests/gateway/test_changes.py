@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from muxserve.gateway import changes
-from muxserve.gateway.changes import ChangeRoutes
-from muxserve.gateway.errors import Message, RequestError
+from muxserve.gateway.http import changes
+from muxserve.gateway.http.changes import ChangeRoutes
+from muxserve.gateway.http.errors import Message, RequestError
 from tests.control.fakes import Controller, broken, running
 from tests.gateway.rig import Running
 from tests.support.checkpoint_files import write_checkpoint

@@ -14,10 +14,11 @@ import pytest
 from vllm.exceptions import GracefulHTTPError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from muxserve.gateway import grammar_compiler, grammars
-from muxserve.gateway.grammar_compiler import LEAST_JOBS, MOST_BYTES, GrammarCompiler, Helper
-from muxserve.gateway.grammar_messages import Command, Compile, CompileResult, Frames, command, frame
-from muxserve.gateway.grammars import GrammarCompilers
+from muxserve.gateway.grammars import compiler_process
+from muxserve.gateway.grammars import compilers as grammar_compilers
+from muxserve.gateway.grammars.compiler_process import LEAST_JOBS, MOST_BYTES, GrammarCompiler, Helper
+from muxserve.gateway.grammars.compilers import GrammarCompilers
+from muxserve.gateway.grammars.messages import Command, Compile, CompileResult, Frames, command, frame
 from muxserve.spec import GrammarLimits
 from tests.gateway.unit_specs import model
 
@@ -60,7 +61,7 @@ class FakeCompilers:
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCompilers]:
     made = FakeCompilers()
-    monkeypatch.setattr(grammar_compiler, "compiler_of", made.another)
+    monkeypatch.setattr(compiler_process, "compiler_of", made.another)
     yield made
     for end in made.ends:
         end.close()
@@ -110,7 +111,7 @@ async def test_one_that_has_taken_much_is_replaced_when_it_has_nothing_to_do(
 async def test_what_is_not_compiled_in_time_is_answered(
     compilers: GrammarCompilers, fakes: FakeCompilers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammars, "LONGEST_SECONDS", 0.05)
+    monkeypatch.setattr(grammar_compilers, "LONGEST_SECONDS", 0.05)
     with pytest.raises(GracefulHTTPError, match="was not compiled within"):
         await compilers.admit(model("alpha"), choice("never"))
 
@@ -133,7 +134,7 @@ def test_one_says_so_after_some_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = object.__new__(GrammarCompiler)
     compiler._jobs = 0
     taken = MOST_BYTES
-    monkeypatch.setattr(grammar_compiler, "memory_of", lambda _: SimpleNamespace(private=taken))
+    monkeypatch.setattr(compiler_process, "memory_of", lambda _: SimpleNamespace(private=taken))
     said = [compiler._with_account(CompileResult(job, "accepted")).spent for job in range(2 * LEAST_JOBS)]
     assert [job for job, spent in enumerate(said) if spent] == [LEAST_JOBS - 1, 2 * LEAST_JOBS - 1]
     taken = MOST_BYTES - 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from muxserve.gateway.early_errors import EarlyErrors
-from muxserve.gateway.errors import Message
+from muxserve.gateway.http.early_errors import EarlyErrors
+from muxserve.gateway.http.errors import Message
 
 START: Message = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
 ERROR = b'data: {"error": {"message": "no", "code": 503}}\n\n'

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from muxserve.gateway.app import GENERATE, POSTS
-from muxserve.gateway.engine_requests import check_engine_requests, engine_requests
-from muxserve.gateway.errors import RequestError
+from muxserve.gateway.http.errors import RequestError
+from muxserve.gateway.http.paths import GENERATE, POSTS
+from muxserve.gateway.limits.engine_requests import check_engine_requests, engine_requests
 
 COMPLETIONS, CHAT, BATCH = "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"
 TALK = [{"role": "user", "content": "x"}]

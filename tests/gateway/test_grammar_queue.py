@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from muxserve.gateway.grammar_queue import GrammarQueue
+from muxserve.gateway.grammars.queue import GrammarQueue
 
 
 def test_small_ones_first_and_as_many_at_once_as_there_are_workers() -> None:

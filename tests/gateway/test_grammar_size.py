@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muxserve.gateway.grammar_size import KINDS, MOST_ELEMENTS, measure, refusal
+from muxserve.gateway.grammars.size import KINDS, MOST_ELEMENTS, measure, refusal
 from muxserve.spec import GrammarLimits
 
 LIMITS = GrammarLimits()

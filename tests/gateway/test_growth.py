@@ -14,12 +14,12 @@ from prometheus_client.exposition import generate_latest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import SchedulerStats
 
-from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
-from muxserve.gateway.errors import App, Message
-from muxserve.gateway.measure import Measures
-from muxserve.gateway.requests import RequestTable, Tracked
-from muxserve.gateway.served_models import OfferedModels
-from muxserve.gateway.vllm_metrics import JoinedMetrics, Lean
+from muxserve.gateway.front_end.served_models import OfferedModels
+from muxserve.gateway.http.errors import App, Message
+from muxserve.gateway.limits.concurrency_limiter import ConcurrencyLimiter
+from muxserve.gateway.routing.requests import RequestTable, Tracked
+from muxserve.gateway.status.measure import Measures
+from muxserve.gateway.status.vllm_metrics import JoinedMetrics, Lean
 from tests.gateway.unit_specs import model
 from tests.support.thoroughness import examples
 from tests.support.tiny_checkpoint import tiny_checkpoint

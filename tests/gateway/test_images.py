@@ -26,12 +26,12 @@ from vllm.multimodal.inputs import (
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from muxserve.gateway.body import check_media
-from muxserve.gateway.data_urls import DataUrls
-from muxserve.gateway.engine_client import UnitEngineClient
-from muxserve.gateway.errors import RequestError
-from muxserve.gateway.images import RequestImages
-from muxserve.gateway.priorities import RequestLevels
+from muxserve.gateway.front_end.data_urls import DataUrls
+from muxserve.gateway.front_end.engine_client import UnitEngineClient
+from muxserve.gateway.front_end.images import RequestImages
+from muxserve.gateway.http.body import check_media
+from muxserve.gateway.http.errors import RequestError
+from muxserve.gateway.limits.priorities import RequestLevels
 from muxserve.vllm.image_files import with_pixels, without_pixels
 from tests.support.tiny_checkpoint import picture
 from tests.support.unit_specs import model_spec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 
-from muxserve.gateway.vllm_metrics import Lean
+from muxserve.gateway.status.vllm_metrics import Lean
 
 BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 

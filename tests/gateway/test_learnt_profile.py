@@ -9,12 +9,12 @@ import pytest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 
-import muxserve.gateway.engine_client as module
+import muxserve.gateway.front_end.engine_client as module
 from muxserve.costs.correction import Correction
 from muxserve.costs.profile import DecodeCell, EngineProfile, PrefillCell, Profile, ProfiledModel
-from muxserve.gateway.engine_client import UnitEngineClient
-from muxserve.gateway.measure import HttpRequest, current_http
-from muxserve.gateway.reports import FEWEST_DELAYS, Reports
+from muxserve.gateway.front_end.engine_client import UnitEngineClient
+from muxserve.gateway.http.http_request import HttpRequest, current_http
+from muxserve.gateway.status.reports import FEWEST_DELAYS, Reports
 from tests.support.unit_specs import model_spec
 
 ENGINE = EngineProfile(

@@ -18,11 +18,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from muxserve.config import parse_fleet
-from muxserve.gateway import ui
-from muxserve.gateway.errors import Message, RequestError
-from muxserve.gateway.live import LiveView, UnitHistory
-from muxserve.gateway.measure import Measures, RequestOutcome
-from muxserve.gateway.ui import LivePage
+from muxserve.gateway.http.errors import Message, RequestError
+from muxserve.gateway.status import ui
+from muxserve.gateway.status.live import LiveView, UnitHistory
+from muxserve.gateway.status.measure import Measures, RequestOutcome
+from muxserve.gateway.status.ui import LivePage
 from muxserve.metrics.colours import COLOURS
 from muxserve.metrics.live import JOBS_WINDOW_SECONDS, LATENCY_WINDOW_SECONDS, LiveFrame
 from muxserve.wire import ComputedJob, MovedRequest, TimelineReply

@@ -11,8 +11,8 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers import BaseRenderer, TokenizeParams, renderer_from_config
 
-from muxserve.gateway.long_texts import LONG, PIECE, LongTexts, TextLimit, size
-from muxserve.gateway.seam import configure
+from muxserve.gateway.front_end.configuration import configure
+from muxserve.gateway.front_end.long_texts import LONG, PIECE, LongTexts, TextLimit, size
 from tests.gateway.unit_specs import model
 from tests.support.tiny_checkpoint import tiny_checkpoint
 

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from muxserve.gateway.measure import HttpRequest, Measures, RequestOutcome
-from muxserve.gateway.requests import Tracked
+from muxserve.gateway.http.http_request import HttpRequest
+from muxserve.gateway.routing.requests import Tracked
+from muxserve.gateway.status.measure import Measures, RequestOutcome
 from tests.gateway.unit_specs import model
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from muxserve.gateway.app import POSTS, ServedApp
-from muxserve.gateway.errors import Message, Receive, Scope, Send
-from muxserve.gateway.status_routes import StatusRoutes
+from muxserve.gateway.http.errors import Message, Receive, Scope, Send
+from muxserve.gateway.http.paths import POSTS
+from muxserve.gateway.http.served_app import ServedApp
+from muxserve.gateway.status.routes import StatusRoutes
 
 EMBEDDINGS = "/v1/embeddings"
 

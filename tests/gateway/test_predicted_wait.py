@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from muxserve.gateway.predicted_wait import (
+from muxserve.gateway.routing.predicted_wait import (
     INTERVAL_SECONDS,
     OBJECTIVE_SLACK,
     STALLED_SECONDS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from muxserve.gateway.prefix_keys import prefix_keys
+from muxserve.gateway.routing.prefix_keys import prefix_keys
 from muxserve.replicas.prefixes import KEY_BYTES, KEY_TOKENS, MOST_KEYS, keys_of
 
 

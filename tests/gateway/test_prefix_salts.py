@@ -11,7 +11,7 @@ import httpx
 import msgspec
 import pytest
 
-from muxserve.gateway.tenants import prefix_salt
+from muxserve.gateway.limits.tenants import prefix_salt
 from muxserve.spec import TenantSpec
 from tests.gateway.fake_scheduler import FakeScheduler, at
 from tests.gateway.playing import play

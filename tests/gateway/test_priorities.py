@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muxserve.gateway.errors import RequestError
-from muxserve.gateway.priorities import MOST, Priorities, RequestLevels
+from muxserve.gateway.http.errors import RequestError
+from muxserve.gateway.limits.priorities import MOST, Priorities, RequestLevels
 from muxserve.replicas.priorities import DEFAULT_LEVELS, Level, Levels
 
 LEVELS = Levels((Level("low", 0), Level("mid", 10), Level("high", 11)), "mid")

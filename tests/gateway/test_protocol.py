@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from muxserve.gateway import body, protocol
-from muxserve.gateway.admission import ApiKeys
-from muxserve.gateway.app import GatewayApp, ServedApp
-from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
-from muxserve.gateway.errors import App, Receive, Scope, Send, respond
-from muxserve.gateway.measure import Measures
-from muxserve.gateway.priorities import Priorities
+from muxserve.gateway.http import body, protocol
+from muxserve.gateway.http.app import GatewayApp
+from muxserve.gateway.http.errors import App, Receive, Scope, Send, respond
+from muxserve.gateway.http.served_app import ServedApp
+from muxserve.gateway.limits.admission import ApiKeys
+from muxserve.gateway.limits.concurrency_limiter import ConcurrencyLimiter
+from muxserve.gateway.limits.priorities import Priorities
+from muxserve.gateway.limits.tenants import Tenancy
 from muxserve.gateway.process import BACKLOG, OTHER_FILES, GatewayServer, bind, loop_factory, room
-from muxserve.gateway.tenants import Tenancy
+from muxserve.gateway.status.measure import Measures
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Levels
 from muxserve.spec import FleetSpec, GatewaySpec
 from tests.gateway.unit_specs import model

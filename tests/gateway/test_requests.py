@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muxserve.gateway.requests import RequestTable, Tracked, cut
+from muxserve.gateway.routing.requests import RequestTable, Tracked, cut
 from muxserve.vllm.pin import FINISH_ABORT
 from tests.gateway.world import Out
 

@@ -13,8 +13,8 @@ import msgspec
 import openai
 import pytest
 
-from muxserve.gateway.errors import RequestError
-from muxserve.gateway.responses import ResponseStore, StoredResponse
+from muxserve.gateway.http.errors import RequestError
+from muxserve.gateway.http.responses import ResponseStore, StoredResponse
 from muxserve.spec import GatewaySpec, ResponsesSpec, TenantSpec, fleet_of
 from tests.gateway.playing import play
 from tests.gateway.rig import Rig, Running

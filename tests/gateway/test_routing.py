@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muxserve.gateway.placing import PLACE_SECONDS
-from muxserve.gateway.requests import Failure, RequestTable, Tracked
-from muxserve.gateway.routing import Router
+from muxserve.gateway.routing.placing import PLACE_SECONDS
+from muxserve.gateway.routing.requests import Failure, RequestTable, Tracked
+from muxserve.gateway.routing.router import Router
 from muxserve.wire import (
     Cancel,
     Degraded,

@@ -7,8 +7,8 @@ import gzip
 
 import pytest
 
-from muxserve.gateway.errors import Message
-from muxserve.gateway.shared_answer import Answer, SharedAnswer
+from muxserve.gateway.http.errors import Message
+from muxserve.gateway.status.shared_answer import Answer, SharedAnswer
 
 
 class Renderings:

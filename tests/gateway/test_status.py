@@ -6,9 +6,9 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from muxserve.gateway import status
-from muxserve.gateway.collector import FleetCollector
-from muxserve.gateway.status import UnitStatus
+from muxserve.gateway.status import fleet_status
+from muxserve.gateway.status.collector import FleetCollector
+from muxserve.gateway.status.fleet_status import UnitStatus
 from muxserve.spec import UnitEntry
 from tests.gateway.unit_specs import model, unit_spec
 from tests.support.patience import PATIENCE
@@ -52,7 +52,7 @@ async def test_who_asks_at_the_same_time_shares_the_answer() -> None:
     await answer(asked, engines(m_prefill=True, m_decode=True))
     await both
     assert unit.answered
-    clock[0] += status.MAX_AGE_SECONDS
+    clock[0] += fleet_status.MAX_AGE_SECONDS
     await unit.refresh()  # fresh enough
     assert not asked.questions
     clock[0] += 0.01

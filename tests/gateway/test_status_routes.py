@@ -11,9 +11,9 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from muxserve.gateway.app import ServedApp
-from muxserve.gateway.errors import Message
-from muxserve.gateway.status_routes import StatusRoutes
+from muxserve.gateway.http.errors import Message
+from muxserve.gateway.http.served_app import ServedApp
+from muxserve.gateway.status.routes import StatusRoutes
 
 READERS = 50
 

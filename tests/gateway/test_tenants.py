@@ -16,14 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from muxserve.gateway.admission import ApiKeys
-from muxserve.gateway.app import GatewayApp, ServedApp
-from muxserve.gateway.concurrency_limiter import ConcurrencyLimiter
-from muxserve.gateway.errors import Receive, Scope, Send, respond, respond_json
-from muxserve.gateway.measure import Measures, RequestOutcome, current_http
-from muxserve.gateway.priorities import Priorities
-from muxserve.gateway.requests import Tracked
-from muxserve.gateway.tenants import LimitExceededError, SharedLimits, Tenancy, TokenBucket, Used
+from muxserve.gateway.http.app import GatewayApp
+from muxserve.gateway.http.errors import Receive, Scope, Send, respond, respond_json
+from muxserve.gateway.http.http_request import current_http
+from muxserve.gateway.http.served_app import ServedApp
+from muxserve.gateway.limits.admission import ApiKeys
+from muxserve.gateway.limits.concurrency_limiter import ConcurrencyLimiter
+from muxserve.gateway.limits.priorities import Priorities
+from muxserve.gateway.limits.tenants import LimitExceededError, SharedLimits, Tenancy, TokenBucket, Used
+from muxserve.gateway.routing.requests import Tracked
+from muxserve.gateway.status.measure import Measures, RequestOutcome
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Levels
 from muxserve.spec import FleetSpec, GatewaySpec, TenantSpec
 from tests.gateway.unit_specs import model

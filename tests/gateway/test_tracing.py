@@ -16,9 +16,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from muxserve.gateway.measure import HttpRequest
-from muxserve.gateway.requests import Tracked
-from muxserve.gateway.tracing import HttpTrace, Tracing
+from muxserve.gateway.http.http_request import HttpRequest
+from muxserve.gateway.routing.requests import Tracked
+from muxserve.gateway.status.tracing import HttpTrace, Tracing
 from muxserve.wire import RequestTrace, TraceStage
 from tests.gateway.playing import play
 from tests.gateway.rig import Rig, Running

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from prometheus_client.exposition import generate_latest
 
-from muxserve.gateway.vllm_gauges import VllmGauges
-from muxserve.gateway.vllm_metrics import Lean
+from muxserve.gateway.status.vllm_gauges import VllmGauges
+from muxserve.gateway.status.vllm_metrics import Lean
 from muxserve.spec import ModelSpec
 from tests.gateway.unit_specs import model
 

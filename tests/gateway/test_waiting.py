@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from muxserve.gateway.requests import Failure, Tracked
-from muxserve.gateway.waiting import MARGIN_SECONDS, STUCK_SECONDS, UNPLACED_SECONDS, Wait, Waiting
+from muxserve.gateway.routing.requests import Failure, Tracked
+from muxserve.gateway.routing.waiting import MARGIN_SECONDS, STUCK_SECONDS, UNPLACED_SECONDS, Wait, Waiting
 from muxserve.wire import Cancel, Placed, Unplace, Waits
 from tests.gateway.test_routing import Told
 from tests.gateway.world import MODEL

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from muxserve.gateway.placing import PLACE_SECONDS
-from muxserve.gateway.requests import RequestTable, Tracked
-from muxserve.gateway.routing import Router
+from muxserve.gateway.routing.placing import PLACE_SECONDS
+from muxserve.gateway.routing.requests import RequestTable, Tracked
+from muxserve.gateway.routing.router import Router
 from muxserve.wire import (
     Cancel,
     Elsewhere,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from muxserve.gateway.prefix_keys import prefix_keys
+from muxserve.gateway.routing.prefix_keys import prefix_keys
 from muxserve.global_scheduler.outbox import ToUnit
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.prefixes import KEY_BYTES, KEY_TOKENS

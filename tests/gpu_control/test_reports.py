@@ -14,7 +14,7 @@ from prometheus_client.registry import CollectorRegistry
 from muxserve.cli import doctor, status
 from muxserve.cli.output import console
 from muxserve.cluster import machine
-from muxserve.gateway.gpus import GpuStatus
+from muxserve.gateway.status.gpus import GpuStatus
 from muxserve.gpu import mps, nvml
 from muxserve.gpu.findings import FALLBACK_WORDS, Findings, ProbedMachine, ProbeFinding
 from muxserve.gpu.watch import MAX_AGE_SECONDS, GpuWatch

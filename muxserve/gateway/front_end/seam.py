@@ -1,0 +1,199 @@
+"""The one place where stock vLLM front ends are built on our engine client, see
+`muxserve.vllm.gateway_internals` for what that relies on."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import importlib
+import json
+import logging
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.envs import enable_envs_cache
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.registry import _LazyRegisteredModel, _RegisteredModel
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import EngineCoreClient
+
+from muxserve.gateway.front_end import data_urls
+from muxserve.gateway.front_end.adapters import adapter_requests
+from muxserve.gateway.front_end.configuration import configure
+from muxserve.gateway.front_end.engine_client import UnitEngineClient
+from muxserve.gateway.front_end.long_texts import TOO_MANY, LongTexts, longest
+from muxserve.gateway.front_end.stored_responses import attach
+from muxserve.gateway.http.anthropic_errors import keep_reasons
+from muxserve.gateway.http.paths import POSTS
+from muxserve.gateway.http.responses import ResponseStore
+from muxserve.gateway.http.served_app import ServedApp
+from muxserve.gateway.status.vllm_metrics import stat_logger
+from muxserve.net.process import trim
+from muxserve.spec import ModelSpec
+from muxserve.vllm import language_models
+from muxserve.vllm.gateway_internals import MODEL_CACHES
+from muxserve.vllm.tasks import tasks_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class ModelFrontEnd:
+    """One model's stock front end: `llm` makes requests of text, `models` knows vLLM's names (once there are)."""
+
+    model: ModelSpec
+    client: UnitEngineClient
+    llm: AsyncLLM
+    args: Namespace
+    registry: CollectorRegistry
+    models: OpenAIServingModels | None = None
+
+
+def make_llm(model: ModelSpec, client: UnitEngineClient, texts: LongTexts) -> ModelFrontEnd:
+    """A stock `AsyncLLM` for `model` whose engine is `client`, and whose long texts are for `texts`; one at a time, in
+    any thread but that of the event loop.
+
+    Raises:
+        ValueError: vLLM refuses the model or its options.
+        OSError: the checkpoint cannot be read.
+    """
+    args, config = configure(model)
+    data_urls.install()
+    client.tasks = tasks_of(config.model_config)
+    client.vocabulary = config.model_config.get_vocab_size()
+    registry = CollectorRegistry()
+    stock = EngineCoreClient.__dict__["make_async_mp_client"]
+    EngineCoreClient.make_async_mp_client = staticmethod(lambda *_, **__: client)
+    try:
+        llm = AsyncLLM.from_vllm_config(
+            config,
+            usage_context=UsageContext.OPENAI_API_SERVER,
+            stat_loggers=[stat_logger(model.name, registry)],
+            # No log lines; a logger of one's own still gets the statistics.
+            disable_log_stats=True,
+        )
+    finally:
+        EngineCoreClient.make_async_mp_client = stock
+    # `client` sees to it, elsewhere: compilers must not run in a process that serves.
+    llm.input_processor.structured_outputs_config = None
+    client.bind(llm.output_processor)
+    texts.attach(llm.renderer)
+    return ModelFrontEnd(model, client, llm, args, registry)
+
+
+async def serve(front_end: ModelFrontEnd, gateway: int, store: ResponseStore | None) -> ServedApp:
+    """vLLM's own OpenAI application over `front_end.llm`, which begins to deliver outputs. `store` keeps the responses
+    of this gateway."""
+    front_end.llm._run_output_handler()
+    tasks = front_end.client.get_supported_tasks()
+    app: FastAPI = build_app(front_end.args, tasks, front_end.llm.model_config)
+    await init_app_state(front_end.llm, app.state, front_end.args, tasks)
+    # vLLM's handler of its engine's errors would end the server, and fails itself if there is none. Ours goes on.
+    app.state.server = SimpleNamespace(should_exit=False)
+    # Models that are pooled have neither.
+    messages = getattr(app.state, "anthropic_serving_messages", None)
+    if messages is not None:
+        keep_reasons(messages)
+    responses = getattr(app.state, "openai_serving_responses", None)
+    if responses is not None:
+        attach(responses, front_end.model.name, gateway, store)
+    posts = POSTS.intersection(getattr(route, "path", "") for route in app.routes)
+    front_end.models = app.state.openai_serving_models
+    sees = front_end.model.sees_images
+    most = TOO_MANY * longest(front_end.llm.model_config)
+    return await with_adapters(front_end, ServedApp(app, {}, app.openapi, posts, sees, most))
+
+
+async def with_adapters(front_end: ModelFrontEnd, served: ServedApp) -> ServedApp:
+    """`served` with the adapters that `front_end.model` has now, each with a card of its own. Requests that run keep
+    theirs."""
+    assert front_end.models is not None
+    front_end.models.lora_requests = adapter_requests(front_end.model.name, front_end.model.adapters)
+    listed = await front_end.models.show_available_models()
+    return dataclasses.replace(served, cards={card.id: card.model_dump() for card in listed.data})
+
+
+async def end(front_end: ModelFrontEnd) -> None:
+    """Let go of a front end that has no request any more."""
+    loop = front_end.llm.output_handler
+    front_end.llm.shutdown()
+    if loop is not None:
+        await asyncio.wait([loop])
+
+
+async def forget_models() -> None:
+    """Have nothing kept of front ends that have ended: neither by vLLM, which has caches of tokenizers, templates and
+    settings by path, nor by Python, for which a front end is a large cycle."""
+    for module, name in MODEL_CACHES:
+        known = getattr(importlib.import_module(module), name)
+        known.clear() if isinstance(known, dict) else known.cache_clear()
+    gc.collect()
+    await asyncio.to_thread(trim)
+
+
+def settle() -> None:
+    """All front ends are built: vLLM's settings stay, and need not be read from the environment for every token."""
+    enable_envs_cache()
+
+
+def go_on(front_end: ModelFrontEnd) -> None:
+    """Start the front end's output loop again whenever it ends by itself, because an output made no sense to vLLM.
+
+    The loop has told the error to all requests that the front end had, which end with it; those that come are served,
+    and other models' notice nothing. A server of one model would end here.
+    """
+    llm = front_end.llm
+    tell_all = llm.output_processor.propagate_error
+
+    def failed(error: Exception) -> None:
+        log.error("the output loop of %s failed, and the requests that it had with it", front_end.model.name)
+        # Its last deed. To whoever hears the error this front end shall not look dead.
+        llm.output_handler = None
+        tell_all(error)
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            watch()
+
+    def watch() -> None:
+        llm._run_output_handler()  # unless a new request has done so already
+        assert llm.output_handler is not None
+        llm.output_handler.add_done_callback(ended)
+
+    llm.output_processor.propagate_error = failed
+    watch()
+
+
+def register_architectures(checkpoints: Iterable[str]) -> None:
+    """Let vLLM look at the classes of these checkpoints in this process.
+
+    By itself it starts another Python process per architecture, which imports vLLM anew, the first time on a machine.
+    """
+    for checkpoint in checkpoints:
+        try:
+            _register(json.loads((Path(checkpoint) / "config.json").read_text()))
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            pass  # not a local checkpoint, or not one; vLLM will say
+        except Exception:
+            # Who is to serve it says why that cannot be; others are served.
+            log.exception("the classes of %s cannot be looked at", checkpoint)
+
+
+def _register(config: Mapping[str, Any]) -> None:
+    if language_models.register(config.get("model_type")):
+        return
+    for architecture in config["architectures"]:
+        known = ModelRegistry.models.get(architecture)
+        if isinstance(known, _LazyRegisteredModel):
+            ModelRegistry.models[architecture] = _RegisteredModel.from_model_cls(known.load_model_cls())

@@ -1,0 +1,1 @@
+"""Structured output: grammars are measured and compiled in bounded processes before an engine sees them."""

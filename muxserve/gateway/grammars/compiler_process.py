@@ -1,0 +1,401 @@
+"""The grammar compiler of a gateway: a process that forks one child for each grammar, bounded in CPU time and memory.
+
+    gateway ── socket ── grammar compiler (tokenizers) ── one child per grammar
+       └────── socket ── nursery, and a second one (vLLM, and nothing of any model), which forked the compiler
+
+A grammar that takes too long is ended by the kernel, one that nobody waits for any more by the compiler, and all that
+it took comes back with its process. So does what a compiler has taken: another one takes its place when that is much.
+
+Compilers are forked from nurseries, and nurseries from each other, the first two from the gateway before that has
+threads. What they have imported is shared by all of them. When both nurseries have died at once, one is started
+anew:
+
+    python -m muxserve.gateway.grammars.compiler_process --socket-fd N
+
+which imports vLLM, and takes as long as that, and as much memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import logging
+import math
+import os
+import resource
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from muxserve.gateway.grammars.messages import Command, Compile, CompileResult, Drop, Frames, command, frame, result
+from muxserve.net.logs import log_to_stderr
+from muxserve.net.process import die_with, set_title
+from muxserve.net.process_memory import memory_of
+from muxserve.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from muxserve.gateway.grammars.check import Checker
+
+log = logging.getLogger(__name__)
+
+CHUNK = 1 << 16
+# A child's CPU time ends it. One that gets no CPU, or sleeps, is ended after so many times that.
+WALL_FACTOR = 4
+WALL_SECONDS = 2.0
+# Behind gateways and engines.
+NICENESS = 5
+OUT_OF_MEMORY = 3
+# A compiler that has taken so much for itself is to end, but not before it has compiled so many: it may be what the
+# tokenizers of its models take.
+MOST_BYTES = 256 << 20
+LEAST_JOBS = 64
+# A nursery forks within a moment; one that does not is no use.
+NURSERY_SECONDS = 5.0
+IMPORT_SECONDS = 120.0
+_COMPILER, _NURSERY = b"compiler", b"nursery"
+
+
+@dataclass(slots=True)
+class Child:
+    """A process that compiles a grammar; what it says comes through `pipe`."""
+
+    job: int
+    model: str
+    pid: int
+    pipe: int
+    deadline: float
+    said: bytes = b""
+    wanted: bool = True
+    late: bool = False
+
+
+class GrammarCompiler:
+    """Serves one gateway until that closes its end of `sock`."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        from muxserve.gateway.grammars.check import Checker
+
+        self._socket = sock
+        self._make = Checker
+        self._checkers: dict[str, tuple[ModelSpec, Checker]] = {}
+        self._children: dict[int, Child] = {}
+        self._frames = Frames()
+        self._selector = selectors.DefaultSelector()
+        self._jobs = 0
+
+    def run(self) -> None:
+        """Serve."""
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        while True:
+            for key, _ in self._selector.select(self._patience()):
+                if key.fileobj is not self._socket:
+                    self._read(self._children[key.fd])
+                    continue
+                data = self._socket.recv(CHUNK)
+                if not data:
+                    for child in self._children.values():
+                        kill(child.pid)
+                    return
+                for body in self._frames.feed(data):
+                    self._handle(command(body))
+            now = time.monotonic()
+            for child in self._children.values():
+                if now >= child.deadline and not child.late:
+                    child.late = True
+                    kill(child.pid)
+
+    def _patience(self) -> float | None:
+        ends = [child.deadline for child in self._children.values() if not child.late]
+        return max(0.0, min(ends) - time.monotonic()) if ends else None
+
+    def _handle(self, message: Command) -> None:
+        if isinstance(message, Drop):
+            for child in self._children.values():
+                if child.job == message.job:
+                    child.wanted = False
+                    kill(child.pid)
+            return
+        try:
+            self._start(message)
+        except Exception as error:
+            log.exception("the grammar of a request of %s cannot be compiled", message.model.name)
+            self._tell(CompileResult(message.job, "failed", f"{type(error).__name__}: {error}"))
+
+    def _start(self, ask: Compile) -> None:
+        checker = self._checker(ask.model)
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if not pid:
+            status = 1
+            try:
+                os.close(reader)
+                self._socket.close()
+                status = _compile(checker, ask, writer)
+            except MemoryError:
+                status = OUT_OF_MEMORY
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        os.close(writer)
+        deadline = time.monotonic() + WALL_FACTOR * ask.cpu_seconds + WALL_SECONDS
+        self._children[reader] = Child(ask.job, ask.model.name, pid, reader, deadline)
+        self._selector.register(reader, selectors.EVENT_READ)
+
+    def _checker(self, model: ModelSpec) -> Checker:
+        known = self._checkers.get(model.name)
+        if known is None or known[0] != model:
+            known = self._checkers[model.name] = model, self._make(model)
+            # What is here now stays: without the collector's touch its pages remain shared with the children.
+            gc.collect()
+            gc.freeze()
+        return known[1]
+
+    def _read(self, child: Child) -> None:
+        data = os.read(child.pipe, CHUNK)
+        if data:
+            child.said += data
+            return
+        self._selector.unregister(child.pipe)
+        os.close(child.pipe)
+        del self._children[child.pipe]
+        status = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
+        if child.wanted:
+            self._tell(self._outcome(child, status))
+
+    def _outcome(self, child: Child, status: int) -> CompileResult:
+        if status == 0:
+            compiled = result(child.said)
+            if compiled.outcome == "accepted":
+                # For those that come after it, if it was the first with that backend.
+                self._checkers[child.model][1].prepare(compiled.changes["_backend"])
+            return self._with_account(compiled)
+        if status in (-signal.SIGPROF, -signal.SIGXCPU) or child.late:
+            return CompileResult(child.job, "slow")
+        if status in (OUT_OF_MEMORY, -signal.SIGABRT):
+            return CompileResult(child.job, "refused", "compiling the grammar takes too much memory")
+        if status in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE):
+            name = signal.Signals(-status).name
+            return CompileResult(child.job, "refused", f"the grammar ends its compiler ({name}); try a simpler one")
+        return CompileResult(child.job, "failed", f"the process that compiled the grammar ended with {status}")
+
+    def _with_account(self, compiled: CompileResult) -> CompileResult:
+        """The same, with whether this process has taken enough."""
+        self._jobs += 1
+        if self._jobs % LEAST_JOBS or memory_of(os.getpid()).private < MOST_BYTES:
+            return compiled
+        return msgspec.structs.replace(compiled, spent=True)
+
+    def _tell(self, compiled: CompileResult) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the next read says that the gateway is gone
+            self._socket.sendall(frame(compiled))
+
+
+def _compile(checker: Checker, ask: Compile, writer: int) -> int:
+    """A child's whole life; returns its exit status.
+
+    Raises:
+        MemoryError: there was not enough.
+    """
+    die_with(os.getppid())
+    os.nice(NICENESS)
+    # The first to go when the machine runs out of memory.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")
+    with open("/proc/self/statm") as statm:
+        taken = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (taken + ask.memory_bytes,) * 2)
+    # The timer is exact and its signal ends the process, whatever that does; the limit is for one that ignores it.
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(ask.cpu_seconds) + 1,) * 2)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, ask.cpu_seconds)
+    body = memoryview(_body(checker.check(ask.job, ask.constraints)))
+    while body:
+        body = body[os.write(writer, body) :]
+    return 0
+
+
+def _body(compiled: CompileResult) -> bytes:
+    return b"".join(Frames().feed(frame(compiled)))
+
+
+def kill(pid: int) -> None:
+    """Kill a process that may have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+# ---------------------------------------------------------------- how a gateway starts it
+
+
+@dataclass(frozen=True, slots=True)
+class Helper:
+    """A compiler or a nursery, and the gateway's end of its socket. `handle` is a descriptor of the process: its number
+    may be another's by the time that it is killed."""
+
+    handle: int
+    socket: socket.socket
+
+    def kill(self) -> None:
+        """Kill it, if it has not ended."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.handle, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kill it; its children end with it."""
+        self.socket.close()
+        self.kill()
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PIDFD, self.handle, os.WEXITED)
+        os.close(self.handle)
+
+    def until_ready(self) -> None:
+        """Of a nursery that imports vLLM: wait until it has.
+
+        Raises:
+            OSError: it has died, or takes too long.
+        """
+        self.socket.settimeout(IMPORT_SECONDS)
+        if not self.socket.recv(CHUNK):
+            raise ConnectionResetError("the nursery of grammar compilers has died")
+
+    def forks(self, what: bytes) -> Helper:
+        """Of a nursery: have it fork another process.
+
+        Raises:
+            OSError: it has died, or does not answer.
+        """
+        self.socket.settimeout(NURSERY_SECONDS)
+        self.socket.send(what)
+        _, found, _, _ = socket.recv_fds(self.socket, CHUNK, 2)
+        if len(found) != 2:
+            raise ConnectionResetError("the nursery of grammar compilers has died")
+        return Helper(found[0], socket.socket(fileno=found[1]))
+
+
+def fork_nursery() -> Helper:
+    """A nursery; only for a process of one thread, which has imported vLLM."""
+    return _fork(_NURSERY, die_with_parent=True)
+
+
+def compiler_of(nursery: Helper) -> Helper:
+    """A compiler that has imported vLLM already.
+
+    Raises:
+        OSError: the nursery has died, or does not answer.
+    """
+    return nursery.forks(_COMPILER)
+
+
+def nursery_of(nursery: Helper) -> Helper:
+    """Another nursery.
+
+    Raises:
+        OSError: the nursery has died, or does not answer.
+    """
+    return nursery.forks(_NURSERY)
+
+
+def _fork(what: bytes, die_with_parent: bool = False) -> Helper:
+    kind = socket.SOCK_SEQPACKET if what == _NURSERY else socket.SOCK_STREAM
+    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        return Helper(os.pidfd_open(pid), ours)
+    status = 1
+    try:
+        if die_with_parent:
+            die_with(parent)
+        _close_others(theirs.fileno())
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        (_nurse if what == _NURSERY else run)(theirs)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _nurse(sock: socket.socket) -> None:
+    """Be a nursery for the gateway at the other end of `sock`."""
+    set_title("spare grammar compiler")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects what was forked here
+    while what := sock.recv(CHUNK):
+        helper = _fork(what)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the next read says that the gateway is gone
+            socket.send_fds(sock, [what], [helper.handle, helper.socket.fileno()])
+        helper.socket.close()
+        os.close(helper.handle)
+
+
+def start_nursery() -> Helper:
+    """A nursery that has to import vLLM first.
+
+    Raises:
+        OSError: no process can be started.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        line = [sys.executable, "-m", "muxserve.gateway.grammars.compiler_process", "--socket-fd", str(theirs.fileno())]
+        try:
+            process = subprocess.Popen(line, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        except OSError:
+            ours.close()
+            raise
+    process.returncode = 0  # `Helper.end` collects it
+    helper = Helper(os.pidfd_open(process.pid), ours)
+    try:
+        helper.until_ready()
+    except OSError:
+        helper.end()
+        raise
+    return helper
+
+
+def run(sock: socket.socket) -> None:
+    """Be the grammar compiler at the other end of `sock`."""
+    set_title("grammar compiler")
+    GrammarCompiler(sock).run()
+
+
+def _close_others(kept: int) -> None:
+    """Close what was inherited and is not ours: listeners, lifelines, connections of others."""
+    os.closerange(3, kept)
+    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compiles the grammars of a gateway's requests.")
+    parser.add_argument("--socket-fd", type=int, required=True)
+    args = parser.parse_args()
+    parent = os.getppid()
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    log_to_stderr()
+    from muxserve.gateway.grammars import check  # noqa: F401  # what it imports is what its children share
+
+    gc.collect()
+    gc.freeze()
+    with socket.socket(fileno=args.socket_fd) as sock:
+        sock.send(_NURSERY)
+        _nurse(sock)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The endpoint: what clients send and what they are answered, over ASGI."""

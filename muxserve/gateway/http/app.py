@@ -1,0 +1,457 @@
+"""The endpoint: routes every HTTP request to its model's stock vLLM application.
+
+    /v1/...                  by the `model` field of the body
+    /classify, /score, ...   likewise (gateway/http/paths.py)
+    /tokenize, /detokenize   likewise
+    /models/NAME/...         the same for one model, and its /metrics
+    /v1/responses/ID         a response that is kept (gateway/http/responses.py)
+    /v1/models               all models
+    /admin/usage             what tenants used
+    /admin/scale, ...        changes of the fleet, with a key (gateway/http/changes.py)
+    /ui                      the live page (gateway/status/ui.py)
+    /health /metrics /fleet  about the server (/ping and /load as well, as stock servers have them)
+
+Only routes that serve are passed on; what vLLM offers for the administration of its own engine is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+from starlette.middleware.cors import CORSMiddleware
+
+from muxserve.gateway.http.anthropic_errors import PATHS as ANTHROPIC
+from muxserve.gateway.http.anthropic_errors import AnthropicErrors
+from muxserve.gateway.http.body import (
+    CLOSE,
+    RETRY,
+    BodyMemory,
+    BodyReplay,
+    ClientGoneError,
+    asked_by,
+    check_media,
+    check_tokens,
+    read_body,
+)
+from muxserve.gateway.http.early_errors import EarlyErrors
+from muxserve.gateway.http.errors import (
+    App,
+    Message,
+    Page,
+    Receive,
+    RequestError,
+    Scope,
+    Send,
+    only_get,
+    respond_error,
+    respond_json,
+)
+from muxserve.gateway.http.http_request import HttpRequest, current_http
+from muxserve.gateway.http.paths import COMPUTE, POSTS
+from muxserve.gateway.http.responses import PATH as RESPONSES
+from muxserve.gateway.http.responses import ResponseRoutes
+from muxserve.gateway.http.served_app import ServedApp
+from muxserve.gateway.limits.admission import ApiKeys, Caller, presented_key
+from muxserve.gateway.limits.concurrency_limiter import ConcurrencyLimiter
+from muxserve.gateway.limits.engine_requests import check_engine_requests, engine_requests
+from muxserve.gateway.limits.priorities import Priorities
+from muxserve.gateway.limits.tenants import NOBODY, RATE_HEADERS, RATE_KINDS, USAGE_PATH, Tenancy
+from muxserve.gateway.status.measure import Measures
+from muxserve.net.logs import of_request, request_id
+from muxserve.spec import GatewaySpec
+
+if TYPE_CHECKING:
+    from muxserve.gateway.status.tracing import Tracing
+
+log = logging.getLogger(__name__)
+access = logging.getLogger("muxserve.access")
+
+MODELS = "/models/"
+REQUEST_ID = b"x-request-id"
+_PLAIN_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+# So often the client of a stream hears something while its request waits; proxies take half a minute for a failure.
+SIGN_SECONDS = 2.0
+
+ModelPage = Callable[[str, Scope, Send], Awaitable[None]]
+
+
+class GatewayApp:
+    """The ASGI application of a gateway. What it offers, whom it lets in and the levels may change at any time.
+
+    Args:
+        models: what is offered.
+        keys: who may come in.
+        priorities: the levels that requests may ask for.
+        tenancy: whose requests they are.
+        limiter: how many of them at once.
+        measures: where rejections are counted.
+        pages: answers of paths about the server itself, for GET.
+        open_pages: those of them that need no key.
+        model_pages: answers of paths below `/models/NAME`, for GET and without a key; they are given the name.
+        settings: the largest body taken, and whether each request that ended leaves a line in the log.
+        apps: what answers at paths of its own, or, where one ends with a slash, below it; for admins.
+        tracing: makes the spans of requests.
+        responses: answers what is about one response.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, ServedApp],
+        keys: ApiKeys,
+        priorities: Priorities,
+        tenancy: Tenancy,
+        limiter: ConcurrencyLimiter,
+        measures: Measures,
+        pages: Mapping[str, Page],
+        open_pages: frozenset[str],
+        settings: GatewaySpec,
+        apps: Mapping[str, App] | None = None,
+        tracing: Tracing | None = None,
+        model_pages: Mapping[str, ModelPage] | None = None,
+        responses: ResponseRoutes | None = None,
+    ) -> None:
+        self.models = models
+        self.keys = keys
+        self.priorities = priorities
+        self._tenancy = tenancy
+        self._limiter = limiter
+        self._measures = measures
+        self._pages = dict(pages)
+        self._apps = dict(apps or {})
+        self._tracing = tracing
+        self._open_pages = open_pages
+        self._model_pages = dict(model_pages or {})
+        self._responses = responses
+        self._settings = settings
+        self.bodies = BodyMemory(settings.max_body_bytes)
+        # Connections end with the answers that they have at present; no request is taken; those that wait get no turn.
+        self.draining = False
+        self.refusing = False
+        self.ended = False
+        # There are more connections than there is room for: what comes is refused, and each ends with its answer.
+        self.crowded: Callable[[], bool] = lambda: False
+        # Requests may wait for their model to be woken: clients of streams are shown that somebody is there.
+        self.models_sleep = False
+        # Models of the fleet that cannot be offered, and why.
+        self.refused: Mapping[str, str] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await _decline(scope, receive, send)
+            return
+        http = HttpRequest(time.monotonic(), request_id=_request_id(scope["headers"]))
+        current_http.set(http)
+        request_id.set(http.request_id)
+        if self._tracing is not None and scope["method"] == "POST":
+            _, path = self._divided(scope)
+            if path in POSTS - COMPUTE:
+                http.trace = self._tracing.begin(scope["headers"], path, http.arrival)
+        answer = _Answer(send, http, self)
+        try:
+            await self._answer(scope, receive, answer, http)
+        finally:
+            if http.trace is not None:
+                tenant = http.tenant.name if http.tenant is not None else ""
+                http.trace.finish(http.model, tenant, answer.status, time.monotonic())
+            if self._settings.access_log:
+                host, port = scope.get("client") or ("-", 0)
+                took = time.monotonic() - http.arrival
+                access.info(
+                    "%s:%s %s %s model=%s status=%s seconds=%.3f request=%s served_as=%s",
+                    *(host, port, scope["method"], scope["path"], http.model or "-", answer.status or "-", took),
+                    *(http.request_id, http.group or "-"),
+                    extra=of_request(http.group),
+                )
+
+    async def _answer(self, scope: Scope, receive: Receive, answer: _Answer, http: HttpRequest) -> None:
+        send: Send = AnthropicErrors(answer) if scope["path"].endswith(ANTHROPIC) else answer
+        try:
+            await self._route(scope, receive, EarlyErrors(send), http)
+        except RequestError as error:
+            await respond_error(send, error)
+        except ClientGoneError:
+            pass
+        except Exception:
+            if answer.begun:  # the server's to break off
+                raise
+            log.exception("%s %s failed", scope["method"], scope["path"])
+            failure = RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server failed; its log says how")
+            await respond_error(send, failure)
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send, http: HttpRequest) -> None:
+        name, path = self._divided(scope)
+        caller = self.keys.admit(presented_key(scope["headers"]))
+        model_page = self._model_pages.get(path) if name is not None else None
+        if caller is None and (name is not None or path not in self._open_pages) and model_page is None:
+            self._measures.rejected("", "key")
+            raise RequestError(
+                HTTPStatus.UNAUTHORIZED,
+                "no valid API key: send one of this server's keys in the header 'Authorization: Bearer KEY'",
+                headers=[(b"www-authenticate", b"Bearer")],
+            )
+        if name is not None:
+            name = self._known(name, caller)
+            if model_page is not None:
+                only_get(scope)
+                await model_page(name, scope, send)
+                return
+            if path in ("/", "/v1/models"):
+                only_get(scope)
+                await respond_json(send, {"object": "list", "data": [*self.models[name].cards.values()]})
+                return
+        elif path in self._pages:
+            only_get(scope)
+            if path not in self._open_pages:
+                _only_admins(path, caller)
+            await self._pages[path](scope, send)
+            return
+        elif (app := self._app_at(path)) is not None:
+            _only_admins(path, caller)
+            await app(scope, receive, send)
+            return
+        elif path == "/v1/models":
+            only_get(scope)
+            cards = [card for name in self._offered_to(caller) for card in self.models[name].cards.values()]
+            await respond_json(send, {"object": "list", "data": cards})
+            return
+        elif path.startswith("/v1/models/"):
+            only_get(scope)
+            await self._card(path.removeprefix("/v1/models/"), caller, send)
+            return
+        elif path == USAGE_PATH:
+            only_get(scope)
+            await self._tenancy.report(scope.get("query_string", b""), caller.tenant if caller else None, send)
+            return
+        assert caller is not None, "no path that serves is open"
+        http.owner = caller.tenant.name if caller.tenant is not None else NOBODY
+        if path.startswith(RESPONSES) and self._responses is not None:
+            await self._responses.answer(http.owner, name, path, scope, receive, send)
+            return
+        if path not in POSTS:
+            raise RequestError(
+                HTTPStatus.NOT_FOUND, f"no such path: {scope['path']}; see docs/gateway.md for those served"
+            )
+        if scope["method"] != "POST":
+            raise RequestError(
+                HTTPStatus.METHOD_NOT_ALLOWED, f"{scope['path']} takes POST only", headers=[(b"allow", b"POST")]
+            )
+        http.priority = self.priorities.of(scope["headers"], caller.level)
+        await self._serve(name, path, caller, scope, receive, send, http)
+
+    async def _serve(
+        self, name: str | None, path: str, caller: Caller, scope: Scope, receive: Receive, send: Send, http: HttpRequest
+    ) -> None:
+        if self.refusing:
+            raise self._shutting_down(name)
+        if self.crowded():
+            self._measures.rejected(name or "", "connections")
+            raise RequestError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "this server has as many connections as it may have; try again in a moment",
+                headers=[CLOSE, RETRY],
+            )
+        with self.bodies.claim() as claim:
+            try:
+                body = await read_body(receive, scope["headers"], self._settings.max_body_bytes, claim)
+            except RequestError as error:
+                if error.status is HTTPStatus.SERVICE_UNAVAILABLE:
+                    self._measures.rejected(name or "", "memory")
+                raise
+            asked = asked_by(body)
+            if name is None:
+                name = self._model(asked.model, caller)
+            http.model = name
+            replay = BodyReplay(receive, body, http)
+            served = self.models.get(name)  # to its end, also if the model is removed meanwhile
+            if served is None:  # removed while the body was read
+                raise self._unknown_model(name, caller)
+            if path not in served.posts:
+                raise RequestError(
+                    HTTPStatus.NOT_FOUND, f"the model {name!r} does not serve {path}; it has {_listed(served.posts)}"
+                )
+            check_tokens(body, served.most_tokens)
+            check_media(body, served.sees_images)
+            requests = engine_requests(path, body, reads_pairs="/classify" in served.posts)
+            check_engine_requests(requests, self._limiter.gates[name].largest, name)
+            inner = {**scope, "path": path, "raw_path": path.encode()} if path != scope["path"] else scope
+            try:
+                if path not in COMPUTE:
+                    with self._tenancy.turn(caller.tenant, name) as http.tenant:
+                        async with self._limiter.turn(name, replay, requests):
+                            if self.ended:  # while it waited for its turn
+                                raise self._shutting_down(name)
+                            claim.release()  # how many are in service is bounded
+                            async with self._signs_of_life(send, name):
+                                await served.app(inner, replay, send)
+                            if http.background is not None:  # the client has its answer, and the model still works
+                                await asyncio.wait([http.background])
+                else:
+                    await served.app(inner, replay, send)
+            finally:
+                replay.unwatch()
+
+    @asynccontextmanager
+    async def _signs_of_life(self, send: Send, model: str) -> AsyncIterator[None]:
+        """While a stream waits for its first event: a comment line now and then."""
+        if not self.models_sleep or not isinstance(send, EarlyErrors):
+            yield
+            return
+
+        async def show() -> None:
+            while True:
+                await asyncio.sleep(SIGN_SECONDS)
+                await send.comment(f"waiting for {model}")
+
+        showing = asyncio.create_task(show())
+        try:
+            yield
+        finally:
+            showing.cancel()
+            await asyncio.gather(showing, return_exceptions=True)
+
+    def _divided(self, scope: Scope) -> tuple[str | None, str]:
+        """The model that a path names, if it does, and the path below it."""
+        path: str = scope["path"]
+        if not path.startswith(MODELS):
+            return None, path
+        # An alias may have slashes, which are written as %2F: here they still are.
+        raw = scope.get("raw_path", b"").decode("latin-1")
+        if raw.startswith(MODELS) and "%2f" in raw.lower():
+            name, _, rest = raw.removeprefix(MODELS).partition("/")
+            return unquote(name), f"/{unquote(rest)}"
+        below = path.removeprefix(MODELS)
+        # A proxy may have written them out.
+        aliases = (alias for served in self.models.values() for alias in served.cards if "/" in alias)
+        written = max((a for a in aliases if f"{below}/".startswith(f"{a}/")), key=len, default="")
+        name = written or below.partition("/")[0]
+        return name, f"/{below.removeprefix(name).removeprefix('/')}"
+
+    def _app_at(self, path: str) -> App | None:
+        below = (app for start, app in self._apps.items() if start.endswith("/") and path.startswith(start))
+        return self._apps.get(path) or next(below, None)
+
+    def _model(self, asked: str | None, caller: Caller) -> str:
+        if asked is None:
+            offered = self._offered_to(caller)
+            if len(offered) == 1:
+                return offered[0]
+            raise RequestError(
+                HTTPStatus.BAD_REQUEST,
+                f"'model' is missing; this server has {self._names(caller)}",
+                param="model",
+            )
+        return self._known(asked, caller)
+
+    def _known(self, asked: str, caller: Caller | None) -> str:
+        """The name of the model that is called so, which may be one of its aliases. What `caller` may not use is not
+        there for it, as with OpenAI."""
+        for name in self._offered_to(caller):
+            if asked == name or asked in self.models[name].cards:
+                return name
+        if asked in self.refused and (caller is None or caller.may_use(asked)):
+            raise RequestError(HTTPStatus.SERVICE_UNAVAILABLE, f"{asked} cannot be served: {self.refused[asked]}")
+        raise self._unknown_model(asked, caller)
+
+    async def _card(self, asked: str, caller: Caller | None, send: Send) -> None:
+        await respond_json(send, self.models[self._known(asked, caller)].cards[asked])
+
+    def _offered_to(self, caller: Caller | None) -> list[str]:
+        return [name for name in self.models if caller is None or caller.may_use(name)]
+
+    def _shutting_down(self, name: str | None) -> RequestError:
+        self._measures.rejected(name or "", "draining")
+        return RequestError(
+            HTTPStatus.SERVICE_UNAVAILABLE, "this server is shutting down", headers=[(b"retry-after", b"5")]
+        )
+
+    def _unknown_model(self, name: str, caller: Caller | None) -> RequestError:
+        self._measures.rejected("", "unknown_model")
+        shown = name if len(name) <= 100 else f"{name[:100]}..."
+        has = f"this {'key' if caller is not None and caller.tenant is not None else 'server'} has"
+        return RequestError(
+            HTTPStatus.NOT_FOUND, f"the model {shown!r} does not exist; {has} {self._names(caller)}", param="model"
+        )
+
+    def _names(self, caller: Caller | None) -> str:
+        return ", ".join(self._offered_to(caller)) or "none"
+
+
+def with_cors(app: GatewayApp, origins: Sequence[str]) -> App:
+    """`app` for web pages of these origins, too: browsers ask before they send, without a key, and are answered."""
+    if not origins:
+        return app
+    exposed = [
+        "retry-after",
+        REQUEST_ID.decode(),
+        *(f"x-ratelimit-{what}-{kind}" for what in RATE_HEADERS for kind in RATE_KINDS),
+    ]
+    return CORSMiddleware(
+        app, origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"], expose_headers=exposed
+    )
+
+
+class _Answer:
+    """ASGI's `send`, which knows whether the answer has begun, tells a client when to come back if that is known by
+    then, and ends its connection when the server drains."""
+
+    __slots__ = ("_endpoint", "_http", "_send", "status")
+
+    def __init__(self, send: Send, http: HttpRequest, endpoint: GatewayApp) -> None:
+        self._send = send
+        self._http = http
+        self._endpoint = endpoint
+        self.status = 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client has been sent something."""
+        return self.status != 0
+
+    async def __call__(self, message: Message) -> None:
+        if not self.begun and message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message.get("headers", ()), (REQUEST_ID, self._http.request_id.encode())]
+            after = self._http.retry_after
+            if after is not None:
+                message["headers"] = [*message.get("headers", ()), (b"retry-after", str(after).encode())]
+            if self._http.tenant is not None:
+                message["headers"] = [*message.get("headers", ()), *self._http.tenant.allowance.headers()]
+            if (self._endpoint.draining or self._endpoint.crowded()) and CLOSE not in message.get("headers", ()):
+                message["headers"] = [*message.get("headers", ()), CLOSE]
+        await self._send(message)
+
+
+def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The client's own name for its request, if it can stand in a log; else a new one."""
+    given = next((value for name, value in headers if name == REQUEST_ID), b"").decode("latin-1")
+    return given if _PLAIN_ID.fullmatch(given) else secrets.token_hex(8)
+
+
+def _listed(paths: frozenset[str]) -> str:
+    return ", ".join(sorted(paths))
+
+
+def _only_admins(path: str, caller: Caller | None) -> None:
+    if caller is not None and not caller.is_admin:
+        raise RequestError(HTTPStatus.FORBIDDEN, f"{path} is for admins; this key's tenant is none")
+
+
+async def _decline(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer what is not plain HTTP: nothing is to be done at start and end, and there are no web sockets."""
+    if scope["type"] == "lifespan":
+        while True:
+            message = await receive()
+            await send({"type": f"{message['type']}.complete"})
+            if message["type"] == "lifespan.shutdown":
+                return
+    elif scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1003})

@@ -1,0 +1,45 @@
+"""The HTTP request that a task works for, from its arrival to its answer."""
+
+from __future__ import annotations
+
+import asyncio
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from muxserve.gateway.limits.priorities import RequestLevels
+from muxserve.gateway.limits.tenants import NOBODY, TenantTurn
+
+if TYPE_CHECKING:
+    from muxserve.gateway.status.tracing import HttpTrace
+
+
+@dataclass(slots=True, eq=False)
+class HttpRequest:
+    """The HTTP request that a task works for. `arrival` is in seconds of the monotonic clock; `retry_after`, in
+    seconds, is told to the client if the answer is 503. It `waited` if it was not let in at once. `request_id` is its
+    name for the client and in logs; units have other names for what it makes them do."""
+
+    arrival: float
+    disconnected: bool = False
+    waited: bool = False
+    priority: RequestLevels = field(default_factory=RequestLevels)
+    retry_after: int | None = None
+    group: str = ""
+    model: str = ""
+    tenant: TenantTurn | None = None
+    trace: HttpTrace | None = None
+    request_id: str = ""
+    # Whose responses it may see and leaves; the messages before the one that it asks for, where that is kept; and what
+    # makes it after the client has been answered.
+    owner: str = NOBODY
+    conversation: list[Any] | None = None
+    background: asyncio.Task[Any] | None = None
+
+    def group_of(self, request_id: str) -> str:
+        """What the requests to units that this one makes have in common: the id of the first of them."""
+        self.group = self.group or request_id
+        return self.group
+
+
+current_http: ContextVar[HttpRequest | None] = ContextVar("current_http", default=None)

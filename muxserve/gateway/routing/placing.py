@@ -1,0 +1,350 @@
+"""Finds units for requests that have none: the global scheduler says where, or a simple rule when it does not.
+
+Pure: no socket, no clock; see `router`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+
+from muxserve.gateway.routing.requests import Failure, RequestTable, RouterOutbox, Tracked
+from muxserve.wire import Degraded, NotPlaced, Placed, Unplace, Waits
+
+log = logging.getLogger(__name__)
+
+# The global scheduler answers within a millisecond; when it has not after this long, the gateway chooses by itself.
+PLACE_SECONDS = 0.25
+# Who has no unit although nobody is asked for one tries again this often.
+RETRY_SECONDS = 1.0
+# A question that waits for its answer is repeated this often: it may have been lost, or forgotten.
+REPEAT_SECONDS = 2.0
+# What a request waits for that the global scheduler has heard of, which knows more.
+ITS_MODEL = "a replica of its model"
+
+
+class Placing:
+    """Who serves what, which of them is up, and the requests that wait for a unit.
+
+    Args:
+        table: told where requests go.
+        out: where messages and failures go.
+    """
+
+    def __init__(self, table: RequestTable, out: RouterOutbox) -> None:
+        self.up: set[str] = set()
+        self._table = table
+        self._out = out
+        self._replicas: dict[str, tuple[str, ...]] = {}
+        self._asks: frozenset[str] = frozenset()
+        self._models: frozenset[str] = frozenset()
+        # Replicas, (unit, model), whose engines fail at each start: why, and when they are tried again.
+        self._degraded: dict[tuple[str, str], tuple[str, float]] = {}
+        self._suspects: frozenset[tuple[str, str]] = frozenset()
+        self._scheduler_up = False
+        # Its connection stands, but it has left a request without an answer: it may hang.
+        self._silent = False
+        # Without a unit, oldest first, with the time since when: those for which the global scheduler has just been
+        # asked; those that wait for its answer because nobody else could help; those for whom there is nobody to ask.
+        self._asked: dict[Tracked, float] = {}
+        self._patient: dict[Tracked, float] = {}
+        # Those that the global scheduler has said will be answered; asked for again, they are among the first, too.
+        self._promised: dict[Tracked, float] = {}
+        self._homeless: dict[Tracked, float] = {}
+        self._repeated_at = 0.0
+
+    @property
+    def waiting(self) -> Counter[str]:
+        """How many requests have no unit, by model."""
+        return Counter(request.model for request in self._without())
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do."""
+        return next(iter(self._asked.values())) + PLACE_SECONDS if self._asked else None
+
+    @property
+    def scheduler_up(self) -> bool:
+        """Whether the global scheduler is there and answers."""
+        return self._scheduler_up and not self._silent
+
+    def waits_for(self, request: Tracked) -> str:
+        """What a request without a unit waits for, in words."""
+        if request in self._promised:
+            return ITS_MODEL
+        if request in self._asked or request in self._patient:
+            return "an answer of the global scheduler"
+        units = self.replicas(request.model)
+        if not units:
+            return "a unit that serves it"
+        down = [unit for unit in units if unit not in self.up]
+        return f"unit {', '.join(down)} to come up" if down else f"unit {', '.join(units)} to take it"
+
+    def replicas(self, model: str) -> tuple[str, ...]:
+        """The units that serve `model`, up or not."""
+        return self._replicas.get(model, ())
+
+    def others(self, request: Tracked) -> list[str]:
+        """Units that are up and could serve `request` instead of the one it is at."""
+        return [unit for unit in self.candidates(request) if unit != request.unit]
+
+    # ------------------------------------------------------------ requests
+
+    def place(self, request: Tracked, now: float, last: str = "") -> None:
+        """Find a unit for `request`, which has none, or someone to ask; `last` is where it just was."""
+        if self._is_removed(request.model):
+            # It may have waited for admission meanwhile.
+            self._fail_removed(request)
+            return
+        if self.trouble(request.model):
+            self._fail_degraded(request, now)
+            return
+        asks = request.model in self._asks and self._scheduler_up
+        unit = self._choose(request, last) if self._silent or not asks else ""
+        if unit:
+            if asks:  # in vain, but any answer says that the scheduler is back
+                self._out.scheduler += [request.place(now), Unplace([request.request_id])]
+            self.give(request, unit, now)
+        elif asks:
+            self._asked[request] = now
+            self._out.scheduler.append(request.place(now))
+        else:
+            self._homeless[request] = now
+
+    def give(self, request: Tracked, unit: str, now: float) -> None:
+        """Send `request` to `unit`, which is up."""
+        self._forget(request)
+        self._table.assign(request, unit)
+        request.heard_at = now
+        self._out.units.append((unit, request.submit()))
+
+    def withdraw(self, requests: Iterable[Tracked]) -> None:
+        """These wait for nothing any more."""
+        asked = []
+        for request in requests:
+            if self._is_asked(request):
+                asked.append(request.request_id)
+            self._forget(request)
+        if asked:
+            self._out.scheduler.append(Unplace(asked))
+
+    def fail(self, request: Tracked, message: str, failure: Failure) -> None:
+        """End `request` with an error."""
+        self._forget(request)
+        self._table.remove(request)
+        self._out.failed.append((request, message, failure))
+
+    # ------------------------------------------------------------ models that cannot be served for now
+
+    def degraded(self, unit: str, message: Degraded, now: float) -> None:
+        """A unit says that its replica of a model cannot be started, or (without a reason) that it is up again."""
+        key = unit, message.model
+        if message.reason:
+            self._degraded[key] = message.reason, now + message.retry_in
+            if self.trouble(message.model):
+                for request in [r for r in self._without() if r.model == message.model]:
+                    self.withdraw([request])
+                    self._fail_degraded(request, now)
+        elif self._degraded.pop(key, None) is not None:
+            self.settle(now)
+
+    def heard_anew(self, unit: str) -> None:
+        """A new unit scheduler has greeted, and says itself which of its models are degraded."""
+        self._degraded = {key: why for key, why in self._degraded.items() if key[0] != unit}
+
+    def trouble(self, model: str) -> str:
+        """Why waiting for `model` is pointless: every replica of it is degraded; "" if it is not."""
+        known = [self._degraded.get((unit, model)) for unit in self.replicas(model)] if self._degraded else []
+        return known[0][0] if known and known[0] is not None and all(known) else ""
+
+    def retry_after(self, model: str, now: float) -> int:
+        """Whole seconds, at least one, until a degraded `model` is tried again."""
+        due = [self._degraded[unit, model][1] for unit in self.replicas(model) if (unit, model) in self._degraded]
+        return max(1, math.ceil(min(due, default=now) - now))
+
+    def _fail_degraded(self, request: Tracked, now: float) -> None:
+        why, seconds = self.trouble(request.model), self.retry_after(request.model, now)
+        text = f"the model {request.model!r} cannot be served at the moment ({why}); it is tried again in {seconds} s"
+        self.fail(request, text, Failure.DEGRADED)
+
+    # ------------------------------------------------------------ what becomes of the fleet
+
+    def learn(
+        self,
+        units: Mapping[str, Collection[str]],
+        asks: Iterable[str],
+        models: Iterable[str],
+        now: float,
+        suspects: Collection[tuple[str, str]] = (),
+    ) -> None:
+        """The fleet has changed, see `Router.learn`."""
+        replicas: defaultdict[str, list[str]] = defaultdict(list)
+        for unit, serves in units.items():
+            for model in serves:
+                replicas[model].append(unit)
+        self._replicas = {model: tuple(names) for model, names in replicas.items()}
+        self._asks, self._models = frozenset(asks), frozenset(models)
+        self._suspects = frozenset(suspects)
+        self.up.intersection_update(units)
+        self._degraded = {key: why for key, why in self._degraded.items() if key[1] in units.get(key[0], ())}
+        for request in self._without():
+            if self._is_removed(request.model):
+                self.withdraw([request])
+                self._fail_removed(request)
+        self.settle(now)
+
+    def settle(self, now: float) -> None:
+        """Something is better than it was: look again for those who wait."""
+        for request in list(self._homeless):
+            self._forget(request)
+            self.place(request, now)
+        if self._silent:
+            for request in [*self._patient, *self._promised]:
+                self._place_alone(request, now)
+
+    def retry(self, now: float) -> None:
+        """Look again for those who have been without a unit for some time."""
+        for request, since in list(self._homeless.items()):
+            if now - since >= RETRY_SECONDS:
+                # Whoever was drained when it gave the request back may be staying after all.
+                request.refused_by = ()
+                self._forget(request)
+                self.place(request, now)
+        if now - self._repeated_at >= REPEAT_SECONDS:
+            self._repeated_at = now
+            for request, since in [*self._patient.items(), *self._promised.items()]:
+                self._out.scheduler.append(request.place(since))
+            for request in self._promised:
+                self._asked.setdefault(request, now)
+
+    # ------------------------------------------------------------ the global scheduler
+
+    def scheduler_connected(self, now: float) -> None:
+        """The global scheduler is there."""
+        self._scheduler_up, self._silent = True, False
+        self.settle(now)
+
+    def scheduler_gone(self, now: float) -> None:
+        """The global scheduler is not there."""
+        self._scheduler_up, self._silent = False, False
+        for request in dict.fromkeys([*self._patient, *self._promised, *self._asked]):
+            self._forget(request)
+            self.place(request, now)
+
+    def expire(self, now: float) -> None:
+        """Place the requests for which the global scheduler has not said anything in time, as far as there is somebody
+        to serve them; the others go on waiting for it."""
+        late = []
+        for request, asked_at in self._asked.items():
+            if asked_at + PLACE_SECONDS > now:
+                break
+            late.append(request)
+        for request in late:
+            asked_at = self._asked.pop(request)
+            self._patient[request] = self._promised.pop(request, asked_at)
+            if self._place_alone(request, now) and not self._silent:
+                self._silent = True
+                log.warning("the global scheduler does not answer; requests are placed without it")
+        if late and self._silent:
+            self.settle(now)
+
+    def placed(self, message: Placed, now: float) -> None:
+        """The global scheduler has answered."""
+        request = self._answered(message.request_id)
+        if request is None:
+            return
+        unit = message.unit
+        if unit not in self.up or unit in request.refused_by or (unit, request.model) in self._degraded:
+            # It cannot serve, and the scheduler does not know yet; or it is new, and we do not know yet.
+            unit = self._choose(request)
+        self._forget(request)
+        if unit:
+            self.give(request, unit, now)
+        else:
+            self._homeless[request] = now
+
+    def waits(self, message: Waits) -> None:
+        """The global scheduler has heard of a request, and will say where it goes."""
+        request = self._answered(message.request_id)
+        if request is None:
+            return
+        if message.asleep:
+            # Its unit has it again when it is awake, although it has just given it back.
+            request.refused_by = ()
+        asked_at = self._asked.pop(request, None)
+        since = self._patient.pop(request, asked_at)
+        if since is not None:
+            self._promised.setdefault(request, since)
+
+    def not_placed(self, message: NotPlaced, now: float) -> None:
+        """The global scheduler has no unit for a request."""
+        request = self._answered(message.request_id)
+        if request is None:
+            return
+        if not message.late:
+            self.fail(request, message.message, Failure.NEVER)
+        elif not request.emitted:
+            self.fail(request, message.message, Failure.LATE)
+        else:
+            # Its client has waited before, and reads along: it is not sent away because of a death.
+            self._forget(request)
+            self.place(request, now)
+
+    # ------------------------------------------------------------ inside
+
+    def _answered(self, request_id: str) -> Tracked | None:
+        """The request that waits for this answer; None if it was placed without it, or is not wanted any more."""
+        if self._silent:
+            self._silent = False
+            log.info("the global scheduler answers again")
+        request = self._table.get(request_id)
+        return request if request is not None and self._is_asked(request) else None
+
+    def _is_removed(self, model: str) -> bool:
+        """Whether nobody will serve the model again; one that was removed has its replicas until they are empty."""
+        return model not in self._models and not self.replicas(model)
+
+    def _fail_removed(self, request: Tracked) -> None:
+        self.fail(request, f"the model {request.model!r} has been removed", Failure.AGAIN)
+
+    def _is_asked(self, request: Tracked) -> bool:
+        return request in self._asked or request in self._patient or request in self._promised
+
+    def _without(self) -> Iterable[Tracked]:
+        """Every request that has no unit."""
+        return dict.fromkeys((*self._asked, *self._patient, *self._promised, *self._homeless))
+
+    def _place_alone(self, request: Tracked, now: float) -> bool:
+        """Place `request`, for which the global scheduler was asked, without it; False if no unit can take it."""
+        unit = self._choose(request)
+        if unit:
+            self._out.scheduler.append(Unplace([request.request_id]))
+            self.give(request, unit, now)
+        return bool(unit)
+
+    def candidates(self, request: Tracked) -> list[str]:
+        """Units that are up and could serve `request`."""
+        return [
+            unit
+            for unit in self.replicas(request.model)
+            if unit in self.up and unit not in request.refused_by and (unit, request.model) not in self._degraded
+        ]
+
+    def _choose(self, request: Tracked, last: str = "") -> str:
+        """The unit that serves its model with the fewest requests of this gateway; "" if none is up.
+
+        A suspect unit, and the unit `last` whose engines have just died under the request, come last.
+        """
+
+        def badness(unit: str) -> tuple[bool, bool, int]:
+            return (unit, request.model) in self._suspects, unit == last, self._table.count(unit)
+
+        return min(self.candidates(request), key=badness, default="")
+
+    def _forget(self, request: Tracked) -> None:
+        self._asked.pop(request, None)
+        self._patient.pop(request, None)
+        self._promised.pop(request, None)
+        self._homeless.pop(request, None)

@@ -1,0 +1,1 @@
+"""What the gateway shows: `/fleet`, `/health`, metrics, traces and the live page."""

@@ -1,0 +1,209 @@
+"""What the gateway last heard of each unit, and which replicas serve."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from muxserve.costs.correction import Correction
+from muxserve.gateway.routing.broker import Broker
+from muxserve.gateway.status.gpus import GpuStatus
+from muxserve.spec import EnginePhase, FleetSpec, UnitEntry
+
+# A scrape and a dashboard that ask at the same time share one answer.
+MAX_AGE_SECONDS = 0.2
+# A unit scheduler that does not answer for this long is busy dying.
+TIMEOUT_SECONDS = 1.0
+# Of one that did not answer the last time: one unit that hangs must not make every probe of the gateway late.
+BRIEF_SECONDS = 0.05
+
+
+class UnitStates(Protocol):
+    """Who asks units: the broker."""
+
+    def unit_is_up(self, unit: str) -> bool:
+        """Whether the unit scheduler is there."""
+
+    async def unit_state(self, unit: str, timeout: float) -> dict[str, object] | None:
+        """The unit's state, None if it does not answer within `timeout` seconds."""
+
+
+class UnitStatus:
+    """A unit's state as last heard, at most `MAX_AGE_SECONDS` old after `refresh`."""
+
+    def __init__(self, entry: UnitEntry, broker: UnitStates, clock: Callable[[], float] = time.monotonic) -> None:
+        self.entry = entry
+        self.state: dict[str, Any] = {}
+        self.answered = False
+        # NVML knows of this machine's GPUs only.
+        told = (lambda: self.state.get("gpus") if self.answered else None) if entry.remote else None
+        self.gpus = None if entry.unit_spec.gpu is None else GpuStatus(entry.unit_spec, told=told)
+        self._broker = broker
+        self._clock = clock
+        self._heard_at = -1e9
+        self._asking: asyncio.Task[None] | None = None
+        self._silent = False
+
+    @property
+    def name(self) -> str:
+        """The unit's name."""
+        return self.entry.name
+
+    async def refresh(self, max_age: float = MAX_AGE_SECONDS) -> None:
+        """Ask the unit if what is known is too old; `answered` says whether the unit is there."""
+        up = self._broker.unit_is_up(self.name)
+        if self.answered and up and self.age <= max_age:
+            return
+        if not up:
+            self.answered = False
+            return
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.ensure_future(self._ask())
+        # An answer counts however late it comes.
+        await asyncio.wait((self._asking,), timeout=BRIEF_SECONDS if self._silent else None)
+
+    async def _ask(self) -> None:
+        state = await self._broker.unit_state(self.name, TIMEOUT_SECONDS)
+        self.answered = state is not None
+        self._silent = state is None
+        if state is not None:
+            self.state = state
+            self._heard_at = self._clock()
+
+    @property
+    def age(self) -> float:
+        """Seconds since the unit last answered."""
+        return self._clock() - self._heard_at
+
+    def models(self) -> Mapping[str, Mapping[str, Any]]:
+        """Per model what the unit says of it."""
+        models = self.state.get("models")
+        return models if isinstance(models, dict) else {}
+
+    def learnt(self) -> dict[str, dict[str, Correction]]:
+        """What the unit has learnt of the costs of its models' steps, by model and phase."""
+        said = {name: model.get("costs", {}) for name, model in self.models().items()}
+        return msgspec.convert(said, dict[str, dict[str, Correction]])
+
+    def engines(self, model: str) -> tuple[EnginePhase, ...]:
+        """The phases of the engines that a model of the unit has.
+
+        Raises:
+            KeyError: no such model in this unit.
+        """
+        return self.entry.unit_spec.model(model).engines
+
+    def engine_up(self, model: str, phase: str) -> bool:
+        """Whether that engine serves now, and gives signs of life."""
+        engines = self.state.get("engines")
+        engine = engines.get(f"{model}/{phase}") if isinstance(engines, dict) else None
+        if not self.answered or not isinstance(engine, dict):
+            return False
+        return bool(engine.get("up")) and not engine.get("suspect")
+
+    def model_up(self, model: str) -> bool:
+        """Whether all engines of the model serve now."""
+        return all(self.engine_up(model, phase) for phase in self.engines(model))
+
+
+class FleetStatus:
+    """All units of the fleet."""
+
+    def __init__(self, fleet: FleetSpec, broker: Broker) -> None:
+        self.fleet = fleet
+        self.broker = broker
+        self.units: dict[str, UnitStatus] = {}
+        self.was_ready = False
+        # Models that this gateway cannot offer, and why.
+        self.refused: dict[str, str] = {}
+        # Where memory decides which models are awake, how they and it stand, as the global scheduler said last.
+        self.memory: dict[str, Any] = {}
+        self._were_up: set[tuple[str, str]] = set()
+        self.learn(fleet)
+
+    def learn(self, fleet: FleetSpec) -> None:
+        """The fleet has changed."""
+        self.fleet = fleet
+        units: dict[str, UnitStatus] = {}
+        for entry in fleet.units:
+            status = self.units.get(entry.name)
+            if status is None or status.entry.unit_spec != entry.unit_spec:
+                status = UnitStatus(entry, self.broker)
+            status.entry = entry
+            units[entry.name] = status
+        self.units = units  # at once: another thread may be reading for a scrape
+        self._were_up = {(unit, model) for unit, model in self._were_up if unit in self.units}
+
+    async def refresh(self, max_age: float = MAX_AGE_SECONDS) -> None:
+        """Ask those units of which too little is known."""
+        await asyncio.gather(self._refresh_scheduler(), *(unit.refresh(max_age) for unit in self.units.values()))
+
+    async def _refresh_scheduler(self) -> None:
+        if not self.fleet.residency:
+            return
+        state = await self.broker.scheduler_state(TIMEOUT_SECONDS)
+        if state is None:
+            return
+        memory = state.get("memory")
+        if isinstance(memory, dict):
+            self.memory = memory
+
+    def resident(self, model: str) -> dict[str, Any]:
+        """What is known of a model that memory decides on; nothing of others."""
+        models = self.memory.get("models")
+        return models.get(model, {}) if isinstance(models, dict) else {}
+
+    def trouble(self, model: str) -> str:
+        """Why a model that memory decides on is not served as it should be; empty if it is."""
+        return str(self.resident(model).get("trouble") or "")
+
+    async def refresh_gpus(self) -> None:
+        """Ask NVML if what is known is too old."""
+        await asyncio.gather(*(unit.gpus.refresh() for unit in self.units.values() if unit.gpus is not None))
+
+    def replicas(self, model: str) -> list[UnitStatus]:
+        """The units that serve `model`."""
+        return [self.units[entry.name] for entry in self.fleet.replicas(model)]
+
+    def engines(self, model: str) -> dict[EnginePhase, bool]:
+        """The phases of the model's engines, and whether one replica's engine of each serves."""
+        replicas = self.replicas(model)
+        # Without a replica, those that it would have.
+        planned = next((known.engines for known in self.fleet.models if known.name == model), ())
+        phases = dict.fromkeys(phase for unit in replicas for phase in unit.engines(model)) or planned
+        return {phase: any(unit.engine_up(model, phase) for unit in replicas) for phase in phases}
+
+    def model_up(self, model: str) -> bool:
+        """Whether one replica serves."""
+        return any(unit.model_up(model) for unit in self.replicas(model))
+
+    def was_up(self, model: str) -> bool:
+        """Whether one of the replicas that there are has served before."""
+        return any((unit.name, model) in self._were_up for unit in self.replicas(model))
+
+    def asleep(self, model: str) -> bool:
+        """Whether there is no replica, and none is missing: the next request starts one."""
+        rules = self.fleet.scaling.get(model)
+        return rules is not None and rules.minimum == 0 and not self.replicas(model)
+
+    def why_degraded(self, model: str) -> str:
+        """Why a model cannot be served for now: its engines fail at each start, or it cannot be offered; else empty."""
+        return self.refused.get(model, "") or self.broker.router.placing.trouble(model)
+
+    def look(self) -> tuple[bool, bool]:
+        """Whether each model can be served, but for those that are degraded; and whether none is, and all replicas are
+        up that once were."""
+        up = {(unit.name, model) for unit in self.units.values() for model in unit.entry.serves if unit.model_up(model)}
+        serving = {(unit.name, model) for unit in self.units.values() for model in unit.entry.serves}
+        self._were_up = (self._were_up & serving) | up
+        served = {model for _, model in up}
+        names = [model.name for model in self.fleet.models]
+        degraded = {name for name in names if self.why_degraded(name)}
+        ready = all(name in served or self.asleep(name) or name in degraded for name in names)
+        ready &= len(degraded) < len(names)
+        self.was_ready |= ready
+        return ready, self._were_up <= up and not degraded
