@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
 
 from muxserve.gateway.routing.requests import Failure, RequestTable, RouterOutbox, Tracked
 from muxserve.wire import Degraded, NotPlaced, Placed, Unplace, Waits
@@ -23,6 +25,30 @@ RETRY_SECONDS = 1.0
 REPEAT_SECONDS = 2.0
 # What a request waits for that the global scheduler has heard of, which knows more.
 ITS_MODEL = "a replica of its model"
+
+
+class WaitState(Enum):
+    """What a request without a unit waits for."""
+
+    # The answer of the global scheduler, for `PLACE_SECONDS`.
+    ASKED = "asked"
+    # The same for longer, since no unit here can take the request.
+    OVERDUE = "overdue"
+    # A unit, which the global scheduler has said it will name.
+    PROMISED = "promised"
+    # A unit that comes up; nobody's answer is awaited.
+    NO_UNIT = "no unit"
+
+
+@dataclass(slots=True, eq=False)
+class WaitingRequest:
+    """A request without a unit. `since` is when the global scheduler was first asked or, with nobody to ask, when the
+    request came into this state. A question that has no answer at `due` is late."""
+
+    request: Tracked
+    state: WaitState
+    since: float
+    due: float | None = None
 
 
 class Placing:
@@ -46,24 +72,23 @@ class Placing:
         self._scheduler_up = False
         # Its connection stands, but it has left a request without an answer: it may hang.
         self._silent = False
-        # Without a unit, oldest first, with the time since when: those for which the global scheduler has just been
-        # asked; those that wait for its answer because nobody else could help; those for whom there is nobody to ask.
-        self._asked: dict[Tracked, float] = {}
-        self._patient: dict[Tracked, float] = {}
-        # Those that the global scheduler has said will be answered; asked for again, they are among the first, too.
-        self._promised: dict[Tracked, float] = {}
-        self._homeless: dict[Tracked, float] = {}
+        # Requests without a unit; those of one state are in the order in which they came into it.
+        self._waiting: dict[Tracked, WaitingRequest] = {}
+        # Questions in the order in which they are due. One that was answered is due no more.
+        self._questions: deque[tuple[float, WaitingRequest]] = deque()
         self._repeated_at = 0.0
 
     @property
     def waiting(self) -> Counter[str]:
         """How many requests have no unit, by model."""
-        return Counter(request.model for request in self._without())
+        return Counter(request.model for request in self._waiting)
 
     @property
     def next_deadline(self) -> float | None:
         """When `expire` has something to do."""
-        return next(iter(self._asked.values())) + PLACE_SECONDS if self._asked else None
+        while self._questions and self._questions[0][1].due != self._questions[0][0]:
+            self._questions.popleft()
+        return self._questions[0][0] if self._questions else None
 
     @property
     def scheduler_up(self) -> bool:
@@ -72,10 +97,11 @@ class Placing:
 
     def waits_for(self, request: Tracked) -> str:
         """What a request without a unit waits for, in words."""
-        if request in self._promised:
-            return ITS_MODEL
-        if request in self._asked or request in self._patient:
-            return "an answer of the global scheduler"
+        match self._state(request):
+            case WaitState.PROMISED:
+                return ITS_MODEL
+            case WaitState.ASKED | WaitState.OVERDUE:
+                return "an answer of the global scheduler"
         units = self.replicas(request.model)
         if not units:
             return "a unit that serves it"
@@ -92,26 +118,40 @@ class Placing:
 
     # ------------------------------------------------------------ requests
 
+    # A request without a unit:
+    #
+    # 1. Nobody will serve its model again: it fails.
+    # 2. Every replica of its model is degraded: it fails, and its client hears when these are tried again.
+    # 3. The global scheduler places requests of its model, is connected and not silent: it is asked (ASKED), and
+    #    3.1 names a unit: the request goes there or, if that unit cannot take it, as in 4; without any, as in 6;
+    #    3.2 says that it will name one: PROMISED; the question is repeated every `REPEAT_SECONDS`;
+    #    3.3 has no unit: the request fails, or begins at 1 again where its client has waited for tokens before;
+    #    3.4 says nothing within `PLACE_SECONDS`: OVERDUE, and if 4 finds a unit, the scheduler is silent from then on
+    #        until it says anything;
+    #    3.5 is gone: all requests that wait for it begin at 1 again.
+    # 4. A unit is up that serves the model, has not refused the request and is not degraded: the one with the fewest
+    #    requests takes it. A silent scheduler is asked and the question withdrawn, since any answer ends its silence.
+    # 5. The global scheduler is silent, and no unit can take the request: as in 3.
+    # 6. There is nobody to ask: NO_UNIT. It begins at 1 again when the fleet gets better, and every `RETRY_SECONDS`.
     def place(self, request: Tracked, now: float, last: str = "") -> None:
         """Find a unit for `request`, which has none, or someone to ask; `last` is where it just was."""
-        if self._is_removed(request.model):
-            # It may have waited for admission meanwhile.
+        if self._is_removed(request.model):  # 1; it may have waited for admission meanwhile
             self._fail_removed(request)
             return
-        if self.trouble(request.model):
+        if self.trouble(request.model):  # 2
             self._fail_degraded(request, now)
             return
         asks = request.model in self._asks and self._scheduler_up
         unit = self._choose(request, last) if self._silent or not asks else ""
-        if unit:
-            if asks:  # in vain, but any answer says that the scheduler is back
+        if unit:  # 4
+            if asks:
                 self._out.scheduler += [request.place(now), Unplace([request.request_id])]
             self.give(request, unit, now)
-        elif asks:
-            self._asked[request] = now
+        elif asks:  # 3 or 5
+            self._ask(self._wait(request, WaitState.ASKED, now), now)
             self._out.scheduler.append(request.place(now))
-        else:
-            self._homeless[request] = now
+        else:  # 6
+            self._wait(request, WaitState.NO_UNIT, now)
 
     def give(self, request: Tracked, unit: str, now: float) -> None:
         """Send `request` to `unit`, which is up."""
@@ -144,7 +184,7 @@ class Placing:
         if message.reason:
             self._degraded[key] = message.reason, now + message.retry_in
             if self.trouble(message.model):
-                for request in [r for r in self._without() if r.model == message.model]:
+                for request in [r for r in self._waiting if r.model == message.model]:
                     self.withdraw([request])
                     self._fail_degraded(request, now)
         elif self._degraded.pop(key, None) is not None:
@@ -189,7 +229,7 @@ class Placing:
         self._suspects = frozenset(suspects)
         self.up.intersection_update(units)
         self._degraded = {key: why for key, why in self._degraded.items() if key[1] in units.get(key[0], ())}
-        for request in self._without():
+        for request in list(self._waiting):
             if self._is_removed(request.model):
                 self.withdraw([request])
                 self._fail_removed(request)
@@ -197,27 +237,25 @@ class Placing:
 
     def settle(self, now: float) -> None:
         """Something is better than it was: look again for those who wait."""
-        for request in list(self._homeless):
-            self._forget(request)
-            self.place(request, now)
+        for waiting in self._those(WaitState.NO_UNIT):  # 6
+            self._again(waiting, now)
         if self._silent:
-            for request in [*self._patient, *self._promised]:
-                self._place_alone(request, now)
+            for waiting in self._those(WaitState.OVERDUE, WaitState.PROMISED):
+                self._place_alone(waiting.request, now)
 
     def retry(self, now: float) -> None:
         """Look again for those who have been without a unit for some time."""
-        for request, since in list(self._homeless.items()):
-            if now - since >= RETRY_SECONDS:
+        for waiting in self._those(WaitState.NO_UNIT):  # 6
+            if now - waiting.since >= RETRY_SECONDS:
                 # Whoever was drained when it gave the request back may be staying after all.
-                request.refused_by = ()
-                self._forget(request)
-                self.place(request, now)
+                waiting.request.refused_by = ()
+                self._again(waiting, now)
         if now - self._repeated_at >= REPEAT_SECONDS:
             self._repeated_at = now
-            for request, since in [*self._patient.items(), *self._promised.items()]:
-                self._out.scheduler.append(request.place(since))
-            for request in self._promised:
-                self._asked.setdefault(request, now)
+            for waiting in self._those(WaitState.OVERDUE, WaitState.PROMISED):  # 3.2, 3.4
+                self._out.scheduler.append(waiting.request.place(waiting.since))
+                if waiting.state is WaitState.PROMISED and waiting.due is None:
+                    self._ask(waiting, now)
 
     # ------------------------------------------------------------ the global scheduler
 
@@ -229,22 +267,20 @@ class Placing:
     def scheduler_gone(self, now: float) -> None:
         """The global scheduler is not there."""
         self._scheduler_up, self._silent = False, False
-        for request in dict.fromkeys([*self._patient, *self._promised, *self._asked]):
-            self._forget(request)
-            self.place(request, now)
+        for waiting in self._those(WaitState.OVERDUE, WaitState.PROMISED, WaitState.ASKED):  # 3.5
+            self._again(waiting, now)
 
     def expire(self, now: float) -> None:
         """Place the requests for which the global scheduler has not said anything in time, as far as there is somebody
         to serve them; the others go on waiting for it."""
         late = []
-        for request, asked_at in self._asked.items():
-            if asked_at + PLACE_SECONDS > now:
-                break
-            late.append(request)
-        for request in late:
-            asked_at = self._asked.pop(request)
-            self._patient[request] = self._promised.pop(request, asked_at)
-            if self._place_alone(request, now) and not self._silent:
+        while (due := self.next_deadline) is not None and due <= now:
+            _, waiting = self._questions.popleft()
+            waiting.due = None
+            late.append(waiting)
+        for waiting in late:  # 3.4
+            self._wait(waiting.request, WaitState.OVERDUE, waiting.since)
+            if self._place_alone(waiting.request, now) and not self._silent:
                 self._silent = True
                 log.warning("the global scheduler does not answer; requests are placed without it")
         if late and self._silent:
@@ -259,11 +295,10 @@ class Placing:
         if unit not in self.up or unit in request.refused_by or (unit, request.model) in self._degraded:
             # It cannot serve, and the scheduler does not know yet; or it is new, and we do not know yet.
             unit = self._choose(request)
-        self._forget(request)
-        if unit:
+        if unit:  # 3.1
             self.give(request, unit, now)
-        else:
-            self._homeless[request] = now
+        else:  # 6
+            self._wait(request, WaitState.NO_UNIT, now)
 
     def waits(self, message: Waits) -> None:
         """The global scheduler has heard of a request, and will say where it goes."""
@@ -273,24 +308,23 @@ class Placing:
         if message.asleep:
             # Its unit has it again when it is awake, although it has just given it back.
             request.refused_by = ()
-        asked_at = self._asked.pop(request, None)
-        since = self._patient.pop(request, asked_at)
-        if since is not None:
-            self._promised.setdefault(request, since)
+        waiting = self._waiting[request]
+        waiting.due = None
+        if waiting.state is not WaitState.PROMISED:  # 3.2
+            self._wait(request, WaitState.PROMISED, waiting.since)
 
     def not_placed(self, message: NotPlaced, now: float) -> None:
         """The global scheduler has no unit for a request."""
         request = self._answered(message.request_id)
         if request is None:
             return
-        if not message.late:
+        if not message.late:  # 3.3
             self.fail(request, message.message, Failure.NEVER)
         elif not request.emitted:
             self.fail(request, message.message, Failure.LATE)
         else:
             # Its client has waited before, and reads along: it is not sent away because of a death.
-            self._forget(request)
-            self.place(request, now)
+            self._again(self._waiting[request], now)
 
     # ------------------------------------------------------------ inside
 
@@ -309,12 +343,33 @@ class Placing:
     def _fail_removed(self, request: Tracked) -> None:
         self.fail(request, f"the model {request.model!r} has been removed", Failure.AGAIN)
 
-    def _is_asked(self, request: Tracked) -> bool:
-        return request in self._asked or request in self._patient or request in self._promised
+    def _state(self, request: Tracked) -> WaitState | None:
+        waiting = self._waiting.get(request)
+        return waiting.state if waiting is not None else None
 
-    def _without(self) -> Iterable[Tracked]:
-        """Every request that has no unit."""
-        return dict.fromkeys((*self._asked, *self._patient, *self._promised, *self._homeless))
+    def _is_asked(self, request: Tracked) -> bool:
+        """Whether the global scheduler has heard of it, and has not named a unit."""
+        return self._state(request) not in (None, WaitState.NO_UNIT)
+
+    def _those(self, *states: WaitState) -> list[WaitingRequest]:
+        """Those that wait in these states, state by state."""
+        return [waiting for state in states for waiting in self._waiting.values() if waiting.state is state]
+
+    def _wait(self, request: Tracked, state: WaitState, since: float) -> WaitingRequest:
+        """`request` waits in `state` from now on."""
+        self._forget(request)
+        waiting = self._waiting[request] = WaitingRequest(request, state, since)
+        return waiting
+
+    def _ask(self, waiting: WaitingRequest, now: float) -> None:
+        """The global scheduler is asked now."""
+        waiting.due = now + PLACE_SECONDS
+        self._questions.append((waiting.due, waiting))
+
+    def _again(self, waiting: WaitingRequest, now: float) -> None:
+        """Begin at 1 again."""
+        self._forget(waiting.request)
+        self.place(waiting.request, now)
 
     def _place_alone(self, request: Tracked, now: float) -> bool:
         """Place `request`, for which the global scheduler was asked, without it; False if no unit can take it."""
@@ -344,7 +399,6 @@ class Placing:
         return min(self.candidates(request), key=badness, default="")
 
     def _forget(self, request: Tracked) -> None:
-        self._asked.pop(request, None)
-        self._patient.pop(request, None)
-        self._promised.pop(request, None)
-        self._homeless.pop(request, None)
+        waiting = self._waiting.pop(request, None)
+        if waiting is not None:
+            waiting.due = None
