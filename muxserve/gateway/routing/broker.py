@@ -39,7 +39,7 @@ from muxserve.wire import (
 
 if TYPE_CHECKING:
     from muxserve.gateway.status.tracing import Tracing
-from muxserve.gateway.routing.waiting import Waiting
+from muxserve.gateway.routing.patience import Patience
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Broker:
     ) -> None:
         self.table = RequestTable(epoch)
         self.router = Router(self.table)
-        self.waiting = Waiting(self.router)
+        self.patience = Patience(self.router)
         self.measures = measures
         self.waits = waits or PredictedWaits()
         # Seconds from the arrival of requests to their way to a unit, of the last plain ones.
@@ -142,7 +142,7 @@ class Broker:
     def detach(self, model: str) -> None:
         """`model` has no front end any more."""
         self._front_ends.pop(model, None)
-        self.waiting.forget(model)
+        self.patience.forget(model)
 
     def start(self) -> None:
         """Open the sockets; must be called in the event loop.
@@ -170,7 +170,7 @@ class Broker:
             time.monotonic(),
             {(each.unit, model) for each in fleet.suspects for model in each.models},
         )
-        self.waiting.learn({name: rules.wake_limit for name, rules in fleet.scaling.items()})
+        self.patience.learn({name: rules.wake_limit for name, rules in fleet.scaling.items()})
         self._flush()
         if unreachable is not None:
             raise unreachable
@@ -326,7 +326,7 @@ class Broker:
         now = time.monotonic()
         taken = self.table.outputs(header.entries, outputs, now)
         if taken.ready:
-            self.waiting.moved(header.model, now)
+            self.patience.moved(header.model, now)
         ready = []
         for request, output in taken.ready:
             ready.append(output)
@@ -412,6 +412,6 @@ class Broker:
             self.router.replace(request, now, "tokens_lost")
         self.router.repeat_quiet(now)
         self.router.placing.retry(now)
-        self.waiting.expire(now)
+        self.patience.expire(now)
         self._flush()
         self._look_later()

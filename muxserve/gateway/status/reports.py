@@ -10,8 +10,8 @@ from muxserve.costs.correction import corrected_profile
 from muxserve.costs.profile import Overheads, Profile
 from muxserve.gateway.grammars.compilers import GrammarCompilers
 from muxserve.gateway.limits.concurrency_limiter import ConcurrencyLimiter
+from muxserve.gateway.routing.patience import Wait
 from muxserve.gateway.routing.placing import ITS_MODEL
-from muxserve.gateway.routing.waiting import Wait
 from muxserve.gateway.status.fleet_status import FleetStatus, UnitStatus
 from muxserve.spec import ModelSpec
 
@@ -102,7 +102,7 @@ class Reports:
     def _waits(self, name: str, now: float) -> list[Wait]:
         """What requests of a model wait for."""
         status, gate = self._status, self._limiter.gates[name]
-        found = status.broker.waiting.reasons(now).get(name, [])
+        found = status.broker.patience.reasons(now).get(name, [])
         for wait in found:
             if wait.reason == ITS_MODEL:
                 wait.reason = str(status.resident(name).get("waits_for") or ITS_MODEL)

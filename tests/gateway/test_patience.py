@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from muxserve.gateway.routing.patience import MARGIN_SECONDS, STUCK_SECONDS, UNPLACED_SECONDS, Patience, Wait
 from muxserve.gateway.routing.requests import Failure, Tracked
-from muxserve.gateway.routing.waiting import MARGIN_SECONDS, STUCK_SECONDS, UNPLACED_SECONDS, Wait, Waiting
 from muxserve.wire import Cancel, Placed, Unplace, Waits
 from tests.gateway.test_routing import Told
 from tests.gateway.world import MODEL
@@ -16,17 +16,17 @@ class Watched(Told):
 
     def __init__(self, units: str, scheduler: bool = False) -> None:
         super().__init__(units, scheduler)
-        self.waiting = Waiting(self.router)
+        self.patience = Patience(self.router)
 
     def look(self, seconds: float) -> None:
         """So much time passes, with a look every half second."""
         for _ in range(round(2 * seconds)):
             self.now += 0.5
             self.placing.retry(self.now)
-            self.waiting.expire(self.now)
+            self.patience.expire(self.now)
 
     def reasons(self) -> list[Wait]:
-        return self.waiting.reasons(self.now).get(MODEL, [])
+        return self.patience.reasons(self.now).get(MODEL, [])
 
     def given_up(self) -> list[tuple[Tracked, str, Failure]]:
         failed, self.router.out.failed = self.router.out.failed, []
@@ -69,7 +69,7 @@ def test_a_request_that_nobody_serves_is_answered(scheduler: bool) -> None:
 
 def test_a_request_waits_for_its_replica_as_long_as_the_fleet_file_says() -> None:
     told = Watched("", scheduler=True)
-    told.waiting.learn({MODEL: 20.0})
+    told.patience.learn({MODEL: 20.0})
     request = told.submit()
     told.placing.waits(Waits(request.request_id, asleep=True))
     told.look(29.0)
@@ -97,7 +97,7 @@ def test_a_unit_that_brings_no_token_of_a_model_for_long_is_not_waited_for() -> 
     told = Watched("a")
     request = told.submit()
     told.look(STUCK_SECONDS - 10.0)
-    told.waiting.moved(MODEL, told.now)  # those before it in the queue are served
+    told.patience.moved(MODEL, told.now)  # those before it in the queue are served
     told.look(STUCK_SECONDS - 1.0)
     assert told.given_up() == []
     told.look(2.0)

@@ -31,7 +31,7 @@ class Wait:
     seconds: float = 0.0
 
 
-class Waiting:
+class Patience:
     """Looks after the requests of a router."""
 
     def __init__(self, router: Router) -> None:
