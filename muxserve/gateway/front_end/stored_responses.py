@@ -16,9 +16,9 @@ from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.renderers.online_renderer import OpenAIMessage
 from vllm.utils import random_uuid
 
-from muxserve.gateway.http.errors import RequestError
+from muxserve.gateway.http.errors import RequestError, shortened
 from muxserve.gateway.http.http_request import HttpRequest, current_http
-from muxserve.gateway.http.responses import ResponseStore, StoredResponse, not_kept, shown
+from muxserve.gateway.http.responses import ResponseStore, StoredResponse, not_kept
 
 # Of so many streams made in the background that have ended, the events can be read again.
 ENDED_STREAMS = 8
@@ -90,9 +90,9 @@ class _ModelResponses:
             return
         why = ""
         if found.is_running:
-            why = f"{shown(before)} is still being made"
+            why = f"{shortened(before)} is still being made"
         elif found.format != self.format:
-            why = f"{shown(before)} was made by {found.model}, and {self.model} cannot read its messages"
+            why = f"{shortened(before)} was made by {found.model}, and {self.model} cannot read its messages"
         if why:
             raise RequestError(HTTPStatus.BAD_REQUEST, why, param="previous_response_id")
 
@@ -125,8 +125,8 @@ class _ModelResponses:
         if stream and response_id not in self.events:
             return self._refuse(
                 err_type="invalid_request_error",
-                message=f"the events of {shown(response_id)} are not kept: it was no stream made in the background, or "
-                "it ended some time ago; ask for it without stream",
+                message=f"the events of {shortened(response_id)} are not kept: it was no stream made in the "
+                "background, or it ended some time ago; ask for it without stream",
                 param="stream",
             )
         return await self._retrieve(response_id, starting_after=starting_after, stream=stream)

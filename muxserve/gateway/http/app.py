@@ -32,8 +32,6 @@ from starlette.middleware.cors import CORSMiddleware
 from muxserve.gateway.http.anthropic_errors import PATHS as ANTHROPIC
 from muxserve.gateway.http.anthropic_errors import AnthropicErrors
 from muxserve.gateway.http.body import (
-    CLOSE,
-    RETRY,
     BodyMemory,
     BodyReplay,
     ClientGoneError,
@@ -44,6 +42,7 @@ from muxserve.gateway.http.body import (
 )
 from muxserve.gateway.http.early_errors import EarlyErrors
 from muxserve.gateway.http.errors import (
+    CLOSE,
     App,
     Message,
     Page,
@@ -51,9 +50,13 @@ from muxserve.gateway.http.errors import (
     RequestError,
     Scope,
     Send,
+    check_method,
+    no_such_path,
     only_get,
     respond_error,
     respond_json,
+    retry_after,
+    shortened,
 )
 from muxserve.gateway.http.http_request import HttpRequest, current_http
 from muxserve.gateway.http.paths import COMPUTE, POSTS
@@ -237,13 +240,8 @@ class GatewayApp:
             await self._responses.answer(http.owner, name, path, scope, receive, send)
             return
         if path not in POSTS:
-            raise RequestError(
-                HTTPStatus.NOT_FOUND, f"no such path: {scope['path']}; see docs/gateway.md for those served"
-            )
-        if scope["method"] != "POST":
-            raise RequestError(
-                HTTPStatus.METHOD_NOT_ALLOWED, f"{scope['path']} takes POST only", headers=[(b"allow", b"POST")]
-            )
+            raise no_such_path(scope)
+        check_method(scope, "POST")
         http.priority = self.priorities.of(scope["headers"], caller.level)
         await self._serve(name, path, caller, scope, receive, send, http)
 
@@ -257,7 +255,7 @@ class GatewayApp:
             raise RequestError(
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 "this server has as many connections as it may have; try again in a moment",
-                headers=[CLOSE, RETRY],
+                headers=[CLOSE, retry_after(1)],
             )
         with self.bodies.claim() as claim:
             try:
@@ -369,16 +367,15 @@ class GatewayApp:
 
     def _shutting_down(self, name: str | None) -> RequestError:
         self._measures.rejected(name or "", "draining")
-        return RequestError(
-            HTTPStatus.SERVICE_UNAVAILABLE, "this server is shutting down", headers=[(b"retry-after", b"5")]
-        )
+        return RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "this server is shutting down", headers=[retry_after(5)])
 
     def _unknown_model(self, name: str, caller: Caller | None) -> RequestError:
         self._measures.rejected("", "unknown_model")
-        shown = name if len(name) <= 100 else f"{name[:100]}..."
         has = f"this {'key' if caller is not None and caller.tenant is not None else 'server'} has"
         return RequestError(
-            HTTPStatus.NOT_FOUND, f"the model {shown!r} does not exist; {has} {self._names(caller)}", param="model"
+            HTTPStatus.NOT_FOUND,
+            f"the model {shortened(name)} does not exist; {has} {self._names(caller)}",
+            param="model",
         )
 
     def _names(self, caller: Caller | None) -> str:
@@ -422,7 +419,7 @@ class _Answer:
             message["headers"] = [*message.get("headers", ()), (REQUEST_ID, self._http.request_id.encode())]
             after = self._http.retry_after
             if after is not None:
-                message["headers"] = [*message.get("headers", ()), (b"retry-after", str(after).encode())]
+                message["headers"] = [*message.get("headers", ()), retry_after(after)]
             if self._http.tenant is not None:
                 message["headers"] = [*message.get("headers", ()), *self._http.tenant.allowance.headers()]
             if (self._endpoint.draining or self._endpoint.crowded()) and CLOSE not in message.get("headers", ()):

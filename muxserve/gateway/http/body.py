@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from muxserve.gateway.http.errors import Message, Receive, RequestError
+from muxserve.gateway.http.errors import CLOSE, Message, Receive, RequestError, retry_after
 from muxserve.gateway.http.http_request import HttpRequest
 
 # How much memory the bodies of requests may take together before the requests are admitted.
@@ -74,8 +74,6 @@ class BodyClaim:
 
 # A client that is told "too large" while it still sends may never read it. So this much more is read and thrown away.
 DISCARD_BYTES = 16 << 20
-CLOSE = (b"connection", b"close")
-RETRY = (b"retry-after", b"1")
 # A client that sends no more of its body for so long will not; nor will one that, after so long, is slower than this.
 STALL_SECONDS = 60.0
 SLOWEST_BYTES_PER_SECOND = 1024
@@ -166,7 +164,7 @@ async def read_body(receive: Receive, headers: list[tuple[bytes, bytes]], limit:
         raise RequestError(
             HTTPStatus.SERVICE_UNAVAILABLE,
             "this server holds as many request bodies as it has memory for; try again in a moment",
-            headers=[CLOSE, RETRY],
+            headers=[CLOSE, retry_after(1)],
         )
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 

@@ -25,7 +25,7 @@ import msgspec
 from muxserve.control import messages
 from muxserve.control.client import ControlClient, FleetEndedError, NoFleetError, RunningFleet
 from muxserve.gateway.http.body import BodyMemory, read_body
-from muxserve.gateway.http.errors import App, Receive, RequestError, Scope, Send, respond_json
+from muxserve.gateway.http.errors import App, Receive, RequestError, Scope, Send, check_method, respond_json
 
 # One change is made at a time; the others wait in the controller, each with a thread here.
 MOST_WAITING = 8
@@ -147,7 +147,7 @@ class ChangeRoutes:
         await self._make(messages.Add(text, BODY, "", asked.get("unit", "")), send)
 
     async def _remove(self, scope: Scope, receive: Receive, send: Send) -> None:
-        _only(scope, "DELETE")
+        check_method(scope, "DELETE")
         self._check_keys()
         await self._make(messages.Remove(scope["path"].removeprefix(f"{MODELS}/")), send)
 
@@ -165,7 +165,7 @@ class ChangeRoutes:
             raise RequestError(HTTPStatus.BAD_REQUEST, "the body is no text in UTF-8") from None
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        _only(scope, "POST")
+        check_method(scope, "POST")
         self._check_keys()
         with self._bodies.claim() as claim:
             return await read_body(receive, scope["headers"], MAX_BODY_BYTES, claim)
@@ -206,15 +206,6 @@ class ChangeRoutes:
             return steps, messages.CommandRefused(str(error), mistake=False)
         except NoFleetError as error:
             raise RequestError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from None
-
-
-def _only(scope: Scope, method: str) -> None:
-    if scope["method"] != method:
-        raise RequestError(
-            HTTPStatus.METHOD_NOT_ALLOWED,
-            f"{scope['path']} takes {method} only",
-            headers=[(b"allow", method.encode())],
-        )
 
 
 def _query(scope: Scope, *names: str) -> dict[str, str]:

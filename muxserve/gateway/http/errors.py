@@ -13,10 +13,14 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Header = tuple[bytes, bytes]
 # What answers GET at one path.
 Page = Callable[[Scope, Send], Awaitable[None]]
 
 JSON = b"application/json"
+# The connection ends with the answer.
+CLOSE: Header = (b"connection", b"close")
+MOST_SHOWN = 100
 # vLLM's names where it has one.
 TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
@@ -47,7 +51,7 @@ class RequestError(Exception):
         status: HTTPStatus,
         message: str,
         param: str | None = None,
-        headers: Iterable[tuple[bytes, bytes]] = (),
+        headers: Iterable[Header] = (),
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -71,7 +75,7 @@ async def respond(
     status: int,
     body: bytes,
     content_type: bytes = JSON,
-    headers: Iterable[tuple[bytes, bytes]] = (),
+    headers: Iterable[Header] = (),
 ) -> None:
     """Send a whole answer."""
     await send(
@@ -98,9 +102,36 @@ async def respond_error(send: Send, error: RequestError) -> None:
     await respond(send, error.status, error.body(), headers=error.headers)
 
 
-def only_get(scope: Scope) -> None:
-    """Refuse other methods than GET and HEAD."""
-    if scope["method"] not in ("GET", "HEAD"):
+def retry_after(seconds: int) -> Header:
+    """The header that tells a client when to come again."""
+    return b"retry-after", str(seconds).encode()
+
+
+def check_method(scope: Scope, *methods: str) -> None:
+    """Refuse other methods than these.
+
+    Raises:
+        RequestError: it is another one (405).
+    """
+    if scope["method"] not in methods:
         raise RequestError(
-            HTTPStatus.METHOD_NOT_ALLOWED, f"{scope['path']} takes GET only", headers=[(b"allow", b"GET")]
+            HTTPStatus.METHOD_NOT_ALLOWED,
+            f"{scope['path']} takes {' and '.join(methods)} only",
+            headers=[(b"allow", ", ".join(methods).encode())],
         )
+
+
+def only_get(scope: Scope) -> None:
+    """Refuse other methods than GET and HEAD, as `check_method` does."""
+    if scope["method"] != "HEAD":
+        check_method(scope, "GET")
+
+
+def no_such_path(scope: Scope) -> RequestError:
+    """Nothing is served there."""
+    return RequestError(HTTPStatus.NOT_FOUND, f"no such path: {scope['path']}; see docs/gateway.md for those served")
+
+
+def shortened(name: str) -> str:
+    """A name of a client's making, as an error shows it."""
+    return repr(name if len(name) <= MOST_SHOWN else f"{name[:MOST_SHOWN]}...")

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import aiohttp
 
-from muxserve.gateway.http.errors import RequestError, Scope, Send
+from muxserve.gateway.http.errors import RequestError, Scope, Send, retry_after
 from muxserve.spec import FleetSpec
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class OtherGateways:
             raise RequestError(
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 "the gateway that makes this response does not answer; try again in a moment",
-                headers=[(b"retry-after", b"1")],
+                headers=[retry_after(1)],
             ) from None
 
     async def _ask(self, socket_path: str, url: str) -> str | None:

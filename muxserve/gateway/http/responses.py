@@ -17,7 +17,18 @@ from http import HTTPStatus
 from typing import NamedTuple
 from urllib.parse import parse_qs
 
-from muxserve.gateway.http.errors import Receive, RequestError, Scope, Send, respond, respond_json
+from muxserve.gateway.http.errors import (
+    Receive,
+    RequestError,
+    Scope,
+    Send,
+    check_method,
+    no_such_path,
+    respond,
+    respond_json,
+    retry_after,
+    shortened,
+)
 from muxserve.gateway.http.peers import OtherGateways
 from muxserve.gateway.http.served_app import ServedApp
 from muxserve.spec import ResponsesSpec
@@ -197,7 +208,7 @@ class ResponseStore:
         except sqlite3.Error as error:
             log.error("kept responses in %s: %s", self._spec.file, error)
             raise RequestError(
-                HTTPStatus.SERVICE_UNAVAILABLE, "responses cannot be read at present", headers=[(b"retry-after", b"1")]
+                HTTPStatus.SERVICE_UNAVAILABLE, "responses cannot be read at present", headers=[retry_after(1)]
             ) from None
 
     def _open(self) -> sqlite3.Connection:
@@ -239,20 +250,13 @@ class ResponseRoutes:
         name, _, action = path.removeprefix(PATH).partition("/")
         methods = {"": ("GET", "DELETE"), "cancel": ("POST",)}.get(action)
         if not name or methods is None:
-            raise RequestError(
-                HTTPStatus.NOT_FOUND, f"no such path: {scope['path']}; see docs/gateway.md for those served"
-            )
-        if scope["method"] not in methods:
-            raise RequestError(
-                HTTPStatus.METHOD_NOT_ALLOWED,
-                f"{scope['path']} takes {' and '.join(methods)} only",
-                headers=[(b"allow", ", ".join(methods).encode())],
-            )
+            raise no_such_path(scope)
+        check_method(scope, *methods)
         if self._store is None:
             raise not_kept(name)
         found = self._store.find(owner, name)
         if found is None or model not in (None, found.model):
-            raise RequestError(HTTPStatus.NOT_FOUND, f"there is no response {shown(name)}", param="response_id")
+            raise RequestError(HTTPStatus.NOT_FOUND, f"there is no response {shortened(name)}", param="response_id")
         if scope["method"] == "DELETE":
             if found.is_running:
                 raise RequestError(HTTPStatus.BAD_REQUEST, f"{name} is being made; cancel it first")
@@ -279,14 +283,9 @@ def not_kept(name: str) -> RequestError:
     """Why there is no response in a fleet that keeps none."""
     return RequestError(
         HTTPStatus.NOT_FOUND,
-        f"there is no response {shown(name)}: this server keeps none; set gateway.responses in its fleet file",
+        f"there is no response {shortened(name)}: this server keeps none; set gateway.responses in its fleet file",
         param="response_id",
     )
-
-
-def shown(name: str) -> str:
-    """A response's id as an error says it."""
-    return repr(name if len(name) <= 100 else f"{name[:100]}...")
 
 
 def _wants_stream(scope: Scope) -> bool:

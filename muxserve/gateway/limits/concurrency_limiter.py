@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from http import HTTPStatus
 
 from muxserve.gateway.http.body import BodyReplay, ClientGoneError
-from muxserve.gateway.http.errors import RequestError
+from muxserve.gateway.http.errors import RequestError, retry_after
 from muxserve.gateway.limits.admission import MAX_RETRY_AFTER_SECONDS, AdmissionVerdict, Gate, part_of
 from muxserve.gateway.routing.predicted_wait import PredictedWaits
 from muxserve.gateway.status.measure import Measures
@@ -98,7 +98,7 @@ class ConcurrencyLimiter:
                 HTTPStatus.TOO_MANY_REQUESTS,
                 f"model {model} has {gate.inside} requests in service and {gate.waiting} waiting, which is its limit; "
                 "try again later",
-                headers=[(b"retry-after", str(gate.retry_after()).encode())],
+                headers=[retry_after(gate.retry_after())],
             )
         waits.enter(replay.http, rank, prompts, time.monotonic(), tenant)
         try:
@@ -121,7 +121,7 @@ class ConcurrencyLimiter:
             HTTPStatus.TOO_MANY_REQUESTS,
             f"model {model} is overloaded: a first token would take about {wait:.1f} s, and {longest:g} s is the "
             "longest wait; try again later",
-            headers=[(b"retry-after", str(after).encode())],
+            headers=[retry_after(after)],
         )
 
     async def _wait(

@@ -24,7 +24,7 @@ from urllib.parse import parse_qs
 import msgspec
 from prometheus_client import CollectorRegistry, Counter
 
-from muxserve.gateway.http.errors import RequestError, Send, respond_json
+from muxserve.gateway.http.errors import RequestError, Send, respond_json, retry_after
 from muxserve.net.sockets import local_secret
 from muxserve.spec import FleetSpec, TenantSpec
 
@@ -471,7 +471,7 @@ class Tenancy:
             raise RequestError(
                 HTTPStatus.TOO_MANY_REQUESTS,
                 f"tenant {tenant.name} is at its limit of {most}; try again in {after} s",
-                headers=[(b"retry-after", str(after).encode()), *limit.allowance.headers()],
+                headers=[retry_after(after), *limit.allowance.headers()],
             ) from None
 
 

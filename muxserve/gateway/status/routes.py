@@ -100,15 +100,15 @@ class StatusRoutes:
         """Readiness, and the state of each model."""
         # Whoever waits for the start, or is to notice the end, should not wait for a cache as well.
         fresh = not self._status.was_ready or self._reports.draining
-        await (await self._health.get(fresh)).send(scope, send)
+        await self._health.send(scope, send, fresh)
 
     async def fleet(self, scope: Scope, send: Send) -> None:
         """Everything that is known."""
-        await (await self._fleet.get()).send(scope, send)
+        await self._fleet.send(scope, send)
 
     async def profile(self, scope: Scope, send: Send) -> None:
         """A profile: what prefill and decode steps cost, corrected by those that were taken."""
-        await (await self._profile.get()).send(scope, send)
+        await self._profile.send(scope, send)
 
     async def version(self, scope: Scope, send: Send) -> None:
         """What serves here; `version` is vLLM's, as its own endpoint has it."""
@@ -120,7 +120,7 @@ class StatusRoutes:
 
     async def openapi(self, scope: Scope, send: Send) -> None:
         """What can be asked here: vLLM's routes of all models, as vLLM describes them, and the gateway's own."""
-        await (await self._openapi.get()).send(scope, send)
+        await self._openapi.send(scope, send)
 
     async def docs(self, scope: Scope, send: Send) -> None:
         """`/openapi.json` as a page that a browser shows; it loads Swagger UI from the network."""
@@ -129,18 +129,18 @@ class StatusRoutes:
 
     async def metrics(self, scope: Scope, send: Send, full: bool) -> None:
         """Prometheus text: of the fleet, and of all its gateways; `full` with every series that vLLM has."""
-        await (await self._all[full].get()).send(scope, send)
+        await self._all[full].send(scope, send)
 
     async def own_metrics(self, scope: Scope, send: Send, full: bool) -> None:
         """Prometheus text of this gateway alone, for the others."""
-        await (await self._own[full].get()).send(scope, send)
+        await self._own[full].send(scope, send)
 
     async def model_metrics(self, model: str, scope: Scope, send: Send) -> None:
         """Prometheus text of one model, over all gateways: what a stock server of that model would say of itself."""
         if model not in self._of_model:
             self._of_model = {name: answer for name, answer in self._of_model.items() if name in self._models}
             self._of_model[model] = SharedAnswer(partial(self._render_model, model), TEXT_SECONDS)
-        await (await self._of_model[model].get()).send(scope, send)
+        await self._of_model[model].send(scope, send)
 
     # ------------------------------------------------------------ what is shared
 

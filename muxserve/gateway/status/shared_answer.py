@@ -77,6 +77,10 @@ class SharedAnswer:
             self._rendering = asyncio.ensure_future(self._renew(about)), about
         return await asyncio.shield(self._rendering[0])
 
+    async def send(self, scope: Scope, send: Send, fresh: bool = False) -> None:
+        """Answer the client of `scope`."""
+        await (await self.get(fresh)).send(scope, send)
+
     async def _renew(self, about: object) -> Answer:
         try:
             # In a thread: streams must not wait for the compression.

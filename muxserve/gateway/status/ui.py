@@ -14,8 +14,17 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from muxserve.gateway.http.body import RETRY
-from muxserve.gateway.http.errors import App, Page, Receive, RequestError, Scope, Send, only_get, respond_json
+from muxserve.gateway.http.errors import (
+    App,
+    Page,
+    Receive,
+    RequestError,
+    Scope,
+    Send,
+    only_get,
+    respond_json,
+    retry_after,
+)
 from muxserve.gateway.status.fleet_status import MAX_AGE_SECONDS
 from muxserve.gateway.status.live import OWN_LOAD, LiveView
 from muxserve.gateway.status.shared_answer import Answer, SharedAnswer
@@ -63,7 +72,7 @@ class LivePage:
         return {EVENTS: self.events, LOGS: self.logs}
 
     async def _own(self, scope: Scope, send: Send) -> None:
-        await (await self._own_load.get()).send(scope, send)
+        await self._own_load.send(scope, send)
 
     async def _render_own_load(self) -> Answer:
         return Answer(msgspec.json.encode(self._view.own_load()))
@@ -75,7 +84,7 @@ class LivePage:
             raise RequestError(
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 f"{MOST_STREAMS} live pages are open already; close one, or try again in a moment",
-                headers=[RETRY],
+                headers=[retry_after(1)],
             )
         self._streams += 1
         gone = asyncio.ensure_future(_disconnected(receive))
