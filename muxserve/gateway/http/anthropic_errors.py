@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from muxserve.gateway.http.errors import JSON, Message, Send, respond
+from muxserve.gateway.http.errors import JSON, STREAMED_ERROR, Message, Send, respond, streamed_error
 
 PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 # https://docs.anthropic.com/en/api/errors, where 529 stands for 503.
@@ -27,7 +27,7 @@ TYPES = {
     HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
 }
 _EVENT = b"event: error\ndata: "
-_CHAT_ERROR = 'data: {"error"'
+_CHAT_ERROR = STREAMED_ERROR.decode()
 
 
 def type_of(status: int) -> str:
@@ -97,7 +97,7 @@ def keep_reasons(messages: Any) -> None:
         async for event in stock(until_error()):
             yield event
         for chunk in failed:
-            error = msgspec.json.decode(chunk.removeprefix("data: ").split("\n", 1)[0])["error"]
+            error = streamed_error(chunk.encode())["error"]
             yield (_EVENT + error_body(int(error["code"]), str(error["message"])) + b"\n\n").decode()
 
     messages.message_stream_converter = convert

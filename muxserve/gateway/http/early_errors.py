@@ -10,10 +10,9 @@ import asyncio
 import msgspec
 
 from muxserve.gateway.http.anthropic_errors import early_error
-from muxserve.gateway.http.errors import Message, Send, respond
+from muxserve.gateway.http.errors import STREAMED_ERROR, Message, Send, respond, streamed_error
 
 _STREAM = b"text/event-stream"
-_ERROR = b'data: {"error"'
 
 
 class EarlyErrors:
@@ -83,10 +82,10 @@ def _is_stream(start: Message) -> bool:
 def _error(message: Message) -> tuple[int, bytes] | None:
     """Status and body of the answer, if this first event is an error."""
     body = bytes(message.get("body", b""))
-    if not body.startswith(_ERROR):
+    if not body.startswith(STREAMED_ERROR):
         return early_error(body)
     try:
-        told = msgspec.json.decode(body.split(b"\n", 1)[0].removeprefix(b"data: "))
+        told = streamed_error(body)
         status = int(told["error"]["code"])
     except (msgspec.DecodeError, LookupError, TypeError, ValueError):
         return None

@@ -18,6 +18,8 @@ Header = tuple[bytes, bytes]
 Page = Callable[[Scope, Send], Awaitable[None]]
 
 JSON = b"application/json"
+# How vLLM's streams of server-sent events begin an error.
+STREAMED_ERROR = b'data: {"error"'
 # The connection ends with the answer.
 CLOSE: Header = (b"connection", b"close")
 MOST_SHOWN = 100
@@ -100,6 +102,15 @@ async def respond_json(send: Send, content: object, status: int = 200) -> None:
 async def respond_error(send: Send, error: RequestError) -> None:
     """Send an error."""
     await respond(send, error.status, error.body(), headers=error.headers)
+
+
+def streamed_error(event: bytes) -> Any:
+    """The JSON of an event that begins with `STREAMED_ERROR`.
+
+    Raises:
+        msgspec.DecodeError: it is none.
+    """
+    return msgspec.json.decode(event.split(b"\n", 1)[0].removeprefix(b"data: "))
 
 
 def retry_after(seconds: int) -> Header:
