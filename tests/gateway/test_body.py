@@ -81,7 +81,7 @@ def test_parts_are_counted_outside_of_strings(value: object, ascii_only: bool) -
 )
 def test_a_list_of_more_tokens_than_any_context_has_is_refused(asked: dict[str, object]) -> None:
     with pytest.raises(RequestError, match="has a list of more than 100 tokens") as caught:
-        check_tokens(json.dumps(asked).encode(), 100)
+        check_tokens(asked_by(json.dumps(asked).encode()), 100)
     assert (caught.value.status, caught.value.param) == (400, next(iter(asked)))
 
 
@@ -97,4 +97,4 @@ def test_a_list_of_more_tokens_than_any_context_has_is_refused(asked: dict[str, 
     ],
 )
 def test_other_lists_are_none_of_tokens(asked: dict[str, object]) -> None:
-    check_tokens(json.dumps(asked).encode(), 100)
+    check_tokens(asked_by(json.dumps(asked).encode()), 100)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from muxserve.gateway.http.body import asked_by
 from muxserve.gateway.http.errors import RequestError
 from muxserve.gateway.http.paths import GENERATE, POSTS
 from muxserve.gateway.limits.engine_requests import check_engine_requests, engine_requests
@@ -49,7 +50,7 @@ TALK = [{"role": "user", "content": "x"}]
     ],
 )
 def test_prompts_and_choices(body: str, count: int) -> None:
-    assert engine_requests(COMPLETIONS, body.encode()) == count
+    assert engine_requests(COMPLETIONS, asked_by(body.encode())) == count
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_prompts_and_choices(body: str, count: int) -> None:
     ],
 )
 def test_each_route(path: str, body: dict[str, object], count: int) -> None:
-    assert engine_requests(path, json.dumps(body).encode()) == count
+    assert engine_requests(path, asked_by(json.dumps(body).encode())) == count
 
 
 @pytest.mark.parametrize(
@@ -99,12 +100,12 @@ def test_each_route(path: str, body: dict[str, object], count: int) -> None:
 )
 def test_pairs_are_one_request_or_two(path: str, body: dict[str, object], pairs: int, texts: int) -> None:
     content = json.dumps(body).encode()
-    assert engine_requests(path, content, reads_pairs=True) == pairs
-    assert engine_requests(path, content) == texts
+    assert engine_requests(path, asked_by(content), reads_pairs=True) == pairs
+    assert engine_requests(path, asked_by(content)) == texts
 
 
 def test_every_route_counts_at_least_one() -> None:
-    assert {engine_requests(path, b"{}") for path in POSTS} == {1}
+    assert {engine_requests(path, asked_by(b"{}")) for path in POSTS} == {1}
     assert BATCH in GENERATE
 
 

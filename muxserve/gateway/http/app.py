@@ -276,9 +276,9 @@ class GatewayApp:
                 raise RequestError(
                     HTTPStatus.NOT_FOUND, f"the model {name!r} does not serve {path}; it has {_listed(served.posts)}"
                 )
-            check_tokens(body, served.most_tokens)
+            check_tokens(asked, served.most_tokens)
             check_media(body, served.sees_images)
-            requests = engine_requests(path, body, reads_pairs="/classify" in served.posts)
+            requests = engine_requests(path, asked, reads_pairs="/classify" in served.posts)
             check_engine_requests(requests, self._limiter.gates[name].largest, name)
             inner = {**scope, "path": path, "raw_path": path.encode()} if path != scope["path"] else scope
             try:

@@ -1,7 +1,7 @@
 """How many requests a body asks of the engines: prompts, conversations, texts or pairs of them, times choices.
 
-This is the one place that counts them. `FIELDS` follows the request classes of vLLM 0.32 (`vllm.entrypoints`), route by
-route; what is none of them counts as one, and vLLM says what is wrong with it.
+This is the one place that counts them, route by route. What is none of them counts as one, and vLLM says what is wrong
+with it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from http import HTTPStatus
 
 import msgspec
 
+from muxserve.gateway.http.body import RequestFields
 from muxserve.gateway.http.errors import RequestError
 from muxserve.gateway.http.paths import POOLING
 
@@ -22,40 +23,15 @@ PAIRS = frozenset({"/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"}
 SEVERAL = COMPLETIONS | CHATS | BATCHES | POOLING
 
 
-class _Fields(msgspec.Struct):
-    """Every field that holds several requests, whatever the route."""
-
-    n: msgspec.Raw = msgspec.Raw()
-    prompt: msgspec.Raw = msgspec.Raw()
-    prompt_embeds: msgspec.Raw = msgspec.Raw()
-    messages: msgspec.Raw = msgspec.Raw()
-    input: msgspec.Raw = msgspec.Raw()
-    texts: msgspec.Raw = msgspec.Raw()
-    images: msgspec.Raw = msgspec.Raw()
-    inputs: msgspec.Raw = msgspec.Raw()
-    query: msgspec.Raw = msgspec.Raw()
-    queries: msgspec.Raw = msgspec.Raw()
-    documents: msgspec.Raw = msgspec.Raw()
-    items: msgspec.Raw = msgspec.Raw()
-    data_1: msgspec.Raw = msgspec.Raw()
-    data_2: msgspec.Raw = msgspec.Raw()
-    text_1: msgspec.Raw = msgspec.Raw()
-    text_2: msgspec.Raw = msgspec.Raw()
-
-
-_decoder = msgspec.json.Decoder(_Fields)
-
-
-def engine_requests(path: str, body: bytes, reads_pairs: bool = False) -> int:
-    """How many requests the route `path` makes of `body`; at least 1, as of routes that have one answer.
+def engine_requests(path: str, fields: RequestFields, reads_pairs: bool = False) -> int:
+    """How many requests the route `path` makes of a body; at least 1, as of routes that have one answer.
 
     Args:
-        body: a JSON object.
+        fields: those of the body.
         reads_pairs: the model takes two texts in one request.
     """
     if path not in SEVERAL:
         return 1
-    fields = _decoder.decode(body)
     if path in COMPLETIONS:
         # vLLM serves prompts and embeddings of prompts together.
         prompts = _length(fields.prompt, b'"[') + _length(fields.prompt_embeds, b'"')
