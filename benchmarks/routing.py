@@ -26,8 +26,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from muxserve.gateway.http.app import GatewayApp, ServedApp
+from muxserve.gateway.http.app import Access, GatewayApp, OwnPaths
 from muxserve.gateway.http.errors import App, Message, Receive, Scope, Send
+from muxserve.gateway.http.served_app import ServedApp
 from muxserve.gateway.limits.admission import ApiKeys
 from muxserve.gateway.limits.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.limits.priorities import Priorities
@@ -67,13 +68,14 @@ def endpoint(
     fleet = FleetSpec("", settings, deployed, [], tenants=tuple(tenants), usage_file=usage_file)
     return GatewayApp(
         models={model.name: ServedApp(answer, {model.name: {}}) for model in deployed},
-        keys=ApiKeys(keys, None, tenants),
-        priorities=Priorities(Levels(DEFAULT_LEVELS, NORMAL)),
-        tenancy=Tenancy(fleet, 0, CollectorRegistry()),
+        access=Access(
+            ApiKeys(keys, None, tenants),
+            Priorities(Levels(DEFAULT_LEVELS, NORMAL)),
+            Tenancy(fleet, 0, CollectorRegistry()),
+        ),
+        own=OwnPaths(),
         limiter=ConcurrencyLimiter(deployed, 0, 1, measures),
         measures=measures,
-        pages={},
-        open_pages=frozenset(),
         settings=settings,
         tracing=tracing,
     )

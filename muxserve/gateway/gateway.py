@@ -19,7 +19,7 @@ from muxserve.gateway.front_end.images import RequestImages
 from muxserve.gateway.front_end.served_models import OfferedModels
 from muxserve.gateway.grammars.compiler_process import Helper
 from muxserve.gateway.grammars.compilers import GrammarCompilers
-from muxserve.gateway.http.app import GatewayApp
+from muxserve.gateway.http.app import Access, GatewayApp, OwnPaths
 from muxserve.gateway.http.changes import ChangeRoutes
 from muxserve.gateway.http.peers import OtherGateways
 from muxserve.gateway.http.responses import ResponseRoutes, ResponseStore
@@ -124,23 +124,25 @@ class Gateway:
             LiveView(self.status, self.reports, self.limiter, self.measures, peers, self.broker.unit_timeline),
             Path(self.fleet.run_dir),
         )
-        changes = ChangeRoutes(self.fleet.run_dir, lambda: self._endpoint is not None and bool(self._endpoint.keys))
+        changes = ChangeRoutes(
+            self.fleet.run_dir, lambda: self._endpoint is not None and bool(self._endpoint.access.keys)
+        )
         shown = self.fleet.gateway.ui
         files = page.pages() if shown else {}
         self._endpoint = GatewayApp(
-            models=self.offered.models,
-            keys=ApiKeys(self.fleet.gateway.api_keys, self.fleet.key_levels, self.fleet.tenants),
-            priorities=Priorities(self.fleet.priority_levels()),
-            tenancy=self.tenancy,
-            limiter=self.limiter,
-            measures=self.measures,
-            pages=pages.table() | files,
-            responses=ResponseRoutes(self.responses, self.index, self.offered.models, peers),
-            model_pages={"/metrics": pages.model_metrics},
-            open_pages=pages.OPEN | files.keys(),
-            settings=self.fleet.gateway,
-            tracing=self.tracing,
-            apps=(page.apps() if shown else {}) | changes.apps(),
+            self.offered.models,
+            Access(_keys(self.fleet), Priorities(self.fleet.priority_levels()), self.tenancy),
+            OwnPaths(
+                pages=pages.table() | files,
+                open=pages.OPEN | files.keys(),
+                model_pages={"/metrics": pages.model_metrics},
+                apps=(page.apps() if shown else {}) | changes.apps(),
+            ),
+            self.limiter,
+            self.measures,
+            self.fleet.gateway,
+            self.tracing,
+            ResponseRoutes(self.responses, self.index, self.offered.models, peers),
         )
         self._endpoint.models_sleep = bool(self.fleet.residency)
         self._endpoint.refused = self.status.refused
@@ -193,8 +195,8 @@ class Gateway:
             self.limiter.add(model)
             self.measures.add(model)
         self.tenancy.learn(fleet)
-        self._endpoint.keys = ApiKeys(fleet.gateway.api_keys, fleet.key_levels, fleet.tenants)
-        self._endpoint.priorities = Priorities(fleet.priority_levels())
+        self._endpoint.access.keys = _keys(fleet)
+        self._endpoint.access.priorities = Priorities(fleet.priority_levels())
         self.status.learn(fleet)
         try:
             self.broker.learn(fleet)
@@ -293,3 +295,7 @@ def _is_plain(error: Exception) -> bool:
 def _is_refusal(error: Exception) -> bool:
     """Whether the words of `error` are for the user."""
     return isinstance(error, (OSError, ValueError))
+
+
+def _keys(fleet: FleetSpec) -> ApiKeys:
+    return ApiKeys(fleet.gateway.api_keys, fleet.key_levels, fleet.tenants)

@@ -55,7 +55,7 @@ async def test_errors_of_the_gateway(path: str) -> None:
     served.refusing = True
     status, kind, text = error_of(await ask(served, path))
     assert (status, kind, text) == (503, "overloaded_error", "this server is shutting down")
-    served.keys = ApiKeys(["k"])
+    served.access.keys = ApiKeys(["k"])
     refused = await ask(served, path)
     assert error_of(refused)[:2] == (401, "authentication_error")
     assert dict(refused.messages[0]["headers"])[b"www-authenticate"] == b"Bearer"

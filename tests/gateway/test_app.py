@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from muxserve.gateway.http import body
-from muxserve.gateway.http.app import GatewayApp
+from muxserve.gateway.http.app import Access, GatewayApp, OwnPaths
 from muxserve.gateway.http.errors import App, Message, Receive, Scope, Send
 from muxserve.gateway.http.served_app import ServedApp
 from muxserve.gateway.limits.admission import ApiKeys
@@ -59,15 +59,14 @@ def endpoint(
     measures = Measures(models, CollectorRegistry())
     return GatewayApp(
         models={"m": ServedApp(app, {"m": {}})},
-        keys=ApiKeys([]),
-        priorities=Priorities(Levels(DEFAULT_LEVELS, NORMAL)),
-        tenancy=Tenancy(fleet, 0, CollectorRegistry()),
+        access=Access(ApiKeys([]), Priorities(Levels(DEFAULT_LEVELS, NORMAL)), Tenancy(fleet, 0, CollectorRegistry())),
+        own=OwnPaths(
+            pages={"/health": page} if page is not None else {},
+            model_pages={"/metrics": model_page} if model_page is not None else {},
+        ),
         limiter=ConcurrencyLimiter(models, 0, 1, measures),
         measures=measures,
-        pages={"/health": page} if page is not None else {},
-        open_pages=frozenset(),
         settings=settings,
-        model_pages={"/metrics": model_page} if model_page is not None else {},
     )
 
 
@@ -121,7 +120,7 @@ async def test_a_page_of_a_model_needs_no_key_and_all_else_below_it_does() -> No
         await send({**BEGIN, "status": 200 if model == "m" else 500})
 
     served = endpoint(failing, model_page=page)
-    served.keys = ApiKeys(["k"])
+    served.access.keys = ApiKeys(["k"])
     assert (await ask(served, "/models/m/metrics", b"", "GET")).status == 200
     assert (await ask(served, "/models/other/metrics", b"", "GET")).status == 404
     for path in ("/models/m/v1/models", "/models/m/", "/models/m/health", "/metrics"):

@@ -16,7 +16,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from muxserve.gateway.http import body, protocol
-from muxserve.gateway.http.app import GatewayApp
+from muxserve.gateway.http.app import Access, GatewayApp, OwnPaths
 from muxserve.gateway.http.errors import App, Receive, Scope, Send, respond
 from muxserve.gateway.http.served_app import ServedApp
 from muxserve.gateway.limits.admission import ApiKeys
@@ -44,13 +44,14 @@ class Serving:
         self.limiter = ConcurrencyLimiter(models, 0, 1, measures)
         self.endpoint = GatewayApp(
             models={"m": ServedApp(app, {"m": {}})},
-            keys=ApiKeys([]),
-            priorities=Priorities(Levels(DEFAULT_LEVELS, NORMAL)),
-            tenancy=Tenancy(FleetSpec("", settings, models, []), 0, self.registry),
+            access=Access(
+                ApiKeys([]),
+                Priorities(Levels(DEFAULT_LEVELS, NORMAL)),
+                Tenancy(FleetSpec("", settings, models, []), 0, self.registry),
+            ),
+            own=OwnPaths(),
             limiter=self.limiter,
             measures=measures,
-            pages={},
-            open_pages=frozenset(),
             settings=settings,
         )
         self.listener = bind(GatewaySpec("127.0.0.1", 0, count=2))

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from muxserve.gateway.http.app import GatewayApp
+from muxserve.gateway.http.app import Access, GatewayApp, OwnPaths
 from muxserve.gateway.http.errors import Receive, Scope, Send, respond, respond_json
 from muxserve.gateway.http.http_request import current_http
 from muxserve.gateway.http.served_app import ServedApp
@@ -56,13 +56,10 @@ class Endpoint:
         self.tenancy = Tenancy(self.fleet, 0, self.registry)
         self.app = GatewayApp(
             models={one.name: ServedApp(self.serve, {one.name: {"id": one.name}}) for one in models},
-            keys=ApiKeys([OPERATOR], {}, tenants),
-            priorities=Priorities(Levels(DEFAULT_LEVELS, NORMAL)),
-            tenancy=self.tenancy,
+            access=Access(ApiKeys([OPERATOR], {}, tenants), Priorities(Levels(DEFAULT_LEVELS, NORMAL)), self.tenancy),
+            own=OwnPaths(pages={"/fleet": lambda scope, send: respond_json(send, {})}),
             limiter=ConcurrencyLimiter(models, 0, 1, self.measures),
             measures=self.measures,
-            pages={"/fleet": lambda scope, send: respond_json(send, {})},
-            open_pages=frozenset(),
             settings=self.fleet.gateway,
         )
         self.hold: asyncio.Event | None = None

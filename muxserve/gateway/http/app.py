@@ -23,6 +23,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
@@ -87,21 +88,41 @@ SIGN_SECONDS = 2.0
 ModelPage = Callable[[str, Scope, Send], Awaitable[None]]
 
 
+@dataclass(slots=True)
+class Access:
+    """Who may come in, which levels requests may ask for, and whose requests they are. Keys and levels may change at
+    any time."""
+
+    keys: ApiKeys
+    priorities: Priorities
+    tenancy: Tenancy
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPaths:
+    """What the gateway answers itself.
+
+    `pages` are about the server, for GET: those that are `open` need no key, the others one of an admin. `model_pages`
+    are below `/models/NAME`, for GET and without a key, and are given the name. `apps` answer at paths of their own or,
+    where one ends with a slash, below it; for admins.
+    """
+
+    pages: Mapping[str, Page] = field(default_factory=dict)
+    open: frozenset[str] = frozenset()
+    model_pages: Mapping[str, ModelPage] = field(default_factory=dict)
+    apps: Mapping[str, App] = field(default_factory=dict)
+
+
 class GatewayApp:
     """The ASGI application of a gateway. What it offers, whom it lets in and the levels may change at any time.
 
     Args:
         models: what is offered.
-        keys: who may come in.
-        priorities: the levels that requests may ask for.
-        tenancy: whose requests they are.
-        limiter: how many of them at once.
+        access: whom it lets in.
+        own: what it answers itself.
+        limiter: how many requests at once.
         measures: where rejections are counted.
-        pages: answers of paths about the server itself, for GET.
-        open_pages: those of them that need no key.
-        model_pages: answers of paths below `/models/NAME`, for GET and without a key; they are given the name.
         settings: the largest body taken, and whether each request that ended leaves a line in the log.
-        apps: what answers at paths of its own, or, where one ends with a slash, below it; for admins.
         tracing: makes the spans of requests.
         responses: answers what is about one response.
     """
@@ -109,30 +130,20 @@ class GatewayApp:
     def __init__(
         self,
         models: Mapping[str, ServedApp],
-        keys: ApiKeys,
-        priorities: Priorities,
-        tenancy: Tenancy,
+        access: Access,
+        own: OwnPaths,
         limiter: ConcurrencyLimiter,
         measures: Measures,
-        pages: Mapping[str, Page],
-        open_pages: frozenset[str],
         settings: GatewaySpec,
-        apps: Mapping[str, App] | None = None,
         tracing: Tracing | None = None,
-        model_pages: Mapping[str, ModelPage] | None = None,
         responses: ResponseRoutes | None = None,
     ) -> None:
         self.models = models
-        self.keys = keys
-        self.priorities = priorities
-        self._tenancy = tenancy
+        self.access = access
+        self._own = own
         self._limiter = limiter
         self._measures = measures
-        self._pages = dict(pages)
-        self._apps = dict(apps or {})
         self._tracing = tracing
-        self._open_pages = open_pages
-        self._model_pages = dict(model_pages or {})
         self._responses = responses
         self._settings = settings
         self.bodies = BodyMemory(settings.max_body_bytes)
@@ -192,9 +203,9 @@ class GatewayApp:
 
     async def _route(self, scope: Scope, receive: Receive, send: Send, http: HttpRequest) -> None:
         name, path = self._divided(scope)
-        caller = self.keys.admit(presented_key(scope["headers"]))
-        model_page = self._model_pages.get(path) if name is not None else None
-        if caller is None and (name is not None or path not in self._open_pages) and model_page is None:
+        caller = self.access.keys.admit(presented_key(scope["headers"]))
+        model_page = self._own.model_pages.get(path) if name is not None else None
+        if caller is None and (name is not None or path not in self._own.open) and model_page is None:
             self._measures.rejected("", "key")
             raise RequestError(
                 HTTPStatus.UNAUTHORIZED,
@@ -211,11 +222,11 @@ class GatewayApp:
                 only_get(scope)
                 await respond_json(send, {"object": "list", "data": [*self.models[name].cards.values()]})
                 return
-        elif path in self._pages:
+        elif path in self._own.pages:
             only_get(scope)
-            if path not in self._open_pages:
+            if path not in self._own.open:
                 _only_admins(path, caller)
-            await self._pages[path](scope, send)
+            await self._own.pages[path](scope, send)
             return
         elif (app := self._app_at(path)) is not None:
             _only_admins(path, caller)
@@ -232,7 +243,7 @@ class GatewayApp:
             return
         elif path == USAGE_PATH:
             only_get(scope)
-            await self._tenancy.report(scope.get("query_string", b""), caller.tenant if caller else None, send)
+            await self.access.tenancy.report(scope.get("query_string", b""), caller.tenant if caller else None, send)
             return
         assert caller is not None, "no path that serves is open"
         http.owner = caller.tenant.name if caller.tenant is not None else NOBODY
@@ -242,7 +253,7 @@ class GatewayApp:
         if path not in POSTS:
             raise no_such_path(scope)
         check_method(scope, "POST")
-        http.priority = self.priorities.of(scope["headers"], caller.level)
+        http.priority = self.access.priorities.of(scope["headers"], caller.level)
         await self._serve(name, path, caller, scope, receive, send, http)
 
     async def _serve(
@@ -283,7 +294,7 @@ class GatewayApp:
             inner = {**scope, "path": path, "raw_path": path.encode()} if path != scope["path"] else scope
             try:
                 if path not in COMPUTE:
-                    with self._tenancy.turn(caller.tenant, name) as http.tenant:
+                    with self.access.tenancy.turn(caller.tenant, name) as http.tenant:
                         async with self._limiter.turn(name, replay, requests):
                             if self.ended:  # while it waited for its turn
                                 raise self._shutting_down(name)
@@ -334,8 +345,8 @@ class GatewayApp:
         return name, f"/{below.removeprefix(name).removeprefix('/')}"
 
     def _app_at(self, path: str) -> App | None:
-        below = (app for start, app in self._apps.items() if start.endswith("/") and path.startswith(start))
-        return self._apps.get(path) or next(below, None)
+        below = (app for start, app in self._own.apps.items() if start.endswith("/") and path.startswith(start))
+        return self._own.apps.get(path) or next(below, None)
 
     def _model(self, asked: str | None, caller: Caller) -> str:
         if asked is None:
