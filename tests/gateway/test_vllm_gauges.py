@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client.exposition import generate_latest
 
+from muxserve.gateway.status.fleet_status import FleetStatus
 from muxserve.gateway.status.vllm_gauges import VllmGauges
 from muxserve.gateway.status.vllm_metrics import Lean
 from muxserve.spec import ModelSpec
@@ -32,6 +34,7 @@ def shown(
         resident=lambda name: (memory or {}).get(name, {}),
         asleep=lambda name: False,
     )
+    status.told = partial(FleetStatus.told, status)
     gauges = VllmGauges(status)
     lines = generate_latest(Lean(gauges) if lean else gauges).decode().splitlines()
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}

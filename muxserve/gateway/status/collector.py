@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from muxserve.gateway.limits.concurrency_limiter import ConcurrencyLimiter
-from muxserve.gateway.status.fleet_status import FleetStatus, UnitStatus
+from muxserve.gateway.status.fleet_status import FleetStatus
 from muxserve.scheduling.residency import Residence
 
 PLACES = ("queued", "prefilling", "handed", "decoding", "moving")
@@ -251,26 +251,13 @@ class FleetCollector(Collector):
                 {(name,): float(model[key] or 0) for name, model in models.items()},
             )
 
-    def _models(self, unit: UnitStatus) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """What a unit says of its models; it keeps books also of those that the fleet has no longer."""
-        known = {model.name for model in self._status.fleet.models}
-        return ((name, model) for name, model in unit.models().items() if name in known)
-
     def _per_model(self, key: str) -> Values:
-        return {
-            (unit.name, name): float(model[key])
-            for unit in self._status.units.values()
-            if unit.answered
-            for name, model in self._models(unit)
-            if key in model
-        }
+        return {(unit, name): float(model[key]) for unit, name, model in self._status.told() if key in model}
 
     def _per_phase(self, key: str) -> Values:
         return {
-            (unit.name, name, phase): float(engine[key])
-            for unit in self._status.units.values()
-            if unit.answered
-            for name, model in self._models(unit)
+            (unit, name, phase): float(engine[key])
+            for unit, name, model in self._status.told()
             for phase, engine in model.get("phases", {}).items()
             if key in engine
         }
@@ -278,19 +265,15 @@ class FleetCollector(Collector):
     def _costs(self, key: str) -> Values:
         """What was learnt of the steps' costs; phases without a step, and engines of both phases, have what they do."""
         return {
-            (unit.name, name, phase): float(learnt[key])
-            for unit in self._status.units.values()
-            if unit.answered
-            for name, model in self._models(unit)
+            (unit, name, phase): float(learnt[key])
+            for unit, name, model in self._status.told()
             for phase, learnt in model.get("costs", {}).items()
         }
 
     def _stages(self, key: str) -> Values:
         return {
-            (unit.name, name, str(stage)): float(seconds)
-            for unit in self._status.units.values()
-            if unit.answered
-            for name, model in self._models(unit)
+            (unit, name, str(stage)): float(seconds)
+            for unit, name, model in self._status.told()
             for stage, seconds in enumerate(model.get(key, ()))
         }
 

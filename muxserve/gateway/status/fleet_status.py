@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -151,6 +151,14 @@ class FleetStatus:
         memory = state.get("memory")
         if isinstance(memory, dict):
             self.memory = memory
+
+    def told(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+        """What the units that answer say of their models: unit, model, and its state. A unit keeps books also of models
+        that the fleet has no longer; these are left out."""
+        known = {model.name for model in self.fleet.models}
+        for unit in self.units.values():
+            if unit.answered:
+                yield from ((unit.name, name, state) for name, state in unit.models().items() if name in known)
 
     def resident(self, model: str) -> dict[str, Any]:
         """What is known of a model that memory decides on; nothing of others."""

@@ -6,6 +6,7 @@ dies, or has a replica in another unit would leave the gauge at what was sent la
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from muxserve.gateway.status.collector import PLACES
 from muxserve.gateway.status.fleet_status import FleetStatus
 from muxserve.spec import EnginePhase, ModelSpec
 
@@ -25,7 +27,7 @@ SLEEP_STATE = "vllm:engine_sleep_state"
 NAMES = frozenset({RUNNING, WAITING, WAITING_BY_REASON, KV_CACHE_USAGE, SLEEP_STATE})
 
 # The index of the engine that runs each place's requests: 0 prefills, 1 decodes or does both.
-_ONE_ENGINE = ("prefilling", "handed", "decoding", "moving")
+_ONE_ENGINE = tuple(place for place in PLACES if place != "queued")
 _RUNS_IN = {0: ("prefilling",), 1: ("handed", "decoding", "moving")}
 _SLEEPS = ("asleep", "waking")
 
@@ -42,8 +44,11 @@ class VllmGauges(Collector):
         reasons = _family(WAITING_BY_REASON, "Number of waiting requests by reason.", "reason")
         usage = _family(KV_CACHE_USAGE, "KV-cache usage. 1 means 100 percent usage.")
         sleep = _family(SLEEP_STATE, "Engine sleep state; awake = 0 means engine is sleeping.", "sleep_state")
+        states: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
+        for _, name, state in self._status.told():
+            states[name].append(state)
         for model in self._status.fleet.models:
-            told = self._told(model.name)
+            told = states.get(model.name, [])
             first, *_ = indexes = engine_indexes(model)
             for index in indexes:
                 labels = [model.name, str(index)]
@@ -57,11 +62,6 @@ class VllmGauges(Collector):
                 for state, value in self._sleep_states(model.name).items():
                     sleep.add_metric([*labels, state], float(value))
         yield from (running, waiting, reasons, usage, sleep)
-
-    def _told(self, model: str) -> Sequence[Mapping[str, Any]]:
-        """What each unit that answers says of the model."""
-        units = self._status.units.values()
-        return [unit.models()[model] for unit in units if unit.answered and model in unit.models()]
 
     def _sleep_states(self, model: str) -> dict[str, bool]:
         resident = self._status.resident(model)
