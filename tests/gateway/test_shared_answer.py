@@ -8,7 +8,7 @@ import gzip
 import pytest
 
 from muxserve.gateway.http.errors import Message
-from muxserve.gateway.status.shared_answer import Answer, SharedAnswer
+from muxserve.gateway.status.shared_answer import RenderedAnswer, SharedAnswer
 
 
 class Renderings:
@@ -19,13 +19,13 @@ class Renderings:
         self.go = asyncio.Event()
         self.error: Exception | None = None
 
-    async def __call__(self) -> Answer:
+    async def __call__(self) -> RenderedAnswer:
         self.begun += 1
         number = self.begun
         await self.go.wait()
         if self.error is not None:
             raise self.error
-        return Answer(b"%d" % number)
+        return RenderedAnswer(b"%d" % number)
 
 
 async def test_fifty_readers_at_once_cost_one_rendering() -> None:
@@ -99,7 +99,7 @@ async def test_only_who_takes_gzip_gets_it(accepts: bytes) -> None:
         sent.append(message)
 
     body = b"a line like all others\n" * 100
-    answer = Answer(body, b"text/plain").pack()
+    answer = RenderedAnswer(body, b"text/plain").pack()
     await answer.send({"headers": [(b"accept-encoding", accepts)]}, send, (b"x-more", b"1"))
     headers = dict(sent[0]["headers"])
     packed = b"gzip" in accepts

@@ -23,7 +23,7 @@ from muxserve.gateway.http.served_app import ServedApp
 from muxserve.gateway.limits.admission import ApiKeys
 from muxserve.gateway.limits.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.limits.priorities import Priorities
-from muxserve.gateway.limits.tenants import LimitExceededError, SharedLimits, Tenancy, TokenBucket, Used
+from muxserve.gateway.limits.tenants import LimitExceededError, MinuteBucket, SharedLimits, Tenancy, Used
 from muxserve.gateway.routing.requests import Tracked
 from muxserve.gateway.status.measure import Measures, RequestOutcome
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Levels
@@ -235,7 +235,7 @@ def test_gateways_share_limits_and_one_that_died_holds_nothing(tmp_path: Path) -
 )
 def test_a_bucket_lets_no_more_through_than_flowed_in(per_minute: int, steps: list[tuple[float, int]]) -> None:
     """With one amount of overdraft beyond what is full at the start."""
-    bucket, now, spent, largest = TokenBucket(per_minute, float(per_minute), 0.0), 0.0, 0, 0
+    bucket, now, spent, largest = MinuteBucket(per_minute, float(per_minute), 0.0), 0.0, 0, 0
     for pause, amount in steps:
         now += pause
         bucket = bucket.filled(now)

@@ -62,7 +62,7 @@ FIELDS = ("day", "tenant", "model", "requests", "prompt_tokens", "cached_tokens"
 
 
 @dataclass(frozen=True, slots=True)
-class TokenBucket:
+class MinuteBucket:
     """A token bucket: `per_minute` flow in evenly, and those of one minute are kept at most.
 
     It may be overdrawn, since how long an answer becomes is not known before; then it must fill up first. `at` is when
@@ -73,14 +73,14 @@ class TokenBucket:
     level: float
     at: float
 
-    def filled(self, now: float) -> TokenBucket:
+    def filled(self, now: float) -> MinuteBucket:
         """The bucket at `now`."""
         level = self.level + max(0.0, now - self.at) * self.per_minute / MINUTE
-        return TokenBucket(self.per_minute, min(float(self.per_minute), level), now)
+        return MinuteBucket(self.per_minute, min(float(self.per_minute), level), now)
 
-    def spend(self, amount: float) -> TokenBucket:
+    def spend(self, amount: float) -> MinuteBucket:
         """The bucket with `amount` less."""
-        return TokenBucket(self.per_minute, self.level - amount, self.at)
+        return MinuteBucket(self.per_minute, self.level - amount, self.at)
 
     def seconds_until(self, level: float) -> float:
         """How long it takes until it has `level`."""
@@ -91,7 +91,7 @@ class TokenBucket:
 class Allowance:
     """What is left of a tenant's limits by the minute, of those that it has: kind ("requests", "tokens") -> bucket."""
 
-    buckets: dict[str, TokenBucket] = field(default_factory=dict)
+    buckets: dict[str, MinuteBucket] = field(default_factory=dict)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """As OpenAI's API tells it."""
@@ -205,7 +205,7 @@ class SharedLimits:
         limits = dict(zip(RATE_KINDS, (tenant.requests_per_minute, tenant.tokens_per_minute), strict=True))
         return Allowance(
             {
-                kind: TokenBucket(limit, *stored.get(kind, (float(limit), now))).filled(now)
+                kind: MinuteBucket(limit, *stored.get(kind, (float(limit), now))).filled(now)
                 for kind, limit in limits.items()
                 if limit
             }

@@ -24,7 +24,7 @@ from muxserve.gateway.http.served_app import ServedApp
 from muxserve.gateway.limits.tenants import USAGE_PATH
 from muxserve.gateway.status.fleet_status import MAX_AGE_SECONDS, FleetStatus
 from muxserve.gateway.status.reports import Reports
-from muxserve.gateway.status.shared_answer import Answer, SharedAnswer
+from muxserve.gateway.status.shared_answer import RenderedAnswer, SharedAnswer
 from muxserve.gateway.status.vllm_gauges import WAITING
 from muxserve.gateway.status.vllm_metrics import JoinedMetrics, Lean, folded
 
@@ -144,27 +144,27 @@ class StatusRoutes:
 
     # ------------------------------------------------------------ what is shared
 
-    async def _render_health(self) -> Answer:
+    async def _render_health(self) -> RenderedAnswer:
         await self._status.refresh(MAX_AGE_SECONDS if self._status.was_ready else 0.0)
         status, body = self._reports.health()
-        return Answer(msgspec.json.encode(body), status=status)
+        return RenderedAnswer(msgspec.json.encode(body), status=status)
 
-    async def _render_fleet(self) -> Answer:
+    async def _render_fleet(self) -> RenderedAnswer:
         await asyncio.gather(self._status.refresh(), self._status.refresh_gpus())
-        return Answer(msgspec.json.encode(self._reports.fleet()))
+        return RenderedAnswer(msgspec.json.encode(self._reports.fleet()))
 
-    async def _render_profile(self) -> Answer:
+    async def _render_profile(self) -> RenderedAnswer:
         await self._status.refresh()
-        return Answer(msgspec.json.encode(self._reports.profile()))
+        return RenderedAnswer(msgspec.json.encode(self._reports.profile()))
 
-    async def _render_openapi(self) -> Answer:
+    async def _render_openapi(self) -> RenderedAnswer:
         # Takes tens of milliseconds the first time.
         return await asyncio.to_thread(self._described, [*self._models.values()])
 
     def _served_paths(self) -> frozenset[frozenset[str]]:
         return frozenset(each.posts for each in self._models.values())
 
-    def _described(self, models: Iterable[ServedApp]) -> Answer:
+    def _described(self, models: Iterable[ServedApp]) -> RenderedAnswer:
         paths: dict[str, object] = {}
         schemas: dict[str, object] = {}
         for posts, each in {served.posts: served for served in models}.items():
@@ -176,7 +176,7 @@ class StatusRoutes:
         paths |= described()
         about = {"title": "MuxServe", "version": version("muxserve")}
         document = {"openapi": "3.1.0", "info": about, "paths": paths, "components": {"schemas": schemas}}
-        return Answer(msgspec.json.encode(document))
+        return RenderedAnswer(msgspec.json.encode(document))
 
     def _own_paths(self) -> dict[str, str]:
         """The pages, with what each says of itself."""
@@ -186,7 +186,7 @@ class StatusRoutes:
             found[path] = " ".join(words.split()).partition(". ")[0].rstrip(".")
         return {path: words for path, words in found.items() if not path.startswith(OWN_METRICS)}
 
-    async def _render_metrics(self, full: bool) -> Answer:
+    async def _render_metrics(self, full: bool) -> RenderedAnswer:
         others = asyncio.ensure_future(self._peers.metrics(full)) if self._peers else None
         await asyncio.gather(self._status.refresh(), self._status.refresh_gpus())
         # Some milliseconds of pure Python: streams must not wait for it.
@@ -195,14 +195,14 @@ class StatusRoutes:
         if others is not None:
             each = {**await others, self._peers.index: own.decode()}
             own = (await asyncio.to_thread(joined, sorted(each.items()))).encode()
-        return Answer(text + own, _PROMETHEUS)
+        return RenderedAnswer(text + own, _PROMETHEUS)
 
-    async def _render_own(self, full: bool) -> Answer:
-        return Answer(await asyncio.to_thread(generate_latest, self._own_metrics[full]), _PROMETHEUS)
+    async def _render_own(self, full: bool) -> RenderedAnswer:
+        return RenderedAnswer(await asyncio.to_thread(generate_latest, self._own_metrics[full]), _PROMETHEUS)
 
-    async def _render_model(self, model: str) -> Answer:
+    async def _render_model(self, model: str) -> RenderedAnswer:
         others, _ = await asyncio.gather(self._peers.metrics(full=False), self._status.refresh())
-        return Answer(await asyncio.to_thread(self._model_text, model, [*others.values()]), _PROMETHEUS)
+        return RenderedAnswer(await asyncio.to_thread(self._model_text, model, [*others.values()]), _PROMETHEUS)
 
     def _model_text(self, model: str, others: list[str]) -> bytes:
         parsed = [_Families(text_string_to_metric_families(text)) for text in others]

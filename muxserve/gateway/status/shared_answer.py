@@ -16,7 +16,7 @@ _SMALL_BYTES = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RenderedAnswer:
     """A whole answer; `packed` is its body in gzip, where that is worth it."""
 
     body: bytes
@@ -24,10 +24,10 @@ class Answer:
     status: int = 200
     packed: bytes | None = None
 
-    def pack(self) -> Answer:
+    def pack(self) -> RenderedAnswer:
         """The same with its body in gzip as well; takes milliseconds for a large one."""
         packed = gzip.compress(self.body, _LEVEL) if len(self.body) >= _SMALL_BYTES else None
-        return Answer(self.body, self.content_type, self.status, packed)
+        return RenderedAnswer(self.body, self.content_type, self.status, packed)
 
     async def send(self, scope: Scope, send: Send, *headers: tuple[bytes, bytes]) -> None:
         """Answer the client of `scope`, in gzip if it takes that."""
@@ -54,7 +54,7 @@ class SharedAnswer:
 
     def __init__(
         self,
-        render: Callable[[], Awaitable[Answer]],
+        render: Callable[[], Awaitable[RenderedAnswer]],
         max_age: float,
         about: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
@@ -63,10 +63,10 @@ class SharedAnswer:
         self._max_age = max_age
         self._about = about
         self._clock = clock
-        self._known: tuple[Answer, float, object] | None = None
-        self._rendering: tuple[asyncio.Task[Answer], object] | None = None
+        self._known: tuple[RenderedAnswer, float, object] | None = None
+        self._rendering: tuple[asyncio.Task[RenderedAnswer], object] | None = None
 
-    async def get(self, fresh: bool = False) -> Answer:
+    async def get(self, fresh: bool = False) -> RenderedAnswer:
         """The answer; with `fresh` none that was there before the call."""
         about = self._about()
         if self._rendering is None or self._rendering[1] != about:
@@ -81,7 +81,7 @@ class SharedAnswer:
         """Answer the client of `scope`."""
         await (await self.get(fresh)).send(scope, send)
 
-    async def _renew(self, about: object) -> Answer:
+    async def _renew(self, about: object) -> RenderedAnswer:
         try:
             # In a thread: streams must not wait for the compression.
             answer = await asyncio.to_thread((await self._render()).pack)

@@ -27,7 +27,7 @@ from muxserve.gateway.http.errors import (
 )
 from muxserve.gateway.status.fleet_status import MAX_AGE_SECONDS
 from muxserve.gateway.status.live import OWN_LOAD, LiveView
-from muxserve.gateway.status.shared_answer import Answer, SharedAnswer
+from muxserve.gateway.status.shared_answer import RenderedAnswer, SharedAnswer
 from muxserve.net.logs import log_files, tail
 
 PAGE = "/ui"
@@ -64,7 +64,7 @@ class LivePage:
         """By path, what needs no key: the files, and what other gateways ask for."""
         files = {f"{PAGE}/{path.relative_to(FILES)}": path for path in FILES.rglob("*") if path.suffix in _TYPES}
         files[PAGE] = files.pop(f"{PAGE}/index.html")
-        answers = {name: Answer(path.read_bytes(), _TYPES[path.suffix]).pack() for name, path in files.items()}
+        answers = {name: RenderedAnswer(path.read_bytes(), _TYPES[path.suffix]).pack() for name, path in files.items()}
         return {name: partial(_file, answer) for name, answer in answers.items()} | {OWN_LOAD: self._own}
 
     def apps(self) -> dict[str, App]:
@@ -74,8 +74,8 @@ class LivePage:
     async def _own(self, scope: Scope, send: Send) -> None:
         await self._own_load.send(scope, send)
 
-    async def _render_own_load(self) -> Answer:
-        return Answer(msgspec.json.encode(self._view.own_load()))
+    async def _render_own_load(self) -> RenderedAnswer:
+        return RenderedAnswer(msgspec.json.encode(self._view.own_load()))
 
     async def events(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A frame every `FRAME_SECONDS` as a server-sent event, until the client goes away or the gateway drains."""
@@ -121,7 +121,7 @@ class LivePage:
         await send({"type": "http.response.body", "body": b""})
 
 
-async def _file(answer: Answer, scope: Scope, send: Send) -> None:
+async def _file(answer: RenderedAnswer, scope: Scope, send: Send) -> None:
     await answer.send(scope, send, *_HEADERS)
 
 

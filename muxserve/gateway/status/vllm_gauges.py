@@ -44,11 +44,11 @@ class VllmGauges(Collector):
         reasons = _family(WAITING_BY_REASON, "Number of waiting requests by reason.", "reason")
         usage = _family(KV_CACHE_USAGE, "KV-cache usage. 1 means 100 percent usage.")
         sleep = _family(SLEEP_STATE, "Engine sleep state; awake = 0 means engine is sleeping.", "sleep_state")
-        states: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
-        for _, name, state in self._status.told():
-            states[name].append(state)
+        by_model: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
+        for _, name, said in self._status.told():
+            by_model[name].append(said)
         for model in self._status.fleet.models:
-            told = states.get(model.name, [])
+            told = by_model.get(model.name, [])
             first, *_ = indexes = engine_indexes(model)
             for index in indexes:
                 labels = [model.name, str(index)]
