@@ -124,11 +124,12 @@ class Placing:
     # 2. Every replica of its model is degraded: it fails, and its client hears when these are tried again.
     # 3. The global scheduler places requests of its model, is connected and not silent: it is asked (ASKED), and
     #    3.1 names a unit: the request goes there or, if that unit cannot take it, as in 4; without any, as in 6;
-    #    3.2 says that it will name one: PROMISED; the question is repeated every `REPEAT_SECONDS`;
-    #    3.3 has no unit: the request fails, or begins at 1 again where its client has waited for tokens before;
+    #    3.2 says that it will name one: PROMISED;
+    #    3.3 has no unit: the request fails, or begins at 1 again where its client has tokens and the unit is only late;
     #    3.4 says nothing within `PLACE_SECONDS`: OVERDUE, and if 4 finds a unit, the scheduler is silent from then on
     #        until it says anything;
     #    3.5 is gone: all requests that wait for it begin at 1 again.
+    #    In 3.2 and 3.4 it is asked again every `REPEAT_SECONDS`.
     # 4. A unit is up that serves the model, has not refused the request and is not degraded: the one with the fewest
     #    requests takes it. A silent scheduler is asked and the question withdrawn, since any answer ends its silence.
     # 5. The global scheduler is silent, and no unit can take the request: as in 3.
