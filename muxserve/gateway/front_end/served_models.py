@@ -118,14 +118,16 @@ class OfferedModels:
 
     async def _leave(self, model: str) -> None:
         try:
-            await self._limiter.remove(model)
+            await self._limiter.empty(model)
         finally:
             self._broker.detach(model)
             await seam.end(self._front_ends.pop(model))
             await seam.forget_models()
             del self._leaving[model]
             log.info("%s is not offered any more", model)
-            self._left()
+        # One of that name may be in the fleet still: it has a gate again before anybody asks for it.
+        await self._limiter.remove(model)
+        self._left()
 
 
 def _front_end_part(model: ModelSpec) -> tuple[object, ...]:
