@@ -20,7 +20,7 @@ from operator import attrgetter
 
 from muxserve.scheduling.admission import admissible, wants_prefill
 from muxserve.scheduling.ledger import UnitLedger
-from muxserve.scheduling.policy import Policy, Renewals, in_turn
+from muxserve.scheduling.policy import Policy, in_turn
 from muxserve.scheduling.quanta import Quanta
 from muxserve.scheduling.quotas import QuotaAdapter, QuotaConfig
 from muxserve.scheduling.state import ModelState
@@ -126,9 +126,6 @@ class Adbs(Policy):
         if leased:
             self._running(leased, grants, now, short_of, left_out)
         return grants
-
-    def renews(self, ledger: UnitLedger, now: float) -> Renewals | None:
-        return Renewals(contended=False) if self._settled(ledger, now) else None
 
     def _candidate(self, ledger: UnitLedger, now: float, prefilling: ModelState | None) -> ModelState | None:
         """The next model in turn that has a prefill job to run, other than the one that is running one."""

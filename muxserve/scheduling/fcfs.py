@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from muxserve.scheduling.admission import admissible, wants_prefill
 from muxserve.scheduling.ledger import UnitLedger
-from muxserve.scheduling.policy import Policy, Renewals
+from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.quanta import Quanta
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import WHOLE, Grant
@@ -49,15 +49,6 @@ class Fcfs(Policy):
         if self._prefilled:
             return [self._prefill_job(ledger, current, share=WHOLE)]
         return [self._decode_grant(current, contended=bool(others), share=WHOLE)]
-
-    def renews(self, ledger: UnitLedger, now: float) -> Renewals | None:
-        current = self._current
-        if current is None or current.prefill.lease is not None or current.handed or current.prefilling:
-            return None
-        lease = current.decode.lease
-        if lease is None or not lease.renewable or (current.queue and wants_prefill(ledger, current, now)):
-            return None
-        return Renewals(contended=True, until=self._turn_ends) if self._others(ledger, now) else Renewals(False)
 
     def _others(self, ledger: UnitLedger, now: float) -> list[ModelState]:
         """Models with work whose turn it is not."""

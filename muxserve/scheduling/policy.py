@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, TypeVar
 
-from muxserve.scheduling.admission import Admission, admissible, prefill_steps, wants_prefill
+from muxserve.scheduling.admission import Admission, admissible, prefill_steps
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.quanta import Quanta
 from muxserve.scheduling.quotas import Claim, max_min, with_fitting_floors
@@ -50,14 +50,6 @@ LEND_SECONDS = 0.1
 # After so long a policy is asked again that was due already when it was last asked: what is to be tried again waits for
 # somebody else's lease, and whoever asked at once would do nothing but ask until that ends.
 AGAIN_SECONDS = 0.001
-
-
-class Renewals(NamedTuple):
-    """Nothing but running decode leases being renewed, each for as long as is usual while others wait (`contended`) or
-    do not, until the clock reaches `until`."""
-
-    contended: bool
-    until: float = float("inf")
 
 
 class Policy(ABC):
@@ -111,15 +103,6 @@ class Policy(ABC):
         """When to ask again even if nothing happens; infinity for never."""
         return ledger.next_retry()
 
-    def renews(self, ledger: UnitLedger, now: float) -> Renewals | None:
-        """What is decided from now on until something happens, if that is nothing but to renew decode leases that are
-        `due`: whoever asks may then renew them and need not ask for decisions. None: there may be more.
-
-        Something happens when a request arrives, ends or changes its engine, when a lease ends, when pages come free,
-        and at `wakeup`. A policy that answers changes neither quotas before `wakeup` nor itself by such decisions.
-        """
-        return None
-
     def limit(self, model: ModelState) -> int:
         """Pages up to which `model` admits requests now; less than its quota while that is being lowered."""
         return model.quota
@@ -130,20 +113,6 @@ class Policy(ABC):
         return max(model.profile.floor_pages, min(model.quota, model.profile.quota_pages))
 
     # ------------------------------------------------------------ shared by the policies
-
-    def _settled(self, ledger: UnitLedger, now: float) -> bool:
-        """Decode engines with work run under leases that may be renewed, and no prompt waits that could be prefilled
-        now, beside those in a prefill engine that runs."""
-        for model in ledger.models:
-            lease = model.decode.lease
-            if model.handed or (model.decoding if lease is None else not lease.renewable):
-                return False
-            if model.prefill.lease is not None:
-                if model.queue:
-                    return False
-            elif model.prefilling or (model.queue and wants_prefill(ledger, model, now, self.limit(model))):
-                return False
-        return True
 
     def _decode_grant(
         self, model: ModelState, contended: bool, share: int | None = None, steps: int = 0, renewable: bool = True

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from muxserve.scheduling.admission import admissible, head_fits
 from muxserve.scheduling.ledger import UnitLedger
-from muxserve.scheduling.policy import Policy, Renewals
+from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.state import ModelState
-from muxserve.scheduling.types import DECODE, PREFILL, Grant
+from muxserve.scheduling.types import PREFILL, Grant
 
 
 class Rolling(Policy):
@@ -25,16 +25,6 @@ class Rolling(Policy):
     def decide(self, ledger: UnitLedger, now: float) -> list[Grant]:
         grants = (self._next(ledger, model, now) for model in ledger.models if model.decode.takes_work)
         return [grant for grant in grants if grant is not None]
-
-    def renews(self, ledger: UnitLedger, now: float) -> Renewals | None:
-        for model in ledger.models:
-            lease = model.decode.lease
-            if lease is None:
-                if model.live:
-                    return None
-            elif lease.phase is not DECODE or model.handed or model.prefilling or head_fits(ledger, model):
-                return None
-        return Renewals(contended=False)
 
     def _next(self, ledger: UnitLedger, model: ModelState, now: float) -> Grant | None:
         engine = model.decode

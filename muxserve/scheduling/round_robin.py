@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from muxserve.scheduling.admission import wants_prefill
 from muxserve.scheduling.ledger import UnitLedger
-from muxserve.scheduling.policy import Policy, Renewals, in_turn
+from muxserve.scheduling.policy import Policy, in_turn
 from muxserve.scheduling.quanta import Quanta
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import DECODE, PREFILL, Grant, Phase
@@ -72,6 +72,3 @@ class RoundRobin(Policy):
                 if renewal is not None:
                     grants.append(renewal)
         return grants
-
-    def renews(self, ledger: UnitLedger, now: float) -> Renewals | None:
-        return Renewals(contended=False) if not self._left_out_since and self._settled(ledger, now) else None

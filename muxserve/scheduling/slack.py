@@ -28,7 +28,6 @@ from muxserve.scheduling.adbs import Adbs, AdbsConfig
 from muxserve.scheduling.admission import admissible, head_fits, room, wants_prefill
 from muxserve.scheduling.leases import LeaseState
 from muxserve.scheduling.ledger import UnitLedger
-from muxserve.scheduling.policy import Renewals
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import WHOLE, Grant
 
@@ -69,7 +68,6 @@ class Slack(Adbs):
         super().__init__(self._rules)
         # By model: since when a prefill has been held back.
         self._held: dict[int, float] = {}
-        self._left_out = False
 
     # ------------------------------------------------------------ jobs
 
@@ -107,7 +105,7 @@ class Slack(Adbs):
         prefill = prefilling or starting
         gives_way = prefill is not None and self._gives_way(ledger)
         division = self._divide(prefill, order, len(first), gives_way)
-        contended = self._left_out = len(division.decode) < len(order)
+        contended = len(division.decode) < len(order)
 
         free = ledger.share_free
         grants: list[Grant] = []
@@ -231,35 +229,6 @@ class Slack(Adbs):
             steps += tokens / model.batch_tokens
         return steps >= self._rules.pressing
 
-    def renews(self, ledger: UnitLedger, now: float) -> Renewals | None:
-        if self._held:
-            return None
-        if not _elastic(ledger):
-            return super().renews(ledger, now)
-        if self._left_out or ledger.share_used != WHOLE or not self._settled(ledger, now):
-            return None
-        return Renewals(contended=False) if self._divided(ledger) else None
-
-    def _divided(self, ledger: UnitLedger) -> bool:
-        """The next decision would leave all shares as they are. The last one may not: it counted the sequences before
-        those that it handed over, and some may have ended since."""
-        prefill: ModelState | None = None
-        decoding: list[ModelState] = []
-        for model in ledger.models:
-            if prefill is None and model.prefill.lease is not None:
-                prefill = model
-            lease = model.decode.lease
-            if lease is not None:
-                if self._firm.get(model.index) == lease.granted_at:
-                    return False  # it goes first, until it is renewed
-                decoding.append(model)
-        if prefill is not None and any(head_fits(ledger, m, self._limits[m.index]) for m in ledger.models):
-            return False  # whether prefill gives way depends on pages, which sequences take as they go on
-        division = self._divide(prefill, decoding, 0, prefill is not None and self._gives_way(ledger))
-        if prefill is not None and not _has(prefill.prefill.lease, division.prefill):
-            return False
-        return all(_has(model.decode.lease, division.decode.get(model.index, 0)) for model in decoding)
-
     # ------------------------------------------------------------ slack
 
     def _candidate(self, ledger: UnitLedger, now: float, prefilling: ModelState | None) -> ModelState | None:
@@ -325,11 +294,6 @@ def _among(chosen: list[ModelState], bases: list[int], planned: int, part: int) 
 def _stepped(part: int, step: int) -> int:
     """The multiple of `step` next to `part`, with one step at least on either side."""
     return min(max(step, round(part / step) * step), WHOLE - step)
-
-
-def _has(lease: LeaseState | None, share: int) -> bool:
-    """The lease has that share, and its engine computes on it."""
-    return lease is not None and lease.share == lease.held == share
 
 
 def _towards(target: int, lease: LeaseState, free: int) -> int:

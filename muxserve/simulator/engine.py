@@ -320,19 +320,6 @@ class StepEngine(Engine):
             pages.commit(blocks * pages.per_block)
         return end
 
-    def _reach(self, end: int) -> None:
-        """Leap on to step `end`, which is further than planned, as far as there are pages."""
-        pages, batch = self.pages, self.batch
-        blocks = batch.growth(self._planned, end)
-        if blocks:
-            spare = pages.spare_blocks()
-            if blocks > spare:
-                end = batch.furthest(self._planned, end, spare)
-                blocks = batch.growth(self._planned, end)
-            pages.commit(blocks * pages.per_block)
-        self._planned = end
-        self.unit.look(self)
-
     def plan(self) -> float:
         if self.state == STEPPING and not self.chunks:
             self.planned_time = self.batch.time_of(self._planned)

@@ -2,8 +2,7 @@
 preemption, in engines of one phase each, or in one of both that does what its lease says.
 
 They report as live engines do (`muxserve.engine.lease`): after each prefill step, when something ended, when half of
-the lease is used, when it is over, and after the first step with new sequences. Where the unit says that all reports
-would only renew the lease, an engine that decodes leaps over those too, and catches up with what they were.
+the lease is used, when it is over, and after the first step with new sequences.
 """
 
 from __future__ import annotations
@@ -11,9 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from muxserve.scheduling.leases import LeaseState
-from muxserve.scheduling.policy import Renewals
-from muxserve.scheduling.quanta import Length
 from muxserve.scheduling.state import EngineState
 from muxserve.scheduling.types import BOTH, DECODE, PREFILL, Phase, StepsDone, share_units
 from muxserve.simulator.engine import BOUNDARY, IDLE, STALLED, STEPPING, StepEngine
@@ -23,8 +19,6 @@ from muxserve.simulator.setup import SimModel
 
 if TYPE_CHECKING:
     from muxserve.simulator.scheduled import ScheduledUnit
-
-_NEVER = float("inf")
 
 
 class SimLease(NamedTuple):
@@ -87,10 +81,6 @@ class LeasedEngine(StepEngine):
         for call in calls:
             call(now)
 
-    def releases(self) -> bool:
-        """A request may end with the step that runs, and give pages back."""
-        return False
-
     def _accept(self, lease: SimLease, now: float) -> bool:
         """The lease replaces the one before; whether the engine's costs are others than before."""
         self._pending = None
@@ -128,16 +118,14 @@ class PhaseEngine(LeasedEngine):
     """An engine of one phase, or one of both that does one of them at a time.
 
     A decode lease has `_steps` steps, begun at `_begun`, and is over with step `_end` or at `_deadline`. Up to step
-    `_told_counter` the engine has reported; with `_fresh` sequences came in that are to have their first step. While it
-    is `far` it leaps over renewals, with their kind and until when there are none but these. Of a prefill lease `_left`
-    steps are left.
+    `_told_counter` the engine has reported; with `_fresh` sequences came in that are to have their first step. A
+    prefill lease has `_left` steps left.
     """
 
     def __init__(self, unit: ScheduledUnit, model: SimModel, phase: Phase, pages: ModelPages) -> None:
         super().__init__(unit, model, phase, pages)
         self.prompts: list[SimRequest] = []
         self.returned: list[SimRequest] = []
-        self.far = False
         self._left = 0
         self._steps = 0
         self._end = 0
@@ -147,8 +135,6 @@ class PhaseEngine(LeasedEngine):
         self._told_at = 0.0
         self._told_counter = 0
         self._told_generated = 0
-        self._contended = False
-        self._until = _NEVER
 
     # ------------------------------------------------------------ between steps
 
@@ -181,7 +167,6 @@ class PhaseEngine(LeasedEngine):
     def _enter(self, lease: SimLease, now: float) -> None:
         if self._accept(lease, now):
             self._dirty = True
-        self.far = False
         entering, self._entering = self._entering, []
         if lease.phase is PREFILL:
             self._left = lease.steps
@@ -266,7 +251,6 @@ class PhaseEngine(LeasedEngine):
         if self.phase is BOTH:
             self.prompts.remove(request)
             self.returned.append(request)
-        self.unit.freed(self.pages, now)
 
     def _prefilled(self, now: float) -> None:
         stalled = self.state == STALLED
@@ -295,18 +279,10 @@ class PhaseEngine(LeasedEngine):
         self.scheduler.report(SimReport(self, steps_done, done.finished, done.through, returned))
         self.unit.at_boundary(self)
 
-    def releases(self) -> bool:
-        if self.pages.counts.behind and self.chunks:
-            return True  # what the last chunk of a prompt needed behind its window
-        return any(request.output - request.made <= 1 for request, _ in self.chunks)
-
     # ------------------------------------------------------------ decode
 
     def _decoded(self, now: float) -> None:
         batch = self.batch
-        if self.far:
-            self.catch_up(now, False)
-            self.far = False
         self._arrive(self._planned, now)
         counter = batch.counter
         finished = self._end_decode(now)
@@ -352,7 +328,6 @@ class PhaseEngine(LeasedEngine):
             return
         need = batch.needs[counter % batch.block_tokens]
         if need and not self.pages.take(need, now, self.order):
-            self.unit.disturbed(now)
             self.returned += self._preempt(now)
             if not batch.running:
                 self._stall(now)
@@ -360,7 +335,6 @@ class PhaseEngine(LeasedEngine):
         if not self.active:
             self._told_at = now
         self._go_on(now)
-        self.far = False
         self._leap(self._next_news())
 
     def computed(self, request: SimRequest, now: float) -> int:
@@ -391,7 +365,7 @@ class PhaseEngine(LeasedEngine):
         time = batch.time_of(self._planned)
         # Leases are bounded in time as well, and half of that is to be told of too.
         look = self._deadline if self._half_told else (self._begun + self._deadline) / 2
-        if time >= look and not self.far and self._planned > self._synced:
+        if time >= look and self._planned > self._synced:
             # Of steps that are done already only the number is known.
             first = max(self._synced, batch.floor + 1, batch.done_by(look))
             while batch.time_of(first) < look:
@@ -401,139 +375,3 @@ class PhaseEngine(LeasedEngine):
                 time = batch.time_of(first)
         self.planned_time = time
         return time
-
-    # ------------------------------------------------------------ leaps over renewals
-
-    def steady(self) -> bool:
-        """It is in a step under a lease, less than half of which is used, and nobody waits for the step's end. Half of
-        its steps will be used before half of its time (by the scheduler's clock, which began first), and so it will be
-        with the next ones, since steps take about as long as the scheduler believes."""
-        lease = self.account.lease
-        if lease is None or not self.leaping() or self.returned or self._pending is not None or self.calls:
-            return False
-        if lease.left * 2 <= lease.steps or self._steps < 2:
-            return False
-        batch = self.batch
-        if batch.step_seconds() > 2.0 * self.account.step_seconds:
-            return False
-        return 2.0 * batch.time_of(self._end - self._steps // 2) < lease.granted_at + lease.deadline
-
-    def extend(self, renewals: Renewals) -> None:
-        """Leap on, as far as leases are renewed without further ado."""
-        self.far = True
-        self._contended, self._until = renewals
-        end = self._bounded(min(self.batch.next_end(), self.batch.until))
-        if end > self._planned:
-            self._reach(end)
-
-    def _bounded(self, end: int) -> int:
-        """The first step to end when it is not renewals alone any more, if that is before `end`."""
-        if self._until == _NEVER:
-            return end
-        batch = self.batch
-        last = batch.done_by(self._until)
-        return min(end, last if batch.time_of(last) >= self._until else last + 1)
-
-    def cut(self, now: float) -> None:
-        """Leap no further than to the next report."""
-        if not self.far:
-            return
-        self.far = False
-        if self.state == STEPPING:
-            self._replan(min(self._next_news(), self._planned), now)
-
-    def _replan(self, end: int, now: float) -> None:
-        self.sync(now, -1)
-        self.pages.commit(-self.pages.committed)
-        self._planned = self._commit(max(end, self._synced))
-        self.unit.look(self)
-
-    def catch_up(self, now: float, inclusive: bool) -> None:
-        """Do what happened at the boundaries before `now` (`inclusive`: and at it) at which there was something to
-        report: new sequences had their first step, or half of a lease was used, for which the scheduler's turn renewed
-        it."""
-        state = self.account
-        batch, lease, planned = self.batch, state.lease, self._planned
-        assert lease is not None
-        report = self._next_report()
-        if report >= planned or batch.time_of(report) > now:
-            return
-        size, time_of, stepped = len(batch.running), batch.time_of, state.stepped
-        quanta, contended = self.scheduler.policy.quanta, self._contended
-        told, told_at, told_tokens = self._told_counter, self._told_at, self._told_generated
-        # New sequences were not in the steps before this leap.
-        before = batch.generated - size * batch.counter
-        renewed_with = -1.0
-        while report < planned:
-            time = time_of(report)
-            if time > now or (time == now and not inclusive):
-                break
-            tokens = before + size * report
-            stepped(time - told_at, tokens - told_tokens, report - told)
-            if state.prefills is not None:
-                state.rounds += min(float(report - told), (tokens - told_tokens) / size)
-            told, told_at, told_tokens = report, time, tokens
-            if self._fresh:
-                self._fresh = False
-                half = self._end - self._steps // 2
-                if report < half:
-                    lease.left = self._end - report
-                    report = half
-                    continue
-            renewed_with = state.step_seconds
-            steps = quanta.decode_steps(renewed_with, contended)
-            report += steps - steps // 2
-        self.jobs += told - self._told_counter
-        self.tokens += told_tokens - self._told_generated
-        self._told_counter, self._told_at, self._told_generated = told, told_at, told_tokens
-        if renewed_with >= 0.0:
-            self._renewed(lease, told, quanta.decode(renewed_with, contended), told_at)
-
-    def _renewed(self, lease: LeaseState, counter: int, length: Length, now: float) -> None:
-        """The lease is renewed after step `counter`."""
-        lease.steps = lease.left = self._steps = length.steps
-        lease.granted_at = self._begun = now
-        lease.deadline = self._deadline = now + length.seconds
-        self._end = counter + length.steps
-        self._half_told = False
-
-    def between(self) -> bool:
-        """It stands between two steps, and has no other lease to take there."""
-        return self.state == BOUNDARY and self._pending is None
-
-    def renew(self, contended: bool, now: float) -> None:
-        """Between two steps, renew the lease."""
-        state = self.account
-        lease = state.lease
-        assert lease is not None
-        self._renewed(
-            lease, self.batch.counter, self.scheduler.policy.quanta.decode(state.step_seconds, contended), now
-        )
-
-    def _next_report(self) -> int:
-        """After which step of a leap over renewals there is something to report."""
-        return self._end - (self._steps - 1 if self._fresh else self._steps // 2)
-
-    def stands_at_report(self, now: float) -> bool:
-        """There is something to report at this very moment. To be asked after `catch_up`."""
-        report = self._next_report()
-        return self.state == STEPPING and report < self._planned and self.batch.time_of(report) == now
-
-    def report_now(self, now: float) -> None:
-        """The boundary at this moment is one to report at."""
-        self._planned = self._next_report()
-        self.far = False
-        self.boundary(now)
-
-    def retime(self, slow: float, now: float) -> None:
-        if not self.far or self.state != STEPPING:
-            super().retime(slow, now)
-            return
-        self.catch_up(now, True)
-        super().retime(slow, now)
-        if not self.steady():
-            # Others leap no further than its lease allows, either.
-            self.scheduler.disturbed(now)
-        elif self._until != _NEVER:
-            # Other steps than before are those that end by then.
-            self._replan(self._bounded(self._planned), now)

@@ -117,7 +117,6 @@ class SimulatedMove:
         """The sequence can leave only between two steps, and when it is in no micro-batch."""
         engine = self._engine
         if engine.state == STEPPING or engine.in_flight(self.request):
-            self.source.disturbed(now)
             engine.calls.append(self._last_stage)
             engine.interrupt(now)
         else:

@@ -209,9 +209,8 @@ class ResidentUnit(ScheduledUnit):
         """The next wake ends then if nothing else begins or ends before."""
         self._expected += 1
         if self.residency.wake_drag and self.compute.waking != (count := self._waking()):
-            self.disturbed(now)
             self.compute.beside_wakes(count, self.residency.rules.cores, self.residency.decode_weight)
-            self._changed(now)
+            self._changed()
         waking = [each.left for each in self.residents.values() if each.residence is Residence.WAKING]
         if waking:
             self.clock.at(now + max(0.0, min(waking)) * self._slowdown(), partial(self._wake_ends, self._expected))

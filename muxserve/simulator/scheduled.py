@@ -14,7 +14,7 @@ from muxserve.replicas.views import InstanceLoad, InstanceView
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.loads import load_of, view_of
 from muxserve.scheduling.policies import make_policy
-from muxserve.scheduling.policy import AGAIN_SECONDS, Policy, Renewals
+from muxserve.scheduling.policy import AGAIN_SECONDS, Policy
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import BOTH, DECODE, PREFILL, Grant, ModelProfile, Phase, QueuedRequest
 from muxserve.simulator.batch import BlockCounts
@@ -26,9 +26,6 @@ from muxserve.simulator.result import UnitResult
 from muxserve.simulator.setup import SimModel
 from muxserve.simulator.stages import PipelineEngine
 from muxserve.simulator.unit import SimulatedUnit
-
-# Moments that are worked out by different formulas may differ by less.
-_ROUNDING_SECONDS = 1e-9
 
 
 class ScheduledUnit(SimulatedUnit):
@@ -59,14 +56,6 @@ class ScheduledUnit(SimulatedUnit):
         # Messages on their way, by engine: those to it and those from it.
         self._flying: dict[LeasedEngine, list[int]] = {}
         self._in_flight = 0
-        # What far leaps take for granted; and something has happened that calls for a decision even so.
-        self._renewals: Renewals | None = None
-        self._until = -1.0
-        self._news = False
-        self._woken = False
-        self._went_on = False
-        # Pages have come free of which the ledger has not been told.
-        self._freed = False
         self._engine: dict[tuple[str, Phase], LeasedEngine] = {}
         for model, pages in zip(spec.models, self.pages, strict=True):
             engine = self._make(model, pages)
@@ -78,7 +67,6 @@ class ScheduledUnit(SimulatedUnit):
                 engine = PhaseEngine(self, model, PREFILL, pages)
                 self._enter(engine)
                 self.prefillers.append((self.ledger.by_name[model.name], engine))
-        self._far = [(m, e) for m, e in self.decoders if isinstance(e, PhaseEngine)]
 
     def block_counts(self, profile: ModelProfile) -> BlockCounts:
         return BlockCounts.of(_counted(profile), windows=True)
@@ -104,9 +92,7 @@ class ScheduledUnit(SimulatedUnit):
         if self._too_long(request, request.prompt + max(1, request.output - 1), now):
             return
         self.live[request.request_id] = request
-        live = self.ledger.arrived(self._queued(request), now)
-        if len(live.model.queue) == 1:
-            self._news = True
+        self.ledger.arrived(self._queued(request), now)
         self.turn_due = True
         self.touch()
 
@@ -188,8 +174,6 @@ class ScheduledUnit(SimulatedUnit):
             # What left the engine while this report was on its way is known already (live it is told after it): nobody
             # will tell that the engine rests.
             ledger.lease_void(name, phase, now)
-        if report.returned or report.through or not report.done.steps or phase is PREFILL:
-            self._news = True
         self.turn_due = True
         self.touch()
         if self.watcher is not None:
@@ -207,40 +191,34 @@ class ScheduledUnit(SimulatedUnit):
 
     def reserve(self, name: str, blocks: int, now: float) -> bool:
         """Have blocks for a sequence on its way here, or (negative) give them back; False: there are too few."""
-        self.disturbed(now)
         pages = self.page_of[name]
         if blocks > 0:
             return pages.take(blocks, now, -1)
         pages.release(-blocks)
-        self._changed(now)
-        self.freed(pages, now)
+        self._changed()
         return True
 
     def detach(self, request: SimRequest, now: float) -> int:
         """A sequence leaves its engine between two steps; returns its blocks, which stay taken."""
-        self.disturbed(now)
         blocks = self.decoder(request.model).leave(request)
         self.ledger.detached(request.request_id, request.lease_id, request.made, now)
-        self._changed(now)
+        self._changed()
         return blocks
 
     def moved(self, request: SimRequest, blocks: int, now: float) -> None:
         """Another unit has a sequence that left with so many blocks."""
-        self.disturbed(now)
         self.ledger.moved(request.request_id, now)
         del self.live[request.request_id]
         pages = self.page_of[request.model]
         pages.give_up(request, blocks)
-        self._changed(now)
-        self.freed(pages, now)
+        self._changed()
 
     def take_over(self, request: SimRequest, now: float) -> None:
         """A sequence comes with its KV, in blocks that were reserved."""
-        self.disturbed(now)
         request.unit = self
         self.live[request.request_id] = request
         self.ledger.taken_over(self._queued(request), now)
-        self._changed(now)
+        self._changed()
 
     def withdraw(self, name: str, now: float) -> list[SimRequest]:
         """All that wait for that model leave."""
@@ -250,9 +228,9 @@ class ScheduledUnit(SimulatedUnit):
             self.ledger.given_back(request_id, now)
         return [self.live.pop(request_id) for request_id in gone]
 
-    def _changed(self, now: float) -> None:
+    def _changed(self) -> None:
         """Something was told that calls for a decision."""
-        self._news = self.turn_due = True
+        self.turn_due = True
         self.touch()
 
     # ------------------------------------------------------------ how its replicas stand
@@ -300,13 +278,6 @@ class ScheduledUnit(SimulatedUnit):
     # ------------------------------------------------------------ the scheduler
 
     def turn(self, now: float) -> None:
-        stirred, self._news = self._news, False
-        woken, self._woken = self._woken, False
-        self._went_on = self.calm and not stirred and self._goes_on(woken, now)
-        if self._went_on:
-            return
-        if self.calm:
-            self._stir(now)
         for grant in self._decisions(now):
             self._grant(grant, now)
         self._plan_to_wake(now)
@@ -314,7 +285,6 @@ class ScheduledUnit(SimulatedUnit):
     def _decisions(self, now: float) -> list[Grant]:
         self.turns += 1
         self._tell_pages(now)
-        self._freed = False
         if self.spec.adapt_quotas:
             self._rebalance(now)
         return self.policy.decide(self.ledger, now)
@@ -346,118 +316,8 @@ class ScheduledUnit(SimulatedUnit):
 
     def _wake(self, now: float) -> None:
         if now == self._wake_at:
-            self.turn_due = self._woken = True
+            self.turn_due = True
             self.touch()
-
-    # ------------------------------------------------------------ leaps over renewals
-
-    def freed(self, pages: ModelPages, now: float) -> None:
-        self._freed = True
-
-    def releasing(self, pages: ModelPages, now: float) -> None:
-        # What a model held at most is what the ledger would have heard of at a turn just before.
-        model = self.ledger.models[pages.index]
-        if pages.held > model.peak:
-            model.peak = pages.held
-
-    def rested(self, now: float) -> None:
-        """See whether all that the policy will do until something happens is to renew leases; then leap over that."""
-        if self._in_flight:
-            # What is on its way will call for a decision.
-            self._went_on = False
-            self.disturbed(now)
-            return
-        went_on, self._went_on = self._went_on, False
-        renewals = self._renewals
-        if renewals is None or not (went_on and self.calm):
-            renewals = self._only_renewals(now)
-            if renewals != self._renewals or renewals is None:
-                self.disturbed(now)
-                if renewals is None:
-                    return
-        until = self._leaps_until(renewals)
-        if until != self._until:
-            # Who leaps already would leap too far, or could leap further.
-            self.disturbed(now)
-            until = self._leaps_until(renewals)
-        if until <= now:
-            self.disturbed(now)
-            return
-        self._renewals, self._until = renewals, until
-        self.calm = True
-        for _, engine in self._far:
-            if not engine.far and engine.steady():
-                engine.extend(renewals._replace(until=until))
-
-    def _leaps_until(self, renewals: Renewals) -> float:
-        """No leap over renewals goes beyond the moment at which another engine's lease is due because half of its time
-        is over: at whatever turn comes next it is renewed, and leaps take no turns."""
-        until = renewals.until
-        for model, engine in self._far:
-            lease = model.decode.lease
-            if lease is not None and not engine.far and not engine.steady():
-                until = min(until, (lease.granted_at + lease.deadline) / 2 - _ROUNDING_SECONDS)
-        return until
-
-    def _only_renewals(self, now: float) -> Renewals | None:
-        """What the policy says, and nothing but decoding sequences will give pages back: what each model held at most
-        before that, the ledger is told (`releasing`)."""
-        renewals = None if self._freed else self.policy.renews(self.ledger, now)
-        if renewals is None or renewals.until <= now:
-            return None
-        for model, engine in self.prefillers:
-            if model.prefill.lease is not None and engine.releases():
-                return None
-        return renewals
-
-    def _goes_on(self, woken: bool, now: float) -> bool:
-        """All that has been told are steps of decode engines, ends of their sequences, requests that join others in a
-        queue, and the time. If nothing but renewals follows from that, see to them without asking for a decision."""
-        ledger, self._freed = self.ledger, False
-        if woken or any(model.queue for model in ledger.models):
-            self._tell_pages(now)
-            if woken and self.spec.adapt_quotas:
-                self._rebalance(now)
-        else:
-            for pages in self.pages:
-                if pages.held < pages.told:
-                    pages.told = pages.held
-                    ledger.pages(pages.model, pages.held, 0, pages.quota)
-        renewals = self._only_renewals(now)
-        if renewals is None or renewals != self._renewals:
-            return False
-        due = []
-        for model, engine in self._far:
-            lease = model.decode.lease
-            if not engine.far and lease is not None and model.decoding and lease.due(now):
-                if not engine.between():
-                    return False
-                due.append(engine)
-        for engine in due:
-            engine.renew(renewals.contended, now)
-        if woken:
-            self._plan_to_wake(now)
-        return True
-
-    def disturbed(self, now: float) -> None:
-        calm, self.calm = self.calm, False
-        self._renewals = None
-        for _, engine in self._far:
-            if engine.far:
-                if calm:
-                    engine.catch_up(now, True)
-                engine.cut(now)
-
-    def _stir(self, now: float) -> None:
-        """A turn is due: bring all engines to what they would have told by now."""
-        self.calm = False
-        for _, engine in self._far:
-            if engine.far:
-                engine.catch_up(now, False)
-                if engine.stands_at_report(now):
-                    engine.report_now(now)
-        # It is taking place.
-        self.turn_due = self._news = False
 
     # ------------------------------------------------------------ what the scheduler sees and does
 
@@ -474,6 +334,12 @@ class ScheduledUnit(SimulatedUnit):
             if held != pool.told:
                 pool.told = held
                 ledger.pool_pages(name, pool.profile.pages - held, 0)
+
+    def releasing(self, pages: ModelPages, now: float) -> None:
+        # What a model held at most is what the ledger would have heard of at a turn just before.
+        model = self.ledger.models[pages.index]
+        if pages.held > model.peak:
+            model.peak = pages.held
 
     def _lease(self, grant: Grant, now: float) -> SimLease:
         """Carry out a decision, but for telling the engine."""

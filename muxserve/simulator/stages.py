@@ -489,7 +489,6 @@ class PipelineEngine(LeasedEngine):
         self.pages.give_up(request, request.blocks)
         request.blocks = 0
         del self.running[request]
-        self.unit.freed(self.pages, self.unit.clock.now)
 
     def _gives_way(self, request: SimRequest, now: float) -> None:
         """It loses its blocks and is given back."""

@@ -117,7 +117,6 @@ class TurnTaking:
         if not isinstance(engine, PhaseEngine):
             raise TypeError("a pipeline has a unit to itself, where nobody takes turns")
         if engine.state == STEPPING:
-            unit.disturbed(now)
             engine.calls.append(partial(self._between_steps, name))
             engine.interrupt(now)
         else:
@@ -133,7 +132,6 @@ class TurnTaking:
         for request in list(engine.batch.running):
             blocks = unit.detach(request, now)
             unit.page_of[name].give_up(request, blocks)
-            unit.freed(unit.page_of[name], now)
             stopped.append(_Stopped(request, now))
             unit.stands_still(request, now)
         unit.sleep_if_done(model, now)

@@ -52,8 +52,6 @@ class SimulatedUnit:
         self.compute.units.append(self)
         self.timeline = JobTimeline(spec.name, spec.device, spec.devices) if options.timeline else None
         self.turn_due = False
-        # Nothing but renewals of leases is to be decided on.
-        self.calm = False
         self.turns = 0
         self.looks = 0
         self.began = self.clock.now
@@ -79,7 +77,6 @@ class SimulatedUnit:
         self.requests: list[SimRequest] = []
         self._kicks: list[Engine] = []
         self._looks: list[Engine] = []
-        self._stirred = False
         self._costs: dict[tuple[str, float], EngineCosts] = {}
         self._longest = {model.name: model.max_len or float("inf") for model in spec.models}
         self._samples: list[tuple[float, tuple[int, ...]]] = []
@@ -178,9 +175,6 @@ class SimulatedUnit:
     def releasing(self, pages: ModelPages, now: float) -> None:
         """Decoding sequences are about to give pages back."""
 
-    def disturbed(self, now: float) -> None:
-        """Something happens that the scheduler is not told of at once, and that may matter to its next turn."""
-
     def victim(self, running: Sequence[SimRequest]) -> SimRequest:
         """Which of the sequences gives way first; the last to have joined."""
         return running[-1]
@@ -195,9 +189,6 @@ class SimulatedUnit:
                 self.begin(now)
             if self.compute.changed:
                 self.compute.settle(now)
-            if self._stirred:
-                self._stirred = False
-                self.rested(now)
             if self._looks:
                 self._plan_looks()
             if not self.turn_due and not self._kicks:
@@ -205,12 +196,10 @@ class SimulatedUnit:
 
     def begin(self, now: float) -> None:
         """Everything of this moment was told: decide, and begin steps."""
-        turned = self.turn_due
-        if turned:
+        if self.turn_due:
             self.turn_due = False
             self.turn(now)
         kicks = self._kicks
-        self._stirred = turned or (self.calm and bool(kicks))
         if kicks:
             if len(kicks) > 1:
                 kicks.sort(key=_ORDER)
@@ -221,9 +210,6 @@ class SimulatedUnit:
 
     def rest(self, now: float) -> None:
         """Jobs have settled on their speeds."""
-        if self._stirred:
-            self._stirred = False
-            self.rested(now)
         if self._looks:
             self._plan_looks()
         self.touched = False
@@ -243,9 +229,6 @@ class SimulatedUnit:
 
     def turn(self, now: float) -> None:
         """Decide what runs."""
-
-    def rested(self, now: float) -> None:
-        """Everything of this moment has happened."""
 
     def works(self, running: bool, now: float) -> None:
         """Some job of the unit runs, or none."""

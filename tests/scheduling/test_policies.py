@@ -8,7 +8,7 @@ from muxserve.scheduling.adbs import Adbs
 from muxserve.scheduling.fcfs import Fcfs
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import POLICIES, make_policy
-from muxserve.scheduling.policy import Policy, Renewals
+from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.quanta import Quanta
 from muxserve.scheduling.round_robin import RoundRobin
 from muxserve.scheduling.types import WHOLE, Grant, ModelProfile, Phase, PoolProfile, QueuedRequest, StepsDone
@@ -242,29 +242,6 @@ def test_adbs_hand_overs_join_a_running_batch_without_prolonging_it_while_others
     assert waiting.decode.lease is None
 
 
-# ---------------------------------------------------------------- what needs no decision
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_where_all_that_follows_is_renewals_policies_say_so(name: str) -> None:
-    table = Table(make_policy(name), profile("a"), profile("b"))
-    policy, ledger = table.policy, table.ledger
-    table.decoding("r", "a")
-    assert policy.renews(ledger, 0.001) == Renewals(contended=False)
-    lease = ledger.by_name["a"].decode.lease
-    assert lease is not None
-    assert not table.step("a", Phase.DECODE, 0.002, lease.steps - 1), "nor was there anything to decide"
-    table.arrive("s", "a", now=0.003)
-    assert policy.renews(ledger, 0.003) is None, "a prompt waits"
-    grants = table.decide(0.003)
-    if grants[0].phase is Phase.PREFILL:
-        lease_id = table.lease_ids["a", Phase.PREFILL]
-        assert (policy.renews(ledger, 0.003) is None) == (name == "fcfs"), "beside a prefill decode goes on"
-        ledger.handed_over("s", lease_id, 1, 0.004)
-        ledger.stepped("a", Phase.PREFILL, StepsDone(lease_id, 0, seconds=0.001, tokens=20, remaining=0), 0.004)
-    assert policy.renews(ledger, 0.004) is None, "a hand-over waits, or a lease was recalled"
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_a_prompt_for_which_there_are_no_pages_changes_nothing(name: str) -> None:
     table = Table(make_policy(name), profile("a", quota_pages=80))
@@ -272,37 +249,21 @@ def test_a_prompt_for_which_there_are_no_pages_changes_nothing(name: str) -> Non
     table.ledger.pages("a", 76, 0, 80)
     table.arrive("big", "a", prompt=200, now=0.001)
     assert table.decide(0.001) == []
-    assert table.policy.renews(table.ledger, 0.001) == Renewals(contended=False)
     table.ledger.pages("a", 10, 0, 80)
-    assert table.policy.renews(table.ledger, 0.001) is None, "now there are"
+    assert table.decide(0.001), "now there are"
 
 
-def test_fcfs_only_renews_until_the_turn_ends() -> None:
+def test_fcfs_renews_until_the_turn_ends() -> None:
     table = Table(Fcfs(slice_seconds=0.1), profile("a"), profile("b"))
     table.decoding("r", "a", now=0.05)
     table.arrive("s", "b", now=0.06)
     assert table.decide(0.06) == []
-    renewals = table.policy.renews(table.ledger, 0.06)
-    assert renewals == Renewals(contended=True, until=pytest.approx(0.15))
-    assert renewals is not None
     lease = table.ledger.by_name["a"].decode.lease
     assert lease is not None
-    (renewal,) = table.step("a", Phase.DECODE, renewals.until - 0.001, lease.steps // 2)
+    (renewal,) = table.step("a", Phase.DECODE, 0.149, lease.steps // 2)
     assert renewal.renewable
-    (recall,) = table.decide(renewals.until)
+    (recall,) = table.decide(0.151)
     assert not recall.renewable
-    assert table.policy.renews(table.ledger, renewals.until) is None
-
-
-def test_round_robin_does_not_forget_who_was_left_out() -> None:
-    table = Table(RoundRobin(), profile("a", decode_share=0.8), profile("b", decode_share=0.8))
-    table.decoding("r", "a")
-    table.decoding("s", "b")
-    assert table.policy.renews(table.ledger, 0.0) is None, "b waits"
-    table.ledger.cancelled("s", 0.001)
-    assert table.policy.renews(table.ledger, 0.001) is None, "the next decision puts b out of mind"
-    table.decide(0.001)
-    assert table.policy.renews(table.ledger, 0.001) == Renewals(contended=False)
 
 
 def test_adbs_has_no_quotas_to_adapt_where_one_model_has_the_pool() -> None:

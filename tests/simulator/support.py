@@ -196,9 +196,6 @@ class SteppingUnit(ScheduledUnit):
     phase_engine = SteppingEngine
     pipeline_engine = SteppingPipeline
 
-    def rested(self, now: float) -> None:
-        pass
-
 
 class SteppingStockUnit(StockUnit):
     stock_engine = SteppingStock

@@ -282,7 +282,7 @@ def test_every_request_ends_and_no_page_is_lost(drawn: tuple[int, int, str, bool
             assert all(pages.held == pages.committed == 0 for pages in unit.pages)
 
 
-# One in which a sequence waits for the end of a step, to leave, when leases begin to be renewed by themselves.
+# One in which a sequence waits for the end of a step, to leave.
 @pytest.mark.slow
 @example((1464, 3, "freest", True, False, 3, 0))
 @settings(max_examples=examples(25), deadline=None, derandomize=True)
@@ -295,7 +295,6 @@ def test_leaping_is_stepping_with_replicas_too(drawn: tuple[int, int, str, bool,
         with pytest.MonkeyPatch.context() as patch:
             if stepping:
                 patch.setattr(ScheduledUnit, "phase_engine", SteppingEngine)
-                patch.setattr(ScheduledUnit, "rested", lambda self, now: None)
             result = simulate(
                 units, workload, LATENCY, Options(sample_seconds=0.0), {"tiny": given}, priorities.__getitem__
             )
