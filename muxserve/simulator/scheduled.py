@@ -23,6 +23,7 @@ from muxserve.simulator.leased import LeasedEngine, PhaseEngine, SimLease, SimRe
 from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.result import UnitResult
+from muxserve.simulator.run_ahead import RunAheadEngine
 from muxserve.simulator.setup import SimModel
 from muxserve.simulator.stages import PipelineEngine
 from muxserve.simulator.unit import SimulatedUnit
@@ -37,7 +38,7 @@ class ScheduledUnit(SimulatedUnit):
     """
 
     phase_engine: ClassVar[type[PhaseEngine]] = PhaseEngine
-    pipeline_engine: ClassVar[type[PipelineEngine]] = PipelineEngine
+    pipeline_engine: ClassVar[type[PipelineEngine]] = RunAheadEngine
 
     def _begin(self) -> None:
         spec = self.spec

@@ -187,14 +187,9 @@ class SteppingStock(Stepping, StockEngine):  # type: ignore[misc]
     pass
 
 
-class SteppingPipeline(PipelineEngine):
-    def _may_run_ahead(self) -> bool:
-        return False
-
-
 class SteppingUnit(ScheduledUnit):
     phase_engine = SteppingEngine
-    pipeline_engine = SteppingPipeline
+    pipeline_engine = PipelineEngine
 
 
 class SteppingStockUnit(StockUnit):

@@ -36,6 +36,7 @@ from muxserve.simulator import (
 from muxserve.simulator.leased import SimLease
 from muxserve.simulator.micro_batches import MicroBatches, Step
 from muxserve.simulator.requests import SimRequest
+from muxserve.simulator.run_ahead import RunAheadEngine
 from muxserve.simulator.stages import PipelineEngine
 from muxserve.workload import ModelLoad, generate
 from muxserve.workload.lengths import LogNormalLengths
@@ -145,7 +146,7 @@ def test_a_decode_step_is_counted_once_every_sequence_has_its_token(
 ) -> None:
     engines: list[PipelineEngine] = []
 
-    class Seen(PipelineEngine):
+    class Seen(RunAheadEngine):
         def receive(self, lease: SimLease, now: float) -> None:
             engines[:] = [self]
             super().receive(lease, now)
@@ -392,7 +393,7 @@ def test_every_request_is_answered_and_the_books_are_right(
     of = spec(stages, blocks, depth=depth, max_num_seqs=seats, ahead=ahead, chunk_ahead=chunk_ahead)
     workload = [TraceRequest(a, "tiny", p, o) for a, p, o in sorted(requests)]
 
-    class Watched(PipelineEngine):
+    class Watched(RunAheadEngine):
         def kick(self, now: float) -> None:
             super().kick(now)
             assert self.pages.held == sum(r.blocks for r in self.running) * self.pages.per_block <= self.pages.quota
