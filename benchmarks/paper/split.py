@@ -220,7 +220,7 @@ class Split:
         target = self._going.pop(request)
         source.pages.release(self._blocks(request.tokens - 1))
         source.wake(now)
-        request.unit = target.unit
+        request.unit = target.unit.spec.name
         target.join(request, now)
 
     def _blocks(self, tokens: int) -> int:

@@ -78,8 +78,13 @@ class ModelPages:
         self.peak = 0
         self.told = 0
         self.grower: Grower | None = None
-        self.prefixes = PrefixIndex(self, block_tokens) if block_tokens and block_pages else None
+        self.prefixes = PrefixIndex(block_tokens, pool.next_stamp) if block_tokens and block_pages else None
         pool.models.append(self)
+
+    @property
+    def oldest(self) -> int:
+        """When its least recently used cached block became cached; 0 without any."""
+        return self.prefixes.oldest if self.prefixes is not None else 0
 
     def take(self, blocks: int, now: float, viewer: int, spare: int = 0) -> bool:
         """Hold `blocks` more, if quota and pool have them and `spare` blocks beside. `viewer` is the place of the
@@ -112,7 +117,12 @@ class ModelPages:
             self.grower.publish(now)
         if self.committed:
             self.pool.sync(now, viewer)
-        found = prefixes.look_up(request, (request.tokens - 1) // prefixes.block_tokens)
+        # Cached blocks come back into use as far as the quota goes.
+        room = (self.quota - self.held) // self.block_pages
+        found, woken = prefixes.look_up(request, (request.tokens - 1) // prefixes.block_tokens, room)
+        if woken:
+            self._keep(-woken)
+            self.peak = max(self.peak, self.held)
         if found:
             self.pool.check(now)
         return found
@@ -125,15 +135,23 @@ class ModelPages:
     def give_up(self, request: SimRequest, blocks: int) -> None:
         """A request gives back the blocks that it holds. Those that others may find stay as long as there is room."""
         if request.shared and self.prefixes is not None:
-            blocks -= self.prefixes.let_go(request) * self.counts.block
+            shared, cached = self.prefixes.let_go(request)
+            self._keep(cached)
+            blocks -= shared * self.counts.block
         self.release(blocks)
 
-    def hold(self, pages: int) -> None:
-        """Hold pages that were cached."""
-        self.held += pages
-        self.pool.held += pages
-        if self.held > self.peak:
-            self.peak = self.held
+    def evict(self) -> None:
+        """The least recently used cached block goes."""
+        assert self.prefixes is not None
+        self.prefixes.evict()
+        self.pool.cached -= self.block_pages
+
+    def _keep(self, blocks: int) -> None:
+        """So many held blocks stay as cached ones (negative: cached ones are held again)."""
+        pages, pool = blocks * self.block_pages, self.pool
+        self.held -= pages
+        pool.held -= pages
+        pool.cached += pages
 
     def release(self, blocks: int) -> None:
         """Give blocks back."""
@@ -197,13 +215,7 @@ class SimPool:
             return
         self.sync(now, viewer)
         while self.held + self.cached > pages:
-            prefixes = model.prefixes
-            if prefixes is None or not prefixes.oldest:
-                found = [
-                    other.prefixes for other in self.models if other.prefixes is not None and other.prefixes.oldest
-                ]
-                prefixes = min(found, key=_oldest)
-            prefixes.evict()
+            (model if model.oldest else min((each for each in self.models if each.oldest), key=_oldest)).evict()
         self.check(now)
 
     def sync(self, now: float, viewer: int) -> None:
@@ -222,5 +234,5 @@ class SimPool:
                 model.grower.shrink(now)
 
 
-def _oldest(prefixes: PrefixIndex) -> int:
-    return prefixes.oldest
+def _oldest(pages: ModelPages) -> int:
+    return pages.oldest

@@ -9,39 +9,19 @@ Of two blocks with the same content the one that was published first is found.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from muxserve.workload.trace import Content
-
-if TYPE_CHECKING:
-    from muxserve.simulator.pages import ModelPages
-    from muxserve.simulator.requests import SimRequest
-
-# What a block holds, and all before it: a hash of the pieces before that of its last token, that one's name, and how
-# much of it there is up to the block's end.
-Key = tuple[int, str, int]
-
-
-def extend_keys(found: list[Key], content: Content, blocks: int, size: int) -> None:
-    """Have the keys of the first `blocks` blocks of `size` tokens, of which some may be there."""
-    before, begins, end, last = 0, 0, (len(found) + 1) * size, len(content) - 1
-    for place, (name, tokens) in enumerate(content):
-        if len(found) >= blocks:
-            return
-        ends = begins + tokens if place < last else 1 << 60
-        while end <= ends and len(found) < blocks:
-            found.append((before, name, end - begins))
-            end += size
-        begins = ends
-        before = hash((before, name, tokens))
+from muxserve.simulator.block_keys import Key, extend_keys
+from muxserve.simulator.requests import SimRequest
 
 
 class PrefixIndex:
-    """Of one model. `pages` counts what it has in use."""
+    """The index of one model. It counts blocks; `ModelPages` counts the pages of these. `next_stamp` orders the cached
+    blocks of all models of a pool by age."""
 
-    def __init__(self, pages: ModelPages, block_tokens: int) -> None:
-        self.pages = pages
+    def __init__(self, block_tokens: int, next_stamp: Callable[[], int]) -> None:
         self.block_tokens = block_tokens
+        self._next_stamp = next_stamp
         # Blocks that are held, by how many; and cached ones, the least recently used first, with when they became so.
         self._held: dict[Key, int] = {}
         self._cached: OrderedDict[Key, int] = OrderedDict()
@@ -67,27 +47,25 @@ class PrefixIndex:
 
     # ------------------------------------------------------------ requests
 
-    def look_up(self, request: SimRequest, blocks: int) -> int:
-        """Hold the longest prefix of its first `blocks` blocks that is there, and return how many these are. It ends
-        early where waking a cached block would exceed the quota."""
-        pages, pool = self.pages, self.pages.pool
-        held, cached, per_block = self._held, self._cached, self.pages.block_pages
+    def look_up(self, request: SimRequest, blocks: int, room: int) -> tuple[int, int]:
+        """Hold the longest prefix of its first `blocks` blocks that is there; of cached ones at most `room`. Returns
+        how many these are, and how many of them were cached."""
+        held, cached = self._held, self._cached
         self.lookups += blocks
-        hits = 0
+        hits = woken = 0
         for key in self.keys(request, blocks):
             holders = held.get(key, 0)
             if not holders:
-                if key not in cached or pages.held + per_block > pages.quota:
+                if key not in cached or woken >= room:
                     break
                 del cached[key]
-                pool.cached -= per_block
-                pages.hold(per_block)
+                woken += 1
             held[key] = holders + 1
             hits += 1
             request.shared.append(key)
         request.published = hits
         self.hits += hits
-        return hits
+        return hits, woken
 
     def publish(self, request: SimRequest, tokens: int) -> None:
         """The KV of its first `tokens` tokens is written."""
@@ -101,26 +79,24 @@ class PrefixIndex:
                 request.shared.append(key)
         request.published = blocks
 
-    def let_go(self, request: SimRequest) -> int:
-        """It gives up its blocks, the last ones first; returns how many of them are, or were, for others to find."""
-        pages, pool, held, per_block = self.pages, self.pages.pool, self._held, self.pages.block_pages
-        count = len(request.shared)
+    def let_go(self, request: SimRequest) -> tuple[int, int]:
+        """It gives up its blocks, the last ones first. Returns how many of them are, or were, for others to find, and
+        how many of these nobody holds any more."""
+        held, stamp = self._held, self._next_stamp
+        count, cached = len(request.shared), 0
         for key in reversed(request.shared):
             holders = held[key] - 1
             if holders:
                 held[key] = holders
                 continue
             del held[key]
-            self._cached[key] = pool.next_stamp()
-            pool.cached += per_block
-            pages.held -= per_block
-            pool.held -= per_block
+            self._cached[key] = stamp()
+            cached += 1
         request.shared = []
         request.published = 0
-        return count
+        return count, cached
 
     def evict(self) -> None:
         """The least recently used cached block goes."""
         self._cached.popitem(last=False)
-        self.pages.pool.cached -= self.pages.block_pages
         self.evictions += 1

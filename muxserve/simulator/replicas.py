@@ -14,9 +14,9 @@ from muxserve.replicas.prefixes import KEY_TOKENS, MOST_KEYS
 from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.replicas.views import InstanceLoad
+from muxserve.simulator.block_keys import Key, extend_keys
 from muxserve.simulator.clock import Clock
 from muxserve.simulator.moves import MigrationCosts, SimulatedMove
-from muxserve.simulator.prefixes import Key, extend_keys
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.result import ReplicasResult
 from muxserve.simulator.scheduled import ScheduledUnit

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from muxserve.metrics.records import RequestRecord
+from muxserve.simulator.block_keys import Key
 from muxserve.workload.trace import Content, TraceRequest
-
-if TYPE_CHECKING:
-    from muxserve.simulator.prefixes import Key
-    from muxserve.simulator.unit import SimulatedUnit
 
 
 class SimRequest:
     """One request from arrival to end. `made` counts its output tokens so far, `computed` the tokens whose KV a prefill
     has computed, `blocks` those that its prompt holds. `lease_id` is the ticket with which it came into its present
-    engine, `unit` the one that has it. Its `output` is 0 if it asks for vectors, which come in place of a first token.
+    engine, `unit` the name of the unit that has it. Its `output` is 0 if it asks for vectors, which come in place of a
+    first token.
 
     While it decodes, `base` + the engine's step counter is the number of tokens in its KV, `ends_at` the counter at
     which it has its last token, and `serial` its place in the order of joining. In a pipeline, `flying` counts the
@@ -78,7 +74,7 @@ class SimRequest:
         self.output = output
         self.scheduling = self.execution = self.tenant = ""
         self.priority = 0
-        self.unit: SimulatedUnit | None = None
+        self.unit = ""
         self.made = 0
         self.computed = 0
         self.blocks = 0

@@ -216,7 +216,7 @@ class ScheduledUnit(SimulatedUnit):
 
     def take_over(self, request: SimRequest, now: float) -> None:
         """A sequence comes with its KV, in blocks that were reserved."""
-        request.unit = self
+        request.unit = self.spec.name
         self.live[request.request_id] = request
         self.ledger.taken_over(self._queued(request), now)
         self._changed()

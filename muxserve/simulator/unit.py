@@ -105,7 +105,7 @@ class SimulatedUnit:
     def arrive(self, request: SimRequest, now: float) -> None:
         """A request comes to the unit."""
         self.requests.append(request)
-        request.unit = self
+        request.unit = self.spec.name
         if self.too_long(request):
             longest = self._longest[request.model]
             self.refuse(request, now, f"longer than the {longest:.0f} tokens of {request.model}")
