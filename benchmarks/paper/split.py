@@ -123,12 +123,16 @@ class Split:
         self._clock = Clock()
         self._token_bytes = float(self._model.architecture.kv_bytes_per_token(self._model.dtype))
         self._nodes = [Node() for _ in split.prefill]
+        # By the order of their engine: units, and the nodes that they are on.
+        self._units: dict[int, StockUnit] = {}
         self._node_of: dict[int, int] = {}
         self._prefill: list[PrefillEngine] = []
         self._decode: list[DecodeEngine] = []
         for node, (prefill, decode) in enumerate(zip(split.prefill, split.decode, strict=True)):
             for kind in [PrefillUnit] * prefill + [DecodeUnit] * decode:
-                (engine,) = kind(unit, latency, options, self._clock).engines
+                instance = kind(unit, latency, options, self._clock)
+                (engine,) = instance.engines
+                self._units[engine.order] = instance
                 engine.owner = self  # type: ignore[attr-defined]
                 self._node_of[engine.order] = node
                 if isinstance(engine, PrefillEngine):
@@ -147,7 +151,7 @@ class Split:
         return requests
 
     def _arrive(self, request: SimRequest, now: float) -> None:
-        min(self._prefill, key=_queued).unit.arrive(request, now)
+        self._units[min(self._prefill, key=_queued).order].arrive(request, now)
 
     # ------------------------------------------------------------ told by engines
 

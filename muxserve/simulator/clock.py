@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from muxserve.costs import LatencyModel
-from muxserve.scheduling.types import DECODE
-from muxserve.simulator.engine import Engine
+from muxserve.simulator.compute import Compute
+from muxserve.simulator.job import Job
 from muxserve.simulator.requests import SimRequest
-
-if TYPE_CHECKING:
-    from muxserve.simulator.unit import SimulatedUnit
+from muxserve.simulator.setup import SimUnit
 
 # Actions come after the steps that end at the same time.
 _AFTER_ENGINES = 1 << 20
@@ -32,79 +29,25 @@ class SimulationError(ValueError):
     """The simulation cannot be run, or does not get on; the message says why."""
 
 
-class Compute:
-    """Devices, and the jobs that run on them side by side: those of one unit, or of several that share a CPU
-    (`shared`)."""
+class ClockUnit(Protocol):
+    """What the clock tells a unit, and asks of it."""
 
-    def __init__(self, device: str, latency: LatencyModel, shared: bool = False) -> None:
-        self.device = device
-        self.shared = shared
-        self.engines: list[Engine] = []
-        self.units: list[SimulatedUnit] = []
-        self.changed = False
-        self._slowdowns = latency.slowdowns
-        # Models that are woken, each on a core of its own as far as there are so many, and how much less of a core a
-        # decode job gets that shares it with one of them or with a prefill job.
-        self.waking = 0
-        self._cores = 1
-        self._decode_weight = 1.0
+    spec: SimUnit
+    number: int
+    compute: Compute
+    touched: bool
 
-    def beside_wakes(self, waking: int, cores: int, decode_weight: float) -> None:
-        """So many models are woken on the CPU's `cores` from now on."""
-        self.waking, self._cores, self._decode_weight = waking, cores, decode_weight
-        self.changed = True
+    def moment(self, now: float) -> None:
+        """Everything of this moment was told to the one unit of the clock."""
+        ...
 
-    def lone(self) -> bool:
-        """No job can ever run beside the one engine's."""
-        return len(self.engines) == 1 and not self.shared
+    def begin(self, now: float) -> None:
+        """Everything of this moment was told: decide, and begin steps."""
+        ...
 
-    def settle(self, now: float) -> None:
-        """The set of running jobs, or what they ask of the devices, has changed."""
-        self.changed = False
-        if len(self.engines) == 1:
-            # It is alone, at work or not.
-            (engine,) = self.engines
-            self.units[0].works(engine.active, now)
-            if engine.active:
-                self._retime(engine, 1.0, now)
-            return
-        running = [engine for engine in self.engines if engine.active]
-        if len(self.units) == 1:
-            self.units[0].works(bool(running), now)
-        else:
-            for unit in self.units:
-                unit.works(any(engine.active for engine in unit.engines), now)
-        if len(running) == 1 and not self.waking:
-            self._retime(running[0], 1.0, now)
-            return
-        decoding = sum(engine.phase is DECODE for engine in running)
-        before, decode = self._beside(len(running) - decoding, decoding) if self.waking else (1.0, 1.0)
-        loads = [engine.load for engine in running]
-        for engine, slow in zip(running, self._slowdowns(self.device, loads), strict=True):
-            self._retime(engine, slow * (decode if engine.phase is DECODE else before), now)
-
-    def _retime(self, engine: Engine, slow: float, now: float) -> None:
-        """Beside others an engine is so much slower."""
-        if slow != engine.slow:
-            engine.retime(slow, now)
-
-    def _beside(self, first: int, decoding: int) -> tuple[float, float]:
-        """How many times as long as without wakes so many decode jobs take, and (before that) so many others."""
-        without = fair_shares(self._cores, first, decoding, self._decode_weight)
-        there = fair_shares(self._cores, first + self.waking, decoding, self._decode_weight)
-        return without[0] / there[0], without[1] / there[1]
-
-
-def fair_shares(cores: int, first: int, second: int, weight: float) -> tuple[float, float]:
-    """The part of a core that each of `first` threads gets, and each of `second` threads of that `weight` (at most 1):
-    by weight, and a core at most, as of the kernel's fair scheduler."""
-    if first + second <= cores:
-        return 1.0, 1.0
-    left = cores - first
-    if second and left >= weight * second:
-        return 1.0, left / second
-    share = min(1.0, cores / (first + weight * second))
-    return share, share * weight
+    def rest(self, now: float) -> None:
+        """Jobs have settled on their speeds."""
+        ...
 
 
 class Clock:
@@ -114,15 +57,15 @@ class Clock:
         self.until = until
         self.now = 0.0
         self.open = 0
-        self.units: list[SimulatedUnit] = []
+        self.units: list[ClockUnit] = []
         self.places = 0
-        self.heap: list[tuple[float, int, int, Engine | Callable[[float], None]]] = []
+        self.heap: list[tuple[float, int, int, Job | Callable[[float], None]]] = []
         # When the next request comes.
         self._due = _NEVER
         self._serial = _AFTER_ENGINES
-        self._touched: list[SimulatedUnit] = []
+        self._touched: list[ClockUnit] = []
         # The only unit, as long as there is one.
-        self._alone: SimulatedUnit | None = None
+        self._alone: ClockUnit | None = None
 
     def place(self) -> int:
         """The next engine's place in the order of those that end steps at one moment."""
@@ -134,7 +77,7 @@ class Clock:
         self._serial += 1
         heappush(self.heap, (time, self._serial, 0, action))
 
-    def join(self, unit: SimulatedUnit) -> None:
+    def join(self, unit: ClockUnit) -> None:
         """A unit comes."""
         self.units.append(unit)
         first, self._alone = self._alone, unit if len(self.units) == 1 else None
@@ -143,20 +86,20 @@ class Clock:
             self._touched = [first]
             first.touched = True
 
-    def quiet_until(self, unit: SimulatedUnit) -> float:
-        """Before that time nothing happens but what the engines of `unit` do that have not asked to be looked at; now,
-        where there are other units."""
-        if self._alone is not unit:
+    def quiet_until(self) -> float:
+        """Before that time nothing happens but what the engines of the one unit do that have not asked to be looked at;
+        now, where there are several units."""
+        if self._alone is None:
             return self.now
         heap = self.heap
         while heap:
             time, _, version, what = heap[0]
-            if not isinstance(what, Engine) or what.version == version:
+            if not isinstance(what, Job) or what.version == version:
                 return min(time, self._due)
             heappop(heap)
         return self._due
 
-    def touch(self, unit: SimulatedUnit) -> None:
+    def touch(self, unit: ClockUnit) -> None:
         """Something is to be done for that unit at this moment."""
         self._touched.append(unit)
 
@@ -183,10 +126,10 @@ class Clock:
             self.now = now
             while heap and heap[0][0] <= now:
                 _, _, version, what = heappop(heap)
-                if isinstance(what, Engine):
+                if isinstance(what, Job):
                     if what.version == version:
                         looked_at = now
-                        what.unit.looks += 1
+                        what.looks += 1
                         what.boundary(now)
                 elif following is None and now - looked_at > _STUCK_SECONDS:
                     raise SimulationError(self._stuck())

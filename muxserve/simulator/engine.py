@@ -10,20 +10,22 @@ Who says when it takes which step is another matter: a unit's scheduler by lease
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
-from muxserve.costs import EngineCosts, Load
+from muxserve.costs import EngineCosts, LatencyModel, Load
+from muxserve.costs.profile import Overheads
 from muxserve.scheduling.types import PREFILL, Phase
 from muxserve.simulator.batch import DecodeBatch
+from muxserve.simulator.clock import Clock
+from muxserve.simulator.compute import Compute
+from muxserve.simulator.job import NO_LOAD, Job
 from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.requests import SimRequest
-from muxserve.simulator.setup import SimModel
-
-if TYPE_CHECKING:
-    from muxserve.simulator.unit import SimulatedUnit
+from muxserve.simulator.setup import SimModel, SimUnit
+from muxserve.simulator.timeline import JobTimeline
 
 IDLE, BOUNDARY, STEPPING, STALLED = range(4)
-NO_LOAD = Load(0.0, 0.0)
 _NEVER = float("inf")
 
 
@@ -35,37 +37,64 @@ class PrefillStep(NamedTuple):
     tokens: int
 
 
-class Engine:
-    """What the unit and the clock see of an engine. `order` is its place among those that end steps at one moment;
-    `version` tells events that are out of date."""
+class EngineUnit(Protocol):
+    """What an engine asks of the unit that it is in."""
 
-    def __init__(self, unit: SimulatedUnit, model: SimModel, phase: Phase, pages: ModelPages) -> None:
+    spec: SimUnit
+    latency: LatencyModel
+    clock: Clock
+    compute: Compute
+    timeline: JobTimeline | None
+    overheads: Overheads
+    way: float
+    load_tolerance: float
+
+    def costs(self, model: SimModel, share: int, own: int, phase: Phase) -> EngineCosts:
+        """Costs of the model's engine on `share` millionths of the unit; `own` is what the engine usually has."""
+        ...
+
+    def look(self, engine: Engine) -> None:
+        """What the engine plans has changed."""
+        ...
+
+    def at_boundary(self, engine: Engine) -> None:
+        """The engine could begin a step."""
+        ...
+
+    def finished(self, request: SimRequest, now: float) -> None:
+        """A request has its last token."""
+        ...
+
+    def freed(self, pages: ModelPages, now: float) -> None:
+        """Pages came free."""
+        ...
+
+    def releasing(self, pages: ModelPages, now: float) -> None:
+        """Decoding sequences are about to give pages back."""
+        ...
+
+    def victim(self, running: Sequence[SimRequest]) -> SimRequest:
+        """Which of the sequences gives way first."""
+        ...
+
+
+class Engine(Job):
+    """What the unit sees of an engine."""
+
+    def __init__(self, unit: EngineUnit, model: SimModel, phase: Phase, pages: ModelPages) -> None:
+        super().__init__(phase, unit.clock.place())
         self.unit = unit
         self.model = model
-        self.phase = phase
-        self.order = unit.clock.place()
         self.pages = pages
         self.state = IDLE
-        self.version = 0
         self.planned_time = _NEVER
-        self.slow = 1.0
-        self.load = NO_LOAD
-        self.active = False
         self.jobs = 0
         self.tokens = 0
         self.busy_seconds = 0.0
         self._active_since = 0.0
 
-    def boundary(self, now: float) -> None:
-        """The planned step is over."""
-        raise NotImplementedError
-
     def kick(self, now: float) -> None:
         """Begin the next step, if there is one to run."""
-        raise NotImplementedError
-
-    def retime(self, slow: float, now: float) -> None:
-        """Jobs beside this one came, went or changed."""
         raise NotImplementedError
 
     def interrupt(self, now: float) -> None:
@@ -102,7 +131,7 @@ class StepEngine(Engine):
     `chunks` are those of the prefill step that runs; none while it decodes.
     """
 
-    def __init__(self, unit: SimulatedUnit, model: SimModel, phase: Phase, pages: ModelPages) -> None:
+    def __init__(self, unit: EngineUnit, model: SimModel, phase: Phase, pages: ModelPages) -> None:
         super().__init__(unit, model, phase, pages)
         if phase is not PREFILL:
             pages.grower = self

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from muxserve.costs import LatencyModel
 from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
-from muxserve.simulator.clock import Clock, Compute, SimulationError
+from muxserve.simulator.clock import Clock, SimulationError
+from muxserve.simulator.compute import Compute
 from muxserve.simulator.replicas import Dispatched, ReplicaRules, ReplicaSet
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.resident import ResidentUnit
@@ -76,7 +77,7 @@ def simulate(
             gc.enable()
     told.end()
     order = {unit.name: number for number, unit in enumerate(units)}
-    simulated = [unit for group in groups for unit in group.clock.units]
+    simulated = [unit for group in groups for unit in group.units]
     simulated.sort(key=lambda unit: order.get(unit.spec.name, len(order)))
     replicas = [each.finish(group.clock.now) for group in groups for each in group.replicas.values()]
     return FleetResult(requests, [unit.result() for unit in simulated], replicas)
@@ -101,7 +102,9 @@ class Group:
         self._latency = latency
         self._cpu: Compute | None = None
         self.replicas: dict[str, ReplicaSet] = {}
-        self._units: dict[str, SimulatedUnit] = {}
+        # All of them, and one of each model.
+        self.units: list[SimulatedUnit] = []
+        self._first: dict[str, SimulatedUnit] = {}
         by_model: dict[str, list[SimulatedUnit]] = {}
         fallback = ReplicaRules(levels=levels)
         for spec in units:
@@ -109,7 +112,7 @@ class Group:
             for model in spec.models:
                 by_model.setdefault(model.name, []).append(unit)
         for name, mine in by_model.items():
-            self._units[name] = mine[0]
+            self._first[name] = mine[0]
             given = rules.get(name)
             if isinstance(given, RingRules):
                 self.replicas[name] = Ring(name, mine, self.clock, given, self._start, latency)
@@ -122,10 +125,12 @@ class Group:
             # Each is a part of one machine.
             compute = self._cpu = self._cpu or Compute(spec.device, self._latency, shared=True)
         if spec.combined:
-            return StockUnit(spec, self._latency, self._options, self.clock, compute)
+            self.units.append(StockUnit(spec, self._latency, self._options, self.clock, compute))
+            return self.units[-1]
         made = ScheduledUnit if spec.residency is None else ResidentUnit
         unit = made(spec, self._latency, self._options, self.clock, compute)
         unit.ranks = self._ranks
+        self.units.append(unit)
         return unit
 
     def run(self, requests: Iterator[SimRequest]) -> None:
@@ -135,7 +140,7 @@ class Group:
     def _arrive(self, request: SimRequest, now: float) -> None:
         if request.model in self._pooling:
             request.output = 0
-        first, replicas = self._units[request.model], self.replicas.get(request.model)
+        first, replicas = self._first[request.model], self.replicas.get(request.model)
         if replicas is None or first.too_long(request):
             first.arrive(request, now)
         else:

@@ -8,17 +8,14 @@ the lease is used, when it is over, and after the first step with new sequences.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from muxserve.scheduling.state import EngineState
 from muxserve.scheduling.types import BOTH, DECODE, PREFILL, Phase, StepsDone, share_units
-from muxserve.simulator.engine import BOUNDARY, IDLE, STALLED, STEPPING, StepEngine
+from muxserve.simulator.engine import BOUNDARY, IDLE, STALLED, STEPPING, EngineUnit, StepEngine
 from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.setup import SimModel
-
-if TYPE_CHECKING:
-    from muxserve.simulator.scheduled import ScheduledUnit
 
 
 class SimLease(NamedTuple):
@@ -33,12 +30,27 @@ class SimLease(NamedTuple):
     admit: list[SimRequest]
 
 
+class LeasingUnit(EngineUnit, Protocol):
+    """The unit of an engine under leases, with a scheduler that grants them. `watcher` sees each report after the
+    scheduler."""
+
+    watcher: Callable[[SimReport, float], None] | None
+
+    def report(self, report: SimReport) -> None:
+        """An engine's report, which takes its time."""
+        ...
+
+    def answer(self, report: SimReport, now: float) -> SimLease | None:
+        """The lease that the only engine gets for a report that comes in at `now`."""
+        ...
+
+
 class LeasedEngine(StepEngine):
     """An engine that holds a lease."""
 
     account: EngineState
 
-    def __init__(self, unit: ScheduledUnit, model: SimModel, phase: Phase, pages: ModelPages) -> None:
+    def __init__(self, unit: LeasingUnit, model: SimModel, phase: Phase, pages: ModelPages) -> None:
         super().__init__(unit, model, phase, pages)
         self.scheduler = unit
         self.lease_id = 0
@@ -122,7 +134,7 @@ class PhaseEngine(LeasedEngine):
     prefill lease has `_left` steps left.
     """
 
-    def __init__(self, unit: ScheduledUnit, model: SimModel, phase: Phase, pages: ModelPages) -> None:
+    def __init__(self, unit: LeasingUnit, model: SimModel, phase: Phase, pages: ModelPages) -> None:
         super().__init__(unit, model, phase, pages)
         self.prompts: list[SimRequest] = []
         self.returned: list[SimRequest] = []

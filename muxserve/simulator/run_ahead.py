@@ -48,7 +48,7 @@ class RunAheadEngine(PipelineEngine):
         (end, batch), count = self._flying[0], self._decoding
         # Its own look at the end of the step that runs is not from outside.
         self.version += 1
-        quiet = clock.quiet_until(self.unit)
+        quiet = clock.quiet_until()
         most = min([request.output - request.made for request in batch.decodes]) - 1
         if end >= quiet or most <= 0:
             return
@@ -99,7 +99,7 @@ class RunAheadEngine(PipelineEngine):
             end = following
             if report is not None:
                 lease = self.scheduler.answer(report, told)
-                quiet = clock.quiet_until(self.unit)
+                quiet = clock.quiet_until()
                 if lease is not None:
                     self._entering += lease.admit
                     self._take(lease, answered)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from muxserve.costs import EngineCosts, EngineShape, LatencyModel, ModelArchitecture
 from muxserve.costs.architecture import ITEM_BYTES, split_layers
@@ -15,16 +14,14 @@ from muxserve.costs.stages import costs_of_stages
 from muxserve.costs.step_costs import StepCosts, StepWork
 from muxserve.scheduling.token_throttling import BudgetInputs as Holding
 from muxserve.scheduling.types import Phase, StepsDone
-from muxserve.simulator.engine import BOUNDARY, IDLE, NO_LOAD, STEPPING
-from muxserve.simulator.leased import LeasedEngine, SimLease, SimReport
+from muxserve.simulator.engine import BOUNDARY, IDLE, STEPPING
+from muxserve.simulator.job import NO_LOAD
+from muxserve.simulator.leased import LeasedEngine, LeasingUnit, SimLease, SimReport
 from muxserve.simulator.micro_batches import MicroBatches
 from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.setup import Pipeline, SimModel, check_split
 from muxserve.simulator.timeline import JobTimeline
-
-if TYPE_CHECKING:
-    from muxserve.simulator.scheduled import ScheduledUnit
 
 
 @dataclass(slots=True)
@@ -64,7 +61,7 @@ class PipelineEngine(LeasedEngine):
     preemption), and is given back.
     """
 
-    def __init__(self, unit: ScheduledUnit, model: SimModel, spec: Pipeline, pages: ModelPages) -> None:
+    def __init__(self, unit: LeasingUnit, model: SimModel, spec: Pipeline, pages: ModelPages) -> None:
         super().__init__(unit, model, Phase.BOTH, pages)
         self.spec = spec
         profile = model.profile

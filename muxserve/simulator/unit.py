@@ -10,7 +10,8 @@ from muxserve.costs import EngineCosts, EngineShape, LatencyModel
 from muxserve.replicas.views import InstanceLoad
 from muxserve.scheduling.types import PREFILL, WHOLE, ModelProfile, Phase
 from muxserve.simulator.batch import BlockCounts
-from muxserve.simulator.clock import Clock, Compute
+from muxserve.simulator.clock import Clock
+from muxserve.simulator.compute import Compute
 from muxserve.simulator.engine import BOUNDARY, STEPPING, Engine
 from muxserve.simulator.pages import ModelPages, SimPool
 from muxserve.simulator.requests import SimRequest
@@ -53,7 +54,6 @@ class SimulatedUnit:
         self.timeline = JobTimeline(spec.name, spec.device, spec.devices) if options.timeline else None
         self.turn_due = False
         self.turns = 0
-        self.looks = 0
         self.began = self.clock.now
         self.ended: float | None = None
         self.pools = {profile.name: SimPool(profile) for profile in spec.pools}
@@ -272,7 +272,7 @@ class SimulatedUnit:
             pages=self._samples,
             peak_pages=tuple(pages.peak for pages in self.pages),
             turns=self.turns,
-            looks=self.looks,
+            looks=sum(engine.looks for engine in self.engines),
             began=self.began,
             ended=self.ended,
             timelines=[self.timeline] if self.timeline is not None else [],

@@ -274,7 +274,7 @@ def test_every_request_ends_and_no_page_is_lost(drawn: tuple[int, int, str, bool
         assert request.first_token is not None
         assert request.finish is not None
         assert request.arrival < request.first_token <= request.finish
-    for unit in group.clock.units:
+    for unit in group.units:
         assert isinstance(unit, ScheduledUnit)
         assert not unit.live
         assert not unit.ledger.requests

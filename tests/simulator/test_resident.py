@@ -14,7 +14,7 @@ from muxserve.costs.profile import Overheads
 from muxserve.scheduling.residency import Change, Residence, Residency, ResidencyRules, Sleep, Standing, WakeCosts
 from muxserve.scheduling.turns import TurnRules
 from muxserve.simulator import Options, SimResidency, simulate
-from muxserve.simulator.clock import fair_shares
+from muxserve.simulator.compute import fair_shares
 from muxserve.simulator.resident import ResidentUnit
 from muxserve.simulator.result import ResidencyResult, UnitResult
 from muxserve.simulator.scheduled import ScheduledUnit
