@@ -26,9 +26,9 @@ from muxserve.costs.measured import latency_model
 from muxserve.planning.residency import hibernated_seconds
 from muxserve.scheduling.residency import Change, Residence, Residency, Sleep, Standing, Stay, Wake
 from muxserve.scheduling.turns import TurnRules
-from muxserve.simulator import SimResidency, SimUnit, mode_of
+from muxserve.simulator import SimUnit, mode_of
 from muxserve.simulator.requests import SimRequest
-from muxserve.simulator.resident import ResidentUnit
+from muxserve.simulator.scheduled import ScheduledUnit
 from muxserve.workload import open_workload
 from placement.format import format_size
 from tests.support.tiny_checkpoint import tiny_checkpoint
@@ -64,20 +64,7 @@ class IdleTimers(Residency):
         return changes
 
 
-class TimedUnit(ResidentUnit):
-    """A unit whose models sleep by idle timers."""
-
-    def _policy(self, residency: SimResidency) -> Residency:
-        return IdleTimers(residency.rules, residency.models)
-
-
-SYSTEMS = {
-    "memory": ResidentUnit,
-    "hibernating": ResidentUnit,
-    "turns": ResidentUnit,
-    "turns-hibernating": ResidentUnit,
-    "timers": TimedUnit,
-}
+SYSTEMS = ("memory", "hibernating", "turns", "turns-hibernating", "timers")
 
 
 def unit_of(models: int, limit: int, slo: float, folder: Path) -> SimUnit:
@@ -131,7 +118,7 @@ def main() -> None:
             f"bursty-groups:rate={args.rate},alpha=0,duration={args.seconds},prompt={PROMPT},output={args.tokens},"
             f"seed={seed}"
         )
-        for system, kind in SYSTEMS.items():
+        for system in SYSTEMS:
             way = replace(
                 residency,
                 rules=replace(residency.rules, files_ahead="hibernating" in system),
@@ -140,7 +127,10 @@ def main() -> None:
                 # Live, decoding gives way only where memory decides.
                 decode_weight=1.0 if system == "timers" else residency.decode_weight,
             )
-            played = kind(replace(unit, residency=way), latency)
+            played = ScheduledUnit(replace(unit, residency=way), latency)
+            if system == "timers":
+                assert played.residents is not None
+                played.residents.awake = IdleTimers(way.rules, way.models)
             load = [SimRequest.of(each, number) for number, each in enumerate(open_workload(text, names))]
             played.clock.run(iter(load), played.arrive, played.overheads.request)
             result = played.result()

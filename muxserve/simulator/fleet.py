@@ -11,7 +11,6 @@ from muxserve.simulator.clock import Clock, SimulationError
 from muxserve.simulator.compute import Compute
 from muxserve.simulator.replicas import Dispatched, ReplicaRules, ReplicaSet
 from muxserve.simulator.requests import SimRequest
-from muxserve.simulator.resident import ResidentUnit
 from muxserve.simulator.result import FleetResult
 from muxserve.simulator.ring import Ring, RingRules
 from muxserve.simulator.scheduled import ScheduledUnit
@@ -127,8 +126,7 @@ class Group:
         if spec.combined:
             self.units.append(StockUnit(spec, self._latency, self._options, self.clock, compute))
             return self.units[-1]
-        made = ScheduledUnit if spec.residency is None else ResidentUnit
-        unit = made(spec, self._latency, self._options, self.clock, compute)
+        unit = ScheduledUnit(spec, self._latency, self._options, self.clock, compute)
         unit.ranks = self._ranks
         self.units.append(unit)
         return unit

@@ -1,73 +1,44 @@
-"""A unit whose models do not all fit: which of them are awake is decided by `muxserve.scheduling.residency`, the policy
-that decides it live. Requests for the others wait before the unit's own queue, as they do in the global scheduler."""
+"""Models that do not all fit into their unit: `muxserve.scheduling.residency` decides which of them are awake, as it
+does live. Requests for the others wait before the unit's own queue, as they do in the global scheduler."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
 
 from muxserve.scheduling.residency import Prefetch, Refuse, Residence, Residency, Sleep, Standing, Wake
 from muxserve.simulator.requests import SimRequest
-from muxserve.simulator.result import ResidencyResult, UnitResult
-from muxserve.simulator.scheduled import ScheduledUnit
+from muxserve.simulator.resident_model import ResidencyUnit, ResidentModel
+from muxserve.simulator.result import ResidencyResult
+from muxserve.simulator.setup import SimResidency
 from muxserve.simulator.turns import TurnTaking
 
 # How often the policy is asked while requests wait and nothing else happens: its rules know of times that pass.
 ASKED_SECONDS = 0.1
 
 
-@dataclass(slots=True)
-class ResidentModel:
-    """One model: where it is and since when, how many of its requests the unit has, and those that wait for it. What
-    happened to it: wakes, the times that it was put to sleep, and requests that waited for it. `left`: the seconds
-    alone that its wake still takes. `idle_since`: since when it is only put to sleep. `awake_since`: when its turn
-    began. `hibernated`: its memory is in a file; `moves`: it moves there when it is put to sleep this time."""
-
-    name: str
-    residence: Residence
-    since: float = 0.0
-    running: int = 0
-    waiting: list[SimRequest] = field(default_factory=list)
-    wakes: int = 0
-    sleeps: int = 0
-    waited: int = 0
-    left: float = 0.0
-    idle_since: float = 0.0
-    awake_since: float = float("-inf")
-    hibernated: bool = False
-    moves: bool = False
-
-    def become(self, residence: Residence, now: float) -> None:
-        """It is there now."""
-        self.residence, self.since = residence, now
-        if residence is Residence.AWAKE:
-            self.awake_since = now
-
-
-class ResidentUnit(ScheduledUnit):
-    """A scheduled unit with `residency`. A model that is put to sleep finishes what the unit has of it first.
+class ResidentModels:
+    """The models of a unit with `residency`. One that is put to sleep finishes what the unit has of it first.
 
     Raises:
-        ValueError: it has no residency, or that of other models.
+        ValueError: the residency is that of other models.
     """
 
-    def _begin(self) -> None:
-        super()._begin()
-        residency = self.spec.residency
-        if residency is None or set(residency.models) != {model.name for model in self.spec.models}:
-            raise ValueError(f"unit {self.spec.name} needs to know what each of its models takes")
+    def __init__(self, unit: ResidencyUnit, residency: SimResidency) -> None:
+        if set(residency.models) != {model.name for model in unit.spec.models}:
+            raise ValueError(f"unit {unit.spec.name} needs to know what each of its models takes")
+        self.unit = unit
         self.residency = residency
         self.awake = Residency(residency.rules, residency.models)
-        self.residents = {
+        self.models = {
             name: ResidentModel(name, Residence.AWAKE if name in residency.awake else Residence.ASLEEP, float("-inf"))
             for name in residency.models
         }
-        self.turn_taking = TurnTaking(self, residency.turns) if residency.turns is not None else None
+        self.turn_taking = TurnTaking(unit, self, residency.turns) if residency.turns is not None else None
         self.peak_bytes = self._taken()
         self._there: set[str] = set()
         self._asks = self.awake.preparing
         if self._asks:
-            self.clock.at(0.0, self._ask)
+            self.unit.clock.at(0.0, self._ask)
         # Until when wakes have been followed, and which expectation of their next end counts.
         self._followed = 0.0
         self._expected = 0
@@ -77,8 +48,9 @@ class ResidentUnit(ScheduledUnit):
 
     # ------------------------------------------------------------ requests
 
-    def enqueue(self, request: SimRequest, now: float) -> None:
-        model = self.residents[request.model]
+    def arrived(self, request: SimRequest, now: float) -> None:
+        """A request is served at once, or waits until its model is awake."""
+        model = self.models[request.model]
         self.awake.arrived(request.model, now)
         if self.turn_taking is not None and not request.content:
             # Nobody else has its blocks in common with it; it looks for them itself after its turn.
@@ -90,18 +62,10 @@ class ResidentUnit(ScheduledUnit):
         model.waited += 1
         self._decide(now)
 
-    def refuse(self, request: SimRequest, now: float, error: str) -> None:
-        super().refuse(request, now, error)
-        self._left(request, now)
-
-    def finished(self, request: SimRequest, now: float) -> None:
-        super().finished(request, now)
-        self._left(request, now)
-
     def _serve(self, model: ResidentModel, request: SimRequest, now: float) -> None:
         self._there.add(request.request_id)
         self._run(model, 1, now)
-        super().enqueue(request, now)
+        self.unit.serve(request, now)
 
     def _serve_waiting(self, model: ResidentModel, now: float) -> None:
         if self.turn_taking is not None:
@@ -110,10 +74,11 @@ class ResidentUnit(ScheduledUnit):
         for request in waiting:
             self._serve(model, request, now)
 
-    def _left(self, request: SimRequest, now: float) -> None:
+    def ended(self, request: SimRequest, now: float) -> None:
+        """A request was finished or refused."""
         if request.request_id in self._there:  # not one that was refused before it was served
             self._there.remove(request.request_id)
-            model = self.residents[request.model]
+            model = self.models[request.model]
             self._run(model, -1, now)
             self.sleep_if_done(model, now)
             if self.awake.preparing:
@@ -123,12 +88,12 @@ class ResidentUnit(ScheduledUnit):
 
     def wanted(self, name: str) -> bool:
         """Whether requests wait here for the model to be awake."""
-        return bool(self.residents[name].waiting) or (self.turn_taking is not None and self.turn_taking.waits(name))
+        return bool(self.models[name].waiting) or (self.turn_taking is not None and self.turn_taking.waits(name))
 
     def wait_again(self, name: str, now: float) -> None:
         """What waits in the unit's queue for the model waits for it to be awake again."""
-        model = self.residents[name]
-        back = self.withdraw(name, now)
+        model = self.models[name]
+        back = self.unit.withdraw(name, now)
         for request in back:
             self.stands_still(request, now)
         model.waiting = back + model.waiting
@@ -136,19 +101,18 @@ class ResidentUnit(ScheduledUnit):
     def stands_still(self, request: SimRequest, now: float) -> None:
         """The unit computes nothing of the request for now."""
         self._there.remove(request.request_id)
-        self._run(self.residents[request.model], -1, now)
+        self._run(self.models[request.model], -1, now)
 
     def begin_again(self, request: SimRequest, now: float) -> None:
         """A request that was detached has lost its KV: all its tokens are prefilled once more."""
-        self.ledger.moved(request.request_id, now)
-        del self.live[request.request_id]
-        self._serve(self.residents[request.model], request, now)
+        self.unit.forget(request, now)
+        self._serve(self.models[request.model], request, now)
 
     def _standings(self, now: float) -> list[Standing]:
         """How all models stand. Nothing is measured of their memory: each takes what its costs say."""
         return [
             Standing(each.name, each.residence, each.since, each.running, self._waiting(each, now))
-            for each in self.residents.values()
+            for each in self.models.values()
         ]
 
     def _waiting(self, model: ResidentModel, now: float) -> list[float]:
@@ -164,7 +128,7 @@ class ResidentUnit(ScheduledUnit):
         """A model that leaves has gone when nothing of it runs."""
         if model.residence is Residence.LEAVING and not model.running:
             model.idle_since = now
-            self.clock.at(now + self.residency.sleep_seconds, partial(self._asleep, model))
+            self.unit.clock.at(now + self.residency.sleep_seconds, partial(self._asleep, model))
 
     def _asleep(self, model: ResidentModel, now: float) -> None:
         if model.residence is Residence.LEAVING and not model.running:
@@ -189,11 +153,11 @@ class ResidentUnit(ScheduledUnit):
             self._expect(now)
 
     def _waking(self) -> int:
-        return sum(each.residence is Residence.WAKING for each in self.residents.values())
+        return sum(each.residence is Residence.WAKING for each in self.models.values())
 
     def _slowdown(self) -> float:
         """How many times as long as alone the wakes that go on take."""
-        busy = sum(each.running > 0 for each in self.residents.values())
+        busy = sum(each.running > 0 for each in self.models.values())
         others = self._waking() - 1 + self.residency.decode_weight * busy
         return 1.0 + self.residency.wake_drag * max(0, others) / self.residency.rules.cores
 
@@ -201,25 +165,25 @@ class ResidentUnit(ScheduledUnit):
         """How far wakes have come."""
         gone = (now - self._followed) / self._slowdown()
         self._followed = now
-        for each in self.residents.values():
+        for each in self.models.values():
             if each.residence is Residence.WAKING:
                 each.left -= gone
 
     def _expect(self, now: float) -> None:
         """The next wake ends then if nothing else begins or ends before."""
         self._expected += 1
-        if self.residency.wake_drag and self.compute.waking != (count := self._waking()):
-            self.compute.beside_wakes(count, self.residency.rules.cores, self.residency.decode_weight)
-            self._changed()
-        waking = [each.left for each in self.residents.values() if each.residence is Residence.WAKING]
+        if self.residency.wake_drag and self.unit.compute.waking != (count := self._waking()):
+            self.unit.compute.beside_wakes(count, self.residency.rules.cores, self.residency.decode_weight)
+            self.unit.decide_again()
+        waking = [each.left for each in self.models.values() if each.residence is Residence.WAKING]
         if waking:
-            self.clock.at(now + max(0.0, min(waking)) * self._slowdown(), partial(self._wake_ends, self._expected))
+            self.unit.clock.at(now + max(0.0, min(waking)) * self._slowdown(), partial(self._wake_ends, self._expected))
 
     def _wake_ends(self, expected: int, now: float) -> None:
         if expected != self._expected:
             return
         self._follow(now)
-        waking = [each for each in self.residents.values() if each.residence is Residence.WAKING]
+        waking = [each for each in self.models.values() if each.residence is Residence.WAKING]
         self._woke(min(waking, key=lambda each: each.left), now)
         self._expect(now)
 
@@ -233,7 +197,7 @@ class ResidentUnit(ScheduledUnit):
         for change in self.awake.decide(now, None, self._standings(now)):
             if isinstance(change, Refuse):
                 continue  # refused or never served: neither is within its objectives
-            model = self.residents[change.model]
+            model = self.models[change.model]
             if isinstance(change, Wake):
                 self._follow(now)
                 model.wakes += 1
@@ -261,7 +225,7 @@ class ResidentUnit(ScheduledUnit):
     def _ask_later(self, now: float) -> None:
         if not self._asks and self._restless():
             self._asks = True
-            self.clock.at(now + ASKED_SECONDS, self._ask)
+            self.unit.clock.at(now + ASKED_SECONDS, self._ask)
 
     def _ask(self, now: float) -> None:
         self._asks = False
@@ -270,24 +234,23 @@ class ResidentUnit(ScheduledUnit):
 
     def _restless(self) -> bool:
         """Whether time alone may change what was decided last."""
-        if any(map(self.wanted, self.residents)):
+        if any(map(self.wanted, self.models)):
             return True
         # When nothing runs any more, nothing has to be kept free for.
-        return self.awake.preparing or (self.awake.restless and any(each.running for each in self.residents.values()))
+        return self.awake.preparing or (self.awake.restless and any(each.running for each in self.models.values()))
 
     def _taken(self) -> int:
         costs = self.residency.models
-        held = sum(costs[n].bytes for n, each in self.residents.items() if each.residence is not Residence.ASLEEP)
-        waking = (costs[each.name].load_bytes for each in self.residents.values() if each.residence is Residence.WAKING)
+        held = sum(costs[n].bytes for n, each in self.models.items() if each.residence is not Residence.ASLEEP)
+        waking = (costs[each.name].load_bytes for each in self.models.values() if each.residence is Residence.WAKING)
         return self.residency.rules.fixed + held + sum(waking)
 
-    def result(self) -> UnitResult:
-        found = super().result()
-        found.residency = ResidencyResult(
-            wakes=sum(each.wakes for each in self.residents.values()),
-            sleeps=sum(each.sleeps for each in self.residents.values()),
-            waited=sum(each.waited for each in self.residents.values()),
+    def result(self) -> ResidencyResult:
+        """What happened to the models."""
+        return ResidencyResult(
+            wakes=sum(each.wakes for each in self.models.values()),
+            sleeps=sum(each.sleeps for each in self.models.values()),
+            waited=sum(each.waited for each in self.models.values()),
             peak_bytes=self.peak_bytes,
             switches=self.turn_taking.switches if self.turn_taking is not None else 0,
         )
-        return found

@@ -22,6 +22,7 @@ from muxserve.simulator.engine import IDLE
 from muxserve.simulator.leased import LeasedEngine, PhaseEngine, SimLease, SimReport
 from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.requests import SimRequest
+from muxserve.simulator.resident import ResidentModels
 from muxserve.simulator.result import UnitResult
 from muxserve.simulator.run_ahead import RunAheadEngine
 from muxserve.simulator.setup import SimModel
@@ -34,7 +35,7 @@ class ScheduledUnit(SimulatedUnit):
     requests that are refused.
 
     Raises:
-        ValueError: the policy is for models with other engines.
+        ValueError: the policy is for models with other engines, or the residency for other models.
     """
 
     phase_engine: ClassVar[type[PhaseEngine]] = PhaseEngine
@@ -69,6 +70,10 @@ class ScheduledUnit(SimulatedUnit):
                 self._enter(engine)
                 self.prefillers.append((self.ledger.by_name[model.name], engine))
 
+        # Where memory decides which models are awake.
+        residency = spec.residency
+        self.residents = ResidentModels(self, residency) if residency is not None else None
+
     def block_counts(self, profile: ModelProfile) -> BlockCounts:
         return BlockCounts.of(_counted(profile), windows=True)
 
@@ -89,6 +94,23 @@ class ScheduledUnit(SimulatedUnit):
     # ------------------------------------------------------------ requests
 
     def enqueue(self, request: SimRequest, now: float) -> None:
+        if self.residents is None:
+            self.serve(request, now)
+        else:
+            self.residents.arrived(request, now)
+
+    def refuse(self, request: SimRequest, now: float, error: str) -> None:
+        super().refuse(request, now, error)
+        if self.residents is not None:
+            self.residents.ended(request, now)
+
+    def finished(self, request: SimRequest, now: float) -> None:
+        super().finished(request, now)
+        if self.residents is not None:
+            self.residents.ended(request, now)
+
+    def serve(self, request: SimRequest, now: float) -> None:
+        """Queue a request."""
         # The last token is not computed upon, so it needs no place; but prompts are admitted with room for one.
         if self._too_long(request, request.prompt + max(1, request.output - 1), now):
             return
@@ -196,30 +218,34 @@ class ScheduledUnit(SimulatedUnit):
         if blocks > 0:
             return pages.take(blocks, now, -1)
         pages.release(-blocks)
-        self._changed()
+        self.decide_again()
         return True
 
     def detach(self, request: SimRequest, now: float) -> int:
         """A sequence leaves its engine between two steps; returns its blocks, which stay taken."""
         blocks = self.decoder(request.model).leave(request)
         self.ledger.detached(request.request_id, request.lease_id, request.made, now)
-        self._changed()
+        self.decide_again()
         return blocks
+
+    def forget(self, request: SimRequest, now: float) -> None:
+        """A detached request is none of the unit's any more."""
+        self.ledger.moved(request.request_id, now)
+        del self.live[request.request_id]
 
     def moved(self, request: SimRequest, blocks: int, now: float) -> None:
         """Another unit has a sequence that left with so many blocks."""
-        self.ledger.moved(request.request_id, now)
-        del self.live[request.request_id]
+        self.forget(request, now)
         pages = self.page_of[request.model]
         pages.give_up(request, blocks)
-        self._changed()
+        self.decide_again()
 
     def take_over(self, request: SimRequest, now: float) -> None:
         """A sequence comes with its KV, in blocks that were reserved."""
         request.unit = self.spec.name
         self.live[request.request_id] = request
         self.ledger.taken_over(self._queued(request), now)
-        self._changed()
+        self.decide_again()
 
     def withdraw(self, name: str, now: float) -> list[SimRequest]:
         """All that wait for that model leave."""
@@ -229,8 +255,8 @@ class ScheduledUnit(SimulatedUnit):
             self.ledger.given_back(request_id, now)
         return [self.live.pop(request_id) for request_id in gone]
 
-    def _changed(self) -> None:
-        """Something was told that calls for a decision."""
+    def decide_again(self) -> None:
+        """Something has changed that calls for a decision."""
         self.turn_due = True
         self.touch()
 
@@ -267,6 +293,8 @@ class ScheduledUnit(SimulatedUnit):
         found = super().result()
         if found.phases == "rolling":
             found.waits = [request.switch_wait for request in self.requests if request.finish is not None]
+        if self.residents is not None:
+            found.residency = self.residents.result()
         for _, engine in self.decoders:
             if isinstance(engine, PipelineEngine):
                 found.stages = tuple(engine.record.busy())

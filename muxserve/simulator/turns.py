@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from muxserve.scheduling.residency import Residence
+from muxserve.scheduling.residency import Residence, Residency
 from muxserve.scheduling.turns import (
     StoppedRequest,
     TurnModel,
@@ -25,9 +25,8 @@ from muxserve.scheduling.turns import (
 from muxserve.simulator.engine import STEPPING
 from muxserve.simulator.leased import PhaseEngine
 from muxserve.simulator.requests import SimRequest
-
-if TYPE_CHECKING:
-    from muxserve.simulator.resident import ResidentModel, ResidentUnit
+from muxserve.simulator.resident_model import ResidencyUnit, ResidentModel
+from muxserve.simulator.setup import SimResidency
 
 # How often a model that stops is looked at: what has been prefilled meanwhile stops, too.
 _SWEEP_SECONDS = 0.02
@@ -41,13 +40,41 @@ class _Stopped:
     at: float
 
 
+class TurnResidents(Protocol):
+    """What turns ask of the residency of their models."""
+
+    residency: SimResidency
+    awake: Residency
+    models: dict[str, ResidentModel]
+
+    def wanted(self, name: str) -> bool:
+        """Whether requests wait for the model to be awake."""
+        ...
+
+    def wait_again(self, name: str, now: float) -> None:
+        """What waits in the unit's queue for the model waits for it to be awake again."""
+        ...
+
+    def stands_still(self, request: SimRequest, now: float) -> None:
+        """The unit computes nothing of the request for now."""
+        ...
+
+    def begin_again(self, request: SimRequest, now: float) -> None:
+        """A request that was detached is served once more."""
+        ...
+
+    def sleep_if_done(self, model: ResidentModel, now: float) -> None:
+        """A model that leaves has gone when nothing of it runs."""
+        ...
+
+
 class TurnTaking:
     """Stops models of `unit` and lets them go on. `stopped` are their requests, by model; `switches`
     counts how often a model was stopped."""
 
-    # No dataclass: mypyc evaluates the types of its fields, and the unit's does not exist yet when this is imported.
-    def __init__(self, unit: ResidentUnit, rules: TurnRules) -> None:
+    def __init__(self, unit: ResidencyUnit, residents: TurnResidents, rules: TurnRules) -> None:
         self.unit = unit
+        self.residents = residents
         self.rules = rules
         self.stopped: dict[str, list[_Stopped]] = {}
         self.switches = 0
@@ -61,18 +88,17 @@ class TurnTaking:
 
     def since(self, name: str, now: float) -> list[float]:
         """From when on each request that was stopped counts as waiting (`waiting_since`)."""
-        costs, wake_seconds = self.unit.residency.models[name], self.unit.awake.wake_seconds(name)
+        costs, wake_seconds = self.residents.residency.models[name], self.residents.awake.wake_seconds(name)
         stopped = [
             StoppedRequest(each.at, next_due(each.request.arrival, each.request.made, costs.ttft, costs.tpot))
             for each in self.stopped.get(name, ())
         ]
-        others = (each for each in self.unit.residents.values() if each.name != name)
+        others = (each for each in self.residents.models.values() if each.name != name)
         somebody = any(each.waiting and each.residence is Residence.ASLEEP for each in others)
         return waiting_since(now, stopped, self.rules, costs.ttft, wake_seconds, somebody)
 
     def _standing(self, model: ResidentModel) -> TurnStanding:
-        unit, name = self.unit, model.name
-        residency = unit.residency
+        name, residency = model.name, self.residents.residency
         costs, rules = residency.models[name], residency.rules
         awake = model.residence in (Residence.AWAKE, Residence.LEAVING)
         return TurnStanding(
@@ -80,21 +106,21 @@ class TurnTaking:
                 name,
                 costs.ttft,
                 costs.tpot,
-                unit.ledger.by_name[name].decode.step_seconds,
-                unit.awake.wake_seconds(name),
+                self.unit.ledger.by_name[name].decode.step_seconds,
+                self.residents.awake.wake_seconds(name),
                 costs.bytes / (rules.limit - rules.fixed),
             ),
             model.awake_since if awake else None,
             model.residence is Residence.LEAVING,
             model.running,
-            self.unit.wanted(name) and model.residence is not Residence.WAKING,
+            self.residents.wanted(name) and model.residence is not Residence.WAKING,
         )
 
     # ------------------------------------------------------------ stopping
 
     def decide(self, now: float) -> None:
         """Stop the models whose turns are over."""
-        residents = self.unit.residents.values()
+        residents = self.residents.models.values()
         if not any(each.residence is Residence.LEAVING and each.running for each in residents):
             return
         standings = [
@@ -108,11 +134,11 @@ class TurnTaking:
 
     def _sweep(self, name: str, now: float) -> None:
         """Stop what can be stopped now; the rest a little later."""
-        unit, model = self.unit, self.unit.residents[name]
+        unit, model = self.unit, self.residents.models[name]
         if model.residence is not Residence.LEAVING or not model.running:
             self._stopping.discard(name)
             return
-        unit.wait_again(name, now)
+        self.residents.wait_again(name, now)
         engine = unit.decoder(name)
         if not isinstance(engine, PhaseEngine):
             raise TypeError("a pipeline has a unit to itself, where nobody takes turns")
@@ -124,7 +150,7 @@ class TurnTaking:
         unit.clock.at(now + _SWEEP_SECONDS, partial(self._sweep, name))
 
     def _between_steps(self, name: str, now: float) -> None:
-        unit, model = self.unit, self.unit.residents[name]
+        unit, model = self.unit, self.residents.models[name]
         engine = unit.decoder(name)
         if model.residence is not Residence.LEAVING or not isinstance(engine, PhaseEngine):
             return
@@ -133,8 +159,8 @@ class TurnTaking:
             blocks = unit.detach(request, now)
             unit.page_of[name].give_up(request, blocks)
             stopped.append(_Stopped(request, now))
-            unit.stands_still(request, now)
-        unit.sleep_if_done(model, now)
+            self.residents.stands_still(request, now)
+        self.residents.sleep_if_done(model, now)
 
     # ------------------------------------------------------------ going on
 
@@ -142,4 +168,4 @@ class TurnTaking:
         """The model is awake: what was stopped is prefilled, less the blocks that are still there."""
         for each in self.stopped.pop(name, []):
             each.request.preempted(now)
-            self.unit.begin_again(each.request, now)
+            self.residents.begin_again(each.request, now)

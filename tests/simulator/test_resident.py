@@ -15,7 +15,6 @@ from muxserve.scheduling.residency import Change, Residence, Residency, Residenc
 from muxserve.scheduling.turns import TurnRules
 from muxserve.simulator import Options, SimResidency, simulate
 from muxserve.simulator.compute import fair_shares
-from muxserve.simulator.resident import ResidentUnit
 from muxserve.simulator.result import ResidencyResult, UnitResult
 from muxserve.simulator.scheduled import ScheduledUnit
 from tests.scheduling.machine import profile
@@ -25,10 +24,10 @@ NAMES = ("a", "b", "c")
 WAKE = 0.5
 
 
-def resident(limit: int, awake: tuple[str, ...] = (), **rules: float) -> ResidentUnit:
+def resident(limit: int, awake: tuple[str, ...] = (), **rules: float) -> ScheduledUnit:
     costs = {name: WakeCosts(40, load_bytes=10, seconds=WAKE, ttft=2.0) for name in NAMES}
     residency = SimResidency(ResidencyRules(limit, **rules), costs, awake)  # type: ignore[arg-type]
-    return ResidentUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
+    return ScheduledUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
 
 
 def awakened(result: UnitResult) -> ResidencyResult:
@@ -73,8 +72,9 @@ def test_a_sleeping_model_answers_later_by_its_wake() -> None:
 def test_wakes_take_longer_beside_each_other() -> None:
     def waited(drag: float, wakes: int) -> list[float]:
         world = resident(200, wakes=wakes, cores=2)
-        world.residency = replace(world.residency, wake_drag=drag)
-        world.awake.pace.drag = drag
+        assert world.residents is not None
+        world.residents.residency = replace(world.residents.residency, wake_drag=drag)
+        world.residents.awake.pace.drag = drag
         return first_tokens(run(world, requests((0.0, "a", 40, 1), (0.0, "b", 40, 1))))
 
     alone = waited(0.0, 2)
@@ -111,15 +111,15 @@ def test_a_fleet_takes_units_of_both_kinds() -> None:
 def test_a_unit_must_know_what_its_models_take() -> None:
     residency = SimResidency(ResidencyRules(60), {"a": WakeCosts(40)})
     with pytest.raises(ValueError, match="unit0 needs to know what each of its models takes"):
-        ResidentUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
+        ScheduledUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
 
 
-def taking_turns(turns: TurnRules | None, options: Options | None = None) -> ResidentUnit:
+def taking_turns(turns: TurnRules | None, options: Options | None = None) -> ScheduledUnit:
     """Room for one model of three; a token is due every 100 ms, and takes a tenth of that."""
     costs = {name: WakeCosts(40, seconds=0.1, ttft=1.0, tpot=0.1) for name in NAMES}
     rules = ResidencyRules(60, min_residence=0.1, residence_factor=1.0, max_wait=30.0, patience=0.1)
     residency = SimResidency(rules, costs, turns=turns)
-    return ResidentUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic(), options)
+    return ScheduledUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic(), options)
 
 
 LONG = requests(*((0.01 * n, NAMES[n % 3], 40, 250) for n in range(9)))
@@ -145,7 +145,7 @@ def test_what_finds_no_pages_when_its_turn_comes_is_computed_again() -> None:
     rules = ResidencyRules(60, min_residence=0.1, residence_factor=1.0, max_wait=30.0, patience=0.1)
     residency = SimResidency(rules, costs, turns=TurnRules(switching=0.3))
     small = [profile(name, quota_pages=100, floor_pages=80) for name in NAMES]
-    world = ResidentUnit(unit(small, 300, residency=residency), Analytic())
+    world = ScheduledUnit(unit(small, 300, residency=residency), Analytic())
     result = run(world, LONG)
     assert [record.output_tokens for record in result.records] == [250] * 9
     assert awakened(result).switches > 0
@@ -186,7 +186,7 @@ def test_decoding_waits_for_wakes_where_it_gives_way_to_them() -> None:
     def ends(weight: float, drag: float = 0.001) -> tuple[float, float]:
         costs = {name: WakeCosts(40, seconds=WAKE, ttft=2.0) for name in NAMES}
         residency = SimResidency(ResidencyRules(200), costs, ("a",), wake_drag=drag, decode_weight=weight)
-        world = ResidentUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
+        world = ScheduledUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
         result = run(world, requests((0.0, "a", 40, 250), (0.2, "b", 40, 1)))
         a, b = result.records
         return a.finish or 0.0, b.first_token or 0.0
@@ -213,15 +213,16 @@ class Ahead(Residency):
 def test_a_model_is_in_a_file_once_it_was_put_to_sleep_when_nobody_waited(ahead: bool, second: float) -> None:
     costs = {name: WakeCosts(40, seconds=WAKE, ttft=2.0) for name in NAMES}
     residency = SimResidency(ResidencyRules(200), costs, hibernated=dict.fromkeys(NAMES, 0.05))
-    world = ResidentUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
-    world.awake = Ahead(residency.rules, residency.models)
-    world.awake.ahead = ahead
+    world = ScheduledUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
+    assert world.residents is not None
+    policy = world.residents.awake = Ahead(residency.rules, residency.models)
+    policy.ahead = ahead
     # While `b` runs somebody looks.
     result = run(world, requests((0.0, "a", 40, 2), (0.0, "b", 40, 250), (1.8, "a", 40, 2)))
     first, _, again = [(record.first_token or 0.0) - record.arrival for record in result.records]
     assert first == pytest.approx(WAKE, abs=0.05)
     assert again == pytest.approx(second, abs=0.05)
-    assert world.residents["a"].hibernated is ahead
+    assert world.residents.models["a"].hibernated is ahead
 
 
 def test_turns_do_not_happen_where_all_have_room() -> None:
@@ -230,5 +231,5 @@ def test_turns_do_not_happen_where_all_have_room() -> None:
     awake = SimResidency(ResidencyRules(200), costs, NAMES)
     with_turns = SimResidency(ResidencyRules(200), costs, NAMES, turns=TurnRules())
     made = [unit([profile(name) for name in NAMES], 1200, residency=each) for each in (awake, with_turns)]
-    found, same = (run(ResidentUnit(each, Analytic()), load) for each in made)
+    found, same = (run(ScheduledUnit(each, Analytic()), load) for each in made)
     assert found.records == same.records
