@@ -1,6 +1,6 @@
 """How fast the simulator is: engine steps per second on one core, and 20,000 requests on 32 GPUs.
 
-    python benchmarks/simulator.py [--requests 20000] [--profile] [--out benchmarks/results/simulator.json]
+    python benchmarks/simulator.py [--requests 20000] [--profile] [--out FILE]
 
 The fleet is 15 models (LLaMA 7B to 65B shapes) on 32 A100-80GB in ten units of one to eight GPUs, costs from the
 roofline, rates by a power law (alpha 0.9), Poisson arrivals, log-normal lengths with the means of ShareGPT as MuxServe

@@ -1,7 +1,7 @@
 """The simulator's speed in two checkouts, on one machine at one time.
 
     git worktree add OLD COMMIT
-    python benchmarks/simulator_ab.py OLD . [--requests 4000] [--repeats 3] [--out benchmarks/results/simulator_ab.json]
+    python benchmarks/simulator_ab.py OLD . [--requests 4000] [--repeats 3] [--out FILE]
 
 Runs of the workloads of `simulator.py` alternate between the checkouts, each in a process of its own. What is compared
 is the least processor time of the repeats, since others at work on the machine only ever make it longer; where the
