@@ -24,7 +24,8 @@ from muxserve.cli.simulate_places import PlacementSearch, places_of
 from muxserve.config.values import parse_size
 from muxserve.costs.measured import latency_model
 from muxserve.planning.residency import hibernated_seconds
-from muxserve.scheduling.residency import Change, Residence, Residency, Sleep, Standing, Stay, Wake
+from muxserve.scheduling.residency import Residency
+from muxserve.scheduling.residency_types import Change, Residence, Sleep, Standing, Stay, Wake
 from muxserve.scheduling.turns import TurnRules
 from muxserve.simulator import SimUnit, mode_of
 from muxserve.simulator.requests import SimRequest
@@ -48,17 +49,19 @@ class IdleTimers(Residency):
         """See `Residency.decide`."""
         every = list(standings)
         self.restless = True
-        free = self.rules.limit - self._fixed(fixed) - sum(self._taken(each) for each in every)
+        assert fixed is None, "nothing is measured in simulation"
+        free = self.rules.limit - self.rules.fixed - sum(self.sizes.taken(each) for each in every)
         changes: list[Change] = []
         for each in every:
             if each.residence is Residence.LEAVING and each.waiting:
                 changes.append(Stay(each.model))
             elif each.residence is Residence.ASLEEP and each.waiting:
-                if not self.within or self.needs(each.model) <= free:
-                    free -= self.needs(each.model)
+                need = self.sizes.needs(each.model)
+                if not self.within or need <= free:
+                    free -= need
                     changes.append(Wake(each.model))
             elif each.residence is Residence.AWAKE and not each.running:
-                asked = self._known[each.model].rates._at
+                asked = self.rates.of(each.model).last
                 if now - max(each.since, asked) >= self.idle:
                     changes.append(Sleep(each.model, "idle"))
         return changes

@@ -36,7 +36,7 @@ from muxserve.costs.calibration import host_bandwidth
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.records import RequestRecord
-from muxserve.scheduling.residency import ResidencyRules, WakeCosts
+from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts
 from muxserve.scheduling.turns import TurnRules
 from muxserve.simulator import FleetModel, SimResidency, SimUnit, sim_unit, simulate
 from muxserve.workload import open_workload

@@ -41,7 +41,7 @@ from muxserve.replicas.prefixes import DispatchName
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.scheduling.policies import DEFAULT_POLICY
-from muxserve.scheduling.residency import ResidencyRules
+from muxserve.scheduling.residency_types import ResidencyRules
 from muxserve.spec import WatchdogRules
 
 _SCALING, _MIGRATION, _WATCHDOG, _RESIDENCY = ScalingRules(), MigrationRules(), WatchdogRules(), ResidencyRules(1)

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 
 from muxserve.global_scheduler.resident_scheduler import ResidentScheduler
-from muxserve.scheduling.residency import Prefetch, Refuse, Residence, Residency, Sleep, Wake
+from muxserve.scheduling.residency import Residency
+from muxserve.scheduling.residency_types import Prefetch, Refuse, Residence, Sleep, Wake
 from muxserve.scheduling.turns import TurnModel, TurnRules, TurnStanding, turn_round, turns_over, waiting_since
 from muxserve.spec import ResidencySpec
 from muxserve.wire import MemoryReport
@@ -65,7 +66,7 @@ class MemoryBalance:
             # What was read of it before it was awake is not what it takes.
             whole = scheduler.residence is Residence.AWAKE and scheduler.since < now - message.seconds
             if held is not None and whole:
-                self.policy.measured(name, held, message.wake_peaks.get(name, 0))
+                self.policy.sizes.measured(name, held, message.wake_peaks.get(name, 0))
             awake = scheduler.residence in (Residence.AWAKE, Residence.LEAVING)
             if held is None and awake and not scheduler.serves:
                 scheduler.ended("", now)  # the word of it was lost with the scheduler before this one
@@ -95,9 +96,9 @@ class MemoryBalance:
             for seconds in scheduler.taken_wakes():
                 self.policy.woke(name, seconds)
             for seconds in scheduler.taken_sleeps():
-                self.policy.slept(seconds)
+                self.policy.times.slept(seconds)
             if scheduler.taken_unfiled():
-                self.policy.unfiled(name, now)
+                self.policy.ahead.unfiled(name, now)
             # A report from before it slept, or was woken, says nothing of it now.
             held = self._held.get(name, 0) if scheduler.residence in (Residence.AWAKE, Residence.LEAVING) else 0
             standings.append(scheduler.standing(now, held, self._stopped(name, schedulers, now)))
@@ -116,7 +117,7 @@ class MemoryBalance:
             elif isinstance(change, Prefetch):
                 scheduler.prefetch()
             elif isinstance(change, Refuse):
-                needs = self.policy.needs(change.model)
+                needs = self.policy.sizes.needs(change.model)
                 missing = f"{change.missing} of them are missing although all others sleep"
                 scheduler.refuse(f"that needs {needs} bytes, and {missing}", now)
             else:
@@ -129,7 +130,7 @@ class MemoryBalance:
         costs = self._models[model]
         others = any(each.asked_anew for name, each in schedulers.items() if name != model)
         stopped = schedulers[model].stopped(costs.ttft, costs.tpot)
-        return waiting_since(now, stopped, rules, costs.ttft, self.policy.wake_seconds(model), others)
+        return waiting_since(now, stopped, rules, costs.ttft, self.policy.times.seconds(model), others)
 
     def _end_turns(self, schedulers: Mapping[str, ResidentScheduler], rules: TurnRules, now: float) -> None:
         """End the turns that are over."""
@@ -147,8 +148,8 @@ class MemoryBalance:
                     self._models[name].ttft,
                     self._models[name].tpot,
                     0.0,
-                    self.policy.wake_seconds(name),
-                    min(1.0, self.policy.expected(name) / memory),
+                    self.policy.times.seconds(name),
+                    min(1.0, self.policy.sizes.expected(name) / memory),
                 )
             )
             for name, scheduler in schedulers.items()
@@ -189,10 +190,10 @@ class MemoryBalance:
                 "residence": scheduler.residence.value,
                 "seconds": round(now - scheduler.since, 3) if math.isfinite(scheduler.since) else None,
                 "held_bytes": 0 if scheduler.residence is Residence.ASLEEP else self._held.get(name, 0),
-                "needs_bytes": self.policy.needs(name),
+                "needs_bytes": self.policy.sizes.needs(name),
                 "copy_bytes": self._copies.get(name, 0),
                 "engines_rest": name in self._resting and scheduler.residence is Residence.ASLEEP,
-                "rate": self.policy.rate(name, now),
+                "rate": self.policy.rates.of(name).most(now),
                 "waiting": scheduler.waits,
                 "waits_for": scheduler.waits_for(now) or None,
                 "trouble": scheduler.trouble(now) or None,
@@ -217,9 +218,9 @@ class MemoryBalance:
             # What is taken and reserved beyond the limit, since nobody would be served otherwise.
             "excess_bytes": self.policy.excess,
             # What all wakes and sleeps have taught: see `muxserve.scheduling.wake_times`.
-            "wake_scale": round(self.policy.pace.scale, 4),
-            "wake_drag": round(self.policy.pace.drag, 4),
-            "sleep_seconds": round(self.policy.sleep_seconds, 4),
+            "wake_scale": round(self.policy.times.pace.scale, 4),
+            "wake_drag": round(self.policy.times.pace.drag, 4),
+            "sleep_seconds": round(self.policy.times.sleep_seconds, 4),
             "turns": self._turns_state(schedulers, now),
             "models": models,
         }

@@ -13,7 +13,7 @@ from muxserve.global_scheduler.outbox import Outbox
 from muxserve.replicas.decisions import Decision
 from muxserve.replicas.global_scheduler import GlobalScheduler
 from muxserve.replicas.views import InstanceLoad
-from muxserve.scheduling.residency import Residence, Standing
+from muxserve.scheduling.residency_types import Residence, Standing
 from muxserve.scheduling.turns import StoppedRequest, TurnModel, TurnStanding, next_due
 from muxserve.wire import Place, PrefetchModel, StopReplica, Waits
 

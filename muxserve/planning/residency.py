@@ -23,7 +23,7 @@ from muxserve.gpu.budget import at_rest
 from muxserve.gpu.nvml import device_name
 from muxserve.gpu.unit import GpuUnit
 from muxserve.planning.unit_plan import ResolvedUnit
-from muxserve.scheduling.residency import ResidencyRules, WakeCosts
+from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts
 from muxserve.scheduling.turns import TurnRules
 from muxserve.simulator import SimResidency, SimUnit
 from muxserve.spec import DECODE_NICENESS, ResidencySpec

@@ -3,8 +3,10 @@ the bandwidth of its memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from muxserve.scheduling.residency_types import Residence, Standing, WakeCosts
 
 # A wake alone takes what was declared, and twice as long when as much else runs as there are cores: so much do these
 # two beliefs count, in wakes, and a wake counts so much less after each later one.
@@ -12,6 +14,10 @@ _BELIEF, _FORGETTING = 2.0, 0.97
 # One wake counts as at most so many times faster or slower than was expected: it may have met something else.
 _OUTLIER = 4.0
 _MOST_SCALE, _MOST_DRAG = 16.0, 4.0
+# How much of a new duration counts against the one that was known before.
+_SMOOTHING = 0.3
+# A wake that takes longer than expected counts as ending in this time, seconds.
+_ABOUT_TO_END = 0.02
 
 
 @dataclass(slots=True)
@@ -68,3 +74,93 @@ class WakePace:
                 else:
                     going[index] = left - least
         return ends
+
+
+@dataclass(slots=True)
+class _Progress:
+    """A wake under way, followed from `began` until `at`: the seconds alone that are `done`, and the integral over time
+    of how many other wakes and busy models it had `beside` it."""
+
+    began: float
+    at: float
+    done: float = 0.0
+    beside: float = 0.0
+
+
+@dataclass(slots=True)
+class _Known:
+    """`seconds`: how long waking the model takes alone, as learnt; None before its first wake."""
+
+    costs: WakeCosts
+    seconds: float | None = None
+    progress: _Progress | None = None
+
+
+class WakeTimes:
+    """How long it takes to wake each model of one memory, and to put one to sleep; and how far the wakes under way have
+    come.
+
+    Args:
+        sleep_seconds: until the memory of an idle model is free, until that was measured.
+    """
+
+    def __init__(self, sleep_seconds: float) -> None:
+        self.pace = WakePace()
+        self.sleep_seconds = sleep_seconds
+        self._models: dict[str, _Known] = {}
+
+    def change(self, cores: int, models: Mapping[str, WakeCosts]) -> None:
+        """Other models; the durations of models whose costs are the same are kept."""
+        self.pace.cores = cores
+        self._models = {
+            name: known if (known := self._models.get(name)) is not None and known.costs == costs else _Known(costs)
+            for name, costs in models.items()
+        }
+
+    def seconds(self, model: str) -> float:
+        """Expected time to wake the model with nothing beside it. Before its first wake: its declared time, scaled as
+        the wakes of others took longer or shorter than declared."""
+        known = self._models[model]
+        return self.pace.scale * known.costs.seconds if known.seconds is None else known.seconds
+
+    def woke(self, model: str, seconds: float) -> None:
+        """The wake of the model has taken so long."""
+        known = self._models[model]
+        followed, known.progress = known.progress, None
+        beside = 0.0
+        if followed is not None and followed.at > followed.began:
+            beside = followed.beside / (followed.at - followed.began)
+        before = self.seconds(model)
+        if known.costs.seconds > 0:
+            self.pace.learn(seconds / known.costs.seconds, beside)
+        known.seconds = before + _SMOOTHING * (seconds / self.pace.slowdown(beside) - before)
+
+    def slept(self, seconds: float) -> None:
+        """The memory of an idle model was free so long after the model was put to sleep."""
+        self.sleep_seconds += _SMOOTHING * (seconds - self.sleep_seconds)
+
+    def follow(self, now: float, standings: Collection[Standing]) -> None:
+        """Record how far the wakes under way have come since the last call, and beside how much else."""
+        busy = busy_models(standings)
+        waking = [each for each in standings if each.residence is Residence.WAKING]
+        for each in waking:
+            known = self._models[each.model]
+            if known.progress is None:
+                known.progress = _Progress(each.since, each.since)
+            gone, others = max(0.0, now - known.progress.at), len(waking) - 1 + busy
+            known.progress.at = max(now, known.progress.at)
+            known.progress.done += gone / self.pace.slowdown(others)
+            known.progress.beside += gone * others
+        for each in standings:
+            if each.residence is Residence.ASLEEP:
+                self._models[each.model].progress = None  # its wake has failed
+
+    def left(self, model: str) -> float:
+        """Seconds alone that the wake of the model still takes."""
+        progress = self._models[model].progress
+        return max(_ABOUT_TO_END, self.seconds(model) - (0.0 if progress is None else progress.done))
+
+
+def busy_models(standings: Iterable[Standing]) -> int:
+    """How many models have running requests."""
+    return sum(each.running > 0 for each in standings)

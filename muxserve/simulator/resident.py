@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from muxserve.scheduling.residency import Prefetch, Refuse, Residence, Residency, Sleep, Standing, Wake
+from muxserve.scheduling.residency import Residency
+from muxserve.scheduling.residency_types import Prefetch, Refuse, Residence, Sleep, Standing, Wake
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.resident_model import ResidencyUnit, ResidentModel
 from muxserve.simulator.result import ResidencyResult
@@ -135,7 +136,7 @@ class ResidentModels:
             model.become(Residence.ASLEEP, now)
             model.hibernated |= model.moves
             self._resting = [*self._resting, model.name][-self.residency.resting :] if self.residency.resting else []
-            self.awake.slept(now - model.idle_since)
+            self.awake.times.slept(now - model.idle_since)
             self._decide(now)
 
     def _wake_seconds(self, model: ResidentModel) -> float:

@@ -9,7 +9,7 @@ from muxserve.costs import ModelArchitecture
 from muxserve.costs.calibration import LINKS, Graphs
 from muxserve.costs.profile import Overheads
 from muxserve.scheduling.policies import DEFAULT_POLICY
-from muxserve.scheduling.residency import ResidencyRules, WakeCosts
+from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts
 from muxserve.scheduling.token_throttling import TokenBudget, TokenThrottling
 from muxserve.scheduling.turns import TurnRules
 from muxserve.scheduling.types import ModelProfile, PoolProfile

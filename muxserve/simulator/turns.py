@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from muxserve.scheduling.residency import Residence, Residency
+from muxserve.scheduling.residency import Residency
+from muxserve.scheduling.residency_types import Residence
 from muxserve.scheduling.turns import (
     StoppedRequest,
     TurnModel,
@@ -88,7 +89,7 @@ class TurnTaking:
 
     def since(self, name: str, now: float) -> list[float]:
         """From when on each request that was stopped counts as waiting (`waiting_since`)."""
-        costs, wake_seconds = self.residents.residency.models[name], self.residents.awake.wake_seconds(name)
+        costs, wake_seconds = self.residents.residency.models[name], self.residents.awake.times.seconds(name)
         stopped = [
             StoppedRequest(each.at, next_due(each.request.arrival, each.request.made, costs.ttft, costs.tpot))
             for each in self.stopped.get(name, ())
@@ -107,7 +108,7 @@ class TurnTaking:
                 costs.ttft,
                 costs.tpot,
                 self.unit.ledger.by_name[name].decode.step_seconds,
-                self.residents.awake.wake_seconds(name),
+                self.residents.awake.times.seconds(name),
                 costs.bytes / (rules.limit - rules.fixed),
             ),
             model.awake_since if awake else None,

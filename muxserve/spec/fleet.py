@@ -18,7 +18,7 @@ from muxserve.replicas.prefixes import DispatchName
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Level, Levels
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
-from muxserve.scheduling.residency import ResidencyRules, WakeCosts
+from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts
 from muxserve.scheduling.turns import TurnRules
 from muxserve.spec.network import Keys
 from muxserve.spec.unit import GatewaySpec, ModelSpec, UnitSpec, WatchdogRules, levels_of_model, write

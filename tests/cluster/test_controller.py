@@ -19,7 +19,7 @@ from muxserve.cluster import fleet_starts
 from muxserve.cluster.controller import EXIT_FORCED, EXIT_OK, EXIT_START
 from muxserve.cluster.events import Down, Draining, Event, Failed, PartId, Progress, Ready, Starting, Stopping, Up
 from muxserve.cluster.restarts import RestartPolicy
-from muxserve.scheduling.residency import ResidencyRules, WakeCosts
+from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts
 from muxserve.spec import ResidencySpec
 from muxserve.spec.run_dir import RunDir
 from tests.cluster.conftest import ROOT, Fleet, alive, fake_unit_spec, running

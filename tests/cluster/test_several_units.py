@@ -21,7 +21,7 @@ from muxserve.control.changes import ChangeError
 from muxserve.planning.specs import settings_of
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.scaling import ScalingRules
-from muxserve.scheduling.residency import ResidencyRules, WakeCosts
+from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts
 from muxserve.spec import FleetSpec, PhasesName, ResidencySpec, followed_file, load_fleet, load_followed
 from muxserve.spec.run_dir import RunDir
 from tests.cluster.conftest import Fleet, alive, fake_unit_spec, running

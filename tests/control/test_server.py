@@ -15,7 +15,7 @@ from muxserve.control import messages
 from muxserve.control.client import ControlClient, FleetEndedError, NoFleetError, RunningFleet, find, running_fleets
 from muxserve.net import sockets
 from muxserve.replicas.scaling import ScalingRules
-from muxserve.scheduling.residency import ResidencyRules
+from muxserve.scheduling.residency_types import ResidencyRules
 from muxserve.spec import ResidencySpec
 from tests.control.fakes import Controller, broken, running
 from tests.support.checkpoint_files import write_checkpoint

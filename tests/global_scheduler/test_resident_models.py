@@ -10,7 +10,7 @@ import pytest
 
 from muxserve.global_scheduler.outbox import ToUnit
 from muxserve.replicas.scaling import ScalingRules
-from muxserve.scheduling.residency import ResidencyRules, WakeCosts
+from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts
 from muxserve.scheduling.turns import TurnRules
 from muxserve.spec import FleetSpec, ResidencySpec
 from muxserve.wire import (
@@ -209,7 +209,7 @@ def test_a_model_that_waits_is_woken_when_another_has_had_its_time_though_nothin
 def test_an_idle_model_sleeps_ahead_of_the_next_request() -> None:
     machine = Machine(["a", "b"], FIXED + MODEL + LOADING)
     balance = machine.core._balances["u0"]
-    balance.policy.sleep_seconds = 0.5
+    balance.policy.times.sleep_seconds = 0.5
     for request, model in (("r", "a"), ("s", "b")):
         machine.ask(request, model)
         while request not in machine.served:
@@ -274,7 +274,7 @@ def test_how_long_an_idle_model_takes_to_sleep_is_measured() -> None:
         machine.step()
     assert machine.served == ["s"]
     balance = machine.core._balances["u0"]
-    assert balance.policy.sleep_seconds > 0.0
+    assert balance.policy.times.sleep_seconds > 0.0
 
 
 class Turns(Machine):

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from muxserve.scheduling.arrival_rates import ArrivalRates
 from muxserve.scheduling.deadlines import TimedJob, moore_hodgson
-from muxserve.scheduling.residency import (
-    ArrivalRates,
+from muxserve.scheduling.residency import Residency
+from muxserve.scheduling.residency_types import (
     Change,
     Prefetch,
     Refuse,
     Residence,
-    Residency,
     ResidencyRules,
     Sleep,
     Standing,
@@ -145,51 +145,51 @@ def test_more_than_the_limit_puts_models_to_sleep_at_once() -> None:
 
 def test_what_a_model_may_come_to_take_is_given_to_nobody_else() -> None:
     policy = residency(100, a=WakeCosts(40), b=WakeCosts(40))
-    policy.measured("a", 20)  # perhaps it has not served anybody yet
+    policy.sizes.measured("a", 20)  # perhaps it has not served anybody yet
     asked = Standing("b", ASLEEP, 0.0, waiting=[10.0])
     idle = [Standing("a", AWAKE, 0.0, held=20), asked]
     assert policy.decide(10.0, 30, idle) == [Sleep("a", "memory for b")]
     assert policy.decide(10.0, 20, idle) == [Wake("b")]
-    policy.measured("a", 45)  # more than was declared
+    policy.sizes.measured("a", 45)  # more than was declared
     assert policy.decide(10.0, 20, idle) == [Sleep("a", "memory for b")]
 
 
 def test_what_is_set_aside_is_learnt_from_the_last_residences() -> None:
     policy = residency(1000, a=WakeCosts(100, load_bytes=10, margin=8))
-    policy.measured("a", 60)
-    assert policy.expected("a") == 100
-    policy.measured("a", 50)
-    assert (policy.expected("a"), policy.needs("a")) == (68, 78)
+    policy.sizes.measured("a", 60)
+    assert policy.sizes.expected("a") == 100
+    policy.sizes.measured("a", 50)
+    assert (policy.sizes.expected("a"), policy.sizes.needs("a")) == (68, 78)
     for most in (55, 52, 51, 50):
         policy.woke("a", 1.0)
-        policy.measured("a", most)
-        policy.measured("a", most)
-    assert policy.expected("a") == 63  # of the last three and this one the most is 55
-    policy.measured("a", 97)
-    assert policy.expected("a") == 100  # no more than declared, before it was measured
-    policy.measured("a", 130)
-    assert policy.expected("a") == 130
+        policy.sizes.measured("a", most)
+        policy.sizes.measured("a", most)
+    assert policy.sizes.expected("a") == 63  # of the last three and this one the most is 55
+    policy.sizes.measured("a", 97)
+    assert policy.sizes.expected("a") == 100  # no more than declared, before it was measured
+    policy.sizes.measured("a", 130)
+    assert policy.sizes.expected("a") == 130
 
 
 def test_a_residence_in_which_it_was_hardly_measured_teaches_nothing() -> None:
     policy = residency(1000, a=WakeCosts(100, margin=5))
-    policy.measured("a", 20)
+    policy.sizes.measured("a", 20)
     policy.woke("a", 1.0)
-    assert policy.expected("a") == 100
-    policy.measured("a", 60)
-    assert policy.expected("a") == 65
+    assert policy.sizes.expected("a") == 100
+    policy.sizes.measured("a", 60)
+    assert policy.sizes.expected("a") == 65
 
 
 def test_a_model_never_awake_is_expected_to_be_as_sparing_as_those_that_are_as_large() -> None:
     policy = residency(1000, large=WakeCosts(100), other=WakeCosts(90), small=WakeCosts(50), huge=WakeCosts(200))
     for name, most in (("large", 70), ("other", 80)):
         for _ in range(2):
-            policy.measured(name, most)
-    assert policy.expected("small") == 40  # the other one took 10 less than declared, the large one 30
-    assert policy.expected("huge") == 200
+            policy.sizes.measured(name, most)
+    assert policy.sizes.expected("small") == 40  # the other one took 10 less than declared, the large one 30
+    assert policy.sizes.expected("huge") == 200
     for _ in range(2):
-        policy.measured("small", 49)
-    assert policy.expected("small") == 49
+        policy.sizes.measured("small", 49)
+    assert policy.sizes.expected("small") == 49
 
 
 def test_what_is_no_model_counts_as_declared_until_it_was_measured() -> None:
@@ -264,18 +264,18 @@ def test_what_putting_to_sleep_takes_is_learnt_and_makes_room_ahead_worth_more()
     policy.arrived("b", 99.0)
     standings = [Standing("a", AWAKE, 0.0), Standing("b", ASLEEP, 0.0)]
     assert policy.decide(100.0, 10, standings) == []
-    policy.slept(0.5)
-    assert policy.sleep_seconds == pytest.approx(0.15)
+    policy.times.slept(0.5)
+    assert policy.times.sleep_seconds == pytest.approx(0.15)
     assert policy.decide(100.0, 10, standings) == [Sleep("a", "memory for the next wake", ahead=True)]
 
 
 def test_of_two_wakes_one_after_the_other_comes_first_where_that_serves_more_in_time() -> None:
     costs = WakeCosts(10, seconds=1.0, ttft=1.7)
     policy = Movements(ResidencyRules(1000, wakes=2, cores=2), {"a": costs, "b": costs})
-    policy.pace.drag = 1.0
+    policy.times.pace.drag = 1.0
     both = [Standing("a", ASLEEP, 0.0, waiting=[10.0]), Standing("b", ASLEEP, 0.0, waiting=[10.0])]
     assert policy.decide(10.0, 10, both) == [Wake("a"), Wake("b")]  # both after 1.5 s
-    policy.pace.drag = 1.8
+    policy.times.pace.drag = 1.8
     assert len(policy.decide(10.0, 10, both)) == 1  # both after 1.9 s, or one after 1.0 s
     # The one that is under way is not made late either.
     going = [Standing("a", WAKING, 10.0, waiting=[10.0]), Standing("b", ASLEEP, 0.0, waiting=[10.2])]
@@ -295,30 +295,30 @@ def test_what_runs_beside_a_wake_is_not_held_against_its_model() -> None:
     beside.decide(0.0, 0, others)
     beside.decide(1.5, 0, others)
     beside.woke("a", 1.5)
-    assert alone.wake_seconds("a") == pytest.approx(beside.wake_seconds("a")) == pytest.approx(1.0)
+    assert alone.times.seconds("a") == pytest.approx(beside.times.seconds("a")) == pytest.approx(1.0)
 
 
 def test_a_model_never_woken_is_expected_to_take_as_much_longer_than_declared_as_the_others() -> None:
     policy = residency(1000, a=WakeCosts(10, seconds=1.0), b=WakeCosts(10, seconds=2.0))
     for _ in range(50):
         policy.woke("a", 1.5)
-    assert policy.wake_seconds("b") == pytest.approx(3.0, rel=0.1)
+    assert policy.times.seconds("b") == pytest.approx(3.0, rel=0.1)
 
 
 def test_what_a_wake_needs_is_what_its_last_wakes_took_at_most() -> None:
     costs = WakeCosts(100, load_bytes=40, margin=5)
     policy = residency(1000, a=costs, b=costs)
     for _ in range(2):
-        policy.measured("a", 70, wake_peak=85)
-    assert (policy.expected("a"), policy.needs("a")) == (75, 90)
-    assert policy.needs("b") == 90  # as large, and never woken
+        policy.sizes.measured("a", 70, wake_peak=85)
+    assert (policy.sizes.expected("a"), policy.sizes.needs("a")) == (75, 90)
+    assert policy.sizes.needs("b") == 90  # as large, and never woken
     policy.woke("a", 1.0)
-    policy.measured("a", 70, wake_peak=60)
-    assert policy.needs("a") == 90  # the most of the last three
+    policy.sizes.measured("a", 70, wake_peak=60)
+    assert policy.sizes.needs("a") == 90  # the most of the last three
     for _ in range(3):
         policy.woke("a", 1.0)
-        policy.measured("a", 70, wake_peak=60)
-    assert policy.needs("a") == 75  # it takes more when it is awake
+        policy.sizes.measured("a", 70, wake_peak=60)
+    assert policy.sizes.needs("a") == 75  # it takes more when it is awake
 
 
 # ---------------------------------------------------------------- less memory than was declared
@@ -335,7 +335,7 @@ def test_a_model_without_room_is_woken_beyond_the_limit_when_nobody_else_is_awak
     assert policy.decide(21.0, 85, waking) == []
     assert policy.waits_for == {
         "a": "its wake, which has begun",
-        "b": "its turn beyond the limit: 25 bytes are missing although all others sleep",
+        "b": "its wake beyond the limit: 25 bytes are missing although all others sleep",
     }
     # It is not put to sleep again before it has served; it stops for the other one when it has had its time.
     for running in (0, 1):
@@ -479,7 +479,7 @@ class Memory:
                 self.policy.woke(name, place.costs.seconds)
             if place.residence is LEAVING and not place.running and now >= place.until:
                 place.residence, place.held = ASLEEP, 0
-                self.policy.slept(STOP_SECONDS)
+                self.policy.times.slept(STOP_SECONDS)
             if place.residence is AWAKE:
                 for arrived, seconds in place.waiting:
                     self.waits.append(now - arrived)
@@ -491,7 +491,7 @@ class Memory:
             for name, place in self.places.items():
                 if place.residence is AWAKE:
                     place.held = place.taken
-                    self.policy.measured(name, place.held)
+                    self.policy.sizes.measured(name, place.held)
         for change in self.policy.decide(now, self.fixed, self.standings()):
             self.carry_out(change, now)
 
@@ -617,7 +617,7 @@ class Mismeasured(Memory):
         for name, place in self.places.items():
             place.held = self.bytes() if self._draw(st.booleans()) else place.held
             if self._draw(st.booleans()):
-                self.policy.measured(name, self.bytes(), self.bytes())
+                self.policy.sizes.measured(name, self.bytes(), self.bytes())
 
     def lose(self) -> None:
         self.policy = Residency(self.rules, {name: place.costs for name, place in self.places.items()})
@@ -749,7 +749,7 @@ def test_a_model_that_could_not_get_into_its_file_tries_again() -> None:
     both = [Standing("a", AWAKE, 0.0), Standing("b", AWAKE, 0.0)]
     assert policy.decide(20.0, 10, both) == [Sleep("a", "it is to be in a file", ahead=True)]
     there = [Standing("a", ASLEEP, 20.0), Standing("b", AWAKE, 0.0)]
-    policy.unfiled("a", 20.0)
+    policy.ahead.unfiled("a", 20.0)
     assert policy.decide(21.0, 10, there) == [Sleep("b", "it is to be in a file", ahead=True)]
     asleep = [Standing("a", ASLEEP, 20.0), Standing("b", ASLEEP, 22.0)]
     assert policy.decide(22.0, 10, asleep) == [Wake("b")]
@@ -757,16 +757,16 @@ def test_a_model_that_could_not_get_into_its_file_tries_again() -> None:
     assert policy.preparing, "its time comes without any message"
     assert policy.decide(30.0, 10, there) == [Wake("a")]
     assert policy.decide(40.0, 10, both) == [Sleep("a", "it is to be in a file", ahead=True)]
-    policy.unfiled("a", 41.0)
+    policy.ahead.unfiled("a", 41.0)
     assert policy.decide(60.9, 10, there) == []
     assert policy.decide(61.0, 10, there) == [Wake("a")]
     policy.arrived("a", 62.0)
-    policy.unfiled("a", 63.0)
+    policy.ahead.unfiled("a", 63.0)
     assert policy.decide(200.0, 10, there) == []
     assert not policy.preparing
     without = Residency(ResidencyRules(200, wakes_ahead=True), {"a": WakeCosts(40), "b": WakeCosts(40)})
     assert without.decide(0.0, 10, there) == [Wake("a")]
-    without.unfiled("a", 1.0)
+    without.ahead.unfiled("a", 1.0)
     assert without.decide(20.0, 10, there) == []
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from muxserve.costs.measured import TURN_SECONDS
 from muxserve.costs.profile import Overheads
-from muxserve.scheduling.residency import Change, Residence, Residency, ResidencyRules, Sleep, Standing, WakeCosts
+from muxserve.scheduling.residency import Residency
+from muxserve.scheduling.residency_types import Change, Residence, ResidencyRules, Sleep, Standing, WakeCosts
 from muxserve.scheduling.turns import TurnRules
 from muxserve.simulator import Options, SimResidency, simulate
 from muxserve.simulator.compute import fair_shares
@@ -74,7 +74,7 @@ def test_wakes_take_longer_beside_each_other() -> None:
         world = resident(200, wakes=wakes, cores=2)
         assert world.residents is not None
         world.residents.residency = replace(world.residents.residency, wake_drag=drag)
-        world.residents.awake.pace.drag = drag
+        world.residents.awake.times.pace.drag = drag
         return first_tokens(run(world, requests((0.0, "a", 40, 1), (0.0, "b", 40, 1))))
 
     alone = waited(0.0, 2)
@@ -201,12 +201,15 @@ def test_decoding_waits_for_wakes_where_it_gives_way_to_them() -> None:
 class Ahead(Residency):
     """Puts whatever is idle to sleep at once, as if memory were wanted for the next wake; or for somebody who waits."""
 
-    ahead = True
+    sleeps_ahead = True
 
-    def _room_ahead(self, now: float, balance: Any, standings: Mapping[str, Standing], told: Any) -> list[Change]:
+    def decide(self, now: float, fixed: int | None, standings: Iterable[Standing]) -> list[Change]:
+        every = list(standings)
+        changes = super().decide(now, fixed, every)
         self.restless = True
-        idle = [each.model for each in standings.values() if each.residence is Residence.AWAKE and not each.running]
-        return [Sleep(name, "idle", self.ahead) for name in idle]
+        decided = {change.model for change in changes}
+        idle = [each.model for each in every if each.residence is Residence.AWAKE and not each.running]
+        return [*changes, *(Sleep(name, "idle", self.sleeps_ahead) for name in idle if name not in decided)]
 
 
 @pytest.mark.parametrize(("ahead", "second"), [(True, 0.05), (False, WAKE)])
@@ -216,7 +219,7 @@ def test_a_model_is_in_a_file_once_it_was_put_to_sleep_when_nobody_waited(ahead:
     world = ScheduledUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
     assert world.residents is not None
     policy = world.residents.awake = Ahead(residency.rules, residency.models)
-    policy.ahead = ahead
+    policy.sleeps_ahead = ahead
     # While `b` runs somebody looks.
     result = run(world, requests((0.0, "a", 40, 2), (0.0, "b", 40, 250), (1.8, "a", 40, 2)))
     first, _, again = [(record.first_token or 0.0) - record.arrival for record in result.records]

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from muxserve.gateway.limits.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.status.fleet_status import FleetStatus
-from muxserve.scheduling.residency import Residence
+from muxserve.scheduling.residency_types import Residence
 
 PLACES = ("queued", "prefilling", "handed", "decoding", "moving")
 # metric, help, key of the unit's state, whether it only grows

@@ -1,0 +1,134 @@
+"""What residency decides with and about: rules, the costs of each model, how models stand, and the changes it wants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyRules:
+    """Everything together takes at most `limit` bytes. What is no model counts as `fixed` bytes until it was measured,
+    and then as what was measured and `fixed_margin`.
+
+    A model stays awake for `min_residence` seconds and for `residence_factor` times what waking it takes, so that
+    waking takes a bounded part of the time. A request that has waited for `max_wait` seconds goes before all that have
+    not, and nobody takes memory that it needs. A model with running requests is put to sleep only when another has
+    waited for `patience` seconds. Rates of arrivals are averages over each of the `windows`, seconds; the largest
+    counts. At most `wakes` models are woken at a time, on a machine of so many `cores`; fewer if that serves more
+    requests in time. Putting an idle model to sleep takes `sleep_seconds` until that was measured. `wakes_ahead`: a
+    model that has been awake is woken faster, and all models are to have been that. `files_ahead`: also, one that has
+    slept, as its memory is in a file then.
+
+    `ceiling`, bytes: a model that never has room below `limit` is woken beyond it, up to this; None: without end. With
+    the limit itself, as of a GPU's memory, nothing is woken beyond it.
+
+    Raises:
+        ValueError: a number that makes no sense.
+    """
+
+    limit: int
+    min_residence: float = 2.0
+    residence_factor: float = 4.0
+    max_wait: float = 10.0
+    patience: float = 0.5
+    windows: tuple[float, ...] = (5.0, 60.0, 600.0)
+    wakes: int = 1
+    cores: int = 1
+    sleep_seconds: float = 0.0
+    fixed: int = 0
+    fixed_margin: int = 0
+    wakes_ahead: bool = False
+    files_ahead: bool = False
+    ceiling: int | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.limit, self.wakes, self.cores) < 1 or not self.windows or min(self.windows) <= 0:
+            raise ValueError("limit, wakes, cores and windows must be positive")
+        if min(self.min_residence, self.residence_factor, self.max_wait, self.patience, self.sleep_seconds) < 0:
+            raise ValueError("times must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class WakeCosts:
+    """What a model takes, as expected before it was awake for the first time: bytes while it is awake, `load_bytes`
+    more while it is being woken, seconds to wake it; and its objectives for the first token and for the time between
+    tokens, seconds. From one measurement to the next it takes at most `margin` bytes more. `pinned`: it never
+    sleeps."""
+
+    bytes: int
+    load_bytes: int = 0
+    seconds: float = 1.0
+    ttft: float = 5.0
+    pinned: bool = False
+    margin: int = 0
+    tpot: float = 0.1
+
+
+class Residence(Enum):
+    """Where a model is: `leaving` finishes what runs, and sleeps then."""
+
+    ASLEEP = "asleep"
+    WAKING = "waking"
+    AWAKE = "awake"
+    LEAVING = "leaving"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a model stands: where it is and since when; its running requests; when those that wait for it arrived; the
+    bytes that were measured of it (0: not measured), its KV cache included, or of a sleeping one those that prefetched
+    weights take; and the bytes per second by which that grows."""
+
+    model: str
+    residence: Residence
+    since: float
+    running: int = 0
+    waiting: Sequence[float] = ()
+    held: int = 0
+    growth: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Wake the model. `beyond`: the bytes by which the limit will be exceeded, since it never has room below it."""
+
+    model: str
+    beyond: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Let the model finish what runs and sleep; `reason` for the user. `ahead`: nobody waits for its memory yet."""
+
+    model: str
+    reason: str
+    ahead: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """The model, which was told to sleep, is needed more than others by now."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """The sleeping model is woken when there is memory for it; by then its weights are to be at hand. They may take so
+    many bytes of the memory already, and no longer what they took of it beyond that."""
+
+    model: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The model cannot be woken, since `missing` bytes would be missing if all others slept: answer its requests."""
+
+    model: str
+    missing: int
+
+
+Change = Wake | Sleep | Stay | Prefetch | Refuse
