@@ -124,7 +124,7 @@ def main() -> None:
         for system in SYSTEMS:
             way = replace(
                 residency,
-                rules=replace(residency.rules, files_ahead="hibernating" in system),
+                rules=replace(residency.rules, wakes_ahead="hibernating" in system),
                 hibernated=dict.fromkeys(names, hibernated_seconds(of_one)) if "hibernating" in system else {},
                 turns=TurnRules(cores=residency.rules.cores) if "turns" in system else None,
                 # Live, decoding gives way only where memory decides.

@@ -405,14 +405,13 @@ class UnitHost:
         if self._stopped.is_set():
             raise GaveUp(HOST, "its unit has been stopped")
 
-    async def stop_model(self, model: str, urgent: bool = False) -> bool:
+    async def stop_model(self, model: str, urgent: bool = False) -> None:
         """Stop the engines of a model, and let go of its weights, or have them moved into a file until it is started
         again. What it still computes is lost to this unit. `urgent`: requests wait for the memory, so that a model
-        which is not in a file yet is rather loaded again. Returns whether it is in a file."""
+        which is not in a file yet is rather loaded again."""
         self._wanted.discard(model)
         may_hibernate = bool(self.unit_spec.hibernation) and not (urgent and model not in self._in_files)
         await self._end_model(model, may_hibernate, may_rest=self.unit_spec.resting is not None)
-        return model in self._hibernating
 
     async def prefetch(self, model: str) -> None:
         """Have the disk read the weights of a model that sleeps, unless memory has them: it will be started soon."""

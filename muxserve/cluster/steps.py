@@ -425,17 +425,15 @@ class FleetSteps:
         stays = bool(self._units.fleet.residency) and unit.name not in self._ending
         if unit.serves or stays:
             self._units.publish()
-            in_files = set()
             for model in models:
                 try:
-                    if await unit.handle.stop_model(model, urgent):
-                        in_files.add(model)
+                    await unit.handle.stop_model(model, urgent)
                 except GaveUp as failure:
                     tell(f"{failure.part} of {unit.name} may not have ended: {failure}")
             tell(f"{', '.join(models)} is not served by {unit.name} any more")
             if self._units.fleet.residency:
                 for model in models:
-                    await self._send(wire.ReplicaEnded(model, unit.name, model in in_files))
+                    await self._send(wire.ReplicaEnded(model, unit.name))
         else:
             unit.announced = False
             self._units.publish()

@@ -111,9 +111,9 @@ class UnitHandle(Protocol):
             GaveUp: it takes no model more; nothing has changed.
         """
 
-    async def stop_model(self, model: str, urgent: bool = False) -> bool:
+    async def stop_model(self, model: str, urgent: bool = False) -> None:
         """Stop the engines of a model and let go of its weights; what they still compute is lost to this unit.
-        `urgent`: requests wait for the memory. Returns whether its memory is in a file until it is started again.
+        `urgent`: requests wait for the memory.
 
         Raises:
             GaveUp: nobody knows whether they have ended.
@@ -247,11 +247,11 @@ class LocalUnit:
         """See `UnitHandle.forget`."""
         await self._host.forget(model)
 
-    async def stop_model(self, model: str, urgent: bool = False) -> bool:
+    async def stop_model(self, model: str, urgent: bool = False) -> None:
         """See `UnitHandle.stop_model`."""
         if model in self._serves:
             self._serves.remove(model)
-        return await self._host.stop_model(model, urgent)
+        await self._host.stop_model(model, urgent)
 
     async def prefetch(self, model: str) -> None:
         """See `UnitHandle.prefetch`."""

@@ -112,7 +112,7 @@ class SchedulerCore:
                     balance.reported(message, self._residents(balance), now)
             case ToClient(), ReplicaEnded():
                 if message.model in self._resident:
-                    self._resident[message.model].ended(message.unit, now, message.in_file)
+                    self._resident[message.model].ended(message.unit, now)
             case ToClient(), DrainReplicas():
                 self._drain(message, now)
             case ToClient(identity), StateRequest():

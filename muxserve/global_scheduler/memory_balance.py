@@ -97,8 +97,6 @@ class MemoryBalance:
                 self.policy.woke(name, seconds)
             for seconds in scheduler.taken_sleeps():
                 self.policy.times.slept(seconds)
-            if scheduler.taken_unfiled():
-                self.policy.ahead.unfiled(name, now)
             # A report from before it slept, or was woken, says nothing of it now.
             held = self._held.get(name, 0) if scheduler.residence in (Residence.AWAKE, Residence.LEAVING) else 0
             standings.append(scheduler.standing(now, held, self._stopped(name, schedulers, now)))

@@ -64,8 +64,6 @@ class ResidentScheduler(ModelScheduler):
         self._slept: list[float] = []
         # What it was put to sleep for last: see `WakeFigures.ahead`.
         self._ahead = False
-        # Whether it slept in no file although there was time for that.
-        self._unfiled = False
         # Whether it is prefetched for its next wake.
         self._prefetched = False
         self._now = -math.inf
@@ -153,12 +151,6 @@ class ResidentScheduler(ModelScheduler):
         """The seconds that it took, since this was asked last, to end it when it had nothing to do."""
         slept, self._slept = self._slept, []
         return slept
-
-    def taken_unfiled(self) -> bool:
-        """Whether it has been put to sleep, since this was asked last, with time to move its memory into a file, and
-        that was not done."""
-        unfiled, self._unfiled = self._unfiled, False
-        return unfiled
 
     def waits_for(self, now: float) -> str:
         """What its requests wait for, in words; empty if none waits."""
@@ -252,14 +244,12 @@ class ResidentScheduler(ModelScheduler):
             self._carry_out(self._scheduler.resume(unit), now)
         self._dispatch(now)
 
-    def ended(self, unit: str, now: float, in_file: bool = False) -> None:
-        """Its processes have ended; whether its memory is in a file."""
+    def ended(self, unit: str, now: float) -> None:
+        """Its processes have ended, or its memory is in a file."""
         self._leaving.discard(unit)
         self._stopping.discard(unit)
         if self.residence is Residence.LEAVING and self._idle_since is not None:
             self._slept.append(now - self._idle_since)
-        if self.residence is Residence.LEAVING and self._ahead and not in_file:
-            self._unfiled = True
         if self.residence is not Residence.WAKING:
             self._become(Residence.ASLEEP, now)
 

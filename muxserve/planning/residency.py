@@ -89,7 +89,7 @@ def with_residency(unit: SimUnit, spec: ResidencySpec) -> SimUnit:
         spec = _learnt(spec)
     models = {model.name: spec.models.get(model.name) or WakeCosts(0, pinned=True) for model in unit.models}
     awake = [name for name, costs in models.items() if costs.pinned]
-    if spec.rules.wakes_ahead:
+    if spec.on_gpus and spec.rules.wakes_ahead:
         awake += _awake_ahead(spec)
     residency = SimResidency(
         spec.rules,
@@ -253,7 +253,7 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
         sleep_seconds=SLEEP_SECONDS,
         fixed=fixed,
         fixed_margin=FIXED_MARGIN,
-        files_ahead=hibernates,
+        wakes_ahead=hibernates,
         # The limit is what the user wants; beyond this the kernel ends processes.
         ceiling=max(most, usable_memory()),
     )

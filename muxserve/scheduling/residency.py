@@ -90,7 +90,7 @@ class Residency:
         self.excess = 0
         # The bytes in the last `Prefetch` of each model that is being prefetched.
         self._prefetching: dict[str, int] = {}
-        self.ahead = WakesAhead()
+        self._wakes_ahead = WakesAhead()
         self.change(rules, models)
 
     def change(self, rules: ResidencyRules, models: dict[str, WakeCosts]) -> None:
@@ -103,7 +103,7 @@ class Residency:
         self._concurrency = WakeConcurrency(rules, models, self.times)
         self._sleep_order = SleepOrder(rules, models, self.sizes, self.times, self.rates)
         self._room_ahead = RoomAhead(rules, models, self.sizes, self.times, self.rates, self._sleep_order)
-        self.ahead.change(rules, models, self.sizes, self.rates, self._sleep_order)
+        self._wakes_ahead.change(rules, models, self.sizes, self.rates, self._sleep_order)
 
     # ------------------------------------------------------------ what is learned
 
@@ -121,7 +121,7 @@ class Residency:
     @property
     def preparing(self) -> bool:
         """Whether a model is to be woken ahead when nothing else is to be done, or there is room."""
-        return self.ahead.preparing
+        return self._wakes_ahead.preparing
 
     def queue(self, now: float, standings: Iterable[Standing]) -> list[str]:
         """The sleeping models that requests wait for, in the order in which they are to be woken."""
@@ -168,8 +168,8 @@ class Residency:
             changes += self._room_ahead.sleeps(now, balance, by_name, decided)  # 4
             self.restless |= self._room_ahead.short
             if not changes:  # 5
-                changes += self.ahead.changes(now, balance.free, by_name.values())
-        self.ahead.note(changes)
+                changes += self._wakes_ahead.changes(now, balance.free, by_name.values())
+        self._wakes_ahead.note(changes)
         return self._prefetch(this) + changes  # 6
 
     # ------------------------------------------------------------ inside

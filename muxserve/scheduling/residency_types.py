@@ -18,8 +18,7 @@ class ResidencyRules:
     waited for `patience` seconds. Rates of arrivals are averages over each of the `windows`, seconds; the largest
     counts. At most `wakes` models are woken at a time, on a machine of so many `cores`; fewer if that serves more
     requests in time. Putting an idle model to sleep takes `sleep_seconds` until that was measured. `wakes_ahead`: a
-    model that has been awake is woken faster, and all models are to have been that. `files_ahead`: also, one that has
-    slept, as its memory is in a file then.
+    model that was awake before is woken faster, so that each one is woken once before anybody asks.
 
     `ceiling`, bytes: a model that never has room below `limit` is woken beyond it, up to this; None: without end. With
     the limit itself, as of a GPU's memory, nothing is woken beyond it.
@@ -40,7 +39,6 @@ class ResidencyRules:
     fixed: int = 0
     fixed_margin: int = 0
     wakes_ahead: bool = False
-    files_ahead: bool = False
     ceiling: int | None = None
 
     def __post_init__(self) -> None:

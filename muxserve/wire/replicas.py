@@ -240,9 +240,7 @@ class MemoryReport(Message):
 
 
 class ReplicaEnded(Message):
-    """The processes of a replica of `model` have ended, and its memory is free. `in_file`: what it was moved to a file,
-    so that it is woken faster."""
+    """The processes of a replica of `model` have ended, or their memory is in a file: it is free."""
 
     model: str
     unit: str
-    in_file: bool = False

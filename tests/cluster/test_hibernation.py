@@ -26,7 +26,7 @@ async def fleet(run_dir: RunDir) -> AsyncIterator[Fleet]:
 
 async def test_a_stopped_model_keeps_the_process_that_has_loaded_it(fleet: Fleet) -> None:
     parent = fleet.host.model_parents["one"]
-    assert await fleet.host.stop_model("one")
+    await fleet.host.stop_model("one")
     assert "one" not in fleet.host.model_parents  # nothing of it counts as awake
     assert not fleet.host.up("one")
     await fleet.host.start_model("one")
@@ -60,7 +60,7 @@ async def test_before_a_model_is_started_again_its_process_is_told(fleet: Fleet)
 
 async def test_whoever_waits_for_memory_does_not_wait_until_all_of_it_is_in_a_file(fleet: Fleet) -> None:
     parent = fleet.host.model_parents["one"]
-    assert not await fleet.host.stop_model("one", urgent=True)
+    await fleet.host.stop_model("one", urgent=True)
     assert not alive(parent)
     assert "hibernate one" not in fleet.journal()
     await fleet.host.start_model("one")
@@ -79,7 +79,7 @@ async def test_a_model_whose_memory_does_not_move_is_loaded_again(
     monkeypatch.setattr(unit_host, "_HIBERNATION_SECONDS", 0.2)
     parent = fleet.host.model_parents["one"]
     fleet.tell(f"{trouble}-one")
-    assert not await fleet.host.stop_model("one"), "the global scheduler tries again"
+    await fleet.host.stop_model("one")
     assert not alive(parent)
     await fleet.host.start_model("one")
     assert fleet.host.model_parents["one"] != parent

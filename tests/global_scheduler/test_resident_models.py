@@ -67,7 +67,6 @@ class Machine(World):
         self.orders: list[tuple[str, str]] = []
         self.doing: dict[str, tuple[str, float]] = {}
         self.waiting: dict[str, str] = {}
-        self.in_files = False
         self.served: list[str] = []
         self.refused: list[str] = []
         self.prefetched: list[str] = []
@@ -119,7 +118,7 @@ class Machine(World):
             self.terminating.discard(name)
             self.change(deployed(self.names, self.limit, sorted(self.serves)))
             if what == "stop":
-                self.say(CONTROLLER, ReplicaEnded(name, "u0", self.in_files))
+                self.say(CONTROLLER, ReplicaEnded(name, "u0"))
         for what, name in list(self.orders):
             if name not in self.doing:
                 self.orders.remove((what, name))
@@ -636,37 +635,3 @@ def test_each_unit_has_a_memory_of_its_own() -> None:
     assert state["units"]["u1"]["limit_bytes"] == room
     assert {name: each["copy_bytes"] for name, each in state["models"].items()} == {"a": 0, "b": 0, "c": 7, "d": 9}
     assert [name for name, each in state["models"].items() if each["engines_rest"]] == ["d"]
-
-
-class Filing(Machine):
-    """Models get into files; `in_files` says whether the disk takes them."""
-
-    def change(self, fleet: FleetSpec) -> None:
-        fields = {field: getattr(fleet, field) for field in fleet.__struct_fields__}
-        (spec,) = fleet.residency.values()
-        residency = {"u0": ResidencySpec(replace(spec.rules, files_ahead=True), spec.models)}
-        super().change(fleet.__class__(**{**fields, "residency": residency}))
-
-
-def test_a_model_that_could_not_get_into_its_file_is_told_to_sleep_there_again() -> None:
-    machine = Filing(["a"], FIXED + MODEL + LOADING)
-    machine.change(deployed(["a"], FIXED + MODEL + LOADING))
-
-    def figures() -> tuple[int, int]:
-        memory = machine.state()["memory"]["models"]["a"]
-        return memory["wakes"], memory["evictions_ahead"]
-
-    def pass_(seconds: float) -> None:
-        end = machine.now + seconds
-        while machine.now < end:
-            machine.step()
-
-    pass_(8.0)
-    assert figures() == (1, 1)
-    assert machine.serves == set()
-    machine.in_files = True
-    pass_(20.0)
-    assert figures() == (3, 2), "it has got there, and is awake again, as there is room"
-    pass_(20.0)
-    assert figures() == (3, 2)
-    assert machine.serves == {"a"}

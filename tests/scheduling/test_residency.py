@@ -555,7 +555,6 @@ def worlds(draw: st.DrawFn) -> tuple[Memory, list[tuple[float, str, float]]]:
         cores=2,
         sleep_seconds=draw(st.sampled_from([0.0, 0.1, 1.0])),
         wakes_ahead=draw(st.booleans()),
-        files_ahead=draw(st.booleans()),
     )
     arrivals = draw(
         st.lists(
@@ -590,7 +589,7 @@ def test_memory_is_kept_everybody_is_served_and_nobody_thrashes(
         now += ROUND
     assert len(memory.waits) == len(arrivals)
     assert not memory.short, "a model was put to sleep before it had its time"
-    ahead = 2 * models if memory.rules.files_ahead or memory.rules.wakes_ahead else 0
+    ahead = models if memory.rules.wakes_ahead else 0
     assert memory.wakes <= len(arrivals) + ahead, "a wake that served nobody"
     for name, at in memory.woken.items():
         # However memory is kept free ahead: a wake, its residence, and a stop lie between two wakes of a model.
@@ -652,7 +651,7 @@ def mismeasured(draw: st.DrawFn) -> tuple[Mismeasured, list[tuple[float, str, fl
         wakes=draw(st.integers(1, 2)),
         cores=2,
         sleep_seconds=draw(st.sampled_from([0.0, 0.3])),
-        files_ahead=draw(st.booleans()),
+        wakes_ahead=draw(st.booleans()),
         ceiling=draw(st.sampled_from([None, limit, 2 * limit])),
     )
     asked = st.tuples(st.floats(0.0, 10.0), st.sampled_from(sorted(costs)), st.sampled_from([0.1, 1.0, 3.0]))
@@ -690,21 +689,17 @@ def test_whatever_is_measured_nobody_waits_for_ever(
 
 
 @pytest.mark.parametrize("limit", [130, 150, 400])
-def test_every_model_gets_into_a_file_before_it_is_asked_for(limit: int) -> None:
-    rules = ResidencyRules(limit, min_residence=0.5, residence_factor=1.0, cores=2, files_ahead=True)
+def test_every_model_is_woken_once_before_it_is_asked_for(limit: int) -> None:
+    rules = ResidencyRules(limit, min_residence=0.5, residence_factor=1.0, cores=2, wakes_ahead=True)
     memory = Memory(rules, 10, {f"m{n}": WakeCosts(30, 5, seconds=0.6) for n in range(8)})
     memory.arrive(0.0, "m5", 0.3)
     for step in range(round(15.0 / ROUND)):
         memory.step(step * ROUND)
         room = memory.rules.limit - memory.taken
         assert room >= (0 if any(p.residence is WAKING for p in memory.places.values()) else 35)
-    assert memory.places["m5"].residence is AWAKE, "the one that was asked for makes room for nobody's file"
-    woken = {name: len(at) for name, at in memory.woken.items()}
-    assert woken.pop("m5") == 1
-    # Whoever has slept is woken again while there is room, each once.
-    assert set(woken.values()) <= {1, 2}
-    asleep = {name for name, place in memory.places.items() if place.residence is not AWAKE}
-    assert asleep == {name for name, times in woken.items() if times == 1}
+    assert memory.places["m5"].residence is AWAKE, "the one that was asked for makes room for no other"
+    assert {name: len(at) for name, at in memory.woken.items()} == dict.fromkeys(memory.places, 1)
+    asleep = [place for place in memory.places.values() if place.residence is not AWAKE]
     assert (memory.rules.limit - memory.taken < 35 + 35) or not asleep
     assert not memory.short
 
@@ -718,56 +713,32 @@ def test_every_model_gets_into_a_file_before_it_is_asked_for(limit: int) -> None
         Standing("b", AWAKE, 0.0, running=1),
     ],
 )
-def test_nothing_is_loaded_for_a_file_beside_other_work(other: Standing) -> None:
+def test_nothing_is_woken_ahead_beside_other_work(other: Standing) -> None:
     costs = WakeCosts(40)
-    policy = Residency(ResidencyRules(200, files_ahead=True), {"a": costs, "b": costs})
+    policy = Residency(ResidencyRules(200, wakes_ahead=True), {"a": costs, "b": costs})
+    assert policy.preparing
     assert Wake("a") not in policy.decide(10.0, 10, [Standing("a", ASLEEP, 0.0), other])
     idle = [Standing("a", ASLEEP, 0.0), Standing("b", AWAKE, 0.0)]
     assert policy.decide(11.0, 10, idle) == [Wake("a")]
-    # Once: whatever became of it. Then it is the other one's turn, which is woken again when it has slept.
-    assert policy.decide(12.0, 10, idle) == [Sleep("b", "it is to be in a file", ahead=True)]
-    both = [Standing("a", ASLEEP, 0.0), Standing("b", ASLEEP, 12.0)]
-    assert policy.decide(13.0, 10, both) == [Wake("b")]
-    assert policy.decide(14.0, 10, both) == []
+    # Once: whatever became of it.
+    assert policy.decide(12.0, 10, idle) == []
+    assert not policy.preparing
     without = Residency(ResidencyRules(200), {"a": costs, "b": costs})
     assert without.decide(11.0, 10, idle) == []
-    # Where having been awake is enough, nobody sleeps for it.
-    once = Residency(ResidencyRules(200, wakes_ahead=True), {"a": costs, "b": costs})
-    assert once.preparing
-    assert once.decide(11.0, 10, idle) == [Wake("a")]
-    assert once.decide(12.0, 10, idle) == []
-    assert not once.preparing
+    assert not without.preparing
 
 
-def test_a_model_that_could_not_get_into_its_file_tries_again() -> None:
-    """After 10 s, then after 20 s and so on; the one that somebody has asked for does not."""
-    policy = Residency(ResidencyRules(200, files_ahead=True), {"a": WakeCosts(40), "b": WakeCosts(40)})
-    asleep = [Standing("a", ASLEEP, 0.0), Standing("b", ASLEEP, 0.0)]
-    assert policy.decide(0.0, 10, asleep) == [Wake("a")]
-    awake = [Standing("a", AWAKE, 0.0), Standing("b", ASLEEP, 0.0)]
-    assert policy.decide(10.0, 10, awake) == [Wake("b")]
-    both = [Standing("a", AWAKE, 0.0), Standing("b", AWAKE, 0.0)]
-    assert policy.decide(20.0, 10, both) == [Sleep("a", "it is to be in a file", ahead=True)]
-    there = [Standing("a", ASLEEP, 20.0), Standing("b", AWAKE, 0.0)]
-    policy.ahead.unfiled("a", 20.0)
-    assert policy.decide(21.0, 10, there) == [Sleep("b", "it is to be in a file", ahead=True)]
-    asleep = [Standing("a", ASLEEP, 20.0), Standing("b", ASLEEP, 22.0)]
-    assert policy.decide(22.0, 10, asleep) == [Wake("b")]
-    assert policy.decide(29.9, 10, there) == []
-    assert policy.preparing, "its time comes without any message"
-    assert policy.decide(30.0, 10, there) == [Wake("a")]
-    assert policy.decide(40.0, 10, both) == [Sleep("a", "it is to be in a file", ahead=True)]
-    policy.ahead.unfiled("a", 41.0)
-    assert policy.decide(60.9, 10, there) == []
-    assert policy.decide(61.0, 10, there) == [Wake("a")]
-    policy.arrived("a", 62.0)
-    policy.ahead.unfiled("a", 63.0)
-    assert policy.decide(200.0, 10, there) == []
+def test_a_model_that_nobody_asked_for_sleeps_while_another_is_woken_ahead() -> None:
+    rules = ResidencyRules(100, min_residence=2.0, residence_factor=1.0, wakes_ahead=True)
+    policy = Residency(rules, {name: WakeCosts(40) for name in "abc"})
+    policy.arrived("b", 0.0)
+    awake = [Standing("a", AWAKE, 0.0), Standing("b", AWAKE, 0.0), Standing("c", ASLEEP, 0.0)]
+    assert policy.decide(1.0, 10, awake) == []
+    assert policy.preparing, "its residence ends without any message"
+    assert policy.decide(2.0, 10, awake) == [Sleep("a", "memory to wake c ahead", ahead=True)]
+    asleep = [Standing("a", ASLEEP, 2.0), *awake[1:]]
+    assert policy.decide(3.0, 10, asleep) == [], "memory for another wake stays free"
     assert not policy.preparing
-    without = Residency(ResidencyRules(200, wakes_ahead=True), {"a": WakeCosts(40), "b": WakeCosts(40)})
-    assert without.decide(0.0, 10, there) == [Wake("a")]
-    without.ahead.unfiled("a", 1.0)
-    assert without.decide(20.0, 10, there) == []
 
 
 def test_where_all_have_room_all_are_awake_before_anybody_asks() -> None:

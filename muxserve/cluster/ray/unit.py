@@ -162,12 +162,11 @@ class RayUnit:
         spec, estimated = msgspec.to_builtins(unit_spec), msgspec.to_builtins(needs)
         return await self._questions.ask("join", model=model, unit_spec=spec, needs=estimated)
 
-    async def stop_model(self, model: str, urgent: bool = False) -> bool:
+    async def stop_model(self, model: str, urgent: bool = False) -> None:
         """See `UnitHandle.stop_model`. Where units are elsewhere, memory decides nothing."""
         if model in self._serves:
             self._serves.remove(model)
         check(await self._questions.ask("stop_model", model=model), model)
-        return False
 
     async def forget(self, model: str) -> None:
         """See `UnitHandle.forget`. Where units are elsewhere, nothing is kept."""
