@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 from density import KV_BYTES, PROMPT, fleet_file
 from report import percentiles
 
@@ -95,6 +96,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--wake", type=float, help="seconds that a wake takes alone, in place of the expected ones")
     parser.add_argument("--drag", type=float, help="in place of the expected one")
+    parser.add_argument("--rest", type=float, default=0.0, help="seconds of nothing before the load")
+    parser.add_argument("--unprepared", action="store_true", help="hibernating models are not woken ahead")
     parser.add_argument("--within", action="store_true", help="idle timers wait for memory")
     args = parser.parse_args()
     IdleTimers.within = args.within
@@ -124,7 +127,7 @@ def main() -> None:
         for system in SYSTEMS:
             way = replace(
                 residency,
-                rules=replace(residency.rules, wakes_ahead="hibernating" in system),
+                rules=replace(residency.rules, wakes_ahead="hibernating" in system and not args.unprepared),
                 hibernated=dict.fromkeys(names, hibernated_seconds(of_one)) if "hibernating" in system else {},
                 turns=TurnRules(cores=residency.rules.cores) if "turns" in system else None,
                 # Live, decoding gives way only where memory decides.
@@ -134,7 +137,10 @@ def main() -> None:
             if system == "timers":
                 assert played.residents is not None
                 played.residents.awake = IdleTimers(way.rules, way.models)
-            load = [SimRequest.of(each, number) for number, each in enumerate(open_workload(text, names))]
+            load = [
+                SimRequest.of(msgspec.structs.replace(each, arrival=each.arrival + args.rest), number)
+                for number, each in enumerate(open_workload(text, names))
+            ]
             played.clock.run(iter(load), played.arrive, played.overheads.request)
             result = played.result()
             told = result.residency

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from muxserve.scheduling.ledger import UnitLedger
-from muxserve.scheduling.residency import Residence
+from muxserve.scheduling.residency_types import Residence
 from muxserve.simulator.clock import Clock
 from muxserve.simulator.compute import Compute
 from muxserve.simulator.leased import LeasedEngine
