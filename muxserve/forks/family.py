@@ -49,6 +49,11 @@ MAX_FDS = 4
 _LONGEST_DIRECTORY = 107 - 1 - 36
 
 
+# Titles of the process that imports vLLM once on a machine, and of the one that waits to take its place.
+VLLM_PARENT_TITLE = "vLLM parent"
+SPARE_PARENT_TITLE = f"spare {VLLM_PARENT_TITLE}"
+
+
 class Control:
     """This process's end of the control socket."""
 

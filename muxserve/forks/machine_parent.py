@@ -23,16 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from muxserve.forks import warm_parent
-from muxserve.forks.family import Control, ForkingParent
+from muxserve.forks.family import SPARE_PARENT_TITLE, VLLM_PARENT_TITLE, Control, ForkingParent
 from muxserve.net.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
 from muxserve.net.logs import log_to_stderr
 from muxserve.net.process import set_title, words
 from muxserve.spec import load_fleet
 
 log = logging.getLogger(__name__)
-
-TITLE = "vLLM parent"
-SPARE_TITLE = f"spare {TITLE}"
 
 
 def preload(device: str) -> None:
@@ -102,7 +99,7 @@ class MachineParent:
             os.setpgid(0, 0)
             self.control.close()
             os.close(self.lifeline_fd)
-            warm_parent.run(file, Control(socket.socket(fileno=control_fd)))
+            warm_parent.run(file, Control(socket.socket(fileno=control_fd)), be_spare)
 
         pid = self._parent.fork(f"warm parent {unit}", log_file, child, die_with_parent=False)
         # Whoever of the two comes first: all that the unit's parent leaves behind is found by its process group.
@@ -115,7 +112,7 @@ class MachineParent:
             self.control.close()
             be_spare(self.fleet_file, Control(socket.socket(fileno=control_fd)), self.lifeline_fd)
 
-        pid = self._parent.fork(SPARE_TITLE, log_file, child, die_with_parent=False)
+        pid = self._parent.fork(SPARE_PARENT_TITLE, log_file, child, die_with_parent=False)
         self.control.event("forked", kind="spare", pid=pid)
 
 
@@ -128,7 +125,7 @@ def be_spare(fleet_file: str, control: Control, lifeline_fd: int) -> None:
     heartbeat.close()
     if control.receive() is None:
         return  # the controller has gone
-    set_title(TITLE)
+    set_title(VLLM_PARENT_TITLE)
     MachineParent(fleet_file, control, lifeline_fd).run()
 
 
@@ -151,7 +148,7 @@ def main() -> None:
     except Exception as error:
         control.event("failed", kind="vllm", error=words(error))
         raise
-    set_title(TITLE)
+    set_title(VLLM_PARENT_TITLE)
     MachineParent(args.fleet, control, args.lifeline_fd).run()
 
 

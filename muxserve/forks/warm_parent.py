@@ -14,13 +14,20 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from muxserve.engine.rest import REST, WAKE
-from muxserve.forks.family import Control, ForkingParent, adopt_orphans, engine_log, file_name
+from muxserve.forks.family import (
+    SPARE_PARENT_TITLE,
+    Control,
+    ForkingParent,
+    adopt_orphans,
+    engine_log,
+    file_name,
+)
 from muxserve.gpu.environment import ImportsThatTouchCuda, parent_environment, refuse_cuda
 from muxserve.net.heartbeat import heartbeat_file
 from muxserve.net.logs import log_to_stderr
@@ -30,6 +37,9 @@ from muxserve.spec.unit import EnginePhase
 from muxserve.vllm.args import environment
 
 log = logging.getLogger(__name__)
+
+# What a spare one of the machine's parent does, with the fleet's file, its control socket and the lifeline.
+BeSpare = Callable[[str, Control, int], None]
 
 
 def preload(device: str) -> None:
@@ -108,10 +118,11 @@ class WarmParent:
     only when the weights are loaded.
     """
 
-    def __init__(self, path: str, unit_spec: UnitSpec, control: Control) -> None:
+    def __init__(self, path: str, unit_spec: UnitSpec, control: Control, be_spare: BeSpare | None = None) -> None:
         self.path = path
         self.unit_spec = unit_spec
         self.control = control
+        self._be_spare = be_spare
         self._model_parents: dict[str, tuple[int, socket.socket]] = {}
         # Engines that were forked here: by model and phase.
         self._engines: dict[tuple[str, str], _Child] = {}
@@ -171,8 +182,8 @@ class WarmParent:
 
     def _fork_spare(self, fleet_file: str, log_file: Path, fds: Sequence[int]) -> None:
         """A process that can take the place of the machine's parent, which has died, and its spare one as well."""
-        from muxserve.forks import machine_parent
-
+        be_spare = self._be_spare
+        assert be_spare is not None, "only warm parents that the machine's parent forks are asked for a spare one"
         control_fd, lifeline_fd = fds
 
         def child() -> None:
@@ -180,9 +191,9 @@ class WarmParent:
             os.setpgid(0, 0)
             self._close_sockets()
             self.control.close()
-            machine_parent.be_spare(fleet_file, Control(socket.socket(fileno=control_fd)), lifeline_fd)
+            be_spare(fleet_file, Control(socket.socket(fileno=control_fd)), lifeline_fd)
 
-        pid = self._parent.fork(machine_parent.SPARE_TITLE, log_file, child, die_with_parent=False)
+        pid = self._parent.fork(SPARE_PARENT_TITLE, log_file, child, die_with_parent=False)
         with contextlib.suppress(OSError):  # whoever of the two comes first
             os.setpgid(pid, pid)
         for fd in fds:
@@ -354,9 +365,9 @@ def shares_by_forking(unit_spec: UnitSpec) -> bool:
     return unit_spec.device == "cpu" and unit_spec.ranks == 1
 
 
-def run(file: str, control: Control) -> None:
+def run(file: str, control: Control, be_spare: BeSpare | None = None) -> None:
     """Serve the unit whose spec is in `file` from a process that has done `preload`, until the controller goes
-    away."""
+    away. `be_spare`: what a forked spare one of the machine's parent does; None where there is no such parent."""
     unit_spec = load(file)
     os.environ.update(parent_environment(unit_spec))
     try:
@@ -364,7 +375,7 @@ def run(file: str, control: Control) -> None:
     except Exception as error:
         control.event("failed", kind="warm_parent", error=words(error))
         raise
-    WarmParent(file, unit_spec, control).run()
+    WarmParent(file, unit_spec, control, be_spare).run()
 
 
 def main() -> None:
