@@ -118,7 +118,7 @@ def in_core(requests: int, rounds: int) -> dict[str, object]:
     for unit in units[:7]:
         comes(unit)
         hear(unit, load(unit))
-    core.turn(time.monotonic())
+    core.tick(time.monotonic())
     speak = {unit: Reports(unit, requests) for unit in units[:7]}
     gc.collect()
     gc.freeze()
@@ -151,7 +151,7 @@ def in_core(requests: int, rounds: int) -> dict[str, object]:
             start = time.perf_counter()
             hear(unit, said)
             reports.append(1e3 * (time.perf_counter() - start))
-        core.turn(time.monotonic())
+        core.tick(time.monotonic())
         if number == WARM_UP - 1:
             for each in (moves, held_up, reports):
                 each.clear()
@@ -174,7 +174,7 @@ def decisions(replicas: int, requests: int, rounds: int) -> dict[str, object]:
         data = encode(message)
         start = time.thread_time()
         core.handle(peer, decode(data), time.monotonic())
-        sent = core.turn(time.monotonic())
+        sent = core.tick(time.monotonic())
         for _, each in sent:
             encode(each)
         return [each for _, each in sent], 1e3 * (time.thread_time() - start)

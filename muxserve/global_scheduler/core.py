@@ -120,7 +120,7 @@ class SchedulerCore:
             case _:
                 log.warning("unexpected %s from %s", type(message).__name__, peer)
 
-    def turn(self, now: float) -> list[tuple[Destination, Message]]:
+    def tick(self, now: float) -> list[tuple[Destination, Message]]:
         """Decide on what has been heard; returns messages and whom to send them to, in order."""
         if now >= self._tick_at:
             self._tick_at = now + TICK_SECONDS
@@ -136,7 +136,7 @@ class SchedulerCore:
         return self._out.take()
 
     def wakeup(self) -> float:
-        """When `turn` is due although no message came."""
+        """When `tick` is due although no message came."""
         return min(self._tick_at, self._due_at)
 
     def unit_gone(self, unit: str, now: float) -> None:

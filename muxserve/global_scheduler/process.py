@@ -61,7 +61,7 @@ class GlobalSchedulerServer:
             if loop.router in ready:
                 for identity, message in loop.messages():
                     self._take_in(ToClient(identity), message)
-            for destination, answer in core.turn(time.monotonic()):
+            for destination, answer in core.tick(time.monotonic()):
                 self._send(destination, answer)
 
     def close(self) -> None:

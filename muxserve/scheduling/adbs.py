@@ -1,14 +1,14 @@
 """MuxServe's adaptive batch scheduling (arXiv:2404.02015, Algorithm 3) on leases.
 
-Prefill goes first: at most one prefill job at a time runs in the unit, its models in turn. Decode engines, in turn,
-take the rest of the compute. While a prefill job waits for compute no decode engine is launched. Quotas follow the load
-(`quotas.py`).
+Prefill goes first: at most one prefill job at a time runs in the unit, its models in cyclic order. Decode engines, in
+the same order, take the remaining compute. While a prefill job waits for compute no decode engine is launched. Quotas
+follow the load (`quotas.py`).
 
 Where leases of real engines ask for more than the paper's loop says:
 
 * A prefill that waits for *pages* does not hold decode back: only decode frees pages.
 * Decode leases are renewed ahead while nobody waits. For a waiting prefill, just enough of them are recalled.
-* What was passed over for long goes first: a decode engine that waited much longer than a round of turns takes
+* What was passed over for long goes first: a decode engine that waited much longer than a round takes
   precedence, over a prefill every other time, so that neither a stream of prompts nor small engines starve it.
 * A running prefill job takes in more requests of its model while no other model wants to prefill.
 """
@@ -20,7 +20,7 @@ from operator import attrgetter
 
 from muxserve.scheduling.admission import admissible, wants_prefill
 from muxserve.scheduling.ledger import UnitLedger
-from muxserve.scheduling.policy import Policy, in_turn
+from muxserve.scheduling.policy import Policy, cyclic
 from muxserve.scheduling.quanta import Quanta
 from muxserve.scheduling.quotas import QuotaAdapter, QuotaConfig
 from muxserve.scheduling.state import ModelState
@@ -29,7 +29,7 @@ from muxserve.scheduling.types import WHOLE, Grant, QuotaChange
 
 @dataclass(slots=True)
 class AdbsConfig:
-    """`patience` is how many seconds a decode engine is passed over, beyond a full round of turns, before it takes
+    """`patience` is how many seconds a decode engine is passed over, beyond a full round, before it takes
     precedence."""
 
     quanta: Quanta = field(default_factory=Quanta)
@@ -105,9 +105,9 @@ class Adbs(Policy):
 
         left_out = False
         if ready and not short_of:
-            turn = next((i for i, m in enumerate(ready) if m.index >= self._next_decode), 0)
+            start = next((i for i, m in enumerate(ready) if m.index >= self._next_decode), 0)
             first_left_out: ModelState | None = None
-            for model in in_turn(ready, turn):
+            for model in cyclic(ready, start):
                 if model in launched:
                     continue
                 if model.decode.share <= free:
@@ -128,7 +128,7 @@ class Adbs(Policy):
         return grants
 
     def _candidate(self, ledger: UnitLedger, now: float, prefilling: ModelState | None) -> ModelState | None:
-        """The next model in turn that has a prefill job to run, other than the one that is running one."""
+        """The next model in cyclic order that has a prefill job to run, other than the one that is running one."""
         models = ledger.models
         count, start = len(models), self._next_prefill
         for offset in range(count):
@@ -140,7 +140,7 @@ class Adbs(Policy):
         return None
 
     def _overdue(self, ready: list[ModelState], now: float) -> list[ModelState]:
-        """Decode engines that waited for more than a round of turns, longest first."""
+        """Decode engines that waited for more than a round, longest first."""
         since = now - self.config.patience - len(ready) * self.quanta.contended_seconds
         overdue = [m for m in ready if m.decode.wait_since is not None and m.decode.wait_since < since]
         if len(overdue) > 1:
@@ -153,7 +153,7 @@ class Adbs(Policy):
         """Renew, shorten or recall running decode leases.
 
         When a job is `short_of` some millionths of compute, enough leases are recalled, the oldest first, and the
-        others go on. When decode engines are `left_out`, nothing is renewed and no lease is longer than a turn.
+        others go on. When decode engines are `left_out`, nothing is renewed and no lease is longer than a slice.
         """
         if short_of:
             for model in leased:
@@ -167,7 +167,7 @@ class Adbs(Policy):
                 if short_of <= 0 or lease is None:
                     break
                 grant = self._recall(model)
-                # A turn that was waited for that long is not taken away again.
+                # A lease that was waited for that long is not recalled.
                 if grant is not None and self._firm.get(model.index) != lease.granted_at:
                     grants.append(grant)
                     recalled.add(model.index)
@@ -182,7 +182,7 @@ class Adbs(Policy):
                 grants.append(grant)
 
     def _shortened(self, model: ModelState) -> Grant | None:
-        """Cut a long lease to a turn, now that others wait."""
+        """Cut a long lease to a slice, now that others wait."""
         lease = model.decode.lease
         assert lease is not None
         if not lease.renewable or lease.left <= 2 * self.quanta.least_contended_steps:

@@ -1,7 +1,7 @@
 """Temporal multiplexing: the whole unit is given to one model at a time.
 
-The model whose work has waited longest gets its turn; prefill and decode of that model run one after the other, prefill
-first. When others wait, the turn ends after a slice of time, and the model joins the end of the line.
+The model whose work has waited longest gets the unit; prefill and decode of that model run one after the other, prefill
+first. When others wait, its slice of time ends, and the model joins the end of the line.
 
 A prefill that finds too few pages gives up those that it has, so that there seem to be some again. Only decode frees
 pages for good: it gets a whole lease before the prefill is tried once more.
@@ -18,7 +18,7 @@ from muxserve.scheduling.types import WHOLE, Grant
 
 
 class Fcfs(Policy):
-    """First come, first served, model by model; `slice_seconds` is a turn's length while others wait."""
+    """First come, first served, model by model; a slice lasts `slice_seconds` while others wait."""
 
     name = "fcfs"
 
@@ -26,24 +26,24 @@ class Fcfs(Policy):
         super().__init__(quanta)
         self.slice_seconds = slice_seconds
         self._current: ModelState | None = None
-        self._turn_ends = slice_seconds
-        self._turn_ended: dict[str, float] = {}
+        self._slice_ends = slice_seconds
+        self._slice_ended: dict[str, float] = {}
         self._prefilled = False
 
     def decide(self, ledger: UnitLedger, now: float) -> list[Grant]:
         others = self._others(ledger, now)
-        over = bool(others) and now >= self._turn_ends
+        over = bool(others) and now >= self._slice_ends
         if ledger.share_used:
             grant = self._continue(ledger, now, over, bool(others))
             return [] if grant is None else [grant]
         current = self._current
         if current is None or over or not self._has_work(ledger, current, now):
             if current is not None:
-                self._turn_ended[current.name] = now
+                self._slice_ended[current.name] = now
             if not others:
                 return []
             current = self._current = min(others, key=self._waits_since)
-            self._turn_ends = now + self.slice_seconds
+            self._slice_ends = now + self.slice_seconds
         decodes_first = self._prefilled and self._short(current) and current.decode.ready(now)
         self._prefilled = not decodes_first and wants_prefill(ledger, current, now)
         if self._prefilled:
@@ -51,7 +51,7 @@ class Fcfs(Policy):
         return [self._decode_grant(current, contended=bool(others), share=WHOLE)]
 
     def _others(self, ledger: UnitLedger, now: float) -> list[ModelState]:
-        """Models with work whose turn it is not."""
+        """Models with work that do not have the unit."""
         return [m for m in ledger.models if m is not self._current and self._has_work(ledger, m, now)]
 
     @staticmethod
@@ -65,7 +65,7 @@ class Fcfs(Policy):
 
     def _waits_since(self, model: ModelState) -> tuple[float, int]:
         since = model.work_since if model.work_since is not None else 0.0
-        return max(since, self._turn_ended.get(model.name, since)), model.index
+        return max(since, self._slice_ended.get(model.name, since)), model.index
 
     def _continue(self, ledger: UnitLedger, now: float, over: bool, contended: bool) -> Grant | None:
         """What the one running lease needs."""

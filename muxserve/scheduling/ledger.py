@@ -454,8 +454,8 @@ class UnitLedger:
         nothing but prefill, since these are told one by one."""
         engine, prefills = model.decode, model.decode.prefills
         assert prefills is not None
-        rest, steps = done.seconds - done.prefill_seconds, done.steps
-        if rest <= 1e-9:
+        seconds, steps = done.seconds - done.prefill_seconds, done.steps
+        if seconds <= 1e-9:
             prefills.stepped(done.seconds, done.tokens, steps)
             return
         if done.prefill_seconds > 0.0:
@@ -464,7 +464,7 @@ class UnitLedger:
         else:
             prefills.tokens += done.prefill_tokens
         decoded = done.tokens - done.prefill_tokens
-        engine.stepped(rest, decoded, steps)
+        engine.stepped(seconds, decoded, steps)
         if decoded and model.decoding:
             engine.rounds += min(float(steps), decoded / len(model.decoding))
 

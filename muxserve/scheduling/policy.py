@@ -177,6 +177,6 @@ class Policy(ABC):
         return self._decode_grant(model, contended=True, share=lease.share, steps=1, renewable=False)
 
 
-def in_turn(items: Sequence[T], start: int) -> list[T]:
+def cyclic(items: Sequence[T], start: int) -> list[T]:
     """`items` in cyclic order from index `start`."""
     return [*items[start:], *items[:start]]

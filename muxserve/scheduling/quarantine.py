@@ -64,15 +64,15 @@ def is_culprit(record: Failures) -> bool:
     return record.crashes_alone > 0 or record.kills_alone >= CULPRIT_KILLS
 
 
-class LoneTurn(NamedTuple):
-    """Whose turn it is to be alone, for at most so many steps."""
+class LoneRequest(NamedTuple):
+    """The request that is computed alone next, for at most so many steps."""
 
     request_id: str
     steps: int
 
 
 class _Suspect:
-    """`steps` that it still has to decode alone; `since` when it has its turns."""
+    """`steps` that it still has to decode alone; `since`: when it was first computed alone."""
 
     __slots__ = ("since", "steps")
 
@@ -82,7 +82,7 @@ class _Suspect:
 
 
 class Quarantine:
-    """The requests of one unit that engines failed with, and the turns of those that are computed alone."""
+    """The requests of one unit that engines failed with, and which of them are computed alone."""
 
     def __init__(self) -> None:
         self._records: dict[str, Failures] = {}
@@ -116,7 +116,7 @@ class Quarantine:
             for request_id in batch:
                 self._records[request_id] = failed(self.record(request_id), cause, len(batch))
 
-    def turn(self, there: Container[str], now: float) -> LoneTurn | None:
+    def alone(self, there: Container[str], now: float) -> LoneRequest | None:
         """Who of those `there`, in one engine, is to be computed alone next; None: all together."""
         for request_id, suspect in list(self._suspects.items()):
             if request_id not in there:
@@ -126,7 +126,7 @@ class Quarantine:
             elif now - suspect.since >= ALONE_SECONDS:
                 self._clear(request_id)
                 continue
-            return LoneTurn(request_id, suspect.steps)
+            return LoneRequest(request_id, suspect.steps)
         return None
 
     def decoded(self, request_id: str, steps: int) -> None:

@@ -91,8 +91,8 @@ def _whole(pages: int, shares: Sequence[float]) -> list[int]:
     whole = [int(share + 1e-9) for share in shares]
     left = pages - sum(whole)
     order = sorted(range(len(shares)), key=lambda i: whole[i] - shares[i])
-    for turn in range(left):
-        whole[order[turn % len(order)]] += 1
+    for given in range(left):
+        whole[order[given % len(order)]] += 1
     return whole
 
 

@@ -1,6 +1,6 @@
-"""Round robin: the engines of the unit in turn, prefill and decode alike, with fixed quotas.
+"""Round robin: the engines of the unit in cyclic order, prefill and decode alike, with fixed quotas.
 
-What fits the free compute runs. An engine that does not fit keeps its turn; when it has waited for longer than a
+What fits the free compute runs. An engine that does not fit keeps its place; when it has waited for longer than a
 `patience` nothing else is launched until it fits.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from muxserve.scheduling.admission import wants_prefill
 from muxserve.scheduling.ledger import UnitLedger
-from muxserve.scheduling.policy import Policy, in_turn
+from muxserve.scheduling.policy import Policy, cyclic
 from muxserve.scheduling.quanta import Quanta
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import DECODE, PREFILL, Grant, Phase
@@ -38,7 +38,7 @@ class RoundRobin(Policy):
         start = next((i for i, each in enumerate(waiting) if each[0] >= self._next), 0)
         first_left_out: int | None = None
         closed = False
-        for slot, model, phase in in_turn(waiting, start):
+        for slot, model, phase in cyclic(waiting, start):
             share = model.engine(phase).share
             if share <= free and not closed:
                 free -= share

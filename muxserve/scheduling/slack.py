@@ -6,8 +6,8 @@ What differs from `adbs` (MuxServe, arXiv:2404.02015, Algorithm 3, whose text ha
   what is left goes to the prefill job, which gains from all of it, or without one to the decode engines. While they do
   not fit, decode engines give way, down to `least` of theirs. Where some batch is large, in which requests spend most
   of their time, prefill gives way before, down to half of its planned share, unless prompts for a whole step wait that
-  could be admitted: then prefill is the bottleneck. Only what does not fit even so waits for its turn. Shares change
-  when jobs come and go; an engine meets a smaller one between two steps, and only then is the rest given to others.
+  could be admitted: then prefill is the bottleneck. Only what does not fit even so waits. Shares change when
+  jobs come and go; an engine meets a smaller one between two steps, and only then do others get the difference.
 * **Decode's part is divided by sequences.** A step of n sequences takes about n / share, and n sequences wait for it:
   all sequences together wait least where shares are in proportion to n.
 * **Prefill is batched while there is slack.** Where more prompts wait than seats, pages or a step let in, starting one
@@ -15,7 +15,7 @@ What differs from `adbs` (MuxServe, arXiv:2404.02015, Algorithm 3, whose text ha
   slowed. Then a prefill of less than `worth` of a step is held back for up to `slack` seconds while decode runs. At
   light load nothing is held back.
 
-Units whose engines cannot change their share (`ModelProfile.elastic`) keep to the planned ones and take turns as under
+Units whose engines cannot change their share (`ModelProfile.elastic`) keep to the planned ones and alternate as under
 `adbs`; prefill is batched there too.
 """
 
@@ -93,7 +93,7 @@ class Slack(Adbs):
             # Whose next token is due first.
             ready.sort(key=lambda m: (m.decode.wait_since or 0.0, m.index))
         overdue = self._overdue(ready, now) if ready else []
-        # A turn that was waited for that long is not taken away again.
+        # A lease that was waited for that long is not recalled.
         first = overdue
         if self._firm:
             first = [m for m in leased if m.decode.lease and self._firm.get(m.index) == m.decode.lease.granted_at]
@@ -154,7 +154,7 @@ class Slack(Adbs):
             return self._renewal(model, now, contended) or (self._shortened(model) if contended else None)
         if not contended:
             return self._decode_grant(model, contended=False, share=share)
-        # Another share is no longer turn.
+        # With another share a lease is no longer.
         steps = min(lease.left, self.quanta.decode_steps(model.decode.step_seconds, contended=True))
         grant = self._decode_grant(model, contended=True, share=share, steps=max(1, steps))
         return grant._replace(seconds=max(min(grant.seconds, lease.deadline - now), 0.001))

@@ -111,7 +111,7 @@ class EngineState(Work):
 
     An engine of both phases has two accounts of its work: steps that do nothing but prefill are in `prefills`, all
     others in its own. `rounds` is how many tokens each of its sequences has been given, in so far as steps tell: fewer
-    than steps where several micro-batches take turns.
+    than steps where several micro-batches alternate.
     """
 
     phase: Phase
@@ -145,9 +145,9 @@ class EngineState(Work):
 
 
 @dataclass(slots=True)
-class Turns:
-    """Whose turn it is among waiting requests of one priority: start-time fair queueing in its self-clocked form, where
-    a client's request is a flow and each of its prompts costs one. `now` is the tag of the last one that was taken."""
+class FairTags:
+    """Tags that order waiting requests of one priority: start-time fair queueing in its self-clocked form, where a
+    client's request is a flow and each of its prompts costs one. `now` is the tag of the last one that was taken."""
 
     now: int = 0
     # Of each group that waits: its last tag, and how many of it wait.
@@ -175,22 +175,22 @@ class Turns:
 class TenantQueue:
     """Waiting requests of one tenant and priority."""
 
-    __slots__ = ("keys", "turns")
+    __slots__ = ("keys", "tags")
 
     def __init__(self) -> None:
         self.keys: list[QueueKey] = []
-        self.turns = Turns()
+        self.tags = FairTags()
 
 
 class RequestQueue:
     """Waiting requests of one model: resumed ones first, then by priority (lower first). Those of equal priority come
     by tenant as `counters` say (VTC); those of one tenant in order of arrival, and of entry; but requests of one group
-    take turns with others: each has a tag one above that of the one before it, and lower tags go first. A request
+    alternate with others: each has a tag one above that of the one before it, and lower tags go first. A request
     without company is tagged when it enters, one above the last that was taken, so that it waits for as many of a group
     as there are rounds before it, and no more.
 
     A sorted list for each tenant: entering at the end and leaving at the head are what happens, and moving a few
-    thousand pointers for the rest takes less time than a tree's bookkeeping.
+    thousand pointers for others takes less time than a tree's bookkeeping.
     """
 
     __slots__ = ("_count", "_counters", "_order", "_ranks", "_requests", "_serial", "_several", "blocks")
@@ -223,7 +223,7 @@ class RequestQueue:
         if tenant is None:
             self._counters.lift(request.tenant, self._next_tenant(rank, tenants), request.weight)
             tenant = tenants[request.tenant] = TenantQueue()
-        key = (*rank, tenant.turns.enter(request.group), request.arrival, self._serial)
+        key = (*rank, tenant.tags.enter(request.group), request.arrival, self._serial)
         request.key = key
         keys = tenant.keys
         if keys and key < keys[-1]:
@@ -243,12 +243,12 @@ class RequestQueue:
         rank = key[:2]
         tenants = self._ranks[rank]
         tenant = tenants[request.tenant]
-        turns, keys = tenant.turns, tenant.keys
-        turns.leave(request.group)
+        tags, keys = tenant.tags, tenant.keys
+        tags.leave(request.group)
         first = keys[0] == key
         if first:
             del keys[0]
-            turns.now = key[2]
+            tags.now = key[2]
         else:
             del keys[bisect_left(keys, key)]
         if not keys:

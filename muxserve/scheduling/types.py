@@ -135,7 +135,7 @@ class ModelProfile:
 class QueuedRequest(NamedTuple):
     """A request as it arrives. `output_tokens` counts tokens already generated in an earlier life, which must be
     computed again like the prompt; `resumed` puts it before those that were never started. `execution` is the level of
-    its execution priority. Requests of one `group`, which a client sent as one, take turns with others. Service is fair
+    its execution priority. Requests of one `group`, which a client sent as one, alternate with others. Service is fair
     among tenants, by their `weight`."""
 
     request_id: str

@@ -52,7 +52,7 @@ class DegradedModels:
         for name, trouble in self._models.items():
             self._state.send(gateway, Degraded(name, trouble.reason, max(0.0, trouble.due - now)))
 
-    def turn(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """See who is up again, and give back what waits for the others."""
         for name in list(self._models):
             model = self._state.ledger.by_name[name]

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from muxserve.net.inbox import ImpossibleMessageError
 from muxserve.net.server import shown
-from muxserve.scheduling.quarantine import LoneTurn, is_culprit
+from muxserve.scheduling.quarantine import LoneRequest, is_culprit
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import Grant, Phase, RequestPlace, StepsDone
 from muxserve.spec import EnginePhase
@@ -79,14 +79,14 @@ class EngineTable:
         """Of models on several stages, seconds of each in which it had nothing to compute."""
         return {peer.model.name: peer.bubbles for peer in self._engines.values() if peer.bubbles}
 
-    def turn(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Look after engines that are silent, and after what they have."""
         if now >= self._due:
             self._mind_leases(now)
-        self.reconciliation.turn(now)
+        self.reconciliation.tick(now)
 
     def wakeup(self) -> float:
-        """When `turn` is due although no message came."""
+        """When `tick` is due although no message came."""
         due = self.reconciliation.wakeup()
         return min(due, self._due) if self._state.ledger.share_used else due
 
@@ -294,10 +294,10 @@ class EngineTable:
     def _lease(self, grant: Grant, now: float) -> tuple[str, Phase, Lease]:
         """Enter a grant into the ledger; returns model and phase of the engine, and what it is to be sent."""
         self._lease_id += 1
-        turn = self._turn_of(grant, now) if self._table.quarantine else None
-        if turn is not None:
-            grant = grant._replace(steps=min(grant.steps, turn.steps))
-        alone = turn.request_id if turn is not None else ""
+        lone = self._alone_in(grant, now) if self._table.quarantine else None
+        if lone is not None:
+            grant = grant._replace(steps=min(grant.steps, lone.steps))
+        alone = lone.request_id if lone is not None else ""
         ledger = self._state.ledger
         engine = ledger.by_name[grant.model].engine(grant.phase)
         ledger.granted(grant, self._lease_id, now, alone)
@@ -308,10 +308,10 @@ class EngineTable:
         lease = Lease(self._lease_id, grant.steps, grant.seconds, admits, grant.tokens, phase, alone, grant.share)
         return grant.model, engine.phase, lease
 
-    def _turn_of(self, grant: Grant, now: float) -> LoneTurn | None:
+    def _alone_in(self, grant: Grant, now: float) -> LoneRequest | None:
         """Which suspect an engine computes alone under that lease, of those that it has or takes in."""
         model = self._state.ledger.by_name[grant.model]
         inside: Iterable[str] = model.engine(grant.phase).inside
         if model.both and grant.phase is not Phase.BOTH:
             inside = model.prefilling if grant.phase is Phase.PREFILL else model.decoding
-        return self._table.quarantine.turn({*inside, *grant.admit}, now)
+        return self._table.quarantine.alone({*inside, *grant.admit}, now)

@@ -164,20 +164,20 @@ class UnitExecutor:
             case _:
                 raise ImpossibleMessageError("a unit scheduler has no use for it")
 
-    def turn(self, now: float) -> list[tuple[bytes, Message]]:
+    def tick(self, now: float) -> list[tuple[bytes, Message]]:
         """Decide on what has been heard; returns messages and whom to send them to, in order."""
         self._state.now = now
-        self._pages.turn(now)
-        self.engines.turn(now)
-        self.degraded.turn(now)
-        self.moving.turn(now)
+        self._pages.tick(now)
+        self.engines.tick(now)
+        self.degraded.tick(now)
+        self.moving.tick(now)
         self._pages.rebalance(now)
         self.engines.grant(self._state.policy.decide(self._state.ledger, now), now)
-        self.replicas.turn(now)
+        self.replicas.tick(now)
         return self._state.take_messages()
 
     def wakeup(self, now: float) -> float:
-        """When `turn` is due although no message came."""
+        """When `tick` is due although no message came."""
         decide = self._state.policy.wakeup(self._state.ledger, now)
         return min(
             self._pages.due,

@@ -3,14 +3,14 @@
     engine:   ShowBlocks -> Blocks      whole blocks, while the request goes on
     migrator: MoveStage -> MoveStaged   ... until few are left, or for a few rounds
     engine:   Detach -> Detached        between two steps; the blocks wait under a key
-    migrator: MoveStage -> MoveStaged   the rest
+    migrator: MoveStage -> MoveStaged   the remaining pages
     migrator: MoveStage -> MoveStaged   its state again, of a model that keeps one
     migrator: MoveCommit -> MoveCommitted
 
 Until `MoveCommit` is sent, whatever fails ends as if nothing had happened: a request that was detached is adopted by
 its decode engine again. From then on the outcome is the other side's; if it stays unknown the gateway has the request
 served again. What becomes of it meanwhile (it ends, is cancelled, returned, lost) is seen in the ledger at the next
-turn, and ends the move.
+`tick`, and ends the move.
 """
 
 from __future__ import annotations
@@ -379,7 +379,7 @@ class Departures:
 
     # ------------------------------------------------------------ time
 
-    def turn(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """End moves whose requests have gone another way or that take too long, and begin others."""
         for move in self.moves.all():
             if not move.as_expected(self._state.ledger):
@@ -399,7 +399,7 @@ class Departures:
                 self._begin(live, pair, usage, now)
 
     def wakeup(self) -> float:
-        """When `turn` is due although no message came."""
+        """When `tick` is due although no message came."""
         due = min((move.deadline for move in self.moves.all()), default=math.inf)
         if self._departed:
             due = min(due, self._departed[0][0])

@@ -30,7 +30,7 @@ class PageQuotas:
         self._quotas: dict[str, int] | None = None
         self._orphans: set[tuple[str, str]] = set()
 
-    def turn(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Look after the manager, read its counts, and change quotas if the policy wants to."""
         if now >= self.due or not self._state.memory.connected:
             self._mind(now)

@@ -82,7 +82,7 @@ class Reconciliation:
         if engine.remaining < believed:
             self._ask(engine)
 
-    def turn(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Ask whom it is time to ask."""
         if now < self._due:
             return
@@ -92,7 +92,7 @@ class Reconciliation:
                 self._ask(engine)
 
     def wakeup(self) -> float:
-        """When `turn` is due although no message came."""
+        """When `tick` is due although no message came."""
         busy = self._state.ledger.requests or any(engine.remaining for engine in self._engines)
         return self._due if busy else float("inf")
 

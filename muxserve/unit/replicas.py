@@ -63,7 +63,7 @@ class UnitReplicas:
         log.info("global scheduler %s", hello.epoch)
         self._scheduler = peer
         self._rolling.greeted(peer)
-        self._rolling.turn(now)
+        self._rolling.tick(now)
         self._tell(self.loads(), now)
 
     def migrating(self, message: MovingIn) -> None:
@@ -93,9 +93,9 @@ class UnitReplicas:
             load_of_replica(self._state, model) for model in self._state.ledger.models if model.up and not model.retired
         ]
 
-    def turn(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Report if there is something to report."""
-        whole = self._rolling.turn(now)
+        whole = self._rolling.tick(now)
         if self._scheduler is None:
             self._state.came.clear()
             return
@@ -111,7 +111,7 @@ class UnitReplicas:
             self._tell(loads, now)
 
     def wakeup(self) -> float:
-        """When `turn` is due although no message came."""
+        """When `tick` is due although no message came."""
         return min(self._due, self._rolling.wakeup())
 
     def _tell(self, loads: list[InstanceLoad], now: float) -> None:

@@ -1,7 +1,7 @@
 """What the unit tells the global scheduler about replicas whose prefill rolls: who came, has its first token, left.
 
 The global scheduler chooses by these reports who gets the next prompt. So the unit reports at once what makes room: a
-prompt that is prefilled, a request that left. It reports the rest together, a little later.
+prompt that is prefilled, a request that left. It reports everything else together, a little later.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RollingReports:
         for _, told in self._replicas:
             told.whole = True
 
-    def turn(self, now: float) -> bool:
+    def tick(self, now: float) -> bool:
         """Report what there is to report; whether a replica was told as a whole."""
         self._due = math.inf
         told_whole = False
@@ -84,7 +84,7 @@ class RollingReports:
         return told_whole
 
     def wakeup(self) -> float:
-        """When `turn` is due although no message came."""
+        """When `tick` is due although no message came."""
         return self._due
 
     # ------------------------------------------------------------ reports

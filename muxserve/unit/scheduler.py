@@ -1,7 +1,7 @@
 """The unit scheduler process: `python -m muxserve.unit.scheduler --unit-spec PATH`.
 
 A ZeroMQ ROUTER and a loop around `UnitExecutor`: it takes in every message that is there, decides once, and sends. An
-arrival to an idle unit is granted in the same turn.
+arrival to an idle unit is granted in the same pass of the loop.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class UnitScheduler:
         """Serve until SIGTERM."""
         executor, loop = self._executor, self._loop
         while loop.wait(executor.wakeup(time.monotonic())) is not None:
-            # One moment for the whole turn: what is granted in the turn in which it became possible has not waited.
+            # One moment for the whole pass: what is granted in the pass in which it became possible has not waited.
             now = time.monotonic()
             for peer, message in loop.messages():
                 loop.inbox.handle(message, peer, executor.handle, peer, message, now)
-            for peer, answer in executor.turn(now):
+            for peer, answer in executor.tick(now):
                 loop.send(peer, answer)
 
     def close(self) -> None:

@@ -70,7 +70,7 @@ class UnitTimeline:
         # From the newest on, so that what is old costs nothing.
         jobs: list[ComputedJob] = []
         for job in reversed(self._jobs):
-            # Engines report in turn, so that who began earlier may have ended later, but not by more than this.
+            # Engines report one after the other: who began earlier may have ended later, but not by more than this.
             if job.end <= since - LONGEST_SECONDS:
                 break
             if job.end > since:

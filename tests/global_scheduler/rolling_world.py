@@ -152,7 +152,7 @@ class RollingWorld:
             unit.inbox.append(SchedulerHello(self.core.epoch))
 
     def flush(self) -> None:
-        for peer, message in self.core.turn(self.now):
+        for peer, message in self.core.tick(self.now):
             self.send(peer, decode(encode(message)))
 
     def send(self, peer: Destination, message: Message) -> None:

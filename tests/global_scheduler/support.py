@@ -88,7 +88,7 @@ class World:
 
     def turn(self) -> None:
         # Everything goes over the wire.
-        self.sent += [(peer, decode(encode(message))) for peer, message in self.core.turn(self.now)]
+        self.sent += [(peer, decode(encode(message))) for peer, message in self.core.tick(self.now)]
 
     def say(self, peer: Destination, message: Message) -> None:
         self.core.handle(peer, decode(encode(message)), self.now)

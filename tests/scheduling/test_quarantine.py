@@ -69,7 +69,7 @@ def test_nobody_is_condemned_who_was_never_alone(failures: list[tuple[Cause, int
     assert not is_culprit(after(*failures))
 
 
-# ---------------------------------------------------------------- turns
+# ---------------------------------------------------------------- who is alone
 
 SUSPECT = Failures(crashes=2)
 
@@ -84,41 +84,41 @@ def quarantine(*names: str, record: Failures = SUSPECT) -> Quarantine:
 def test_without_suspects_nobody_is_alone() -> None:
     made = quarantine("r", record=Failures(crashes=1))
     assert not made
-    assert made.turn({"r"}, 0.0) is None
+    assert made.alone({"r"}, 0.0) is None
     made.failed(["r", "s"], CRASH)
     assert made.record("r").crashes == 2
     assert made.record("s").crashes == 1
 
 
-def test_suspects_take_turns_in_the_engine_that_has_them() -> None:
+def test_suspects_are_alone_one_after_the_other_in_the_engine_that_has_them() -> None:
     made = quarantine("r", "s")
-    assert made.turn({"x"}, 0.0) is None
-    assert made.turn({"x", "s"}, 0.0) == ("s", PROBATION_STEPS)
-    assert made.turn({"r", "s"}, 0.0) == ("r", PROBATION_STEPS)
+    assert made.alone({"x"}, 0.0) is None
+    assert made.alone({"x", "s"}, 0.0) == ("s", PROBATION_STEPS)
+    assert made.alone({"r", "s"}, 0.0) == ("r", PROBATION_STEPS)
     made.decoded("r", 10)
-    assert made.turn({"r", "s"}, 0.1) == ("r", PROBATION_STEPS - 10)
+    assert made.alone({"r", "s"}, 0.1) == ("r", PROBATION_STEPS - 10)
     made.decoded("r", 6)
-    assert made.turn({"r", "s"}, 0.2) == ("s", PROBATION_STEPS)
+    assert made.alone({"r", "s"}, 0.2) == ("s", PROBATION_STEPS)
     assert made.record("r") == Failures(cleared=1)
     made.left("s")
     assert not made
-    assert made.turn({"r", "s"}, 0.3) is None
+    assert made.alone({"r", "s"}, 0.3) is None
 
 
 def test_a_suspect_holds_an_engine_for_a_bounded_time() -> None:
     made = quarantine("r")
-    assert made.turn({"r"}, 5.0) is not None
-    assert made.turn({"r"}, 5.0 + ALONE_SECONDS - 0.1) is not None
-    assert made.turn({"r"}, 5.0 + ALONE_SECONDS) is None
+    assert made.alone({"r"}, 5.0) is not None
+    assert made.alone({"r"}, 5.0 + ALONE_SECONDS - 0.1) is not None
+    assert made.alone({"r"}, 5.0 + ALONE_SECONDS) is None
     assert not made
 
 
 def test_who_was_cleared_and_is_suspected_again_has_to_show_more() -> None:
     steps = []
     for cleared in range(8):
-        turn = quarantine("r", record=Failures(crashes=2, cleared=cleared)).turn({"r"}, 0.0)
-        assert turn is not None
-        steps.append(turn.steps)
+        alone = quarantine("r", record=Failures(crashes=2, cleared=cleared)).alone({"r"}, 0.0)
+        assert alone is not None
+        steps.append(alone.steps)
     assert steps[:3] == [16, 32, 64]
     assert max(steps) == LONGEST_PROBATION_STEPS
 
@@ -152,8 +152,8 @@ def test_all_culprits_and_nobody_else_are_found(cause: Cause, poison: set[int], 
             batch.append(name)
         if not batch:
             break
-        turn = made.turn(set(batch), float(now) / 1000)
-        step = [turn.request_id] if turn else list(batch)
+        alone = made.alone(set(batch), float(now) / 1000)
+        step = [alone.request_id] if alone else list(batch)
         if any(int(name) in poison for name in step):
             failures += 1
             made.failed(step, cause)
@@ -168,7 +168,7 @@ def test_all_culprits_and_nobody_else_are_found(cause: Cause, poison: set[int], 
             continue
         for name in step:
             done[name] = done.get(name, 0) + 1
-            if turn:
+            if alone:
                 made.decoded(name, 1)
             if done[name] >= 20:
                 made.left(name)

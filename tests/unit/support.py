@@ -134,7 +134,7 @@ class Bench:
 
     def turn(self, after: float = 0.0) -> Sent:
         self.now += after
-        sent = [(peer, decode(encode(message))) for peer, message in self.unit.turn(self.now)]
+        sent = [(peer, decode(encode(message))) for peer, message in self.unit.tick(self.now)]
         self.sent += sent
         return sent
 

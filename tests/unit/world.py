@@ -461,7 +461,7 @@ class Unit:
         self.turn()
 
     def turn(self) -> None:
-        for peer, message in self.scheduler.turn(self.world.now):
+        for peer, message in self.scheduler.tick(self.world.now):
             if isinstance(message, RollingReport):
                 self.told(message)
             self.world.post((self.name, "unit", peer.decode()), self, peer, decode(encode(message)))
