@@ -14,6 +14,7 @@ import pytest
 from tests.e2e.fleet import Fleet
 from tests.e2e.load import Load, stream_chat, until
 from tests.e2e.reference import requests_for
+from tests.support.fresh_metrics import fresh_metrics
 from tests.support.thoroughness import cases
 
 
@@ -113,5 +114,5 @@ async def test_a_gateway_that_hangs_is_started_again(fleet: Fleet, reference: di
 
 def hangs(fleet: Fleet) -> float:
     """Of gateways, so far."""
-    marks = [line for line in fleet.get("/metrics").text.splitlines() if 'muxserve_hangs_total{kind="gateway"}' in line]
-    return sum(float(line.split()[-1]) for line in marks)
+    lines = fresh_metrics(lambda: fleet.get("/metrics").text).splitlines()
+    return sum(float(line.split()[-1]) for line in lines if 'muxserve_hangs_total{kind="gateway"}' in line)

@@ -15,6 +15,7 @@ from tests.e2e.fleet import ROOT, START_SECONDS, Fleet, running
 from tests.e2e.load import Load, until
 from tests.e2e.several import busy_unit, command, kill_all, of_model, processes_of, units
 from tests.support import preloaded
+from tests.support.fresh_metrics import fresh_metrics
 
 MODEL = "atlas"
 FLEET = {
@@ -126,7 +127,7 @@ async def long_prompt_beside_fillers(fleet: Fleet) -> tuple[bool, list[str]]:
 
 async def test_a_hung_engine_gets_no_work_and_loses_no_stream(fleet: Fleet, reference: dict[str, Any]) -> None:
     def counted() -> float:
-        lines = fleet.get("/metrics").text.splitlines()
+        lines = fresh_metrics(lambda: fleet.get("/metrics").text).splitlines()
         return sum(float(line.split()[-1]) for line in lines if 'muxserve_hangs_total{kind="engine"}' in line)
 
     before = await asyncio.to_thread(counted)
