@@ -11,12 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 import msgspec
 
 from muxserve import wire
+from muxserve.cluster.effects import FleetEffects
+from muxserve.cluster.events import Progress
+from muxserve.cluster.fleet_starts import SCHEDULER
 from muxserve.cluster.steps import BrokenModelError, FleetSteps, UnitPlanner
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.unit_set import RunningUnit, UnitSet
@@ -45,9 +48,6 @@ class Changes:
 
     Args:
         planner: makes new units; None: there is nothing but the units that were started.
-        send: tells the global scheduler, if there is one.
-        say: told in words what the fleet does by itself.
-        until_followed: waits until what it is given holds for all gateways (`FleetStarts.until_followed`).
         declared: the fleet file; None: this fleet cannot become what another one says.
     """
 
@@ -55,16 +55,12 @@ class Changes:
         self,
         units: UnitSet,
         planner: UnitPlanner | None,
-        send: Callable[[wire.Message], Awaitable[None]],
-        say: Callable[[str], None],
-        until_followed: Callable[[Callable[[FollowedFleet], bool]], Awaitable[list[FollowedFleet]]],
+        effects: FleetEffects,
         declared: Fleet | None = None,
     ) -> None:
         self._units = units
-        self._steps = FleetSteps(units, planner, send)
-        self._send = send
-        self._say = say
-        self._until_followed = until_followed
+        self._steps = FleetSteps(units, planner, effects)
+        self._effects = effects
         self._declared = declared
         # Which life of the global scheduler an order is from: those of one that has died are void.
         self._life = 0
@@ -245,7 +241,7 @@ class Changes:
         generation = self.fleet.generation
         try:
             async with asyncio.timeout(_FOLLOW_SECONDS):
-                return await self._until_followed(lambda each: each.generation >= generation and enough(each))
+                return await self._effects.until_followed(lambda each: each.generation >= generation and enough(each))
         except TimeoutError:
             tell(f"a gateway has not followed within {_FOLLOW_SECONDS:g} s; until it does it serves as before")
             return []
@@ -303,9 +299,9 @@ class Changes:
         """A global scheduler has come up: the one before may have been asked for things that the new one knows not."""
         self._life += 1
 
-    async def resend(self) -> None:
+    def resend(self) -> None:
         """Tell a new global scheduler what is to be drained."""
-        await self._steps.resend()
+        self._steps.resend()
 
     async def handle(self, message: wire.Message) -> None:
         """Do what the global scheduler wants."""
@@ -340,7 +336,9 @@ class Changes:
                             log.exception("a replica of %s could not be started", model)
                         self._say(f"no replica of {model} more: {error}")
                         broken = isinstance(error, BrokenModelError)
-                        await self._send(wire.StartFailed(model, str(error) or type(error).__name__, broken))
+                        self._effects.tell_scheduler(
+                            wire.StartFailed(model, str(error) or type(error).__name__, broken)
+                        )
             finally:
                 self.starting.remove(model)
 
@@ -360,6 +358,10 @@ class Changes:
                 await self._steps.end_replicas([model], unit, self._say, message.urgent)
 
     # ------------------------------------------------------------ details
+
+    def _say(self, text: str) -> None:
+        """What the fleet does by itself, in words."""
+        self._effects.emit(Progress(SCHEDULER, text))
 
     def _lock_of(self, model: str) -> AbstractAsyncContextManager[None]:
         """For what the global scheduler wants: a model that memory decides on is woken in a unit that is there, beside

@@ -34,7 +34,7 @@ from muxserve.control.server import ControlServer
 from muxserve.net.exit_codes import ExitCode
 from muxserve.net.logs import keep_bounded
 from muxserve.net.peer import Address, AsyncPeer
-from muxserve.spec import FleetSpec, ResidencySpec, save_fleet
+from muxserve.spec import FleetSpec, FollowedFleet, ResidencySpec, save_fleet
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ EXIT_OK, EXIT_START, EXIT_FORCED = ExitCode.DONE, ExitCode.NOT_DONE, ExitCode.IN
 
 
 class Controller:
-    """One fleet, from start to end.
+    """One fleet, from start to end. Its parts ask it for what `FleetEffects` says.
 
     `run` does everything; `stop` may be called (from a signal handler of the loop) to end it: once to drain, twice to
     kill. Exit codes: 0 stopped as asked, 3 could not start, 130 killed at the second `stop`. A fleet that has served
@@ -86,31 +86,11 @@ class Controller:
         self._stopping = asyncio.Event()
         self._forced = asyncio.Event()
         self._watch = Watch(fleet.watchdog, fleet.run_dir)
-        self._starts = FleetStarts(
-            lambda: self.units.fleet,
-            launcher,
-            self._emit,
-            self.reaper.exits,
-            fleet.gateway.count,
-            self._until_sized,
-            self._watch,
-            self._warm_links,
-        )
-        self.units = UnitSet(
-            fleet, unit_launcher(self._starts, self.reaper), self._emit, self._on_change, self._on_failure
-        )
-        self._supervisor = Supervisor(
-            self._emit, self._on_down, self.reaper.exits.get, self.ready.is_set, self._explain, self._watch
-        )
+        self._starts = FleetStarts(launcher, self, self.reaper.exits, fleet.gateway.count, self._watch)
+        self.units = UnitSet(fleet, unit_launcher(self._starts, self.reaper), self)
+        self._supervisor = Supervisor(self, self._watch)
         # What users and the global scheduler want different.
-        self.changes = Changes(
-            self.units,
-            planner,
-            self._tell_scheduler,
-            lambda text: self._emit(Progress(SCHEDULER, text)),
-            self._starts.until_followed,
-            declared,
-        )
+        self.changes = Changes(self.units, planner, self, declared)
         self._control = control(self.changes) if control is not None else None
         self._scheduler: AsyncPeer | None = None
         self._tasks: dict[PartId, asyncio.Task[None]] = {}
@@ -120,11 +100,6 @@ class Controller:
         self._weigh_now = asyncio.Event()
 
     @property
-    def fleet(self) -> FleetSpec:
-        """As it is now."""
-        return self.units.fleet
-
-    @property
     def parts(self) -> list[PartId]:
         """Everything that runs, or is to, once `run` has begun."""
         return [self._starts.vllm.id, *self.units.parts(), *(part.id for part in self._own_parts()[1:])]
@@ -132,16 +107,6 @@ class Controller:
     def _own_parts(self) -> list[Part]:
         scheduler = [self._starts.scheduler] if SCHEDULER in self._tasks or self._needs_scheduler() else []
         return [self._starts.vllm, *scheduler, *self._starts.gateways]
-
-    def _emit(self, event: Event) -> None:
-        self._log_tail.note(event)
-        part = getattr(event, "part", None)
-        if part is not None and part.kind in _OWN:
-            self.units.note(event)
-        if isinstance(event, Up) and event.part == SCHEDULER:
-            self.changes.scheduler_up()
-            self._spawn(self._greet())
-        self._tell_user(event)
 
     def stop(self, cause: str = "") -> None:
         """Drain and end, because of `cause`; at once when called again."""
@@ -206,11 +171,11 @@ class Controller:
     async def _begin(self, began: float) -> None:
         # Whoever is started reads it; units may have to wait for a place before they are as it says.
         save_fleet(self.fleet)
-        self._emit(Expected((VLLM,)))
+        self.emit(Expected((VLLM,)))
         self._keep(self._starts.vllm)
         for unit in await self._start_units():
             self.units.keep(unit)
-        self._emit(Expected(tuple(self.parts)))
+        self.emit(Expected(tuple(self.parts)))
         self.units.publish()
         for part in self._own_parts():
             if part.id not in self._tasks:
@@ -227,8 +192,8 @@ class Controller:
         if self.fleet.residency:
             self._spawn(self._weigh())
         for model, reason in self._starts.refused().items():
-            self._emit(Progress(self._starts.gateways[0].id, f"note: {model} is not offered: {reason}"))
-        self._emit(Ready(time.monotonic() - began))
+            self.emit(Progress(self._starts.gateways[0].id, f"note: {model} is not offered: {reason}"))
+        self.emit(Ready(time.monotonic() - began))
 
     async def _start_units(self) -> list[RunningUnit]:
         """All at once: on other machines each may have to wait for a place."""
@@ -246,11 +211,7 @@ class Controller:
 
     def _kept(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
-            self._on_failure(task.exception() or RuntimeError("a part is not kept alive any more"))
-
-    def _on_failure(self, error: BaseException) -> None:
-        if self._failure is not None and not self._failure.done():
-            self._failure.set_exception(error)
+            self.failed(task.exception() or RuntimeError("a part is not kept alive any more"))
 
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
         """Do something beside; its failure is the fleet's."""
@@ -259,24 +220,10 @@ class Controller:
         task.add_done_callback(self._others.discard)
         task.add_done_callback(lambda ended: None if ended.cancelled() or not ended.exception() else self._kept(ended))
 
-    def _warm_links(self) -> list[WarmLink]:
-        """What imported vLLM too, on this machine, and can fork."""
-        parents = [unit.handle.memory_parents() for unit in self.units.units.values()]
-        return [each.link for each in parents if each.link is not None]
-
-    async def _until_sized(self) -> None:
-        await self.units.until_sized()
-
     # ------------------------------------------------------------ changes
 
     def _needs_scheduler(self) -> bool:
         return self.fleet.needs_scheduler
-
-    def _on_change(self) -> None:
-        """The fleet's file is another one."""
-        if self.units.served and self._needs_scheduler() and SCHEDULER not in self._tasks:
-            self._keep(self._starts.scheduler)
-        self._starts.changed()
 
     def _on_scheduler(self, message: wire.Message) -> None:
         self._spawn(self._carry_out(message))
@@ -289,8 +236,8 @@ class Controller:
             log.exception("cannot do what the global scheduler wants")  # the fleet serves on as it is
 
     async def _greet(self) -> None:
-        await self._tell_scheduler(wire.ControllerHello())
-        await self.changes.resend()
+        self.tell_scheduler(wire.ControllerHello())
+        self.changes.resend()
         self._weigh_now.set()
 
     async def _weigh(self) -> None:
@@ -321,13 +268,71 @@ class Controller:
         pools = sum(pool.num_pages * pool.page_bytes for pool in self.units.units[name].planned.unit_spec.pools)
         return await asyncio.to_thread(memory_use.measure, name, os.getpid(), models, warm, pools)
 
-    async def _tell_scheduler(self, message: wire.Message) -> None:
+    # ------------------------------------------------------------ what its parts ask for (`FleetEffects`)
+
+    @property
+    def fleet(self) -> FleetSpec:
+        """See `FleetEffects.fleet`."""
+        return self.units.fleet
+
+    def emit(self, event: Event) -> None:
+        """See `PartEffects.emit`."""
+        self._log_tail.note(event)
+        part = getattr(event, "part", None)
+        if part is not None and part.kind in _OWN:
+            self.units.note(event)
+        if isinstance(event, Up) and event.part == SCHEDULER:
+            self.changes.scheduler_up()
+            self._spawn(self._greet())
+        self._tell_user(event)
+
+    def fleet_changed(self) -> None:
+        """See `FleetEffects.fleet_changed`."""
+        if self.units.served and self._needs_scheduler() and SCHEDULER not in self._tasks:
+            self._keep(self._starts.scheduler)
+        self._starts.changed()
+
+    def failed(self, error: BaseException) -> None:
+        """See `FleetEffects.failed`."""
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_exception(error)
+
+    def tell_scheduler(self, message: wire.Message) -> None:
+        """See `FleetEffects.tell_scheduler`."""
         if self._scheduler is not None:
             self._scheduler.send(message)
 
-    # ------------------------------------------------------------ deaths
+    def warm_links(self) -> list[WarmLink]:
+        """See `FleetEffects.warm_links`."""
+        parents = [unit.handle.memory_parents() for unit in self.units.units.values()]
+        return [each.link for each in parents if each.link is not None]
 
-    async def _on_down(self, part: Part, reason: str) -> str:
+    async def until_sized(self) -> None:
+        """See `FleetEffects.until_sized`."""
+        await self.units.until_sized()
+
+    async def until_followed(self, enough: Callable[[FollowedFleet], bool]) -> list[FollowedFleet]:
+        """See `FleetEffects.until_followed`."""
+        return await self._starts.until_followed(enough)
+
+    def exit_status(self, pid: int) -> int | None:
+        """See `PartEffects.exit_status`."""
+        return self.reaper.exits.get(pid)
+
+    def serving(self, part: Part) -> bool:
+        """See `PartEffects.serving`."""
+        return self.ready.is_set()
+
+    def hopeless(self, part: Part) -> bool:
+        """See `PartEffects.hopeless`: whatever keeps dying is tried again, ever more rarely."""
+        return False
+
+    def spared(self, part: Part) -> bool:
+        """See `PartEffects.spared`: a fleet starts with all of these or not at all."""
+        return False
+
+    async def on_down(self, part: Part, reason: str) -> str:
+        """See `PartEffects.on_down`."""
         if part.id.kind == "gateway":
             await self.units.tell(wire.GatewayDown(part.id.index, part.pid))
         elif part.id == VLLM:
@@ -337,20 +342,21 @@ class Controller:
                 self.reaper.add(group)
         return ""
 
-    async def _explain(self, part: Part, reason: str) -> str:
+    async def explain(self, part: Part, reason: str) -> str:
+        """See `PartEffects.explain`."""
         return await log_tail.explain(None, part.id, reason, self._log_tail.of(part.id)[1])
+
+    # ------------------------------------------------------------ stopping
 
     def _fail(self, failure: BaseException) -> int:
         if not isinstance(failure, GaveUp):
             raise failure
         path, tail = self._said(failure.part)
-        self._emit(Failed(failure.part, f"{failure.part} cannot start: {failure}", path, tail))
+        self.emit(Failed(failure.part, f"{failure.part} cannot start: {failure}", path, tail))
         return EXIT_START
 
     def _said(self, part: PartId) -> Said:
         return self._log_tail.of(part) if part.kind in _OWN else self.units.log_tail_of(part)
-
-    # ------------------------------------------------------------ stopping
 
     async def _drain(self) -> None:
         """Let the gateways finish what they have; what else dies meanwhile is still restarted."""
@@ -359,7 +365,7 @@ class Controller:
         if not gateways or self._forced.is_set():
             return
         if any(part.up.is_set() for part in gateways):
-            self._emit(Draining(seconds, self._cause))
+            self.emit(Draining(seconds, self._cause))
         for part in gateways:
             self._tasks[part.id].cancel()
         await drain(gateways, seconds, self._forced)
@@ -367,7 +373,7 @@ class Controller:
     async def _stop_all(self) -> None:
         """Everything that still runs: who brings requests, who sends them around, who serves them, what they were
         forked from."""
-        self._emit(Stopping(self._cause))
+        self.emit(Stopping(self._cause))
         for group in (self._starts.gateways, [self._starts.scheduler]):
             await stop_parts(group)
         await self.units.stop()

@@ -8,16 +8,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from muxserve.cluster.events import Event, PartId, Progress, Starting
+from muxserve.cluster.effects import FleetEffects
+from muxserve.cluster.events import PartId, Progress, Starting
 from muxserve.cluster.processes import Process, exit_words, spawn
 from muxserve.cluster.restarts import PATIENT_DELAYS, RestartPolicy
 from muxserve.cluster.supervision import Part, PartDied, PartFailed, while_running
-from muxserve.cluster.warm_link import WarmLink
+from muxserve.cluster.warm_link import ParentEvents, WarmLink
 from muxserve.cluster.watch import Watch
 from muxserve.cluster.watchdog import Finding, Liveness
 from muxserve.net.sockets import until_reachable
@@ -45,9 +46,9 @@ class FleetLauncher(Protocol):
 
 @dataclass(frozen=True)
 class FleetCommands:
-    """Command lines; `vllm` is told the numbers of its descriptors."""
+    """Command lines; that of `vllm` gets the numbers of its descriptors in addition."""
 
-    vllm: Callable[[int, int], list[str]]
+    vllm: list[str]
     scheduler: list[str]
 
 
@@ -58,9 +59,7 @@ def fleet_commands_for(fleet: FleetSpec) -> FleetCommands:
         return [sys.executable, "-m", module, "--fleet", str(fleet.file), *args]
 
     return FleetCommands(
-        vllm=lambda control, lifeline: python(
-            "muxserve.forks.machine_parent", "--control-fd", str(control), "--lifeline-fd", str(lifeline)
-        ),
+        vllm=python("muxserve.forks.machine_parent"),
         scheduler=python("muxserve.global_scheduler.process", "--die-with-parent"),
     )
 
@@ -74,7 +73,7 @@ class LocalFleetLauncher:
 
     def vllm(self, control_fd: int, lifeline_fd: int) -> Process:
         """See `FleetLauncher.vllm`."""
-        command = self._commands.vllm(control_fd, lifeline_fd)
+        command = [*self._commands.vllm, "--control-fd", str(control_fd), "--lifeline-fd", str(lifeline_fd)]
         return spawn(command, self._log_dir / "vllm.log", (control_fd, lifeline_fd))
 
     def scheduler(self) -> Process:
@@ -83,40 +82,28 @@ class LocalFleetLauncher:
         return spawn(self._commands.scheduler, self._log_dir / "scheduler.log", held=[signal.SIGHUP])
 
 
-class FleetStarts:
-    """The parts of a fleet that belong to no unit, with what starts them; also where units get their warm parents.
+class FleetStarts(ParentEvents):
+    """The parts of a fleet that belong to no unit, with what starts them (a `Starter`); also where units get their warm
+    parents.
 
     Args:
-        fleet: as it is now.
-        exits: return codes of processes that are not our children, as they are told.
+        exits: return codes of processes that are not our children, as they are reported.
         gateways: how many.
-        before_gateways: awaited before a gateway is started.
         watch: over the processes of this machine.
-        warm_links: to warm parents of this machine, which have imported vLLM, too.
     """
 
     def __init__(
-        self,
-        fleet: Callable[[], FleetSpec],
-        launcher: FleetLauncher,
-        emit: Callable[[Event], None],
-        exits: dict[int, int],
-        gateways: int,
-        before_gateways: Callable[[], Awaitable[object]],
-        watch: Watch,
-        warm_links: Callable[[], Iterable[WarmLink]] = tuple,
+        self, launcher: FleetLauncher, effects: FleetEffects, exits: dict[int, int], gateways: int, watch: Watch
     ) -> None:
-        self._fleet = fleet
         self._launcher = launcher
-        self._emit = emit
+        self._effects = effects
         self._exits = exits
         self._watch = watch
-        self._warm_links = warm_links
         # Process groups of those that have imported vLLM: in each, what was forked from it, but for units.
         self.groups: list[int] = []
         self._link: WarmLink | None = None
         self._lifeline_read, self._lifeline_write = os.pipe()
-        self.vllm = Part(VLLM, self._start_vllm, _START_SECONDS["vllm"], self._until_needed)
+        self.vllm = Part(VLLM, self, _START_SECONDS["vllm"])
         # Somebody waits to be forked by it.
         self._needed = asyncio.Event()
         self._had_vllm = False
@@ -124,15 +111,45 @@ class FleetStarts:
         self._spare: tuple[WarmLink, Process] | None = None
         self._spare_taken = asyncio.Event()
         self.gateways = [
-            Part(PartId("gateway", index=index), self._start_gateway, _START_SECONDS["gateway"], before_gateways)
-            for index in range(gateways)
+            Part(PartId("gateway", index=index), self, _START_SECONDS["gateway"]) for index in range(gateways)
         ]
-        self.scheduler = Part(SCHEDULER, self._start_scheduler, _START_SECONDS["scheduler"])
+        self.scheduler = Part(SCHEDULER, self, _START_SECONDS["scheduler"])
         # What these have once started serves on without them, and nothing else can stand in for them.
         for part in (self.vllm, *self.gateways):
             part.policy = RestartPolicy(max_deaths=None)
         # Without it gateways decide by themselves.
         self.scheduler.policy = RestartPolicy(max_deaths=None, delays=PATIENT_DELAYS)
+
+    # ------------------------------------------------------------ a starter of parts
+
+    async def before_start(self, part: Part) -> None:
+        """See `Starter.before_start`."""
+        if part.id == VLLM:
+            await self._until_needed()
+        elif part.id.kind == "gateway":
+            await self._effects.until_sized()
+
+    async def start(self, part: Part) -> None:
+        """See `Starter.start`."""
+        if part.id == VLLM:
+            await self._start_vllm(part)
+        elif part.id == SCHEDULER:
+            await self._start_scheduler(part)
+        else:
+            await self._start_gateway(part)
+
+    async def release(self, pid: int) -> None:
+        """See `Starter.release`: none of these has a GPU."""
+
+    def on_progress(self, part: PartId, detail: str) -> None:
+        """See `ParentEvents.on_progress`."""
+        self._effects.emit(Progress(part, detail))
+
+    def on_exited(self, pid: int, status: int) -> None:
+        """See `ParentEvents.on_exited`."""
+        self._exits[pid] = status
+
+    # ------------------------------------------------------------ life
 
     async def close(self) -> None:
         """Close all that is open to the parts; they end for it at the latest."""
@@ -178,13 +195,13 @@ class FleetStarts:
 
     async def _spare_of(self, parent: WarmLink, fds: Sequence[int]) -> tuple[WarmLink, Process]:
         """A spare that `parent` forks."""
-        link = self._new_link()
+        link = WarmLink(VLLM, self)
         try:
             birth = parent.order(
                 SPARE,
                 [link.theirs.fileno(), *fds],
-                fleet=str(self._fleet().file),
-                log=str(self._fleet().log_dir / "vllm.log"),
+                fleet=str(self._effects.fleet.file),
+                log=str(self._effects.fleet.log_dir / "vllm.log"),
             )
             async with asyncio.timeout(_SPARE_READY_SECONDS):
                 process = self._process(await birth.forked)
@@ -198,7 +215,7 @@ class FleetStarts:
     async def _spare_of_a_unit(self) -> None:
         """Have a unit's warm parent fork a spare, if one can: it has imported vLLM, too, and shares what it imported
         with gateways and engines."""
-        for parent in self._warm_links():
+        for parent in self._effects.warm_links():
             with contextlib.suppress(PartDied, PartFailed, TimeoutError, OSError):
                 self._spare = await self._spare_of(parent, [self._lifeline_read])
                 self.groups.append(self._spare[1].pid)
@@ -232,7 +249,7 @@ class FleetStarts:
             for part in self.gateways:
                 if part.process is None or not part.process.running:
                     continue
-                followed = load_followed(followed_file(self._fleet().run_dir, part.id.index))
+                followed = load_followed(followed_file(self._effects.fleet.run_dir, part.id.index))
                 if followed is None or followed.pid != part.process.pid or not enough(followed):
                     late = True
                 else:
@@ -243,7 +260,7 @@ class FleetStarts:
 
     def refused(self) -> dict[str, str]:
         """The models that a gateway cannot offer, and why."""
-        run_dir = self._fleet().run_dir
+        run_dir = self._effects.fleet.run_dir
         followed = (load_followed(followed_file(run_dir, part.id.index)) for part in self.gateways)
         return {model: reason for each in followed if each is not None for model, reason in each.refused.items()}
 
@@ -279,21 +296,23 @@ class FleetStarts:
         if self._spare is None or not self._spare[1].running:
             await self.drop_spare()
             await self._spare_of_a_unit()
-        if self._fleet().residency and self._spare is None and not self._needed.is_set():
-            self._emit(Progress(VLLM, "is started again when a process is to be forked: what it imports takes memory"))
+        if self._effects.fleet.residency and self._spare is None and not self._needed.is_set():
+            self._effects.emit(
+                Progress(VLLM, "is started again when a process is to be forked: what it imports takes memory")
+            )
             await self._needed.wait()
 
     async def _start_vllm(self, part: Part) -> None:
-        self._emit(Starting(part.id))
+        self._effects.emit(Starting(part.id))
         await self.drop_vllm()
         if not await self._take_spare(part):
-            self._link = self._new_link()
+            self._link = WarmLink(VLLM, self)
             try:
                 part.process = self._launcher.vllm(self._link.theirs.fileno(), self._lifeline_read)
             finally:
                 self._link.theirs.close()
             self.groups.append(part.process.pid)
-            self._emit(Progress(part.id, "importing vLLM"))
+            self._effects.emit(Progress(part.id, "importing vLLM"))
             await while_running(part.process, self._link.ready)
         self._had_vllm = True
         self._needed.clear()
@@ -320,14 +339,11 @@ class FleetStarts:
         self._link, part.process = link, process
         return True
 
-    def _new_link(self) -> WarmLink:
-        return WarmLink(VLLM, lambda of, detail: self._emit(Progress(of, detail)), self._exits.__setitem__)
-
     async def _start_gateway(self, part: Part) -> None:
         link = await self._linked()
         part.began = time.monotonic()
-        self._emit(Starting(part.id))
-        generation = self._fleet().generation
+        self._effects.emit(Starting(part.id))
+        generation = self._effects.fleet.generation
         birth = link.order(part.id)
         part.process = self._process(await birth.forked)
         try:
@@ -341,15 +357,15 @@ class FleetStarts:
         self._tell_if_changed(part, generation)
 
     async def _start_scheduler(self, part: Part) -> None:
-        self._emit(Starting(part.id))
-        generation = self._fleet().generation
+        self._effects.emit(Starting(part.id))
+        generation = self._effects.fleet.generation
         part.process = self._launcher.scheduler()
-        await while_running(part.process, until_reachable(self._fleet().scheduler_address))
+        await while_running(part.process, until_reachable(self._effects.fleet.scheduler_address))
         self._tell_if_changed(part, generation)
 
     def _tell_if_changed(self, part: Part, generation: int) -> None:
         """What changed while it came up it may have read or not."""
-        if self._fleet().generation != generation and part.process is not None:
+        if self._effects.fleet.generation != generation and part.process is not None:
             part.process.send(signal.SIGHUP)
 
     def _process(self, pid: int) -> Process:

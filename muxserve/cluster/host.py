@@ -8,18 +8,21 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from pathlib import Path
 
 from muxserve import wire
 from muxserve.cluster import log_tail
+from muxserve.cluster.cpu_starts import CpuStarts
+from muxserve.cluster.deaths import Deaths
 from muxserve.cluster.events import Down, Event, PartId, Ready, Recovered, Suspected, Up
+from muxserve.cluster.gpu_starts import GpuStarts
 from muxserve.cluster.launcher import Launcher
 from muxserve.cluster.log_tail import LogTail, Said
-from muxserve.cluster.processes import Process, Reaper, exit_words, kill_group
+from muxserve.cluster.processes import Process, Reaper
 from muxserve.cluster.restarts import DEGRADED_STARTS, MAX_DEATHS
-from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM, Starts
-from muxserve.cluster.supervision import STOP_SECONDS, WITH_PARENT, GaveUp, Part, PartDied, PartFailed, Supervisor
+from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM, UnitStarts
+from muxserve.cluster.supervision import STOP_SECONDS, GaveUp, Part, PartDied, PartFailed, Supervisor
 from muxserve.cluster.warm_link import WarmLink
 from muxserve.cluster.watch import Watch
 from muxserve.gpu.budget import Needs
@@ -28,90 +31,6 @@ from muxserve.net.page_cache import read_weights_ahead
 from muxserve.spec import UNIT_FILE, UnitSpec, save
 
 log = logging.getLogger(__name__)
-
-# Its parent tells within a millisecond how an engine ended, unless that died as well.
-_STATUS_SECONDS = 0.1
-
-
-class Deaths:
-    """Of one unit.
-
-    Args:
-        reaper: collects what dead parents leave behind, and how processes that are not our children ended.
-        tell: tells the unit scheduler.
-    """
-
-    def __init__(self, starts: Starts, reaper: Reaper, tell: Callable[[wire.Message], Awaitable[None]]) -> None:
-        self._starts = starts
-        self._reaper = reaper
-        self._tell = tell
-        # Process groups of warm parents (and MPS servers) that died.
-        self.groups: set[int] = set()
-
-    async def on_down(self, part: Part, reason: str) -> str:
-        """A part has ended; answers why that does not count against it, in words, or nothing if it does."""
-        if part.id.kind == "engine":
-            parent, cause = self._ended_with_parent(part.id), wire.Cause.NONE
-            if part.process is not None and not (parent or part.killed_for):
-                code = await self._exit_status(part.process)
-                # SIGKILL comes from outside: from someone, or from the kernel for want of memory.
-                killed = code in (None, -signal.SIGKILL) and not part.hung
-                cause = wire.Cause.KILL if killed else wire.Cause.CRASH
-                reason = exit_words(code) if reason == exit_words(None) else reason
-            if cause != wire.Cause.NONE and self._starts.restarts_mps:
-                # What it had launched may hang in the server.
-                self._kill([MPS], "is started again after the death of an engine")
-            await self._tell(wire.EngineDown(part.id.model, part.id.phase, reason, cause, part.pid))
-            return parent
-        if part.id == WARM:
-            # What it forked dies with it; what did not would hold its model twice.
-            self._kill([*self._starts.engines, *self._starts.holders], WITH_PARENT)
-            await self._starts.resting.end_all()
-            await self._starts.drop_warm()
-            if part.process is not None:
-                self._leave(part.process.pid)
-        elif part.id == MPS:
-            # Its clients have lost their contexts on the GPUs, whether they have noticed or not.
-            keepers = [*self._starts.holders, MEMORY] if self._starts.keepers_in_mps else []
-            migrator = [MIGRATOR] if MIGRATOR in self._starts.parts else []
-            self._kill([*self._starts.engines, *migrator, *keepers], "ended with the MPS server")
-            await self._starts.resting.end_all()
-            if keepers:
-                self._starts.forget_memory()
-            if part.process is not None:
-                # Its daemon and server, should it have been killed before it could end them.
-                self._leave(part.process.pid)
-                kill_group(part.process.pid)
-        elif part.id.kind == "weights":
-            # Its engines compute on memory that was its, and would not fit beside a second copy.
-            engines = [engine for engine in self._starts.engines if engine.model == part.id.model]
-            self._kill(engines, "ended with the process that held its weights")
-            return self._ended_with_parent(part.id)
-        return ""
-
-    async def _exit_status(self, process: Process) -> int | None:
-        """How a process that has just ended did so; None if nobody tells."""
-        code = process.returncode
-        if code is None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_STATUS_SECONDS):
-                    while (code := self._reaper.exits.get(process.pid)) is None:
-                        await asyncio.sleep(_STATUS_SECONDS / 20)
-        return code
-
-    def _leave(self, group: int) -> None:
-        self.groups.add(group)
-        self._reaper.add(group)
-
-    def _kill(self, parts: Iterable[PartId], because: str) -> None:
-        for part in parts:
-            self._starts.parts[part].kill(because)
-
-    def _ended_with_parent(self, part: PartId) -> str:
-        """Words for a forked part that died with the warm parent; empty if that lives."""
-        same = self._starts.runs(WARM) and self._starts.parent_of.get(part) is self._starts.warm
-        return "" if same else WITH_PARENT
-
 
 HOST = PartId("host")
 # A model whose memory takes longer to move into a file is loaded again instead.
@@ -123,7 +42,8 @@ _STOPPED = "its model is not served here any more"
 
 
 class UnitHost:
-    """One unit, from start to end, on the machine of this process, which must collect orphans into `reaper`.
+    """One unit, from start to end, on the machine of this process, which must collect orphans into `reaper`. Its parts
+    ask it for what `UnitEffects` says.
 
     Args:
         serves: the models of the unit that have engines from the beginning. On GPUs all have them until they are
@@ -151,19 +71,20 @@ class UnitHost:
         self._tell_user = emit
         self._reaper = reaper
         self._wanted = set(serves)
-        asleep = {needs.model for needs in sizer.sleeping} if sizer is not None else set()
-        first = [model.name for model in unit_spec.models if model.name in serves or model.name not in asleep]
-        first = first if unit_spec.gpu is not None else list(serves)
-        self._starts = Starts(unit_spec, first, launcher, self._emit, reaper.exits, sizer, self._on_model_parent)
-        # What calls the memory manager falls silent with it, and is not to blame.
-        self._hangs = Watch(
-            unit_spec.watchdog,
-            unit_spec.run_dir,
-            lambda part: (MEMORY,) if part.kind in ("engine", "unit", "migrator") else (),
-        )
+        self._starts: UnitStarts
+        if unit_spec.gpu is None:
+            self._starts = CpuStarts(unit_spec, serves, launcher, self, reaper.exits)
+        elif sizer is not None:
+            self._starts = GpuStarts(unit_spec, serves, launcher, self, reaper.exits, sizer)
+        else:
+            raise ValueError("on GPUs the pools are sized by what is measured")
+        self._hangs = Watch(unit_spec.watchdog, unit_spec.run_dir)
+        self._supervisor = Supervisor(self, self._hangs)
+        # What the unit starts with.
+        self._first: list[Part] = []
         # Engines of which the unit scheduler knows that they give no sign of life.
         self._suspects: set[PartId] = set()
-        self._deaths = Deaths(self._starts, reaper, self.tell)
+        self._deaths = Deaths(self._starts, reaper, self)
         if migrates:
             self.parts[MIGRATOR] = self._starts.migrator()
         # Declared here, but served elsewhere or not at all: the unit scheduler lends their pages to the others.
@@ -215,40 +136,6 @@ class UnitHost:
             self.parts[part].up.is_set() and self._starts.runs(part) for part in (UNIT, *engines)
         )
 
-    def _emit(self, event: Event) -> None:
-        self._log_tail.note(event)
-        if isinstance(event, Down):
-            self._suspects.discard(event.part)
-        if isinstance(event, Up) and event.part == UNIT:
-            # It is new, and knows only what is declared.
-            for model in sorted(self._retired):
-                self._spawn(self.tell(wire.Retire(model)))
-            for model, (reason, due) in self._degraded.items():
-                self._spawn(self.tell(wire.Degraded(model, reason, max(0.0, due - time.monotonic()))))
-            for engine in self._suspects:
-                self._spawn(self._tell_suspect(engine, True))
-        elif isinstance(event, Up) and event.part.model:
-            if all(part.up.is_set() for part in self.parts.values() if part.id.model == event.part.model):
-                self._degraded.pop(event.part.model, None)
-                self._starts.left_out.discard(event.part.model)
-        elif isinstance(event, Down) and event.part.model and self._is_degraded_by(event):
-            reason = f"{event.part} cannot start: {event.reason}"
-            self._degraded[event.part.model] = reason, time.monotonic() + event.restart_in
-            self._spawn(self.tell(wire.Degraded(event.part.model, reason, event.restart_in)))
-        elif isinstance(event, Suspected | Recovered) and event.part.kind == "engine":
-            suspect = isinstance(event, Suspected)
-            (self._suspects.add if suspect else self._suspects.discard)(event.part)
-            self._spawn(self._tell_suspect(event.part, suspect))
-        self._tell_user(event)
-
-    def _is_degraded_by(self, event: Down) -> bool:
-        """Whether nobody should wait for the model of a part that has ended."""
-        left_out = event.part.model in self._starts.left_out and event.failed_starts > 0
-        return left_out or event.failed_starts >= DEGRADED_STARTS
-
-    def _tell_suspect(self, engine: PartId, on: bool) -> Coroutine[object, object, None]:
-        return self.tell(wire.EngineSuspect(engine.model, engine.phase, on, self.parts[engine].pid))
-
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(work)
         self._others.add(task)
@@ -259,9 +146,9 @@ class UnitHost:
     def start(self) -> None:
         """Begin to start everything."""
         self._starts.open()
-        supervisor = self._supervisor(self.ready.is_set, self._spared)
-        for part in self.parts.values():
-            self._keep(supervisor, part)
+        self._first = list(self.parts.values())
+        for part in self._first:
+            self._keep(part)
         self._watcher = asyncio.create_task(self._watch_ready(time.monotonic()))
         self._spawn(self._hangs.keep())
 
@@ -294,12 +181,6 @@ class UnitHost:
         up = self.unit_spec.gpu is None and self.parts[WARM].up.is_set() and self._starts.runs(WARM)
         return self._starts.warm if up else None
 
-    async def tell(self, message: wire.Message) -> None:
-        """Tell the unit scheduler; one that is being started knows of nobody, and must not hear it late."""
-        unit = self._starts.unit
-        if unit is not None and self.parts[UNIT].up.is_set() and self._starts.runs(UNIT):
-            unit.send(message)
-
     async def state(self) -> dict[str, object]:
         """The unit scheduler's own account of the unit; waits until there is one that answers."""
         assert self._starts.unit is not None, "the host has been started"
@@ -322,7 +203,7 @@ class UnitHost:
         await asyncio.gather(*tasks, return_exceptions=True)
         if not self._failed.done():
             self._failed.cancel()
-        await self._starts.resting.end_all()
+        await self._starts.end_resting()
         groups = [UNIT], [MIGRATOR], self._starts.engines, self._starts.holders, [WARM], [MEMORY], [MPS]
         for group in groups:
             await self._stop_parts(group, _MPS_STOP_SECONDS if group == [MPS] else STOP_SECONDS)
@@ -343,13 +224,12 @@ class UnitHost:
         return self._log_tail.of(part)
 
     async def _watch_ready(self, began: float) -> None:
-        parts = list(self.parts.values())
-        while not all(part.up.is_set() or part.id.model in self._starts.left_out for part in parts):
-            for part in parts:
+        while not all(part.up.is_set() or part.id.model in self._starts.left_out for part in self._first):
+            for part in self._first:
                 await self._starts.until_up(part)
-        self._served |= {part.id.model for part in parts if part.id.model}
+        self._served |= {part.id.model for part in self._first if part.id.model}
         self.ready.set()
-        self._emit(Ready(time.monotonic() - began))
+        self.emit(Ready(time.monotonic() - began))
         for model in {part.model for part in self._starts.engines} - self._wanted:
             await self._end_model(model)
 
@@ -380,8 +260,7 @@ class UnitHost:
         new = {part.id: part for part in self._starts.parts_of(model)}
         self.parts.update(new)
         self._starts.awaited |= new.keys()
-        supervisor = self._supervisor(lambda: model in self._served)
-        tasks = {part.id: asyncio.create_task(supervisor.keep(part)) for part in new.values()}
+        tasks = {part.id: asyncio.create_task(self._supervisor.keep(part)) for part in new.values()}
         up, ended = asyncio.create_task(_until_up(new.values())), asyncio.create_task(self._stopped.wait())
         try:
             await asyncio.wait({up, ended, *tasks.values()}, return_when=asyncio.FIRST_COMPLETED)
@@ -513,8 +392,7 @@ class UnitHost:
                 raise GaveUp(MEMORY, str(error)) from None
             self._retired.add(model)
         threads = {each.name: each.threads for each in self.unit_spec.models}
-        self._starts.unit_spec = unit_spec
-        self._starts.resting.change(unit_spec.resting)
+        self._starts.change(unit_spec)
         save(unit_spec, Path(unit_spec.run_dir) / UNIT_FILE)
         await self.tell(wire.Joined())
         if MIGRATOR in self.parts:
@@ -529,21 +407,52 @@ class UnitHost:
         """Have a migrator from now on."""
         if MIGRATOR not in self.parts:
             part = self.parts[MIGRATOR] = self._starts.migrator()
-            self._keep(self._supervisor(lambda: True), part)
+            self._keep(part)
 
-    # ------------------------------------------------------------ deaths
+    # ------------------------------------------------------------ what its parts ask for (`UnitEffects`)
 
-    def _supervisor(
-        self, serving: Callable[[], bool], spared: Callable[[Part], bool] = lambda part: False
-    ) -> Supervisor:
-        exits = self._reaper.exits.get
-        return Supervisor(
-            self._emit, self._deaths.on_down, exits, serving, self._explain, self._hangs, self._hopeless, spared
-        )
+    def emit(self, event: Event) -> None:
+        """See `PartEffects.emit`."""
+        self._log_tail.note(event)
+        if isinstance(event, Down):
+            self._suspects.discard(event.part)
+        if isinstance(event, Up) and event.part == UNIT:
+            # It is new, and knows only what is declared.
+            for model in sorted(self._retired):
+                self._spawn(self.tell(wire.Retire(model)))
+            for model, (reason, due) in self._degraded.items():
+                self._spawn(self.tell(wire.Degraded(model, reason, max(0.0, due - time.monotonic()))))
+            for engine in self._suspects:
+                self._spawn(self._tell_suspect(engine, True))
+        elif isinstance(event, Up) and event.part.model:
+            if all(part.up.is_set() for part in self.parts.values() if part.id.model == event.part.model):
+                self._degraded.pop(event.part.model, None)
+                self._starts.left_out.discard(event.part.model)
+        elif isinstance(event, Down) and event.part.model and self._is_degraded_by(event):
+            reason = f"{event.part} cannot start: {event.reason}"
+            self._degraded[event.part.model] = reason, time.monotonic() + event.restart_in
+            self._spawn(self.tell(wire.Degraded(event.part.model, reason, event.restart_in)))
+        elif isinstance(event, Suspected | Recovered) and event.part.kind == "engine":
+            suspect = isinstance(event, Suspected)
+            (self._suspects.add if suspect else self._suspects.discard)(event.part)
+            self._spawn(self._tell_suspect(event.part, suspect))
+        self._tell_user(event)
 
-    def _spared(self, part: Part) -> bool:
-        """Whether the unit starts without the model of a part that cannot be started: another one may be served, also
-        one that sleeps."""
+    def exit_status(self, pid: int) -> int | None:
+        """See `PartEffects.exit_status`."""
+        return self._reaper.exits.get(pid)
+
+    def serving(self, part: Part) -> bool:
+        """See `PartEffects.serving`. A migrator that comes later may come and go: nothing is lost while it is away."""
+        if part in self._first:
+            return self.ready.is_set()
+        return not part.id.model or part.id.model in self._served
+
+    def spared(self, part: Part) -> bool:
+        """See `PartEffects.spared`: the unit starts without a model that cannot be started, as another one may be
+        served, also one that sleeps."""
+        if part not in self._first:
+            return False
         model = part.id.model
         others = {each.name for each in self.unit_spec.models} - self._starts.left_out - {model}
         if not model or not others:
@@ -551,25 +460,50 @@ class UnitHost:
         self._starts.leave_out(model)
         return True
 
-    def _hopeless(self, part: Part) -> bool:
-        """A unit none of whose models can be started may do better elsewhere."""
+    def hopeless(self, part: Part) -> bool:
+        """See `PartEffects.hopeless`: a unit none of whose models can be started may do better elsewhere."""
         if not (self._movable and part.id.model and part.policy.failed_starts >= MAX_DEATHS):
             return False
         return not any(self.up(engine.model) for engine in self._starts.engines)
 
-    def _on_model_parent(self, model: str, pid: int) -> None:
-        """What forks a model's engines is no part: it is forked when they are. Its end is theirs."""
-        part = Part(PartId("model", model), _never, 0.0)
+    async def on_down(self, part: Part, reason: str) -> str:
+        """See `PartEffects.on_down`."""
+        return await self._deaths.on_down(part, reason)
+
+    async def explain(self, part: Part, reason: str) -> str:
+        """See `PartEffects.explain`."""
+        return await log_tail.explain(self.unit_spec.gpu, part.id, reason, self.log_tail_of(part.id)[1])
+
+    def on_model_parent(self, model: str, pid: int) -> None:
+        """See `UnitEffects.on_model_parent`. What forks a model's engines is no part: it is forked when they are. Its
+        end is theirs."""
+        part = Part(PartId("model", model), self._starts, 0.0)
         try:
             part.process = Process(pid)
         except ProcessLookupError:
             return
         self._model_parents[model] = part.process
         self._in_files.discard(model)
-        self._spawn(self._supervisor(lambda: True).watch_only(part))
+        self._spawn(self._supervisor.watch_only(part))
 
-    def _keep(self, supervisor: Supervisor, part: Part) -> None:
-        self._watch(part.id, asyncio.create_task(supervisor.keep(part)))
+    async def tell(self, message: wire.Message) -> None:
+        """See `UnitEffects.tell`."""
+        unit = self._starts.unit
+        if unit is not None and self.parts[UNIT].up.is_set() and self._starts.runs(UNIT):
+            unit.send(message)
+
+    # ------------------------------------------------------------ details
+
+    def _is_degraded_by(self, event: Down) -> bool:
+        """Whether nobody should wait for the model of a part that has ended."""
+        left_out = event.part.model in self._starts.left_out and event.failed_starts > 0
+        return left_out or event.failed_starts >= DEGRADED_STARTS
+
+    def _tell_suspect(self, engine: PartId, on: bool) -> Coroutine[object, object, None]:
+        return self.tell(wire.EngineSuspect(engine.model, engine.phase, on, self.parts[engine].pid))
+
+    def _keep(self, part: Part) -> None:
+        self._watch(part.id, asyncio.create_task(self._supervisor.keep(part)))
 
     def _watch(self, part: PartId, task: asyncio.Task[None]) -> None:
         self._tasks[part] = task
@@ -581,15 +515,7 @@ class UnitHost:
             self._failed.set_exception(error or RuntimeError("a part is not kept alive any more"))
             self._failed.exception()  # nobody may be waiting
 
-    async def _explain(self, part: Part, reason: str) -> str:
-        return await log_tail.explain(self.unit_spec.gpu, part.id, reason, self.log_tail_of(part.id)[1])
-
 
 async def _until_up(parts: Iterable[Part]) -> None:
     for part in parts:
         await part.up.wait()
-
-
-async def _never(part: Part) -> None:
-    """Who starts a process that is only watched."""
-    raise NotImplementedError(part.id)

@@ -53,14 +53,14 @@ class WarmParents(Protocol):
 
 @dataclass(frozen=True)
 class Commands:
-    """Command lines, made when a process is started. `memory_manager` is told the number of its descriptor, if it has
-    one, `warm_parent` that of its. `environment` is added to everyone's, and then `memory_environment` to the memory
-    manager's."""
+    """Command lines. `memory_manager` is called when that is started, with the number of its descriptor, if it has one;
+    `warm_parent` gets that of its own in addition. `environment` is added to everyone's, and then `memory_environment`
+    to the memory manager's."""
 
     memory_manager: Callable[[int | None], list[str]]
     unit_scheduler: list[str]
     migrator: list[str]
-    warm_parent: Callable[[int], list[str]]
+    warm_parent: list[str]
     mps: list[str] = field(default_factory=list)
     environment: Mapping[str, str] = field(default_factory=dict)
     memory_environment: Mapping[str, str] = field(default_factory=dict)
@@ -82,7 +82,7 @@ def commands_for(unit_spec: UnitSpec, spec_file: Path) -> Commands:
         memory_manager=memory_manager,
         unit_scheduler=python("muxserve.unit.scheduler", "--die-with-parent"),
         migrator=python("muxserve.migration.process", "--die-with-parent"),
-        warm_parent=lambda control: python("muxserve.forks.warm_parent", "--control-fd", str(control)),
+        warm_parent=python("muxserve.forks.warm_parent"),
         mps=python("muxserve.gpu.mps"),
         environment=client_environment(unit_spec),
         memory_environment=keeper_environment(unit_spec),
@@ -147,7 +147,7 @@ class LocalLauncher:
         """See `Launcher.warm_parent`."""
         if self._warm_parents is not None:
             return await self._warm_parents.fork(self._unit_spec, control_fd)
-        command = self._commands.warm_parent(control_fd)
+        command = [*self._commands.warm_parent, "--control-fd", str(control_fd)]
         log = self._log_dir / "warm_parent.log"
         return spawn(command, log, (control_fd,), environment=self._commands.environment)
 

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from muxserve import wire
+from muxserve.cluster.effects import FleetEffects
 from muxserve.cluster.events import PartId
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.unit_set import RunningUnit, UnitSet
@@ -160,15 +161,12 @@ class FleetSteps:
 
     Args:
         planner: makes new units; None: there is nothing but the units that were started.
-        send: tells the global scheduler, if there is one.
     """
 
-    def __init__(
-        self, units: UnitSet, planner: UnitPlanner | None, send: Callable[[wire.Message], Awaitable[None]]
-    ) -> None:
+    def __init__(self, units: UnitSet, planner: UnitPlanner | None, effects: FleetEffects) -> None:
         self._units = units
         self._planner = planner
-        self._send = send
+        self._effects = effects
         self.lock = ChangeLock()
         # Replicas that are about to end, (model, unit), and units that end as a whole.
         self._leaving: set[tuple[str, str]] = set()
@@ -244,10 +242,10 @@ class FleetSteps:
             waiting.set_result(None)
         return waiting is not None
 
-    async def resend(self) -> None:
+    def resend(self) -> None:
         """Tell a new global scheduler what is to be drained."""
         for model, unit in list(self._draining):
-            await self._send(wire.DrainReplicas(unit, [model]))
+            self._effects.tell_scheduler(wire.DrainReplicas(unit, [model]))
 
     # ------------------------------------------------------------ steps: up
 
@@ -407,7 +405,7 @@ class FleetSteps:
             seconds = self._units.fleet.gateway.drain_seconds + _DRAIN_MARGIN
             try:
                 generation = self._units.fleet.generation
-                await self._send(wire.DrainReplicas(unit.name, [model for model, _ in waiting], generation))
+                self._effects.tell_scheduler(wire.DrainReplicas(unit.name, [model for model, _ in waiting], generation))
                 _, late = await asyncio.wait(waiting.values(), timeout=seconds)
                 if late:
                     tell(f"{unit.name} is not empty after {seconds:g} s; what is left is computed again elsewhere")
@@ -433,7 +431,7 @@ class FleetSteps:
             tell(f"{', '.join(models)} is not served by {unit.name} any more")
             if self._units.fleet.residency:
                 for model in models:
-                    await self._send(wire.ReplicaEnded(model, unit.name))
+                    self._effects.tell_scheduler(wire.ReplicaEnded(model, unit.name))
         else:
             unit.announced = False
             self._units.publish()

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Awaitable, Sequence
+from typing import Protocol, TypeVar
 
 from muxserve.cluster.events import Down, Event, PartId, Recovered, Suspected, Up
 from muxserve.cluster.processes import Process, exit_words
@@ -40,28 +40,37 @@ class GaveUp(Exception):  # noqa: N818
         self.part = part
 
 
-class Part:
-    """State of one part. `start` brings it up: it sets `process` as soon as there is one and returns when it serves.
+class Starter(Protocol):
+    """Brings parts up."""
 
-    `after` is awaited before every start, however long it takes; `timeout` seconds count from then on, without the time
-    between `pause` and `resume`. `release` takes a process (by pid) off its GPUs, and is awaited before it is killed.
+    async def before_start(self, part: Part) -> None:
+        """Awaited before every start of a part, however long it takes."""
+
+    async def start(self, part: Part) -> None:
+        """Bring a part up: set its `process` as soon as there is one, and return when it serves.
+
+        Raises:
+            PartDied, PartFailed, OSError: it does not come up.
+        """
+
+    async def release(self, pid: int) -> None:
+        """Take a process off its GPUs, before it is killed."""
+
+
+class Part:
+    """State of one part, which `starter` brings up.
+
+    `timeout` seconds count from the end of `Starter.before_start`, without the time between `pause` and `resume`.
+    `releases`: the starter takes its process off the GPUs before it is killed.
     """
 
-    def __init__(
-        self,
-        part: PartId,
-        start: Callable[[Part], Awaitable[None]],
-        timeout: float,
-        after: Callable[[], Awaitable[object]] | None = None,
-        release: Callable[[int], Awaitable[object]] | None = None,
-    ) -> None:
-        self.release = release
+    def __init__(self, part: PartId, starter: Starter, timeout: float, releases: bool = False) -> None:
         self.limit: asyncio.Timeout | None = None
         self._killing: set[asyncio.Task[None]] = set()
         self.id = part
-        self.start = start
-        self.after = after
+        self.starter = starter
         self.timeout = timeout
+        self.releases = releases
         self.process: Process | None = None
         # What its process has left behind and need not stay for: resolves with the reason when that is lost.
         self.left: asyncio.Future[str] | None = None
@@ -77,6 +86,8 @@ class Part:
         # Why it was killed, if that was because it gave no sign of life.
         self.hung = ""
         self.suspect = False
+        # Parts that its process calls: it is not to blame for its silence while one of them is silent.
+        self.waits_for: tuple[PartId, ...] = ()
 
     @property
     def pid(self) -> int:
@@ -102,17 +113,16 @@ class Part:
             await self.process.stop(grace, self._kill)
 
     def _kill(self, process: Process) -> None:
-        if self.release is None:
+        if not self.releases:
             process.send(signal.SIGKILL)
         else:
-            task = asyncio.create_task(self._release_and_kill(self.release, process))
+            task = asyncio.create_task(self._release_and_kill(process))
             self._killing.add(task)
             task.add_done_callback(self._killing.discard)
 
-    @staticmethod
-    async def _release_and_kill(release: Callable[[int], Awaitable[object]], process: Process) -> None:
+    async def _release_and_kill(self, process: Process) -> None:
         try:
-            await release(process.pid)
+            await self.starter.release(process.pid)
         finally:
             process.send(signal.SIGKILL)
 
@@ -146,40 +156,42 @@ async def while_running(process: Process, awaitable: Awaitable[T]) -> T:
                 task.cancel()
 
 
+class PartEffects(Protocol):
+    """What a supervisor asks of those whose parts it keeps: a fleet (`FleetEffects`) or a unit (`UnitEffects`)."""
+
+    def emit(self, event: Event) -> None:
+        """Something has happened."""
+
+    def exit_status(self, pid: int) -> int | None:
+        """The return code of a process that was not our child, if someone has reported it."""
+
+    def serving(self, part: Part) -> bool:
+        """Whether everything that came up with a part has been up once; until then there is less patience."""
+
+    def hopeless(self, part: Part) -> bool:
+        """Whether to give up a part whose policy would go on, after a start that failed."""
+
+    def spared(self, part: Part) -> bool:
+        """Whether everything else goes on without a part that cannot be started at first, so that it is tried again
+        with patience instead of given up."""
+
+    async def on_down(self, part: Part, reason: str) -> str:
+        """A part has ended and is not started again yet; answers why its end does not count against it, in words, or
+        nothing if it does."""
+
+    async def explain(self, part: Part, reason: str) -> str:
+        """What more is known of why a part has ended than the reason says."""
+
+
 class Supervisor:
     """Keeps parts alive.
 
     Args:
-        emit: told what happens.
-        on_down: called when a part has ended, before it is started again; answers why its end does not count against
-            it, in words, or nothing if it does.
-        exit_status: return code of a process that was not our child, if someone has told it.
-        serving: whether the whole fleet has been up once; until then there is less patience.
-        explain: what more is known of why a part has ended than the reason says; adds to that.
         watch: whether those that are up hang; who does is killed, and started again as after any death.
-        hopeless: whether to give up a part whose policy would go on, after a start that failed.
-        spared: whether everything else goes on without a part that cannot be started at first, so that it is tried
-            again with patience instead of given up.
     """
 
-    def __init__(
-        self,
-        emit: Callable[[Event], None],
-        on_down: Callable[[Part, str], Awaitable[str]],
-        exit_status: Callable[[int], int | None],
-        serving: Callable[[], bool],
-        explain: Callable[[Part, str], Awaitable[str]],
-        watch: Watch,
-        hopeless: Callable[[Part], bool] = lambda part: False,
-        spared: Callable[[Part], bool] = lambda part: False,
-    ) -> None:
-        self._emit = emit
-        self._on_down = on_down
-        self._exit_status = exit_status
-        self._serving = serving
-        self._explain = explain
-        self._hopeless = hopeless
-        self._spared = spared
+    def __init__(self, effects: PartEffects, watch: Watch) -> None:
+        self._effects = effects
         self._watch = watch
 
     async def keep(self, part: Part) -> None:
@@ -193,16 +205,15 @@ class Supervisor:
             part.lent = False
             part.killed_for = part.hung = ""
             blameless = fatal = False
-            if part.after is not None:
-                await part.after()
+            await part.starter.before_start(part)
             part.began = time.monotonic()
             try:
                 async with asyncio.timeout(part.timeout) as part.limit:
-                    await part.start(part)
+                    await part.starter.start(part)
             except PartDied as death:
                 reason, blameless = str(death), death.blameless
             except PartFailed as failure:
-                reason, fatal = str(failure), not self._serving()
+                reason, fatal = str(failure), not self._effects.serving(part)
             except TimeoutError:
                 reason = f"not ready after {part.timeout:.0f} s"
             except OSError as error:
@@ -211,7 +222,7 @@ class Supervisor:
                 assert part.process is not None
                 part.limit = None
                 part.up.set()
-                self._emit(Up(part.id, part.process.pid, time.monotonic() - part.began))
+                self._effects.emit(Up(part.id, part.process.pid, time.monotonic() - part.began))
                 if part.left is not None:
                     reason = await part.left
                 else:
@@ -221,7 +232,7 @@ class Supervisor:
             came_up = part.up.is_set()
             part.up.clear()
             await self._end(part)
-            cause = await self._on_down(part, reason) or part.killed_for
+            cause = await self._effects.on_down(part, reason) or part.killed_for
             if blameless or cause:
                 blameless, reason = True, cause or WITH_PARENT
             else:
@@ -229,7 +240,7 @@ class Supervisor:
             delay = part.policy.delays[0]
             if not blameless:
                 delay = self._next_start(part, reason, came_up, fatal)
-            self._emit(Down(part.id, reason, delay, part.policy.failed_starts, hung=bool(part.hung)))
+            self._effects.emit(Down(part.id, reason, delay, part.policy.failed_starts, hung=bool(part.hung)))
             await asyncio.sleep(delay)
 
     def _next_start(self, part: Part, reason: str, came_up: bool, fatal: bool) -> float:
@@ -238,12 +249,12 @@ class Supervisor:
         Raises:
             GaveUp: it is not.
         """
-        serving, killed, now = self._serving(), self._was_killed(part), time.monotonic()
-        hopeless = not came_up and self._hopeless(part)
+        serving, killed, now = self._effects.serving(part), self._was_killed(part), time.monotonic()
+        hopeless = not came_up and self._effects.hopeless(part)
         delay = (part.policy if serving else part.early_policy).died(now, came_up, killed)
         if delay is not None and not (fatal or hopeless):
             return delay
-        if not serving and not hopeless and self._spared(part):
+        if not serving and not hopeless and self._effects.spared(part):
             delay = part.policy.died(now, came_up, killed)
             if delay is not None:
                 return delay
@@ -254,14 +265,14 @@ class Supervisor:
         if part.process is None or part.hung:
             return False
         code = part.process.returncode
-        return (self._exit_status(part.process.pid) if code is None else code) == -signal.SIGKILL
+        return (self._effects.exit_status(part.process.pid) if code is None else code) == -signal.SIGKILL
 
     async def watch_only(self, part: Part) -> None:
         """Watch a process that someone else starts again, until it ends; it beats only when it has loaded what it
         needs."""
         await self._until_end(part, begun=False)
         if part.hung:
-            self._emit(Down(part.id, part.hung, 0.0, hung=True))
+            self._effects.emit(Down(part.id, part.hung, 0.0, hung=True))
 
     async def _until_end(self, part: Part, begun: bool) -> None:
         """Watch it until it ends. That it hung is said by its `Down`; else, or when nobody keeps it any more, that it
@@ -270,7 +281,7 @@ class Supervisor:
         pid = part.process.pid
         ended = False
         try:
-            with self._watch.over(part.id, pid, lambda finding: self._found(part, finding), begun):
+            with self._watch.over(part.id, pid, lambda finding: self._found(part, finding), begun, part.waits_for):
                 await part.process.wait()
             ended = True
         finally:
@@ -285,14 +296,14 @@ class Supervisor:
             return
         if not part.suspect:
             part.suspect = True
-            self._emit(Suspected(part.id, finding.silence))
+            self._effects.emit(Suspected(part.id, finding.silence))
         if finding.state is Liveness.HUNG:
             part.kill_hung(finding.silence)
 
     def _clear(self, part: Part) -> None:
         if part.suspect:
             part.suspect = False
-            self._emit(Recovered(part.id))
+            self._effects.emit(Recovered(part.id))
 
     async def _end(self, part: Part) -> None:
         """A part that failed while its process still runs must not stay."""
@@ -303,7 +314,7 @@ class Supervisor:
     async def _why(self, part: Part, reason: str) -> str:
         """The reason with the status of a process that someone else is the parent of, and with what is known more."""
         reason = await self._status(part, reason)
-        more = await self._explain(part, reason)
+        more = await self._effects.explain(part, reason)
         return f"{reason}; {more}" if more and more not in reason else reason
 
     async def _status(self, part: Part, reason: str) -> str:
@@ -311,7 +322,7 @@ class Supervisor:
             return reason
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STATUS_SECONDS):
-                while (status := self._exit_status(part.process.pid)) is None:
+                while (status := self._effects.exit_status(part.process.pid)) is None:
                     await asyncio.sleep(_STATUS_SECONDS / 10)
                 return exit_words(status)
         return reason

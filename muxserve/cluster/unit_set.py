@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from muxserve import wire
+from muxserve.cluster.effects import FleetEffects
 from muxserve.cluster.events import Down, Event, PartId, Progress, Ready, Up, of_unit
 from muxserve.cluster.health import Health
 from muxserve.cluster.log_tail import Said
@@ -59,27 +59,16 @@ class UnitSet:
 
     Args:
         fleet: as it is to be at first; its units are started by `start`.
-        emit: told what happens in units, with their names where there are several.
-        on_change: called when the fleet's file has been written anew.
-        on_failure: called with the reason when the fleet cannot go on.
+        effects: hears what happens in units, with their names where there are several.
     """
 
-    def __init__(
-        self,
-        fleet: FleetSpec,
-        launcher: UnitLauncher,
-        emit: Callable[[Event], None],
-        on_change: Callable[[], None],
-        on_failure: Callable[[BaseException], None],
-    ) -> None:
+    def __init__(self, fleet: FleetSpec, launcher: UnitLauncher, effects: FleetEffects) -> None:
         self.fleet = fleet
         self.units: dict[str, RunningUnit] = {}
         # Whether everything has been up once: from then on a unit may be missing for a while.
         self.served = False
         self._launcher = launcher
-        self._emit = emit
-        self._on_change = on_change
-        self._on_failure = on_failure
+        self._effects = effects
         self._several = len(fleet.units) > 1
         self._written: FleetSpec | None = None
         # The file could not be written, and somebody tries it again.
@@ -196,7 +185,7 @@ class UnitSet:
                 self._publish_later(error)
                 return
             self._written, self._unwritten = self.fleet, False
-            self._on_change()
+            self._effects.fleet_changed()
 
     def _publish_later(self, error: OSError) -> None:
         self._unwritten = True
@@ -246,7 +235,7 @@ class UnitSet:
         while True:
             delay = unit.policy.died(time.monotonic(), came_up)
             assert delay is not None, "the policy never gives up"
-            self._emit(Down(PartId("host", unit=unit.name), reason, delay))
+            self._effects.emit(Down(PartId("host", unit=unit.name), reason, delay))
             if not stopped:
                 await unit.handle.stop()
                 self._health.forget(unit.name)
@@ -262,7 +251,7 @@ class UnitSet:
 
     def _kept(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
-            self._on_failure(task.exception() or RuntimeError("a unit is not kept alive any more"))
+            self._effects.failed(task.exception() or RuntimeError("a unit is not kept alive any more"))
 
     async def _release(self, unit: RunningUnit) -> None:
         if unit.keeper is not None:
@@ -292,9 +281,9 @@ class UnitSet:
             self.publish()  # it may be somewhere else now
         self.note(event, name)
         if not isinstance(event, Ready):
-            self._emit(of_unit(event, self._label(name)))
+            self._effects.emit(of_unit(event, self._label(name)))
         elif self._label(name):
-            self._emit(Progress(PartId("host", unit=name), f"up after {event.seconds:.1f} s"))
+            self._effects.emit(Progress(PartId("host", unit=name), f"up after {event.seconds:.1f} s"))
 
 
 async def _first_of(*events: asyncio.Event) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from muxserve.cluster.events import PartId
@@ -39,25 +39,31 @@ class Birth:
                 future.exception()  # nobody may be waiting for this one
 
 
+class ParentEvents:
+    """Hears what a parent says of the processes that come of it. Those who fork neither holders nor engines do not
+    override the last two."""
+
+    def on_progress(self, part: PartId, detail: str) -> None:
+        """What a part says of its start."""
+
+    def on_exited(self, pid: int, status: int) -> None:
+        """A process has ended, with a return code as in `subprocess`."""
+
+    def on_measured(self, needs: Needs) -> None:
+        """A weight holder has measured its model."""
+
+    def on_model_parent(self, model: str, pid: int) -> None:
+        """A process has begun to load a model, to fork its engines."""
+
+
 class WarmLink:
     """Lives as long as one parent.
 
     Args:
         parent: which part the parent is.
-        on_progress: told what a part says of its start.
-        on_exited: told pid and return code (as in `subprocess`) of every process of the family that ended.
-        on_measured: told what a weight holder has measured of its model.
-        on_model_parent: told model and pid of each process that loads a model to fork its engines.
     """
 
-    def __init__(
-        self,
-        parent: PartId,
-        on_progress: Callable[[PartId, str], None],
-        on_exited: Callable[[int, int], None],
-        on_measured: Callable[[Needs], None] = lambda _: None,
-        on_model_parent: Callable[[str, int], None] = lambda model, pid: None,
-    ) -> None:
+    def __init__(self, parent: PartId, events: ParentEvents) -> None:
         self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.ours.setblocking(False)
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -68,10 +74,7 @@ class WarmLink:
         self._hibernations: dict[str, asyncio.Future[int]] = {}
         # By engine, what waits for it to rest.
         self._rests: dict[PartId, asyncio.Future[None]] = {}
-        self._on_progress = on_progress
-        self._on_exited = on_exited
-        self._on_measured = on_measured
-        self._on_model_parent = on_model_parent
+        self._events = events
         self._reader = asyncio.create_task(self._read())
 
     def order(self, part: PartId, fds: Sequence[int] = (), **more: str) -> Birth:
@@ -207,7 +210,7 @@ class WarmLink:
             return
         if event == "forked" and message["kind"] == "model":
             self._model_parents[int(message["pid"])] = message["model"]
-            self._on_model_parent(message["model"], int(message["pid"]))
+            self._events.on_model_parent(message["model"], int(message["pid"]))
             return
         if event == "hibernates":
             future = self._hibernations.get(message["model"])
@@ -225,10 +228,10 @@ class WarmLink:
             message.get("index", 0),
         )
         if event == "measured":
-            self._on_measured(measured(message))
+            self._events.on_measured(measured(message))
             return
         if event == "progress":
-            self._on_progress(part, str(message["detail"]))
+            self._events.on_progress(part, str(message["detail"]))
             return
         resting = self._rests.get(part)
         if resting is not None and not resting.done():
@@ -259,4 +262,4 @@ class WarmLink:
             future = self._hibernations.get(model)
             if future is not None and not future.done():
                 future.set_exception(PartDied(f"the process that has loaded {model} died"))
-        self._on_exited(pid, status)
+        self._events.on_exited(pid, status)

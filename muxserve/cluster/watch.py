@@ -36,33 +36,34 @@ class Watch:
     Args:
         rules: None: nobody is watched.
         run_dir: where the processes beat.
-        waits_for: whom a part may have to wait for, so that it is not to blame for its silence.
     """
 
-    def __init__(
-        self,
-        rules: WatchdogRules | None,
-        run_dir: str,
-        waits_for: Callable[[PartId], Collection[PartId]] = lambda _: (),
-    ) -> None:
+    def __init__(self, rules: WatchdogRules | None, run_dir: str) -> None:
         self._run_dir = run_dir
-        self._waits_for = waits_for
         self._watched: dict[PartId, _WatchedProcess] = {}
         self._dog: Watchdog[PartId] | None = None
         self.period = PERIOD_SECONDS
         if rules is not None:
             self._dog = Watchdog(rules, self.period)
 
-    def begin(self, part: PartId, pid: int, on_finding: Callable[[Finding[PartId]], None], begun: bool = True) -> None:
+    def begin(
+        self,
+        part: PartId,
+        pid: int,
+        on_finding: Callable[[Finding[PartId]], None],
+        begun: bool = True,
+        waits_for: Collection[PartId] = (),
+    ) -> None:
         """Watch the process `pid`, which is `part`; `on_finding` is told what is thought of it when that changes. Not
-        `begun`: it beats only some time later, when it has loaded what it needs."""
+        `begun`: it beats only some time later, when it has loaded what it needs. `waits_for`: parts that it may have to
+        wait for, so that it is not to blame for its silence."""
         if self._dog is None:
             return
         self.end(part)
         self._watched[part] = _WatchedProcess(
             pid, HeartbeatReader(heartbeat_file(self._run_dir, part.file_name)), on_finding
         )
-        self._dog.watch(part, self._waits_for(part), begun)
+        self._dog.watch(part, waits_for, begun)
 
     def end(self, part: PartId) -> None:
         """It has ended, or is about to."""
@@ -73,10 +74,15 @@ class Watch:
 
     @contextlib.contextmanager
     def over(
-        self, part: PartId, pid: int, on_finding: Callable[[Finding[PartId]], None], begun: bool = True
+        self,
+        part: PartId,
+        pid: int,
+        on_finding: Callable[[Finding[PartId]], None],
+        begun: bool = True,
+        waits_for: Collection[PartId] = (),
     ) -> Iterator[None]:
         """Watch it meanwhile, see `begin`."""
-        self.begin(part, pid, on_finding, begun)
+        self.begin(part, pid, on_finding, begun, waits_for)
         try:
             yield
         finally:

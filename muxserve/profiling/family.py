@@ -13,7 +13,7 @@ from muxserve.cluster.events import PartId
 from muxserve.cluster.launcher import LocalLauncher, commands_for
 from muxserve.cluster.processes import Process, adopt_orphans, exit_words, has_children, kill_group, reap_group
 from muxserve.cluster.supervision import PartDied, PartFailed, while_running
-from muxserve.cluster.warm_link import WarmLink
+from muxserve.cluster.warm_link import ParentEvents, WarmLink
 from muxserve.spec import UnitSpec, save
 
 _START_SECONDS = 600.0
@@ -25,7 +25,7 @@ class StartError(Exception):
     """Something did not start, or ended; the message says what, and shows the end of its log."""
 
 
-class Family:
+class Family(ParentEvents):
     """The processes. An async context manager: they run inside it.
 
     Args:
@@ -114,7 +114,7 @@ class Family:
         except PartDied as death:
             raise self._failure(PartId("memory"), str(death)) from None
         warm = PartId("warm_parent")
-        self._link = WarmLink(warm, lambda part, detail: self._told(f"{part}: {detail}"), self._exits.__setitem__)
+        self._link = WarmLink(warm, self)
         try:
             self._warm = await launcher.warm_parent(self._link.theirs.fileno())
         finally:
@@ -135,6 +135,14 @@ class Family:
                 await while_running(self._warm, birth.up)
             except (PartDied, PartFailed) as death:
                 raise self._failure(part, str(death)) from None
+
+    def on_progress(self, part: PartId, detail: str) -> None:
+        """See `ParentEvents.on_progress`."""
+        self._told(f"{part}: {detail}")
+
+    def on_exited(self, pid: int, status: int) -> None:
+        """See `ParentEvents.on_exited`."""
+        self._exits[pid] = status
 
     async def _engine_died(self) -> None:
         while all(pid not in self._exits and _alive(pid) for pid in self._engines.values()):

@@ -143,7 +143,7 @@ def fake_commands(unit_spec: UnitSpec, file: Path) -> Commands:
         memory_manager=lambda store: fake("memory", file),
         unit_scheduler=fake("unit", file),
         migrator=fake("migrator", file),
-        warm_parent=lambda control: fake("warm", file, control),
+        warm_parent=fake("warm", file),
         mps=fake("mps", file),
         environment={"FAKE_ENVIRONMENT": "1"},
     )
@@ -151,7 +151,7 @@ def fake_commands(unit_spec: UnitSpec, file: Path) -> Commands:
 
 def fake_fleet_commands(fleet: FleetSpec) -> FleetCommands:
     return FleetCommands(
-        vllm=lambda control, lifeline: fake("vllm", fleet.file, control, lifeline),
+        vllm=fake("vllm", fleet.file),
         scheduler=fake("scheduler", fleet.file),
     )
 

@@ -1,8 +1,8 @@
 """Stand-ins for the processes of a fleet: real processes that speak the controller's protocols and nothing else.
 
     python fakes.py mps|memory|unit|migrator DEPLOYMENT
-    python fakes.py warm DEPLOYMENT CONTROL_FD
-    python fakes.py vllm FLEET CONTROL_FD LIFELINE_FD
+    python fakes.py warm DEPLOYMENT --control-fd FD
+    python fakes.py vllm FLEET --control-fd FD --lifeline-fd FD
     python fakes.py scheduler FLEET
 
 Files in the unit's or the fleet's directory (or in $FAKES) change what they do: `die-KIND` (die at once), `fail-NAME`
@@ -43,10 +43,10 @@ def main() -> None:
         print(f"{kind} dies because the test says so", flush=True)
         sys.exit(7)
     if kind == "vllm":
-        Vllm(file, journal, int(sys.argv[3]), int(sys.argv[4])).run()
+        Vllm(file, journal, descriptor("control"), descriptor("lifeline")).run()
         return
     if kind == "warm":
-        Warm(file, journal, int(sys.argv[3])).run()
+        Warm(file, journal, descriptor("control")).run()
         return
     die_with_parent(signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda *_: (journal.write(f"stop {kind}"), os._exit(0)))
@@ -61,6 +61,10 @@ def main() -> None:
     if kind == "scheduler":
         scheduler(file, journal)
     unit(file, journal)
+
+
+def descriptor(name: str) -> int:
+    return int(sys.argv[sys.argv.index(f"--{name}-fd") + 1])
 
 
 def read(file: str) -> Any:

@@ -13,7 +13,7 @@ from typing import cast
 import msgspec
 import pytest
 
-from muxserve.cluster import starts
+from muxserve.cluster import gpu_starts
 from muxserve.cluster.controller import EXIT_OK, EXIT_START
 from muxserve.cluster.events import Down, Failed, PartId, Progress, Starting, Up
 from muxserve.cluster.supervision import GaveUp
@@ -234,7 +234,7 @@ async def test_a_copy_that_takes_for_ever_is_tried_again(
     await fleet.serving()
     await fleet.host.start_model("two")
     await fleet.host.stop_model("two")
-    monkeypatch.setattr(starts, "_RESTORE_SECONDS", 3.0)
+    monkeypatch.setattr(gpu_starts, "_RESTORE_SECONDS", 3.0)
     fleet.tell("hang-restore")
     waking = asyncio.create_task(fleet.host.start_model("two"))
     await fleet.until(lambda: sources(fleet).count("copying weights back") > 1)
@@ -379,7 +379,7 @@ async def test_an_engine_that_cannot_come_back_is_forked_anew(resting_fleet: Fle
 
 async def test_an_engine_that_does_not_rest_ends(resting_fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = resting_fleet
-    monkeypatch.setattr(starts, "_REST_SECONDS", 0.5)
+    monkeypatch.setattr(gpu_starts, "_REST_SECONDS", 0.5)
     before = [fleet.pid(part) for part in RESTING]
     fleet.tell("restless-two-prefill")
     await fleet.host.stop_model("two")
@@ -427,7 +427,7 @@ async def test_a_model_without_room_stays_asleep(sleeping_fleet: Fleet, monkeypa
     with pytest.raises(GaveUp, match="GPU 0 has 1 GiB left"):
         await fleet.host.start_model("two")
     assert len(fleet.plan.joining) == 1, "waiting brings no room"
-    monkeypatch.setattr(starts, "_FREE_SECONDS", 0.0)
+    monkeypatch.setattr(gpu_starts, "_FREE_SECONDS", 0.0)
     fleet.plan.busy = 100
     with pytest.raises(GaveUp, match="GPU 0 has 1 GiB free"):
         await fleet.host.start_model("two")
@@ -504,7 +504,7 @@ async def test_an_engine_that_hangs_is_taken_off_the_gpus_before_it_is_killed(
     def terminate(directory: Path, pids: set[int]) -> None:
         told.append((directory, pids, all(alive(pid) for pid in pids)))
 
-    monkeypatch.setattr(starts.mps, "terminate", terminate)
+    monkeypatch.setattr(gpu_starts.mps, "terminate", terminate)
     await gpu_fleet.serving()
     engine, memory = gpu_fleet.pid(ENGINES[0]), gpu_fleet.pid(MEMORY)
     for part in (ENGINES[0], MEMORY):
@@ -522,10 +522,10 @@ async def test_a_holder_that_waits_for_others_has_all_its_time_left(gpu_fleet: F
     limits: list[float | None] = []
     holder = started.parts[HOLDERS[0]]
     holder.limit = cast(asyncio.Timeout, SimpleNamespace(reschedule=limits.append))
-    started._on_progress(HOLDERS[0], WAITING)
+    started.on_progress(HOLDERS[0], WAITING)
     assert limits == [None]
     now = asyncio.get_running_loop().time()
-    started._on_progress(HOLDERS[0], "loading weights")
+    started.on_progress(HOLDERS[0], "loading weights")
     assert limits[1] == pytest.approx(now + holder.timeout, abs=10)
 
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muxserve.cluster import machine
-from muxserve.cluster.events import Event, PartId
+from muxserve.cluster.events import PartId
 from muxserve.cluster.processes import Process, exit_words, spawn
 from muxserve.cluster.restarts import RestartPolicy
 from muxserve.cluster.steps import ChangeLock
@@ -25,7 +25,21 @@ from muxserve.cluster.supervision import GaveUp, Part, PartFailed, Supervisor
 from muxserve.cluster.watch import Watch
 from muxserve.gpu import nvml
 from muxserve.spec.run_dir import LOG_DIRS_KEPT, RunDir, RunDirError, default_base, make_log_dir
+from tests.cluster.effects import FakeUnitEffects
 from tests.support.patience import PATIENCE
+
+
+class IdleStarter:
+    """A `Starter` that has nothing to start."""
+
+    async def before_start(self, part: Part) -> None:
+        pass
+
+    async def start(self, part: Part) -> None:
+        raise NotImplementedError
+
+    async def release(self, pid: int) -> None:
+        raise NotImplementedError
 
 
 def test_the_first_restart_is_quick_and_the_last_death_is_final() -> None:
@@ -126,15 +140,13 @@ async def test_a_client_of_a_gpu_is_released_before_it_is_killed(tmp_path: Path)
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(100)"
     released: list[bool] = []
 
-    async def release(pid: int) -> None:
-        assert part.process is not None
-        assert part.process.pid == pid
-        released.append(part.process.running)
+    class Releases(IdleStarter):
+        async def release(self, pid: int) -> None:
+            assert part.process is not None
+            assert part.process.pid == pid
+            released.append(part.process.running)
 
-    async def start(part: Part) -> None:
-        raise NotImplementedError
-
-    part = Part(PartId("engine", "one", "decode"), start, 1.0, release=release)
+    part = Part(PartId("engine", "one", "decode"), Releases(), 1.0, releases=True)
     kills: list[Callable[[], Awaitable[None] | None]] = [part.kill, lambda: part.kill_hung(9), lambda: part.stop(0.05)]
     for kill in kills:
         part.process = spawn([sys.executable, "-c", code], tmp_path / "log", pipe_stdout=True)
@@ -148,20 +160,15 @@ async def test_a_client_of_a_gpu_is_released_before_it_is_killed(tmp_path: Path)
 
 
 async def test_what_waits_for_others_has_no_time_limit() -> None:
-    async def start(part: Part) -> None:
-        part.pause()
-        await asyncio.sleep(0.1)
-        part.resume()
-        raise PartFailed("it came that far")
+    class Waits(IdleStarter):
+        async def start(self, part: Part) -> None:
+            part.pause()
+            await asyncio.sleep(0.1)
+            part.resume()
+            raise PartFailed("it came that far")
 
-    part = Part(PartId("weights", "one"), start, 0.05)
-    events: list[Event] = []
-
-    async def nothing(*_: object) -> str:
-        return ""
-
-    watch = Watch(None, "")
-    supervisor = Supervisor(events.append, nothing, lambda _: None, lambda: False, nothing, watch)
+    part = Part(PartId("weights", "one"), Waits(), 0.05)
+    supervisor = Supervisor(FakeUnitEffects(), Watch(None, ""))
     with pytest.raises(GaveUp, match="it came that far"):
         await supervisor.keep(part)
 

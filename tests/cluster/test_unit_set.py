@@ -17,6 +17,7 @@ from muxserve.replicas.migration import MigrationRules
 from muxserve.spec import UnitEntry, load_fleet
 from muxserve.spec.run_dir import RunDir
 from tests.cluster.conftest import fake_fleet, fake_unit_spec
+from tests.cluster.effects import FakeFleetEffects
 from tests.support.patience import PATIENCE
 
 HOST = PartId("host")
@@ -73,14 +74,9 @@ class World:
         unit_specs = [fake_unit_spec(run_dir.path, unit=f"u{k}") for k in range(count)]
         self.planned = [PlannedUnit(each, ("one", "two")) for each in unit_specs]
         self.launcher = Launcher()
-        self.events: list[Event] = []
-        self.failures: list[BaseException] = []
-        self.writes = 0
         fleet = fake_fleet(unit_specs, run_dir.path, migration=MigrationRules())
-        self.units = UnitSet(fleet, self.launcher, self.events.append, self.written, self.failures.append)  # type: ignore[arg-type]
-
-    def written(self) -> None:
-        self.writes += 1
+        self.effects = FakeFleetEffects(fleet)
+        self.units = UnitSet(fleet, self.launcher, self.effects)  # type: ignore[arg-type]
 
     async def serve(self) -> None:
         for planned in self.planned:
@@ -107,13 +103,13 @@ def pair(run_dir: RunDir) -> World:
 
 async def test_the_file_is_written_when_something_is_different(pair: World) -> None:
     await pair.serve()
-    assert pair.writes == 1
+    assert pair.effects.changes == 1
     assert pair.addresses == {"u0": "tcp://10.0.0.1:0", "u1": "tcp://10.0.0.1:1"}
     pair.units.publish()
-    assert pair.writes == 1
+    assert pair.effects.changes == 1
     pair.units.units["u1"].serves.discard("one")
     pair.units.publish()
-    assert pair.writes == 2
+    assert pair.effects.changes == 2
     read = load_fleet(pair.units.fleet.file)
     assert read == pair.units.fleet
     assert [unit.serves for unit in read.units] == [["one", "two"], ["two"]]
@@ -132,17 +128,17 @@ async def test_a_file_that_cannot_be_written_is_written_when_it_can(
         pair.units.units["u1"].serves.discard(model)
         pair.units.publish()
     await asyncio.sleep(0.01)
-    assert (pair.writes, pair.addresses) == (1, {"u0": "tcp://10.0.0.1:0", "u1": "tcp://10.0.0.1:1"})
+    assert (pair.effects.changes, pair.addresses) == (1, {"u0": "tcp://10.0.0.1:0", "u1": "tcp://10.0.0.1:1"})
     assert load_fleet(pair.units.fleet.file).generation == 1
     instead.rmdir()
-    await pair.until(lambda: pair.writes == 2)
+    await pair.until(lambda: pair.effects.changes == 2)
     assert [unit.serves for unit in load_fleet(pair.units.fleet.file).units] == [["one", "two"], []]
     # Nobody tries any more; the next change is written at once.
     await asyncio.sleep(0.01)
-    assert pair.writes == 2
+    assert pair.effects.changes == 2
     pair.units.units["u1"].serves.add("one")
     pair.units.publish()
-    assert pair.writes == 3
+    assert pair.effects.changes == 3
     await pair.units.stop()
 
 
@@ -162,12 +158,12 @@ async def test_a_unit_that_fails_is_started_again_elsewhere_when_there_is_room(p
     pair.launcher.refusals = 3
     first.fail("it has had enough")
     await pair.until(lambda: len(pair.launcher.started) == 3)
-    downs = [event.reason for event in pair.events if isinstance(event, Down)]
+    downs = [event.reason for event in pair.effects.events if isinstance(event, Down)]
     assert downs == ["unit scheduler: it has had enough", *["no node has room"] * 3]
     assert first.stops == 1
     assert pair.launcher.started[2].planned.serves == ("two",)
     await pair.until(lambda: pair.addresses["u1"] == "tcp://10.0.0.1:2")
-    assert not pair.failures
+    assert not pair.effects.failures
     await pair.units.stop()
 
 
@@ -175,8 +171,8 @@ async def test_a_unit_that_fails_before_the_fleet_has_served_ends_it(pair: World
     await pair.serve()
     pair.units.served = False
     pair.launcher.started[1].fail("it has had enough")
-    await pair.until(lambda: bool(pair.failures))
-    (failure,) = pair.failures
+    await pair.until(lambda: bool(pair.effects.failures))
+    (failure,) = pair.effects.failures
     assert isinstance(failure, GaveUp)
     assert failure.part == PartId("unit", unit="u1")
     await pair.units.stop()
@@ -187,7 +183,7 @@ async def test_the_last_one_that_serves_is_started_again_like_any(pair: World) -
     pair.launcher.started[0].ready.clear()
     pair.launcher.started[1].fail("it has had enough")
     await pair.until(lambda: len(pair.launcher.started) == 3)
-    assert not pair.failures
+    assert not pair.effects.failures
     await pair.units.stop()
 
 
@@ -197,7 +193,7 @@ async def test_an_only_unit_has_no_name_and_no_migrator(run_dir: RunDir) -> None
     (handle,) = world.launcher.started
     handle.emit(Progress(PartId("unit"), "x"))
     handle.emit(Ready(1.0))
-    assert world.events == [Progress(PartId("unit"), "x")]
+    assert world.effects.events == [Progress(PartId("unit"), "x")]
     assert not handle.migrates
     assert world.units.next_name() == "u1"
     # Until there is another one.
@@ -206,7 +202,7 @@ async def test_an_only_unit_has_no_name_and_no_migrator(run_dir: RunDir) -> None
     assert handle.migrates
     assert world.launcher.started[1].migrates
     handle.emit(Ready(1.0))
-    assert world.events[-1] == Progress(PartId("host", unit="u0"), "up after 1.0 s")
+    assert world.effects.events[-1] == Progress(PartId("host", unit="u0"), "up after 1.0 s")
     assert world.addresses == {"u0": "tcp://10.0.0.1:0"}
     assert world.units.next_name() == "u2"
     await world.units.stop()

@@ -21,7 +21,7 @@ def commands(unit_spec: UnitSpec, file: Path) -> Commands:
         memory_manager=lambda store: fake("memory", file),
         unit_scheduler=fake("unit", file),
         migrator=fake("migrator", file),
-        warm_parent=lambda control: python("tests.ray.gpu_family", "--control-fd", str(control)),
+        warm_parent=python("tests.ray.gpu_family"),
         mps=python("muxserve.gpu.mps"),
         environment=client_environment(unit_spec),
     )
