@@ -80,13 +80,13 @@ class UnitHost:
             raise ValueError("on GPUs the pools are sized by what is measured")
         self._hangs = Watch(unit_spec.watchdog, unit_spec.run_dir)
         self._supervisor = Supervisor(self, self._hangs)
-        # What the unit starts with.
-        self._first: list[Part] = []
         # Engines of which the unit scheduler knows that they give no sign of life.
         self._suspects: set[PartId] = set()
         self._deaths = Deaths(self._starts, reaper, self)
         if migrates:
             self.parts[MIGRATOR] = self._starts.migrator()
+        # What the unit starts with.
+        self._first = list(self.parts.values())
         # Declared here, but served elsewhere or not at all: the unit scheduler lends their pages to the others.
         self._retired = {model.name for model in unit_spec.models} - {part.model for part in self._starts.engines}
         self._tasks: dict[PartId, asyncio.Task[None]] = {}
@@ -146,7 +146,6 @@ class UnitHost:
     def start(self) -> None:
         """Begin to start everything."""
         self._starts.open()
-        self._first = list(self.parts.values())
         for part in self._first:
             self._keep(part)
         self._watcher = asyncio.create_task(self._watch_ready(time.monotonic()))
