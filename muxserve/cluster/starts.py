@@ -8,24 +8,20 @@ the memory manager serves.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Collection, Sequence
 
-import zmq
-
-from muxserve import wire
 from muxserve.cluster.effects import UnitEffects
 from muxserve.cluster.events import PartId, Progress, Starting
 from muxserve.cluster.launcher import Launcher
 from muxserve.cluster.processes import Process, exit_words
 from muxserve.cluster.restarts import PATIENT_DELAYS, RestartPolicy
 from muxserve.cluster.supervision import Part, PartDied, while_running
+from muxserve.cluster.unit_peer import UnitPeer
 from muxserve.cluster.warm_link import Birth, ParentEvents, WarmLink
 from muxserve.gpu.budget import Needs
 from muxserve.gpu.unit import GpuMemory
-from muxserve.net.peer import Address, AsyncPeer
 from muxserve.net.sockets import until_reachable
 from muxserve.spec import UnitSpec
 
@@ -41,48 +37,8 @@ _START_SECONDS = {
     "engine": 1800.0,
 }
 _LAST_WORDS_SECONDS = 0.1
-_ASK_AGAIN_SECONDS = 1.0
 # What calls the memory manager falls silent with it, and is not to blame.
 _CALL_MEMORY = ("engine", "unit", "migrator")
-
-
-class UnitPeer:
-    """The controller's connection to a unit scheduler. Messages wait for one that is being started again. Made inside
-    a running event loop."""
-
-    def __init__(self, address: str) -> None:
-        self._waiting: set[asyncio.Future[dict[str, object]]] = set()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        at = Address("the unit scheduler", address, f"controller/{os.getpid()}")
-        self._peer = AsyncPeer(self._context, at, keeps=True, on_message=self._answered)
-
-    def send(self, message: wire.Message) -> None:
-        """Send it."""
-        self._peer.send(message)
-
-    async def state(self) -> dict[str, object]:
-        """The unit's state; waits until there is a unit scheduler that answers."""
-        future: asyncio.Future[dict[str, object]] = asyncio.get_running_loop().create_future()
-        self._waiting.add(future)
-        try:
-            while not future.done():
-                # What was sent to a scheduler that has died since is gone, hence again.
-                self.send(wire.StateRequest())
-                await asyncio.wait([future], timeout=_ASK_AGAIN_SECONDS)
-            return future.result()
-        finally:
-            self._waiting.discard(future)
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._peer.close()
-        self._context.term()
-
-    def _answered(self, message: wire.Message) -> None:
-        if isinstance(message, wire.StateReply):
-            for future in self._waiting:
-                if not future.done():
-                    future.set_result(message.state)
 
 
 class UnitStarts(ParentEvents, ABC):

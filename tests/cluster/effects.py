@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from muxserve import wire
+from muxserve.cluster.effects import FleetEffects, UnitEffects
 from muxserve.cluster.events import Event
-from muxserve.cluster.supervision import Part
+from muxserve.cluster.supervision import Part, PartEffects
 from muxserve.cluster.warm_link import WarmLink
 from muxserve.spec import FleetSpec, FollowedFleet
 
 
-class FakeEffects:
-    """`PartEffects`: nothing has served, no death is excused, and nothing is spared."""
+class FakeEffects(PartEffects):
+    """Nothing has served, no death is excused, and nothing is spared."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -39,15 +40,19 @@ class FakeEffects:
         return ""
 
 
-class FakeFleetEffects(FakeEffects):
-    """`FleetEffects`."""
+class FakeFleetEffects(FakeEffects, FleetEffects):
+    """A fleet that stays as it is."""
 
     def __init__(self, fleet: FleetSpec) -> None:
         super().__init__()
-        self.fleet = fleet
+        self._fleet = fleet
         self.changes = 0
         self.failures: list[BaseException] = []
         self.to_scheduler: list[wire.Message] = []
+
+    @property
+    def fleet(self) -> FleetSpec:
+        return self._fleet
 
     def fleet_changed(self) -> None:
         self.changes += 1
@@ -68,8 +73,8 @@ class FakeFleetEffects(FakeEffects):
         return []
 
 
-class FakeUnitEffects(FakeEffects):
-    """`UnitEffects`."""
+class FakeUnitEffects(FakeEffects, UnitEffects):
+    """A unit without a unit scheduler."""
 
     def __init__(self) -> None:
         super().__init__()
