@@ -309,7 +309,8 @@ async def test_engines_stay_while_their_model_sleeps(resting_fleet: Fleet) -> No
         assert [fleet.pid(part) for part in RESTING] == before
         assert await kept(fleet, "two") == b"two"
         files.append(len(os.listdir("/proc/self/fd")))
-    assert files[1] == files[2], "each process is watched by one descriptor"
+    # Each process is watched by one descriptor. Who handed weights out may close its connection a moment later.
+    await fleet.until(lambda: len(os.listdir("/proc/self/fd")) <= files[1])
     assert sources(fleet) == ["loading weights", *["copying weights back"] * 3]
     # One that dies awake is forked anew, and rests as any other.
     os.kill(before[0], signal.SIGKILL)
