@@ -8,7 +8,8 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from muxserve import wire
@@ -28,7 +29,7 @@ from muxserve.cluster.watch import Watch
 from muxserve.gpu.budget import Needs
 from muxserve.gpu.unit import GpuMemory, PoolSizer
 from muxserve.net.page_cache import read_weights_ahead
-from muxserve.spec import UNIT_FILE, UnitSpec, save
+from muxserve.spec import UNIT_FILE, UnitEntry, UnitSpec, save
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +42,19 @@ _MPS_STOP_SECONDS = 15.0  # it gives its clients some time, too
 _STOPPED = "its model is not served here any more"
 
 
+@dataclass(frozen=True)
+class MemoryParents:
+    """Of one unit: by model the process that loaded it, and what those were forked from, with our end of its socket if
+    it takes orders."""
+
+    models: Mapping[str, int] = field(default_factory=dict)
+    warm: int | None = None
+    link: WarmLink | None = None
+
+
 class UnitHost:
-    """One unit, from start to end, on the machine of this process, which must collect orphans into `reaper`. Its parts
-    ask it for what `UnitEffects` says.
+    """One unit, from start to end, on the machine of this process, which must collect orphans into `reaper`: a
+    `UnitHandle`. Its parts ask it for what `UnitEffects` says.
 
     Args:
         serves: the models of the unit that have engines from the beginning. On GPUs all have them until they are
@@ -105,6 +116,7 @@ class UnitHost:
         self._hibernating: dict[str, Process] = {}
         # Models whose process has moved its memory before: next time only what has changed moves.
         self._in_files: set[str] = set()
+        self.sized = self._starts.sized
         self.ready = asyncio.Event()
         # Whoever waits for something to be started here waits in vain from then on.
         self._stopped = asyncio.Event()
@@ -120,9 +132,10 @@ class UnitHost:
         return self._starts.parts
 
     @property
-    def sized(self) -> asyncio.Event:
-        """Set when the sizes of the pools are known."""
-        return self._starts.sized
+    def entry(self) -> UnitEntry:
+        """See `UnitHandle.entry`."""
+        serves = [model.name for model in self.unit_spec.models if model.name in self._wanted]
+        return UnitEntry(self.unit_spec, self.unit_spec.unit_address, self.unit_spec.migrator_address, serves)
 
     @property
     def degraded(self) -> dict[str, str]:
@@ -168,17 +181,13 @@ class UnitHost:
         """What is taken of the unit's GPUs; None on a CPU."""
         return self._starts.gpu_memory() if self.sized.is_set() else None
 
-    @property
-    def warm_parent(self) -> int | None:
-        """The process that model parents are forked from, if it runs."""
+    def memory_parents(self) -> MemoryParents:
+        """See `UnitHandle.memory_parents`."""
         process = self.parts[WARM].process
-        return process.pid if process is not None else None
-
-    @property
-    def warm_link(self) -> WarmLink | None:
-        """Our end of the socket of that process, if it takes orders and has touched no GPU."""
-        up = self.unit_spec.gpu is None and self.parts[WARM].up.is_set() and self._starts.runs(WARM)
-        return self._starts.warm if up else None
+        # One that has touched a GPU forks nothing for others.
+        takes_orders = self.unit_spec.gpu is None and self.parts[WARM].up.is_set() and self._starts.runs(WARM)
+        pid = None if process is None else process.pid
+        return MemoryParents(self.model_parents, pid, self._starts.warm if takes_orders else None)
 
     async def state(self) -> dict[str, object]:
         """The unit scheduler's own account of the unit; waits until there is one that answers."""

@@ -8,8 +8,8 @@ what it has to do is what these protocols say.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -17,12 +17,11 @@ import msgspec
 
 from muxserve import wire
 from muxserve.cluster.events import Event, PartId
-from muxserve.cluster.host import UnitHost
+from muxserve.cluster.host import MemoryParents, UnitHost
 from muxserve.cluster.launcher import Commands, LocalLauncher, WarmParents
 from muxserve.cluster.log_tail import Said
 from muxserve.cluster.processes import Reaper
 from muxserve.cluster.supervision import GaveUp
-from muxserve.cluster.warm_link import WarmLink
 from muxserve.gpu.budget import Needs
 from muxserve.gpu.unit import GpuMemory, GpuPlan, PoolSizer
 from muxserve.rolling.rules import RollingRules
@@ -45,16 +44,6 @@ class PlannedUnit:
     def name(self) -> str:
         """The unit's name."""
         return self.unit_spec.unit
-
-
-@dataclass(frozen=True)
-class MemoryParents:
-    """Of one unit: by model the process that loaded it, and what those were forked from, with our end of its socket if
-    it takes orders."""
-
-    models: Mapping[str, int] = field(default_factory=dict)
-    warm: int | None = None
-    link: WarmLink | None = None
 
 
 class UnitHandle(Protocol):
@@ -172,7 +161,7 @@ class LocalUnits:
         self._warm_parents = warm_parents
         self._reaper = reaper
 
-    async def start(self, unit: PlannedUnit, migrates: bool, emit: Callable[[Event], None]) -> LocalUnit:
+    async def start(self, unit: PlannedUnit, migrates: bool, emit: Callable[[Event], None]) -> UnitHost:
         """See `UnitLauncher.start`."""
         unit_spec = unit.unit_spec
         try:
@@ -183,95 +172,10 @@ class LocalUnits:
         sizer = None if unit.gpu is None else PoolSizer(unit.gpu, unit_spec, file)
         host = UnitHost(unit_spec, unit.serves, launcher, emit, self._reaper, sizer, migrates)
         host.start()
-        return LocalUnit(host, unit.serves)
+        return host
 
     async def close(self) -> None:
         """See `UnitLauncher.close`."""
-
-
-class LocalUnit:
-    """A handle of a host in this process."""
-
-    def __init__(self, host: UnitHost, serves: Collection[str]) -> None:
-        self._host = host
-        self._serves = [model.name for model in host.unit_spec.models if model.name in serves]
-        self.sized = host.sized
-        self.ready = host.ready
-
-    @property
-    def entry(self) -> UnitEntry:
-        """See `UnitHandle.entry`."""
-        unit_spec = self._host.unit_spec
-        return UnitEntry(unit_spec, unit_spec.unit_address, unit_spec.migrator_address, list(self._serves))
-
-    @property
-    def parts(self) -> Collection[PartId]:
-        """See `UnitHandle.parts`."""
-        return list(self._host.parts)
-
-    def up(self, model: str) -> bool:
-        """See `UnitHandle.up`."""
-        return self._host.up(model)
-
-    def memory_parents(self) -> MemoryParents:
-        """See `UnitHandle.memory_parents`."""
-        return MemoryParents(dict(self._host.model_parents), self._host.warm_parent, self._host.warm_link)
-
-    def gpu_memory(self) -> GpuMemory | None:
-        """See `UnitHandle.gpu_memory`."""
-        return self._host.gpu_memory()
-
-    async def wait(self) -> None:
-        """See `UnitHandle.wait`."""
-        await self._host.wait()
-
-    async def tell(self, message: wire.Message) -> None:
-        """See `UnitHandle.tell`."""
-        await self._host.tell(message)
-
-    async def state(self) -> dict[str, object]:
-        """See `UnitHandle.state`."""
-        return await self._host.state()
-
-    async def start_model(self, model: str) -> None:
-        """See `UnitHandle.start_model`."""
-        await self._host.start_model(model)
-        if model not in self._serves:
-            self._serves.append(model)
-
-    async def join(self, unit_spec: UnitSpec, model: str, needs: Sequence[Needs] = (), asleep: bool = False) -> None:
-        """See `UnitHandle.join`."""
-        await self._host.join(unit_spec, model, needs, asleep)
-
-    async def forget(self, model: str) -> None:
-        """See `UnitHandle.forget`."""
-        await self._host.forget(model)
-
-    async def stop_model(self, model: str, urgent: bool = False) -> None:
-        """See `UnitHandle.stop_model`."""
-        if model in self._serves:
-            self._serves.remove(model)
-        await self._host.stop_model(model, urgent)
-
-    async def prefetch(self, model: str) -> None:
-        """See `UnitHandle.prefetch`."""
-        await self._host.prefetch(model)
-
-    def start_migrator(self) -> None:
-        """See `UnitHandle.start_migrator`."""
-        self._host.start_migrator()
-
-    def log_tail_of(self, part: PartId) -> Said:
-        """See `UnitHandle.log_tail_of`."""
-        return self._host.log_tail_of(part)
-
-    def kill(self) -> None:
-        """See `UnitHandle.kill`."""
-        self._host.kill()
-
-    async def stop(self) -> None:
-        """See `UnitHandle.stop`."""
-        await self._host.stop()
 
 
 def write_unit_spec(unit_spec: UnitSpec) -> Path:

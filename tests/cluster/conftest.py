@@ -22,7 +22,7 @@ from muxserve.cluster.host import UnitHost
 from muxserve.cluster.launcher import Commands
 from muxserve.cluster.restarts import RestartPolicy
 from muxserve.cluster.steps import UnitPlanner
-from muxserve.cluster.units import LocalUnit, LocalUnits, PlannedUnit
+from muxserve.cluster.units import LocalUnits, PlannedUnit
 from muxserve.gpu.budget import Budget, BudgetError, Needs, NotFreeError
 from muxserve.gpu.unit import GpuMemory, GpuPlan
 from muxserve.spec import (
@@ -207,8 +207,8 @@ class Fleet:
     def host(self) -> UnitHost:
         """That of the first unit."""
         handle = next(iter(self.controller.units.units.values())).handle
-        assert isinstance(handle, LocalUnit)
-        return handle._host
+        assert isinstance(handle, UnitHost)
+        return handle
 
     @property
     def changes(self) -> Changes:

@@ -586,7 +586,7 @@ async def test_a_wake_ends_when_its_unit_is_started_again(resident: Fleet) -> No
     resident.tell("orders", "start two 1")
     engine = PartId("engine", "two", "prefill")
     await resident.until(lambda: engine in first.parts)
-    first._host._failed.set_exception(GaveUp(PartId("memory"), "it was killed again and again"))
+    first._failed.set_exception(GaveUp(PartId("memory"), "it was killed again and again"))
     await resident.until(lambda: any("its unit has been stopped" in line for line in resident.journal()))
     assert resident.changes.starting == []
     broken.unlink()

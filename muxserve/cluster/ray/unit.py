@@ -19,12 +19,13 @@ import msgspec
 
 from muxserve import wire
 from muxserve.cluster.events import Down, Event, Failed, PartId, Ready, Starting, Stopping, Up, from_line
+from muxserve.cluster.host import MemoryParents
 from muxserve.cluster.log_tail import Said
 from muxserve.cluster.ray.actor import STOP_SECONDS
 from muxserve.cluster.ray.calls import ASK_SECONDS, HOST, ActorQuestions, answer, check, release, why
 from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM
 from muxserve.cluster.supervision import GaveUp
-from muxserve.cluster.units import MemoryParents, PlannedUnit
+from muxserve.cluster.units import PlannedUnit
 from muxserve.gpu.budget import Needs
 from muxserve.gpu.unit import GpuMemory
 from muxserve.net.sockets import tcp_address
