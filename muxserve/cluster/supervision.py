@@ -204,7 +204,7 @@ class Supervisor:
             part.process = part.left = None
             part.lent = False
             part.killed_for = part.hung = ""
-            blameless = fatal = False
+            blameless = failed = False
             await part.starter.before_start(part)
             part.began = time.monotonic()
             try:
@@ -213,7 +213,7 @@ class Supervisor:
             except PartDied as death:
                 reason, blameless = str(death), death.blameless
             except PartFailed as failure:
-                reason, fatal = str(failure), not self._effects.serving(part)
+                reason, failed = str(failure), True
             except TimeoutError:
                 reason = f"not ready after {part.timeout:.0f} s"
             except OSError as error:
@@ -239,12 +239,13 @@ class Supervisor:
                 reason = await self._why(part, reason)
             delay = part.policy.delays[0]
             if not blameless:
-                delay = self._next_start(part, reason, came_up, fatal)
+                delay = self._next_start(part, reason, came_up, failed)
             self._effects.emit(Down(part.id, reason, delay, part.policy.failed_starts, hung=bool(part.hung)))
             await asyncio.sleep(delay)
 
-    def _next_start(self, part: Part, reason: str, came_up: bool, fatal: bool) -> float:
-        """Seconds until a part that has died for that reason is started again.
+    def _next_start(self, part: Part, reason: str, came_up: bool, failed: bool) -> float:
+        """Seconds until a part that has died for that reason is started again. One that `failed` has said itself that it
+        cannot start: before anything is served it is not tried again.
 
         Raises:
             GaveUp: it is not.
@@ -252,7 +253,7 @@ class Supervisor:
         serving, killed, now = self._effects.serving(part), self._was_killed(part), time.monotonic()
         hopeless = not came_up and self._effects.hopeless(part)
         delay = (part.policy if serving else part.early_policy).died(now, came_up, killed)
-        if delay is not None and not (fatal or hopeless):
+        if delay is not None and not hopeless and (serving or not failed):
             return delay
         if not serving and not hopeless and self._effects.spared(part):
             delay = part.policy.died(now, came_up, killed)
