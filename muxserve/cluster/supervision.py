@@ -244,8 +244,8 @@ class Supervisor:
             await asyncio.sleep(delay)
 
     def _next_start(self, part: Part, reason: str, came_up: bool, failed: bool) -> float:
-        """Seconds until a part that has died for that reason is started again. One that `failed` has said itself that it
-        cannot start: before anything is served it is not tried again.
+        """Seconds until a part that died is started again. One that `failed` has said that it cannot start: before
+        anything is served it is not tried again.
 
         Raises:
             GaveUp: it is not.
