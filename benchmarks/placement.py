@@ -171,7 +171,7 @@ def estimates() -> dict[str, object]:
             options = PlanOptions(local=ImproveLimits(kicks=10))
             plan = plan_cluster(demands, cluster, latency, memory_of(cluster), options)
             prediction = predict(plan, latency, 120.0)
-            simulated = prediction.rate(prediction.finished)
+            simulated = prediction.rate
             error = plan.throughput / simulated - 1.0
             row = {
                 "seed": seed,

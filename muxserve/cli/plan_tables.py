@@ -156,7 +156,9 @@ def show_plan(
     if simulated is not None:
         overall = simulated.summary.overall
         slo = overall.slo.get("all")
-        figures = [] if simulated.throughput is None else [f"{simulated.throughput:.2f} requests/s"]
+        longest = max((window.seconds for window in simulated.windows.values()), default=0.0)
+        over = f" over up to {longest:.0f} s" if longest > simulated.seconds else ""
+        figures = [] if simulated.throughput is None else [f"{simulated.throughput:.2f} requests/s{over}"]
         figures += [] if slo is None else [f"{slo:.1%} within their objectives"]
         console.print(
             f"simulated {overall.requests} requests in {simulated.seconds:.0f} s of virtual time"

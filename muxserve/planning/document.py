@@ -14,7 +14,7 @@ from muxserve.planning.arrangements import arrangement
 from muxserve.planning.prediction import Prediction, ResidencyForecast, falls_short
 from muxserve.planning.rivals import WAYS, Rival
 from muxserve.planning.sleeping import Outcome, SleepingForecast
-from muxserve.planning.window import ANSWERS
+from muxserve.planning.window import ANSWERS, longest_of
 from muxserve.simulator import ResidencyResult
 from placement.cluster import PlacedUnit
 from placement.estimator import ModelEstimate, UnitEstimate
@@ -91,12 +91,15 @@ def warnings_of(plan: ClusterPlan, simulated: Prediction | None, points: Sequenc
 
 def _too_short(simulated: Prediction) -> str:
     """Why a simulation does not show how many requests are served per second, and what to do."""
-    if simulated.longest_answer is None:
-        return f"in the simulated {simulated.seconds:.3g} s no request was answered, so nothing was measured"
-    least = math.ceil(ANSWERS * simulated.longest_answer)
+    short = [window for window in simulated.windows.values() if not window.is_long_enough]
+    longest = longest_of([window.longest for window in short])
+    seconds = min((window.seconds for window in short), default=simulated.seconds)
+    if longest is None:
+        return f"in the simulated {seconds:.3g} s no request was answered, so nothing was measured"
+    least = math.ceil(ANSWERS * longest)
     return (
-        f"the simulated {simulated.seconds:.3g} s do not hold {ANSWERS:.0f} of the longest answers, which take "
-        f"{simulated.longest_answer:.3g} s: requests per second were not measured, and ways to serve that differ only "
+        f"the simulated {seconds:.3g} s do not hold {ANSWERS:.0f} of the longest answers, which take "
+        f"{longest:.3g} s: requests per second were not measured, and ways to serve that differ only "
         f"in these were not compared; --simulate {least} is long enough"
     )
 
@@ -314,6 +317,7 @@ def _figures(simulated: Prediction | None, name: str) -> dict[str, Any] | None:
     return {
         "requests": figures.requests,
         "throughput": simulated.sustained(name),
+        "throughput_seconds": simulated.windows[name].seconds,
         "ttft_mean": ttft.mean if ttft else None,
         "ttft_p99": ttft.p99 if ttft else None,
         "tpot_mean": figures.tpot.mean if figures.tpot else None,
@@ -325,7 +329,7 @@ def _simulated(simulated: Prediction | None) -> dict[str, Any] | None:
     if simulated is None:
         return None
     overall = simulated.summary.overall
-    ttft = None if overall.unfinished else overall.ttft
+    ttft = None if any(map(simulated.unbounded, simulated.windows)) else overall.ttft
     return {
         "seconds": simulated.seconds,
         "requests": overall.requests,

@@ -23,6 +23,7 @@ from muxserve.planning.prediction import (
     Perturbation,
     Prediction,
     ResidencyForecast,
+    Simulated,
     Surroundings,
     predict,
     shares_per_lease,
@@ -40,7 +41,7 @@ from muxserve.planning.sleeping import (
     live_residency,
 )
 from muxserve.planning.this_machine import plan_this_machine, residency_here
-from muxserve.planning.window import window
+from muxserve.planning.window import ANSWERS, usual_seconds
 from muxserve.simulator import SimulationError
 from muxserve.workload import Workload, check_fits
 from placement.cluster import Cluster
@@ -53,8 +54,8 @@ from placement.planner import MODES, ClusterPlan, ModeName, PlanOptions, plan_cl
 
 # For long enough that each model is active.
 _GROUPS, _GROUPS_SECONDS = Perturbation("bursty groups", groups=True), 120.0
-# A window is for answers that take so much longer than those expected. One that proved too short for what was simulated
-# in it is made longer so many times.
+# A longer window is for answers that take `_SPARE` times as long as those of the shorter one. One that proves too short
+# is made longer up to `_LONGER` times.
 _LONGER, _SPARE = 3, 1.25
 
 
@@ -148,6 +149,7 @@ class Planner:
     goodputs: bool = True
     robust: bool = True
     _simulations: Simulations = field(init=False, repr=False, compare=False)
+    _units: dict[object, Simulated] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_simulations", Simulations(self.latency))
@@ -301,12 +303,15 @@ class Planner:
             return found
         throughput = self.options.objective.name == "throughput"
         # Where queues grow, and where requests per second are compared, a part of a window shows nothing.
-        whole = throughput or not found.plan.meets
+        whole, seconds = throughput or not found.plan.meets, found.simulated.seconds
         if whole:
-            found.simulated = self._measured(found.plan, found.simulated)
+            found.simulated = self._measured(found.plan, found.simulated, alike=True)
         if throughput and not found.simulated.is_long_enough:
             return found
-        seconds = found.simulated.seconds
+        names = [demand.name for demand in demands]
+        # All models of all plans are simulated for several answers of so many seconds, or their rates say nothing.
+        answers = max((window.seconds for window in found.simulated.windows.values()), default=0.0) / ANSWERS
+        known: dict[object, Prediction | None] = {}
         own, *others = shared_ways(self.fleet, shares_per_lease(self.fleet, found.plan.placement))
         rivals = [Rival(own, found.plan, found.simulated)]
         rivals += [Rival(way, as_way(way, found.plan, self.fleet)) for way in others]
@@ -331,20 +336,24 @@ class Planner:
             return {name: part for name, part in parts.items() if part is not None}
 
         def simulate(plan: ClusterPlan, part: float, perturbed: Perturbation | None = None) -> Prediction | None:
-            return self._simulated(plan, seconds=seconds, part=part, perturbed=perturbed)[0]
+            key = (id(plan), part, perturbed, answers)
+            if key not in known:
+                longest = dict.fromkeys(names, answers) if whole else None
+                known[key] = self._simulated(plan, None, part * seconds, perturbed, longest)[0]
+            return known[key]
 
         first_part = 1.0 if whole else FIRST
         ranked = best_of(rivals, simulate, None, first_part)
         for _ in range(_LONGER):
             # Answers of one way take longer than those of another.
-            longest = max((each.prediction.longest_answer or 0.0 for each in ranked if each.prediction), default=0.0)
-            longer = window(found.plan, _SPARE * longest)
-            if self.simulate is not None or longer <= seconds or all(each.is_measured for each in ranked):
+            longer = _SPARE * max(
+                (each.prediction.longest_answer or 0.0 for each in ranked if each.prediction), default=0
+            )
+            if self.simulate is not None or longer <= answers or all(each.is_measured for each in ranked):
                 break
-            seconds, rivals = longer, [replace(each, prediction=None) for each in rivals]
+            answers, rivals = longer, [replace(each, prediction=None) for each in rivals]
             ranked = best_of(rivals, simulate, None, first_part)
         if self.robust:
-            # What was simulated is known by now.
             ranked = best_of(rivals, simulate, stress, first_part)
         first = ranked[0]
         if first.way != own:
@@ -431,12 +440,11 @@ class Planner:
         made: ClusterPlan,
         pool: CpuPool | None = None,
         seconds: float | None = None,
-        part: float = 1.0,
         perturbed: Perturbation | None = None,
+        longest: Mapping[str, float] | None = None,
     ) -> tuple[Prediction | None, str]:
-        """The simulation of the plan, or why there is none. `pool` is the machine whose CPU it is for. Of `seconds`
-        (None: as many as the options say, or as are usual) that `part` is simulated; `perturbed` says how the workload
-        is another."""
+        """The simulation of the plan, or why there is none. `pool` is the machine whose CPU it is for, `seconds` how
+        long (None: as long as the options say, or as is usual); `perturbed` and `longest` are those of `predict`."""
 
         asked = self.simulate if seconds is None else seconds
         if not made.placement.units or (asked is not None and asked <= 0.0):
@@ -446,22 +454,44 @@ class Planner:
         def count(done: int, total: int) -> None:
             self.progress.told(f"simulating, {done} of {total} requests")
 
+        length = usual_seconds(made) if asked is None else asked
         try:
-            units = simulated_of(made.placement, self.fleet, made.demands, self._surroundings(pool))
-            length, known = window(made) if asked is None else asked, self._simulations
-            return predict(made, self.latency, part * length, self.seed, units, count, perturbed, known), ""
+            units = self._simulated_units(made, pool)
+            prediction = predict(
+                made, self.latency, length, self.seed, units, count, perturbed, self._simulations, longest=longest
+            )
         except (SimulationError, CostError, NoPlaceError) as error:
             return None, str(error)
+        return prediction, ""
 
-    def _measured(self, made: ClusterPlan, simulated: Prediction, pool: CpuPool | None = None) -> Prediction:
+    def _simulated_units(self, made: ClusterPlan, pool: CpuPool | None) -> Simulated:
+        """The units of a plan; the same ones each time, so that what was simulated of them is known."""
+        key = (made.placement, tuple(made.demands), pool)
+        known = self._units.get(key)
+        if known is None:
+            around = self._surroundings(pool)
+            known = self._units[key] = simulated_of(made.placement, self.fleet, made.demands, around)
+        return known
+
+    def _measured(
+        self, made: ClusterPlan, simulated: Prediction, pool: CpuPool | None = None, alike: bool = False
+    ) -> Prediction:
         """The plan simulated for as long as shows how many requests it serves per second, unless the options say for
-        how long."""
+        how long. Models whose answers end soon are simulated for less time than others, unless they are `alike`."""
+        usual = simulated.seconds
         for _ in range(_LONGER):
-            seconds = window(made, _SPARE * (simulated.longest_answer or 0.0))
-            if self.simulate is not None or simulated.is_long_enough or seconds <= simulated.seconds:
+            if self.simulate is not None or simulated.is_long_enough:
                 break
-            longer, _ = self._simulated(made, pool, seconds)
-            if longer is None:
+            longest = {name: _SPARE * (window.longest or 0.0) for name, window in simulated.windows.items()}
+            if alike:
+                longest = dict.fromkeys(longest, max(longest.values()))
+            longer, _ = self._simulated(made, pool, usual, longest=longest)
+            if longer is None or _spans(longer) == _spans(simulated):
                 break
             simulated = longer
         return simulated
+
+
+def _spans(simulated: Prediction) -> dict[str, float]:
+    """Seconds of load that were simulated of each model."""
+    return {name: window.seconds for name, window in simulated.windows.items()}

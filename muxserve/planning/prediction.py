@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -36,7 +36,7 @@ from muxserve.planning.residency import with_residency
 from muxserve.planning.simulations import Simulations
 from muxserve.planning.specs import levels_of, migration_of, scaling_of
 from muxserve.planning.unit_plan import with_batching
-from muxserve.planning.window import ANSWERS, holds, longest_answer, measured_longest_answer
+from muxserve.planning.window import ANSWERS, Window, longer_seconds, longest_of, longest_tokens
 from muxserve.replicas.prefixes import dispatch_policy
 from muxserve.replicas.priorities import Levels
 from muxserve.replicas.scaling import ScalingRules
@@ -52,6 +52,7 @@ from muxserve.simulator import (
     Rules,
     SimUnit,
     adapt,
+    coupled,
     mode_of,
     sim_unit,
     simulate,
@@ -295,41 +296,49 @@ def _machines(placement: Placement, unit: PlacedUnit) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A simulation of `seconds` of load. `finished` are the requests of each model that ended in the second half of
-    that time: neither the empty fleet at the start nor the last, longest answers count. `longest_answer` is how many
-    seconds the longest took (`window`); None: there was none."""
+    """A simulation of `seconds` of load, and for some models of more: `windows` has what it shows of each one's
+    requests per second. The summary is of the requests that came within `seconds`, so that all models are in it by
+    their rates."""
 
     summary: Summary
     seconds: float
-    finished: Mapping[str, int]
-    longest_answer: float | None
+    windows: Mapping[str, Window]
     # Where memory decides which models are awake.
     residency: ResidencyResult | None = None
 
     @property
     def is_long_enough(self) -> bool:
-        """It holds several of the longest answers, so that it shows how many requests are served per second."""
-        return holds(self.seconds, self.longest_answer)
+        """It holds several of the longest answers of each model, so that it shows how many requests are served per
+        second."""
+        return bool(self.windows) and all(window.is_long_enough for window in self.windows.values())
+
+    @property
+    def longest_answer(self) -> float | None:
+        """Seconds that the longest answers of any model took; None: there was none."""
+        return longest_of([window.longest for window in self.windows.values()])
+
+    @property
+    def rate(self) -> float:
+        """Requests per second that ended in the second half, however short that was. Neither the empty fleet at the
+        start nor the last, longest answers count."""
+        return sum(window.rate for window in self.windows.values())
 
     @property
     def throughput(self) -> float | None:
         """Requests per second that all models completed in the second half; None: the simulation was too short."""
-        return self.rate(self.finished) if self.is_long_enough else None
-
-    def rate(self, models: Iterable[str]) -> float:
-        """Requests per second of some models that ended in the second half, however short that was."""
-        return sum(self.finished[name] for name in models) / (self.seconds / 2) if self.seconds > 0.0 else 0.0
+        return self.rate if self.is_long_enough else None
 
     def sustained(self, model: str) -> float | None:
         """Requests per second that a model completed in the second half; None if that is not measured, since too few
         ended there, or the simulation was too short."""
-        few = self.finished.get(model, 0) < _FEWEST_ENDED
-        return None if few or not self.is_long_enough else self.rate([model])
+        window = self.windows.get(model)
+        if window is None or window.finished < _FEWEST_ENDED or not window.is_long_enough:
+            return None
+        return window.rate
 
     def unbounded(self, model: str) -> bool:
         """Some requests of a model still waited when no more had come for as long as the load took: its queue grows."""
-        figures = self.summary.models.get(model)
-        return figures is not None and figures.unfinished > 0
+        return model in self.windows and self.windows[model].waiting > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,44 +394,103 @@ def predict(
     perturbed: Perturbation | None = None,
     simulations: Simulations | None = None,
     requests: Sequence[TraceRequest] | None = None,
+    longest: Mapping[str, float] | None = None,
 ) -> Prediction:
     """Simulate `seconds` of Poisson arrivals at the demands' rates on the plan's placement, with log-normal lengths of
-    the demands' means, and sum up; or `requests` of so many seconds. `simulated` is what `simulated_of` makes of it,
-    where it has other units than multiplexed ones, or replicas work together by rules of the fleet's. `perturbed` says
-    how the workload is another. Plans that are compared share their `simulations`.
+    the demands' means, and sum up; or `requests` of so many seconds.
+
+    Args:
+        simulated: what `simulated_of` makes of the placement, where it has other units than multiplexed ones, or
+            replicas work together by rules of the fleet's.
+        perturbed: how the workload is another.
+        simulations: those that plans which are compared have in common.
+        longest: seconds that the longest answers of a model take. Units of models for which `seconds` hold too few of
+            these are simulated for longer.
 
     Raises:
         SimulationError: a unit cannot run.
         CostError: the latency model does not know a model.
     """
     demands, simulated = plan.demands, simulated or Simulated(plan.placement, {})
-    longest = _longest_sequences(plan, simulated)
+    sequences = _longest_sequences(plan, simulated)
     loads = loads_of(plan, simulated, perturbed)
     known = simulated.models
-    models = {d.name: replace(known.get(d.name) or fleet_model(d), max_len=longest[d.name]) for d in demands}
+    models = {d.name: replace(known.get(d.name) or fleet_model(d), max_len=sequences[d.name]) for d in demands}
     simulated = replace(simulated, models=models)
     # Memory-greedy placements are served as MuxServe's own are.
     how = mode_of("muxserve" if plan.mode == "memory" else plan.mode)
-    workload = list(generate(loads, seconds, seed)) if requests is None else list(requests)
     units, rules = simulated.units(how), simulated.rules_of(how)
+    together = _together(units, loads)
+    spans = dict.fromkeys(loads, seconds)
+    if longest is not None and requests is None:
+        for names in together:
+            most = max(longest.get(name, 0.0) for name in names)
+            spans |= dict.fromkeys(names, longer_seconds(seconds, most, sum(loads[name].rate for name in names)))
+    workload = _requests(loads, spans, seed) if requests is None else list(requests)
     residency: ResidencyResult | None = None
     if not simulated.residency:
         # Who waits longer than that waits in a queue that grows. Playing it to its end would take hours of its time.
-        patience = max(seconds, ANSWERS * longest_answer(plan, loads))
-        records = (simulations or Simulations(latency)).records(units, workload, rules, progress, seconds + patience)
+        expected = _expected_answers(plan, loads)
+        until = {name: span + max(span, ANSWERS * expected.get(name, 0.0)) for name, span in spans.items()}
+        records = (simulations or Simulations(latency)).records(units, workload, rules, progress, until)
     else:
         options = Options(overheads_on(latency, units[0].device))
         result = simulate(units, workload, latency, options, rules, progress=progress)
         records = result.records
         residency = next((unit.residency for unit in result.units if unit.residency is not None), None)
+    if requests is None:
+        seconds = min(spans.values(), default=seconds)
     summary = summarise(
-        records,
+        [record for record in records if record.arrival < seconds] if requests is None else records,
         rates={d.name: d.rate for d in demands},
         objectives={d.name: Objectives(d.slo_ttft, d.slo_tpot) for d in demands},
     )
-    ended = Counter(r.model for r in records if r.ok and r.finish is not None and seconds / 2 <= r.finish < seconds)
-    finished = {d.name: ended[d.name] for d in demands}
-    return Prediction(summary, seconds, finished, measured_longest_answer(records), residency)
+    ended = Counter(
+        r.model for r in records if r.ok and r.finish is not None and spans[r.model] / 2 <= r.finish < spans[r.model]
+    )
+    waiting = Counter(r.model for r in records if r.finish is None and not r.error)
+    windows: dict[str, Window] = {}
+    for names in together:
+        answers = longest_of([_longest_answer(summary, name, loads[name]) for name in names])
+        windows |= {name: Window(spans[name], ended[name], answers, waiting[name]) for name in names}
+    return Prediction(summary, seconds, windows, residency)
+
+
+def _together(units: Sequence[SimUnit], loads: Mapping[str, ModelLoad]) -> list[list[str]]:
+    """The models, divided into those whose units depend on each other."""
+    groups = [{model.name for unit in group for model in unit.models} for group in coupled(units)]
+    placed = [[name for name in loads if name in names] for names in groups]
+    return [*placed, *([name] for name in loads if all(name not in names for names in groups))]
+
+
+def _requests(loads: Mapping[str, ModelLoad], spans: Mapping[str, float], seed: int) -> list[TraceRequest]:
+    """The requests of each model within its span of seconds, in order of arrival."""
+    whole = generate(loads, max(spans.values(), default=0.0), seed)
+    return [request for request in whole if request.arrival < spans[request.model]]
+
+
+def _expected_answers(plan: ClusterPlan, loads: Mapping[str, ModelLoad]) -> dict[str, float]:
+    """Seconds that the longest answers of each model take from their first token to their last by the plan's
+    estimates."""
+    found: dict[str, float] = {}
+    for unit in plan.estimates:
+        for model in unit.models:
+            name = plan.demands[model.member.model].name
+            if model.tpot is not None and math.isfinite(model.tpot):
+                seconds = (longest_tokens(loads[name].output) - 1) * model.tpot
+                found[name] = max(found.get(name, 0.0), seconds)
+    return found
+
+
+def _longest_answer(summary: Summary, name: str, load: ModelLoad) -> float | None:
+    """Seconds that a model's longest answers take at the speed of those that were simulated; None if there was none,
+    and 0 if nobody asked for one."""
+    figures = summary.models.get(name)
+    if figures is None or not figures.requests:
+        return 0.0
+    if not figures.completed:
+        return None
+    return (longest_tokens(load.output) - 1) * figures.tpot.mean if figures.tpot is not None else 0.0
 
 
 def _longest_sequences(plan: ClusterPlan, simulated: Simulated) -> dict[str, int]:

@@ -110,7 +110,7 @@ def score(plan: ClusterPlan, prediction: Prediction) -> float:
     """Requests per second that are answered, and within their objectives unless the objective is throughput; whether
     that was measured, `Rival.is_measured` says."""
     if plan.objective.name == "throughput":
-        return prediction.rate(prediction.finished)
+        return prediction.rate
     total = 0.0
     for demand in plan.demands:
         figures = prediction.summary.models.get(demand.name)

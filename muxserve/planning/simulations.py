@@ -8,7 +8,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -33,12 +33,13 @@ _decoder = msgspec.msgpack.Decoder(list[list[RequestRecord]])
 
 
 class _Group(NamedTuple):
-    """Units that depend on each other, the requests for their models, and where these stand in the workload. `key` says
-    all that its result depends on; None where that cannot be told."""
+    """Units that depend on each other, the requests for their models, where these stand in the workload, and `until`
+    when they are simulated. `key` says all that its result depends on; None where that cannot be told."""
 
     units: list[SimUnit]
     requests: list[TraceRequest]
     places: list[int]
+    until: float
     key: object
 
 
@@ -56,18 +57,18 @@ class Simulations:
         workload: Iterable[TraceRequest],
         rules: Rules,
         progress: Progress | None = None,
-        until: float = math.inf,
+        until: Mapping[str, float] | None = None,
     ) -> list[RequestRecord]:
-        """What becomes of each request, in the order of the workload, `until` that time, in seconds. `progress` is as
-        of `simulate`.
+        """What becomes of each request, in the order of the workload, `until` that time of its model, in seconds (None:
+        the end). `progress` is as of `simulate`.
 
         Raises:
             SimulationError, CostError: as `simulate`.
         """
         requests = list(workload)
-        groups = _groups(units, requests, rules, until)
+        groups = _groups(units, requests, rules, until or {})
         missing = [group for group in groups if group.key is None or group.key not in self._known]
-        found = dict(zip(map(id, missing), self._simulate(missing, rules, progress, until), strict=True))
+        found = dict(zip(map(id, missing), self._simulate(missing, rules, progress), strict=True))
         records = [RequestRecord(each.model, each.arrival, each.prompt_tokens, 0) for each in requests]
         for record in records:
             record.error = f"no unit serves {record.model}"
@@ -81,9 +82,7 @@ class Simulations:
                 records[place] = record
         return records
 
-    def _simulate(
-        self, groups: Sequence[_Group], rules: Rules, progress: Progress | None, until: float
-    ) -> list[list[RequestRecord]]:
+    def _simulate(self, groups: Sequence[_Group], rules: Rules, progress: Progress | None) -> list[list[RequestRecord]]:
         count = sum(len(group.requests) for group in groups)
         shares = _divide(groups, max(1, min(self._processes, count // _WORTH_A_PROCESS)))
         # Those of this process stand for all that goes on beside them.
@@ -97,7 +96,8 @@ class Simulations:
                 units, requests = groups[number].units, groups[number].requests
                 told = None if progress is None else partial(_tell, progress, done, own, count)
                 # Nobody asks how many pages were in use.
-                options = Options(overheads_on(self._latency, units[0].device), sample_seconds=0.0, until=until)
+                end = groups[number].until
+                options = Options(overheads_on(self._latency, units[0].device), sample_seconds=0.0, until=end)
                 made.append(simulate(units, requests, self._latency, options, rules, progress=told).records)
                 done += len(requests)
             return made
@@ -106,9 +106,9 @@ class Simulations:
         began = time.monotonic()
         try:
             parts = [here(shares[0], progress)]
-            until = time.monotonic() + _PATIENCE * (1.0 + time.monotonic() - began)
+            patience = time.monotonic() + _PATIENCE * (1.0 + time.monotonic() - began)
             for numbers, child in zip(shares[1:], others, strict=True):
-                part = child.result(until)
+                part = child.result(patience)
                 # What went wrong there goes wrong here, and is raised.
                 parts.append(here(numbers, progress) if part is None else part)
         finally:
@@ -125,7 +125,9 @@ def _tell(progress: Progress, before: int, own: int, count: int, done: int, _: i
     progress(min(count, (before + done) * count // max(1, own)), count)
 
 
-def _groups(units: Sequence[SimUnit], requests: Sequence[TraceRequest], rules: Rules, until: float) -> list[_Group]:
+def _groups(
+    units: Sequence[SimUnit], requests: Sequence[TraceRequest], rules: Rules, until: Mapping[str, float]
+) -> list[_Group]:
     members = coupled(units)
     places: list[list[int]] = [[] for _ in members]
     of = {model.name: mine for group, mine in zip(members, places, strict=True) for u in group for model in u.models}
@@ -135,16 +137,25 @@ def _groups(units: Sequence[SimUnit], requests: Sequence[TraceRequest], rules: R
     found = []
     for group, mine in zip(members, places, strict=True):
         asked = [requests[number] for number in mine]
-        found.append(_Group(group, asked, mine, _key(group, asked, rules, until)))
+        names = {model.name for unit in group for model in unit.models}
+        end = max((until.get(name, math.inf) for name in names), default=math.inf)
+        own = {name: rules[name] for name in sorted(names) if name in rules}
+        found.append(_Group(group, asked, mine, end, _key(group, asked, own, end)))
     return found
 
 
 def _key(units: Sequence[SimUnit], requests: Sequence[TraceRequest], rules: Rules, until: float) -> object:
-    """A unit alone, whatever its name and wherever its devices are, what comes for it, and for how long."""
-    if len(units) != 1 or any(model.name in rules for model in units[0].models):
-        return None
-    unit = replace(units[0], name="", devices=tuple(range(len(units[0].devices))))
-    key = (unit, tuple(requests), until)
+    """The units, whatever their names and wherever their devices are, by what rules they work together, what comes for
+    them, and for how long."""
+    numbers: dict[int, int] = {}
+    for unit in units:
+        for device in unit.devices:
+            numbers.setdefault(device, len(numbers))
+    alike = tuple(
+        replace(unit, name=str(place), devices=tuple(numbers[device] for device in unit.devices))
+        for place, unit in enumerate(units)
+    )
+    key = (alike, tuple(rules.items()), tuple(requests), until)
     try:
         hash(key)
     except TypeError:

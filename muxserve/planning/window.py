@@ -1,19 +1,19 @@
-"""For how many seconds of load a plan is simulated, so that the simulation shows what it serves.
+"""For how many seconds of load the units of a plan are simulated, so that the simulation shows what they serve.
 
 Requests per second are those that end within the second half of that time. They say nothing unless answers come and
-go in it, so a window holds several of the longest answers, one after another, however many requests come per second.
-The longest answers are those of which one in a hundred takes longer, of the model whose answers take longest.
+go in it, so a model's window holds several of the longest answers of the models that share its units, one after
+another, however many requests come per second. One answer in a hundred has more tokens than the longest ones.
 """
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 
 from muxserve.metrics.definitions import percentile
-from muxserve.metrics.records import RequestRecord
-from muxserve.workload import ModelLoad
+from muxserve.workload import Lengths
 from placement.planner import ClusterPlan
 
 # The longest answers that a window holds, one after another.
@@ -22,41 +22,51 @@ LONGEST = 0.99
 _SAMPLES = 1000
 # Requests of all models, or of each, within a time that is long enough for most fleets; but these at least.
 _REQUESTS, _PER_MODEL, _SECONDS, _FEWEST = 2000, 40, 300.0, 200
-# More take minutes. Whoever asks for more knows why (--simulate).
-_MOST = 200_000
+# More requests to units that depend on each other take half a minute. Whoever asks for more knows why (--simulate).
+_MOST = 50_000
 
 
-def window(plan: ClusterPlan, longest: float = 0.0) -> float:
-    """Seconds of load for a plan whose longest answers take `longest` seconds, or less where that would be too many
-    requests. Without `longest` enough of it for what does not need to know how many requests end per second."""
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What the simulation of a model shows of its requests per second: `finished` ended in the second half of
+    `seconds` of load, and `waiting` had not ended when no more had come for as long. The longest answers of models in
+    its units took `longest` seconds (None: there was none)."""
+
+    seconds: float
+    finished: int
+    longest: float | None
+    waiting: int = 0
+
+    @property
+    def is_long_enough(self) -> bool:
+        """It holds several of the longest answers, so that it shows how many requests are served per second."""
+        return self.longest is not None and self.seconds > 0.0 and self.seconds >= ANSWERS * self.longest
+
+    @property
+    def rate(self) -> float:
+        """Requests per second that ended in the second half, however short that was."""
+        return self.finished / (self.seconds / 2) if self.seconds > 0.0 else 0.0
+
+
+def usual_seconds(plan: ClusterPlan) -> float:
+    """Seconds of load that show which part of a plan's requests are within their objectives."""
     many = max(_REQUESTS, _PER_MODEL * len(plan.demands))
-    usual = max(min(_SECONDS, many / plan.asked), _FEWEST / plan.asked)
-    return min(max(usual, ANSWERS * longest), _MOST / plan.asked)
+    return max(min(_SECONDS, many / plan.asked), _FEWEST / plan.asked)
 
 
-def longest_answer(plan: ClusterPlan, loads: Mapping[str, ModelLoad]) -> float:
-    """Seconds that the longest answers take from their first token to their last by the plan's estimates."""
-    longest = 0.0
-    for unit in plan.estimates:
-        for model in unit.models:
-            if model.tpot is not None and math.isfinite(model.tpot):
-                output = loads[plan.demands[model.member.model].name].output
-                draw = random.Random(0)
-                tokens = percentile([output.sample(draw) for _ in range(_SAMPLES)], LONGEST)
-                longest = max(longest, (tokens - 1) * model.tpot)
-    return longest
+def longer_seconds(seconds: float, longest: float, rate: float) -> float:
+    """Seconds of load for units that get `rate` requests per second, and whose longest answers take `longest` seconds:
+    at least `seconds`, and otherwise no more than can be simulated soon."""
+    return max(seconds, min(ANSWERS * longest, _MOST / rate if rate > 0.0 else seconds))
 
 
-def measured_longest_answer(records: Iterable[RequestRecord]) -> float | None:
-    """The same of what was simulated; None if nothing was answered."""
-    answers: dict[str, list[float]] = {}
-    for record in records:
-        if record.finish is not None and record.first_token is not None:
-            answers.setdefault(record.model, []).append(record.finish - record.first_token)
-    return max((percentile(seconds, LONGEST) for seconds in answers.values()), default=None)
+@cache
+def longest_tokens(lengths: Lengths) -> int:
+    """The tokens of the longest answers, of such lengths."""
+    draw = random.Random(0)
+    return round(percentile([lengths.sample(draw) for _ in range(_SAMPLES)], LONGEST))
 
 
-def holds(seconds: float, longest: float | None) -> bool:
-    """Whether a window of that length holds several answers of `longest` seconds. None: there was no answer, and
-    nothing was measured."""
-    return longest is not None and seconds > 0.0 and seconds >= ANSWERS * longest
+def longest_of(answers: Sequence[float | None]) -> float | None:
+    """Seconds of the longest answers of several models; None if none of them has answered."""
+    return max((seconds for seconds in answers if seconds is not None), default=None)

@@ -6,12 +6,12 @@ import bisect
 import itertools
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 
-class Lengths(Protocol):
+class Lengths(Hashable, Protocol):
     """A bounded distribution of token counts."""
 
     @property

@@ -12,7 +12,7 @@ from muxserve.costs.measured import TURN_SECONDS, ProfileModel
 from muxserve.costs.profile import Overheads, Profile
 from muxserve.planning import simulations
 from muxserve.planning.simulations import Simulations
-from muxserve.simulator import Options, SimulationError, SimUnit, simulate
+from muxserve.simulator import Options, ReplicaRules, SimulationError, SimUnit, simulate
 from muxserve.simulator.result import FleetResult
 from muxserve.workload.trace import TraceRequest
 from tests.scheduling.machine import profile
@@ -78,12 +78,33 @@ def test_a_unit_that_another_plan_has_as_well_is_not_simulated_again(monkeypatch
     assert simulated == ["unit1"]
 
 
-def test_replicas_of_a_model_are_simulated_together_and_every_time() -> None:
+def test_replicas_of_a_model_are_simulated_together_and_once_for_the_same_rules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulated: list[tuple[str, ...]] = []
+
+    def counted(of: list[SimUnit], *args: object, **options: object) -> FleetResult:
+        simulated.append(tuple(each.name for each in of))
+        return simulate(of, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(simulations, "simulate", counted)
     of = [replace(each, models=units()[0].models) for each in units()[:2]]
     load = [TraceRequest(0.01 * n, "m0", 30, 30) for n in range(400)]
-    known = Simulations(Analytic(), processes=2)
+    known = Simulations(Analytic(), processes=1)
+    rules = {"m0": ReplicaRules()}
     for _ in range(2):
         assert known.records(of, load, {}) == expected(of, load).records
+    by_rules = known.records(of, load, rules)
+    assert by_rules == simulate(of, load, Analytic(), Options(), rules).records
+    assert known.records(of, load, rules) == by_rules
+    assert simulated == [("unit0", "unit1")] * 2
+
+
+def test_units_are_simulated_until_the_time_of_their_models() -> None:
+    of, load = units()[:2], [TraceRequest(0.01 * n, f"m{n % 2}", 40, 60) for n in range(600)]
+    made = Simulations(Analytic(), processes=1).records(of, load, {}, until={"m0": 0.5})
+    last = {name: max(r.finish or 0.0 for r in made if r.model == name) for name in ("m0", "m1")}
+    assert last["m0"] <= 0.5 < last["m1"]
 
 
 def test_a_child_that_dies_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:

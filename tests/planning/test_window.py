@@ -12,13 +12,12 @@ from typer.testing import CliRunner
 from muxserve.cli.app import app
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
-from muxserve.metrics.records import RequestRecord
 from muxserve.metrics.summary import summarise
 from muxserve.planning.checkpoints import planned_architecture
 from muxserve.planning.document import warnings_of
 from muxserve.planning.prediction import Prediction, Simulated, loads_of, predict
 from muxserve.planning.rivals import Rival, kept
-from muxserve.planning.window import ANSWERS, holds, longest_answer, measured_longest_answer, window
+from muxserve.planning.window import ANSWERS, Window, longer_seconds, longest_of, longest_tokens, usual_seconds
 from placement.cluster import Cluster, Node
 from placement.demand import Demand
 from placement.objective import Objective
@@ -51,27 +50,47 @@ def planned(file: Path, *arguments: str) -> Mapping[str, Any]:
 @pytest.mark.parametrize("rate", [0.001, 0.1, 1.0, 30.0, 200.0])
 def test_at_any_rate_it_holds_several_of_the_longest_answers_and_some_requests(rate: float) -> None:
     plan = plan_for(rate)
-    longest = longest_answer(plan, loads_of(plan, Simulated(plan.placement, {})))
     # Of log-normal lengths with a mean of 256 and a sigma of 0.8 one in a hundred is longer than 1,196.
-    assert longest == pytest.approx(1196 * (plan.estimates[0].models[0].tpot or 0.0), rel=0.2)
-    seconds = window(plan, longest)
-    assert holds(seconds, longest)
+    tokens = longest_tokens(loads_of(plan, Simulated(plan.placement, {}))["m"].output)
+    assert tokens == pytest.approx(1196, rel=0.2)
+    longest = tokens * (plan.estimates[0].models[0].tpot or 0.0)
+    seconds = longer_seconds(usual_seconds(plan), longest, rate)
+    assert seconds >= ANSWERS * longest
     assert seconds * rate >= 199.999
 
 
 def test_what_would_take_too_many_requests_is_not_simulated_that_long() -> None:
-    plan = plan_for(20_000.0)
-    assert window(plan, 100.0) == pytest.approx(10.0)
+    assert longer_seconds(0.1, 100.0, 20_000.0) == pytest.approx(2.5)
+    assert longer_seconds(20.0, 100.0, 20_000.0) == 20.0, "as long as was asked for in any case"
+    assert longer_seconds(20.0, 100.0, 0.0) == 20.0
 
 
 def test_no_answer_and_no_time_measure_nothing() -> None:
-    assert not holds(100.0, None)
-    assert not holds(0.0, 0.0)
-    assert holds(100.0, 100.0 / ANSWERS)
-    waiting = [RequestRecord("m", 0.0, 8, 8), RequestRecord("m", 0.0, 8, 8, error="no room")]
-    assert measured_longest_answer(waiting) is None
-    done = [RequestRecord("m", 0.0, 8, 8, 1.0, 3.0), RequestRecord("n", 0.0, 8, 8, 1.0, 9.0)]
-    assert measured_longest_answer([*waiting, *done]) == 8.0
+    assert not Window(100.0, 0, None).is_long_enough
+    assert not Window(0.0, 0, 0.0).is_long_enough
+    assert Window(0.0, 0, 0.0).rate == 0.0
+    assert Window(100.0, 0, 100.0 / ANSWERS).is_long_enough
+    assert longest_of([None, 8.0, 2.0]) == 8.0
+    assert longest_of([None]) is None
+
+
+def test_only_models_with_long_answers_are_simulated_for_longer(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    model = "architecture: llama-3.1-8b, phases: multiplexed, slo: { ttft_ms: 2000, tpot_ms: 100 }"
+    file.write_text(
+        "cluster: { gpus: 2, gpu_type: H100 }\nmodels:\n"
+        f"  - {{ name: brief, rate: 30, {model}, workload: {{ prompt_tokens: 100, output_tokens: 10 }} }}\n"
+        f"  - {{ name: wordy, rate: 0.5, {model}, workload: {{ prompt_tokens: 100, output_tokens: 1500 }} }}\n"
+    )
+    data = planned(file, "--no-robust")
+    seconds = data["simulated"]["seconds"]
+    found = {m["model"]: m["simulated"] for unit in data["units"] for m in unit["models"]}
+    assert len(data["units"]) == 2
+    assert found["brief"]["throughput_seconds"] == seconds
+    assert found["wordy"]["throughput_seconds"] > 2 * seconds
+    assert found["wordy"]["throughput"] == pytest.approx(0.5, rel=0.4)
+    assert found["brief"]["requests"] == pytest.approx(30 * seconds, rel=0.1)
+    assert found["wordy"]["requests"] == pytest.approx(0.5 * seconds, rel=0.5), "of the same seconds as the other's"
 
 
 @pytest.mark.slow
@@ -105,14 +124,14 @@ def test_a_simulation_that_is_too_short_prints_no_figure_and_says_what_is_long_e
 
 
 def test_a_model_that_hardly_anybody_asks_has_no_rate_in_simulation() -> None:
-    few = Prediction(summarise([]), 300.0, {"busy": 300, "idle": 3}, 20.0)
+    few = Prediction(summarise([]), 300.0, {"busy": Window(300.0, 300, 20.0), "idle": Window(300.0, 3, 20.0)})
     assert few.sustained("busy") == 2.0
     assert few.sustained("idle") is None
     assert few.throughput == pytest.approx(303 / 150)
 
 
 def test_a_run_without_requests_has_no_parts_of_them() -> None:
-    nothing = Prediction(summarise([]), 300.0, {"m": 0}, None)
+    nothing = Prediction(summarise([]), 300.0, {"m": Window(300.0, 0, None)})
     for objective in ("throughput", "slo"):
         plan = replace(plan_for(1.0), objective=Objective(objective))
         assert kept(plan, nothing) is None
