@@ -95,7 +95,7 @@ def test_replicas_of_a_model_are_simulated_together_and_once_for_the_same_rules(
     for _ in range(2):
         assert known.records(of, load, {}) == expected(of, load).records
     by_rules = known.records(of, load, rules)
-    assert by_rules == simulate(of, load, Analytic(), Options(), rules).records
+    assert by_rules == simulate(of, load, Analytic(), Options(Overheads(turn=TURN_SECONDS)), rules).records
     assert known.records(of, load, rules) == by_rules
     assert simulated == [("unit0", "unit1")] * 2
 
