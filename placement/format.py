@@ -18,3 +18,15 @@ def format_size(size: int) -> str:
 def enumerate_words(words: Sequence[str]) -> str:
     """`a`, `a and b`, `a, b and c`."""
     return " and ".join(part for part in (", ".join(words[:-1]), *words[-1:]) if part)
+
+
+def format_seconds(seconds: float | None) -> str:
+    """`12 ms`, `1.25 s`; `-` for what was not measured, or is not there."""
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def format_part(part: float) -> str:
+    """`97%`, `99.7%`."""
+    return f"{part:.0%}" if part < 0.995 else f"{part:.1%}"

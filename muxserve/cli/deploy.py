@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from muxserve.cli import ready
-from muxserve.cli.output import comparing, console, errors, escape, print_error, print_problems
+from muxserve.cli.output import console, errors, escape, print_error, print_problems
 from muxserve.cli.progress import renderer
 from muxserve.cluster.controller import Controller
 from muxserve.cluster.fleet_starts import LocalFleetLauncher, fleet_commands_for
@@ -75,10 +75,9 @@ def deploy(
     try:
         fleet = load_fleet(file)
         latency = _predictions(profile)
-        with comparing() as tell:
-            gpus = gpus_for(fleet, start=True) if simulated is None else partial(pretended_gpus, fleet)
-            planner = FleetPlanner(fleet, this_machine(), gpus, tell=tell, simulated=simulated, latency=latency)
-            plans = planner.at_start(plan_file)
+        gpus = gpus_for(fleet, start=True) if simulated is None else partial(pretended_gpus, fleet)
+        planner = FleetPlanner(fleet, this_machine(), gpus, simulated=simulated, latency=latency)
+        plans = planner.at_start(plan_file)
         residency = residency_of(planner.fleet, plans, planner.machine)
         gateway = fleet.gateway
         host = gateway.host if host is None else host

@@ -82,15 +82,6 @@ def plan(
         bool,
         typer.Option(help="Of equal plans take the one that holds up best under other rates, lengths and a burst."),
     ] = True,
-    compare_phases: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODELS",
-            help="Compare ways to arrange prefill and decode for these models, or all; models with `phases: auto` are "
-            "compared anyway.",
-            show_default=False,
-        ),
-    ] = None,
     network: Annotated[
         float | None,
         typer.Option(
@@ -139,7 +130,6 @@ def plan(
                 html=html,
                 plotly=plotly,
                 output=output,
-                compare_phases=compare_phases,
                 network=network,
                 robust=robust,
                 workload=workload,

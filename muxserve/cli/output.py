@@ -6,11 +6,10 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import IO, cast
 
 from rich.console import Console
-from rich.status import Status
 
 from muxserve.config import FleetError
 from muxserve.gpu.budget import Budget
@@ -102,36 +101,10 @@ def budget_table(budgets: Sequence[Budget]) -> FigureTable:
 
 
 @contextmanager
-def comparing() -> Iterator[Callable[[float, str], None]]:
-    """What is to be told how far the comparison of arrangements is (`phases: auto`): a line on the terminal from the
-    first time on."""
-    with ExitStack() as stack:
-        shown: list[Status] = []
-
-        def tell(part: float, text: str) -> None:
-            if not errors.is_terminal:
-                return
-            if not shown:
-                shown.append(stack.enter_context(errors.status("comparing arrangements")))
-            shown[0].update(f"comparing arrangements, {part:.0%}: {escape(text)}")
-
-        yield tell
-
-
-@contextmanager
-def working(first: str) -> Iterator[tuple[Callable[[str], None], Callable[[], AbstractContextManager[None]]]]:
-    """What is to be told what goes on, and what takes that off the screen for a while; `first` is shown at once."""
+def working(first: str) -> Iterator[Callable[[str], None]]:
+    """Shows on the terminal what goes on, `first` at once and then what the function is called with."""
     if not errors.is_terminal:
-        yield lambda _: None, nullcontext
+        yield lambda _: None
         return
     with errors.status(first) as status:
-
-        @contextmanager
-        def alone() -> Iterator[None]:
-            status.stop()
-            try:
-                yield
-            finally:
-                status.start()
-
-        yield lambda text: status.update(escape(text)), alone
+        yield lambda text: status.update(escape(text))

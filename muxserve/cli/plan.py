@@ -11,10 +11,8 @@ from typing import Any
 
 from muxserve.cli.given import NoEffectError, check_effect
 from muxserve.cli.output import command_line, errors, escape, print_error, print_problems, working
-from muxserve.cli.plan_phases import comparison_bar, documents, show_comparisons
 from muxserve.cli.plan_tables import show_plan, show_policies, show_residency, show_rivals, show_sleeping, show_spare
 from muxserve.config import Fleet, FleetError, load_fleet
-from muxserve.config.problems import did_you_mean
 from muxserve.costs.latency import CostError
 from muxserve.costs.measured import latency_model
 from muxserve.metrics.plotly_library import DEFAULT
@@ -29,7 +27,6 @@ from muxserve.planning.planner import (
     SEARCH_SECONDS,
     PlannedFleet,
     Planner,
-    PlanningProgress,
     UsageError,
     options_of,
 )
@@ -76,7 +73,6 @@ class PlanArguments:
     html: Path | None = None
     plotly: str = DEFAULT
     output: Path | None = None
-    compare_phases: str | None = None
     network: float | None = None
     robust: bool = True
     workload: str | None = None
@@ -100,7 +96,6 @@ def plan(arguments: PlanArguments) -> int:
 def _plan(arguments: PlanArguments) -> int:
     fleet = load_fleet(arguments.fleet, serving=False)
     options = _options(arguments, fleet)
-    compare = _compared(arguments, fleet)
     latency = latency_model(arguments.profile)
     sizes = _sweep(arguments.sweep)
     workload = _workload(arguments, fleet)
@@ -109,7 +104,7 @@ def _plan(arguments: PlanArguments) -> int:
     )
     _check_effects(arguments, cluster is not None, bool(sizes))
     began = time.monotonic()
-    with working("planning") as (told, alone):
+    with working("planning") as told:
         planner = Planner(
             file=arguments.fleet,
             fleet=fleet,
@@ -117,9 +112,8 @@ def _plan(arguments: PlanArguments) -> int:
             options=options,
             seconds=arguments.seconds,
             simulate=arguments.simulate,
-            compare=compare,
             network=None if arguments.network is None else arguments.network * 1e9 / 8,
-            progress=PlanningProgress(told, lambda: comparison_bar(alone)),
+            told=told,
             robust=arguments.robust,
         )
         if cluster is None:
@@ -131,7 +125,7 @@ def _plan(arguments: PlanArguments) -> int:
             if workload is not None:
                 made.sleeping = planner.with_sleeping_models(made, workload)
     _tell(arguments, fleet, made, time.monotonic() - began)
-    if any(map(may_be_dedicated, fleet.models)) and made.arrangements is None:
+    if any(map(may_be_dedicated, fleet.models)) and (sizes or options.mode != "muxserve"):
         why = "a sweep" if sizes else f"--mode {options.mode}"
         errors.print(f"{why} plans all models as multiplexed, whatever `phases` says")
     return ExitCode.NO if made.plan.missing else ExitCode.DONE
@@ -141,7 +135,6 @@ def _tell(arguments: PlanArguments, fleet: Fleet, made: PlannedFleet, seconds: f
     """Print the plan, and write it where it was asked for."""
     costs = format_latency(arguments.profile)
     about = f"{arguments.fleet.name}, objective {made.plan.objective.name}, costs: {costs}"
-    comparisons = made.arrangements.comparisons if made.arrangements else []
     if arguments.as_json:
         data = document(made.plan, str(arguments.fleet), costs, seconds, made.simulated, made.points, made.rivals)
         data["search"]["robust_seconds"] = made.robust_seconds
@@ -149,7 +142,7 @@ def _tell(arguments: PlanArguments, fleet: Fleet, made: PlannedFleet, seconds: f
             data["residency"] = residency_document(made.residency)
         if made.sleeping is not None:
             data["sleeping"] = sleeping_document(made.sleeping)
-        print(json.dumps({**data, "phases": documents(comparisons)}, indent=2))
+        print(json.dumps(data, indent=2))
     else:
         show_plan(made.plan, made.simulated, made.points, seconds, about)
         show_policies(fleet, made.plan)
@@ -159,8 +152,7 @@ def _tell(arguments: PlanArguments, fleet: Fleet, made: PlannedFleet, seconds: f
             show_sleeping(made.sleeping)
         show_spare(made.spare)
         show_rivals(made.rivals, made.robust_seconds)
-        show_comparisons(fleet, comparisons)
-    for note in made.arrangements.notes if made.arrangements else ():
+    for note in made.notes:
         errors.print(escape(note))
     if made.why_not:
         errors.print(f"not simulated: {escape(made.why_not)}")
@@ -173,26 +165,9 @@ def _tell(arguments: PlanArguments, fleet: Fleet, made: PlannedFleet, seconds: f
         from muxserve.metrics.page import write_page
         from muxserve.planning.html import plan_page
 
-        page = plan_page(made.plan, about, made.simulated, made.points, comparisons, command_line())
+        page = plan_page(made.plan, about, made.simulated, made.points, command_line())
         write_page(arguments.html, page, arguments.plotly)
         errors.print(f"page written to {escape(str(arguments.html))}")
-
-
-def _compared(arguments: PlanArguments, fleet: Fleet) -> tuple[str, ...]:
-    """Models whose arrangements are compared whatever the file says."""
-    text = arguments.compare_phases
-    if text is None:
-        return ()
-    if arguments.sweep is not None or arguments.mode != "muxserve":
-        raise UsageError("--compare-phases goes neither with --sweep nor with --mode")
-    known = [model.name for model in fleet.models]
-    if text == "all":
-        return tuple(known)
-    names = tuple(name.strip() for name in text.split(","))
-    for name in names:
-        if name not in known:
-            raise UsageError(f"--compare-phases: the fleet has no model {name!r}{did_you_mean(name, known)}")
-    return names
 
 
 def _workload(arguments: PlanArguments, fleet: Fleet) -> Workload | None:

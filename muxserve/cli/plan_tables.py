@@ -10,13 +10,12 @@ from muxserve.config import Fleet
 from muxserve.metrics.figure_table import FigureTable
 from muxserve.metrics.summary import Summary
 from muxserve.planning.arrangements import arrangement
-from muxserve.planning.comparison import format_part, format_seconds
 from muxserve.planning.device_pool import CPU
 from muxserve.planning.document import SweepPoint, needed, warnings_of
 from muxserve.planning.prediction import Prediction, ResidencyForecast, shares_per_lease
 from muxserve.planning.rivals import EQUAL, WAYS, Rival
 from muxserve.planning.sleeping import SleepingForecast
-from placement.format import enumerate_words, format_size
+from placement.format import enumerate_words, format_part, format_seconds, format_size
 from placement.planner import ClusterPlan
 
 ALL_AWAKE, WITH_MEMORY = "all awake", "with memory:"

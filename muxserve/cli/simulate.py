@@ -104,8 +104,8 @@ def _run(settings: SimulateSettings) -> int:
         if not path.parent.is_dir():
             raise PlacesError(f"{path} cannot be written: there is no directory {path.parent}")
     latency = latency_model(settings.profile)
-    with working("reading") as (told, apart):
-        search = PlacementSearch(settings.seconds, settings.seed, told, apart)
+    with working("reading") as told:
+        search = PlacementSearch(settings.seconds, settings.seed, told)
         places = places_of(
             settings.fleet, settings.gpus, settings.gpu_type, settings.nodes, settings.plan, latency, search
         )

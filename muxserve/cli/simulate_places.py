@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
-from muxserve.cli.plan_phases import comparison_bar
 from muxserve.cluster.machine import this_machine
 from muxserve.config import AUTO, Fleet, load_fleet
 from muxserve.costs.latency import LatencyModel
 from muxserve.planning.arrangements import arrangement_of, may_be_dedicated
 from muxserve.planning.arrangements.base import NoPlaceError
+from muxserve.planning.dedicated_units import arrangements_in
 from muxserve.planning.demands import check_lengths, cluster_of, demands_of, memory_of
 from muxserve.planning.device_pool import CPU, CpuPool, cpu_pool
 from muxserve.planning.fleet_planner import FleetPlanner
 from muxserve.planning.plan_file import load_plan
-from muxserve.planning.planner import SEARCH_SECONDS, Planner, PlanningProgress, options_of
+from muxserve.planning.planner import SEARCH_SECONDS, Planner, options_of
 from muxserve.planning.prediction import Simulated, Surroundings, simulated_of
 from muxserve.planning.resident_units import NoUnitError
 from muxserve.planning.sleeping import as_deployed
@@ -42,12 +41,11 @@ class PlacesError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PlacementSearch:
-    """How placements are looked for, within about `seconds` each. `told` and `alone`: as in `comparison_bar`."""
+    """How placements are looked for, within about `seconds` each. `told` hears what goes on."""
 
     seconds: float = SEARCH_SECONDS
     seed: int = 0
     told: Callable[[str], None] = lambda _: None
-    alone: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 @dataclass
@@ -97,9 +95,11 @@ class Places:
                 raise PlacesError(str(error)) from None
         made = self._planner(kind).on_gpus(self.cluster)
         self._check(made.plan, kind)
-        for each in made.arrangements.comparisons if made.arrangements else ():
-            self.notes.append(f"{each.model} is {each.recommended}: {each.reason}")
-        self.notes += made.arrangements.notes if made.arrangements else []
+        if made.rivals:
+            words = made.rivals[0].words
+            chosen = arrangements_in(made.plan, self.fleet)
+            self.notes += [f"{name} is {phases}, chosen by simulation: {words}" for name, phases in chosen.items()]
+        self.notes += made.notes
         return self.complete(made.plan.placement, self.demands, self._origin(kind, made.spare))
 
     def _origin(self, kind: str, spare: Mapping[str, float]) -> str:
@@ -113,8 +113,7 @@ class Places:
         if kind == _MUXSERVE or (not any(map(may_be_dedicated, self.fleet.models)) and self._units == 1):
             made = self._planner(_MUXSERVE).on_cpu()
             self._check(made.plan, kind)
-            for each in made.arrangements.comparisons if made.arrangements else ():
-                self.notes.append(f"{each.model} is {each.recommended}: {each.reason}")
+            self.notes += made.notes
             placed = self.complete(made.plan.placement, made.plan.demands, self._origin(_MUXSERVE, {}))
             return replace(placed, residency=self._residency(placed.placement))
         planned = resolve_unit(load_fleet(self.file).multiplexed(), this_machine())
@@ -167,10 +166,7 @@ class Places:
             options=options,
             seconds=search.seconds,
             simulate=None if tried else 0.0,
-            progress=PlanningProgress(
-                lambda text: search.told(f"placing for {kind}: {text}"), lambda: comparison_bar(search.alone)
-            ),
-            goodputs=False,
+            told=lambda text: search.told(f"placing for {kind}: {text}"),
         )
 
     def _check(self, plan: ClusterPlan, kind: str) -> None:

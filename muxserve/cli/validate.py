@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from muxserve.cli.output import budget_table, comparing, console, escape, models_table, print_problems
+from muxserve.cli.output import budget_table, console, escape, models_table, print_problems
 from muxserve.cluster.machine import this_machine
 from muxserve.cluster.ray.cluster import gpus_for
 from muxserve.config import FleetError, load_fleet
@@ -27,9 +27,8 @@ def validate(file: Path, file_only: bool) -> int:
         if file_only:
             console.print(f"{escape(str(file))}: {len(fleet.models)} models, no problem found in the file")
             return ExitCode.DONE
-        with comparing() as tell:
-            planner = FleetPlanner(fleet, this_machine(), gpus_for(fleet), tell=tell)
-            plans = planner.at_start()
+        planner = FleetPlanner(fleet, this_machine(), gpus_for(fleet))
+        plans = planner.at_start()
         residency_of(planner.fleet, plans, planner.machine)
     except FleetError as error:
         print_problems(error, "this fleet cannot be deployed")

@@ -1,160 +1,170 @@
-"""Rolling and pipelined models in a plan: each has devices to itself, and the other models share what is left.
+"""Models whose replicas have GPUs, or a part of the CPU, to themselves: rolling and pipelined ones.
 
-`divide_gpus` and `divide_cpu` compare the arrangements of models that leave theirs open, and give devices to every
-model whose replicas are dedicated units.
+The layout of such a model follows a rule: of the layouts that leave the fewest devices idle, the one that serves most
+by the costs of its steps, and of equal ones the one with the fewest devices per replica. `divide_gpus` and `divide_cpu`
+give devices to the models whose file says so. `rearranged` lays out models that leave their arrangement open on the
+GPUs that they have in a plan, for the contest of `planning.rivals`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from muxserve.config import Fleet
 from muxserve.costs.devices import device
-from muxserve.costs.latency import LatencyModel
-from muxserve.planning.arrangements import ARRANGEMENTS, arrangement, is_open, may_be_dedicated
-from muxserve.planning.arrangements.base import DevicePool, NoPlaceError, ReplicaLayout, SimulatedLayout, wanted_of
-from muxserve.planning.comparison import ArrangementFigures, Comparison, Tell, compare, places_of, silent
+from muxserve.costs.latency import CostError, LatencyModel
+from muxserve.planning.arrangements import arrangement, arrangement_of, is_open
+from muxserve.planning.arrangements.base import (
+    DevicePool,
+    NoPlaceError,
+    ReplicaLayout,
+    SimulatedLayout,
+    Wanted,
+    wanted_of,
+)
 from muxserve.planning.device_pool import CpuPool, GpuPool
+from muxserve.planning.one_engine import OneEngine
 from muxserve.planning.prediction import Surroundings
 from muxserve.spec import PhasesName
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand, Member, Mesh
-from placement.estimator import ModelEstimate, UnitEstimate
+from placement.estimator import UnitEstimate
 from placement.objective import Objective
 from placement.planner import ClusterPlan, notes_of
 
-# Devices of each replica of that layout on the pool of that model, or None: they are not there (any more).
-Take = Callable[[DevicePool, ReplicaLayout], tuple[tuple[int, ...], ...] | None]
+# Layouts that serve this much less than another are as good as it.
+EQUAL = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class DedicatedModel:
-    """A model with devices to itself: `devices` has those of each replica. Its figures are of the simulation that its
-    arrangement was compared in. `share` is of the compute of each device."""
+    """A model with devices to itself: `devices` has those of each replica. `engine` estimates what one replica serves;
+    `share` is of the compute of each device."""
 
     demand: Demand
     place: SimulatedLayout
-    figures: ArrangementFigures
+    engine: OneEngine
     devices: tuple[tuple[int, ...], ...]
     share: float = 1.0
+
+    def units(self, first: int, member: Member) -> tuple[list[PlacedUnit], list[UnitEstimate]]:
+        """A unit for each replica, named by numbers from `first` on, and what it serves. `member` is the model in the
+        plan."""
+        layout, rate = self.place.layout, self.demand.rate / self.place.layout.replicas
+        placed = (PlacedModel(self.demand.name, rate, self.share, self.share),)
+        units = [
+            PlacedUnit(
+                f"unit{first + number}",
+                self.place.shape.device,
+                devices,
+                placed,
+                self.place.kv_bytes,
+                layout.phases,
+                layout.stages,
+            )
+            for number, devices in enumerate(self.devices)
+        ]
+        mesh = Mesh(self.place.shape.device, layout.stages * layout.tp)
+        model = self.engine.estimate(member, rate, self.share, self.place.own_bytes)
+        estimate = UnitEstimate(
+            mesh=mesh,
+            prefill_share=self.share,
+            models=(model,),
+            pool_bytes=self.place.kv_bytes,
+            kv_bytes=model.kv_bytes,
+            prefill_load=0.0,
+            decode_load=0.0,
+            progress=1.0,
+            headroom=self.engine.within_objectives / rate,
+            next_limit=self.engine.limit,
+        )
+        return units, [estimate] * len(units)
 
 
 @dataclass(slots=True)
 class ArrangedFleet:
-    """What became of the models: those that are `arranged` in their own way have devices to themselves, `shared` ones
-    are planned together, `missing` ones cannot be served as the file says (and why). `comparisons` are of those that
-    leave it open, or were asked for. `notes` are for the user; `impossible` are the demands of what is missing."""
+    """What became of the models: `arranged` ones have devices to themselves, `shared` ones are planned together,
+    `missing` ones cannot be served as the file says (and why); `impossible` are their demands."""
 
     arranged: list[DedicatedModel] = field(default_factory=list)
     shared: list[Demand] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
-    comparisons: list[Comparison] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     impossible: list[Demand] = field(default_factory=list)
 
-    @property
-    def phases(self) -> Mapping[str, PhasesName]:
-        """The arrangement of every model that has devices to itself."""
-        return {each.demand.name: each.place.layout.phases for each in self.arranged}
+
+# ---------------------------------------------------------------- layouts
 
 
-def concerns(fleet: Fleet, asked: Sequence[str] = ()) -> bool:
-    """Whether there is a model that is not simply multiplexed, or to be compared."""
-    return bool(asked) or any(map(may_be_dedicated, fleet.models))
+def best_place(
+    wanted: Wanted, pool: DevicePool, phases: PhasesName, latency: LatencyModel
+) -> tuple[SimulatedLayout, OneEngine]:
+    """The layout by the rule, and what one replica of it serves.
 
-
-@dataclass(frozen=True, slots=True)
-class TrialOptions:
-    """How arrangements are compared: with which costs and seed. `asked` are models to be compared although the file
-    says how they are arranged; that stays. Without `goodputs` that of what is not compared with anything is not looked
-    for; see `compare`. `tell` is told how far it is."""
-
-    latency: LatencyModel
-    asked: Sequence[str] = ()
-    goodputs: bool = True
-    seed: int = 0
-    tell: Tell = silent
-
-
-def arrange(
-    fleet: Fleet,
-    demands: Sequence[Demand],
-    pool_of: Callable[[str], DevicePool],
-    take: Take,
-    options: TrialOptions,
-    free: bool = True,
-) -> ArrangedFleet:
-    """Compare what is open, and give every model that is rolling or pipelined devices to itself.
-
-    Args:
-        demands: of the fleet's models, in their order.
-        pool_of: the devices that the model of a name is compared on.
-        take: takes devices away.
-        free: see `choose_phases`.
+    Raises:
+        NoPlaceError: none is possible, or nothing is known of the model's speed on these devices.
     """
-    found = ArrangedFleet()
-    open_models = [model.name for model in fleet.models if may_be_dedicated(model) or model.name in options.asked]
-    for model, demand in zip(fleet.models, demands, strict=True):
-        if model.name not in open_models:
-            found.shared.append(demand)
-            continue
-        number = open_models.index(model.name)
-
-        def told(part: float, text: str, number: int = number) -> None:
-            options.tell((number + part) / len(open_models), text)
-
-        wanted, pool = wanted_of(model, demand, free), pool_of(model.name)
-        whole = is_open(model) or model.name in options.asked
-        only = ARRANGEMENTS if model.phases == "auto" or whole else (model.phases,)
-        comparison = compare(wanted, pool, options.latency, options.seed, told, only, options.goodputs or whole)
-        if whole:
-            found.comparisons.append(comparison)
-        phases = comparison.recommended if model.phases == "auto" else model.phases
-        what = comparison.of(phases)
-        if not arrangement(phases).dedicated:
-            found.shared.append(demand)
-            continue
-        if what.figures is None:
-            found.missing[model.name] = what.why_not
-            found.impossible.append(demand)
-            continue
-        layout = what.figures.layout
-        devices = take(pool, layout)
-        if devices is not None:
-            place = pool.place(wanted, layout)
-            found.arranged.append(DedicatedModel(demand, place, what.figures, devices))
-        elif is_open(model):
-            found.notes.append(f"{model.name} shares devices with others: {_taken(phases, layout, pool)}")
-            found.shared.append(demand)
-        else:
-            found.missing[model.name] = _taken(phases, layout, pool)
-            found.impossible.append(demand)
-    return found
-
-
-def _taken(phases: PhasesName, layout: ReplicaLayout, pool: DevicePool) -> str:
-    return (
-        f"{phases} needs {layout.devices} {pool.kind} for it alone ({layout.words}), which the other models do not "
-        "leave"
+    places = places_of(wanted, pool, phases)
+    # Fewest devices per replica first: less goes over links.
+    places.sort(key=lambda place: (place.layout.tp * place.layout.stages, place.layout.tp))
+    try:
+        found = [(place, OneEngine.of(wanted, place, latency)) for place in places]
+    except CostError as error:
+        raise NoPlaceError(str(error)) from None
+    most = max(place.layout.replicas * engine.within_objectives for place, engine in found)
+    return next(
+        (place, engine)
+        for place, engine in found
+        if place.layout.replicas * engine.within_objectives >= (1.0 - EQUAL) * most
     )
+
+
+def places_of(wanted: Wanted, pool: DevicePool, phases: PhasesName) -> list[SimulatedLayout]:
+    """The layouts of an arrangement that are possible, of those that leave the fewest devices idle.
+
+    Raises:
+        NoPlaceError: none is possible.
+    """
+    if arrangement(phases).needs_objectives and not wanted.has_objectives:
+        raise NoPlaceError("needs slo.ttft_ms and slo.tpot_ms: prefill rolls on when the next one would miss them")
+    places: list[SimulatedLayout] = []
+    first = ""
+    for layout in pool.layouts(wanted, phases):
+        if places and layout.devices < places[0].layout.devices:
+            break
+        try:
+            places.append(pool.place(wanted, layout))
+        except NoPlaceError as error:
+            first = first or str(error)
+            # The largest part of a model that is possible says what would be needed.
+            if layout.devices == pool.devices:
+                first = str(error)
+    if not places:
+        raise NoPlaceError(first)
+    return places
 
 
 # ---------------------------------------------------------------- devices of a plan
 
 
 class FreeDevices:
-    """Devices of a cluster that are still free, while some are taken."""
+    """Devices of a cluster that are still free, while some are taken. `numbers` are those that are free at first (None:
+    all)."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, numbers: Collection[int] | None = None) -> None:
         self.cluster = cluster
         self._free: list[list[int]] = []
-        number = 0
+        first = 0
         for node in cluster.nodes:
-            self._free.append(list(range(number, number + node.count)))
-            number += node.count
+            mine = range(first, first + node.count)
+            self._free.append([number for number in mine if numbers is None or number in numbers])
+            first += node.count
+
+    def on_machines(self, kind: str) -> tuple[int, ...]:
+        """How many devices of that type are free on each machine that has some."""
+        nodes = zip(self.cluster.nodes, self._free, strict=True)
+        return tuple(len(free) for node, free in nodes if node.device == kind and free)
 
     def take(self, kind: str, layout: ReplicaLayout) -> tuple[tuple[int, ...], ...] | None:
         """Devices of type `kind` for each replica of a layout: those of one within a machine if that has them, the
@@ -234,74 +244,7 @@ def _work(demand: Demand, rate: float) -> float:
     return rate * demand.sequence_tokens * active
 
 
-def joined(
-    rest: ClusterPlan, cluster: Cluster, numbers: Sequence[int], arranged: Sequence[DedicatedModel]
-) -> ClusterPlan:
-    """The plan of the models that share devices, and those that have some to themselves.
-
-    Args:
-        cluster: all devices.
-        numbers: the number in `cluster` of each device that `rest` was planned on.
-    """
-    units = [replace(unit, devices=tuple(numbers[n] for n in unit.devices)) for unit in rest.placement.units]
-    estimates, demands = list(rest.estimates), list(rest.demands)
-    for each in arranged:
-        member = Member(len(demands), each.place.layout.replicas)
-        demands.append(each.demand)
-        for devices in each.devices:
-            units.append(_unit(f"unit{len(units)}", each, devices))
-            estimates.append(_estimate(each, member))
-    return replace(rest, demands=tuple(demands), placement=Placement(cluster, tuple(units)), estimates=tuple(estimates))
-
-
-def _unit(name: str, each: DedicatedModel, devices: tuple[int, ...]) -> PlacedUnit:
-    layout = each.place.layout
-    rate = each.demand.rate / layout.replicas
-    return PlacedUnit(
-        name,
-        each.place.shape.device,
-        devices,
-        (PlacedModel(each.demand.name, rate, each.share, each.share),),
-        each.place.kv_bytes,
-        layout.phases,
-        layout.stages,
-    )
-
-
-def _estimate(each: DedicatedModel, member: Member) -> UnitEstimate:
-    """What the simulation says of one replica, in the words of an estimate."""
-    demand, figures, layout = each.demand, each.figures, each.place.layout
-    rate = demand.rate / member.replicas
-    token = demand.architecture.kv_bytes_per_token(demand.dtype) / (layout.stages * layout.tp)
-    used = min(float(each.place.kv_bytes), figures.running / member.replicas * demand.sequence_tokens * token)
-    model = ModelEstimate(
-        member=member,
-        rate=rate,
-        throughput=figures.served / member.replicas,
-        batch=figures.running / member.replicas,
-        ttft=figures.ttft.mean if figures.ttft else math.inf,
-        tpot=figures.tpot.mean if figures.tpot else None,
-        attainment=figures.attainment,
-        decode_share=each.share,
-        limit="slo",
-        own_bytes=each.place.own_bytes,
-        kv_bytes=used,
-    )
-    return UnitEstimate(
-        mesh=Mesh(each.place.shape.device, layout.stages * layout.tp),
-        prefill_share=each.share,
-        models=(model,),
-        pool_bytes=each.place.kv_bytes,
-        kv_bytes=used,
-        prefill_load=0.0,
-        decode_load=0.0,
-        progress=1.0,
-        headroom=figures.goodput / demand.rate,
-        next_limit="goodput" if figures.goodput >= demand.rate else "",
-    )
-
-
-# ---------------------------------------------------------------- division
+# ---------------------------------------------------------------- models whose file says so
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,76 +257,157 @@ class Divided:
     left: Cluster
     numbers: list[int]
 
-    def crowds_out(self, fleet: Fleet, before: ClusterPlan, rest: ClusterPlan | None) -> bool:
-        """Whether models that were free to share have taken the place of others, which had one in `before`."""
-        chosen = [each for each in self.arrangements.arranged if is_open(fleet.model(each.demand.name))]
-        if len(chosen) < len(self.arrangements.arranged) or self.arrangements.missing:
-            return False
-        missing = rest.missing if rest else {demand.name: "" for demand in self.arrangements.shared}
-        return bool(set(missing) - set(before.missing))
-
-    @property
-    def has_dedicated(self) -> bool:
-        """Whether some model is not to be planned with the others."""
-        return bool(self.arrangements.arranged or self.arrangements.missing)
-
     def joined(self, rest: ClusterPlan | None, objective: Objective) -> ClusterPlan:
         """The whole plan. `rest` is that of the shared models; None where there are none, or no devices for them."""
         found = self.arrangements
         rest = rest or ClusterPlan((), Placement(self.left, ()), (), {}, objective, "muxserve", 0.0, 0.0, 0)
-        demands = [demand for demand in found.shared if demand not in rest.demands]
+        units = [replace(unit, devices=tuple(self.numbers[n] for n in unit.devices)) for unit in rest.placement.units]
+        estimates, demands = list(rest.estimates), list(rest.demands)
+        for each in found.arranged:
+            more, estimated = each.units(len(units), Member(len(demands), each.place.layout.replicas))
+            demands.append(each.demand)
+            units += more
+            estimates += estimated
+        unplaced = [demand for demand in found.shared if demand not in rest.demands]
         missing = {
             **rest.missing,
             **found.missing,
-            **{demand.name: "models that have devices to themselves leave none" for demand in demands},
+            **{demand.name: "models that have devices to themselves leave none" for demand in unplaced},
         }
-        whole = joined(replace(rest, missing=missing), self.cluster, self.numbers, found.arranged)
-        # Those that are placed nowhere are asked for nevertheless.
-        nowhere = [*demands, *found.impossible]
-        whole = replace(whole, demands=(*whole.demands, *nowhere))
+        whole = replace(
+            rest,
+            # Those that are placed nowhere are asked for nevertheless.
+            demands=(*demands, *unplaced, *found.impossible),
+            placement=Placement(self.cluster, tuple(units)),
+            estimates=tuple(estimates),
+            missing=missing,
+        )
         return replace(whole, placement=replace(whole.placement, notes=notes_of(whole)))
 
 
 def divide_gpus(
-    fleet: Fleet, demands: Sequence[Demand], made: ClusterPlan, around: Surroundings, options: TrialOptions
+    fleet: Fleet, demands: Sequence[Demand], made: ClusterPlan, around: Surroundings, latency: LatencyModel
 ) -> Divided:
     """Give every rolling or pipelined model GPUs to itself.
 
     Args:
-        made: the plan as if all models were multiplexed: what they have there is what they are compared on.
+        made: the plan as if all models were multiplexed: a model has as many GPUs as there, or as its file takes.
     """
     cluster = made.placement.cluster
     free = FreeDevices(cluster)
-    asked_for = {demand.name: demand for demand in demands}
 
-    def pool_of(name: str) -> DevicePool:
-        kind, nodes = part_of(made, name)
+    def pool_of(wanted: Wanted, phases: PhasesName) -> GpuPool:
+        kind, nodes = part_of(made, wanted.demand.name)
         part = GpuPool(kind, nodes, device(kind).memory_bytes, around.rules, around.network)
-        model = fleet.model(name)
-        if model.phases == "auto":
-            return part
-        # What the file says must be possible: then as many more as that takes.
-        wanted = wanted_of(model, asked_for[name], free=True)
         for count in range(part.devices, sum(n.count for n in cluster.nodes if n.device == kind) + 1):
             pool = replace(part, nodes=nodes_of(cluster, kind, count))
             with suppress(NoPlaceError):
-                places_of(wanted, pool, model.phases)
+                places_of(wanted, pool, phases)
                 return pool
         return part
 
     def take(pool: DevicePool, layout: ReplicaLayout) -> tuple[tuple[int, ...], ...] | None:
         return free.take(pool.kind, layout)
 
-    found = arrange(fleet, demands, pool_of, take, options)
+    found = _arrange(fleet, demands, pool_of, take, latency, free=True)
     left, numbers = free.rest()
     return Divided(cluster, found, left, numbers)
 
 
-def divide_cpu(fleet: Fleet, demands: Sequence[Demand], pool: CpuPool, options: TrialOptions) -> ArrangedFleet:
-    """How models are arranged on the CPU of one machine, each compared as if it were there alone. The machine stands
-    for as many devices as there are units; which those are is not said yet (`planning.machine`)."""
+def divide_cpu(fleet: Fleet, demands: Sequence[Demand], pool: CpuPool, latency: LatencyModel) -> ArrangedFleet:
+    """The rolling and pipelined models on the CPU of one machine, each as if it were there alone. The machine stands
+    for as many devices as there are units; which those are is not said yet (`planning.this_machine`)."""
 
     def take(_: DevicePool, layout: ReplicaLayout) -> tuple[tuple[int, ...], ...]:
         return ((0,),) * layout.replicas
 
-    return arrange(fleet, demands, lambda _: pool, take, options, free=False)
+    return _arrange(fleet, demands, lambda *_: pool, take, latency, free=False)
+
+
+def _arrange(
+    fleet: Fleet,
+    demands: Sequence[Demand],
+    pool_of: Callable[[Wanted, PhasesName], DevicePool],
+    take: Callable[[DevicePool, ReplicaLayout], tuple[tuple[int, ...], ...] | None],
+    latency: LatencyModel,
+    free: bool,
+) -> ArrangedFleet:
+    """
+    Args:
+        pool_of: the devices for a model in its arrangement.
+        take: takes devices for each replica of a layout; None: they are not there any more.
+        free: see `wanted_of`.
+    """
+    found = ArrangedFleet()
+    for model, demand in zip(fleet.models, demands, strict=True):
+        phases = arrangement_of(model).name
+        if not arrangement(phases).dedicated:
+            found.shared.append(demand)
+            continue
+        wanted = wanted_of(model, demand, free)
+        pool = pool_of(wanted, phases)
+        try:
+            place, engine = best_place(wanted, pool, phases, latency)
+            devices = take(pool, place.layout)
+            if devices is None:
+                raise NoPlaceError(
+                    f"{phases} needs {place.layout.devices} {pool.kind} for it alone ({place.layout.words}), which the "
+                    "other models do not leave"
+                )
+        except NoPlaceError as error:
+            found.missing[model.name] = str(error)
+            found.impossible.append(demand)
+            continue
+        found.arranged.append(DedicatedModel(demand, place, engine, devices))
+    return found
+
+
+# ---------------------------------------------------------------- models that leave it open
+
+
+def rearranged(
+    plan: ClusterPlan, phases: PhasesName, fleet: Fleet, around: Surroundings, latency: LatencyModel
+) -> ClusterPlan:
+    """A plan in which every replica has GPUs of its own, with the models that leave their arrangement open in that one,
+    on the GPUs that they have. Models for which it is not possible there stay as they are."""
+    for model in fleet.models:
+        if is_open(model) and any(demand.name == model.name for demand in plan.demands):
+            plan = _model_rearranged(plan, model.name, phases, fleet, around, latency)
+    return plan
+
+
+def _model_rearranged(
+    plan: ClusterPlan, name: str, phases: PhasesName, fleet: Fleet, around: Surroundings, latency: LatencyModel
+) -> ClusterPlan:
+    units = plan.placement.units
+    mine = [unit for unit in units if any(placed.model == name for placed in unit.models)]
+    kinds = {unit.device for unit in mine}
+    if len(kinds) != 1 or any(len(unit.models) > 1 for unit in mine):
+        return plan
+    (kind,) = kinds
+    free = FreeDevices(plan.placement.cluster, {number for unit in mine for number in unit.devices})
+    pool = GpuPool(kind, free.on_machines(kind), device(kind).memory_bytes, around.rules, around.network)
+    index, demand = next((n, each) for n, each in enumerate(plan.demands) if each.name == name)
+    try:
+        place, engine = best_place(wanted_of(fleet.model(name), demand, free=True), pool, phases, latency)
+    except NoPlaceError:
+        return plan
+    devices = free.take(kind, place.layout)
+    if devices is None:
+        return plan
+    others = [(unit, told) for unit, told in zip(units, plan.estimates, strict=True) if unit not in mine]
+    own = DedicatedModel(demand, place, engine, devices).units(0, Member(index, place.layout.replicas))
+    both = [*others, *zip(*own, strict=True)]
+    named = tuple(replace(unit, name=f"unit{number}") for number, (unit, _) in enumerate(both))
+    whole = replace(
+        plan,
+        placement=replace(plan.placement, units=named),
+        estimates=tuple(estimate for _, estimate in both),
+    )
+    return replace(whole, placement=replace(whole.placement, notes=notes_of(whole)))
+
+
+def arrangements_in(plan: ClusterPlan, fleet: Fleet) -> Mapping[str, PhasesName]:
+    """The arrangement in a plan of every model that leaves it open, by its name."""
+    found = {placed.model: unit.phases for unit in plan.placement.units for placed in unit.models}
+    return {model.name: found[model.name] for model in fleet.models if is_open(model) and model.name in found}

@@ -9,21 +9,19 @@ from itertools import pairwise
 from muxserve.config import AUTO, NETWORK
 from muxserve.costs.calibration import LINKS
 from muxserve.costs.devices import device
-from muxserve.costs.latency import EngineShape, LatencyModel
+from muxserve.costs.latency import EngineShape
 from muxserve.planning.arrangements import arrangement
 from muxserve.planning.arrangements.base import (
     NoPlaceError,
     ReplicaLayout,
     SimulatedLayout,
     Wanted,
-    link_bytes,
     link_of,
 )
-from muxserve.planning.gpus import unit_shares
 from muxserve.simulator import Link
 from muxserve.spec import PhasesName
 from placement import Machine, ModelDemand, PlanError, plan_unit
-from placement.demand import Demand, splits_evenly
+from placement.demand import splits_evenly
 from placement.format import format_size
 from placement.memory import MemoryRules
 
@@ -48,7 +46,7 @@ class GpuPool:
 
     @property
     def words(self) -> str:
-        """See `DevicePool`."""
+        """What they are, for people."""
         machines = f" on {len(self.nodes)} machines" if len(self.nodes) > 1 else ""
         return f"{self.devices} {self.kind}{machines}"
 
@@ -76,13 +74,6 @@ class GpuPool:
     def place(self, wanted: Wanted, layout: ReplicaLayout) -> SimulatedLayout:
         """See `DevicePool`."""
         return arrangement(layout.phases).on_gpus(self, wanted, layout)
-
-    def shares(self, demand: Demand, place: SimulatedLayout, latency: LatencyModel) -> tuple[float, float]:
-        """See `DevicePool`: those that the planner gives it."""
-        found = unit_shares([demand], self.kind, place.layout.tp, self.memory, self.rules, latency)
-        if found is None:
-            raise NoPlaceError("the planner sees no room for it")
-        return found[demand.name].prefill, found[demand.name].decode
 
     def check_room(self, wanted: Wanted, tokens: int, layout: ReplicaLayout, own: int | None = None) -> None:
         """See `GpuDevices`."""
@@ -129,11 +120,6 @@ class CpuPool:
     kind: str = CPU
     devices: int = 1
 
-    @property
-    def words(self) -> str:
-        """See `DevicePool`."""
-        return f"{self.cores} cores of this machine"
-
     def layouts(self, wanted: Wanted, phases: PhasesName) -> Iterator[ReplicaLayout]:
         """See `DevicePool`."""
         how, replicas = arrangement(phases), wanted.replicas or 1
@@ -171,7 +157,7 @@ class CpuPool:
         # than there are cores, units slow each other down while they compute; the ranks of one unit always do.
         threads = max(1, self.cores // units // ranks)
         each = min(threads / self.cores, 1.0 / ranks)
-        place = SimulatedLayout(
+        return SimulatedLayout(
             layout,
             EngineShape(CPU, self.ranks, each, demand.dtype),
             model.block_tokens,
@@ -179,16 +165,8 @@ class CpuPool:
             plan.pool_bytes,
             weights // (replicas * ranks),
             links=(link_of(device(CPU), 1),) * (layout.stages - 1),
-            link_bytes=link_bytes(demand, layout),
             max_len=model.max_len,
         )
-        return arrangement(layout.phases).on_cpu(place, model, units, ranks)
-
-    def shares(self, demand: Demand, place: SimulatedLayout, latency: LatencyModel) -> tuple[float, float]:
-        """See `DevicePool`: those that the live planner gives it."""
-        assert place.prefill_share is not None, "multiplexed places have shares"
-        assert place.decode_share is not None
-        return place.prefill_share, place.decode_share
 
 
 def cpu_pool(machine: Machine, cores: int | str, pool: int | str, ranks: int = 1) -> CpuPool:

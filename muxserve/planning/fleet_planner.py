@@ -25,7 +25,7 @@ from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import Gpu, GpuChoiceError, choose
 from muxserve.gpu.nvml import GpuMachine as GpuMachine
 from muxserve.gpu.unit import LEAST_POOL_PART, GpuUnit
-from muxserve.planning.auto_phases import arranged_by_simulation
+from muxserve.planning.arrangements import arrangement, is_open
 from muxserve.planning.checkpoints import (
     CheckpointError,
     Hub,
@@ -81,7 +81,6 @@ class FleetPlanner:
             open; it may be replaced by one with other model paths.
         machine: cores and memory before anything is started. Later `machine` has as much memory as the fleet may take.
         gpus: asked for the machine's GPUs if the fleet or its plan wants some.
-        tell: told how far the comparison of arrangements is (a part in 0..1, and what is simulated); it takes seconds.
         simulated: what engines only pretend to compute on; their weights take no memory then.
         latency: what steps are predicted to cost, against which those of engines are held; by default what engines
             pretend, or the roofline.
@@ -96,7 +95,6 @@ class FleetPlanner:
         machine: Machine,
         gpus: Callable[[], GpuMachine],
         hub: Hub | None = None,
-        tell: Callable[[float, str], None] = lambda part, text: None,
         simulated: SimulatedSpec | None = None,
         latency: LatencyModel | None = None,
     ) -> None:
@@ -111,7 +109,6 @@ class FleetPlanner:
         self._whole = machine
         self.machine = machine if self._wants_gpus else within_limit(fleet, machine)
         self._gpus = gpus
-        self._tell = tell
         # The GPUs of the fleet, also those that no unit uses yet, and how many a unit gets.
         self._chosen: tuple[Gpu, ...] = ()
         self._per_unit = 0
@@ -156,26 +153,28 @@ class FleetPlanner:
         if plan_file is None:
             if self._wants_gpus:
                 self._choose(len(fleet.cluster.gpu_ids) or fleet.cluster.gpus)
-            self.fleet = self.arranged(fleet, self._chosen)
+            self.fleet = self.arranged(fleet)
         plans = self._planned() if plan_file is None else self._placed(plan_file)
         if plans[0].gpu is None and not self._on_ray:
             check_together(fleet, plans, self.machine)
         return plans
 
-    def arranged(self, fleet: Fleet, gpus: Sequence[Gpu] | None = None) -> Fleet:
-        """`fleet` with an arrangement for every model that leaves that open (`phases: auto`), by simulation.
+    def arranged(self, fleet: Fleet) -> Fleet:
+        """`fleet` with an arrangement for every model that leaves that open (`phases: auto`). Without a plan, which
+        simulation has chosen, that is the one in which models share what there is."""
+        models = []
+        for model in fleet.models:
+            if is_open(model):
+                model = arrangement("multiplexed").declare(model, 1)
+                self.reasons.append(f"{model.name} is multiplexed, as `phases: auto` is {self._without_choice}")
+            models.append(model)
+        return fleet.with_models(models)
 
-        Args:
-            gpus: those that it is served on; None: as many as units have that are started later.
-
-        Raises:
-            FleetError: a model cannot be served.
-        """
-        if gpus is None:
-            gpus = self._chosen[: self._per_unit * possible_units(fleet)]
-        fleet, reasons = arranged_by_simulation(fleet, self.machine, gpus, self._hub, self._tell)
-        self.reasons += reasons
-        return fleet
+    @property
+    def _without_choice(self) -> str:
+        if not self._wants_gpus:
+            return "on a CPU"
+        return "without a plan; `muxserve plan -o` chooses by simulation, and `deploy --plan` serves that"
 
     def _planned(self) -> list[ResolvedUnit]:
         fleet = self.fleet

@@ -19,12 +19,11 @@ from muxserve.metrics.page import (
     share_axis,
 )
 from muxserve.planning.arrangements import arrangement
-from muxserve.planning.comparison import COLUMNS, Comparison, cells, format_seconds
 from muxserve.planning.document import SweepPoint, needed, warnings_of
 from muxserve.planning.prediction import Prediction
 from placement.cluster import PlacedUnit
 from placement.estimator import UnitEstimate
-from placement.format import format_size
+from placement.format import format_seconds, format_size
 from placement.planner import ClusterPlan, limits_in_words
 
 _ASKED = "#c5cad2"
@@ -35,11 +34,10 @@ def plan_page(
     about: str,
     simulated: Prediction | None = None,
     sweep: Sequence[SweepPoint] = (),
-    comparisons: Sequence[Comparison] = (),
     command: str = "",
 ) -> Page:
     """The page: the verdict, the placement, what each model gets by the estimate and in simulation, the sweep;
-    units, arrangements compared and notes are folded away. `command` is the command that made the page.
+    units and notes are folded away. `command` is the command that made the page.
     """
     colours = colours_of(demand.name for demand in plan.demands)
     sections = [
@@ -48,7 +46,6 @@ def plan_page(
         *([_sweep(sweep)] if sweep else []),
         _throughput(plan, simulated, colours),
         Section("Units", [_units(plan)], collapsed=True),
-        *map(_compared, comparisons),
         Section("Notes", notes=plan.placement.notes, collapsed=True),
     ]
     verdicts = [_verdict(plan, simulated, sweep)]
@@ -246,12 +243,3 @@ def _in_simulation(simulated: Prediction, name: str) -> list[str]:
         format_seconds(figures.tpot.mean) if figures.tpot else "-",
         "-" if met is None else f"{met:.1%}",
     ]
-
-
-def _compared(comparison: Comparison) -> Section:
-    """The arrangements of one model."""
-    heading = f"Arrangements of {comparison.model}, {comparison.rate:g} requests/s on {comparison.devices}"
-    impossible = [f"{each.phases}: {each.why_not}" for each in comparison.arrangements if each.figures is None]
-    notes = [f"Recommended: {comparison.recommended}; {comparison.reason}", *comparison.notes, *impossible]
-    table = PageTable(COLUMNS, [cells(each) for each in comparison.arrangements])
-    return Section(heading, [table], notes=notes, collapsed=True)

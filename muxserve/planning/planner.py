@@ -1,20 +1,19 @@
-"""A plan of a fleet: on GPUs, for growing numbers of them, or on this machine's CPU; its simulation, and the
-arrangements of prefill and decode in it. `muxserve plan` prints it, `muxserve simulate` runs a workload on it."""
+"""A plan of a fleet on GPUs, for growing numbers of them, or on this machine's CPU; and its simulation. `muxserve plan`
+prints it, `muxserve simulate` runs a workload on it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from muxserve.cluster.machine import this_machine
 from muxserve.config import Fleet, load_fleet
 from muxserve.costs.latency import CostError, LatencyModel
+from muxserve.planning.arrangements import arrangement_of
 from muxserve.planning.arrangements.base import NoPlaceError
-from muxserve.planning.comparison import Tell, silent
-from muxserve.planning.dedicated_units import ArrangedFleet, TrialOptions, concerns, divide_cpu, divide_gpus
+from muxserve.planning.dedicated_units import arrangements_in, divide_cpu, divide_gpus
 from muxserve.planning.demands import check_lengths, contexts_of, demands_of, equal_nodes, memory_of
 from muxserve.planning.device_pool import CpuPool, cpu_pool
 from muxserve.planning.document import SweepPoint, point
@@ -46,7 +45,6 @@ from muxserve.simulator import SimulationError
 from muxserve.workload import Workload, check_fits
 from placement.cluster import Cluster
 from placement.demand import Demand
-from placement.format import enumerate_words
 from placement.improve import ImproveLimits
 from placement.memory import MemoryRules
 from placement.objective import OBJECTIVES, Objective
@@ -100,42 +98,33 @@ class UsageError(ValueError):
     """The command line is wrong."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlanningProgress:
-    """Who hears how far planning is: `told` what goes on, and what `comparing` gives how far the comparison of
-    arrangements is (a part in 0..1, and what is simulated)."""
-
-    told: Callable[[str], None] = lambda text: None
-    comparing: Callable[[], AbstractContextManager[Tell]] = lambda: nullcontext(silent)
-
-
 @dataclass(slots=True)
 class PlannedFleet:
     """What came of it. `simulated` is the simulation of the plan (`why_not`: why there is none), `spare` the factors by
     which rates were raised in planning, `rivals` the plans that were compared on all requests, the best first;
     `robust_seconds` is how long it took to try those of them that were equal under other workloads. `by_size` are the
-    plans of a sweep. `residency` (on a CPU) and `sleeping` (on GPUs) say what models that sleep would bring."""
+    plans of a sweep. `residency` (on a CPU) and `sleeping` (on GPUs) say what models that sleep would bring. `notes`
+    say what became of models that leave their arrangement open, where the rivals do not."""
 
     plan: ClusterPlan
     simulated: Prediction | None = None
     why_not: str = ""
     points: list[SweepPoint] = field(default_factory=list)
     spare: Mapping[str, float] = field(default_factory=dict)
-    arrangements: ArrangedFleet | None = None
     rivals: Sequence[Rival] = ()
     robust_seconds: float = 0.0
     residency: ResidencyForecast | None = None
     by_size: tuple[ClusterPlan, ...] = ()
     sleeping: SleepingForecast | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
     """Plans `fleet`, which `file` declares. `seconds` may be spent on the local search; `simulate` is how long the plan
-    is simulated (None: as long as makes sense). `compare` are the models whose arrangements are compared whatever the
-    file says, `network` is bytes per second between machines (None: as the file says). Without `goodputs` that of
-    arrangements is looked for only where several are compared. Where plans are equal, `robust` takes the one that holds
-    up best under other workloads."""
+    is simulated (None: as long as makes sense). `network` is bytes per second between machines (None: as the file
+    says), `told` hears what goes on. Where plans are equal, `robust` takes the one that holds up best under other
+    workloads."""
 
     file: Path
     fleet: Fleet
@@ -143,10 +132,8 @@ class Planner:
     options: PlanOptions
     seconds: float = SEARCH_SECONDS
     simulate: float | None = None
-    compare: tuple[str, ...] = ()
     network: float | None = None
-    progress: PlanningProgress = field(default_factory=PlanningProgress)
-    goodputs: bool = True
+    told: Callable[[str], None] = lambda text: None
     robust: bool = True
     _simulations: Simulations = field(init=False, repr=False, compare=False)
     _units: dict[object, Simulated] = field(init=False, repr=False, compare=False, default_factory=dict)
@@ -158,9 +145,6 @@ class Planner:
     def seed(self) -> int:
         """Of the local search and the simulations."""
         return self.options.local.seed
-
-    def _trials(self, tell: Tell) -> TrialOptions:
-        return TrialOptions(self.latency, self.compare, self.goodputs, self.seed, tell)
 
     def _surroundings(self, pool: CpuPool | None = None) -> Surroundings:
         network = self.fleet.cluster.network if self.network is None else self.network
@@ -177,42 +161,29 @@ class Planner:
         check_lengths(self.fleet, demands)
         return demands
 
-    @property
-    def arranges(self) -> bool:
-        """Whether some model is not simply multiplexed. Baselines know nothing but that."""
-
-        return self.options.mode == "muxserve" and concerns(self.fleet, self.compare)
-
     # ------------------------------------------------------------ GPUs
 
     def on_gpus(self, cluster: Cluster) -> PlannedFleet:
-        """A plan for a cluster."""
+        """A plan for a cluster. Baselines know nothing but multiplexed models."""
         demands = self._demands(cluster)
         made = self._place(demands, cluster)
-        if not self.arranges:
-            return self._best(made, demands, cluster)
-
-        with self.progress.comparing() as tell:
-            divided = divide_gpus(self.fleet, demands, made, self._surroundings(), self._trials(tell))
-        if not divided.has_dedicated:
+        if self.options.mode != "muxserve" or not any(arrangement_of(model).dedicated for model in self.fleet.models):
             found = self._best(made, demands, cluster)
         else:
+            divided = divide_gpus(self.fleet, demands, made, self._surroundings(), self.latency)
             shared = divided.arrangements.shared
             rest = None
             if shared and divided.left.devices:
                 rest = self._best(self._place(shared, divided.left), shared, divided.left)
-            if divided.crowds_out(self.fleet, made, rest.plan if rest else None):
-                found = self._best(made, demands, cluster)
-                names = enumerate_words([each.demand.name for each in divided.arrangements.arranged])
-                divided.arrangements.notes.append(
-                    f"{names}: multiplexed after all, or other models would have no place"
-                )
-            else:
-                found = rest or PlannedFleet(made)
-                found.plan = divided.joined(rest.plan if rest else None, self.options.objective)
-                simulated, found.why_not = self._simulated(found.plan)
-                found.simulated = simulated and self._measured(found.plan, simulated)
-        found.arrangements = divided.arrangements
+            found = rest or PlannedFleet(made)
+            found.plan = divided.joined(rest.plan if rest else None, self.options.objective)
+            simulated, found.why_not = self._simulated(found.plan)
+            found.simulated = simulated and self._measured(found.plan, simulated)
+        if self.options.mode == "muxserve" and not found.rivals:
+            found.notes = [
+                f"{name} is multiplexed: `phases: auto` is decided by simulation of several plans, and there was none"
+                for name in arrangements_in(found.plan, self.fleet)
+            ]
         return found
 
     def swept(self, sizes: Sequence[int], cluster: Cluster, every: bool = False) -> PlannedFleet:
@@ -260,7 +231,7 @@ class Planner:
             cluster, demands = plan.placement.cluster, plan.demands
 
             def tell(way: str, done: int, total: int, gpus: int = cluster.devices) -> None:
-                self.progress.told(f"{gpus} GPUs, {way}: {done} of {total} requests")
+                self.told(f"{gpus} GPUs, {way}: {done} of {total} requests")
 
             planned = simulated_of(plan.placement, self.fleet, demands, self._surroundings())
             awake = all_awake(planned, demands, requests, self._simulations, tell)
@@ -289,7 +260,7 @@ class Planner:
             memory_of(cluster),
             options or self.options,
             lambda: time.monotonic() >= until,
-            lambda text: self.progress.told(before + text),
+            lambda text: self.told(before + text),
         )
 
     def _best(self, shared: ClusterPlan, demands: Sequence[Demand], cluster: Cluster) -> PlannedFleet:
@@ -314,7 +285,9 @@ class Planner:
         known: dict[object, Prediction | None] = {}
         own, *others = shared_ways(self.fleet, shares_per_lease(self.fleet, found.plan.placement))
         rivals = [Rival(own, found.plan, found.simulated)]
-        rivals += [Rival(way, as_way(way, found.plan, self.fleet)) for way in others]
+        rivals += [
+            Rival(way, as_way(way, found.plan, self.fleet, self._surroundings(), self.latency)) for way in others
+        ]
         plans: dict[ModeName, ClusterPlan] = {}
         for way, (mode, _) in WAYS.items():
             if mode == "muxserve":
@@ -322,7 +295,7 @@ class Planner:
             if mode not in plans:
                 options = replace(self.options, mode=mode, exact=False)
                 plans[mode] = self._place(demands, cluster, self.seconds / 4, f"{mode}: ", options)
-            plan = as_way(way, plans[mode], self.fleet)
+            plan = as_way(way, plans[mode], self.fleet, self._surroundings(), self.latency)
             if all(plan.placement.units != rival.plan.placement.units for rival in rivals):
                 rivals.append(Rival(way, plan))
         spent = 0.0
@@ -394,10 +367,7 @@ class Planner:
         resolved, own = load_fleet(self.file), self.fleet.cluster
         demands = self._demands()
         pool = cpu_pool(this_machine(), own.cores, self.fleet.kv_pool.size, own.ranks)
-        found = ArrangedFleet(shared=list(demands))
-        if self.arranges:
-            with self.progress.comparing() as tell:
-                found = divide_cpu(self.fleet, demands, pool, self._trials(tell))
+        found = divide_cpu(self.fleet, demands, pool, self.latency)
         try:
             made = plan_this_machine(resolved, demands, found, pool, self.latency, self.options.objective)
         except ValueError as error:
@@ -405,11 +375,12 @@ class Planner:
         check_lengths(self.fleet, made.demands)
         simulated, why_not = self._simulated(made, pool)
         simulated = simulated and self._measured(made, simulated, pool)
-        arrangements = found if self.arranges else None
+        open_models = arrangements_in(made, self.fleet)
+        notes = [f"{name} is multiplexed, as `phases: auto` is on a CPU" for name in open_models]
         forecast = None if simulated is None else self._residency(resolved, made, pool, workload)
         if workload is not None and forecast is None:
             raise UsageError(NO_SLEEPING)
-        return PlannedFleet(made, simulated, why_not, arrangements=arrangements, residency=forecast)
+        return PlannedFleet(made, simulated, why_not, residency=forecast, notes=notes)
 
     def _residency(
         self, resolved: Fleet, made: ClusterPlan, pool: CpuPool, workload: Workload | None
@@ -423,7 +394,7 @@ class Planner:
         requests = None if workload is None else list(workload)
         about = _GROUPS.name if workload is None else workload.about
         seconds = requests[-1].arrival if requests else _GROUPS_SECONDS
-        self.progress.told(f"simulating {about}")
+        self.told(f"simulating {about}")
         units = simulated_of(made.placement, self.fleet, made.demands, self._surroundings(pool))
         resident, awake = (
             predict(made, self.latency, seconds, self.seed, each, perturbed=_GROUPS, requests=requests)
@@ -449,10 +420,10 @@ class Planner:
         asked = self.simulate if seconds is None else seconds
         if not made.placement.units or (asked is not None and asked <= 0.0):
             return None, ""
-        self.progress.told("simulating")
+        self.told("simulating")
 
         def count(done: int, total: int) -> None:
-            self.progress.told(f"simulating, {done} of {total} requests")
+            self.told(f"simulating, {done} of {total} requests")
 
         length = usual_seconds(made) if asked is None else asked
         try:

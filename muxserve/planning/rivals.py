@@ -15,8 +15,11 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from muxserve.config import Fleet
+from muxserve.costs.latency import LatencyModel
 from muxserve.planning.arrangements import arrangement, is_open
-from muxserve.planning.prediction import Prediction, falls_short
+from muxserve.planning.dedicated_units import rearranged
+from muxserve.planning.prediction import Prediction, Surroundings, falls_short
+from muxserve.spec import PhasesName
 from placement.demand import Demand
 from placement.planner import ClusterPlan, ModeName
 
@@ -33,7 +36,11 @@ WAYS: dict[str, tuple[ModeName, str]] = {
     "first come": ("temporal", "models share GPUs and take turns in order of arrival (FCFS)"),
     "dedicated": ("spatial", "every replica has GPUs of its own"),
     "one engine": ("spatial", "every replica has GPUs of its own and one engine of both phases, as stock vLLM"),
+    "stages": ("spatial", "as one engine, and those of models with `phases: auto` are over stages"),
+    "rolling": ("spatial", "as one engine, and prefill of models with `phases: auto` rolls over their replicas"),
 }
+# The arrangement in these of models that leave theirs open.
+_OPEN: dict[str, PhasesName] = {"stages": "pipelined", "rolling": "rolling"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +138,10 @@ def kept(plan: ClusterPlan, prediction: Prediction) -> float | None:
     return min(1.0, throughput * prediction.seconds / overall.requests)
 
 
-def as_way(way: str, plan: ClusterPlan, fleet: Fleet) -> ClusterPlan:
+def as_way(way: str, plan: ClusterPlan, fleet: Fleet, around: Surroundings, latency: LatencyModel) -> ClusterPlan:
     """A plan in that way's mode as `muxserve deploy` serves it."""
+    if way in _OPEN:
+        plan = rearranged(plan, _OPEN[way], fleet, around, latency)
     units = plan.placement.units
     if way == "shares per lease":
         units = tuple(replace(unit, policy="slack") for unit in units)
@@ -140,12 +149,13 @@ def as_way(way: str, plan: ClusterPlan, fleet: Fleet) -> ClusterPlan:
         units = tuple(replace(unit, policy="adbs") for unit in units)
     if way == "first come":
         units = tuple(replace(unit, policy="fcfs") for unit in units)
-    if way == "one engine":
+    if way == "one engine" or way in _OPEN:
         how = arrangement("pipelined")
         demands = {demand.name: demand for demand in plan.demands}
         units = tuple(
             replace(unit, phases=how.name, stages=1, batching="vllm")
-            if all(_may_have_one_engine(fleet, demands[placed.model]) for placed in unit.models)
+            if unit.phases == "multiplexed"
+            and all(_may_have_one_engine(fleet, demands[placed.model]) for placed in unit.models)
             else unit
             for unit in units
         )

@@ -16,6 +16,7 @@ from muxserve.planning.arrangements.base import wanted_of
 from muxserve.planning.dedicated_units import ArrangedFleet, DedicatedModel, Divided
 from muxserve.planning.device_pool import CPU, CpuPool
 from muxserve.planning.fleet_planner import FleetPlanner, notes_of
+from muxserve.planning.one_engine import OneEngine
 from muxserve.planning.residency import residency_of
 from muxserve.planning.unit_plan import ResolvedUnit
 from muxserve.spec import ResidencySpec
@@ -54,7 +55,7 @@ def plan_this_machine(
     shared = [plan for plan in plans if not arrangement_of(plan.fleet.models[0]).dedicated]
     found.shared = [as_served(demand, shared) for demand in found.shared]
     made = plan_machine(shared, found.shared, latency, objective, len(plans)) if shared else None
-    found.arranged = _placed(fleet, found.arranged, plans[len(shared) :], len(shared), pool)
+    found.arranged = _placed(fleet, found.arranged, plans[len(shared) :], len(shared), pool, latency)
     machine = Cluster((Node(CPU, max(1, len(plans))),))
     left = Cluster((Node(CPU, max(1, len(shared))),))
     whole = made
@@ -87,7 +88,12 @@ def _served(fleet: Fleet, found: ArrangedFleet, machine: Machine) -> list[Resolv
 
 
 def _placed(
-    fleet: Fleet, arranged: Sequence[DedicatedModel], plans: Sequence[ResolvedUnit], first: int, pool: CpuPool
+    fleet: Fleet,
+    arranged: Sequence[DedicatedModel],
+    plans: Sequence[ResolvedUnit],
+    first: int,
+    pool: CpuPool,
+    latency: LatencyModel,
 ) -> list[DedicatedModel]:
     """The same with devices of their own, from number `first` on, and what the live planner gives them there."""
     found, number = [], 0
@@ -95,9 +101,11 @@ def _placed(
     for each in arranged:
         layout = each.place.layout
         here = replace(pool, others=units - layout.replicas, pool=plans[number].unit.pool_bytes)
-        place = here.place(wanted_of(fleet.model(each.demand.name), each.demand, free=False), layout)
+        wanted = wanted_of(fleet.model(each.demand.name), each.demand, free=False)
+        place = here.place(wanted, layout)
         devices = tuple((first + number + n,) for n in range(layout.replicas))
-        found.append(replace(each, place=place, devices=devices, share=1.0 / units))
+        engine = OneEngine.of(wanted, place, latency)
+        found.append(DedicatedModel(each.demand, place, engine, devices, 1.0 / units))
         number += layout.replicas
     return found
 

@@ -4,14 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from muxserve.planning import trial, window
+from muxserve.planning import window
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _brief_trials() -> Iterator[None]:
+def _brief_simulations() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial, "_FEWEST", 40)
-        patch.setattr(trial, "_MOST", 300)
-        patch.setattr(trial, "_SECONDS", (2.0, 6.0))
         patch.setattr(window, "_REQUESTS", 500)
         yield

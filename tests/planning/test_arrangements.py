@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muxserve.config import Fleet, FleetError, load_fleet, parse_fleet
-from muxserve.control.changes import ChangeError
 from muxserve.costs.architecture import read_architecture
 from muxserve.costs.latency import EngineShape
 from muxserve.costs.roofline import Roofline
@@ -385,65 +383,37 @@ class TestPlanFiles:
 
 
 class TestAuto:
-    """What is compared, and how it comes out, is tested elsewhere; here it is what becomes of it."""
+    """Models that leave their arrangement open are multiplexed where no plan has chosen another one."""
 
-    @pytest.fixture(autouse=True)
-    def _chosen(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def choose(fleet: Fleet, machine: Machine, gpus: tuple[Gpu, ...], *_: object, **__: object) -> object:
-            self.asked = [model.name for model in fleet.models if model.phases == "auto"]
-            self.gpus = [gpu.uuid for gpu in gpus]
-            return {name: self.choice for name in self.asked if self.choice}
-
-        self.choice: object = None
-        monkeypatch.setattr("muxserve.planning.auto_phases.choose_at_deploy", choose)
-
-    def choose(self, phases: str, stages: int = 1) -> None:
-        self.choice = SimpleNamespace(phases=phases, stages=stages, reason="it is best")
-
-    def test_the_fleet_is_planned_as_it_was_chosen(self) -> None:
-        self.choose("pipelined", 4)
+    def test_on_a_cpu(self) -> None:
         planner = FleetPlanner(fleet("phases: auto", "phases: pipelined"), MACHINE, lambda: NONE)
         told = deployed(planner.fleet, planner.at_start())
-        assert (self.asked, self.gpus) == (["arithmetic"], [])
-        assert [(u.unit_spec.policy, u.unit_spec.stages) for u in told.units] == [
-            ("slack", 1),
-            ("pipelined", 4),
-            ("pipelined", 2),
-        ]
-        assert planner.reasons == ["arithmetic is pipelined: it is best"]
-        assert planner.fleet.model("arithmetic").stages == 4
-        more = planned_unit(planner.unit("late", ["arithmetic"], told), "/run").unit_spec
-        assert more.stages == 4
+        assert [(u.unit_spec.policy, u.unit_spec.stages) for u in told.units] == [("slack", 1), ("pipelined", 2)]
+        assert planner.reasons == ["arithmetic is multiplexed, as `phases: auto` is on a CPU"]
+        assert planner.fleet.model("arithmetic").phases == "multiplexed"
 
-    def test_what_cannot_be_compared_is_multiplexed(self) -> None:
-        unknown = GpuMachine((Gpu(0, "GPU-0", "NVIDIA Quux 9000", 80 << 30, 0, capability=(9, 0)),))
-        declared = only("phases: auto", head="cluster: {gpus: 1}")
-        planner = FleetPlanner(declared, MACHINE, lambda: unknown)
+    def test_on_gpus_the_user_hears_what_chooses(self) -> None:
+        planner = FleetPlanner(only("phases: auto", head="cluster: {gpus: 1}"), MACHINE, lambda: H200)
         assert planned_unit(planner.at_start()[0], "/run").unit_spec.policy == "slack"
-        assert planner.reasons == ["arithmetic is multiplexed: nothing is known of the speed of a NVIDIA Quux 9000"]
+        (reason,) = planner.reasons
+        assert reason.startswith("arithmetic is multiplexed, as `phases: auto` is without a plan; `muxserve plan -o`")
 
-    def test_nothing_is_compared_where_a_plan_says_it(self, tmp_path: Path) -> None:
-        self.choose("pipelined", 2)
-        plan(only(f"phases: auto, {SLO}"), saved(tmp_path / "plan.yaml", ("arithmetic", "rolling", 1)))
-        assert not hasattr(self, "asked")
+    def test_a_plan_says_it(self, tmp_path: Path) -> None:
+        declared = only(f"phases: auto, {SLO}")
+        planner = FleetPlanner(declared, MACHINE, lambda: NONE)
+        (unit,) = planner.at_start(saved(tmp_path / "plan.yaml", ("arithmetic", "rolling", 1)))
+        assert planned_unit(unit, "/run").unit_spec.policy == "rolling"
+        assert planner.reasons == []
 
     def test_a_model_that_is_added_later(self) -> None:
-        self.choose("rolling")
-        planner = FleetPlanner(only("phases: multiplexed", head="cluster: {gpus: 4}"), MACHINE, lambda: H200)
-        told = deployed(planner.fleet, planner.at_start())
-        said: list[str] = []
-        added = only(f"phases: auto, replicas: 2, {SLO}", "atlas")
-        with pytest.raises(ChangeError, match="0 are free"):
-            ScaleOut(planner).addition(added, iter(["u1", "u2"]).__next__, told, said.append)
-        assert said[-1] == "atlas is rolling: it is best"
-        assert [model.name for model in planner.fleet.models] == ["arithmetic"]
-
         planner = FleetPlanner(only("phases: multiplexed"), MACHINE, lambda: NONE)
         told = deployed(planner.fleet, planner.at_start())
-        addition = ScaleOut(planner).addition(added, iter(["u1", "u2"]).__next__, told, said.append)
-        assert [unit.unit_spec.policy for unit in addition.units] == ["rolling", "rolling"]
-        assert addition.rolling is not None
-        assert planner.fleet.model("atlas").phases == "rolling"
+        said: list[str] = []
+        added = only("phases: auto", "atlas")
+        addition = ScaleOut(planner).addition(added, iter(["u1"]).__next__, told, said.append)
+        assert [unit.unit_spec.policy for unit in addition.units] == ["slack"]
+        assert said[0] == "atlas is multiplexed, as `phases: auto` is on a CPU"
+        assert planner.fleet.model("atlas").phases == "multiplexed"
 
 
 def test_whatever_keeps_a_model_from_being_added_it_is_declared_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,28 +1,27 @@
 """Rolling and pipelined models in plans: devices of their own, plan files, what the command prints."""
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
-from rich.console import Console
 from typer.testing import CliRunner
 
-from muxserve.cli import plan_phases
 from muxserve.cli.app import app
-from muxserve.config import load_fleet
-from muxserve.planning.arrangements.base import ReplicaLayout, Wanted
-from muxserve.planning.comparison import ArrangementFigures, Compared, Comparison, Spread
-from muxserve.planning.dedicated_units import ArrangedFleet, DedicatedModel, Divided, FreeDevices, part_of
+from muxserve.config import Fleet, load_fleet
+from muxserve.planning.arrangements.base import ReplicaLayout
+from muxserve.planning.dedicated_units import FreeDevices, arrangements_in, divide_gpus, part_of, rearranged
 from muxserve.planning.plan_file import load_plan
+from muxserve.planning.prediction import Surroundings, predict, simulated_of
+from muxserve.planning.rivals import as_way
 from placement.cluster import Cluster, Node
 from placement.demand import Demand
 from placement.memory import MemoryRules
-from placement.planner import PlanOptions, plan_cluster
-from tests.planning.phases_support import COSTS, L20, WIDE, gpus
+from placement.planner import ClusterPlan, PlanOptions, plan_cluster
+from tests.planning.phases_support import COSTS, L20, WIDE, wanted
 
+AROUND = Surroundings(MemoryRules.served(0.92))
 runner = CliRunner()
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,8 +62,8 @@ def fleet(tmp_path: Path) -> Path:
     return tmp_path / "fleet.yaml"
 
 
-def run(*arguments: object) -> tuple[int, str, str]:
-    result = runner.invoke(app, ["plan", *map(str, arguments), "--simulate", "0"])
+def run(*arguments: object, simulate: int = 0) -> tuple[int, str, str]:
+    result = runner.invoke(app, ["plan", *map(str, arguments), "--simulate", str(simulate)])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.stdout, result.stderr
 
@@ -78,6 +77,13 @@ class TestFreeDevices:
         cluster, numbers = carving.rest()
         assert cluster == Cluster((Node("b", 8),))
         assert numbers == list(range(4, 12))
+
+    def test_only_some_are_free_at_first(self) -> None:
+        carving = FreeDevices(Cluster((Node("a", 4), Node("b", 8), Node("a", 2))), {1, 2, 6, 13})
+        assert carving.on_machines("a") == (2, 1)
+        assert carving.take("a", ReplicaLayout("rolling", 2, 1, 1)) == ((13,), (1,))
+        assert carving.take("a", ReplicaLayout("rolling", 2, 1, 1)) is None
+        assert carving.on_machines("a") == (1,)
 
     def test_a_long_pipeline_goes_over_machines_but_no_stage_does(self) -> None:
         carving = FreeDevices(Cluster((Node("a", 3), Node("a", 3), Node("a", 2))))
@@ -115,24 +121,26 @@ class TestParts:
 
 class TestCommand:
     @pytest.mark.slow
-    def test_a_model_that_leaves_it_open_is_compared_and_planned_as_chosen(self, fleet: Path) -> None:
+    def test_a_model_that_leaves_it_open_is_planned_as_the_best_way_has_it(self, fleet: Path) -> None:
         fleet.write_text(FLEET.format(phases="auto", more="").replace("gpus: 4", "gpus: 2"))
         plan = fleet.with_name("plan.yaml")
-        code, out, err = run(fleet, "--json", "-o", plan)
+        code, out, err = run(fleet, "--json", "-o", plan, simulate=20)
         assert code == 0, err
         data = json.loads(out)
-        (comparison,) = data["phases"]
-        assert comparison["model"] == "open"
-        assert comparison["devices"] == "2 L20-48GB"
-        assert [each["phases"] for each in comparison["arrangements"]] == ["multiplexed", "pipelined", "rolling"]
-        chosen = next(e for e in comparison["arrangements"] if e["phases"] == comparison["recommended"])
-        units = [unit for unit in data["units"] if any(m["model"] == "open" for m in unit["models"])]
-        assert {unit["phases"] for unit in units} == {comparison["recommended"]}
-        if comparison["recommended"] != "multiplexed":
-            assert len(units) == chosen["replicas"]
-            assert {unit["stages"] for unit in units} == {chosen["stages"]}
+        assert err == "plan written to " + str(plan) + "\n"
+        (first, *_) = data["candidates"]
+        shapes = {(unit["phases"], unit["stages"]) for unit in data["units"]}
+        expected = {"stages": ("pipelined", 2), "rolling": ("rolling", 1), "one engine": ("pipelined", 1)}
+        assert shapes == {expected.get(first["way"], ("multiplexed", 1))}
         placement = load_plan(plan, load_fleet(fleet, serving=False))
-        assert {unit.phases for unit in placement.units} == {comparison["recommended"]}
+        assert {(unit.phases, unit.stages) for unit in placement.units} == shapes
+
+    def test_nothing_is_chosen_where_nothing_is_simulated(self, fleet: Path) -> None:
+        fleet.write_text(FLEET.format(phases="auto", more=""))
+        code, out, err = run(fleet)
+        assert code == 0, err
+        assert "open is multiplexed: `phases: auto` is decided by simulation" in " ".join(err.split())
+        assert "chosen" not in out
 
     @pytest.mark.slow
     @pytest.mark.parametrize("phases", ["rolling", "pipelined"])
@@ -153,20 +161,6 @@ class TestCommand:
         shared = [m["model"] for unit in data["units"] if "phases" not in unit for m in unit["models"]]
         assert set(shared) == {"other"}
         load_plan(plan, load_fleet(fleet, serving=False))
-
-    @pytest.mark.slow
-    def test_a_comparison_that_was_asked_for_changes_nothing(self, fleet: Path) -> None:
-        fleet.write_text(FLEET.format(phases="multiplexed", more=OTHER))
-        page = fleet.with_name("page.html")
-        code, out, err = run(fleet, "--compare-phases", "open", "--html", page)
-        assert code == 0, err
-        assert "Arrangements of open, 8 requests/s on" in page.read_text()
-        assert "recommended: " in out
-        for words in ("goodput", "bubbles", "balance", "open: 8 requests/s on"):
-            assert words in out, words
-        assert "other: " not in out
-        plain = run(fleet)[1]
-        assert out.startswith(plain[: plain.index("served, ")])
 
     def test_what_cannot_be_arranged_so_is_missing(self, fleet: Path) -> None:
         fleet.write_text(FLEET.format(phases="rolling", more="").replace("gpus: 4", "gpus: 1"))
@@ -198,19 +192,6 @@ class TestCommand:
         assert "chosen" not in out
         assert "a sweep plans all models as multiplexed" in run(fleet, "--sweep", "gpus=1..2")[2]
 
-    @pytest.mark.parametrize(
-        ("arguments", "words"),
-        [
-            (["--compare-phases", "opne"], "--compare-phases: the fleet has no model 'opne'; did you mean \"open\"?"),
-            (["--compare-phases", "all", "--sweep", "gpus=1..2"], "goes neither with --sweep nor with --mode"),
-        ],
-    )
-    def test_mistakes(self, fleet: Path, arguments: list[str], words: str) -> None:
-        fleet.write_text(FLEET.format(phases="multiplexed", more=""))
-        code, _, err = run(fleet, *arguments)
-        assert code == 2
-        assert words in err
-
     @pytest.mark.slow
     def test_replicas_on_cpu_are_units_of_a_plan_file(self, tmp_path: Path) -> None:
         fleet = tmp_path / "fleet.yaml"
@@ -232,97 +213,78 @@ class TestCommand:
         ]
         assert "rolling" in out
 
-
-EVEN = Spread(0.1, 0.1, 0.1, 0.1)
-
-
-def figures_of(
-    layout: ReplicaLayout,
-    attainment: float = 1.0,
-    ttft: Spread = EVEN,
-    tpot: Spread = EVEN,
-    balance: float = 1.0,
-) -> ArrangementFigures:
-    return ArrangementFigures(
-        layout,
-        devices=8,
-        goodput=6.0,
-        goodput_smooth=6.0,
-        attainment=attainment,
-        attainment_smooth=attainment,
-        ttft=ttft,
-        ttft_with_wait=ttft,
-        tpot=tpot,
-        tpot_after_wait=tpot,
-        served=5.0,
-        running=20.0,
-        preemptions=0,
-        balance=balance,
-        bubbles=(),
-        link_bytes=2e6,
-        network_bytes=0.0,
-        device_hours=0.4,
-        tokens_per_request=490,
-    )
+    def test_what_is_open_on_a_cpu_is_multiplexed(self, tmp_path: Path) -> None:
+        fleet = tmp_path / "fleet.yaml"
+        path = ROOT / "configs/models/arithmetic"
+        fleet.write_text(
+            "cluster: { cores: 1 }\nkv_pool: { size: 64MiB }\nmodels:\n"
+            f"  - {{ name: a, path: {path}, dtype: float32, phases: auto }}\n"
+        )
+        code, out, err = run(fleet, "--json")
+        assert code == 0, err
+        assert [unit["phases"] for unit in json.loads(out)["units"]] == ["multiplexed"]
+        assert "a is multiplexed, as `phases: auto` is on a CPU" in err
 
 
-class TestTables:
+class TestOpenModels:
+    """Layouts of models that leave their arrangement open, in a plan in which every replica has GPUs of its own."""
+
+    @pytest.fixture
+    def declared(self, fleet: Path) -> Fleet:
+        fleet.write_text(FLEET.format(phases="auto", more=OTHER))
+        return load_fleet(fleet, serving=False)
+
     @staticmethod
-    def shown(width: int, monkeypatch: pytest.MonkeyPatch) -> str:
-        console = Console(file=io.StringIO(), width=width)
-        monkeypatch.setattr(plan_phases, "console", console)
-        layout = ReplicaLayout("multiplexed", 4, 1, 2)
-        figures = figures_of(
-            layout, attainment=0.5, tpot=Spread(0.1, 0.1, 0.2, 2.5), ttft=Spread(0.1, 0.1, 0.2, 2.5), balance=1.25
-        )
-        compared = (Compared("multiplexed", figures), Compared("rolling", None, "no objectives"))
-        plan_phases.show(
-            Comparison(
-                "chat",
-                devices="8 L20-48GB",
-                rate=5.0,
-                arrangements=compared,
-                recommended="multiplexed",
-                reason="it is",
-                notes=("a note",),
-            ),
-            True,
-        )
-        return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
-
-    def test_a_wide_screen_has_a_row_for_each_arrangement(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        lines = self.shown(240, monkeypatch).splitlines()
-        assert lines[2].split()[:3] == ["arrangement", "layout", "goodput"]
-        assert lines[3].startswith("multiplexed  4 replicas, tensor parallel over 2      6/s     50%  100 ms / 200 ms")
-        assert lines[4].split() == ["rolling", "not", "possible"]
-        assert lines[5:] == [
-            "rolling is not possible: no objectives",
-            "- a note",
-            "chosen: multiplexed; it is",
-        ]
-
-    def test_a_narrow_one_has_a_column(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        text = self.shown(80, monkeypatch)
-        assert "…" not in text
-        rows = {line.split("  ")[0]: line.split()[-1] for line in text.splitlines()[2:]}
-        assert rows["goodput"] == "6/s"
-        assert rows["balance"] == "1.25"
-
-
-class TestCrowding:
-    @pytest.mark.parametrize(("phases", "crowds"), [("auto", True), ("rolling", False)])
-    def test_only_those_that_chose_give_way(self, fleet: Path, phases: str, crowds: bool) -> None:
-        fleet.write_text(FLEET.format(phases=phases, more=OTHER))
-        declared = load_fleet(fleet, serving=False)
-        made = TestParts.plan([8.0, 2.0], (Node(L20.name, 2),))
+    def spatial(objectives: bool = True) -> ClusterPlan:
         first, other = (
-            replace(demand, name=name) for demand, name in zip(made.demands, ("open", "other"), strict=True)
+            replace(wanted(rate).demand, name=name, slo_ttft=2.0 if objectives else None)
+            for name, rate in (("open", 8.0), ("other", 2.0))
         )
-        place = gpus(2).place(Wanted(first), ReplicaLayout("rolling", 2, 1, 1))
-        figures = figures_of(place.layout)
-        found = ArrangedFleet([DedicatedModel(first, place, figures, ((0,), (1,)))], [other])
-        divided = Divided(made.placement.cluster, found, Cluster(()), [])
-        assert divided.crowds_out(declared, made, None) == crowds
+        options = PlanOptions(rules=MemoryRules.served(0.92), mode="spatial")
+        memory = {L20.name: L20.memory_bytes}
+        return plan_cluster([first, other], Cluster((Node(L20.name, 4),)), COSTS, memory, options)
+
+    @pytest.mark.parametrize(("way", "phases", "stages"), [("rolling", "rolling", 1), ("stages", "pipelined", 2)])
+    def test_they_have_the_gpus_that_they_had(self, declared: Fleet, way: str, phases: str, stages: int) -> None:
+        before = self.spatial()
+        made = as_way(way, before, declared, AROUND, COSTS)
+
+        def devices(plan: ClusterPlan, name: str) -> set[int]:
+            return {n for unit in plan.placement.units if unit.models[0].model == name for n in unit.devices}
+
+        own = [unit for unit in made.placement.units if unit.models[0].model == "open"]
+        assert len(devices(before, "open")) >= 2
+        assert {(unit.phases, unit.stages, unit.batching) for unit in own} == {(phases, stages, "")}
+        for name in ("open", "other"):
+            assert devices(made, name) == devices(before, name)
+        assert sum(unit.models[0].rate for unit in own) == pytest.approx(8.0)
+        (other,) = [unit for unit in made.placement.units if unit.models[0].model == "other"]
+        assert (other.phases, other.batching) == ("pipelined", "vllm"), "one engine, as the file leaves that open, too"
+        assert [unit.name for unit in made.placement.units] == [f"unit{n}" for n in range(len(made.placement.units))]
+        for unit, estimate in zip(made.placement.units, made.estimates, strict=True):
+            assert [made.demands[m.member.model].name for m in estimate.models] == [m.model for m in unit.models]
+        assert predict(
+            made, COSTS, 20.0, simulated=simulated_of(made.placement, declared, made.demands, AROUND)
+        ).summary.overall.completed
+        assert arrangements_in(made, declared) == {"open": phases}
+
+    def test_where_it_is_not_possible_they_stay_as_they_are(self, declared: Fleet) -> None:
+        before = self.spatial(objectives=False)
+        assert rearranged(before, "rolling", declared, AROUND, COSTS) == before
+        assert as_way("rolling", before, declared, AROUND, COSTS).placement.units == (
+            as_way("one engine", before, declared, AROUND, COSTS).placement.units
+        )
+
+
+class TestDivided:
+    def test_models_that_find_no_devices_are_missing_and_asked_for(self, fleet: Path) -> None:
+        fleet.write_text(FLEET.format(phases="rolling", more=OTHER))
+        made = TestParts.plan([8.0, 2.0], (Node(L20.name, 2),))
+        demands = [
+            replace(demand, name=name, slo_ttft=2.0, slo_tpot=0.1)
+            for demand, name in zip(made.demands, ("open", "other"), strict=True)
+        ]
+        divided = divide_gpus(load_fleet(fleet, serving=False), demands, made, AROUND, COSTS)
         whole = divided.joined(None, made.objective)
         assert whole.missing == {"other": "models that have devices to themselves leave none"}
         assert [unit.phases for unit in whole.placement.units] == ["rolling", "rolling"]

@@ -20,13 +20,14 @@ from muxserve.planning.checkpoints import planned_architecture
 from muxserve.planning.demands import cluster_of
 from muxserve.planning.plan_file import load_plan, save_plan
 from muxserve.planning.planner import PlannedFleet, Planner, options_of
-from muxserve.planning.prediction import PERTURBATIONS, Perturbation, Prediction, predict
+from muxserve.planning.prediction import PERTURBATIONS, Perturbation, Prediction, Surroundings, predict
 from muxserve.planning.rivals import EQUAL, Rival, as_way, best_of
 from muxserve.planning.unit_plan import arranged, as_placed
 from muxserve.planning.window import Window
 from muxserve.simulator import SimUnit, simulate
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand
+from placement.memory import MemoryRules
 from placement.objective import Objective
 from placement.planner import ClusterPlan, PlanOptions, plan_cluster
 from tests.support.thoroughness import cases
@@ -215,6 +216,7 @@ def ended(throughput: float, longest: float | None = 1.0) -> Prediction:
 
 
 UNIT = PlacedUnit("unit0", "A100-80GB", (0,), (PlacedModel("a", 1.0, 1.0, 1.0),), 1 << 30)
+AROUND = Surroundings(MemoryRules.served(0.92))
 FLEET = "cluster: {{ gpus: 1, gpu_type: a100 }}\nmodels:\n  - {{ name: a, architecture: llama-2-7b, rate: 1{more} }}\n"
 
 
@@ -223,14 +225,14 @@ class TestWays:
         file = tmp_path / "fleet.yaml"
         file.write_text(FLEET.format(more=""))
         fleet = load_fleet(file, serving=False)
-        one = as_way("one engine", plan_of(UNIT), fleet).placement
+        one = as_way("one engine", plan_of(UNIT), fleet, AROUND, Roofline()).placement
         save_plan(one, tmp_path / "plan.yaml")
         assert "policy" not in (tmp_path / "plan.yaml").read_text()
         (unit,) = load_plan(tmp_path / "plan.yaml", fleet).units
         assert (unit.phases, unit.stages, unit.batching) == ("pipelined", 1, "vllm")
         (model,) = arranged(fleet, tmp_path / "plan.yaml", [unit]).models
         assert (model.phases, model.stages, model.batching) == ("pipelined", 1, "vllm")
-        turns = as_way("first come", plan_of(UNIT), fleet).placement
+        turns = as_way("first come", plan_of(UNIT), fleet, AROUND, Roofline()).placement
         save_plan(turns, tmp_path / "plan.yaml")
         (unit,) = load_plan(tmp_path / "plan.yaml", fleet).units
         assert as_placed(fleet, unit, 1).policy == "fcfs"
@@ -239,7 +241,7 @@ class TestWays:
         file = tmp_path / "fleet.yaml"
         file.write_text(FLEET.format(more=", phases: multiplexed"))
         fleet = load_fleet(file, serving=False)
-        assert as_way("one engine", plan_of(UNIT), fleet).placement.units == (UNIT,)
+        assert as_way("one engine", plan_of(UNIT), fleet, AROUND, Roofline()).placement.units == (UNIT,)
 
 
 @pytest.mark.slow

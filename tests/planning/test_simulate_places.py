@@ -15,9 +15,7 @@ from muxserve.cli.simulate_places import PlacementSearch, places_of
 from muxserve.cluster.machine import usable_cores
 from muxserve.config import FleetError
 from muxserve.costs.roofline import Roofline
-from muxserve.planning import dedicated_units, planner, prediction
-from muxserve.planning.arrangements import ARRANGEMENTS
-from muxserve.planning.comparison import Comparison, compare
+from muxserve.planning import planner, prediction
 from muxserve.planning.plan_file import save_plan
 from muxserve.planning.prediction import Verified
 from muxserve.simulator import mode_of
@@ -132,23 +130,18 @@ def test_replicas_on_this_machine_divide_its_cores() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_left_open_is_chosen_as_in_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_open_is_chosen_as_in_a_plan(tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.yaml"
-    fleet.write_text(MIXED.replace("phases: rolling, replicas: 2", "phases: auto, replicas: 2"))
-    asked = []
-
-    def recommends_rolling(*given: Any) -> Comparison:
-        *before, only, goodputs = given
-        asked.append((only, goodputs))
-        found = compare(*before, [each for each in only if each != "multiplexed"][-1:], False)
-        return replace(found, reason="because")
-
-    monkeypatch.setattr(dedicated_units, "compare", recommends_rolling)
+    open_model = f"  - {{ name: ring, architecture: llama-2-7b, rate: 2, {SLO}, phases: auto }}"
+    fleet.write_text(f"cluster: {{ gpus: 2, gpu_type: A100-80GB }}\nmodels:\n{open_model}\n")
+    plan = tmp_path / "plan.yaml"
+    result = CliRunner().invoke(app, ["plan", str(fleet), "--seconds", "0", "-o", str(plan)])
+    assert result.exit_code == 0, result.output
+    planned = places_of(fleet, None, None, None, plan, Roofline(), QUICK).placed("muxserve").placement
     places = places_of(fleet, None, None, None, None, Roofline(), QUICK)
-    assert list(places.placed("muxserve").longest) == ["ring", "pipe"]
-    assert places.notes == ["ring is rolling: because"]
-    # All arrangements are compared, where the file leaves them open.
-    assert asked == [(ARRANGEMENTS, True), (("pipelined",), False)]
+    assert places.placed("muxserve").placement.units == planned.units
+    (note,) = places.notes
+    assert note.startswith(f"ring is {planned.units[0].phases}, chosen by simulation: ")
 
 
 def plan_file(file: Path, unit: PlacedUnit, nodes: tuple[Node, ...] = (Node("A100-80GB", 4),)) -> Path:

@@ -3,25 +3,23 @@ which policy its units run, how one is simulated, and what is reported of it.
 
 `Arrangement` is the base; the other modules of this package have one each, and `muxserve.planning.arrangements` lists
 them. Device pools (`planning.device_pool`) enumerate layouts and ask the arrangement what is special about it.
+Multiplexed models share their devices, so the layout of their units is the planner's.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, NamedTuple, Protocol
 
 from muxserve.config import AUTO, Fleet, Model, Problem
-from muxserve.costs.architecture import ITEM_BYTES
 from muxserve.costs.calibration import LINKS
 from muxserve.costs.devices import Device
-from muxserve.costs.latency import EngineShape, LatencyModel, ServedModel
+from muxserve.costs.latency import EngineShape, ServedModel
 from muxserve.rolling.mitosis import Bounds
 from muxserve.scheduling.token_throttling import Throttle, prompt_tokens_ahead
 from muxserve.simulator import FleetModel, Link, Pipeline, RingRules, SimUnit, UnitResult, lone_unit
 from muxserve.spec import BatchingName, PhasesName, PolicyName
-from placement import ModelPlan
 from placement.cluster import PlacedUnit
 from placement.demand import Demand
 from placement.memory import MemoryRules, model_bytes
@@ -104,13 +102,8 @@ def wanted_of(model: Model, demand: Demand, free: bool) -> Wanted:
 @dataclass(frozen=True, slots=True)
 class SimulatedLayout:
     """One layout with all that its simulation needs. Every replica has `shape` for each of its stages, whose KV caches
-    have `blocks` of `block_tokens` tokens, `kv_bytes` on each device; of multiplexed ones only the latter count.
-    `own_bytes` is what each device holds beside that.
-    `cost_share`: of each device's compute, what an engine of a replica runs on, if that is not its lease's. `max_len`:
-    the longest sequence in tokens, if that is not the one wanted.
-
-    `link_bytes` are sent between devices, `network_bytes` of these between machines, for each token of a prompt or an
-    answer.
+    have `blocks` of `block_tokens` tokens, `kv_bytes` on each device. `own_bytes` is what each device holds beside
+    that. `max_len`: the longest sequence in tokens, if that is not the one wanted.
     """
 
     layout: ReplicaLayout
@@ -120,11 +113,6 @@ class SimulatedLayout:
     kv_bytes: int = 0
     own_bytes: int = 0
     links: tuple[Link, ...] = ()
-    prefill_share: float | None = None
-    decode_share: float | None = None
-    cost_share: float | None = None
-    link_bytes: float = 0.0
-    network_bytes: float = 0.0
     max_len: int | None = None
 
 
@@ -141,11 +129,6 @@ class DevicePool(Protocol):
         """Their number."""
         ...
 
-    @property
-    def words(self) -> str:
-        """What they are, for people."""
-        ...
-
     def layouts(self, wanted: Wanted, phases: PhasesName) -> Iterator[ReplicaLayout]:
         """Ways to lay the model out, those that use most devices first.
 
@@ -159,15 +142,6 @@ class DevicePool(Protocol):
 
         Raises:
             NoPlaceError: the model does not fit.
-        """
-        ...
-
-    def shares(self, demand: Demand, place: SimulatedLayout, latency: LatencyModel) -> tuple[float, float]:
-        """Of each device's compute, what the prefill and the decode engine of one multiplexed replica get, of which
-        `demand` asks for so much.
-
-        Raises:
-            NoPlaceError: the planner sees no room for it.
         """
         ...
 
@@ -201,7 +175,7 @@ class GpuDevices(DevicePool, Protocol):
         ...
 
 
-class Arrangement(ABC):
+class Arrangement:
     """One way of arranging the prefill and decode phases of a model.
 
     `dedicated`: each replica has one engine of both phases, in a unit to itself. `needs_objectives`: it cannot work
@@ -233,7 +207,7 @@ class Arrangement(ABC):
 
     # ------------------------------------------------------------ layout
 
-    def check_pool(self, wanted: Wanted, most: int, devices: int | None, one: str) -> None:  # noqa: B027
+    def check_pool(self, wanted: Wanted, most: int, devices: int | None, one: str) -> None:
         """
         Args:
             most: replicas that there can be.
@@ -260,17 +234,13 @@ class Arrangement(ABC):
 
     # ------------------------------------------------------------ placement
 
-    @abstractmethod
     def on_gpus(self, pool: GpuDevices, wanted: Wanted, layout: ReplicaLayout) -> SimulatedLayout:
         """A layout on GPUs, in detail.
 
         Raises:
             NoPlaceError: the model does not fit.
         """
-
-    def on_cpu(self, place: SimulatedLayout, model: ModelPlan, units: int, ranks: int) -> SimulatedLayout:
-        """A layout on a CPU that `units` units share: `place` with shares of compute as the live planner has them."""
-        return place
+        raise NoPlaceError(f"{self.name} models have no devices to themselves")
 
     # ------------------------------------------------------------ simulation
 
@@ -292,16 +262,6 @@ class Arrangement(ABC):
         """How an engine's layers are spread over stages; None: they are not."""
         return None
 
-    def trial_unit(
-        self, wanted: Wanted, pool: DevicePool, place: SimulatedLayout, latency: LatencyModel, rate: float
-    ) -> SimUnit:
-        """One replica that gets `rate` requests per second, for a comparison of arrangements.
-
-        Raises:
-            NoPlaceError: the planner finds no room for it.
-        """
-        return self.sim_unit(wanted, place, "unit", tuple(range(place.layout.stages * place.layout.tp)))
-
     def ring(self, wanted: Wanted) -> RingRules | None:
         """By what the replicas decide who prefills; None: requests go by the load."""
         return None
@@ -315,11 +275,6 @@ class Arrangement(ABC):
     def plan_keys(self, unit: PlacedUnit) -> dict[str, object]:
         """The keys of a unit in a plan file."""
         return {"phases": self.name}
-
-    def bubbles(self, units: Sequence[UnitResult]) -> tuple[float, ...]:
-        """Of each stage, the part of the time with something in flight in which it did nothing; empty without stages
-        to compare."""
-        return ()
 
     def report(self, unit: UnitResult) -> dict[str, object]:
         """Further keys of a unit in the report of a simulation (docs/simulator.md). Times are seconds."""
@@ -343,7 +298,7 @@ def single_stage(pool: GpuDevices, wanted: Wanted, layout: ReplicaLayout, rules:
     room = int(free / token_bytes(demand, tp))
     pool.check_room(wanted, room, layout, own)
     shape = EngineShape(pool.kind, tp, 1.0, demand.dtype, demand.graphs)
-    return SimulatedLayout(layout, shape, tokens, (room // tokens,), free, own, link_bytes=link_bytes(demand, layout))
+    return SimulatedLayout(layout, shape, tokens, (room // tokens,), free, own)
 
 
 def one_engine(rules: MemoryRules) -> MemoryRules:
@@ -362,19 +317,6 @@ def token_bytes(demand: Demand, tp: int) -> float:
     """KV bytes of a token on each of `tp` devices; those beyond the KV heads hold copies."""
     copies = max(1.0, tp / demand.architecture.kv_heads)
     return demand.architecture.kv_bytes_per_token(demand.dtype) * copies / tp
-
-
-def boundary_bytes(demand: Demand) -> float:
-    """What a token brings from one stage to the next: vLLM sends hidden states and residual."""
-    return 2.0 * demand.architecture.hidden * ITEM_BYTES[demand.dtype]
-
-
-def link_bytes(demand: Demand, layout: ReplicaLayout) -> float:
-    """What all devices of a replica together send for one token: two all-reduces per layer, each of which has every
-    device send 2 (t-1)/t times the hidden state, and what goes from stage to stage."""
-    architecture = demand.architecture
-    reduced = 4.0 * (layout.tp - 1) * architecture.layers * architecture.hidden * ITEM_BYTES[demand.dtype]
-    return reduced + (layout.stages - 1) * boundary_bytes(demand)
 
 
 def link_of(on: Device, tp: int) -> Link:

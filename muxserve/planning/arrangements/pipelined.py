@@ -17,8 +17,6 @@ from muxserve.planning.arrangements.base import (
     SimulatedLayout,
     Wanted,
     block_tokens,
-    boundary_bytes,
-    link_bytes,
     one_engine,
     token_bytes,
 )
@@ -109,8 +107,6 @@ class PipelinedArrangement(Arrangement):
             kv_bytes,
             pool.usable - kv_bytes,
             tuple(pool.link(tp, crosses) for crosses in crossing),
-            link_bytes=link_bytes(demand, layout),
-            network_bytes=sum(crossing) * boundary_bytes(demand),
         )
 
     def pipeline(self, wanted: Wanted, place: SimulatedLayout) -> Pipeline:
@@ -125,12 +121,6 @@ class PipelinedArrangement(Arrangement):
     def plan_keys(self, unit: PlacedUnit) -> dict[str, object]:
         """See `Arrangement`."""
         return {"phases": self.name, "stages": unit.stages}
-
-    def bubbles(self, units: Sequence[UnitResult]) -> tuple[float, ...]:
-        """See `Arrangement`."""
-        active = sum(unit.active for unit in units)
-        stages = zip(*(unit.stages or (unit.busy_seconds,) for unit in units), strict=True)
-        return tuple(1.0 - sum(busy) / active if active else 0.0 for busy in stages)
 
     def report(self, unit: UnitResult) -> dict[str, object]:
         """See `Arrangement`."""
