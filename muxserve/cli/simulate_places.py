@@ -10,9 +10,9 @@ from typing import NoReturn
 from muxserve.cluster.machine import this_machine
 from muxserve.config import AUTO, Fleet, load_fleet
 from muxserve.costs.latency import LatencyModel
-from muxserve.planning.arrangements import arrangement_of, may_be_dedicated
+from muxserve.planning.arrangements import arrangement, arrangement_of, may_be_dedicated
 from muxserve.planning.arrangements.base import NoPlaceError
-from muxserve.planning.dedicated_units import arrangements_in
+from muxserve.planning.dedicated_units import open_units
 from muxserve.planning.demands import check_lengths, cluster_of, demands_of, memory_of
 from muxserve.planning.device_pool import CPU, CpuPool, cpu_pool
 from muxserve.planning.fleet_planner import FleetPlanner
@@ -97,8 +97,9 @@ class Places:
         self._check(made.plan, kind)
         if made.rivals:
             words = made.rivals[0].words
-            chosen = arrangements_in(made.plan, self.fleet)
-            self.notes += [f"{name} is {phases}, chosen by simulation: {words}" for name, phases in chosen.items()]
+            for name, unit in open_units(made.plan, self.fleet).items():
+                how = arrangement(unit.phases).unit_words(unit) or unit.phases
+                self.notes.append(f"{name}: {how}, chosen by simulation ({words})")
         self.notes += made.notes
         return self.complete(made.plan.placement, self.demands, self._origin(kind, made.spare))
 

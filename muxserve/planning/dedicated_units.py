@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from muxserve.config import Fleet
 from muxserve.costs.devices import device
@@ -28,14 +29,26 @@ from muxserve.planning.device_pool import CpuPool, GpuPool
 from muxserve.planning.one_engine import OneEngine
 from muxserve.planning.prediction import Surroundings
 from muxserve.spec import PhasesName
+from placement.candidates import Candidates
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand, Member, Mesh
-from placement.estimator import UnitEstimate
+from placement.engines import Engines
+from placement.estimator import Estimator, UnitEstimate
 from placement.objective import Objective
 from placement.planner import ClusterPlan, notes_of
+from placement.values import Values
 
 # Layouts that serve this much less than another are as good as it.
 EQUAL = 0.05
+
+
+class Layout(NamedTuple):
+    """How models that leave it open are laid out, in replicas of one engine over several stages (`whole`: over one).
+    Models that say nothing of their arrangement are only laid out whole. `split`: with an engine for each phase."""
+
+    phases: PhasesName
+    whole: bool = False
+    split: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,38 +379,48 @@ def _arrange(
 
 
 def rearranged(
-    plan: ClusterPlan, phases: PhasesName, fleet: Fleet, around: Surroundings, latency: LatencyModel
+    plan: ClusterPlan, how: Layout, fleet: Fleet, around: Surroundings, latency: LatencyModel
 ) -> ClusterPlan:
-    """A plan in which every replica has GPUs of its own, with the models that leave their arrangement open in that one,
-    on the GPUs that they have. Models for which it is not possible there stay as they are."""
+    """A plan in which every replica has GPUs of its own, with models laid out anew: on the GPUs that they have, and on
+    those that nobody uses unless as few as possible are wanted. Models for which it is not possible there stay as they
+    are."""
+    placed = {demand.name for demand in plan.demands if not demand.architecture.pooling}
     for model in fleet.models:
-        if is_open(model) and any(demand.name == model.name for demand in plan.demands):
-            plan = _model_rearranged(plan, model.name, phases, fleet, around, latency)
+        if model.name in placed and (is_open(model) or (how.whole and "phases" not in model.model_fields_set)):
+            plan = _model_rearranged(plan, model.name, how, fleet, around, latency)
     return plan
 
 
 def _model_rearranged(
-    plan: ClusterPlan, name: str, phases: PhasesName, fleet: Fleet, around: Surroundings, latency: LatencyModel
+    plan: ClusterPlan, name: str, how: Layout, fleet: Fleet, around: Surroundings, latency: LatencyModel
 ) -> ClusterPlan:
-    units = plan.placement.units
+    units, cluster = plan.placement.units, plan.placement.cluster
     mine = [unit for unit in units if any(placed.model == name for placed in unit.models)]
     kinds = {unit.device for unit in mine}
     if len(kinds) != 1 or any(len(unit.models) > 1 for unit in mine):
         return plan
     (kind,) = kinds
-    free = FreeDevices(plan.placement.cluster, {number for unit in mine for number in unit.devices})
+    used = {number for unit in units for number in unit.devices}
+    own = {number for unit in mine for number in unit.devices}
+    if plan.objective.name != "gpus":
+        own |= set(range(cluster.devices)) - used
+    free = FreeDevices(cluster, own)
     pool = GpuPool(kind, free.on_machines(kind), device(kind).memory_bytes, around.rules, around.network)
     index, demand = next((n, each) for n, each in enumerate(plan.demands) if each.name == name)
+    wanted = wanted_of(fleet.model(name), demand, free=True)
     try:
-        place, engine = best_place(wanted_of(fleet.model(name), demand, free=True), pool, phases, latency)
+        place, engine = best_place(replace(wanted, stages=1 if how.whole else wanted.stages), pool, how.phases, latency)
+        devices = free.take(kind, place.layout)
+        if devices is None:
+            return plan
+        member = Member(index, place.layout.replicas)
+        found = DedicatedModel(demand, place, engine, devices).units(0, member)
+        if how.split:
+            found = _split(plan, found[0], member, around, latency)
     except NoPlaceError:
         return plan
-    devices = free.take(kind, place.layout)
-    if devices is None:
-        return plan
-    others = [(unit, told) for unit, told in zip(units, plan.estimates, strict=True) if unit not in mine]
-    own = DedicatedModel(demand, place, engine, devices).units(0, Member(index, place.layout.replicas))
-    both = [*others, *zip(*own, strict=True)]
+    others = [(unit, estimate) for unit, estimate in zip(units, plan.estimates, strict=True) if unit not in mine]
+    both = [*others, *zip(*found, strict=True)]
     named = tuple(replace(unit, name=f"unit{number}") for number, (unit, _) in enumerate(both))
     whole = replace(
         plan,
@@ -407,7 +430,38 @@ def _model_rearranged(
     return replace(whole, placement=replace(whole.placement, notes=notes_of(whole)))
 
 
-def arrangements_in(plan: ClusterPlan, fleet: Fleet) -> Mapping[str, PhasesName]:
-    """The arrangement in a plan of every model that leaves it open, by its name."""
-    found = {placed.model: unit.phases for unit in plan.placement.units for placed in unit.models}
+def _split(
+    plan: ClusterPlan, units: Sequence[PlacedUnit], member: Member, around: Surroundings, latency: LatencyModel
+) -> tuple[list[PlacedUnit], list[UnitEstimate]]:
+    """The units with an engine for each phase, at the shares of the SMs that the planner gives these.
+
+    Raises:
+        NoPlaceError: two engines do not fit.
+    """
+    kind, tp = units[0].device, len(units[0].devices)
+    engines = Engines(plan.demands, latency, {kind: device(kind).memory_bytes}, around.rules)
+    try:
+        estimate = Values(Estimator(Candidates(engines)), plan.objective).estimate(Mesh(kind, tp), (member,))
+    except ValueError as error:
+        raise NoPlaceError(str(error)) from None
+    (model,) = estimate.models
+    found = [
+        replace(
+            unit,
+            models=tuple(
+                replace(each, prefill_share=estimate.prefill_share, decode_share=model.decode_share)
+                for each in unit.models
+            ),
+            kv_bytes=estimate.pool_bytes,
+            phases="multiplexed",
+            stages=1,
+        )
+        for unit in units
+    ]
+    return found, [estimate] * len(found)
+
+
+def open_units(plan: ClusterPlan, fleet: Fleet) -> Mapping[str, PlacedUnit]:
+    """A unit in the plan of every model that leaves its arrangement open, by the model's name."""
+    found = {placed.model: unit for unit in plan.placement.units for placed in unit.models}
     return {model.name: found[model.name] for model in fleet.models if is_open(model) and model.name in found}

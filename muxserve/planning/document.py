@@ -21,7 +21,7 @@ from placement.estimator import ModelEstimate, UnitEstimate
 from placement.format import enumerate_words
 from placement.planner import ClusterPlan, limits_in_words
 
-VERSION = 1
+VERSION = 2
 _SWEEP = re.compile(r"gpus=(\d+)\.\.(\d+)(?::(\d+))?")
 _POINTS = 15
 
@@ -329,7 +329,7 @@ def _simulated(simulated: Prediction | None) -> dict[str, Any] | None:
     if simulated is None:
         return None
     overall = simulated.summary.overall
-    ttft = None if any(map(simulated.unbounded, simulated.windows)) else overall.ttft
+    ttft = None if simulated.grows else overall.ttft
     return {
         "seconds": simulated.seconds,
         "requests": overall.requests,

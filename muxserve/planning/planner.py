@@ -13,7 +13,7 @@ from muxserve.config import Fleet, load_fleet
 from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.planning.arrangements import arrangement_of
 from muxserve.planning.arrangements.base import NoPlaceError
-from muxserve.planning.dedicated_units import arrangements_in, divide_cpu, divide_gpus
+from muxserve.planning.dedicated_units import divide_cpu, divide_gpus, open_units
 from muxserve.planning.demands import check_lengths, contexts_of, demands_of, equal_nodes, memory_of
 from muxserve.planning.device_pool import CpuPool, cpu_pool
 from muxserve.planning.document import SweepPoint, point
@@ -24,13 +24,14 @@ from muxserve.planning.prediction import (
     ResidencyForecast,
     Simulated,
     Surroundings,
+    falls_short,
     predict,
     shares_per_lease,
     simulated_of,
     verified,
 )
 from muxserve.planning.resident_units import NoUnitError
-from muxserve.planning.rivals import FIRST, WAYS, Rival, as_way, best_of, kept, shared_ways
+from muxserve.planning.rivals import FIRST, WAYS, Rival, as_way, best_of, kept, shared_ways, ways_of
 from muxserve.planning.simulations import Simulations
 from muxserve.planning.sleeping import (
     SleepingForecast,
@@ -182,7 +183,7 @@ class Planner:
         if self.options.mode == "muxserve" and not found.rivals:
             found.notes = [
                 f"{name} is multiplexed: `phases: auto` is decided by simulation of several plans, and there was none"
-                for name in arrangements_in(found.plan, self.fleet)
+                for name in open_units(found.plan, self.fleet)
             ]
         return found
 
@@ -289,9 +290,9 @@ class Planner:
             Rival(way, as_way(way, found.plan, self.fleet, self._surroundings(), self.latency)) for way in others
         ]
         plans: dict[ModeName, ClusterPlan] = {}
-        for way, (mode, _) in WAYS.items():
-            if mode == "muxserve":
-                continue
+        short = not found.plan.meets or bool(falls_short(found.plan, found.simulated))
+        for way in ways_of(self.fleet, short):
+            mode = WAYS[way][0]
             if mode not in plans:
                 options = replace(self.options, mode=mode, exact=False)
                 plans[mode] = self._place(demands, cluster, self.seconds / 4, f"{mode}: ", options)
@@ -322,7 +323,7 @@ class Planner:
             longer = _SPARE * max(
                 (each.prediction.longest_answer or 0.0 for each in ranked if each.prediction), default=0
             )
-            if self.simulate is not None or longer <= answers or all(each.is_measured for each in ranked):
+            if not whole or self.simulate is not None or longer <= answers or all(each.is_measured for each in ranked):
                 break
             answers, rivals = longer, [replace(each, prediction=None) for each in rivals]
             ranked = best_of(rivals, simulate, None, first_part)
@@ -375,8 +376,7 @@ class Planner:
         check_lengths(self.fleet, made.demands)
         simulated, why_not = self._simulated(made, pool)
         simulated = simulated and self._measured(made, simulated, pool)
-        open_models = arrangements_in(made, self.fleet)
-        notes = [f"{name} is multiplexed, as `phases: auto` is on a CPU" for name in open_models]
+        notes = [f"{name} is multiplexed, as `phases: auto` is on a CPU" for name in open_units(made, self.fleet)]
         forecast = None if simulated is None else self._residency(resolved, made, pool, workload)
         if workload is not None and forecast is None:
             raise UsageError(NO_SLEEPING)

@@ -336,6 +336,11 @@ class Prediction:
             return None
         return window.rate
 
+    @property
+    def grows(self) -> bool:
+        """Some model's queue grows."""
+        return any(map(self.unbounded, self.windows))
+
     def unbounded(self, model: str) -> bool:
         """Some requests of a model still waited when no more had come for as long as the load took: its queue grows."""
         return model in self.windows and self.windows[model].waiting > 0

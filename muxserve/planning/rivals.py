@@ -17,9 +17,9 @@ from statistics import fmean
 from muxserve.config import Fleet
 from muxserve.costs.latency import LatencyModel
 from muxserve.planning.arrangements import arrangement, is_open
-from muxserve.planning.dedicated_units import rearranged
+from muxserve.planning.dedicated_units import Layout, rearranged
 from muxserve.planning.prediction import Prediction, Surroundings, falls_short
-from muxserve.spec import PhasesName
+from placement.cluster import PlacedUnit
 from placement.demand import Demand
 from placement.planner import ClusterPlan, ModeName
 
@@ -36,11 +36,18 @@ WAYS: dict[str, tuple[ModeName, str]] = {
     "first come": ("temporal", "models share GPUs and take turns in order of arrival (FCFS)"),
     "dedicated": ("spatial", "every replica has GPUs of its own"),
     "one engine": ("spatial", "every replica has GPUs of its own and one engine of both phases, as stock vLLM"),
+    "replicas": ("spatial", "as one engine, on as many GPUs as let the replicas of a model serve most"),
+    "split replicas": ("spatial", "as replicas, with an engine for each phase"),
     "stages": ("spatial", "as one engine, and those of models with `phases: auto` are over stages"),
     "rolling": ("spatial", "as one engine, and prefill of models with `phases: auto` rolls over their replicas"),
 }
-# The arrangement in these of models that leave theirs open.
-_OPEN: dict[str, PhasesName] = {"stages": "pipelined", "rolling": "rolling"}
+# The layout of models in these.
+_OPEN = {
+    "replicas": Layout("pipelined", whole=True),
+    "split replicas": Layout("pipelined", whole=True, split=True),
+    "stages": Layout("pipelined"),
+    "rolling": Layout("rolling"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +69,11 @@ class Rival:
 
     @property
     def is_measured(self) -> bool:
-        """Its simulation was long enough to tell the score. For how many requests are within their objectives any is,
-        as long as no queue grows."""
+        """Its simulation was long enough to show the score. Any simulation in which no queue grows shows how many
+        requests are within their objectives."""
         if self.prediction is None:
             return False
-        parts = self.plan.objective.name != "throughput" and self.plan.meets
+        parts = self.plan.objective.name != "throughput" and not self.prediction.grows
         return parts or self.prediction.is_long_enough
 
     @property
@@ -154,12 +161,18 @@ def as_way(way: str, plan: ClusterPlan, fleet: Fleet, around: Surroundings, late
         demands = {demand.name: demand for demand in plan.demands}
         units = tuple(
             replace(unit, phases=how.name, stages=1, batching="vllm")
-            if unit.phases == "multiplexed"
-            and all(_may_have_one_engine(fleet, demands[placed.model]) for placed in unit.models)
+            if all(_has_one_engine(way, unit, fleet, demands[placed.model]) for placed in unit.models)
             else unit
             for unit in units
         )
     return replace(plan, mode="muxserve", placement=replace(plan.placement, units=units))
+
+
+def ways_of(fleet: Fleet, short: bool) -> list[str]:
+    """Ways in which models do not share GPUs as MuxServe has it. Models are only laid out anew if one of them leaves
+    its arrangement open, or the plan falls short."""
+    auto = any(map(is_open, fleet.models))
+    return [way for way, (mode, _) in WAYS.items() if mode != "muxserve" and (way not in _OPEN or short or auto)]
 
 
 def shared_ways(fleet: Fleet, elastic: bool) -> tuple[str, ...]:
@@ -170,10 +183,15 @@ def shared_ways(fleet: Fleet, elastic: bool) -> tuple[str, ...]:
     return ("shares per lease", "shared") if fleet.policy == "slack" else ("shared", "shares per lease")
 
 
-def _may_have_one_engine(fleet: Fleet, demand: Demand) -> bool:
-    """Whether the file leaves the arrangement of a model to the plan, and there is something to arrange."""
+def _has_one_engine(way: str, unit: PlacedUnit, fleet: Fleet, demand: Demand) -> bool:
+    """Whether a model has an engine of both phases, as stock vLLM has, in a way in which models have that if the file
+    leaves it to the plan. Models without answers have nothing to arrange."""
     model = fleet.model(demand.name)
-    return not demand.architecture.pooling and (is_open(model) or "phases" not in model.model_fields_set)
+    if demand.architecture.pooling or way == "split replicas":
+        return False
+    if is_open(model):
+        return way == "replicas" or unit.phases == "multiplexed"
+    return "phases" not in model.model_fields_set
 
 
 def best_of(

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 from muxserve.cli.app import app
 from muxserve.config import Fleet, load_fleet
 from muxserve.planning.arrangements.base import ReplicaLayout
-from muxserve.planning.dedicated_units import FreeDevices, arrangements_in, divide_gpus, part_of, rearranged
+from muxserve.planning.dedicated_units import FreeDevices, Layout, divide_gpus, open_units, part_of, rearranged
 from muxserve.planning.plan_file import load_plan
 from muxserve.planning.prediction import Surroundings, predict, simulated_of
-from muxserve.planning.rivals import as_way
+from muxserve.planning.rivals import as_way, ways_of
 from placement.cluster import Cluster, Node
 from placement.demand import Demand
 from placement.memory import MemoryRules
@@ -266,14 +266,75 @@ class TestOpenModels:
         assert predict(
             made, COSTS, 20.0, simulated=simulated_of(made.placement, declared, made.demands, AROUND)
         ).summary.overall.completed
-        assert arrangements_in(made, declared) == {"open": phases}
+        assert open_units(made, declared)["open"].phases == phases
 
     def test_where_it_is_not_possible_they_stay_as_they_are(self, declared: Fleet) -> None:
         before = self.spatial(objectives=False)
-        assert rearranged(before, "rolling", declared, AROUND, COSTS) == before
+        assert rearranged(before, Layout("rolling"), declared, AROUND, COSTS) == before
         assert as_way("rolling", before, declared, AROUND, COSTS).placement.units == (
             as_way("one engine", before, declared, AROUND, COSTS).placement.units
         )
+
+
+class TestReplicas:
+    """Layouts of models by what their engines serve, for fleets that fall short otherwise."""
+
+    TIGHT = """\
+cluster: { gpus: 8, gpu_type: l20 }
+models:
+  - name: m
+    architecture: ARCHITECTURE
+    rate: RATE
+    workload: { prompt_tokens: PROMPT, output_tokens: OUTPUT }
+    slo: { ttft_ms: 15000, tpot_ms: 100 }
+"""
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("values", "way"),
+        [
+            ({"ARCHITECTURE": "llama-30b", "RATE": "7", "PROMPT": "280", "OUTPUT": "210"}, "replicas"),
+            ({"ARCHITECTURE": "qwen2.5-32b", "RATE": "1.5", "PROMPT": "2600", "OUTPUT": "76"}, "split replicas"),
+        ],
+    )
+    def test_a_plan_that_falls_short_is_laid_out_anew(self, tmp_path: Path, values: dict[str, str], way: str) -> None:
+        file, text = tmp_path / "fleet.yaml", self.TIGHT
+        for key, value in values.items():
+            text = text.replace(key, value)
+        file.write_text(text)
+        code, out, err = run(file, "--json", "--no-robust", simulate=200)
+        assert code == 0, err
+        (first, *others) = json.loads(out)["candidates"]
+        assert first["way"] == way
+        assert first["score"] > 0.95 * float(values["RATE"])
+        # The placement planner's own layouts serve a small part of that.
+        assert all(each["score"] < 0.9 * first["score"] for each in others if each["way"] in ("one engine", "shared"))
+
+    def test_only_fleets_that_fall_short_or_leave_it_open_have_these_ways(self, fleet: Path) -> None:
+        more = {"replicas", "split replicas", "stages", "rolling"}
+        for phases, short, compete in (
+            ("multiplexed", False, False),
+            ("multiplexed", True, True),
+            ("auto", False, True),
+        ):
+            fleet.write_text(FLEET.format(phases=phases, more=OTHER))
+            ways = set(ways_of(load_fleet(fleet, serving=False), short))
+            assert (ways >= more) == compete, (phases, short)
+            assert ways - more == {"turns", "first come", "dedicated", "one engine"}
+
+    def test_engines_of_each_phase_have_the_planner_s_shares(self, fleet: Path) -> None:
+        fleet.write_text(FLEET.format(phases="auto", more=OTHER))
+        declared, before = load_fleet(fleet, serving=False), TestOpenModels.spatial()
+        made = as_way("split replicas", before, declared, AROUND, COSTS)
+        one = as_way("replicas", before, declared, AROUND, COSTS)
+        assert {unit.phases for unit in made.placement.units} == {"multiplexed"}
+        assert {unit.batching for unit in one.placement.units} == {"vllm"}
+        assert [unit.devices for unit in made.placement.units] == [unit.devices for unit in one.placement.units]
+        for unit, estimate in zip(made.placement.units, made.estimates, strict=True):
+            (placed,), (model,) = unit.models, estimate.models
+            assert (placed.prefill_share, placed.decode_share) == (estimate.prefill_share, model.decode_share)
+            assert unit.kv_bytes == estimate.pool_bytes
+        assert predict(made, COSTS, 20.0).summary.overall.completed
 
 
 class TestDivided:
