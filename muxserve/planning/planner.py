@@ -284,21 +284,8 @@ class Planner:
         # All models of all plans are simulated for several answers of so many seconds, or their rates say nothing.
         answers = max((window.seconds for window in found.simulated.windows.values()), default=0.0) / ANSWERS
         known: dict[object, Prediction | None] = {}
-        own, *others = shared_ways(self.fleet, shares_per_lease(self.fleet, found.plan.placement))
-        rivals = [Rival(own, found.plan, found.simulated)]
-        rivals += [
-            Rival(way, as_way(way, found.plan, self.fleet, self._surroundings(), self.latency)) for way in others
-        ]
-        plans: dict[ModeName, ClusterPlan] = {}
-        short = not found.plan.meets or bool(falls_short(found.plan, found.simulated))
-        for way in ways_of(self.fleet, short):
-            mode = WAYS[way][0]
-            if mode not in plans:
-                options = replace(self.options, mode=mode, exact=False)
-                plans[mode] = self._place(demands, cluster, self.seconds / 4, f"{mode}: ", options)
-            plan = as_way(way, plans[mode], self.fleet, self._surroundings(), self.latency)
-            if all(plan.placement.units != rival.plan.placement.units for rival in rivals):
-                rivals.append(Rival(way, plan))
+        rivals = self._rivals(found, demands, cluster)
+        own = rivals[0].way
         spent = 0.0
 
         def stress(plan: ClusterPlan) -> dict[str, float]:
@@ -335,6 +322,25 @@ class Planner:
         found.simulated = first.prediction and self._measured(first.plan, first.prediction)
         found.rivals, found.robust_seconds = ranked, spent
         return found
+
+    def _rivals(self, found: PlannedFleet, demands: Sequence[Demand], cluster: Cluster) -> list[Rival]:
+        """The plan that was found, first, and those of all other ways to serve that differ from each other."""
+        assert found.simulated is not None, "ways are compared by simulation"
+        around = self._surroundings()
+        own, *others = shared_ways(self.fleet, shares_per_lease(self.fleet, found.plan.placement))
+        rivals = [Rival(own, found.plan, found.simulated)]
+        rivals += [Rival(way, as_way(way, found.plan, self.fleet, around, self.latency)) for way in others]
+        plans: dict[ModeName, ClusterPlan] = {}
+        short = not found.plan.meets or bool(falls_short(found.plan, found.simulated))
+        for way in ways_of(self.fleet, short):
+            mode = WAYS[way][0]
+            if mode not in plans:
+                options = replace(self.options, mode=mode, exact=False)
+                plans[mode] = self._place(demands, cluster, self.seconds / 4, f"{mode}: ", options)
+            plan = as_way(way, plans[mode], self.fleet, around, self.latency)
+            if all(plan.placement.units != rival.plan.placement.units for rival in rivals):
+                rivals.append(Rival(way, plan))
+        return rivals
 
     def _borne_out(self, first: ClusterPlan, demands: Sequence[Demand], cluster: Cluster) -> PlannedFleet:
         """The plan, or one with spare for models that fall short in its simulation."""
