@@ -285,8 +285,6 @@ def limits_in_words(plan: ClusterPlan, estimate: UnitEstimate) -> str:
         "sequences": "max_num_seqs",
         "batch": "vLLM's default batch",
         "slo": "the TPOT objective",
-        # Of what was simulated: the rate at which too many requests miss some of theirs.
-        "goodput": "the objectives",
     }
     if not estimate.next_limit:
         return "meets its rates, with much to spare"

@@ -105,7 +105,9 @@ class OneEngine:
         """What holds the engine back at that rate, as `ModelEstimate` names it."""
         if self._within < self.most or self.within_objectives < 0.99 * self.capacity:
             return "slo"
-        return "sequences" if self.most == self.demand.max_num_seqs else "memory"
+        if self.most < self.demand.max_num_seqs:
+            return "memory"
+        return "sequences" if self.demand.own_batch else "batch"
 
     def ttft(self, rate: float) -> float:
         """Mean seconds to the first token at a rate: the wait for the slowest stage (Pollaczek-Khinchine, lengths of

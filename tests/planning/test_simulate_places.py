@@ -132,7 +132,7 @@ def test_replicas_on_this_machine_divide_its_cores() -> None:
 @pytest.mark.slow
 def test_what_is_left_open_is_chosen_as_in_a_plan(tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.yaml"
-    open_model = f"  - {{ name: ring, architecture: llama-2-7b, rate: 2, {SLO}, phases: auto }}"
+    open_model = f"  - {{ name: ring, architecture: llama-2-7b, rate: 0.5, {SLO}, phases: auto }}"
     fleet.write_text(f"cluster: {{ gpus: 2, gpu_type: A100-80GB }}\nmodels:\n{open_model}\n")
     plan = tmp_path / "plan.yaml"
     result = CliRunner().invoke(app, ["plan", str(fleet), "--seconds", "0", "-o", str(plan)])
