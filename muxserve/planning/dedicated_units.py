@@ -42,7 +42,7 @@ from placement.values import Values
 EQUAL = 0.05
 
 
-class Layout(NamedTuple):
+class OpenLayout(NamedTuple):
     """How models that leave it open are laid out, in replicas of one engine over several stages (`whole`: over one).
     Models that say nothing of their arrangement are only laid out whole. `split`: with an engine for each phase."""
 
@@ -379,7 +379,7 @@ def _arrange(
 
 
 def rearranged(
-    plan: ClusterPlan, how: Layout, fleet: Fleet, around: Surroundings, latency: LatencyModel
+    plan: ClusterPlan, how: OpenLayout, fleet: Fleet, around: Surroundings, latency: LatencyModel
 ) -> ClusterPlan:
     """A plan in which every replica has GPUs of its own, with models laid out anew: on the GPUs that they have, and on
     those that nobody uses unless as few as possible are wanted. Models for which it is not possible there stay as they
@@ -392,7 +392,7 @@ def rearranged(
 
 
 def _model_rearranged(
-    plan: ClusterPlan, name: str, how: Layout, fleet: Fleet, around: Surroundings, latency: LatencyModel
+    plan: ClusterPlan, name: str, how: OpenLayout, fleet: Fleet, around: Surroundings, latency: LatencyModel
 ) -> ClusterPlan:
     units, cluster = plan.placement.units, plan.placement.cluster
     mine = [unit for unit in units if any(placed.model == name for placed in unit.models)]

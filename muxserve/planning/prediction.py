@@ -36,7 +36,7 @@ from muxserve.planning.residency import with_residency
 from muxserve.planning.simulations import Simulations
 from muxserve.planning.specs import levels_of, migration_of, scaling_of
 from muxserve.planning.unit_plan import with_batching
-from muxserve.planning.window import ANSWERS, Window, longer_seconds, longest_of, longest_tokens
+from muxserve.planning.window import ANSWERS, RateWindow, longer_seconds, longest_of, longest_tokens
 from muxserve.replicas.prefixes import dispatch_policy
 from muxserve.replicas.priorities import Levels
 from muxserve.replicas.scaling import ScalingRules
@@ -302,7 +302,7 @@ class Prediction:
 
     summary: Summary
     seconds: float
-    windows: Mapping[str, Window]
+    windows: Mapping[str, RateWindow]
     # Where memory decides which models are awake.
     residency: ResidencyResult | None = None
 
@@ -454,10 +454,10 @@ def predict(
         r.model for r in records if r.ok and r.finish is not None and spans[r.model] / 2 <= r.finish < spans[r.model]
     )
     waiting = Counter(r.model for r in records if r.finish is None and not r.error)
-    windows: dict[str, Window] = {}
+    windows: dict[str, RateWindow] = {}
     for names in together:
         answers = longest_of([_longest_answer(summary, name, loads[name]) for name in names])
-        windows |= {name: Window(spans[name], ended[name], answers, waiting[name]) for name in names}
+        windows |= {name: RateWindow(spans[name], ended[name], answers, waiting[name]) for name in names}
     return Prediction(summary, seconds, windows, residency)
 
 

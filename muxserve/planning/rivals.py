@@ -17,7 +17,7 @@ from statistics import fmean
 from muxserve.config import Fleet
 from muxserve.costs.latency import LatencyModel
 from muxserve.planning.arrangements import arrangement, is_open
-from muxserve.planning.dedicated_units import Layout, rearranged
+from muxserve.planning.dedicated_units import OpenLayout, rearranged
 from muxserve.planning.prediction import Prediction, Surroundings, falls_short
 from placement.cluster import PlacedUnit
 from placement.demand import Demand
@@ -43,10 +43,10 @@ WAYS: dict[str, tuple[ModeName, str]] = {
 }
 # The layout of models in these.
 _OPEN = {
-    "replicas": Layout("pipelined", whole=True),
-    "split replicas": Layout("pipelined", whole=True, split=True),
-    "stages": Layout("pipelined"),
-    "rolling": Layout("rolling"),
+    "replicas": OpenLayout("pipelined", whole=True),
+    "split replicas": OpenLayout("pipelined", whole=True, split=True),
+    "stages": OpenLayout("pipelined"),
+    "rolling": OpenLayout("rolling"),
 }
 
 

@@ -27,7 +27,7 @@ _MOST = 50_000
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class RateWindow:
     """What the simulation of a model shows of its requests per second: `finished` ended in the second half of
     `seconds` of load, and `waiting` had not ended when no more had come for as long. The longest answers of models in
     its units took `longest` seconds (None: there was none)."""

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from muxserve.cli.app import app
 from muxserve.config import Fleet, load_fleet
 from muxserve.planning.arrangements.base import ReplicaLayout
-from muxserve.planning.dedicated_units import FreeDevices, Layout, divide_gpus, open_units, part_of, rearranged
+from muxserve.planning.dedicated_units import FreeDevices, OpenLayout, divide_gpus, open_units, part_of, rearranged
 from muxserve.planning.plan_file import load_plan
 from muxserve.planning.prediction import Surroundings, predict, simulated_of
 from muxserve.planning.rivals import as_way, ways_of
@@ -270,7 +270,7 @@ class TestOpenModels:
 
     def test_where_it_is_not_possible_they_stay_as_they_are(self, declared: Fleet) -> None:
         before = self.spatial(objectives=False)
-        assert rearranged(before, Layout("rolling"), declared, AROUND, COSTS) == before
+        assert rearranged(before, OpenLayout("rolling"), declared, AROUND, COSTS) == before
         assert as_way("rolling", before, declared, AROUND, COSTS).placement.units == (
             as_way("one engine", before, declared, AROUND, COSTS).placement.units
         )

@@ -23,7 +23,7 @@ from muxserve.planning.planner import PlannedFleet, Planner, options_of
 from muxserve.planning.prediction import PERTURBATIONS, Perturbation, Prediction, Surroundings, predict
 from muxserve.planning.rivals import EQUAL, Rival, as_way, best_of
 from muxserve.planning.unit_plan import arranged, as_placed
-from muxserve.planning.window import Window
+from muxserve.planning.window import RateWindow
 from muxserve.simulator import SimUnit, simulate
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand
@@ -212,7 +212,7 @@ class TestOtherWorkloads:
 
 def ended(throughput: float, longest: float | None = 1.0) -> Prediction:
     """A simulation of 2,000 s in which so many requests per second ended, of which the longest took so many seconds."""
-    return Prediction(summarise([]), 2000.0, {"a": Window(2000.0, round(1000.0 * throughput), longest)})
+    return Prediction(summarise([]), 2000.0, {"a": RateWindow(2000.0, round(1000.0 * throughput), longest)})
 
 
 UNIT = PlacedUnit("unit0", "A100-80GB", (0,), (PlacedModel("a", 1.0, 1.0, 1.0),), 1 << 30)

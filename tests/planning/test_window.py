@@ -17,7 +17,7 @@ from muxserve.planning.checkpoints import planned_architecture
 from muxserve.planning.document import warnings_of
 from muxserve.planning.prediction import Prediction, Simulated, loads_of, predict
 from muxserve.planning.rivals import Rival, kept
-from muxserve.planning.window import ANSWERS, Window, longer_seconds, longest_of, longest_tokens, usual_seconds
+from muxserve.planning.window import ANSWERS, RateWindow, longer_seconds, longest_of, longest_tokens, usual_seconds
 from placement.cluster import Cluster, Node
 from placement.demand import Demand
 from placement.objective import Objective
@@ -66,10 +66,10 @@ def test_what_would_take_too_many_requests_is_not_simulated_that_long() -> None:
 
 
 def test_no_answer_and_no_time_measure_nothing() -> None:
-    assert not Window(100.0, 0, None).is_long_enough
-    assert not Window(0.0, 0, 0.0).is_long_enough
-    assert Window(0.0, 0, 0.0).rate == 0.0
-    assert Window(100.0, 0, 100.0 / ANSWERS).is_long_enough
+    assert not RateWindow(100.0, 0, None).is_long_enough
+    assert not RateWindow(0.0, 0, 0.0).is_long_enough
+    assert RateWindow(0.0, 0, 0.0).rate == 0.0
+    assert RateWindow(100.0, 0, 100.0 / ANSWERS).is_long_enough
     assert longest_of([None, 8.0, 2.0]) == 8.0
     assert longest_of([None]) is None
 
@@ -124,14 +124,14 @@ def test_a_simulation_that_is_too_short_prints_no_figure_and_says_what_is_long_e
 
 
 def test_a_model_that_hardly_anybody_asks_has_no_rate_in_simulation() -> None:
-    few = Prediction(summarise([]), 300.0, {"busy": Window(300.0, 300, 20.0), "idle": Window(300.0, 3, 20.0)})
+    few = Prediction(summarise([]), 300.0, {"busy": RateWindow(300.0, 300, 20.0), "idle": RateWindow(300.0, 3, 20.0)})
     assert few.sustained("busy") == 2.0
     assert few.sustained("idle") is None
     assert few.throughput == pytest.approx(303 / 150)
 
 
 def test_a_run_without_requests_has_no_parts_of_them() -> None:
-    nothing = Prediction(summarise([]), 300.0, {"m": Window(300.0, 0, None)})
+    nothing = Prediction(summarise([]), 300.0, {"m": RateWindow(300.0, 0, None)})
     for objective in ("throughput", "slo"):
         plan = replace(plan_for(1.0), objective=Objective(objective))
         assert kept(plan, nothing) is None
