@@ -95,6 +95,7 @@ class Gateway:
     async def build(self) -> GatewayApp:
         """Open the sockets to the units and build the models' front ends and the endpoint over them."""
         self.broker.start()
+        self.grammars.begin()
         for model in self.fleet.models:
             await self._offer(model)
         if not self.offered.models:

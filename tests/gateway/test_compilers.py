@@ -81,6 +81,30 @@ def choice(text: str) -> SamplingParams:
     return SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", text]))
 
 
+async def test_what_compilers_are_forked_from_is_replaced_before_any_grammar_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, fakes = list[Helper](), FakeCompilers()
+
+    def another(nursery: Helper) -> Helper:
+        made.append(fakes.another())
+        return made[-1]
+
+    monkeypatch.setattr(compiler_process, "nursery_of", another)
+    first, second = fakes.another(), fakes.another()
+    compilers = GrammarCompilers(GrammarLimits(), [first, second])
+    compilers.begin()
+    first.kill()
+    while not made:
+        await asyncio.sleep(0.01)
+    second.kill()
+    while len(made) < 2:
+        await asyncio.sleep(0.01)
+    compilers.close()
+    for end in fakes.ends:
+        end.close()
+
+
 async def test_one_that_has_taken_much_is_replaced_when_it_has_nothing_to_do(
     compilers: GrammarCompilers, fakes: FakeCompilers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,6 +130,10 @@ class GrammarCompilers:
         for name, value in compiled.changes.items():
             setattr(structured, name, value)
 
+    def begin(self) -> None:
+        """Replace nurseries that die from now on, also before anybody has asked for a grammar. In the running loop."""
+        self._nursing = asyncio.ensure_future(self._keep_nurseries())
+
     def close(self) -> None:
         """End the compiler."""
         for task in (self._reading, self._nursing):
@@ -271,7 +275,7 @@ class GrammarCompilers:
                 log.warning("all that grammar compilers are forked from has died; importing vLLM once more")
                 self._nurseries.append(await asyncio.to_thread(compiler_process.start_nursery))
             if self._nursing is None or self._nursing.done():
-                self._nursing = asyncio.ensure_future(self._keep_nurseries())
+                self.begin()
             compiler = await self._forked(self._nurseries[0], compiler_process.compiler_of)
             if compiler is not None:
                 return compiler
