@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -103,6 +104,51 @@ async def test_what_compilers_are_forked_from_is_replaced_before_any_grammar_was
     compilers.close()
     for end in fakes.ends:
         end.close()
+
+
+async def test_what_compilers_are_forked_from_is_replaced_when_it_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes, forked_from = FakeCompilers(), list[Helper]()
+
+    def another(nursery: Helper) -> Helper:
+        forked_from.append(nursery)
+        return fakes.another()
+
+    def check(nursery: Helper) -> None:
+        if nursery is hangs:
+            raise TimeoutError("timed out")
+
+    monkeypatch.setattr(compiler_process, "nursery_of", another)
+    monkeypatch.setattr(Helper, "check", check)
+    monkeypatch.setattr(grammar_compilers, "CHECK_SECONDS", 0.01)
+    lives, hangs = fakes.another(), fakes.another()
+    compilers = GrammarCompilers(GrammarLimits(), [hangs, lives])
+    compilers.begin()
+    while not forked_from:
+        await asyncio.sleep(0.01)
+    assert forked_from == [lives]
+    compilers.close()
+    for end in fakes.ends:
+        end.close()
+
+
+def test_a_nursery_gives_a_sign_of_life_and_one_that_is_stopped_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    thread = threading.Thread(target=compiler_process._nurse, args=(theirs,), daemon=True)
+    monkeypatch.setattr(compiler_process, "set_title", lambda title: None)
+    monkeypatch.setattr(compiler_process.signal, "signal", lambda *_: None)
+    nursery = Helper(-1, ours)
+    thread.start()
+    nursery.check()
+    ours.shutdown(socket.SHUT_WR)
+    thread.join()
+    ours.close()
+    theirs.close()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    monkeypatch.setattr(compiler_process, "NURSERY_SECONDS", 0.01)
+    with pytest.raises(TimeoutError):
+        Helper(-1, ours).check()
+    ours.close()
+    theirs.close()
 
 
 async def test_one_that_has_taken_much_is_replaced_when_it_has_nothing_to_do(

@@ -61,7 +61,7 @@ LEAST_JOBS = 64
 # A nursery forks within a moment; one that does not is no use.
 NURSERY_SECONDS = 5.0
 IMPORT_SECONDS = 120.0
-_COMPILER, _NURSERY = b"compiler", b"nursery"
+_COMPILER, _NURSERY, _ALIVE = b"compiler", b"nursery", b"alive"
 
 
 @dataclass(slots=True)
@@ -269,6 +269,17 @@ class Helper:
         if not self.socket.recv(CHUNK):
             raise ConnectionResetError("the nursery of grammar compilers has died")
 
+    def check(self) -> None:
+        """Ask a nursery for a sign of life.
+
+        Raises:
+            OSError: it has died, or does not answer.
+        """
+        self.socket.settimeout(NURSERY_SECONDS)
+        self.socket.send(_ALIVE)
+        if not self.socket.recv(CHUNK):
+            raise ConnectionResetError("the nursery of grammar compilers has died")
+
     def forks(self, what: bytes) -> Helper:
         """Of a nursery: have it fork another process.
 
@@ -337,6 +348,10 @@ def _nurse(sock: socket.socket) -> None:
     set_title("spare grammar compiler")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects what was forked here
     while what := sock.recv(CHUNK):
+        if what == _ALIVE:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                sock.send(what)
+            continue
         helper = _fork(what)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the next read says that the gateway is gone
             socket.send_fds(sock, [what], [helper.handle, helper.socket.fileno()])

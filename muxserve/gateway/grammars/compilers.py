@@ -43,8 +43,9 @@ RESTART_SECONDS = 5.0
 MOST_TRIES = 8
 # Whoever has waited so long for a grammar is answered, whatever keeps it.
 LONGEST_SECONDS = 120.0
-# Two nurseries: one forks another when the other one has died.
+# Two nurseries: one forks another when the other one has died, or gives no sign of life so often.
 NURSERIES = 2
+CHECK_SECONDS = 10.0
 
 
 @dataclass(eq=False, slots=True)
@@ -286,14 +287,11 @@ class GrammarCompilers:
             try:
                 return await asyncio.to_thread(fork, nursery)
             except OSError as error:
-                log.warning("a spare grammar compiler is no use any more: %s", error or type(error).__name__)
-                if nursery in self._nurseries:
-                    self._nurseries.remove(nursery)
-                    nursery.end()
+                self._lose(nursery, f"is no use any more: {error or type(error).__name__}")
                 return None
 
     async def _keep_nurseries(self) -> None:
-        """Replace a nursery that has died by one that the other forks, while there is any."""
+        """Replace a nursery that has died or hangs by one that the other forks, while there is any."""
         while self._nurseries:
             while self._nurseries and len(self._nurseries) < NURSERIES:
                 nursery = await self._forked(self._nurseries[0], compiler_process.nursery_of)
@@ -301,14 +299,31 @@ class GrammarCompilers:
                     self._nurseries.append(nursery)
             ends = {nursery: asyncio.ensure_future(_ended(nursery)) for nursery in self._nurseries}
             try:
-                await asyncio.wait(ends.values(), return_when=asyncio.FIRST_COMPLETED)
+                ended, _ = await asyncio.wait(ends.values(), timeout=CHECK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for end in ends.values():
                     end.cancel()
-            for nursery in [each for each, end in ends.items() if end.done() and not end.cancelled()]:
-                if nursery in self._nurseries:
-                    self._nurseries.remove(nursery)
-                    nursery.end()
+            for nursery, end in ends.items():
+                if end in ended:
+                    self._lose(nursery, "has died")
+            if not ended and self._nurseries:
+                await self._check(self._nurseries[-1])
+                # The other one is the first that is asked next time, to check or to fork.
+                self._nurseries.reverse()
+
+    async def _check(self, nursery: Helper) -> None:
+        """A nursery that gives no sign of life is gone."""
+        async with self._forking:
+            try:
+                await asyncio.to_thread(nursery.check)
+            except OSError as error:
+                self._lose(nursery, f"hangs: {error or type(error).__name__}")
+
+    def _lose(self, nursery: Helper, why: str) -> None:
+        if nursery in self._nurseries:
+            log.warning("a spare grammar compiler %s", why)
+            self._nurseries.remove(nursery)
+            nursery.end()
 
     async def _listen(self, compiler: Helper) -> None:
         reader, self._writer = await asyncio.open_connection(sock=compiler.socket)
