@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import signal
 import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,6 +107,16 @@ async def test_what_compilers_are_forked_from_is_replaced_before_any_grammar_was
     compilers.close()
     for end in fakes.ends:
         end.close()
+
+
+def test_a_process_that_an_event_loop_has_watched_is_ended() -> None:
+    """The loop leaves its descriptor without blocking; waiting for a process that is about to die failed then."""
+    helper = FakeCompilers().another()
+    os.set_blocking(helper.handle, False)
+    os.kill(int(re.search(r"Pid:\s+(\d+)", Path(f"/proc/self/fdinfo/{helper.handle}").read_text())[1]), signal.SIGSTOP)  # type: ignore[index]
+    helper.end()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(helper.handle)
 
 
 async def test_what_compilers_are_forked_from_is_replaced_when_it_hangs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,6 +255,7 @@ class Helper:
         """Kill it; its children end with it."""
         self.socket.close()
         self.kill()
+        os.set_blocking(self.handle, True)  # an event loop that watched it has changed that
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PIDFD, self.handle, os.WEXITED)
         os.close(self.handle)
