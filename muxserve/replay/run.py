@@ -52,7 +52,7 @@ class Lateness:
 
     @classmethod
     def of(cls, values: list[float]) -> Lateness | None:
-        """Of each request's; None without any."""
+        """Statistics of the lateness of each request, seconds; None without any."""
         if not values:
             return None
         return cls(sum(values) / len(values), percentile(values, 0.5), percentile(values, 0.99), max(values))

@@ -58,7 +58,7 @@ class Asking:
         self.http = httpx.Client(base_url=fleet.url, timeout=PATIENCE)
 
     def cached(self, tenant: str, first: int, **body: object) -> int:
-        """Of a prompt of 1,000 tokens."""
+        """Cached tokens of a prompt of 1,000 tokens."""
         before = self._used(tenant)
         prompt = [2 + (first + 7 * i) % 900 for i in range(1000)]
         answer = self.http.post(

@@ -29,7 +29,7 @@ ENGINE = EngineProfile(
 
 
 def profile(delays: list[float], steps: int = 20) -> Profile:
-    """Of a fleet whose last requests took so long to their units."""
+    """The profile of a fleet whose last requests took these delays to reach their units."""
     learnt = {"m": {"decode": Correction((2.0,) * 3, 2.0, 0.0, steps)}} if steps else {}
     entry = SimpleNamespace(unit_spec=SimpleNamespace(costs={"m": [ENGINE]}))
     units = {"u0": SimpleNamespace(entry=entry, learnt=lambda: learnt)}

@@ -211,7 +211,7 @@ class TestOtherWorkloads:
 
 
 def ended(throughput: float, longest: float | None = 1.0) -> Prediction:
-    """A simulation of 2,000 s in which so many requests per second ended, of which the longest took so many seconds."""
+    """A simulation of 2,000 s: requests that ended per second, and the latency of the longest, seconds."""
     return Prediction(summarise([]), 2000.0, {"a": RateWindow(2000.0, round(1000.0 * throughput), longest)})
 
 

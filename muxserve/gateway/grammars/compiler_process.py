@@ -261,7 +261,7 @@ class Helper:
         os.close(self.handle)
 
     def until_ready(self) -> None:
-        """Of a nursery that imports vLLM: wait until it has.
+        """Wait until a nursery has imported vLLM.
 
         Raises:
             OSError: it has died, or takes too long.
@@ -282,7 +282,7 @@ class Helper:
             raise ConnectionResetError("the nursery of grammar compilers has died")
 
     def forks(self, what: bytes) -> Helper:
-        """Of a nursery: have it fork another process.
+        """Have a nursery fork another process.
 
         Raises:
             OSError: it has died, or does not answer.
