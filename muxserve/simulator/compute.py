@@ -80,7 +80,7 @@ class Compute:
             engine.retime(slow, now)
 
     def _beside(self, first: int, decoding: int) -> tuple[float, float]:
-        """Slowdown factors by the wakes under way: of the `first` jobs that do not decode, and of the `decoding` ones."""
+        """Slowdown factors by the wakes under way: for `first` jobs that do not decode, and `decoding` that do."""
         without = fair_shares(self._cores, first, decoding, self._decode_weight)
         there = fair_shares(self._cores, first + self.waking, decoding, self._decode_weight)
         return without[0] / there[0], without[1] / there[1]

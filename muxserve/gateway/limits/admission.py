@@ -16,8 +16,8 @@ from muxserve.spec import TenantSpec
 MAX_RETRY_AFTER_SECONDS = 60
 # Weight of the newest request in the mean service time.
 SMOOTHING = 0.2
-# One request may ask for this percentage of the prompts that may be in service and wait: 1,024 with the usual limits, as
-# many as vLLM takes in one body.
+# One request may ask for this percentage of the prompts that may be in service and wait: 1,024 with the usual limits,
+# as many as vLLM takes in one body.
 LARGEST_PERCENT = 80
 
 
