@@ -8,18 +8,31 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
+from starlette.datastructures import State
+from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
+from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest, ChatCompletionRequest
+from vllm.entrypoints.openai.parser import harmony_utils
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
-from vllm.renderers import BaseRenderer, TokenizeParams, renderer_from_config
+from vllm.renderers import BaseRenderer, TokenizeParams, online_renderer, renderer_from_config
+from vllm.renderers.online_renderer import OnlineRenderer
 
 from muxserve.gateway.front_end.configuration import configure
 from muxserve.gateway.front_end.long_texts import LONG, PIECE, LongTexts, TextLimit, size
 from tests.gateway.unit_specs import model
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
-# Of the tiny checkpoints, whose tokens are bytes.
+# The tokens of the tiny checkpoints are bytes.
 CONTEXT = 2048
 PLAIN = TokenizeParams(max_total_tokens=None)
 PROMPT = TokenizeParams(max_total_tokens=CONTEXT, max_output_tokens=1)
+
+
+class TalkRequest(BaseModel):
+    """The part of requests of chats that is looked at here."""
+
+    messages: list[dict[str, str]]
 
 
 class Counting:
@@ -100,6 +113,7 @@ def test_the_end_of_a_text_is_what_is_left_of_it() -> None:
         (([{"role": "user", "content": [{"type": "text", "text": "x" * 50}]}],), 58),
         ({"prompt": "abc", "n": 5, "x": None}, 3),
         (object(), 0),
+        (TalkRequest(messages=[{"role": "user", "content": "x" * 50}]), 54),
         ([[[[[[[[[["deep"]]]]]]]]]], 0),
     ],
 )
@@ -165,3 +179,88 @@ async def test_short_texts_do_not_wait_for_long_ones(renderer: BaseRenderer[Any]
     finally:
         go.set()
     assert len(await long) == 5
+
+
+# ------------------------------------------------------------ chats of gpt-oss
+
+
+def chats_of(renderer: BaseRenderer[Any]) -> State:
+    """The part of the state of vLLM's application that renders chats."""
+    chats = OnlineRenderer(
+        renderer.model_config,
+        renderer,
+        request_logger=None,
+        chat_template=None,
+        chat_template_content_format="auto",
+    )
+    batches = OpenAIServingChatBatch.__new__(OpenAIServingChatBatch)
+    batches.renderer, batches.online_renderer = renderer, chats
+
+    async def known(_request: object) -> None:
+        """A model that is served."""
+
+    batches._check_model, batches._preflight = known, lambda: None
+    return State({"online_renderer": chats, "openai_serving_chat_batch": batches})
+
+
+@pytest.fixture(scope="module")
+def gpt_oss() -> BaseRenderer[Any]:
+    _, config = configure(model("m", tiny_checkpoint("gpt_oss"), max_len=CONTEXT))
+    return renderer_from_config(config)
+
+
+@pytest.fixture(scope="module")
+def gpt_oss_chats(gpt_oss: BaseRenderer[Any], texts: LongTexts) -> State:
+    made = renderer_from_config(gpt_oss.config)
+    texts.attach(made)
+    state = chats_of(made)
+    texts.attach_chats(state, made)
+    return state
+
+
+async def rendered(state: State, kind: str, text: str) -> list[int]:
+    """The tokens of a chat that asks `text`."""
+    messages: Any = [{"role": "user", "content": text}]
+    if kind == "responses":
+        answer = await state.online_renderer.render_responses(ResponsesRequest(model="m", input=text))
+        return list(answer.engine_input["prompt_token_ids"])
+    if kind == "batch":
+        request = BatchChatCompletionRequest(model="m", messages=[messages])
+        _, _, inputs = await state.openai_serving_chat_batch.render_batch_chat_request(request)
+    else:
+        _, inputs = await state.online_renderer.render_chat(ChatCompletionRequest(model="m", messages=messages))
+    return list(inputs[0]["prompt_token_ids"])
+
+
+@pytest.mark.parametrize("kind", ["chat", "batch", "responses"])
+async def test_chats_of_gpt_oss_are_rendered_beside_the_event_loop(
+    gpt_oss: BaseRenderer[Any], gpt_oss_chats: State, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    stock = harmony_utils.render_for_completion
+
+    def render(messages: Any) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return stock(messages)
+
+    monkeypatch.setattr(online_renderer, "render_for_completion", render)
+    long = "word " * (LONG // 4)
+    for text in ("short", long[: LONG // 8]):
+        assert await rendered(gpt_oss_chats, kind, text) == await rendered(chats_of(gpt_oss), kind, text)
+    assert [name == threading.main_thread().name for name in threads] == [False, True] * 2
+    with pytest.raises(VLLMValidationError, match=r"more than 4096 tokens"):
+        await rendered(gpt_oss_chats, kind, long)
+    assert len(threads) == 4  # it was refused before it was rendered
+
+
+async def test_short_chats_of_gpt_oss_do_not_wait_for_long_ones(gpt_oss_chats: State, texts: LongTexts) -> None:
+    go = threading.Event()
+    texts._executor.submit(go.wait)
+    try:
+        long = asyncio.ensure_future(rendered(gpt_oss_chats, "chat", "word " * LONG))
+        assert await rendered(gpt_oss_chats, "chat", "short")
+        assert not long.done()
+    finally:
+        go.set()
+    with pytest.raises(VLLMValidationError):
+        await long

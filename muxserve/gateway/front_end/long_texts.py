@@ -8,14 +8,18 @@ tokens as the model's context has is cut off or refused: no answer depends on it
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from pydantic import BaseModel
+from starlette.datastructures import State
 from vllm.config import ModelConfig
+from vllm.entrypoints.openai.parser.harmony_utils import get_encoding
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers import BaseRenderer, TokenizeParams
 from vllm.utils.async_utils import make_async
@@ -27,8 +31,9 @@ PIECE = 16 << 10
 # A text of so many tokens per token of the context is longer than anything that can be served; pieces are tokenized
 # apart from each other, so that a text has a few tokens less than its pieces.
 TOO_MANY = 2
-# How deep texts lie in what is rendered: in a list of messages, in their contents, in their parts.
-_DEPTH = 5
+# Levels above the deepest text of a function's arguments: the three of `partial`, a request, its conversations (in a
+# batch), their messages, and the contents, parts and fields of a message.
+_DEPTH = 9
 
 
 class CutText(str):
@@ -127,25 +132,72 @@ class LongTexts:
 
         renderer._executor.submit = submit
 
+    def attach_chats(self, state: State, renderer: BaseRenderer[Any]) -> None:
+        """Have the chats of gpt-oss rendered in the threads of other texts, and within the limits of the model. vLLM
+        renders them by openai-harmony, in the event loop. `state` is that of vLLM's application."""
+        chats = state.online_renderer
+        if not chats.use_harmony:
+            return
+        limit = TextLimit(_harmony_tokens, longest(renderer.model_config))
+        batches = getattr(state, "openai_serving_chat_batch", None)
+        for owner, name in (
+            (chats, "render_chat"),
+            (chats, "render_responses"),
+            (batches, "render_batch_chat_request"),
+        ):
+            if owner is not None:
+                render = partial(_render_here, getattr(owner, name), limit)
+                setattr(owner, name, make_async(render, executor=renderer._executor))
+
     def close(self) -> None:
         """Begin with nothing more."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-def size(value: object, depth: int = _DEPTH + 3) -> int:
+def size(value: object) -> int:
     """Characters of the texts, and numbers of the lists, in what a function is given."""
+    return sum(len(each) for each in _long_parts(value))
+
+
+def _long_parts(value: object, depth: int = _DEPTH) -> Iterator[str | bytes | Sequence[int]]:
+    """The texts and lists of tokens in `value`."""
     if isinstance(value, str | bytes):
-        return len(value)
+        yield value
+        return
     if not depth:
-        return 0
+        return
+    if isinstance(value, BaseModel):
+        value = vars(value)
     if isinstance(value, Mapping):
-        return sum(size(each, depth - 1) for each in value.values())
-    if isinstance(value, Sequence):
-        # Of a list of tokens no element is looked at but the first.
+        for each in value.values():
+            yield from _long_parts(each, depth - 1)
+    elif isinstance(value, Sequence):
+        # Only the first element says whether it is a list of tokens.
         if value and isinstance(value[0], int):
-            return len(value)
-        return sum(size(each, depth - 1) for each in value)
-    return 0
+            yield value
+            return
+        for each in value:
+            yield from _long_parts(each, depth - 1)
+
+
+def _harmony_tokens(text: str) -> int:
+    return len(get_encoding().encode(text, disallowed_special=()))
+
+
+def _render_here(stock: Callable[..., Awaitable[Any]], limit: TextLimit, request: BaseModel, **options: Any) -> Any:
+    """Render a chat of gpt-oss in this thread.
+
+    openai-harmony keeps Python's lock for a whole conversation, so that a text that no context holds is refused before.
+
+    Raises:
+        VLLMValidationError: the texts of the request have more tokens than `limit` allows.
+    """
+    limit.check("".join(part for part in _long_parts((request, options)) if isinstance(part, str)))
+
+    async def render() -> Any:
+        return await stock(request, **options)
+
+    return asyncio.run(render())
 
 
 def longest(config: ModelConfig) -> int:

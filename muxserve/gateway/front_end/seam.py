@@ -92,13 +92,14 @@ def make_llm(model: ModelSpec, client: UnitEngineClient, texts: LongTexts) -> Mo
     return ModelFrontEnd(model, client, llm, args, registry)
 
 
-async def serve(front_end: ModelFrontEnd, gateway: int, store: ResponseStore | None) -> ServedApp:
-    """vLLM's own OpenAI application over `front_end.llm`, which begins to deliver outputs. `store` keeps the responses
-    of this gateway."""
+async def serve(front_end: ModelFrontEnd, texts: LongTexts, gateway: int, store: ResponseStore | None) -> ServedApp:
+    """vLLM's own OpenAI application over `front_end.llm`, which begins to deliver outputs. Its long texts are for
+    `texts`; `store` keeps the responses of this gateway."""
     front_end.llm._run_output_handler()
     tasks = front_end.client.get_supported_tasks()
     app: FastAPI = build_app(front_end.args, tasks, front_end.llm.model_config)
     await init_app_state(front_end.llm, app.state, front_end.args, tasks)
+    texts.attach_chats(app.state, front_end.llm.renderer)
     # vLLM's handler of its engine's errors would end the server, and fails itself if there is none. Ours goes on.
     app.state.server = SimpleNamespace(should_exit=False)
     # Models that are pooled have neither.

@@ -80,7 +80,7 @@ class OfferedModels:
             try:
                 # Reads files and compiles templates: others' streams must not wait for it.
                 front_end = await asyncio.to_thread(seam.make_llm, model, client, self._texts)
-                served = await seam.serve(front_end, self._gateway, self._responses)
+                served = await seam.serve(front_end, self._texts, self._gateway, self._responses)
             except BaseException:
                 self._broker.detach(model.name)
                 raise
