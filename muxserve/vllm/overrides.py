@@ -178,7 +178,7 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
         "get_num_blocks_to_allocate",
         "pop_blocks_for_free",
     ),
-    "muxserve.gateway.front_end.data_urls.DataUrls": ("load_from_url", "load_from_url_async"),
+    "muxserve.gateway.front_end.images.DataUrls": ("load_from_url", "load_from_url_async"),
     "muxserve.gateway.front_end.engine_client.UnitEngineClient": (
         "abort_requests_async",
         "add_request_async",

@@ -8,7 +8,7 @@ import pytest
 
 from muxserve.gateway.http.body import asked_by
 from muxserve.gateway.http.errors import RequestError
-from muxserve.gateway.http.paths import GENERATE, POSTS
+from muxserve.gateway.http.served_app import GENERATE, POSTS
 from muxserve.gateway.limits.engine_requests import check_engine_requests, engine_requests
 
 COMPLETIONS, CHAT, BATCH = "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch"

@@ -26,9 +26,8 @@ from vllm.multimodal.inputs import (
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from muxserve.gateway.front_end.data_urls import DataUrls
 from muxserve.gateway.front_end.engine_client import UnitEngineClient
-from muxserve.gateway.front_end.images import RequestImages
+from muxserve.gateway.front_end.images import DataUrls, RequestImages
 from muxserve.gateway.http.body import check_media
 from muxserve.gateway.http.errors import RequestError
 from muxserve.gateway.limits.priorities import RequestLevels

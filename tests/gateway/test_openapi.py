@@ -8,8 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from muxserve.gateway.http.errors import Message, Receive, Scope, Send
-from muxserve.gateway.http.paths import POSTS
-from muxserve.gateway.http.served_app import ServedApp
+from muxserve.gateway.http.served_app import POSTS, ServedApp
 from muxserve.gateway.status.routes import StatusRoutes
 
 EMBEDDINGS = "/v1/embeddings"

@@ -1,4 +1,5 @@
-"""Keeps what a model's processor has made of images for as long as a request needs it.
+"""Images come with their requests, as data URLs. What a model's processor makes of one is kept for as long as a request
+needs it.
 
 A prompt may be computed several times: when pages are short, and when an engine dies. So its images stay until the
 request has ended, in files that prefill engines read (`muxserve.vllm.image_files`).
@@ -15,9 +16,11 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from itertools import count
 from pathlib import Path
+from typing import Any
 
-from vllm.exceptions import GracefulHTTPError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 
 from muxserve.vllm import image_files
 
@@ -25,6 +28,46 @@ log = logging.getLogger(__name__)
 
 # What the images of all requests of one gateway may take.
 MOST_BYTES = 1 << 30
+_FETCHES_NOTHING = "this server fetches nothing: an image must come with the request, as a data URL"
+
+
+class DataUrls(MediaConnector):
+    """Takes data URLs only. Stock vLLM's asks any host, if it is not told which."""
+
+    def load_from_url(self, url: str, *args: Any, **kwargs: Any) -> Any:
+        """See `MediaConnector.load_from_url`.
+
+        Raises:
+            VLLMValidationError: it is another URL, or no image that can be read.
+        """
+        _check(url)
+        try:
+            return super().load_from_url(url, *args, **kwargs)
+        except Exception as error:
+            raise _unreadable(error) from error
+
+    async def load_from_url_async(self, url: str, *args: Any, **kwargs: Any) -> Any:
+        """See `load_from_url`."""
+        _check(url)
+        try:
+            return await super().load_from_url_async(url, *args, **kwargs)
+        except Exception as error:
+            raise _unreadable(error) from error
+
+
+def _check(url: str) -> None:
+    if not url.lower().startswith("data:"):
+        raise VLLMValidationError(_FETCHES_NOTHING)
+
+
+def _unreadable(error: Exception) -> VLLMValidationError:
+    # Pillow's decoders fail in many ways on what is no image, or one that is too large to be decoded.
+    return VLLMValidationError(f"an image cannot be read: {str(error).splitlines()[0] if str(error) else repr(error)}")
+
+
+def fetch_nothing() -> None:
+    """Have vLLM take images from data URLs only in this process."""
+    MEDIA_CONNECTOR_REGISTRY.register("http")(DataUrls)
 
 
 class ImageFile:

@@ -28,16 +28,15 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 
-from muxserve.gateway.front_end import data_urls
 from muxserve.gateway.front_end.adapters import adapter_requests
 from muxserve.gateway.front_end.configuration import configure
 from muxserve.gateway.front_end.engine_client import UnitEngineClient
+from muxserve.gateway.front_end.images import fetch_nothing
 from muxserve.gateway.front_end.long_texts import TOO_MANY, LongTexts, longest
 from muxserve.gateway.front_end.stored_responses import attach
 from muxserve.gateway.http.anthropic_errors import keep_reasons
-from muxserve.gateway.http.paths import POSTS
 from muxserve.gateway.http.responses import ResponseStore
-from muxserve.gateway.http.served_app import ServedApp
+from muxserve.gateway.http.served_app import POSTS, ServedApp
 from muxserve.gateway.status.vllm_metrics import stat_logger
 from muxserve.net.process import trim
 from muxserve.spec import ModelSpec
@@ -69,7 +68,7 @@ def make_llm(model: ModelSpec, client: UnitEngineClient, texts: LongTexts) -> Mo
         OSError: the checkpoint cannot be read.
     """
     args, config = configure(model)
-    data_urls.install()
+    fetch_nothing()
     client.tasks = tasks_of(config.model_config)
     client.vocabulary = config.model_config.get_vocab_size()
     registry = CollectorRegistry()

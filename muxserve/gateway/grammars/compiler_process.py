@@ -3,8 +3,9 @@
     gateway ── socket ── grammar compiler (tokenizers) ── one child per grammar
        └────── socket ── nursery, and a second one (vLLM, and nothing of any model), which forked the compiler
 
-A grammar that takes too long is ended by the kernel, one that nobody waits for any more by the compiler, and all that
-it took comes back with its process. So does what a compiler has taken: another one takes its place when that is much.
+A child lets vLLM validate its grammar and compile it, and sees whether any token can be the first. The kernel ends a
+child that takes too long, and the compiler one that nobody waits for any more; its memory comes back with it. A
+compiler that has taken much memory itself is replaced.
 
 Compilers are forked from nurseries, and nurseries from each other, the first two from the gateway before that has
 threads. What they have imported is shared by all of them. When both nurseries have died at once, one is started
@@ -23,27 +24,34 @@ import gc
 import logging
 import math
 import os
+import re
 import resource
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Literal
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.v1.structured_output.backend_types import StructuredOutputBackend, StructuredOutputGrammar
+from vllm.v1.structured_output.request import get_structured_output_key
 
-from muxserve.gateway.grammars.messages import Command, Compile, CompileResult, Drop, Frames, command, frame, result
+from muxserve.engine.grammars import make_backend
+from muxserve.gateway.front_end.configuration import configure
 from muxserve.net.logs import log_to_stderr
 from muxserve.net.process import die_with, set_title
 from muxserve.net.process_memory import memory_of
 from muxserve.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from muxserve.gateway.grammars.check import Checker
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +70,202 @@ LEAST_JOBS = 64
 NURSERY_SECONDS = 5.0
 IMPORT_SECONDS = 120.0
 _COMPILER, _NURSERY, _ALIVE = b"compiler", b"nursery", b"alive"
+# Where in its sources the compiler found it, before what it found.
+_SOURCE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+?:\d+: ")
+_LONGEST_REASON = 500
+# What most grammars are compiled by.
+_USUAL = "xgrammar"
+
+# ---------------------------------------------------------------- messages: msgpack, each behind its length
+
+_LENGTH = struct.Struct("!I")
+
+Outcome = Literal["accepted", "refused", "slow", "failed"]
+
+
+class Constraints(msgspec.Struct, frozen=True):
+    """What a request restricts its answer to: a grammar, and the rest that concerns its first token."""
+
+    # The fields of a structured output that are set.
+    structured: dict[str, Any]
+    # Token ids: the only ones, if not None; those that are excluded; those that end the answer.
+    allowed: list[int] | None = None
+    excluded: list[int] = []
+    stops: list[int] = []
+    # Fewer tokens than this and it cannot end.
+    min_tokens: int = 0
+
+
+class Compile(msgspec.Struct, frozen=True, tag="compile"):
+    """Compile a grammar for `model`, within so much CPU time and memory."""
+
+    job: int
+    model: ModelSpec
+    constraints: Constraints
+    cpu_seconds: float
+    memory_bytes: int
+
+
+class Drop(msgspec.Struct, frozen=True, tag="drop"):
+    """Nobody wants that job any more."""
+
+    job: int
+
+
+class CompileResult(msgspec.Struct, frozen=True):
+    """How a job ended.
+
+    `refused`: the grammar is no good, or takes too much memory; `slow`: it took more than its CPU time; `failed`: the
+    compiler cannot do it, whatever the grammar. `spent`: the compiler has taken much memory, and another one is to take
+    its place.
+    """
+
+    job: int
+    outcome: Outcome
+    # Why not, for the client.
+    reason: str = ""
+    # Fields of the structured output that engines are to be given instead.
+    changes: dict[str, Any] = {}
+    spent: bool = False
+
+
+Command = Compile | Drop
+_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_results = msgspec.msgpack.Decoder(CompileResult)
+
+
+def frame(message: Command | CompileResult) -> bytes:
+    """`message` as it is sent."""
+    body = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def command(body: bytes) -> Command:
+    """What the gateway said."""
+    return _commands.decode(body)
+
+
+def result(body: bytes) -> CompileResult:
+    """What the compiler said."""
+    return _results.decode(body)
+
+
+class Frames:
+    """Cuts a stream of bytes into the messages that it is made of."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The messages that are complete with `data`."""
+        self._buffer += data
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[_LENGTH.size : end])
+            del self._buffer[:end]
+            yield body
+
+
+# ---------------------------------------------------------------- what a child does
+
+
+class Checker:
+    """Compiles grammars for one model with the tokenizer and the backends that its engines have.
+
+    Raises:
+        ValueError: vLLM refuses the model or its options.
+        OSError: the tokenizer cannot be read.
+    """
+
+    def __init__(self, model: ModelSpec) -> None:
+        _, self._config = configure(model)
+        self._tokenizer = cached_tokenizer_from_config(model_config=self._config.model_config)
+        self._backends: dict[str, StructuredOutputBackend] = {}
+        configured = self._config.structured_outputs_config.backend
+        self.prepare(_USUAL if configured == "auto" else configured)
+
+    def prepare(self, backend: str) -> StructuredOutputBackend:
+        """The part of compiling that does not depend on a grammar."""
+        if backend not in self._backends:
+            self._backends[backend] = make_backend(backend, self._config, self._tokenizer)
+        return self._backends[backend]
+
+    def check(self, job: int, constraints: Constraints) -> CompileResult:
+        """Compile. What a grammar may have wrong is an answer.
+
+        Raises:
+            MemoryError: there was not enough.
+        """
+        try:
+            structured = StructuredOutputsParams(**constraints.structured)
+            before = dict(vars(structured))
+            params = SamplingParams(structured_outputs=structured)
+            params._validate_structured_outputs(
+                self._config.model_config, self._config.structured_outputs_config, self._tokenizer
+            )
+            assert structured._backend is not None
+            backend = self.prepare(structured._backend)
+            stops = set(constraints.stops)
+            grammar = backend.compile_grammar(*get_structured_output_key(structured), stop_token_ids=stops or None)
+            nothing = _no_first_token(backend, grammar, constraints)
+        except MemoryError:
+            raise
+        except Exception as error:  # each compiler has types of its own
+            if "bad_alloc" in str(error):
+                raise MemoryError from error
+            return CompileResult(job, "refused", _tidy(str(error) or type(error).__name__))
+        if nothing:
+            return CompileResult(job, "refused", nothing)
+        changes = {name: value for name, value in vars(structured).items() if value != before[name]}
+        return CompileResult(job, "accepted", changes=changes)
+
+
+def _no_first_token(
+    backend: StructuredOutputBackend, grammar: StructuredOutputGrammar, constraints: Constraints
+) -> str:
+    """Why no token can be the first; empty if one can."""
+    mask = backend.allocate_token_bitmask(1)
+    grammar.fill_bitmask(mask, 0)
+    # llguidance says only now what it failed with.
+    matcher: Any = getattr(grammar, "ll_matcher", None)
+    if matcher is not None and (error := matcher.get_error()):
+        return _tidy(error)
+    left = _tokens(mask.numpy())
+    if not left.any():
+        return "the grammar allows no token: it is empty, or refers to nothing but itself"
+    if constraints.allowed is not None:
+        only = np.zeros_like(left)
+        only[_within(left, constraints.allowed)] = True
+        left &= only
+    left[_within(left, constraints.excluded)] = False
+    if constraints.min_tokens > 0:
+        left[_within(left, constraints.stops)] = False
+    if not left.any():
+        return (
+            "no token can be the first of the answer: the structured output together with allowed_token_ids, "
+            "bad_words, min_tokens and the tokens that end an answer excludes them all"
+        )
+    return ""
+
+
+def _within(tokens: npt.NDArray[np.bool_], ids: list[int]) -> list[int]:
+    return [token for token in ids if 0 <= token < len(tokens)]
+
+
+def _tokens(mask: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+    """Which tokens a row of a bit mask allows."""
+    return np.unpackbits(mask.reshape(-1).view(np.uint8), bitorder="little").astype(np.bool_)
+
+
+def _tidy(text: str) -> str:
+    text = _SOURCE.sub("", text).strip()
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."
+
+
+# ---------------------------------------------------------------- the process
 
 
 @dataclass(slots=True)
@@ -82,10 +286,7 @@ class GrammarCompiler:
     """Serves one gateway until that closes its end of `sock`."""
 
     def __init__(self, sock: socket.socket) -> None:
-        from muxserve.gateway.grammars.check import Checker
-
         self._socket = sock
-        self._make = Checker
         self._checkers: dict[str, tuple[ModelSpec, Checker]] = {}
         self._children: dict[int, Child] = {}
         self._frames = Frames()
@@ -154,7 +355,7 @@ class GrammarCompiler:
     def _checker(self, model: ModelSpec) -> Checker:
         known = self._checkers.get(model.name)
         if known is None or known[0] != model:
-            known = self._checkers[model.name] = model, self._make(model)
+            known = self._checkers[model.name] = model, Checker(model)
             # What is here now stays: without the collector's touch its pages remain shared with the children.
             gc.collect()
             gc.freeze()
@@ -404,9 +605,7 @@ def main() -> None:
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log_to_stderr()
-    from muxserve.gateway.grammars import check  # noqa: F401  # what it imports is what its children share
-
-    gc.collect()
+    gc.collect()  # what is imported by now is shared by its children
     gc.freeze()
     with socket.socket(fileno=args.socket_fd) as sock:
         sock.send(_NURSERY)

@@ -1,7 +1,7 @@
 """The endpoint: routes every HTTP request to its model's stock vLLM application.
 
     /v1/...                  by the `model` field of the body
-    /classify, /score, ...   likewise (gateway/http/paths.py)
+    /classify, /score, ...   likewise (gateway/http/served_app.py)
     /tokenize, /detokenize   likewise
     /models/NAME/...         the same for one model, and its /metrics
     /v1/responses/ID         a response that is kept (gateway/http/responses.py)
@@ -60,10 +60,9 @@ from muxserve.gateway.http.errors import (
     shortened,
 )
 from muxserve.gateway.http.http_request import HttpRequest, current_http
-from muxserve.gateway.http.paths import COMPUTE, POSTS
 from muxserve.gateway.http.responses import PATH as RESPONSES
 from muxserve.gateway.http.responses import ResponseRoutes
-from muxserve.gateway.http.served_app import ServedApp
+from muxserve.gateway.http.served_app import COMPUTE, POSTS, ServedApp
 from muxserve.gateway.limits.admission import ApiKeys, Caller, presented_key
 from muxserve.gateway.limits.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.limits.engine_requests import check_engine_requests, engine_requests

@@ -13,7 +13,7 @@ import msgspec
 
 from muxserve.gateway.http.body import RequestFields
 from muxserve.gateway.http.errors import RequestError
-from muxserve.gateway.http.paths import POOLING
+from muxserve.gateway.http.served_app import POOLING
 
 COMPLETIONS = frozenset({"/v1/completions", "/v1/completions/render"})
 CHATS = frozenset({"/v1/chat/completions", "/v1/chat/completions/render"})
