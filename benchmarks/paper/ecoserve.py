@@ -3,7 +3,7 @@
     python benchmarks/paper/ecoserve.py [--only PART,PART] [--systems NAME/NAME] [--settings NAME/NAME] [--missing]
         [--seeds N] [--step FACTOR] [--seconds FACTOR] [--out FILE]
 
-Parts: goodput, pipelines, static, dynamic, handles, ablation. Requests come for five minutes, with three seeds: after
+Parts: goodput, pipelines, static, dynamic, ablation. Requests come for five minutes, with three seeds: after
 a minute a system that cannot keep up may not show it yet. Attainment is not monotone in the rate, so that all rates of
 a grid are tried. Eighteen settings take hours: the goodput of a system in a setting is written when it is found, what
 is not run (`--systems`, `--settings`) stays as the result file has it, and `--missing` goes on where a run was stopped.
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from inputs import llama
 from msgspec import structs
-from report import machine, percentiles, write_report
+from report import machine, write_report
 from split import Split, SplitOptions, division
 
 from muxserve.costs import EngineCosts, EngineShape, ModelArchitecture
@@ -45,10 +45,8 @@ from muxserve.metrics.definitions import Objectives, time_per_token
 from muxserve.replicas.dispatch import DispatchPolicy, NewRequest
 from muxserve.replicas.views import InstanceLoad
 from muxserve.rolling.member import LatencyTargets as RollingObjectives
-from muxserve.rolling.member import MacroMember
 from muxserve.rolling.mitosis import Bounds
 from muxserve.rolling.scaling import RollingScalingRules
-from muxserve.rolling.scheduler import pack, unpack
 from muxserve.scheduling.token_throttling import FixedBudget, OnePhase, TokenBudget
 from muxserve.simulator import (
     FleetModel,
@@ -621,29 +619,7 @@ def part_pipelines(effort: Effort, keep: Callable[[Row], None], known: Row | Non
     return found
 
 
-def part_handles(effort: Effort, keep: Callable[[Row], None]) -> Row:
-    """What it takes to hand a replica with 256 requests to another macro instance: to bytes, and back."""
-    member = MacroMember("u0", 100_000, TPOT)
-    for number in range(256):
-        member.admitted(f"request-{number:08d}-{'x' * 24}", 500, 0.05, float(number))
-        member.prefilled(f"request-{number:08d}-{'x' * 24}", float(number) + 0.05)
-    taken = []
-    size = 0
-    for _ in range(2000):
-        began = time.perf_counter()
-        data = pack(member, "ipc:///run/muxserve/u0/scheduler.sock")
-        handle = unpack(data)
-        taken.append((time.perf_counter() - began) * 1e3)
-        size = len(data)
-        assert handle.member == member
-    found: Row = {"requests": 256, "bytes": size, "milliseconds": percentiles(taken), "target_milliseconds": 100}
-    print(f"handles {found}")
-    keep(found)
-    return found
-
-
 PARTS = {
-    "handles": part_handles,
     "static": part_static,
     "dynamic": part_dynamic,
     "ablation": part_ablation,

@@ -70,7 +70,7 @@ class RollingScaler:
         if request is not None and was.prefilled:
             del self._requests[request_id]
             first = at if was.since is None else was.since
-            self._attainment.told(first - request.arrival <= self.objectives.ttft and saved >= 0, at)
+            self._attainment.add(first - request.arrival <= self.objectives.ttft and saved >= 0, at)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Nobody wants these any more, or nobody knows what came of them."""
@@ -96,7 +96,7 @@ class RollingScaler:
         objectives, timed = self.objectives, self._requests
         for late in [key for key, r in timed.items() if not r.prefilled and now - r.arrival > objectives.ttft]:
             del timed[late]
-            self._attainment.told(False, now)
+            self._attainment.add(False, now)
         busy = self._busy / ((now - self._looked) * len(members)) if members else 1.0
         self._busy, self._looked = 0.0, now
         # Without room to spare, or before all have come, replicas count as busy.

@@ -135,8 +135,8 @@ class RollingModelScheduler(ModelSchedulerBase):
             # Predictions are as wrong there as elsewhere, until more is known.
             biases = [other.bias for other in self._scheduler.members.values()]
             bias = sum(biases) / len(biases) if biases else 1.0
-            member = self._apart[unit] = MacroMember(unit, 0, self._rolling.tpot, switched_at=now, bias=bias)
-        self._answers.told(report.decoded, report.over)
+            member = self._apart[unit] = MacroMember(unit, 0, self._rolling.tpot, bias=bias)
+        self._answers.add(report.decoded, report.over)
         unnamed = self._placements.at(unit)
         if report.whole:
             before = set(member.requests)

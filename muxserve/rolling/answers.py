@@ -29,7 +29,7 @@ class AnswerLengths:
         self._tokens = float(_PRIOR * first)
         self.expected = first
 
-    def told(self, decoded: int, ended: int) -> None:
+    def add(self, decoded: int, ended: int) -> None:
         """So many tokens were made by decode steps, and so many answers have ended, for whatever reason."""
         kept = (1.0 - 1.0 / _MEMORY) ** ended
         # The first token of an answer comes from its prompt.

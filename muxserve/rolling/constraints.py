@@ -8,7 +8,7 @@ from enum import StrEnum
 from muxserve.rolling.member import LatencyTargets, MacroMember, Window
 
 
-class Verdict(StrEnum):
+class Constraint(StrEnum):
     """The answer, and if it is no, which constraint says so."""
 
     FITS = "fits"
@@ -29,7 +29,7 @@ class PrefillDemand:
     rank: int = 0
 
     @property
-    def turn(self) -> tuple[int, float]:
+    def order(self) -> tuple[int, float]:
         """What waiting requests are sorted by."""
         return -self.rank, self.arrival
 
@@ -43,7 +43,7 @@ def promise(tokens: int, max_tokens: int, capacity: int, expected: int) -> int:
     return min(promised, max(capacity, tokens)) if capacity else promised
 
 
-def check(member: MacroMember, demand: PrefillDemand, objectives: LatencyTargets, now: float) -> Verdict:
+def check(member: MacroMember, demand: PrefillDemand, objectives: LatencyTargets, now: float) -> Constraint:
     """Algorithm 2. Predicted prefills are corrected by the member's bias.
 
     TTFT: those that the member was given since its prefill window opened, and this one, must not exceed the objective.
@@ -56,10 +56,10 @@ def check(member: MacroMember, demand: PrefillDemand, objectives: LatencyTargets
     window = member.window_seconds if member.window is Window.PREFILL else 0.0
     total = window + seconds
     if total > objectives.ttft:
-        return Verdict.TTFT
+        return Constraint.TTFT
     waited_for = total if objectives.spared is None else member.pending_seconds + seconds
     if member.saved(now, objectives.spared) < waited_for:
-        return Verdict.TPOT
+        return Constraint.TPOT
     if member.promised + demand.tokens > member.capacity:
-        return Verdict.MEMORY
-    return Verdict.FITS
+        return Constraint.MEMORY
+    return Constraint.FITS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from muxserve.rolling.constraints import PrefillDemand, Verdict, check
+from muxserve.rolling.constraints import Constraint, PrefillDemand, check
 from muxserve.rolling.member import LatencyTargets, MacroMember, Window
 
 
@@ -58,7 +58,7 @@ class MacroInstance:
     def arrive(self, demand: PrefillDemand, now: float) -> list[tuple[PrefillDemand, MacroMember]]:
         """A request comes in; what is sent where now, which may be nothing yet."""
         at = len(self.waiting)
-        while at and self.waiting[at - 1].turn > demand.turn:
+        while at and self.waiting[at - 1].order > demand.order:
             at -= 1
         self.waiting.insert(at, demand)
         return self.retry(now)
@@ -86,9 +86,9 @@ class MacroInstance:
     def choose(self, demand: PrefillDemand, now: float) -> MacroMember | None:
         """Algorithm 1, and what becomes of a request for which it is the last moment."""
         ring = self.ring
-        for turn in range(len(ring)):
-            place = (self._last + turn) % len(ring)
-            if not ring[place].leaving and check(ring[place], demand, self.objectives, now) is Verdict.FITS:
+        for step in range(len(ring)):
+            place = (self._last + step) % len(ring)
+            if not ring[place].leaving and check(ring[place], demand, self.objectives, now) is Constraint.FITS:
                 self._last = place
                 return ring[place]
         if now < self._latest(demand):

@@ -62,38 +62,15 @@ class Admitted:
 
 
 @dataclass(slots=True)
-class MacroMember:
-    """One replica in a macro instance: plain data, so that it can be sent to another scheduler as it is.
+class DecodeClock:
+    """The decode steps of a member: `steps` as last reported, and an estimate of those since.
 
-    `capacity` and `promised` are tokens of KV: all there is, and what admitted requests may come to hold. `tpot` is the
-    objective that decodes are held against, seconds. `window` and `switched_at` say what it does, and since when.
-    `window_seconds` sums the predicted prefills that it was given since the prefill window opened, done or not: the
-    length that the window will have had. `pending` and `pending_seconds` are those that are not done.
-
-    A sequence that decodes gets a token with each of the member's steps, so what it has saved,
-    `L * SLO_TPOT - (now - since)`, is the same number for all, `steps * SLO_TPOT - now`, plus a constant of its own,
-    its place: `since - steps_at_since * SLO_TPOT`. `places` are those, sorted: no event touches more than one. Of the
-    places counted from first tokens, those of the open window included, a number and a sum are enough.
-
-    `steps` are those that were told. Replicas tell of them late, by dozens of steps, each of which saves nearly
-    `SLO_TPOT`. So where `step_seconds` is known, steps are taken to go on at that pace from `running_since` as long as
-    there are decodes and no prefill, as there have been since `resumed_at`; `ahead` are the seconds for which they were
-    taken to go on before that, since they were told. The last time that is over they went on from `ran_from` to
-    `ran_until`.
-
-    `bias` corrects predicted prefills by what was observed, of which `usual` is the mean, predicted; `unattributed` are
-    measured seconds of prefills of which none is done yet. A member that is `leaving` gets nothing more.
+    Replicas report their steps late, by dozens of steps, each of which saves nearly `SLO_TPOT`. Where `step_seconds` is
+    known, the estimate assumes steps at that pace while the member decodes and prefills nothing (it `runs`), as it has
+    since `resumed_at`. `ahead` are the seconds of assumed steps between the report and `running_since`. The last
+    interruption ended a run from `ran_from` to `ran_until`.
     """
 
-    name: str
-    capacity: int
-    tpot: float
-    window: Window = Window.DECODE
-    switched_at: float = 0.0
-    window_seconds: float = 0.0
-    pending_seconds: float = 0.0
-    pending: int = 0
-    promised: int = 0
     steps: int = 0
     step_seconds: float = 0.0
     running_since: float = 0.0
@@ -101,6 +78,69 @@ class MacroMember:
     ran_from: float = 0.0
     ran_until: float = 0.0
     ahead: float = 0.0
+
+    def at(self, now: float, runs: bool) -> float:
+        """Decode steps by `now`, estimated ones included."""
+        return self.steps + (self._ahead(now, runs) / self.step_seconds if self.step_seconds else 0.0)
+
+    def settle(self, now: float, runs: bool) -> None:
+        """Whether the member runs may change: keep the estimate for the time before `now`."""
+        self.ahead = self._ahead(now, runs)
+        self.running_since = now
+        if runs:
+            self.ran_from, self.ran_until = self.resumed_at, now
+        else:
+            self.resumed_at = now
+
+    def counted(self, steps: int, at: float, step_seconds: float, interrupted: bool) -> float:
+        """The replica reports its `steps` by `at`. Returns by how many steps the count fell, estimates included: it
+        begins anew when engines do; 0 otherwise.
+
+        Args:
+            interrupted: a prefill keeps decodes waiting.
+        """
+        before = self.steps + (self.ahead / self.step_seconds if self.step_seconds else 0.0)
+        self.step_seconds, self.ahead = step_seconds, 0.0
+        self.running_since = max(at, self.resumed_at)
+        if interrupted:
+            # Decodes went on until the window opened, after the reported step.
+            self.ahead = max(0.0, self.ran_until - max(at, self.ran_from))
+        fell = steps < self.steps
+        self.steps = steps
+        return before - steps - (self.ahead / step_seconds if step_seconds else 0.0) if fell else 0.0
+
+    def _ahead(self, now: float, runs: bool) -> float:
+        running = max(0.0, now - self.running_since) if runs else 0.0
+        return min(self.ahead + running, _MOST_AHEAD_SECONDS)
+
+
+@dataclass(slots=True)
+class MacroMember:
+    """One replica in a macro instance.
+
+    `capacity` and `promised` are tokens of KV: all of the replica, and the most that admitted requests may hold.
+    `tpot` is the objective of its decodes, seconds. `window_seconds` sums the predicted prefills of requests admitted
+    since the prefill window opened, done or not: the whole length of that window. `pending` and `pending_seconds` are
+    the prefills that are not done.
+
+    A sequence that decodes gets a token with each of the member's steps, so its saved time,
+    `L * SLO_TPOT - (now - since)`, is the same number for all, `steps * SLO_TPOT - now`, plus a constant of its own,
+    its place: `since - steps_at_since * SLO_TPOT`. `places` has them sorted: no event touches more than one. For the
+    places counted from first tokens, those of the open window included, a number and a sum are enough.
+
+    `bias` corrects predicted prefills by the measured ones; `usual` is the mean prediction of these. `unattributed`
+    are measured seconds of prefills none of which is done yet. A member that is `leaving` gets nothing more.
+    """
+
+    name: str
+    capacity: int
+    tpot: float
+    window: Window = Window.DECODE
+    window_seconds: float = 0.0
+    pending_seconds: float = 0.0
+    pending: int = 0
+    promised: int = 0
+    clock: DecodeClock = field(default_factory=DecodeClock)
     places: list[float] = field(default_factory=list)
     first_tokens: int = 0
     sum_of_first_places: float = 0.0
@@ -132,20 +172,14 @@ class MacroMember:
         """
         if spared is None:
             count = self.first_tokens
-            return self.made(now) * self.tpot - now + self.sum_of_first_places / count if count else float("inf")
+            return self.steps_by(now) * self.tpot - now + self.sum_of_first_places / count if count else float("inf")
         if not self.places:
             return float("inf")
-        return self.made(now) * self.tpot - now + self.places[int(spared * len(self.places))]
+        return self.steps_by(now) * self.tpot - now + self.places[int(spared * len(self.places))]
 
-    def made(self, now: float) -> float:
-        """Decode steps that it will have made by now."""
-        if not self.step_seconds:
-            return self.steps
-        return self.steps + self._untold(now) / self.step_seconds
-
-    def _untold(self, now: float) -> float:
-        running = max(0.0, now - self.running_since) if self._running else 0.0
-        return min(self.ahead + running, _MOST_AHEAD_SECONDS)
+    def steps_by(self, now: float) -> float:
+        """Its decode steps by `now`, estimated ones included."""
+        return self.clock.at(now, self._running)
 
     @property
     def _running(self) -> bool:
@@ -166,7 +200,7 @@ class MacroMember:
         self._settle(now)
         seconds = prefill_seconds * self.bias
         if self.window is Window.DECODE:
-            self.window, self.switched_at, self.window_seconds = Window.PREFILL, now, 0.0
+            self.window, self.window_seconds = Window.PREFILL, 0.0
         self.requests[request_id] = Admitted(tokens, seconds, predicted=prefill_seconds)
         self.window_seconds += seconds
         self.pending_seconds += seconds
@@ -180,13 +214,13 @@ class MacroMember:
             return
         request.prefilled = True
         self._settle(now)
-        self._first_token(request, now, now - self.made(now) * self.tpot)
+        self._first_token(request, now, now - self.steps_by(now) * self.tpot)
         self.fresh.append(request_id)
         self._done(request, now)
 
     def stepped(self, steps: int = 1) -> None:
-        """Each running decode has got so many tokens."""
-        self.steps += steps
+        """Each running decode has got `steps` tokens."""
+        self.clock.steps += steps
 
     def left(self, request_id: str, now: float) -> Admitted | None:
         """A request has ended, was cancelled, lost its KV or went elsewhere. Returns what it was; None: not here."""
@@ -214,33 +248,23 @@ class MacroMember:
             self.left(request_id, now)
         self._settle(now)
         if place is None:
-            place = now - self.made(now) * self.tpot
+            place = now - self.steps_by(now) * self.tpot
         self.requests[request_id] = request = Admitted(tokens, 0.0, True, place, since)
         self.promised += tokens
         self._first_token(request, since, place)
         insort(self.places, place)
 
     def counted(self, steps: int, at: float = 0.0, step_seconds: float = 0.0) -> None:
-        """So many decode steps there were in all. Fewer than before: it counts anew.
+        """The replica reports all its decode steps. With fewer than before, its engines count anew.
 
         Args:
-            at: when that was.
-            step_seconds: how long one takes by now; 0: others are told before anybody asks what was saved.
+            at: the time of the last of them.
+            step_seconds: how long one takes at present; 0: nothing is estimated between reports.
         """
-        before: float = self.steps
-        if self.step_seconds:
-            before += self.ahead / self.step_seconds
-        self.step_seconds, self.ahead = step_seconds, 0.0
-        self.running_since = max(at, self.resumed_at)
-        if self.places and self.window is Window.PREFILL:
-            # Decodes went on until the window opened, which is more than is told in the middle of it.
-            self.ahead = max(0.0, self.ran_until - max(at, self.ran_from))
-        if steps >= self.steps:
-            self.steps = steps
+        interrupted = bool(self.places) and self.window is Window.PREFILL
+        shift = self.clock.counted(steps, at, step_seconds, interrupted) * self.tpot
+        if not shift:
             return
-        after = steps + (self.ahead / step_seconds if step_seconds else 0.0)
-        shift = (before - after) * self.tpot
-        self.steps = steps
         self.places = [place + shift for place in self.places]
         self.sum_of_first_places += shift * self.first_tokens
         for request in self.requests.values():
@@ -272,11 +296,11 @@ class MacroMember:
 
     def saved_by(self, request: Admitted, now: float) -> float:
         """Saved time of one of its requests, seconds; nothing before it decodes."""
-        return 0.0 if request.place is None else self.made(now) * self.tpot - now + request.place
+        return 0.0 if request.place is None else self.steps_by(now) * self.tpot - now + request.place
 
     def place_of(self, saved: float, now: float) -> float:
         """The place of a decode that has saved so many seconds."""
-        return saved + now - self.made(now) * self.tpot
+        return saved + now - self.steps_by(now) * self.tpot
 
     def observed(self, predicted: float, measured: float, weight: float = _WEIGHT) -> None:
         """A prefill that was predicted, uncorrected, to take `predicted` seconds has taken `measured`."""
@@ -304,13 +328,8 @@ class MacroMember:
         self.sum_of_first_places += place
 
     def _settle(self, now: float) -> None:
-        """Whether its decodes go on may change: what they are taken to have made by now stays."""
-        self.ahead = self._untold(now)
-        self.running_since = now
-        if self._running:
-            self.ran_from, self.ran_until = self.resumed_at, now
-        else:
-            self.resumed_at = now
+        """Whether it runs may change."""
+        self.clock.settle(now, self._running)
 
     def _done(self, request: Admitted, now: float) -> None:
         """A prefill is not pending any more."""
@@ -319,9 +338,9 @@ class MacroMember:
         if self.pending:
             return
         self.pending_seconds = 0.0
-        self.window, self.switched_at = Window.DECODE, now
+        self.window = Window.DECODE
         for request_id in self.fresh:
             decodes = self.requests[request_id]
-            decodes.since, decodes.place = now, now - self.made(now) * self.tpot
+            decodes.since, decodes.place = now, now - self.steps_by(now) * self.tpot
             insort(self.places, decodes.place)
         self.fresh.clear()

@@ -43,7 +43,7 @@ class Attainment:
         self._met = 0
         self._changed = float("-inf")
 
-    def told(self, met: bool, now: float) -> None:
+    def add(self, met: bool, now: float) -> None:
         """A request has met its objectives, or can meet them no more."""
         self._seen.append((now, met))
         self._met += met

@@ -4,55 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import msgspec
-
 from muxserve.rolling.constraints import PrefillDemand
 from muxserve.rolling.macro_instance import MacroInstance
 from muxserve.rolling.member import LatencyTargets, MacroMember
 from muxserve.rolling.mitosis import Bounds, Change, Dissolve, Found, HandleMove, Join, Leave, Mitosis
-
-VERSION = 4
-
-
-class Handle(msgspec.Struct, frozen=True):
-    """Everything that the next scheduler must know of a member. The replica itself notices nothing: it goes on with its
-    requests, and its reports come to the new scheduler.
-
-    `address` is where the replica's unit scheduler is reached.
-    """
-
-    address: str
-    member: MacroMember
-    version: int = VERSION
-
-
-class HandleError(ValueError):
-    """Bytes that are no handle of ours."""
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Handle)
-
-
-def pack(member: MacroMember, address: str) -> bytes:
-    """The handle as bytes."""
-    return _encoder.encode(Handle(address, member))
-
-
-def unpack(data: bytes) -> Handle:
-    """What `pack` made.
-
-    Raises:
-        HandleError: it is not one, or of another version.
-    """
-    try:
-        handle = _decoder.decode(data)
-    except msgspec.MsgspecError as error:
-        raise HandleError(f"not a handle of a replica: {error}") from None
-    if handle.version != VERSION:
-        raise HandleError(f"a handle of version {handle.version}, this is {VERSION}")
-    return handle
-
 
 Sent = list[tuple[PrefillDemand, MacroMember]]
 
@@ -62,9 +17,6 @@ class RollingScheduler:
 
     A request goes to the macro instance that has the fewest waiting per member, of equals the one with the least memory
     promised (EcoServe, section 3.2, says "by capability" only). It stays there, unless that one is dissolved.
-
-    Members move as handles, through bytes: what a macro instance gets is what another process would get. References to
-    a `MacroMember` are therefore good until the next `grow`, `shrink` or `gone` only; ask `member` again.
     """
 
     def __init__(self, objectives: LatencyTargets, bounds: Bounds | None = None) -> None:
@@ -183,9 +135,7 @@ class RollingScheduler:
                 case HandleMove(member, source, target):
                     if target not in self.macros:
                         self.macros[target] = MacroInstance(target, self.objectives)
-                    handle = unpack(pack(self.macros[source].leave(member), member))
-                    self.members[member] = handle.member
-                    self.macros[target].join(handle.member)
+                    self.macros[target].join(self.macros[source].leave(member))
                     self.moved += 1
                 case Leave(member, macro):
                     leaving = self.macros[macro].leave(member)
@@ -196,7 +146,7 @@ class RollingScheduler:
                     self._homeless += self.macros.pop(macro).waiting
         sent: Sent = []
         homeless, self._homeless = self._homeless, []
-        for demand in sorted(homeless, key=lambda each: each.turn):
+        for demand in sorted(homeless, key=lambda each: each.order):
             sent += self.arrive(demand, now)
         return sent + self.retry(now)
 

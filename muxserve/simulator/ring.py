@@ -163,10 +163,10 @@ class Ring(ReplicaSet):
         decoded = 0
         for name, unit in self.units.items():
             member, steps = self.scheduler.member(name), _engine(unit, self.model).steps_by(now)
-            decoded += (steps - member.steps) * member.decoding
+            decoded += (steps - member.clock.steps) * member.decoding
             member.counted(steps)
         if self.rules.learns_answers:
-            self.answers.told(decoded, 0)
+            self.answers.add(decoded, 0)
 
     # ------------------------------------------------------------ what units tell
 
@@ -187,11 +187,11 @@ class Ring(ReplicaSet):
             was = member.left(request.request_id, now)
             del self._by_id[request.request_id]
             if self.rules.learns_answers:
-                self.answers.told(0, 1)
+                self.answers.add(0, 1)
             if self._attainment is not None and was is not None:
                 first = now if was.since is None else was.since
                 met = first - request.arrival <= self.rules.objectives.ttft and member.saved_by(was, now) >= 0
-                self._attainment.told(met, now)
+                self._attainment.add(met, now)
         for request in report.returned:
             was = member.left(request.request_id, now)
             if request.error:
@@ -211,7 +211,7 @@ class Ring(ReplicaSet):
         pages = unit.page_of[self.model]
         capacity = min(pages.quota, pages.pool.profile.pages) // pages.per_block * model.profile.block_tokens
         self._coming = max(0, self._coming - 1)
-        member = MacroMember(unit.spec.name, capacity, self.rules.objectives.tpot, switched_at=now)
+        member = MacroMember(unit.spec.name, capacity, self.rules.objectives.tpot)
         sent = self.scheduler.grow(member, now)
         self.result.moves = self.scheduler.moved
         self._deliver(sent, now)
@@ -226,7 +226,7 @@ class Ring(ReplicaSet):
         unanswered = self._unanswered
         while unanswered and now - unanswered[0].arrival > self.rules.objectives.ttft:
             if unanswered.popleft().first_token is None:
-                attainment.told(False, now)
+                attainment.add(False, now)
         members = self.scheduler.members
         busy = self._busy / ((now - self._looked) * len(members)) if members else 1.0
         self._busy, self._looked = 0.0, now

@@ -12,7 +12,7 @@ from muxserve.rolling.answers import AnswerLengths
 def learnt(first: int, *lengths: int) -> int:
     answers = AnswerLengths(first)
     for length in lengths:
-        answers.told(length - 1, 1)
+        answers.add(length - 1, 1)
     return answers.expected
 
 
@@ -31,7 +31,7 @@ def test_answers_that_go_on_count_before_they_end() -> None:
     """Short ones end first."""
     answers = AnswerLengths(100)
     for _ in range(50):
-        answers.told(2 * 10, 1)
+        answers.add(2 * 10, 1)
     assert answers.expected > 25, "as many are twice as long or longer"
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from muxserve.rolling.constraints import PrefillDemand, Verdict, check
+from muxserve.rolling.constraints import Constraint, PrefillDemand, check
 from muxserve.rolling.macro_instance import MacroInstance
 from muxserve.rolling.member import LatencyTargets, MacroMember
 
@@ -19,15 +19,15 @@ def names(sent: list[tuple[PrefillDemand, MacroMember]]) -> list[str]:
 
 def test_each_constraint_can_be_the_one_that_says_no() -> None:
     member = members(1, capacity=100)[0]
-    assert check(member, PrefillDemand("a", 0.4, 10), SLO, 0.0) is Verdict.FITS
-    assert check(member, PrefillDemand("a", 1.1, 10), SLO, 0.0) is Verdict.TTFT
-    assert check(member, PrefillDemand("a", 0.4, 101), SLO, 0.0) is Verdict.MEMORY
+    assert check(member, PrefillDemand("a", 0.4, 10), SLO, 0.0) is Constraint.FITS
+    assert check(member, PrefillDemand("a", 1.1, 10), SLO, 0.0) is Constraint.TTFT
+    assert check(member, PrefillDemand("a", 0.4, 101), SLO, 0.0) is Constraint.MEMORY
     member.admitted("x", 10, 0.3, 0.0)
     member.prefilled("x", 0.3)
     member.stepped(5)
     # 5 tokens at 0.1 s against 0.2 s that have gone by: 0.3 s are saved.
-    assert check(member, PrefillDemand("a", 0.29, 10), SLO, 0.5) is Verdict.FITS
-    assert check(member, PrefillDemand("a", 0.31, 10), SLO, 0.5) is Verdict.TPOT
+    assert check(member, PrefillDemand("a", 0.29, 10), SLO, 0.5) is Constraint.FITS
+    assert check(member, PrefillDemand("a", 0.31, 10), SLO, 0.5) is Constraint.TPOT
 
 
 def test_prefills_of_the_window_count_even_when_done() -> None:
@@ -35,11 +35,11 @@ def test_prefills_of_the_window_count_even_when_done() -> None:
     member.admitted("a", 10, 0.6, 0.0)
     member.admitted("b", 10, 0.3, 0.0)
     member.prefilled("a", 0.6)
-    assert check(member, PrefillDemand("c", 0.2, 10), SLO, 0.6) is Verdict.TTFT
+    assert check(member, PrefillDemand("c", 0.2, 10), SLO, 0.6) is Constraint.TTFT
     member.prefilled("b", 0.9)
     member.stepped(9)
     # The window is over: the next one begins empty, and decodes have saved 0.9 s.
-    assert check(member, PrefillDemand("c", 0.2, 10), SLO, 0.9) is Verdict.FITS
+    assert check(member, PrefillDemand("c", 0.2, 10), SLO, 0.9) is Constraint.FITS
 
 
 def test_requests_stay_with_the_last_member_until_it_is_full_then_roll_on() -> None:
@@ -124,8 +124,8 @@ def test_sparing_more_than_the_mean_admits_less() -> None:
     member.admitted("young", 10, 0.1, 1.0)
     member.prefilled("young", 1.0)
     demand = PrefillDemand("a", 0.3, 10)
-    assert check(member, demand, SLO, 1.0) is Verdict.FITS
-    assert check(member, demand, LatencyTargets(1.0, 0.1, spared=0.0), 1.0) is Verdict.TPOT
+    assert check(member, demand, SLO, 1.0) is Constraint.FITS
+    assert check(member, demand, LatencyTargets(1.0, 0.1, spared=0.0), 1.0) is Constraint.TPOT
 
 
 def test_what_takes_longer_than_predicted_everywhere_is_overdue_earlier() -> None:
