@@ -11,7 +11,17 @@ from collections.abc import Iterable, Sequence
 
 from muxserve.global_scheduler.model_scheduler_base import ModelSchedulerBase, Rules
 from muxserve.global_scheduler.outbox import Outbox
-from muxserve.replicas.decisions import Decision, Dispatch, Drain, Pair, Refuse, Resume, Start, StopInstance, Unpair
+from muxserve.replicas.decisions import (
+    Decision,
+    Dispatch,
+    Drain,
+    Pair,
+    RefuseRequest,
+    Resume,
+    Start,
+    StopInstance,
+    Unpair,
+)
 from muxserve.replicas.dispatch import NewRequest
 from muxserve.replicas.global_scheduler import GlobalScheduler
 from muxserve.replicas.prefixes import dispatch_policy, keys_of
@@ -154,7 +164,7 @@ class ModelScheduler(ModelSchedulerBase):
                     if place is not None:
                         # The policy has counted the request; the next report may not know it yet.
                         self._under_way[unit][place.request_id] = now, place.demand
-                case Refuse(key, reason, late):
+                case RefuseRequest(key, reason, late):
                     self._answer(key, reason, late)
                 case Unpair(source):
                     if source in self._up:

@@ -301,7 +301,7 @@ class Incoming:
         while arrival.pending and arrival.pending[0][1] <= arrival.written and not arrival.over:
             self._acknowledge(arrival, arrival.pending.pop(0)[0])
 
-    def turn(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Give up what is silent, and tell the unit scheduler how many moves there are."""
         for arrival in list(self.arrivals.values()):
             if arrival.key:
@@ -316,7 +316,7 @@ class Incoming:
         self._show()
 
     def wakeup(self, now: float) -> float:
-        """When `turn` is due although nothing happened."""
+        """When `tick` is due although nothing happened."""
         due = math.inf
         for arrival in self.arrivals.values():
             due = min(due, arrival.given + TAKE_OVER_SECONDS if arrival.key else arrival.looked + LOOK_SECONDS)

@@ -200,7 +200,7 @@ class Outgoing:
 
     # ------------------------------------------------------------ time
 
-    def turn(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Start what can be started, and give up what takes too long."""
         for move in list(self.moves.values()):
             self._mind(move, now)
@@ -208,7 +208,7 @@ class Outgoing:
             self._effects.start(chunk)
 
     def wakeup(self, now: float) -> float:
-        """When `turn` is due although nothing happened."""
+        """When `tick` is due although nothing happened."""
         due = min((move.signed + SIGN_SECONDS for move in self.moves.values()), default=math.inf)
         return min(due, self._chunks.wakeup(now))
 

@@ -97,8 +97,8 @@ class Migrator:
             now = time.monotonic()
             self._mind_memory(now)
             self._take_in(ready, now)
-            self._outgoing.turn(now)
-            self._incoming.turn(now)
+            self._outgoing.tick(now)
+            self._incoming.tick(now)
             if now >= self._tidy_at:
                 self._tidy_at = now + TIDY_SECONDS
                 self._migrators.tidy({move.address for move in self._outgoing.moves.values()})

@@ -15,7 +15,7 @@ class Dispatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class RefuseRequest:
     """The request cannot be served; `reason` is for the user. `late` tells one that has waited in vain for an instance
     from one that none could hold."""
 
@@ -67,4 +67,4 @@ class StopInstance:
     instance: str
 
 
-Decision = Union[Dispatch, Refuse, Pair, Unpair, Start, Drain, Resume, StopInstance]
+Decision = Union[Dispatch, RefuseRequest, Pair, Unpair, Start, Drain, Resume, StopInstance]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from muxserve.replicas.decisions import Decision, Dispatch, Drain, Refuse, Resume, Start, StopInstance
+from muxserve.replicas.decisions import Decision, Dispatch, Drain, RefuseRequest, Resume, Start, StopInstance
 from muxserve.replicas.dispatch import DispatchPolicy, DispatchQueue, FreestOfQueues, NewRequest
 from muxserve.replicas.migration import MigrationRules, Pairing
 from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
@@ -189,8 +189,8 @@ class GlobalScheduler:
             self._serving = [load for load in self._loads.values() if not load.terminating]
         return self._serving
 
-    def _too_long(self, request: NewRequest) -> Refuse:
-        return Refuse(
+    def _too_long(self, request: NewRequest) -> RefuseRequest:
+        return RefuseRequest(
             request.request_id,
             f"the request needs KV cache for {request.demand} tokens and no instance of {self.model} has more than "
             f"{max(load.capacity for load in self._candidates())}; shorten the prompt",
@@ -204,7 +204,7 @@ class GlobalScheduler:
         for request in late:
             self.queue.remove(request.request_id)
         reason = f"{self.model} was not ready within {limit:g} s (wake_limit); try again, it may be starting"
-        return [Refuse(request.request_id, reason, late=True) for request in late]
+        return [RefuseRequest(request.request_id, reason, late=True) for request in late]
 
     def _scale(self, now: float) -> list[Decision]:
         decisions: list[Decision] = [StopInstance(name) for name in sorted(self._leaving) if self._loads[name].idle]

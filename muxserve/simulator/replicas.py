@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from muxserve.replicas.decisions import Decision, Dispatch, Drain, Refuse, Resume, Start, StopInstance
+from muxserve.replicas.decisions import Decision, Dispatch, Drain, RefuseRequest, Resume, Start, StopInstance
 from muxserve.replicas.dispatch import DispatchPolicy, FreestOfQueues, NewRequest
 from muxserve.replicas.global_scheduler import GlobalScheduler
 from muxserve.replicas.migration import MigrationRules, choose_request
@@ -241,7 +241,7 @@ class Dispatched(ReplicaSet):
             match decision:
                 case Dispatch(request_id, name):
                     self.units[name].arrive(self._waiting.pop(request_id), now)
-                case Refuse(request_id, reason):
+                case RefuseRequest(request_id, reason):
                     self._waiting.pop(request_id).error = reason
                     self.clock.open -= 1
                 case Start(count):

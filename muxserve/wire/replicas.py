@@ -128,7 +128,7 @@ class Place(Message):
     """Where to send a request? `demand` is the tokens of KV that it needs to start. `arrival` is seconds of the
     machine's monotonic clock. `tokens` are those to be prefilled, `max_tokens` the most that it may generate. `prefix`
     has keys of the prompt's beginnings, one after the other, each of `replicas.prefixes.KEY_BYTES`. Of a request that
-    has been served before, `begun` is when it came, and its client has `made` tokens."""
+    has been served before, `begun` is when it came, and its client has `emitted` tokens."""
 
     request_id: str
     model: str
@@ -140,7 +140,7 @@ class Place(Message):
     max_tokens: int = 0
     prefix: bytes = b""
     begun: float = 0.0
-    made: int = 0
+    emitted: int = 0
 
 
 class Unplace(Message):

@@ -183,7 +183,7 @@ async def test_turns_are_taken_one_after_another() -> None:
     doors = [asyncio.Event() for _ in range(3)]
 
     async def visit(number: int) -> None:
-        async with gates.turn("m", Client().replay):
+        async with gates.hold("m", Client().replay):
             order.append(number)
             await doors[number].wait()
 
@@ -199,9 +199,9 @@ async def test_turns_are_taken_one_after_another() -> None:
 
 async def test_full_queue_is_told_when_to_come_back() -> None:
     gates = limiter(max_concurrency=1, max_queue=0)
-    async with gates.turn("m", Client().replay):
+    async with gates.hold("m", Client().replay):
         with pytest.raises(RequestError) as caught:
-            async with gates.turn("m", Client().replay):
+            async with gates.hold("m", Client().replay):
                 pass
     assert caught.value.status == 429
     assert dict(caught.value.headers)[b"retry-after"].isdigit()
@@ -216,25 +216,25 @@ async def test_a_first_token_that_would_be_late_is_refused_at_once() -> None:
     for n in range(10):
         wait.answered(n, 20, now - 1.0 + n / 10)
     with pytest.raises(RequestError, match="overloaded: a first token would take about") as caught:
-        async with gates.turn("m", Client().replay):
+        async with gates.hold("m", Client().replay):
             pass
     assert caught.value.status == 429
     assert int(dict(caught.value.headers)[b"retry-after"]) >= 1
     assert gates.occupied == 0
     urgent = Client()
     urgent.http.priority = RequestLevels(scheduling_step=-1)
-    async with gates.turn("m", urgent.replay):
+    async with gates.hold("m", urgent.replay):
         pass
     gates.add(model("m", max_wait="none"))
-    async with gates.turn("m", Client().replay):
+    async with gates.hold("m", Client().replay):
         pass
 
 
 async def test_prompts_are_bounded_together() -> None:
     gates = limiter(max_concurrency=2, max_queue=2)
-    async with gates.turn("m", Client().replay, 3), gates.turn("m", Client().replay):
+    async with gates.hold("m", Client().replay, 3), gates.hold("m", Client().replay):
         with pytest.raises(RequestError):
-            async with gates.turn("m", Client().replay):
+            async with gates.hold("m", Client().replay):
                 pass
     assert gates.gates["m"].prompts == 0
 
@@ -255,10 +255,10 @@ async def test_a_client_that_leaves_the_queue_makes_room() -> None:
     client = Client()
 
     async def visit() -> None:
-        async with gates.turn("m", client.replay):
+        async with gates.hold("m", client.replay):
             raise AssertionError("must not enter")
 
-    async with gates.turn("m", Client().replay):
+    async with gates.hold("m", Client().replay):
         waiting = asyncio.ensure_future(visit())
         while not gates.gates["m"].waiting:
             await asyncio.sleep(0)
@@ -275,10 +275,10 @@ async def test_a_turn_given_to_one_who_just_left_goes_to_the_next() -> None:
     entered = asyncio.Event()
 
     async def visit(client: Client) -> None:
-        async with gates.turn("m", client.replay):
+        async with gates.hold("m", client.replay):
             entered.set()
 
-    first = gates.turn("m", Client().replay)
+    first = gates.hold("m", Client().replay)
     await first.__aenter__()
     leaving, staying = asyncio.ensure_future(visit(Client())), asyncio.ensure_future(visit(Client()))
     while gates.gates["m"].waiting < 2:
@@ -293,7 +293,7 @@ async def test_a_turn_given_to_one_who_just_left_goes_to_the_next() -> None:
 async def test_empty_waits_for_the_last_one() -> None:
     gates = limiter(max_concurrency=2, max_queue=2)
     await gates.empty()
-    turn = gates.turn("m", Client().replay)
+    turn = gates.hold("m", Client().replay)
     await turn.__aenter__()
     empty = asyncio.ensure_future(gates.empty())
     await asyncio.sleep(0)

@@ -310,6 +310,6 @@ async def test_a_model_that_was_removed_has_no_series(tmp_path: Path, closing: l
 async def test_nothing_is_counted_without_tenants(tmp_path: Path) -> None:
     alone = msgspec.structs.replace(Endpoint(tmp_path).fleet, usage_file="")
     tenancy = Tenancy(alone, 0, CollectorRegistry())
-    with tenancy.turn(None, "a") as turn:
+    with tenancy.serving(None, "a") as turn:
         assert turn is None
     assert not (tmp_path / "usage.sqlite").exists()

@@ -189,7 +189,7 @@ def test_no_answer_to_the_commit_is_uncertain(world: World) -> None:
         pass
     world.a_to_b.clear()
     world.b_to_a.clear()
-    world.outgoing.turn(world.now + outgoing.COMMIT_SECONDS + 0.1)
+    world.outgoing.tick(world.now + outgoing.COMMIT_SECONDS + 0.1)
     assert world.ends(MOVE) == [
         MoveFailed(MOVE, f"the migrator at {ADDRESS} does not say whether its unit has the request", uncertain=True)
     ]
@@ -245,7 +245,7 @@ def test_silence_ends_what_is_under_way_but_a_quiet_move_lives(world: World) -> 
     world.a_to_b.clear()
     for _ in range(int(incoming.SILENCE_SECONDS) + 1):
         world.now += 1.0
-        world.incoming.turn(world.now)
+        world.incoming.tick(world.now)
     assert not world.incoming.arrivals
 
 
@@ -267,7 +267,7 @@ def test_a_peer_that_is_gone_is_noticed_by_its_connection(world: World) -> None:
     staged(world, 0, 4, reserve=4)
     world.settle()
     world.connected = False
-    world.incoming.turn(world.now + incoming.LOOK_SECONDS)
+    world.incoming.tick(world.now + incoming.LOOK_SECONDS)
     assert not world.incoming.arrivals
 
 

@@ -186,8 +186,8 @@ class World:
 
     def turn(self, seconds: float = 0.0) -> None:
         self.now += seconds
-        self.outgoing.turn(self.now)
-        self.incoming.turn(self.now)
+        self.outgoing.tick(self.now)
+        self.incoming.tick(self.now)
 
     def settle(self) -> None:
         """Until nothing happens without time going on."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from muxserve.replicas.decisions import Dispatch, Drain, Pair, Refuse, Resume, Start, StopInstance
+from muxserve.replicas.decisions import Dispatch, Drain, Pair, RefuseRequest, Resume, Start, StopInstance
 from muxserve.replicas.dispatch import NewRequest
 from muxserve.replicas.global_scheduler import GlobalScheduler
 from muxserve.replicas.migration import MigrationRules
@@ -51,7 +51,7 @@ def test_what_no_instance_can_hold_is_refused_and_others_are_served() -> None:
     scheduler.up(big)
     assert scheduler.arrive(0, new("x", demand=CAPACITY + 1)) == [Dispatch("x", "big")]
     (refused,) = scheduler.arrive(0, new("y", demand=2 * CAPACITY + 1))
-    assert isinstance(refused, Refuse)
+    assert isinstance(refused, RefuseRequest)
     assert not refused.late
     assert f"{2 * CAPACITY + 1} tokens" in refused.reason
     assert "shorten the prompt" in refused.reason
@@ -73,7 +73,7 @@ def test_a_sleeping_model_wakes_for_a_request_which_waits_with_a_limit() -> None
     assert scheduler.arrive(11, new("b", 11)) == []
     assert scheduler.tick(20) == []
     (late,) = scheduler.tick(40)
-    assert isinstance(late, Refuse)
+    assert isinstance(late, RefuseRequest)
     assert late.late
     assert late.request_id == "a"
     assert "wake_limit" in late.reason
@@ -141,7 +141,7 @@ def test_how_long_a_request_has_waited_counts_from_when_it_came_here() -> None:
     scheduler = GlobalScheduler("m", scaling=ZERO)
     assert scheduler.arrive(100, new("a", arrival=0)) == [Start(1)]
     assert scheduler.tick(129) == []
-    assert [type(each) for each in scheduler.tick(131)] == [Refuse]
+    assert [type(each) for each in scheduler.tick(131)] == [RefuseRequest]
 
 
 def test_what_fits_nowhere_waits_for_an_instance_that_starts() -> None:

@@ -293,8 +293,8 @@ class GatewayApp:
             inner = {**scope, "path": path, "raw_path": path.encode()} if path != scope["path"] else scope
             try:
                 if path not in COMPUTE:
-                    with self.access.tenancy.turn(caller.tenant, name) as http.tenant:
-                        async with self._limiter.turn(name, replay, requests):
+                    with self.access.tenancy.serving(caller.tenant, name) as http.tenant:
+                        async with self._limiter.hold(name, replay, requests):
                             if self.ended:  # while it waited for its turn
                                 raise self._shutting_down(name)
                             claim.release()  # how many are in service is bounded

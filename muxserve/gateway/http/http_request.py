@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from muxserve.gateway.limits.priorities import RequestLevels
-from muxserve.gateway.limits.tenants import NOBODY, TenantTurn
+from muxserve.gateway.limits.tenants import NOBODY, TenantRequest
 
 if TYPE_CHECKING:
     from muxserve.gateway.status.tracing import HttpTrace
@@ -27,7 +27,7 @@ class HttpRequest:
     retry_after: int | None = None
     group: str = ""
     model: str = ""
-    tenant: TenantTurn | None = None
+    tenant: TenantRequest | None = None
     trace: HttpTrace | None = None
     request_id: str = ""
     # Whose responses it may see and leaves; the messages before the one that it asks for, where that is kept; and what

@@ -76,7 +76,7 @@ class ConcurrencyLimiter:
             await waiter
 
     @asynccontextmanager
-    async def turn(self, model: str, replay: BodyReplay, prompts: int = 1) -> AsyncIterator[None]:
+    async def hold(self, model: str, replay: BodyReplay, prompts: int = 1) -> AsyncIterator[None]:
         """Hold a place at `model` while the block runs, for a request of so many prompts.
 
         Raises:
@@ -85,8 +85,8 @@ class ConcurrencyLimiter:
         """
         gate, waits = self.gates[model], self.waits[model]
         rank = replay.http.priority.scheduling_step
-        turn = replay.http.tenant
-        tenant, weight = (turn.name, turn.weight) if turn is not None else ("", 1.0)
+        used_by = replay.http.tenant
+        tenant, weight = (used_by.name, used_by.weight) if used_by is not None else ("", 1.0)
         wait = waits.refuses(time.monotonic(), rank, tenant)
         if wait is not None:
             self._refuse_late(model, wait)

@@ -108,8 +108,8 @@ def _duration(seconds: float) -> str:
     """Such as OpenAI writes: "6m0s", "1.5s", "20ms"."""
     if seconds < 1:
         return f"{math.ceil(1000 * seconds)}ms"
-    minutes, rest = divmod(math.ceil(10 * seconds) / 10, 60)
-    return f"{int(minutes)}m{rest:g}s" if minutes else f"{rest:g}s"
+    minutes, seconds = divmod(math.ceil(10 * seconds) / 10, 60)
+    return f"{int(minutes)}m{seconds:g}s" if minutes else f"{seconds:g}s"
 
 
 class LimitExceededError(Exception):
@@ -313,7 +313,7 @@ def prefix_salt(secret: bytes, tenant: str, own: str | None) -> str:
     return hashlib.blake2b(msgspec.json.encode([tenant, own]), key=secret, digest_size=32).hexdigest()
 
 
-class TenantTurn:
+class TenantRequest:
     """A request of a tenant while it is served: what it uses is taken from the limits and added up."""
 
     __slots__ = ("_spec", "_tenancy", "allowance", "name", "weight")
@@ -401,7 +401,7 @@ class Tenancy:
         return self._limits
 
     @contextmanager
-    def turn(self, tenant: TenantSpec | None, model: str) -> Iterator[TenantTurn | None]:
+    def serving(self, tenant: TenantSpec | None, model: str) -> Iterator[TenantRequest | None]:
         """A request for `model` while it is served; None where nothing is counted.
 
         Raises:
@@ -410,14 +410,14 @@ class Tenancy:
         if self.usage is None and tenant is None:
             yield None
             return
-        turn = TenantTurn(self, tenant, self._enter(tenant, model) if tenant is not None else Allowance())
+        request = TenantRequest(self, tenant, self._enter(tenant, model) if tenant is not None else Allowance())
         try:
-            yield turn
+            yield request
         finally:
             if tenant is not None:
                 self.limits.leave(tenant)
             if self.usage is not None:
-                self.usage.add(turn.name, model, Used(requests=1))
+                self.usage.add(request.name, model, Used(requests=1))
 
     def count(self, tenant: str, model: str, outcome: str, used: Used) -> None:
         """An answer has ended."""

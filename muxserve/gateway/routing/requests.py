@@ -120,7 +120,7 @@ class Tracked:
             max_tokens=max(1, self.max_tokens - len(self.emitted)),
             prefix=self.prefix,
             begun=self.arrival,
-            made=len(self.emitted),
+            emitted=len(self.emitted),
         )
 
 

@@ -139,8 +139,8 @@ class Router:
                 # One that has to be computed alone must not take the batch of another replica along as well.
                 suspects = [request for request in lost if is_suspect(request.failures) and self._can_stay(request)]
                 self._again_there(suspects, unit, now, message.reason)
-                rest = [request for request in lost if request not in suspects]
-                self._leave(rest, now, "engine_lost", died=True, last=message.reason)
+                others = [request for request in lost if request not in suspects]
+                self._leave(others, now, "engine_lost", died=True, last=message.reason)
             case RequestFailed():
                 culprit = self.table.get(message.request_id)
                 if culprit is not None and culprit.attempt == message.attempt and culprit.unit == unit:
