@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 # OpenTelemetry's own names for where traces go.
 TRACE_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-# Of the global registry only what is about the process; the rest carries a model's name that may be another's.
+# The global registry's metrics of the process; all others carry a model's name that may be another's.
 GLOBAL_METRICS = ("process_",)
 
 
@@ -242,7 +242,7 @@ class Gateway:
             self._endpoint.refused = self.status.refused
 
     def _tell_followed(self) -> None:
-        """Whoever made a change waits for all gateways to go by it."""
+        """The author of a change waits until all gateways go by it."""
         refused = self.status.refused
         followed = FollowedFleet(os.getpid(), self.fleet.generation, self.offered.adapters(), refused)
         try:

@@ -85,10 +85,11 @@ class Room(NamedTuple):
 
 
 def room(files: int) -> Room:
-    """What a process may have that may open so many files.
+    """The room of a process that may open `files` files.
 
-    The event loop accepts all that wait at once, and closes them without a word when there is no descriptor left. So as
-    many as may wait are kept free, and some for everything else; who comes beyond that is answered and sent away.
+    The event loop accepts all that wait at once, and closes them without a word when there is no descriptor left. So
+    descriptors for all that may wait are kept free, and some for everything else; who comes beyond that is answered and
+    sent away.
     """
     if files < 0:  # no limit
         return Room(sys.maxsize, BACKLOG)
@@ -164,7 +165,7 @@ async def _serve(
 
 
 class GatewayServer(uvicorn.Server):
-    """uvicorn that leaves signals to us, says when it listens, and has room for so many connections. With TLS, also
+    """uvicorn that leaves signals to us, says when it listens, and has room for a number of connections. With TLS, also
     without for the other gateways, and with the certificate that its file has at present."""
 
     def __init__(self, endpoint: GatewayApp, on_up: Callable[[], None], room: Room, settings: GatewaySpec) -> None:
@@ -250,7 +251,7 @@ class GatewayServer(uvicorn.Server):
                 continue
             known = now
             try:
-                assert self.config.ssl is not None, "it is made before anything is served"
+                assert self.config.ssl is not None, "uvicorn loads it before it serves"
                 self.config.ssl.load_cert_chain(*files)
                 log.info("took the certificate anew from %s", files[0])
             except (OSError, ssl.SSLError) as error:

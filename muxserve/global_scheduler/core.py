@@ -1,6 +1,6 @@
 """Messages in, messages out: the global scheduler without its sockets and clock.
 
-`handle` takes a message and the time, `turn` returns what is to be sent. One `ModelSchedulerBase` per model decides;
+`handle` takes a message and the time, `tick` returns the messages to send. One `ModelSchedulerBase` per model decides;
 here is which units are alive, who is asked what, and what the fleet file says.
 """
 
@@ -79,7 +79,7 @@ class SchedulerCore:
         # By unit in which memory decides which models are awake.
         self._balances: dict[str, MemoryBalance] = {}
         self._resident: dict[str, ResidentScheduler] = {}
-        # What was asked for before the fleet's file was read that it is about.
+        # Orders that came before the fleet file that they are about.
         self._early: list[DrainReplicas] = []
         self._unknown: list[tuple[float, bytes, Place]] = []
         self._started = now
@@ -186,7 +186,7 @@ class SchedulerCore:
                 model_scheduler = RollingModelScheduler(name, rules[name], serves, self._out, self.epoch, now)
             self._model_schedulers[name] = model_scheduler
             if before_it is not None:
-                # It is told of the replicas anew; who waits goes on waiting.
+                # Units report their replicas to it anew; who waits goes on waiting.
                 for unit in serves:
                     if self._units[unit].up:
                         self._out.to_unit(unit, SchedulerHello(self.epoch))
@@ -233,7 +233,7 @@ class SchedulerCore:
                 self._out.to_unit(unit, SchedulerHello(self.epoch))
 
     def _rules(self, fleet: FleetSpec) -> dict[str, Rules]:
-        """By what each model of the fleet is scheduled.
+        """The rules of each model of the fleet.
 
         Raises:
             ValueError: rules contradict each other.

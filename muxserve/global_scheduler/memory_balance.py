@@ -1,4 +1,4 @@
-"""One memory for many models: what was measured of it, and the pure policy that says which of them are awake."""
+"""One memory for many models: its measurements, and the pure policy that says which of them are awake."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class MemoryBalance:
         self._models = spec.models
         self._turns = spec.turns
         self._total: int | None = None
-        # When it was measured, and what was no model then.
+        # Measurements of everything that is no model, with their times.
         self._measured: deque[tuple[float, int]] = deque()
         self._reserved = 0
         self._held: dict[str, int] = {}
-        # Of models on GPUs: bytes of the host's memory, and those whose engines stay while they sleep.
+        # Models on GPUs: the host's memory of each, bytes, and those whose engines stay while they sleep.
         self._copies: dict[str, int] = {}
         self._resting: set[str] = set()
 
@@ -43,7 +43,7 @@ class MemoryBalance:
 
     @property
     def _fixed(self) -> int | None:
-        """Bytes of everything that is no model: the most that was measured lately, if anything was."""
+        """Bytes of everything that is no model: the maximum of the latest measurements, if there are any."""
         return max((fixed for _, fixed in self._measured), default=None)
 
     def change(self, spec: ResidencySpec) -> None:

@@ -1,5 +1,5 @@
-"""One model: its pure `GlobalScheduler`, and what the live fleet adds to it: besides what every model has, what was
-sent to a unit and is still on its way there, so that its report cannot tell of it yet.
+"""One model: its pure `GlobalScheduler`, and what the live fleet adds to it: requests that are on their way to a unit,
+whose report cannot count them yet.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ModelScheduler(ModelSchedulerBase):
     def __init__(self, model: str, rules: Rules, serves: Iterable[str], out: Outbox) -> None:
         super().__init__(model, rules, serves, out)
         self._scheduler = self._make()
-        # Of what was sent to each unit, and that it has not named yet, by request: when, and the demand.
+        # By unit: requests sent there that it has not named yet, with the time and their demand.
         self._under_way: defaultdict[str, dict[str, tuple[float, int]]] = defaultdict(dict)
 
     def _make(self) -> GlobalScheduler:

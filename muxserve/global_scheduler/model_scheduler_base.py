@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 GONE_SECONDS = 60.0
 # What could not be started is not asked for again before this long, twice as long after each further failure.
 RETRY_SECONDS = (2.0, 30.0)
-# After so many starts in a row that failed nobody should wait for the next one.
+# After this many failed starts in a row nobody should wait for the next one.
 DEGRADED_STARTS = 3
-# A unit that reports otherwise than it was told is told again, but not with every report.
+# A unit that does not follow an order gets it again, but not with every report.
 TELL_AGAIN_SECONDS = 0.5
 
 
@@ -160,7 +160,7 @@ class ModelSchedulerBase(ABC):
 
     def take_over(self, before: ModelSchedulerBase, now: float) -> None:
         """The model's requests are placed by another policy from now on: go on with those that wait at the one
-        before, and with what the controller has been told and wants."""
+        before, and with the orders to and from the controller."""
         self.asked = max(0, before.asked - len(self.serves - before.serves))
         self._leaving = before._leaving & self.serves
         self._stopping = before._stopping & self.serves
@@ -202,7 +202,7 @@ class ModelSchedulerBase(ABC):
     def drain(self, unit: str, now: float) -> None:
         """The controller wants the replica drained, and to hear when it is."""
         if unit not in self._up or unit in self._stopping:
-            # Nothing of it runs, or it has been told already.
+            # Nothing of it runs, or the controller has heard it already.
             self._leaving.add(unit)
             self._stopping.add(unit)
             self._out.to_controller(StopReplica(self.model, unit))

@@ -55,7 +55,7 @@ class Outbox:
         self._kept = []
 
     def returned(self, identity: bytes, message: Message) -> None:
-        """There is nobody of that identity (any more); what was for the controller waits for the next one."""
+        """There is nobody of that identity (any more); messages for the controller wait for the next one."""
         if self._controller == ToClient(identity):
             self._controller = None
             self._kept.append(message)

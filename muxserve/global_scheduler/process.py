@@ -31,7 +31,7 @@ class GlobalSchedulerServer:
     """The sockets and the loop.
 
     Args:
-        path: the fleet file, read again when told to.
+        path: the fleet file, read again at SIGHUP.
 
     Raises:
         zmq.ZMQError: the address of the global scheduler cannot be bound.
@@ -76,7 +76,7 @@ class GlobalSchedulerServer:
     def _send(self, destination: Destination, message: Message) -> None:
         if isinstance(destination, ToClient):
             if not self._loop.send(destination.identity, message):
-                log.info("%r is not there to be told of %s", destination.identity, type(message).__name__)
+                log.info("%r is gone, with a %s on its way to it", destination.identity, type(message).__name__)
                 self._core.returned(destination, message)
         elif destination.name in self._units:
             # What a unit does not hear is said again in the next round.
@@ -87,7 +87,7 @@ class GlobalSchedulerServer:
             fleet = load_fleet(self._path)
             self._core.change(fleet, time.monotonic())
         except (OSError, ValueError) as error:
-            log.error("%s: %s; going on with what was in it before", self._path, error)
+            log.error("%s: %s; going on with the one before", self._path, error)
             return
         self._connect(fleet)
         log.info("fleet file %d: %d models in %d units", fleet.generation, len(fleet.models), len(fleet.units))

@@ -67,7 +67,7 @@ class ResidentScheduler(ModelScheduler):
         # Whether it is prefetched for its next wake.
         self._prefetched = False
         self._now = -math.inf
-        # Since when it is awake for its turn; seconds of one of its steps, as was told last.
+        # Since when it is awake for its turn; seconds of one of its steps, as last reported.
         self._turn_since = -math.inf
         self._step_seconds = 0.0
         # The next decision may be another one.
@@ -78,7 +78,7 @@ class ResidentScheduler(ModelScheduler):
         self.beyond = 0
         # Why a request was refused last, and when.
         self._refused: tuple[str, float] = "", -math.inf
-        # When it was first seen that the controller was told to end it, and had not.
+        # Since when it has been up although the controller has the order to end it.
         self._stop_told = math.inf
 
     def _make(self) -> GlobalScheduler:
@@ -88,7 +88,7 @@ class ResidentScheduler(ModelScheduler):
     # ------------------------------------------------------------ what memory decides
 
     def standing(self, now: float, held: int, stopped: Collection[float] | None = None) -> Standing:
-        """How the model stands; `held` is what was measured of it, bytes. `stopped`: from when on those requests count
+        """How the model stands; `held` is its measured memory, bytes. `stopped`: from when on those requests count
         as waiting whose clients have tokens already; None: as all others."""
         running = self._running()
         self._failed = [until for until in self._failed if now < until]
@@ -180,7 +180,7 @@ class ResidentScheduler(ModelScheduler):
             self.start_failed("the order to wake it was lost", now)
 
     def stop_again(self, now: float) -> None:
-        """It still has processes, that the controller may have been told to end long ago."""
+        """It still has processes, although the controller may have had the order to end them for long."""
         if not self._stopping:
             return
         self._stop_told = min(now, self._stop_told)
@@ -192,7 +192,7 @@ class ResidentScheduler(ModelScheduler):
             self._stop_told = now
 
     def wake(self, now: float, beyond: int = 0) -> None:
-        """Have the controller start it; `beyond`: although that exceeds the limit by so many bytes."""
+        """Have the controller start it; `beyond`: by how many bytes that exceeds the limit."""
         if beyond:
             log.warning("%s is woken although that exceeds the limit of memory by %d bytes", self.model, beyond)
         self.beyond = beyond

@@ -73,7 +73,8 @@ class RollingMoves:
     def left(
         self, member: MacroMember, ended: Iterable[tuple[str, Admitted]], now: float
     ) -> list[tuple[str, Admitted]]:
-        """These have left `member`; returns those that have ended by it. Of one that is drained nobody knows yet."""
+        """These have left `member`; returns those that have ended by it. Where requests of a drained one go is not
+        known yet."""
         if not member.leaving:
             return list(ended)
         ends = []

@@ -65,7 +65,7 @@ class RollingScaler:
             self.ended(request_id, was, member.saved_by(was, now), now)
 
     def ended(self, request_id: str, was: Admitted, saved: float, at: float) -> None:
-        """A request has left for good at that time, having saved so many seconds."""
+        """A request has left for good at time `at`, having saved `saved` seconds."""
         request = self._requests.get(request_id)
         if request is not None and was.prefilled:
             del self._requests[request_id]

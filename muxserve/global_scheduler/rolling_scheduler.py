@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 # The members of one model's macro instances, by its units.
 #
-# Members are what units report (`rolling_state`), and what was sent there since: a request counts with its member from
-# the answer to the gateway on, and is forgotten if the unit does not name it soon. A unit that has told its load but
-# not its requests is no member yet; it is asked.
+# Members are what units report (`rolling_state`), and the requests sent there since: each counts with its member from
+# the answer to the gateway on, and is forgotten if the unit does not name it soon. A unit that has reported its load
+# but not its requests is no member yet; it is asked.
 
 # From the answer to a gateway until the unit has named the request; after this long it will not come.
 NAMED_SECONDS = 1.0
@@ -324,7 +324,8 @@ class RollingModelScheduler(ModelSchedulerBase):
         self._deliver(self._scheduler.arrive(demand, now), now)
 
     def _fit(self, now: float) -> None:
-        """The largest member may be another one: try again what was held back, and what waits for more than it has."""
+        """The largest member may be another one: try again the requests held back, and those that wait for more than it
+        has."""
         largest = self._largest
         if largest:
             for demand in [each for each in self._scheduler.waiters() if each.tokens > largest]:

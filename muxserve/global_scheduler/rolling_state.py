@@ -17,7 +17,7 @@ _NOTHING: Mapping[str, MigratedProgress] = {}
 
 @dataclass(slots=True)
 class RollingNews:
-    """What a report has told: the requests that it names, and those that have ended, with what they were."""
+    """The news of a report: the requests that it names, and those that have ended, with their last state."""
 
     named: list[str] = field(default_factory=list)
     ended: list[tuple[str, Admitted]] = field(default_factory=list)
@@ -41,9 +41,9 @@ def rebuild(
     unnamed: Iterable[str],
     now: float,
 ) -> list[str]:
-    """The replica has exactly the requests of this report, and those that were sent there so lately that it cannot name
-    them (`unnamed`). Of those that decode, what has been seen of them stays true. Of answers, so many tokens are
-    `expected`. Returns the ids that it names."""
+    """The replica has exactly the requests of this report, and those sent there too recently for it to name
+    them (`unnamed`). The saved time of requests that decode stays. An answer is
+    `expected` to have that many tokens. Returns the ids that the report names."""
     known = dict(member.requests)
     member.clear()
     member.counted(report.steps, now - report.counted_ago, report.step_seconds)

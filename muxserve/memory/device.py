@@ -37,7 +37,7 @@ class DeviceMemory:
 
     @property
     def device_uuid(self) -> str:
-        """Of the GPU, as NVML writes it."""
+        """The UUID of the GPU, as NVML writes it."""
         return self._mapping.device_uuid
 
     @property

@@ -1,7 +1,6 @@
-"""What is copied next: chunk by chunk, the moves in turns, within one limit of bytes per second.
+"""What is copied next: chunk by chunk, one move after the other, within one limit of bytes per second.
 
-On the way to another machine only so many chunks are under way that the network is kept busy; they are acknowledged as
-written.
+To another machine just enough chunks are under way to keep the network busy; they are acknowledged as written.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class MoveState(Enum):
     OPENING = auto()  # asked the other side for blocks
     JOINING = auto()  # asked the other memory manager
     COPYING = auto()
-    IDLE = auto()  # the unit scheduler's turn
+    IDLE = auto()  # waits for the unit scheduler
     COMMITTING = auto()
 
 
@@ -70,9 +69,10 @@ class MoveState(Enum):
 class OutgoingMove:
     """One request on its way out.
 
-    `held` are its blocks over there. Of the stage, blocks up to number `next` have been begun and up to `done` are
-    written; up to `until` they are of all stages. `sent` has, for each `PeerStaged` that was not answered yet, up to
-    where pages were sent before it, or -1 where none were. `window` counts chunks begun and not acknowledged.
+    `held` are its blocks over there. In this stage, copies of blocks up to number `next` have begun, and those up to
+    `done` are written; all stages together have blocks up to `until`. `sent` has, for each `PeerStaged` that was not
+    answered yet, up to where pages were sent before it, or -1 where none were. `window` counts chunks begun and not
+    acknowledged.
     """
 
     move: str

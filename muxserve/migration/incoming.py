@@ -100,7 +100,7 @@ class Arrival:
 # How long a silent side counts as alive, and how often it is looked whether its connection is there.
 SILENCE_SECONDS = 10.0
 LOOK_SECONDS = 1.0
-# Of the unit scheduler's answer to `TakeOver`.
+# The time limit of the unit scheduler's answer to `TakeOver`, seconds.
 TAKE_OVER_SECONDS = 2.0
 # How long blocks wait for the decode engine, and for the other migrator to hold them as well.
 HAND_OFF_SECONDS = 120.0
@@ -248,13 +248,13 @@ class Incoming:
             self._store.hand_off(arrival.model, arrival.move, arrival.blocks[:count], extra, HAND_OFF_SECONDS)
             # From here on the hand-off has the blocks, and whatever goes wrong, that is what is to be given up.
             arrival.key, arrival.given, arrival.blocks = arrival.move, now, []
-            if arrival.writes:  # pages were sent, so the other side has not taken what was shared
+            if arrival.writes:  # pages were sent, so the other side has not taken the shared ones
                 self._unshare(arrival)
         except MemoryManagerError as error:
             self._refuse(arrival, f"the memory manager refused: {error}")
             return
         except MemoryManagerGone:
-            arrival.key = ""  # nobody was told of it
+            arrival.key = ""  # nobody has heard of it
             self.memory_lost()
             return
         if not self._effects.tell_unit(TakeOver(arrival.move, arrival.key, count, request)):

@@ -31,9 +31,9 @@ from muxserve.wire import (
     PeerStaged,
 )
 
-# Of an answer to the first message of a move, or of a stage that needs more blocks.
+# The time limit of an answer to the first message of a move, or of a stage that needs more blocks, seconds.
 OPEN_SECONDS = 5.0
-# Of the other side's word that its unit has the request.
+# The time limit of the other side's word that its unit has the request, seconds.
 COMMIT_SECONDS = 5.0
 # How long a silent side counts as alive, and how often a side lets hear of itself while nothing moves.
 SILENCE_SECONDS = 10.0
@@ -163,7 +163,7 @@ class Outgoing:
     def peer_lost(self, address: str, reason: str, now: float) -> None:
         """Nobody is at `address` any more."""
         for move in [m for m in self.moves.values() if m.address == address]:
-            # What it had been told to hand over, it may have handed over.
+            # It may have handed over the request of an earlier order.
             self._end(move, tell_peer=False, reason=reason, uncertain=move.state is MoveState.COMMITTING)
 
     def memory_lost(self) -> None:
@@ -287,7 +287,7 @@ class Outgoing:
 
     def _tell_staged(self, move: OutgoingMove, until: int, now: float, pages: bool = False) -> None:
         if not move.sent:
-            move.heard = now  # silence counts from what was asked
+            move.heard = now  # silence counts from the question
         move.sent.append(until if pages else -1)
         self._tell(move, PeerStaged(move.move, until), now)
 

@@ -28,7 +28,7 @@ class ModelShape:
 
 
 def shapes_of(unit_spec: UnitSpec) -> dict[str, ModelShape]:
-    """Of each model of the unit."""
+    """The layout of each model of the unit."""
     return {
         model.name: ModelShape(
             unit_spec.layout(model.name),

@@ -27,8 +27,8 @@ _FAILURES = (
 
 
 class RemoteMigrators:
-    """Connections are made when they are needed. One that ends is not made again by itself: what was under way through
-    it is over.
+    """Connects when there is something to send. A connection that ends is not opened again by itself: moves under way
+    through it are over.
 
     Args:
         name: by which the others know this migrator.
@@ -42,11 +42,11 @@ class RemoteMigrators:
         self._numbers = itertools.count(1)
         self._by_address: dict[str, Connection] = {}
         self._used_at: dict[str, float] = {}
-        # Addresses that could not be sent to, and why; told by the next call of `lost`.
+        # Addresses that could not be sent to, and why; the next call of `lost` returns them.
         self.failed: dict[str, str] = {}
 
     def send(self, address: str, message: Message, pages: object = None) -> None:
-        """Send, connecting first if need be. What goes wrong is told by `lost`."""
+        """Send, connecting first if need be. `lost` returns what goes wrong."""
         try:
             known = self._by_address.get(address)
             if known is None:
@@ -86,7 +86,7 @@ class RemoteMigrators:
                 self._shut(address)
 
     def close(self) -> None:
-        """Close all; what was sent last still goes out."""
+        """Close all; messages sent before still go out."""
         for connection in self._by_address.values():
             connection.close(_LINGER_MS)
         self._by_address.clear()

@@ -79,7 +79,7 @@ class RemotePools:
 
     @contextmanager
     def writing(self, move: str, model: str) -> Iterator[list[Pages]]:
-        """The model's pages on each rank, for writing into what was joined for `move`.
+        """The model's pages on each rank, for writing into the pool joined for `move`.
 
         Raises:
             MemoryManagerGone: nothing was joined, or the memory manager over there has died.
@@ -91,7 +91,7 @@ class RemotePools:
             yield pool.pages[model]
 
     def leave(self, move: str) -> None:
-        """Let go of what was joined for `move`."""
+        """Let go of the pool joined for `move`."""
         pool = self._of_move.pop(move, None)
         if pool is None:
             return

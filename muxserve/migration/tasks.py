@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 Buffer = npt.NDArray[np.uint8]
 
-# Of a state the pages are one sequence in the order of their numbers, whatever block they are in: as engines map them.
+# The pages of a state are one sequence in the order of their numbers, whatever block they are in: as engines map them.
 # Its blocks go together, and a task has a part of that sequence, as long as those from the first number to the one
 # before the second. None: K and V, or latents.
 StatePart = Union[tuple[int, int], None]

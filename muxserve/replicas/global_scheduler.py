@@ -1,6 +1,6 @@
 """The global scheduler of one model's instances: dispatch, pairing and scaling over what the instances report.
 
-It is told events and the time and answers decisions; live and simulated clusters drive the same object. It knows no
+It takes events and the time and answers decisions; live and simulated clusters drive the same object. It knows no
 request but those that wait for an instance, so a new one has its view back with the next reports.
 """
 
@@ -48,7 +48,7 @@ class GlobalScheduler:
         # Draining because of the load, and because somebody has asked for it.
         self._draining: set[str] = set()
         self._leaving: set[str] = set()
-        # Those of a serving instance; made anew after one has come, gone or changed sides.
+        # Loads of serving instances; None after one has come, gone or changed sides.
         self._serving: list[InstanceLoad] | None = None
 
     @property

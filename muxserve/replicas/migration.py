@@ -1,6 +1,6 @@
 """Which instances give requests to which, and which request moves: Llumnix, section 4.4.3.
 
-Load balancing, de-fragmentation, isolation of high priorities and draining are not told apart here: each makes the
+Load balancing, de-fragmentation, isolation of high priorities and draining are one case here: each makes the
 freeness of an instance low, and from an instance of low freeness requests move to one of high freeness.
 """
 

@@ -1,7 +1,7 @@
 """Dispatch that looks at prefixes: to which instance a request goes when a part of its prompt is cached somewhere.
 
-What an instance has cached is not reported. What was sent there lately stands for it, as much as the instance can hold,
-in the order in which it would go.
+Instances do not report their caches. The latest prompts sent to an instance stand for its cache, as many as it can
+hold, in the order in which it would evict them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LATEST = 0.1
 
 
 class PrefixRecord:
-    """What instances are taken to have cached: keys of what was sent to each, the least recently sent first."""
+    """The assumed caches of instances: keys of the prompts sent to each, the least recently sent first."""
 
     def __init__(self) -> None:
         self._sent: dict[str, OrderedDict[Hashable, None]] = {}
@@ -62,9 +62,9 @@ class PrefixRecord:
 
 class PrefixAware:
     """The instance with the least (uncached prompt tokens, of all that wait there and of the request) x (its requests,
-    this one included): LMetric (OSDI 2026), which needs no weight to tune. Of what waits there as much is taken to be
-    cached as of what was sent there lately. Instances without room for the request come last, as do those that are to
-    be cleared for a higher priority. Where nothing is known of the prefix anywhere, the freest (`FreestOfQueues`)."""
+    this one included): LMetric (OSDI 2026), which needs no weight to tune. The cached part of the waiting prompts is
+    taken from the latest ones sent there. Instances without room for the request come last, as do those that are to be
+    cleared for a higher priority. Where nothing is known of the prefix anywhere, the freest (`FreestOfQueues`)."""
 
     def __init__(self, levels: Levels) -> None:
         self._freest = FreestOfQueues(levels)

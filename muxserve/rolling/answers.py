@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-# An answer counts e times less after so many more.
+# After this many more answers an answer counts e times less.
 _MEMORY = 512
-# The first expectation counts as so many answers.
+# The weight of the first expectation, in answers.
 _PRIOR = 8
 
 
@@ -15,7 +15,7 @@ class AnswerLengths:
 
     A replica with room for the mean of each nearly always has room for all together; one that has not preempts.
 
-    The mean is taken as the tokens that were made over the answers that have ended. The lengths of those that have
+    The mean is taken as the generated tokens over the answers that have ended. The lengths of those that have
     ended would be too short for long after a start, since short answers end first.
 
     Args:
@@ -30,7 +30,7 @@ class AnswerLengths:
         self.expected = first
 
     def add(self, decoded: int, ended: int) -> None:
-        """So many tokens were made by decode steps, and so many answers have ended, for whatever reason."""
+        """Decode steps have generated `decoded` tokens, and `ended` answers have ended, for whatever reason."""
         kept = (1.0 - 1.0 / _MEMORY) ** ended
         # The first token of an answer comes from its prompt.
         self._tokens = kept * self._tokens + decoded + ended

@@ -1,4 +1,5 @@
-"""A macro instance: its members open their prefill windows in turn. EcoServe, section 3.3 and Algorithm 1."""
+"""A macro instance: its members open their prefill windows one after the other. EcoServe, section 3.3 and Algorithm
+1."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ class MacroInstance:
     first, first come first served within one, and is tried again whenever something has changed (`retry`). At the last
     moment at which a member that has the memory would still be done with its prefill in time, it goes to the one that
     would be done first, whatever the decodes there have saved: behind what is pending, and behind a decode step that is
-    under way. Where so much is pending that nobody could be in time, more of it helps nobody: then it waits until its
-    first token would be late even if nothing were.
+    under way. Where nobody could be in time because of pending prefills, more of them help nobody: then it waits until
+    its first token would be late even without them.
     """
 
     def __init__(self, name: str, objectives: LatencyTargets, members: Iterable[MacroMember] = ()) -> None:
@@ -64,7 +65,7 @@ class MacroInstance:
         return self.retry(now)
 
     def retry(self, now: float) -> list[tuple[PrefillDemand, MacroMember]]:
-        """Something has changed: send what waits, in order, as far as constraints allow. Members are told."""
+        """Something has changed: send what waits, in order, as far as constraints allow; members count it."""
         sent: list[tuple[PrefillDemand, MacroMember]] = []
         while self.waiting:
             member = self.choose(self.waiting[0], now)

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-# Of an observed prefill as long as usual in what is predicted from then on, and of the longest.
+# The weight of a prefill of usual length in later predictions, and that of the longest.
 _WEIGHT, _MOST_WEIGHT = 0.1, 0.5
-# Decode steps are taken to go on for no longer than this after they were last told: engines tell of them every half
-# lease, so one that is silent for longer may have stopped.
+# Decode steps are assumed for no longer than this after a report: engines report every half lease, so one that is
+# silent for longer may have stopped.
 _MOST_AHEAD_SECONDS = 0.25
 
 
@@ -286,7 +286,7 @@ class MacroMember:
         self.sum_of_first_places = sum(r.first_place for r in self.requests.values() if r.prefilled)
 
     def clear(self) -> None:
-        """Forget its requests; what was observed of it stays."""
+        """Forget its requests; measurements stay."""
         self.requests.clear()
         self.places.clear()
         self.fresh.clear()
@@ -299,7 +299,7 @@ class MacroMember:
         return 0.0 if request.place is None else self.steps_by(now) * self.tpot - now + request.place
 
     def place_of(self, saved: float, now: float) -> float:
-        """The place of a decode that has saved so many seconds."""
+        """The place of a decode that has saved `saved` seconds."""
         return saved + now - self.steps_by(now) * self.tpot
 
     def observed(self, predicted: float, measured: float, weight: float = _WEIGHT) -> None:
@@ -308,11 +308,11 @@ class MacroMember:
             self.bias += weight * (measured / predicted - self.bias)
 
     def measured(self, seconds: float, done: Iterable[str]) -> None:
-        """Prefill has taken so many seconds since this was last said, and these have their first token now; to be said
-        before `prefilled`. What chunks of a prompt took counts with the last of them.
+        """Prefill has taken `seconds` since the last call, and the requests in `done` have their first token now; to be
+        called before `prefilled`. The time of a prompt's chunks counts with the last of them.
 
         A prefill weighs as much as it is long: what short prompts take beyond their prediction, which has little to do
-        with their length, would be taken for so many times the length of long ones.
+        with their length, would be multiplied by the length of long ones.
         """
         self.unattributed += seconds
         known = [self.requests[request_id] for request_id in done if request_id in self.requests]

@@ -1,4 +1,4 @@
-"""By what the prefill of one model rolls over its replicas, as the fleet's processes are told it."""
+"""The rules by which the prefill of one model rolls over its replicas, as the fleet's processes get them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RollingRules(msgspec.Struct, frozen=True):
         return Bounds(self.lower, self.upper)
 
     def prefill_seconds(self, tokens: int) -> float:
-        """Predicted seconds of a prefill of so many tokens: between two points on the line through them, also beyond
+        """Predicted seconds of a prefill of `tokens` tokens: between two points on the line through them, also beyond
         the last; in proportion before the first."""
         points = self.prefill
         at = bisect_left(points, (tokens, 0.0))

@@ -1,4 +1,4 @@
-"""When there should be a replica more or less: by the objectives that were met lately."""
+"""When there should be a replica more or less: by the part of recent requests that met their objectives."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Attainment:
         self._met += met
 
     def share(self, now: float) -> float | None:
-        """The part that has met them lately; None while there are too few to tell."""
+        """The part within the window that has met them; None while there are too few to tell."""
         seen = self._seen
         while seen and seen[0][0] < now - self.rules.window:
             self._met -= seen.popleft()[1]
@@ -60,7 +60,7 @@ class Attainment:
 
         Args:
             replicas: those that are there and those that come.
-            busy: part of their time that replicas spent prefilling lately.
+            busy: part of their time that replicas spent prefilling since the last call.
             waiting: requests that no replica has got yet.
         """
         rules, share = self.rules, self.share(now)

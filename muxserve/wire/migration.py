@@ -181,7 +181,7 @@ class PeerCommitted(Message):
 
 
 class PeerRefused(Message):
-    """The move is over on this side; nothing of it is left here. `uncertain`: the unit had been told of the request
+    """The move is over on this side; nothing of it is left here. `uncertain`: the unit had got the request
     and did not answer, so that it may have taken it."""
 
     move: str

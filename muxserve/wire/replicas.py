@@ -49,10 +49,10 @@ class RollingReport(Message):
 
     `whole`: a first report, or one after something was lost: `requests` are then all that the replica has, otherwise
     those that came. `prefilled` have their first token; `left` ended, for whatever reason. What came is taken first and
-    what left last: a request that leaves and comes again does so in two reports. Of the latter, `over` are served
-    by nobody any more: they are done, or were cancelled. `steps` counts the decode steps
-    since the engine is up, as it told `counted_ago` seconds before this report; one takes `step_seconds` by now (0: not
-    known). Since the last report `decoded` tokens were made in such steps, and `prefill_tokens` took `prefill_seconds`.
+    what left last: a request that leaves and comes again does so in two reports. `over` of those that left are done or
+    were cancelled: nobody serves them any more. `steps` counts the decode steps since the engine is up, as it reported
+    `counted_ago` seconds before this report; one takes `step_seconds` by now (0: not known). Since the last report such
+    steps generated `decoded` tokens, and `prefill_tokens` took `prefill_seconds`.
     """
 
     unit: str
@@ -127,8 +127,8 @@ class TookOver(Message):
 class Place(Message):
     """Where to send a request? `demand` is the tokens of KV that it needs to start. `arrival` is seconds of the
     machine's monotonic clock. `tokens` are those to be prefilled, `max_tokens` the most that it may generate. `prefix`
-    has keys of the prompt's beginnings, one after the other, each of `replicas.prefixes.KEY_BYTES`. Of a request that
-    has been served before, `begun` is when it came, and its client has `emitted` tokens."""
+    has keys of the prompt's beginnings, one after the other, each of `replicas.prefixes.KEY_BYTES`. A request that
+    has been served before came at `begun`, and its client has `emitted` tokens."""
 
     request_id: str
     model: str

@@ -131,7 +131,7 @@ class RequestFailed(Message):
 
 
 class TraceStage(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a request began to go through `ago` seconds before it was told: queue, prefill (one for each lease),
+    """What a request began to go through `ago` seconds before this message: queue, prefill (one for each lease),
     hand_over, decode, move."""
 
     name: str
@@ -182,16 +182,17 @@ class Admit(Message):
 class Lease(Message):
     """Permission to run up to `steps` steps within `seconds` from receipt, whichever ends first.
 
-    A lease replaces what was left of the one before. `tokens` bounds the tokens of one step (0: the engine's own
-    bound). An engine reports after every step; the unit scheduler renews while it wants the engine to go on.
-    `phase` is for engines of both phases: the one they do under this lease (prompts wait for `prefill`, sequences that
-    have their first token for `decode`), or `both` in every step. With `alone`, the id of a request, the engine steps
-    nothing else under this lease, and the lease is over when the request is no longer in it.
+    A lease replaces the one before, with all that was left of it. `tokens` bounds the tokens of one step (0: the
+    engine's own bound). An engine reports after every step; the unit scheduler renews while it wants the engine to go
+    on. `phase` is for engines of both phases: the one they do under this lease (prompts wait for `prefill`, sequences
+    that have their first token for `decode`), or `both` in every step. With `alone`, the id of a request, the engine
+    steps nothing else under this lease, and the lease is over when the request is no longer in it.
 
     `share` is the part of the unit's compute, in millionths, on which steps under this lease are to run (0: whatever
     the engine has). An engine that takes a lease of a smaller share than the one before reports at once, without a
-    step: the rest is free then. `region` is the part of each GPU's SMs that the steps may use: those of the share, and,
-    since decode engines have theirs in common, those of the decode engines that hold a lease beside this one.
+    step: the remaining part is free then. `region` is the part of each GPU's SMs that the steps may use: those of the
+    share, and, since decode engines have theirs in common, those of the decode engines that hold a lease beside this
+    one.
     """
 
     lease_id: Count
@@ -290,7 +291,7 @@ class StepFailed(Message):
 
 class HeldRequests(Message):
     """Answer to `ShowRequests`: the requests that the engine goes on with, after it has taken in lease `lease_id` and
-    told everything that happened before. Incarnations belong to the ids in order."""
+    reported everything that happened before. Incarnations belong to the ids in order."""
 
     lease_id: Count
     request_ids: list[str]
@@ -406,7 +407,7 @@ class StateReply(Message):
 
 
 class TimelineRequest(Message):
-    """Asks for a `TimelineReply`: what was computed, and what moved, after `since`, seconds of the unit's clock."""
+    """Asks for a `TimelineReply`: the jobs and moves after `since`, seconds of the unit's clock."""
 
     since: Seconds = 0.0
 

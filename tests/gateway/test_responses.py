@@ -204,16 +204,16 @@ def test_what_is_made_in_the_background_is_followed_and_cancelled_from_any_gatew
     assert second.responses.retrieve(made.id).status == "queued"
     # It is in service until it is done, also for the model's limits.
     assert load(first) == 1
-    with pytest.raises(openai.BadRequestError, match="is still being made"):
+    with pytest.raises(openai.BadRequestError, match="is not complete yet"):
         second.responses.create(model="alpha", input="x", previous_response_id=made.id)
-    with pytest.raises(openai.BadRequestError, match="it was no stream made in the background"):
+    with pytest.raises(openai.BadRequestError, match="it was no stream in the background"):
         list(second.responses.retrieve(made.id, stream=True))
     mark = pair.running[0].mark()
     pair.running[0].tell_unit("go")
     while second.responses.retrieve(made.id).status == "queued":
         pass
     assert second.responses.retrieve(made.id).output_text == "in the background"
-    with pytest.raises(openai.BadRequestError, match="is completed; only a response that is made in the background"):
+    with pytest.raises(openai.BadRequestError, match="is completed; only a background response"):
         second.responses.cancel(made.id)
     while load(first):
         pass

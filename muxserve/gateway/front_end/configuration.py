@@ -34,7 +34,7 @@ def configure(model: ModelSpec) -> tuple[Namespace, VllmConfig]:
     engine_args = AsyncEngineArgs(**{name: value for name, value in options.items() if name in engine_names})
     config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     # There is more than one engine process, so that none of them can have what the front end has sent before: it keeps
-    # what it has made of images to itself.
+    # its preprocessed images to itself.
     config.parallel_config._api_process_count = 2
     # What an engine of its own would have reported when ready.
     config.cache_config.num_gpu_blocks = model.num_blocks

@@ -116,7 +116,7 @@ class UnitEngineClient(EngineCoreClient):
     async def _keep_images(
         self, request: EngineCoreRequest
     ) -> tuple[list[MultiModalFeatureSpec] | None, Sequence[ImageFile]]:
-        """What engines are told of its images, and what keeps them."""
+        """Its images as engines get them, and the files that keep these."""
         if not request.mm_features:
             return request.mm_features, ()
         return await self._images.keep(self.model, request.mm_features)
@@ -212,7 +212,7 @@ class UnitEngineClient(EngineCoreClient):
         adapter: LoRARequest | None,
     ) -> bytes:
         """`request` in vLLM's encoding, with the id that the unit knows it by, the priority that engines give it, what
-        they are told of its images, the salt of its prefix, and its adapter as they know it."""
+        they get for its images, the salt of its prefix, and its adapter as they know it."""
         theirs = request.request_id, request.priority, request.lora_request, request.mm_features, request.cache_salt
         request.request_id, request.priority = wire_id, priority.engine(request.priority)
         request.mm_features, request.cache_salt, request.lora_request = features, salt, adapter

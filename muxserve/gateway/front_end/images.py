@@ -32,7 +32,7 @@ _FETCHES_NOTHING = "this server fetches nothing: an image must come with the req
 
 
 class DataUrls(MediaConnector):
-    """Takes data URLs only. Stock vLLM's asks any host, if it is not told which."""
+    """Takes data URLs only. Stock vLLM's asks any host unless its options name some."""
 
     def load_from_url(self, url: str, *args: Any, **kwargs: Any) -> Any:
         """See `MediaConnector.load_from_url`.
@@ -71,7 +71,7 @@ def fetch_nothing() -> None:
 
 
 class ImageFile:
-    """One image's file of so many `bytes`, which is removed when nobody refers to it any more."""
+    """One image's file of `bytes` bytes, which is removed when nobody refers to it any more."""
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
@@ -123,7 +123,7 @@ class RequestImages:
         file = self._files.get(key)
         failed = file is not None and file.written is not None and file.written.done() and file.written.exception()
         if file is None or failed:
-            assert feature.data is not None, "a front end keeps what it has made of images"
+            assert feature.data is not None, "a front end keeps its preprocessed images"
             size = image_files.size(feature.data)
             if self.bytes + size > self._most_bytes:
                 raise self._full()

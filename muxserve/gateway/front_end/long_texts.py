@@ -24,12 +24,12 @@ from vllm.exceptions import VLLMValidationError
 from vllm.renderers import BaseRenderer, TokenizeParams
 from vllm.utils.async_utils import make_async
 
-# Characters, or tokens, that one call brings; from so many on it is long.
+# A call with at least this many characters or tokens is long.
 LONG = 64 << 10
 # Characters that are tokenized at once to find out how many tokens a long text has.
 PIECE = 16 << 10
-# A text of so many tokens per token of the context is longer than anything that can be served; pieces are tokenized
-# apart from each other, so that a text has a few tokens less than its pieces.
+# A text with this many times the tokens of the context is longer than anything that can be served. Its pieces are
+# tokenized one by one, and together have a few tokens more than the text.
 TOO_MANY = 2
 # Levels above the deepest text of a function's arguments: the three of `partial`, a request, its conversations (in a
 # batch), their messages, and the contents, parts and fields of a message.
@@ -37,7 +37,7 @@ _DEPTH = 9
 
 
 class CutText(str):
-    """A text of which so much is left as a tokenizer may be given."""
+    """A text that is no longer than a tokenizer may get."""
 
     __slots__ = ()
 
@@ -83,7 +83,7 @@ class TextLimit:
         return cut
 
     def check_tokens(self, count: int) -> None:
-        """Refuse to make a text of so many tokens.
+        """Refuse to make a text of `count` tokens.
 
         Raises:
             VLLMValidationError: they are more than `most`.
@@ -201,7 +201,8 @@ def _render_here(stock: Callable[..., Awaitable[Any]], limit: TextLimit, request
 
 
 def longest(config: ModelConfig) -> int:
-    """Tokens of the longest text that a model takes; embeddings can be made of a longer one than the context holds."""
+    """Tokens of the longest text that a model takes; an embedding model may take a longer one than its context
+    holds."""
     pooler = config.pooler_config
     if pooler is not None and pooler.enable_chunked_processing:
         return pooler.max_embed_len or sys.maxsize
@@ -209,7 +210,7 @@ def longest(config: ModelConfig) -> int:
 
 
 def _bound(tokenizer: Any, context: int) -> TextLimit:
-    """Let `tokenizer` take no text that is too long for a context of so many tokens, and no tokens."""
+    """Let `tokenizer` take no text, and no list of tokens, that is too long for a context of `context` tokens."""
     stock: type = type(tokenizer)
 
     def tokens(text: str) -> int:

@@ -148,10 +148,10 @@ def settle() -> None:
 
 
 def go_on(front_end: ModelFrontEnd) -> None:
-    """Start the front end's output loop again whenever it ends by itself, because an output made no sense to vLLM.
+    """Start the front end's output loop again whenever it ends by itself, because vLLM could not read an output.
 
-    The loop has told the error to all requests that the front end had, which end with it; those that come are served,
-    and other models' notice nothing. A server of one model would end here.
+    All requests that the front end had end with the loop's error; later ones are served, and other models' requests
+    notice nothing. A server of one model would end here.
     """
     llm = front_end.llm
     tell_all = llm.output_processor.propagate_error

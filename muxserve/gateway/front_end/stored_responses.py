@@ -20,7 +20,7 @@ from muxserve.gateway.http.errors import RequestError, shortened
 from muxserve.gateway.http.http_request import HttpRequest, current_http
 from muxserve.gateway.http.responses import ResponseStore, StoredResponse, not_kept
 
-# Of so many streams made in the background that have ended, the events can be read again.
+# The number of ended background streams whose events can be read again.
 ENDED_STREAMS = 8
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class _ModelResponses:
         self.model = model
         self.gateway = gateway
         self.format = "harmony" if handler.use_harmony else "chat"
-        # Those that are made in the background: vLLM changes them where they are.
+        # Background responses: vLLM changes them where they are.
         self.live: dict[str, ResponsesResponse] = {}
         self.events: dict[str, Events] = {}
         handler.response_store = _Responses(self)
@@ -80,7 +80,7 @@ class _ModelResponses:
         """Refuse what cannot be gone on from.
 
         Raises:
-            RequestError: the response before it is still being made, or was made by a model of another kind.
+            RequestError: the response before it is not complete, or comes from a model of another kind.
         """
         if request.store:
             request.request_id = f"resp_{random_uuid()}"  # a client's own could be another's
@@ -90,9 +90,9 @@ class _ModelResponses:
             return
         why = ""
         if found.is_running:
-            why = f"{shortened(before)} is still being made"
+            why = f"{shortened(before)} is not complete yet"
         elif found.format != self.format:
-            why = f"{shortened(before)} was made by {found.model}, and {self.model} cannot read its messages"
+            why = f"{shortened(before)} comes from {found.model}, and {self.model} cannot read its messages"
         if why:
             raise RequestError(HTTPStatus.BAD_REQUEST, why, param="previous_response_id")
 
@@ -109,7 +109,7 @@ class _ModelResponses:
         self.store.save(http.owner, response.id, stored)
 
     def ended(self, name: str) -> None:
-        """The task that made a response in the background is done; whoever follows its events is told."""
+        """The task of a background response is done; readers of its events hear of it."""
         response = self.live.pop(name)
         if response.status in ("queued", "in_progress"):
             response.status = "failed"
@@ -125,14 +125,14 @@ class _ModelResponses:
         if stream and response_id not in self.events:
             return self._refuse(
                 err_type="invalid_request_error",
-                message=f"the events of {shortened(response_id)} are not kept: it was no stream made in the "
+                message=f"the events of {shortened(response_id)} are not kept: it was no stream in the "
                 "background, or it ended some time ago; ask for it without stream",
                 param="stream",
             )
         return await self._retrieve(response_id, starting_after=starting_after, stream=stream)
 
     async def stream(self, response_id: str, starting_after: int | None = None) -> AsyncIterator[Any]:
-        """The events of a response that is or was made in the background. vLLM's own goes on for ever when the response
+        """The events of a background response, running or ended. vLLM's own goes on for ever when the response
         is cancelled or fails."""
         while response_id in self.tasks and response_id not in self.events:
             await asyncio.sleep(0)  # it was asked for just now, and its task has not begun
@@ -214,7 +214,7 @@ class _Tasks(dict[str, "asyncio.Task[Any]"]):
 
 def _http() -> HttpRequest:
     http = current_http.get()
-    assert http is not None, "responses are made for requests"
+    assert http is not None, "a response answers a request"
     return http
 
 

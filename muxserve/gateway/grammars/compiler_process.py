@@ -56,14 +56,14 @@ from muxserve.spec import ModelSpec
 log = logging.getLogger(__name__)
 
 CHUNK = 1 << 16
-# A child's CPU time ends it. One that gets no CPU, or sleeps, is ended after so many times that.
+# A child's CPU time ends it. One that gets no CPU, or sleeps, is ended after `WALL_FACTOR` times that.
 WALL_FACTOR = 4
 WALL_SECONDS = 2.0
 # Behind gateways and engines.
 NICENESS = 5
 OUT_OF_MEMORY = 3
-# A compiler that has taken so much for itself is to end, but not before it has compiled so many: it may be what the
-# tokenizers of its models take.
+# A compiler with this much memory of its own ends, but not before it has compiled `LEAST_JOBS` grammars: the tokenizers
+# of its models may take that memory.
 MOST_BYTES = 256 << 20
 LEAST_JOBS = 64
 # A nursery forks within a moment; one that does not is no use.
@@ -97,7 +97,7 @@ class Constraints(msgspec.Struct, frozen=True):
 
 
 class Compile(msgspec.Struct, frozen=True, tag="compile"):
-    """Compile a grammar for `model`, within so much CPU time and memory."""
+    """Compile a grammar for `model`, within a limit of CPU time and one of memory."""
 
     job: int
     model: ModelSpec
@@ -151,7 +151,7 @@ def result(body: bytes) -> CompileResult:
 
 
 class Frames:
-    """Cuts a stream of bytes into the messages that it is made of."""
+    """Cuts a stream of bytes into its messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -548,7 +548,7 @@ def _fork(what: bytes, die_with_parent: bool = False) -> Helper:
 def _nurse(sock: socket.socket) -> None:
     """Be a nursery for the gateway at the other end of `sock`."""
     set_title("spare grammar compiler")
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects what was forked here
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects the forked processes
     while what := sock.recv(CHUNK):
         if what == _ALIVE:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -592,7 +592,7 @@ def run(sock: socket.socket) -> None:
 
 
 def _close_others(kept: int) -> None:
-    """Close what was inherited and is not ours: listeners, lifelines, connections of others."""
+    """Close inherited descriptors that are not ours: listeners, lifelines, connections of others."""
     os.closerange(3, kept)
     os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
 

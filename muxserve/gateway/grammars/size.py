@@ -1,8 +1,8 @@
 """How large a grammar of a request is, before any compiler sees it: bytes as sent, nesting, and elements with all
 repetitions written out.
 
-Pure, and linear in what was sent. It counts, it does not judge: what is no valid schema, regex or grammar is told by
-the compiler. References count as one element, since compilers share what they refer to.
+Pure, and linear in the size of the text. It counts and does not judge: the compiler refuses invalid schemas, regexes
+and grammars. References count as one element, since compilers share what they refer to.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class _Count:
 
     def __init__(self) -> None:
         self.deepest = 0
-        # Of each group that is open: elements so far, and of its last atom, which a repetition concerns.
+        # For each open group: its elements so far, and those of its last atom, which a repetition concerns.
         self._groups = [[0, 0]]
 
     def atom(self, elements: int) -> None:

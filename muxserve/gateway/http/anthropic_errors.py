@@ -1,4 +1,4 @@
-"""Errors of `/v1/messages` in Anthropic's shape, whoever made them: this gateway, vLLM's routes or its streams.
+"""Errors of `/v1/messages` in Anthropic's shape, whether they come from this gateway, vLLM's routes or its streams.
 
 {"type": "error", "error": {"type": "rate_limit_error", "message": "..."}}
 """

@@ -72,7 +72,7 @@ class BodyClaim:
         self.size = 0
 
 
-# A client that is told "too large" while it still sends may never read it. So this much more is read and thrown away.
+# A client that gets "too large" while it still sends may never read it. So this much more is read and thrown away.
 DISCARD_BYTES = 16 << 20
 # A client that sends no more of its body for so long will not; nor will one that, after so long, is slower than this.
 STALL_SECONDS = 60.0
@@ -337,7 +337,7 @@ class BodyReplay:
     Args:
         receive: the connection's own.
         body: the whole body.
-        http: is told when the client closes the connection.
+        http: its `disconnected` is set when the client closes the connection.
     """
 
     __slots__ = ("_after", "_body", "_receive", "http")

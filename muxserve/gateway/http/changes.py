@@ -27,13 +27,13 @@ from muxserve.control.client import ControlClient, FleetEndedError, NoFleetError
 from muxserve.gateway.http.body import BodyMemory, read_body
 from muxserve.gateway.http.errors import App, Receive, RequestError, Scope, Send, check_method, respond_json
 
-# One change is made at a time; the others wait in the controller, each with a thread here.
+# One change runs at a time; the others wait in the controller, each with a thread here.
 MOST_WAITING = 8
 MAX_BODY_BYTES = 1 << 20
 
 
 class ScaleOrder(msgspec.Struct, forbid_unknown_fields=True):
-    """Have so many replicas of a model."""
+    """Set the number of a model's replicas."""
 
     model: str
     replicas: int
@@ -67,12 +67,12 @@ Order = ScaleOrder | DrainOrder | RemoveOrder
 ORDERS: dict[str, type[Order]] = {"/admin/scale": ScaleOrder, "/admin/drain": DrainOrder, "/admin/remove": RemoveOrder}
 
 
-# What mistakes in a text that came over HTTP are told to be in, before the line.
+# The file name in errors about a text that came over HTTP.
 BODY = "body"
 MODELS = "/admin/models"
 APPLY = "/admin/apply"
 _ABOUT: dict[str, dict[str, tuple[str, Sequence[str]]]] = {
-    "/admin/scale": {"post": ("Have so many replicas of a model", ())},
+    "/admin/scale": {"post": ("Set the number of a model's replicas", ())},
     "/admin/drain": {"post": ("Empty a unit and end it", ())},
     "/admin/remove": {"post": ("Serve a model no longer", ())},
     MODELS: {"post": ("Serve the model of a fleet file, in a running unit if one is named", ("unit",))},
@@ -98,7 +98,7 @@ def _operation(path: str, words: str, query: Sequence[str]) -> dict[str, object]
             "200": {"description": "It has happened"},
             "400": {"description": "The request is wrong; with key and line where it is a file"},
             "403": {"description": "The key is no admin's, or the fleet has no keys"},
-            "409": {"description": "It could not be done, or not all of it; the message says what was"},
+            "409": {"description": "It could not be done, or not all of it; the message says which part was"},
         },
     }
     if path in ORDERS:
@@ -181,7 +181,7 @@ class ChangeRoutes:
     async def _make(self, command: messages.Command, send: Send) -> None:
         if self._waiting >= MOST_WAITING:
             raise RequestError(
-                HTTPStatus.TOO_MANY_REQUESTS, f"{MOST_WAITING} changes wait already; try again when they are made"
+                HTTPStatus.TOO_MANY_REQUESTS, f"{MOST_WAITING} changes wait already; try again when they are done"
             )
         self._waiting += 1
         try:

@@ -85,8 +85,8 @@ def _error(message: Message) -> tuple[int, bytes] | None:
     if not body.startswith(STREAMED_ERROR):
         return early_error(body)
     try:
-        told = streamed_error(body)
-        status = int(told["error"]["code"])
+        error = streamed_error(body)
+        status = int(error["error"]["code"])
     except (msgspec.DecodeError, LookupError, TypeError, ValueError):
         return None
-    return (status, msgspec.json.encode(told)) if 400 <= status < 600 else None
+    return (status, msgspec.json.encode(error)) if 400 <= status < 600 else None

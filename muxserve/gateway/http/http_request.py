@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 @dataclass(slots=True, eq=False)
 class HttpRequest:
     """The HTTP request that a task works for. `arrival` is in seconds of the monotonic clock; `retry_after`, in
-    seconds, is told to the client if the answer is 503. It `waited` if it was not let in at once. `request_id` is its
-    name for the client and in logs; units have other names for what it makes them do."""
+    seconds, is the header of that name if the answer is 503. It `waited` if it was not let in at once. `request_id` is
+    its name for the client and in logs; units have other names for its requests to them."""
 
     arrival: float
     disconnected: bool = False

@@ -23,7 +23,7 @@ OWN_METRICS = "/metrics/own"
 # Behind the path of metrics: every series, not only what is of use.
 FULL = "/full"
 TIMEOUT_SECONDS = 1.0
-# What another gateway is told of a request that it answers for this one.
+# Headers of a request that another gateway gets when it answers for this one.
 _RELAYED = frozenset({b"authorization", b"x-api-key", b"x-request-id"})
 
 _SAMPLE = re.compile(r"^([^{ ]+)({)?", re.MULTILINE)

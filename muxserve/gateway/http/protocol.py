@@ -1,7 +1,7 @@
-"""HTTP connections that cannot be held open, or made to fill memory, by a client that sends little or too much.
+"""HTTP connections that a client can neither hold open by sending little nor fill memory with by sending much.
 
-uvicorn bounds the idle time between two requests. This module bounds the rest: the time before a connection's first
-request, the time and size of a request's head and trailers, and the time for the rest of a request that is already
+uvicorn bounds the idle time between two requests. This module bounds the time before a connection's first request, the
+time and size of a request's head and trailers, and the time for the remaining bytes of a request that is already
 answered. (`body` limits bodies that are read.)
 """
 
@@ -92,7 +92,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self._complete and not self._serving():
-            # Nobody reads the rest of the request, whose bytes would end uvicorn's wait for the next one.
+            # Nobody reads the remaining bytes of the request, which would end uvicorn's wait for the next one.
             self._watch()
 
     # ------------------------------------------------------------ limits

@@ -1,7 +1,7 @@
 """Responses that are kept: what `previous_response_id` goes on from, and what `/v1/responses/ID` answers with.
 
-All gateways of a fleet keep them in one SQLite file, which outlives them. A response that is made in the background is
-followed and cancelled in the gateway that makes it; the others pass such requests on to it.
+All gateways of a fleet keep them in one SQLite file, which outlives them. A background response is
+followed and cancelled in the gateway that runs it; the others pass such requests on to it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _ENDED = "status NOT IN ('queued', 'in_progress')"
 
 
 class StoredResponse(NamedTuple):
-    """A response as it is kept: by which model and gateway it was made, as JSON, and with the `messages` of the whole
+    """A response as it is kept: its model and gateway, its JSON, and the `messages` of the whole
     conversation before it in the `format` of the model's front end."""
 
     model: str
@@ -83,7 +83,7 @@ class StoredResponse(NamedTuple):
 
     @property
     def is_running(self) -> bool:
-        """Whether it is still being made."""
+        """Whether it is not complete yet."""
         return self.status in ("queued", "in_progress")
 
 
@@ -223,7 +223,7 @@ class ResponseRoutes:
     Args:
         store: has them; None where none are kept.
         index: which gateway this is.
-        models: the applications of the models that made them.
+        models: the applications of the models that they come from.
         peers: the other gateways.
     """
 
@@ -259,7 +259,7 @@ class ResponseRoutes:
             raise RequestError(HTTPStatus.NOT_FOUND, f"there is no response {shortened(name)}", param="response_id")
         if scope["method"] == "DELETE":
             if found.is_running:
-                raise RequestError(HTTPStatus.BAD_REQUEST, f"{name} is being made; cancel it first")
+                raise RequestError(HTTPStatus.BAD_REQUEST, f"{name} is not complete yet; cancel it first")
             self._store.delete(owner, name)
             await respond_json(send, {"id": name, "object": "response", "deleted": True})
         elif not action and not _wants_stream(scope):
@@ -267,7 +267,7 @@ class ResponseRoutes:
         elif action and not found.is_running:
             raise RequestError(
                 HTTPStatus.BAD_REQUEST,
-                f"{name} is {found.status}; only a response that is made in the background can be cancelled",
+                f"{name} is {found.status}; only a background response can be cancelled",
                 param="response_id",
             )
         elif found.gateway != self._index:

@@ -12,7 +12,7 @@ from hashlib import sha256
 
 from muxserve.spec import TenantSpec
 
-# A client told to come back later than this would rather go elsewhere.
+# A client that should come back later than this would rather go elsewhere.
 MAX_RETRY_AFTER_SECONDS = 60
 # Weight of the newest request in the mean service time.
 SMOOTHING = 0.2
@@ -110,11 +110,11 @@ class GateShare:
 
 
 class Gate:
-    """Lets `max_concurrency` requests of one model in at once; `max_queue` more wait. Of those that wait, one of the
-    tenant with the fewest inside, by its weight, goes next; those of one tenant, and tenants that have equally many,
-    first come, first served.
+    """Lets `max_concurrency` requests of one model in at once; `max_queue` more wait. The next comes from the waiting
+    tenant with the fewest inside, by its weight; requests of one tenant, and tenants with equally many, first come,
+    first served.
 
-    A request of several prompts or choices is one of them, since these take turns with other requests. But as many
+    A request of several prompts or choices is one of them, since these alternate with other requests. But as many
     `prompts` as may be in service and wait are the most that are let in together, and one request may bring `largest`
     of them, so that others find room beside it. Where others have taken all that, a tenant may still have its part: as
     much as if those that are there shared it.

@@ -1,4 +1,4 @@
-"""The gates of all models, for tasks: wait for one's turn, or be turned away."""
+"""The gates of all models, for tasks: wait for a place, or be refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ConcurrencyLimiter:
         index: which gateway this is.
         gateways: among how many gateways their limits are divided; the kernel gives each as many clients.
         measures: where rejections are counted.
-        waits: what is told here of requests that come and go, and by others of what becomes of them.
+        waits: hears from here of requests that come and go, and from others of their progress.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ConcurrencyLimiter:
 
     @asynccontextmanager
     async def hold(self, model: str, replay: BodyReplay, prompts: int = 1) -> AsyncIterator[None]:
-        """Hold a place at `model` while the block runs, for a request of so many prompts.
+        """Hold a place at `model` while the block runs, for a request of `prompts` prompts.
 
         Raises:
             RequestError: the first token would come too late, or the queue is full (429).

@@ -113,7 +113,7 @@ def _duration(seconds: float) -> str:
 
 
 class LimitExceededError(Exception):
-    """A tenant is at its limit of `kind` (requests, tokens, concurrency); it may come again after so many seconds."""
+    """A tenant is at its limit of `kind` (requests, tokens, concurrency); it may come again after `seconds`."""
 
     def __init__(self, kind: str, seconds: float, allowance: Allowance) -> None:
         super().__init__(kind)
@@ -164,7 +164,7 @@ class SharedLimits:
         return Allowance()
 
     def spend(self, tenant: TenantSpec, tokens: int) -> Allowance:
-        """`tenant`, of which tokens are limited, has used so many."""
+        """`tenant`, whose tokens are limited, has used `tokens`."""
         with self._transaction():
             return self._spend(tenant, self._read(tenant), "tokens", tokens)
         return Allowance()
@@ -333,7 +333,7 @@ class TenantRequest:
         return prefix_salt(self._tenancy.secret, self.name, own)
 
     def prompted(self, tokens: int) -> None:
-        """A prompt of so many tokens is submitted."""
+        """A prompt of `tokens` tokens is submitted."""
         self._spend(tokens)
 
     def ended(self, model: str, outcome: str, used: Used) -> None:
@@ -429,7 +429,7 @@ class Tenancy:
             self.usage.add(tenant, model, used)
 
     async def keep(self) -> None:
-        """Write what was used, again and again."""
+        """Write the usage, again and again."""
         while True:
             await asyncio.sleep(FLUSH_SECONDS)
             if self.usage is not None:

@@ -79,7 +79,7 @@ class UnitQuestions(Generic[T]):
 
 
 CHECK_SECONDS = 0.25
-# What a client is told that asked for a model which was not ready in time: it may well be soon.
+# `Retry-After` for a model that was not ready in time: it may well be soon.
 RETRY_AFTER_SECONDS = 5
 
 
@@ -104,7 +104,7 @@ class Broker:
         index: which of the fleet's gateways this is.
         epoch: this process.
         measures: where ends, repetitions and moves are counted.
-        waits: is told when prompts are submitted, have their first token, or lose what served them.
+        waits: hears when prompts are submitted, have their first token, or lose the engine that served them.
         tracing: takes the spans of traced requests.
     """
 

@@ -1,4 +1,4 @@
-"""A gateway's connections to everyone in the fleet, made and ended as the fleet changes."""
+"""A gateway's connections to everyone in the fleet, opened and ended as the fleet changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LINGER_MS = 200
 
 
 class Listener(Protocol):
-    """Who is told what becomes of connections, and what comes over them."""
+    """Hears what becomes of connections, and what comes over them."""
 
     def unit_up(self, unit: str, epoch: str) -> None:
         """A unit scheduler has greeted."""
@@ -46,7 +46,7 @@ class FleetLinks:
     """To all unit schedulers, and to the global scheduler where there is something to choose.
 
     Args:
-        tokens: where engines send tokens to; its address is told to units.
+        tokens: where engines send tokens to; units get its address.
         index: which of the fleet's gateways this is.
         epoch: this process.
     """

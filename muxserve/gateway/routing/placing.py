@@ -55,7 +55,7 @@ class Placing:
     """Who serves what, which of them is up, and the requests that wait for a unit.
 
     Args:
-        table: told where requests go.
+        table: records where requests go.
         out: where messages and failures go.
     """
 

@@ -32,7 +32,7 @@ INTERVAL_SECONDS = 10.0
 MEMORY_SECONDS = 5.0
 # First tokens that make a rate.
 FEWEST = 4.0
-# Nothing has come out for so long, and so many times longer than usual: it is not load that holds the requests up.
+# No token for this many seconds, and for this many times the usual interval: not load holds the requests up.
 STALLED_SECONDS = 2.0
 STALLED_GAPS = 8.0
 SMOOTHING = 0.1
@@ -40,8 +40,8 @@ SMOOTHING = 0.1
 
 @dataclass(slots=True, eq=False)
 class WaitingClient:
-    """A client's request that was let in at `since`, seconds. Of its `prompts` so many were `submitted` to units, with
-    `tokens` in all, and `answered` have their first token."""
+    """A client's request that was let in at `since`, seconds. It has `prompts`, of which `submitted` are with units,
+    with `tokens` in all, and `answered` have their first token."""
 
     since: float
     rank: int
@@ -58,13 +58,13 @@ class WaitingClient:
 
     @property
     def mean_tokens(self) -> float:
-        """Of its prompts, as far as they are known."""
+        """Tokens of its prompts, as far as they are known."""
         return self.tokens / self.submitted if self.submitted else 0.0
 
 
 @dataclass(slots=True)
 class PrefillRate:
-    """First tokens, and those of their prompts, in so many seconds; the older, the less each counts."""
+    """First tokens, and tokens of their prompts, over `seconds`; the older, the less each counts."""
 
     at: float = 0.0
     prompts: float = 0.0
@@ -85,7 +85,7 @@ class PrefillRate:
 
 
 class PredictedWait:
-    """Of one model at one gateway, which sees its own part of the requests and of the rate.
+    """The waits of one model at one gateway, which sees its own part of the requests and of the rate.
 
     Args:
         longest: seconds that a request may wait for its first token; None: as long as it takes.
@@ -126,7 +126,7 @@ class PredictedWait:
         self._ranks[rank, tenant] += 1
 
     def submitted(self, key: object, tokens: int) -> None:
-        """One of its prompts, of so many tokens, is with a unit."""
+        """One of its prompts, of `tokens` tokens, is with a unit."""
         client = self._waiting.get(key)
         if client is None:
             return
@@ -136,7 +136,7 @@ class PredictedWait:
         self._weigh(client, 1)
 
     def answered(self, key: object, tokens: int, now: float) -> None:
-        """One of its prompts, of so many tokens, has its first token."""
+        """One of its prompts, of `tokens` tokens, has its first token."""
         client = self._waiting.get(key) or self._excused.get(key)
         if client is None:
             return
@@ -252,13 +252,13 @@ class PredictedWait:
 
 
 class PredictedWaits:
-    """Of all models of a gateway."""
+    """The waits of all models of a gateway."""
 
     def __init__(self) -> None:
         self._of: dict[str, PredictedWait] = {}
 
     def __getitem__(self, model: str) -> PredictedWait:
-        """Of that model; one that knows no limit if there is none yet."""
+        """The waits of that model; without a limit if there are none yet."""
         return self._of.setdefault(model, PredictedWait(None))
 
     def learn(self, model: ModelSpec) -> None:

@@ -1,6 +1,6 @@
 """Every request in flight of a gateway, and its tokens: each reaches the front end once and in order.
 
-Pure: no socket, no clock, no vLLM import; it is told token messages and the time, and answers what to deliver. Tokens
+Pure: no socket, no clock, no vLLM import; it takes token messages and the time, and answers what to deliver. Tokens
 of one request come from several engines on connections of their own, from different units when it moved, and from
 engines that die with their last message on the way. `Router` decides where requests are served.
 """
@@ -243,7 +243,8 @@ class RequestTable:
     def quiet(self, now: float, units: Container[str]) -> list[Tracked]:
         """Requests at `units` to be submitted there again as they are, since nothing was heard of them for long.
 
-        A unit scheduler that has the request takes no notice. One that believes it finished serves the rest of it.
+        A unit scheduler that has the request takes no notice. One that believes it finished serves its remaining
+        tokens.
         """
         found = []
         for request in self._by_id.values():

@@ -1,6 +1,6 @@
 """Where each request is served, and how it survives whoever dies, moves or is drained meanwhile.
 
-Pure: no socket, no clock; it is told messages and what becomes of connections, with the time, and answers in its
+Pure: no socket, no clock; it takes messages and what becomes of connections, with the time, and answers in its
 `RouterOutbox`.
 
 The gateway has the last word on where a request is: at (unit, attempt). Within an attempt only `TookOver` moves it. Any
@@ -32,9 +32,9 @@ class Router:
         self.table = table
         self.out = RouterOutbox()
         self.placing = Placing(table, self.out)
-        # Of each unit scheduler that has greeted, its last epoch.
+        # The last epoch of each unit scheduler that has greeted.
         self._epochs: dict[str, str] = {}
-        # Old lives of requests, (id, attempt), in units that cannot be told at the moment.
+        # Old lives of requests, (id, attempt), in units that cannot be reached at the moment.
         self._stale: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
         # Units that have said nothing since requests were submitted to them once more.
         self._mute: set[str] = set()
