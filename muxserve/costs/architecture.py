@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from muxserve.costs.language_models import LANGUAGE_MODELS, SEEING, seeing
+from muxserve.costs.language_models import seeing, text_inside
+from muxserve.costs.own_cache import AttentionSizes, KeptLayers, OwnCache, own_cache
+from muxserve.costs.state_layers import (
+    ITEM_BYTES,
+    MLP_LAYERS,
+    POOLED,
+    STATE_LAYERS,
+    Mixers,
+    StateLayers,
+    kinds_of,
+    layer_types,
+    mixers,
+)
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # What the KV cache may be kept in: the type that is computed in, or one of 8 bits.
 KV_ITEM_BYTES = {**ITEM_BYTES, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
@@ -31,30 +42,12 @@ _SHARED_WIDTH = (
     "shared_intermediate_size",
     "moe_shared_expert_intermediate_size",
 )
+_EXPERT_HIDDEN = ("moe_latent_size", "routed_expert_hidden_size")
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts")
 
 # Rope types whose position limit in config.json is already the scaled one; vLLM multiplies for all others.
 _SCALED_ROPES = {"default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope"}
 
-# Keys that only models with state space, linear or mixed layers have.
-_HYBRID_KEYS = (
-    "layers_block_type",
-    "hybrid_override_pattern",
-    "attn_layer_indices",
-    "attn_layer_period",
-    "full_attention_interval",
-    "full_attn_idxs",
-    "linear_attn_config",
-    "linear_num_key_heads",
-    "mamba_d_state",
-    "mamba_num_heads",
-    "ssm_cfg",
-    "ssm_state_size",
-    "time_step_rank",
-    "block_types",
-    "_block_types",
-)
-_HYBRID_TYPES = {"mamba", "mamba2", "falcon_mamba", "rwkv", "rwkv5", "rwkv6", "recurrent_gemma", "xlstm", "jamba"}
 _POOLING = ("ForSequenceClassification", "ForTokenClassification", "RewardModel", "Model")
 _GENERATING = ("LMHeadModel", "ChatModel", "ChatGLMModel")  # although they are called so
 _NEITHER = (
@@ -69,15 +62,8 @@ _NEITHER = (
 _KNOWN_BITS = (("nvfp4", 4.5), ("mxfp4", 4.25), ("mxfp8", 8.25), ("fp8", 8.0), ("int8", 8.0))
 # With multi-head latent attention in vLLM.
 _LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"}
+_WINDOWED = (["sliding_attention"], ["chunked_attention"])
 _LATENT_ROPES = {"yarn", "deepseek_yarn"}
-# With layers that keep a state, of kinds whose states are known here.
-_GATED_DELTA_NETS = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
-_STATEFUL = {"granitemoehybrid", "nemotron_h", *_GATED_DELTA_NETS}
-_STATE_LAYERS = {"mamba", "linear_attention"}
-# What a layer of Nemotron-H is by the letter of its pattern; those of the last two kinds are an MLP and nothing else.
-_PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-_MLP_LAYERS = {"mlp", "moe"}
-STATE_ALIGNMENT = 64
 _ENCODERS = {"bert", "roberta", "xlm-roberta", "modernbert", "nomic_bert"}
 _OTHER_ENCODERS = {"albert", "distilbert", "electra", "deberta", "deberta-v2"}
 
@@ -101,7 +87,7 @@ _MOST_ROPE_FACTOR = 1 << 20
 
 
 class UnsupportedModelError(ValueError):
-    """The model cannot be served from the page pool; the message says why."""
+    """vLLM cannot serve the model, or what must be known of it is not there; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -135,42 +121,6 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
-class StateLayers:
-    """The `count` layers that keep a state of a sequence instead of K and V of its tokens: Mamba-2 (arXiv:2405.21060)
-    or gated delta nets (arXiv:2412.06464).
-
-    Of each sequence a layer keeps `inputs` numbers, the last inputs of a convolution, in the type that is computed in,
-    and a `state` of so many numbers in the type `kept_as` ("": the one that is computed in), which on GPUs is
-    `kept_on_gpus`: as stock vLLM has it. Its linear layers have `weights` weights. A token takes `flops` operations on
-    the state.
-
-    Ranks that split tensors have whole `heads`, and whole `groups` of heads with the same keys. A single group, of
-    `group_inputs` inputs, is on all of them; 0: it cannot be, and there are at least as many groups as ranks.
-    """
-
-    count: int
-    inputs: int
-    state: int
-    weights: int
-    flops: int
-    kept_on_gpus: str = ""
-    kept_as: str = "float32"
-    heads: int = 1
-    groups: int = 1
-    group_inputs: int = 0
-
-    def splits_over(self, tp: int) -> bool:
-        """Whether `tp` ranks can share a layer, as in vLLM."""
-        return self.heads % tp == 0 and (self.groups % tp == 0 or (self.groups == 1 and self.group_inputs > 0))
-
-    def layer_bytes(self, dtype: str, tp: int = 1) -> int:
-        """Bytes of one layer's state of one sequence on each of `tp` ranks when the model is computed in `dtype`."""
-        inputs = self.inputs + self.group_inputs * max(0, tp - self.groups)
-        one = (inputs * ITEM_BYTES[dtype] + self.state * ITEM_BYTES[self.kept_as or dtype]) // tp
-        return -(-one // STATE_ALIGNMENT) * STATE_ALIGNMENT
-
-
-@dataclass(frozen=True)
 class ModelArchitecture:
     """A transformer with attention in every layer, or in those that are neither `states` nor an MLP alone.
 
@@ -192,6 +142,10 @@ class ModelArchitecture:
     In `windowed_layers` of the layers, those numbered `windowed`, a token sees the last `window` tokens only.
     `cpu_only` names what engines on GPUs cannot compute yet, `gpu_only` what vLLM's kernels on CPU cannot. With
     `latent` attention what a layer keeps of a token counts as K and V of one KV head, of half its size each.
+    Where the pool cannot hold what is kept, `own` says why, and what it is. `parallel` layers have both attention and a
+    state. In a mixture of experts `dense_layers` have an MLP of width `dense_intermediate` instead. Experts that
+    compute in a space of their own have `expert_hidden` inputs (0: `hidden`). `estimated` says in words what of it does
+    not follow from config.json (empty: nothing).
     """
 
     name: str
@@ -228,16 +182,27 @@ class ModelArchitecture:
     kv_cache: str = ""
     latent: LatentAttention | None = None
     states: StateLayers | None = None
+    own: OwnCache | None = None
+    parallel: int = 0
+    dense_layers: int = 0
+    dense_intermediate: int = 0
+    expert_hidden: int = 0
+    estimated: str = ""
+
+    @property
+    def private(self) -> str:
+        """Why the pool cannot hold what it keeps; empty if it can."""
+        return self.own.reason if self.own is not None else ""
 
     @property
     def attention_layers(self) -> int:
         """Layers with attention."""
-        return self.layers - (self.states.count if self.states else 0) - self.mlp_layers
+        return self.layers - (self.states.count if self.states else 0) - self.mlp_layers + self.parallel
 
     @property
     def mlps(self) -> int:
-        """MLPs in all layers; of a mixture of experts, all experts are one."""
-        return self.mlp_layers or self.layers
+        """MLPs in all layers but those of `dense_layers`; of a mixture of experts, all experts are one."""
+        return (self.mlp_layers or self.layers) - self.dense_layers
 
     @property
     def pages_per_block(self) -> int:
@@ -252,7 +217,13 @@ class ModelArchitecture:
     def state_bytes(self, dtype: str, tp: int = 1) -> int:
         """Bytes that a sequence takes whatever its length, on each of `tp` ranks, when the model is computed in
         `dtype`."""
-        return self.states.count * self.states.layer_bytes(dtype, tp) if self.states else 0
+        states = self.states.count * self.states.layer_bytes(dtype, tp) if self.states else 0
+        item = KV_ITEM_BYTES[self.kv_dtype(dtype)]
+        return states + sum(each.fixed * each.entry_bytes(item) for each in self._kept)
+
+    @property
+    def _kept(self) -> tuple[KeptLayers, ...]:
+        return self.own.kept if self.own is not None else ()
 
     @property
     def parameters(self) -> int:
@@ -261,8 +232,15 @@ class ModelArchitecture:
 
     @property
     def _linear(self) -> int:
-        mlp = self.mlp_matrices * self.hidden * (self.intermediate * self.experts + self.shared_intermediate)
-        return int(self.mixer_weights()) + self.mlps * mlp
+        mlp = self.expert_weights * self.experts + self.mlp_matrices * self.hidden * self.shared_intermediate
+        mlp += 2 * self.hidden * self.expert_hidden
+        dense = self.mlp_matrices * self.hidden * self.dense_intermediate
+        return int(self.mixer_weights()) + self.mlps * mlp + self.dense_layers * dense
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of one expert, or of the MLP of a layer without experts."""
+        return self.mlp_matrices * (self.expert_hidden or self.hidden) * self.intermediate
 
     def mixer_weights(self, tp: int = 1) -> float:
         """Weights of what mixes tokens in all layers, attention or states, on each of `tp` devices."""
@@ -272,6 +250,8 @@ class ModelArchitecture:
     def attention_weights(self, tp: int = 1) -> float:
         """Weights of one layer's attention on each of `tp` devices. KV heads beyond those that there are, and what
         makes a latent, are on all of them."""
+        if self.own is not None and self.own.weights:
+            return self.own.weights / tp
         if self.latent is None:
             return self.hidden * self.head_dim * (2 * self.heads / tp + 2 * max(1.0, self.kv_heads / tp))
         a = self.latent
@@ -325,18 +305,27 @@ class ModelArchitecture:
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of K and V of one token when the model is computed in `dtype`."""
-        return 2 * self.pages_per_block * self.head_dim * KV_ITEM_BYTES[self.kv_dtype(dtype)]
+        item = KV_ITEM_BYTES[self.kv_dtype(dtype)]
+        if not self._kept:
+            return 2 * self.pages_per_block * self.head_dim * item
+        return sum(-(-each.entry_bytes(item) // each.tokens) for each in self._kept if not each.fixed)
+
+    def page_head_dim(self, dtype: str) -> int:
+        """Numbers of a key, or value, that pages of the layers' KV heads would have to hold of a token, on average."""
+        if not self._kept or not self.pages_per_block:
+            return self.head_dim
+        return -(-self.kv_bytes_per_token(dtype) // (2 * self.pages_per_block * KV_ITEM_BYTES[self.kv_dtype(dtype)]))
 
 
 def read_architecture(config: Mapping[str, object], pooling: bool = False) -> ModelArchitecture:
     """The architecture that a config.json describes; of a model that is to be asked for vectors if `pooling`, whatever
     it was made for.
 
-    Architectures that are not known are taken at their word when their fields are plain; the engine compares with what
-    vLLM makes of the model before it serves.
+    Architectures that are not known are taken at their word, and what they do not say is estimated from their sizes
+    (`estimated`); the engine compares with what vLLM makes of the model before it serves.
 
     Raises:
-        UnsupportedModelError: the page pool cannot carry the model, or fields are missing.
+        UnsupportedModelError: vLLM cannot serve the model, or fields are missing.
     """
     inside = seeing(config)
     if inside is not None:
@@ -344,45 +333,41 @@ def read_architecture(config: Mapping[str, object], pooling: bool = False) -> Mo
             raise UnsupportedModelError(f"{_name(config)}: models that see images generate text only here")
         found = read_architecture(inside)
         return replace(found, sees_images=True, cpu_only="an encoder of images")
+    inside = text_inside(config)
+    if inside is not None:
+        found = read_architecture(inside, pooling)
+        reason = found.private or "it is multi-modal, and not of a kind whose text, or images, are served from the pool"
+        note = "its encoder of images or sound is not counted"
+        return replace(found, own=replace(found.own or OwnCache(""), reason=reason), estimated=found.estimated or note)
     name = _name(config)
-    reason = _impossible(config)
+    config = _decoder(config)
+    reason = _impossible(config) or _unservable(config, name)
     if reason:
         raise UnsupportedModelError(f"{name}: {reason}")
     encoder = config.get("model_type") in _ENCODERS and not config.get("is_decoder")
     pooling = pooling or encoder or (name.endswith(_POOLING) and not name.endswith(_GENERATING))
-    reason = _unsupported(config, name)
-    if reason:
-        raise UnsupportedModelError(f"{name}: {reason}")
     layers, heads, hidden = (_count(config, keys) for keys in (_LAYERS, _HEADS, _HIDDEN))
     if config.get("model_type") == "nemotron_h":
-        layers = len(_layer_types(config)) or layers
+        layers = len(layer_types(config)) or layers
+    mixed = mixers(config, layers, hidden) if layers is not None and hidden is not None else None
+    if mixed is not None and not mixed.attention:
+        heads = heads or 1
     missing = [keys[0] for keys, value in ((_LAYERS, layers), (_HEADS, heads), (_HIDDEN, hidden)) if value is None]
-    if layers is None or heads is None or hidden is None:
+    if layers is None or heads is None or hidden is None or mixed is None:
         raise UnsupportedModelError(f"{name}: config.json lacks {', '.join(missing)}")
     latent = _latent(config)
     kv_heads = 1 if latent else _kv_heads(config, heads)
     if heads % kv_heads:
         raise UnsupportedModelError(f"{name}: {heads} query heads cannot share {kv_heads} KV heads evenly")
-    head_dim = _count(config, ("head_dim", "kv_channels", "attention_head_dim"))
-    if latent is not None:
-        head_dim = latent.width // 2
-    if head_dim is None:
-        if hidden % heads:
-            raise UnsupportedModelError(
-                f"{name}: no head_dim, and hidden size {hidden} is no multiple of {heads} heads"
-            )
-        head_dim = hidden // heads
+    head_dim = _head_dim(config, heads, hidden, latent, name) if mixed.attention else 1
+    sizes = AttentionSizes(max(1, mixed.attention), heads, kv_heads, head_dim, hidden)
+    own = _own(config, sizes, mixed, latent)
     max_len, default_max_len = _max_len(config)
     window, windowed = _windows(config, layers, max_len)
     experts = _count(config, _EXPERTS) or 1
     quantisation, weight_bits = _quantisation(config)
-    intermediate = (
-        (_count(config, ("moe_intermediate_size",)) if experts > 1 else None)
-        # Of Granite 4 without experts the MLP is what the experts would share.
-        or (_count(config, ("shared_intermediate_size",)) if experts == 1 else None)
-        or _count(config, _INTERMEDIATE)
-        or 4 * hidden
-    )
+    intermediate = _intermediate(config, hidden, experts)
+    dense = _dense_layers(config, layers) if experts > 1 else 0
     return ModelArchitecture(
         name=name,
         layers=layers,
@@ -390,7 +375,7 @@ def read_architecture(config: Mapping[str, object], pooling: bool = False) -> Mo
         kv_heads=kv_heads,
         head_dim=head_dim,
         hidden=hidden,
-        intermediate=intermediate,
+        intermediate=intermediate if mixed.attention else 0,
         vocab=_count(config, ("vocab_size", "padded_vocab_size")) or 0,
         max_len=max_len,
         default_max_len=default_max_len,
@@ -399,7 +384,7 @@ def read_architecture(config: Mapping[str, object], pooling: bool = False) -> Mo
         tied_embeddings=config.get("tie_word_embeddings") is True,
         active_experts=min(experts, _count(config, _ACTIVE_EXPERTS) or 1),
         shared_intermediate=_shared_intermediate(config, intermediate) if experts > 1 else 0,
-        mlp_layers=sum(kind in _MLP_LAYERS for kind in _layer_types(config)[:layers]),
+        mlp_layers=sum(kind in MLP_LAYERS for kind in layer_types(config)[:layers]),
         mlp_matrices=2 if config.get("model_type") == "nemotron_h" else 3,
         quantisation=quantisation,
         weight_bits=weight_bits,
@@ -409,9 +394,129 @@ def read_architecture(config: Mapping[str, object], pooling: bool = False) -> Mo
         windowed_layers=len(windowed),
         windowed=windowed,
         gpu_only=_gpu_only(config),
+        kv_cache=_cache_type(config),
         latent=latent,
-        states=_states(config, layers, hidden),
+        states=mixed.states,
+        own=own,
+        parallel=mixed.attention + (mixed.states.count if mixed.states else 0) - layers
+        if mixed.states and not any(kind in MLP_LAYERS for kind in layer_types(config))
+        else 0,
+        dense_layers=dense,
+        dense_intermediate=_dense_intermediate(config) if dense else 0,
+        expert_hidden=_count(config, _EXPERT_HIDDEN) or 0 if experts > 1 else 0,
+        estimated="the sizes of its states are estimated as those of Mamba-2" if mixed.estimated else "",
     )
+
+
+def _own(
+    config: Mapping[str, object], sizes: AttentionSizes, mixed: Mixers, latent: LatentAttention | None
+) -> OwnCache | None:
+    """What the pool cannot hold of the model."""
+    if config.get("is_encoder_decoder") or config.get("add_cross_attention") or config.get("cross_attention_layers"):
+        return _with_cross_attention(config, sizes)
+    own = own_cache(config, sizes, layer_types(config)) if mixed.attention else None
+    if mixed.private:
+        return OwnCache(mixed.private, own.kept if own else (), own.weights if own else 0)
+    if own is not None:
+        return own
+    kind = config.get("model_type")
+    if config.get("kv_lora_rank") and (kind not in _LATENT or latent is None):
+        return OwnCache(
+            f"latent attention is held by the pool for these model types only: {', '.join(sorted(_LATENT))}"
+        )
+    odd = sorted(kinds_of(layer_types(config)))
+    return OwnCache(f"some of its layers are {', '.join(odd)}") if odd else None
+
+
+def _with_cross_attention(config: Mapping[str, object], sizes: AttentionSizes) -> OwnCache:
+    """An encoder-decoder: the layers of its decoder keep K and V of what the encoder makes as well."""
+    encoded = _count(config, ("max_source_positions", "max_encoder_len", "max_position_embeddings", "n_positions"))
+    numbers = 2 * sizes.head_dim
+    kept = (
+        KeptLayers(sizes.layers, sizes.kv_heads, numbers),
+        KeptLayers(sizes.layers, sizes.kv_heads, numbers, fixed=encoded or 1024),
+    )
+    encoder = _count(config, ("encoder_layers", "num_encoder_layers", "num_layers")) or sizes.layers
+    # The encoder's layers are counted with the decoder's: attention to itself, and an MLP of two matrices.
+    attention = 4 * sizes.hidden * sizes.heads * sizes.head_dim
+    weights = 2 * attention + (attention + 8 * sizes.hidden * sizes.hidden) * encoder // sizes.layers
+    return OwnCache("it has cross attention (an encoder-decoder model)", kept, weights)
+
+
+def _decoder(config: Mapping[str, object]) -> Mapping[str, object]:
+    """Of an encoder-decoder's config.json the decoder, under the keys of other models."""
+    if not config.get("is_encoder_decoder"):
+        return config
+    names = {
+        "num_hidden_layers": ("decoder_layers", "num_decoder_layers"),
+        "num_attention_heads": ("decoder_attention_heads",),
+        "intermediate_size": ("decoder_ffn_dim", "d_ff"),
+        "max_position_embeddings": ("max_target_positions", "max_position_embeddings", "n_positions"),
+    }
+    found = {key: value for key, keys in names.items() if (value := _count(config, keys)) is not None}
+    return {**config, **found}
+
+
+def _head_dim(config: Mapping[str, object], heads: int, hidden: int, latent: LatentAttention | None, name: str) -> int:
+    if latent is not None:
+        return latent.width // 2
+    # Heads of attention are others than those of states in Mamba-2 beside it.
+    found = _count(config, ("attention_head_dim", "head_dim", "kv_channels", "d_kv"))
+    if found is None and hidden % heads:
+        raise UnsupportedModelError(f"{name}: no head_dim, and hidden size {hidden} is no multiple of {heads} heads")
+    return found or hidden // heads
+
+
+def _intermediate(config: Mapping[str, object], hidden: int, experts: int) -> int:
+    """Width of a layer's MLP, or of one expert."""
+    blocks = config.get("block_configs")
+    if isinstance(blocks, list) and blocks:
+        return sum(_ffn_width(block, hidden) for block in blocks) // len(blocks)
+    return (
+        (_count(config, ("moe_intermediate_size",)) if experts > 1 else None)
+        # Of Granite 4 without experts the MLP is what the experts would share.
+        or (_count(config, ("shared_intermediate_size",)) if experts == 1 else None)
+        or _count(config, _INTERMEDIATE)
+        or 4 * hidden
+    )
+
+
+def _ffn_width(block: object, hidden: int) -> int:
+    """Width of the MLP of a layer of Nemotron NAS, rounded as its code does."""
+    ffn = block.get("ffn") if isinstance(block, Mapping) else None
+    if not isinstance(ffn, Mapping) or ffn.get("no_op"):
+        return 0
+    if ffn.get("replace_with_linear"):
+        return hidden // 3
+    multiple = ffn.get("ffn_mult")
+    wide = int(2 * multiple * hidden / 3) if isinstance(multiple, int | float) else _count(ffn, ("intermediate_size",))
+    return -(-(wide or 4 * hidden) // 256) * 256
+
+
+def _dense_layers(config: Mapping[str, object], layers: int) -> int:
+    """How many layers of a mixture of experts have one MLP instead."""
+    kinds = config.get("mlp_layer_types")
+    if isinstance(kinds, list):
+        return kinds[:layers].count("dense")
+    frequency = config.get("moe_layer_freq")
+    if isinstance(frequency, list):
+        return sum(not each for each in frequency[:layers])
+    for key in ("interleave_moe_layer_step", "decoder_sparse_step", "expert_layer_period"):
+        if (step := _count(config, (key,)) or 1) > 1:
+            return layers - layers // step
+    dense = config.get("mlp_only_layers")
+    return len(dense) if isinstance(dense, list) else min(layers - 1, _count(config, ("first_k_dense_replace",)) or 0)
+
+
+def _dense_intermediate(config: Mapping[str, object]) -> int:
+    return _count(config, ("intermediate_size_mlp", "dense_intermediate_size", *_INTERMEDIATE)) or 0
+
+
+def _cache_type(config: Mapping[str, object]) -> str:
+    """The type of the KV cache that a checkpoint has scales for, as vLLM then keeps it; "" without."""
+    given = config.get("quantization_config") or config.get("compression_config")
+    scheme = given.get("kv_cache_scheme") or given.get("kv_cache_quant_algo") if isinstance(given, Mapping) else None
+    return "fp8_e4m3" if scheme else ""
 
 
 def _impossible(config: Mapping[str, object]) -> str | None:
@@ -445,66 +550,9 @@ def _gpu_only(config: Mapping[str, object]) -> str:
     if _latent(config) is not None and _rope_type(config) not in _LATENT_ROPES:
         # It takes the stride between two heads for that between two tokens.
         return "latent attention with rotary embeddings that are not scaled as YaRN's are"
-    if config.get("model_type") == "nemotron_h" and "moe" in _layer_types(config):
+    if config.get("model_type") == "nemotron_h" and "moe" in layer_types(config):
         return "experts without a gate"
     return "experts that are chosen by a sigmoid" if _chosen_by_sigmoid(config) else ""
-
-
-def _states(config: Mapping[str, object], layers: int, hidden: int) -> StateLayers | None:
-    if config.get("model_type") not in _STATEFUL:
-        return None
-    count = sum(kind in _STATE_LAYERS for kind in _layer_types(config)[:layers])
-
-    def number(key: str, default: int) -> int:
-        return _count(config, (key,)) or default
-
-    if config.get("model_type") in _GATED_DELTA_NETS:
-        keys = number("linear_num_key_heads", 16) * number("linear_key_head_dim", 128)
-        heads, width = number("linear_num_value_heads", 32), number("linear_value_head_dim", 128)
-        values, inputs = heads * width, 2 * keys + heads * width
-        return StateLayers(
-            count=count,
-            inputs=inputs * (number("linear_conv_kernel_dim", 4) - 1),
-            state=values * number("linear_key_head_dim", 128),
-            weights=hidden * (inputs + values + 2 * heads) + values * hidden,
-            # Decayed, read by the key, corrected by an outer product, read by the query.
-            flops=7 * values * number("linear_key_head_dim", 128),
-            # vLLM does not ask Qwen3-Next's for it.
-            kept_on_gpus=_kept(config, "mamba_ssm_dtype", "") if config["model_type"] != "qwen3_next" else "",
-            heads=heads,
-            groups=number("linear_num_key_heads", 16),
-        )
-    if config.get("model_type") == "nemotron_h":
-        heads = number("mamba_num_heads", 128)
-        inner, size, groups = heads * number("mamba_head_dim", 64), number("ssm_state_size", 128), number("n_groups", 8)
-        convolution, kept = number("conv_kernel", 4), _kept(config, "mamba_ssm_cache_dtype", "float32")
-    else:
-        kept = ""
-        heads, groups, convolution = (
-            number("mamba_n_heads", 128),
-            number("mamba_n_groups", 1),
-            number("mamba_d_conv", 4),
-        )
-        inner, size = number("mamba_expand", 2) * hidden, number("mamba_d_state", 256)
-    inputs = inner + 2 * groups * size
-    return StateLayers(
-        count=count,
-        inputs=inputs * (convolution - 1),
-        state=inner * size,
-        weights=hidden * (inner + inputs + heads) + inner * hidden,
-        # Decayed, an outer product added, read.
-        flops=5 * inner * size,
-        kept_on_gpus=kept,
-        heads=heads,
-        groups=groups,
-        group_inputs=2 * size * (convolution - 1),
-    )
-
-
-def _kept(config: Mapping[str, object], key: str, default: str) -> str:
-    """The type of states that a configuration asks for; "" for the one that is computed in."""
-    asked = str(config.get(key) or default).removeprefix("torch.")
-    return asked if asked in ITEM_BYTES else ""
 
 
 def _chosen_by_sigmoid(config: Mapping[str, object]) -> bool:
@@ -526,6 +574,10 @@ def _shared_intermediate(config: Mapping[str, object], intermediate: int) -> int
     width = _count(config, _SHARED_WIDTH)
     if width is not None:
         return width
+    if str(config.get("model_type")).startswith("llama4"):
+        return intermediate
+    if config.get("enable_moe_block"):  # Gemma 4: an MLP beside the experts
+        return _count(config, _INTERMEDIATE) or 0
     return (_count(config, ("n_shared_experts", "num_shared_experts", "num_shared_expert")) or 0) * intermediate
 
 
@@ -536,86 +588,36 @@ def _name(config: Mapping[str, object]) -> str:
     return str(config.get("model_type") or "unnamed architecture")
 
 
-def _unsupported(config: Mapping[str, object], name: str) -> str | None:
+def _unservable(config: Mapping[str, object], name: str) -> str | None:
+    """Why vLLM cannot serve the model."""
     kind = config.get("model_type")
     if name.endswith(_NEITHER) or (kind in _OTHER_ENCODERS and not config.get("is_decoder")):
         return "vLLM can neither generate text with it nor pool what it computes"
-    if config.get("is_encoder_decoder") or config.get("add_cross_attention") or config.get("cross_attention_layers"):
-        return "it has cross attention (an encoder-decoder model); only decoder-only models are supported"
-    if isinstance(config.get("text_config"), Mapping) or isinstance(config.get("vision_config"), Mapping):
-        texts = sorted(kind for kind in LANGUAGE_MODELS if not kind.endswith("_text"))
-        return (
-            "it is multi-modal (config.json has a text_config or vision_config); only text models are supported, "
-            f"the text of {', '.join(texts)}, and with images {', '.join(sorted(SEEING))}"
-        )
     if _quantisation(config)[0] == "gguf":
         return "its weights are in GGUF, which this vLLM cannot load; give the safetensors checkpoint it was made from"
-    if config.get("index_topk"):
-        return "it has sparse attention (index_topk), whose index is a cache of another kind"
-    if config.get("kv_lora_rank") and (kind not in _LATENT or _latent(config) is None):
-        known = ", ".join(sorted(_LATENT))
-        return f"it uses multi-head latent attention (MLA), which is served of these model types only: {known}"
-    # MiniMax: 1 is full attention, which MiniMax-M2 has in each of its layers.
-    kinds = config.get("attn_type_list")
-    linear = isinstance(kinds, list) and any(each != 1 for each in kinds)
-    hybrid = kind in _HYBRID_TYPES or any(config.get(key) is not None for key in _HYBRID_KEYS)
-    if linear or (hybrid and kind not in _STATEFUL):
-        known = ", ".join(sorted(_STATEFUL))
-        return (
-            f"it has state-space, recurrent or linear-attention layers, which are served of these model types: {known}"
-        )
-    if config.get("attention_chunk_size"):
-        return "it uses chunked attention; only full and sliding-window attention are supported"
-    types = set(_layer_types(config))
-    if kind in _STATEFUL and not (types & _STATE_LAYERS and types & {"attention", "full_attention"}):
+    types = set(layer_types(config))
+    if kind in POOLED and not (types & STATE_LAYERS and types & {"attention", "full_attention"}):
         return "layer_types must name layers with attention and layers with states; it has others only"
-    known_types = {"full_attention", "attention", "sliding_attention"}
-    if kind in _STATEFUL:
-        known_types |= _STATE_LAYERS
-    if kind == "nemotron_h":
-        known_types |= _MLP_LAYERS
-    odd = sorted(types - known_types)
-    if odd:
-        return f"some of its layers are {', '.join(odd)}; only full and sliding-window attention are supported"
-    if isinstance(config.get("block_configs"), list) or any(isinstance(config.get(key), list) for key in _KV_HEADS):
-        return "its layers differ in KV heads; all layers must have the same"
-    if config.get("num_kv_shared_layers"):
-        return "some of its layers share the KV cache of others"
-    value_dim, head_dim = config.get("v_head_dim"), config.get("head_dim")
-    if value_dim is not None and head_dim is not None and value_dim != head_dim and not config.get("kv_lora_rank"):
-        return f"its values have another head size ({value_dim}) than its keys ({head_dim})"
-    return _quantised_cache(config)
-
-
-def _layer_types(config: Mapping[str, object]) -> list[str]:
-    types = config.get("layer_types")
-    if config.get("model_type") == "nemotron_h":
-        types = types or config.get("layers_block_type")
-        pattern = config.get("hybrid_override_pattern")
-        if not types and isinstance(pattern, str):
-            types = [_PATTERN.get(letter, letter) for letter in pattern]
-    if isinstance(types, list):
-        return [str(kind) for kind in types]
-    layers = _count(config, _LAYERS)
-    if config.get("model_type") in _GATED_DELTA_NETS and layers is not None:
-        every = _count(config, ("full_attention_interval",)) or 4
-        return ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
-    return []
+    return None
 
 
 def _windows(config: Mapping[str, object], layers: int, max_len: int) -> tuple[int, tuple[int, ...]]:
     """Size of the sliding window in tokens, and which layers have it; 0 and none if all see the whole sequence. The
     longest has `max_len` tokens."""
-    window = _count(config, ("sliding_window", "window_size"))
+    window = _count(config, ("sliding_window", "window_size", "attention_chunk_size"))
     if window is None or window >= max_len or config.get("use_sliding_window") is False:
         return 0, ()
-    types = _layer_types(config)
+    types = layer_types(config)
     # Configurations from before there was `layer_types`: every n-th layer sees everything, or those below a limit do.
     pattern = _count(config, ("sliding_window_pattern", "_sliding_window_pattern"))
     pattern = pattern or {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "cohere2": 4}.get(str(config.get("model_type")))
     first = config.get("max_window_layers")
-    if types:
-        found = tuple(layer for layer in range(layers) if types[layer : layer + 1] == ["sliding_attention"])
+    if (marks := config.get("hybrid_layer_pattern")) and isinstance(marks, list):
+        found = tuple(layer for layer in range(layers) if any(marks[layer : layer + 1]))
+    elif config.get("attention_chunk_size") and not types:
+        found = tuple(layer for layer in range(layers) if (layer + 1) % 4)
+    elif types:
+        found = tuple(layer for layer in range(layers) if types[layer : layer + 1] in _WINDOWED)
     elif pattern is not None:
         found = tuple(layer for layer in range(layers) if (layer + 1) % pattern)
     elif config.get("use_sliding_window") and isinstance(first, int):
@@ -633,14 +635,24 @@ def _quantisation(config: Mapping[str, object]) -> tuple[str, float]:
     inner = given.get("quantization")
     algorithm = str(given.get("quant_algo") or (inner.get("quant_algo") if isinstance(inner, Mapping) else None) or "")
     method = str(given.get("quant_method") or "compressed-tensors")
+    if algorithm == "MIXED_PRECISION":
+        algorithm = f"{algorithm} {_most_of(given.get('quantized_layers'))}".strip()
     bits = next((float(size) for kind, size in _KNOWN_BITS if kind in (algorithm or method).lower()), 0.0)
+    if config.get("expert_dtype") == "fp4":
+        bits = 4.25  # of the experts, which are nearly all of the weights
     group = _count(given, ("group_size", "q_group_size"))
     if stated := _count(given, ("bits", "w_bit")):
         bits = float(stated)
     groups = given.get("config_groups")
     scheme = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
     weights = scheme.get("weights") if isinstance(scheme, Mapping) else None
-    if isinstance(scheme, Mapping) and isinstance(weights, Mapping) and (stated := _count(weights, ("num_bits",))):
+    mixed = algorithm.startswith("MIXED_PRECISION")
+    if (
+        not mixed
+        and isinstance(scheme, Mapping)
+        and isinstance(weights, Mapping)
+        and (stated := _count(weights, ("num_bits",)))
+    ):
         inputs = scheme.get("input_activations")
         activations = _count(inputs, ("num_bits",)) if isinstance(inputs, Mapping) else None
         bits, group = float(stated), _count(weights, ("group_size",))
@@ -649,13 +661,12 @@ def _quantisation(config: Mapping[str, object]) -> tuple[str, float]:
     return f"{method} {algorithm}".strip(), bits + 16 / group if bits and group else bits
 
 
-def _quantised_cache(config: Mapping[str, object]) -> str | None:
-    quantisation = config.get("quantization_config") or config.get("compression_config")
-    if isinstance(quantisation, Mapping):
-        for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
-            if quantisation.get(key):
-                return f"its checkpoint asks for a quantised KV cache ({key}); the pool holds unquantised pages"
-    return None
+def _most_of(layers: object) -> str:
+    """How most weights are quantised where each layer says its own: those of experts, or else of the MLPs."""
+    named = {str(name): each for name, each in layers.items()} if isinstance(layers, Mapping) else {}
+    of = [[each for name, each in named.items() if part in name] for part in ("expert", "mlp", "")]
+    kinds = [str(each.get("quant_algo")) for each in next(filter(None, of), []) if isinstance(each, Mapping)]
+    return max(sorted(set(kinds)), key=kinds.count, default="")
 
 
 def _kv_heads(config: Mapping[str, object], heads: int) -> int:

@@ -106,6 +106,9 @@ TENSORS: dict[str, str | None] = {
 }
 # Of the whole, where the language model does not say it itself.
 _SHARED = ("dtype", "torch_dtype", "quantization_config", "compression_config")
+# Where a multi-modal config.json has its language model.
+_ENCODERS = ("vision_config", "audio_config", "vit_config", "audio_encoder_config")
+_TEXTS = ("text_config", "llm_config", "language_config", "thinker_config")
 # Positions of images: for text, all of their parts are the same, as in a language model without them.
 _IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")
 
@@ -126,6 +129,20 @@ def seeing(config: Mapping[str, object]) -> dict[str, object] | None:
     tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
     named = {"architectures": config["architectures"]} if "architectures" in config else {}
     return {**_inner(config, known), **tied, **named}
+
+
+def text_inside(config: Mapping[str, object]) -> dict[str, object] | None:
+    """The configuration of the language model of any other multi-modal checkpoint, by the name of the whole; None if
+    `config` is of none, or of an encoder-decoder."""
+    inner = next((each for key in _TEXTS if isinstance(each := config.get(key), Mapping) and each), None)
+    if inner is None and any(isinstance(config.get(key), Mapping) for key in _ENCODERS):
+        # Older ones have the fields of both beside each other.
+        inner = {key: value for key, value in config.items() if key not in _ENCODERS}
+    if inner is None or config.get("is_encoder_decoder"):
+        return None
+    shared = {key: config[key] for key in (*_SHARED, "tie_word_embeddings") if key in config and key not in inner}
+    named = {"architectures": config["architectures"]} if "architectures" in config else {}
+    return {**inner, **shared, **named}
 
 
 def _inner(config: Mapping[str, object], known: LanguageModel) -> dict[str, object]:

@@ -73,10 +73,11 @@ def layer_work(architecture: ModelArchitecture, tp: int, dtype: str) -> LayerWor
     local_kv = max(1.0, a.kv_heads / tp)
     # Of a layer on average, as all weights here.
     mixer, mlps = a.mixer_weights(tp) / a.layers, a.mlps / a.layers
-    expert = mlps * a.mlp_matrices * a.hidden * a.intermediate / tp
+    expert = mlps * a.expert_weights / tp
+    lone = a.dense_layers / a.layers * a.mlp_matrices * a.hidden * a.dense_intermediate / tp
     routed = expert * (a.experts if a.experts > 1 else 0)
     shared = mlps * a.mlp_matrices * a.hidden * a.shared_intermediate / tp
-    dense = mixer + (0.0 if a.experts > 1 else expert) + shared
+    dense = mixer + (0.0 if a.experts > 1 else expert) + shared + lone
     used = dense + (expert * a.active_experts if a.experts > 1 else 0.0)
     head = a.vocab * a.hidden / tp
     return LayerWork(
@@ -84,7 +85,11 @@ def layer_work(architecture: ModelArchitecture, tp: int, dtype: str) -> LayerWor
         flops_per_pair=2.0 * a.attention_layers * a.heads / tp * a.pair_numbers,
         dense_bytes=a.layers * dense * weight,
         expert_bytes=a.layers * routed * weight,
-        kv_bytes_per_token=2.0 * a.attention_layers * local_kv * a.head_dim * KV_ITEM_BYTES[a.kv_dtype(dtype)],
+        kv_bytes_per_token=2.0
+        * a.attention_layers
+        * local_kv
+        * a.page_head_dim(dtype)
+        * KV_ITEM_BYTES[a.kv_dtype(dtype)],
         head_flops=2.0 * head,
         head_bytes=head * item,
         # Per layer and token: residual stream read and written by both norms and both additions, and what lies between

@@ -23,7 +23,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.request import Request
 
-from muxserve.costs.architecture import STATE_ALIGNMENT
+from muxserve.costs.state_layers import STATE_ALIGNMENT
 from muxserve.engine.binding import current
 from muxserve.engine.block_pool import PooledBlockPool
 from muxserve.engine.snapshots import snapshot_stops

@@ -99,12 +99,7 @@ def architecture_of(model: Model, hub: Hub) -> ModelArchitecture:
         CheckpointError: there is no readable config.json, or the model cannot be served; with the reason.
     """
     file = Path(model.path) / "config.json" if model.path else hub.config(model.hub or "", model.revision)
-    config = read_json(file)
-    # Where ModelOpt said how it quantised before config.json had a place for it.
-    separate = file.with_name("hf_quant_config.json")
-    if "quantization_config" not in config and separate.is_file():
-        with contextlib.suppress(CheckpointError):
-            config["quantization_config"] = {"quant_method": "modelopt", **read_json(separate)}
+    config = _config(file)
     text = language_model(config)
     config = config if text is None else text
     overrides = model.engine_args.get("hf_overrides")
@@ -116,9 +111,25 @@ def architecture_of(model: Model, hub: Hub) -> ModelArchitecture:
         architecture = read_architecture(config, _pools(model, file))
     except UnsupportedModelError as error:
         raise CheckpointError(f"cannot be served: {error}") from None
+    if architecture.private:
+        raise CheckpointError(f"cannot be served: {architecture.name}: {architecture.private}")
     text_only = text is not None
     stored = stored_weights(file.parent, text_only)
     return replace(architecture, stored=stored, kv_cache=kv_cache_of(model), text_only=text_only)
+
+
+def _config(file: Path) -> dict[str, object]:
+    """A config.json, with how ModelOpt quantised the weights, which it said elsewhere before there was a place for it.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    config = read_json(file)
+    separate = file.with_name("hf_quant_config.json")
+    if "quantization_config" not in config and separate.is_file():
+        with contextlib.suppress(CheckpointError):
+            config["quantization_config"] = {"quant_method": "modelopt", **read_json(separate)}
+    return config
 
 
 def _unknown(model: Model, config: Mapping[str, object]) -> str | None:
@@ -298,7 +309,7 @@ def planned_architecture(value: str, base: Path) -> ModelArchitecture:
             f"{value!r} is neither a config.json nor a built-in architecture{did_you_mean(name, BUILT_IN)}"
         )
     try:
-        config = read_json(file)
+        config = _config(file)
     except CheckpointError as error:
         raise ValueError(str(error)) from None
     try:

@@ -131,7 +131,11 @@ def sim_unit(unit: PlacedUnit, models: Mapping[str, FleetModel]) -> SimUnit:
     placed = {each.model: each for each in unit.models}
     shapes = {name: models[name].architecture for name in placed}
     groups = group_pools(
-        [KVShape(n, a.head_dim, a.kv_dtype(models[n].dtype)) for n, a in shapes.items() if a.causal],
+        [
+            KVShape(n, a.page_head_dim(models[n].dtype), a.kv_dtype(models[n].dtype))
+            for n, a in shapes.items()
+            if a.pages_per_block
+        ],
     )
     weights = [sum(_kv_weight(models[name], placed[name].rate) for name in group.models) for group in groups]
     sizes = share_out(unit.kv_bytes, weights, [0] * len(groups)) if groups else []
@@ -234,7 +238,7 @@ def _profile(
     layers = architecture.attention_layers
     per_block = layers * kv_heads
     item = KV_ITEM_BYTES[architecture.kv_dtype(model.dtype)]
-    block_bytes = 2 * per_block * block_tokens * architecture.head_dim * item
+    block_bytes = 2 * per_block * block_tokens * architecture.page_head_dim(model.dtype) * item
     state_blocks = math.ceil(architecture.state_bytes(model.dtype, tp) / block_bytes) if per_block else 0
     longest = math.ceil(model.context / block_tokens) + state_blocks
     longest *= per_block

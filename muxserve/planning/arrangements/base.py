@@ -309,14 +309,16 @@ def one_engine(rules: MemoryRules) -> MemoryRules:
 def block_tokens(demand: Demand) -> int:
     """Tokens of a block, as the live planner chooses them for this model alone."""
     shape = demand.architecture
-    (group,) = group_pools([KVShape(demand.name, shape.head_dim, shape.kv_dtype(demand.dtype))])
+    kept = KVShape(demand.name, shape.page_head_dim(demand.dtype), shape.kv_dtype(demand.dtype))
+    (group,) = group_pools([kept])
     return group.block_tokens[0]
 
 
 def token_bytes(demand: Demand, tp: int) -> float:
     """KV bytes of a token on each of `tp` devices; those beyond the KV heads hold copies."""
     copies = max(1.0, tp / demand.architecture.kv_heads)
-    return demand.architecture.kv_bytes_per_token(demand.dtype) * copies / tp
+    # Of a model that keeps states alone tokens take nothing.
+    return max(1.0, demand.architecture.kv_bytes_per_token(demand.dtype) * copies / tp)
 
 
 def link_of(on: Device, tp: int) -> Link:
