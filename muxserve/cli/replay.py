@@ -8,19 +8,18 @@ import secrets
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from muxserve.cli.output import command_line, console, errors, escape, print_error, print_problems
-from muxserve.cli.workload_args import models_of, print_left_out
+from muxserve.cli.settings import ReplaySettings
+from muxserve.cli.workload import models_of, print_left_out
 from muxserve.config import FleetError, load_fleet
 from muxserve.metrics import Objectives, RequestRecord
-from muxserve.metrics.plotly_library import DEFAULT
 from muxserve.metrics.report import comparison_table, models_table, report_page, to_json, write_page
 from muxserve.metrics.summary import Summariser, Summary
 from muxserve.net.exit_codes import ExitCode
@@ -29,8 +28,9 @@ from muxserve.replay.dialect import Dialect
 from muxserve.replay.endpoint import Endpoint, EndpointError
 from muxserve.replay.prompts import Prompts
 from muxserve.replay.run import Counts, Lateness, Replay
-from muxserve.workload import Workload, WorkloadError, WorkloadOptions, describe, open_workload
+from muxserve.workload import Workload, WorkloadError, describe, open_workload
 from muxserve.workload.describe import Description
+from muxserve.workload.spec import TraceSpec, parse_spec
 
 _REFRESH, _LINES = 0.25, 10.0
 
@@ -74,29 +74,6 @@ async def _lines(console: Console, running: Replay, seconds: float, requests: in
         console.print(f"{running.counts.elapsed:7.1f} s of {seconds:.0f}: {words(running.counts, requests)}")
 
 
-@dataclass(frozen=True)
-class ReplaySettings:
-    """What the command line says; times in seconds, objectives in milliseconds."""
-
-    url: str
-    workload: str
-    options: Mapping[str, Any]
-    fleet: Path | None = None
-    models: str | None = None
-    key: str | None = None
-    max_in_flight: int | None = None
-    timeout: float = 600.0
-    alone: bool = False
-    slo_ttft_ms: float | None = None
-    slo_tpot_ms: float | None = None
-    out: Path | None = None
-    html: Path | None = None
-    plotly: str = DEFAULT
-    records: Path | None = None
-    as_json: bool = False
-    prompt_seed: int | None = None
-
-
 def replay(settings: ReplaySettings) -> int:
     """Replay a workload; returns the exit code."""
     try:
@@ -118,17 +95,16 @@ def replay(settings: ReplaySettings) -> int:
 
 async def _replay(settings: ReplaySettings) -> int:
     given = models_of(settings.fleet, settings.models)
-    options = WorkloadOptions(**settings.options)
     async with Endpoint(settings.url, settings.key, settings.timeout) as endpoint:
         served = await endpoint.models()
         if not served:
             raise EndpointError(f"{endpoint.url} serves no model")
-        workload = open_workload(settings.workload, given or served, options)
+        workload = open_workload(settings.workload, given or served)
         strange = [name for name in workload.models if name not in served]
         if strange:
             raise WorkloadError(
                 f"{endpoint.url} does not serve {', '.join(strange)}; it serves {', '.join(served)}. "
-                "Map the workload to these with --models and --map"
+                "Map the workload to these with --models, or with map=... in the workload"
             )
         described = describe(workload)
         if not described.models:
@@ -170,11 +146,14 @@ def _count(described: Description) -> int:
 
 def _tell_mapping(settings: ReplaySettings, workload: Workload, given: bool, served: list[str]) -> None:
     foreign = [name for name in workload.source_models if name not in workload.models]
-    if foreign and settings.options.get("mapping", "auto") == "auto":
+    spec = parse_spec(settings.workload)
+    if foreign and isinstance(spec, TraceSpec) and spec.map == "auto":
         shown = ", ".join(foreign[:5]) + (", ..." if len(foreign) > 5 else "")
         how = "by their rates" if given else "evenly"
         to = ", ".join(workload.models)
-        errors.print(f"[yellow]requests to {escape(shown)} go to {escape(to)} {how}[/]; --map changes that")
+        errors.print(
+            f"[yellow]requests to {escape(shown)} go to {escape(to)} {how}[/]; `map=...` in the workload changes that"
+        )
 
 
 async def _alone(
@@ -253,7 +232,6 @@ def _report(settings: ReplaySettings, workload: Workload, dialects: Mapping[str,
     parameters = {
         "url": settings.url,
         "workload": settings.workload,
-        **{name: value for name, value in settings.options.items() if value not in (None, False)},
         "max_in_flight": settings.max_in_flight,
         "dialects": {name: dialect.words() for name, dialect in dialects.items()},
     }
@@ -270,7 +248,7 @@ def _report(settings: ReplaySettings, workload: Workload, dialects: Mapping[str,
         settings.out.write_bytes(document)
     if settings.html:
         page = report_page(runs, title="MuxServe replay", about=about, command=command_line())
-        write_page(settings.html, page, settings.plotly)
+        write_page(settings.html, page)
     for path in filter(None, (settings.out, settings.html, settings.records)):
         errors.print(f"written to {escape(str(path))}")
 

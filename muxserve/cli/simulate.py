@@ -5,22 +5,18 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from msgspec import structs
-
-from muxserve.cli.given import NoEffectError, check_effect
+from muxserve.cli.options import NoEffectError, check_effect
 from muxserve.cli.output import command_line, console, errors, escape, print_error, print_problems, working
+from muxserve.cli.settings import SimulateSettings
 from muxserve.cli.simulate_places import PlacementSearch, Places, PlacesError, places_of
-from muxserve.cli.workload_args import print_left_out
+from muxserve.cli.workload import print_left_out
 from muxserve.config import FleetError
 from muxserve.costs.latency import CostError
 from muxserve.costs.measured import latency_model, overheads_on
-from muxserve.costs.profile import Overheads
 from muxserve.metrics import Objectives
-from muxserve.metrics.plotly_library import DEFAULT
 from muxserve.metrics.report import comparison_table, models_table, report_page, to_json, write_page
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.metrics.tables import seconds_words
@@ -42,34 +38,8 @@ from muxserve.simulator import (
     write_timeline,
 )
 from muxserve.simulator.fleet import PriorityOf
-from muxserve.workload import Workload, WorkloadError, WorkloadOptions, check_fits, open_workload
+from muxserve.workload import Workload, WorkloadError, check_fits, open_workload
 from placement.format import format_size
-
-
-@dataclass(frozen=True, slots=True)
-class SimulateSettings:
-    """What the command line says; see `muxserve simulate --help`. `given` are the names of the options that it has."""
-
-    fleet: Path
-    workload: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    modes: str = "muxserve"
-    profile: Path | None = None
-    plan: Path | None = None
-    gpus: int | None = None
-    gpu_type: str | None = None
-    nodes: str | None = None
-    seconds: float = 5.0
-    request_overhead: float | None = None
-    control_delays: bool = True
-    priorities: str = ""
-    timeline: Path | None = None
-    out: Path | None = None
-    html: Path | None = None
-    plotly: str = DEFAULT
-    as_json: bool = False
-    seed: int = 0
-    given: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +69,7 @@ def run(settings: SimulateSettings) -> int:
 
 
 def _run(settings: SimulateSettings) -> int:
-    modes = _modes(settings.modes)
+    modes = _modes(settings.mode)
     for path in filter(None, (settings.out, settings.html, settings.timeline)):
         if not path.parent.is_dir():
             raise PlacesError(f"{path} cannot be written: there is no directory {path.parent}")
@@ -114,7 +84,6 @@ def _run(settings: SimulateSettings) -> int:
         workload = open_workload(
             settings.workload,
             {demand.name: demand.rate for demand in places.demands},
-            WorkloadOptions(**settings.options),
         )
         check_fits(workload, contexts_of(places.demands))
         levels = Levels(levels_of(places.fleet), places.fleet.default_level)
@@ -124,7 +93,7 @@ def _run(settings: SimulateSettings) -> int:
         # One yardstick for all modes: the devices that a model has in the first in which it has a place.
         alone = AloneSimulation([unit for *_, units in found for unit in units], latency)
         for mode, placed, units in found:
-            overheads = _overheads(overheads_on(latency, placed.placement.units[0].device), settings)
+            overheads = overheads_on(latency, placed.placement.units[0].device)
             options = Options(overheads, timeline=settings.timeline is not None)
             result = simulate(
                 units,
@@ -192,13 +161,6 @@ def _modes(text: str) -> list[Mode]:
     if not names:
         raise PlacesError("--mode: at least one is needed, e.g. muxserve,spatial,temporal")
     return [mode_of(name) for name in dict.fromkeys(names)]
-
-
-def _overheads(measured: Overheads, settings: SimulateSettings) -> Overheads:
-    """What was measured of the control path, unless the command line says otherwise."""
-    if settings.request_overhead is not None:
-        measured = structs.replace(measured, request=settings.request_overhead)
-    return measured if settings.control_delays else structs.replace(measured, turn=0.0)
 
 
 def _summary(result: FleetResult, places: Places, alone: AloneSimulation, mode: Mode, placed: Simulated) -> Summary:
@@ -271,7 +233,6 @@ def _report(settings: SimulateSettings, workload: Workload, places: Places, runs
         "workload": settings.workload,
         "modes": list(runs),
         "seed": settings.seed,
-        **{name: value for name, value in settings.options.items() if value not in (None, False)},
     }
     document = to_json(summaries, about=about, parameters=parameters)
     if settings.as_json:
@@ -300,7 +261,7 @@ def _report(settings: SimulateSettings, workload: Workload, places: Places, runs
         names = [model.name for model in places.fleet.models]
         title, figures = "MuxServe simulation", plots(summaries, names)
         page = report_page(summaries, title=title, about=about, extra=figures, command=command_line(), models=names)
-        write_page(settings.html, page, settings.plotly)
+        write_page(settings.html, page)
         written.append(settings.html)
     for path in written:
         errors.print(f"written to {escape(str(path))}")

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
-from muxserve.cli.workload_args import models_of, print_left_out
-from muxserve.config import FleetError
+from muxserve.config import FleetError, load_fleet
 from muxserve.metrics.figure_table import FigureTable
 from muxserve.metrics.tables import figure_words
 from muxserve.net.exit_codes import ExitCode
-from muxserve.workload import TraceRequest, Workload, WorkloadError, WorkloadOptions, open_workload, write_trace
+from muxserve.workload import TraceRequest, Workload, WorkloadError, open_workload, write_trace
 from muxserve.workload import describe as figures_of
 from muxserve.workload.describe import Description, WorkloadSummary
-from muxserve.workload.spec import is_spec
+from muxserve.workload.spec import TraceSpec, is_generator, parse_spec
 
 
 def generate(spec: str, out: Path, *, fleet: Path | None, models: str | None, about: str) -> int:
     """Write a generated workload; returns the exit code."""
 
     def run() -> None:
-        if not is_spec(spec):
+        if not is_generator(spec):
             raise WorkloadError(
                 f"{spec!r} is no specification such as poisson:rate=8,duration=60; use `convert` for files"
             )
@@ -36,24 +34,23 @@ def generate(spec: str, out: Path, *, fleet: Path | None, models: str | None, ab
     return _guarded(run)
 
 
-def convert(
-    source: str, out: Path, *, fleet: Path | None, models: str | None, options: Mapping[str, Any], about: str
-) -> int:
+def convert(source: str, out: Path, *, fleet: Path | None, models: str | None, about: str) -> int:
     """Write a workload in our own format; returns the exit code."""
 
     def run() -> None:
-        if Path(source).exists() and out.exists() and os.path.samefile(source, out):
+        spec = parse_spec(source)
+        if isinstance(spec, TraceSpec) and out.exists() and os.path.samefile(spec.path, out):
             raise WorkloadError(f"{out} would be overwritten while it is read; write to another file")
-        _write(open_workload(source, models_of(fleet, models), WorkloadOptions(**options)), out, about)
+        _write(open_workload(source, models_of(fleet, models)), out, about)
 
     return _guarded(run)
 
 
-def describe(source: str, *, fleet: Path | None, models: str | None, options: Mapping[str, Any], as_json: bool) -> int:
+def describe(source: str, *, fleet: Path | None, models: str | None, as_json: bool) -> int:
     """Print what a workload looks like; returns the exit code."""
 
     def run() -> None:
-        workload = open_workload(source, models_of(fleet, models), WorkloadOptions(**options))
+        workload = open_workload(source, models_of(fleet, models))
         with _counted(workload, "reading") as requests:
             described = figures_of(requests)
         described = msgspec.structs.replace(described, seconds=workload.duration or described.seconds)
@@ -65,6 +62,43 @@ def describe(source: str, *, fleet: Path | None, models: str | None, options: Ma
         print_left_out(workload)
 
     return _guarded(run)
+
+
+def models_of(fleet: Path | None, models: str | None) -> Mapping[str, float] | Sequence[str] | None:
+    """The models that a command names.
+
+    Raises:
+        FleetError: the fleet file is wrong.
+        WorkloadError: both are given, or `models` makes no sense.
+    """
+    if fleet is not None and models is not None:
+        raise WorkloadError("--fleet and --models exclude each other")
+    if fleet is not None:
+        return {model.name: model.rate for model in load_fleet(fleet).models}
+    if models is None:
+        return None
+    parts = [part.strip() for part in models.split(",") if part.strip()]
+    names = [part.partition("=")[0].strip() for part in parts]
+    if not names or len(set(names)) != len(names) or not all(names):
+        raise WorkloadError(f"--models {models!r} must name at least one model, and none twice")
+    if not any("=" in part for part in parts):
+        return names
+    try:
+        rates = {name: float(part.partition("=")[2]) for name, part in zip(names, parts, strict=True)}
+    except ValueError:
+        rates = {}
+    if not rates or not all(0 < rate < float("inf") for rate in rates.values()):
+        raise WorkloadError(f"--models {models!r}: every model needs a positive rate, or none has one") from None
+    return rates
+
+
+def print_left_out(workload: Workload) -> None:
+    """Say on stderr what reading it left out."""
+    left = workload.left_out
+    if left.bad:
+        errors.print(f"[yellow]left out {left.bad} malformed:[/] {escape(left.first_bad)}" + (" ..." * (left.bad > 1)))
+    for reason, count in left.dropped.items():
+        errors.print(f"[yellow]left out {count}:[/] {escape(reason)}")
 
 
 def _guarded(run: Callable[[], None]) -> int:

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from muxserve.cli import workload_args as args
+from muxserve.cli.options import Command
+from muxserve.cli.settings import SOURCE_HELP, FleetModels, Models
 
 app = typer.Typer(
     name="workload",
@@ -16,13 +17,13 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-Source = Annotated[str, typer.Argument(metavar="WORKLOAD", help=args.SOURCE_HELP, show_default=False)]
+Source = Annotated[str, typer.Argument(metavar="WORKLOAD", help=SOURCE_HELP, show_default=False)]
 Out = Annotated[
     Path, typer.Option("-o", "--out", "--output", help="File to write: .jsonl or .jsonl.gz.", show_default=False)
 ]
 
 
-@app.command()
+@app.command(cls=Command)
 def generate(
     source: Annotated[
         str,
@@ -31,8 +32,8 @@ def generate(
         ),
     ],
     out: Out,
-    fleet: args.Fleet = None,
-    models: args.Models = None,
+    fleet: FleetModels = None,
+    models: Models = None,
     about: Annotated[str, typer.Option(help="Words for the header.")] = "",
 ) -> None:
     """Draw a workload from a specification and write it as a trace."""
@@ -41,36 +42,28 @@ def generate(
     raise typer.Exit(run(source, out, fleet=fleet, models=models, about=about))
 
 
-@app.command()
-@args.reads_a_workload()
+@app.command(cls=Command)
 def convert(
-    context: typer.Context,
     source: Source,
     out: Out,
-    fleet: args.Fleet = None,
-    models: args.Models = None,
+    fleet: FleetModels = None,
+    models: Models = None,
     about: Annotated[str, typer.Option(help="Words for the header.")] = "",
-    *,
-    reading: args.Reading,
 ) -> None:
     """Read a workload in any known format, cut, rescale and map it, and write it as a trace."""
-    args.refuse_seed(context, source)
     from muxserve.cli.workload import convert as run
 
-    raise typer.Exit(run(source, out, fleet=fleet, models=models, options=reading, about=about))
+    raise typer.Exit(run(source, out, fleet=fleet, models=models, about=about))
 
 
-@app.command()
-@args.reads_a_workload("format", "tokenizer", "all_turns", "skip_bad", "rate", "time_unit", "block_tokens")
+@app.command(cls=Command)
 def describe(
     source: Source,
-    fleet: args.Fleet = None,
-    models: args.Models = None,
+    fleet: FleetModels = None,
+    models: Models = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
-    *,
-    reading: args.Reading,
 ) -> None:
     """Show what a workload looks like: rates, burstiness, lengths."""
     from muxserve.cli.workload import describe as run
 
-    raise typer.Exit(run(source, fleet=fleet, models=models, options=reading, as_json=json))
+    raise typer.Exit(run(source, fleet=fleet, models=models, as_json=json))

@@ -9,10 +9,10 @@ from muxserve.metrics.colours import colours_of
 from muxserve.metrics.page import (
     DASHES,
     INK,
+    Headline,
     Page,
+    PageSection,
     PageTable,
-    Section,
-    Verdict,
     plot,
     seconds_axis,
     share_axis,
@@ -42,18 +42,18 @@ def report_page(
     sections = []
     for name, summary in runs.items():
         suffix = f": {name}" if len(runs) > 1 else ""
-        sections.append(Section(f"Models{suffix}", [PageTable(model_columns(summary), model_rows(summary))]))
+        sections.append(PageSection(f"Models{suffix}", [PageTable(model_columns(summary), model_rows(summary))]))
         if summary.errors:
             errors = [[text, str(n)] for text, n in summary.errors.items()]
-            sections.append(Section(f"Errors{suffix}", [PageTable(["error", "requests"], errors)]))
+            sections.append(PageSection(f"Errors{suffix}", [PageTable(["error", "requests"], errors)]))
     figures = [*_figures(runs, colours), *((heading, figure, True) for heading, figure in extra)]
-    sections += [Section(heading, figures=[figure], collapsed=folded) for heading, figure, folded in figures]
-    sections.append(Section("All figures", [PageTable(["", *runs], comparison(runs))], collapsed=True))
+    sections += [PageSection(heading, figures=[figure], collapsed=folded) for heading, figure, folded in figures]
+    sections.append(PageSection("All figures", [PageTable(["", *runs], comparison(runs))], collapsed=True))
     verdicts = [_verdict(name if len(runs) > 1 else "", summary) for name, summary in runs.items()]
     return Page(title, verdicts, sections, about, command, colours)
 
 
-def _verdict(name: str, summary: Summary) -> Verdict:
+def _verdict(name: str, summary: Summary) -> Headline:
     figures = summary.overall
     words = [f"{figures.completed} of {figures.requests} requests completed"]
     if figures.requests_per_second is not None:
@@ -68,7 +68,7 @@ def _verdict(name: str, summary: Summary) -> Verdict:
     tone: Any = "plain" if met is None else "good" if met >= _GOOD else "bad"
     if figures.requests and not figures.completed:
         tone = "bad"
-    return Verdict((f"{name}: " if name else "") + "; ".join(words), tone)
+    return Headline((f"{name}: " if name else "") + "; ".join(words), tone)
 
 
 def _figures(runs: Mapping[str, Summary], colours: Mapping[str, str]) -> list[tuple[str, Any, bool]]:

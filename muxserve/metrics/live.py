@@ -17,7 +17,7 @@ LATENCY_WINDOW_SECONDS = 60.0
 JOBS_WINDOW_SECONDS = 30.0
 
 
-class ModelLoad(msgspec.Struct):
+class RecentLoad(msgspec.Struct):
     """What one gateway has of a model: requests in service and waiting, and of those that ended in the last
     `LATENCY_WINDOW_SECONDS` the latencies, how many were judged by objectives, and how many of these met all."""
 
@@ -133,7 +133,7 @@ class LiveFrame(msgspec.Struct, frozen=True):
 def live_frame(
     at: float,
     fleet: Mapping[str, Any],
-    loads: Iterable[Mapping[str, ModelLoad]],
+    loads: Iterable[Mapping[str, RecentLoad]],
     jobs: list[LiveJob],
     moves: list[LiveMove],
 ) -> LiveFrame:
@@ -161,7 +161,7 @@ def live_frame(
     )
 
 
-def _model(model: Mapping[str, Any], units: Sequence[Mapping[str, Any]], loads: Sequence[ModelLoad]) -> LiveModel:
+def _model(model: Mapping[str, Any], units: Sequence[Mapping[str, Any]], loads: Sequence[RecentLoad]) -> LiveModel:
     name = model["name"]
     said = [_models(unit).get(name) or {} for unit in units]
     ttft, tpot = [t for load in loads for t in load.ttft], [t for load in loads for t in load.tpot]

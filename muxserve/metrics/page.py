@@ -1,4 +1,4 @@
-"""A report as one page that asks nothing of the net when it is opened: what came of it first, detail folded away.
+"""A report as one self-contained page: the outcome first, detail folded away. Opening it loads nothing.
 
 What a page says is put together from sections here; how it looks stands in `templates/page.html`.
 """
@@ -13,8 +13,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from muxserve.metrics.plotly_library import DEFAULT, provide, script
-
 _TEMPLATES = Path(__file__).parent / "templates"
 # Lines of runs, which have no colour of their own: colours are models'.
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
@@ -23,7 +21,7 @@ _MOST_TICKS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Headline:
     """What came of it, in a sentence."""
 
     text: str
@@ -65,7 +63,7 @@ class StripBox:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class PageSection:
     """A part of a page. `figures` are Plotly's."""
 
     heading: str
@@ -82,31 +80,29 @@ class Page:
     """A page. `colours` are those of the models; `command` is what made it."""
 
     title: str
-    verdicts: Sequence[Verdict]
-    sections: Sequence[Section]
+    verdicts: Sequence[Headline]
+    sections: Sequence[PageSection]
     about: str = ""
     command: str = ""
     colours: Mapping[str, str] = field(default_factory=dict)
 
 
-def write_page(path: str | os.PathLike[str], page: Page, plotly: str = DEFAULT) -> None:
-    """Write the page. `plotly` says where it has the plotting library from.
+def write_page(path: str | os.PathLike[str], page: Page) -> None:
+    """Write the page, with the plotting library (4.8 MB) in it if it has figures.
 
     Raises:
         OSError: it cannot be written.
-        ValueError: `plotly` is none of what there is.
     """
     from jinja2 import Environment, FileSystemLoader
 
-    library: bool | str = script(plotly)
+    library = True
 
     def plot(figure: Any) -> str:
         nonlocal library
-        # The first figure brings the plotting library along.
-        brought, library = library, False
+        first, library = library, False
         made: str = figure.to_html(
             full_html=False,
-            include_plotlyjs=brought,
+            include_plotlyjs=first,
             default_width="100%",
             default_height="380px",
             config={"responsive": True, "displaylogo": False},
@@ -116,8 +112,6 @@ def write_page(path: str | os.PathLike[str], page: Page, plotly: str = DEFAULT) 
     environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True)
     text = environment.get_template("page.html").render(page=page, plot=plot, version=version("muxserve"))
     Path(path).write_text(text, encoding="utf-8")
-    if any(section.figures for section in page.sections):
-        provide(plotly, path)
 
 
 def plot(traces: Iterable[Any], **layout: Any) -> Any:

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from muxserve.metrics.colours import colours_of
 from muxserve.metrics.page import (
     INK,
+    Headline,
     Page,
+    PageSection,
     PageTable,
-    Section,
     Strip,
     StripBox,
     StripPart,
-    Verdict,
     plot,
     share_axis,
 )
@@ -42,15 +42,15 @@ def plan_page(
     colours = colours_of(demand.name for demand in plan.demands)
     sections = [
         _placement(plan, colours),
-        Section("Models", [_models(plan, simulated)], notes=[_MODELS_NOTE if simulated else "By the estimate."]),
+        PageSection("Models", [_models(plan, simulated)], notes=[_MODELS_NOTE if simulated else "By the estimate."]),
         *([_sweep(sweep)] if sweep else []),
         _throughput(plan, simulated, colours),
-        Section("Units", [_units(plan)], collapsed=True),
-        Section("Notes", notes=plan.placement.notes, collapsed=True),
+        PageSection("Units", [_units(plan)], collapsed=True),
+        PageSection("Notes", notes=plan.placement.notes, collapsed=True),
     ]
     verdicts = [_verdict(plan, simulated, sweep)]
-    verdicts += [Verdict(f"{name} is placed nowhere: {why}", "bad") for name, why in plan.missing.items()]
-    verdicts += [Verdict(warning, "bad") for warning in warnings_of(plan, simulated, sweep)]
+    verdicts += [Headline(f"{name} is placed nowhere: {why}", "bad") for name, why in plan.missing.items()]
+    verdicts += [Headline(warning, "bad") for warning in warnings_of(plan, simulated, sweep)]
     return Page("Placement plan", verdicts, sections, about, command, colours)
 
 
@@ -59,7 +59,7 @@ _MODELS_NOTE = (
 )
 
 
-def _verdict(plan: ClusterPlan, simulated: Prediction | None, sweep: Sequence[SweepPoint]) -> Verdict:
+def _verdict(plan: ClusterPlan, simulated: Prediction | None, sweep: Sequence[SweepPoint]) -> Headline:
     met = simulated.summary.overall.slo.get("all") if simulated is not None else None
     enough = needed(sweep) if sweep else None
     words = "Rates and objectives are met" if plan.meets else "Rates or objectives are not met"
@@ -73,10 +73,10 @@ def _verdict(plan: ClusterPlan, simulated: Prediction | None, sweep: Sequence[Sw
         f"on {plan.devices} of {plan.placement.cluster.devices} devices"
     )
     good = plan.meets if not sweep else enough is not None
-    return Verdict(f"{words}: {figures}.", "good" if good else "bad")
+    return Headline(f"{words}: {figures}.", "good" if good else "bad")
 
 
-def _placement(plan: ClusterPlan, colours: Mapping[str, str]) -> Section:
+def _placement(plan: ClusterPlan, colours: Mapping[str, str]) -> PageSection:
     """What each unit's devices are given to, as strips of their memory and of their compute."""
     boxes = []
     for unit, estimate in zip(plan.placement.units, plan.estimates, strict=True):
@@ -87,7 +87,7 @@ def _placement(plan: ClusterPlan, colours: Mapping[str, str]) -> Section:
     note = (
         "Memory of each device: weights in full colour, pages in use pale, free pages grey. Compute: shares of the SMs."
     )
-    return Section("Placement: memory per device, and compute", notes=[note], boxes=boxes, legend=legend)
+    return PageSection("Placement: memory per device, and compute", notes=[note], boxes=boxes, legend=legend)
 
 
 def _memory(plan: ClusterPlan, estimate: UnitEstimate, colours: Mapping[str, str]) -> Strip:
@@ -124,7 +124,7 @@ def _used(estimate: UnitEstimate) -> str:
     return f"{estimate.kv_bytes / estimate.pool_bytes:.0%}" if estimate.pool_bytes else "-"
 
 
-def _throughput(plan: ClusterPlan, simulated: Prediction | None, colours: Mapping[str, str]) -> Section:
+def _throughput(plan: ClusterPlan, simulated: Prediction | None, colours: Mapping[str, str]) -> PageSection:
     import plotly.graph_objects as go
 
     names = [demand.name for demand in plan.demands]
@@ -142,10 +142,10 @@ def _throughput(plan: ClusterPlan, simulated: Prediction | None, colours: Mappin
     axis = {"title": "requests per second", "rangemode": "tozero"}
     words = "For each model: asked (grey), estimated (pale)" + (", simulated (full)." if simulated is not None else ".")
     figure = plot(bars, barmode="group", yaxis=axis, showlegend=False)
-    return Section("Throughput per model", figures=[figure], notes=[words])
+    return PageSection("Throughput per model", figures=[figure], notes=[words])
 
 
-def _sweep(points: Sequence[SweepPoint]) -> Section:
+def _sweep(points: Sequence[SweepPoint]) -> PageSection:
     import plotly.graph_objects as go
 
     x = [p.gpus for p in points]
@@ -183,7 +183,7 @@ def _sweep(points: Sequence[SweepPoint]) -> Section:
         figure.add_vline(
             x=enough, line_dash="dot", annotation_text=f"{enough} are enough", annotation_position="bottom right"
         )
-    return Section("How many GPUs?", figures=[figure])
+    return PageSection("How many GPUs?", figures=[figure])
 
 
 def _units(plan: ClusterPlan) -> PageTable:

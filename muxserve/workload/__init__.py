@@ -17,7 +17,7 @@ from muxserve.workload.lengths import (
     UniformLengths,
 )
 from muxserve.workload.shapes import Bursts, Diurnal, Groups
-from muxserve.workload.source import Workload, WorkloadOptions, open_workload
+from muxserve.workload.source import Workload, open_workload
 from muxserve.workload.trace import (
     Trace,
     TraceHeader,
@@ -51,7 +51,6 @@ __all__ = [
     "UniformLengths",
     "Workload",
     "WorkloadError",
-    "WorkloadOptions",
     "check_fits",
     "describe",
     "gamma_arrivals",

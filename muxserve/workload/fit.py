@@ -38,7 +38,7 @@ def check_fits(workload: Workload, contexts: Mapping[str, Context]) -> None:
     raise WorkloadError(
         f"{workload.about}: no request to {name} fits into its context of {context.tokens:,} tokens, so that no engine "
         f"could serve it: the first, request {number}, has a prompt of {request.prompt_tokens:,} tokens{answer}. Ask "
-        "for shorter ones, or cap them with --max-prompt and --max-output"
+        "for shorter ones, or cap them with max_prompt=... and max_output=... in the workload"
     )
 
 

@@ -43,29 +43,26 @@ def refused(*arguments: object) -> str:
     return " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.parametrize("command", ["plan", "simulate", "replay", "workload describe"])
 @pytest.mark.parametrize(
-    ("option", "value"),
+    ("option", "says"),
     [
-        ("--rate", "3"),
-        ("--max-prompt", "100"),
-        ("--max-output", "100"),
-        ("--limit", "5"),
-        ("--start", "1"),
-        ("--duration", "1"),
-        ("--map", "round-robin"),
-        ("--format", "azure"),
-        ("--time-unit", "s"),
-        ("--block-tokens", "16"),
+        (("--max-prompt", "100"), "write it into the workload, as in --workload FILE:max_prompt=VALUE"),
+        (("--skip-bad",), "write it into the workload, as in --workload FILE:skip_bad=VALUE"),
+        (("--plotly", "cdn"), "leave it out: a page has the plotting library in it"),
     ],
 )
-def test_a_plan_reads_no_workload_unless_one_is_named(on_gpus: Path, option: str, value: str) -> None:
-    assert f"{option} has no effect without --workload" in refused("plan", on_gpus, option, value)
+def test_an_option_that_is_gone_says_what_to_write(command: str, option: tuple[str, ...], says: str) -> None:
+    assert f"{option[0]}: is no longer an option; {says}" in refused(*command.split(), *option)
+
+
+def test_an_option_that_never_was_is_unknown() -> None:
+    assert "No such option: --max-prompts" in refused("simulate", "--max-prompts", 3)
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--plotly", "cdn"], "has no effect without --html"),
         (["--sweep", "gpus=1..2", "--gpus", "2"], "--gpus has no effect with --sweep"),
         (["--sweep", "gpus=1..2", "--no-robust"], "--robust has no effect with --sweep"),
         (["--exact", "--no-robust"], "--robust has no effect where no other way to serve is compared"),
@@ -85,27 +82,15 @@ def test_options_of_plan_on_a_cpu(on_cpu: Path, option: str, value: list[str]) -
 
 def test_options_of_simulate(on_gpus: Path, on_cpu: Path, plan: Path) -> None:
     load = ["--workload", LOAD]
-    assert "has no effect without --html" in refused("simulate", on_gpus, *load, "--plotly", "inline")
     assert "--plan has no effect on modes" in refused("simulate", on_gpus, *load, "--plan", plan, "--mode", "spatial")
     assert "--seconds has no effect with --plan" in refused("simulate", on_gpus, *load, "--plan", plan, "--seconds", 1)
     assert "--seconds has no effect on a CPU" in refused("simulate", on_cpu, *load, "--seconds", 1)
-    for option, value in (("--format", ["azure"]), ("--time-unit", ["s"]), ("--skip-bad", []), ("--all-turns", [])):
-        assert f"{option} has no effect" in refused("simulate", on_gpus, *load, option, *value)
-
-
-def test_options_of_replay_and_workload(tmp_path: Path) -> None:
-    out = ["-o", tmp_path / "out.jsonl"]
-    assert "has no effect without --html" in refused("replay", "-w", LOAD, "--plotly", "cdn")
-    assert "has no effect on a generator" in refused("replay", "-w", LOAD, "--seed", 3)
-    assert "has no effect on a generator" in refused("workload", "convert", f"{LOAD},models=a", "--seed", 3, *out)
-    said = refused("workload", "describe", f"{LOAD},models=a", "--tokenizer", "x")
-    assert "--tokenizer has no effect" in said
 
 
 def test_where_they_have_an_effect_they_are_taken(on_gpus: Path, plan: Path) -> None:
     for arguments in (
         ["plan", on_gpus, "--seconds", 0, "--simulate", 5, "--no-robust"],
-        ["simulate", on_gpus, "--workload", LOAD, "--plan", plan, "--seed", 3, "--max-prompt", 4],
+        ["simulate", on_gpus, "--workload", f"{LOAD},max_prompt=4", "--plan", plan, "--seed", 3],
         ["simulate", on_gpus, "--workload", LOAD, "--plan", plan, "--mode", "muxserve,spatial", "--seconds", 0],
     ):
         result = CliRunner().invoke(app, [*map(str, arguments)])

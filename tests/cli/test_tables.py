@@ -112,7 +112,7 @@ def test_plan_and_its_sweep(planned: Path, printed: Callable[..., list[Renderabl
 
 
 def test_simulate(planned: Path, printed: Callable[..., list[RenderableType]]) -> None:
-    all_fit(printed("simulate", planned, "--workload", "poisson", "--duration", 30, "--mode", "muxserve,spatial"))
+    all_fit(printed("simulate", planned, "--workload", "poisson:duration=30", "--mode", "muxserve,spatial"))
 
 
 def test_validate(served: Path, printed: Callable[..., list[RenderableType]]) -> None:

@@ -51,13 +51,11 @@ def test_generate_for_a_fleet(tmp_path: Path, fleet_file: Path) -> None:
 def test_convert(tmp_path: Path) -> None:
     source = files.write(tmp_path / "b.csv", files.BURSTGPT + "rubbish\n")
     out = tmp_path / "t.jsonl"
-    result = run("convert", source, "-o", out, "--models", "a=3,b=1", "--map", "GPT-4=a,*=b", "--speed", "2")
+    result = run("convert", f"{source}:map=GPT-4=a+*=b,speed=2", "-o", out, "--models", "a=3,b=1")
     assert result.exit_code == 2
     assert "b.csv, line 6: 1 fields instead of 6" in result.stderr
     assert list(tmp_path.iterdir()) == [source]
-    result = run(
-        "convert", source, "-o", out, "--models", "a=3,b=1", "--map", "GPT-4=a,*=b", "--speed", "2", "--skip-bad"
-    )
+    result = run("convert", f"{source}:map=GPT-4=a+*=b,speed=2,skip_bad=true", "-o", out, "--models", "a=3,b=1")
     assert result.exit_code == 0, result.output
     trace = read_trace(out)
     assert [(r.arrival, r.model) for r in trace.requests] == [(0.0, "b"), (20.0, "b"), (56.5, "a")]
@@ -99,7 +97,7 @@ def test_describe(tmp_path: Path) -> None:
         (["generate", "poisson:rate=1", "--models", "a", "--fleet", "f.yaml"], "exclude each other"),
         (["generate", "poisson:rate=1", "--fleet", "no.yaml"], "no.yaml"),
         (["convert", "no.csv"], "no.csv: No such file"),
-        (["convert", "b.csv", "--speed", "0"], "speed must be a positive number"),
+        (["convert", "b.csv:speed=0"], "speed must be a positive number"),
         (["convert", "b.csv", "-o", "no/such/t.jsonl"], "No such file"),
     ],
 )

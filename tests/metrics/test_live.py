@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from muxserve.metrics.live import LiveFrame, LiveJob, LiveMove, ModelLoad, PoolPart, Spread, live_frame
+from muxserve.metrics.live import LiveFrame, LiveJob, LiveMove, PoolPart, RecentLoad, Spread, live_frame
 
 
 def unit(name: str, **models: dict[str, Any]) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def model(name: str, replicas: list[str], **more: Any) -> dict[str, Any]:
     } | more
 
 
-def frame(units: list[dict[str, Any]], models: list[dict[str, Any]], *loads: dict[str, ModelLoad]) -> LiveFrame:
+def frame(units: list[dict[str, Any]], models: list[dict[str, Any]], *loads: dict[str, RecentLoad]) -> LiveFrame:
     fleet = {"status": "ok", "units": units, "models": models, "gateway": {"count": len(loads)}}
     return live_frame(5.0, fleet, loads, [], [])
 
@@ -47,7 +47,7 @@ def test_replicas_and_gateways_are_added_up() -> None:
         "phases": {"prefill": {"tokens": 10}, "decode": {"tokens": 5}},
     }
     units = [unit("u0", m=counts), unit("u1", m=counts)]
-    loads = [ModelLoad(1, 2, [0.1, 0.2], [0.01], 2, 1), ModelLoad(3, 4, [0.3], [], 1, 1)]
+    loads = [RecentLoad(1, 2, [0.1, 0.2], [0.01], 2, 1), RecentLoad(3, 4, [0.3], [], 1, 1)]
     (shown,) = frame(units, [model("m", ["u0", "u1"])], *({"m": load} for load in loads)).models
     assert (shown.running, shown.waiting, shown.queued, shown.prefilling, shown.decoding) == (4, 6, 2, 4, 6)
     assert (shown.tokens, shown.requests) == (30, 3)
@@ -58,7 +58,7 @@ def test_replicas_and_gateways_are_added_up() -> None:
 
 
 def test_a_model_without_requests_has_no_latencies() -> None:
-    (shown,) = frame([unit("u0", m={})], [model("m", ["u0"])], {"m": ModelLoad()}).models
+    (shown,) = frame([unit("u0", m={})], [model("m", ["u0"])], {"m": RecentLoad()}).models
     assert (shown.ttft, shown.tpot, shown.met) == (None, None, None)
 
 

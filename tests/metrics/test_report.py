@@ -97,7 +97,7 @@ class Page(HTMLParser):
 
 def test_the_page_is_self_contained_and_escaped(tmp_path: Path) -> None:
     made = report_page({"one": run(1), "two & more": run(2)}, title="T<i>", about="about it")
-    write_page(tmp_path / "r.html", made, plotly="inline")
+    write_page(tmp_path / "r.html", made)
     source = (tmp_path / "r.html").read_text()
     page = Page()
     page.feed(source)
@@ -115,21 +115,6 @@ def test_the_page_is_self_contained_and_escaped(tmp_path: Path) -> None:
         assert words in page.text
     # The library itself is in the page, once.
     assert len(re.findall(r"plotly\.js v\d", source)) == 1
-
-
-@pytest.mark.slow
-def test_pages_of_one_directory_share_the_library(tmp_path: Path) -> None:
-    for name in ("a.html", "b.html"):
-        write_page(tmp_path / name, report_page({"one": run(1)}))
-        page = Page()
-        page.feed((tmp_path / name).read_text())
-        assert page.loads == ["plotly.min.js"]
-        assert (tmp_path / name).stat().st_size < 500_000
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.html", "b.html", "plotly.min.js"]
-    write_page(tmp_path / "c.html", report_page({"one": run(1)}), plotly="https://example.test/plotly.min.js")
-    assert "https://example.test/plotly.min.js" in (tmp_path / "c.html").read_text()
-    with pytest.raises(ValueError, match="--plotly: must be"):
-        write_page(tmp_path / "c.html", report_page({"one": run(1)}), plotly="somewhere")
 
 
 def test_an_empty_run_makes_a_page(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_single_requests_that_do_not_fit_are_refused_as_live(tmp_path: Path) -> 
     (summary,) = json.loads(result.stdout)["runs"].values()
     assert summary["overall"]["failed"] == 1
     assert summary["errors"] == {"longer than the 131072 tokens of m": 1}
-    result = run("simulate", write(tmp_path, model()), "--workload", str(trace), "--limit", "1")
+    result = run("simulate", write(tmp_path, model()), "--workload", f"{trace}:limit=1")
     assert result.exit_code == 2
     assert "trace.jsonl" in result.output
 

@@ -148,7 +148,7 @@ class TestCommand:
 
     def test_the_page_is_self_contained(self, fleet: Path, tmp_path: Path) -> None:
         page = tmp_path / "out.html"
-        code, _, err = run(fleet, "--html", page, "--plotly", "inline", "--simulate", 20, "--sweep", "gpus=2..4:2")
+        code, _, err = run(fleet, "--html", page, "--simulate", 20, "--sweep", "gpus=2..4:2")
         assert code == 0
         assert "page written" in err
         text = page.read_text()
@@ -184,7 +184,6 @@ class TestCommand:
         ("arguments", "expected"),
         [
             (["--objective", "fastest"], "--objective: must be auto, throughput, slo, gpus, not 'fastest'"),
-            (["--plotly", "somewhere"], "must be beside, inline, cdn"),
             (["--mode", "none"], "--mode: must be one of muxserve, spatial, temporal, memory"),
             (["--gpu-type", "b100x"], "--gpu-type: unknown device 'b100x'"),
             (["--nodes", "4by8"], "--nodes: '4by8' is not COUNTxGPUS:TYPE such as 4x8:A100-80GB"),
@@ -200,11 +199,9 @@ class TestCommand:
         assert code == 2
         assert expected in err
 
-    @pytest.mark.parametrize(
-        ("file", "option", "bytes_per_second"), [("", (), 1.25e9), ("25Gb/s", (), 3.125e9), ("3GB/s", ("8",), 1e9)]
-    )
-    def test_the_network_is_the_one_of_the_file_or_the_command_line(
-        self, file: str, option: tuple[str, ...], bytes_per_second: float, fleet: Path, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(("file", "bytes_per_second"), [("", 1.25e9), ("25Gb/s", 3.125e9), ("3GB/s", 3e9)])
+    def test_the_network_is_the_one_of_the_file(
+        self, file: str, bytes_per_second: float, fleet: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         networks: list[float] = []
 
@@ -217,7 +214,7 @@ class TestCommand:
         fleet.write_text(
             FLEET.replace("gpus: 4", f"gpus: 4{network}").replace("rate: 4", "rate: 4\n    phases: pipelined")
         )
-        code, _, err = run(fleet, "--seconds", 0, *(("--network", *option) if option else ()))
+        code, _, err = run(fleet, "--seconds", 0)
         assert (code, networks) == (2, [bytes_per_second]), err
 
     def test_a_fleet_without_gpus_is_planned_for_this_machine(self) -> None:

@@ -34,9 +34,8 @@ models:
   - {{ name: chat, architecture: llama-2-7b, rate: 2, {SLO}, phases: multiplexed }}
   - {{ name: code, architecture: llama-2-13b, rate: 1, {LENGTHS}, phases: multiplexed }}
 """
-LOAD = "poisson:rate=6,duration=10,seed=1"
-CUT = ("--max-prompt", "900", "--max-output", "60")
-SHORT = (*CUT, "--seconds", "0")
+LOAD = "poisson:rate=6,duration=10,seed=1,max_prompt=900,max_output=60"
+SHORT = ("--seconds", "0")
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +93,7 @@ def test_a_fleet_of_three_arrangements(mixed: Path, plan_of_mixed: Path, tmp_pat
 @pytest.mark.slow
 def test_words_of_each_arrangement(mixed: Path, plan_of_mixed: Path) -> None:
     """Of a plan, which is simulated as it is, and with the same report every time."""
-    given = (mixed, "--workload", LOAD, *CUT, "--plan", plan_of_mixed)
+    given = (mixed, "--workload", LOAD, "--plan", plan_of_mixed)
     words = " ".join(simulate(*given).stdout.split())
     assert "ring is rolling over 2 replicas; after its first token a request waits" in words
     assert "pipe is pipelined, 1 replica of 2 stages with" in words

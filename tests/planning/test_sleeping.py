@@ -67,8 +67,8 @@ def test_fewer_gpus_are_enough_for_models_that_sleep(fleet: Path) -> None:
 
 
 def test_a_table_says_it_for_people(fleet: Path) -> None:
-    limits = ("--seconds", 60, "--simulate", 5, "--max-output", 32)
-    _, out, err = run(fleet, "--workload", WORKLOAD, "--sweep", "gpus=1..2:1", *limits)
+    limits = ("--seconds", 60, "--simulate", 5)
+    _, out, err = run(fleet, "--workload", f"{WORKLOAD},max_output=32", "--sweep", "gpus=1..2:1", *limits)
     words = " ".join(out.split())
     assert "GPUs for 95% of these requests within their objectives: " in words, err
     assert "with memory: as `muxserve deploy` serves the fleet with `memory:` in its file" in words
@@ -98,7 +98,7 @@ def test_traces_are_workloads_too(fleet: Path, tmp_path: Path) -> None:
         (("--workload", "nonsense:rate=1"), "nonsense"),
         (("--workload", WORKLOAD, "--mode", "spatial"), "--workload goes neither with --exact nor with --mode"),
         (("--workload", WORKLOAD, "--exact"), "--workload goes neither with --exact nor with --mode"),
-        (("--workload", "poisson:rate=1,duration=5", "--max-prompt", "0"), "max_prompt"),
+        (("--workload", "poisson:rate=1,duration=5,max_prompt=0"), "max_prompt"),
         (("--workload", "poisson:rate=0.001,duration=1,lengths=64"), "has no requests"),
         (("--workload", "/nowhere/trace.jsonl"), "/nowhere/trace.jsonl cannot be read: No such file"),
     ],

@@ -74,7 +74,7 @@ def test_the_loop_is_open(serve: Serve, tmp_path: Path) -> None:
     """Answers that take long do not slow the sending down."""
     server = serve(0.1)
     path = trace(tmp_path / "t.jsonl", ["exact"], 20, 0.01)
-    result = command(server, "-w", path, "--speed", 2, "--json")
+    result = command(server, "-w", f"{path}:speed=2", "--json")
     assert result.exit_code == 0
     times = [body["at"] for body in server.seen("exact")][1:]
     # Each takes at least 0.8 s; one after the other would be 16 s.

@@ -55,8 +55,18 @@ def run(*arguments: object) -> Result:
 @pytest.mark.slow
 def test_modes_side_by_side(fleet: Path, planned: Path, tmp_path: Path) -> None:
     page, trace = tmp_path / "page.html", tmp_path / "trace.json"
-    given = ("--mode", "muxserve,spatial", "--plan", planned, "--max-prompt", 900, "--max-output", 200)
-    result = run(fleet, "--workload", LOAD, *given, "--json", "--html", page, "--timeline", trace)
+    given = ("--mode", "muxserve,spatial", "--plan", planned)
+    result = run(
+        fleet,
+        "--workload",
+        f"{LOAD},max_prompt=900,max_output=200",
+        *given,
+        "--json",
+        "--html",
+        page,
+        "--timeline",
+        trace,
+    )
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert list(report["runs"]) == ["muxserve", "spatial"]
@@ -98,14 +108,14 @@ def test_the_report_is_the_same_every_time(fleet: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(window, "_REQUESTS", 300)
     short = "\n    workload: { prompt_tokens: 200, output_tokens: 20 }\n    rate"
     fleet.write_text(FLEET.replace("gpus: 4", "gpus: 1").replace("\n    rate", short))
-    given = (fleet, "--workload", LOAD, "--seconds", "0", "--max-output", 100, "--json")
+    given = (fleet, "--workload", f"{LOAD},max_output=100", "--seconds", "0", "--json")
     first = run(*given)
     assert first.exit_code == 0, first.output
     assert first.stdout == run(*given).stdout
 
 
 def test_a_plan_file_is_followed(fleet: Path, planned: Path) -> None:
-    result = run(fleet, "--workload", LOAD, "--plan", planned, "--max-output", 50)
+    result = run(fleet, "--workload", f"{LOAD},max_output=50", "--plan", planned)
     assert result.exit_code == 0, result.output
     assert "weighted requests/s" in result.stdout
 
@@ -169,7 +179,7 @@ models:
 def test_replicas_come_under_load_and_requests_move(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text(REPLICAS)
-    load = ("--workload", "poisson:rate=4,duration=40,seed=1", "--max-prompt", 400, "--max-output", 400)
+    load = ("--workload", "poisson:rate=4,duration=40,seed=1,max_prompt=400,max_output=400")
     plan, unit = tmp_path / "plan.yaml", PlacedUnit("u0", "A10", (0,), (PlacedModel("chat", 0.2, 0.6, 0.4),), 4 << 30)
     save_plan(Placement(Cluster((Node("A10", 3),)), (unit,)), plan)
     result = run(file, *load, "--priorities", "high=0.2", "--plan", plan, "--json")

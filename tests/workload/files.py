@@ -70,3 +70,10 @@ def write(path: Path, content: str | bytes | list[object]) -> Path:
         data = json.dumps(content, ensure_ascii=False).encode()
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
     return path
+
+
+def with_keys(path: Path, **keys: object) -> str:
+    """A workload as it is written: the file, with keys for reading it."""
+    words = {True: "true", False: "false"}
+    text = ",".join(f"{key}={words[of] if isinstance(of, bool) else of}" for key, of in keys.items())
+    return f"{path}:{text}" if text else str(path)

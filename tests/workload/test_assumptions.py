@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from muxserve.cli.app import app
-from muxserve.workload import TraceError, WorkloadError, WorkloadOptions, open_workload
+from muxserve.workload import TraceError, WorkloadError, open_workload
 from tests.workload import files
 
 
@@ -18,9 +18,9 @@ def line(**fields: object) -> str:
     return json.dumps({name: value for name, value in given.items() if value is not None}) + "\n"
 
 
-def opened(path: Path, text: object, name: str = "t.jsonl", **options: object):
+def opened(path: Path, text: object, name: str = "t.jsonl", **keys: object):
     file = files.write(path / name, text)  # type: ignore[arg-type]
-    return open_workload(file, options=WorkloadOptions(**options))  # type: ignore[arg-type]
+    return open_workload(files.with_keys(file, **keys))
 
 
 BURST = "Timestamp,Model,Request tokens,Response tokens\n5,a,4,4\n45,a,4,4\n"
@@ -39,7 +39,7 @@ LMSYS_MS = [{**record, "tstamp": record["tstamp"] * 1000} for record in files.LM
     ],
 )
 def test_a_unit_of_time_that_is_not_certain_is_asked_for(tmp_path: Path, name: str, text: object, why: str) -> None:
-    with pytest.raises(WorkloadError, match=f"in which unit are its times.*{why}.*--time-unit"):
+    with pytest.raises(WorkloadError, match=f"in which unit are its times.*{why}.*:time_unit=s"):
         opened(tmp_path, text)
     more = {"block_tokens": 150} if name == "other hashes" else {}
     for unit in ("s", "ms"):
@@ -57,7 +57,7 @@ def test_times_are_of_the_unit_that_is_named(tmp_path: Path, unit: str, seconds:
 
 def test_the_tokens_of_a_hash_are_asked_for(tmp_path: Path) -> None:
     text = line(input_length=40, hash_ids=[1, 2, 3])
-    with pytest.raises(WorkloadError, match=r"how many tokens does a hash stand for.*--block-tokens"):
+    with pytest.raises(WorkloadError, match=r"how many tokens does a hash stand for.*:block_tokens=N"):
         opened(tmp_path, text, time_unit="s")
     assert "16 tokens per hash" in opened(tmp_path, text, time_unit="s", block_tokens=16).about
     with pytest.raises(TraceError, match=r"line 1: 3 hashes of 32 tokens each do not stand for a prompt of 40"):
@@ -90,7 +90,7 @@ def test_a_later_line_that_means_something_else_is_named(tmp_path: Path, second:
 def test_what_is_certain_is_told(tmp_path: Path, name: str, text: object, told: str) -> None:
     assert opened(tmp_path, text, name, rate=1.0).about == f"{name} {told}"
     out = tmp_path / "out.jsonl"
-    arguments = ["workload", "convert", str(tmp_path / name), "--rate", "1", "-o", str(out)]
+    arguments = ["workload", "convert", f"{tmp_path / name}:rate=1", "-o", str(out)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert told in " ".join(result.output.split())
@@ -100,14 +100,14 @@ def test_what_is_certain_is_told(tmp_path: Path, name: str, text: object, told: 
 @pytest.mark.parametrize(
     ("name", "text", "option", "says"),
     [
-        ("a.csv", files.AZURE_2023, {"time_unit": "s"}, "--time-unit has no effect"),
-        ("s.json", files.SHAREGPT, {"time_unit": "s", "rate": 1.0}, "--time-unit has no effect"),
-        ("o.jsonl", files.OURS, {"time_unit": "s"}, "--time-unit has no effect"),
-        ("b.csv", files.BURSTGPT, {"block_tokens": 16}, "--block-tokens has no effect"),
-        ("m.jsonl", line(hash_ids=None), {"time_unit": "ms", "block_tokens": 16}, "--block-tokens has no effect"),
-        ("m.jsonl", files.MOONCAKE, {"tokenizer": "x"}, "--tokenizer has no effect"),
-        ("b.csv", files.BURSTGPT, {"all_turns": True}, "--all-turns has no effect"),
-        ("m.jsonl", files.MOONCAKE, {"time_unit": "min"}, "is no unit of time; there are s, ms, us, ns"),
+        ("a.csv", files.AZURE_2023, {"time_unit": "s"}, "time_unit has no effect"),
+        ("s.json", files.SHAREGPT, {"time_unit": "s", "rate": 1.0}, "time_unit has no effect"),
+        ("o.jsonl", files.OURS, {"time_unit": "s"}, "time_unit has no effect"),
+        ("b.csv", files.BURSTGPT, {"block_tokens": 16}, "block_tokens has no effect"),
+        ("m.jsonl", line(hash_ids=None), {"time_unit": "ms", "block_tokens": 16}, "block_tokens has no effect"),
+        ("m.jsonl", files.MOONCAKE, {"tokenizer": "x"}, "tokenizer has no effect"),
+        ("b.csv", files.BURSTGPT, {"all_turns": True}, "all_turns has no effect"),
+        ("m.jsonl", files.MOONCAKE, {"time_unit": "min"}, "is no time_unit; there are s, ms, us, ns"),
     ],
 )
 def test_options_that_have_no_effect_on_a_file_are_refused(
@@ -118,13 +118,11 @@ def test_options_that_have_no_effect_on_a_file_are_refused(
 
 
 @pytest.mark.parametrize(
-    "option",
-    [{"format": "azure"}, {"tokenizer": "x"}, {"all_turns": True}, {"skip_bad": True}, {"time_unit": "s"}],
+    "key", ["format=azure", "map=rates", "tokenizer=x", "all_turns=true", "skip_bad=true", "time_unit=s"]
 )
-def test_options_for_files_have_no_effect_on_a_generator(option: dict[str, object]) -> None:
-    (name,) = option
-    with pytest.raises(WorkloadError, match=f"--{name.replace('_', '-')} has no effect: .* is generated"):
-        open_workload("even:rate=1,duration=2,models=a", options=WorkloadOptions(**option))  # type: ignore[arg-type]
+def test_a_generator_has_no_keys_of_files(key: str) -> None:
+    with pytest.raises(WorkloadError, match=f"{key.partition('=')[0]!r} is no key"):
+        open_workload(f"even:rate=1,duration=2,models=a,{key}")
 
 
 def test_lengths_beside_both_sides_have_no_effect() -> None:

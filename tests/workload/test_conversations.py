@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from muxserve.workload import TraceError, TraceRequest, WorkloadError, WorkloadOptions, open_workload
+from muxserve.workload import TraceError, TraceRequest, WorkloadError, open_workload
 from muxserve.workload.trace import cut_content, read_trace, write_trace
 
 SPEC = "conversations:rate=5,duration=300,seed=3,system=100,systems=2,prompt=16..64,output=8..32,think=5"
@@ -69,7 +69,7 @@ def test_what_prompts_consist_of_is_written_and_read(tmp_path: Path) -> None:
     write_trace(path, ["m"], [plain, talk])
     assert path.read_text().splitlines()[1:] == ['[0.0,"m",5,6]', '[1.0,"m",9,6,[["system",4],["talk",5]]]']
     assert read_trace(path).requests == [plain, talk]
-    (_, cut) = open_workload(str(path), options=WorkloadOptions(max_prompt=6))
+    (_, cut) = open_workload(f"{path}:max_prompt=6")
     assert cut.content == (("system", 4), ("talk", 2))
     with pytest.raises(TraceError, match="9 together"):
         write_trace(path, ["m"], [TraceRequest(0.0, "m", 9, 6, (("talk", 5),))])
@@ -88,5 +88,5 @@ def test_mooncakes_hashes_say_what_is_shared(tmp_path: Path) -> None:
     assert two.content == (("46", 512), ("47", 512))
     small = '{"timestamp": 0, "input_length": 40, "output_length": 5, "hash_ids": [1, 2, 3]}'
     path.write_text(small + "\n")
-    sized = WorkloadOptions(time_unit="s", block_tokens=16)
-    assert [request.content for request in open_workload(path, options=sized)] == [(("1", 16), ("2", 16), ("3", 8))]
+    sized = f"{path}:time_unit=s,block_tokens=16"
+    assert [request.content for request in open_workload(sized)] == [(("1", 16), ("2", 16), ("3", 8))]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from muxserve.workload import TraceError, WorkloadError, WorkloadOptions, describe, open_workload, read_trace
+from muxserve.workload import TraceError, WorkloadError, describe, open_workload, read_trace
 from muxserve.workload.readers import detect
 from muxserve.workload.text import estimated_tokens, tokenizer_counter
 from tests.workload import files
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def rows(path: Path, **options: object) -> list[tuple[float, str, int, int]]:
-    workload = open_workload(path, options=WorkloadOptions(**options))  # type: ignore[arg-type]
+    workload = open_workload(files.with_keys(path, **options))
     return [(round(r.arrival, 3), r.model, r.prompt_tokens, r.output_tokens) for r in workload]
 
 
@@ -111,7 +111,7 @@ def test_malformed_places_are_named_or_counted(
     with pytest.raises(TraceError, match=says) as caught:
         rows(path, rate=5.0)
     assert f"{name}, {place}: " in str(caught.value)
-    workload = open_workload(path, options=WorkloadOptions(rate=5.0, skip_bad=True))
+    workload = open_workload(f"{path}:rate=5,skip_bad=true")
     assert len(list(workload)) >= 1
     assert workload.left_out.bad == 1
     assert f"{name}, {place}: " in workload.left_out.first_bad

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muxserve.workload import TraceRequest, WorkloadError, WorkloadOptions, describe, open_workload, write_trace
-from muxserve.workload.spec import GeneratorSpec, is_spec, parse_spec
+from muxserve.workload import TraceRequest, WorkloadError, describe, open_workload, write_trace
+from muxserve.workload.spec import GeneratorSpec, TraceSpec, is_generator, parse_spec
 from tests.workload import files
 
 
@@ -100,18 +101,43 @@ def test_a_specification_needs_models() -> None:
         open_workload("poisson:rate=1")
 
 
-def test_specifications_and_files_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_spec("poisson")
-    assert is_spec("gamma:cv=2")
-    assert not is_spec("poisson.jsonl")
-    assert not is_spec("a/poisson:x")
+def test_generators_and_files_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_generator("poisson")
+    assert is_generator("gamma:cv=2")
+    assert not is_generator("poisson.jsonl")
+    assert not is_generator("a/poisson:x")
     monkeypatch.chdir(tmp_path)
     trace(tmp_path).rename("poisson")
     assert len(list(open_workload("poisson"))) == 100
-    with pytest.raises(FileNotFoundError):
-        open_workload("nowhere.csv")
-    with pytest.raises(WorkloadError, match="begins with poisson, even, gamma"):
-        parse_spec("uniform:rate=1")
+    assert len(list(open_workload("./poisson:limit=7"))) == 7
+    for missing in ("nowhere.csv", "nowhere.csv:limit=3", "uniform:rate=1"):
+        with pytest.raises(FileNotFoundError):
+            open_workload(missing)
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "a:b.jsonl", "rate=3:x,y.jsonl", "a:limit=3"])
+def test_a_path_may_have_colons_and_commas(tmp_path: Path, name: str) -> None:
+    trace(tmp_path).rename(tmp_path / name)
+    assert len(list(open_workload(tmp_path / name))) == 100
+    spec = parse_spec(f"{tmp_path / name}:limit=7,map=old=a+*=b,skip_bad=yes")
+    assert spec == TraceSpec(str(tmp_path / name), limit=7, map="old=a+*=b", skip_bad=True)
+    assert len(list(open_workload(f"{tmp_path / name}:limit=7"))) == 7
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ("limt=3", "'limt' is no key; did you mean limit"),
+        ("alpha=3", "'alpha' is no key. Keys: format, map, seed"),
+        ("limit", "limit needs a value, as in"),
+        ("limit=3,limit=4", "limit is given twice"),
+        ("limit=1.5", "limit must be a whole number, not '1.5'"),
+        ("skip_bad=on", "skip_bad must be true or false, not 'on'"),
+    ],
+)
+def test_mistakes_in_keys_of_files(tmp_path: Path, keys: str, says: str) -> None:
+    with pytest.raises(WorkloadError, match=re.escape(says)):
+        open_workload(f"{trace(tmp_path)}:{keys}")
 
 
 @settings(deadline=None)
@@ -137,14 +163,14 @@ def test_a_specification_is_what_its_text_says(spec: GeneratorSpec) -> None:
         ("auto", (0.75, 0.25)),
         ("rates", (0.75, 0.25)),
         ("round-robin", (0.5, 0.5)),
-        ("power:1", (2 / 3, 1 / 3)),
-        ("old=b,*=a", (0.25, 0.75)),
-        ("old=b,rare=a", (0.25, 0.75)),
+        ("power/1", (2 / 3, 1 / 3)),
+        ("old=b+*=a", (0.25, 0.75)),
+        ("old=b+rare=a", (0.25, 0.75)),
     ],
 )
 def test_mapping_to_a_fleet(tmp_path: Path, how: str, shares: tuple[float, float]) -> None:
     path = trace(tmp_path, 2000)
-    workload = open_workload(path, {"a": 3.0, "b": 1.0}, WorkloadOptions(mapping=how, seed=5))
+    workload = open_workload(f"{path}:map={how},seed=5", {"a": 3.0, "b": 1.0})
     models = [request.model for request in workload]
     assert models == [request.model for request in workload]
     assert [models.count(name) / 2000 for name in "ab"] == pytest.approx(shares, abs=0.04)
@@ -163,66 +189,63 @@ def test_known_names_stay(tmp_path: Path) -> None:
     [
         ("old=c", "no pair OLD=NEW with NEW among a, b"),
         ("old=a", "no pair maps the model 'rare'"),
-        ("power:x", "needs an exponent"),
+        ("power/x", "needs an exponent"),
         ("whatever", "no way to map models; there are rates, round-robin"),
     ],
 )
 def test_mistakes_in_mappings(tmp_path: Path, how: str, says: str) -> None:
     with pytest.raises(WorkloadError, match=says):
-        list(open_workload(trace(tmp_path), ["a", "b"], WorkloadOptions(mapping=how)))
+        list(open_workload(f"{trace(tmp_path)}:map={how}", ["a", "b"]))
 
 
 def test_other_mistakes(tmp_path: Path) -> None:
+    azure = files.write(tmp_path / "a.csv", files.AZURE_2023)
     with pytest.raises(WorkloadError, match=r"add \*=NAME"):
-        list(open_workload(files.write(tmp_path / "a.csv", files.AZURE_2023), ["a"], WorkloadOptions(mapping="x=a")))
-    with pytest.raises(WorkloadError, match="nothing to map"):
-        open_workload("poisson:rate=1", ["a"], WorkloadOptions(mapping="rates"))
-    with pytest.raises(WorkloadError, match="say which models"):
-        open_workload(files.write(tmp_path / "a.csv", files.AZURE_2023), None, WorkloadOptions(mapping="rates"))
-    for options in ({"speed": 0.0}, {"rate": -1.0}, {"start": -1.0}, {"limit": 0}, {"max_prompt": 0}):
-        with pytest.raises(WorkloadError, match=next(iter(options))):
-            WorkloadOptions(**options)  # type: ignore[arg-type]
+        list(open_workload(f"{azure}:map=x=a", ["a"]))
+    with pytest.raises(WorkloadError, match="name the models"):
+        open_workload(f"{azure}:map=rates")
+    for value in ("speed=0", "rate=-1", "start=-1", "limit=0", "max_prompt=0"):
+        with pytest.raises(WorkloadError, match=f"a.csv: {value.partition('=')[0]} must be"):
+            open_workload(f"{azure}:{value}")
     with pytest.raises(WorkloadError, match="exclude each other"):
-        WorkloadOptions(speed=2.0, rate=1.0)
+        open_workload(f"{azure}:speed=2,rate=1")
 
 
 def test_cutting(tmp_path: Path) -> None:
     path = trace(tmp_path)
-    workload = open_workload(path, options=WorkloadOptions(start=10.0, duration=5.0))
+    workload = open_workload(f"{path}:start=10,duration=5")
     requests = list(workload)
     assert [r.arrival for r in requests] == [i * 0.5 for i in range(10)]
     assert requests[0].prompt_tokens == 120
     assert workload.duration == 5.0
-    limited = open_workload(path, options=WorkloadOptions(limit=7))
+    limited = open_workload(f"{path}:limit=7")
     assert len(list(limited)) == 7
     assert limited.duration == 3.0
-    assert open_workload(path, options=WorkloadOptions(start=45.0, duration=20.0)).duration == 5.0
+    assert open_workload(f"{path}:start=45,duration=20").duration == 5.0
 
 
 def test_rescaling(tmp_path: Path) -> None:
     path = trace(tmp_path)
-    fast = open_workload(path, options=WorkloadOptions(speed=4.0))
+    fast = open_workload(f"{path}:speed=4")
     assert [r.arrival for r in fast][:3] == [0.0, 0.125, 0.25]
     assert fast.duration == 12.5
-    for options in (WorkloadOptions(rate=8.0), WorkloadOptions(rate=8.0, start=10.0, duration=20.0)):
-        workload = open_workload(path, options=options)
+    for keys in ("rate=8", "rate=8,start=10,duration=20"):
+        workload = open_workload(f"{path}:{keys}")
         requests = list(workload)
         assert len(requests) / workload.duration == pytest.approx(8.0)
         assert requests[1].arrival == pytest.approx(0.125)
-    limited = open_workload(path, options=WorkloadOptions(rate=8.0, limit=11))
+    limited = open_workload(f"{path}:rate=8,limit=11")
     assert [r.arrival for r in limited][-1] == pytest.approx(10 / 8)
     # A file that does not say how long it is.
-    foreign = open_workload(files.write(tmp_path / "m.jsonl", files.MOONCAKE), options=WorkloadOptions(rate=2.0))
+    foreign = open_workload(f"{files.write(tmp_path / 'm.jsonl', files.MOONCAKE)}:rate=2")
     assert [r.arrival for r in foreign] == [0.0, 0.5]
-    generated = open_workload("poisson:rate=1,duration=100,models=a", options=WorkloadOptions(rate=20.0))
-    assert len(list(generated)) == pytest.approx(2000, rel=0.1)
-    one = open_workload(path, options=WorkloadOptions(rate=8.0, limit=1))
+    one = open_workload(f"{path}:rate=8,limit=1")
     with pytest.raises(WorkloadError, match="cannot be given a rate"):
         list(one)
 
 
 def test_capping(tmp_path: Path) -> None:
-    requests = list(open_workload(trace(tmp_path), options=WorkloadOptions(max_prompt=150, max_output=3)))
+    requests = list(open_workload(f"{trace(tmp_path)}:max_prompt=150,max_output=3"))
     assert max(r.prompt_tokens for r in requests) == 150
     assert {r.output_tokens for r in requests} == {3}
 

@@ -14,7 +14,7 @@ from muxserve.gateway.limits.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.status.fleet_status import MAX_AGE_SECONDS, TIMEOUT_SECONDS, FleetStatus
 from muxserve.gateway.status.measure import Measures
 from muxserve.gateway.status.reports import Reports
-from muxserve.metrics.live import JOBS_WINDOW_SECONDS, LiveFrame, LiveJob, LiveMove, ModelLoad, live_frame
+from muxserve.metrics.live import JOBS_WINDOW_SECONDS, LiveFrame, LiveJob, LiveMove, RecentLoad, live_frame
 from muxserve.wire import TimelineReply
 
 # Where a gateway tells the others what it has, on its Unix socket.
@@ -23,7 +23,7 @@ OWN_LOAD = "/ui/own"
 CLOCK_SECONDS = 0.5
 PATIENCE_SECONDS = 0.25
 
-_loads = msgspec.json.Decoder(dict[str, ModelLoad])
+_loads = msgspec.json.Decoder(dict[str, RecentLoad])
 Ask = Callable[[str, float, float], Awaitable[TimelineReply | None]]
 
 
@@ -124,7 +124,7 @@ class LiveView:
         """Whether this gateway ends."""
         return self._reports.draining
 
-    def own_load(self) -> dict[str, ModelLoad]:
+    def own_load(self) -> dict[str, RecentLoad]:
         """What this gateway has, by model."""
         now = time.monotonic()
         loads = {}
@@ -149,7 +149,7 @@ class LiveView:
             seen[name] = history.revision
         return live_frame(self._clock(), self._reports.fleet(), [self.own_load(), *others], jobs, moves)
 
-    async def _other_loads(self) -> list[dict[str, ModelLoad]]:
+    async def _other_loads(self) -> list[dict[str, RecentLoad]]:
         texts = await self._peers.ask(OWN_LOAD) if self._peers else {}
         return [_loads.decode(text) for text in texts.values()]
 

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from muxserve.gateway.limits.tenants import Used
 from muxserve.gateway.routing.requests import Tracked
 from muxserve.metrics import Objectives, time_per_token
-from muxserve.metrics.live import LATENCY_WINDOW_SECONDS, ModelLoad
+from muxserve.metrics.live import LATENCY_WINDOW_SECONDS, RecentLoad
 from muxserve.spec import ModelSpec
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -153,12 +153,12 @@ class Measures:
         if name in self._recent:
             self._recent[name].append(RecentRequest(now, ttft, tpot, met.get("all")))
 
-    def recent(self, model: str, now: float) -> ModelLoad:
+    def recent(self, model: str, now: float) -> RecentLoad:
         """Of the requests that completed in the last `LATENCY_WINDOW_SECONDS`, the latencies and how many met their
         objectives."""
         recent = self._recent.get(model, ())
         ended = [each for each in recent if each.at > now - LATENCY_WINDOW_SECONDS]
-        return ModelLoad(
+        return RecentLoad(
             ttft=[each.ttft for each in ended],
             tpot=[each.tpot for each in ended if each.tpot is not None],
             judged=sum(each.met is not None for each in ended),

@@ -63,5 +63,5 @@ def detect(path: str | os.PathLike[str]) -> str:
     known = "; ".join(f"{name} ({format.about})" for name, format in FORMATS.items())
     raise WorkloadError(
         f"{os.fspath(path)} is in no format that is known: {known}; {NATIVE} (docs/workload.md). "
-        "If it is one of these, name it with --format"
+        f"If it is one of these, name it: {os.fspath(path)}:format=..."
     )

@@ -51,11 +51,11 @@ def _problem(line: _Line, block: int, whole: bool) -> str:
     if line.input_length < 0 or line.output_length < 0:
         return "lengths must not be negative"
     if whole and not line.timestamp.is_integer():
-        return f"the timestamp {line.timestamp} is no whole number of milliseconds; say what it counts (--time-unit)"
+        return f"the timestamp {line.timestamp} is no whole number of milliseconds; write time_unit=... in the workload"
     if not _holds(line, block):
         return (
             f"{len(line.hash_ids)} hashes of {block} tokens each do not stand for a prompt of {line.input_length:,}; "
-            "say how many tokens a hash stands for (--block-tokens)"
+            "write block_tokens=... in the workload"
         )
     return ""
 

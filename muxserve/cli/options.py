@@ -1,0 +1,99 @@
+"""Options of commands: stated once, refused where they have no effect, and where they are no longer there."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, TypeVar
+
+import typer
+from typer.core import TyperCommand
+
+_Settings = TypeVar("_Settings")
+_IN_THE_WORKLOAD = "write it into the workload, as in --workload FILE:{key}=VALUE (docs/workload.md)"
+# Options of earlier versions, each with what to write instead.
+_REMOVED = {
+    **{
+        f"--{key.replace('_', '-')}": _IN_THE_WORKLOAD.format(key=key)
+        for key in (
+            *("format", "map", "seed", "start", "duration", "limit", "speed", "rate", "max_prompt", "max_output"),
+            *("tokenizer", "all_turns", "skip_bad", "time_unit", "block_tokens"),
+        )
+    },
+    "--plotly": "leave it out: a page has the plotting library in it",
+    "--network": "set `cluster.network` in the fleet file",
+    "--request-overhead": "leave it out: the profile has that delay (`muxserve profile --from-fleet`)",
+    "--control-delays": "leave it out: the profile has these delays",
+    "--no-control-delays": "leave it out: the profile has these delays",
+}
+
+
+class NoEffectError(ValueError):
+    """An option was given that has no effect; the message names it and says why."""
+
+
+class Command(TyperCommand):
+    """A command that knows options of earlier versions."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for each in self.params for name in (*each.opts, *each.secondary_opts)}
+        for name in (argument.partition("=")[0] for argument in args):
+            if name in _REMOVED and name not in known:
+                raise typer.BadParameter(f"is no longer an option; {_REMOVED[name]}", ctx, param_hint=name)
+        return super().parse_args(ctx, args)
+
+
+def takes(settings: type[_Settings]) -> Callable[[Callable[[_Settings], int]], Callable[..., None]]:
+    """Give a command the arguments and options that the fields of a dataclass are annotated with. The command gets one
+    object and returns its exit code; a field `given` has the names of the fields that stand on the command line."""
+
+    def decorate(command: Callable[[_Settings], int]) -> Callable[..., None]:
+        hints = typing.get_type_hints(settings, include_extras=True)
+        fields = [field for field in dataclasses.fields(settings) if field.name != "given"]  # type: ignore[arg-type]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters = [inspect.Parameter("context", keyword, annotation=typer.Context)]
+        for field in fields:
+            default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+            parameters.append(inspect.Parameter(field.name, keyword, default=default, annotation=hints[field.name]))
+
+        def run(context: typer.Context, **values: Any) -> None:
+            raise typer.Exit(command(settings(**values, given=given_options(context))))
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def given_options(context: typer.Context) -> frozenset[str]:
+    """Names of the parameters that were given on the command line; variables of the environment do not count."""
+    sources = ((each.name or "", context.get_parameter_source(each.name or "")) for each in context.command.params)
+    return frozenset(name for name, source in sources if source is not None and source.name == "COMMANDLINE")
+
+
+def refuse_given(context: typer.Context, parameters: Iterable[str], why: str) -> None:
+    """Go on only if none of `parameters` was given on the command line.
+
+    Raises:
+        typer.BadParameter: one was; it names that one, and says why it has no effect.
+    """
+    given = given_options(context) & frozenset(parameters)
+    for parameter in context.command.params:
+        if parameter.name in given:
+            # Of typer's parameters each is one of those that it takes, whatever its base class says.
+            raise typer.BadParameter(f"has no effect {why}", ctx=context, param=parameter)  # type: ignore[arg-type]
+
+
+def check_effect(given: Collection[str], parameters: Iterable[str], why: str) -> None:
+    """The same where only the command's own code knows what has an effect.
+
+    Raises:
+        NoEffectError: one of `parameters` is among those `given`.
+    """
+    for name in parameters:
+        if name in given:
+            raise NoEffectError(f"--{name.replace('_', '-')} has no effect {why}")
