@@ -18,20 +18,17 @@ from muxserve.config.problems import KeyPath, Problem, closest, did_you_mean, sh
 from muxserve.config.schema import (
     MOST_REPLICAS,
     MOST_SERVED,
+    RESPONSES_FILE,
     ApiKey,
     Fleet,
     GatewaySection,
     Model,
-    ResponsesSection,
     RollingSection,
 )
 from muxserve.config.source import Source
-from muxserve.config.values import AUTO, parse_duration
+from muxserve.config.values import AUTO, switch
 from muxserve.config.variables import ENV
-from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL
-from muxserve.replicas.scaling import ScalingRules
-from muxserve.spec import WatchdogRules
 from muxserve.spec.unit import WEIGHT_FILES
 from muxserve.vllm.args import NGRAM, NGRAM_NUMBERS, RESERVED, SPECULATION
 from muxserve.vllm.known import options
@@ -42,7 +39,6 @@ from muxserve.vllm.known import options
 
 # Beyond it nothing is compared here: the schema's bounds speak.
 _MOST_NUMBER = 1 << 63
-_SCALING, _MIGRATION, _WATCHDOG = ScalingRules(), MigrationRules(), WatchdogRules()
 
 
 def check_replicas(source: Source, serving: bool = True) -> Iterator[Problem]:
@@ -54,8 +50,6 @@ def check_replicas(source: Source, serving: bool = True) -> Iterator[Problem]:
         if isinstance(model, dict) and isinstance(model.get("replicas"), dict):
             yield from _replicas(source, ("models", index, "replicas"), model["replicas"])
     yield from _priorities(source)
-    yield from _migration(source)
-    yield from _watchdog(source)
     yield from _memory(source)
     cluster = source.data.get("cluster")
     if isinstance(cluster, dict) and "ray" in cluster and cluster.get("launcher", "local") == "local":
@@ -106,10 +100,6 @@ def _replicas(source: Source, at: KeyPath, given: dict[str, Any]) -> Iterator[Pr
         yield source.problem((*at, "min"), f"{least} are more than max ({most})")
     elif _whole(least) and _whole(most) and _whole(start) and not least <= start <= most:
         yield source.problem((*at, "start"), f"{start} is not between min ({least}) and max ({most})")
-    low, high = given.get("low", _SCALING.low), given.get("high", _SCALING.high)
-    if _number(low) and _number(high) and low >= high:
-        key = "low" if "low" in given else "high"
-        yield source.problem((*at, key), f"low ({low:g}) must be below high ({high:g}), with room between them")
 
 
 def _priorities(source: Source) -> Iterator[Problem]:
@@ -143,34 +133,6 @@ def _priorities(source: Source) -> Iterator[Problem]:
         if isinstance(priority, str) and priority not in levels:
             message = f"there is no priority level {shown(priority)}{did_you_mean(priority, levels)}"
             yield source.problem(("tenants", str(name), "priority"), message)
-
-
-def _migration(source: Source) -> Iterator[Problem]:
-    given = source.data.get("migration")
-    if not isinstance(given, dict):
-        return
-    below = given.get("source_below", _MIGRATION.source_below)
-    above = given.get("destination_above", _MIGRATION.destination_above)
-    if _number(below) and _number(above) and above < below:
-        key = "source_below" if "source_below" in given else "destination_above"
-        message = (
-            f"source_below ({below:g}) must be at most destination_above ({above:g}), or requests would move to and fro"
-        )
-        yield source.problem(("migration", key), message)
-
-
-def _watchdog(source: Source) -> Iterator[Problem]:
-    given = source.data.get("watchdog")
-    if not isinstance(given, dict):
-        return
-    try:
-        suspect = parse_duration(given.get("suspect", _WATCHDOG.suspect))
-        hung = parse_duration(given.get("hung", _WATCHDOG.hung))
-    except ValueError:
-        return  # told by its type
-    if hung < suspect:
-        key = "hung" if "hung" in given else "suspect"
-        yield source.problem(("watchdog", key), f"hung ({hung:g} s) must be at least suspect ({suspect:g} s)")
 
 
 def _memory(source: Source) -> Iterator[Problem]:
@@ -215,10 +177,6 @@ def _whole(value: object) -> TypeGuard[int]:
     return type(value) is int and abs(value) < _MOST_NUMBER
 
 
-def _number(value: object) -> TypeGuard[float]:
-    return type(value) is float or _whole(value)
-
-
 # What types cannot say of arrangements of prefill and decode: which keys go with which.
 #
 # Like `checks`, these look at the raw data.
@@ -254,7 +212,6 @@ def _model(source: Source, at: KeyPath, model: dict[str, Any]) -> Iterator[Probl
             yield source.problem((*at, key), message)
     if phases == "rolling":
         yield from _objectives(source, at, model.get("slo"))
-        yield from _scaling(source, (*at, "replicas"), model.get("replicas"))
     if isinstance(model.get("rolling"), dict):
         yield from _bounds(source, (*at, "rolling"), model["rolling"])
 
@@ -267,13 +224,6 @@ def _objectives(source: Source, at: KeyPath, slo: object) -> Iterator[Problem]:
         where = (*at, "slo") if isinstance(slo, dict) else (*at, "phases")
         message = f"`phases: rolling` needs {' and '.join(missing)}: prefill rolls on when the next would miss them"
         yield source.problem(where, message)
-
-
-def _scaling(source: Source, at: KeyPath, given: object) -> Iterator[Problem]:
-    for key in ("low", "high"):
-        if isinstance(given, dict) and key in given:
-            message = "is a freeness; replicas of a rolling model follow the objectives that are met instead"
-            yield source.problem((*at, key), message)
 
 
 def _bounds(source: Source, at: KeyPath, given: dict[str, Any]) -> Iterator[Problem]:
@@ -345,7 +295,7 @@ def resolve(fleet: Fleet, base: Path, environ: Mapping[str, str]) -> Fleet:
             "api_keys": keys,
             "usage_file": str(_directory(base, fleet.gateway.usage_file)),
             "tls": tls and tls.model_copy(update={key: str(_directory(base, getattr(tls, key))) for key in _TLS_FILES}),
-            "responses": kept and kept.model_copy(update={"file": str(_directory(base, kept.file))}),
+            "responses": kept and str(_directory(base, kept)),
         }
     )
     tenants = {
@@ -419,9 +369,6 @@ def _cluster(source: Source, serving: bool) -> Iterator[Problem]:
     if cluster.get("sm_sharing") == "green_contexts" and cluster.get("mps") in ("off", False):
         message = "green contexts of different processes compute at the same time under MPS only; leave `mps` out"
         yield source.problem(("cluster", "mps"), message)
-    if cluster.get("decode_first") is True and cluster.get("mps") in ("off", False):
-        message = "is a priority among clients of MPS, which is switched off; leave one of the two out"
-        yield source.problem(("cluster", "decode_first"), message)
 
 
 def _models(source: Source, base: Path, serving: bool) -> Iterator[Problem]:
@@ -665,14 +612,12 @@ def _secrets(source: Source, base: Path, environ: Mapping[str, str]) -> Iterator
             message = f"what tenants used cannot be kept in {file}; set `gateway.usage_file` to a place to write to"
             yield source.problem(where, message)
     yield from _tls(source, base, gateway.get("tls"))
-    kept = gateway.get("responses")
-    if kept is True or kept == "on" or isinstance(kept, dict):
-        given = kept.get("file") if isinstance(kept, dict) else None
-        file = _directory(base, given if isinstance(given, str) else ResponsesSection.model_fields["file"].default)
+    kept = switch(gateway.get("responses", "off"))
+    if isinstance(kept, str) and kept != "off":
+        file = _directory(base, RESPONSES_FILE if kept == "on" else kept)
         if not _writable(file):
-            where = ("gateway", "responses", "file") if isinstance(given, str) else ("gateway", "responses")
-            message = f"responses cannot be kept in {file}; set `gateway.responses.file` to a place to write to"
-            yield source.problem(where, message)
+            message = f"responses cannot be kept in {file}; set `gateway.responses` to a file that can be written"
+            yield source.problem(("gateway", "responses"), message)
 
 
 def _tls(source: Source, base: Path, given: object) -> Iterator[Problem]:

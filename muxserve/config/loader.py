@@ -260,8 +260,6 @@ def fleet_schema() -> dict[str, Any]:
     keys["anyOf"] = [*key["anyOf"], {"type": "array", "items": key}]
     migration = schema["properties"]["migration"]
     migration["anyOf"] = [{"enum": ["on", "off", True, False]}, migration["anyOf"][0]]
-    watchdog = schema["properties"]["watchdog"]
-    watchdog["anyOf"] = [{"enum": ["on", "off", True, False]}, watchdog["anyOf"][0]]
     model["anyOf"] = [{"required": ["path"]}, {"required": ["hub"]}, {"required": ["architecture"]}]
     model["not"] = {"required": ["path", "hub"]}
     return {

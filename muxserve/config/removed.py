@@ -8,6 +8,14 @@ from muxserve.config.problems import KeyPath
 _REMOVED: dict[tuple[str, ...], str] = {
     ("migration", "models"): "remove it: models stay in the unit that the plan gives them; `muxserve scale` adds a "
     "replica elsewhere, and `muxserve drain` empties a unit",
+    ("migration", "source_below"): "remove it: requests leave a replica below a freeness of 48 tokens per request",
+    ("migration", "destination_above"): "remove it: requests go to replicas above a freeness of 96 tokens per request",
+    ("migration", "in_flight"): "remove it: one request at a time leaves or enters a replica",
+    ("models", "replicas", "low"): "remove it: one replica more starts below a freeness of 160 tokens per request",
+    ("models", "replicas", "high"): "remove it: a replica goes above a freeness of 960 tokens per request",
+    ("models", "replicas", "hold"): "remove it: the number of replicas changes after 10 s outside the bounds",
+    ("gateway", "structured_output"): "remove it: the limits of grammars are constants (docs/gateway.md)",
+    ("cluster", "decode_first"): "remove it: engines share their GPUs by SMs, without priorities",
     ("memory", "decode_niceness"): "remove it: decoding always gives way to wakes and prompts",
 }
 

@@ -36,15 +36,15 @@ from muxserve.config.values import (
     parse_size,
     switch,
 )
-from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.prefixes import DispatchName
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.scheduling.policies import DEFAULT_POLICY
 from muxserve.scheduling.residency_types import ResidencyRules
-from muxserve.spec import WatchdogRules
 
-_SCALING, _MIGRATION, _WATCHDOG, _RESIDENCY = ScalingRules(), MigrationRules(), WatchdogRules(), ResidencyRules(1)
+_SCALING, _RESIDENCY = ScalingRules(), ResidencyRules(1)
+# Where answers of `/v1/responses` are kept by `responses: on`.
+RESPONSES_FILE = "responses.sqlite"
 
 # Nobody means more: with a slip of the finger planning would take for ever, and all memory.
 MOST_GPUS, MOST_REPLICAS, MOST_MODELS = 16_384, 1024, 1000
@@ -59,23 +59,12 @@ ReplicasOrNone = Annotated[int, Field(ge=0, le=MOST_REPLICAS)]
 
 
 class Replicas(Section):
-    """How many replicas a model has. With `min` below `max` their number follows the load: their average freeness, in
-    tokens per request (docs/replicas.md), is kept between `low` and `high`."""
+    """How many replicas a model has. With `min` below `max` their number follows the load, by their average freeness
+    (docs/replicas.md)."""
 
     min: ReplicasOrNone = Field(default=1, description="Fewest; 0: it may go to sleep, and a request wakes it")
     max: ReplicaCount = Field(description="Most")
     start: ReplicasOrNone | None = Field(default=None, description="At the start; else min, but at least 1")
-    low: float = Field(
-        default=_SCALING.low,
-        allow_inf_nan=False,
-        description="One more when freeness is below this, tokens per request",
-    )
-    high: float = Field(
-        default=_SCALING.high,
-        allow_inf_nan=False,
-        description="One less when freeness is above this, tokens per request",
-    )
-    hold: Seconds = Field(default=_SCALING.hold, description="For so long on end, and so long between two changes")
     idle: Seconds = Field(
         default=_SCALING.idle_seconds, description="With min: 0, time without a request before the last one goes"
     )
@@ -136,35 +125,10 @@ class Priority(Section):
 
 
 class Migration(Section):
-    """Running requests move from full replicas to free ones. Freeness is in tokens per request."""
+    """Running requests move from full replicas to free ones."""
 
-    source_below: float = Field(
-        default=_MIGRATION.source_below,
-        allow_inf_nan=False,
-        description="Requests leave replicas of less freeness than this",
-    )
-    destination_above: float = Field(
-        default=_MIGRATION.destination_above,
-        allow_inf_nan=False,
-        description="Requests go to replicas of more freeness than this",
-    )
-    in_flight: Count = Field(
-        default=_MIGRATION.in_flight,
-        description="Requests that may leave, or come to, one replica at a time",
-    )
     bandwidth: Size | None = Field(
         default=None, description='Most bytes per second that leave a unit, e.g. "1GiB"; else no limit'
-    )
-
-
-class WatchdogTimes(Section):
-    """When a process whose main loop gives no sign of life is passed over, and when it is killed."""
-
-    suspect: Annotated[Seconds, Field(ge=0.5)] = Field(
-        default=_WATCHDOG.suspect, description="After so long it gets no new work"
-    )
-    hung: Annotated[Seconds, Field(ge=1)] = Field(
-        default=_WATCHDOG.hung, description="After so long it is killed and started again"
     )
 
 
@@ -284,20 +248,20 @@ def _memory(value: object) -> object:
 
 def _watchdog(value: object) -> object:
     switched = switch(value)
-    if switched in ("on", "off"):
-        return {} if switched == "on" else None
-    if not isinstance(value, (dict, WatchdogTimes)):
-        raise ValueError(f'must be on, off, or a mapping such as "{{hung: 30s}}", not {shown(value)}')
-    return value
+    if isinstance(value, dict):
+        raise ValueError("is on or off; a silent process gets no work after 3 s and is killed after 10 s")
+    if switched not in ("on", "off"):
+        raise ValueError(f"must be on or off, not {shown(value)}")
+    return switched == "on"
 
 
 def _responses(value: object) -> object:
     switched = switch(value)
-    if switched in ("on", "off"):
-        return {} if switched == "on" else None
-    if value is not None and not isinstance(value, (dict, ResponsesSection)):
-        raise ValueError(f'must be on, off, or a mapping such as "{{max_size: 1GiB}}", not {shown(value)}')
-    return value
+    if isinstance(value, dict):
+        raise ValueError("is on, off or a file: write its `file` here; 256 MiB of answers are kept, for 30 days")
+    if not isinstance(switched, str) or not switched:
+        raise ValueError(f"must be on, off or a file, not {shown(value)}")
+    return {"on": RESPONSES_FILE, "off": None}.get(switched, switched)
 
 
 ReplicasOrNumber = Annotated[Replicas, BeforeValidator(_replicas)]
@@ -306,7 +270,13 @@ Tenants = dict[Annotated[str, Field(pattern=NAME_PATTERN)], Tenant]
 Priorities = dict[Annotated[str, Field(pattern=NAME_PATTERN)], Priority]
 MigrationOrSwitch = Annotated[Migration | None, BeforeValidator(_migration)]
 MemoryOrAuto = Annotated[MemorySection, BeforeValidator(_memory)]
-WatchdogOrSwitch = Annotated[WatchdogTimes | None, BeforeValidator(_watchdog)]
+_SWITCH_SCHEMA = {"enum": ["on", "off", True, False]}
+Watchdog = Annotated[bool, BeforeValidator(_watchdog), WithJsonSchema(_SWITCH_SCHEMA)]
+ResponsesFile = Annotated[
+    str | None,
+    BeforeValidator(_responses),
+    WithJsonSchema({"anyOf": [_SWITCH_SCHEMA, {"type": "string", "minLength": 1}]}),
+]
 
 
 PhasesChoice = Literal["multiplexed", "rolling", "pipelined", "auto"]
@@ -416,9 +386,6 @@ class ClusterSection(Section):
         default="auto",
         description="How engines get their share of SMs under MPS: by percentage, or as SMs of their own (green "
         "contexts); auto: the latter if `muxserve doctor --gpu` has found that it works here, else they take turns",
-    )
-    decode_first: bool = Field(
-        default=False, description="Under MPS, kernels of prefill engines wait for those of decode engines"
     )
     gpu_type: str | None = Field(default=None, min_length=1, description="Type of the GPUs, e.g. A100-80GB")
     gpus_per_node: GpuCount = Field(default=8, description="GPUs of one machine; the last may have fewer")
@@ -554,20 +521,6 @@ class Model(Section):
     demo: str | None = Field(default=None, min_length=1, description="Question that `muxserve deploy --demo` asks")
 
 
-class StructuredOutput(Section):
-    """What a request may constrain its answer with, and what compiling that may cost."""
-
-    max_bytes: Size = Field(default=64 << 10, description='Largest grammar as it is sent, e.g. "64KiB"')
-    max_expansion: Count = Field(
-        default=10_000_000,
-        description="Elements that a grammar may have with all repetitions written out",
-    )
-    max_depth: int = Field(default=64, ge=1, le=64, description="How deeply a grammar may be nested")
-    compile_timeout: Seconds = Field(default=5.0, description="CPU time that compiling one grammar may take")
-    compile_memory: Size = Field(default=512 << 20, description="Memory that compiling one grammar may take")
-    workers: int = Field(default=1, ge=1, le=64, description="Slow grammars that one gateway compiles at once")
-
-
 class TlsSection(Section):
     """The endpoint speaks HTTPS."""
 
@@ -575,21 +528,6 @@ class TlsSection(Section):
         min_length=1, description="PEM file of the certificate and the chain behind it, relative to the fleet file"
     )
     key: str = Field(min_length=1, description="PEM file of its key, without a password, relative to the fleet file")
-
-
-class ResponsesSection(Section):
-    """What `/v1/responses` has made is kept, for `previous_response_id` and `/v1/responses/ID`."""
-
-    file: str = Field(
-        default="responses.sqlite", min_length=1, description="Where they are kept, relative to the fleet file"
-    )
-    max_size: Size = Field(default=256 << 20, description='Most that is kept, e.g. "256MiB"; the oldest go first')
-    keep: Annotated[Seconds, Field(gt=0)] = Field(
-        default=30 * 86400.0, description="For how long each is kept, e.g. 720h; at most"
-    )
-
-
-ResponsesOrSwitch = Annotated[ResponsesSection | None, BeforeValidator(_responses)]
 
 
 class GatewaySection(Section):
@@ -616,11 +554,9 @@ class GatewaySection(Section):
     access_log: bool = Field(default=False, description="A line in the gateway's log for every request that ended")
     ui: bool = Field(default=True, description="A live page at /ui")
     tls: TlsSection | None = Field(default=None, description="Certificate and key; without it the endpoint speaks HTTP")
-    responses: ResponsesOrSwitch = Field(
-        default=None, description="Keeping what `/v1/responses` makes; off: nothing is"
-    )
-    structured_output: StructuredOutput = Field(
-        default=StructuredOutput(), description="Limits of JSON schemas, regexes and other grammars in requests"
+    responses: ResponsesFile = Field(
+        default=None,
+        description="Keeps the answers of `/v1/responses`: a file, relative to the fleet file; on: responses.sqlite",
     )
 
     @property
@@ -660,8 +596,8 @@ class Fleet(Section):
         default="prefix",
         description="Which replica gets a request: one with a part of its prompt in the cache, or the freest",
     )
-    watchdog: WatchdogOrSwitch = Field(
-        default=WatchdogTimes(), description="Processes that hang; off: they are neither noticed nor killed"
+    watchdog: Watchdog = Field(
+        default=True, description="Processes that hang are killed and started again; off: nobody looks"
     )
     models: list[Model] = Field(min_length=1, max_length=MOST_MODELS, description="The models to serve")
 

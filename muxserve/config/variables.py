@@ -34,7 +34,7 @@ _PATHS = (
     ("gateway", "usage_file"),
     ("gateway", "tls", "cert"),
     ("gateway", "tls", "key"),
-    ("gateway", "responses", "file"),
+    ("gateway", "responses"),
     ("memory", "hibernate"),
 )
 

@@ -23,9 +23,8 @@ LOG = "CUDA_MPS_LOG_DIRECTORY"
 # torch has read the former since 2.9 and the latter always.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments"
-# A client's kernels wait for those of clients with a lower number; 0 is normal, 1 below that. There are no others.
+# Kernels of a client wait for those of clients with a lower number. All of ours have the same.
 PRIORITY = "CUDA_MPS_CLIENT_PRIORITY"
-_BELOW_NORMAL = "1"
 # Has vLLM sample with torch.
 SAMPLER_OFF = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 _DEEP_GEMM = "VLLM_USE_DEEP_GEMM"
@@ -128,8 +127,6 @@ def prepare(unit_spec: UnitSpec, model: str, phase: str, environ: MutableMapping
     environ.update(keeper_environment(unit_spec) if phase == "weights" else client_environment(unit_spec))
     if unit_spec.gpu.sm_sharing == "mps" and phase in SHARING:
         environ[PERCENTAGE] = str(percentage(share_of(unit_spec, model, phase)))
-    if unit_spec.gpu.decode_first and unit_spec.gpu.sm_sharing != "off" and phase == "prefill":
-        environ[PRIORITY] = _BELOW_NORMAL
 
 
 def refuse_cuda(after: str = "") -> None:

@@ -80,7 +80,6 @@ class GpuUnit:
     elsewhere: bool = False
     fallbacks: tuple[Fallback, ...] = ()
     full_graphs: bool | None = None
-    decode_first: bool = False
     flashinfer_sampler: bool | None = None
     green_sets: int = 1
     named: bool = True
@@ -104,7 +103,6 @@ class GpuUnit:
             nvls="nvls_off" not in self.fallbacks,
             full_graphs=self.full_graphs,
             restart_mps="restart_mps" in self.fallbacks,
-            decode_first=self.decode_first,
             flashinfer_sampler=self.flashinfer_sampler,
         )
 
@@ -358,8 +356,6 @@ class GpuUnit:
         }
         condition = ", if MPS works there" if self.elsewhere and self.sharing != "off" else ""
         words = [f"{gpus}: {how[self.sharing]}{condition}"]
-        if self.decode_first and self.sharing != "off":
-            words.append("kernels of prefill engines wait for those of decode engines (CUDA_MPS_CLIENT_PRIORITY)")
         if self.sharing != "off":
             each = ", ".join(f"{name} {s.prefill:.0%}/{s.decode:.0%}" for name, s in self.shares.items())
             words.append(f"SM shares of prefill/decode: {each}")

@@ -127,7 +127,6 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
         phases=how.name,
         stages=stages,
         elsewhere=fleet.cluster.launcher == "ray",
-        decode_first=fleet.cluster.decode_first,
         named=named != "auto" or how.dedicated,
         green_sets=1 if how.dedicated else max(1, share_steps("green_contexts", fleet.policy)),
     )

@@ -35,7 +35,6 @@ from muxserve.rolling.rules import RollingRules
 from muxserve.spec import (
     FleetSpec,
     GatewaySpec,
-    GrammarLimits,
     Keys,
     ModelSpec,
     PoolSpec,
@@ -107,15 +106,7 @@ def gateway_of(fleet: Fleet, host: str | None = None, port: int | None = None) -
         access_log=gateway.access_log,
         ui=gateway.ui,
         tls=TlsSpec(gateway.tls.cert, gateway.tls.key) if gateway.tls is not None else None,
-        responses=ResponsesSpec(kept.file, kept.max_size, kept.keep) if (kept := gateway.responses) else None,
-        grammars=GrammarLimits(
-            max_bytes=gateway.structured_output.max_bytes,
-            max_expansion=gateway.structured_output.max_expansion,
-            max_depth=gateway.structured_output.max_depth,
-            compile_seconds=gateway.structured_output.compile_timeout,
-            compile_bytes=gateway.structured_output.compile_memory,
-            workers=gateway.structured_output.workers,
-        ),
+        responses=ResponsesSpec(gateway.responses) if gateway.responses else None,
     )
 
 
@@ -360,9 +351,6 @@ def scaling_of(fleet: Fleet) -> dict[str, ScalingRules]:
         model.name: ScalingRules(
             minimum=r.min,
             maximum=r.max,
-            low=r.low,
-            high=r.high,
-            hold=r.hold,
             idle_seconds=r.idle,
             wake_limit=r.wake,
         )
@@ -373,16 +361,12 @@ def scaling_of(fleet: Fleet) -> dict[str, ScalingRules]:
 
 def migration_of(fleet: Fleet) -> MigrationRules | None:
     """By which running requests move; None: they stay where they are."""
-    given = fleet.migration
-    if given is None:
-        return None
-    return MigrationRules(given.source_below, given.destination_above, given.in_flight)
+    return None if fleet.migration is None else MigrationRules()
 
 
 def watchdog_of(fleet: Fleet) -> WatchdogRules | None:
     """When a silent process is suspect, and when it hangs; None: nobody looks."""
-    given = fleet.watchdog
-    return None if given is None else WatchdogRules(given.suspect, given.hung)
+    return WatchdogRules() if fleet.watchdog else None
 
 
 def levels_of(fleet: Fleet) -> tuple[Level, ...]:

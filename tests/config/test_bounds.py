@@ -35,7 +35,6 @@ def problems(text: str, serving: bool = True) -> list[str]:
         (f"{ONE}    replicas: 100000\n", "fleet.yaml:4: models[0].replicas: must be at most 1,024, not 100000"),
         (f"{ONE}    replicas: {HEX}\n", "models[0].replicas: must be at most 1,024, not a number of very many digits"),
         (f"{ONE}    replicas: {{max: 65}}\n", "models[0].replicas.max: 65 can be planned, but not served; a fleet has"),
-        (f"{ONE}    replicas: {{max: 4, low: {HEX}}}\n", "models[0].replicas.low: must be a number, not a number of"),
         (f"{ONE}    rate: {HEX}\n", "models[0].rate: must be a number, not a number of very many digits"),
         (f"{ONE}    max_len: 1\n", "models[0].max_len: must be a whole number of at least 2, or auto, not 1"),
         (f"{ONE}    max_num_seqs: 1000000000\n", "max_num_seqs: must be at most 65,536, or auto, not 1000000"),

@@ -164,7 +164,7 @@ def test_a_path_that_the_system_cannot_take(tmp_path: Path) -> None:
         ("gateway: {api_keys: 'file:fifo'}", "fifo has no key, or cannot be read"),
         ("tenants: {a: {keys: ['file:fifo']}}", "fifo has no key, or cannot be read"),
         ("gateway: {tls: {cert: fifo, key: fifo}}", "fifo is not there, or cannot be read"),
-        ("gateway: {responses: {file: fifo}}", "responses cannot be kept in"),
+        ("gateway: {responses: fifo}", "responses cannot be kept in"),
         ("gateway: {usage_file: fifo}\ntenants: {a: {keys: ['file:keys']}}", "what tenants used cannot be kept in"),
     ],
 )

@@ -58,7 +58,6 @@ def test_auto_takes_what_any_of_them_takes() -> None:
         ("phases: piplined", '4: models[0].phases: must be one of multiplexed, rolling, pipelined, auto, not \'piplined\'; did you mean "pipelined"?'),
         ("phases: rolling", "4: models[0].phases: `phases: rolling` needs slo.ttft_ms and slo.tpot_ms: prefill rolls on when the next would miss them"),
         ("phases: rolling\nslo: {ttft_ms: 5}", "5: models[0].slo: `phases: rolling` needs slo.tpot_ms: prefill rolls on when the next would miss them"),
-        ("phases: rolling\nslo: {ttft_ms: 5, tpot_ms: 1}\nreplicas: {max: 3, high: 2000}", "6: models[0].replicas.high: is a freeness; replicas of a rolling model follow the objectives that are met instead"),
         ("stages: 2", "4: models[0].stages: is for `phases: pipelined` or `phases: auto`, not for the default, `phases: multiplexed`"),
         ("batching: fixed\nphases: multiplexed", "4: models[0].batching: is for `phases: pipelined` or `phases: auto`, not for `phases: multiplexed`"),
         ("phases: pipelined\nrolling: {}", "5: models[0].rolling: is for `phases: rolling` or `phases: auto`, not for `phases: pipelined`"),

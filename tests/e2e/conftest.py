@@ -46,9 +46,7 @@ def reference(pytestconfig: pytest.Config) -> dict[str, Any]:
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """The quickstart fleet, started as a user starts it. Whoever kills or stops parts of it waits until it is whole
     again."""
-    watchdog = {"suspect": "1s", "hung": "8s"}
-    path = fleet_file(tmp_path_factory.mktemp("quickstart"), watchdog=watchdog)
-    with running(path) as deployed:
+    with running(fleet_file(tmp_path_factory.mktemp("quickstart"))) as deployed:
         yield deployed
 
 

@@ -22,9 +22,6 @@ FLEET = {
     "policy": "adbs",
     # 32 blocks of 64 tokens for each replica, and the null page.
     "kv_pool": {"size": "6272KiB"},
-    "migration": {"source_below": 16, "destination_above": 32},
-    # Long enough between the two to see what is suspected.
-    "watchdog": {"suspect": "2s", "hung": "10s"},
     "models": [
         {
             "name": MODEL,

@@ -71,22 +71,11 @@ class TestShares:
         prepare(unit_spec("off"), "one", "decode", environ)
         assert environ == {"HOME": "/"}
 
-    @pytest.mark.parametrize("sharing", ["mps", "green_contexts", "off"])
-    def test_prefill_is_below_decode_where_that_is_wanted_and_mps_serves(self, sharing: SmSharing) -> None:
-        wanted = unit_spec(sharing)
-        assert wanted.gpu is not None
-        wanted = msgspec.structs.replace(wanted, gpu=msgspec.structs.replace(wanted.gpu, decode_first=True))
-        for of, phase in (
-            (of, phase) for of in (wanted, unit_spec(sharing)) for phase in ("prefill", "decode", "both")
-        ):
-            environ = {PRIORITY: "7"}
-            prepare(of, "one", phase, environ)
-            below = of is wanted and phase == "prefill" and sharing != "off"
-            assert environ.get(PRIORITY) == ("1" if below else None)
-        for phase in ("weights", ""):
-            environ = {}
-            prepare(wanted, "one", phase, environ)
-            assert PRIORITY not in environ
+    @pytest.mark.parametrize("phase", ["prefill", "decode", "both", "weights", ""])
+    def test_a_priority_from_outside_is_removed(self, phase: str) -> None:
+        environ = {PRIORITY: "7"}
+        prepare(unit_spec("mps"), "one", phase, environ)
+        assert PRIORITY not in environ
 
     def test_nothing_changes_on_a_cpu(self) -> None:
         environ = {PERCENTAGE: "3"}

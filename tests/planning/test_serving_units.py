@@ -21,6 +21,7 @@ from muxserve.planning.gpus import pretended_gpus
 from muxserve.planning.plan_file import save_plan
 from muxserve.planning.specs import fleet_spec_of, planned_unit
 from muxserve.planning.unit_plan import ResolvedUnit, possible_units, units_at_start
+from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.scheduling.quotas import demand_weight
 from muxserve.spec import FleetSpec, GpuSpec, SimulatedSpec, UnitSpec
@@ -141,15 +142,14 @@ def test_the_fleet_that_the_processes_are_told() -> None:
 kv_pool: {size: 64MiB}
 gateway: {port: 9000, count: 2, api_keys: [{key: a, priority: gold}, b]}
 priorities: {gold: {rank: 5, target_load: 500}, normal: {rank: 0}}
-migration: {bandwidth: 1MiB, source_below: 10, destination_above: 20, in_flight: 3}"""
-    declared = fleet("2", "{max: 3, hold: 1m, idle: 2m, wake: 3m}", head=head)
+migration: {bandwidth: 1MiB}"""
+    declared = fleet("2", "{max: 3, idle: 2m, wake: 3m}", head=head)
     plans = plan(declared)
     told = fleet_spec_of(declared, [planned_unit(each, "/run", port=9001) for each in plans], "/run", port=9001)
     assert (told.gateway.port, told.gateway.count, told.gateway.api_keys) == (9001, 2, ["a", "b"])
     assert told.key_levels == {"a": "gold"}
-    assert told.scaling == {"atlas": ScalingRules(1, 3, hold=60.0, idle_seconds=120.0, wake_limit=180.0)}
-    assert told.migration is not None
-    assert (told.migration.source_below, told.migration.in_flight) == (10.0, 3)
+    assert told.scaling == {"atlas": ScalingRules(1, 3, idle_seconds=120.0, wake_limit=180.0)}
+    assert told.migration == MigrationRules()
     assert [(level.name, level.rank, level.target_load) for level in told.levels] == [
         ("gold", 5, 500),
         ("normal", 0, None),
@@ -395,18 +395,10 @@ def test_green_contexts_are_for_one_rank_and_with_slack_for_each_lease() -> None
     assert (leased.sharing, leased.rules.graph_sets) == ("green_contexts", SHARE_STEPS)
     assert "others with each lease" in leased.describe()[0]
     assert "others with each lease" not in fixed.describe()[0]
-    assert not fixed.deployed.decode_first
     # Graphs are captured for each size of share.
     need = leased.needs[0]
     more = (SHARE_STEPS - 1) * leased.rules.engines * need.graph_bytes
     assert need.engines(leased.rules) - need.engines(fixed.rules) == more
-
-
-def test_decode_first_reaches_the_unit() -> None:
-    (made,) = plan(fleet("1", head="cluster: {gpus: 1, launcher: ray, decode_first: true}"), None, MACHINE, H200)
-    assert made.gpu is not None
-    assert made.gpu.deployed.decode_first
-    assert any("CUDA_MPS_CLIENT_PRIORITY" in line for line in made.gpu.describe())
 
 
 def test_later_units_on_ray_are_counted() -> None:

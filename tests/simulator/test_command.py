@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from typer.testing import CliRunner, Result
 
 from muxserve.cli.app import app
 from muxserve.cli.simulate_places import Places
-from muxserve.planning import window
+from muxserve.planning import specs, window
 from muxserve.planning.plan_file import save_plan
+from muxserve.replicas.migration import MigrationRules
+from muxserve.replicas.scaling import ScalingRules
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,16 +170,17 @@ def test_requests_that_cannot_be_served_fail_the_command(fleet: Path, planned: P
 
 REPLICAS = """
 cluster: { gpus: 3, gpu_type: A10 }
-migration: { source_below: 200, destination_above: 400 }
 models:
   - name: chat
     architecture: llama-2-7b
     rate: 0.2
-    replicas: { min: 1, max: 3, low: 400, high: 2000, hold: 1s }
+    replicas: { min: 1, max: 3 }
 """
 
 
-def test_replicas_come_under_load_and_requests_move(tmp_path: Path) -> None:
+def test_replicas_come_under_load_and_requests_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(specs, "ScalingRules", partial(ScalingRules, low=400, high=2000, hold=1.0))
+    monkeypatch.setattr(specs, "MigrationRules", partial(MigrationRules, 200, 400))
     file = tmp_path / "fleet.yaml"
     file.write_text(REPLICAS)
     load = ("--workload", "poisson:rate=4,duration=40,seed=1,max_prompt=400,max_output=400")

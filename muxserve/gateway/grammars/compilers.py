@@ -221,8 +221,8 @@ class GrammarCompilers:
     def _words(self, compiled: CompileResult) -> str:
         if compiled.outcome == "slow":
             return (
-                f"compiling the grammar takes more than {self.limits.compile_seconds:g} s of CPU time "
-                "(gateway.structured_output.compile_timeout); try a simpler one"
+                f"compiling the grammar takes more than {self.limits.compile_seconds:g} s of CPU time; "
+                "try a simpler one"
             )
         return f"the structured output cannot be used: {compiled.reason}"
 

@@ -57,19 +57,16 @@ def refusal(structured: Mapping[str, Any], limits: GrammarLimits) -> str | None:
             continue
         size = measure(kind, spec, limits)
         if size.bytes > limits.max_bytes:
-            return (
-                f"the {_name(kind)} has {size.bytes} bytes; this server takes at most {limits.max_bytes} "
-                "(gateway.structured_output.max_bytes)"
-            )
+            return f"the {_name(kind)} has {size.bytes} bytes; this server takes at most {limits.max_bytes}"
         if size.depth > limits.max_depth:
             return (
                 f"the {_name(kind)} is nested too deeply: {size.depth} levels; this server takes at most "
-                f"{limits.max_depth} (gateway.structured_output.max_depth)"
+                f"{limits.max_depth}"
             )
         if size.elements > limits.max_expansion:
             return (
                 f"the {_name(kind)} expands to {_shown(size.elements)} elements with all its repetitions written out; "
-                f"this server takes at most {limits.max_expansion} (gateway.structured_output.max_expansion)"
+                f"this server takes at most {limits.max_expansion}"
             )
     return None
 

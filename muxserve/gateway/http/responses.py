@@ -131,7 +131,7 @@ class ResponseStore:
         """
         size = len(made.response.encode()) + len(made.messages.encode())
         if size > self._spec.max_bytes:
-            log.warning("response %s has %d bytes, more than may be kept (gateway.responses.max_size)", name, size)
+            log.warning("response %s has %d bytes, more than may be kept", name, size)
             return
         row = (owner, name, made.model, made.format, made.gateway, made.status, self._clock(), size)
         try:
