@@ -39,10 +39,10 @@ from placement.cluster import Cluster, Node, PlacedUnit, Placement
 ROOT = Path(__file__).resolve().parent.parent
 ALONE_ON = {"7b": 1, "8b": 1, "13b": 1, "30b": 2, "65b": 4, "70b": 4}
 MODES = {
-    **{name.replace("-", "_"): mode_of(name) for name in ("slack", "adbs", "round-robin", "fcfs")},
+    **{name.replace("-", "_"): mode_of(name) for name in ("slack", "adbs", "free", "fcfs")},
     "unmanaged": Mode("unmanaged", "every job on all of the compute", policy="adbs", managed=False),
 }
-POLICIES = ("slack", "adbs", "round_robin", "fcfs")
+POLICIES = ("slack", "adbs", "free", "fcfs")
 SLO_SCALES = (2.0, 4.0, 8.0)
 LONGEST = 4096
 Row = dict[str, float]

@@ -155,7 +155,7 @@ def test_another_fleet_starts_another_pod(helm: Helm) -> None:
         return str(found["spec"]["template"]["metadata"]["annotations"]["checksum/fleet"])
 
     assert checksum() == checksum()
-    assert checksum() != checksum(fleet={"policy": "round_robin"})
+    assert checksum() != checksum(fleet={"policy": "free"})
 
 
 def test_the_chart_has_a_fleet_that_is_one() -> None:

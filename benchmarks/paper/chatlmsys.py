@@ -77,7 +77,7 @@ class OldestFirst(Policy):
         _, prefills, model = min(jobs, key=lambda job: (not job[1], job[0], job[2].index))
         if prefills:
             return [self._prefill_job(ledger, model, share=WHOLE)]
-        return [self._decode_grant(model, contended=len(jobs) > 1, share=WHOLE)]
+        return [self._decode_job(ledger, model, contended=len(jobs) > 1, share=WHOLE)]
 
     @staticmethod
     def _jobs(ledger: UnitLedger, model: ModelState, now: float) -> list[tuple[float, bool, ModelState]]:

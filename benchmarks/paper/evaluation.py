@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import round_robin  # noqa: F401 - adds the mode
 from report import machine, write_report
 from scenarios import Scenario, authors_spatial, by_hand, costs, figures, place, run, synthetic
 

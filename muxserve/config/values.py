@@ -105,7 +105,7 @@ def parse_speed(value: object) -> float:
 AUTO: Literal["auto"] = "auto"
 NONE: Literal["none"] = "none"
 Auto = Literal["auto"]
-PolicyName = Literal["adbs", "slack", "fcfs", "round_robin"]
+PolicyName = Literal["adbs", "slack", "free", "fcfs"]
 SmSharingName = Literal["auto", "mps", "green_contexts"]
 GPU_UUID_PATTERN = r"^GPU-[0-9a-fA-F-]{36}$"
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"

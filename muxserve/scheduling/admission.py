@@ -1,8 +1,9 @@
-"""Which waiting requests a prefill engine may take now.
+"""Which waiting requests an engine that prefills may take now, and which engines have a job.
 
 A request is admitted when the blocks of its prompt and of its first token fit into its model's quota and into the pool.
 Blocks that earlier admissions still have to take, and one block of growth per running sequence, are set aside first. A
-head of the queue that does not fit waits, and nobody overtakes it: smaller requests would starve it.
+head of the queue that does not fit waits, and nobody overtakes it: smaller requests would starve it. Several models may
+admit in one decision: their quotas are parts of the pool, so that none takes another's pages.
 """
 
 from __future__ import annotations
@@ -27,23 +28,21 @@ def admissible(
     ledger: UnitLedger,
     model: ModelState,
     limit: int | None = None,
-    reserved: int = 0,
     ahead: bool = False,
-    waiting: int = 0,
+    most: int = 0,
 ) -> Admission | None:
     """What `model` may admit, up to `limit` pages if that is less than its quota; None when nothing.
 
     Bounded by the tokens of one step (a longer prompt goes alone, in several steps), `ahead` of a running job by those
-    of one more step, or with `waiting` by as many prompt tokens in the engine; and by the seats of the engine that
-    decodes. `reserved` pages of the pool are spoken for by others in the same decision. A request is admitted whatever
-    the headroom if its model holds nothing else.
+    of one more step, or by `most` prompt tokens in the engine; and by the seats of the engine that decodes. A request
+    is admitted whatever the headroom if its model holds nothing else.
     """
-    tokens_left = (waiting or model.batch_tokens * (2 if ahead else 1)) - model.outstanding
+    tokens_left = (most or model.batch_tokens * (2 if ahead else 1)) - model.outstanding
     if tokens_left <= 0 or not model.queue or not ledger.memory_up:
         return None
     seated = model.in_engines
-    blocks_left = room(model, seated, limit, reserved)
-    if not _fits(model, seated, blocks_left, reserved):
+    blocks_left = room(model, seated, limit)
+    if not _fits(model, seated, blocks_left):
         return None
     chosen: list[str] = []
     tokens = 0
@@ -59,23 +58,29 @@ def admissible(
     return Admission(tuple(chosen), tokens)
 
 
-def head_fits(ledger: UnitLedger, model: ModelState, limit: int | None = None, reserved: int = 0) -> bool:
+def entering(ledger: UnitLedger, model: ModelState, limit: int | None = None) -> Admission | None:
+    """What may enter the engine of both phases of `model`, beside its sequences: prompts that its steps will take soon,
+    as many as `ModelProfile.waiting_tokens` says."""
+    return admissible(ledger, model, limit, ahead=True, most=model.profile.waiting_tokens)
+
+
+def head_fits(ledger: UnitLedger, model: ModelState, limit: int | None = None) -> bool:
     """Whether somebody waits for `model` whose oldest request could be admitted, tokens of a step apart."""
     if not model.queue or not ledger.memory_up:
         return False
     seated = model.in_engines
-    return _fits(model, seated, room(model, seated, limit, reserved), reserved)
+    return _fits(model, seated, room(model, seated, limit))
 
 
-def _fits(model: ModelState, seated: int, blocks_left: int, reserved: int) -> bool:
+def _fits(model: ModelState, seated: int, blocks_left: int) -> bool:
     """Whether the oldest request finds a seat and its blocks."""
     if seated >= model.max_seqs or not model.up:
         return False
     blocks = model.queue.head().blocks
-    return blocks <= blocks_left or (not seated and _fits_alone(blocks, model, reserved))
+    return blocks <= blocks_left or (not seated and _fits_alone(blocks, model))
 
 
-def room(model: ModelState, seated: int, limit: int | None = None, reserved: int = 0) -> int:
+def room(model: ModelState, seated: int, limit: int | None = None) -> int:
     """Blocks for new requests, beside those promised and one for each of the `seated` sequences to grow into; no limit
     where a block has no pages."""
     if not model.pages_per_block:
@@ -83,27 +88,36 @@ def room(model: ModelState, seated: int, limit: int | None = None, reserved: int
     pool = model.pool
     quota = model.quota if limit is None or limit > model.quota else limit
     in_quota = quota - model.used - model.promised
-    in_pool = pool.available - pool.promised - reserved
+    in_pool = pool.available - pool.promised
     return (in_quota if in_quota < in_pool else in_pool) // model.pages_per_block - seated
 
 
-def _fits_alone(blocks: int, model: ModelState, reserved: int) -> bool:
+def _fits_alone(blocks: int, model: ModelState) -> bool:
     """An otherwise empty model may use its whole quota, whatever a policy would rather leave to others."""
     pages = blocks * model.pages_per_block
-    return pages <= model.quota and pages <= model.pool.available - model.pool.promised - reserved
+    return pages <= model.quota and pages <= model.pool.available - model.pool.promised
 
 
-def wants_prefill(
-    ledger: UnitLedger, model: ModelState, now: float, limit: int | None = None, reserved: int = 0
-) -> bool:
+def wants_prefill(ledger: UnitLedger, model: ModelState, now: float, limit: int | None = None) -> bool:
     """Whether `model` has a prefill job for its prefill engine to run now: an unfinished one, or a request that may be
-    admitted."""
+    admitted. An engine of both phases has none."""
     engine = model.prefill
-    if engine.lease is not None or not engine.takes_work:
+    if model.both or engine.lease is not None or not engine.takes_work:
         return False
     if engine.inside:
         return engine.retry_at <= now
-    return head_fits(ledger, model, limit, reserved)
+    return head_fits(ledger, model, limit)
+
+
+def wants_decode(ledger: UnitLedger, model: ModelState, now: float, limit: int | None = None) -> bool:
+    """Whether `model` has a job for the engine that decodes to run now: what is in it or was handed over, and for an
+    engine of both phases a prompt that may be admitted."""
+    engine = model.decode
+    if engine.lease is not None or not engine.takes_work:
+        return False
+    if engine.inside or engine.incoming:
+        return engine.retry_at <= now
+    return model.both and head_fits(ledger, model, limit)
 
 
 def prefill_steps(model: ModelState, tokens: int) -> int:

@@ -9,7 +9,7 @@ pages for good: it gets a whole lease before the prefill is tried once more.
 
 from __future__ import annotations
 
-from muxserve.scheduling.admission import admissible, wants_prefill
+from muxserve.scheduling.admission import wants_decode, wants_prefill
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.quanta import Quanta
@@ -48,7 +48,7 @@ class Fcfs(Policy):
         self._prefilled = not decodes_first and wants_prefill(ledger, current, now)
         if self._prefilled:
             return [self._prefill_job(ledger, current, share=WHOLE)]
-        return [self._decode_grant(current, contended=bool(others), share=WHOLE)]
+        return [self._decode_job(ledger, current, contended=bool(others), share=WHOLE)]
 
     def _others(self, ledger: UnitLedger, now: float) -> list[ModelState]:
         """Models with work that do not have the unit."""
@@ -56,7 +56,7 @@ class Fcfs(Policy):
 
     @staticmethod
     def _has_work(ledger: UnitLedger, model: ModelState, now: float) -> bool:
-        return model.decode.ready(now) or wants_prefill(ledger, model, now)
+        return wants_decode(ledger, model, now) or wants_prefill(ledger, model, now)
 
     @staticmethod
     def _short(model: ModelState) -> bool:
@@ -72,22 +72,21 @@ class Fcfs(Policy):
         model = self._current
         if model is None:
             return None
-        if model.prefill.lease is not None:
-            admission = None if over or not model.queue else admissible(ledger, model, ahead=True)
-            return None if admission is None else self._prefill_grant(model, admission, WHOLE)
         if model.decode.lease is None:
-            return None
+            prefills = model.prefill.lease is not None and not over
+            return self._prefill_goes_on(ledger, model, WHOLE) if prefills else None
         prefills = wants_prefill(ledger, model, now)
         if over or (prefills and not self._short(model)):
             return self._recall(model)
         if prefills:
             return None
-        return self._renewal(model, now, contended=False) if not contended else self._turn_goes_on(model, now)
+        return self._turn_goes_on(ledger, model, now) if contended else self._renewal(ledger, model, now, contended)
 
-    def _turn_goes_on(self, model: ModelState, now: float) -> Grant | None:
+    def _turn_goes_on(self, ledger: UnitLedger, model: ModelState, now: float) -> Grant | None:
         """Within its slice a model keeps running although others wait, on short leases."""
         lease = model.decode.lease
         assert lease is not None
-        if lease.renewable and (model.handed or (model.decode.inside and lease.due(now))):
-            return self._decode_grant(model, contended=True, share=WHOLE)
+        prompts = self._entering(ledger, model)
+        if lease.renewable and (model.handed or prompts or (model.decode.inside and lease.due(now))):
+            return self._decode_grant(model, contended=True, share=WHOLE, prompts=prompts)
         return None

@@ -90,8 +90,11 @@ class UnitLedger:
         """
         live = self._enter(request)
         self._note(live, Event.CAME)
-        live.model.queue.add(live)
-        live.model.tally.arrived += 1
+        model = live.model
+        model.queue.add(live)
+        model.tally.arrived += 1
+        if model.both:
+            self._settle(model.decode, now)
         return live
 
     def taken_over(self, request: QueuedRequest, now: float) -> LiveRequest:
@@ -282,6 +285,8 @@ class UnitLedger:
             self._settle(model.decode, now, idle)
         elif place is QUEUED:
             model.queue.remove(live)
+            if model.both:
+                self._settle(model.decode, now)
         elif place is PREFILLING:
             del model.prefilling[request_id]
             if computed:
@@ -504,15 +509,11 @@ class UnitLedger:
                 lease, prefills = engine.lease, engine.prefills
                 if not (engine.retry_at or (prefills is not None and prefills.retry_at)) or not engine.takes_work:
                     continue
-                if prefills is None:
-                    work = bool(engine.inside or engine.incoming)
-                else:
-                    work = bool(model.decoding or model.handed)
-                    free = lease is None or lease.phase is DECODE
-                    if prefills.retry_at and model.prefilling and free:
-                        due = min(due, prefills.retry_at)
-                if lease is None and engine.retry_at and work:
+                if lease is None and engine.retry_at and (engine.inside or engine.incoming):
                     due = min(due, engine.retry_at)
+                decodes = lease is None or lease.phase is DECODE
+                if prefills is not None and prefills.retry_at and model.prefilling and decodes:
+                    due = min(due, prefills.retry_at)
         return due
 
     def _end_lease(self, engine: EngineState) -> None:
@@ -524,7 +525,7 @@ class UnitLedger:
         """Keep the waiting time in line with the engine's work; an `idle` engine without requests loses its lease."""
         if idle and not engine.inside:
             self._end_lease(engine)
-        if engine.up and engine.lease is None and (engine.inside or engine.incoming):
+        if engine.up and engine.lease is None and (engine.inside or engine.incoming or engine.queue):
             if engine.wait_since is None:
                 engine.wait_since = now
         else:

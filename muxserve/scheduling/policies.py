@@ -6,16 +6,13 @@ from typing import Final
 
 from muxserve.scheduling.adbs import Adbs
 from muxserve.scheduling.fcfs import Fcfs
-from muxserve.scheduling.pipelined import Pipelined
+from muxserve.scheduling.free import Free
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.rolling import Rolling
-from muxserve.scheduling.round_robin import RoundRobin
 from muxserve.scheduling.slack import Slack, SlackConfig
 from muxserve.scheduling.types import WHOLE
 
-POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Adbs, Slack, Fcfs, RoundRobin, Rolling, Pipelined)
-}
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Adbs, Slack, Free, Fcfs, Rolling)}
 
 # Best or within 1 % in all scenarios where engines can change their share, and as good as `adbs` where they cannot
 # (benchmarks/policies.py).

@@ -32,9 +32,12 @@ class Quanta:
     prefill_seconds: float = 10.0
     slack: float = 4.0
 
-    def decode(self, step_seconds: float, contended: bool) -> Length:
-        """Length of a decode lease; `step_seconds` is the engine's usual step, 0 when not known."""
+    def decode(self, step_seconds: float, contended: bool, depth: int = 1) -> Length:
+        """Length of a decode lease; `step_seconds` is the engine's usual step, 0 when not known. With `depth`
+        micro-batches under way more are still to begin when half of the steps are left."""
         steps = self.decode_steps(step_seconds, contended)
+        if depth > 1:
+            steps = max(steps, self.least_open_steps * depth)
         quantum = self.contended_seconds if contended else self.open_seconds
         seconds = steps * step_seconds
         return Length(steps, self.slack * (seconds if seconds > quantum else quantum))

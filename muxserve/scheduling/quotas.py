@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.state import ModelState, PoolState
 from muxserve.scheduling.types import ModelProfile, QuotaChange
 
@@ -215,3 +217,121 @@ class QuotaAdapter:
             return 0
         needed = (model.queue.head().blocks + model.in_engines) * model.pages_per_block
         return max(0, model.used + model.promised + needed - model.quota)
+
+
+class Quotas(Protocol):
+    """Which quotas a policy sets. Those of a pool sum to at most its pages."""
+
+    due: float
+    """When to rebalance even if nothing happens; infinity for never."""
+
+    def rebalance(self, ledger: UnitLedger, now: float) -> list[QuotaChange]:
+        """Quotas to change now, all at once. Cheap when nothing is due."""
+        ...
+
+    def limit(self, model: ModelState) -> int:
+        """Pages up to which `model` admits requests now; less than its quota while that is being lowered."""
+        ...
+
+    def capacity(self, model: ModelState) -> int:
+        """Most pages that `model` can ever be given."""
+        ...
+
+
+class FixedQuotas:
+    """Every model keeps the quota that it was planned with; those of retired models are lent."""
+
+    due = float("inf")
+
+    def __init__(self) -> None:
+        self._lend_at = 0.0
+
+    def rebalance(self, ledger: UnitLedger, now: float) -> list[QuotaChange]:
+        """See `Quotas`."""
+        if now < self._lend_at or not ledger.memory_up:
+            return []
+        if all(model.quota == model.profile.quota_pages and not model.retired for model in ledger.models):
+            return []
+        changes = [change for pool in ledger.pools.values() for change in lend(pool)]
+        if changes:
+            self._lend_at = now + LEND_SECONDS
+        return changes
+
+    def limit(self, model: ModelState) -> int:
+        """See `Quotas`."""
+        return model.quota
+
+    def capacity(self, model: ModelState) -> int:
+        """See `Quotas`. What is lent does not count, since its owner will have it back; the model's floor does."""
+        return max(model.profile.floor_pages, min(model.quota, model.profile.quota_pages))
+
+
+class AdaptiveQuotas:
+    """Quotas follow the load, at most every `QuotaConfig.period` seconds."""
+
+    def __init__(self, config: QuotaConfig | None = None) -> None:
+        self._config = config or QuotaConfig()
+        self._adapters: list[QuotaAdapter] = []
+        # By index of the model; empty until the first move.
+        self._limits: list[int] = []
+        self.due = 0.0
+
+    def rebalance(self, ledger: UnitLedger, now: float) -> list[QuotaChange]:
+        """See `Quotas`."""
+        if now < self.due or not ledger.memory_up:
+            return []
+        self.due = now + self._config.period
+        pools = [pool for pool in ledger.pools.values() if pool.models]
+        if not self._adapters:
+            self._adapters = [QuotaAdapter(pool, self._config) for pool in pools]
+        if all(adapter.settled for adapter in self._adapters):
+            return []
+        changes = [change for adapter in self._adapters for change in adapter.adapt()]
+        changed = {change.model: change.pages for change in changes}
+        self._limits = [0] * len(ledger.models)
+        for pool, adapter in zip(pools, self._adapters, strict=True):
+            for model, target in zip(pool.models, adapter.targets, strict=True):
+                self._limits[model.index] = min(target, changed.get(model.name, model.quota))
+        return changes
+
+    def limit(self, model: ModelState) -> int:
+        """See `Quotas`."""
+        return min(model.quota, self._limits[model.index]) if self._limits else model.quota
+
+    def capacity(self, model: ModelState) -> int:
+        """See `Quotas`. The pool, without the other models' floors."""
+        others = sum(m.profile.floor_pages for m in model.pool.models if m is not model and not m.retired)
+        return max(model.quota, model.profile.floor_pages, model.pool.profile.pages - others)
+
+
+# Between two changes of fixed quotas: what was lent comes back page by page.
+LEND_SECONDS = 0.1
+
+
+def lend(pool: PoolState) -> list[QuotaChange]:
+    """The changes that bring the pool's quotas towards where they belong; nothing when they are there.
+
+    That is each model's own quota and, in proportion to it, what retired models have no use for; its floor at least.
+    What was lent comes back as soon as its borrowers do not hold it any more: no quota is lowered under what its model
+    holds and needs to grow, so that nobody is preempted for it.
+    """
+    serving = [model for model in pool.models if not model.retired]
+    whole = sum(model.profile.quota_pages for model in pool.models)
+    claims = [Claim(max(1, model.profile.quota_pages), model.profile.floor_pages) for model in serving]
+    if len(serving) == len(pool.models):
+        targets = {model.name: model.profile.quota_pages for model in serving}
+    else:
+        shares = max_min(whole, with_fitting_floors(whole, claims))
+        targets = {model.name: pages for model, pages in zip(serving, shares, strict=True)}
+    if all(model.quota == targets.get(model.name, 0) for model in pool.models):
+        return []
+    quotas: dict[str, int] = {}
+    for model in pool.models:
+        held = model.used + model.promised + model.in_engines * model.pages_per_block
+        quotas[model.name] = min(model.quota, max(targets.get(model.name, 0), held))
+    slack = pool.profile.pages - sum(quotas.values())
+    for model in sorted(serving, key=lambda model: quotas[model.name] / max(1, targets[model.name])):
+        raised = max(0, min(targets[model.name] - quotas[model.name], slack))
+        quotas[model.name] += raised
+        slack -= raised
+    return [QuotaChange(model.name, quotas[model.name]) for model in pool.models if quotas[model.name] != model.quota]

@@ -9,18 +9,17 @@ their blocks. How much may come before decoding must go on is not decided here b
 
 from __future__ import annotations
 
-from muxserve.scheduling.admission import admissible, head_fits
+from muxserve.scheduling.admission import head_fits
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.state import ModelState
-from muxserve.scheduling.types import PREFILL, Grant
+from muxserve.scheduling.types import DECODE, PREFILL, Grant
 
 
 class Rolling(Policy):
     """For one model with an engine of both phases, which does one of them at a time."""
 
     name = "rolling"
-    both = True
 
     def decide(self, ledger: UnitLedger, now: float) -> list[Grant]:
         grants = (self._next(ledger, model, now) for model in ledger.models if model.decode.takes_work)
@@ -30,15 +29,18 @@ class Rolling(Policy):
         engine = model.decode
         decodes = bool(model.decoding or model.handed)
         if engine.lease is not None and engine.lease.phase is PREFILL:
-            admission = admissible(ledger, model, ahead=True) if model.queue else None
-            if admission is not None:
-                return self._prefill_grant(model, admission)
-            return None if model.prefilling or not decodes else self._decode_grant(model, contended=False)
+            grant = self._prefill_goes_on(ledger, model)
+            return grant or (None if model.prefilling or not decodes else self._decode(model))
         if self._prompts(ledger, model, now):
             return self._prefill_job(ledger, model)
         if engine.lease is not None:
-            return self._renewal(model, now, contended=False) if decodes else None
-        return self._decode_grant(model, contended=False) if decodes and engine.retry_at <= now else None
+            goes_on = bool(model.handed) or (bool(engine.inside) and engine.lease.due(now))
+        else:
+            goes_on = engine.retry_at <= now
+        return self._decode(model) if decodes and goes_on else None
+
+    def _decode(self, model: ModelState) -> Grant:
+        return self._decode_grant(model, contended=False)._replace(phase=DECODE)
 
     @staticmethod
     def _prompts(ledger: UnitLedger, model: ModelState, now: float) -> bool:

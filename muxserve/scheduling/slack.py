@@ -25,15 +25,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from muxserve.scheduling.adbs import Adbs, AdbsConfig
-from muxserve.scheduling.admission import admissible, head_fits, room, wants_prefill
+from muxserve.scheduling.admission import admissible, head_fits, room, wants_decode
 from muxserve.scheduling.leases import LeaseState
 from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.policy import Policy, overdue
+from muxserve.scheduling.prefill_order import PrefillOrder
+from muxserve.scheduling.quotas import AdaptiveQuotas, Quotas
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import WHOLE, Grant
 
 # Shares are whole hundredths of the unit: MPS takes percent, and sets of SMs are coarser still.
 GRAIN = WHOLE // 100
-_NEVER = float("inf")
 
 
 @dataclass(slots=True)
@@ -58,46 +60,44 @@ class Division(NamedTuple):
     decode: dict[int, int]
 
 
-class Slack(Adbs):
-    """One object serves one unit."""
+class Slack(Policy):
+    """One object serves one unit. Where engines cannot change their share, it lets `Adbs` decide, with prefill jobs in
+    an order of its own."""
 
     name = "slack"
 
     def __init__(self, config: SlackConfig | None = None) -> None:
         self._rules = config or SlackConfig()
-        super().__init__(self._rules)
-        # By model: since when a prefill has been held back.
-        self._held: dict[int, float] = {}
-
-    # ------------------------------------------------------------ jobs
+        super().__init__(self._rules.quanta, AdaptiveQuotas(self._rules.quotas))
+        self._small = SmallPrefills(self._rules, self.quotas)
+        self._order = PrefillOrder(self.quotas, self._small)
+        self._planned = Adbs(self._rules, self.quotas, self._order)
+        # By index of the model: when a lease that was waited for long was granted, which is not recalled.
+        self._firm: dict[int, float] = {}
 
     def decide(self, ledger: UnitLedger, now: float) -> list[Grant]:
         if not _elastic(ledger):
-            return super().decide(ledger, now)
-        models = ledger.models
-        if len(self._limits) != len(models):
-            self._limits = [WHOLE * WHOLE] * len(models)
+            return self._planned.decide(ledger, now)
         prefilling: ModelState | None = None
         leased: list[ModelState] = []
         ready: list[ModelState] = []
-        for model in models:
-            if prefilling is None and model.prefill.lease is not None:
+        for model in ledger.models:
+            if prefilling is None and model.prefill.lease is not None and not model.both:
                 prefilling = model
             if model.decode.lease is not None:
                 leased.append(model)
-            elif model.decode.ready(now):
+            elif wants_decode(ledger, model, now, self.limit(model)):
                 ready.append(model)
-        candidate = self._candidate(ledger, now, prefilling)
+        candidate = self._order.next(ledger, now, prefilling)
         starting = candidate if prefilling is None else None
         if len(ready) > 1:
             # Whose next token is due first.
             ready.sort(key=lambda m: (m.decode.wait_since or 0.0, m.index))
-        overdue = self._overdue(ready, now) if ready else []
-        # A lease that was waited for that long is not recalled.
-        first = overdue
+        waited = overdue(ready, now - self._rules.patience - len(ready) * self.quanta.contended_seconds)
+        first = waited
         if self._firm:
             first = [m for m in leased if m.decode.lease and self._firm.get(m.index) == m.decode.lease.granted_at]
-            first += overdue
+            first += waited
         order = leased + ready
         if first:
             order = first + [model for model in order if model not in first]
@@ -111,10 +111,8 @@ class Slack(Adbs):
         grants: list[Grant] = []
         if starting is not None:
             if division.prefill <= free:
-                limit = self._limits[starting.index]
-                grants.append(self._prefill_job(ledger, starting, limit, share=division.prefill))
-                self._next_prefill = (starting.index + 1) % len(models)
-                self._held.pop(starting.index, None)
+                grants.append(self._prefill_job(ledger, starting, division.prefill))
+                self._order.started(ledger, starting)
             # If not, what others give up is its.
             free -= division.prefill
         for model in ready:
@@ -122,26 +120,29 @@ class Slack(Adbs):
             if share is None:
                 continue
             if share <= free:
-                grants.append(self._decode_grant(model, contended, share))
-                if model in overdue:
+                grants.append(self._decode_job(ledger, model, contended, share))
+                if model in waited:
                     self._firm[model.index] = now
             free -= share
         if prefilling is not None and prefilling.prefill.lease is not None:
-            share = _towards(division.prefill, prefilling.prefill.lease, free)
-            free -= max(0, share - prefilling.prefill.lease.held)
-            admission = None
-            if candidate is None and prefilling.queue:
-                admission = admissible(ledger, prefilling, self._limits[prefilling.index], ahead=True)
-            if admission is not None or share != prefilling.prefill.lease.share:
-                grants.append(self._prefill_grant(prefilling, admission, share))
+            lease = prefilling.prefill.lease
+            share = _towards(division.prefill, lease, free)
+            free -= max(0, share - lease.held)
+            grant = self._prefill_goes_on(ledger, prefilling, share) if candidate is None else None
+            if grant is None and share != lease.share:
+                grant = self._prefill_grant(prefilling, None, share)
+            if grant is not None:
+                grants.append(grant)
         for model in leased:
-            grant = self._goes_on(model, division.decode.get(model.index), contended, free, now)
+            grant = self._goes_on(ledger, model, division.decode.get(model.index), contended, free, now)
             if grant is not None:
                 grants.append(grant)
                 free -= max(0, grant.share - model.decode.lease.held) if model.decode.lease is not None else 0
         return grants
 
-    def _goes_on(self, model: ModelState, target: int | None, contended: bool, free: int, now: float) -> Grant | None:
+    def _goes_on(
+        self, ledger: UnitLedger, model: ModelState, target: int | None, contended: bool, free: int, now: float
+    ) -> Grant | None:
         """What a running decode lease needs, to have the share `target` (None: to stop)."""
         lease = model.decode.lease
         assert lease is not None
@@ -151,12 +152,14 @@ class Slack(Adbs):
             return None
         share = _towards(target, lease, free)
         if share == lease.share:
-            return self._renewal(model, now, contended) or (self._shortened(model) if contended else None)
+            renewal = self._renewal(ledger, model, now, contended)
+            return renewal or (self._shortened(model) if contended else None)
         if not contended:
-            return self._decode_grant(model, contended=False, share=share)
+            return self._decode_job(ledger, model, contended=False, share=share)
         # With another share a lease is no longer.
         steps = min(lease.left, self.quanta.decode_steps(model.decode.step_seconds, contended=True))
-        grant = self._decode_grant(model, contended=True, share=share, steps=max(1, steps))
+        prompts = self._entering(ledger, model)
+        grant = self._decode_grant(model, contended=True, share=share, steps=max(1, steps), prompts=prompts)
         return grant._replace(seconds=max(min(grant.seconds, lease.deadline - now), 0.001))
 
     def _divide(
@@ -219,51 +222,57 @@ class Slack(Adbs):
         """Prompts that are in prefill engines, or could be, are so many steps' worth that prefill is the bottleneck."""
         steps = 0.0
         for model in ledger.models:
-            tokens = float(model.outstanding)
+            if model.both:
+                continue
+            tokens, limit = float(model.outstanding), self.limit(model)
             waiting = len(model.queue)
-            if waiting and head_fits(ledger, model, self._limits[model.index]):
+            if waiting and head_fits(ledger, model, limit):
                 seated = model.in_engines
                 seats = min(waiting, model.max_seqs - seated)
-                blocks = min(model.queue.blocks * seats / waiting, room(model, seated, self._limits[model.index]))
+                blocks = min(model.queue.blocks * seats / waiting, room(model, seated, limit))
                 tokens += max(0.0, blocks - seats * model.state_blocks) * model.block_tokens
             steps += tokens / model.batch_tokens
         return steps >= self._rules.pressing
 
-    # ------------------------------------------------------------ slack
+    def wakeup(self, ledger: UnitLedger, now: float) -> float:
+        return min(super().wakeup(ledger, now), self._small.due(now))
 
-    def _candidate(self, ledger: UnitLedger, now: float, prefilling: ModelState | None) -> ModelState | None:
-        models = ledger.models
-        if not any(model.decode.lease is not None for model in models):
-            self._held.clear()
-            return super()._candidate(ledger, now, prefilling)
-        count, start = len(models), self._next_prefill
-        found: ModelState | None = None
-        for offset in range(count):
-            model = models[(start + offset) % count]
-            asks = model is not prefilling and (model.queue or model.prefilling)
-            if not asks or not wants_prefill(ledger, model, now, self._limits[model.index]):
-                if self._held:
-                    self._held.pop(model.index, None)
-            elif found is None and not self._waits(ledger, model, now):
-                found = model
-        return found
 
-    def _waits(self, ledger: UnitLedger, model: ModelState, now: float) -> bool:
-        """A prefill of `model` is held back now, since it would be small and others will be let in soon."""
+class SmallPrefills:
+    """Holds small prefill jobs back that larger ones will replace soon."""
+
+    def __init__(self, rules: SlackConfig, quotas: Quotas) -> None:
+        self._rules = rules
+        self._quotas = quotas
+        # By index of the model: since when its job has been held back.
+        self._since: dict[int, float] = {}
+
+    def waits(self, ledger: UnitLedger, model: ModelState, now: float) -> bool:
+        """Whether the job of `model` waits now, since it would be small and others will be let in soon."""
         if model.prefilling:
             return False
-        admission = admissible(ledger, model, self._limits[model.index])
+        admission = admissible(ledger, model, self._quotas.limit(model))
         if admission is None or admission.tokens >= self._rules.worth * model.batch_tokens:
             return False
         # With shares for life a prefill takes little from decode, however large the batch is.
         crowded = model.profile.elastic and model.in_engines >= self._rules.crowd * model.max_seqs
         if len(admission.request_ids) == len(model.queue) and not crowded:
             return False
-        return now < self._held.setdefault(model.index, now) + self._rules.slack
+        return now < self._since.setdefault(model.index, now) + self._rules.slack
 
-    def wakeup(self, ledger: UnitLedger, now: float) -> float:
-        ends = [since + self._rules.slack for since in self._held.values() if since + self._rules.slack > now]
-        return min(super().wakeup(ledger, now), *ends, _NEVER)
+    def forget(self, model: ModelState) -> None:
+        """`model` has no job, or runs it."""
+        if self._since:
+            self._since.pop(model.index, None)
+
+    def clear(self) -> None:
+        """Nothing waits any more."""
+        self._since.clear()
+
+    def due(self, now: float) -> float:
+        """When the next job has waited long enough."""
+        ends = [since + self._rules.slack for since in self._since.values() if since + self._rules.slack > now]
+        return min(ends, default=float("inf"))
 
 
 def _elastic(ledger: UnitLedger) -> bool:
@@ -282,13 +291,18 @@ def _among(chosen: list[ModelState], bases: list[int], planned: int, part: int) 
     if spare < 0:
         bases = [model.decode.share * part // planned for model in chosen]
         spare = 0
-    needs = [1 << len(model.decoding).bit_length() for model in chosen]
+    needs = [1 << _sequences(model).bit_length() for model in chosen]
     whole = sum(needs)
     shares: dict[int, int] = {}
     for model, base, need in zip(chosen, bases, needs, strict=True):
         share = (base + spare * need // whole) // GRAIN * GRAIN
         shares[model.index] = share if share > GRAIN else GRAIN
     return shares
+
+
+def _sequences(model: ModelState) -> int:
+    """Requests that wait for a step of the engine that decodes."""
+    return len(model.decoding) + (len(model.prefilling) if model.both else 0)
 
 
 def _stepped(part: int, step: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from enum import StrEnum
 from heapq import heapify, heappop, heapreplace
@@ -107,11 +107,11 @@ class LiveRequest:
 class EngineState(Work):
     """One engine. `inside` are the requests that it holds, `incoming` those waiting to enter with its next lease.
     `last_lease` is the last that it was given, `entered_with` the last with which any came in; `leases` counts those
-    that it was given while it had none.
+    that it was given while it had none. It waits for a lease since `wait_since` (None: it has one, or no work).
 
     An engine of both phases has two accounts of its work: steps that do nothing but prefill are in `prefills`, all
     others in its own. `rounds` is how many tokens each of its sequences has been given, in so far as steps tell: fewer
-    than steps where several micro-batches alternate.
+    than steps where several micro-batches alternate. `queue` are the requests that enter it without another engine.
     """
 
     phase: Phase
@@ -129,6 +129,7 @@ class EngineState(Work):
     leases: int = 0
     prefills: Work | None = None
     rounds: float = 0.0
+    queue: Sized = ()
 
     @property
     def takes_work(self) -> bool:
@@ -432,7 +433,9 @@ class ModelState:
         self.engines: tuple[EngineState, ...]
         if profile.both:
             inside = ChainMap(self.decoding, self.prefilling)
-            self.decode = self.prefill = EngineState(BOTH, share, inside, self.handed, prefills=Work())
+            self.decode = self.prefill = EngineState(
+                BOTH, share, inside, self.handed, prefills=Work(), queue=self.queue
+            )
             self.engines = (self.decode,)
         else:
             self.prefill = EngineState(PREFILL, share_units(profile.prefill_share), self.prefilling, {})

@@ -64,7 +64,7 @@ MODES: dict[str, Mode] = {
             elastic=True,
         ),
         Mode("adbs", "muxserve with ADBS on planned shares, as in the paper", policy="adbs"),
-        Mode("round-robin", "muxserve with the round-robin policy", policy="round_robin"),
+        Mode("free", "muxserve with no lease withheld: every engine with work runs", policy="free"),
         Mode("fcfs", "muxserve's placement with the FCFS policy", policy="fcfs"),
     )
 }
@@ -221,7 +221,7 @@ def lone_unit(
     simulated = SimModel(
         profile, model.architecture, model.dtype, share, model.max_len, model.graphs, model.prefix_caching
     )
-    policy = "rolling" if pipeline is None else "pipelined"
+    policy = "rolling" if pipeline is None else "free"
     return SimUnit(name, device, devices, (simulated,), (PoolProfile("pool0", pages),), policy, pipeline=pipeline)
 
 

@@ -45,7 +45,6 @@ class ScheduledUnit(SimulatedUnit):
         spec = self.spec
         self.policy: Policy = make_policy(spec.policy, spec.share_steps)
         self.ledger = UnitLedger([_counted(model.profile) for model in spec.models], spec.pools)
-        self.policy.check(self.ledger)
         self.live: dict[str, SimRequest] = {}
         self.watcher: Callable[[SimReport, float], None] | None = None
         self.moving_in = self.moving_out = 0

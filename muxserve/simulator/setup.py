@@ -159,7 +159,7 @@ class SimUnit:
     @property
     def phases(self) -> str:
         """How prefill and decode are arranged: multiplexed, rolling or pipelined."""
-        return self.policy if self.policy in ("rolling", "pipelined") else "multiplexed"
+        return "rolling" if self.policy == "rolling" else "pipelined" if self.pipeline is not None else "multiplexed"
 
     @property
     def tp(self) -> int:

@@ -19,7 +19,7 @@ UNIT_FILE = "unit.json"
 # What vLLM's loader takes for weights; where there are files of the first kind, only these.
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 
-PolicyName = Literal["adbs", "slack", "fcfs", "round_robin", "rolling", "pipelined"]
+PolicyName = Literal["adbs", "slack", "free", "fcfs", "rolling"]
 PhasesName = Literal["multiplexed", "rolling", "pipelined"]
 EnginePhase = Literal["prefill", "decode", "both"]
 # What one step of a `both` engine may hold (`scheduling.token_throttling`): `vllm` leaves it to vLLM, `fixed` lets all

@@ -73,7 +73,7 @@ def fleet(text: str) -> Fleet:
 def test_everything_of_the_file_reaches_the_spec(tmp_path: Path) -> None:
     hub = FakeHub(tmp_path)
     text = """\
-policy: round_robin
+policy: free
 kv_pool: {size: 64MiB}
 gateway: {host: 0.0.0.0, port: 9000, api_keys: [k], max_body: 1MiB, drain_seconds: 7}
 models:
@@ -100,7 +100,7 @@ models:
     assert told == ["fetching org/a", "fetching org/b"]
     assert "snapshot org/a v1" in hub.asked
     unit_spec = unit_spec_of(plan.with_fleet(local), str(tmp_path), port=9001)
-    assert unit_spec.policy == "round_robin"
+    assert unit_spec.policy == "free"
     assert unit_spec.cores == 4
     gateway = unit_spec.gateway
     assert (gateway.host, gateway.port, gateway.api_keys) == ("0.0.0.0", 9001, ["k"])

@@ -40,7 +40,7 @@ def problems(text: str, serving: bool = True) -> list[str]:
         (f"{ONE}    max_num_seqs: 1000000000\n", "max_num_seqs: must be at most 65,536, or auto, not 1000000"),
         (f"{ONE}    workload: {{prompt_tokens: {HEX}}}\n", "prompt_tokens: must be at most 1e+09, not a number"),
         (f"{ONE}    ? {'k' * 400_000}\n    : 1\n", "unknown key"),
-        (f"policy: {'x' * 400_000}\n{ONE}", "policy: must be one of adbs, slack, fcfs, round_robin, not 'xxxx"),
+        (f"policy: {'x' * 400_000}\n{ONE}", "policy: must be one of adbs, slack, free, fcfs, not 'xxxx"),
         ("a: " + "[" * 100_000, "fleet.yaml:1: the file is nested too deeply"),
         ("a: " + "{b: " * 1000 + "1" + "}" * 1000, "fleet.yaml:1: the file is nested too deeply"),
     ],

@@ -71,7 +71,7 @@ ONE = "models:\n  - name: one\n    path: a\n"
         ("models: []\n", "fleet.yaml:1: models: needs at least one entry"),
         ("models: one\n", "fleet.yaml:1: models: must be a list, not the text 'one'"),
         ("models:\n", "fleet.yaml:1: models: must be a list, not empty"),
-        (f"policy: adsb\n{ONE}", "fleet.yaml:1: policy: must be one of adbs, slack, fcfs, round_robin, not 'adsb'; did you mean \"adbs\"?"),
+        (f"policy: adsb\n{ONE}", "fleet.yaml:1: policy: must be one of adbs, slack, free, fcfs, not 'adsb'; did you mean \"adbs\"?"),
         (f"polizy: adbs\n{ONE}", 'fleet.yaml:1: polizy: unknown key; did you mean "policy"?'),
         (f"port: 80\n{ONE}", "fleet.yaml:1: port: unknown key; `port` belongs under `gateway`"),
         (

@@ -138,7 +138,7 @@ def unit_spec_of(directory: Path, path: Path, ranks: int, stages: int) -> Any:
     )
     pool = PoolSpec("main", 2 * model.block_tokens * model.head_dim * 2, 2000)
     gpu = GpuSpec(UUIDS[:ranks], sm_sharing="off")
-    policy = "pipelined" if stages > 1 else "slack"
+    policy = "free" if stages > 1 else "slack"
     spec = UnitSpec(str(directory), "u", policy, 2, [pool], [model], GatewaySpec("127.0.0.1", 0), ranks, stages)
     spec = msgspec.structs.replace(spec, gpu=gpu)
     save(spec, directory / "unit.json")

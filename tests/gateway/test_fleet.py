@@ -547,7 +547,7 @@ def test_a_model_with_one_engine_of_both_phases(rig: Rig, fleet: Running, http: 
     before = fleet.fleet
     delta = model("delta", tiny_checkpoint(), phases="pipelined")
     added = unit(Path(before.run_dir), "x5", [delta])
-    piped = msgspec.structs.replace(added.unit_spec, policy="pipelined", ranks=2, stages=2)
+    piped = msgspec.structs.replace(added.unit_spec, policy="free", ranks=2, stages=2)
     added = msgspec.structs.replace(added, unit_spec=piped)
     fleet.change(
         msgspec.structs.replace(before, models=[*before.models, delta], units=[*before.units, added], generation=30)

@@ -82,7 +82,7 @@ class TestUnits:
             ("u2", ["arithmetic"], "rolling"),
             ("u3", ["arithmetic"], "rolling"),
             ("u4", ["arithmetic"], "rolling"),
-            ("u5", ["frontdesk"], "pipelined"),
+            ("u5", ["frontdesk"], "free"),
         ]
         assert [unit.unit_spec.models[0].engines for unit in told.units[1:3]] == [("prefill", "decode"), ("both",)]
         assert [plan.fleet.models[0].rate for plan in plans] == [3.0, 3.0, 2.0, 2.0, 2.0, 6.0]
@@ -149,7 +149,8 @@ def test_every_replica_has_its_unit_and_all_of_them_one_layout(one: str, two: st
         assert (model.name in told.rolling) == (model.phases == "rolling")
         if model.phases != "multiplexed":
             assert {len(unit.models) for unit in units} == {1}
-            assert {unit.policy for unit in (*units, more)} == {model.phases}
+            policy = "rolling" if model.phases == "rolling" else "free"
+            assert {unit.policy for unit in (*units, more)} == {policy}
 
 
 class TestStages:
@@ -176,7 +177,7 @@ class TestStages:
 
     def test_one_is_no_more_than_one_engine_with_mixed_steps(self) -> None:
         unit = unit_of(plan(only("phases: pipelined, stages: 1, batching: vllm")))
-        assert (unit.ranks, unit.policy, unit.models[0].batching) == (1, "pipelined", "vllm")
+        assert (unit.ranks, unit.policy, unit.models[0].batching) == (1, "free", "vllm")
 
     def test_more_than_layers_are_refused(self) -> None:
         said = refused(only("phases: pipelined, stages: 5"))
@@ -341,12 +342,12 @@ class TestPlanFiles:
     def test_with_pipelines_on_gpus(self, tmp_path: Path) -> None:
         file = saved(tmp_path / "plan.yaml", ("arithmetic", "pipelined", 2), device="H200-141GB", each=4)
         unit = unit_of(plan(only("phases: auto", head="cluster: {gpus: 4}"), file, H200))
-        assert (unit.policy, unit.ranks, unit.stages, unit.models[0].kv_heads) == ("pipelined", 4, 2, 2)
+        assert (unit.policy, unit.ranks, unit.stages, unit.models[0].kv_heads) == ("free", 4, 2, 2)
         assert unit.models[0].batching == "throttled"
 
     def test_with_a_pipeline_on_a_cpu(self, tmp_path: Path) -> None:
         unit = unit_of(plan(only("max_len: 256"), saved(tmp_path / "plan.yaml", ("arithmetic", "pipelined", 4))))
-        assert (unit.policy, unit.ranks, unit.stages, unit.models[0].threads) == ("pipelined", 4, 4, 2)
+        assert (unit.policy, unit.ranks, unit.stages, unit.models[0].threads) == ("free", 4, 4, 2)
 
     @pytest.mark.parametrize(
         ("keys", "planned", "expected"),
@@ -388,7 +389,7 @@ class TestAuto:
     def test_on_a_cpu(self) -> None:
         planner = FleetPlanner(fleet("phases: auto", "phases: pipelined"), MACHINE, lambda: NONE)
         told = deployed(planner.fleet, planner.at_start())
-        assert [(u.unit_spec.policy, u.unit_spec.stages) for u in told.units] == [("slack", 1), ("pipelined", 2)]
+        assert [(u.unit_spec.policy, u.unit_spec.stages) for u in told.units] == [("slack", 1), ("free", 2)]
         assert planner.reasons == ["arithmetic is multiplexed, as `phases: auto` is on a CPU"]
         assert planner.fleet.model("arithmetic").phases == "multiplexed"
 
@@ -430,7 +431,7 @@ def test_whatever_keeps_a_model_from_being_added_it_is_declared_no_more(monkeypa
     assert [model.name for model in planner.fleet.models] == ["arithmetic"]
 
 
-@pytest.mark.parametrize(("name", "policy", "units"), [("rolling", "rolling", 3), ("pipeline", "pipelined", 1)])
+@pytest.mark.parametrize(("name", "policy", "units"), [("rolling", "rolling", 3), ("pipeline", "free", 1)])
 def test_the_examples_can_be_deployed(name: str, policy: str, units: int) -> None:
     declared = load_fleet(ROOT / f"configs/{name}.yaml")
     told = deployed(declared, plan(declared))

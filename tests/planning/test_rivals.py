@@ -176,7 +176,7 @@ class TestOtherWorkloads:
             return simulate(units, *arguments, **more)
 
         monkeypatch.setattr(simulations, "simulate", watched)
-        for policy, ways in (("slack", {"mps"}), ("round_robin", {"mps"}), ("slack", set())):
+        for policy, ways in (("slack", {"mps"}), ("free", {"mps"}), ("slack", set())):
             monkeypatch.setattr(prediction, "SHARES_PER_LEASE", frozenset(ways))
             simulated.clear()
             file.write_text(

@@ -10,8 +10,8 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from muxserve.scheduling.adbs import Adbs
-from muxserve.scheduling.admission import wants_prefill
+from muxserve.scheduling.admission import wants_decode, wants_prefill
+from muxserve.scheduling.free import Free
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import AGAIN_SECONDS, Policy
 from muxserve.scheduling.types import (
@@ -24,6 +24,9 @@ from muxserve.scheduling.types import (
     RequestPlace,
     StepsDone,
 )
+
+# Policies that run one prefill job at a time.
+ONE_PREFILL = ("adbs", "slack")
 
 
 @dataclass
@@ -112,7 +115,6 @@ class Machine:
         decode_seconds: Callable[[int], float] = lambda sequences: 0.002 + 0.0001 * sequences,
     ) -> None:
         self.policy = policy
-        self.both = policy.both
         self.pages = pages
         self.ledger = UnitLedger(profiles, [PoolProfile("pool", pages)])
         self.now = 0.0
@@ -121,8 +123,10 @@ class Machine:
         self.decode_seconds = decode_seconds
         self.quotas = {p.name: p.quota_pages for p in profiles}
         self.profiles = {p.name: p for p in profiles}
-        phases = (Phase.BOTH,) if policy.both else (Phase.PREFILL, Phase.DECODE)
-        self.engines = {(p.name, phase): Engine(p.name, phase) for p in profiles for phase in phases}
+        phases = {p.name: (Phase.BOTH,) if p.both else (Phase.PREFILL, Phase.DECODE) for p in profiles}
+        self.engines = {(name, phase): Engine(name, phase) for name, has in phases.items() for phase in has}
+        # Under this policy leases overlap.
+        self.overlap = isinstance(policy, Free)
         self.jobs: dict[str, Job] = {}
         # Held by the jobs of each model.
         self.blocks = dict.fromkeys(self.profiles, 0)
@@ -141,10 +145,8 @@ class Machine:
         for model, phase in self.engines:
             self.ledger.engine_up(model, phase, 0.0)
 
-        policy.check(self.ledger)
-
     def engine(self, model: str, phase: Phase) -> Engine:
-        return self.engines[model, Phase.BOTH if self.both else phase]
+        return self.engines[model, Phase.BOTH if self.profiles[model].both else phase]
 
     # ------------------------------------------------------------ clock
 
@@ -241,13 +243,15 @@ class Machine:
         self.at(self.now + self.latency, report)
 
     def kill(self, model: str, phase: Phase, seconds: float = 0.5) -> None:
-        """The engine dies and is back after `seconds`; what it held is submitted again, as the gateway does."""
+        """An engine that is up dies, and is back after `seconds`; what it held is submitted again."""
         engine = self.engine(model, phase)
+        if not engine.up:
+            return
         engine.up, engine.life, engine.steps, engine.stepping = False, engine.life + 1, 0, False
         engine.aborts = []
         if engine.ran and engine.ran[-1][1] > self.now:
             engine.ran[-1] = (engine.ran[-1][0], self.now)
-        gone = self.ledger.engine_down(model, phase, self.now)
+        gone = self.ledger.engine_down(model, engine.phase, self.now)
         for job in engine.jobs:
             self._free(job)
         engine.jobs = []
@@ -261,7 +265,7 @@ class Machine:
 
         def back() -> None:
             engine.up = True
-            assert self.ledger.engine_up(model, phase, self.now) == []
+            assert self.ledger.engine_up(model, engine.phase, self.now) == []
 
         self.at(self.now + seconds, back)
 
@@ -348,7 +352,7 @@ class Machine:
         engine.steps -= 1
         engine.computing_on = engine.share
         running = sum(e.computing_on for e in self.engines.values() if e.stepping)
-        assert running <= WHOLE, f"{running} of {WHOLE} in use at {self.now}"
+        assert self.overlap or running <= WHOLE, f"{running} of {WHOLE} in use at {self.now}"
         work, prefill_tokens, returned = [], 0, []
         phase = engine.doing if engine.phase is Phase.BOTH else engine.phase
         if phase is not Phase.PREFILL:
@@ -478,9 +482,14 @@ class Machine:
             for model in self.ledger.models:
                 self.ledger.pages(model.name, model.used, 0, self.quotas[model.name])
         grants = self.policy.decide(self.ledger, self.now)
-        assert len({(g.model, g.phase) for g in grants}) == len(grants), "two grants for one engine"
+        engines = {(g.model, self.ledger.by_name[g.model].engine(g.phase).phase) for g in grants}
+        assert len(engines) == len(grants), "two grants for one engine"
         for grant in grants:
+            model = self.ledger.by_name[grant.model]
+            prompts = model.in_engines and any(r not in model.handed for r in grant.admit)
             self._grant(grant)
+            # An engine that is empty, but for requests that were cancelled, has their pages soon.
+            assert not prompts or model.used + model.promised <= model.quota, "pages are promised that nobody has"
         self.check()
         if self.watch is not None:
             self.watch(self, grants)
@@ -535,14 +544,15 @@ class Machine:
         ledger = self.ledger
         leases = [e.lease for m in ledger.models for e in m.engines if e.lease is not None]
         assert all(lease.held >= lease.share for lease in leases)
-        assert ledger.share_used == sum(lease.held for lease in leases) <= WHOLE
+        assert ledger.share_used == sum(lease.held for lease in leases)
+        assert self.overlap or ledger.share_used <= WHOLE
         assert sum(m.promised for m in ledger.models) == ledger.pools["pool"].promised
         if len(ledger.requests) > 60 and self.turns % 200:
             return  # looking at every request every time is for small loads
         holding = [*self.handed.values(), *self.moving.values(), *(j for e in self.engines.values() for j in e.jobs)]
         assert sum(job.blocks for job in holding) == sum(self.blocks.values()), "blocks of a request that is nowhere"
-        single = isinstance(self.policy, Adbs)
-        assert not single or sum(m.prefill.lease is not None for m in ledger.models) <= 1
+        prefills = [m for m in ledger.models if m.prefill.lease is not None and not m.both]
+        assert self.policy.name not in ONE_PREFILL or len(prefills) <= 1
         placed: list[str] = []
         for model in ledger.models:
             queued = list(model.queue.first(len(model.queue)))
@@ -566,12 +576,28 @@ class Machine:
                 placed += [request.request_id for request in requests]
             assert model.prefill_tokens == sum(r.tokens for r in model.prefilling.values())
             assert 0 <= model.outstanding <= model.prefill_tokens
+            waits = model.decode.up and model.decode.lease is None
+            work = model.decode.inside or model.handed or (model.both and model.queue)
+            assert (model.decode.wait_since is not None) is bool(waits and work)
         there = set(placed)
         assert len(placed) == len(there)
         assert there == ledger.requests.keys()
         for job in self.jobs.values():
             if job.done is None and job.request_id not in self.cancelled:
                 assert (job.arrival <= self.now) if job.request_id in there else (job.arrival >= self.now), job
+
+
+def could_run(machine: Machine) -> list[tuple[str, int]]:
+    """Jobs without a lease that have work and pages, and the shares that they need."""
+    ledger, now, policy = machine.ledger, machine.now, machine.policy
+    one = policy.name in ONE_PREFILL and any(m.prefill.lease is not None and not m.both for m in ledger.models)
+    jobs = []
+    for model in ledger.models:
+        if not one and wants_prefill(ledger, model, now, policy.limit(model)):
+            jobs.append((f"{model.name}/prefill", model.prefill.share))
+        if wants_decode(ledger, model, now, policy.limit(model)):
+            jobs.append((f"{model.name}/{model.decode.phase}", model.decode.share))
+    return jobs
 
 
 def idle_although_possible(machine: Machine) -> str | None:
@@ -581,19 +607,8 @@ def idle_although_possible(machine: Machine) -> str | None:
     """
     ledger, now = machine.ledger, machine.now
     free = ledger.share_free
-    prefill_runs = any(m.prefill.lease is not None for m in ledger.models)
-    single = isinstance(machine.policy, Adbs)
-    prefill = (
-        [m for m in ledger.models if wants_prefill(ledger, m, now, machine.policy.limit(m))]
-        if not (single and prefill_runs)
-        else []
-    )
-    decode = [m for m in ledger.models if m.decode.ready(now)]
-    waits_for_more = any(m.prefill.share > free for m in prefill) or any(
-        m.decode.share > free and now - (m.decode.wait_since or now) > 0.1 for m in decode
-    )
-    if waits_for_more:
+    jobs = could_run(machine)
+    long = [m.decode.share for m in ledger.models if m.decode.ready(now) and now - (m.decode.wait_since or now) > 0.1]
+    if any(share > free for share in [*long, *(share for name, share in jobs if name.endswith("/prefill"))]):
         return None
-    fits = [f"{m.name}/prefill" for m in prefill if m.prefill.share <= free]
-    fits += [f"{m.name}/decode" for m in decode if m.decode.share <= free]
-    return ", ".join(fits) or None
+    return ", ".join(name for name, share in jobs if share <= free) or None

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from muxserve.scheduling.admission import head_fits
 from muxserve.scheduling.ledger import UnitLedger
-from muxserve.scheduling.policies import POLICIES, make_policy
+from muxserve.scheduling.policies import make_policy
 from muxserve.scheduling.state import Event
 from muxserve.scheduling.types import (
     WHOLE,
@@ -22,10 +17,7 @@ from muxserve.scheduling.types import (
     RequestPlace,
     StepsDone,
 )
-from tests.scheduling.machine import Job, Machine, profile
-from tests.support.thoroughness import examples
-
-NAMES = sorted(name for name, policy in POLICIES.items() if policy.both)
+from tests.scheduling.machine import profile
 
 
 def both(**changes: object) -> ModelProfile:
@@ -259,21 +251,6 @@ def test_the_journal_has_what_happened_in_order() -> None:
 # ---------------------------------------------------------------- the policies
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_units_that_a_policy_is_not_made_for_are_told_so(name: str) -> None:
-    policy = make_policy(name)
-    pool = [PoolProfile("pool", 400)]
-    with pytest.raises(
-        ValueError, match=rf"{name}.*one engine of both phases.*'a' has engines of prefill and of decode"
-    ):
-        policy.check(UnitLedger([profile("a")], pool))
-    with pytest.raises(ValueError, match="one model, and this has 2"):
-        policy.check(UnitLedger([both(), profile("b", both=True)], pool))
-    with pytest.raises(ValueError, match=r"adbs.*'a' has one engine of both phases"):
-        make_policy("adbs").check(UnitLedger([both()], pool))
-    policy.check(UnitLedger([both()], pool))
-
-
 def test_rolling_prefills_all_that_waits_before_it_decodes_and_cuts_decoding_for_it() -> None:
     book, policy = ledger(max_num_batched_tokens=24), make_policy("rolling")
     assert policy.decide(book, 0.0) == []
@@ -323,9 +300,9 @@ def test_a_prompt_that_does_not_fit_does_not_hold_decoding_up() -> None:
     assert decode.phase is Phase.DECODE
 
 
-def test_pipelined_admits_what_the_budget_is_to_see_and_renews_before_the_pipeline_runs_empty() -> None:
+def test_free_admits_what_the_budget_is_to_see_and_renews_before_a_pipeline_runs_empty() -> None:
     book = ledger(pages=4000, max_num_seqs=64, depth=4, waiting_tokens=100)
-    policy = make_policy("pipelined")
+    policy = make_policy("free")
     for index in range(6):
         arrive(book, f"r{index}")
     (first,) = policy.decide(book, 0.0)
@@ -346,136 +323,3 @@ def test_pipelined_admits_what_the_budget_is_to_see_and_renews_before_the_pipeli
     step(book, 2, 1.1, left=more.steps // 2)
     (renewed,) = policy.decide(book, 1.1)
     assert (renewed.phase, renewed.admit) == (Phase.BOTH, ())
-
-
-# ---------------------------------------------------------------- random loads
-
-
-@st.composite
-def one_model(draw: st.DrawFn) -> tuple[ModelProfile, int]:
-    block = draw(st.sampled_from([8, 16]))
-    layers, heads = draw(st.sampled_from([(1, 1), (2, 2), (3, 1)]))
-    floor = (90 // block + 1) * layers * heads
-    pages = floor + draw(st.integers(0, 150))
-    made = both(
-        layers=layers,
-        kv_heads=heads,
-        block_tokens=block,
-        floor_pages=floor,
-        quota_pages=pages,
-        max_num_seqs=draw(st.integers(1, 6)),
-        max_num_batched_tokens=draw(st.sampled_from([16, 64])),
-        waiting_tokens=draw(st.sampled_from([0, 500])),
-    )
-    return made, pages
-
-
-def requests() -> st.SearchStrategy[list[Job]]:
-    one = st.tuples(st.integers(1, 60), st.integers(1, 30), st.floats(0, 1), st.sampled_from([0, 0, 1]))
-    return st.lists(one, min_size=1, max_size=25).map(
-        lambda drawn: [Job(f"r{i}", "a", p, o, a, priority) for i, (p, o, a, priority) in enumerate(drawn)]
-    )
-
-
-def machine_of(name: str, drawn: tuple[ModelProfile, int], jobs: list[Job]) -> Machine:
-    made, pages = drawn
-    machine = Machine(make_policy(name), [made], pages)
-    machine.watch = WATCHES[name]
-    for job in jobs:
-        machine.submit(job)
-    return machine
-
-
-def one_phase_at_a_time(machine: Machine, _: list[Grant]) -> None:
-    """Prompts go first, decoding goes on as soon as there are none, and the engine never idles."""
-    (model,) = machine.ledger.models
-    lease = model.decode.lease
-    phase = lease.phase if lease is not None else None
-    starved = model.prefill.of(Phase.PREFILL).retry_at > machine.now
-    if model.decode.up and (
-        (model.prefilling and not starved) or (not model.prefilling and head_fits(machine.ledger, model))
-    ):
-        assert phase is Phase.PREFILL, machine.describe()
-    elif model.decode.up and (model.decoding or model.handed) and model.decode.retry_at <= machine.now:
-        assert phase is Phase.DECODE, machine.describe()
-    assert phase is not Phase.BOTH
-
-
-def always_leased(machine: Machine, _: list[Grant]) -> None:
-    (model,) = machine.ledger.models
-    if model.decode.lease is None:
-        assert not model.decode.ready(machine.now), machine.describe()
-        assert not head_fits(machine.ledger, model), machine.describe()
-    else:
-        assert model.decode.lease.phase is Phase.BOTH
-
-
-WATCHES: dict[str, Callable[[Machine, list[Grant]], None]] = {
-    "rolling": one_phase_at_a_time,
-    "pipelined": always_leased,
-}
-
-
-def ended(machine: Machine) -> None:
-    assert not machine.unfinished()
-    assert not machine.ledger.requests
-    (model,) = machine.ledger.models
-    assert model.promised == model.outstanding == model.prefill_tokens == 0
-    assert (len(model.fresh), len(model.levels), len(machine.moving)) == (0, 0, 0)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=examples(40), deadline=None)
-@given(drawn=one_model(), jobs=requests())
-def test_everything_is_served_within_a_bound(name: str, drawn: tuple[ModelProfile, int], jobs: list[Job]) -> None:
-    machine = machine_of(name, drawn, jobs)
-    machine.run()
-    ended(machine)
-    assert machine.ledger.share_used == 0
-    assert machine.used("a") == 0
-    serial = sum(
-        machine.prefill_seconds(1) + machine.prefill_seconds(j.prompt + j.output) + j.output * machine.decode_seconds(1)
-        for j in jobs
-    )
-    assert max(job.done or 0.0 for job in jobs) <= 1.1 + (2 + machine.preemptions) * serial
-    (model,) = machine.ledger.models
-    assert model.tally.arrived == model.tally.finished == len(jobs)
-    if name == "pipelined":
-        assert model.tally.phase_switches == 0
-
-
-@pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=examples(50), deadline=None)
-@given(data=st.data())
-def test_whatever_dies_moves_or_is_cancelled_each_request_is_in_one_place(name: str, data: st.DataObject) -> None:
-    jobs = data.draw(requests())
-    machine = machine_of(name, data.draw(one_model()), jobs)
-    instants, chosen = st.floats(0, 0.5), st.integers(0, len(jobs) - 1)
-    for at, index, lasts, arrives in data.draw(
-        st.lists(st.tuples(instants, chosen, st.sampled_from([0.0, 0.01, 0.2]), st.booleans()), max_size=10)
-    ):
-        machine.at(at, lambda r=jobs[index].request_id, u=at + lasts, a=arrives: machine.detach(r, u, a))
-    for number, (at, index, made) in enumerate(
-        data.draw(st.lists(st.tuples(instants, chosen, st.integers(1, 5)), max_size=4))
-    ):
-        like = jobs[index]
-        job = Job(f"in{number}", "a", like.prompt, like.output + made, at, made=made)
-        machine.at(at, lambda j=job: machine.take_over(j))
-    for at in data.draw(st.lists(instants, max_size=3)):
-        machine.at(at, lambda: machine.kill("a", Phase.BOTH) if machine.engine("a", Phase.BOTH).up else None)
-    for at, index in data.draw(st.lists(st.tuples(instants, chosen), max_size=5)):
-        machine.at(
-            max(at, jobs[index].arrival + 1e-9),
-            lambda j=jobs[index]: (
-                machine.cancel(j.request_id)
-                if j.request_id not in machine.cancelled and j.request_id in machine.ledger.requests
-                else None
-            ),
-        )
-    machine.run(most_turns=400_000)
-    ended(machine)
-    (model,) = machine.ledger.models
-    tally = model.tally
-    gone = tally.finished + tally.cancelled + tally.lost + tally.moved_out
-    assert tally.arrived + tally.moved_in == gone
-    assert tally.moved_out == len(machine.moved)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from muxserve.scheduling.adbs import Adbs
+from muxserve.scheduling.adbs import Adbs, AdbsConfig
 from muxserve.scheduling.fcfs import Fcfs
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import POLICIES, make_policy
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.quanta import Quanta
-from muxserve.scheduling.round_robin import RoundRobin
 from muxserve.scheduling.types import WHOLE, Grant, ModelProfile, Phase, PoolProfile, QueuedRequest, StepsDone
 from tests.scheduling.machine import profile
 
@@ -24,8 +23,8 @@ class Table:
         self.lease_ids: dict[tuple[str, Phase], int] = {}
         self.last = 0
         for p in profiles:
-            for phase in (Phase.PREFILL, Phase.DECODE):
-                self.ledger.engine_up(p.name, phase, 0.0)
+            for engine in self.ledger.by_name[p.name].engines:
+                self.ledger.engine_up(p.name, engine.phase, 0.0)
 
     def arrive(self, request_id: str, model: str, prompt: int = 20, now: float = 0.0) -> None:
         self.ledger.arrived(QueuedRequest(request_id, model, prompt, 50, now), now)
@@ -36,7 +35,7 @@ class Table:
             self.last += 1
             self.lease_ids[grant.model, grant.phase] = self.last
             self.ledger.granted(grant, self.last, now)
-        assert self.ledger.share_used <= WHOLE
+        assert self.policy.name == "free" or self.ledger.share_used <= WHOLE
         return grants
 
     def step(
@@ -75,7 +74,7 @@ def brief(grants: list[Grant]) -> set[tuple[str, str]]:
     return {(g.model, str(g.phase)) for g in grants}
 
 
-ALL = sorted(name for name, policy in POLICIES.items() if not policy.both)
+ALL = sorted(set(POLICIES) - {"rolling"})
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -118,7 +117,7 @@ def test_nothing_is_granted_to_an_engine_that_is_down(name: str) -> None:
 
 
 def test_unknown_policies_are_named() -> None:
-    with pytest.raises(ValueError, match="adbs, fcfs, pipelined, rolling, round_robin, slack"):
+    with pytest.raises(ValueError, match="adbs, fcfs, free, rolling, slack"):
         make_policy("lottery")
 
 
@@ -344,20 +343,76 @@ def test_fcfs_decodes_before_it_tries_a_prefill_again_that_found_too_few_pages()
         (grant,) = table.step("a", Phase.DECODE, now + 0.003, 0)
 
 
-def test_round_robin_gives_phases_their_turns_alike() -> None:
-    table = Table(RoundRobin(), *(profile(n, prefill_share=1.0, decode_share=1.0) for n in "ab"))
-    for name in "ab":
-        for index in range(4):
-            table.arrive(f"{name}{index}", name, prompt=64)
-    order, grants, now = [], table.decide(0.0), 0.0
-    for _ in range(8):
-        (grant,) = [g for g in grants if g.steps]
-        order.append((grant.model, str(grant.phase)))
-        now += 0.01
-        handed = grant.admit if grant.phase is Phase.PREFILL else ()
-        grants = table.step(grant.model, grant.phase, now, 0, tokens=64, handed=handed)
-    assert order[:4] == [("a", "prefill"), ("a", "decode"), ("b", "prefill"), ("b", "decode")]
-    assert order[4:] == order[:4]
+# ---------------------------------------------------------------- engines of both phases beside others
+
+
+def one(name: str, **changes: object) -> ModelProfile:
+    return profile(name, both=True, **changes)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_prompt_enters_an_engine_of_both_phases_and_its_running_lease(name: str) -> None:
+    table = Table(make_policy(name), one("a"), profile("b"))
+    table.arrive("r", "a")
+    (grant,) = table.decide(0.0)
+    assert (grant.model, grant.phase, grant.admit) == ("a", Phase.BOTH, ("r",))
+    assert grant.share == (WHOLE if name in ("slack", "free", "fcfs") else WHOLE // 2)
+    assert table.decide(0.0) == [], "nothing is granted twice"
+    table.arrive("s", "a", now=0.001)
+    (more,) = table.decide(0.001)
+    assert (more.phase, more.admit) == (Phase.BOTH, ("s",))
+
+
+def test_adbs_recalls_an_engine_of_both_phases_for_a_prefill_job() -> None:
+    table = Table(Adbs(), one("a", decode_share=1.0), profile("b", prefill_share=0.5))
+    table.arrive("r", "a")
+    table.decide(0.0)
+    table.arrive("s", "b", now=0.001)
+    (recall,) = table.decide(0.001)
+    assert (recall.model, recall.phase, recall.steps, recall.renewable) == ("a", Phase.BOTH, 1, False)
+    table.ledger.prefilled("r", table.lease_ids["a", Phase.BOTH] - 1, 1, 0.002)
+    (prefill,) = table.step("a", Phase.BOTH, 0.002, 0)
+    assert (prefill.model, prefill.phase) == ("b", Phase.PREFILL)
+
+
+def test_adbs_gives_an_engine_of_both_phases_that_waited_long_the_precedence() -> None:
+    table = Table(Adbs(AdbsConfig(patience=0.1)), one("a", decode_share=1.0), profile("b", decode_share=1.0))
+    table.decoding("r", "b")
+    table.arrive("s", "a", now=0.001)
+    assert table.decide(0.001)[0].model == "b", "its lease is cut"
+    assert table.ledger.by_name["a"].decode.wait_since == 0.001
+    lease = table.ledger.by_name["b"].decode.lease
+    assert lease is not None
+    (grant,) = table.step("b", Phase.DECODE, 0.2, 0)
+    assert (grant.model, grant.admit) == ("a", ("s",))
+    assert table.ledger.by_name["a"].decode.waits == 1
+
+
+def test_slack_divides_between_a_prefill_job_and_an_engine_of_both_phases() -> None:
+    table = Table(make_policy("slack"), one("a", decode_share=0.5), profile("b", prefill_share=0.5))
+    table.arrive("r", "a")
+    table.decide(0.0)
+    table.arrive("s", "b", now=0.001)
+    (smaller,) = table.decide(0.001)
+    assert (smaller.model, smaller.share) == ("a", WHOLE // 2)
+    (prefill,) = table.step("a", Phase.BOTH, 0.002, smaller.steps, tokens=0, seconds=0.0)
+    assert (prefill.model, prefill.phase, prefill.share) == ("b", Phase.PREFILL, WHOLE // 2)
+
+
+def test_free_withholds_nothing_and_renews_in_time() -> None:
+    table = Table(make_policy("free"), one("a", decode_share=1.0), profile("b", decode_share=1.0), profile("c"))
+    table.decoding("r", "b")
+    for index, name in enumerate("abc"):
+        table.arrive(f"s{index}", name, now=0.001)
+    assert brief(table.decide(0.001)) == {("a", "both"), ("b", "prefill"), ("c", "prefill")}
+    assert table.ledger.share_used == 4 * WHOLE
+    left = table.ledger.by_name["b"].decode.lease
+    assert left is not None
+    (renewed,) = table.step("b", Phase.DECODE, 0.01, left.steps // 2)
+    assert (renewed.model, renewed.renewable) == ("b", True)
+    fixed = Table(make_policy("free"), one("a", decode_share=0.25, elastic=False))
+    fixed.arrive("r", "a")
+    assert fixed.decide(0.0)[0].share == WHOLE // 4, "an engine with a share for life keeps it"
 
 
 # ---------------------------------------------------------------- lengths

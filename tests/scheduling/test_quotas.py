@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from muxserve.scheduling.adbs import Adbs
 from muxserve.scheduling.fcfs import Fcfs
 from muxserve.scheduling.ledger import UnitLedger
-from muxserve.scheduling.policy import lend
 from muxserve.scheduling.quotas import (
     Claim,
     QuotaAdapter,
     QuotaConfig,
     demand_weight,
     initial_quotas,
+    lend,
     max_min,
     normalised_usage,
 )

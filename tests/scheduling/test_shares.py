@@ -113,7 +113,7 @@ def shared_out(machine: Machine, grants: list[Grant]) -> None:
 @settings(max_examples=examples(40), deadline=None, phases=[Phases.explicit, Phases.reuse, Phases.generate])
 @given(data=st.data())
 def test_shares_are_within_the_unit_and_none_of_it_is_idle(data: st.DataObject) -> None:
-    profiles, pages = data.draw(models())
+    profiles, pages = data.draw(models("slack", elastic=True))
     machine = Machine(Slack(), profiles, pages)
     for job in data.draw(requests([p.name for p in profiles])):
         machine.submit(job)
@@ -126,7 +126,7 @@ def test_shares_are_within_the_unit_and_none_of_it_is_idle(data: st.DataObject) 
 @given(data=st.data())
 def test_prefill_ends_where_engines_can_have_it(data: st.DataObject) -> None:
     steps = data.draw(st.sampled_from([2, 4, 5, 8]))
-    profiles, pages = data.draw(models())
+    profiles, pages = data.draw(models("slack", elastic=True))
     machine = Machine(make_policy("slack", steps), profiles, pages)
     for job in data.draw(requests([p.name for p in profiles])):
         machine.submit(job)

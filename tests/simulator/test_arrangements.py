@@ -61,7 +61,7 @@ def replicas(name: str, policy: str, first: int, stages: int = 1) -> list[SimUni
         depth=stages,
         waiting_tokens=16384,
     )
-    pipeline = Pipeline(layers, (Link(),) * (stages - 1)) if policy == "pipelined" else None
+    pipeline = Pipeline(layers, (Link(),) * (stages - 1)) if policy == "free" else None
     return [
         SimUnit(
             f"unit{first + n}",
@@ -76,7 +76,7 @@ def replicas(name: str, policy: str, first: int, stages: int = 1) -> list[SimUni
     ]
 
 
-RING, PIPES = replicas("ring", "rolling", 0), replicas("pipe", "pipelined", 2, 2)
+RING, PIPES = replicas("ring", "rolling", 0), replicas("pipe", "free", 2, 2)
 RULES: Rules = {"ring": RingRules(LatencyTargets(2.0, 0.1))}
 BOTH = [RING, PIPES]
 
@@ -94,7 +94,7 @@ def test_replicas_that_roll_can_be_pipelines() -> None:
     """Micro-batches hold prompts or sequences, never both; the ring knows how many tokens sequences have got."""
     units = [
         replace(unit, pipeline=replace(unit.pipeline, budget=OnePhase))
-        for unit in replicas("ring", "pipelined", 0, 2)
+        for unit in replicas("ring", "free", 0, 2)
         if unit.pipeline is not None
     ]
     requests = load(units)

@@ -93,7 +93,7 @@ def content(request: TraceRequest, chance: random.Random) -> Content:
 def scenes(draw: st.DrawFn) -> tuple[SimUnit, LatencyModel, Options, list[TraceRequest]]:
     count = draw(st.integers(1, 3))
     profiles, pages = models(draw, count)
-    policy = draw(st.sampled_from(["adbs", "slack", "fcfs", "round_robin"]))
+    policy = draw(st.sampled_from(["adbs", "slack", "fcfs", "free"]))
     costs = Linear(
         # Steps that are slow beside the quanta of leases make seconds end them.
         decode_fixed=draw(st.sampled_from([0.004, 0.03, 0.15])),
@@ -146,7 +146,7 @@ def one_stage_scenes(draw: st.DrawFn) -> tuple[SimUnit, Analytic, Options, list[
         ahead=draw(st.booleans()),
         return_seconds=draw(st.sampled_from([0.0, 0.0002])),
     )
-    unit = replace(simulated, models=(one,), policy="pipelined", pipeline=pipeline)
+    unit = replace(simulated, models=(one,), policy="free", pipeline=pipeline)
     return unit, latency, options, workload(draw, 1)
 
 
@@ -178,11 +178,12 @@ def test_a_leap_of_a_stock_engine_is_many_steps(
 
 
 @pytest.mark.parametrize("overheads", [Overheads(), Overheads(turn=TURN_SECONDS)], ids=["at once", "live delays"])
-@pytest.mark.parametrize("policy", ["adbs", "fcfs", "round_robin", "rolling", "pipelined"])
-def test_leaping_looks_less_often(policy: str, overheads: Overheads) -> None:
-    both = policy in ("rolling", "pipelined")
+@pytest.mark.parametrize(
+    ("policy", "both"), [("adbs", False), ("fcfs", False), ("free", False), ("rolling", True), ("free", True)]
+)
+def test_leaping_looks_less_often(policy: str, both: bool, overheads: Overheads) -> None:
     names = ["m0"] if both else ["m0", "m1"]
-    pipeline = Pipeline((2,), (), FixedBudget) if policy == "pipelined" else None
+    pipeline = Pipeline((2,), (), FixedBudget) if both and policy == "free" else None
     simulated = unit([profile(name, both=both) for name in names], 800, policy, pipeline=pipeline)
     load = [TraceRequest(0.3 * i, names[i % len(names)], 40, 100) for i in range(10)]
     options = Options(overheads)

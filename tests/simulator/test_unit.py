@@ -209,7 +209,7 @@ def test_wrong_workloads_are_named() -> None:
         Overheads(turn=-1.0)
 
 
-@pytest.mark.parametrize("policy", ["adbs", "slack", "fcfs", "round_robin"])
+@pytest.mark.parametrize("policy", ["adbs", "slack", "fcfs", "free"])
 def test_models_that_answer_with_vectors_share_a_unit(policy: str) -> None:
     """Their requests end with their prefill; what keeps no KV is not held up by others that hold all pages."""
     profiles = [

@@ -48,7 +48,8 @@ RULES = MigrationRules(source_below=5000, destination_above=5000, in_flight=3)
 
 
 def unit(phases: str = "rolling", up: bool = True, **changes: Any) -> Bench:
-    return Bench(model("a", phases=phases, decode_share=1.0, prefill_share=1.0, **changes), policy=phases, up=up)
+    policy = "free" if phases == "pipelined" else phases
+    return Bench(model("a", phases=phases, decode_share=1.0, prefill_share=1.0, **changes), policy=policy, up=up)
 
 
 def admitted(bench: Bench, request_id: str) -> Admit:
@@ -184,28 +185,11 @@ def test_an_engine_that_is_silent_is_asked_again_for_what_it_was_doing() -> None
     assert {m.phase for m in to(ENGINE, Lease, sent)} == {"prefill"}
 
 
-@pytest.mark.parametrize(
-    ("policy", "phases", "message"),
-    [
-        ("adbs", "rolling", "engines of prefill and of decode"),
-        ("rolling", "multiplexed", "one engine of both phases"),
-    ],
-)
-def test_a_policy_that_is_not_made_for_the_engines_is_refused(policy: str, phases: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Bench(model("a", phases=phases), policy=policy)
-
-
-def test_two_models_do_not_share_such_a_unit() -> None:
-    with pytest.raises(ValueError, match="a unit with one model"):
-        Bench(model("a", phases="rolling"), model("b", phases="rolling"), policy="rolling")
-
-
 def test_what_an_engine_is_to_have_waiting_follows_the_budget() -> None:
     from muxserve.unit.state import unit_ledger
 
     def waiting(**changes: Any) -> int:
-        made = unit_spec(model("a", phases="pipelined", **changes), policy="pipelined", stages=3)
+        made = unit_spec(model("a", phases="pipelined", **changes), policy="free", stages=3)
         return unit_ledger(made).models[0].profile.waiting_tokens
 
     assert waiting() == 4 * 64, "three micro-batches under way and one more"

@@ -436,7 +436,7 @@ class Unit:
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
         only = model("a", quota_pages=1000, phases=world.phases)
-        self.policy = "adbs" if world.phases == "multiplexed" else world.phases
+        self.policy = {"multiplexed": "adbs", "rolling": "rolling", "pipelined": "free"}[world.phases]
         self.unit_spec: UnitSpec = unit_spec(only, policy=self.policy, unit=name, migration=RULES)
         self.life = 0
         self.known: dict[str, bool] = {}

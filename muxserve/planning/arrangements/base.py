@@ -193,9 +193,9 @@ class Arrangement:
         return model.model_copy(update={"phases": self.name, "stages": AUTO})
 
     def policy(self, fleet: Fleet) -> PolicyName:
-        """By which the scheduler of a unit of `fleet`'s models decides."""
-        assert self.name != "multiplexed"
-        return self.name
+        """By which the scheduler of a unit of `fleet`'s models decides. A replica that has its devices to itself shares
+        them with nobody, so that no lease is withheld."""
+        return "free"
 
     def batching(self, model: Model) -> BatchingName:
         """What a step of the model's engines may hold; the default leaves that to vLLM."""

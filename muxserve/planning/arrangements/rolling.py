@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from muxserve.config import Fleet
 from muxserve.metrics.definitions import percentile
 from muxserve.metrics.tables import seconds_words
 from muxserve.planning.arrangements.base import (
@@ -19,6 +20,7 @@ from muxserve.planning.arrangements.base import (
 )
 from muxserve.rolling.member import LatencyTargets
 from muxserve.simulator import RingRules, UnitResult
+from muxserve.spec import PolicyName
 
 
 class RollingArrangement(Arrangement):
@@ -26,6 +28,10 @@ class RollingArrangement(Arrangement):
 
     name = "rolling"
     needs_objectives = True
+
+    def policy(self, fleet: Fleet) -> PolicyName:
+        """See `Arrangement`."""
+        return self.name
 
     def check_pool(self, wanted: Wanted, most: int, devices: int | None, one: str) -> None:
         """See `Arrangement`."""

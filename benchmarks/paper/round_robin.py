@@ -1,4 +1,4 @@
-"""Round robin: the engines of the unit in cyclic order, prefill and decode alike, with fixed quotas.
+"""Round robin, the policy of MuxServe's figure 9: engines in cyclic order, prefill and decode alike, fixed quotas.
 
 What fits the free compute runs. An engine that does not fit keeps its place; when it has waited for longer than a
 `patience` nothing else is launched until it fits.
@@ -6,12 +6,14 @@ What fits the free compute runs. An engine that does not fit keeps its place; wh
 
 from __future__ import annotations
 
-from muxserve.scheduling.admission import wants_prefill
+from muxserve.scheduling.admission import admissible, wants_prefill
 from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.policies import POLICIES
 from muxserve.scheduling.policy import Policy, cyclic
 from muxserve.scheduling.quanta import Quanta
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import DECODE, PREFILL, Grant, Phase
+from muxserve.simulator import MODES, Mode
 
 
 class RoundRobin(Policy):
@@ -58,17 +60,24 @@ class RoundRobin(Policy):
         reserved: dict[str, int] = {}
         for model, phase in launched:
             if phase is DECODE:
-                grants.append(self._decode_grant(model, contended))
+                grants.append(self._decode_job(ledger, model, contended))
                 continue
-            pool = model.pool.profile.name
-            if model.prefill.inside or wants_prefill(ledger, model, now, reserved=reserved.get(pool, 0)):
-                grant = self._prefill_job(ledger, model, reserved=reserved.get(pool, 0))
+            # Quotas need not be parts of the pool here: earlier jobs of this decision have their pages first.
+            pool = model.pool
+            left = pool.available - pool.promised - reserved.get(pool.profile.name, 0)
+            limit = min(model.quota, model.used + model.promised + left)
+            if model.prefill.inside or wants_prefill(ledger, model, now, limit):
+                grant = self._prefill_grant(model, admissible(ledger, model, limit))
                 grants.append(grant)
                 blocks = sum(ledger.requests[request_id].blocks for request_id in grant.admit)
-                reserved[pool] = reserved.get(pool, 0) + blocks * model.pages_per_block
+                reserved[pool.profile.name] = reserved.get(pool.profile.name, 0) + blocks * model.pages_per_block
         for model in ledger.models:
             if model.decode.lease is not None:
-                renewal = self._renewal(model, now, contended)
+                renewal = self._renewal(ledger, model, now, contended)
                 if renewal is not None:
                     grants.append(renewal)
         return grants
+
+
+POLICIES[RoundRobin.name] = RoundRobin
+MODES["round-robin"] = Mode("round-robin", "muxserve with the round-robin policy", policy=RoundRobin.name)
