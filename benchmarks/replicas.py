@@ -27,10 +27,11 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import zmq
+from dispatch_policies import Freest, LoadAware, RoundRobinDispatch
 from report import machine, percentiles, write_report
 
 from muxserve.net import sockets
-from muxserve.replicas.dispatch import Freest, FreestOfQueues, LoadAware, NewRequest, RoundRobinDispatch
+from muxserve.replicas.dispatch import FreestOfQueues, NewRequest
 from muxserve.replicas.global_scheduler import GlobalScheduler
 from muxserve.replicas.migration import MigrationRules, choose_request
 from muxserve.replicas.priorities import DEFAULT_LEVELS

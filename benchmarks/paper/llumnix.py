@@ -27,11 +27,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
+from dispatch_policies import Freest, LoadAware
 from inputs import DTYPE, llama
 from report import machine, write_report
 
 from muxserve.costs.roofline import Roofline
-from muxserve.replicas.dispatch import Freest, FreestOfQueues, LoadAware
+from muxserve.replicas.dispatch import FreestOfQueues
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.simulator import FleetModel, FleetResult, Options, ReplicaRules, SimUnit, lone_unit, simulate

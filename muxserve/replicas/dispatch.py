@@ -1,9 +1,4 @@
-"""To which instance a request goes when it arrives, and in which order those wait that no instance can take.
-
-Freest       Llumnix: the instance with the highest freeness
-RoundRobin   one after the other
-LoadAware    INFaaS++: the least memory in use, queued requests included
-"""
+"""To which instance a request goes when it arrives, and in which order those wait that no instance can take."""
 
 from __future__ import annotations
 
@@ -11,7 +6,6 @@ import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from operator import attrgetter
 from typing import Protocol
 
 from muxserve.replicas.priorities import NORMAL, Levels
@@ -43,26 +37,9 @@ class DispatchPolicy(Protocol):
         ...
 
 
-_FREENESS = attrgetter("freeness")
-
-
-class _Forgetful:
-    """A policy that knows nothing of instances but how they stand."""
-
-    def gone(self, name: str) -> None:
-        """See `DispatchPolicy`."""
-
-
-class Freest(_Forgetful):
-    """The instance with the highest freeness; of equals the first."""
-
-    def choose(self, loads: Sequence[InstanceLoad], request: NewRequest) -> InstanceLoad:
-        """See `DispatchPolicy`."""
-        return max(loads, key=_FREENESS)
-
-
-class FreestOfQueues(_Forgetful):
-    """As `Freest`, but all queued requests count: with their demand, and in the batch size.
+class FreestOfQueues:
+    """The instance with the highest freeness, where all queued requests count: with their demand, and in the batch
+    size.
 
     Algorithm 1 counts the first queued request only. An instance with a long queue then looks like one with a short
     queue, and a burst goes to one instance. That is right for migration, since only the first can start, but a new
@@ -92,6 +69,9 @@ class FreestOfQueues(_Forgetful):
                 best, most = load, value
         return best
 
+    def gone(self, name: str) -> None:
+        """See `DispatchPolicy`. It knows nothing of instances but their loads."""
+
     def left(self, load: InstanceLoad, execution: str) -> int:
         """Tokens that a request of that execution priority finds there, once all that wait have theirs."""
         return _left(load, self._above(execution, load.capacity))
@@ -108,33 +88,6 @@ def _left(load: InstanceLoad, above: list[tuple[str, int]]) -> int:
         if load.levels.get(level):
             left -= tokens
     return left
-
-
-class RoundRobinDispatch(_Forgetful):
-    """The next one by name, wherever it stands."""
-
-    def __init__(self) -> None:
-        self._last = ""
-
-    def choose(self, loads: Sequence[InstanceLoad], request: NewRequest) -> InstanceLoad:
-        """See `DispatchPolicy`. Remembers a name, not a place, so that instances may come and go."""
-        ordered = sorted(loads, key=attrgetter("name"))
-        chosen = next((load for load in ordered if load.name > self._last), ordered[0])
-        self._last = chosen.name
-        return chosen
-
-
-class LoadAware(_Forgetful):
-    """The instance whose memory is least in use: (used + demand of all queued requests) / capacity. So does INFaaS++ in
-    Llumnix's evaluation (section 6.1); of equals the one with the fewest requests."""
-
-    def choose(self, loads: Sequence[InstanceLoad], request: NewRequest) -> InstanceLoad:
-        """See `DispatchPolicy`."""
-        return min(loads, key=_memory_load)
-
-
-def _memory_load(load: InstanceLoad) -> tuple[float, int]:
-    return (load.used + load.queued_demand) / load.capacity, load.running + load.waiting
 
 
 class DispatchQueue:

@@ -96,7 +96,7 @@ def choose_request(
     if not source.terminating and freeness(source.load(), levels) >= rules.source_below:
         return None
     room = destination.room - growth
-    candidates = [r for r in source.running if r.movable and not r.fake and r.usage <= room]
+    candidates = [r for r in source.running if r.movable and r.usage <= room]
     for request in sorted(candidates, key=lambda r: (levels[r.execution].rank, r.usage, r.request_id)):
         after = freeness_with(destination, levels, request.usage, request.execution)
         if source.terminating or after >= rules.source_below:

@@ -18,8 +18,8 @@ from muxserve.replicas.priorities import NORMAL
 class RequestView:
     """One request on an instance.
 
-    `usage` is what its KV takes, whole blocks, 0 while it is queued; `demand` is what it needs to start. A `fake`
-    request stands for a purpose and holds nothing. One that is not `movable` is being moved already, or must stay.
+    `usage` is what its KV takes, whole blocks, 0 while it is queued; `demand` is what it needs to start. A request that
+    is not `movable` is being moved already, or must stay.
     """
 
     request_id: str
@@ -28,7 +28,6 @@ class RequestView:
     queued: bool = False
     scheduling: str = NORMAL
     execution: str = NORMAL
-    fake: bool = False
     movable: bool = True
 
 

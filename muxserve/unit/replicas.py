@@ -18,7 +18,7 @@ from muxserve.wire import Loads, MovingIn, SchedulerHello, Terminating
 log = logging.getLogger(__name__)
 
 # Changes within this time are told together; without any, the global scheduler hears that the unit lives.
-REPORT_SECONDS = 3.0
+REPORT_SECONDS = 0.02
 SILENCE_SECONDS = 1.0
 # A report that differs from the last one only in `used`, and by less than this part of the capacity, is not worth it.
 _WORTH_TELLING = 1 / 64

@@ -73,7 +73,7 @@ def load(name: str = "m", used: int = 0, running: int = 0, **more: Any) -> Insta
 def place(request_id: str, name: str = "m", demand: int = 100, arrival: float = 0.0, **more: Any) -> Place:
     levels = more.get("scheduling", "normal"), more.get("execution", "normal")
     tokens, prefix = more.get("tokens", demand - 1), more.get("prefix", b"")
-    before = {key: more[key] for key in ("begun", "made") if key in more}
+    before = {key: more[key] for key in ("begun", "emitted") if key in more}
     return Place(request_id, name, demand, arrival, *levels, tokens=tokens, max_tokens=16, prefix=prefix, **before)
 
 

@@ -315,7 +315,7 @@ def test_the_fleet_file_is_read_again(running: Running) -> None:
     # A file that is none changes nothing.
     deployed.file.write_text("{")
     running.process.send_signal(signal.SIGHUP)
-    running.says("going on with what was in it before")
+    running.says("going on with the one before")
     assert gateway.asks("s") == "u0"
     running.write({**TWO, "u2": ["n"]}, generation=2)
     running.process.send_signal(signal.SIGHUP)

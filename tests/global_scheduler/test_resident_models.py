@@ -378,7 +378,7 @@ def test_who_has_had_a_turn_gives_the_next_one_to_somebody_new(made: int, first:
     world.change(FleetSpec(**{**fields, "residency": {"u0": ResidencySpec(spec.rules, spec.models, TurnRules())}}))
     world.controller()
     for name in names:
-        more = {"begun": world.now - 3.0, "made": made} if name == "old" and made else {}
+        more = {"begun": world.now - 3.0, "emitted": made} if name == "old" and made else {}
         world.say(G0, place(f"{name}-0", name, **more))
         world.wait(0.1)
     world.say(CONTROLLER, MemoryReport("u0", FIXED, {}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import strategies as st
 
 from muxserve.replicas.migration import MigrationRules, Pairing, choose_request
@@ -23,6 +25,22 @@ def waiting(name: str, demand: int) -> RequestView:
 
 def load(name: str, used: int = 0, running: int = 0, **more: object) -> InstanceLoad:
     return score(InstanceLoad(name, CAPACITY, used=used, running=running, **more), DEFAULT_LEVELS)  # type: ignore[arg-type]
+
+
+def freeness_of(instance: InstanceView, levels: Levels) -> float:
+    """Algorithm 1, CalcFreeness, request by request."""
+    if instance.terminating:
+        return -math.inf
+    total = sum(_virtual_usage(request, instance, levels) for request in instance.running)
+    if instance.waiting:
+        total += instance.waiting[0].demand
+    return (instance.capacity - instance.reserved - total) / max(1, len(instance.running))
+
+
+def _virtual_usage(request: RequestView, instance: InstanceView, levels: Levels) -> float:
+    """Algorithm 1, CalcVirtualUsage and GetHeadroom, of a running request."""
+    headroom = levels[request.execution].headroom(instance.capacity, levels.auto)
+    return request.usage + headroom / sum(each.execution == request.execution for each in instance.running)
 
 
 usages = st.integers(0, 1_500)

@@ -5,66 +5,36 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muxserve.replicas.dispatch import (
-    DispatchQueue,
-    Freest,
-    FreestOfQueues,
-    LoadAware,
-    NewRequest,
-    RoundRobinDispatch,
-)
+from muxserve.replicas.dispatch import DispatchQueue, FreestOfQueues, NewRequest
 from muxserve.replicas.priorities import DEFAULT_LEVELS
-from muxserve.replicas.virtual_usage import score
 from tests.replicas.support import load
 
 NEW = NewRequest("new", 100, 0.0)
+FREEST = FreestOfQueues(DEFAULT_LEVELS)
 
 
-def test_freest_takes_the_highest_freeness_and_not_the_least_memory() -> None:
+def test_the_highest_freeness_counts_and_not_the_least_memory() -> None:
     # a: room for 1,000 steps of each of its two; b: less memory in use, but eight share what is left.
     a, b = load("a", used=8_000, running=2), load("b", used=4_000, running=8)
-    assert Freest().choose([a, b], NEW) is a
-    assert LoadAware().choose([a, b], NEW) is b
-
-
-def test_freest_avoids_an_instance_with_a_high_priority_request() -> None:
-    a, b = load("a", 200, 1), load("b", 6_000, 1)
-    assert Freest().choose([a, b], NEW) is a
-    a.levels["high"] = 1
-    assert Freest().choose([score(a, DEFAULT_LEVELS), b], NEW) is b
-
-
-def test_queues_behind_the_first_request_count_only_where_they_are_asked_for() -> None:
+    assert FREEST.choose([a, b], NEW) is a
+    # All that wait count, also behind the first.
     a = load("a", 9_000, 10, waiting=5, head_demand=2_000, queued_demand=10_000)
     b = load("b", 9_500, 10, waiting=1, head_demand=2_000, queued_demand=2_000)
-    assert Freest().choose([a, b], NEW) is a
-    assert FreestOfQueues(DEFAULT_LEVELS).choose([a, b], NEW) is b
-    assert LoadAware().choose([a, b], NEW) is b
+    assert FREEST.choose([a, b], NEW) is b
 
 
-def test_of_overloaded_instances_the_one_with_less_missing_is_freer_whatever_their_batches() -> None:
-    small = load("small", 2_000, 2, levels={"high": 1})
-    large = load("large", 6_000, 40, levels={"high": 1})
-    assert 0 > large.freeness > small.freeness
-    assert Freest().choose([small, large], NEW) is large
-    assert FreestOfQueues(DEFAULT_LEVELS).choose([small, large], NEW) is small
+def test_the_batch_of_an_overloaded_instance_does_not_make_it_freer() -> None:
+    small = load("small", 9_000, 2, waiting=1, queued_demand=2_000)
+    large = load("large", 9_000, 40, waiting=1, queued_demand=3_000)
+    assert FREEST.choose([large, small], NEW) is small
 
 
 def test_headroom_is_kept_from_lower_priorities_only() -> None:
     cleared, mixed = load("cleared", 1_000, 1, levels={"high": 1}), load("mixed", 4_000, 5)
-    policy = FreestOfQueues(DEFAULT_LEVELS)
-    assert policy.choose([cleared, mixed], NEW) is mixed
-    assert policy.choose([cleared, mixed], NewRequest("vip", 100, 0.0, execution="high")) is cleared
+    assert FREEST.choose([cleared, mixed], NEW) is mixed
+    assert FREEST.choose([cleared, mixed], NewRequest("vip", 100, 0.0, execution="high")) is cleared
     # The order in queues is another matter.
-    assert policy.choose([cleared, mixed], NewRequest("first", 100, 0.0, scheduling="high")) is mixed
-
-
-def test_round_robin_goes_on_when_instances_come_and_go() -> None:
-    policy, loads = RoundRobinDispatch(), [load(name) for name in "acd"]
-    assert [policy.choose(loads, NEW).name for _ in range(4)] == ["a", "c", "d", "a"]
-    loads.insert(1, load("b"))
-    assert policy.choose(loads, NEW).name == "b"
-    assert policy.choose(loads[:2], NEW).name == "a"
+    assert FREEST.choose([cleared, mixed], NewRequest("first", 100, 0.0, scheduling="high")) is mixed
 
 
 @given(st.lists(st.tuples(st.sampled_from(["high", "normal"]), st.integers(0, 5), st.booleans()), max_size=30))
@@ -121,9 +91,8 @@ def test_freest_spreads_requests_of_equal_size_evenly() -> None:
     loads = [load(f"i{n}") for n in range(7)]
     rng = random.Random(3)
     for _ in range(700):
-        chosen = Freest().choose(loads, NEW)
+        chosen = FREEST.choose(loads, NEW)
         chosen.used += 10
         chosen.running += 1
-        score(chosen, DEFAULT_LEVELS)
         rng.shuffle(loads)
     assert {each.running for each in loads} == {100}

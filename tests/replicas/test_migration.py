@@ -8,8 +8,8 @@ from muxserve.replicas.decisions import Pair, Unpair
 from muxserve.replicas.migration import MigrationRules, Pairing, choose_request
 from muxserve.replicas.priorities import DEFAULT_LEVELS
 from muxserve.replicas.views import InstanceLoad, InstanceView
-from muxserve.replicas.virtual_usage import freeness_of, freeness_with, score
-from tests.replicas.support import CAPACITY, THREE, instances, load, rebalance, request
+from muxserve.replicas.virtual_usage import freeness_with, score
+from tests.replicas.support import CAPACITY, THREE, freeness_of, instances, load, rebalance, request
 from tests.support.thoroughness import examples
 
 RULES = MigrationRules(source_below=50, destination_above=100)

@@ -3,8 +3,7 @@
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS
 from muxserve.replicas.views import InstanceView, RequestView
-from muxserve.replicas.virtual_usage import freeness_of
-from tests.replicas.support import CAPACITY, rebalance, request, waiting
+from tests.replicas.support import CAPACITY, freeness_of, rebalance, request, waiting
 
 RULES = MigrationRules(source_below=100, destination_above=200)
 

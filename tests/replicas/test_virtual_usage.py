@@ -7,46 +7,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muxserve.replicas.priorities import DEFAULT_LEVELS
-from muxserve.replicas.views import InstanceView
-from muxserve.replicas.virtual_usage import FAKE, freeness, freeness_of, freeness_with, headroom_share, virtual_usage
-from tests.replicas.support import CAPACITY, THREE, instances, request, waiting
+from muxserve.replicas.views import InstanceView, RequestView
+from muxserve.replicas.virtual_usage import freeness, freeness_with
+from tests.replicas.support import CAPACITY, THREE, freeness_of, instances, request, waiting
 
 # Thirds of a headroom do not quite add up to it.
 ROUNDING = 1e-6
 
 
-def test_running_requests_count_with_what_they_hold() -> None:
-    view = InstanceView("i", CAPACITY, running=[request("a", 1_000), request("b", 3_000)])
-    assert freeness_of(view, DEFAULT_LEVELS) == (10_000 - 4_000) / 2
-
-
-def test_only_the_first_of_the_queue_counts() -> None:
-    queue = [waiting("x", 9_000), waiting("y", 5_000)]
-    view = InstanceView("i", CAPACITY, running=[request("a", 2_000)], waiting=queue)
-    assert [virtual_usage(each, view, DEFAULT_LEVELS) for each in queue] == [9_000, 0]
-    assert freeness_of(view, DEFAULT_LEVELS) == -1_000
-
-
-def test_headroom_is_divided_among_the_requests_of_its_level() -> None:
-    view = InstanceView(
-        "i", CAPACITY, running=[request("a", 100, "high"), request("b", 300, "high"), request("c", 500)]
-    )
-    # The high level's target load is 1,600 tokens.
-    assert headroom_share("high", view, DEFAULT_LEVELS) == 8_400 / 2
-    assert virtual_usage(view.running[1], view, DEFAULT_LEVELS) == 300 + 4_200
-    assert virtual_usage(view.running[2], view, DEFAULT_LEVELS) == 500
-    assert freeness_of(view, DEFAULT_LEVELS) == pytest.approx((10_000 - 900 - 8_400) / 3)
-
-
-def test_a_terminating_instance_is_as_full_as_can_be() -> None:
-    view = InstanceView("i", CAPACITY, terminating=True)
-    assert virtual_usage(FAKE, view, DEFAULT_LEVELS) == math.inf
-    assert freeness_of(view, DEFAULT_LEVELS) == -math.inf
-
-
-def test_an_idle_instance_is_freer_than_one_with_the_shortest_request() -> None:
-    idle, busy = InstanceView("i", CAPACITY), InstanceView("j", CAPACITY, running=[request("a", 16)])
-    assert freeness_of(idle, DEFAULT_LEVELS) == CAPACITY > freeness_of(busy, DEFAULT_LEVELS)
+@pytest.mark.parametrize(
+    ("running", "queue", "expected"),
+    [
+        ([request("a", 1_000), request("b", 3_000)], [], (10_000 - 4_000) / 2),
+        # Only the first of the queue counts.
+        ([request("a", 2_000)], [waiting("x", 9_000), waiting("y", 5_000)], -1_000),
+        # The high level's target load is 1,600 tokens; its headroom is divided among its requests.
+        ([request("a", 100, "high"), request("b", 300, "high"), request("c", 500)], [], (10_000 - 900 - 8_400) / 3),
+        # An idle instance is freer than with the shortest request.
+        ([], [], CAPACITY),
+        ([request("a", 16)], [], CAPACITY - 16),
+    ],
+)
+def test_freeness_by_hand(running: list[RequestView], queue: list[RequestView], expected: float) -> None:
+    view = InstanceView("i", CAPACITY, running=running, waiting=queue)
+    assert freeness(view.load(), DEFAULT_LEVELS) == pytest.approx(expected)
+    view.terminating = True
+    assert freeness(view.load(), DEFAULT_LEVELS) == -math.inf
 
 
 @given(instances())

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.dispatch_policies import Freest, LoadAware, RoundRobinDispatch
 from muxserve.costs import Decode, EngineCosts, EngineShape, LatencyModel, Load, ModelArchitecture
 from muxserve.costs.architecture import split_layers
-from muxserve.replicas.dispatch import Freest, LoadAware, RoundRobinDispatch
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, Level, Levels
 from muxserve.replicas.scaling import ScalingRules
