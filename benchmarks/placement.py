@@ -24,7 +24,7 @@ from muxserve.costs.measured import latency_model
 from muxserve.costs.roofline import Roofline
 from muxserve.planning.checkpoints import planned_architecture
 from muxserve.planning.demands import equal_nodes, memory_of
-from muxserve.planning.prediction import predict
+from muxserve.planning.prediction import Trial, predict
 from placement.candidates import Candidates
 from placement.demand import Demand
 from placement.engines import Engines
@@ -170,7 +170,7 @@ def estimates() -> dict[str, object]:
             demands = fleet(6, rate, seed, 1.3)
             options = PlanOptions(local=ImproveLimits(kicks=10))
             plan = plan_cluster(demands, cluster, latency, memory_of(cluster), options)
-            prediction = predict(plan, latency, 120.0)
+            prediction = predict(plan, latency, Trial(120.0))
             simulated = prediction.rate
             error = plan.throughput / simulated - 1.0
             row = {

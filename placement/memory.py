@@ -7,7 +7,7 @@ on a GPU of this project's own.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from muxserve.costs.architecture import ITEM_BYTES
 from placement.demand import Demand
@@ -43,6 +43,10 @@ class MemoryRules:
         """What `muxserve deploy` sets aside: the processes of a model are its engines (two; one where an engine has
         both phases), which keep the memory of their largest step. Who has loaded its weights ends before they start."""
         return cls(utilisation, processes=engines, engines=engines, reserve_bytes=1024 * _MIB, graph_sets=graph_sets)
+
+    def of_one_engine(self) -> MemoryRules:
+        """The rules for models of which one engine does both phases: one process with one context and its graphs."""
+        return replace(self, engines=1, processes=1)
 
 
 def activation_bytes(demand: Demand, tp: int) -> int:

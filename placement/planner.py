@@ -13,6 +13,7 @@ from placement.cluster import Cluster, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand, Member, Mesh, splits_evenly
 from placement.engines import Engines
 from placement.estimator import Estimator, UnitEstimate
+from placement.even import even
 from placement.exact import Exact, exact
 from placement.format import enumerate_words, format_size
 from placement.greedy import GreedyLimits, greedy, kinds
@@ -76,15 +77,17 @@ def _free(values: Values, unit: Unit) -> float:
     return values.estimator.room(unit.mesh, unit.members) / values.estimator.engines.memory[unit.mesh.device]
 
 
-ModeName = Literal["muxserve", "spatial", "temporal", "memory"]
+ModeName = Literal["muxserve", "spatial", "temporal", "memory", "one", "even"]
+# Those that somebody may ask for; the others are candidates of a plan alone.
 MODES: tuple[ModeName, ...] = ("muxserve", "spatial", "temporal", "memory")
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
     """`mode`: `muxserve` colocates with SM shares, `spatial` gives every model meshes of its own, `temporal` colocates
-    with all compute to one job at a time, `memory` is memory-greedy. `improved` adds the local search, `exact` solves
-    the program as well, if the fleet is small enough, and tells the gap."""
+    with all compute to one job at a time, `memory` is memory-greedy. `one` colocates models of one engine each, and
+    `even` divides the devices among such models evenly (`placement.even`). `improved` adds the local search, `exact`
+    solves the program as well, if the fleet is small enough, and tells the gap."""
 
     objective: Objective = field(default_factory=Objective)
     mode: ModeName = "muxserve"
@@ -181,12 +184,16 @@ def plan_cluster(
     if options.mode == "memory":
         # The baseline knows of no replicas.
         demands = [replace(demand, least=1, most=None) for demand in demands]
-    engines = Engines(demands, latency, memory, options.rules)
-    estimator = Estimator(Candidates(engines, options.shares), turns=options.mode in ("spatial", "temporal"))
+    one = options.mode in ("one", "even")
+    engines = Engines(demands, latency, memory, options.rules.of_one_engine() if one else options.rules)
+    turns = one or options.mode in ("spatial", "temporal")
+    estimator = Estimator(Candidates(engines, options.shares), turns=turns)
     values = Values(estimator, options.objective, colocate=options.mode != "spatial")
     machines = Machines(cluster)
     if options.mode == "memory":
         first = final = memory_greedy(values, machines)
+    elif options.mode == "even":
+        first = final = even(values, machines)
     else:
         first = final = greedy(values, machines, options.greedy, progress)
         if options.improved:

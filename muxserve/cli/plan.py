@@ -89,7 +89,7 @@ def _tell(settings: PlanSettings, fleet: Fleet, made: PlannedFleet, seconds: flo
     about = f"{settings.fleet.name}, objective {made.plan.objective.name}, costs: {costs}"
     if settings.as_json:
         data = document(made.plan, str(settings.fleet), costs, seconds, made.simulated, made.points, made.rivals)
-        data["search"]["robust_seconds"] = made.robust_seconds
+        data["search"]["contest_seconds"] = made.contest_seconds
         if made.residency is not None:
             data["residency"] = residency_document(made.residency)
         if made.sleeping is not None:
@@ -103,7 +103,7 @@ def _tell(settings: PlanSettings, fleet: Fleet, made: PlannedFleet, seconds: flo
         if made.sleeping is not None:
             show_sleeping(made.sleeping)
         show_spare(made.spare)
-        show_rivals(made.rivals, made.robust_seconds)
+        show_rivals(made.rivals)
     for note in made.notes:
         errors.print(escape(note))
     if made.why_not:

@@ -10,11 +10,12 @@ from muxserve.config import Fleet
 from muxserve.metrics.figure_table import FigureTable
 from muxserve.metrics.summary import Summary
 from muxserve.planning.arrangements import arrangement
+from muxserve.planning.contest import Rival, why
 from muxserve.planning.device_pool import CPU
 from muxserve.planning.document import SweepPoint, needed, warnings_of
 from muxserve.planning.prediction import Prediction, ResidencyForecast, shares_per_lease
-from muxserve.planning.rivals import EQUAL, WAYS, Rival
 from muxserve.planning.sleeping import SleepingForecast
+from muxserve.planning.ways import SIMPLEST, WAYS
 from placement.format import enumerate_words, format_part, format_seconds, format_size
 from placement.planner import ClusterPlan
 
@@ -241,31 +242,20 @@ def show_spare(spare: Mapping[str, float]) -> None:
         )
 
 
-def show_rivals(rivals: Sequence[Rival], robust_seconds: float = 0.0) -> None:
-    """Print which way to serve was chosen, why the next one was not, and how equal plans stood other workloads."""
+def show_rivals(rivals: Sequence[Rival]) -> None:
+    """Print which way to serve was chosen, why the runner-up and the simplest way were not, and what each does under
+    every workload."""
     if len(rivals) < 2:
         return
     first, second = rivals[:2]
-    behind = 1.0 - second.score / first.score if first.score else 0.0
-    if not (first.is_measured and second.is_measured):
-        why = "not compared by requests per second, which its simulation was too short to show"
-    elif behind > EQUAL:
-        why = f"{behind:.1%} fewer"
-    elif second.robust < (1.0 - EQUAL) * first.robust:
-        why = f"as many, but under other workloads {second.robust:.0%} of the requests count, not {first.robust:.0%}"
-    elif second.worst < first.worst:
-        why = f"as many, but {second.worst:.0%} of some model's, not {first.worst:.0%}"
-    else:
-        why = "as many, but slower answers"
-    if second.short and not first.short:
-        why = f"{second.short} of its models fall short of their objectives"
-    elif first.plan.objective.name == "gpus" and second.plan.devices > first.plan.devices:
-        why = "more devices"
     console.print(f"chosen by simulation: [bold]{first.words}[/] ({WAYS[first.way][1]})")
-    console.print(f"runner-up: {second.words} ({WAYS[second.way][1]}): {why}")
-    tried = [each for each in rivals if each.stressed]
-    for each in tried:
-        parts = ", ".join(f"{name} {part:.0%}" for name, part in each.stressed.items())
-        console.print(f"{each.way} under other workloads: {parts}")
-    if tried:
-        console.print(f"that took {robust_seconds:.1f} s (--no-robust leaves it out)")
+    console.print(f"runner-up: {second.words} ({WAYS[second.way][1]}): {why(first, second)}")
+    simplest = next((each for each in rivals[2:] if each.way == SIMPLEST), None)
+    if simplest is not None:
+        console.print(f"simplest: {simplest.words} ({WAYS[SIMPLEST][1]}): {why(first, simplest)}")
+    shown = [first, second, *([] if simplest is None else [simplest])]
+    table = FigureTable(["requests that count", *(each.way for each in shown)], words=1)
+    for name in first.kept:
+        table.add_row(name, *(f"{each.kept[name]:.1%}" if name in each.kept else "-" for each in shown))
+    table.add_row("mean", *(f"{each.mean:.1%}" for each in shown))
+    console.print(table)

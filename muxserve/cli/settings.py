@@ -73,7 +73,7 @@ class PlanSettings:
     seed: Annotated[int, typer.Option(help="Of the local search and the simulation.")] = 0
     robust: Annotated[
         bool,
-        typer.Option(help="Of equal plans take the one that holds up best under other rates, lengths and a burst."),
+        typer.Option(help="Try plans under other rates, lengths and bursts, too; and take the best in the mean."),
     ] = True
     workload: Annotated[
         str | None,

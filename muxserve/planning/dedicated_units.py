@@ -3,7 +3,7 @@
 The layout of such a model follows a rule: of the layouts that leave the fewest devices idle, the one that serves most
 by the costs of its steps, and of equal ones the one with the fewest devices per replica. `divide_gpus` and `divide_cpu`
 give devices to the models whose file says so. `rearranged` lays out models that leave their arrangement open on the
-GPUs that they have in a plan, for the contest of `planning.rivals`.
+GPUs that they have in a plan, for the contest of `planning.contest`.
 """
 
 from __future__ import annotations

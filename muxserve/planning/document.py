@@ -11,9 +11,10 @@ from typing import Any
 
 from muxserve.metrics.summary import Summary
 from muxserve.planning.arrangements import arrangement
+from muxserve.planning.contest import Rival, why
 from muxserve.planning.prediction import Prediction, ResidencyForecast, falls_short
-from muxserve.planning.rivals import WAYS, Rival
 from muxserve.planning.sleeping import Outcome, SleepingForecast
+from muxserve.planning.ways import WAYS
 from muxserve.planning.window import ANSWERS, longest_of
 from muxserve.simulator import ResidencyResult
 from placement.cluster import PlacedUnit
@@ -21,7 +22,7 @@ from placement.estimator import ModelEstimate, UnitEstimate
 from placement.format import enumerate_words
 from placement.planner import ClusterPlan, limits_in_words
 
-VERSION = 2
+VERSION = 3
 _SWEEP = re.compile(r"gpus=(\d+)\.\.(\d+)(?::(\d+))?")
 _POINTS = 15
 
@@ -244,9 +245,11 @@ def document(
                 "score": rival.score if rival.is_measured else None,
                 "latency_mean": rival.latency if rival.is_served else None,
                 "devices_used": rival.plan.devices,
-                "under_other_workloads": dict(rival.stressed),
+                "workloads": dict(rival.kept),
+                "mean": rival.mean,
+                "why_not": why(rivals[0], rival) if number else "",
             }
-            for rival in rivals
+            for number, rival in enumerate(rivals)
         ],
         "sweep": [
             {

@@ -13,17 +13,17 @@ from muxserve.config import Fleet, load_fleet
 from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.planning.arrangements import arrangement_of
 from muxserve.planning.arrangements.base import NoPlaceError
+from muxserve.planning.contest import Contest, Rival
 from muxserve.planning.dedicated_units import divide_cpu, divide_gpus, open_units
 from muxserve.planning.demands import check_lengths, contexts_of, demands_of, equal_nodes, memory_of
 from muxserve.planning.device_pool import CpuPool, cpu_pool
 from muxserve.planning.document import SweepPoint, point
 from muxserve.planning.prediction import (
-    PERTURBATIONS,
-    Perturbation,
     Prediction,
     ResidencyForecast,
     Simulated,
     Surroundings,
+    Trial,
     falls_short,
     predict,
     shares_per_lease,
@@ -31,7 +31,6 @@ from muxserve.planning.prediction import (
     verified,
 )
 from muxserve.planning.resident_units import NoUnitError
-from muxserve.planning.rivals import FIRST, WAYS, Rival, as_way, best_of, kept, shared_ways, ways_of
 from muxserve.planning.simulations import Simulations
 from muxserve.planning.sleeping import (
     SleepingForecast,
@@ -41,7 +40,9 @@ from muxserve.planning.sleeping import (
     live_residency,
 )
 from muxserve.planning.this_machine import plan_this_machine, residency_here
+from muxserve.planning.ways import SIMPLEST, WAYS, as_way, shared_ways, ways_of
 from muxserve.planning.window import ANSWERS, usual_seconds
+from muxserve.planning.workloads import DECLARED, WORKLOADS, Variation
 from muxserve.simulator import SimulationError
 from muxserve.workload import Workload, check_fits
 from placement.cluster import Cluster
@@ -52,7 +53,7 @@ from placement.objective import OBJECTIVES, Objective
 from placement.planner import MODES, ClusterPlan, ModeName, PlanOptions, plan_cluster
 
 # For long enough that each model is active.
-_GROUPS, _GROUPS_SECONDS = Perturbation("bursty groups", groups=True), 120.0
+_GROUPS, _GROUPS_SECONDS = Variation("bursty groups", active=True), 120.0
 # A longer window is for answers that take `_SPARE` times as long as those of the shorter one. One that proves too short
 # is made longer up to `_LONGER` times.
 _LONGER, _SPARE = 3, 1.25
@@ -102,8 +103,8 @@ class UsageError(ValueError):
 @dataclass(slots=True)
 class PlannedFleet:
     """What came of it. `simulated` is the simulation of the plan (`why_not`: why there is none), `spare` the factors by
-    which rates were raised in planning, `rivals` the plans that were compared on all requests, the best first;
-    `robust_seconds` is how long it took to try those of them that were equal under other workloads. `by_size` are the
+    which rates were raised in planning, `rivals` the plans of the contest's final, the best first, and
+    `contest_seconds` how long the contest took. `by_size` are the
     plans of a sweep. `residency` (on a CPU) and `sleeping` (on GPUs) say what models that sleep would bring. `notes`
     say what became of models that leave their arrangement open, where the rivals do not."""
 
@@ -113,7 +114,7 @@ class PlannedFleet:
     points: list[SweepPoint] = field(default_factory=list)
     spare: Mapping[str, float] = field(default_factory=dict)
     rivals: Sequence[Rival] = ()
-    robust_seconds: float = 0.0
+    contest_seconds: float = 0.0
     residency: ResidencyForecast | None = None
     by_size: tuple[ClusterPlan, ...] = ()
     sleeping: SleepingForecast | None = None
@@ -124,8 +125,7 @@ class PlannedFleet:
 class Planner:
     """Plans `fleet`, which `file` declares. `seconds` may be spent on the local search; `simulate` is how long the plan
     is simulated (None: as long as makes sense). `network` is bytes per second between machines (None: as the file
-    says), `told` hears what goes on. Where plans are equal, `robust` takes the one that holds up best under other
-    workloads."""
+    says), `told` hears what goes on. Unless it is `robust`, plans are tried under the declared workload alone."""
 
     file: Path
     fleet: Fleet
@@ -275,53 +275,49 @@ class Planner:
             return found
         throughput = self.options.objective.name == "throughput"
         # Where queues grow, and where requests per second are compared, a part of a window shows nothing.
-        whole, seconds = throughput or not found.plan.meets, found.simulated.seconds
+        whole = throughput or not found.plan.meets
         if whole:
             found.simulated = self._measured(found.plan, found.simulated, alike=True)
         if throughput and not found.simulated.is_long_enough:
             return found
-        names = [demand.name for demand in demands]
+        began = time.monotonic()
+        ranked = self._contest(self._rivals(found, demands, cluster), found.simulated, whole)
+        first = ranked[0]
+        if first.plan is not found.plan:
+            found = PlannedFleet(first.plan)
+        found.simulated = first.prediction and self._measured(first.plan, first.prediction)
+        found.rivals, found.contest_seconds = ranked, time.monotonic() - began
+        return found
+
+    def _contest(self, rivals: Sequence[Rival], first: Prediction, whole: bool) -> list[Rival]:
+        """The plans of the final, the best first; `first` is the prediction of the first one."""
+        names, seconds = [demand.name for demand in rivals[0].plan.demands], first.seconds
         # All models of all plans are simulated for several answers of so many seconds, or their rates say nothing.
-        answers = max((window.seconds for window in found.simulated.windows.values()), default=0.0) / ANSWERS
+        answers = max((window.seconds for window in first.windows.values()), default=0.0) / ANSWERS
+        workloads = WORKLOADS if self.robust else (DECLARED,)
         known: dict[object, Prediction | None] = {}
-        rivals = self._rivals(found, demands, cluster)
-        own = rivals[0].way
-        spent = 0.0
 
-        def stress(plan: ClusterPlan) -> dict[str, float]:
-            nonlocal spent
-            began = time.monotonic()
-            tried = {each.name: simulate(plan, first_part, each) for each in PERTURBATIONS}
-            spent += time.monotonic() - began
-            parts = {name: None if made is None else kept(plan, made) for name, made in tried.items()}
-            return {name: part for name, part in parts.items() if part is not None}
-
-        def simulate(plan: ClusterPlan, part: float, perturbed: Perturbation | None = None) -> Prediction | None:
-            key = (id(plan), part, perturbed, answers)
+        def simulate(plan: ClusterPlan, part: float, varied: Variation) -> Prediction | None:
+            key = (id(plan), part, varied, answers)
             if key not in known:
-                longest = dict.fromkeys(names, answers) if whole else None
-                known[key] = self._simulated(plan, None, part * seconds, perturbed, longest)[0]
+                # What differs from what is declared is only compared, which takes less.
+                longest = dict.fromkeys(names, answers) if whole and varied is DECLARED else None
+                trial = Trial(part * varied.span * seconds, self.seed, varied, longest=longest)
+                known[key] = self._tried(plan, trial)[0]
             return known[key]
 
-        first_part = 1.0 if whole else FIRST
-        ranked = best_of(rivals, simulate, None, first_part)
+        ranked = Contest(simulate, workloads, whole).ranked(rivals, SIMPLEST)
         for _ in range(_LONGER):
             # Answers of one way take longer than those of another.
             longer = _SPARE * max(
                 (each.prediction.longest_answer or 0.0 for each in ranked if each.prediction), default=0
             )
-            if not whole or self.simulate is not None or longer <= answers or all(each.is_measured for each in ranked):
+            enough = longer <= answers or all(each.is_measured for each in ranked)
+            if not whole or self.simulate is not None or enough:
                 break
             answers, rivals = longer, [replace(each, prediction=None) for each in rivals]
-            ranked = best_of(rivals, simulate, None, first_part)
-        if self.robust:
-            ranked = best_of(rivals, simulate, stress, first_part)
-        first = ranked[0]
-        if first.way != own:
-            found = PlannedFleet(first.plan)
-        found.simulated = first.prediction and self._measured(first.plan, first.prediction)
-        found.rivals, found.robust_seconds = ranked, spent
-        return found
+            ranked = Contest(simulate, workloads, whole).ranked(rivals, SIMPLEST)
+        return ranked
 
     def _rivals(self, found: PlannedFleet, demands: Sequence[Demand], cluster: Cluster) -> list[Rival]:
         """The plan that was found, first, and those of all other ways to serve that differ from each other."""
@@ -403,7 +399,7 @@ class Planner:
         self.told(f"simulating {about}")
         units = simulated_of(made.placement, self.fleet, made.demands, self._surroundings(pool))
         resident, awake = (
-            predict(made, self.latency, seconds, self.seed, each, perturbed=_GROUPS, requests=requests)
+            predict(made, self.latency, Trial(seconds, self.seed, _GROUPS, requests), each)
             for each in (replace(units, residency=spec), units)
         )
         (only,) = spec.values()
@@ -413,33 +409,30 @@ class Planner:
     # ------------------------------------------------------------ simulation
 
     def _simulated(
-        self,
-        made: ClusterPlan,
-        pool: CpuPool | None = None,
-        seconds: float | None = None,
-        perturbed: Perturbation | None = None,
-        longest: Mapping[str, float] | None = None,
+        self, made: ClusterPlan, pool: CpuPool | None = None, seconds: float | None = None
     ) -> tuple[Prediction | None, str]:
-        """The simulation of the plan, or why there is none. `pool` is the machine whose CPU it is for, `seconds` how
-        long (None: as long as the options say, or as is usual); `perturbed` and `longest` are those of `predict`."""
-
+        """The simulation of the plan under the declared workload, or why there is none; arguments as of `_tried`, and
+        `seconds` (None: as long as the options say, or as is usual)."""
         asked = self.simulate if seconds is None else seconds
-        if not made.placement.units or (asked is not None and asked <= 0.0):
+        if not made.placement.units:
+            return None, ""
+        return self._tried(made, Trial(usual_seconds(made) if asked is None else asked, self.seed), pool)
+
+    def _tried(self, made: ClusterPlan, trial: Trial, pool: CpuPool | None = None) -> tuple[Prediction | None, str]:
+        """What the plan does under a trial, or why that cannot be simulated. `pool` is the machine whose CPU it is
+        for."""
+        if trial.seconds <= 0.0:
             return None, ""
         self.told("simulating")
 
         def count(done: int, total: int) -> None:
             self.told(f"simulating, {done} of {total} requests")
 
-        length = usual_seconds(made) if asked is None else asked
         try:
             units = self._simulated_units(made, pool)
-            prediction = predict(
-                made, self.latency, length, self.seed, units, count, perturbed, self._simulations, longest=longest
-            )
+            return predict(made, self.latency, trial, units, count, self._simulations), ""
         except (SimulationError, CostError, NoPlaceError) as error:
             return None, str(error)
-        return prediction, ""
 
     def _simulated_units(self, made: ClusterPlan, pool: CpuPool | None) -> Simulated:
         """The units of a plan; the same ones each time, so that what was simulated of them is known."""
@@ -462,7 +455,7 @@ class Planner:
             longest = {name: _SPARE * (window.longest or 0.0) for name, window in simulated.windows.items()}
             if alike:
                 longest = dict.fromkeys(longest, max(longest.values()))
-            longer, _ = self._simulated(made, pool, usual, longest=longest)
+            longer, _ = self._tried(made, Trial(usual, self.seed, longest=longest), pool)
             if longer is None or _spans(longer) == _spans(simulated):
                 break
             simulated = longer

@@ -37,6 +37,7 @@ from muxserve.planning.simulations import Simulations
 from muxserve.planning.specs import levels_of, migration_of, scaling_of
 from muxserve.planning.unit_plan import with_batching
 from muxserve.planning.window import ANSWERS, RateWindow, longer_seconds, longest_of, longest_tokens
+from muxserve.planning.workloads import DECLARED, Variation, loads_of
 from muxserve.replicas.prefixes import dispatch_policy
 from muxserve.replicas.priorities import Levels
 from muxserve.replicas.scaling import ScalingRules
@@ -60,10 +61,7 @@ from muxserve.simulator import (
 )
 from muxserve.spec import SHARES_PER_LEASE, ResidencySpec
 from muxserve.spec.unit import SHARE_STEPS
-from muxserve.workload import Arrivals, Groups, Lengths, LogNormalLengths, ModelLoad, generate
-from muxserve.workload.arrivals import POISSON
-from muxserve.workload.lengths import CappedLengths, FixedLength
-from muxserve.workload.published import published
+from muxserve.workload import ModelLoad, generate
 from muxserve.workload.trace import TraceRequest
 from placement.cluster import PlacedUnit, Placement
 from placement.demand import Demand
@@ -72,8 +70,6 @@ from placement.planner import ClusterPlan
 
 # Rolling replicas that prefill for less of their time than this are one too many, as for the live global scheduler.
 _IDLE = 0.1
-SIGMA = 0.8  # of the log-normal lengths: a long tail, as in chats
-_TAIL = 8  # times the mean: the longest that are drawn
 SPARE = 1.25  # a model that falls short is planned for with so much more of its rate, each time
 ATTEMPTS = 4
 # A rate of fewer requests is not told.
@@ -369,56 +365,41 @@ def falls_short(plan: ClusterPlan, simulated: Prediction) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Perturbation:
-    """How a workload differs from the one that a plan is for: `rate` times all rates, `burst` times that of the model
-    with the highest, `lengths` of a published distribution in place of the demands', and with `groups` a few models are
-    active at a time (`workload.shapes.Groups`)."""
+class Trial:
+    """What a plan is tried under: `seconds` of generated load that differs from the declared one as `varied` says, or
+    `requests` of so many seconds. Units of models whose longest answers take long (`longest`, in seconds) are simulated
+    until several of these fit."""
 
-    name: str
-    rate: float = 1.0
-    burst: float = 1.0
-    lengths: str = ""
-    groups: bool = False
-
-
-PERTURBATIONS = (
-    Perturbation("rates -30 %", rate=0.7),
-    Perturbation("rates +30 %", rate=1.3),
-    Perturbation("lengths of ShareGPT", lengths="sharegpt"),
-    Perturbation("one model x3", burst=3.0),
-)
+    seconds: float
+    seed: int = 0
+    varied: Variation = DECLARED
+    requests: Sequence[TraceRequest] | None = None
+    longest: Mapping[str, float] | None = None
 
 
 def predict(
     plan: ClusterPlan,
     latency: LatencyModel,
-    seconds: float,
-    seed: int = 0,
+    trial: Trial,
     simulated: Simulated | None = None,
     progress: Callable[[int, int], None] | None = None,
-    perturbed: Perturbation | None = None,
     simulations: Simulations | None = None,
-    requests: Sequence[TraceRequest] | None = None,
-    longest: Mapping[str, float] | None = None,
 ) -> Prediction:
-    """Simulate `seconds` of Poisson arrivals at the demands' rates on the plan's placement, with log-normal lengths of
-    the demands' means, and sum up; or `requests` of so many seconds.
+    """Simulate what a trial brings on the plan's placement, with log-normal lengths of the demands' means, and sum up.
 
     Args:
         simulated: what `simulated_of` makes of the placement, where it has other units than multiplexed ones, or
             replicas work together by rules of the fleet's.
-        perturbed: how the workload is another.
         simulations: those that plans which are compared have in common.
-        longest: seconds that the longest answers of a model take. Units of models for which `seconds` hold too few of
-            these are simulated for longer.
 
     Raises:
         SimulationError: a unit cannot run.
         CostError: the latency model does not know a model.
     """
     demands, simulated = plan.demands, simulated or Simulated(plan.placement, {})
-    sequences = _longest_sequences(plan, simulated)
-    loads = loads_of(plan, simulated, perturbed)
+    sequences = longest_sequences(plan, simulated)
+    seconds, requests, longest = trial.seconds, trial.requests, trial.longest
+    loads = loads_of(demands, sequences, seconds, trial.varied)
     known = simulated.models
     models = {d.name: replace(known.get(d.name) or fleet_model(d), max_len=sequences[d.name]) for d in demands}
     simulated = replace(simulated, models=models)
@@ -431,7 +412,7 @@ def predict(
         for names in together:
             most = max(longest.get(name, 0.0) for name in names)
             spans |= dict.fromkeys(names, longer_seconds(seconds, most, sum(loads[name].rate for name in names)))
-    workload = _requests(loads, spans, seed) if requests is None else list(requests)
+    workload = _requests(loads, spans, trial.seed) if requests is None else list(requests)
     residency: ResidencyResult | None = None
     if not simulated.residency:
         # Who waits longer than that waits in a queue that grows. Playing it to its end would take hours of its time.
@@ -498,41 +479,10 @@ def _longest_answer(summary: Summary, name: str, load: ModelLoad) -> float | Non
     return (longest_tokens(load.output) - 1) * figures.tpot.mean if figures.tpot is not None else 0.0
 
 
-def _longest_sequences(plan: ClusterPlan, simulated: Simulated) -> dict[str, int]:
+def longest_sequences(plan: ClusterPlan, simulated: Simulated) -> dict[str, int]:
     """Tokens of the longest sequence of each model."""
     own = simulated.longest
     return {d.name: own.get(d.name) or d.context for d in plan.demands}
-
-
-def loads_of(plan: ClusterPlan, simulated: Simulated, perturbed: Perturbation | None = None) -> dict[str, ModelLoad]:
-    """What comes for each model of a plan."""
-    longest = _longest_sequences(plan, simulated)
-    loads = {d.name: _load(d, longest[d.name], perturbed) for d in plan.demands}
-    if perturbed is not None:
-        busiest = max(plan.demands, key=lambda demand: demand.rate).name
-        loads[busiest] = replace(loads[busiest], rate=perturbed.burst * loads[busiest].rate)
-    return loads
-
-
-def _load(demand: Demand, longest: int, perturbed: Perturbation | None) -> ModelLoad:
-    """What comes for a model, whose sequences have at most `longest` tokens."""
-    half = longest // 2
-    if perturbed is not None and perturbed.lengths:
-        prompt: Lengths = CappedLengths(published(perturbed.lengths, "prompt"), half)
-        output: Lengths = CappedLengths(published(perturbed.lengths, "output"), longest - half)
-    else:
-        prompt, output = lengths(demand.prompt_tokens, half), lengths(demand.output_tokens, longest - half)
-    arrivals = Arrivals(shape=Groups()) if perturbed is not None and perturbed.groups else POISSON
-    return ModelLoad((perturbed.rate if perturbed is not None else 1.0) * demand.rate, prompt, output, arrivals)
-
-
-def lengths(mean: int, longest: int) -> Lengths:
-    """Log-normal lengths of that mean with a long tail, of at most `longest` tokens."""
-    high = min(_TAIL * mean, max(1, longest))
-    median = mean / math.exp(SIGMA * SIGMA / 2)
-    if median < 1 or median > high:
-        return FixedLength(max(1, min(mean, high)))
-    return LogNormalLengths(median, SIGMA, 1, high)
 
 
 # ---------------------------------------------------------------- verified plans

@@ -194,3 +194,30 @@ class Groups:
         if not any(levels):
             levels[rng.randrange(phases)] = 1.0
         return Steps(edges, levels)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Groups of models are active one after another: group `number` of `count` has its requests in one phase of `every`
+    seconds, and none in the phases of the others. The mean rate over the workload stays what it was.
+
+    Raises:
+        ValueError: there is no such group, or phases have no length.
+    """
+
+    number: int
+    count: int
+    every: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number < self.count:
+            raise ValueError(f"there is no group {self.number} of {self.count}")
+        if not 0 < self.every < math.inf:
+            raise ValueError(f"phases must be positive seconds, not {self.every:g}")
+
+    def shape(self, duration: float, rng: random.Random, position: float) -> Steps | None:
+        phases = math.ceil(duration / self.every - 1e-9)
+        if phases <= self.number:
+            return None
+        edges = [*(phase * self.every for phase in range(phases)), duration]
+        return Steps(edges, [float(phase % self.count == self.number) for phase in range(phases)])

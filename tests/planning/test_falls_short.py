@@ -7,7 +7,7 @@ from pathlib import Path
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
 from muxserve.planning.checkpoints import planned_architecture
-from muxserve.planning.prediction import falls_short, predict
+from muxserve.planning.prediction import Trial, falls_short, predict
 from placement.cluster import Cluster, Node
 from placement.demand import Demand
 from placement.objective import Objective
@@ -29,7 +29,7 @@ def demand(rate: float, ttft: float) -> Demand:
 def short(rate: float, ttft: float) -> list[str]:
     cluster, memory = Cluster((Node("A100-80GB", 1),)), {"A100-80GB": device("A100-80GB").memory_bytes}
     plan = plan_cluster([demand(rate, ttft)], cluster, Roofline(), memory, PlanOptions(objective=Objective("slo")))
-    return falls_short(plan, predict(plan, Roofline(), seconds=60.0))
+    return falls_short(plan, predict(plan, Roofline(), Trial(60.0)))
 
 
 def test_an_easy_load_is_borne_out() -> None:

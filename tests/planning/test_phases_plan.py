@@ -13,8 +13,8 @@ from muxserve.config import Fleet, load_fleet
 from muxserve.planning.arrangements.base import ReplicaLayout
 from muxserve.planning.dedicated_units import FreeDevices, OpenLayout, divide_gpus, open_units, part_of, rearranged
 from muxserve.planning.plan_file import load_plan
-from muxserve.planning.prediction import Surroundings, predict, simulated_of
-from muxserve.planning.rivals import as_way, ways_of
+from muxserve.planning.prediction import Surroundings, Trial, predict, simulated_of
+from muxserve.planning.ways import as_way, ways_of
 from placement.cluster import Cluster, Node
 from placement.demand import Demand
 from placement.memory import MemoryRules
@@ -264,7 +264,7 @@ class TestOpenModels:
         for unit, estimate in zip(made.placement.units, made.estimates, strict=True):
             assert [made.demands[m.member.model].name for m in estimate.models] == [m.model for m in unit.models]
         assert predict(
-            made, COSTS, 20.0, simulated=simulated_of(made.placement, declared, made.demands, AROUND)
+            made, COSTS, Trial(20.0), simulated_of(made.placement, declared, made.demands, AROUND)
         ).summary.overall.completed
         assert open_units(made, declared)["open"].phases == phases
 
@@ -320,7 +320,7 @@ models:
             fleet.write_text(FLEET.format(phases=phases, more=OTHER))
             ways = set(ways_of(load_fleet(fleet, serving=False), short))
             assert (ways >= more) == compete, (phases, short)
-            assert ways - more == {"turns", "first come", "dedicated", "one engine"}
+            assert ways - more == {"turns", "first come", "dedicated", "one engine", "even"}
 
     def test_engines_of_each_phase_have_the_planner_s_shares(self, fleet: Path) -> None:
         fleet.write_text(FLEET.format(phases="auto", more=OTHER))
@@ -334,7 +334,7 @@ models:
             (placed,), (model,) = unit.models, estimate.models
             assert (placed.prefill_share, placed.decode_share) == (estimate.prefill_share, model.decode_share)
             assert unit.kv_bytes == estimate.pool_bytes
-        assert predict(made, COSTS, 20.0).summary.overall.completed
+        assert predict(made, COSTS, Trial(20.0)).summary.overall.completed
 
 
 class TestDivided:

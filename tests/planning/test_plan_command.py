@@ -84,7 +84,7 @@ class TestCommand:
         code, out, _ = run(fleet, "--json", "--exact")
         assert code == 0
         data = json.loads(out)
-        assert data["muxserve_plan"] == 2
+        assert data["muxserve_plan"] == 3
         assert data["totals"]["meets"] is True
         assert data["totals"]["devices_used"] == sum(len(unit["devices"]) for unit in data["units"])
         served = sum(model["throughput"] for unit in data["units"] for model in unit["models"])

@@ -11,7 +11,7 @@ import pytest
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
 from muxserve.planning.checkpoints import planned_architecture
-from muxserve.planning.prediction import SPARE, falls_short, predict, restated, verified
+from muxserve.planning.prediction import SPARE, Trial, falls_short, predict, restated, verified
 from placement.cluster import Cluster, Node
 from placement.demand import Demand
 from placement.objective import Objective
@@ -42,7 +42,7 @@ def planner(gpus: int, objective: Literal["gpus", "slo"] = "gpus"):
 
 
 def simulated(plan: ClusterPlan):
-    return predict(plan, Roofline(), seconds=60.0)
+    return predict(plan, Roofline(), Trial(60.0))
 
 
 def test_a_plan_that_is_borne_out_is_left_alone() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muxserve.workload import Arrivals, Bursts, Diurnal, Groups, gamma_arrivals
-from muxserve.workload.shapes import Shape, Steps, Wave
+from muxserve.workload.shapes import Rotation, Shape, Steps, Wave
 
 
 @pytest.mark.parametrize("cv", [0.3, 1.0, 2.0, 4.0])
@@ -134,3 +134,23 @@ def test_a_model_is_silent_in_the_phases_of_others() -> None:
 def test_groups_that_make_no_sense(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"must|need"):
         Groups(**wrong)  # type: ignore[arg-type]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 6), st.integers(1, 5), st.floats(1.0, 40.0))
+def test_of_a_rotation_one_group_is_active_at_a_time_and_each_keeps_its_rate(
+    count: int, rounds: int, every: float
+) -> None:
+    whole = count * rounds * every
+    shapes = [Rotation(number, count, every).shape(whole, random.Random(0), 0.0) for number in range(count)]
+    assert all(shape is not None and shape.mass(whole) == pytest.approx(whole) for shape in shapes)
+    for phase in range(count * rounds):
+        edges = (phase * every, min(whole, (phase + 1) * every))
+        active = [n for n, shape in enumerate(shapes) if shape and shape.mass(edges[1]) > shape.mass(edges[0]) + 1e-6]
+        assert active == [phase % count]
+
+
+@pytest.mark.parametrize("wrong", [(2, 2, 1.0), (-1, 2, 1.0), (0, 1, 0.0)])
+def test_rotations_that_make_no_sense(wrong: tuple[int, int, float]) -> None:
+    with pytest.raises(ValueError, match=r"no group|must"):
+        Rotation(*wrong)

@@ -1,0 +1,239 @@
+"""Plans that compete: all are tried under all workloads (`planning.workloads`), and the best in the mean is taken.
+
+Estimates of different ways to serve are not comparable enough to choose by them, so simulation decides. All plans are
+simulated on a small part of the requests of one workload after another, and those that are far behind are left out on
+the way. The best of the others are simulated on all requests of the declared workload.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+
+from muxserve.planning.prediction import Prediction, falls_short
+from muxserve.planning.workloads import DECLARED, WORKLOADS, Variation
+from placement.planner import ClusterPlan
+
+# The part of the requests of each workload that all plans are looked at with.
+LOOK = 0.15
+# Plans that keep fewer requests less than this part of all are equal.
+EQUAL = 0.005
+# A plan whose kept parts, added up over the workloads so far, are so far behind the best is left out.
+_BEHIND = 0.3
+# So many of the best plans are in the final, and as many of those with the highest means.
+_FINALISTS = 2
+# A plan that keeps this part of what is declared keeps all of less.
+_ALL = 0.999
+
+Simulate = Callable[[ClusterPlan, float, Variation], Prediction | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """One way to serve a fleet, and what its simulations say: `prediction` is that of all requests of the declared
+    workload, and `kept` by workload the part of the requests that count."""
+
+    way: str
+    plan: ClusterPlan
+    prediction: Prediction | None = None
+    kept: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def mean(self) -> float:
+        """The part of the requests that count, over all workloads; 0 without any."""
+        return fmean(self.kept.values()) if self.kept else 0.0
+
+    @property
+    def score(self) -> float:
+        """Requests per second that are answered under the declared workload, and within their objectives unless the
+        objective is throughput; 0 if nothing was simulated."""
+        return score(self.plan, self.prediction) if self.prediction else 0.0
+
+    @property
+    def is_measured(self) -> bool:
+        """Its simulation was long enough to show the score. Any simulation in which no queue grows shows how many
+        requests are within their objectives."""
+        if self.prediction is None:
+            return False
+        parts = self.plan.objective.name != "throughput" and not self.prediction.grows
+        return parts or self.prediction.is_long_enough
+
+    @property
+    def latency(self) -> float:
+        """Mean seconds of an answer under the declared workload."""
+        latency = self.prediction.summary.overall.latency if self.prediction else None
+        return latency.mean if latency else math.inf
+
+    @property
+    def is_served(self) -> bool:
+        """All requests of its simulation were answered, so that their latency has a mean."""
+        overall = self.prediction.summary.overall if self.prediction else None
+        return overall is not None and 0 < overall.requests == overall.completed
+
+    @property
+    def short(self) -> int:
+        """Models that meet their objectives less often than the plan's objective asks, under the declared workload."""
+        if self.prediction is None or self.plan.objective.name == "throughput":
+            return 0
+        return len(falls_short(self.plan, self.prediction))
+
+    @property
+    def worst(self) -> float:
+        """The part of the requests within their objectives, in hundredths, of the model that has the fewest."""
+        if self.prediction is None or self.plan.objective.name == "throughput":
+            return 1.0
+        models = self.prediction.summary.models.values()
+        return round(min((figures.slo.get("all", 1.0) for figures in models), default=1.0), 2)
+
+    @property
+    def words(self) -> str:
+        """The way with its figures, as far as they were measured."""
+        within = "" if self.plan.objective.name == "throughput" else " within their objectives"
+        figures = [self.way]
+        if self.is_measured:
+            figures.append(f"{self.score:.2f} requests/s{within}")
+        if self.is_served:
+            figures.append(f"{self.latency:.3g} s each")
+        return f"{', '.join(figures)} on {self.plan.devices} devices"
+
+    def looked_at(self, workload: Variation, prediction: Prediction | None) -> Rival:
+        """The same with what a simulation of that workload shows."""
+        part = None if prediction is None else kept(self.plan, prediction, roughly=workload is not DECLARED)
+        found = self if part is None else replace(self, kept={**self.kept, workload.name: part})
+        return replace(found, prediction=prediction) if workload is DECLARED else found
+
+
+def score(plan: ClusterPlan, prediction: Prediction) -> float:
+    """Requests per second that are answered, and within their objectives unless the objective is throughput; whether
+    that was measured, `Rival.is_measured` says."""
+    if plan.objective.name == "throughput":
+        return prediction.rate
+    total = 0.0
+    for demand in plan.demands:
+        figures = prediction.summary.models.get(demand.name)
+        if figures is not None and figures.requests:
+            met = figures.slo.get("all")
+            total += demand.rate * (figures.completed / figures.requests if met is None else met)
+    return total
+
+
+def kept(plan: ClusterPlan, prediction: Prediction, roughly: bool = False) -> float | None:
+    """The part of the requests that are answered within their objectives, or in time if the objective is throughput,
+    whatever their rate; None if that was not measured. `roughly`: a simulation that is too short shows it, too."""
+    overall, throughput = prediction.summary.overall, prediction.rate if roughly else prediction.throughput
+    if not overall.requests:
+        return None
+    if plan.objective.name != "throughput":
+        return overall.slo.get("all", overall.completed / overall.requests)
+    return None if throughput is None else min(1.0, throughput * prediction.seconds / overall.requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """Holds the contest of some plans.
+
+    Args:
+        simulate: a plan on a part of the requests of a workload, the same for all; None: that is not possible.
+        workloads: the declared one is the first.
+        whole: a part of the requests shows nothing, so that all are simulated.
+    """
+
+    simulate: Simulate
+    workloads: Sequence[Variation] = WORKLOADS
+    whole: bool = False
+
+    def ranked(self, rivals: Sequence[Rival], always: str = "") -> list[Rival]:
+        """The plans of the final, the best first. Plans without a place for a model that others have one for do not
+        compete. The plan of the way `always` is among them if it competes at all.
+
+        Args:
+            rivals: the first is taken where nothing can be simulated. A prediction that one has is of all requests of
+                the declared workload.
+        """
+        fewest = min(len(each.plan.missing) for each in rivals)
+        heat = [each for each in rivals if len(each.plan.missing) == fewest]
+        looks = self._looks(heat, always)
+        order = ranked([each for each in looks.values() if each.prediction])
+        number_of = {id(look): number for number, look in looks.items()}
+        first = order[:_FINALISTS] + sorted(order, key=lambda look: -look.mean)[:_FINALISTS]
+        final = [
+            self._in_final(look, heat[number_of[id(look)]].prediction)
+            for look in order
+            if look.way == always or any(look is each for each in first)
+        ]
+        return ranked([each for each in final if each.prediction is not None]) or list(rivals[:1])
+
+    def _looks(self, heat: Sequence[Rival], always: str) -> dict[int, Rival]:
+        """The plans that are not far behind, by their number in `heat`."""
+        looks = {number: replace(each, prediction=None, kept={}) for number, each in enumerate(heat)}
+        for workload in self.workloads[:1] if self.whole else self.workloads:
+            for number, look in looks.items():
+                if workload.is_less and look.kept.get(DECLARED.name, 0.0) >= _ALL:
+                    looks[number] = replace(look, kept={**look.kept, workload.name: 1.0})
+                    continue
+                known = heat[number].prediction if self.whole and workload is DECLARED else None
+                made = known or self.simulate(look.plan, 1.0 if self.whole else LOOK, workload)
+                looks[number] = look.looked_at(workload, made)
+            looks = self._without_those_behind(looks, always)
+        return looks
+
+    def _without_those_behind(self, looks: Mapping[int, Rival], always: str) -> dict[int, Rival]:
+        most = max((sum(look.kept.values()) for look in looks.values()), default=0.0)
+        alike = max((len(look.kept) for look in looks.values()), default=0)
+        return {
+            number: look
+            for number, look in looks.items()
+            if look.way == always or len(look.kept) < alike or sum(look.kept.values()) >= most - _BEHIND
+        }
+
+    def _in_final(self, look: Rival, known: Prediction | None) -> Rival:
+        """The plan with all requests of the declared workload, and with all workloads."""
+        for workload in self.workloads:
+            if workload is DECLARED:
+                look = look.looked_at(workload, known or self.simulate(look.plan, 1.0, workload))
+            elif workload.name not in look.kept and self.whole:
+                look = look.looked_at(workload, self.simulate(look.plan, 1.0, workload))
+        return look
+
+
+def ranked(rivals: Sequence[Rival]) -> list[Rival]:
+    """The best first: those of which no model falls short of the declared objectives, with the objective `gpus` those
+    of them on the fewest devices, then those that keep most requests in the mean of all workloads; of equal ones the
+    one whose worst model is best off, and then the one that answers soonest."""
+    remaining, order = list(rivals), []
+    while remaining:
+        first = _best(remaining)
+        order.append(first)
+        remaining = [each for each in remaining if each is not first]
+    return order
+
+
+def _best(rivals: Sequence[Rival]) -> Rival:
+    pool = [each for each in rivals if not each.short]
+    if pool and pool[0].plan.objective.name == "gpus":
+        fewest = min(each.plan.devices for each in pool)
+        pool = [each for each in pool if each.plan.devices == fewest]
+    pool = pool or list(rivals)
+    most = max(each.mean for each in pool)
+    equal = [each for each in pool if each.mean >= most - EQUAL]
+    return min(equal, key=lambda each: (-each.worst, each.latency))
+
+
+def why(first: Rival, other: Rival) -> str:
+    """Why the other one is not taken in place of the first."""
+    if other.short and not first.short:
+        return f"{other.short} of its models fall short of their objectives"
+    if first.plan.objective.name == "gpus" and other.plan.devices > first.plan.devices:
+        return "more devices"
+    if not (first.is_measured and other.is_measured):
+        return "not compared by requests per second, which its simulation was too short to show"
+    common = [name for name in first.kept if name in other.kept]
+    if first.mean - other.mean > EQUAL:
+        worst = max(common, key=lambda name: first.kept[name] - other.kept[name])
+        parts = f"{other.kept[worst]:.0%} of the requests count there, not {first.kept[worst]:.0%}"
+        return f"{100 * (first.mean - other.mean):.1f} points fewer over all workloads, most of them {worst!r}: {parts}"
+    if other.worst < first.worst:
+        return f"as many requests, but {other.worst:.0%} of some model's, not {first.worst:.0%}"
+    return "as many requests, but slower answers"
