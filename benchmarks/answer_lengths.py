@@ -66,7 +66,8 @@ def run(dataset: str, tokens: int, rate: float, how: str, seed: int) -> dict[str
     drawn = generate({"m": ModelLoad(rate, prompt, output)}, SECONDS, seed)
     requests = [each for each in drawn if each.prompt_tokens + each.output_tokens <= tokens]
     model = FleetModel("m", llama("13b"), DTYPE, 256, 2048)
-    units = [lone_unit(f"i{n}", "L20-48GB", (n,), model, tokens // BLOCK) for n in range(REPLICAS)]
+    blocks = tokens // BLOCK
+    units = [lone_unit(f"i{n}", "L20-48GB", (n,), model, blocks, policy="rolling") for n in range(REPLICAS)]
     found = simulate(units, requests, COSTS, OPTIONS, {"m": rules_of(how, requests)}).requests
     wanted = Objectives(ttft=TTFT, tpot=TPOT)
     latencies = [times(request, switch=True) for request in found]

@@ -30,7 +30,7 @@ from muxserve.scheduling.residency_types import Change, Residence, Sleep, Standi
 from muxserve.scheduling.turns import TurnRules
 from muxserve.simulator import SimUnit, mode_of
 from muxserve.simulator.requests import SimRequest
-from muxserve.simulator.scheduled import ScheduledUnit
+from muxserve.simulator.unit import SimulatedUnit
 from muxserve.workload import open_workload
 from placement.format import format_size
 from tests.support.tiny_checkpoint import tiny_checkpoint
@@ -133,7 +133,7 @@ def main() -> None:
                 # Live, decoding gives way only where memory decides.
                 decode_weight=1.0 if system == "timers" else residency.decode_weight,
             )
-            played = ScheduledUnit(replace(unit, residency=way), latency)
+            played = SimulatedUnit(replace(unit, residency=way), latency)
             if system == "timers":
                 assert played.residents is not None
                 played.residents.awake = IdleTimers(way.rules, way.models)
@@ -141,7 +141,7 @@ def main() -> None:
                 SimRequest.of(msgspec.structs.replace(each, arrival=each.arrival + args.rest), number)
                 for number, each in enumerate(open_workload(text, names))
             ]
-            played.clock.run(iter(load), played.arrive, played.overheads.request)
+            played.clock.run(iter(load), played.arrive, played.machine.overheads.request)
             result = played.result()
             told = result.residency
             assert told is not None, "residency is what is played"

@@ -155,7 +155,10 @@ def unit_of(cluster: Cluster, model: str, number: int = 0, pipeline: Pipeline | 
     blocks = int(room // (16 * architecture.kv_bytes_per_token(DTYPE)))
     served = FleetModel("m", architecture, DTYPE, 256, 2048)
     devices = tuple(range(number * tp, (number + 1) * tp))
-    return lone_unit(f"i{number}", cluster.device, devices, served, blocks, pipeline=pipeline, waiting_tokens=4096)
+    policy = "rolling" if pipeline is None else "free"
+    return lone_unit(
+        f"i{number}", cluster.device, devices, served, blocks, pipeline=pipeline, waiting_tokens=4096, policy=policy
+    )
 
 
 def costs_of(cluster: Cluster, model: str) -> EngineCosts:
@@ -263,7 +266,7 @@ def split(cluster: Cluster, model: str, dataset: str, within_node: bool) -> Syst
     if not within_node and cluster.device.startswith("L20") and MODELS[model].heads % 8 == 0:
         # One instance per node, so that all KV crosses the network. Llama-30B's 52 heads cannot be divided by eight.
         cluster = replace(cluster, tp={**cluster.tp, model: 8})
-    unit, costs = replace(unit_of(cluster, model), combined=True), costs_of(cluster, model)
+    unit, costs = unit_of(cluster, model), costs_of(cluster, model)
     prompt, output = DATASETS[dataset].means()
     tp = cluster.tp[model]
     each = 8 // tp

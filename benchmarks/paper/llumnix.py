@@ -80,7 +80,8 @@ def workload(prompt: str, output: str, rate: float, count: int, cv: float = 1.0,
 
 def replicas(count: int, first: int = 0) -> tuple[SimUnit, ...]:
     """So many of them: prompts go first, otherwise all decode, as in the vLLM of the paper."""
-    return tuple(lone_unit(f"r{n:02d}", "A10", (n,), MODEL, BLOCKS) for n in range(first, first + count))
+    numbers = range(first, first + count)
+    return tuple(lone_unit(f"r{n:02d}", "A10", (n,), MODEL, BLOCKS, policy="rolling") for n in numbers)
 
 
 def play(

@@ -38,7 +38,7 @@ AUTHORS_MESH = {"7b": 1, "13b": 2, "30b": 2, "65b": 4}
 ABLATIONS = {
     mode.name: mode
     for mode in (
-        Mode("no-split", "without the split of phases: one engine per model", combined=True),
+        Mode("no-split", "without the split of phases: one engine per model", policy="free", one_engine=True),
         Mode("no-unified-kv", "with a fixed quota of KV cache for each model", adapt_quotas=False),
         Mode("no-sm", "without management of compute: every job on all of it", policy="adbs", managed=False),
     )

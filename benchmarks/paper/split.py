@@ -7,12 +7,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stock import StockEngine, stock_instance
+
 from muxserve.costs import EngineCosts, LatencyModel
+from muxserve.costs.step_costs import StepWork
 from muxserve.simulator import Link, Options, SimUnit
 from muxserve.simulator.clock import Clock
 from muxserve.simulator.engine import PrefillStep
+from muxserve.simulator.events import Event
 from muxserve.simulator.requests import SimRequest
-from muxserve.simulator.stock import StockEngine, StockUnit
 from muxserve.workload.trace import TraceRequest
 
 
@@ -54,13 +57,13 @@ class PrefillEngine(StockEngine):
 
     owner: Split
 
-    def _begin_prefill(self, tokens: int, pairs: int, now: float) -> None:
-        super()._begin_prefill(tokens, pairs, now)
+    def _begin_chunks(self, work: StepWork, now: float) -> None:
+        super()._begin_chunks(work, now)
         whole = [request for request, chunk in self.chunks if request.computed + chunk == request.tokens]
         self.owner.prefilling(self, whole, now, self.planned_time)
 
-    def _end_prefill(self, now: float) -> PrefillStep:
-        done = super()._end_prefill(now)
+    def _end_chunks(self, now: float, decoded: int = 0) -> PrefillStep:
+        done = super()._end_chunks(now, decoded)
         for _ in range(len(done.finished) + len(done.through)):
             self.waiting.popleft()
         self.owner.prefilled(self, done.through)
@@ -99,14 +102,6 @@ class DecodeEngine(StockEngine):
         self.owner.stepped(now)
 
 
-class PrefillUnit(StockUnit):
-    stock_engine = PrefillEngine
-
-
-class DecodeUnit(StockUnit):
-    stock_engine = DecodeEngine
-
-
 class Split:
     """A request is prefilled where the fewest prompt tokens wait, and decodes where the fewest tokens are, of the
     instances that it may go to. Its KV is sent once the decoding one has room for it, and stays until it is there.
@@ -123,16 +118,13 @@ class Split:
         self._clock = Clock()
         self._token_bytes = float(self._model.architecture.kv_bytes_per_token(self._model.dtype))
         self._nodes = [Node() for _ in split.prefill]
-        # By the order of their engine: units, and the nodes that they are on.
-        self._units: dict[int, StockUnit] = {}
+        # The nodes of the engines, by their order.
         self._node_of: dict[int, int] = {}
         self._prefill: list[PrefillEngine] = []
         self._decode: list[DecodeEngine] = []
         for node, (prefill, decode) in enumerate(zip(split.prefill, split.decode, strict=True)):
-            for kind in [PrefillUnit] * prefill + [DecodeUnit] * decode:
-                instance = kind(unit, latency, options, self._clock)
-                (engine,) = instance.engines
-                self._units[engine.order] = instance
+            for kind in [PrefillEngine] * prefill + [DecodeEngine] * decode:
+                engine = stock_instance(kind, unit, latency, options, self._clock)
                 engine.owner = self  # type: ignore[attr-defined]
                 self._node_of[engine.order] = node
                 if isinstance(engine, PrefillEngine):
@@ -151,7 +143,7 @@ class Split:
         return requests
 
     def _arrive(self, request: SimRequest, now: float) -> None:
-        self._units[min(self._prefill, key=_queued).order].arrive(request, now)
+        min(self._prefill, key=_queued).arrive(request, now)
 
     # ------------------------------------------------------------ told by engines
 
@@ -217,18 +209,31 @@ class Split:
         self._going[request] = target
         self.transfers += 1
         self.transfer_seconds += max(0.0, there_at - computed)
-        self._clock.at(there_at, lambda then: self._arrived(source, request, then))
+        self._clock.at(there_at, _KvArrives(self, source, request))
         return True
 
-    def _arrived(self, source: PrefillEngine, request: SimRequest, now: float) -> None:
+    def kv_arrived(self, source: PrefillEngine, request: SimRequest, now: float) -> None:
+        """A request's KV is where it decodes."""
         target = self._going.pop(request)
         source.pages.release(self._blocks(request.tokens - 1))
         source.wake(now)
-        request.unit = target.unit.spec.name
+        request.unit = target.machine.spec.name
         target.join(request, now)
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._model.profile.block_tokens)
+
+
+@dataclass
+class _KvArrives(Event):
+    """A transfer is over."""
+
+    split: Split
+    source: PrefillEngine
+    request: SimRequest
+
+    def handle(self, now: float) -> None:
+        self.split.kv_arrived(self.source, self.request, now)
 
 
 def _queued(engine: StockEngine) -> int:

@@ -43,10 +43,10 @@ class StepWork:
 
 
 class StepCosts:
-    """Prices the steps of one engine by its `costs`, which are those of the engine alone."""
+    """Prices the steps of one engine by its costs alone (`engine`)."""
 
     def __init__(self, costs: EngineCosts) -> None:
-        self._costs = costs
+        self.engine = costs
         longer = costs.prefill(1, 2 * _MANY_PAIRS, 1) - costs.prefill(1, _MANY_PAIRS, 1)
         self._pair_seconds = longer / _MANY_PAIRS
 
@@ -58,21 +58,21 @@ class StepCosts:
         same time, so that a step that waits for the host waits only once.
         """
         if not work.decode:
-            return self._costs.prefill(work.prefill, work.pairs, work.prompts)
+            return self.engine.prefill(work.prefill, work.pairs, work.prompts)
         if not work.prefill:
-            return self._costs.decode(work.decode, work.context).seconds(work.context)
-        reading = self._costs.decode(work.decode, _MANY_PAIRS).per_token * work.context
+            return self.engine.decode(work.decode, work.context).seconds(work.context)
+        reading = self.engine.decode(work.decode, _MANY_PAIRS).per_token * work.context
         tokens, rows = work.tokens, work.prompts + work.decode
         if self._pair_seconds > 0.0:
-            return self._costs.prefill(tokens, work.pairs + round(reading / self._pair_seconds), rows)
-        return self._costs.prefill(tokens, work.pairs, rows) + reading
+            return self.engine.prefill(tokens, work.pairs + round(reading / self._pair_seconds), rows)
+        return self.engine.prefill(tokens, work.pairs, rows) + reading
 
     def decode(self, batch: int, context: int) -> Decode:
         """What a step takes that only decodes so many sequences (`EngineCosts.decode`)."""
-        return self._costs.decode(batch, context)
+        return self.engine.decode(batch, context)
 
     def load(self, work: StepWork) -> Load:
         """What the step asks of the device meanwhile."""
         if work.prefill:
-            return self._costs.prefill_load(work.tokens, work.pairs, work.prompts + work.decode)
-        return self._costs.decode_load(work.decode, work.context)
+            return self.engine.prefill_load(work.tokens, work.pairs, work.prompts + work.decode)
+        return self.engine.decode_load(work.decode, work.context)

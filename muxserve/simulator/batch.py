@@ -33,9 +33,9 @@ class BlockCounts:
     seen_in_prompt: int = 0
 
     @classmethod
-    def of(cls, profile: ModelProfile, windows: bool = False) -> BlockCounts:
-        """Those of a model; with `windows` what it gives back behind them is not counted."""
-        behind = profile.windowed_pages if windows else 0
+    def of(cls, profile: ModelProfile) -> BlockCounts:
+        """How the blocks of a model are counted."""
+        behind = profile.windowed_pages
         if not behind:
             return cls(profile.state_blocks)
         seen, in_prompt = profile.seen_blocks(1), profile.seen_blocks(profile.max_num_batched_tokens)

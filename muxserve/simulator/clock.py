@@ -13,11 +13,12 @@ from operator import attrgetter
 from typing import Protocol
 
 from muxserve.simulator.compute import Compute
+from muxserve.simulator.events import Event
 from muxserve.simulator.job import Job
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.setup import SimUnit
 
-# Actions come after the steps that end at the same time.
+# Events come after the steps that end at the same time.
 _AFTER_ENGINES = 1 << 20
 # No step takes that long: when nothing has run for so many seconds with all arrivals in, nothing ever will.
 _STUCK_SECONDS = 10_000.0
@@ -59,9 +60,7 @@ class Clock:
         self.open = 0
         self.units: list[ClockUnit] = []
         self.places = 0
-        self.heap: list[tuple[float, int, int, Job | Callable[[float], None]]] = []
-        # When the next request comes.
-        self._due = _NEVER
+        self.heap: list[tuple[float, int, int, Job | Event]] = []
         self._serial = _AFTER_ENGINES
         self._touched: list[ClockUnit] = []
         # The only unit, as long as there is one.
@@ -72,10 +71,10 @@ class Clock:
         self.places += 1
         return self.places - 1
 
-    def at(self, time: float, action: Callable[[float], None]) -> None:
-        """Do something at a time; of the same time in the order of asking."""
+    def at(self, time: float, event: Event) -> None:
+        """An event happens at a time; events of the same time happen in the order of asking."""
         self._serial += 1
-        heappush(self.heap, (time, self._serial, 0, action))
+        heappush(self.heap, (time, self._serial, 0, event))
 
     def join(self, unit: ClockUnit) -> None:
         """A unit comes."""
@@ -85,19 +84,6 @@ class Clock:
             # It was asked at every moment so far.
             self._touched = [first]
             first.touched = True
-
-    def quiet_until(self) -> float:
-        """Before that time nothing happens but what the engines of the one unit do that have not asked to be looked at;
-        now, where there are several units."""
-        if self._alone is None:
-            return self.now
-        heap = self.heap
-        while heap:
-            time, _, version, what = heap[0]
-            if not isinstance(what, Job) or what.version == version:
-                return min(time, self._due)
-            heappop(heap)
-        return self._due
 
     def touch(self, unit: ClockUnit) -> None:
         """Something is to be done for that unit at this moment."""
@@ -134,7 +120,7 @@ class Clock:
                 elif following is None and now - looked_at > _STUCK_SECONDS:
                     raise SimulationError(self._stuck())
                 else:
-                    what(now)
+                    what.handle(now)
             while due <= now:
                 assert following is not None
                 looked_at = now
@@ -142,7 +128,6 @@ class Clock:
                 arrive(following, now)
                 following = next(arrivals, None)
                 due = following.arrival + delay if following is not None else _NEVER
-            self._due = due
             alone = self._alone
             if alone is not None:
                 # It is asked whether it was touched or not.

@@ -1,32 +1,27 @@
-"""Steps of an engine: prefill in chunks, and decode, in which it leaps over steps.
+"""Steps of an engine: prefill in chunks, alone or beside decodes, and decode, in which it leaps over steps.
 
 An engine is in a step, or at the boundary between two, or idle. What is told to it takes effect at the next boundary.
 While it decodes it asks to be looked at again only at the next boundary at which anything can happen: until then its
 steps are a closed form, in time (`DecodeBatch`) and in pages (`ModelPages`).
 
-Who says when it takes which step is another matter: a unit's scheduler by leases (`leased`), or the engine itself
-(`stock`). An engine whose layers are a pipeline is in `stages`.
+Who says when it takes which step is another matter: a unit's scheduler, by leases (`leased`). An engine whose layers
+are a pipeline is in `stages`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from muxserve.costs import EngineCosts, LatencyModel, Load
-from muxserve.costs.profile import Overheads
+from muxserve.costs import Load
+from muxserve.costs.step_costs import StepCosts, StepWork
 from muxserve.scheduling.types import PREFILL, Phase
 from muxserve.simulator.batch import DecodeBatch
-from muxserve.simulator.clock import Clock
-from muxserve.simulator.compute import Compute
-from muxserve.simulator.job import NO_LOAD, Job
+from muxserve.simulator.job import BOUNDARY, NO_LOAD, STEPPING, Job
+from muxserve.simulator.machine import UnitMachine
 from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.requests import SimRequest
-from muxserve.simulator.setup import SimModel, SimUnit
-from muxserve.simulator.timeline import JobTimeline
-
-IDLE, BOUNDARY, STEPPING, STALLED = range(4)
-_NEVER = float("inf")
+from muxserve.simulator.setup import SimModel
 
 
 class PrefillStep(NamedTuple):
@@ -37,72 +32,26 @@ class PrefillStep(NamedTuple):
     tokens: int
 
 
-class EngineUnit(Protocol):
-    """What an engine asks of the unit that it is in."""
-
-    spec: SimUnit
-    latency: LatencyModel
-    clock: Clock
-    compute: Compute
-    timeline: JobTimeline | None
-    overheads: Overheads
-    way: float
-    load_tolerance: float
-
-    def costs(self, model: SimModel, share: int, own: int, phase: Phase) -> EngineCosts:
-        """Costs of the model's engine on `share` millionths of the unit; `own` is what the engine usually has."""
-        ...
-
-    def look(self, engine: Engine) -> None:
-        """What the engine plans has changed."""
-        ...
-
-    def at_boundary(self, engine: Engine) -> None:
-        """The engine could begin a step."""
-        ...
-
-    def finished(self, request: SimRequest, now: float) -> None:
-        """A request has its last token."""
-        ...
-
-    def freed(self, pages: ModelPages, now: float) -> None:
-        """Pages came free."""
-        ...
-
-    def releasing(self, pages: ModelPages, now: float) -> None:
-        """Decoding sequences are about to give pages back."""
-        ...
-
-    def victim(self, running: Sequence[SimRequest]) -> SimRequest:
-        """Which of the sequences gives way first."""
-        ...
-
-
 class Engine(Job):
-    """What the unit sees of an engine."""
+    """An engine of a model, on a unit's machine, with the model's pages."""
 
-    def __init__(self, unit: EngineUnit, model: SimModel, phase: Phase, pages: ModelPages) -> None:
-        super().__init__(phase, unit.clock.place())
-        self.unit = unit
+    def __init__(self, machine: UnitMachine, model: SimModel, phase: Phase, pages: ModelPages) -> None:
+        super().__init__(phase, machine.clock.place())
+        self.machine = machine
         self.model = model
         self.pages = pages
-        self.state = IDLE
-        self.planned_time = _NEVER
         self.jobs = 0
         self.tokens = 0
         self.busy_seconds = 0.0
         self._active_since = 0.0
+        self._costs: StepCosts | None = None
 
-    def kick(self, now: float) -> None:
-        """Begin the next step, if there is one to run."""
-        raise NotImplementedError
-
-    def interrupt(self, now: float) -> None:
-        """Stop at the next boundary."""
-
-    def plan(self) -> float:
-        """Fix when to look at this engine again, and return that."""
-        return self.planned_time
+    def _computes_on(self, share: float) -> None:
+        """Its steps are on that part of the devices from now on."""
+        if share != self.share:
+            self.share = share
+            self.machine.compute.changed |= self.active
+        self._costs = self.machine.costs(self.model, share)
 
     def _runs(self, load: Load, now: float) -> None:
         """A job with this load begins, or goes on."""
@@ -110,29 +59,30 @@ class Engine(Job):
             self.active = True
             self._active_since = now
             self.load = load
-            self.unit.compute.changed = True
+            self.machine.compute.changed = True
             return
-        known, tolerance = self.load, self.unit.load_tolerance
+        known, tolerance = self.load, self.machine.load_tolerance
         if abs(known[0] - load[0]) > tolerance or abs(known[1] - load[1]) > tolerance:
             self.load = load
-            self.unit.compute.changed = True
+            self.machine.compute.changed = True
 
     def _rests(self, now: float) -> None:
         """No job runs."""
         if self.active:
             self.active = False
             self.busy_seconds += now - self._active_since
-            self.unit.compute.changed = True
+            self.machine.compute.changed = True
 
 
 class StepEngine(Engine):
     """An engine that takes one step at a time. While it decodes it is planned to be looked at again after step
     `_planned`; the blocks of all steps before `_synced` are held, those of the steps from there on are committed.
-    `chunks` are those of the prefill step that runs; none while it decodes.
+    `chunks` of prompts are computed by the step that runs, perhaps beside a token of each sequence that decodes; steps
+    that only decode have none.
     """
 
-    def __init__(self, unit: EngineUnit, model: SimModel, phase: Phase, pages: ModelPages) -> None:
-        super().__init__(unit, model, phase, pages)
+    def __init__(self, machine: UnitMachine, model: SimModel, phase: Phase, pages: ModelPages) -> None:
+        super().__init__(machine, model, phase, pages)
         if phase is not PREFILL:
             pages.grower = self
         self.batch = self.make_batch(model.profile.block_tokens)
@@ -140,7 +90,6 @@ class StepEngine(Engine):
         # Joined, and have not been in a decode step yet.
         self.joined: list[SimRequest] = []
         self.chunks: list[tuple[SimRequest, int]] = []
-        self._costs: EngineCosts | None = None
         self._dirty = True
         self._planned = self._synced = self._traced = 0
         self._traced_at = 0.0
@@ -152,29 +101,36 @@ class StepEngine(Engine):
         return DecodeBatch(block_tokens, self.order << 40)
 
     def leaping(self) -> bool:
-        """It is in a decode step."""
+        """It is in a step that only decodes."""
         return self.state == STEPPING and not self.chunks
 
-    # ------------------------------------------------------------ prefill steps
+    def releasing(self, now: float) -> None:
+        """Sequences are about to give pages back."""
 
-    def _begin_prefill(self, tokens: int, pairs: int, now: float) -> None:
-        """Compute `chunks`, of so many tokens and pairs of attention."""
-        costs, count = self._costs, len(self.chunks)
+    def victim(self, running: Sequence[SimRequest]) -> SimRequest:
+        """Which of the sequences gives way first; the last to have joined."""
+        return running[-1]
+
+    # ------------------------------------------------------------ steps with prompts
+
+    def _begin_chunks(self, work: StepWork, now: float) -> None:
+        """Compute `chunks`, and whatever else is in `work`."""
+        machine, costs = self.machine, self._costs
         assert costs is not None
-        self._duration = costs.prefill(tokens, pairs, count) + self.unit.overheads.between
+        self._duration = costs.seconds(work) + machine.overheads.between
         self._work, self._at, self._started = 0.0, now, now
         self.state = STEPPING
         self._dirty = True
-        self._runs(NO_LOAD if self.unit.compute.lone() else costs.prefill_load(tokens, pairs, count), now)
+        self._runs(NO_LOAD if machine.compute.lone() else costs.load(work), now)
         self.planned_time = now + self._duration * self.slow
-        self.unit.look(self)
+        machine.look(self)
 
-    def _end_prefill(self, now: float) -> PrefillStep:
-        """The chunks are computed."""
-        unit = self.unit
+    def _end_chunks(self, now: float, decoded: int = 0) -> PrefillStep:
+        """The chunks are computed, and `decoded` sequences beside them have a token more."""
+        machine = self.machine
         finished: list[SimRequest] = []
         through: list[SimRequest] = []
-        tokens, freed, size = 0, False, self.model.profile.block_tokens
+        tokens, size = 0, self.model.profile.block_tokens
         for request, chunk in self.chunks:
             tokens += chunk
             request.computed += chunk
@@ -183,22 +139,20 @@ class StepEngine(Engine):
             if request.computed < request.prompt + request.made:
                 continue
             filled = -(-request.computed // size)
-            request.got_token(now + unit.overheads.token)
+            request.got_token(now + machine.overheads.token)
             if request.made >= request.output:
                 finished.append(request)
                 self.pages.give_up(request, request.blocks)
-                unit.finished(request, now)
+                machine.finished(request, now)
             else:
                 through.append(request)
                 # What it needed for the last chunk of its prompt.
                 if spare := request.blocks - self.pages.counts.held(filled, request):
                     self.pages.release(spare)
-                    freed = True
             request.blocks = 0
-        if finished or freed:
-            unit.freed(self.pages, now)
-        if unit.timeline is not None and tokens:
-            unit.timeline.job(self.model.name, "prefill", self._started, now, len(self.chunks), tokens)
+        if machine.timeline is not None and tokens:
+            what, sequences = "mixed" if decoded else "prefill", len(self.chunks) + decoded
+            machine.timeline.job(self.model.name, what, self._started, now, sequences, tokens + decoded)
         self.chunks = []
         self.jobs += 1
         self.tokens += tokens
@@ -244,7 +198,7 @@ class StepEngine(Engine):
                 pages.begin(begun * pages.per_block)
             if pages.committed:
                 pages.commit(-pages.committed)
-        if self.unit.timeline is not None:
+        if self.machine.timeline is not None:
             self._trace(counter)
         batch.advance(counter)
         self.state = BOUNDARY
@@ -252,31 +206,30 @@ class StepEngine(Engine):
 
     def _end_decode(self, now: float) -> list[SimRequest]:
         """Sequences that have their last token leave."""
-        batch, pages, unit = self.batch, self.pages, self.unit
+        batch, pages, machine = self.batch, self.pages, self.machine
         finished = batch.ended()
         if finished:
-            unit.releasing(pages, now)
+            self.releasing(now)
             for request in finished:
                 pages.give_up(request, self._remove(request))
-                unit.finished(request, now)
+                machine.finished(request, now)
             self._dirty = True
-            unit.freed(pages, now)
         return finished
 
     def _begin(self, now: float) -> None:
         """A new run: another batch, or another cost."""
-        unit, batch, costs = self.unit, self.batch, self._costs
+        machine, batch, costs = self.machine, self.batch, self._costs
         assert costs is not None
         size = len(batch.running)
         cost = costs.decode(size, batch.context)
-        overhead = unit.overheads.between
+        overhead = machine.overheads.between
         if overhead:
             cost = cost._replace(fixed=cost.fixed + overhead)
         batch.slow = self.slow
         batch.begin(cost, now)
         self._dirty = False
         self._traced, self._traced_at = batch.counter, now
-        self._runs(NO_LOAD if unit.compute.lone() else costs.decode_load(size, batch.context), now)
+        self._runs(NO_LOAD if machine.compute.lone() else costs.engine.decode_load(size, batch.context), now)
 
     def _go_on(self, now: float) -> None:
         """The next decode step begins now."""
@@ -285,17 +238,21 @@ class StepEngine(Engine):
         else:
             self.batch.resume()
         if self.joined:
-            for request in self.joined:
-                # One that gave way again before its first step has no place in the batch.
-                if request.serial and request.decoding_since is None:
-                    request.decoding_since = now
-            self.joined.clear()
+            self._first_steps(now)
+
+    def _first_steps(self, now: float) -> None:
+        """Those that joined are in a step for the first time."""
+        for request in self.joined:
+            # One that gave way again before its first step has no place in the batch.
+            if request.serial and request.decoding_since is None:
+                request.decoding_since = now
+        self.joined.clear()
 
     def _preempt(self, now: float) -> list[SimRequest]:
         """There are too few pages for the next step: as vLLM does, the last to have joined make room for the first, of
         the lowest execution priority. Returns those that gave way."""
-        unit, batch, pages = self.unit, self.batch, self.pages
-        unit.releasing(pages, now)
+        batch, pages = self.batch, self.pages
+        self.releasing(now)
         period, counter = batch.block_tokens, batch.counter
         waiting = list(batch.running)
         served: set[SimRequest] = set()
@@ -305,7 +262,7 @@ class StepEngine(Engine):
             request = waiting[position]
             if (request.base + counter) % period == 0:
                 while not pages.take(batch.growth_of(request), now, self.order):
-                    victim = unit.victim(waiting)
+                    victim = self.victim(waiting)
                     place = waiting.index(victim) if victim is not waiting[-1] else len(waiting) - 1
                     del waiting[place]
                     taken = batch.growth_of(victim) if victim in served else 0
@@ -323,7 +280,6 @@ class StepEngine(Engine):
                 continue
             position += 1
         self._dirty = True
-        unit.freed(pages, now)
         return gone
 
     # ------------------------------------------------------------ leaps
@@ -333,7 +289,7 @@ class StepEngine(Engine):
         self.state = STEPPING
         self._synced = self.batch.counter + 1
         self._planned = self._commit(end if end > self._synced else self._synced)
-        self.unit.look(self)
+        self.machine.look(self)
 
     def _commit(self, end: int) -> int:
         """Commit the pages of the steps up to `end`, or as far as there are any; returns the end."""
@@ -378,7 +334,7 @@ class StepEngine(Engine):
         end = self._commit(self._planned)
         if end != self._planned:
             self._planned = end
-            self.unit.look(self)
+            self.machine.look(self)
 
     def interrupt(self, now: float) -> None:
         if not self.leaping():
@@ -387,31 +343,31 @@ class StepEngine(Engine):
         done = batch.done_by(now)
         if done > batch.counter and batch.time_of(done) == now:
             self._arrive(done, now)
-            self.unit.at_boundary(self)
+            self.machine.at_boundary(self)
             return
         self.sync(now, -1)
         if self._planned > self._synced:
             self.pages.commit(-self.pages.committed)
             self._planned = self._synced
-            self.unit.look(self)
+            self.machine.look(self)
 
     def retime(self, slow: float, now: float) -> None:
         if self.state == STEPPING and self.chunks:
             self._work += (now - self._at) / self.slow
             self._at = now
             self.planned_time = now + max(0.0, self._duration - self._work) * slow
-            self.unit.look(self)
+            self.machine.look(self)
         self.slow = slow
         if not self.leaping():
             return
-        if self.unit.timeline is not None:
+        if self.machine.timeline is not None:
             self._trace(self.batch.done_by(now))
         self.batch.retime(slow, now)
-        self.unit.look(self)
+        self.machine.look(self)
 
     def _trace(self, counter: int) -> None:
         """Write the steps up to `counter` into the timeline."""
-        timeline, batch = self.unit.timeline, self.batch
+        timeline, batch = self.machine.timeline, self.batch
         assert timeline is not None
         size = len(batch.running)
         for step in range(self._traced + 1, counter + 1):

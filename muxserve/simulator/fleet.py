@@ -13,9 +13,7 @@ from muxserve.simulator.replicas import Dispatched, ReplicaRules, ReplicaSet
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.result import FleetResult
 from muxserve.simulator.ring import Ring, RingRules
-from muxserve.simulator.scheduled import ScheduledUnit
 from muxserve.simulator.setup import Options, SimUnit
-from muxserve.simulator.stock import StockUnit
 from muxserve.simulator.unit import SimulatedUnit
 from muxserve.workload.trace import TraceRequest
 
@@ -123,11 +121,8 @@ class Group:
         if spec.device == CPU:
             # Each is a part of one machine.
             compute = self._cpu = self._cpu or Compute(spec.device, self._latency, shared=True)
-        if spec.combined:
-            self.units.append(StockUnit(spec, self._latency, self._options, self.clock, compute))
-            return self.units[-1]
-        unit = ScheduledUnit(spec, self._latency, self._options, self.clock, compute)
-        unit.ranks = self._ranks
+        unit = SimulatedUnit(spec, self._latency, self._options, self.clock, compute)
+        unit.scheduler.ranks = self._ranks
         self.units.append(unit)
         return unit
 

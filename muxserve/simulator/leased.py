@@ -1,5 +1,6 @@
 """Engines under leases, as `muxserve.engine` runs them: chunked prefill and hand-over, continuous batching and
-preemption, in engines of one phase each, or in one of both that does what its lease says.
+preemption, in engines of one phase each, or in one of both that does what its lease says: prompts, decodes, or prompts
+beside decodes in every step.
 
 They report as live engines do (`muxserve.engine.lease`): after each prefill step, when something ended, when half of
 the lease is used, when it is over, and after the first step with new sequences.
@@ -7,12 +8,15 @@ the lease is used, when it is over, and after the first step with new sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from muxserve.costs.step_costs import StepWork
 from muxserve.scheduling.state import EngineState
-from muxserve.scheduling.types import BOTH, DECODE, PREFILL, Phase, StepsDone, share_units
-from muxserve.simulator.engine import BOUNDARY, IDLE, STALLED, STEPPING, EngineUnit, StepEngine
+from muxserve.scheduling.types import BOTH, PREFILL, Phase, StepsDone, share_units
+from muxserve.simulator.engine import StepEngine
+from muxserve.simulator.job import BOUNDARY, IDLE, STALLED, STEPPING
+from muxserve.simulator.machine import UnitMachine
 from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.setup import SimModel
@@ -30,18 +34,22 @@ class SimLease(NamedTuple):
     admit: list[SimRequest]
 
 
-class LeasingUnit(EngineUnit, Protocol):
-    """The unit of an engine under leases, with a scheduler that grants them. `watcher` sees each report after the
-    scheduler."""
+class Scheduler(Protocol):
+    """Who grants an engine its leases."""
 
+    # Hears of each report after the scheduler.
     watcher: Callable[[SimReport, float], None] | None
 
     def report(self, report: SimReport) -> None:
         """An engine's report, which takes its time."""
         ...
 
-    def answer(self, report: SimReport, now: float) -> SimLease | None:
-        """The lease that the only engine gets for a report that comes in at `now`."""
+    def releasing(self, pages: ModelPages) -> None:
+        """Sequences are about to give pages back."""
+        ...
+
+    def victim(self, running: Sequence[SimRequest]) -> SimRequest:
+        """Which of the sequences gives way first."""
         ...
 
 
@@ -50,9 +58,11 @@ class LeasedEngine(StepEngine):
 
     account: EngineState
 
-    def __init__(self, unit: LeasingUnit, model: SimModel, phase: Phase, pages: ModelPages) -> None:
-        super().__init__(unit, model, phase, pages)
-        self.scheduler = unit
+    def __init__(
+        self, machine: UnitMachine, scheduler: Scheduler, model: SimModel, phase: Phase, pages: ModelPages
+    ) -> None:
+        super().__init__(machine, model, phase, pages)
+        self.scheduler = scheduler
         self.lease_id = 0
         self.lease_phase = phase
         self._pending: SimLease | None = None
@@ -68,7 +78,7 @@ class LeasedEngine(StepEngine):
         self._entering += lease.admit
         if self.state == IDLE:
             self.state = BOUNDARY
-            self.unit.at_boundary(self)
+            self.machine.at_boundary(self)
         elif self.state == STEPPING:
             self.interrupt(now)
 
@@ -88,6 +98,12 @@ class LeasedEngine(StepEngine):
         """A sequence leaves between two steps, on its way elsewhere; returns its blocks, which stay taken."""
         raise NotImplementedError
 
+    def releasing(self, now: float) -> None:
+        self.scheduler.releasing(self.pages)
+
+    def victim(self, running: Sequence[SimRequest]) -> SimRequest:
+        return self.scheduler.victim(running)
+
     def _called(self, now: float) -> None:
         calls, self.calls = self.calls, []
         for call in calls:
@@ -104,7 +120,7 @@ class LeasedEngine(StepEngine):
         self._granted_share = lease.share
         profile = self.model.profile
         own = profile.prefill_share if self.phase is PREFILL else profile.decode_share
-        self._costs = self.unit.costs(self.model, lease.share, share_units(own), self.phase)
+        self._computes_on(self.machine.share(self.model, lease.share, share_units(own), self.phase))
         return True
 
 
@@ -119,23 +135,33 @@ class SimReport(NamedTuple):
 
     @property
     def renews(self) -> bool:
-        """All that may follow from it is that a decode lease is renewed."""
+        """All that may follow from it is that a lease to decode is renewed."""
         news, done = self.finished or self.through or self.returned, self.done
         return (
-            not news and done.tokens > 0 and done.left > 0 and done.remaining > 0 and self.engine.lease_phase is DECODE
+            not news
+            and done.tokens > 0
+            and not done.prefill_tokens
+            and done.left > 0
+            and done.remaining > 0
+            and self.engine.lease_phase is not PREFILL
         )
 
 
 class PhaseEngine(LeasedEngine):
-    """An engine of one phase, or one of both that does one of them at a time.
+    """An engine of one phase, or of both.
 
-    A decode lease has `_steps` steps, begun at `_begun`, and is over with step `_end` or at `_deadline`. Up to step
-    `_told_counter` the engine has reported; with `_fresh` sequences came in that are to have their first step. A
-    prefill lease has `_left` steps left.
+    A lease to decode, or of both phases, has `_steps` steps, begun at `_begun`, and is over with step `_end` or at
+    `_deadline`. Up to step `_told_counter` the engine has reported; with `_fresh` sequences came in that are to have
+    their first step. A prefill lease has `_left` steps left.
+
+    Under a lease of both phases a step computes a token of every sequence and, up to `max_num_batched_tokens` in all,
+    chunks of prompts in the order in which they came, as vLLM's scheduler does.
     """
 
-    def __init__(self, unit: LeasingUnit, model: SimModel, phase: Phase, pages: ModelPages) -> None:
-        super().__init__(unit, model, phase, pages)
+    def __init__(
+        self, machine: UnitMachine, scheduler: Scheduler, model: SimModel, phase: Phase, pages: ModelPages
+    ) -> None:
+        super().__init__(machine, scheduler, model, phase, pages)
         self.prompts: list[SimRequest] = []
         self.returned: list[SimRequest] = []
         self._left = 0
@@ -155,6 +181,8 @@ class PhaseEngine(LeasedEngine):
             self._prefilled(now)
         elif self.state == STALLED:
             self._stalled(now)
+        elif self.chunks:
+            self._mixed(now)
         else:
             self._decoded(now)
 
@@ -188,12 +216,15 @@ class PhaseEngine(LeasedEngine):
         self._end = self.batch.counter + lease.steps
         self._begun = now
         self._half_told = self._fresh = False
-        if entering:
-            for request in entering:
-                request.blocks = 0
-                if request.left is not None:
-                    request.adopted(now)
-                self.batch.add(request)
+        for request in entering:
+            if lease.phase is BOTH and request.left is None:
+                self.prompts.append(request)
+                continue
+            # It comes with its KV.
+            request.blocks = 0
+            if request.left is not None:
+                request.adopted(now)
+            self.batch.add(request)
             self._dirty = self._fresh = True
 
     def _idle(self, now: float) -> None:
@@ -210,8 +241,8 @@ class PhaseEngine(LeasedEngine):
         self._rests(now)
         self.state = STALLED
         self.version += 1
-        self.planned_time = now + self.unit.overheads.stall
-        self.unit.look(self)
+        self.planned_time = now + self.machine.overheads.stall
+        self.machine.look(self)
 
     # ------------------------------------------------------------ prefill
 
@@ -219,18 +250,17 @@ class PhaseEngine(LeasedEngine):
         if not self.prompts or self._left <= 0 or now >= self._deadline:
             self._idle(now)
             return
-        tokens, pairs = self._choose(now)
+        tokens, pairs = self._choose(self.model.profile.max_num_batched_tokens, now)
         if not tokens:
             self._stall(now)
             return
         if not self.active:
             self._told_at = now
-        self._begin_prefill(tokens, pairs, now)
+        self._begin_chunks(StepWork(tokens, len(self.chunks), pairs), now)
 
-    def _choose(self, now: float) -> tuple[int, int]:
-        """Fill a step with chunks that find pages; returns its tokens and attention pairs."""
+    def _choose(self, budget: int, now: float) -> tuple[int, int]:
+        """Fill a step of `budget` tokens with chunks that find pages; returns its tokens and attention pairs."""
         chunks, size, counts = self.chunks, self.model.profile.block_tokens, self.pages.counts
-        budget = self.model.profile.max_num_batched_tokens
         tokens = pairs = 0
         for request in self.prompts:
             if tokens >= budget:
@@ -245,7 +275,7 @@ class PhaseEngine(LeasedEngine):
             if blocks and not self.pages.take(blocks, now, self.order):
                 if begins:
                     self._lose(request)
-                elif request.computed and not tokens:
+                elif request.computed and not tokens and not self._frees_pages():
                     self._give_up(request, now)
                 break
             request.blocks += blocks
@@ -253,6 +283,10 @@ class PhaseEngine(LeasedEngine):
             tokens += chunk
             pairs += chunk * request.computed + chunk * (chunk + 1) // 2
         return tokens, pairs
+
+    def _frees_pages(self) -> bool:
+        """Sequences decode under this lease, and will give pages back."""
+        return self.lease_phase is BOTH and bool(self.batch.running)
 
     def _give_up(self, request: SimRequest, now: float) -> None:
         """A prompt gives up what it has, so that others can go on. It starts again here, or, where sequences decode in
@@ -266,7 +300,7 @@ class PhaseEngine(LeasedEngine):
 
     def _prefilled(self, now: float) -> None:
         stalled = self.state == STALLED
-        done = self._end_prefill(now)
+        done = self._end_chunks(now)
         gone = len(done.finished) + len(done.through)
         if gone:
             # Chunks are taken in order, so those that are through stand in front.
@@ -280,7 +314,7 @@ class PhaseEngine(LeasedEngine):
         left = self._left if now < self._deadline else 0
         # Decode steps that were not told before are told now.
         steps, decoded = batch.counter - self._told_counter, batch.generated - self._told_generated
-        seconds = self.unit.overheads.stall if stalled else now - (self._told_at if steps else self._started)
+        seconds = self.machine.overheads.stall if stalled else now - (self._told_at if steps else self._started)
         self._told_at, self._told_counter, self._told_generated = now, batch.counter, batch.generated
         self.jobs += steps
         self.tokens += decoded
@@ -289,7 +323,7 @@ class PhaseEngine(LeasedEngine):
         tokens, spent = done.tokens, seconds if stalled or not steps else now - self._started
         steps_done = StepsDone(self.lease_id, left, seconds, tokens + decoded, remaining, steps + 1, tokens, spent)
         self.scheduler.report(SimReport(self, steps_done, done.finished, done.through, returned))
-        self.unit.at_boundary(self)
+        self.machine.at_boundary(self)
 
     # ------------------------------------------------------------ decode
 
@@ -305,7 +339,7 @@ class PhaseEngine(LeasedEngine):
             self._half_told = half
             self._fresh = False
             self._tell_steps(0 if now >= self._deadline else left, now, finished)
-        self.unit.at_boundary(self)
+        self.machine.at_boundary(self)
 
     def _tell_steps(self, left: int, now: float, finished: list[SimRequest]) -> None:
         batch = self.batch
@@ -327,27 +361,67 @@ class PhaseEngine(LeasedEngine):
         left = self._end - self.batch.counter if now < self._deadline else 0
         self.state = BOUNDARY
         self.jobs += 1
-        seconds = self.unit.overheads.stall
+        seconds = self.machine.overheads.stall
         done = StepsDone(self.lease_id, left, seconds, 0, len(self.prompts))
         self.scheduler.report(SimReport(self, done, [], [], returned))
-        self.unit.at_boundary(self)
+        self.machine.at_boundary(self)
 
     def _decode(self, now: float) -> None:
+        """The next step, which computes prompts as well under a lease of both phases."""
         batch = self.batch
-        counter = batch.counter
-        if not batch.running or counter >= self._end or now >= self._deadline:
+        counter, prompts = batch.counter, self.lease_phase is BOTH and bool(self.prompts)
+        if not (batch.running or prompts) or counter >= self._end or now >= self._deadline:
             self._idle(now)
             return
         need = batch.needs[counter % batch.block_tokens]
-        if need and not self.pages.take(need, now, self.order):
+        short = bool(need) and not self.pages.take(need, now, self.order)
+        if short:
             self.returned += self._preempt(now)
-            if not batch.running:
-                self._stall(now)
-                return
+        tokens = pairs = 0
+        # A prompt would take back at once what a sequence has just given up for the others.
+        if prompts and not short:
+            tokens, pairs = self._choose(self.model.profile.max_num_batched_tokens - len(batch.running), now)
+        if not batch.running and not tokens:
+            self._stall(now)
+            return
         if not self.active:
             self._told_at = now
+        if tokens:
+            self._first_steps(now)
+            self._begin_chunks(StepWork(tokens, len(self.chunks), pairs, len(batch.running), batch.context), now)
+            return
         self._go_on(now)
-        self._leap(self._next_news())
+        # A prompt that waits for pages is tried again before each step.
+        self._leap(counter + 1 if prompts else self._next_news())
+
+    # ------------------------------------------------------------ both
+
+    def _mixed(self, now: float) -> None:
+        """A step with prompts of an engine that decodes as well is over."""
+        batch = self.batch
+        alone = not batch.running
+        batch.advance(batch.counter + 1)
+        self._traced, self._traced_at = batch.counter, now
+        done = self._end_chunks(now, len(batch.running))
+        finished = done.finished + self._end_decode(now)
+        for request in done.through:
+            batch.add(request)
+        self.joined += done.through
+        del self.prompts[: len(done.finished) + len(done.through)]
+        left = self._end - batch.counter if now < self._deadline else 0
+        self._half_told = left * 2 <= self._steps or now - self._begun >= self._deadline - now
+        self._fresh = False
+        steps, decoded = batch.counter - self._told_counter, batch.generated - self._told_generated
+        seconds, self._told_at = now - self._told_at, now
+        self._told_counter, self._told_generated = batch.counter, batch.generated
+        self.jobs += steps - 1
+        self.tokens += decoded
+        returned, self.returned = self.returned, []
+        tokens, remaining = done.tokens, len(self.prompts) + len(batch.running)
+        spent = now - self._started if alone else 0.0
+        steps_done = StepsDone(self.lease_id, left, seconds, tokens + decoded, remaining, steps, tokens, spent)
+        self.scheduler.report(SimReport(self, steps_done, finished, done.through, returned))
+        self.machine.at_boundary(self)
 
     def computed(self, request: SimRequest, now: float) -> int:
         # What has not been taken in yet stands as it came.

@@ -33,14 +33,15 @@ class Mode:
     """A way to serve. `placement` names the kind of placement that belongs to it; the rest says how its units run
     (`SimUnit`). An empty `policy` is the unit's own. With `managed` shares jobs get the compute that the placement
     gives them, otherwise all of it, whatever runs beside them. `elastic`: engines can change their share, whatever the
-    fleet's can."""
+    fleet's can. `one_engine`: each model has one engine of both phases; several of a unit divide its compute for
+    good."""
 
     name: str
     about: str
     placement: str = "muxserve"
     policy: str = ""
     adapt_quotas: bool = True
-    combined: bool = False
+    one_engine: bool = False
     managed: bool = True
     elastic: bool = False
 
@@ -53,8 +54,9 @@ MODES: dict[str, Mode] = {
             "spatial",
             "every model has GPUs of its own, one engine prefills and decodes",
             placement="spatial",
+            policy="free",
             adapt_quotas=False,
-            combined=True,
+            one_engine=True,
         ),
         Mode("temporal", "colocated models take turns on whole GPUs (FCFS)", placement="temporal", policy="fcfs"),
         Mode(
@@ -85,11 +87,10 @@ def mode_of(name: str) -> Mode:
 def adapt(unit: SimUnit, mode: Mode) -> SimUnit:
     """The unit as `mode` runs it."""
     models = unit.models
-    if mode.combined:
-        # Engines that always run divide the compute among them for good.
+    if mode.one_engine:
         whole = sum(model.profile.decode_share for model in models)
         shares = [1.0] if len(models) == 1 else [m.profile.decode_share / max(1.0, whole) for m in models]
-        models = tuple(_shared(model, share, None) for model, share in zip(models, shares, strict=True))
+        models = tuple(_with_one_engine(model, share) for model, share in zip(models, shares, strict=True))
     if mode.elastic:
         models = tuple(replace(model, profile=replace(model.profile, elastic=True)) for model in models)
     if not mode.managed:
@@ -100,8 +101,15 @@ def adapt(unit: SimUnit, mode: Mode) -> SimUnit:
         models=models,
         policy=mode.policy or unit.policy,
         adapt_quotas=mode.adapt_quotas,
-        combined=mode.combined,
     )
+
+
+def _with_one_engine(model: SimModel, share: float) -> SimModel:
+    profile = model.profile
+    if profile.pooling:
+        return _shared(model, share, None)
+    both = replace(profile, both=True, elastic=False, prefill_share=share, decode_share=share)
+    return replace(model, profile=both)
 
 
 def _shared(model: SimModel, share: float, cost_share: float | None) -> SimModel:
@@ -191,10 +199,11 @@ def lone_unit(
     share: float | None = None,
     pipeline: Pipeline | None = None,
     waiting_tokens: int = 0,
+    policy: str = "free",
 ) -> SimUnit:
-    """A unit of one model with one engine of both phases: a replica whose prefill rolls, or a pipeline. `blocks` of
-    `block_tokens` tokens are its KV cache, `share` is the part of each device on which it runs (None: all of it);
-    `waiting_tokens` as in `ModelProfile`."""
+    """A unit of one model with one engine of both phases. `blocks` of `block_tokens` tokens are its KV cache, `share`
+    is the part of each device on which it runs (None: all of it); `waiting_tokens` as in `ModelProfile`. A replica
+    whose prefill rolls has the policy `rolling`."""
     stages = pipeline.stages if pipeline is not None else 1
     tp = max(1, len(devices) // stages)
     # Every stage has as many blocks in use; the one with the most layers has most pages.
@@ -215,13 +224,13 @@ def lone_unit(
         max_num_seqs=model.max_num_seqs,
         max_num_batched_tokens=model.max_num_batched_tokens,
         both=True,
+        elastic=False,
         depth=pipeline.in_flight if pipeline is not None else 1,
         waiting_tokens=waiting_tokens,
     )
     simulated = SimModel(
         profile, model.architecture, model.dtype, share, model.max_len, model.graphs, model.prefix_caching
     )
-    policy = "rolling" if pipeline is None else "free"
     return SimUnit(name, device, devices, (simulated,), (PoolProfile("pool0", pages),), policy, pipeline=pipeline)
 
 

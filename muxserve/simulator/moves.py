@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from muxserve.simulator.clock import Clock
-from muxserve.simulator.engine import STEPPING
+from muxserve.simulator.events import Event
+from muxserve.simulator.job import STEPPING
 from muxserve.simulator.requests import SimRequest
-from muxserve.simulator.scheduled import ScheduledUnit
+from muxserve.simulator.scheduler import UnitScheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,8 @@ class SimulatedMove:
         clock: Clock,
         costs: MigrationCosts,
         request: SimRequest,
-        source: ScheduledUnit,
-        destination: ScheduledUnit,
+        source: UnitScheduler,
+        destination: UnitScheduler,
         ended: Callable[[SimulatedMove, bool, float], None],
         downtimes: list[float],
     ) -> None:
@@ -98,9 +99,10 @@ class SimulatedMove:
         self._stages += 1
         seconds = self._seconds(computed - self._copied, state=self._stages == 1)
         self._copied = computed
-        self._clock.at(now + seconds, self._stage_ends)
+        self._clock.at(now + seconds, _StageCopied(self))
 
-    def _stage_ends(self, now: float) -> None:
+    def stage_copied(self, now: float) -> None:
+        """What was computed before the stage is at the destination."""
         if not self._alive():
             self._end(False, now)
             return
@@ -136,16 +138,17 @@ class SimulatedMove:
         computed = self._engine.computed(request, now)
         blocks = self.source.detach(request, now)
         request.left = now, self._downtimes
-
-        def commit(now: float) -> None:
-            self.source.moved(request, blocks, now)
-            request.moves += 1
-            request.blocks, self._reserved = self._reserved, 0
-            self.destination.take_over(request, now)
-            self._end(True, now)
-
         seconds = self._seconds(computed - self._copied, state=True)
-        self._clock.at(now + seconds + self._costs.commit, commit)
+        self._clock.at(now + seconds + self._costs.commit, _Committed(self, blocks))
+
+    def committed(self, blocks: int, now: float) -> None:
+        """All is at the destination; the source has the request's `blocks` no longer."""
+        request = self.request
+        self.source.moved(request, blocks, now)
+        request.moves += 1
+        request.blocks, self._reserved = self._reserved, 0
+        self.destination.take_over(request, now)
+        self._end(True, now)
 
     # ------------------------------------------------------------ inside
 
@@ -179,3 +182,24 @@ class SimulatedMove:
         self.source.moving_out -= 1
         self.destination.moving_in -= 1
         self._ended(self, arrived, now)
+
+
+@dataclass(slots=True)
+class _StageCopied(Event):
+    """A stage of a move is over."""
+
+    move: SimulatedMove
+
+    def handle(self, now: float) -> None:
+        self.move.stage_copied(now)
+
+
+@dataclass(slots=True)
+class _Committed(Event):
+    """A move is over; the request had so many blocks at its source."""
+
+    move: SimulatedMove
+    blocks: int
+
+    def handle(self, now: float) -> None:
+        self.move.committed(self.blocks, now)

@@ -6,6 +6,9 @@ exact at any time all the same: an engine is *synchronised* before they are read
 from committed to held.
 
 Pages of cached prefixes are held by nobody. Commitments leave them alone, so that none has to go within a leap.
+
+Who may touch what: a model's engines take, commit and give back the model's pages, and so does a request that moves in
+or out (`scheduler`). The scheduler alone changes quotas. Everybody else reads.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from muxserve.scheduling.types import PoolProfile
 from muxserve.simulator.batch import WHOLE_BLOCKS, BlockCounts
 from muxserve.simulator.prefixes import PrefixIndex
 from muxserve.simulator.requests import SimRequest
+from muxserve.simulator.setup import SimUnit
 
 
 class Grower(Protocol):
@@ -232,6 +236,33 @@ class SimPool:
             whole = self.held + self.committed + self.cached
             if model.held + model.committed > model.quota or whole > self.profile.pages:
                 model.grower.shrink(now)
+
+
+class UnitPages:
+    """All pools of a unit, by name, and what its models hold of these: in the order of the unit's models, and by name
+    (`of`)."""
+
+    def __init__(self, spec: SimUnit) -> None:
+        self.pools = {profile.name: SimPool(profile) for profile in spec.pools}
+        self.models = [
+            ModelPages(
+                index,
+                model.name,
+                self.pools[model.profile.pool],
+                model.profile.pages_per_block,
+                model.profile.quota_pages,
+                model.profile.block_tokens if model.prefix_caching else 0,
+                BlockCounts.of(model.counted),
+            )
+            for index, model in enumerate(spec.models)
+        ]
+        self.of = {pages.model: pages for pages in self.models}
+
+    def count(self, now: float) -> None:
+        """Bring all counts up to date; steps that begin at this moment have not begun."""
+        for pages in self.models:
+            if pages.committed and pages.grower is not None:
+                pages.grower.sync(now, -1)
 
 
 def _oldest(pages: ModelPages) -> int:

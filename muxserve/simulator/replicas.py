@@ -16,10 +16,10 @@ from muxserve.replicas.scaling import ScalingRules
 from muxserve.replicas.views import InstanceLoad
 from muxserve.simulator.block_keys import Key, extend_keys
 from muxserve.simulator.clock import Clock
+from muxserve.simulator.events import Event
 from muxserve.simulator.moves import MigrationCosts, SimulatedMove
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.result import ReplicasResult
-from muxserve.simulator.scheduled import ScheduledUnit
 from muxserve.simulator.setup import SimUnit
 from muxserve.simulator.unit import SimulatedUnit
 
@@ -82,20 +82,18 @@ class ReplicaSet:
         """Have replicas come; returns how many do."""
         chosen, self._spares = self._spares[:count], self._spares[count:]
         for spare in chosen:
-            self.clock.at(now + self._start_seconds, self._starter(spare, now))
+            self.clock.at(now + self._start_seconds, _ReplicaUp(self, spare, now))
         return len(chosen)
 
-    def _starter(self, spare: SimUnit, decided: float) -> Callable[[float], None]:
-        def up(now: float) -> None:
-            unit = self._start_unit(spare)
-            self.units[spare.name] = unit
-            self._since[spare.name] = decided
-            self.result.started += 1
-            self.result.counts.append((now, len(self.units)))
-            self.result.peak = max(self.result.peak, len(self.units))
-            self._came(unit, now)
-
-        return up
+    def replica_up(self, spare: SimUnit, decided: float, now: float) -> None:
+        """A replica serves that was `decided` on then."""
+        unit = self._start_unit(spare)
+        self.units[spare.name] = unit
+        self._since[spare.name] = decided
+        self.result.started += 1
+        self.result.counts.append((now, len(self.units)))
+        self.result.peak = max(self.result.peak, len(self.units))
+        self._came(unit, now)
 
     def _came(self, unit: SimulatedUnit, now: float) -> None:
         """A replica has come."""
@@ -104,7 +102,7 @@ class ReplicaSet:
     def _gone(self, name: str, now: float) -> None:
         """A replica has nothing to do and goes; another may come in its place."""
         unit = self.units.pop(name)
-        unit.ended = now
+        unit.end()
         self.result.counts.append((now, len(self.units)))
         self.result.replica_seconds += now - self._since.pop(name)
         self._spares.append(unit.spec)
@@ -130,15 +128,14 @@ class ReplicaSet:
         copying: MigrationCosts,
     ) -> bool:
         """Let the source move its next request there, if there is one that may."""
-        if not isinstance(source, ScheduledUnit) or not isinstance(destination, ScheduledUnit):
-            return False
-        view = source.view(self.model, load, levels, self._moving)
-        block = source.ledger.by_name[self.model].block_tokens
+        here, destined = source.scheduler, destination.scheduler
+        view = here.view(self.model, load, levels, self._moving)
+        block = here.ledger.by_name[self.model].block_tokens
         chosen = choose_request(view, there, rules, levels, growth=2 * block)
         if chosen is None:
             return False
-        request = source.live[chosen.request_id]
-        move = SimulatedMove(self.clock, copying, request, source, destination, self._ended, self.result.downtimes)
+        request = here.live[chosen.request_id]
+        move = SimulatedMove(self.clock, copying, request, here, destined, self._ended, self.result.downtimes)
         if not move.begin(self.clock.now):
             return False
         self._moving.add(request.request_id)
@@ -182,7 +179,7 @@ class Dispatched(ReplicaSet):
         for unit in units:
             self._came(unit, 0.0)
         if rules.migration or rules.scaling:
-            clock.at(rules.tick, self._tick)
+            clock.at(rules.tick, _RoundDue(self))
 
     def arrive(self, request: SimRequest, now: float) -> None:
         default = self.rules.levels.default
@@ -206,7 +203,7 @@ class Dispatched(ReplicaSet):
         self._apply(self.scheduler.arrive(now, new), now)
 
     def _load(self, unit: SimulatedUnit) -> InstanceLoad:
-        load = unit.load(self.model)
+        load = unit.scheduler.load(self.model)
         load.terminating = unit.spec.name in self._draining
         return load
 
@@ -217,12 +214,13 @@ class Dispatched(ReplicaSet):
         for unit in self.units.values():
             self.scheduler.report(self._load(unit))
 
-    def _tick(self, now: float) -> None:
+    def round(self, now: float) -> None:
+        """The global scheduler's round."""
         self._report(now)
         self._apply(self.scheduler.tick(now), now)
         for source in list(self.scheduler.pairs):
             self._pump(source)
-        self.clock.at(now + self.rules.tick, self._tick)
+        self.clock.at(now + self.rules.tick, _RoundDue(self))
 
     def _pump(self, name: str) -> None:
         """Let a source move its next request."""
@@ -249,11 +247,9 @@ class Dispatched(ReplicaSet):
                         self.scheduler.start_failed()
                 case Drain(name):
                     self._draining.add(name)
-                    unit = self.units[name]
-                    if isinstance(unit, ScheduledUnit):
-                        for request in unit.withdraw(self.model, now):
-                            self._waiting[request.request_id] = request
-                            self._dispatch(request, now)
+                    for request in self.units[name].scheduler.withdraw(self.model, now):
+                        self._waiting[request.request_id] = request
+                        self._dispatch(request, now)
                 case Resume(name):
                     self._draining.discard(name)
                 case StopInstance(name) if self._load(self.units[name]).idle:
@@ -266,7 +262,28 @@ class Dispatched(ReplicaSet):
                     pass
 
     def _came(self, unit: SimulatedUnit, now: float) -> None:
-        if isinstance(unit, ScheduledUnit):
-            unit.ranks = self._ranks
+        unit.scheduler.ranks = self._ranks
         self.scheduler.up(self._load(unit))
         self._apply(self.scheduler.dispatch(now), now)
+
+
+@dataclass(slots=True)
+class _ReplicaUp(Event):
+    """A replica has started."""
+
+    replicas: ReplicaSet
+    spare: SimUnit
+    decided: float
+
+    def handle(self, now: float) -> None:
+        self.replicas.replica_up(self.spare, self.decided, now)
+
+
+@dataclass(slots=True)
+class _RoundDue(Event):
+    """The global scheduler looks at all replicas again."""
+
+    replicas: Dispatched
+
+    def handle(self, now: float) -> None:
+        self.replicas.round(now)

@@ -3,13 +3,16 @@ does live. Requests for the others wait before the unit's own queue, as they do 
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
 
 from muxserve.scheduling.residency import Residency
 from muxserve.scheduling.residency_types import Prefetch, Refuse, Residence, Sleep, Standing, Wake
+from muxserve.simulator.events import Event
+from muxserve.simulator.machine import UnitMachine
 from muxserve.simulator.requests import SimRequest
-from muxserve.simulator.resident_model import ResidencyUnit, ResidentModel
+from muxserve.simulator.resident_model import ResidentModel
 from muxserve.simulator.result import ResidencyResult
+from muxserve.simulator.scheduler import UnitScheduler
 from muxserve.simulator.setup import SimResidency
 from muxserve.simulator.turns import TurnTaking
 
@@ -24,22 +27,25 @@ class ResidentModels:
         ValueError: the residency is that of other models.
     """
 
-    def __init__(self, unit: ResidencyUnit, residency: SimResidency) -> None:
-        if set(residency.models) != {model.name for model in unit.spec.models}:
-            raise ValueError(f"unit {unit.spec.name} needs to know what each of its models takes")
-        self.unit = unit
+    def __init__(self, machine: UnitMachine, scheduler: UnitScheduler, residency: SimResidency) -> None:
+        if set(residency.models) != {model.name for model in machine.spec.models}:
+            raise ValueError(f"unit {machine.spec.name} needs to know what each of its models takes")
+        self.machine = machine
+        self.scheduler = scheduler
+        machine.ended = self.ended
         self.residency = residency
         self.awake = Residency(residency.rules, residency.models)
         self.models = {
             name: ResidentModel(name, Residence.AWAKE if name in residency.awake else Residence.ASLEEP, float("-inf"))
             for name in residency.models
         }
-        self.turn_taking = TurnTaking(unit, self, residency.turns) if residency.turns is not None else None
+        turns = residency.turns
+        self.turn_taking = TurnTaking(machine, scheduler, self, turns) if turns is not None else None
         self.peak_bytes = self._taken()
         self._there: set[str] = set()
         self._asks = self.awake.preparing
         if self._asks:
-            self.unit.clock.at(0.0, self._ask)
+            machine.clock.at(0.0, _PolicyDue(self))
         # Until when wakes have been followed, and which expectation of their next end counts.
         self._followed = 0.0
         self._expected = 0
@@ -66,7 +72,7 @@ class ResidentModels:
     def _serve(self, model: ResidentModel, request: SimRequest, now: float) -> None:
         self._there.add(request.request_id)
         self._run(model, 1, now)
-        self.unit.serve(request, now)
+        self.scheduler.serve(request, now)
 
     def _serve_waiting(self, model: ResidentModel, now: float) -> None:
         if self.turn_taking is not None:
@@ -94,7 +100,7 @@ class ResidentModels:
     def wait_again(self, name: str, now: float) -> None:
         """What waits in the unit's queue for the model waits for it to be awake again."""
         model = self.models[name]
-        back = self.unit.withdraw(name, now)
+        back = self.scheduler.withdraw(name, now)
         for request in back:
             self.stands_still(request, now)
         model.waiting = back + model.waiting
@@ -106,7 +112,7 @@ class ResidentModels:
 
     def begin_again(self, request: SimRequest, now: float) -> None:
         """A request that was detached has lost its KV: all its tokens are prefilled once more."""
-        self.unit.forget(request, now)
+        self.scheduler.forget(request, now)
         self._serve(self.models[request.model], request, now)
 
     def _standings(self, now: float) -> list[Standing]:
@@ -129,9 +135,10 @@ class ResidentModels:
         """A model that leaves has gone when nothing of it runs."""
         if model.residence is Residence.LEAVING and not model.running:
             model.idle_since = now
-            self.unit.clock.at(now + self.residency.sleep_seconds, partial(self._asleep, model))
+            self.machine.clock.at(now + self.residency.sleep_seconds, _SleepEnds(self, model))
 
-    def _asleep(self, model: ResidentModel, now: float) -> None:
+    def asleep(self, model: ResidentModel, now: float) -> None:
+        """What the model had on the devices is gone, if nothing of it has come since."""
         if model.residence is Residence.LEAVING and not model.running:
             model.become(Residence.ASLEEP, now)
             model.hibernated |= model.moves
@@ -173,14 +180,15 @@ class ResidentModels:
     def _expect(self, now: float) -> None:
         """The next wake ends then if nothing else begins or ends before."""
         self._expected += 1
-        if self.residency.wake_drag and self.unit.compute.waking != (count := self._waking()):
-            self.unit.compute.beside_wakes(count, self.residency.rules.cores, self.residency.decode_weight)
-            self.unit.decide_again()
+        if self.residency.wake_drag and self.machine.compute.waking != (count := self._waking()):
+            self.machine.compute.beside_wakes(count, self.residency.rules.cores, self.residency.decode_weight)
+            self.machine.decide_again()
         waking = [each.left for each in self.models.values() if each.residence is Residence.WAKING]
         if waking:
-            self.unit.clock.at(now + max(0.0, min(waking)) * self._slowdown(), partial(self._wake_ends, self._expected))
+            self.machine.clock.at(now + max(0.0, min(waking)) * self._slowdown(), _WakeEnds(self, self._expected))
 
-    def _wake_ends(self, expected: int, now: float) -> None:
+    def wake_ends(self, expected: int, now: float) -> None:
+        """The next wake has ended, if that is still what was `expected`."""
         if expected != self._expected:
             return
         self._follow(now)
@@ -226,9 +234,10 @@ class ResidentModels:
     def _ask_later(self, now: float) -> None:
         if not self._asks and self._restless():
             self._asks = True
-            self.unit.clock.at(now + ASKED_SECONDS, self._ask)
+            self.machine.clock.at(now + ASKED_SECONDS, _PolicyDue(self))
 
-    def _ask(self, now: float) -> None:
+    def policy_due(self, now: float) -> None:
+        """The policy is asked again while time alone may change what it decides."""
         self._asks = False
         if self._restless():
             self._decide(now)
@@ -255,3 +264,35 @@ class ResidentModels:
             peak_bytes=self.peak_bytes,
             switches=self.turn_taking.switches if self.turn_taking is not None else 0,
         )
+
+
+@dataclass(slots=True)
+class _PolicyDue(Event):
+    """Time has passed, of which the policy's rules know."""
+
+    residents: ResidentModels
+
+    def handle(self, now: float) -> None:
+        self.residents.policy_due(now)
+
+
+@dataclass(slots=True)
+class _SleepEnds(Event):
+    """A model that was put to sleep is asleep."""
+
+    residents: ResidentModels
+    model: ResidentModel
+
+    def handle(self, now: float) -> None:
+        self.residents.asleep(self.model, now)
+
+
+@dataclass(slots=True)
+class _WakeEnds(Event):
+    """The next wake ends, by what was `expected` when this was planned."""
+
+    residents: ResidentModels
+    expected: int
+
+    def handle(self, now: float) -> None:
+        self.residents.wake_ends(self.expected, now)

@@ -19,13 +19,13 @@ from muxserve.rolling.mitosis import Bounds
 from muxserve.rolling.scaling import Attainment, RollingScalingRules
 from muxserve.rolling.scheduler import RollingScheduler, Sent
 from muxserve.simulator.clock import Clock
-from muxserve.simulator.leased import PhaseEngine, SimReport
+from muxserve.simulator.events import Event
+from muxserve.simulator.leased import SimReport
 from muxserve.simulator.moves import MigrationCosts, SimulatedMove
 from muxserve.simulator.replicas import ReplicaSet
 from muxserve.simulator.requests import SimRequest
-from muxserve.simulator.scheduled import ScheduledUnit
 from muxserve.simulator.setup import Pipeline, SimUnit
-from muxserve.simulator.stages import PipelineEngine, make_stages
+from muxserve.simulator.stages import make_stages
 from muxserve.simulator.unit import SimulatedUnit
 
 # What waits is tried again at least so often: live replicas tell of decode steps after this time.
@@ -85,7 +85,7 @@ class Ring(ReplicaSet):
         # Prompts follow each other through a pipeline, so that each takes the time of the slowest stage.
         how = spec.pipeline or Pipeline((first.architecture.layers,), ())
         self._stages = make_stages(how, latency, first.architecture, shape)
-        self._step_seconds = units[0].overheads.between
+        self._step_seconds = units[0].machine.overheads.between
         self._by_id: dict[str, SimRequest] = {}
         self._due: float | None = None
         self._coming = 0
@@ -99,7 +99,7 @@ class Ring(ReplicaSet):
         for unit in units:
             self._came(unit, 0.0)
         if rules.scaling is not None:
-            clock.at(ROUND_SECONDS, self._round)
+            clock.at(ROUND_SECONDS, _RoundDue(self))
 
     # ------------------------------------------------------------ requests
 
@@ -152,9 +152,10 @@ class Ring(ReplicaSet):
         due = min(due + 1e-9, now + REPORT_SECONDS) if due > now else now + REPORT_SECONDS
         if self._due is None or due < self._due or self._due <= now:
             self._due = due
-            self.clock.at(due, self._overdue)
+            self.clock.at(due, _RetryDue(self))
 
-    def _overdue(self, now: float) -> None:
+    def overdue(self, now: float) -> None:
+        """What waits may be admitted somewhere by now."""
         if self._due is not None and now >= self._due:
             self._due = None
         self._retry(now)
@@ -162,7 +163,7 @@ class Ring(ReplicaSet):
     def _count_steps(self, now: float) -> None:
         decoded = 0
         for name, unit in self.units.items():
-            member, steps = self.scheduler.member(name), _engine(unit, self.model).steps_by(now)
+            member, steps = self.scheduler.member(name), unit.scheduler.decoder(self.model).steps_by(now)
             decoded += (steps - member.clock.steps) * member.decoding
             member.counted(steps)
         if self.rules.learns_answers:
@@ -171,7 +172,7 @@ class Ring(ReplicaSet):
     # ------------------------------------------------------------ what units tell
 
     def _told(self, report: SimReport, now: float) -> None:
-        name = report.engine.unit.spec.name
+        name = report.engine.machine.spec.name
         member = self.scheduler.member(name)
         changed = bool(report.through or report.finished or report.returned)
         if spent := report.done.prefill_seconds:
@@ -205,10 +206,9 @@ class Ring(ReplicaSet):
     # ------------------------------------------------------------ replicas that come and go
 
     def _came(self, unit: SimulatedUnit, now: float) -> None:
-        assert isinstance(unit, ScheduledUnit)
-        unit.watcher = self._told
+        unit.scheduler.watcher = self._told
         (model,) = unit.spec.models
-        pages = unit.page_of[self.model]
+        pages = unit.machine.pages.of[self.model]
         capacity = min(pages.quota, pages.pool.profile.pages) // pages.per_block * model.profile.block_tokens
         self._coming = max(0, self._coming - 1)
         member = MacroMember(unit.spec.name, capacity, self.rules.objectives.tpot)
@@ -216,7 +216,8 @@ class Ring(ReplicaSet):
         self.result.moves = self.scheduler.moved
         self._deliver(sent, now)
 
-    def _round(self, now: float) -> None:
+    def round(self, now: float) -> None:
+        """Look at the objectives, and have replicas come or go."""
         rules, attainment = self.rules.scaling, self._attainment
         assert rules is not None
         assert attainment is not None
@@ -238,14 +239,14 @@ class Ring(ReplicaSet):
             self.result.moves = self.scheduler.moved
             self._deliver(sent, now)
             self._drains(now)
-        self.clock.at(now + ROUND_SECONDS, self._round)
+        self.clock.at(now + ROUND_SECONDS, _RoundDue(self))
 
     def _drains(self, now: float) -> None:
         if not self._ticking:
             self._ticking = True
-            self.clock.at(now, self._tick)
+            self.clock.at(now, _DrainDue(self))
 
-    def _tick(self, now: float) -> None:
+    def drain_on(self, now: float) -> None:
         """Decodes of replicas that are to go move, and those that have nothing left go."""
         for name in self.scheduler.drained():
             self._gone(name, now)
@@ -261,12 +262,12 @@ class Ring(ReplicaSet):
             )
             for source, destination in self._pairs.items():
                 self._pump(source, destination)
-        self.clock.at(now + TICK_SECONDS, self._tick)
+        self.clock.at(now + TICK_SECONDS, _DrainDue(self))
 
     def _pump(self, source: str, destination: str) -> None:
         rules, here, there = self.rules, self.units[source], self.units[destination]
         assert rules.migration is not None
-        load, room = here.load(self.model), there.load(self.model)
+        load, room = here.scheduler.load(self.model), there.scheduler.load(self.model)
         load.terminating = True
         # What is promised there is taken, as it is for requests that are sent there.
         room.used = max(room.used, self.scheduler.member(destination).promised)
@@ -287,8 +288,31 @@ class Ring(ReplicaSet):
         self._retry(now)
 
 
-def _engine(unit: SimulatedUnit, model: str) -> PhaseEngine | PipelineEngine:
-    assert isinstance(unit, ScheduledUnit)
-    engine = unit.decoder(model)
-    assert isinstance(engine, PhaseEngine | PipelineEngine)
-    return engine
+@dataclass(slots=True)
+class _RetryDue(Event):
+    """What waits is to be tried again."""
+
+    ring: Ring
+
+    def handle(self, now: float) -> None:
+        self.ring.overdue(now)
+
+
+@dataclass(slots=True)
+class _RoundDue(Event):
+    """The objectives are to be looked at again."""
+
+    ring: Ring
+
+    def handle(self, now: float) -> None:
+        self.ring.round(now)
+
+
+@dataclass(slots=True)
+class _DrainDue(Event):
+    """Replicas that are to go are to be looked at again."""
+
+    ring: Ring
+
+    def handle(self, now: float) -> None:
+        self.ring.drain_on(now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from muxserve.costs import ModelArchitecture
 from muxserve.costs.calibration import LINKS, Graphs
@@ -37,6 +37,13 @@ class SimModel:
     def name(self) -> str:
         """The model's name in the fleet."""
         return self.profile.name
+
+    @property
+    def counted(self) -> ModelProfile:
+        """The profile by which admission and engine both count blocks: engines of both phases are simulated with whole
+        ones. If admission counted less, it would let in again and again what the engine has no pages for."""
+        profile = self.profile
+        return replace(profile, window=0, windowed_layers=0) if profile.both else profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +144,10 @@ class SimUnit:
     """One unit. `devices` are the numbers, in the cluster, of its devices of type `device`; models are split over all
     of them, and page counts are per device.
 
-    `policy` is a name of `muxserve.scheduling.policies`. Without `adapt_quotas` quotas stay as they are. A `combined`
-    unit has no scheduler: each model is one engine that prefills and decodes by itself, as stock vLLM does. With a
-    `pipeline` its one model is split over groups of the devices, those of the first stage first; then pages are counted
-    on a device of the stage with the most layers. With `residency` its models need not all be awake; else they are.
+    `policy` is a name of `muxserve.scheduling.policies`. Without `adapt_quotas` quotas stay as they are. Each model has
+    an engine for each phase, or one of both (`ModelProfile.both`), in any mix. With a `pipeline` the engine of the
+    unit's one model is split over groups of the devices, those of the first stage first; then pages are counted on a
+    device of the stage with the most layers. With `residency` its models need not all be awake; else they are.
     Shares per lease come in `share_steps` sizes (0: in any).
     """
 
@@ -151,7 +158,6 @@ class SimUnit:
     pools: tuple[PoolProfile, ...]
     policy: str = DEFAULT_POLICY
     adapt_quotas: bool = True
-    combined: bool = False
     pipeline: Pipeline | None = None
     residency: SimResidency | None = None
     share_steps: int = 0
@@ -159,7 +165,9 @@ class SimUnit:
     @property
     def phases(self) -> str:
         """How prefill and decode are arranged: multiplexed, rolling or pipelined."""
-        return "rolling" if self.policy == "rolling" else "pipelined" if self.pipeline is not None else "multiplexed"
+        if self.policy == "rolling":
+            return "rolling"
+        return "pipelined" if all(model.profile.both for model in self.models) else "multiplexed"
 
     @property
     def tp(self) -> int:

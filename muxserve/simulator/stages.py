@@ -14,9 +14,9 @@ from muxserve.costs.stages import costs_of_stages
 from muxserve.costs.step_costs import StepCosts, StepWork
 from muxserve.scheduling.token_throttling import BudgetInputs as Holding
 from muxserve.scheduling.types import Phase, StepsDone
-from muxserve.simulator.engine import BOUNDARY, IDLE, STEPPING
-from muxserve.simulator.job import NO_LOAD
-from muxserve.simulator.leased import LeasedEngine, LeasingUnit, SimLease, SimReport
+from muxserve.simulator.job import BOUNDARY, IDLE, NO_LOAD, STEPPING
+from muxserve.simulator.leased import LeasedEngine, Scheduler, SimLease, SimReport
+from muxserve.simulator.machine import UnitMachine
 from muxserve.simulator.micro_batches import MicroBatches
 from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.requests import SimRequest
@@ -61,13 +61,15 @@ class PipelineEngine(LeasedEngine):
     preemption), and is given back.
     """
 
-    def __init__(self, unit: LeasingUnit, model: SimModel, spec: Pipeline, pages: ModelPages) -> None:
-        super().__init__(unit, model, Phase.BOTH, pages)
+    def __init__(
+        self, machine: UnitMachine, scheduler: Scheduler, model: SimModel, spec: Pipeline, pages: ModelPages
+    ) -> None:
+        super().__init__(machine, scheduler, model, Phase.BOTH, pages)
         self.spec = spec
         profile = model.profile
-        share = profile.decode_share if model.cost_share is None else model.cost_share
-        shape = EngineShape(unit.spec.device, unit.spec.tp, share, model.dtype, model.graphs)
-        self.stages = make_stages(spec, unit.latency, model.architecture, shape)
+        self.share = profile.decode_share if model.cost_share is None else model.cost_share
+        shape = EngineShape(machine.spec.device, machine.spec.tp, self.share, model.dtype, model.graphs)
+        self.stages = make_stages(spec, machine.latency, model.architecture, shape)
         self.record = MicroBatches(spec.stages)
         self.waiting: deque[SimRequest] = deque()
         self.begun: list[SimRequest] = []
@@ -104,7 +106,7 @@ class PipelineEngine(LeasedEngine):
         self._pending = lease
         self._entering += lease.admit
         self.state = BOUNDARY
-        self.unit.at_boundary(self)
+        self.machine.at_boundary(self)
 
     def boundary(self, now: float) -> None:
         flying = self._flying
@@ -113,7 +115,7 @@ class PipelineEngine(LeasedEngine):
         self.state = BOUNDARY
         self.version += 1
         self._tell_if_due(now)
-        self.unit.at_boundary(self)
+        self.machine.at_boundary(self)
 
     def kick(self, now: float) -> None:
         if self.calls:
@@ -129,11 +131,10 @@ class PipelineEngine(LeasedEngine):
             self.state = IDLE
             return
         self.state = STEPPING
-        self._look_ahead()
         self.planned_time = flying[0][0]
         if not self.spec.ahead and len(flying) < self.spec.in_flight and now < first.free_at < self.planned_time:
             self.planned_time = first.free_at
-        self.unit.look(self)
+        self.machine.look(self)
 
     def plan(self) -> float:
         return self.planned_time
@@ -186,9 +187,6 @@ class PipelineEngine(LeasedEngine):
                 self._waiting_tokens += request.tokens
         self._entering = []
 
-    def _look_ahead(self) -> None:
-        """A micro-batch is under way, and nothing else can start now."""
-
     # ------------------------------------------------------------ micro-batches through the stages
 
     def _fill(self, now: float) -> None:
@@ -209,7 +207,7 @@ class PipelineEngine(LeasedEngine):
                 self._told_at = now
             self.record.begins(now)
             self._runs(NO_LOAD, now)
-        if len(self.unit.compute.engines) > 1:
+        if len(self.machine.compute.engines) > 1:
             # Stages share the devices with others, as processes on a CPU do.
             self._runs(self._load(work), now)
         self._left -= 1
@@ -218,7 +216,7 @@ class PipelineEngine(LeasedEngine):
         self._untold_prompts += work.prefill
         self.jobs += 1
         self.tokens += work.tokens
-        arrives = now + self.unit.overheads.between
+        arrives = now + self.machine.overheads.between
         self.record.made(now, work.prompts, work.prefill, work.decode)
         for number, (stage, (latency, per_token)) in enumerate(zip(self.stages, self._links, strict=True)):
             seconds = stage.seconds(work) * self.slow
@@ -253,7 +251,7 @@ class PipelineEngine(LeasedEngine):
             self._goes_on(request, now)
         for request in batch.whole:
             computed = request.computed
-            request.got_token(now + self.unit.overheads.token)
+            request.got_token(now + self.machine.overheads.token)
             request.computed = computed
             if self._goes_on(request, now):
                 self._through.append(request)
@@ -266,7 +264,7 @@ class PipelineEngine(LeasedEngine):
         self._decoding -= 1
         self._release(request)
         self._finished.append(request)
-        self.unit.finished(request, now)
+        self.machine.finished(request, now)
         return False
 
     def _tell_if_due(self, now: float) -> None:
@@ -282,10 +280,6 @@ class PipelineEngine(LeasedEngine):
         if not (worth or not remaining):
             return
         self._half_told, self._admitted = half, False
-        self.scheduler.report(self._report(left, now, remaining))
-
-    def _report(self, left: int, now: float, remaining: int) -> SimReport:
-        """What has not been told yet."""
         steps = self._untold_steps
         seconds = now - self._told_at if steps else 0.0
         finished, self._finished = self._finished, []
@@ -296,7 +290,7 @@ class PipelineEngine(LeasedEngine):
             self._told_at = now
         self._untold_steps = self._untold_tokens = self._untold_prompts = 0
         done = StepsDone(self.lease_id, left, seconds, tokens, remaining, steps, prompts)
-        return SimReport(self, done, finished, through, returned)
+        self.scheduler.report(SimReport(self, done, finished, through, returned))
 
     # ------------------------------------------------------------ what goes in
 
@@ -325,7 +319,7 @@ class PipelineEngine(LeasedEngine):
             if request.computed == request.blocks * tokens:
                 if not self.pages.take(1, now, self.order):
                     # Perhaps the request itself; then the next one is looked at.
-                    self._gives_way(self.unit.victim([r for r in self.running if not r.flying]), now)
+                    self._gives_way(self.victim([r for r in self.running if not r.flying]), now)
                     continue
                 request.blocks += 1
             ready.popleft()
@@ -404,7 +398,7 @@ class PipelineEngine(LeasedEngine):
 
     def timelines(self) -> list[JobTimeline]:
         """One of each stage, on devices of its own; where they share one, as processes on a CPU do, one of all."""
-        spec = self.unit.spec
+        spec = self.machine.spec
         tp = len(spec.devices) // self.spec.stages
         found: list[JobTimeline] = []
         for number in range(self.spec.stages):

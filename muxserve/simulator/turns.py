@@ -23,10 +23,13 @@ from muxserve.scheduling.turns import (
     turns_over,
     waiting_since,
 )
-from muxserve.simulator.engine import STEPPING
+from muxserve.simulator.events import Event
+from muxserve.simulator.job import STEPPING
 from muxserve.simulator.leased import PhaseEngine
+from muxserve.simulator.machine import UnitMachine
 from muxserve.simulator.requests import SimRequest
-from muxserve.simulator.resident_model import ResidencyUnit, ResidentModel
+from muxserve.simulator.resident_model import ResidentModel
+from muxserve.simulator.scheduler import UnitScheduler
 from muxserve.simulator.setup import SimResidency
 
 # How often a model that stops is looked at: what has been prefilled meanwhile stops, too.
@@ -70,11 +73,14 @@ class TurnResidents(Protocol):
 
 
 class TurnTaking:
-    """Stops models of `unit` and lets them go on. `stopped` are their requests, by model; `switches`
-    counts how often a model was stopped."""
+    """Stops models of a unit and lets them go on. `stopped` are their requests, by model; `switches` counts how often
+    a model was stopped."""
 
-    def __init__(self, unit: ResidencyUnit, residents: TurnResidents, rules: TurnRules) -> None:
-        self.unit = unit
+    def __init__(
+        self, machine: UnitMachine, scheduler: UnitScheduler, residents: TurnResidents, rules: TurnRules
+    ) -> None:
+        self.machine = machine
+        self.scheduler = scheduler
         self.residents = residents
         self.rules = rules
         self.stopped: dict[str, list[_Stopped]] = {}
@@ -107,7 +113,7 @@ class TurnTaking:
                 name,
                 costs.ttft,
                 costs.tpot,
-                self.unit.ledger.by_name[name].decode.step_seconds,
+                self.scheduler.ledger.by_name[name].decode.step_seconds,
                 self.residents.awake.times.seconds(name),
                 costs.bytes / (rules.limit - rules.fixed),
             ),
@@ -131,16 +137,16 @@ class TurnTaking:
             if name not in self._stopping:
                 self._stopping.add(name)
                 self.switches += 1
-                self._sweep(name, now)
+                self.sweep(name, now)
 
-    def _sweep(self, name: str, now: float) -> None:
-        """Stop what can be stopped now; the rest a little later."""
-        unit, model = self.unit, self.residents.models[name]
+    def sweep(self, name: str, now: float) -> None:
+        """Stop what can be stopped now, and what is prefilled meanwhile a little later."""
+        model = self.residents.models[name]
         if model.residence is not Residence.LEAVING or not model.running:
             self._stopping.discard(name)
             return
         self.residents.wait_again(name, now)
-        engine = unit.decoder(name)
+        engine = self.scheduler.decoder(name)
         if not isinstance(engine, PhaseEngine):
             raise TypeError("a pipeline has a unit to itself, where nobody takes turns")
         if engine.state == STEPPING:
@@ -148,17 +154,16 @@ class TurnTaking:
             engine.interrupt(now)
         else:
             self._between_steps(name, now)
-        unit.clock.at(now + _SWEEP_SECONDS, partial(self._sweep, name))
+        self.machine.clock.at(now + _SWEEP_SECONDS, _SweepDue(self, name))
 
     def _between_steps(self, name: str, now: float) -> None:
-        unit, model = self.unit, self.residents.models[name]
-        engine = unit.decoder(name)
+        model, engine = self.residents.models[name], self.scheduler.decoder(name)
         if model.residence is not Residence.LEAVING or not isinstance(engine, PhaseEngine):
             return
         stopped = self.stopped.setdefault(name, [])
         for request in list(engine.batch.running):
-            blocks = unit.detach(request, now)
-            unit.page_of[name].give_up(request, blocks)
+            blocks = self.scheduler.detach(request, now)
+            self.machine.pages.of[name].give_up(request, blocks)
             stopped.append(_Stopped(request, now))
             self.residents.stands_still(request, now)
         self.residents.sleep_if_done(model, now)
@@ -170,3 +175,14 @@ class TurnTaking:
         for each in self.stopped.pop(name, []):
             each.request.preempted(now)
             self.residents.begin_again(each.request, now)
+
+
+@dataclass(slots=True)
+class _SweepDue(Event):
+    """A model that stops is looked at again."""
+
+    turn_taking: TurnTaking
+    model: str
+
+    def handle(self, now: float) -> None:
+        self.turn_taking.sweep(self.model, now)

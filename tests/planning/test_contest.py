@@ -193,7 +193,7 @@ class TestWays:
         simulated: set[tuple[str, bool]] = set()
 
         def watched(units: Sequence[SimUnit], *arguments: Any, **more: Any) -> Any:
-            simulated.update((unit.policy, unit.models[0].profile.elastic) for unit in units if not unit.combined)
+            simulated.update((unit.policy, unit.models[0].profile.elastic) for unit in units)
             return simulate(units, *arguments, **more)
 
         monkeypatch.setattr(simulations, "simulate", watched)

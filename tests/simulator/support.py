@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from muxserve.costs import Decode, EngineShape, Load, ModelArchitecture
+from muxserve.costs import Decode, EngineShape, LatencyModel, Load, ModelArchitecture
 from muxserve.scheduling.types import ModelProfile, PoolProfile
 from muxserve.simulator.batch import DecodeBatch
 from muxserve.simulator.leased import PhaseEngine
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.result import UnitResult
-from muxserve.simulator.scheduled import ScheduledUnit
-from muxserve.simulator.setup import SimModel, SimUnit
-from muxserve.simulator.stages import PipelineEngine
-from muxserve.simulator.stock import StockEngine, StockUnit
+from muxserve.simulator.scheduler import EngineTypes
+from muxserve.simulator.setup import Options, SimModel, SimUnit
 from muxserve.simulator.unit import SimulatedUnit
 from muxserve.workload.trace import TraceRequest
 
@@ -118,7 +116,7 @@ def unit(profiles: list[ModelProfile], pages: int, policy: str = "adbs", **chang
 def run(unit: SimulatedUnit, load: list[TraceRequest]) -> UnitResult:
     """One unit, on a clock of its own."""
     arrivals = (SimRequest.of(each, number) for number, each in enumerate(load))
-    unit.clock.run(arrivals, unit.arrive, unit.overheads.request)
+    unit.clock.run(arrivals, unit.arrive, unit.machine.overheads.request)
     return unit.result()
 
 
@@ -183,14 +181,15 @@ class SteppingEngine(Stepping, PhaseEngine):  # type: ignore[misc]
     pass
 
 
-class SteppingStock(Stepping, StockEngine):  # type: ignore[misc]
-    pass
+STEPPING = EngineTypes(SteppingEngine)
 
 
-class SteppingUnit(ScheduledUnit):
-    phase_engine = SteppingEngine
-    pipeline_engine = PipelineEngine
+def stepping(simulated: SimUnit, latency: LatencyModel, options: Options | None = None) -> SimulatedUnit:
+    """The unit with engines that take every step one by one."""
+    return SimulatedUnit(simulated, latency, options, engine_types=STEPPING)
 
 
-class SteppingStockUnit(StockUnit):
-    stock_engine = SteppingStock
+def one_engine(simulated: SimUnit, policy: str = "free", **changes: object) -> SimUnit:
+    """The unit with one engine of both phases for each model."""
+    models = tuple(replace(m, profile=replace(m.profile, both=True, elastic=False)) for m in simulated.models)
+    return replace(simulated, models=models, policy=policy, **changes)  # type: ignore[arg-type]

@@ -80,7 +80,7 @@ def test_modes_differ_as_they_say() -> None:
     units = {name: units_of(where, MODELS, mode)[0] for name, mode in MODES.items()}
     assert (units["muxserve"].policy, units["adbs"].policy) == ("slack", "adbs")
     assert units["temporal"].policy == units["fcfs"].policy == "fcfs"
-    assert units["spatial"].combined
+    assert all(model.profile.both for model in units["spatial"].models)
     assert not units["spatial"].adapt_quotas
     (unmanaged,) = units_of(where, MODELS, Mode("unmanaged", "every job on all of the compute", managed=False))
     assert [model.cost_share for model in unmanaged.models] == [1.0, 1.0]

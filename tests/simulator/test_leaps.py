@@ -13,15 +13,12 @@ from msgspec import structs
 from muxserve.costs import LatencyModel
 from muxserve.costs.measured import TURN_SECONDS
 from muxserve.costs.profile import Overheads
-from muxserve.scheduling.token_throttling import TOKEN_BUDGETS, FixedBudget
 from muxserve.scheduling.types import ModelProfile
-from muxserve.simulator.scheduled import ScheduledUnit
-from muxserve.simulator.setup import Options, Pipeline, SimUnit
-from muxserve.simulator.stock import StockUnit
+from muxserve.simulator.setup import Options, SimUnit
 from muxserve.simulator.unit import SimulatedUnit
 from muxserve.workload.trace import Content, TraceRequest
 from tests.scheduling.machine import profile
-from tests.simulator.support import Analytic, Linear, SteppingStockUnit, SteppingUnit, run, unit
+from tests.simulator.support import Analytic, Linear, run, stepping, unit
 from tests.support.thoroughness import examples
 
 SEARCH = settings(
@@ -31,7 +28,7 @@ SEARCH = settings(
 
 def outcome(world: SimulatedUnit, load: list[TraceRequest]) -> tuple[object, ...]:
     result = run(world, load)
-    for pool in world.pools.values():
+    for pool in world.machine.pages.pools.values():
         assert pool.held == pool.committed == 0
         assert all(pages.held == pages.committed == 0 for pages in pool.models)
     assert len(result.records) == len(load)
@@ -42,6 +39,7 @@ def outcome(world: SimulatedUnit, load: list[TraceRequest]) -> tuple[object, ...
         result.pages,
         result.busy_seconds,
         result.waits,
+        world.scheduler.turns,
     )
 
 
@@ -112,8 +110,8 @@ def scenes(draw: st.DrawFn) -> tuple[SimUnit, LatencyModel, Options, list[TraceR
 @given(scenes())
 def test_a_leap_is_many_steps(scene: tuple[SimUnit, LatencyModel, Options, list[TraceRequest]]) -> None:
     simulated, latency, options, load = scene
-    leaping = outcome(ScheduledUnit(simulated, latency, options), load)
-    assert leaping == outcome(SteppingUnit(simulated, latency, options), load)
+    leaping = outcome(SimulatedUnit(simulated, latency, options), load)
+    assert leaping == outcome(stepping(simulated, latency, options), load)
 
 
 @st.composite
@@ -130,64 +128,40 @@ def test_a_leap_of_an_engine_of_both_phases_is_many_steps(
     scene: tuple[SimUnit, Analytic, Options, list[TraceRequest]],
 ) -> None:
     simulated, latency, options, load = scene
-    leaping = outcome(ScheduledUnit(simulated, latency, options), load)
-    assert leaping == outcome(SteppingUnit(simulated, latency, options), load)
+    leaping = outcome(SimulatedUnit(simulated, latency, options), load)
+    assert leaping == outcome(stepping(simulated, latency, options), load)
 
 
 @st.composite
-def one_stage_scenes(draw: st.DrawFn) -> tuple[SimUnit, Analytic, Options, list[TraceRequest]]:
-    simulated, latency, options, _ = draw(scenes())
-    first = simulated.models[0]
-    one = replace(first, profile=replace(first.profile, both=True, decode_share=1.0, depth=1, waiting_tokens=4096))
-    pipeline = Pipeline(
-        (first.architecture.layers,),
-        (),
-        TOKEN_BUDGETS[draw(st.sampled_from(sorted(TOKEN_BUDGETS)))],
-        ahead=draw(st.booleans()),
-        return_seconds=draw(st.sampled_from([0.0, 0.0002])),
-    )
-    unit = replace(simulated, models=(one,), policy="free", pipeline=pipeline)
-    return unit, latency, options, workload(draw, 1)
-
-
-@pytest.mark.slow
-@SEARCH
-@given(one_stage_scenes())
-def test_an_engine_of_one_stage_runs_ahead_without_another_result(
-    scene: tuple[SimUnit, Analytic, Options, list[TraceRequest]],
-) -> None:
-    simulated, latency, options, load = scene
-    worlds = ScheduledUnit(simulated, latency, options), SteppingUnit(simulated, latency, options)
-    ahead, stepping = (outcome(world, load) for world in worlds)
-    assert ahead == stepping
-    assert worlds[0].turns == worlds[1].turns, "renewals on the way are decided on as well"
-    records = [world.result().micro_batches for world in worlds]
-    assert all(record is not None for record in records)
-    assert vars(records[0]) == vars(records[1])
-    assert worlds[0].decoders[0][1].steps_by(0.0) == worlds[1].decoders[0][1].steps_by(0.0)
+def mixed_scenes(draw: st.DrawFn) -> tuple[SimUnit, LatencyModel, Options, list[TraceRequest]]:
+    """Some models with an engine for each phase, others with one of both."""
+    simulated, latency, options, load = draw(scenes())
+    models = [
+        replace(model, profile=replace(model.profile, both=draw(st.booleans()), elastic=draw(st.booleans())))
+        for model in simulated.models
+    ]
+    policy = draw(st.sampled_from(["adbs", "slack", "fcfs", "free"]))
+    return replace(simulated, models=tuple(models), policy=policy), latency, options, load
 
 
 @SEARCH
-@given(scenes())
-def test_a_leap_of_a_stock_engine_is_many_steps(
-    scene: tuple[SimUnit, Analytic, Options, list[TraceRequest]],
+@given(mixed_scenes())
+def test_a_leap_is_many_steps_whatever_the_shapes(
+    scene: tuple[SimUnit, LatencyModel, Options, list[TraceRequest]],
 ) -> None:
     simulated, latency, options, load = scene
-    leaping = outcome(StockUnit(simulated, latency, options), load)
-    assert leaping == outcome(SteppingStockUnit(simulated, latency, options), load)
+    leaping = outcome(SimulatedUnit(simulated, latency, options), load)
+    assert leaping == outcome(stepping(simulated, latency, options), load)
 
 
 @pytest.mark.parametrize("overheads", [Overheads(), Overheads(turn=TURN_SECONDS)], ids=["at once", "live delays"])
-@pytest.mark.parametrize(
-    ("policy", "both"), [("adbs", False), ("fcfs", False), ("free", False), ("rolling", True), ("free", True)]
-)
-def test_leaping_looks_less_often(policy: str, both: bool, overheads: Overheads) -> None:
-    names = ["m0"] if both else ["m0", "m1"]
-    pipeline = Pipeline((2,), (), FixedBudget) if both and policy == "free" else None
-    simulated = unit([profile(name, both=both) for name in names], 800, policy, pipeline=pipeline)
+@pytest.mark.parametrize("policy", ["adbs", "fcfs", "rolling", "free"])
+def test_leaping_looks_less_often(policy: str, overheads: Overheads) -> None:
+    names = ["m0"] if policy == "rolling" else ["m0", "m1"]
+    simulated = unit([profile(name, both=policy in ("rolling", "free")) for name in names], 800, policy)
     load = [TraceRequest(0.3 * i, names[i % len(names)], 40, 100) for i in range(10)]
     options = Options(overheads)
-    few = run(ScheduledUnit(simulated, Analytic(), options), load)
-    many = run(SteppingUnit(simulated, Analytic(), options), load)
+    few = run(SimulatedUnit(simulated, Analytic(), options), load)
+    many = run(stepping(simulated, Analytic(), options), load)
     assert few.looks < many.looks * 0.7
     assert few.turns == many.turns, "the scheduler is asked as often"

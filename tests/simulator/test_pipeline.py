@@ -30,13 +30,13 @@ from muxserve.simulator import (
     Pipeline,
     SimUnit,
     lone_unit,
-    scheduled,
     simulate,
 )
+from muxserve.simulator import unit as simulated_unit
 from muxserve.simulator.leased import SimLease
 from muxserve.simulator.micro_batches import MicroBatches, Step
 from muxserve.simulator.requests import SimRequest
-from muxserve.simulator.run_ahead import RunAheadEngine
+from muxserve.simulator.scheduler import EngineTypes
 from muxserve.simulator.stages import PipelineEngine
 from muxserve.workload import ModelLoad, generate
 from muxserve.workload.lengths import LogNormalLengths
@@ -146,12 +146,12 @@ def test_a_decode_step_is_counted_once_every_sequence_has_its_token(
 ) -> None:
     engines: list[PipelineEngine] = []
 
-    class Seen(RunAheadEngine):
+    class Seen(PipelineEngine):
         def receive(self, lease: SimLease, now: float) -> None:
             engines[:] = [self]
             super().receive(lease, now)
 
-    monkeypatch.setattr(scheduled.ScheduledUnit, "pipeline_engine", Seen)
+    monkeypatch.setattr(simulated_unit, "EngineTypes", lambda: EngineTypes(stages=Seen))
     play([(1.0, 10, 13)] * sequences, budget=OnePhase())
     # The first token of each comes with its prompt.
     assert engines[0].steps_by(100.0) == 12
@@ -393,7 +393,7 @@ def test_every_request_is_answered_and_the_books_are_right(
     of = spec(stages, blocks, depth=depth, max_num_seqs=seats, ahead=ahead, chunk_ahead=chunk_ahead)
     workload = [TraceRequest(a, "tiny", p, o) for a, p, o in sorted(requests)]
 
-    class Watched(RunAheadEngine):
+    class Watched(PipelineEngine):
         def kick(self, now: float) -> None:
             super().kick(now)
             assert self.pages.held == sum(r.blocks for r in self.running) * self.pages.per_block <= self.pages.quota
@@ -406,7 +406,7 @@ def test_every_request_is_answered_and_the_books_are_right(
             assert not any(r.flying for r in self.ready)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduled.ScheduledUnit, "pipeline_engine", Watched)
+        patch.setattr(simulated_unit, "EngineTypes", lambda: EngineTypes(stages=Watched))
         result = Played(of, PerLayerModel(), make_token_budget(name), workload)
     for request in result.requests:
         if request.error:

@@ -19,9 +19,7 @@ from muxserve.memory import _native
 from muxserve.scheduling.types import PoolProfile
 from muxserve.simulator.pages import ModelPages, SimPool
 from muxserve.simulator.requests import SimRequest
-from muxserve.simulator.scheduled import ScheduledUnit
 from muxserve.simulator.setup import SimUnit
-from muxserve.simulator.stock import StockUnit
 from muxserve.simulator.unit import SimulatedUnit
 from muxserve.workload.trace import Content, TraceRequest
 from tests.scheduling.machine import profile
@@ -155,21 +153,17 @@ def alone(pages: int = 4000, **changes: Any) -> SimUnit:
     return unit([profile("m0", quota_pages=pages, floor_pages=pages, **changes)], pages)
 
 
-WORLDS = [
-    (ScheduledUnit, alone()),
-    (ScheduledUnit, replace(alone(both=True, decode_share=1.0), policy="rolling")),
-    (StockUnit, alone()),
-]
+WORLDS = [alone(), *(replace(alone(both=True, decode_share=1.0), policy=policy) for policy in ("rolling", "free"))]
 
 
-@pytest.mark.parametrize(("world", "simulated"), WORLDS, ids=["multiplexed", "rolling", "stock"])
-def test_a_turn_finds_what_was_said_before_it(world: type[SimulatedUnit], simulated: SimUnit) -> None:
+@pytest.mark.parametrize("simulated", WORLDS, ids=["split", "rolling", "one engine"])
+def test_a_turn_finds_what_was_said_before_it(simulated: SimUnit) -> None:
     block = simulated.models[0].profile.block_tokens
-    result = run(world(simulated, Analytic()), turns(3))
+    result = run(SimulatedUnit(simulated, Analytic()), turns(3))
     # Of the last token of an answer nothing is computed, and the block that is not full is nobody's.
     assert [r.cached_tokens for r in result.records] == [0, *((140 + 60 * n + 19) // block * block for n in range(2))]
     off = replace(simulated, models=(replace(simulated.models[0], prefix_caching=False),))
-    plain = run(world(off, Analytic()), turns(3))
+    plain = run(SimulatedUnit(off, Analytic()), turns(3))
     assert [r.cached_tokens for r in plain.records] == [0, 0, 0]
     (first, *later), (other, *others) = result.records, plain.records
     assert (first.first_token, first.finish) == (other.first_token, other.finish)
@@ -182,7 +176,7 @@ def test_a_turn_finds_what_was_said_before_it(world: type[SimulatedUnit], simula
 def test_requests_that_say_nothing_of_themselves_are_served_as_without_a_cache() -> None:
     load = [structs.replace(each, content=()) for each in turns(5, 0.01)]
     off = replace(alone(), models=(replace(alone().models[0], prefix_caching=False),))
-    assert run(ScheduledUnit(alone(), Analytic()), load).records == run(ScheduledUnit(off, Analytic()), load).records
+    assert run(SimulatedUnit(alone(), Analytic()), load).records == run(SimulatedUnit(off, Analytic()), load).records
 
 
 def test_shared_blocks_are_counted_once() -> None:
@@ -191,14 +185,14 @@ def test_shared_blocks_are_counted_once() -> None:
         TraceRequest(0.0, "m0", 1600, 200, (("talk", 1600),)),
         TraceRequest(1.0, "m0", 1600, 200, (("talk", 1600),)),
     ]
-    both = ScheduledUnit(simulated, Analytic())
+    both = SimulatedUnit(simulated, Analytic())
     run(both, long)
-    single = ScheduledUnit(simulated, Analytic())
+    single = SimulatedUnit(simulated, Analytic())
     run(single, long[:1])
     # Beside those of the first: what the second has for its answer, and for the last token of its prompt.
     more = -(-200 // simulated.models[0].profile.block_tokens) + 2
-    per_block = both.pages[0].per_block
-    assert single.pages[0].peak < both.pages[0].peak <= single.pages[0].peak + more * per_block
+    (one,), (two,) = single.machine.pages.models, both.machine.pages.models
+    assert one.peak < two.peak <= one.peak + more * two.per_block
 
 
 def test_what_is_cached_goes_when_pages_are_needed() -> None:
@@ -211,11 +205,11 @@ def test_what_is_cached_goes_when_pages_are_needed() -> None:
         TraceRequest(5.0, "m0", 300, 20, (("b", 300),)),
         TraceRequest(10.0, "m0", 240, 20, (("a", 240),)),
     ]
-    tight = ScheduledUnit(small, Analytic())
+    tight = SimulatedUnit(small, Analytic())
     result = run(tight, load)
-    index = tight.pages[0].prefixes
+    index = tight.machine.pages.models[0].prefixes
     assert index is not None
     assert index.evictions > 0
     assert all(record.ok for record in result.records)
-    ample = run(ScheduledUnit(alone(), Analytic()), load)
+    ample = run(SimulatedUnit(alone(), Analytic()), load)
     assert result.records[2].cached_tokens < ample.records[2].cached_tokens == (200 + 19) // size * size

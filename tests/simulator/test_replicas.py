@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import example, given, settings
@@ -34,13 +34,14 @@ from muxserve.simulator import (
     lone_unit,
     simulate,
 )
+from muxserve.simulator import unit as simulated_unit
+from muxserve.simulator.events import Event
 from muxserve.simulator.fleet import Group
 from muxserve.simulator.replicas import Dispatched
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.ring import Ring
-from muxserve.simulator.scheduled import ScheduledUnit
 from muxserve.workload.trace import TraceRequest
-from tests.simulator.support import SteppingEngine
+from tests.simulator.support import STEPPING
 from tests.support.thoroughness import examples
 
 TINY = ModelArchitecture(
@@ -94,9 +95,19 @@ def replicas(count: int, first: int = 0, blocks: int = 100, stages: int = 0) -> 
     size = stages or 1
     return [
         lone_unit(f"u{n}", "fake", tuple(range(n * size, (n + 1) * size)), model, blocks, pipeline=pipeline,
-                  waiting_tokens=4096 if stages else 0)
+                  waiting_tokens=4096 if stages else 0, policy="free" if stages else "rolling")
         for n in range(first, first + count)
     ]  # fmt: skip
+
+
+@dataclass
+class DrainDue(Event):
+    """Somebody wants the first replica to go."""
+
+    replicas: Dispatched | Ring
+
+    def handle(self, now: float) -> None:
+        self.replicas.drain("u0", now)
 
 
 def rules(spares: int = 0, stages: int = 0, **more: object) -> ReplicaRules:
@@ -191,7 +202,7 @@ def test_downtime_is_the_last_stage_whatever_the_length() -> None:
         together = group.replicas["tiny"]
         assert isinstance(together, Dispatched)
         # It goes to the first of two idle replicas, which is drained while it decodes.
-        group.clock.at(1.5, lambda now, together=together: together.drain("u0", now))  # type: ignore[misc]
+        group.clock.at(1.5, DrainDue(together))
         request = SimRequest("0", "tiny", 0.0, prompt, 400)
         group.run(iter([request]))
         result = together.finish(group.clock.now)
@@ -275,11 +286,11 @@ def test_every_request_ends_and_no_page_is_lost(drawn: tuple[int, int, str, bool
         assert request.finish is not None
         assert request.arrival < request.first_token <= request.finish
     for unit in group.units:
-        assert isinstance(unit, ScheduledUnit)
-        assert not unit.live
-        assert not unit.ledger.requests
-        if not (unit.moving_in or unit.moving_out):
-            assert all(pages.held == pages.committed == 0 for pages in unit.pages)
+        scheduler = unit.scheduler
+        assert not scheduler.live
+        assert not scheduler.ledger.requests
+        if not (scheduler.moving_in or scheduler.moving_out):
+            assert all(pages.held == pages.committed == 0 for pages in unit.machine.pages.models)
 
 
 # One in which a sequence waits for the end of a step, to leave.
@@ -294,7 +305,7 @@ def test_leaping_is_stepping_with_replicas_too(drawn: tuple[int, int, str, bool,
         units, workload, given, priorities = scene(*drawn)
         with pytest.MonkeyPatch.context() as patch:
             if stepping:
-                patch.setattr(ScheduledUnit, "phase_engine", SteppingEngine)
+                patch.setattr(simulated_unit, "EngineTypes", lambda: STEPPING)
             result = simulate(
                 units, workload, LATENCY, Options(sample_seconds=0.0), {"tiny": given}, priorities.__getitem__
             )
@@ -330,7 +341,7 @@ def test_a_drained_rolling_replica_gives_its_decodes_to_others() -> None:
         ring = group.replicas["tiny"]
         assert isinstance(ring, Ring)
         requests = [SimRequest(str(n), "tiny", 0.2 * n, 100, 200) for n in range(4)]
-        group.clock.at(1.0, lambda now, ring=ring: ring.drain("u0", now))  # type: ignore[misc]
+        group.clock.at(1.0, DrainDue(ring))
         group.run(iter(requests))
         result = ring.finish(group.clock.now)
         assert all(r.made == 200 for r in requests)

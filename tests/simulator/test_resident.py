@@ -16,7 +16,7 @@ from muxserve.scheduling.turns import TurnRules
 from muxserve.simulator import Options, SimResidency, simulate
 from muxserve.simulator.compute import fair_shares
 from muxserve.simulator.result import ResidencyResult, UnitResult
-from muxserve.simulator.scheduled import ScheduledUnit
+from muxserve.simulator.unit import SimulatedUnit
 from tests.scheduling.machine import profile
 from tests.simulator.support import Analytic, requests, run, unit
 
@@ -24,10 +24,10 @@ NAMES = ("a", "b", "c")
 WAKE = 0.5
 
 
-def resident(limit: int, awake: tuple[str, ...] = (), **rules: float) -> ScheduledUnit:
+def resident(limit: int, awake: tuple[str, ...] = (), **rules: float) -> SimulatedUnit:
     costs = {name: WakeCosts(40, load_bytes=10, seconds=WAKE, ttft=2.0) for name in NAMES}
     residency = SimResidency(ResidencyRules(limit, **rules), costs, awake)  # type: ignore[arg-type]
-    return ScheduledUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
+    return SimulatedUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
 
 
 def awakened(result: UnitResult) -> ResidencyResult:
@@ -46,7 +46,7 @@ def first_tokens(result: UnitResult) -> list[float]:
 
 def test_with_room_for_all_nothing_differs_from_a_unit_whose_models_are_awake() -> None:
     load = requests(*((0.03 * n, NAMES[n % 3], 40, 10) for n in range(60)))
-    always = run(ScheduledUnit(unit([profile(name) for name in NAMES], 1200), Analytic()), load)
+    always = run(SimulatedUnit(unit([profile(name) for name in NAMES], 1200), Analytic()), load)
     found = run(resident(200, awake=NAMES), load)
     assert found.records == always.records
     assert awakened(found) == ResidencyResult(0, 0, 0, 3 * 40)
@@ -111,15 +111,15 @@ def test_a_fleet_takes_units_of_both_kinds() -> None:
 def test_a_unit_must_know_what_its_models_take() -> None:
     residency = SimResidency(ResidencyRules(60), {"a": WakeCosts(40)})
     with pytest.raises(ValueError, match="unit0 needs to know what each of its models takes"):
-        ScheduledUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
+        SimulatedUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
 
 
-def taking_turns(turns: TurnRules | None, options: Options | None = None) -> ScheduledUnit:
+def taking_turns(turns: TurnRules | None, options: Options | None = None) -> SimulatedUnit:
     """Room for one model of three; a token is due every 100 ms, and takes a tenth of that."""
     costs = {name: WakeCosts(40, seconds=0.1, ttft=1.0, tpot=0.1) for name in NAMES}
     rules = ResidencyRules(60, min_residence=0.1, residence_factor=1.0, max_wait=30.0, patience=0.1)
     residency = SimResidency(rules, costs, turns=turns)
-    return ScheduledUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic(), options)
+    return SimulatedUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic(), options)
 
 
 LONG = requests(*((0.01 * n, NAMES[n % 3], 40, 250) for n in range(9)))
@@ -131,7 +131,7 @@ def test_what_was_stopped_finds_its_blocks_as_cached_prefixes() -> None:
     result = run(world, LONG)
     assert awakened(result).switches >= 2
     assert [record.output_tokens for record in result.records] == [250] * 9
-    assert all(pages.held == 0 for pages in world.pages)
+    assert all(pages.held == 0 for pages in world.machine.pages.models)
     computed = sum(engine.tokens for engine in result.engines) - sum(engine.tokens for engine in one_by_one.engines)
     again = sum(record.preemptions for record in result.records)
     assert again > 0
@@ -145,11 +145,11 @@ def test_what_finds_no_pages_when_its_turn_comes_is_computed_again() -> None:
     rules = ResidencyRules(60, min_residence=0.1, residence_factor=1.0, max_wait=30.0, patience=0.1)
     residency = SimResidency(rules, costs, turns=TurnRules(switching=0.3))
     small = [profile(name, quota_pages=100, floor_pages=80) for name in NAMES]
-    world = ScheduledUnit(unit(small, 300, residency=residency), Analytic())
+    world = SimulatedUnit(unit(small, 300, residency=residency), Analytic())
     result = run(world, LONG)
     assert [record.output_tokens for record in result.records] == [250] * 9
     assert awakened(result).switches > 0
-    assert all(pages.held == 0 for pages in world.pages)
+    assert all(pages.held == 0 for pages in world.machine.pages.models)
 
 
 @pytest.mark.parametrize("seed", [1, 36, 39, 40])
@@ -186,7 +186,7 @@ def test_decoding_waits_for_wakes_where_it_gives_way_to_them() -> None:
     def ends(weight: float, drag: float = 0.001) -> tuple[float, float]:
         costs = {name: WakeCosts(40, seconds=WAKE, ttft=2.0) for name in NAMES}
         residency = SimResidency(ResidencyRules(200), costs, ("a",), wake_drag=drag, decode_weight=weight)
-        world = ScheduledUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
+        world = SimulatedUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
         result = run(world, requests((0.0, "a", 40, 250), (0.2, "b", 40, 1)))
         a, b = result.records
         return a.finish or 0.0, b.first_token or 0.0
@@ -216,7 +216,7 @@ class Ahead(Residency):
 def test_a_model_is_in_a_file_once_it_was_put_to_sleep_when_nobody_waited(ahead: bool, second: float) -> None:
     costs = {name: WakeCosts(40, seconds=WAKE, ttft=2.0) for name in NAMES}
     residency = SimResidency(ResidencyRules(200), costs, hibernated=dict.fromkeys(NAMES, 0.05))
-    world = ScheduledUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
+    world = SimulatedUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
     assert world.residents is not None
     policy = world.residents.awake = Ahead(residency.rules, residency.models)
     policy.sleeps_ahead = ahead
@@ -234,5 +234,5 @@ def test_turns_do_not_happen_where_all_have_room() -> None:
     awake = SimResidency(ResidencyRules(200), costs, NAMES)
     with_turns = SimResidency(ResidencyRules(200), costs, NAMES, turns=TurnRules())
     made = [unit([profile(name) for name in NAMES], 1200, residency=each) for each in (awake, with_turns)]
-    found, same = (run(ScheduledUnit(each, Analytic()), load) for each in made)
+    found, same = (run(SimulatedUnit(each, Analytic()), load) for each in made)
     assert found.records == same.records

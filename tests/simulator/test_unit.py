@@ -8,13 +8,12 @@ import pytest
 
 from muxserve.costs.profile import Overheads
 from muxserve.simulator import SimulationError, simulate
-from muxserve.simulator.scheduled import ScheduledUnit
+from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.setup import Options, SimModel
-from muxserve.simulator.stock import StockUnit
 from muxserve.simulator.unit import SimulatedUnit
 from muxserve.workload.trace import TraceRequest
 from tests.scheduling.machine import profile
-from tests.simulator.support import Analytic, Linear, architecture, requests, run, unit
+from tests.simulator.support import Analytic, Linear, architecture, one_engine, requests, run, unit
 
 FLAT = Linear(prefill_fixed=0.01, prefill_token=0.0, decode_fixed=0.005, decode_sequence=0.0, decode_token=0.0)
 
@@ -23,7 +22,11 @@ def worlds(
     pages: int = 400, costs: Linear = FLAT, options: Options | None = None, **changes: object
 ) -> list[SimulatedUnit]:
     simulated = unit([profile("a", **{"prefill_share": 1.0, "decode_share": 1.0, **changes})], pages)
-    return [ScheduledUnit(simulated, Analytic(costs), options), StockUnit(simulated, Analytic(costs), options)]
+    return [SimulatedUnit(each, Analytic(costs), options) for each in (simulated, one_engine(simulated))]
+
+
+def held(world: SimulatedUnit) -> list[ModelPages]:
+    return world.machine.pages.models
 
 
 @pytest.mark.parametrize("kind", [0, 1])
@@ -101,7 +104,7 @@ def test_too_few_pages_preempt_the_last(kind: int) -> None:
     assert records[0].preemptions == 0
     assert records[1].preemptions >= 1
     assert records[0].finish < records[1].finish  # type: ignore[operator]
-    assert world.pages[0].peak <= 80
+    assert held(world)[0].peak <= 80
 
 
 @pytest.mark.parametrize("kind", [0, 1])
@@ -110,8 +113,8 @@ def test_states_take_blocks_whatever_the_length(kind: int) -> None:
     world = worlds(pages=80, quota_pages=80, floor_pages=80, state_blocks=6)[kind]
     records = run(world, requests((0.0, "a", 60, 140))).records
     assert records[0].ok
-    assert world.pages[0].peak == (13 + 6) * 4
-    assert world.pages[0].held == 0
+    assert held(world)[0].peak == (13 + 6) * 4
+    assert held(world)[0].held == 0
     world = worlds(pages=80, quota_pages=80, floor_pages=80, state_blocks=8)[kind]
     assert not run(world, requests((0.0, "a", 60, 140))).records[0].ok
 
@@ -125,8 +128,8 @@ def test_what_is_behind_a_window_is_given_back() -> None:
     def peak(windowed_layers: int) -> int:
         world, _ = worlds(windowed_layers=windowed_layers, **changes)
         assert run(world, load).records[0].ok
-        assert world.pages[0].held == 0
-        return world.pages[0].peak
+        assert held(world)[0].held == 0
+        return held(world)[0].peak
 
     assert peak(0) == 20 * 4
     assert peak(1) == 20 * 2 + 5 * 2 - (20 - 19) * 2
@@ -141,7 +144,7 @@ def test_what_is_behind_a_window_is_given_back() -> None:
 def test_quotas_are_kept(kind: int) -> None:
     profiles = [profile("a", quota_pages=120), profile("b", quota_pages=200)]
     simulated = unit(profiles, 320, adapt_quotas=False)
-    world = [ScheduledUnit, StockUnit][kind](simulated, Analytic())
+    world = SimulatedUnit([simulated, one_engine(simulated)][kind], Analytic())
     load = [TraceRequest(0.01 * i, "ab"[i % 2], 60, 80) for i in range(60)]
     result = run(world, load)
     assert all(r.ok for r in result.records)
@@ -155,7 +158,7 @@ def test_quotas_follow_the_load() -> None:
     profiles = [profile("a", quota_pages=200, max_num_seqs=32), profile("b", quota_pages=200)]
     load = [TraceRequest(0.01 * i, "a", 60, 80) for i in range(100)]
     fixed, adapted = (
-        run(ScheduledUnit(unit(profiles, 400, adapt_quotas=a), Analytic()), load).peak_pages[0] for a in (False, True)
+        run(SimulatedUnit(unit(profiles, 400, adapt_quotas=a), Analytic()), load).peak_pages[0] for a in (False, True)
     )
     assert fixed <= 200 < adapted <= 400
 
@@ -167,7 +170,7 @@ def test_jobs_that_share_bandwidth_slow_each_other(kind: int) -> None:
     simulated = unit([profile("a"), profile("b")], 800)
 
     def tpot(models: str) -> float:
-        world = [ScheduledUnit, StockUnit][kind](simulated, Analytic(costs))
+        world = SimulatedUnit([simulated, one_engine(simulated)][kind], Analytic(costs))
         record = run(world, [TraceRequest(0.0, m, 10, 100) for m in models]).records[0]
         assert record.tpot is not None
         return record.tpot
@@ -197,8 +200,8 @@ def test_what_can_never_fit_is_refused() -> None:
         assert "longer than the 320 tokens that a has pages for" in long.error
     model = SimModel(profile("a"), architecture(), "float32", max_len=100)
     simulated = unit([profile("a")], 400, models=(model,))
-    for kind in (ScheduledUnit, StockUnit):
-        (record,) = run(kind(simulated, Analytic()), requests((0.0, "a", 60, 41))).records
+    for each in (simulated, one_engine(simulated)):
+        (record,) = run(SimulatedUnit(each, Analytic()), requests((0.0, "a", 60, 41))).records
         assert record.error == "longer than the 100 tokens of a"
 
 
@@ -217,10 +220,14 @@ def test_models_that_answer_with_vectors_share_a_unit(policy: str) -> None:
         profile("embedder", pooling=True, quota_pages=200),
         profile("encoder", pooling=True, kv_heads=0, quota_pages=0, floor_pages=0),
     ]
-    world = ScheduledUnit(unit(profiles, 400, policy), Analytic(FLAT))
-    asked = [(0.01 * number, name, 60, 1 if name != "chat" else 30) for number in range(40) for name in world.page_of]
+    world = SimulatedUnit(unit(profiles, 400, policy), Analytic(FLAT))
+    asked = [
+        (0.01 * number, name, 60, 1 if name != "chat" else 30)
+        for number in range(40)
+        for name in world.machine.pages.of
+    ]
     records = run(world, requests(*asked)).records
     assert len(records) == len(asked)
     assert all(record.ok for record in records)
     assert {record.output_tokens for record in records if record.model != "chat"} == {1}
-    assert all(pages.held == 0 for pages in world.pages)
+    assert all(pages.held == 0 for pages in held(world))

@@ -256,6 +256,7 @@ class Arrangement:
             place.shape.share,
             self.pipeline(wanted, place),
             prompt_tokens_ahead(len(place.blocks), wanted.demand.max_num_batched_tokens, wanted.throttle),
+            "rolling" if self.ring(wanted) is not None else "free",
         )
 
     def pipeline(self, wanted: Wanted, place: SimulatedLayout) -> Pipeline | None:

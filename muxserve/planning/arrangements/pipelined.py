@@ -109,8 +109,10 @@ class PipelinedArrangement(Arrangement):
             tuple(pool.link(tp, crosses) for crosses in crossing),
         )
 
-    def pipeline(self, wanted: Wanted, place: SimulatedLayout) -> Pipeline:
-        """See `Arrangement`."""
+    def pipeline(self, wanted: Wanted, place: SimulatedLayout) -> Pipeline | None:
+        """See `Arrangement`. The steps of an engine of one stage are vLLM's own, unless they are throttled."""
+        if len(place.blocks) == 1 and wanted.throttle is None:
+            return None
         budgets = _Budgets(wanted.demand.max_num_batched_tokens, wanted.throttle)
         return Pipeline(split_layers(wanted.demand.architecture.layers, len(place.blocks)), place.links, budgets)
 
@@ -131,7 +133,7 @@ class PipelinedArrangement(Arrangement):
         """See `Arrangement`."""
         parts = [f"{statistics.fmean(each):.0%}" for each in zip(*map(_bubbles, units), strict=True)]
         replicas = f"{len(units)} replica{'s' if len(units) > 1 else ''}"
-        if len(parts) == 1:
+        if len(parts) <= 1:
             return f"{model} has {replicas} with one engine for both phases"
         return f"{model} is pipelined, {replicas} of {len(parts)} stages with {enumerate_words(parts)} bubbles"
 

@@ -1,4 +1,4 @@
-"""A unit with a scheduler: the ledger and the policy of the live unit, driven by virtual events.
+"""The scheduler of a unit: the ledger and the policy of the live unit, driven by virtual events.
 
 It tells the ledger what `muxserve.unit.executor` tells it, and when: reports, page counts before each turn, grants.
 """
@@ -6,8 +6,8 @@ It tells the ledger what `muxserve.unit.executor` tells it, and when: reports, p
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from muxserve.replicas.priorities import NORMAL, Levels
 from muxserve.replicas.views import InstanceLoad, InstanceView
@@ -16,73 +16,65 @@ from muxserve.scheduling.loads import load_of, view_of
 from muxserve.scheduling.policies import make_policy
 from muxserve.scheduling.policy import AGAIN_SECONDS, Policy
 from muxserve.scheduling.state import ModelState
-from muxserve.scheduling.types import BOTH, DECODE, PREFILL, Grant, ModelProfile, Phase, QueuedRequest
-from muxserve.simulator.batch import BlockCounts
-from muxserve.simulator.engine import IDLE
+from muxserve.scheduling.types import BOTH, DECODE, PREFILL, Grant, Phase, QueuedRequest
+from muxserve.simulator.events import Event
+from muxserve.simulator.job import IDLE
 from muxserve.simulator.leased import LeasedEngine, PhaseEngine, SimLease, SimReport
+from muxserve.simulator.machine import UnitMachine
 from muxserve.simulator.pages import ModelPages
 from muxserve.simulator.requests import SimRequest
-from muxserve.simulator.resident import ResidentModels
-from muxserve.simulator.result import UnitResult
-from muxserve.simulator.run_ahead import RunAheadEngine
-from muxserve.simulator.setup import SimModel
 from muxserve.simulator.stages import PipelineEngine
-from muxserve.simulator.unit import SimulatedUnit
+
+# Ways of a message between scheduler and engine.
+_TO, _FROM = range(2)
 
 
-class ScheduledUnit(SimulatedUnit):
-    """Simulates a unit under the policy that it names. `watcher` is told of each report after the ledger was, and of
-    requests that are refused.
+class EngineTypes(NamedTuple):
+    """What engines are, of one stage and of several."""
 
-    Raises:
-        ValueError: the policy is for models with other engines, or the residency for other models.
-    """
+    steps: type[PhaseEngine] = PhaseEngine
+    stages: type[PipelineEngine] = PipelineEngine
 
-    phase_engine: ClassVar[type[PhaseEngine]] = PhaseEngine
-    pipeline_engine: ClassVar[type[PipelineEngine]] = RunAheadEngine
 
-    def _begin(self) -> None:
-        spec = self.spec
+class UnitScheduler:
+    """The scheduler of the unit on `machine`. `watcher` is told of each report after the ledger was; `ranks` are of
+    execution levels, and say who gives way first (without any the last to have joined)."""
+
+    def __init__(self, machine: UnitMachine, engine_types: EngineTypes) -> None:
+        spec = machine.spec
+        self.machine = machine
+        self.spec = spec
+        self.clock = machine.clock
+        # Seconds from here to an engine, and back.
+        self.way = machine.overheads.way
         self.policy: Policy = make_policy(spec.policy, spec.share_steps)
-        self.ledger = UnitLedger([_counted(model.profile) for model in spec.models], spec.pools)
+        self.ledger = UnitLedger([model.counted for model in spec.models], spec.pools)
         self.live: dict[str, SimRequest] = {}
+        self.turns = 0
         self.watcher: Callable[[SimReport, float], None] | None = None
         self.moving_in = self.moving_out = 0
-        # Of execution levels: who gives way first. Without any, the last to have joined.
         self.ranks: dict[str, int] = {}
-        self._lease_id = 0
-        self._wake_at = -1.0
-        self.decoders: list[tuple[ModelState, LeasedEngine]] = []
-        self.prefillers: list[tuple[ModelState, LeasedEngine]] = []
+        self.engines: list[LeasedEngine] = []
+        self._engine: dict[tuple[str, Phase], LeasedEngine] = {}
         # Messages on their way, by engine: those to it and those from it.
         self._flying: dict[LeasedEngine, list[int]] = {}
-        self._in_flight = 0
-        self._engine: dict[tuple[str, Phase], LeasedEngine] = {}
-        for model, pages in zip(spec.models, self.pages, strict=True):
-            engine = self._make(model, pages)
-            self._enter(engine)
-            self.decoders.append((self.ledger.by_name[model.name], engine))
-        # Of steps that begin at the same moment decode comes first, since prefill takes whatever is left.
-        for model, pages in zip(spec.models, self.pages, strict=True):
+        self._lease_id = 0
+        self._wake_at = -1.0
+        machine.turn = self.turn
+        steps, stages = engine_types
+        for model, pages in zip(spec.models, machine.pages.models, strict=True):
+            if spec.pipeline is not None:
+                self._enter(stages(machine, self, model, spec.pipeline, pages))
+            else:
+                self._enter(steps(machine, self, model, BOTH if model.profile.both else DECODE, pages))
+        # Decode steps come before prefill steps that begin at the same moment, since prefill takes whatever is left.
+        for model, pages in zip(spec.models, machine.pages.models, strict=True):
             if not model.profile.both:
-                engine = PhaseEngine(self, model, PREFILL, pages)
-                self._enter(engine)
-                self.prefillers.append((self.ledger.by_name[model.name], engine))
-
-        # Where memory decides which models are awake.
-        residency = spec.residency
-        self.residents = ResidentModels(self, residency) if residency is not None else None
-
-    def block_counts(self, profile: ModelProfile) -> BlockCounts:
-        return BlockCounts.of(_counted(profile), windows=True)
-
-    def _make(self, model: SimModel, pages: ModelPages) -> LeasedEngine:
-        if self.spec.pipeline is not None:
-            return self.pipeline_engine(self, model, self.spec.pipeline, pages)
-        return self.phase_engine(self, model, BOTH if model.profile.both else DECODE, pages)
+                self._enter(steps(machine, self, model, PREFILL, pages))
 
     def _enter(self, engine: LeasedEngine) -> None:
-        self._add(engine)
+        self.engines.append(engine)
+        self.machine.add(engine)
         self._flying[engine] = [0, 0]
         name = engine.model.name
         engine.account = self.ledger.by_name[name].engine(engine.phase)
@@ -92,22 +84,6 @@ class ScheduledUnit(SimulatedUnit):
 
     # ------------------------------------------------------------ requests
 
-    def enqueue(self, request: SimRequest, now: float) -> None:
-        if self.residents is None:
-            self.serve(request, now)
-        else:
-            self.residents.arrived(request, now)
-
-    def refuse(self, request: SimRequest, now: float, error: str) -> None:
-        super().refuse(request, now, error)
-        if self.residents is not None:
-            self.residents.ended(request, now)
-
-    def finished(self, request: SimRequest, now: float) -> None:
-        super().finished(request, now)
-        if self.residents is not None:
-            self.residents.ended(request, now)
-
     def serve(self, request: SimRequest, now: float) -> None:
         """Queue a request."""
         # The last token is not computed upon, so it needs no place; but prompts are admitted with room for one.
@@ -115,8 +91,7 @@ class ScheduledUnit(SimulatedUnit):
             return
         self.live[request.request_id] = request
         self.ledger.arrived(self._queued(request), now)
-        self.turn_due = True
-        self.touch()
+        self.machine.decide_again()
 
     def _queued(self, request: SimRequest) -> QueuedRequest:
         return QueuedRequest(
@@ -139,7 +114,7 @@ class ScheduledUnit(SimulatedUnit):
         if pages <= capacity:
             return False
         most = max(0, capacity // model.pages_per_block - model.state_blocks) * model.block_tokens
-        self.refuse(request, now, f"longer than the {most} tokens that {model.name} has pages for")
+        self.machine.refuse(request, now, f"longer than the {most} tokens that {model.name} has pages for")
         return True
 
     def capacity(self, model: ModelState) -> int:
@@ -156,26 +131,19 @@ class ScheduledUnit(SimulatedUnit):
         """An engine's `StepReport`, which takes its time. One that says nothing but that a lease is half used does not
         have to: it is sent, and answered, well before the lease ends."""
         delay, engine = self.way, report.engine
-        if not delay or (report.renews and not self._flying[engine][1]):
-            self._told(report, self.clock.now)
+        if not delay or (report.renews and not self._flying[engine][_FROM]):
+            self.told(report, self.clock.now)
             return
 
-        def arrives(now: float) -> None:
-            self._landed(engine, 1)
-            self._told(report, now)
+        self._flying[engine][_FROM] += 1
+        self.clock.at(self.clock.now + delay, _ReportArrives(self, report))
 
-        self._takes_off(engine, 1)
-        self.clock.at(self.clock.now + delay, arrives)
-
-    def _takes_off(self, engine: LeasedEngine, way: int) -> None:
-        self._flying[engine][way] += 1
-        self._in_flight += 1
-
-    def _landed(self, engine: LeasedEngine, way: int) -> None:
+    def landed(self, engine: LeasedEngine, way: int) -> None:
+        """A message to (0) or from (1) that engine is there."""
         self._flying[engine][way] -= 1
-        self._in_flight -= 1
 
-    def _told(self, report: SimReport, now: float) -> None:
+    def told(self, report: SimReport, now: float) -> None:
+        """A report is there."""
         engine, ledger = report.engine, self.ledger
         phase, name, lease_id = engine.phase, engine.model.name, report.done.lease_id
         both = phase is BOTH
@@ -183,8 +151,8 @@ class ScheduledUnit(SimulatedUnit):
             ledger.finished(request.request_id, phase, lease_id, now)
             del self.live[request.request_id]
         for request in report.through:
-            told = ledger.prefilled if both else ledger.handed_over
-            told(request.request_id, request.lease_id, request.made, now)
+            through = ledger.prefilled if both else ledger.handed_over
+            through(request.request_id, request.lease_id, request.made, now)
         for request in report.returned:
             ledger.returned(request.request_id, request.lease_id, request.made, now)
             if self._too_long(request, request.prompt + request.made + 1, now):
@@ -196,12 +164,19 @@ class ScheduledUnit(SimulatedUnit):
             # What left the engine while this report was on its way is known already (live it is told after it): nobody
             # will tell that the engine rests.
             ledger.lease_void(name, phase, now)
-        self.turn_due = True
-        self.touch()
+        self.machine.decide_again()
         if self.watcher is not None:
             self.watcher(report, now)
 
+    def releasing(self, pages: ModelPages) -> None:
+        """Sequences are about to give pages back: what their model held at most is what the ledger would have heard of
+        at a turn just before."""
+        model = self.ledger.models[pages.index]
+        if pages.held > model.peak:
+            model.peak = pages.held
+
     def victim(self, running: Sequence[SimRequest]) -> SimRequest:
+        """Which of the sequences gives way first."""
         ranks = self.ranks
         return min(reversed(running), key=lambda request: ranks[request.execution]) if ranks else running[-1]
 
@@ -213,18 +188,18 @@ class ScheduledUnit(SimulatedUnit):
 
     def reserve(self, name: str, blocks: int, now: float) -> bool:
         """Have blocks for a sequence on its way here, or (negative) give them back; False: there are too few."""
-        pages = self.page_of[name]
+        pages = self.machine.pages.of[name]
         if blocks > 0:
             return pages.take(blocks, now, -1)
         pages.release(-blocks)
-        self.decide_again()
+        self.machine.decide_again()
         return True
 
     def detach(self, request: SimRequest, now: float) -> int:
         """A sequence leaves its engine between two steps; returns its blocks, which stay taken."""
         blocks = self.decoder(request.model).leave(request)
         self.ledger.detached(request.request_id, request.lease_id, request.made, now)
-        self.decide_again()
+        self.machine.decide_again()
         return blocks
 
     def forget(self, request: SimRequest, now: float) -> None:
@@ -235,16 +210,16 @@ class ScheduledUnit(SimulatedUnit):
     def moved(self, request: SimRequest, blocks: int, now: float) -> None:
         """Another unit has a sequence that left with so many blocks."""
         self.forget(request, now)
-        pages = self.page_of[request.model]
+        pages = self.machine.pages.of[request.model]
         pages.give_up(request, blocks)
-        self.decide_again()
+        self.machine.decide_again()
 
     def take_over(self, request: SimRequest, now: float) -> None:
         """A sequence comes with its KV, in blocks that were reserved."""
         request.unit = self.spec.name
         self.live[request.request_id] = request
         self.ledger.taken_over(self._queued(request), now)
-        self.decide_again()
+        self.machine.decide_again()
 
     def withdraw(self, name: str, now: float) -> list[SimRequest]:
         """All that wait for that model leave."""
@@ -254,16 +229,12 @@ class ScheduledUnit(SimulatedUnit):
             self.ledger.given_back(request_id, now)
         return [self.live.pop(request_id) for request_id in gone]
 
-    def decide_again(self) -> None:
-        """Something has changed that calls for a decision."""
-        self.turn_due = True
-        self.touch()
-
     # ------------------------------------------------------------ how its replicas stand
 
     def load(self, name: str) -> InstanceLoad:
-        self._count_pages(self.clock.now)
-        pages = self.page_of[name]
+        """How the replica of that model stands, as the global scheduler sees it."""
+        self.machine.pages.count(self.clock.now)
+        pages = self.machine.pages.of[name]
         pool = pages.pool
         return load_of(
             self.spec.name,
@@ -288,86 +259,54 @@ class ScheduledUnit(SimulatedUnit):
             lambda live: engine.computed(self.live[live.request_id], now),
         )
 
-    def result(self) -> UnitResult:
-        found = super().result()
-        if found.phases == "rolling":
-            found.waits = [request.switch_wait for request in self.requests if request.finish is not None]
-        if self.residents is not None:
-            found.residency = self.residents.result()
-        for _, engine in self.decoders:
-            if isinstance(engine, PipelineEngine):
-                found.stages = tuple(engine.record.busy())
-                found.active = engine.record.active()
-                found.micro_batches = engine.record
-                found.busy_seconds = found.engines[0].busy_seconds = sum(found.stages) / len(found.stages)
-                found.timelines = engine.timelines() if self.options.timeline else []
-        return found
-
     # ------------------------------------------------------------ the scheduler
 
     def turn(self, now: float) -> None:
-        for grant in self._decisions(now):
-            self._grant(grant, now)
-        self._plan_to_wake(now)
-
-    def _decisions(self, now: float) -> list[Grant]:
+        """Decide what runs."""
         self.turns += 1
         self._tell_pages(now)
         if self.spec.adapt_quotas:
             self._rebalance(now)
-        return self.policy.decide(self.ledger, now)
-
-    def answer(self, report: SimReport, now: float) -> SimLease | None:
-        """The lease that the only engine gets for a report that comes in at `now`, before anything else happens, and is
-        not on its way yet; None: there is none for that."""
-        self._told(report, now)
-        self.turn_due = False
-        leases = [self._lease(grant, now) for grant in self._decisions(now)]
+        for grant in self.policy.decide(self.ledger, now):
+            self._grant(grant, now)
         self._plan_to_wake(now)
-        return leases[0] if leases else None
 
     def _rebalance(self, now: float) -> None:
         changes = self.policy.rebalance(self.ledger, now)
         if changes:
             for change in changes:
-                pages = self.page_of[change.model]
+                pages = self.machine.pages.of[change.model]
                 pages.quota = change.pages
                 self.ledger.pages(change.model, pages.held, 0, pages.quota)
-            for pool in self.pools.values():
+            for pool in self.machine.pages.pools.values():
                 pool.check(now)
 
     def _plan_to_wake(self, now: float) -> None:
         wakeup = self.policy.wakeup(self.ledger, now) if self.spec.adapt_quotas else self.ledger.next_retry()
         if wakeup < self._wake_at or (self._wake_at <= now and wakeup != float("inf")):
             self._wake_at = wakeup if wakeup > now else now + AGAIN_SECONDS
-            self.clock.at(self._wake_at, self._wake)
+            self.clock.at(self._wake_at, _PolicyDue(self))
 
-    def _wake(self, now: float) -> None:
+    def policy_due(self, now: float) -> None:
+        """The policy wanted to be asked now, unless it has named another time since."""
         if now == self._wake_at:
-            self.turn_due = True
-            self.touch()
+            self.machine.decide_again()
 
     # ------------------------------------------------------------ what the scheduler sees and does
 
     def _tell_pages(self, now: float) -> None:
-        self._count_pages(now)
-        ledger = self.ledger
-        for pages in self.pages:
+        everything, ledger = self.machine.pages, self.ledger
+        everything.count(now)
+        for pages in everything.models:
             held = pages.held
             if held != pages.told:
                 pages.told = held
                 ledger.pages(pages.model, held, 0, pages.quota)
-        for name, pool in self.pools.items():
+        for name, pool in everything.pools.items():
             held = pool.held
             if held != pool.told:
                 pool.told = held
                 ledger.pool_pages(name, pool.profile.pages - held, 0)
-
-    def releasing(self, pages: ModelPages, now: float) -> None:
-        # What a model held at most is what the ledger would have heard of at a turn just before.
-        model = self.ledger.models[pages.index]
-        if pages.held > model.peak:
-            model.peak = pages.held
 
     def _lease(self, grant: Grant, now: float) -> SimLease:
         """Carry out a decision, but for telling the engine."""
@@ -384,27 +323,52 @@ class ScheduledUnit(SimulatedUnit):
         renews = bool(delay) and self._renewed_ahead(grant, now)
         lease = self._lease(grant, now)
         engine = self._engine[grant.model, grant.phase]
-        if not delay or (renews and not self._flying[engine][0]):
+        if not delay or (renews and not self._flying[engine][_TO]):
             # A lease that is renewed ahead takes effect when the one before is not over yet, however long it takes.
             engine.receive(lease, now)
             return
 
-        def arrives(now: float) -> None:
-            self._landed(engine, 0)
-            engine.receive(lease, now)
-
-        self._takes_off(engine, 0)
-        self.clock.at(now + delay, arrives)
+        self._flying[engine][_TO] += 1
+        self.clock.at(now + delay, _LeaseArrives(self, engine, lease))
 
     def _renewed_ahead(self, grant: Grant, now: float) -> bool:
-        """The grant only renews a decode lease, since half of it is used up."""
+        """The grant only renews a lease to decode, since half of it is used up."""
         lease = self.ledger.by_name[grant.model].engine(grant.phase).lease
         if lease is None or grant.admit or not (grant.renewable and lease.renewable and lease.due(now)):
             return False
-        return grant.phase is lease.phase is DECODE and grant.share == lease.share
+        return grant.phase is lease.phase and grant.phase is not PREFILL and grant.share == lease.share
 
 
-def _counted(profile: ModelProfile) -> ModelProfile:
-    """How admission and engine both count a model's blocks: engines of both phases are simulated with whole ones. If
-    admission counted less, it would let in again and again what the engine has no pages for."""
-    return replace(profile, window=0, windowed_layers=0) if profile.both else profile
+@dataclass(slots=True)
+class _ReportArrives(Event):
+    """A report has come from its engine."""
+
+    scheduler: UnitScheduler
+    report: SimReport
+
+    def handle(self, now: float) -> None:
+        self.scheduler.landed(self.report.engine, _FROM)
+        self.scheduler.told(self.report, now)
+
+
+@dataclass(slots=True)
+class _LeaseArrives(Event):
+    """A lease has come to its engine."""
+
+    scheduler: UnitScheduler
+    engine: LeasedEngine
+    lease: SimLease
+
+    def handle(self, now: float) -> None:
+        self.scheduler.landed(self.engine, _TO)
+        self.engine.receive(self.lease, now)
+
+
+@dataclass(slots=True)
+class _PolicyDue(Event):
+    """The policy is to be asked even if nothing has happened."""
+
+    scheduler: UnitScheduler
+
+    def handle(self, now: float) -> None:
+        self.scheduler.policy_due(now)
