@@ -156,6 +156,13 @@ def graphs_of(engine_args: Mapping[str, object]) -> Graphs:
     return "full" if "FULL" in str(mode) else "piecewise"
 
 
+# What a thread gets of a core at a time on one core: Linux's `sched_base_slice_ns`, which the kernel multiplies by
+# 1 + log2 of the cores, 8 at most (kernel/sched/fair.c, `get_update_sysctl_factor`).
+CPU_SLICE = 0.7e-3
+# What a thread loses then, since others have used the core's caches: 2 MiB of second-level cache at 10 GB/s. Li, Ding
+# and Shen ("Quantifying the Cost of Context Switch", ExpCS 2007) measured up to 1.5 ms, by what the thread reads.
+CPU_REFILL = 0.2e-3
+
 # Bytes per second from the host's memory to a GPU, by the data sheets: PCIe 5.0 x16 from Hopper on, 4.0 before.
 _GEN5, _GEN4 = 64e9, 32e9
 _HOPPER = ("H100", "H200", "H20", "H800", "B200", "GB200")

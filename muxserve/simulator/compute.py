@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from muxserve.costs import LatencyModel
+from muxserve.costs.contention import WHOLE, RunningJob, Sharing, slowdowns_in_crowd
+from muxserve.costs.devices import device
 from muxserve.scheduling.types import DECODE
 from muxserve.simulator.job import Job
 
@@ -25,11 +27,13 @@ class Occupant(Protocol):
 
 class Compute:
     """Devices, and the jobs that run on them side by side: those of one unit, or of several that share a CPU
-    (`shared`)."""
+    (`shared`). `sharing` is how processes share a GPU; while jobs are `crowded` no lease separates them."""
 
-    def __init__(self, device: str, latency: LatencyModel, shared: bool = False) -> None:
+    def __init__(self, device: str, latency: LatencyModel, shared: bool = False, sharing: Sharing = "mps") -> None:
         self.device = device
         self.shared = shared
+        self.sharing = sharing
+        self.crowded = False
         self.engines: list[Job] = []
         self.units: list[Occupant] = []
         self.changed = False
@@ -70,8 +74,12 @@ class Compute:
             return
         decoding = sum(engine.phase is DECODE for engine in running)
         before, decode = self._beside(len(running) - decoding, decoding) if self.waking else (1.0, 1.0)
-        loads = [engine.load for engine in running]
-        for engine, slow in zip(running, self._slowdowns(self.device, loads), strict=True):
+        factors = self._slowdowns(self.device, [engine.load for engine in running])
+        self.crowded = sum([engine.share for engine in running]) > WHOLE
+        if self.crowded:
+            jobs = [RunningJob(engine.share, engine.load, engine.grain) for engine in running]
+            factors = list(map(max, factors, slowdowns_in_crowd(device(self.device), jobs, self.sharing)))
+        for engine, slow in zip(running, factors, strict=True):
             self._retime(engine, slow * (decode if engine.phase is DECODE else before), now)
 
     def _retime(self, engine: Job, slow: float, now: float) -> None:

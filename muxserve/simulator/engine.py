@@ -53,18 +53,23 @@ class Engine(Job):
             self.machine.compute.changed |= self.active
         self._costs = self.machine.costs(self.model, share)
 
-    def _runs(self, load: Load, now: float) -> None:
-        """A job with this load begins, or goes on."""
+    def _runs(self, load: Load, seconds: float, now: float) -> None:
+        """A job with this load begins, or goes on, whose step takes so many seconds alone."""
+        compute, grain = self.machine.compute, seconds / self.model.architecture.layers
         if not self.active:
             self.active = True
             self._active_since = now
-            self.load = load
-            self.machine.compute.changed = True
+            self.load, self.grain = load, grain
+            compute.changed = True
             return
         known, tolerance = self.load, self.machine.load_tolerance
-        if abs(known[0] - load[0]) > tolerance or abs(known[1] - load[1]) > tolerance:
-            self.load = load
-            self.machine.compute.changed = True
+        if (
+            abs(known[0] - load[0]) > tolerance
+            or abs(known[1] - load[1]) > tolerance
+            or (compute.crowded and abs(self.grain - grain) > tolerance * self.grain)
+        ):
+            self.load, self.grain = load, grain
+            compute.changed = True
 
     def _rests(self, now: float) -> None:
         """No job runs."""
@@ -121,7 +126,7 @@ class StepEngine(Engine):
         self._work, self._at, self._started = 0.0, now, now
         self.state = STEPPING
         self._dirty = True
-        self._runs(NO_LOAD if machine.compute.lone() else costs.load(work), now)
+        self._runs(NO_LOAD if machine.compute.lone() else costs.load(work), self._duration, now)
         self.planned_time = now + self._duration * self.slow
         machine.look(self)
 
@@ -229,7 +234,8 @@ class StepEngine(Engine):
         batch.begin(cost, now)
         self._dirty = False
         self._traced, self._traced_at = batch.counter, now
-        self._runs(NO_LOAD if machine.compute.lone() else costs.engine.decode_load(size, batch.context), now)
+        load = NO_LOAD if machine.compute.lone() else costs.engine.decode_load(size, batch.context)
+        self._runs(load, cost.seconds(batch.context), now)
 
     def _go_on(self, now: float) -> None:
         """The next decode step begins now."""

@@ -14,7 +14,8 @@ _NEVER = float("inf")
 class Job:
     """What an engine computes. `order` is its place among the engines that end steps at one moment; `version` tells
     looks at it that are out of date, `looks` counts the others. While it is `active` it asks `load` of the devices on
-    its `share` of them, and is `slow` times as slow as alone. It is looked at again at `planned_time`."""
+    its `share` of them in kernels of that `grain` (`RunningJob`), and is `slow` times as slow as alone. It is looked at
+    again at `planned_time`."""
 
     def __init__(self, phase: Phase, order: int) -> None:
         self.phase = phase
@@ -24,6 +25,7 @@ class Job:
         self.slow = 1.0
         self.load = NO_LOAD
         self.share = 1.0
+        self.grain = 0.0
         self.active = False
         self.state = IDLE
         self.planned_time = _NEVER

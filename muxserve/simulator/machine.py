@@ -43,7 +43,7 @@ class UnitMachine:
         self.overheads = options.overheads
         self.load_tolerance = options.load_tolerance
         self.clock = clock
-        self.compute = compute or Compute(spec.device, latency)
+        self.compute = compute or Compute(spec.device, latency, sharing=spec.sharing)
         self.pages = UnitPages(spec)
         self.engines: list[Job] = []
         self.requests: list[SimRequest] = []

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from muxserve.costs import ModelArchitecture
 from muxserve.costs.calibration import LINKS, Graphs
+from muxserve.costs.contention import Sharing
 from muxserve.costs.profile import Overheads
 from muxserve.scheduling.policies import DEFAULT_POLICY
 from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts
@@ -148,7 +149,8 @@ class SimUnit:
     an engine for each phase, or one of both (`ModelProfile.both`), in any mix. With a `pipeline` the engine of the
     unit's one model is split over groups of the devices, those of the first stage first; then pages are counted on a
     device of the stage with the most layers. With `residency` its models need not all be awake; else they are.
-    Shares per lease come in `share_steps` sizes (0: in any).
+    Shares per lease come in `share_steps` sizes (0: in any). `sharing` is how
+    processes share a GPU where leases overlap.
     """
 
     name: str
@@ -161,6 +163,7 @@ class SimUnit:
     pipeline: Pipeline | None = None
     residency: SimResidency | None = None
     share_steps: int = 0
+    sharing: Sharing = "mps"
 
     @property
     def phases(self) -> str:

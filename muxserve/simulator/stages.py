@@ -206,10 +206,10 @@ class PipelineEngine(LeasedEngine):
             if not self._untold_steps:
                 self._told_at = now
             self.record.begins(now)
-            self._runs(NO_LOAD, now)
+            self._runs(NO_LOAD, self.stages[0].seconds(work), now)
         if len(self.machine.compute.engines) > 1:
             # Stages share the devices with others, as processes on a CPU do.
-            self._runs(self._load(work), now)
+            self._runs(self._load(work), self.stages[0].seconds(work), now)
         self._left -= 1
         self._untold_steps += 1
         self._untold_tokens += work.tokens

@@ -104,7 +104,7 @@ def architecture(number: int = 0) -> ModelArchitecture:
 def unit(profiles: list[ModelProfile], pages: int, policy: str = "adbs", **changes: object) -> SimUnit:
     values: dict[str, object] = {
         "name": "unit0",
-        "device": "test",
+        "device": "A100-80GB",
         "devices": (0,),
         "models": tuple(SimModel(p, architecture(i), "float32") for i, p in enumerate(profiles)),
         "pools": (PoolProfile("pool", pages),),

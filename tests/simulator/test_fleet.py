@@ -54,10 +54,10 @@ def placed(*names: str, share: float = 0.5) -> tuple[PlacedModel, ...]:
 
 def placement(*units: tuple[str, ...], devices: int = 1, kv: int = 64 * MIB) -> Placement:
     made = [
-        PlacedUnit(f"unit{i}", "test", tuple(range(i * devices, (i + 1) * devices)), placed(*names), kv)
+        PlacedUnit(f"unit{i}", "A100-80GB", tuple(range(i * devices, (i + 1) * devices)), placed(*names), kv)
         for i, names in enumerate(units)
     ]
-    return Placement(Cluster((Node("test", devices * len(units)),)), tuple(made))
+    return Placement(Cluster((Node("A100-80GB", devices * len(units)),)), tuple(made))
 
 
 def load(count: int, names: str = "abc", gap: float = 0.02) -> list[TraceRequest]:
@@ -134,7 +134,7 @@ def test_mistakes_are_named() -> None:
 def test_a_lone_request_takes_its_reference() -> None:
     costs = Linear(0.01, 0.0001, 0.005, 0.0, 0.00001, bend=80.0)
     where = Placement(
-        Cluster((Node("test", 1),)), (PlacedUnit("unit0", "test", (0,), placed("a", share=1.0), 64 * MIB),)
+        Cluster((Node("A100-80GB", 1),)), (PlacedUnit("unit0", "test", (0,), placed("a", share=1.0), 64 * MIB),)
     )
     units = units_of(where, MODELS, mode_of("muxserve"))
     alone = AloneSimulation(units, Analytic(costs))
