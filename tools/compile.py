@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("muxserve/scheduling", "muxserve/simulator")
 # Classes that are compiled can be subclassed in compiled modules only.
-SUBCLASSES = Path("benchmarks/paper/split.py")
+SUBCLASSES = (Path("benchmarks/paper/stock.py"), Path("benchmarks/paper/split.py"))
 # What refers to numpy or is no part of a step stays as it is.
 LEFT = {"__init__", "alone", "micro_batches", "modes", "result", "timeline"}
 SETUP = """
@@ -68,15 +68,16 @@ def main() -> None:
         if path.stem not in LEFT
     ]
     if not given.package:
-        modules.append(str(SUBCLASSES))
+        modules += map(str, SUBCLASSES)
     done = subprocess.run([sys.executable, "-c", SETUP, *modules], cwd=target, env={**os.environ, "CFLAGS": "-w"})
     if done.returncode:
         sys.exit(done.returncode)
-    # It is imported from beside the scripts, not from where its name as a module says.
-    for library in target.glob(f"{SUBCLASSES.stem}.*.so"):
-        library.rename(target / SUBCLASSES.parent / library.name)
+    # They are imported from beside the scripts, not from where their names as modules say.
+    for source in SUBCLASSES:
+        for library in target.glob(f"{source.stem}.*.so"):
+            library.rename(target / source.parent / library.name)
     if not given.package:  # what builds a wheel need not have the packages that they import
-        sys.exit(subprocess.run([sys.executable, "-c", RUN, str(target), str(SUBCLASSES)], cwd=target).returncode)
+        sys.exit(subprocess.run([sys.executable, "-c", RUN, str(target), str(SUBCLASSES[-1])], cwd=target).returncode)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from muxserve.costs.language_models import seeing, text_inside
 from muxserve.costs.own_cache import AttentionSizes, KeptLayers, OwnCache, own_cache
 from muxserve.costs.state_layers import (
-    ITEM_BYTES,
+    ITEM_BYTES as ITEM_BYTES,
+)
+from muxserve.costs.state_layers import (
     MLP_LAYERS,
     POOLED,
     STATE_LAYERS,
@@ -341,9 +343,9 @@ def read_architecture(config: Mapping[str, object], pooling: bool = False) -> Mo
         return replace(found, own=replace(found.own or OwnCache(""), reason=reason), estimated=found.estimated or note)
     name = _name(config)
     config = _decoder(config)
-    reason = _impossible(config) or _unservable(config, name)
-    if reason:
-        raise UnsupportedModelError(f"{name}: {reason}")
+    refusal = _impossible(config) or _unservable(config, name)
+    if refusal:
+        raise UnsupportedModelError(f"{name}: {refusal}")
     encoder = config.get("model_type") in _ENCODERS and not config.get("is_decoder")
     pooling = pooling or encoder or (name.endswith(_POOLING) and not name.endswith(_GENERATING))
     layers, heads, hidden = (_count(config, keys) for keys in (_LAYERS, _HEADS, _HIDDEN))
