@@ -22,7 +22,7 @@ from muxserve.profiling.contention import disturbance
 from muxserve.profiling.family import StartError
 from muxserve.profiling.grid import Grid, parse_counts
 from muxserve.profiling.machine import measure_machine
-from muxserve.profiling.measure import DEVICE, Session
+from muxserve.profiling.measure import DEVICE, Scope, Session
 from muxserve.spec.run_dir import RunDir, RunDirError
 
 _BUSY = 0.1
@@ -69,14 +69,12 @@ def profile(
         print_error(str(error))
         return ExitCode.NOT_DONE
     try:
-        return _measure(plan, run_dir, known, out, counts, grid, pairs)
+        return _measure(plan, run_dir, known, out, Scope(counts, grid, pairs))
     finally:
         run_dir.remove()
 
 
-def _measure(
-    plan: ResolvedUnit, run_dir: RunDir, known: Profile | None, out: Path, threads: list[int], grid: Grid, pairs: bool
-) -> int:
+def _measure(plan: ResolvedUnit, run_dir: RunDir, known: Profile | None, out: Path, scope: Scope) -> int:
     from muxserve.memory import server
 
     unit_spec = unit_spec_of(plan, str(run_dir.path))
@@ -96,15 +94,13 @@ def _measure(
         session = Session(
             unit_spec,
             plan.architectures,
-            threads,
-            grid,
-            pairs,
+            scope,
             known,
             out,
             told,
             lambda cells: bar.update(task, advance=cells),
         )
-        total = sum(session.outstanding(count) for count in threads)
+        total = sum(session.outstanding(count) for count in scope.threads)
         bar.update(task, total=total)
         if not total:
             console.print(f"{escape(str(out))} has everything already")

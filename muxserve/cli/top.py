@@ -172,17 +172,10 @@ class TopScreen:
         for index, model in enumerate(frame.models):
             colour = COLOURS[index % len(COLOURS)]
             tone = _TONES.get(model.status, "red")
-            table.add_row(
-                f"[{colour}]■[/] {escape(model.name)}",
-                f"[{tone}]{escape(model.status)}[/]",
-                str(len(model.replicas)),
-                str(model.running),
-                str(model.waiting + model.queued),
-                f"{self._rate(model.name):,.0f}",
-                *_latency(model.ttft, model.slo_ttft),
-                *_latency(model.tpot, model.slo_tpot),
-                _met(model),
-            )
+            counts = (len(model.replicas), model.running, model.waiting + model.queued)
+            said = [f"[{colour}]■[/] {escape(model.name)}", f"[{tone}]{escape(model.status)}[/]", *map(str, counts)]
+            latencies = (*_latency(model.ttft, model.slo_ttft), *_latency(model.tpot, model.slo_tpot))
+            table.add_row(*said, f"{self._rate(model.name):,.0f}", *latencies, _met(model))
         return table
 
     def _rate(self, model: str) -> float:

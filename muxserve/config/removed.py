@@ -16,6 +16,7 @@ _REMOVED: dict[tuple[str, ...], str] = {
     ("models", "replicas", "hold"): "remove it: the number of replicas changes after 10 s outside the bounds",
     ("gateway", "structured_output"): "remove it: the limits of grammars are constants (docs/gateway.md)",
     ("cluster", "decode_first"): "remove it: engines share their GPUs by SMs, without priorities",
+    ("memory", "max_wait"): "remove it: a request that has waited for its model for 10 s goes before all others",
     ("memory", "decode_niceness"): "remove it: decoding always gives way to wakes and prompts",
 }
 

@@ -174,10 +174,6 @@ class MemorySection(Section):
     min_residence: Seconds = Field(
         default=_RESIDENCY.min_residence, description="A model that was woken stays awake for so long at least"
     )
-    max_wait: Seconds = Field(
-        default=_RESIDENCY.max_wait,
-        description="A request that has waited so long for its model goes before all that have not",
-    )
     hibernate: Annotated[str, BeforeValidator(_hibernate)] = Field(
         default="off",
         description="Directory on a disk for the memory of sleeping models, relative to the fleet file, so that they "

@@ -27,7 +27,7 @@ class Effect(StrEnum):
 
 # Of the fleet, and of a model: what is followed while they serve, with all that is below.
 _FLEET_KEYS = {("tenants",), ("gateway", "api_keys")}
-_MEMORY_KEYS = {"min_residence", "max_wait", "turns"}
+_MEMORY_KEYS = {"min_residence", "turns"}
 _MODEL_KEYS = {"limits", "slo", "replicas"}
 # What only planning or the start looks at.
 _UNUSED = {"demo", "workload", "architecture"}

@@ -246,7 +246,6 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
     rules = ResidencyRules(
         most,
         min_residence=fleet.memory.min_residence,
-        max_wait=fleet.memory.max_wait,
         # Loading is work of one core.
         wakes=max(1, min(machine.cores, MOST_WAKES)),
         cores=max(1, machine.cores),
@@ -321,7 +320,6 @@ def gpu_residency(
     rules = ResidencyRules(
         limit,
         min_residence=memory.min_residence,
-        max_wait=memory.max_wait,
         # Those that wait for an idle model to leave wait long enough for the wake itself.
         residence_factor=1.0,
         wakes=min(max(1, cores), GPU_WAKES),
@@ -400,7 +398,7 @@ def as_declared(spec: ResidencySpec, fleet: Fleet, limit: int) -> ResidencySpec:
     """
     memory = fleet.memory or MemorySection()
     most = spec.rules.limit if spec.on_gpus else _most(limit)
-    rules = replace(spec.rules, limit=most, min_residence=memory.min_residence, max_wait=memory.max_wait)
+    rules = replace(spec.rules, limit=most, min_residence=memory.min_residence)
     declared = {model.name: _objectives(model) for model in fleet.models}
     models = {
         name: replace(costs, ttft=declared[name].ttft, tpot=declared[name].tpot) if name in declared else costs

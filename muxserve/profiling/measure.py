@@ -42,6 +42,15 @@ _WARM_STEPS, _LEASE_STEPS = 2, 8
 _PAIR_SECONDS, _PAIR_TURNS = 0.3, 9
 
 
+@dataclass(frozen=True)
+class Scope:
+    """What is measured: with which numbers of threads per engine, which steps, and whether pairs of engines, too."""
+
+    threads: Sequence[int]
+    grid: Grid
+    pairs: bool
+
+
 @dataclass
 class Session:
     """What is measured, and where to.
@@ -51,7 +60,7 @@ class Session:
     Args:
         unit_spec: of the whole fleet; threads and quotas are set for each measurement.
         architectures: of its models, in their order.
-        threads: numbers of threads per engine to measure with.
+        scope: what is measured.
         profile: what is known already; cells that are in it are not measured again.
         path: where it is written after every cell.
         told: called with what happens in words; `advanced` with the number of cells just done.
@@ -59,9 +68,7 @@ class Session:
 
     unit_spec: UnitSpec
     architectures: Sequence[ModelArchitecture]
-    threads: Sequence[int]
-    grid: Grid
-    with_pairs: bool
+    scope: Scope
     profile: Profile
     path: Path
     told: Callable[[str], None]
@@ -86,7 +93,7 @@ class Session:
 
     def grid_of(self, model: ModelSpec) -> ModelGrid:
         """Its cells, when it has nearly all pages."""
-        return grid_for(self.grid, model, self._quotas([model.name])[model.name])
+        return grid_for(self.scope.grid, model, self._quotas([model.name])[model.name])
 
     def engine(self, model: ModelSpec, architecture: ModelArchitecture, threads: int) -> EngineProfile:
         """The part of the profile that its cells go to."""
@@ -108,7 +115,7 @@ class Session:
         Only where both have cores of their own: engines never run beside each other otherwise, since shares are granted
         up to the whole machine, and what waiting threads of two teams do to each other on one core tells nothing.
         """
-        if not self.with_pairs or 2 * threads > self.unit_spec.cores:
+        if not self.scope.pairs or 2 * threads > self.unit_spec.cores:
             return []
         models = self.models
         done = {frozenset(pair.jobs) for pair in self.profile.pairs}
@@ -126,7 +133,7 @@ class Session:
         count = len(self.pair_jobs(threads))
         for model, architecture in self.models:
             engine = self.engine(model, architecture, threads)
-            grid = self.grid_of(model)
+            grid = self.scope.grid_of(model)
             known = {cell.place for cell in engine.prefill}
             count += sum((sequences, tokens, 0) not in known for sequences, tokens in grid.prefill)
             count += sum(place not in known for place in _chunk_places(grid))
@@ -142,7 +149,7 @@ class Session:
         Raises:
             StartError: engines did not start, or ended.
         """
-        for threads in self.threads:
+        for threads in self.scope.threads:
             if self.outstanding(threads):
                 await self._run(threads)
         if self.profile.pairs:
@@ -178,7 +185,7 @@ class Session:
         for bench, (model, architecture) in zip(benches, self.models, strict=True):
             memory.set_quotas(self._quotas([model.name]))
             engine = self.engine(model, architecture, threads)
-            grid = self.grid_of(model)
+            grid = self.scope.grid_of(model)
             await self._prefill_cells(bench, engine, grid)
             await self._chunked_cells(bench, engine, grid)
             for context, batches in grid.decode:
@@ -277,7 +284,7 @@ class Session:
         self.advanced(cells)
 
     def _job(self, model: ModelSpec, phase: str, threads: int) -> Job:
-        grid = self.grid
+        grid = self.scope.grid
         place: tuple[int, ...]
         if phase == "prefill":
             place = (1, min(grid.pair_tokens, model.max_num_batched_tokens, model.max_len - 2), 0)

@@ -459,7 +459,7 @@ class TestSleeping:
         """Nor while the fleet serves, when other rules are followed."""
         plan(tmp_path, "{gpus: 1}")
         models = "models: [{name: m0, path: a, max_len: 512}, {name: m1, path: a, max_len: 512}]"
-        text = f"memory: {{limit: 70GiB, max_wait: 4s}}\ncluster: {{gpus: 1}}\n{models}"
+        text = f"memory: {{limit: 70GiB, min_residence: 4s}}\ncluster: {{gpus: 1}}\n{models}"
         declared = parse_fleet(text, "f.yaml", tmp_path, {})
         planner = FleetPlanner(declared, Machine(8, 64 * GIB, 16 * GIB), lambda: gpus(2, gib=80))
         plans = planner.at_start()
@@ -467,7 +467,7 @@ class TestSleeping:
         running = msgspec.structs.replace(fleet_of("/run", {"u0": ["m0", "m1"]}), residency=residency)
         followed = planner.settings(declared, running).residency["u0"]
         assert followed.rules.limit == residency["u0"].rules.limit > 64 * GIB
-        assert followed.rules.max_wait == 4.0
+        assert followed.rules.min_residence == 4.0
 
     @pytest.mark.parametrize(("given", "expected"), [("auto", 16), ("10GiB", 5), ("off", 0)])
     def test_units_share_the_host_s_memory(self, tmp_path: Path, given: str, expected: int) -> None:

@@ -213,7 +213,7 @@ def test_where_memory_decides_models_come_and_go_and_its_rules_are_followed(base
         control.declared = parse_fleet(text, "f.yaml", Path("/"), {})
         residency = ResidencySpec(ResidencyRules(1 << 30), {})
         control.fleet = msgspec.structs.replace(control.fleet, residency={"u0": residency})
-        memory = "memory: {limit: 6GiB, turns: true, max_wait: 4s}"
+        memory = "memory: {limit: 6GiB, turns: true, min_residence: 4s}"
         planned, _ = apply(
             base, f"{memory}\nmodels: [{{name: chat, hub: org/chat}}, {{name: new, hub: org/new}}]", dry_run=True
         )
@@ -221,7 +221,7 @@ def test_where_memory_decides_models_come_and_go_and_its_rules_are_followed(base
             "- model code",
             "+ model new",
             "~ memory.limit: 4 GiB -> 6 GiB",
-            "~ memory.max_wait: 10.0 -> 4.0",
+            "~ memory.min_residence: 2.0 -> 4.0",
             "~ memory.turns: auto -> True",
         ]
         made, _ = apply(base, f"{memory}\nmodels: [{{name: chat, hub: org/chat}}, {{name: new, hub: org/new}}]")

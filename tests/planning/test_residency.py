@@ -207,10 +207,10 @@ class TestWhileItServes:
 
     def test_rules_follow_the_file(self) -> None:
         spec = self.spec()
-        wanted = declared("{limit: 3GiB, max_wait: 3s, min_residence: 1s, turns: true}", *[", slo: {ttft_ms: 700}"] * 3)
+        wanted = declared("{limit: 3GiB, min_residence: 1s, turns: true}", *[", slo: {ttft_ms: 700}"] * 3)
         changed, (_, anew) = as_declared(spec, wanted, 3 * GIB), planned(wanted)
         assert anew is not None
-        assert changed.rules == replace(spec.rules, limit=anew.rules.limit, max_wait=3.0, min_residence=1.0)
+        assert changed.rules == replace(spec.rules, limit=anew.rules.limit, min_residence=1.0)
         assert {each.ttft for each in changed.models.values()} == {0.7}
         assert (spec.turns, changed.turns) == (None, TurnRules(cores=spec.rules.cores))
         with pytest.raises(NoMemoryError, match=r"raise memory\.limit"):

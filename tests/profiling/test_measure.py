@@ -27,7 +27,7 @@ from muxserve.planning.unit_plan import resolve_unit
 from muxserve.profiling import family, measure
 from muxserve.profiling.grid import Grid
 from muxserve.profiling.jobs import Bodies
-from muxserve.profiling.measure import Session
+from muxserve.profiling.measure import Scope, Session
 from muxserve.spec import UnitSpec
 from muxserve.spec.run_dir import RunDir
 from tests.engine.nursery import nursery
@@ -58,9 +58,7 @@ class Run:
         self.session = Session(
             unit_spec_of(plan, str(run_dir.path)),
             architectures=plan.architectures,
-            threads=[1],
-            grid=SMALL,
-            with_pairs=True,
+            scope=Scope([1], SMALL, pairs=True),
             profile=profile,
             path=path / "profile.json",
             told=self.said.append,
