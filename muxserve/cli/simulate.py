@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from muxserve.cli.options import NoEffectError, check_effect
 from muxserve.cli.output import command_line, console, errors, escape, print_error, print_problems, working
@@ -17,6 +18,8 @@ from muxserve.config import FleetError
 from muxserve.costs.latency import CostError
 from muxserve.costs.measured import latency_model, overheads_on
 from muxserve.metrics import Objectives
+from muxserve.metrics.colours import colours_of
+from muxserve.metrics.page import DASHES, INK, plot, share_axis
 from muxserve.metrics.report import comparison_table, models_table, report_page, to_json, write_page
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.metrics.tables import seconds_words
@@ -256,15 +259,41 @@ def _report(settings: SimulateSettings, workload: Workload, places: Places, runs
         settings.out.write_bytes(document)
         written.append(settings.out)
     if settings.html is not None:
-        from muxserve.cli.simulate_plots import plots
-
         names = [model.name for model in places.fleet.models]
-        title, figures = "MuxServe simulation", plots(summaries, names)
+        title, figures = "MuxServe simulation", _plots(summaries, names)
         page = report_page(summaries, title=title, about=about, extra=figures, command=command_line(), models=names)
         write_page(settings.html, page)
         written.append(settings.html)
     for path in written:
         errors.print(f"written to {escape(str(path))}")
+
+
+def _plots(runs: Mapping[str, Summary], models: Iterable[str]) -> list[tuple[str, Any]]:
+    """Headed Plotly figures for `report_page`; `models` are those of the fleet, in its order."""
+    import plotly.graph_objects as go
+
+    colours = colours_of(models)
+    busy = []
+    for index, (name, summary) in enumerate(runs.items()):
+        units: Any = summary.extra["units"]
+        seconds = summary.overall.seconds or 1.0
+        parts = [unit["busy_seconds"] / seconds for unit in units]
+        busy.append(go.Bar(name=name, x=[u["name"] for u in units], y=parts, marker_color=INK[index % len(INK)]))
+    axis = share_axis("part of the time in which a job runs")
+    figures = [("Devices at work", plot(busy, yaxis=axis, barmode="group"))]
+    for name, summary in runs.items():
+        units = summary.extra["units"]
+        lines = []
+        for index, unit in enumerate(units):
+            whole = sum(unit["pool_pages"].values()) or 1
+            for model in unit["peak_pages"]:
+                held = [count / whole for count in unit["pages"][model]]
+                style = {"color": colours.get(model), "dash": DASHES[index % len(DASHES)], "width": 1.5}
+                label = f"{model} ({unit['name']})"
+                lines.append(go.Scatter(x=unit["pages"]["seconds"], y=held, name=label, mode="lines", line=style))
+        pages = plot(lines, xaxis={"title": "seconds"}, yaxis=share_axis("part of the unit's pages", whole=False))
+        figures.append((f"KV pages in use: {name}", pages))
+    return figures
 
 
 def _timelines(path: Path | None, runs: Mapping[str, Run]) -> Iterator[Path]:

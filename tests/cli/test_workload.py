@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import re
-import subprocess
-import sys
-import termios
 from pathlib import Path
 
 import pytest
@@ -17,9 +11,6 @@ from typer.testing import CliRunner, Result
 from muxserve.cli.app import app
 from muxserve.workload import read_trace
 from tests.workload import files
-
-ROOT = Path(__file__).parents[2]
-TRACE = str(ROOT / "traces/quickstart.jsonl")
 
 
 def run(*arguments: object) -> Result:
@@ -110,31 +101,3 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: li
     assert says in result.stderr
     assert "Traceback" not in result.output
     assert not (tmp_path / "t.jsonl").exists()
-
-
-@pytest.mark.parametrize("width", [80, 100])
-def test_a_terminal_that_is_narrow_cuts_no_figure(width: int) -> None:
-    shown = terminal([sys.executable, "-m", "muxserve.cli.app", "workload", "describe", TRACE], width)
-    figures = json.loads(run("describe", TRACE, "--json").stdout)
-    assert "…" not in shown
-    assert max(len(line) for line in shown.splitlines()) <= width
-    for model in figures["models"].values():
-        for side in ("prompt", "output"):
-            assert f"{model[side]['p99']:.0f}" in shown.split()
-
-
-def terminal(command: list[str], width: int) -> str:
-    """What a command prints on a terminal of that width, without colours."""
-    ours, its = os.openpty()
-    termios.tcsetwinsize(its, (50, width))
-    environment = {key: of for key, of in os.environ.items() if key not in ("COLUMNS", "LINES")}
-    with subprocess.Popen(command, stdout=its, stdin=its, env={**environment, "TERM": "xterm"}, cwd=ROOT) as process:
-        os.close(its)
-        shown = bytearray()
-        # The terminal of a process that is gone cannot be read.
-        with contextlib.suppress(OSError):
-            while piece := os.read(ours, 65536):
-                shown += piece
-    os.close(ours)
-    assert process.returncode == 0, shown.decode()
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", shown.decode())

@@ -1,4 +1,4 @@
-"""Readers of the public trace formats: one small module each, all streaming, found by what a file begins with."""
+"""Readers of the public trace formats, all streaming, found by what a file begins with."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import os
 import zlib
 
 from muxserve.workload.errors import WorkloadError
-from muxserve.workload.readers import azure, burstgpt, lmsys, mooncake, sharegpt
+from muxserve.workload.readers import mooncake
+from muxserve.workload.readers.chats import LMSYS, SHAREGPT
 from muxserve.workload.readers.format import TIME_UNITS, Assumption, Format, ReadOptions, Row
 from muxserve.workload.readers.format import RawRequest as RawRequest
+from muxserve.workload.readers.tables import AZURE, BURSTGPT
 from muxserve.workload.trace import open_maybe_gzip
 
 __all__ = [
@@ -25,9 +27,7 @@ __all__ = [
 ]
 
 NATIVE = "muxserve"
-FORMATS = {
-    format.name: format for format in (azure.FORMAT, burstgpt.FORMAT, mooncake.FORMAT, lmsys.FORMAT, sharegpt.FORMAT)
-}
+FORMATS = {format.name: format for format in (AZURE, BURSTGPT, mooncake.FORMAT, LMSYS, SHAREGPT)}
 _HEAD = 1 << 16
 
 
