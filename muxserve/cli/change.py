@@ -37,7 +37,7 @@ class _Report:
 
 
 def scale(targets: Sequence[str], fleet: str | None, as_json: bool) -> int:
-    """Have so many replicas of models, each given as MODEL=N; returns the exit code."""
+    """Set the number of replicas of models, each given as MODEL=N; returns the exit code."""
     replicas: dict[str, int] = {}
     for target in targets:
         match = re.fullmatch(r"([^=]+)=(\d+)", target)

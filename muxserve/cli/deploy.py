@@ -1,4 +1,4 @@
-"""`muxserve deploy`: check everything, start everything, serve until told to stop."""
+"""`muxserve deploy`: check everything, start everything, serve until Ctrl-C."""
 
 from __future__ import annotations
 

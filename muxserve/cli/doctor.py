@@ -87,7 +87,7 @@ def words_for(node: Mapping[str, Any]) -> str:
 
 
 def _show(node: Mapping[str, Any], answer: bytes | str) -> bool:
-    """Print what was found on a node; whether units can be served there."""
+    """Print the findings of a node; returns whether units can be served there."""
     console.print(f"\n[bold]{escape(words_for(node))}[/]: {offers(node['Resources'])} for units")
     if isinstance(answer, str):
         console.print(f"[bold red]cannot be asked[/]: {escape(answer)}")
@@ -139,7 +139,7 @@ def doctor_gpu() -> int:
     try:
         console.print(f"`muxserve deploy` acts on this; written to {remember(found)}")
     except OSError as error:
-        print_error(f"what was found cannot be written down: {error}; `muxserve deploy` does not act on it")
+        print_error(f"the findings cannot be stored: {error}; `muxserve deploy` does not act on it")
         written = False
     if found.refused:
         console.print("\n[bold red]nothing can be served on these GPUs yet[/]")
@@ -149,7 +149,7 @@ def doctor_gpu() -> int:
 
 
 def probes_of(machine: nvml.GpuMachine) -> list[lab.Probe]:
-    """The probes, the first of which compares versions: an old driver makes every other fail in its own way."""
+    """The probes. The first compares versions: an old driver makes every other fail in its own way."""
 
     def driver(_: lab.Lab) -> str:
         if problem := driver_too_old(machine):

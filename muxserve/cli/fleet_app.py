@@ -22,7 +22,7 @@ def scale(
     fleet: Which = None,
     json: Json = False,
 ) -> None:
-    """Have so many replicas of models of the running fleet."""
+    """Set the number of replicas of models of the running fleet."""
     from muxserve.cli.change import scale as run
 
     raise typer.Exit(run(targets, fleet, json))

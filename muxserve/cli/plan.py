@@ -34,7 +34,7 @@ _ANY_WORKLOAD = "bursty-groups:duration=120"
 
 
 def plan(settings: PlanSettings) -> int:
-    """Plan, print, write what was asked for; returns the exit code."""
+    """Plan, print, and write the files that the settings name; returns the exit code."""
     try:
         return _plan(settings)
     except FleetError as error:

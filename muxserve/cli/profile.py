@@ -86,7 +86,7 @@ def _measure(plan: ResolvedUnit, run_dir: RunDir, known: Profile | None, out: Pa
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
 
-        def told(text: str) -> None:
+        def progress(text: str) -> None:
             bar.update(task, description=escape(text))
             if not console.is_terminal:
                 console.print(escape(text))
@@ -97,7 +97,7 @@ def _measure(plan: ResolvedUnit, run_dir: RunDir, known: Profile | None, out: Pa
             scope,
             known,
             out,
-            told,
+            progress,
             lambda cells: bar.update(task, advance=cells),
         )
         total = sum(session.outstanding(count) for count in scope.threads)
@@ -109,7 +109,7 @@ def _measure(plan: ResolvedUnit, run_dir: RunDir, known: Profile | None, out: Pa
         except (KeyboardInterrupt, asyncio.CancelledError):
             if out.exists():
                 errors.print(
-                    f"stopped; {escape(str(out))} has what was measured, and the same command goes on from there"
+                    f"stopped; {escape(str(out))} has all measurements so far, and the same command goes on from there"
                 )
             else:
                 errors.print("stopped before anything was measured")

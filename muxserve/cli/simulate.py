@@ -56,7 +56,7 @@ class Run:
 
 
 def run(settings: SimulateSettings) -> int:
-    """Simulate, print, write what was asked for; returns the exit code."""
+    """Simulate, print, and write the files that the settings name; returns the exit code."""
     try:
         return _run(settings)
     except FleetError as error:
@@ -325,11 +325,11 @@ def _residency_words(result: FleetResult) -> Iterator[str]:
     """A sentence for each unit in which memory decides who is awake."""
     for unit in result.units:
         if unit.residency is not None:
-            told = unit.residency
-            stops = f"; {told.switches} times a model stopped to have its next turn later" if told.switches else ""
+            seen = unit.residency
+            stops = f"; {seen.switches} times a model stopped to have its next turn later" if seen.switches else ""
             yield (
-                f"{told.wakes} wakes, {told.sleeps} times a model was put to sleep, {told.waited} requests waited for "
-                f"a wake; at most {format_size(told.peak_bytes)} were set aside{stops}"
+                f"{seen.wakes} wakes, {seen.sleeps} times a model was put to sleep, {seen.waited} requests waited for "
+                f"a wake; at most {format_size(seen.peak_bytes)} were set aside{stops}"
             )
 
 

@@ -98,7 +98,7 @@ def _print(url: str, health: dict[str, Any], fleet: dict[str, Any]) -> None:
         down = [phase for phase, engine in (model.get("engines") or {}).items() if engine != "up"]
         words = str(model.get("status", "?"))
         if down and words != "asleep":
-            # One engine of both phases has nothing to be told apart from.
+            # A single engine of both phases needs no name.
             words += " (engine down)" if down == ["both"] else f" ({', '.join(down)} down)"
         sums = [_sum(said.values(), key) for key in counts.values()]
         how = [phases.get(name, "-")] if phases else []
@@ -207,8 +207,8 @@ def _in_time(unit: dict[str, Any]) -> list[str]:
 
 
 def _costs(unit: dict[str, Any], served: Container[str]) -> list[str]:
-    """How long steps take against what was predicted when the fleet was deployed. What a unit has learnt of models that
-    were removed from the fleet is of no use any more."""
+    """How long steps take, over their predictions of the deployment. Models that were removed from the fleet are left
+    out, though their units remember them."""
     lines = []
     for name, model in _models(unit).items():
         if name not in served:

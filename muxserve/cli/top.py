@@ -27,11 +27,11 @@ _TONES = {
 }
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _PHASES = ("prefill", "decode", "both")
-# Tokens per second are of so many frames.
+# Tokens per second are averages over this many frames.
 _RATE_FRAMES = 5
 _LABEL, _FIGURES = 26, 24
 _RETRY_SECONDS = 2.0
-# Frames come once a second; one that does not come for so long means that the gateway hangs.
+# Frames come once a second; one that is this late means that the gateway hangs.
 _SILENCE_SECONDS = 10.0
 
 _frames = msgspec.json.Decoder(LiveFrame)

@@ -117,7 +117,7 @@ def _guarded(run: Callable[[], None]) -> int:
 
 
 def _write(workload: Workload, out: Path, about: str) -> None:
-    # A file that could not be finished must not be taken for a workload, nor cost what was there before.
+    # A file that could not be finished must not be taken for a workload, nor replace the file before it.
     part = out.with_name(f".part-{out.name}")
     try:
         with _counted(workload, "writing") as requests:

@@ -448,7 +448,7 @@ def _origin(
         directory = _directory(base, path)
         os.stat(directory)
     except FileNotFoundError:
-        pass  # told below
+        pass  # the check below reports it
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         yield source.problem(where, f"{shown(path)} cannot be read: {reason}")

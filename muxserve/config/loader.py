@@ -124,7 +124,7 @@ def is_extension(key: object) -> bool:
 
 def problems_of(source: Source, error: ValidationError, root: type[BaseModel]) -> list[Problem]:
     """What pydantic found wrong with a file that should be a `root`, as sentences with their places."""
-    # Looking for what was meant takes time, and nobody reads it of more than are shown.
+    # Hints take time to find, and nobody reads those of problems that are not shown.
     return [
         _problem(source, details, root, hints=number < MOST_PROBLEMS) for number, details in enumerate(error.errors())
     ]

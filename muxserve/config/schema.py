@@ -172,7 +172,7 @@ class MemorySection(Section):
         "what the machine, or its container, has, on GPUs `cluster.gpu_memory` of it",
     )
     min_residence: Seconds = Field(
-        default=_RESIDENCY.min_residence, description="A model that was woken stays awake for so long at least"
+        default=_RESIDENCY.min_residence, description="Shortest time that a woken model stays awake"
     )
     hibernate: Annotated[str, BeforeValidator(_hibernate)] = Field(
         default="off",
@@ -607,7 +607,7 @@ class Fleet(Section):
         return self.default_priority or NORMAL
 
     def with_models(self, models: Sequence[Model]) -> Fleet:
-        """The same fleet with these models only; mistakes are told at the places that they have in the file."""
+        """The same fleet with these models only; mistakes are reported at their places in the file."""
         return self.model_copy(update={"models": list(models)})
 
     def multiplexed(self) -> Fleet:

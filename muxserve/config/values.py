@@ -1,4 +1,4 @@
-"""Kinds of values in a fleet file: how they are written, and what an editor is told of them."""
+"""Kinds of values in a fleet file: how they are written, and their JSON schemas for editors."""
 
 from __future__ import annotations
 
@@ -178,7 +178,8 @@ SizeOrAuto = Annotated[
     BeforeValidator(_size_or_auto),
     WithJsonSchema({"anyOf": [_AUTO_SCHEMA, {"type": "integer", "minimum": 1}, _SIZE_SCHEMA]}),
 ]
-# Cores and threads; stages of layers; what one step may hold; tokens of a sequence, of which one is the answer's.
+# Cores and threads; stages of layers; sequences and tokens of one step; tokens of a sequence, one of them the
+# answer's.
 CoresOrAuto = Annotated[int | Auto, _count_or_auto(1, 4096), _count_schema(1, 4096)]
 StagesOrAuto = Annotated[int | Auto, _count_or_auto(1, 256), _count_schema(1, 256)]
 SequencesOrAuto = Annotated[int | Auto, _count_or_auto(1, 1 << 16), _count_schema(1, 1 << 16)]

@@ -17,7 +17,7 @@ _LEAST = 0.05
 
 
 class Sample(NamedTuple):
-    """`seconds` of a step, of which its engine waited `waited` for a core."""
+    """A step of `seconds`; its engine waited for a core for `waited` of them."""
 
     seconds: float
     waited: float

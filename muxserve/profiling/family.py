@@ -29,12 +29,12 @@ class Family(ParentEvents):
     """The processes. An async context manager: they run inside it.
 
     Args:
-        told: called with what they say while they start.
+        progress: called with what they say while they start.
     """
 
-    def __init__(self, unit_spec: UnitSpec, told: Callable[[str], None]) -> None:
+    def __init__(self, unit_spec: UnitSpec, progress: Callable[[str], None]) -> None:
         self.unit_spec = unit_spec
-        self._told = told
+        self._progress = progress
         self._memory: Process | None = None
         self._warm: Process | None = None
         self._link: WarmLink | None = None
@@ -119,7 +119,7 @@ class Family(ParentEvents):
             self._warm = await launcher.warm_parent(self._link.theirs.fileno())
         finally:
             self._link.theirs.close()
-        self._told("importing vLLM")
+        self._progress("importing vLLM")
         try:
             await while_running(self._warm, self._link.ready)
         except (PartDied, PartFailed) as death:
@@ -138,7 +138,7 @@ class Family(ParentEvents):
 
     def on_progress(self, part: PartId, detail: str) -> None:
         """See `ParentEvents.on_progress`."""
-        self._told(f"{part}: {detail}")
+        self._progress(f"{part}: {detail}")
 
     def on_exited(self, pid: int, status: int) -> None:
         """See `ParentEvents.on_exited`."""

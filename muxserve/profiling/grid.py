@@ -83,7 +83,7 @@ def grid_for(grid: Grid, model: ModelSpec, pages: int) -> ModelGrid:
 
 
 def fits(model: ModelSpec, pages: int, sequences: int, tokens: int) -> bool:
-    """Whether so many sequences of so many tokens have room in so many pages, with a tenth to spare."""
+    """Whether `sequences` of `tokens` tokens have room in the pages, with a tenth to spare."""
     blocks = sequences * -(-tokens // model.block_tokens)
     return blocks * model.pages_per_block <= pages * 0.9 and blocks < model.num_blocks
 

@@ -63,7 +63,7 @@ class Session:
         scope: what is measured.
         profile: what is known already; cells that are in it are not measured again.
         path: where it is written after every cell.
-        told: called with what happens in words; `advanced` with the number of cells just done.
+        progress: called with what happens in words; `advanced` with the number of cells just done.
     """
 
     unit_spec: UnitSpec
@@ -71,7 +71,7 @@ class Session:
     scope: Scope
     profile: Profile
     path: Path
-    told: Callable[[str], None]
+    progress: Callable[[str], None]
     advanced: Callable[[int], None]
     turns: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
@@ -129,11 +129,11 @@ class Session:
         return wanted
 
     def outstanding(self, threads: int) -> int:
-        """Cells and pairs that are not measured yet with so many threads."""
+        """Cells and pairs that are not measured yet with this number of threads."""
         count = len(self.pair_jobs(threads))
         for model, architecture in self.models:
             engine = self.engine(model, architecture, threads)
-            grid = self.scope.grid_of(model)
+            grid = self.grid_of(model)
             known = {cell.place for cell in engine.prefill}
             count += sum((sequences, tokens, 0) not in known for sequences, tokens in grid.prefill)
             count += sum(place not in known for place in _chunk_places(grid))
@@ -168,8 +168,8 @@ class Session:
             if any(m.name == wanted.name for wanted, _ in self.models)
         ]
         unit_spec = msgspec.structs.replace(self.unit_spec, models=models)
-        self.told(f"starting {2 * len(models)} engines with {threads} thread{'s' if threads > 1 else ''} each")
-        async with Bodies() as bodies, Player(unit_spec) as player, Family(unit_spec, self.told) as family:
+        self.progress(f"starting {2 * len(models)} engines with {threads} thread{'s' if threads > 1 else ''} each")
+        async with Bodies() as bodies, Player(unit_spec) as player, Family(unit_spec, self.progress) as family:
             await player.greeted()
             memory = MemoryClient(unit_spec.memory_socket, "profile")
             try:
@@ -185,7 +185,7 @@ class Session:
         for bench, (model, architecture) in zip(benches, self.models, strict=True):
             memory.set_quotas(self._quotas([model.name]))
             engine = self.engine(model, architecture, threads)
-            grid = self.scope.grid_of(model)
+            grid = self.grid_of(model)
             await self._prefill_cells(bench, engine, grid)
             await self._chunked_cells(bench, engine, grid)
             for context, batches in grid.decode:
@@ -199,7 +199,7 @@ class Session:
         for sequences, tokens in grid.prefill:
             if (sequences, tokens, 0) in known:
                 continue
-            self.told(f"{engine}: prefill {sequences} x {tokens} tokens")
+            self.progress(f"{engine}: prefill {sequences} x {tokens} tokens")
             await bench.prefill_step(sequences, tokens, Timing())
             timing = Timing()
             began = time.monotonic()
@@ -215,7 +215,7 @@ class Session:
         if not missing or grid.chunked is None:
             return
         tokens, chunks = grid.chunked.tokens, grid.chunked.chunks
-        self.told(f"{engine}: prefill of {tokens * chunks} tokens in {chunks} chunks")
+        self.progress(f"{engine}: prefill of {tokens * chunks} tokens in {chunks} chunks")
         runs: list[list[Sample]] = []
         began = time.monotonic()
         while not _enough(len(runs), began):
@@ -231,7 +231,7 @@ class Session:
         for batch in batches:
             if (batch, context) in known:
                 continue
-            self.told(f"{engine}: decode {batch} x {context} tokens")
+            self.progress(f"{engine}: decode {batch} x {context} tokens")
             # The sequences grow while they are measured: half of it before they are as long as they should be.
             ids = await bench.fill(batch, max(1, context - DECODE_STEPS // 2))
             await bench.decode_steps(_WARM_STEPS, batch, Timing())
@@ -248,7 +248,7 @@ class Session:
             self._done(1)
 
     async def _pair(self, first: Bench, one: Job, second: Bench, other: Job) -> None:
-        self.told(f"{_words(one)} beside {_words(other)}")
+        self.progress(f"{_words(one)} beside {_words(other)}")
         ids = [await _prepare(bench, job) for bench, job in ((first, one), (second, other))]
         # Alone and together in turn: what drifts, as contexts and clocks do, counts on both sides.
         alone: tuple[list[Sample], list[Sample]] = ([], [])

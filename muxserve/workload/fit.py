@@ -45,7 +45,7 @@ def check_fits(workload: Workload, contexts: Mapping[str, Context]) -> None:
 def _never_fitting(
     requests: Iterable[TraceRequest], contexts: Mapping[str, Context]
 ) -> dict[str, tuple[int, TraceRequest]]:
-    """Models of which no request fits, with the number of the first, and that one."""
+    """Models without any fitting request, with the number of their first request, and that request."""
     fits: set[str] = set()
     found: dict[str, tuple[int, TraceRequest]] = {}
     for number, request in enumerate(requests, 1):

@@ -61,7 +61,7 @@ class Run:
             scope=Scope([1], SMALL, pairs=True),
             profile=profile,
             path=path / "profile.json",
-            told=self.said.append,
+            progress=self.said.append,
             advanced=self._advanced,
         )
 
