@@ -23,6 +23,8 @@ import msgspec
 import zmq
 
 from muxserve import spec
+from muxserve.cluster.events import Failed, Ready
+from muxserve.cluster.host_link import ControllerEnd, HostEvent
 from muxserve.costs.architecture import ITEM_BYTES
 from muxserve.net import sockets
 from muxserve.profiling.jobs import Bodies
@@ -130,18 +132,24 @@ class Unit:
         self.log = run_dir / "host.log"
         with self.log.open("wb") as log:
             self.process = start(
-                [*command, "--unit-spec", str(self.file), "--migrates"], stdout=subprocess.PIPE, stderr=log
+                [*command, "--unit-spec", str(self.file), "--migrates"], stdout=log, stderr=log
             )
-        self.events: list[dict[str, Any]] = []
 
     def wait_ready(self) -> None:
         """Until everything is up."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.events.append(msgspec.json.decode(line))
-            if self.events[-1].get("event") == "Ready":
-                return
-        raise RuntimeError(f"unit {self.name} did not start: {self.events[-3:]}, {self.log.read_text()[-2000:]}")
+        asyncio.run(self._until_ready())
+
+    async def _until_ready(self) -> None:
+        events: list[HostEvent] = []
+        host = ControllerEnd(self.unit_spec, events.append)
+        try:
+            while not any(isinstance(event, Ready) for event in events):
+                if any(isinstance(event, Failed) for event in events) or self.process.poll() is not None:
+                    words = f"{events[-3:]}, {self.log.read_text()[-2000:]}"
+                    raise RuntimeError(f"unit {self.name} did not start: {words}")
+                await asyncio.sleep(0.05)
+        finally:
+            host.close("it is up, or will not be")
 
     def close(self) -> None:
         """End it, with all its processes."""
@@ -150,8 +158,6 @@ class Unit:
             self.process.wait(30)
         except subprocess.TimeoutExpired:
             self.process.kill()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
 
 
 class Pair:

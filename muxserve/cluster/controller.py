@@ -352,7 +352,7 @@ class Controller:
         if not isinstance(failure, GaveUp):
             raise failure
         path, tail = self._said(failure.part)
-        self.emit(Failed(failure.part, f"{failure.part} cannot start: {failure}", path, tail))
+        self.emit(Failed(failure.part, f"{failure.part} cannot start: {failure}", str(path or ""), tail))
         return EXIT_START
 
     def _said(self, part: PartId) -> Said:

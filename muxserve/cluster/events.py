@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -90,30 +89,33 @@ def _file_name(model: str) -> str:
     return model.replace("/", "_")
 
 
-@dataclass(frozen=True)
-class Expected:
+HOST = PartId("host")
+
+
+class BaseEvent(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
+    """Base of every event; a message may have one of several."""
+
+
+class Expected(BaseEvent, frozen=True):
     """These parts are going to be started."""
 
     parts: tuple[PartId, ...]
 
 
-@dataclass(frozen=True)
-class Starting:
+class Starting(BaseEvent, frozen=True):
     """A part is being started."""
 
     part: PartId
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(BaseEvent, frozen=True):
     """A part tells what it does before it is up."""
 
     part: PartId
     detail: str
 
 
-@dataclass(frozen=True)
-class Up:
+class Up(BaseEvent, frozen=True):
     """A part is ready to serve, `seconds` after its start."""
 
     part: PartId
@@ -121,8 +123,7 @@ class Up:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Down:
+class Down(BaseEvent, frozen=True):
     """A part ended though it should not have; it is started again in `restart_in` seconds. `failed_starts` are those in
     a row since it was up. `hung`: it was killed since it gave no sign of life."""
 
@@ -133,50 +134,44 @@ class Down:
     hung: bool = False
 
 
-@dataclass(frozen=True)
-class Suspected:
+class Suspected(BaseEvent, frozen=True):
     """A part has given no sign of life for `seconds`. It gets no new work, and is killed if that goes on."""
 
     part: PartId
     seconds: float
 
 
-@dataclass(frozen=True)
-class Recovered:
+class Recovered(BaseEvent, frozen=True):
     """A part that was suspected gives signs of life again, or has ended."""
 
     part: PartId
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(BaseEvent, frozen=True):
     """Every part of the fleet, or of a unit, is up, `seconds` after its start."""
 
     seconds: float
 
 
-@dataclass(frozen=True)
-class Draining:
+class Draining(BaseEvent, frozen=True):
     """The gateways take no more requests; running ones have `seconds` to finish. `cause`: what asked for the end."""
 
     seconds: float
     cause: str = ""
 
 
-@dataclass(frozen=True)
-class Stopping:
+class Stopping(BaseEvent, frozen=True):
     """The remaining parts are being stopped, if `cause` says so because that asked for the end."""
 
     cause: str = ""
 
 
-@dataclass(frozen=True)
-class Failed:
+class Failed(BaseEvent, frozen=True):
     """The fleet, or the unit, ends because of `part`. `log` and its last lines may say more."""
 
     part: PartId
     message: str
-    log: Path | None = None
+    log: str = ""
     tail: tuple[str, ...] = ()
 
 
@@ -186,36 +181,4 @@ Event = Expected | Starting | Progress | Up | Down | Suspected | Recovered | Rea
 def of_unit(event: Event, unit: str) -> Event:
     """The same event, told apart from those of other units."""
     part = getattr(event, "part", None)
-    return event if part is None else replace(event, part=part.within(unit))
-
-
-_KINDS: dict[str, type[Event]] = {
-    kind.__name__: kind
-    for kind in (Expected, Starting, Progress, Up, Down, Suspected, Recovered, Ready, Draining, Stopping, Failed)
-}
-
-
-def to_line(event: Event) -> str:
-    """`event` as one line of JSON, without the end of the line."""
-    fields: dict[str, Any] = msgspec.to_builtins(event, enc_hook=str)
-    return msgspec.json.encode({"event": type(event).__name__, **fields}).decode()
-
-
-def from_line(line: str | bytes) -> Event:
-    """The event of a line.
-
-    Raises:
-        ValueError: the line is none.
-    """
-    try:
-        fields = msgspec.json.decode(line, type=dict[str, Any])
-        kind = _KINDS[fields.pop("event")]
-        return msgspec.convert(fields, type=kind, dec_hook=_path)
-    except (msgspec.MsgspecError, KeyError) as error:
-        raise ValueError(f"not an event: {line!r} ({error})") from None
-
-
-def _path(kind: type, value: object) -> Path:
-    if kind is not Path:
-        raise NotImplementedError(kind)
-    return Path(str(value))
+    return event if part is None else msgspec.structs.replace(event, part=part.within(unit))

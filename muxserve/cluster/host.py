@@ -16,7 +16,7 @@ from muxserve import wire
 from muxserve.cluster import log_tail
 from muxserve.cluster.cpu_starts import CpuStarts
 from muxserve.cluster.deaths import Deaths
-from muxserve.cluster.events import Down, Event, PartId, Ready, Recovered, Suspected, Up
+from muxserve.cluster.events import HOST, Down, Event, PartId, Ready, Recovered, Suspected, Up
 from muxserve.cluster.gpu_starts import GpuStarts
 from muxserve.cluster.launcher import Launcher
 from muxserve.cluster.log_tail import LogTail, Said
@@ -33,7 +33,6 @@ from muxserve.spec import UNIT_FILE, UnitEntry, UnitSpec, save
 
 log = logging.getLogger(__name__)
 
-HOST = PartId("host")
 # A model whose memory takes longer to move into a file is loaded again instead.
 _HIBERNATION_SECONDS = 25.0
 # A unit scheduler that takes longer to answer is being started anew, and knows no engine.

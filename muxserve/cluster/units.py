@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from muxserve import wire
-from muxserve.cluster.events import Event, PartId
+from muxserve.cluster.events import HOST, Event, PartId
 from muxserve.cluster.host import MemoryParents, UnitHost
 from muxserve.cluster.launcher import Commands, LocalLauncher, WarmParents
 from muxserve.cluster.log_tail import Said
@@ -167,7 +167,7 @@ class LocalUnits:
         try:
             file = write_unit_spec(unit_spec)
         except OSError as error:
-            raise GaveUp(PartId("host"), f"cannot write to {unit_spec.run_dir}: {error.strerror}") from None
+            raise GaveUp(HOST, f"cannot write to {unit_spec.run_dir}: {error.strerror}") from None
         launcher = LocalLauncher(unit_spec, self._commands(unit_spec, file), self._warm_parents)
         sizer = None if unit.gpu is None else PoolSizer(unit.gpu, unit_spec, file)
         host = UnitHost(unit_spec, unit.serves, launcher, emit, self._reaper, sizer, migrates)

@@ -55,6 +55,8 @@ class Connection:
         poller: where both sockets are registered as long as they are open; None: they are watched otherwise.
         at: whom it reaches.
         events: of ZeroMQ's, those to be told.
+        decode: makes a message of a frame, and raises `msgspec.DecodeError`, where the messages are not those of
+            `muxserve.wire`.
 
     Raises:
         NetworkError: the address is on another machine, and there are no keys.
@@ -67,6 +69,7 @@ class Connection:
         poller: zmq.Poller | None,
         at: Address,
         events: int = zmq.EVENT_DISCONNECTED,
+        decode: Callable[[bytes], Any] = decode,
     ) -> None:
         self.at = at
         self._context = context
@@ -134,7 +137,7 @@ class Peer(Connection):
     It is `up` from the other side's `answer` to the greeting on; where none is expected, from the first sign of it.
 
     Args:
-        context, poller, at: see `Connection`.
+        context, poller, at, decode: see `Connection`.
         hello: the greeting.
         answer: the kind of message that answers it.
         keeps: what waits in the socket is for the next process as well. Messages are taken before it is up, too.
@@ -149,6 +152,7 @@ class Peer(Connection):
         hello: Message | None = None,
         answer: type[Message] | None = None,
         keeps: bool = False,
+        decode: Callable[[bytes], Any] = decode,
     ) -> None:
         self.up = False
         self._hello = hello
@@ -156,7 +160,7 @@ class Peer(Connection):
         self._greeted = False
         self._keeps = keeps
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        super().__init__(context, poller, at, events)
+        super().__init__(context, poller, at, events, decode)
 
     def _open(self) -> None:
         super()._open()
@@ -219,7 +223,7 @@ class AsyncPeer(Peer):
     """A peer in the event loop that it is made in.
 
     Args:
-        context, at, hello, answer, keeps: see `Peer`.
+        context, at, hello, answer, keeps, decode: see `Peer`.
         on_message: called with each message.
         on_up: called when it is up, with the answer to the greeting if one is expected.
         on_down: called when the connection is lost that was up.
@@ -230,18 +234,19 @@ class AsyncPeer(Peer):
         context: zmq.Context[Any],
         at: Address,
         *,
-        on_message: Callable[[AnyMessage], None],
+        on_message: Callable[[Any], None],
         on_up: Callable[[AnyMessage | None], None] = lambda answer: None,
         on_down: Callable[[], None] = lambda: None,
         hello: Message | None = None,
         answer: type[Message] | None = None,
         keeps: bool = False,
+        decode: Callable[[bytes], Any] = decode,
     ) -> None:
         self._on_message = on_message
         self._on_up = on_up
         self._on_down = on_down
         self._readers: list[Reader] = []
-        super().__init__(context, None, at, hello=hello, answer=answer, keeps=keeps)
+        super().__init__(context, None, at, hello=hello, answer=answer, keeps=keeps, decode=decode)
 
     def send_frames(self, *frames: Any, copy: bool = True) -> None:
         """Send, or keep for when the connection is made."""

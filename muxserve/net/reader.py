@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import zmq
 
 from muxserve.net.inbox import Inbox
-from muxserve.wire import AnyMessage
 
 # Messages taken from one socket before others get their turn.
 BATCH = 64
@@ -27,7 +27,7 @@ class Reader:
     """
 
     def __init__(
-        self, socket: zmq.Socket[bytes], take: Callable[[list[bytes]], None], inbox: Inbox[AnyMessage], peer: str
+        self, socket: zmq.Socket[bytes], take: Callable[[list[bytes]], None], inbox: Inbox[Any], peer: str
     ) -> None:
         self._socket = socket
         self._inbox = inbox

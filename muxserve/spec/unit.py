@@ -393,6 +393,11 @@ class UnitSpec(msgspec.Struct, frozen=True):
         return f"ipc://{self.socket('migrator')}"
 
     @property
+    def host_address(self) -> str:
+        """ZeroMQ ROUTER of the unit's host, if that is a process of its own."""
+        return f"ipc://{self.socket('host')}"
+
+    @property
     def log_dir(self) -> Path:
         """One log file per process."""
         return Path(self.run_dir) / "logs"

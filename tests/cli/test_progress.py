@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 
 from rich.console import Console
 
@@ -60,7 +59,7 @@ def test_lines() -> None:
 def test_a_failure_comes_with_the_end_of_the_log() -> None:
     out = io.StringIO()
     show = Lines(Console(file=out, width=200, highlight=False))
-    show(Failed(UNIT, "unit scheduler cannot start", Path("/x/unit.log"), ("[bold]last", "words")))
+    show(Failed(UNIT, "unit scheduler cannot start", "/x/unit.log", ("[bold]last", "words")))
     assert out.getvalue().endswith("last lines of /x/unit.log:\n  [bold]last\n  words\n")
 
 

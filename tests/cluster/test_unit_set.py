@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from muxserve.cluster import unit_set
-from muxserve.cluster.events import Down, Event, PartId, Progress, Ready, Up
+from muxserve.cluster.events import HOST, Down, Event, PartId, Progress, Ready, Up
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.unit_set import UnitSet
 from muxserve.cluster.units import PlannedUnit
@@ -19,8 +19,6 @@ from muxserve.spec.run_dir import RunDir
 from tests.cluster.conftest import fake_fleet, fake_unit_spec
 from tests.cluster.effects import FakeFleetEffects
 from tests.support.patience import PATIENCE
-
-HOST = PartId("host")
 
 
 class Handle:

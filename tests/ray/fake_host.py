@@ -2,56 +2,58 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
+from typing import Any
 
-from muxserve.cluster.events import Failed, PartId, Ready, Stopping, Up, to_line
+from muxserve.cluster.events import Failed, PartId, Ready, Up
+from muxserve.cluster.host_link import AnyCommand, HostEnd, ReadState, Sized, StartModel
+from muxserve.cluster.supervision import GaveUp
 from muxserve.spec import load
 
-UNIT = PartId("unit")
+FATAL = PartId("engine", "fatal", "decode")
 
 
-def main() -> int:
-    path = Path(sys.argv[sys.argv.index("--unit-spec") + 1])
-    unit_spec = load(path)
-    lock = threading.Lock()
+async def serve() -> int:
+    unit_spec = load(Path(sys.argv[sys.argv.index("--unit-spec") + 1]))
+    ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    link = HostEnd(unit_spec)
 
-    def write(line: str) -> None:
-        with lock:
-            print(line, flush=True)
+    def end(code: int = 0) -> None:
+        if not ended.done():
+            ended.set_result(code)
 
-    def end(*_: object) -> None:
-        write(to_line(Stopping()))
-        raise SystemExit(0)
-
-    signal.signal(signal.SIGTERM, end)
-    write(json.dumps({"event": "Sized", "unit_spec": json.loads(path.read_text())}))
-    write(to_line(Up(UNIT, 1, 0.1)))
-    write(to_line(Ready(0.1)))
-    print("started", sys.argv[1:], file=sys.stderr, flush=True)
-    for line in sys.stdin:
-        command = json.loads(line)
-        reply: dict[str, object] = {"reply": command["id"]}
-        match command["do"]:
-            case "state":
+    async def do(command: AnyCommand) -> dict[str, Any] | None:
+        match command:
+            case ReadState():
                 nice = os.getpriority(os.PRIO_PROCESS, 0)
-                reply["state"] = {"unit": unit_spec.unit, "arguments": sys.argv[1:], "nice": nice, "pid": os.getpid()}
-            case "start_model" if command["model"] == "broken":
-                reply |= {"error": "no room", "part": {"kind": "engine", "model": "broken", "phase": "decode"}}
-            case "tell":
-                reply["state"] = command["message"]
-            case "start_model" if command["model"] == "fatal":
-                part = PartId("engine", "fatal", "decode")
-                write(to_line(Failed(part, f"{part} keeps dying: killed", Path("/x/engine.log"), ("a", "b"))))
-                return 4
-        write(json.dumps(reply))
-    end()
-    return 0
+                return {"unit": unit_spec.unit, "arguments": sys.argv[1:], "nice": nice, "pid": os.getpid()}
+            case StartModel("broken"):
+                raise GaveUp(PartId("engine", "broken", "decode"), "no room")
+            case StartModel("fatal"):
+                link.say(Failed(FATAL, f"{FATAL} keeps dying: killed", "/x/engine.log", ("a", "b")))
+                end(4)
+                await asyncio.Event().wait()
+        return None
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, end)
+    loop.add_reader(sys.stdin, lambda: None if os.read(0, 1) else end())
+    link.obey(do)
+    link.say(Sized(unit_spec))
+    link.say(Up(PartId("unit"), 1, 0.1))
+    link.say(Ready(0.1))
+    print("started", sys.argv[1:], file=sys.stderr, flush=True)
+    code = await ended
+    loop.remove_reader(sys.stdin)
+    if code:
+        await link.until_heard(10.0)
+    await link.close()
+    return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(asyncio.run(serve()))

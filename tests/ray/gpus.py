@@ -21,8 +21,8 @@ from muxserve.cli.doctor import doctor_nodes
 from muxserve.cli.output import console
 from muxserve.cluster.events import Event, PartId, Progress, Up
 from muxserve.cluster.ray.cluster import gpus_for
-from muxserve.cluster.ray.unit import RayUnit
 from muxserve.cluster.ray.units import RayUnits
+from muxserve.cluster.remote_unit import RemoteUnit
 from muxserve.cluster.units import PlannedUnit
 from muxserve.config import Fleet, parse_fleet
 from muxserve.gpu import mps
@@ -34,7 +34,7 @@ from placement import Machine
 from tests.gpu_control.fake_nvml import GIB
 from tests.ray.cluster import Nodes, nodes
 from tests.ray.gpu_family import WEIGHTS
-from tests.ray.scenario import gave_up, impatient, is_back, until
+from tests.ray.scenario import actor_of, gave_up, impatient, is_back, until
 from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,7 +134,7 @@ class Story:
         self.planned = planned(fleet_of(cluster.address), base)
         self.events: dict[str, list[Event]] = {unit.name: [] for unit in self.planned}
 
-    async def start(self, unit: PlannedUnit) -> RayUnit:
+    async def start(self, unit: PlannedUnit) -> RemoteUnit:
         handle = await self.units.start(unit, True, self.events[unit.name].append)
         waiting = asyncio.create_task(handle.wait())
         ready = asyncio.create_task(handle.ready.wait())
@@ -143,7 +143,7 @@ class Story:
         waiting.cancel()
         return handle
 
-    def check(self, handle: RayUnit, mark: int = 0) -> Node:
+    def check(self, handle: RemoteUnit, mark: int = 0) -> Node:
         """Its processes are on GPUs of its node, under an MPS server of its own; returns the node."""
         unit_spec = handle.entry.unit_spec
         node, gpu = self.at[where(handle.entry)], unit_spec.gpu
@@ -204,8 +204,7 @@ async def story(cluster: Nodes, at: dict[str, Node], base: Path) -> None:
     events = told.events["u0"]
     mark, entry = len(events), u0.entry
     (server,), daemon, warm = one.pids("server")[-1:], one.pids("pid")[-1], pid_of(events, WARM)
-    place = await u0._actor.place.remote()
-    actor = int(place["life"].split("-")[0])
+    actor = await actor_of(u0)
     host = psutil.Process(pid_of(events, MPS)).ppid()
     assert lives(server)
     for pid in (pid_of(events, MPS), host, daemon, actor):

@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 
 from muxserve.cluster.events import Down, Event, PartId, Ready, Up
-from muxserve.cluster.ray.unit import RayUnit
-from muxserve.cluster.ray.units import RayUnits
+from muxserve.cluster.ray.units import ActorPlace, RayUnits
+from muxserve.cluster.remote_unit import RemoteUnit
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
 from muxserve.net import sockets
@@ -63,13 +63,19 @@ async def gave_up(work: Awaitable[object]) -> GaveUp:
     raise AssertionError("it was done")
 
 
+async def actor_of(unit: RemoteUnit) -> int:
+    """The pid of its actor."""
+    assert isinstance(unit._place, ActorPlace)
+    return int((await unit._place.find()).life.split("-")[0])
+
+
 async def scenario(address: str, kill: Callable[[str], None]) -> None:
     import ray
 
     checkpoint = tempfile.gettempdir()
     units = RayUnits(address, sockets.new_keys(), command=FAKE)
     events: dict[str, list[Event]] = {"u0": [], "u1": []}
-    handles: dict[str, RayUnit] = {}
+    handles: dict[str, RemoteUnit] = {}
     for name in events:
         handles[name] = await units.start(planned(name, checkpoint), True, events[name].append)
     for name, handle in handles.items():
@@ -81,7 +87,7 @@ async def scenario(address: str, kill: Callable[[str], None]) -> None:
         # Ray's workers give way to all others; units may not, as far as that can be had.
         if os.getuid() == 0:
             assert shown["nice"] == os.getpriority(os.PRIO_PROCESS, 0)
-        assert shown["arguments"][-4:] == ["--commands", "--migrates", "--serves", "m"], shown  # type: ignore[index]
+        assert shown["arguments"][-4:] == ["--ends-with-input", "--migrates", "--serves", "m"], shown  # type: ignore[index]
     first, second = (handles[name].entry for name in ("u0", "u1"))
     assert first.remote
     assert first.serves == ["m"]
@@ -111,7 +117,7 @@ async def scenario(address: str, kill: Callable[[str], None]) -> None:
     print("refusals in words")
 
     # ---------------------------------------------------------------- an actor's process dies
-    pid = int((await u0._actor.place.remote())["life"].split("-")[0])
+    pid = await actor_of(u0)
     mark = len(events["u0"])
     os.kill(pid, signal.SIGKILL)
     await until(lambda: is_back(events["u0"][mark:]), "u0 is back")

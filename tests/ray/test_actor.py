@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import os
 import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from muxserve.cluster.events import Failed, Ready
+from muxserve.cluster.host_link import ReadState, StartModel
 from muxserve.cluster.ray.actor import UnitActor
 from muxserve.cluster.ray.units import wished
 from muxserve.net import sockets
 from muxserve.net.heartbeat import HeartbeatReader, heartbeat_file
 from muxserve.spec import SimulatedSpec, UnitSpec, WatchdogRules
+from tests.cluster.host_client import HostClient
 from tests.global_scheduler.support import entry
 from tests.support.patience import PATIENCE
 
-HOST = "127.0.0.1"
+HERE = "127.0.0.1"
 FAKE = [sys.executable, "-m", "tests.ray.fake_host"]
 
 
@@ -58,98 +61,119 @@ def deployed(actor: UnitActor) -> UnitSpec:
     return msgspec.json.decode(place["unit_spec"], type=UnitSpec)
 
 
-def hear(actor: UnitActor, wanted: str | int, after: int = 0) -> dict[str, Any]:
-    """What has been said, once it has `wanted` in it, or the host has ended with that status."""
+def until_ended(actor: UnitActor, status: int) -> dict[str, Any]:
+    """How the host is, once it has ended with that status."""
     end = time.monotonic() + PATIENCE
-    while time.monotonic() < end:
-        heard = actor.hear(after, 0.5)
-        if isinstance(wanted, int):
-            if heard["ended"] == wanted:
-                return heard
-        elif any(wanted in line for line in heard["lines"]):
-            return heard
-    raise AssertionError(f"never {wanted}: {heard}")
+    while (watched := actor.watch(0.5))["ended"] is None:
+        assert time.monotonic() < end, watched
+    assert watched["ended"] == status, watched
+    return watched
 
 
-def test_it_starts_a_host_in_a_directory_and_on_ports_of_its_node(
-    base: Path, made: list[UnitActor], tmp_path: Path
+@pytest.fixture
+def follow() -> Iterator[Callable[[UnitActor], HostClient]]:
+    """Connects to the host of an actor."""
+    clients: list[HostClient] = []
+
+    def begin(actor: UnitActor) -> HostClient:
+        clients.append(HostClient(deployed(actor)))
+        return clients[-1]
+
+    yield begin
+    for client in clients:
+        client.close()
+
+
+async def test_it_starts_a_host_in_a_directory_and_on_ports_of_its_node(
+    base: Path, made: list[UnitActor], tmp_path: Path, follow: Callable[[UnitActor], HostClient]
 ) -> None:
-    made.append(UnitActor(unit(tmp_path), ["--serves", "m"], HOST, FAKE))
+    made.append(UnitActor(unit(tmp_path), ["--serves", "m"], HERE, FAKE))
     here = deployed(made[0])
     assert here.listen is not None
-    assert here.listen.host == HOST
-    assert here.listen.unit_port != here.listen.migrator_port
+    assert here.listen.host == HERE
+    assert len({here.listen.unit_port, here.listen.migrator_port, here.listen.host_port}) == 3
     assert here.keys is not None
     assert Path(here.run_dir).parent == base
     assert "u3" in Path(here.run_dir).name
-    heard = hear(made[0], "Ready")
-    assert heard["said"] == len(heard["lines"]) == 3
-    # What has been heard is not said again.
-    assert made[0].hear(heard["said"], 0.01)["lines"] == []
-    made[0].say(json.dumps({"id": 1, "do": "state"}))
-    state = json.loads(hear(made[0], '"reply": 1', heard["said"])["lines"][0])["state"]
+    host = follow(made[0])
+    await host.until(Ready)
+    state = await host.state(ReadState())
     assert state["unit"] == "u3"
     assert state["arguments"][-2:] == ["--serves", "m"]
     assert "started" in (here.log_dir / "host.log").read_text()
+    assert made[0].watch(0.01) == {"life": made[0].place()["life"], "ended": None, "hung": ""}
 
 
-def test_it_ends_the_host_in_order_and_takes_its_directory_away(
-    base: Path, made: list[UnitActor], tmp_path: Path
-) -> None:
-    made.append(UnitActor(unit(tmp_path), [], HOST, FAKE))
+async def test_who_has_other_keys_is_not_let_in(base: Path, made: list[UnitActor], tmp_path: Path) -> None:
+    made.append(UnitActor(unit(tmp_path), [], HERE, FAKE))
     here = deployed(made[0])
-    hear(made[0], "Ready")
+    assert here.listen is not None
+    assert here.keys is not None
+    address = sockets.tcp_address(HERE, here.listen.host_port)
+    await asyncio.to_thread(sockets.probe, address, here.keys, PATIENCE)
+    with pytest.raises(sockets.NetworkError, match="not of this fleet"):
+        await asyncio.to_thread(sockets.probe, address, sockets.new_keys(), PATIENCE)
+
+
+async def test_it_ends_the_host_in_order_and_takes_its_directory_away(
+    base: Path, made: list[UnitActor], tmp_path: Path, follow: Callable[[UnitActor], HostClient]
+) -> None:
+    made.append(UnitActor(unit(tmp_path), [], HERE, FAKE))
+    here = deployed(made[0])
+    await follow(made[0]).until(Ready)
     made[0].stop()
-    heard = hear(made[0], 0)
-    assert "Stopping" in heard["lines"][-1]
+    until_ended(made[0], 0)
     assert not Path(here.run_dir).exists()
-    made[0].say("into the void")
 
 
-def test_a_host_that_fails_is_told_with_its_last_words(base: Path, made: list[UnitActor], tmp_path: Path) -> None:
-    made.append(UnitActor(unit(tmp_path), [], HOST, FAKE))
-    hear(made[0], "Ready")
-    made[0].say(json.dumps({"id": 1, "do": "start_model", "model": "fatal"}))
-    heard = hear(made[0], 4)
-    assert "Failed" in heard["lines"][-1]
+async def test_a_host_that_fails_is_told_with_its_last_words(
+    base: Path, made: list[UnitActor], tmp_path: Path, follow: Callable[[UnitActor], HostClient]
+) -> None:
+    made.append(UnitActor(unit(tmp_path), [], HERE, FAKE))
+    host = follow(made[0])
+    await host.until(Ready)
+    failing = asyncio.create_task(host.ask(StartModel("fatal")))
+    assert (await host.until(Failed)).tail == ("a", "b")
+    await asyncio.to_thread(until_ended, made[0], 4)
+    failing.cancel()
 
 
-def test_the_next_life_waits_for_the_host_of_the_last_and_takes_up_its_ports(
-    base: Path, made: list[UnitActor], tmp_path: Path
+async def test_the_next_life_waits_for_the_host_of_the_last_and_takes_up_its_ports(
+    base: Path, made: list[UnitActor], tmp_path: Path, follow: Callable[[UnitActor], HostClient]
 ) -> None:
     text = unit(tmp_path)
-    first = UnitActor(text, [], HOST, FAKE)
+    first = UnitActor(text, [], HERE, FAKE)
     made.append(first)
     before = deployed(first)
     (Path(before.run_dir) / "left.sock").touch()
-    hear(first, "Ready")
+    await follow(first).until(Ready)
     # As when the actor's process dies: the host's input ends, and with it the host.
     assert first._process is not None
     assert first._process.stdin is not None
     first._process.stdin.close()
-    second = UnitActor(text, [], HOST, FAKE)
+    second = await asyncio.to_thread(UnitActor, text, [], HERE, FAKE)
     made.append(second)
     after = deployed(second)
     assert (after.listen, after.run_dir) == (before.listen, before.run_dir)
     assert not (Path(after.run_dir) / "left.sock").exists()
     assert second.place()["life"] != first.place()["life"]
-    hear(second, "Ready")
-    assert hear(first, 0)["ended"] == 0
+    await follow(second).until(Ready)
+    until_ended(first, 0)
 
 
 def test_ports_that_others_have_taken_since_are_not_taken_up(base: Path, made: list[UnitActor], tmp_path: Path) -> None:
     text = unit(tmp_path)
-    first = UnitActor(text, [], HOST, FAKE)
+    first = UnitActor(text, [], HERE, FAKE)
     made.append(first)
     before = deployed(first)
     assert before.listen is not None
     assert first._process is not None
     os.kill(first._process.pid, signal.SIGKILL)
-    hear(first, -9)
+    until_ended(first, -9)
     with socket.socket() as other:
-        other.bind((HOST, before.listen.unit_port))
+        other.bind((HERE, before.listen.unit_port))
         other.listen()
-        second = UnitActor(text, [], HOST, FAKE)
+        second = UnitActor(text, [], HERE, FAKE)
         made.append(second)
     after = deployed(second)
     assert after.listen is not None
@@ -164,7 +188,7 @@ def test_simulated_units_of_a_fleet_share_the_nodes_cpu(base: Path, tmp_path: Pa
         unit_spec = msgspec.json.decode(unit(tmp_path, name), type=UnitSpec)
         return msgspec.json.encode(msgspec.structs.replace(unit_spec, simulated=SimulatedSpec("CPU", str(profile))))
 
-    made += [UnitActor(simulated(name), [], HOST, FAKE) for name in ("u1", "u2")]
+    made += [UnitActor(simulated(name), [], HERE, FAKE) for name in ("u1", "u2")]
     files = {deployed(actor).shared_device for actor in made}
     assert files == {base / "01234567-device"}
     (file,) = files
@@ -174,18 +198,18 @@ def test_simulated_units_of_a_fleet_share_the_nodes_cpu(base: Path, tmp_path: Pa
     made[1].stop(1.0)
     assert not file.exists()
     profile.unlink()
-    problem = UnitActor(simulated("u3"), [], HOST, FAKE).place()["problem"]
+    problem = UnitActor(simulated("u3"), [], HERE, FAKE).place()["problem"]
     assert problem.startswith(f"{profile} is no file on node ")
 
 
 def test_a_checkpoint_that_the_node_does_not_have_is_told_in_words(base: Path, tmp_path: Path) -> None:
     text = unit(tmp_path)
     (tmp_path / "checkpoint").rmdir()
-    actor = UnitActor(text, [], HOST, FAKE)
+    actor = UnitActor(text, [], HERE, FAKE)
     problem = actor.place()["problem"]
     assert problem.startswith(f"m: {tmp_path}/checkpoint is no directory on node ")
     assert "same path on every node" in problem
-    assert actor.hear(0, 1.0)["ended"] == 2
+    assert actor.watch(1.0)["ended"] == 2
     actor.stop()
 
 
@@ -231,7 +255,7 @@ while True:
 def test_a_host_that_hangs_is_killed(base: Path, made: list[UnitActor], tmp_path: Path) -> None:
     wanted = msgspec.json.decode(unit(tmp_path), type=UnitSpec)
     quick = msgspec.structs.replace(wanted, watchdog=WatchdogRules(suspect=0.5, hung=2.0))
-    actor = UnitActor(msgspec.json.encode(quick), [], host=HOST, command=[sys.executable, "-c", BEATING])
+    actor = UnitActor(msgspec.json.encode(quick), [], host=HERE, command=[sys.executable, "-c", BEATING])
     made.append(actor)
     reader = HeartbeatReader(heartbeat_file(deployed(actor).run_dir, "host"))
     end = time.monotonic() + PATIENCE
@@ -240,5 +264,4 @@ def test_a_host_that_hangs_is_killed(base: Path, made: list[UnitActor], tmp_path
         time.sleep(0.05)
     assert actor._process is not None
     actor._process.send_signal(signal.SIGSTOP)
-    heard = hear(actor, -signal.SIGKILL)
-    assert any('"hung":true' in line and "no sign of life" in line for line in heard["lines"])
+    assert "no sign of life" in until_ended(actor, -signal.SIGKILL)["hung"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from muxserve.cluster.events import HOST
 from muxserve.cluster.ray import cluster
-from muxserve.cluster.ray.calls import HOST
 from muxserve.cluster.ray.cluster import NodeGpus, eligible, gpus_for, merged, type_resources
 from muxserve.cluster.supervision import GaveUp
 from muxserve.config import parse_fleet

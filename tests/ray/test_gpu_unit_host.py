@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from muxserve.cluster.events import Failed, PartId, from_line
+from muxserve.cluster.events import HOST, Failed
 from muxserve.cluster.units import write_unit_spec
 from muxserve.planning.specs import planned_unit
+from muxserve.spec import load
 from tests.cluster.conftest import ROOT, alive
+from tests.cluster.host_client import HostClient
 from tests.cluster.test_gpu_plan import plan
 from tests.ray.gpus import Node
 from tests.support.patience import PATIENCE, eventually
@@ -53,7 +56,7 @@ def start(node: Node, run_dir: Path, **gpu_plan: object) -> subprocess.Popen[str
         "CUDA_VISIBLE_DEVICES": "0,1",
     }
     pipe = subprocess.PIPE
-    return subprocess.Popen([*command, "--commands"], stdin=pipe, stdout=pipe, env=environment, text=True, cwd=ROOT)
+    return subprocess.Popen([*command, "--ends-with-input"], stdin=pipe, env=environment, text=True, cwd=ROOT)
 
 
 def test_it_can_be_stopped_and_leaves_no_daemon(host: subprocess.Popen[str], node: Node) -> None:
@@ -63,7 +66,7 @@ def test_it_can_be_stopped_and_leaves_no_daemon(host: subprocess.Popen[str], nod
     assert not any(alive(pid) for pid in node.pids("pid"))
 
 
-def test_it_ends_with_who_commands_it(host: subprocess.Popen[str], node: Node) -> None:
+def test_it_ends_with_who_holds_its_input(host: subprocess.Popen[str], node: Node) -> None:
     assert host.stdin is not None
     host.stdin.close()
     host.stdin = None
@@ -71,13 +74,15 @@ def test_it_ends_with_who_commands_it(host: subprocess.Popen[str], node: Node) -
     assert not any(alive(pid) for pid in node.pids("pid"))
 
 
-def test_what_it_cannot_do_is_told_by_a_line(node: Node, tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_what_it_cannot_do_is_said_before_it_ends(node: Node, tmp_path_factory: pytest.TempPathFactory) -> None:
     node.tell("broken")
-    host = start(node, tmp_path_factory.mktemp("r"), mps="on")
-    assert host.stdout is not None
-    failed = from_line(host.stdout.readline())
-    assert isinstance(failed, Failed)
-    assert failed.part == PartId("host")
+    run_dir = tmp_path_factory.mktemp("r")
+    host = start(node, run_dir, mps="on")
+    (file,) = run_dir.rglob("unit.json")
+    client = HostClient(load(file))
+    failed = await client.until(Failed)
+    assert failed.part == HOST
     assert "cluster.mps is on, but MPS does not work here" in failed.message
     assert "no GPU is fit for MPS" in failed.message
-    assert host.wait(PATIENCE) == 3
+    assert await asyncio.to_thread(host.wait, PATIENCE) == 3
+    client.close()

@@ -1,11 +1,11 @@
-"""The far end of a unit on Ray: an actor on the unit's node that starts the unit's host as a process, and passes on
-what that says.
+"""The far end of a unit on Ray: an actor on the unit's node that starts the unit's host as a process and watches it.
 
 The actor chooses the unit's directory and ports on its node, and tells the host which GPUs Ray has given to it. The
-host ends when its input does, and so with the actor's process. Ray starts the actor again when that dies: on the same
-node, where it takes up directory and ports again so that the unit's addresses stay, or on another one.
+controller speaks to the host itself (`muxserve.cluster.host_link`). The host ends when its input does, and so with the
+actor's process. Ray starts the actor again when that dies: on the same node, where it takes up directory and ports
+again so that the unit's addresses stay, or on another one.
 
-What passes between controller and actor are numbers, text and lines of JSON.
+What passes between controller and actor are numbers, text and JSON.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from muxserve.cluster.events import Down, PartId, to_line
+from muxserve.cluster.events import HOST, PartId
 from muxserve.cluster.ray.orphans import end_orphans
 from muxserve.cluster.watch import Watch
 from muxserve.cluster.watchdog import Finding, Liveness
@@ -34,8 +33,6 @@ from muxserve.net.sockets import NetworkError, free_port
 from muxserve.spec import Listen, UnitSpec, save
 from muxserve.spec.run_dir import LOCK, RunDirError, claim, default_base
 
-# Lines kept for a controller that asks late; far more than a unit says before it is up.
-LINES = 10_000
 # A unit on GPUs gives its engines, and then MPS, some time each.
 STOP_SECONDS = 60.0
 _LISTEN_FILE, _GPU_PLAN_FILE = "listen.json", "gpu_plan.json"
@@ -63,11 +60,9 @@ class UnitActor:
         gpu_plan: bytes = b"",
         gpus: str = "",
     ) -> None:
-        self._changed = threading.Condition()
-        self._lines: deque[str] = deque(maxlen=LINES)
-        self._said = 0
+        self._finished = threading.Event()
+        self._hung = ""
         self._process: subprocess.Popen[bytes] | None = None
-        self._finished = False
         self._node = ""
         self._problem = ""
         self._note = ""
@@ -94,35 +89,25 @@ class UnitActor:
     # ------------------------------------------------------------ called by the controller
 
     def place(self) -> dict[str, Any]:
-        """Where the unit is: this life of the actor, Ray's name of the node, its address, its spec as it is
-        here; a problem in words if there is no unit, and a note if it is not as it should be."""
-        listen = self._unit_spec.listen
+        """Where the unit is: this life of the actor, Ray's name of the node, the unit's spec as it is here; a problem
+        in words if there is no unit, and a note if it is not as it should be."""
         return {
             "life": self._life,
             "node": self._node,
-            "host": listen.host if listen is not None else "",
             "unit_spec": msgspec.json.encode(self._unit_spec).decode(),
             "problem": self._problem,
             "note": self._note,
         }
 
-    def hear(self, after: int, seconds: float) -> dict[str, Any]:
-        """What the host has said since its line number `after`; waits for at most `seconds` for something.
-
-        `ended` is the host's return code once it has ended and all it said has been told.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._said > after or self._ended() is not None, timeout=seconds)
-            first = self._said - len(self._lines)
-            lines = list(self._lines)[max(0, after - first) :]
-            return {"life": self._life, "lines": lines, "said": self._said, "ended": self._ended()}
-
-    def say(self, line: str) -> None:
-        """Write a line to the host's input; it may have ended."""
-        if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.write(line.encode() + b"\n")
-                self._process.stdin.flush()
+    def watch(self, seconds: float) -> dict[str, Any]:
+        """How the host is, once it has ended or `seconds` have passed: the actor's life; `ended`, the host's return
+        code or None; `hung`, why it was killed."""
+        ended = None
+        if self._problem:
+            ended = 2
+        elif self._process is not None and self._finished.wait(seconds):
+            ended = self._process.returncode
+        return {"life": self._life, "ended": ended, "hung": self._hung}
 
     def stop(self, seconds: float = STOP_SECONDS) -> None:
         """End the unit, in order if that takes no longer than `seconds`, and remove its directory."""
@@ -148,7 +133,7 @@ class UnitActor:
             self._process = subprocess.Popen(
                 [*command, "--unit-spec", str(file), *arguments],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdout=log,
                 stderr=log,
                 env=environment,
                 pass_fds=(lock,),
@@ -157,49 +142,31 @@ class UnitActor:
             )
         os.close(lock)
         self._note = _usual_priority(self._process.pid)
-        threading.Thread(target=self._read, args=(self._process,), name="host", daemon=True).start()
-        threading.Thread(target=self._watch, args=(self._process,), name="watchdog", daemon=True).start()
+        threading.Thread(target=self._collect, args=(self._process,), name="host", daemon=True).start()
+        threading.Thread(target=self._end_if_hung, args=(self._process,), name="watchdog", daemon=True).start()
 
-    def _read(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            with self._changed:
-                self._lines.append(line.decode(errors="replace").rstrip("\n"))
-                self._said += 1
-                self._changed.notify_all()
+    def _collect(self, process: subprocess.Popen[bytes]) -> None:
         process.wait()
-        with self._changed:
-            self._finished = True
-            self._changed.notify_all()
+        self._finished.set()
 
-    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+    def _end_if_hung(self, process: subprocess.Popen[bytes]) -> None:
         """Kill a host that hangs; whoever starts the unit again learns of that as of any end."""
-        host = PartId("host")
         watch = Watch(self._unit_spec.watchdog, self._unit_spec.run_dir)
 
         def found(finding: Finding[PartId]) -> None:
             if finding.state is Liveness.HUNG:
-                reason = f"hung: no sign of life for {finding.silence:.0f} s"
-                with self._changed:
-                    self._lines.append(to_line(Down(host, reason, 0.0, hung=True)))
-                    self._said += 1
+                self._hung = f"hung: no sign of life for {finding.silence:.0f} s"
                 process.kill()
 
-        watch.begin(host, process.pid, found, begun=False)
-        while not self._finished:
-            time.sleep(watch.period)
+        watch.begin(HOST, process.pid, found, begun=False)
+        while not self._finished.wait(watch.period):
             watch.look()
-
-    def _ended(self) -> int | None:
-        if self._problem:
-            return 2
-        return self._process.returncode if self._process is not None and self._finished else None
 
 
 def _placed(unit_spec: UnitSpec, run_dir: Path, host: str) -> UnitSpec:
     """The spec with that directory and ports of this node, those of an earlier life where they are still free."""
     before = _listened(run_dir)
-    ports = before if before and all(_is_free(host, port) for port in before) else [free_port(host), free_port(host)]
+    ports = before if before and all(_is_free(host, port) for port in before) else [free_port(host) for _ in range(3)]
     (run_dir / _LISTEN_FILE).write_text(json.dumps(ports))
     return msgspec.structs.replace(unit_spec, run_dir=str(run_dir), listen=Listen(host, *ports))
 
@@ -248,7 +215,7 @@ def _node() -> tuple[str, str, str]:
 def _listened(run_dir: Path) -> list[int]:
     with contextlib.suppress(OSError, ValueError):
         ports = json.loads((run_dir / _LISTEN_FILE).read_text())
-        if isinstance(ports, list) and len(ports) == 2 and all(isinstance(port, int) for port in ports):
+        if isinstance(ports, list) and len(ports) == 3 and all(isinstance(port, int) for port in ports):
             return ports
     return []
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
+from muxserve.cluster.events import HOST
 from muxserve.cluster.machine import this_machines_gpus
-from muxserve.cluster.ray.calls import HOST, first_line, why
 from muxserve.cluster.supervision import GaveUp
 from muxserve.config import Fleet
 from muxserve.costs.devices import device
@@ -170,6 +170,18 @@ def type_resources(nodes: Sequence[NodeGpus], planned: nvml.Gpu) -> dict[str, fl
     kinds = {node.type_resource for node in good}
     others = any(node not in good for node in nodes)
     return {kinds.pop(): _TRACE} if others and len(kinds) == 1 and "" not in kinds else {}
+
+
+def why(error: BaseException) -> str:
+    """What Ray says, for people."""
+    if "No module named 'muxserve" in str(error):
+        return "a node of the Ray cluster has no MuxServe; install the same version on every node"
+    return first_line(error)
+
+
+def first_line(error: BaseException) -> str:
+    """The first words of an error, which may be a page long."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _join(ray: Any, address: str, start: bool) -> None:

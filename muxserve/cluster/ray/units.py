@@ -1,15 +1,16 @@
 """Units on other machines, started through Ray: a `UnitLauncher`.
 
-Each unit is an actor (`ray_actor.UnitActor`) in a placement group of one bundle, with the CPUs of its engines and as
+Each unit is an actor (`UnitActor`) in a placement group of one bundle, with the CPUs of its engines and as
 many GPUs as it has ranks; Ray finds the node, and starts the actor again when its process or its node dies. Units are
 spread over the nodes, or packed on as few as hold them; either is a wish that gives way to what has room. The actor
-runs the unit's host, which finds out what GPUs Ray has given to it. Requests, tokens and pages do not pass through Ray:
-the unit's sockets are reached over TCP with the fleet's CURVE keys.
+starts the unit's host, which finds out what GPUs Ray has given to it, and watches it. Nothing else passes through Ray:
+the host and the unit's sockets are reached over TCP with the fleet's CURVE keys.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -17,11 +18,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from muxserve.cluster.events import Event, Progress
-from muxserve.cluster.ray.actor import UnitActor
-from muxserve.cluster.ray.calls import HOST, answer, release, why
-from muxserve.cluster.ray.cluster import join, survey, type_resources
-from muxserve.cluster.ray.unit import ANSWER_SECONDS, RayUnit
+from muxserve.cluster.events import HOST, Event, Progress
+from muxserve.cluster.ray.actor import STOP_SECONDS, UnitActor
+from muxserve.cluster.ray.cluster import join, survey, type_resources, why
+from muxserve.cluster.remote_unit import Found, HostAwayError, RemoteUnit, Watched
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
 from muxserve.spec import FleetSpec, Keys, UnitSpec
@@ -30,6 +30,58 @@ from muxserve.spec import FleetSpec, Keys, UnitSpec
 PLACE_SECONDS = 300.0
 # The same when no node of the cluster is large enough, whatever runs there.
 INFEASIBLE_SECONDS = 10.0
+# An actor waits for its place on the node, and for the host before it to end.
+_FIND_SECONDS = 1800.0
+# Of an actor that is there, beyond the time that it takes by intent.
+_ANSWER_SECONDS = 10.0
+
+
+class ActorPlace:
+    """An actor and its place in the cluster: a `HostPlace`."""
+
+    def __init__(self, ray: Any, actor: Any, group: Any) -> None:
+        self._ray = ray
+        self._actor = actor
+        self._group = group
+
+    async def find(self) -> Found:
+        """See `HostPlace.find`."""
+        place = await self._answer(self._actor.place.remote(), _FIND_SECONDS)
+        return Found(**place | {"unit_spec": msgspec.json.decode(place["unit_spec"], type=UnitSpec)})
+
+    async def watch(self, seconds: float) -> Watched:
+        """See `HostPlace.watch`."""
+        return Watched(**await self._answer(self._actor.watch.remote(seconds), seconds + _ANSWER_SECONDS))
+
+    def kill(self) -> None:
+        """See `HostPlace.kill`."""
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            self._ray.kill(self._actor, no_restart=True)
+
+    async def stop(self) -> None:
+        """See `HostPlace.stop`."""
+        with contextlib.suppress(GaveUp, HostAwayError):
+            await self._answer(self._actor.stop.remote(), STOP_SECONDS + 5)
+        await self.release()
+
+    async def release(self) -> None:
+        """End the actor, and give its place back."""
+        self.kill()
+        await _give_back(self._ray, self._group)
+
+    async def _answer(self, reference: Any, seconds: float) -> Any:
+        """What a call of the actor returns.
+
+        Raises:
+            HostAwayError: it has not within `seconds`, or cannot now.
+            GaveUp: it never will.
+        """
+        try:
+            return await asyncio.wait_for(reference, seconds)
+        except self._ray.exceptions.ActorDiedError as error:
+            raise GaveUp(HOST, why(error)) from None
+        except (self._ray.exceptions.RayError, TimeoutError) as error:
+            raise HostAwayError(why(error)) from None
 
 
 class RayUnits:
@@ -63,7 +115,7 @@ class RayUnits:
         self._command = command
         self._ray: Any = None
         self._connecting = asyncio.Lock()
-        self._units: dict[str, RayUnit] = {}
+        self._units: dict[str, RemoteUnit] = {}
 
     async def connect(self) -> str:
         """Join the cluster; returns the address under which its nodes reach this machine.
@@ -84,7 +136,7 @@ class RayUnits:
         """
         return msgspec.structs.replace(fleet, keys=self._keys, tokens_host=await self.connect())
 
-    async def start(self, unit: PlannedUnit, migrates: bool, emit: Callable[[Event], None]) -> RayUnit:
+    async def start(self, unit: PlannedUnit, migrates: bool, emit: Callable[[Event], None]) -> RemoteUnit:
         """See `UnitLauncher.start`."""
         await self.connect()
         ray = self._ray
@@ -92,21 +144,24 @@ class RayUnits:
         if unit.gpu is not None:
             bundle |= type_resources(await asyncio.to_thread(survey, ray), unit.gpu.unit.gpus[0])
         group = await self._place(ray, unit, bundle, emit)
-        actor = None
         try:
-            actor = self._actor(ray, group, unit, migrates)
-            place = await answer(actor.place.remote(), ANSWER_SECONDS)
-            if place["problem"]:
-                raise GaveUp(HOST, place["problem"])
-            if place["note"]:
-                emit(Progress(HOST, place["note"]))
-        except ray.exceptions.RayError as error:
-            await release(ray, actor, group)
-            raise GaveUp(HOST, why(error)) from None
+            place = ActorPlace(ray, self._actor(ray, group, unit, migrates), group)
         except BaseException:
-            await release(ray, actor, group)
+            await _give_back(ray, group)
             raise
-        started = RayUnit(ray, unit, migrates, actor, group, place, emit, self._away_seconds)
+        try:
+            found = await place.find()
+            if found.problem:
+                raise GaveUp(HOST, found.problem)
+        except HostAwayError as error:
+            await place.release()
+            raise GaveUp(HOST, str(error)) from None
+        except BaseException:
+            await place.release()
+            raise
+        if found.note:
+            emit(Progress(HOST, found.note))
+        started = RemoteUnit(unit, migrates, place, found, emit, self._away_seconds)
         self._units[unit.name] = started
         return started
 
@@ -139,7 +194,7 @@ class RayUnits:
                     emit(Progress(HOST, f"waiting for a node with {_words(bundle)}"))
                     said = True
         except BaseException:
-            await release(ray, None, group)
+            await _give_back(ray, group)
             raise
         return group
 
@@ -163,7 +218,7 @@ class RayUnits:
         bundle = resources(unit.unit_spec)
         # Our keys go where the unit goes; who may talk to this Ray cluster may run whatever he likes on it anyway.
         unit_spec = msgspec.structs.replace(unit.unit_spec, keys=self._keys)
-        arguments = ["--commands", *(["--migrates"] if migrates else []), "--serves", *unit.serves]
+        arguments = ["--ends-with-input", *(["--migrates"] if migrates else []), "--serves", *unit.serves]
         return (
             ray.remote(UnitActor)
             .options(
@@ -182,6 +237,14 @@ class RayUnits:
                 gpu_plan=b"" if unit.gpu is None else unit.gpu.to_json(),
             )
         )
+
+
+async def _give_back(ray: Any, group: Any) -> None:
+    """Remove a placement group."""
+    from ray.util.placement_group import remove_placement_group
+
+    with contextlib.suppress(ray.exceptions.RayError):
+        await asyncio.to_thread(remove_placement_group, group)
 
 
 def resources(unit_spec: UnitSpec) -> dict[str, float]:

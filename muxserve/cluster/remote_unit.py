@@ -1,28 +1,40 @@
-"""A unit on a node of a Ray cluster: what its launcher hands to the controller.
+"""A unit whose host is a process of its own, usually on another machine: a `UnitHandle`.
 
-The unit's actor is asked all the time what the host has said. While it does not answer, its process or its node has
-died; Ray starts it again, and the unit is then where it was, or elsewhere.
+Whoever has placed the host (`HostPlace`) is asked all the time how it is. When its process or its machine has died it
+is started again, where it was or elsewhere; each such life has a connection of its own (`host_link`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import msgspec
 
 from muxserve import wire
-from muxserve.cluster.events import Down, Event, Failed, PartId, Ready, Starting, Stopping, Up, from_line
+from muxserve.cluster.events import HOST, Down, Event, Failed, PartId, Ready, Starting, Stopping, Up
 from muxserve.cluster.host import MemoryParents
+from muxserve.cluster.host_link import (
+    ASK_SECONDS,
+    Answer,
+    AnyCommand,
+    ControllerEnd,
+    HostEvent,
+    Join,
+    ReadAhead,
+    ReadState,
+    Sized,
+    StartMigrator,
+    StartModel,
+    StopModel,
+    Tell,
+)
 from muxserve.cluster.log_tail import Said
-from muxserve.cluster.ray.actor import STOP_SECONDS
-from muxserve.cluster.ray.calls import ASK_SECONDS, HOST, ActorQuestions, answer, check, release, why
 from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
@@ -33,71 +45,122 @@ from muxserve.spec import ModelSpec, UnitEntry, UnitSpec
 
 log = logging.getLogger(__name__)
 
-# An actor waits for its place on the node, and for the host before it to end.
-ANSWER_SECONDS = 1800.0
-_HEAR_SECONDS = 5.0
+_WATCH_SECONDS = 5.0
 _RETRY_SECONDS = 0.5
 # Starting a model takes what its engines are given for it, twice if they die meanwhile.
-_START_SECONDS = 2 * ANSWER_SECONDS + ASK_SECONDS
+_START_SECONDS = 3600.0 + ASK_SECONDS
+_AWAY = "its node or its actor has died"
 
 
-class RayUnit:
-    """A handle of a unit on some node."""
+class HostAwayError(Exception):
+    """Nobody knows how a host is: who watches it does not answer, or is being started again with it."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """One life of a host: its name, Ray's name of its node if there is one, and the unit's spec as it is there.
+    `problem`: why no host was started; `note`: what the user should know."""
+
+    life: str
+    node: str
+    unit_spec: UnitSpec
+    problem: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """How a host is: its life; its exit status if it has ended; why it was killed if it hung."""
+
+    life: str
+    ended: int | None = None
+    hung: str = ""
+
+
+class HostPlace(Protocol):
+    """What has placed a host, watches it and ends it."""
+
+    async def find(self) -> Found:
+        """The life of the host that is or is about to be.
+
+        Raises:
+            HostAwayError: there is none at present.
+            GaveUp: there will be none.
+        """
+
+    async def watch(self, seconds: float) -> Watched:
+        """How the host is, once it has ended or `seconds` have passed.
+
+        Raises:
+            HostAwayError: nobody knows at present.
+            GaveUp: nobody will know.
+        """
+
+    def kill(self) -> None:
+        """End it at once; `stop` is still called."""
+
+    async def stop(self) -> None:
+        """End it in order, and give its place back."""
+
+
+class RemoteUnit:
+    """A handle of a unit whose host `place` has placed.
+
+    Args:
+        found: the host's first life.
+        emit: called with what happens.
+        patience: seconds for which a host may be away.
+    """
 
     def __init__(
         self,
-        ray: Any,
         unit: PlannedUnit,
         migrates: bool,
-        actor: Any,
-        group: Any,
-        place: dict[str, Any],
+        place: HostPlace,
+        found: Found,
         emit: Callable[[Event], None],
         patience: float,
     ) -> None:
         self.ended = False
-        self.node = ""
         self.sized = asyncio.Event()
         self.ready = asyncio.Event()
-        self._ray = ray
-        self._actor = actor
-        self._group = group
+        self._place = place
         self._emit = emit
         self._patience = patience
         self._serves = [model.name for model in unit.unit_spec.models if model.name in unit.serves]
         self._migrates = migrates
-        # What every life of the actor begins with, whatever was changed since.
+        # What every life of the host begins with, whatever was changed since.
         self._begins_with = (frozenset(self._serves), migrates)
-        self._began = time.monotonic()
         self._up: set[PartId] = set()
         self._said: dict[PartId, Said] = {}
         self._words = ""
         self._failed_part = HOST
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._questions = ActorQuestions(ray, actor)
-        self._unit_spec = msgspec.json.decode(place["unit_spec"], type=UnitSpec)
-        # What models that have joined since take of the unit's GPUs: a new life of the actor knows nothing of them.
+        self._unit_spec = found.unit_spec
+        # What models that have joined since take of the unit's GPUs: a new life of the host knows nothing of them.
         self._joined: dict[str, tuple[Needs, ...]] = {}
-        self._life = self._host = ""
-        self._was_away = False
-        self._moved_to(place)
+        # Nobody knows how the host is; and a new life of it has not said yet how large its pools are.
+        self._away = self._moves = False
         self._others: set[asyncio.Task[object]] = set()
+        self._live(found)
         self._follower = asyncio.create_task(self._follow())
 
     # ------------------------------------------------------------ what is known
 
     @property
+    def node(self) -> str:
+        """Ray's name of its node."""
+        return self._found.node
+
+    @property
     def entry(self) -> UnitEntry:
         """See `UnitHandle.entry`."""
-        listen = self._unit_spec.listen
-        assert listen is not None, "the actor has chosen the ports"
-        return UnitEntry(
-            self._unit_spec,
-            tcp_address(listen.host, listen.unit_port),
-            tcp_address(listen.host, listen.migrator_port),
-            list(self._serves),
-            remote=True,
-        )
+        unit_spec, listen = self._unit_spec, self._unit_spec.listen
+        if listen is None:
+            addresses = unit_spec.unit_address, unit_spec.migrator_address
+        else:
+            addresses = tcp_address(listen.host, listen.unit_port), tcp_address(listen.host, listen.migrator_port)
+        return UnitEntry(unit_spec, *addresses, list(self._serves), remote=listen is not None)
 
     @property
     def parts(self) -> Collection[PartId]:
@@ -113,7 +176,7 @@ class RayUnit:
     def up(self, model: str) -> bool:
         """See `UnitHandle.up`."""
         engines = {part for part in self.parts if part.model == model}
-        return bool(engines) and {UNIT, *engines} <= self._up
+        return bool(engines) and not self._away and {UNIT, *engines} <= self._up
 
     def memory_parents(self) -> MemoryParents:
         """See `UnitHandle.memory_parents`."""
@@ -127,19 +190,17 @@ class RayUnit:
         """See `UnitHandle.wait`."""
         await asyncio.shield(self._failed)
 
-    async def tell(self, message: wire.Message) -> None:
+    async def tell(self, message: wire.AnyMessage) -> None:
         """See `UnitHandle.tell`."""
         if UNIT in self._up:
             # Beside: its node may have died a moment ago, and others are to be told as well.
-            self._spawn(self._questions.ask("tell", message=base64.b64encode(wire.encode(message)).decode()))
+            self._spawn(self._ask(Tell(message)))
 
     async def state(self) -> dict[str, object]:
         """See `UnitHandle.state`."""
-        while True:
-            state = (await self._questions.ask("state")).get("state")
-            if isinstance(state, dict):
-                return state
+        while (state := (await self._ask(ReadState())).state) is None:
             await asyncio.sleep(_RETRY_SECONDS)
+        return state
 
     def log_tail_of(self, part: PartId) -> Said:
         """See `UnitHandle.log_tail_of`; the log lies on the unit's node."""
@@ -149,43 +210,38 @@ class RayUnit:
 
     async def start_model(self, model: str) -> None:
         """See `UnitHandle.start_model`."""
-        check(await self._questions.ask("start_model", _START_SECONDS, model=model), model)
+        (await self._ask(StartModel(model), _START_SECONDS)).check(model)
         if model not in self._serves:
             self._serves.append(model)
 
     async def join(self, unit_spec: UnitSpec, model: str, needs: Sequence[Needs] = (), asleep: bool = False) -> None:
         """See `UnitHandle.join`. Where units are elsewhere, no model sleeps."""
-        check(await self._ask_to_join(unit_spec, model, needs), model)
+        (await self._ask(Join(model, unit_spec, needs))).check(model)
         self._joined[model] = tuple(needs)
         self._unit_spec = unit_spec
-
-    async def _ask_to_join(self, unit_spec: UnitSpec, model: str, needs: Sequence[Needs]) -> dict[str, Any]:
-        spec, estimated = msgspec.to_builtins(unit_spec), msgspec.to_builtins(needs)
-        return await self._questions.ask("join", model=model, unit_spec=spec, needs=estimated)
 
     async def stop_model(self, model: str, urgent: bool = False) -> None:
         """See `UnitHandle.stop_model`. Where units are elsewhere, memory decides nothing."""
         if model in self._serves:
             self._serves.remove(model)
-        check(await self._questions.ask("stop_model", model=model), model)
+        (await self._ask(StopModel(model))).check(model)
 
     async def forget(self, model: str) -> None:
         """See `UnitHandle.forget`. Where units are elsewhere, nothing is kept."""
 
     async def prefetch(self, model: str) -> None:
         """See `UnitHandle.prefetch`."""
-        check(await self._questions.ask("prefetch", model=model), model)
+        (await self._ask(ReadAhead(model))).check(model)
 
     def start_migrator(self) -> None:
         """See `UnitHandle.start_migrator`."""
         if not self._migrates:
             self._migrates = True
-            self._spawn(self._questions.ask("start_migrator"))
+            self._spawn(self._ask(StartMigrator()))
 
     def kill(self) -> None:
         """See `UnitHandle.kill`."""
-        with contextlib.suppress(self._ray.exceptions.RayError):
-            self._ray.kill(self._actor, no_restart=True)
+        self._place.kill()
 
     async def stop(self) -> None:
         """See `UnitHandle.stop`."""
@@ -193,79 +249,78 @@ class RayUnit:
         for task in (self._follower, *self._others):
             task.cancel()
         await asyncio.gather(self._follower, *self._others, return_exceptions=True)
-        self._questions.give_up("the unit is being stopped")
+        self._link.close("the unit is being stopped")
         if not self._failed.done():
             self._failed.cancel()
-        with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
-            await answer(self._actor.stop.remote(), STOP_SECONDS + 5)
-        await release(self._ray, self._actor, self._group)
+        await self._place.stop()
 
-    # ------------------------------------------------------------ the actor
+    async def _ask(self, command: AnyCommand, seconds: float = ASK_SECONDS) -> Answer:
+        return Answer(problem=_AWAY) if self._away else await self._link.ask(command, seconds)
+
+    # ------------------------------------------------------------ the host's lives
+
+    def _live(self, found: Found) -> None:
+        """Follow a new life of the host."""
+        self._found = found
+        self._life_ready = asyncio.Event()
+        self._up.clear()
+        self._link = ControllerEnd(found.unit_spec, self._hear)
 
     async def _follow(self) -> None:
-        """Listen to the host, through whatever lives its actor has."""
-        said, away = 0, 0.0
-        errors = self._ray.exceptions
+        """Watch the host, through whatever lives it has."""
+        away = 0.0
         while not self._failed.done():
             try:
-                heard = await answer(self._actor.hear.remote(said, _HEAR_SECONDS), _HEAR_SECONDS + 10)
-                if heard["life"] != self._life:
-                    place = await answer(self._actor.place.remote(), ANSWER_SECONDS)
-                    if place["problem"]:
-                        self._fail(HOST, place["problem"])
-                        return
-                    said, away = 0, 0.0
-                    self._come_back(place)
-                    continue
-            except errors.ActorDiedError as error:
-                self._fail(HOST, why(error))
+                watched = await self._place.watch(_WATCH_SECONDS)
+                found = await self._place.find() if watched.life != self._found.life else self._found
+            except GaveUp as failure:
+                self._fail(failure.part, str(failure))
                 return
-            except (errors.RayError, TimeoutError) as error:
-                if not away:
+            except HostAwayError as error:
+                if not self._away:
                     away = time.monotonic()
-                    self._go_away(why(error))
+                    self._go_away(str(error))
                 elif time.monotonic() - away > self._patience:
-                    self._fail(HOST, f"Ray has not started it again within {self._patience:g} s")
+                    self._fail(HOST, f"it has not been started again within {self._patience:g} s")
                     return
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
-            away, said = 0.0, heard["said"]
-            for line in heard["lines"]:
-                self._hear(line)
-            if heard["ended"] is not None:
-                self._fail(self._failed_part, self._words or f"its host ended with status {heard['ended']}")
+            if found.problem:
+                self._fail(HOST, found.problem)
+                return
+            was_away, self._away = self._away, False
+            if found is not self._found:
+                self._moves = True
+                self._link.close(_AWAY)
+                self._live(found)
+                self._spawn(self._as_before(self._life_ready))
+            elif was_away:
+                self._emit(Up(HOST, 0, 0.0))  # only its watcher was away
+            elif watched.ended is not None:
+                if watched.hung:
+                    self._emit(Down(HOST, watched.hung, 0.0, hung=True))
+                self._fail(self._failed_part, self._words or f"its host ended with status {watched.ended}")
 
     def _go_away(self, why: str) -> None:
-        log.warning("a unit's actor is away: %s", why)
-        self._up.clear()
-        self._questions.give_up("the unit's node or its actor has died")
-        self._emit(Down(HOST, "its node or its actor has died; Ray starts it again", 0.0))
-
-    def _come_back(self, place: dict[str, Any]) -> None:
-        self._up.clear()
-        self._was_away = True
-        self._moved_to(place)
-        self._spawn(self._as_before(self._life_ready))
+        log.warning("nobody knows how the host of %s is: %s", self._unit_spec.unit, why)
+        self._away = True
+        self._link.give_up(_AWAY)
+        self._emit(Down(HOST, f"{_AWAY}; it is started again", 0.0))
 
     async def _as_before(self, ready: asyncio.Event) -> None:
-        """Have a new life of the actor, which begins as the first one did, serve what was served last."""
+        """Have a new life of the host, which begins as the first one did, serve what was served last."""
         await ready.wait()
         for model, needs in self._joined.items():
-            if error := (await self._ask_to_join(self._unit_spec, model, needs)).get("error"):
-                log.warning("%s does not join a unit that was started again: %s", model, error)
+            if problem := (await self._ask(Join(model, self._unit_spec, needs))).problem:
+                log.warning("%s does not join a unit that was started again: %s", model, problem)
         serves, migrates = self._begins_with
         if self._migrates and not migrates:
-            await self._questions.ask("start_migrator")
-        changes = dict.fromkeys(serves.difference(self._serves), "stop_model")
-        changes |= dict.fromkeys(set(self._serves) - serves, "start_model")
-        for model, what in sorted(changes.items()):
-            if error := (await self._questions.ask(what, _START_SECONDS, model=model)).get("error"):
-                log.warning("%s %s, after a unit was started again: %s", what, model, error)
-
-    def _moved_to(self, place: dict[str, Any]) -> None:
-        self._life_ready = asyncio.Event()
-        self._life, self.node = place["life"], place["node"]
-        self._host = place["host"]
+            await self._ask(StartMigrator())
+        changes: dict[str, StartModel | StopModel] = {name: StopModel(name) for name in serves.difference(self._serves)}
+        changes |= {name: StartModel(name) for name in self._serves if name not in serves}
+        for model, command in sorted(changes.items()):
+            if problem := (await self._ask(command, _START_SECONDS)).problem:
+                log.warning("%s %s, after a unit was started again: %s", type(command).__name__, model, problem)
 
     def _sized(self, unit_spec: UnitSpec) -> None:
         """This life's GPUs and pools are known; until then the unit is to others where it was."""
@@ -274,30 +329,22 @@ class RayUnit:
             if model.max_len < (before := lengths.get(model.name, 0)):
                 # Requests of that length have been promised.
                 words = f"{model.max_len} tokens of {model.name}, which was offered with {before}"
-                self._fail(HOST, f"the GPUs that it has now on {self._host} hold {words}; free their memory")
+                where = unit_spec.listen.host if unit_spec.listen else "this machine"
+                self._fail(HOST, f"the GPUs that it has now on {where} hold {words}; free their memory")
                 return
         # The host joins them again when it is up.
         self._unit_spec = with_joined(unit_spec, self._unit_spec, self._joined)
         self.sized.set()
-        if self._was_away:
+        if self._moves:
             # To the fleet this is a unit that may be somewhere else now.
-            self._was_away = False
+            self._moves = False
             self._emit(Up(HOST, 0, 0.0))
 
-    def _hear(self, line: str) -> None:
-        try:
-            said = msgspec.json.decode(line, type=dict[str, Any])
-            if "reply" in said:
-                self._questions.answered(said)
-                return
-            if said.get("event") == "Sized":
-                self._sized(msgspec.convert(said["unit_spec"], UnitSpec))
-                return
-            event = from_line(line)
-        except ValueError as error:
-            log.warning("from a unit's host: %s", error)
-            return
+    def _hear(self, event: HostEvent) -> None:
         match event:
+            case Sized(unit_spec):
+                self._sized(unit_spec)
+                return
             case Up(part):
                 self._up.add(part)
             case Starting(part) | Down(part):
@@ -306,7 +353,8 @@ class RayUnit:
                 self.ready.set()
                 self._life_ready.set()
             case Failed(part, message, path, tail):
-                where = None if path is None else Path(f"{self._host}:{path}")
+                listen = self._found.unit_spec.listen
+                where = Path(f"{listen.host}:{path}" if listen else path) if path else None
                 self._said[part] = (where, tail)
                 # Whoever is told says himself what it is that failed.
                 self._failed_part = part
@@ -317,7 +365,7 @@ class RayUnit:
         self._emit(event)
 
     def _fail(self, part: PartId, reason: str) -> None:
-        self._questions.give_up(reason)
+        self._link.give_up(reason)
         if not self._failed.done():
             self._failed.set_exception(GaveUp(part, reason))
             # Nobody may be waiting yet.
@@ -330,7 +378,7 @@ class RayUnit:
 
 
 def with_joined(begun: UnitSpec, before: UnitSpec, joined: Collection[str]) -> UnitSpec:
-    """A unit as a life of its actor has begun it, with the models that had `joined` the one before. Its models have the
+    """A unit as a life of its host has begun it, with the models that had `joined` the one before. Its models have the
     quotas of before, or, where the pools are of another size now, the same parts of them."""
     if not joined:
         return begun
