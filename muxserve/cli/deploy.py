@@ -18,7 +18,7 @@ from muxserve.cli import ready
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
 from muxserve.cli.progress import renderer
 from muxserve.cluster.controller import Controller
-from muxserve.cluster.fleet_starts import LocalFleetLauncher, fleet_commands_for
+from muxserve.cluster.fleet_starts import FleetLauncher, fleet_commands_for
 from muxserve.cluster.gpu_host import tried
 from muxserve.cluster.launcher import WarmParents, commands_for
 from muxserve.cluster.machine import this_machine, vllm_without_cuda
@@ -189,7 +189,7 @@ async def _serve(
     else:
         unit_launcher = lambda warm, reaper: LocalUnits(commands_for, warm, reaper)  # noqa: E731
     show = renderer(console)
-    launcher = LocalFleetLauncher(fleet_commands_for(fleet), fleet.log_dir)
+    launcher = FleetLauncher(fleet_commands_for(fleet), fleet.log_dir)
     url = ready.endpoint(fleet.gateway)
     controller = Controller(
         fleet,

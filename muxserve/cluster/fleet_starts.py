@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from muxserve.cluster.effects import FleetEffects
 from muxserve.cluster.events import PartId, Progress, Starting
-from muxserve.cluster.processes import Process, exit_words, spawn
+from muxserve.cluster.processes import Process, spawn
 from muxserve.cluster.restarts import PATIENT_DELAYS, RestartPolicy
 from muxserve.cluster.supervision import Part, PartDied, PartFailed, while_running
 from muxserve.cluster.warm_link import ParentEvents, WarmLink
@@ -26,22 +25,11 @@ from muxserve.spec import UNIT_FILE, FleetSpec, FollowedFleet, UnitSpec, followe
 
 VLLM, SCHEDULER, SPARE = PartId("vllm"), PartId("scheduler"), PartId("spare")
 _START_SECONDS = {"vllm": 300.0, "gateway": 300.0, "scheduler": 30.0}
-_LAST_WORDS_SECONDS = 0.1
 _LOOK_SECONDS = 0.02
 # Between two spares, of which the first did not live.
 _SPARE_SECONDS = 1.0
 # One that does not serve by then is given up: it has nothing to do but to begin.
 _SPARE_READY_SECONDS = 10.0
-
-
-class FleetLauncher(Protocol):
-    """What the controller needs of its machine. Each method starts one process and returns at once."""
-
-    def vllm(self, control_fd: int, lifeline_fd: int) -> Process:
-        """The process that imports vLLM, with both descriptors open in it under the same numbers."""
-
-    def scheduler(self) -> Process:
-        """The global scheduler; it listens on the fleet's socket for it once it serves."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +52,7 @@ def fleet_commands_for(fleet: FleetSpec) -> FleetCommands:
     )
 
 
-class LocalFleetLauncher:
+class FleetLauncher:
     """Plain processes of this machine, each with its log file in the fleet's directory for them."""
 
     def __init__(self, commands: FleetCommands, log_dir: Path) -> None:
@@ -72,12 +60,12 @@ class LocalFleetLauncher:
         self._log_dir = log_dir
 
     def vllm(self, control_fd: int, lifeline_fd: int) -> Process:
-        """See `FleetLauncher.vllm`."""
+        """The process that imports vLLM, with both descriptors open in it under the same numbers."""
         command = [*self._commands.vllm, "--control-fd", str(control_fd), "--lifeline-fd", str(lifeline_fd)]
         return spawn(command, self._log_dir / "vllm.log", (control_fd, lifeline_fd))
 
     def scheduler(self) -> Process:
-        """See `FleetLauncher.scheduler`."""
+        """The global scheduler; it listens on the fleet's socket for it once it serves."""
         # It may be told to read the fleet's file again at any time, and would not survive that before it expects it.
         return spawn(self._commands.scheduler, self._log_dir / "scheduler.log", held=[signal.SIGHUP])
 
@@ -204,7 +192,7 @@ class FleetStarts(ParentEvents):
                 log=str(self._effects.fleet.log_dir / "vllm.log"),
             )
             async with asyncio.timeout(_SPARE_READY_SECONDS):
-                process = self._process(await birth.forked)
+                process = await birth.process(self._exits)
         except BaseException:
             await link.close()
             raise
@@ -279,7 +267,7 @@ class FleetStarts(ParentEvents):
             unit_spec=os.path.join(unit_spec.run_dir, UNIT_FILE),
             log=str(unit_spec.log_dir / "warm_parent.log"),
         )
-        return self._process(await birth.forked)
+        return await birth.process(self._exits)
 
     async def _linked(self) -> WarmLink:
         await self.until_up()
@@ -345,15 +333,8 @@ class FleetStarts(ParentEvents):
         self._effects.emit(Starting(part.id))
         generation = self._effects.fleet.generation
         birth = link.order(part.id)
-        part.process = self._process(await birth.forked)
-        try:
-            await while_running(part.process, asyncio.shield(birth.up))
-        except PartDied:
-            # It may have said why just before it ended.
-            await asyncio.wait([birth.up], timeout=_LAST_WORDS_SECONDS)
-            if birth.up.done():
-                birth.up.result()
-            raise
+        part.process = await birth.process(self._exits)
+        await birth.until_up(part.process)
         self._tell_if_changed(part, generation)
 
     async def _start_scheduler(self, part: Part) -> None:
@@ -367,11 +348,3 @@ class FleetStarts(ParentEvents):
         """What changed while it came up it may have read or not."""
         if self._effects.fleet.generation != generation and part.process is not None:
             part.process.send(signal.SIGHUP)
-
-    def _process(self, pid: int) -> Process:
-        try:
-            process = Process(pid)
-        except ProcessLookupError:
-            raise PartDied(exit_words(self._exits.get(pid))) from None
-        self._exits.pop(pid, None)  # of an earlier process with that pid
-        return process

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Literal
 
 from muxserve.cluster.effects import UnitEffects
 from muxserve.cluster.events import PartId, Progress, Starting
-from muxserve.cluster.held_weights import HeldWeights
 from muxserve.cluster.launcher import Launcher
 from muxserve.cluster.processes import Process, children
-from muxserve.cluster.resting import RestingEngines
+from muxserve.cluster.sleeping import HeldWeights, RestingEngines
 from muxserve.cluster.starts import MEMORY, MPS, UNIT, WARM, UnitStarts
 from muxserve.cluster.supervision import STOP_SECONDS, GaveUp, Part, PartDied, PartFailed, while_running
 from muxserve.gpu import mps, nvml
@@ -331,27 +330,26 @@ class GpuStarts(UnitStarts):
         limit = _RESTORE_SECONDS if part.lent else _REST_SECONDS if rested else None
         birth = self._order(part, link, **({"weights": source} if source else {}))
         try:
-            process = await self._until_forked(part, birth, known=self._copier if part.lent else rested)
+            process = part.process = await birth.process(self._exits, self._copier if part.lent else rested)
             if part.lent:
                 self._copier = process
             async with asyncio.timeout(limit):
-                kept = await while_running(process, asyncio.shield(birth.up))
+                kept = await birth.until_up(process)
         except TimeoutError:
             if limit is None:
                 raise
             raise PartDied(f"not ready after {limit:.0f} s") from None
         except (PartDied, PartFailed) as failure:
-            said = await self._last_words(birth)
             blameless = isinstance(failure, PartDied) and failure.blameless
             if source == "restore" and not blameless:
                 # The copy may be to blame: the next try loads the model.
                 self._weights.let_go(model)
                 self._weights.forget_copies(model)
-                raise PartDied(f"its weights cannot be copied back: {said or failure}") from None
+                raise PartDied(f"its weights cannot be copied back: {failure}") from None
             if rested and not blameless:
                 # The next one is started from nothing.
-                raise PartDied(f"it cannot come back from its rest: {said or failure}") from None
-            raise said or failure from None
+                raise PartDied(f"it cannot come back from its rest: {failure}") from None
+            raise
         if source == "copy":
             link.pin(model)
         if part.lent:

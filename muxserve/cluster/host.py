@@ -14,7 +14,6 @@ from pathlib import Path
 
 from muxserve import wire
 from muxserve.cluster import log_tail
-from muxserve.cluster.cpu_starts import CpuStarts
 from muxserve.cluster.deaths import Deaths
 from muxserve.cluster.events import HOST, Down, Event, PartId, Ready, Recovered, Suspected, Up
 from muxserve.cluster.gpu_starts import GpuStarts
@@ -22,7 +21,7 @@ from muxserve.cluster.launcher import Launcher
 from muxserve.cluster.log_tail import LogTail, Said
 from muxserve.cluster.processes import Process, Reaper
 from muxserve.cluster.restarts import DEGRADED_STARTS, MAX_DEATHS
-from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM, UnitStarts
+from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM, CpuStarts, UnitStarts
 from muxserve.cluster.supervision import STOP_SECONDS, GaveUp, Part, PartDied, PartFailed, Supervisor
 from muxserve.cluster.warm_link import WarmLink
 from muxserve.cluster.watch import Watch

@@ -74,7 +74,7 @@ class ReadAhead(Command, frozen=True):
     model: str
 
 
-class Join(Command, frozen=True):
+class JoinUnit(Command, frozen=True):
     """Serve what `unit_spec` says from now on, among it the new model."""
 
     model: str
@@ -96,7 +96,7 @@ class ReadState(Command, frozen=True):
     """Answered with the unit scheduler's `state`, when there is one that answers."""
 
 
-AnyCommand = StartModel | StopModel | ReadAhead | Join | StartMigrator | Tell | ReadState
+AnyCommand = StartModel | StopModel | ReadAhead | JoinUnit | StartMigrator | Tell | ReadState
 
 
 class Follow(Message):
@@ -116,13 +116,13 @@ class Said(Message):
     event: HostEvent
 
 
-class Heard(Message):
+class EventsHeard(Message):
     """Controller -> host: all events up to this number have come."""
 
     number: int
 
 
-class Ask(Message):
+class AskHost(Message):
     """Controller -> host: a command."""
 
     number: int
@@ -148,7 +148,7 @@ class Answer(Message):
             raise GaveUp(self.part or PartId("engine", model), self.problem)
 
 
-decode = msgspec.msgpack.Decoder(Follow | Followed | Said | Heard | Ask | Answer).decode
+decode = msgspec.msgpack.Decoder(Follow | Followed | Said | EventsHeard | AskHost | Answer).decode
 
 
 # ---------------------------------------------------------------- the two ends
@@ -225,12 +225,12 @@ class HostEnd:
                 self._controller = frames[0]
                 for message in (Followed(self._life), *self._unheard):
                     self._send(message)
-            case Heard(number):
+            case EventsHeard(number):
                 while self._unheard and self._unheard[0].number <= number:
                     self._unheard.popleft()
                 if not self._unheard:
                     self._all_heard.set()
-            case Ask(number, command):
+            case AskHost(number, command):
                 self._asked(number, command)
 
     def _asked(self, number: int, command: AnyCommand) -> None:
@@ -278,7 +278,7 @@ class ControllerEnd:
         self._on_event = on_event
         self._life = ""
         self._heard = 0
-        self._asked: dict[int, tuple[Ask, asyncio.Future[Answer]]] = {}
+        self._asked: dict[int, tuple[AskHost, asyncio.Future[Answer]]] = {}
         self._number = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         listen = unit_spec.listen
@@ -296,7 +296,7 @@ class ControllerEnd:
     async def ask(self, command: AnyCommand, seconds: float = ASK_SECONDS) -> Answer:
         """Have the host do something within `seconds`; returns its answer, with a `problem` if it came to nothing."""
         self._number += 1
-        ask = Ask(self._number, command)
+        ask = AskHost(self._number, command)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._asked[ask.number] = ask, future
         if self._peer.up:
@@ -337,7 +337,7 @@ class ControllerEnd:
                 if number > self._heard:
                     self._heard = number
                     self._on_event(event)
-                self._peer.send(Heard(number))
+                self._peer.send(EventsHeard(number))
             case Answer(number):
                 _, future = self._asked.get(number, (None, None))
                 if future is not None and not future.done():

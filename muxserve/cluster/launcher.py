@@ -1,4 +1,4 @@
-"""Starts the processes of a unit. The local launcher starts them on this machine."""
+"""Starts the processes of a unit on this machine."""
 
 from __future__ import annotations
 
@@ -12,29 +12,6 @@ from typing import Protocol
 from muxserve.cluster.processes import Process, spawn
 from muxserve.gpu.environment import client_environment, keeper_environment
 from muxserve.spec import UnitSpec, load
-
-
-class Launcher(Protocol):
-    """What a unit's host needs of its machine. Each method starts one process and returns at once."""
-
-    def mps(self) -> tuple[Process, Awaitable[None]]:
-        """The process that owns the MPS server, and what is done once that takes clients."""
-
-    def memory_manager(self, store_fd: int | None = None) -> tuple[Process, Awaitable[None]]:
-        """The process, and what is done once it serves. `store_fd`: its end of a store of file descriptors, which stay
-        when it dies; open in it under the same number."""
-
-    def unit_scheduler(self) -> Process:
-        """The process; it answers on the unit's address once it serves."""
-
-    def migrator(self) -> Process:
-        """The process; it listens on the unit's migrator socket once it serves."""
-
-    async def until_warm(self) -> None:
-        """Until `warm_parent` can do its work, however long that takes."""
-
-    async def warm_parent(self, control_fd: int) -> Process:
-        """The process, with the descriptor open in it; it says on that when it can be asked to fork."""
 
 
 class WarmParents(Protocol):
@@ -89,8 +66,9 @@ def commands_for(unit_spec: UnitSpec, spec_file: Path) -> Commands:
     )
 
 
-class LocalLauncher:
-    """Plain processes of this machine, each with its log file in the unit's spec's directory for them.
+class Launcher:
+    """Plain processes, each with its log file in the unit's directory for them. Each method but `until_warm` starts one
+    and returns at once.
 
     Args:
         warm_parents: what forks the warm parent; None: it is started as a process that imports vLLM.
@@ -104,11 +82,12 @@ class LocalLauncher:
         self._readers: set[asyncio.Task[None]] = set()
 
     def mps(self) -> tuple[Process, Awaitable[None]]:
-        """See `Launcher.mps`."""
+        """The process that owns the MPS server, and what is done once that takes clients."""
         return self._until_ready(self._commands.mps, "mps.log")
 
     def memory_manager(self, store_fd: int | None = None) -> tuple[Process, Awaitable[None]]:
-        """See `Launcher.memory_manager`."""
+        """The process, and what is done once it serves. `store_fd`: its end of a store of file descriptors, which stay
+        when it dies; open in it under the same number."""
         pass_fds = () if store_fd is None else (store_fd,)
         commands = self._commands
         return self._until_ready(commands.memory_manager(store_fd), "memory.log", pass_fds, commands.memory_environment)
@@ -131,20 +110,20 @@ class LocalLauncher:
         return process, ready
 
     def unit_scheduler(self) -> Process:
-        """See `Launcher.unit_scheduler`."""
+        """The process; it answers on the unit's address once it serves."""
         return spawn(self._commands.unit_scheduler, self._log_dir / "unit.log", environment=self._commands.environment)
 
     def migrator(self) -> Process:
-        """See `Launcher.migrator`."""
+        """The process; it listens on the unit's migrator socket once it serves."""
         return spawn(self._commands.migrator, self._log_dir / "migrator.log", environment=self._commands.environment)
 
     async def until_warm(self) -> None:
-        """See `Launcher.until_warm`."""
+        """Until `warm_parent` can do its work, however long that takes."""
         if self._warm_parents is not None:
             await self._warm_parents.until_up()
 
     async def warm_parent(self, control_fd: int) -> Process:
-        """See `Launcher.warm_parent`."""
+        """The process, with the descriptor open in it; it says on that when it can be asked to fork."""
         if self._warm_parents is not None:
             return await self._warm_parents.fork(self._unit_spec, control_fd)
         command = [*self._commands.warm_parent, "--control-fd", str(control_fd)]

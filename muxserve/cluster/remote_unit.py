@@ -25,7 +25,7 @@ from muxserve.cluster.host_link import (
     AnyCommand,
     ControllerEnd,
     HostEvent,
-    Join,
+    JoinUnit,
     ReadAhead,
     ReadState,
     Sized,
@@ -57,7 +57,7 @@ class HostAwayError(Exception):
 
 
 @dataclass(frozen=True)
-class Found:
+class HostLife:
     """One life of a host: its name, Ray's name of its node if there is one, and the unit's spec as it is there.
     `problem`: why no host was started; `note`: what the user should know."""
 
@@ -80,7 +80,7 @@ class Watched:
 class HostPlace(Protocol):
     """What has placed a host, watches it and ends it."""
 
-    async def find(self) -> Found:
+    async def find(self) -> HostLife:
         """The life of the host that is or is about to be.
 
         Raises:
@@ -117,7 +117,7 @@ class RemoteUnit:
         unit: PlannedUnit,
         migrates: bool,
         place: HostPlace,
-        found: Found,
+        found: HostLife,
         emit: Callable[[Event], None],
         patience: float,
     ) -> None:
@@ -216,7 +216,7 @@ class RemoteUnit:
 
     async def join(self, unit_spec: UnitSpec, model: str, needs: Sequence[Needs] = (), asleep: bool = False) -> None:
         """See `UnitHandle.join`. Where units are elsewhere, no model sleeps."""
-        (await self._ask(Join(model, unit_spec, needs))).check(model)
+        (await self._ask(JoinUnit(model, unit_spec, needs))).check(model)
         self._joined[model] = tuple(needs)
         self._unit_spec = unit_spec
 
@@ -259,7 +259,7 @@ class RemoteUnit:
 
     # ------------------------------------------------------------ the host's lives
 
-    def _live(self, found: Found) -> None:
+    def _live(self, found: HostLife) -> None:
         """Follow a new life of the host."""
         self._found = found
         self._life_ready = asyncio.Event()
@@ -311,7 +311,7 @@ class RemoteUnit:
         """Have a new life of the host, which begins as the first one did, serve what was served last."""
         await ready.wait()
         for model, needs in self._joined.items():
-            if problem := (await self._ask(Join(model, self._unit_spec, needs))).problem:
+            if problem := (await self._ask(JoinUnit(model, self._unit_spec, needs))).problem:
                 log.warning("%s does not join a unit that was started again: %s", model, problem)
         serves, migrates = self._begins_with
         if self._migrates and not migrates:

@@ -1,5 +1,4 @@
-"""How each part of a unit comes up, and what it waits for: what units on CPUs (`cpu_starts`) and on GPUs (`gpu_starts`)
-have in common.
+"""How each part of a unit comes up, and what it waits for: on any device, and on CPUs (on GPUs: `gpu_starts`).
 
 Unit scheduler, warm parent and memory manager are processes of their own; engines are forked from the warm parent, when
 the memory manager serves.
@@ -8,20 +7,24 @@ the memory manager serves.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Collection, Sequence
 
+import zmq
+
+from muxserve import wire
 from muxserve.cluster.effects import UnitEffects
 from muxserve.cluster.events import PartId, Progress, Starting
 from muxserve.cluster.launcher import Launcher
-from muxserve.cluster.processes import Process, exit_words
+from muxserve.cluster.processes import Process
 from muxserve.cluster.restarts import PATIENT_DELAYS, RestartPolicy
-from muxserve.cluster.supervision import Part, PartDied, while_running
-from muxserve.cluster.unit_peer import UnitPeer
+from muxserve.cluster.supervision import Part, while_running
 from muxserve.cluster.warm_link import Birth, ParentEvents, WarmLink
 from muxserve.gpu.budget import Needs
 from muxserve.gpu.unit import GpuMemory
+from muxserve.net.peer import Address, AsyncPeer
 from muxserve.net.sockets import until_reachable
 from muxserve.spec import UnitSpec
 
@@ -36,9 +39,47 @@ _START_SECONDS = {
     "warm_parent": 300.0,
     "engine": 1800.0,
 }
-_LAST_WORDS_SECONDS = 0.1
+_ASK_AGAIN_SECONDS = 1.0
 # What calls the memory manager falls silent with it, and is not to blame.
 _CALL_MEMORY = ("engine", "unit", "migrator")
+
+
+class UnitPeer:
+    """Messages wait for a unit scheduler that is being started again. Made inside a running event loop."""
+
+    def __init__(self, address: str) -> None:
+        self._waiting: set[asyncio.Future[dict[str, object]]] = set()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        at = Address("the unit scheduler", address, f"controller/{os.getpid()}")
+        self._peer = AsyncPeer(self._context, at, keeps=True, on_message=self._answered)
+
+    def send(self, message: wire.Message) -> None:
+        """Send it."""
+        self._peer.send(message)
+
+    async def state(self) -> dict[str, object]:
+        """The unit's state; waits until there is a unit scheduler that answers."""
+        future: asyncio.Future[dict[str, object]] = asyncio.get_running_loop().create_future()
+        self._waiting.add(future)
+        try:
+            while not future.done():
+                # What was sent to a scheduler that has died since is gone, hence again.
+                self.send(wire.StateRequest())
+                await asyncio.wait([future], timeout=_ASK_AGAIN_SECONDS)
+            return future.result()
+        finally:
+            self._waiting.discard(future)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._peer.close()
+        self._context.term()
+
+    def _answered(self, message: wire.Message) -> None:
+        if isinstance(message, wire.StateReply):
+            for future in self._waiting:
+                if not future.done():
+                    future.set_result(message.state)
 
 
 class UnitStarts(ParentEvents, ABC):
@@ -309,23 +350,6 @@ class UnitStarts(ParentEvents, ABC):
         self.parent_of[part.id] = link
         return birth
 
-    async def _until_forked(self, part: Part, birth: Birth, known: Process | None = None) -> Process:
-        """The process of a part that has been ordered, now that there is one. It may be one that is `known`."""
-        pid = await birth.forked
-        try:
-            process = known if known is not None and known.pid == pid and known.running else Process(pid)
-        except ProcessLookupError:
-            raise PartDied(exit_words(self._exits.get(pid))) from None
-        self._exits.pop(pid, None)  # of an earlier process with that pid
-        part.process = process
-        return process
-
-    @staticmethod
-    async def _last_words(birth: Birth) -> BaseException | None:
-        """Why a part that has failed does not come up, if it said that just before it ended."""
-        await asyncio.wait([birth.up], timeout=_LAST_WORDS_SECONDS)
-        return birth.up.exception() if birth.up.done() else None
-
     # ------------------------------------------------------------ what the warm parent says
 
     def on_progress(self, part: PartId, detail: str) -> None:
@@ -339,3 +363,21 @@ class UnitStarts(ParentEvents, ABC):
     def on_model_parent(self, model: str, pid: int) -> None:
         """See `ParentEvents.on_model_parent`."""
         self._effects.on_model_parent(model, pid)
+
+
+class CpuStarts(UnitStarts):
+    """See `UnitStarts`. The pools are as large as planned."""
+
+    def _base(self) -> Sequence[PartId]:
+        return MEMORY, WARM, UNIT
+
+    def open(self) -> None:
+        """See `UnitStarts.open`."""
+        super().open()
+        self.sized.set()
+
+    async def _fork(self, part: Part) -> None:
+        link = await self._until_warm()
+        birth = self._order(part, link)
+        part.process = await birth.process(self._exits)
+        await birth.until_up(part.process)

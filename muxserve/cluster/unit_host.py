@@ -37,7 +37,7 @@ from muxserve.cluster.host import UnitHost
 from muxserve.cluster.host_link import (
     AnyCommand,
     HostEnd,
-    Join,
+    JoinUnit,
     ReadAhead,
     ReadState,
     Sized,
@@ -46,7 +46,7 @@ from muxserve.cluster.host_link import (
     StopModel,
     Tell,
 )
-from muxserve.cluster.launcher import LocalLauncher, commands_for
+from muxserve.cluster.launcher import Launcher, commands_for
 from muxserve.cluster.processes import Reaper, adopt_orphans
 from muxserve.cluster.supervision import GaveUp
 from muxserve.gpu.unit import PoolSizer, from_json
@@ -127,7 +127,7 @@ async def carry_out(host: UnitHost, command: AnyCommand) -> dict[str, Any] | Non
             await host.prefetch(model)
         case StartMigrator():
             host.start_migrator()
-        case Join(model, unit_spec, needs):
+        case JoinUnit(model, unit_spec, needs):
             await host.join(unit_spec, model, needs)
         case Tell(message):
             await host.tell(message)
@@ -137,7 +137,7 @@ async def carry_out(host: UnitHost, command: AnyCommand) -> dict[str, Any] | Non
 
 
 @dataclass(frozen=True)
-class Options:
+class HostOptions:
     """What the command line says, and what came of the unit's GPUs: `failure` if it cannot be served on them."""
 
     file: Path
@@ -149,7 +149,7 @@ class Options:
     failure: str = ""
 
 
-async def serve(unit_spec: UnitSpec, options: Options) -> int:
+async def serve(unit_spec: UnitSpec, options: HostOptions) -> int:
     """Run the unit in this event loop; returns the exit status.
 
     Raises:
@@ -171,13 +171,13 @@ async def serve(unit_spec: UnitSpec, options: Options) -> int:
     return code
 
 
-async def _run(unit_spec: UnitSpec, options: Options, link: HostEnd) -> int:
+async def _run(unit_spec: UnitSpec, options: HostOptions, link: HostEnd) -> int:
     reaper = Reaper()
     adopt_orphans()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGCHLD, reaper.reap)
     unit_spec.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    launcher = LocalLauncher(unit_spec, commands_for(unit_spec, options.file))
+    launcher = Launcher(unit_spec, commands_for(unit_spec, options.file))
     sizer, migrates = options.sizer, options.migrates
     host = UnitHost(unit_spec, options.serves, launcher, link.say, reaper, sizer, migrates, movable=True)
     link.obey(lambda command: carry_out(host, command))
@@ -218,7 +218,7 @@ def _ended_in_order(ends_with_input: bool) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def on_its_gpus(unit_spec: UnitSpec, options: Options, plan_file: Path) -> tuple[UnitSpec, Options]:
+def on_its_gpus(unit_spec: UnitSpec, options: HostOptions, plan_file: Path) -> tuple[UnitSpec, HostOptions]:
     """The unit and the options with the GPUs that it has here, or with the reason why it cannot be served on them.
 
     Raises:
@@ -251,7 +251,7 @@ def main(arguments: list[str] | None = None) -> int:
         if unknown := sorted(set(args.serves or []) - set(known)):
             raise ValueError(f"{', '.join(unknown)}: not in this unit")
         serves = known if args.serves is None else args.serves
-        options = Options(args.unit_spec, serves, args.migrates, args.ends_with_input)
+        options = HostOptions(args.unit_spec, serves, args.migrates, args.ends_with_input)
         if unit_spec.gpu is not None:
             if args.gpu_plan is None:
                 raise ValueError("a unit on GPUs needs --gpu-plan")

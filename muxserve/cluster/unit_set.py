@@ -107,7 +107,7 @@ class UnitSet:
         """Until the unit has been up, or is left out."""
         await _first_of(unit.handle.ready, unit.left_out)
 
-    async def tell(self, message: wire.Message) -> None:
+    async def tell(self, message: wire.AnyMessage) -> None:
         """Tell the unit schedulers that are up."""
         for unit in list(self.units.values()):
             await unit.handle.tell(message)

@@ -18,7 +18,7 @@ import msgspec
 from muxserve import wire
 from muxserve.cluster.events import HOST, Event, PartId
 from muxserve.cluster.host import MemoryParents, UnitHost
-from muxserve.cluster.launcher import Commands, LocalLauncher, WarmParents
+from muxserve.cluster.launcher import Commands, Launcher, WarmParents
 from muxserve.cluster.log_tail import Said
 from muxserve.cluster.processes import Reaper
 from muxserve.cluster.supervision import GaveUp
@@ -78,7 +78,7 @@ class UnitHandle(Protocol):
             GaveUp: always, when it returns at all; the reason is in words.
         """
 
-    async def tell(self, message: wire.Message) -> None:
+    async def tell(self, message: wire.AnyMessage) -> None:
         """Tell its unit scheduler, if that is up."""
 
     async def state(self) -> dict[str, object]:
@@ -168,7 +168,7 @@ class LocalUnits:
             file = write_unit_spec(unit_spec)
         except OSError as error:
             raise GaveUp(HOST, f"cannot write to {unit_spec.run_dir}: {error.strerror}") from None
-        launcher = LocalLauncher(unit_spec, self._commands(unit_spec, file), self._warm_parents)
+        launcher = Launcher(unit_spec, self._commands(unit_spec, file), self._warm_parents)
         sizer = None if unit.gpu is None else PoolSizer(unit.gpu, unit_spec, file)
         host = UnitHost(unit_spec, unit.serves, launcher, emit, self._reaper, sizer, migrates)
         host.start()

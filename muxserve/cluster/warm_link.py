@@ -10,16 +10,18 @@ import contextlib
 import json
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from muxserve.cluster.events import PartId
-from muxserve.cluster.supervision import PartDied, PartFailed
+from muxserve.cluster.processes import Process, exit_words
+from muxserve.cluster.supervision import PartDied, PartFailed, while_running
 from muxserve.gpu.budget import Needs, measured
 
 log = logging.getLogger(__name__)
 
 _MAX_MESSAGE = 1 << 16
+_LAST_WORDS_SECONDS = 0.1
 
 
 class Birth:
@@ -30,6 +32,37 @@ class Birth:
         self.forked: asyncio.Future[int] = loop.create_future()
         # Whether what it has made stays without it.
         self.up: asyncio.Future[bool] = loop.create_future()
+
+    async def process(self, exits: MutableMapping[int, int], known: Process | None = None) -> Process:
+        """The process, when it has been forked. It may be one that is `known`.
+
+        Args:
+            exits: return codes of processes that are not our children, as they are reported.
+
+        Raises:
+            PartDied, PartFailed: there is none, or it has ended.
+        """
+        pid = await self.forked
+        try:
+            process = known if known is not None and known.pid == pid and known.running else Process(pid)
+        except ProcessLookupError:
+            raise PartDied(exit_words(exits.get(pid))) from None
+        exits.pop(pid, None)  # of an earlier process with that pid
+        return process
+
+    async def until_up(self, process: Process) -> bool:
+        """Until it serves; whether what it has made stays without it.
+
+        Raises:
+            PartDied, PartFailed: it does not come up; what it said just before its end is the reason.
+        """
+        try:
+            return await while_running(process, asyncio.shield(self.up))
+        except PartDied:
+            await asyncio.wait([self.up], timeout=_LAST_WORDS_SECONDS)
+            if self.up.done():
+                self.up.result()
+            raise
 
     def fail(self, error: Exception) -> None:
         """Whoever waits gets `error`."""

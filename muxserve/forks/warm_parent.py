@@ -125,9 +125,9 @@ class WarmParent:
         self._be_spare = be_spare
         self._model_parents: dict[str, tuple[int, socket.socket]] = {}
         # Engines that were forked here: by model and phase.
-        self._engines: dict[tuple[str, str], _Child] = {}
+        self._engines: dict[tuple[str, str], _ForkedChild] = {}
         # What copies weights back.
-        self._copier: _Child | None = None
+        self._copier: _ForkedChild | None = None
         self._parent = ForkingParent(
             control, control, self._handle, self._on_exit, heartbeat_file(unit_spec.run_dir, "warm_parent")
         )
@@ -221,7 +221,7 @@ class WarmParent:
         theirs.close()
         if known is not None:
             known.orders.close()
-        self._engines[model, phase] = _Child(pid, ours)
+        self._engines[model, phase] = _ForkedChild(pid, ours)
         self.control.event("forked", kind="engine", model=model, phase=phase, pid=pid)
 
     def _rest(self, model: str, phase: str) -> None:
@@ -247,7 +247,7 @@ class WarmParent:
         theirs.close()
         if self._copier is not None:
             self._copier.orders.close()
-        self._copier = _Child(pid, ours)
+        self._copier = _ForkedChild(pid, ours)
         self._copier.tell(order.encode())
         return pid
 
@@ -343,7 +343,7 @@ class WarmParent:
 
 
 @dataclass(slots=True)
-class _Child:
+class _ForkedChild:
     """A process that was forked from the warm parent and takes orders, the socket for these, and whether it was told to
     rest."""
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from muxserve.cluster.events import PartId
-from muxserve.cluster.launcher import LocalLauncher, commands_for
+from muxserve.cluster.launcher import Launcher, commands_for
 from muxserve.cluster.processes import Process, adopt_orphans, exit_words, has_children, kill_group, reap_group
 from muxserve.cluster.supervision import PartDied, PartFailed, while_running
 from muxserve.cluster.warm_link import ParentEvents, WarmLink
@@ -38,7 +38,7 @@ class Family(ParentEvents):
         self._memory: Process | None = None
         self._warm: Process | None = None
         self._link: WarmLink | None = None
-        self._launcher: LocalLauncher | None = None
+        self._launcher: Launcher | None = None
         self._exits: dict[int, int] = {}
         self._engines: dict[PartId, int] = {}
 
@@ -107,7 +107,7 @@ class Family(ParentEvents):
         file = Path(self.unit_spec.run_dir) / "unit.json"
         save(self.unit_spec, file)
         # Kept, because it copies the memory manager's output to its log as long as it lives.
-        self._launcher = launcher = LocalLauncher(self.unit_spec, commands_for(self.unit_spec, file))
+        self._launcher = launcher = Launcher(self.unit_spec, commands_for(self.unit_spec, file))
         self._memory, ready = launcher.memory_manager()
         try:
             await while_running(self._memory, ready)

@@ -17,7 +17,7 @@ from muxserve.cluster import fleet_starts, starts, supervision, unit_set
 from muxserve.cluster.changes import Changes
 from muxserve.cluster.controller import Controller
 from muxserve.cluster.events import Event, PartId, Up
-from muxserve.cluster.fleet_starts import FleetCommands, LocalFleetLauncher
+from muxserve.cluster.fleet_starts import FleetCommands, FleetLauncher
 from muxserve.cluster.host import UnitHost
 from muxserve.cluster.launcher import Commands
 from muxserve.cluster.restarts import RestartPolicy
@@ -192,7 +192,7 @@ class Fleet:
             PlannedUnit(each, tuple(m.name for m in each.models if m.name not in asleep), gpu if each.gpu else None)
             for each in unit_specs
         ]
-        launcher = LocalFleetLauncher(fake_fleet_commands(fleet), fleet.log_dir)
+        launcher = FleetLauncher(fake_fleet_commands(fleet), fleet.log_dir)
         self.controller = Controller(
             fleet,
             self.planned,

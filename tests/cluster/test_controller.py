@@ -221,7 +221,7 @@ async def test_the_log_of_what_failed_is_shown(fleet: Fleet) -> None:
     fleet.tell("die-unit")
     await fleet.start()
     failed = next(event for event in fleet.events if isinstance(event, Failed))
-    assert failed.log == fleet.logs() / "unit.log"
+    assert failed.log == str(fleet.logs() / "unit.log")
     assert failed.tail[-1] == "unit dies because the test says so"
 
 

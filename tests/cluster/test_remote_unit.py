@@ -13,8 +13,8 @@ import pytest
 
 from muxserve.cluster import remote_unit
 from muxserve.cluster.events import HOST, Down, Event, Failed, PartId, Ready, Up
-from muxserve.cluster.host_link import AnyCommand, HostEnd, HostEvent, Join, Sized
-from muxserve.cluster.remote_unit import Found, HostAwayError, RemoteUnit, Watched, with_joined
+from muxserve.cluster.host_link import AnyCommand, HostEnd, HostEvent, JoinUnit, Sized
+from muxserve.cluster.remote_unit import HostAwayError, HostLife, RemoteUnit, Watched, with_joined
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
 from muxserve.gpu.budget import Needs
@@ -64,7 +64,7 @@ class Place:
     """Where the host is: its life, and what else is known of it."""
 
     def __init__(self, unit_spec: UnitSpec) -> None:
-        self.found = Found("0", "here", unit_spec)
+        self.found = HostLife("0", "here", unit_spec)
         self.watched = Watched("0")
         self.away = False
         self.stopped = False
@@ -74,8 +74,8 @@ class Place:
         self.watched, self.away = watched or self.watched, away
         self._changed.set()
 
-    async def find(self) -> Found:
-        return Found(self.watched.life, "here", self.found.unit_spec)
+    async def find(self) -> HostLife:
+        return HostLife(self.watched.life, "here", self.found.unit_spec)
 
     async def watch(self, seconds: float) -> Watched:
         await self._changed.wait()
@@ -349,8 +349,8 @@ async def test_a_model_joins_and_joins_again_when_the_unit_has_been_started_agai
     assert played.unit.entry.unit_spec == joined
     played.host.say(Ready(0.1))
     await played.until(lambda: len(played.host.asked) == 4)
-    assert played.host.words == ["Join third", "StartModel third"] * 2
-    assert [each for each in played.host.asked if isinstance(each, Join)] == [Join("third", joined, needs)] * 2
+    assert played.host.words == ["JoinUnit third", "StartModel third"] * 2
+    assert [each for each in played.host.asked if isinstance(each, JoinUnit)] == [JoinUnit("third", joined, needs)] * 2
 
 
 async def test_a_model_that_the_host_does_not_take_has_not_joined(play: Callable[..., Played]) -> None:
@@ -358,7 +358,7 @@ async def test_a_model_that_the_host_does_not_take_has_not_joined(play: Callable
         raise GaveUp(PartId("weights", "third"), "GPU 0 has 1 GiB left")
 
     played = play()
-    played.host.answers["Join"] = refuse
+    played.host.answers["JoinUnit"] = refuse
     with pytest.raises(GaveUp, match="GPU 0 has 1 GiB left") as caught:
         await played.unit.join(with_a_third(played.unit_spec), "third")
     assert caught.value.part == PartId("weights", "third")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muxserve.cluster.resting import those_to_end
+from muxserve.cluster.sleeping import those_to_end
 from muxserve.spec import RestingSpec
 
 

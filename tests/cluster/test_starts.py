@@ -8,13 +8,12 @@ from typing import cast
 import msgspec
 import pytest
 
-from muxserve.cluster.cpu_starts import CpuStarts
 from muxserve.cluster.events import Event, PartId, Progress
 from muxserve.cluster.gpu_starts import GpuStarts
 from muxserve.cluster.host import UnitHost
-from muxserve.cluster.launcher import Commands, LocalLauncher
+from muxserve.cluster.launcher import Commands, Launcher
 from muxserve.cluster.processes import Reaper
-from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM
+from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM, CpuStarts
 from muxserve.gpu.budget import Needs
 from muxserve.gpu.unit import GpuPlan, PoolSizer
 from muxserve.spec import UnitSpec
@@ -25,8 +24,8 @@ ENGINES = [PartId("engine", model, phase) for model in ("one", "two") for phase 
 ASLEEP = Needs("two", 0, 1, 1, 1, 1)
 
 
-def launcher(unit_spec: UnitSpec) -> LocalLauncher:
-    return LocalLauncher(unit_spec, Commands(lambda store: [], [], [], []))
+def launcher(unit_spec: UnitSpec) -> Launcher:
+    return Launcher(unit_spec, Commands(lambda store: [], [], [], []))
 
 
 def cpu(directory: Path, models: tuple[str, ...] = ("one", "two")) -> tuple[CpuStarts, FakeUnitEffects]:

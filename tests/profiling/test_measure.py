@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from muxserve.cluster.launcher import LocalLauncher
+from muxserve.cluster.launcher import Launcher
 from muxserve.cluster.machine import this_machine
 from muxserve.cluster.processes import Process
 from muxserve.config import load_fleet
@@ -110,7 +110,7 @@ def run_dir() -> Iterator[RunDir]:
 
 @pytest.mark.thorough
 def test_measuring_is_interrupted_and_goes_on(tmp_path: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(family, "LocalLauncher", lambda of, commands: LocalLauncher(of, commands, Nursed()))
+    monkeypatch.setattr(family, "Launcher", lambda of, commands: Launcher(of, commands, Nursed()))
     nursery()
     others = _left(run_dir)
     first = Run(tmp_path, run_dir, Profile())

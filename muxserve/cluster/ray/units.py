@@ -21,7 +21,7 @@ import msgspec
 from muxserve.cluster.events import HOST, Event, Progress
 from muxserve.cluster.ray.actor import STOP_SECONDS, UnitActor
 from muxserve.cluster.ray.cluster import join, survey, type_resources, why
-from muxserve.cluster.remote_unit import Found, HostAwayError, RemoteUnit, Watched
+from muxserve.cluster.remote_unit import HostAwayError, HostLife, RemoteUnit, Watched
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
 from muxserve.spec import FleetSpec, Keys, UnitSpec
@@ -44,10 +44,10 @@ class ActorPlace:
         self._actor = actor
         self._group = group
 
-    async def find(self) -> Found:
+    async def find(self) -> HostLife:
         """See `HostPlace.find`."""
         place = await self._answer(self._actor.place.remote(), _FIND_SECONDS)
-        return Found(**place | {"unit_spec": msgspec.json.decode(place["unit_spec"], type=UnitSpec)})
+        return HostLife(**place | {"unit_spec": msgspec.json.decode(place["unit_spec"], type=UnitSpec)})
 
     async def watch(self, seconds: float) -> Watched:
         """See `HostPlace.watch`."""
