@@ -131,9 +131,7 @@ class Unit:
         spec.save(unit_spec, self.file)
         self.log = run_dir / "host.log"
         with self.log.open("wb") as log:
-            self.process = start(
-                [*command, "--unit-spec", str(self.file), "--migrates"], stdout=log, stderr=log
-            )
+            self.process = start([*command, "--unit-spec", str(self.file), "--migrates"], stdout=log, stderr=log)
 
     def wait_ready(self) -> None:
         """Until everything is up."""

@@ -369,10 +369,10 @@ def _one_gpu(gpu: nvml.Gpu) -> Check:
 def _mps_checks() -> Iterator[Check]:
     control, foreign = mps.binary(), mps.foreign()
     if control is None:
-        advice = f"without {mps.CONTROL} engines take turns on a GPU; it comes with the driver"
+        advice = f"without {mps.CONTROL} engines alternate on a GPU; it comes with the driver"
         yield Check("MPS", "note", "not installed", advice)
     elif foreign:
-        yield Check("MPS", "note", foreign, "a fleet starts a server of its own; the two take turns")
+        yield Check("MPS", "note", foreign, "a fleet starts a server of its own; the two alternate")
     else:
         yield Check("MPS", "ok", f"{control}; a fleet starts a server of its own")
 

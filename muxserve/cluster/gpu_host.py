@@ -91,7 +91,7 @@ def tried(
         notes = ["note: nobody has tried what these GPUs can do; `muxserve doctor --gpu` does, in three minutes"]
         if not unit.named and wish == "auto":
             unit = replace(unit, sharing="off")
-            notes[0] += "; until then engines take turns on a GPU"
+            notes[0] += "; until then engines alternate on a GPU"
     elif found.refused:
         raise SharingError(f"`muxserve doctor --gpu` has found on {found.date} that these GPUs cannot serve: "
                            f"{found.refused}; run it again when that is mended")  # fmt: skip

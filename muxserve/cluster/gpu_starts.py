@@ -42,7 +42,7 @@ class GpuStarts(UnitStarts):
 
     Args:
         models: those that are wanted from the beginning. The others start, too, unless they sleep until memory wakes
-            them: what they need of the GPUs is measured before the pools take the rest.
+            them: what they need of the GPUs is measured before the pools take what is left.
         sizer: makes pools of what was measured.
     """
 
@@ -355,7 +355,7 @@ class GpuStarts(UnitStarts):
         if part.lent:
             part.left = lost
         elif kept and lost is not None:
-            # Its contexts leave the GPUs, before the pools take the rest.
+            # Its contexts leave the GPUs, before the pools take what is left.
             ranks = [Process(pid) for pid in children(process.pid)]
             await part.stop(STOP_SECONDS)
             for rank in ranks:

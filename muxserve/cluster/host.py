@@ -56,8 +56,8 @@ class UnitHost:
 
     Args:
         serves: the models of the unit that have engines from the beginning. On GPUs all have them until they are
-            up, but those that sleep until memory wakes them: they are measured before the pools take the rest. Those
-            that are not wanted leave then.
+            up, but those that sleep until memory wakes them: they are measured before the pools take what is left.
+            Those that are not wanted leave then.
         emit: told what happens; a `Ready` when everything is up for the first time.
         sizer: on GPUs, what makes pools of what was measured.
         migrates: whether there is a migrator from the beginning.

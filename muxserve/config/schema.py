@@ -381,7 +381,7 @@ class ClusterSection(Section):
     sm_sharing: SmSharingName = Field(
         default="auto",
         description="How engines get their share of SMs under MPS: by percentage, or as SMs of their own (green "
-        "contexts); auto: the latter if `muxserve doctor --gpu` has found that it works here, else they take turns",
+        "contexts); auto: the latter if `muxserve doctor --gpu` has found that it works here, else they alternate",
     )
     gpu_type: str | None = Field(default=None, min_length=1, description="Type of the GPUs, e.g. A100-80GB")
     gpus_per_node: GpuCount = Field(default=8, description="GPUs of one machine; the last may have fewer")

@@ -1,7 +1,7 @@
 """What has to be changed so that a running fleet becomes what a fleet file says. Pure.
 
 A file is compared with what the fleet was declared as, key by key, and with how many replicas there are. Some keys can
-be followed at once, models come and go; the rest is named together with what has to be started again for it.
+be followed at once, models come and go; the others are named together with what has to be started again for it.
 """
 
 from __future__ import annotations

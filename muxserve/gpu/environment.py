@@ -40,7 +40,7 @@ _WITHOUT_MULTICAST = {
 def client_environment(unit_spec: UnitSpec) -> dict[str, str]:
     """What every process of the unit needs to be a client of the unit's own MPS server; nothing without one.
 
-    Green contexts need it, too: without it kernels of different processes take turns, whatever their SMs. The server
+    Green contexts need it, too: without it kernels of different processes alternate, whatever their SMs. The server
     numbers its GPUs anew, so that the user's numbers would mean others: clients name the unit's by UUID.
     """
     if unit_spec.gpu is None or unit_spec.gpu.sm_sharing == "off":

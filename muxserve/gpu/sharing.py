@@ -1,4 +1,4 @@
-"""How engines can share the GPUs of this machine: by MPS if that works, by turns otherwise."""
+"""How engines can share the GPUs of this machine: by MPS if that works, else they alternate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from muxserve.spec import SmSharing
 # Seen on the one GPU that this was tried on, with other MPS servers beside (docs/gpu.md); why is not known.
 PERCENTAGES_NOTE = (
     "note: engines share the SMs by percentages of MPS; on an H200 (driver 580.159.04) such fleets answered wrongly, "
-    "and those with green contexts or in turns rightly: compare answers before you rely on them"
+    "and those with green contexts or alternately rightly: compare answers before you rely on them"
 )
 
 MpsWish = Literal["auto", "on", "off"]
@@ -42,7 +42,7 @@ def settle(
         SharingError: MPS does not work, and it is wanted, or the GPUs let one process compute only.
     """
     foreign = mps.foreign(ours=ours)
-    notes = [f"note: {foreign}; engines of this fleet take turns with its clients"] if foreign else []
+    notes = [f"note: {foreign}; engines of this fleet alternate with its clients"] if foreign else []
     if wish == "off":
         why_not = "it is switched off in the fleet file"
     elif sharing == "off":
@@ -62,5 +62,5 @@ def settle(
             f"used: {why_not}; `nvidia-smi -c 0` allows several"
         )
     if wish == "auto" and sharing != "off":
-        notes.append(f"without MPS: {why_not}; engines take turns on the GPU, which serves noticeably less")
+        notes.append(f"without MPS: {why_not}; engines alternate on the GPU, which serves noticeably less")
     return "off", notes

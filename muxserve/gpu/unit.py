@@ -45,7 +45,7 @@ from placement.memory import MemoryRules
 
 # An MPS server takes so many processes with a context on each GPU (NVIDIA, "Multi-Process Service", since Volta).
 MOST_CLIENTS = 48
-# Of what may be used of a GPU's memory, the pools have so much at least where models come and go in the rest of it.
+# Of what may be used of a GPU's memory, the pools have so much at least where models come and go in the remainder.
 LEAST_POOL_PART = 0.05
 
 
@@ -352,7 +352,7 @@ class GpuUnit:
             "mps": "engines share the SMs by percentages of MPS",
             "green_contexts": "engines have SMs of their own (green contexts under MPS)"
             + ", others with each lease" * (self.rules.graph_sets > 1),
-            "off": "engines take turns on the GPU (no MPS)" + (", one at a time" if self.one_at_a_time else ""),
+            "off": "engines alternate on the GPU (no MPS)" + (", one at a time" if self.one_at_a_time else ""),
         }
         condition = ", if MPS works there" if self.elsewhere and self.sharing != "off" else ""
         words = [f"{gpus}: {how[self.sharing]}{condition}"]

@@ -16,9 +16,9 @@ _ITEM_BYTES = 8
 
 
 class ProcessRows:
-    """`numbers` are those of all rows in turn, `fields` in each, of which the first is the pid of the process that has
-    it, or 0 in a row that nobody ever had; such rows are the last ones. `mine` is the place of the own row's first
-    number.
+    """`numbers` are those of all rows, one after the other. Each row has `fields`, of which the first is the pid of the
+    process that has it, or 0 in a row that nobody ever had; such rows are the last ones. `mine` is the place of the own
+    row's first number.
 
     Raises:
         OSError: the file cannot be made, or has no room for another process.

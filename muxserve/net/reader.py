@@ -11,7 +11,7 @@ import zmq
 
 from muxserve.net.inbox import Inbox
 
-# Messages taken from one socket before others get their turn.
+# Messages taken from one socket before others are read.
 BATCH = 64
 
 

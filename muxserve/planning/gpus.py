@@ -133,7 +133,7 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
     made = _with_sleeping(unit, sleeping, fleet)
     if unit.named or not (words := made.too_many_clients()):
         return made
-    alone = replace(unit, sharing="off", notes=(*unit.notes, f"engines take turns, since {words}"))
+    alone = replace(unit, sharing="off", notes=(*unit.notes, f"engines alternate, since {words}"))
     return _with_sleeping(alone, sleeping, fleet)
 
 

@@ -41,7 +41,7 @@ class GpuSpec(msgspec.Struct, frozen=True):
 
     `uuids` are in the order of the tensor-parallel ranks. `sm_sharing` is what was resolved from the fleet file and the
     machine: `mps` gives each engine its percentage of SMs, `green_contexts` sets of SMs under an MPS server without
-    percentages (one for its life, or under `slack` one per lease), `off` lets the engines take turns. `ipc` is how
+    percentages (one for its life, or under `slack` one per lease), `off` lets the engines alternate. `ipc` is how
     pools and weights are exported. `keepers_in_mps`: weight holders and the memory manager are clients of the server,
     too, which a GPU in an exclusive compute mode wants. `nvls`: NCCL may use the NVSwitch's multicast where one model
     of several ranks has the GPUs to itself. `full_graphs`: CUDA graphs of decode batches hold attention, too, because

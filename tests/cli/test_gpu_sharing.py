@@ -66,7 +66,7 @@ def test_without_mps_engines_take_turns_with_a_warning(
 ) -> None:
     how, told = sharing(tmp_path, run_dir, monkeypatch, why_not="not installed [x]")
     assert how == "off"
-    assert "without MPS: not installed [x]; engines take turns" in told
+    assert "without MPS: not installed [x]; engines alternate" in told
 
 
 def test_mps_off_is_not_tried_and_not_warned_about(
@@ -95,4 +95,4 @@ def test_somebody_elses_server_is_mentioned(tmp_path: Path, run_dir: RunDir, mon
     monkeypatch.setattr(mps, "foreign", lambda **_: "another MPS server runs here (pid 3)")
     with errors.capture() as told:
         deploy._with_sharing(plan(tmp_path, "{gpus: 1}"), run_dir)
-    assert "another MPS server runs here (pid 3); engines of this fleet take turns with its clients" in told.get()
+    assert "another MPS server runs here (pid 3); engines of this fleet alternate with its clients" in told.get()

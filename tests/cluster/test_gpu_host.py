@@ -105,7 +105,7 @@ def test_without_mps_the_unit_takes_turns(there: There) -> None:
     assert done.unit_spec.gpu is not None
     assert done.unit_spec.gpu.sm_sharing == "off"
     assert [note.partition(":")[0] for note in done.notes[1:3]] == ["note", "without MPS"]
-    assert done.notes[3].endswith("engines take turns on the GPU (no MPS), one at a time")
+    assert done.notes[3].endswith("engines alternate on the GPU (no MPS), one at a time")
     assert done.unit_spec.policy == "fcfs"  # ranks of several engines would wait for each other off and on
 
 

@@ -239,7 +239,7 @@ def test_a_plan_asks_for_no_more_clients_than_mps_takes(tmp_path: Path, monkeypa
     made = plan(tmp_path, "{gpus: 1}")
     assert made.gpu is not None
     assert made.gpu.sharing == "off"
-    assert any("engines take turns, since 2 models are 5 clients" in note for note in made.notes)
+    assert any("engines alternate, since 2 models are 5 clients" in note for note in made.notes)
     monkeypatch.setattr(unit, "MOST_CLIENTS", 5)
     assert plan(tmp_path, "{gpus: 1}").gpu is not None
 

@@ -105,7 +105,7 @@ class TestDeploy:
         made, notes = self.tried(monkeypatch, None, unit(named=False))
         assert made.sharing == "off"
         assert len(notes) == 1
-        assert "until then engines take turns" in notes[0]
+        assert "until then engines alternate" in notes[0]
         monkeypatch.setattr(machine, "findings", lambda whole: None)
         made, notes = gpu_host.tried(unit(named=False), "on", Path("/x"), FOUND)
         assert (made.sharing, notes[-1]) == ("mps", PERCENTAGES_NOTE), "who wants MPS gets it"

@@ -272,7 +272,7 @@ class TestDoctor:
 
     def test_mps_missing_or_somebody_elses(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(mps, "binary", lambda: None)
-        assert "engines take turns" in self.checks(FakeGpu())["MPS"].advice
+        assert "engines alternate" in self.checks(FakeGpu())["MPS"].advice
         monkeypatch.setattr(mps, "binary", lambda: "x")
         monkeypatch.setattr(mps, "foreign", lambda: "another MPS server runs here (pid 3)")
         assert self.checks(FakeGpu())["MPS"].detail == "another MPS server runs here (pid 3)"

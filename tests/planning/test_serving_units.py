@@ -376,7 +376,7 @@ def test_ray_chooses_the_gpus() -> None:
     assert "2 GPUs (NVIDIA H200, 140.4 GiB) of whichever machine has them free" in made.notes[0]
     assert "if MPS works there" in made.notes[0]
     off = fleet("1", head="cluster: {gpus: 1, launcher: ray, mps: off}")
-    assert "engines take turns on the GPU (no MPS)" in plan(off, None, MACHINE, H200)[0].notes[0]
+    assert "engines alternate on the GPU (no MPS)" in plan(off, None, MACHINE, H200)[0].notes[0]
 
 
 def test_green_contexts_are_for_one_rank_and_with_slack_for_each_lease() -> None:

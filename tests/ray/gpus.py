@@ -235,7 +235,7 @@ async def story(cluster: Nodes, at: dict[str, Node], base: Path) -> None:
     assert PartId("mps") not in u1.parts
     found = environments(told.events["u1"][mark:])
     assert {each["CUDA_MPS_PIPE_DIRECTORY"] for each in found.values()} == {None}
-    print("where MPS does not work engines take turns")
+    print("where MPS does not work engines alternate")
 
     # ---------------------------------------------------------------- a node dies
     await u1.stop()

@@ -17,7 +17,7 @@ def test_units_are_on_the_gpus_that_ray_gives_them_and_leave_nothing_there(said:
         "GPUs of another type are not taken",
         "a killed unit is back with an MPS server of its own, and the old one is gone",
         "a unit that is stopped leaves no MPS server",
-        "where MPS does not work engines take turns",
+        "where MPS does not work engines alternate",
         "the unit of a node that was killed has the GPUs of the other one",
         "nothing is left",
     ):
