@@ -38,6 +38,7 @@ from muxserve.vllm.args import environment
 
 log = logging.getLogger(__name__)
 
+_COPIER = ("copier",)
 # What a spare one of the machine's parent does, with the fleet's file, its control socket and the lifeline.
 BeSpare = Callable[[str, Control, int], None]
 
@@ -123,11 +124,8 @@ class WarmParent:
         self.unit_spec = unit_spec
         self.control = control
         self._be_spare = be_spare
-        self._model_parents: dict[str, tuple[int, socket.socket]] = {}
-        # Engines that were forked here: by model and phase.
-        self._engines: dict[tuple[str, str], _ForkedChild] = {}
-        # What copies weights back.
-        self._copier: _ForkedChild | None = None
+        # Children that take orders: model parents and engines, by kind, model and phase; and what copies weights back.
+        self._children: dict[tuple[str, ...], _ForkedChild] = {}
         self._parent = ForkingParent(
             control, control, self._handle, self._on_exit, heartbeat_file(unit_spec.run_dir, "warm_parent")
         )
@@ -139,27 +137,29 @@ class WarmParent:
         self._parent.run()
 
     def _handle(self, command: dict[str, Any]) -> None:
-        operation = command.get("op")
-        if operation == "end":
-            self._end_model_parent(command["model"])
-        elif operation == "hibernate":
-            self._hibernate(command["model"])
-        elif operation == "prefetch":
-            self._prefetch(command["model"])
-        elif operation == "pin":
-            self._tell_copier(f"pin {command['model']}")
-        elif operation == "forget":
-            if self._copier is not None:
-                self._copier.tell(f"forget {command['model']}".encode())
-        elif operation == "rest":
-            self._rest(command["model"], command["phase"])
-        elif operation != "fork":
-            log.warning("unknown command %r", command)
-        elif command["kind"] == "spare":
-            self._fork_spare(command["fleet"], Path(command["log"]), command["fds"])
-        else:
-            self._know(command["model"])
-            self._fork(command)
+        match command.get("op"):
+            case "end":
+                # The model's weights go: its parent ends when it cannot get orders any more.
+                self._drop("model", command["model"])
+            case "hibernate":
+                self._hibernate(command["model"])
+            case "prefetch":
+                self._tell(("model", command["model"]), json.dumps({"op": "prefetch"}).encode())
+            case "pin":
+                self._tell_copier(f"pin {command['model']}")
+            case "forget":
+                self._tell(_COPIER, f"forget {command['model']}".encode())
+            case "rest":
+                engine = "engine", command["model"], command["phase"]
+                if self._tell(engine, REST):  # the engine says when it rests
+                    self._children[engine].rests = True
+            case "fork" if command["kind"] == "spare":
+                self._fork_spare(command["fleet"], Path(command["log"]), command["fds"])
+            case "fork":
+                self._know(command["model"])
+                self._fork(command)
+            case _:
+                log.warning("unknown command %r", command)
 
     def _know(self, model: str) -> None:
         """A model may have joined the unit since it was started."""
@@ -202,54 +202,32 @@ class WarmParent:
 
     def _fork_engine(self, model: str, phase: EnginePhase) -> None:
         """Have back the one that rests, or fork another."""
-        known = self._engines.get((model, phase))
+        engine = "engine", model, phase
+        known = self._children.get(engine)
         if known is not None and known.rests and known.tell(WAKE):
             known.rests = False
-            self.control.event("forked", kind="engine", model=model, phase=phase, pid=known.pid)
-            return
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        else:
 
-        def child() -> None:
-            from muxserve.forks.direct import run_direct_engine
+            def child(orders: socket.socket) -> None:
+                from muxserve.forks.direct import run_direct_engine
 
-            ours.close()
-            self._close_sockets()
-            run_direct_engine(load(self.path), model, phase, self.control, theirs)
+                run_direct_engine(load(self.path), model, phase, self.control, orders)
 
-        log_file = engine_log(self.unit_spec, model, phase)
-        pid = self._parent.fork(f"engine {model}/{phase}", log_file, child)
-        theirs.close()
-        if known is not None:
-            known.orders.close()
-        self._engines[model, phase] = _ForkedChild(pid, ours)
-        self.control.event("forked", kind="engine", model=model, phase=phase, pid=pid)
-
-    def _rest(self, model: str, phase: str) -> None:
-        """The model sleeps; the engine says when it rests."""
-        known = self._engines.get((model, phase))
-        if known is not None and known.tell(REST):
-            known.rests = True
+            known = self._fork_child(engine, f"engine {model}/{phase}", engine_log(self.unit_spec, model, phase), child)
+        self.control.event("forked", kind="engine", model=model, phase=phase, pid=known.pid)
 
     def _tell_copier(self, order: str) -> int:
         """Have what copies weights back, or fork it; its pid."""
-        if self._copier is not None and self._copier.tell(order.encode()):
-            return self._copier.pid
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if not self._tell(_COPIER, order.encode()):
 
-        def child() -> None:
-            from muxserve.engine.cuda.weight_copier import run_copier
+            def child(orders: socket.socket) -> None:
+                from muxserve.engine.cuda.weight_copier import run_copier
 
-            ours.close()
-            self._close_sockets()
-            run_copier(self.path, self.control, theirs)
+                run_copier(self.path, self.control, orders)
 
-        pid = self._parent.fork("weight copier", self.unit_spec.log_dir / "weight-copier.log", child)
-        theirs.close()
-        if self._copier is not None:
-            self._copier.orders.close()
-        self._copier = _ForkedChild(pid, ours)
-        self._copier.tell(order.encode())
-        return pid
+            log_file = self.unit_spec.log_dir / "weight-copier.log"
+            self._fork_child(_COPIER, "weight copier", log_file, child).tell(order.encode())
+        return self._children[_COPIER].pid
 
     def _fork_holder(self, model: str, how: str) -> None:
         """`how`: empty, `copy` or `restore`, as of `cluster.starts.WeightSource`."""
@@ -269,77 +247,58 @@ class WarmParent:
         self.control.event("forked", kind="weights", model=model, phase="", pid=pid)
 
     def _order_engine(self, model: str, order: bytes) -> None:
-        known = self._model_parents.get(model)
-        if known is not None:
-            try:
-                known[1].send(order)
-                return
-            except OSError:
-                # It died, and its end has not been collected yet.
-                known[1].close()
-                del self._model_parents[model]
-        self._fork_model_parent(model).send(order)
-
-    def _fork_model_parent(self, model: str) -> socket.socket:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-        def child() -> None:
-            from muxserve.forks import model_parent
-
-            ours.close()
-            self._close_sockets()
-            model_parent.run_model_parent(self.unit_spec, model, theirs, self.control)
-
+        if self._tell(("model", model), order):
+            return
         from muxserve.forks import model_parent
 
-        pid = self._parent.fork(f"model {model}", model_parent.log_file(self.unit_spec, model), child)
-        theirs.close()
-        self.control.event("forked", kind="model", model=model, phase="", pid=pid)
-        self._model_parents[model] = (pid, ours)
-        return ours
+        def child(orders: socket.socket) -> None:
+            model_parent.run_model_parent(self.unit_spec, model, orders, self.control)
 
-    def _end_model_parent(self, model: str) -> None:
-        """The model is not served here for now: its weights go. The process ends when it cannot get orders any more."""
-        known = self._model_parents.pop(model, None)
-        if known is not None:
-            known[1].close()
+        log_file = model_parent.log_file(self.unit_spec, model)
+        parent = self._fork_child(("model", model), f"model {model}", log_file, child)
+        self.control.event("forked", kind="model", model=model, phase="", pid=parent.pid)
+        parent.tell(order)
 
     def _hibernate(self, model: str) -> None:
         """The model sleeps; its parent says when its memory has moved."""
-        known = self._model_parents.get(model)
-        try:
-            if known is None:
-                raise OSError("nobody has loaded it")
-            known[1].send(json.dumps({"op": "hibernate"}).encode())
-        except OSError as error:
-            self.control.event("hibernates", model=model, error=words(error))
+        if not self._tell(("model", model), json.dumps({"op": "hibernate"}).encode()):
+            self.control.event("hibernates", model=model, error="nobody has loaded it")
 
-    def _prefetch(self, model: str) -> None:
-        """A model that sleeps in a file will be woken soon."""
-        known = self._model_parents.get(model)
-        if known is not None:
-            with contextlib.suppress(OSError):  # it has died: the next one loads the model
-                known[1].send(json.dumps({"op": "prefetch"}).encode())
+    # ------------------------------------------------------------ children that take orders
+
+    def _fork_child(
+        self, who: tuple[str, ...], name: str, log_file: Path, run: Callable[[socket.socket], None]
+    ) -> _ForkedChild:
+        """Fork a process that takes orders, in place of the one that did before; `run` gets its end of the socket."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+        def child() -> None:
+            ours.close()
+            self._close_sockets()
+            run(theirs)
+
+        pid = self._parent.fork(name, log_file, child)
+        theirs.close()
+        self._drop(*who)
+        forked = self._children[who] = _ForkedChild(pid, ours)
+        return forked
+
+    def _tell(self, who: tuple[str, ...], order: bytes) -> bool:
+        """Whether there is such a child, and it could be told. One that has died may not have been collected yet."""
+        return who in self._children and self._children[who].tell(order)
+
+    def _drop(self, *who: str) -> None:
+        if known := self._children.pop(who, None):
+            known.orders.close()
 
     def _close_sockets(self) -> None:
         """In a child: orders to others are not its business."""
-        for _, sock in self._model_parents.values():
-            sock.close()
-        for child in (*self._engines.values(), *([self._copier] if self._copier is not None else [])):
+        for child in self._children.values():
             child.orders.close()
 
     def _on_exit(self, pid: int, status: int) -> None:
-        for model, (parent_pid, sock) in list(self._model_parents.items()):
-            if parent_pid == pid:
-                sock.close()
-                del self._model_parents[model]
-        for place, engine in list(self._engines.items()):
-            if engine.pid == pid:
-                engine.orders.close()
-                del self._engines[place]
-        if self._copier is not None and self._copier.pid == pid:
-            self._copier.orders.close()
-            self._copier = None
+        for who in [who for who, child in self._children.items() if child.pid == pid]:
+            self._drop(*who)
 
 
 @dataclass(slots=True)
