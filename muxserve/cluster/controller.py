@@ -22,7 +22,7 @@ from muxserve.cluster.events import Draining, Event, Expected, Failed, PartId, P
 from muxserve.cluster.fleet_starts import SCHEDULER, VLLM, FleetLauncher, FleetStarts
 from muxserve.cluster.launcher import WarmParents
 from muxserve.cluster.log_tail import LogTail, Said
-from muxserve.cluster.processes import Reaper, adopt_orphans
+from muxserve.cluster.processes import Reaper
 from muxserve.cluster.steps import UnitPlanner
 from muxserve.cluster.supervision import STOP_SECONDS, GaveUp, Part, Supervisor, drain, stop_parts
 from muxserve.cluster.unit_set import RunningUnit, UnitSet
@@ -34,6 +34,7 @@ from muxserve.control.server import ControlServer
 from muxserve.net.exit_codes import ExitCode
 from muxserve.net.logs import keep_bounded
 from muxserve.net.peer import Address, AsyncPeer
+from muxserve.net.process import adopt_orphans
 from muxserve.spec import FleetSpec, FollowedFleet, ResidencySpec, save_fleet
 
 log = logging.getLogger(__name__)

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import signal
 from collections.abc import Iterable
 
 from muxserve import wire
 from muxserve.cluster.effects import UnitEffects
 from muxserve.cluster.events import PartId
-from muxserve.cluster.processes import Process, Reaper, exit_words, kill_group
+from muxserve.cluster.processes import Reaper, exit_words, kill_group
 from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, WARM, UnitStarts
-from muxserve.cluster.supervision import WITH_PARENT, Part
-
-# Its parent tells within a millisecond how an engine ended, unless that died as well.
-_STATUS_SECONDS = 0.1
+from muxserve.cluster.supervision import WITH_PARENT, Part, exit_status
 
 
 class Deaths:
     """Of one unit.
 
     Args:
-        reaper: collects what dead parents leave behind, and how processes that are not our children ended.
+        reaper: collects what dead parents leave behind.
     """
 
     def __init__(self, starts: UnitStarts, reaper: Reaper, effects: UnitEffects) -> None:
@@ -37,7 +32,7 @@ class Deaths:
         if part.id.kind == "engine":
             parent, cause = self._ended_with_parent(part.id), wire.Cause.NONE
             if part.process is not None and not (parent or part.killed_for):
-                code = await self._exit_status(part.process)
+                code = await exit_status(part.process, self._effects)
                 # SIGKILL comes from outside: from someone, or from the kernel for want of memory.
                 killed = code in (None, -signal.SIGKILL) and not part.hung
                 cause = wire.Cause.KILL if killed else wire.Cause.CRASH
@@ -72,16 +67,6 @@ class Deaths:
             self._kill(engines, "ended with the process that held its weights")
             return self._ended_with_parent(part.id)
         return ""
-
-    async def _exit_status(self, process: Process) -> int | None:
-        """How a process that has just ended did so; None if nobody tells."""
-        code = process.returncode
-        if code is None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_STATUS_SECONDS):
-                    while (code := self._reaper.exits.get(process.pid)) is None:
-                        await asyncio.sleep(_STATUS_SECONDS / 20)
-        return code
 
     def _leave(self, group: int) -> None:
         self.groups.add(group)

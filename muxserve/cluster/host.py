@@ -141,7 +141,7 @@ class UnitHost:
         return {model: reason for model, (reason, _) in self._degraded.items()}
 
     def up(self, model: str) -> bool:
-        """Whether the unit scheduler and the engines of `model` are up now."""
+        """See `UnitHandle.up`."""
         engines = [part for part in self._starts.engines if part.model == model]
         return bool(engines) and all(
             self.parts[part].up.is_set() and self._starts.runs(part) for part in (UNIT, *engines)
@@ -163,11 +163,7 @@ class UnitHost:
         self._spawn(self._hangs.keep())
 
     async def wait(self) -> None:
-        """Until a part cannot be kept alive.
-
-        Raises:
-            GaveUp: always, when it returns at all.
-        """
+        """See `UnitHandle.wait`."""
         await asyncio.shield(self._failed)
 
     @property
@@ -176,7 +172,7 @@ class UnitHost:
         return {model: process.pid for model, process in self._model_parents.items()}
 
     def gpu_memory(self) -> GpuMemory | None:
-        """What is taken of the unit's GPUs; None on a CPU."""
+        """See `UnitHandle.gpu_memory`."""
         return self._starts.gpu_memory() if self.sized.is_set() else None
 
     def memory_parents(self) -> MemoryParents:
@@ -188,12 +184,12 @@ class UnitHost:
         return MemoryParents(self.model_parents, pid, self._starts.warm if takes_orders else None)
 
     async def state(self) -> dict[str, object]:
-        """The unit scheduler's own account of the unit; waits until there is one that answers."""
+        """See `UnitHandle.state`."""
         assert self._starts.unit is not None, "the host has been started"
         return await self._starts.unit.state()
 
     def kill(self) -> None:
-        """Everything at once; `stop` has still to be called."""
+        """See `UnitHandle.kill`."""
         for part in self.parts.values():
             # These get a SIGTERM instead: they have shared memory to remove, and processes of their own to end.
             if part.id not in (MEMORY, MPS):
@@ -226,7 +222,7 @@ class UnitHost:
         await asyncio.gather(*(self.parts[part].stop(grace) for part in parts if part in self.parts))
 
     def log_tail_of(self, part: PartId) -> Said:
-        """What the part wrote last."""
+        """See `UnitHandle.log_tail_of`."""
         return self._log_tail.of(part)
 
     async def _watch_ready(self, began: float) -> None:
@@ -242,12 +238,7 @@ class UnitHost:
     # ------------------------------------------------------------ models that come and go
 
     async def start_model(self, model: str) -> None:
-        """Start the engines of a model of the unit that has none; returns when they are up.
-
-        Raises:
-            GaveUp: they cannot start, the unit's GPUs have no room for it, or the unit has been stopped. Nothing of it
-                is left then.
-        """
+        """See `UnitHandle.start_model`."""
         self._check_not_stopped()
         self._wanted.add(model)
         if any(engine.model == model for engine in self._starts.engines):
@@ -291,15 +282,14 @@ class UnitHost:
             raise GaveUp(HOST, "its unit has been stopped")
 
     async def stop_model(self, model: str, urgent: bool = False) -> None:
-        """Stop the engines of a model, and let go of its weights, or have them moved into a file until it is started
-        again. What it still computes is lost to this unit. `urgent`: requests wait for the memory, so that a model
-        which is not in a file yet is rather loaded again."""
+        """See `UnitHandle.stop_model`. The memory of the model may move into a file; where it is urgent, only if it has
+        done so before."""
         self._wanted.discard(model)
         may_hibernate = bool(self.unit_spec.hibernation) and not (urgent and model not in self._in_files)
         await self._end_model(model, may_hibernate, may_rest=self.unit_spec.resting is not None)
 
     async def prefetch(self, model: str) -> None:
-        """Have the disk read the weights of a model that sleeps, unless memory has them: it will be started soon."""
+        """See `UnitHandle.prefetch`."""
         if model in self._hibernating:
             if self._starts.warm is not None:
                 self._starts.warm.prefetch(model)
@@ -363,7 +353,7 @@ class UnitHost:
             parent.send(signal.SIGKILL)
 
     async def forget(self, model: str) -> None:
-        """A model that sleeps is served no longer: let go of all that is kept for its next wake."""
+        """See `UnitHandle.forget`."""
         self._in_files.discard(model)
         parent = self._hibernating.pop(model, None)
         if parent is not None:
@@ -371,18 +361,8 @@ class UnitHost:
         await self._starts.forget(model)
 
     async def join(self, unit_spec: UnitSpec, model: str, needs: Sequence[Needs] = (), asleep: bool = False) -> None:
-        """The unit is as `unit_spec` has it from now on: of models with the same pools, among them `model`, which is
-        new. Nothing of it runs yet. The memory manager takes it in first, then the unit scheduler; both find it in the
-        unit's file when they are started again. Engines that get other numbers of threads are forked again.
-
-        Args:
-            needs: what the model is thought to take of the unit's GPUs.
-            asleep: it sleeps until it is started, so that it needs no room now.
-
-        Raises:
-            GaveUp: its checkpoint is not here, the GPUs have no room, or the memory manager does not take it; then
-                nothing has changed.
-        """
+        """See `UnitHandle.join`. The memory manager takes the model in first, then the unit scheduler; both find it in
+        the unit's file when they are started again. Engines that get other numbers of threads are forked again."""
         if not (path := Path(unit_spec.model(model).path)).is_dir():
             raise GaveUp(HOST, f"{path} is no directory on {socket.gethostname()}")
         self._starts.expect(needs, asleep)
@@ -410,7 +390,7 @@ class UnitHost:
                 self.parts[engine].kill(f"is started again with {now} threads instead of {threads[engine.model]}")
 
     def start_migrator(self) -> None:
-        """Have a migrator from now on."""
+        """See `UnitHandle.start_migrator`."""
         if MIGRATOR not in self.parts:
             part = self.parts[MIGRATOR] = self._starts.migrator()
             self._keep(part)

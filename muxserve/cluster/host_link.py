@@ -26,7 +26,8 @@ from muxserve.gpu.budget import Needs
 from muxserve.net.inbox import Inbox
 from muxserve.net.peer import Address, AsyncPeer
 from muxserve.net.reader import Reader
-from muxserve.net.sockets import bind_local, bind_tcp, tcp_address
+from muxserve.net.server import bound_router
+from muxserve.net.sockets import tcp_address
 from muxserve.spec import UnitSpec
 from muxserve.wire.base import Message
 
@@ -176,17 +177,11 @@ class HostEnd:
         self._answers: dict[int, Answer | None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.linger = 0
-        self._router.sndhwm = self._router.rcvhwm = 0
-        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        listen, keys = unit_spec.listen, unit_spec.keys
+        tcp = (listen.host, listen.host_port, keys) if listen is not None and keys is not None else None
         try:
-            bind_local(self._router, unit_spec.host_address)
-            if unit_spec.listen is not None and unit_spec.keys is not None:
-                bind_tcp(self._router, unit_spec.listen.host, unit_spec.listen.host_port, unit_spec.keys)
+            self._router = bound_router(self._context, unit_spec.host_address, tcp)
         except Exception:
-            self._router.close()
             self._context.term()
             raise
         self._inbox: Inbox[Any] = Inbox(log, decode)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -15,8 +14,6 @@ from pathlib import Path
 from typing import IO
 
 from muxserve.net.process import PARENT_VARIABLE
-
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Process:
@@ -131,11 +128,6 @@ def children(pid: int) -> list[int]:
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
-
-
-def adopt_orphans() -> None:
-    """Become the parent of descendants whose parent dies, so that their end can be seen and nothing is left behind."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def reap_group(group: int) -> dict[int, int]:

@@ -17,7 +17,8 @@ from muxserve.cluster.watchdog import Finding, Liveness
 
 T = TypeVar("T")
 WITH_PARENT = "ended with the process that it was forked from"
-_STATUS_SECONDS = 0.1  # how long to wait for someone to tell how a process that is not our child ended
+# Whoever is the parent of a process that has ended tells how within a millisecond, unless it has died as well.
+_STATUS_SECONDS = 0.1
 
 
 class PartDied(Exception):  # noqa: N818 -- an end, not necessarily an error of the part's
@@ -183,6 +184,17 @@ class PartEffects(Protocol):
         """What more is known of why a part has ended than the reason says."""
 
 
+async def exit_status(process: Process, effects: PartEffects) -> int | None:
+    """The return code of a process that has just ended; None if nobody tells."""
+    code = process.returncode
+    if code is None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STATUS_SECONDS):
+                while (code := effects.exit_status(process.pid)) is None:
+                    await asyncio.sleep(_STATUS_SECONDS / 20)
+    return code
+
+
 class Supervisor:
     """Keeps parts alive.
 
@@ -314,19 +326,10 @@ class Supervisor:
 
     async def _why(self, part: Part, reason: str) -> str:
         """The reason with the status of a process that someone else is the parent of, and with what is known more."""
-        reason = await self._status(part, reason)
+        if part.process is not None and reason == exit_words(None):
+            reason = exit_words(await exit_status(part.process, self._effects))
         more = await self._effects.explain(part, reason)
         return f"{reason}; {more}" if more and more not in reason else reason
-
-    async def _status(self, part: Part, reason: str) -> str:
-        if part.process is None or part.process.returncode is not None or reason != exit_words(None):
-            return reason
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_STATUS_SECONDS):
-                while (status := self._effects.exit_status(part.process.pid)) is None:
-                    await asyncio.sleep(_STATUS_SECONDS / 10)
-                return exit_words(status)
-        return reason
 
 
 STOP_SECONDS = 5.0

@@ -47,11 +47,12 @@ from muxserve.cluster.host_link import (
     Tell,
 )
 from muxserve.cluster.launcher import Launcher, commands_for
-from muxserve.cluster.processes import Reaper, adopt_orphans
+from muxserve.cluster.processes import Reaper
 from muxserve.cluster.supervision import GaveUp
 from muxserve.gpu.unit import PoolSizer, from_json
 from muxserve.net.heartbeat import Heartbeat, heartbeat_file
 from muxserve.net.logs import log_to_stderr
+from muxserve.net.process import adopt_orphans
 from muxserve.net.sockets import NetworkError
 from muxserve.spec import UnitSpec, load
 

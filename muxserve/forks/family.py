@@ -20,7 +20,6 @@ reads it. A parent stays single-threaded, since only the forking thread lives on
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -41,8 +40,6 @@ from muxserve.net.logs import own_log
 from muxserve.net.process import die_with, set_title
 from muxserve.spec import UnitSpec
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 MAX_MESSAGE = 1 << 16
 MAX_FDS = 4
 # What is left for a directory that vLLM makes sockets in: 107 bytes less a slash and a UUID.
@@ -221,11 +218,6 @@ def file_name(model: str) -> str:
 def engine_log(unit_spec: UnitSpec, model: str, phase: str) -> Path:
     """Where an engine and its workers write."""
     return unit_spec.log_dir / f"engine-{file_name(model)}-{phase}.log"
-
-
-def adopt_orphans() -> None:
-    """Have what dead children leave behind (workers of an engine) become this process's children, to be collected."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 @contextmanager

@@ -24,14 +24,13 @@ from muxserve.forks.family import (
     SPARE_PARENT_TITLE,
     Control,
     ForkingParent,
-    adopt_orphans,
     engine_log,
     file_name,
 )
 from muxserve.gpu.environment import ImportsThatTouchCuda, parent_environment, refuse_cuda
 from muxserve.net.heartbeat import heartbeat_file
 from muxserve.net.logs import log_to_stderr
-from muxserve.net.process import words
+from muxserve.net.process import adopt_orphans, words
 from muxserve.spec import ModelSpec, UnitSpec, load
 from muxserve.spec.unit import EnginePhase
 from muxserve.vllm.args import environment

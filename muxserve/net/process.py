@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 # Who started a process: by the time it asks for its parent, that may have ended and another be its parent.
 PARENT_VARIABLE = "MUXSERVE_PARENT"
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 # A process that has had nothing to do for so long gives freed memory back. That takes it some milliseconds, and what
 # comes next takes a little longer, since the memory must be had anew.
 TRIM_SECONDS = 5.0
@@ -159,6 +159,11 @@ def die_with(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose parent dies, so that their end can be seen and nothing is left behind."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def set_title(name: str) -> None:

@@ -32,6 +32,29 @@ log = logging.getLogger(__name__)
 S = TypeVar("S")
 
 
+def bound_router(context: zmq.Context[Any], address: str, tcp: tuple[str, int, Keys] | None = None) -> zmq.Socket[Any]:
+    """A ROUTER for processes of this machine at `address` and, if `tcp` has host, port and keys, of other machines.
+
+    Raises:
+        NetworkError: the TCP address cannot be listened on.
+        zmq.ZMQError: `address` cannot be.
+    """
+    router = context.socket(zmq.ROUTER)
+    router.linger = 0
+    router.sndhwm = router.rcvhwm = 0
+    # One that is gone is found out when it is sent to; one that was started again takes over its identity.
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    try:
+        bind_local(router, address)
+        if tcp is not None:
+            log.info("other machines reach it at %s", tcp_address(tcp[0], bind_tcp(router, *tcp)))
+    except Exception:
+        router.close()
+        raise
+    return router
+
+
 class RouterLoop:
     """A ROUTER, and the poller that waits for it and for whatever else is registered there.
 
@@ -59,15 +82,7 @@ class RouterLoop:
         self.context.setsockopt(zmq.MAX_SOCKETS, 65535)
         self.poller = zmq.Poller()
         self.inbox = Inbox(log, decode)
-        self.router = self.context.socket(zmq.ROUTER)
-        self.router.linger = 0
-        self.router.sndhwm = self.router.rcvhwm = 0
-        # One that is gone is found out when it is sent to; one that was started again takes over its identity.
-        self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        bind_local(self.router, address)
-        if tcp is not None:
-            log.info("other machines reach it at %s", tcp_address(tcp[0], bind_tcp(self.router, *tcp)))
+        self.router = bound_router(self.context, address, tcp)
         self.poller.register(self.router, zmq.POLLIN)
         self.poller.register(signals.fileno(), zmq.POLLIN)
         self._signals = signals

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from muxserve.cluster.events import PartId
 from muxserve.cluster.launcher import Launcher, commands_for
-from muxserve.cluster.processes import Process, adopt_orphans, exit_words, has_children, kill_group, reap_group
+from muxserve.cluster.processes import Process, exit_words, has_children, kill_group, reap_group
 from muxserve.cluster.supervision import PartDied, PartFailed, while_running
 from muxserve.cluster.warm_link import ParentEvents, WarmLink
+from muxserve.net.process import adopt_orphans
 from muxserve.spec import UnitSpec, save
 
 _START_SECONDS = 600.0
