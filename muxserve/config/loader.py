@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from muxserve.config import checks
+from muxserve.config.checks import check, resolve
 from muxserve.config.problems import (
     MOST_PROBLEMS,
     FleetError,
@@ -101,7 +101,7 @@ def parse_fleet(
     source.data = {**(others or {}), **source.data}
     problems = list(fill_in(source, environ, local))
     unfilled = {problem.path for problem in problems}
-    problems += [each for each in checks.check(source, base, environ, serving) if each.path not in unfilled]
+    problems += [each for each in check(source, base, environ, serving) if each.path not in unfilled]
     fleet = None
     try:
         fleet = Fleet.model_validate({key: of for key, of in source.data.items() if not is_extension(key)})
@@ -111,7 +111,7 @@ def parse_fleet(
         problems += [p for p in problems_of(source, error, Fleet) if p.path not in said]
     if problems or fleet is None:
         raise FleetError(problems)
-    fleet = checks.resolve(fleet, base, environ)
+    fleet = resolve(fleet, base, environ)
     fleet._source = source
     fleet._places = {model.name: index for index, model in enumerate(fleet.models)}
     return fleet

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, WithJsonSchema
@@ -225,21 +225,18 @@ def _replicas(value: object) -> object:
     return {"min": value, "max": value}
 
 
-def _migration(value: object) -> object:
-    switched = switch(value)
-    if switched in ("on", "off"):
-        return {} if switched == "on" else None
-    if not isinstance(value, (dict, Migration)):
-        raise ValueError(f'must be on, off, or a mapping such as "{{bandwidth: 1GiB}}", not {shown(value)}')
-    return value
+def _or_mapping(words: Mapping[str, object], example: str) -> BeforeValidator:
+    """A mapping, or one of the words that stand for one, or for nothing."""
 
+    def check(value: object) -> object:
+        if isinstance(value, (dict, Section)):
+            return value
+        word = switch(value)
+        if not isinstance(word, str) or word not in words:
+            raise ValueError(f'must be {", ".join(words)}, or a mapping such as "{example}", not {shown(value)}')
+        return words[word]
 
-def _memory(value: object) -> object:
-    if value == AUTO:
-        return {}
-    if not isinstance(value, (dict, MemorySection)):
-        raise ValueError(f'must be auto, or a mapping such as "{{limit: 6GiB}}", not {shown(value)}')
-    return value
+    return BeforeValidator(check)
 
 
 def _watchdog(value: object) -> object:
@@ -264,8 +261,8 @@ ReplicasOrNumber = Annotated[Replicas, BeforeValidator(_replicas)]
 ApiKeys = Annotated[list[Annotated[ApiKey, BeforeValidator(_key)]], BeforeValidator(_keys)]
 Tenants = dict[Annotated[str, Field(pattern=NAME_PATTERN)], Tenant]
 Priorities = dict[Annotated[str, Field(pattern=NAME_PATTERN)], Priority]
-MigrationOrSwitch = Annotated[Migration | None, BeforeValidator(_migration)]
-MemoryOrAuto = Annotated[MemorySection, BeforeValidator(_memory)]
+MigrationOrSwitch = Annotated[Migration | None, _or_mapping({"on": {}, "off": None}, "{bandwidth: 1GiB}")]
+MemoryOrAuto = Annotated[MemorySection, _or_mapping({AUTO: {}}, "{limit: 6GiB}")]
 _SWITCH_SCHEMA = {"enum": ["on", "off", True, False]}
 Watchdog = Annotated[bool, BeforeValidator(_watchdog), WithJsonSchema(_SWITCH_SCHEMA)]
 ResponsesFile = Annotated[
@@ -318,14 +315,6 @@ class RollingSection(Section):
 def _batching(value: object) -> object:
     if isinstance(value, dict):
         raise ValueError(f"is one of throttled, fixed and vllm: write `batching: {value.get('policy', 'throttled')}`")
-    return value
-
-
-def _auto_cluster(value: object) -> object:
-    if value == AUTO:
-        return {}
-    if not isinstance(value, (dict, ClusterSection)):
-        raise ValueError(f'must be auto or a mapping such as "cores: 2", not {shown(value)}')
     return value
 
 
@@ -569,7 +558,7 @@ class GatewaySection(Section):
 class Fleet(Section):
     """A fleet file."""
 
-    cluster: Annotated[ClusterSection, BeforeValidator(_auto_cluster)] = Field(
+    cluster: Annotated[ClusterSection, _or_mapping({AUTO: {}}, "{cores: 2}")] = Field(
         default=ClusterSection(), description="The machine; auto: what it has"
     )
     policy: PolicyName = Field(default=DEFAULT_POLICY, description="How models share the machine")

@@ -85,7 +85,7 @@ ONE = "models:\n  - name: one\n    path: a\n"
         ),
         (f"quux: 80\n{ONE}", "fleet.yaml:1: quux: unknown key; known here: cluster, policy, memory, kv_pool, gateway, tenants, priorities, default_priority, migration, dispatch, watchdog, models"),
         (f"cluster:\n  gpu: 1\n{ONE}", 'fleet.yaml:2: cluster.gpu: unknown key; did you mean "gpus"?'),
-        (f"cluster: many\n{ONE}", 'fleet.yaml:1: cluster: must be auto or a mapping such as "cores: 2", not \'many\''),
+        (f"cluster: many\n{ONE}", 'fleet.yaml:1: cluster: must be auto, or a mapping such as "{cores: 2}", not \'many\''),
         (f"cluster: {{cores: 0}}\n{ONE}", "fleet.yaml:1: cluster.cores: must be a whole number of at least 1, or auto, not 0"),
         (f"cluster: {{gpus: 1, gpu_ids: [0, 1]}}\n{ONE}", "fleet.yaml:1: cluster.gpu_ids: names 2, but `gpus` says 1; leave that out, or make it match"),
         (f"cluster: {{gpu_ids: [0, 0]}}\n{ONE}", "fleet.yaml:1: cluster.gpu_ids: names a GPU twice"),
