@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from enum import Enum
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +10,8 @@ import typer
 from muxserve.cli.exit_codes import add_exit_codes
 from muxserve.cli.fleet_app import app as fleet_app
 from muxserve.cli.offline_app import app as offline_app
+from muxserve.cli.options import takes
+from muxserve.cli.settings import DeploySettings, FleetFile
 from muxserve.cli.workload_app import app as workload_app
 from muxserve.net.process import close_inherited
 
@@ -28,24 +28,6 @@ app = typer.Typer(
 app.add_typer(fleet_app)
 app.add_typer(offline_app)
 app.add_typer(workload_app)
-
-FleetFile = Annotated[Path, typer.Argument(metavar="FLEET", help="The fleet file (YAML).", show_default=False)]
-
-
-class LogFormat(Enum):
-    """How logs are written."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
-class LogLevel(Enum):
-    """From which level on lines are logged."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
 
 
 def _version(value: bool) -> None:
@@ -68,59 +50,18 @@ def root(
 
 
 @app.command()
-def deploy(
-    fleet: FleetFile,
-    port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Port of the endpoint instead of the file's; 0: any free one.")
-    ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on instead of the file's.")] = None,
-    demo: Annotated[bool, typer.Option("--demo", help="Ask each model its demo question when ready.")] = False,
-    plan: Annotated[
-        Path | None, typer.Option(help="Serve as this plan has it (`muxserve plan -o`).", show_default=False)
-    ] = None,
-    log_dir: Annotated[
-        Path | None,
-        typer.Option(help="Keep logs here, in a directory for each run (the last ten).", show_default=False),
-    ] = None,
-    log_format: Annotated[
-        LogFormat, typer.Option(help="How all processes log, and what this one prints.")
-    ] = LogFormat.TEXT,
-    log_level: Annotated[LogLevel, typer.Option(help="From which level on the fleet's processes log.")] = LogLevel.INFO,
-    simulated: Annotated[
-        bool,
-        typer.Option("--simulated", help="Engines compute nothing, and take the time that they would."),
-    ] = False,
-    profile: Annotated[
-        Path | None,
-        typer.Option(
-            help="Predict steps by this profile, not the roofline; with --simulated they take as long.",
-            show_default=False,
-        ),
-    ] = None,
-) -> None:
+@takes(DeploySettings)
+def deploy(settings: DeploySettings) -> int:
     """Serve a fleet until Ctrl-C.
 
     Everything is checked before anything starts. The first Ctrl-C (or SIGTERM) lets running requests finish, the second
     ends at once."""
     from muxserve.net.logs import choose
 
-    choose(log_format.value, log_level.value)
+    choose(settings.log_format.value, settings.log_level.value)
     from muxserve.cli.deploy import deploy as run
-    from muxserve.cli.deploy import simulated_cpu
 
-    made_up = simulated_cpu(profile) if simulated else None
-    raise typer.Exit(
-        run(
-            fleet,
-            host=host,
-            port=port,
-            demo=demo,
-            plan_file=plan,
-            log_dir=log_dir,
-            simulated=made_up,
-            profile=profile,
-        )
-    )
+    return run(settings)
 
 
 @app.command()

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from muxserve.cli import ready
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
 from muxserve.cli.progress import renderer
+from muxserve.cli.settings import DeploySettings
 from muxserve.cluster.controller import Controller
 from muxserve.cluster.fleet_starts import FleetLauncher, fleet_commands_for
 from muxserve.cluster.gpu_host import tried
@@ -60,28 +61,19 @@ class DeployRefused(Exception):  # noqa: N818
         self.code = code
 
 
-def deploy(
-    file: Path,
-    host: str | None,
-    port: int | None,
-    demo: bool,
-    plan_file: Path | None = None,
-    log_dir: Path | None = None,
-    simulated: SimulatedSpec | None = None,
-    profile: Path | None = None,
-) -> int:
-    """Deploy the fleet in `file`, as `plan_file` has it if given; returns the exit code when it has ended. Engines of
-    one that is `simulated` compute nothing. `profile` has what steps are predicted to cost."""
+def deploy(settings: DeploySettings) -> int:
+    """Deploy a fleet; returns the exit code when it has ended."""
+    simulated = _simulated_cpu(settings.profile) if settings.simulated else None
     try:
-        fleet = load_fleet(file)
-        latency = _predictions(profile)
+        fleet = load_fleet(settings.fleet)
+        latency = _predictions(settings.profile)
         gpus = gpus_for(fleet, start=True) if simulated is None else partial(pretended_gpus, fleet)
         planner = FleetPlanner(fleet, this_machine(), gpus, simulated=simulated, latency=latency)
-        plans = planner.at_start(plan_file)
+        plans = planner.at_start(settings.plan)
         residency = residency_of(planner.fleet, plans, planner.machine)
         gateway = fleet.gateway
-        host = gateway.host if host is None else host
-        port = _usable_port(host, gateway.port if port is None else port)
+        host = gateway.host if settings.host is None else settings.host
+        port = _usable_port(host, gateway.port if settings.port is None else settings.port)
         _check_installation(simulated is None and plans[0].gpu is not None and not plans[0].gpu.elsewhere)
         planner.fleet = planner.fetched(planner.fleet, lambda text: console.print(escape(text)))
     except FleetError as error:
@@ -91,7 +83,7 @@ def deploy(
         print_error(str(error))
         return error.code
     try:
-        run_dir = RunDir(log_dir=log_dir)
+        run_dir = RunDir(log_dir=settings.log_dir)
     except RunDirError as error:
         print_error(str(error))
         return ExitCode.WRONG if isinstance(error, LogDirError) else ExitCode.NOT_DONE
@@ -100,7 +92,7 @@ def deploy(
     if simulated is not None:
         costs = f"measured in {simulated.profile}" if simulated.profile else "the roofline"
         console.print(f"- simulated: engines compute nothing, and take the time of {escape(costs)}")
-    if log_dir is not None:
+    if settings.log_dir is not None:
         console.print(f"- logs are kept in {escape(str(run_dir.logs.resolve()))}")
     try:
         plans = [plan.with_paths(planner.fleet) for plan in plans]
@@ -112,7 +104,7 @@ def deploy(
         run_dir.remove()
         print_error(str(error))
         return error.code
-    return _run(planner, plans, run_dir, host, port, demo, FleetFile(file, fleet), residency)
+    return _run(planner, plans, run_dir, host, port, settings.demo, FleetFile(settings.fleet, fleet), residency)
 
 
 def _predictions(profile: Path | None) -> LatencyModel:
@@ -127,7 +119,7 @@ def _predictions(profile: Path | None) -> LatencyModel:
         raise DeployRefused(f"--profile: {error}", ExitCode.WRONG) from None
 
 
-def simulated_cpu(profile: Path | None) -> SimulatedSpec:
+def _simulated_cpu(profile: Path | None) -> SimulatedSpec:
     """This machine's CPU, with costs as measured, or without a profile by the roofline."""
     return SimulatedSpec(CPU, "" if profile is None else str(profile.resolve()))
 

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 from msgspec import structs
 
 from muxserve.cli.http import HTTPFailure, get_json
+from muxserve.cli.options import NoEffectError, check_effect
 from muxserve.cli.output import console, escape, print_error
+from muxserve.cli.settings import ProfileSettings
 from muxserve.cli.status import endpoint_of
 from muxserve.costs.latency import CostError
 from muxserve.costs.profile import Overheads, Profile, load_profile, save_profile
 from muxserve.net.exit_codes import ExitCode
 
+_MEASURING = ("FLEET", "--threads", "--tokens", "--sequences", "--batches", "--contexts", "--pairs")
 
-def learnt_profile(url: str | None, key: str | None, out: Path) -> int:
-    """Write what the fleet at `url`, or the one that runs here, has learnt to `out`; returns the exit code. What the
-    file has of other engines, of machines, pairs and leases stays."""
-    url = endpoint_of(url)
+
+def learnt_profile(settings: ProfileSettings) -> int:
+    """Write the costs that a serving fleet has learnt; returns the exit code. Other engines, machines, pairs and leases
+    of the file stay."""
+    out = settings.out
+    try:
+        check_effect(settings.given, _MEASURING, "with --from-fleet, which measures nothing")
+    except NoEffectError as error:
+        print_error(str(error))
+        return ExitCode.WRONG
+    url = endpoint_of(settings.url)
     if url is None:
         return ExitCode.WRONG
     try:
-        status, body = get_json(url, "/fleet/profile", key)
+        status, body = get_json(url, "/fleet/profile", settings.key)
         if status != 200:
             message = body.get("error", {}).get("message") if isinstance(body, dict) else None
             raise HTTPFailure(f"{url}/fleet/profile answered {status}: {message or 'no reason was given'}")

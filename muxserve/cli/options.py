@@ -45,9 +45,9 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-def takes(settings: type[_Settings]) -> Callable[[Callable[[_Settings], int]], Callable[..., None]]:
+def takes(settings: Callable[..., _Settings]) -> Callable[[Callable[[_Settings], int]], Callable[..., None]]:
     """Give a command the arguments and options that the fields of a dataclass are annotated with. The command gets one
-    object and returns its exit code; a field `given` has the names of the fields that stand on the command line."""
+    object and returns its exit code; a field `given` has `given_options`."""
 
     def decorate(command: Callable[[_Settings], int]) -> Callable[..., None]:
         hints = typing.get_type_hints(settings, include_extras=True)
@@ -70,30 +70,22 @@ def takes(settings: type[_Settings]) -> Callable[[Callable[[_Settings], int]], C
 
 
 def given_options(context: typer.Context) -> frozenset[str]:
-    """Names of the parameters that were given on the command line; variables of the environment do not count."""
-    sources = ((each.name or "", context.get_parameter_source(each.name or "")) for each in context.command.params)
-    return frozenset(name for name, source in sources if source is not None and source.name == "COMMANDLINE")
+    """The arguments and options on the command line, such as FLEET and --seconds; variables of the environment do not
+    count."""
+    sources = {each: context.get_parameter_source(each.name or "") for each in context.command.params}
+    return frozenset(
+        each.opts[0] if each.param_type_name == "option" else (each.name or "").upper()
+        for each, source in sources.items()
+        if source is not None and source.name == "COMMANDLINE"
+    )
 
 
-def refuse_given(context: typer.Context, parameters: Iterable[str], why: str) -> None:
-    """Go on only if none of `parameters` was given on the command line.
-
-    Raises:
-        typer.BadParameter: one was; it names that one, and says why it has no effect.
-    """
-    given = given_options(context) & frozenset(parameters)
-    for parameter in context.command.params:
-        if parameter.name in given:
-            # Of typer's parameters each is one of those that it takes, whatever its base class says.
-            raise typer.BadParameter(f"has no effect {why}", ctx=context, param=parameter)  # type: ignore[arg-type]
-
-
-def check_effect(given: Collection[str], parameters: Iterable[str], why: str) -> None:
-    """The same where only the command's own code knows what has an effect.
+def check_effect(given: Collection[str], names: Iterable[str], why: str) -> None:
+    """Go on only if none of `names`, which have no effect, is among the options that were `given`.
 
     Raises:
-        NoEffectError: one of `parameters` is among those `given`.
+        NoEffectError: one of them is.
     """
-    for name in parameters:
+    for name in names:
         if name in given:
-            raise NoEffectError(f"--{name.replace('_', '-')} has no effect {why}")
+            raise NoEffectError(f"{name} has no effect {why}")

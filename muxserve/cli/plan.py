@@ -153,15 +153,15 @@ def _check_effects(settings: PlanSettings, on_gpus: bool, sweeps: bool) -> None:
     """
     given, simulated = settings.given, settings.simulate is None or settings.simulate > 0
     if not on_gpus:
-        check_effect(given, ["seconds"], "on a CPU, where no placement is searched for")
-        check_effect(given, ["robust"], "on a CPU, where one way to serve is planned")
+        check_effect(given, ["--seconds"], "on a CPU, where no placement is searched for")
+        check_effect(given, ["--robust"], "on a CPU, where one way to serve is planned")
     if sweeps:
-        check_effect(given, ["gpus"], "with --sweep, which says how many there are")
-        check_effect(given, ["robust"], "with --sweep, which compares sizes and no other ways to serve")
+        check_effect(given, ["--gpus"], "with --sweep, which says how many there are")
+        check_effect(given, ["--robust"], "with --sweep, which compares sizes and no other ways to serve")
     if settings.exact or settings.mode != "muxserve":
-        check_effect(given, ["robust"], "where no other way to serve is compared")
+        check_effect(given, ["--robust"], "where no other way to serve is compared")
     if not simulated:
-        check_effect(given, ["robust"], "if nothing is simulated")
+        check_effect(given, ["--robust"], "if nothing is simulated")
 
 
 def _check_cpu(settings: PlanSettings, fleet: Fleet) -> None:

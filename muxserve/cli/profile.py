@@ -8,7 +8,9 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from muxserve.cli.options import check_effect
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
+from muxserve.cli.settings import ProfileSettings
 from muxserve.cluster.machine import this_machine
 from muxserve.config import FleetError, load_fleet
 from muxserve.costs.latency import CostError
@@ -28,28 +30,23 @@ from muxserve.spec.run_dir import RunDir, RunDirError
 _BUSY = 0.1
 
 
-def profile(
-    file: Path,
-    out: Path,
-    threads: str | None,
-    tokens: str | None,
-    sequences: str | None,
-    batches: str | None,
-    contexts: str | None,
-    pairs: bool,
-) -> int:
-    """Measure the fleet in `file` and write `out`; returns the exit code."""
+def profile(settings: ProfileSettings) -> int:
+    """Measure a fleet and write the profile; returns the exit code."""
+    out = settings.out
     try:
+        check_effect(settings.given, ("--url", "--api-key"), "without --from-fleet")
+        if settings.fleet is None:
+            raise ValueError("which fleet? Name its file, or give --from-fleet")
         # What is measured are prefills and decodes by themselves, however the fleet mixes them.
-        plan = resolve_unit(load_fleet(file).multiplexed(), this_machine())
+        plan = resolve_unit(load_fleet(settings.fleet).multiplexed(), this_machine())
         pooling = [demand.name for demand in plan.demands if demand.architecture.pooling]
         if pooling:
             raise ValueError(
                 f"only models that generate text can be measured, and {', '.join(pooling)} answers with vectors; "
                 "leave it out of the file. What is not measured is planned with the roofline"
             )
-        grid = _grid(tokens=tokens, sequences=sequences, batches=batches, contexts=contexts)
-        counts = _threads(plan, threads)
+        grid = _grid(settings)
+        counts = _threads(plan, settings.threads)
         known = load_profile(out) if out.exists() else None
         _check(known, out)
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +66,7 @@ def profile(
         print_error(str(error))
         return ExitCode.NOT_DONE
     try:
-        return _measure(plan, run_dir, known, out, Scope(counts, grid, pairs))
+        return _measure(plan, run_dir, known, out, Scope(counts, grid, settings.pairs))
     finally:
         run_dir.remove()
 
@@ -162,7 +159,8 @@ def _busy(session: Session) -> None:
         )
 
 
-def _grid(**given: str | None) -> Grid:
+def _grid(settings: ProfileSettings) -> Grid:
+    given = {name: getattr(settings, name) for name in ("tokens", "sequences", "batches", "contexts")}
     values = {name: parse_counts(text, f"--{name}") for name, text in given.items() if text is not None}
     return Grid(**values)  # type: ignore[arg-type]
 

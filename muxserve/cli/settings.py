@@ -1,8 +1,9 @@
-"""What the offline commands are asked for: each option stands here once, as a field with its help."""
+"""What commands are asked for: each option stands here once, as a field with its help."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -39,9 +40,96 @@ _Objective = Annotated[
 ]
 
 
+class LogFormat(Enum):
+    """How logs are written."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class LogLevel(Enum):
+    """From which level on lines are logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploySettings:
+    """Options of `muxserve deploy`."""
+
+    fleet: FleetFile
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port of the endpoint instead of the file's; 0: any free one.")
+    ] = None
+    host: Annotated[str | None, typer.Option(help="Address to listen on instead of the file's.")] = None
+    demo: Annotated[bool, typer.Option("--demo", help="Ask each model its demo question when ready.")] = False
+    plan: Annotated[
+        Path | None, typer.Option(help="Serve as this plan has it (`muxserve plan -o`).", show_default=False)
+    ] = None
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(help="Keep logs here, in a directory for each run (the last ten).", show_default=False),
+    ] = None
+    log_format: Annotated[LogFormat, typer.Option(help="How all processes log, and what this one prints.")] = (
+        LogFormat.TEXT
+    )
+    log_level: Annotated[LogLevel, typer.Option(help="From which level on the fleet's processes log.")] = LogLevel.INFO
+    simulated: Annotated[
+        bool, typer.Option("--simulated", help="Engines compute nothing, and take the time that they would.")
+    ] = False
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="Predict steps by this profile, not the roofline; with --simulated they take as long.",
+            show_default=False,
+        ),
+    ] = None
+    given: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileSettings:
+    """Options of `muxserve profile`. `given` are those on the command line."""
+
+    fleet: Annotated[
+        Path | None, typer.Argument(metavar="[FLEET]", help="The fleet file (YAML).", show_default=False)
+    ] = None
+    out: Annotated[
+        Path,
+        typer.Option("-o", "--out", "--output", help="The profile file; what it has already is not measured again."),
+    ] = Path("profile.json")
+    threads: Annotated[
+        str | None, typer.Option(help="Threads per engine, e.g. 1,2; by default those of the fleet and all cores.")
+    ] = None
+    tokens: Annotated[str | None, typer.Option(help="Prompt tokens per sequence of prefill steps, e.g. 64,512.")] = None
+    sequences: Annotated[str | None, typer.Option(help="Sequences of prefill steps, e.g. 1,4.")] = None
+    batches: Annotated[str | None, typer.Option(help="Sequences of decode steps, e.g. 1,8,32.")] = None
+    contexts: Annotated[str | None, typer.Option(help="Tokens of context of decode steps, e.g. 64,512.")] = None
+    pairs: Annotated[bool, typer.Option(help="Measure pairs of engines beside each other, too.")] = True
+    from_fleet: Annotated[
+        bool, typer.Option("--from-fleet", help="Start nothing: write what a fleet that serves has learnt.")
+    ] = False
+    url: Annotated[
+        str | None,
+        typer.Option(
+            "--url",
+            envvar="MUXSERVE_URL",
+            help="With --from-fleet: its endpoint; else that of the fleet which runs on this machine.",
+            show_default=False,
+        ),
+    ] = None
+    key: Annotated[
+        str | None, typer.Option("--api-key", envvar="MUXSERVE_API_KEY", help="With --from-fleet: API key.")
+    ] = None
+    given: frozenset[str] = frozenset()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
-    """Options of `muxserve plan`. `given` are the names of those on the command line."""
+    """Options of `muxserve plan`. `given` are those on the command line."""
 
     fleet: FleetFile
     gpus: _Gpus = None
@@ -93,7 +181,7 @@ class PlanSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateSettings:
-    """Options of `muxserve simulate`. `given` are the names of those on the command line."""
+    """Options of `muxserve simulate`. `given` are those on the command line."""
 
     fleet: FleetFile
     workload: Annotated[str, typer.Option(help=SOURCE_HELP, show_default=False)]

@@ -128,11 +128,11 @@ def _check_effects(settings: SimulateSettings, modes: Sequence[Mode], places: Pl
     """
     planned = [mode for mode in modes if mode.placement == "muxserve"]
     if not planned:
-        check_effect(settings.given, ["plan"], "on modes whose placement is another, which is planned now")
+        check_effect(settings.given, ["--plan"], "on modes whose placement is another, which is planned now")
     if places.cluster is None:
-        check_effect(settings.given, ["seconds"], "on a CPU, where no placement is searched for")
+        check_effect(settings.given, ["--seconds"], "on a CPU, where no placement is searched for")
     if settings.plan is not None and len(planned) == len(modes):
-        check_effect(settings.given, ["seconds"], "with --plan, where no placement is searched for")
+        check_effect(settings.given, ["--seconds"], "with --plan, where no placement is searched for")
 
 
 def _priorities(settings: SimulateSettings, levels: Levels) -> PriorityOf | None:
