@@ -46,12 +46,7 @@ def scale(targets: Sequence[str], fleet: str | None, as_json: bool) -> int:
         if match[1] in replicas:
             return _wrong(f"{match[1]} is named twice", as_json)
         replicas[match[1]] = int(match[2])
-    return _change(messages.Scale(replicas), fleet, as_json)
-
-
-def drain(unit: str, fleet: str | None, as_json: bool) -> int:
-    """Empty a unit and end it; returns the exit code."""
-    return _change(messages.DrainUnit(unit), fleet, as_json)
+    return change(messages.Scale(replicas), fleet, as_json)
 
 
 def add(file: Path, unit: str, fleet: str | None, as_json: bool) -> int:
@@ -60,17 +55,7 @@ def add(file: Path, unit: str, fleet: str | None, as_json: bool) -> int:
         text = read_text(file, "fleet file")
     except FleetError as error:
         return _wrong(str(error), as_json)
-    return _change(messages.Add(text, str(file), str(file.parent.absolute()), unit), fleet, as_json)
-
-
-def adapter(model: str, name: str, path: Path | None, fleet: str | None, as_json: bool) -> int:
-    """Serve a LoRA adapter of a model, or with no path no longer; returns the exit code."""
-    return _change(messages.SetAdapter(model, name, str(path.absolute()) if path else ""), fleet, as_json)
-
-
-def remove(model: str, fleet: str | None, as_json: bool) -> int:
-    """Serve a model no longer; returns the exit code."""
-    return _change(messages.Remove(model), fleet, as_json)
+    return change(messages.Add(text, str(file), str(file.parent.absolute()), unit), fleet, as_json)
 
 
 def apply(file: Path, fleet: str | None, dry_run: bool, as_json: bool) -> int:
@@ -81,10 +66,11 @@ def apply(file: Path, fleet: str | None, dry_run: bool, as_json: bool) -> int:
         return _wrong(str(error), as_json)
     # The fleet may have been started where these are not set, or are others.
     environ = {name: os.environ[name] for name in re.findall(r"env:(\w+)", text) if name in os.environ}
-    return _change(messages.Apply(text, str(file), str(file.parent.absolute()), environ, dry_run), fleet, as_json)
+    return change(messages.Apply(text, str(file), str(file.parent.absolute()), environ, dry_run), fleet, as_json)
 
 
-def _change(command: messages.Command, fleet: str | None, as_json: bool) -> int:
+def change(command: messages.Command, fleet: str | None, as_json: bool) -> int:
+    """Ask a fleet for a change and show its steps; returns the exit code."""
     report = _Report()
     try:
         with ControlClient(find(fleet)) as client, _showing(as_json, report) as told:

@@ -35,9 +35,10 @@ def drain(
     json: Json = False,
 ) -> None:
     """Empty a unit of the running fleet and end it: its requests move to other units, or are finished."""
-    from muxserve.cli.change import drain as run
+    from muxserve.cli.change import change
+    from muxserve.control.messages import DrainUnit
 
-    raise typer.Exit(run(unit, fleet, json))
+    raise typer.Exit(change(DrainUnit(unit), fleet, json))
 
 
 @app.command()
@@ -67,9 +68,10 @@ def remove(
     json: Json = False,
 ) -> None:
     """Take a model out of the running fleet, after the requests that it has."""
-    from muxserve.cli.change import remove as run
+    from muxserve.cli.change import change
+    from muxserve.control.messages import Remove
 
-    raise typer.Exit(run(model, fleet, json))
+    raise typer.Exit(change(Remove(model), fleet, json))
 
 
 @app.command()
@@ -99,6 +101,7 @@ def adapter(
     json: Json = False,
 ) -> None:
     """Serve a LoRA adapter of a model of the running fleet, or no longer."""
-    from muxserve.cli.change import adapter as run
+    from muxserve.cli.change import change
+    from muxserve.control.messages import SetAdapter
 
-    raise typer.Exit(run(model, name, path, fleet, json))
+    raise typer.Exit(change(SetAdapter(model, name, str(path.absolute()) if path else ""), fleet, json))
