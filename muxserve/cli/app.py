@@ -12,7 +12,6 @@ from muxserve.cli.fleet_app import app as fleet_app
 from muxserve.cli.offline_app import app as offline_app
 from muxserve.cli.options import takes
 from muxserve.cli.settings import DeploySettings, FleetFile
-from muxserve.cli.workload_app import app as workload_app
 from muxserve.net.process import close_inherited
 
 # Plain help and no rich tracebacks: both would import much for little.
@@ -27,7 +26,6 @@ app = typer.Typer(
 
 app.add_typer(fleet_app)
 app.add_typer(offline_app)
-app.add_typer(workload_app)
 
 
 def _version(value: bool) -> None:
