@@ -6,8 +6,6 @@ request but those that wait for an instance, so a new one has its view back with
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from muxserve.replicas.decisions import Decision, Dispatch, Drain, RefuseRequest, Resume, Start, StopInstance
 from muxserve.replicas.dispatch import DispatchPolicy, DispatchQueue, FreestOfQueues, NewRequest
 from muxserve.replicas.migration import MigrationRules, Pairing
@@ -50,11 +48,6 @@ class GlobalScheduler:
         self._leaving: set[str] = set()
         # Loads of serving instances; None after one has come, gone or changed sides.
         self._serving: list[InstanceLoad] | None = None
-
-    @property
-    def instances(self) -> Collection[InstanceLoad]:
-        """The instances that are up, as last reported."""
-        return self._loads.values()
 
     @property
     def pairs(self) -> dict[str, str]:

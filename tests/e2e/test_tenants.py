@@ -7,10 +7,14 @@ from collections.abc import Iterator
 import httpx
 import pytest
 import yaml
+import zmq
 
+from muxserve.net import sockets
+from muxserve.spec import load_fleet
+from muxserve.wire import StateReply, StateRequest, decode, encode
 from tests.e2e.fleet import ROOT, Fleet, running
 from tests.support import preloaded
-from tests.support.patience import PATIENCE
+from tests.support.patience import PATIENCE, eventually
 
 # What the salts are is tested in tests/gateway/test_prefix_salts.py.
 pytestmark = pytest.mark.thorough
@@ -52,13 +56,35 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 class Asking:
-    """Asks as a tenant, and tells how many tokens of the prompt were cached."""
+    """Asks as a tenant, and says how many tokens of the prompt were cached."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.http = httpx.Client(base_url=fleet.url, timeout=PATIENCE)
+        process = fleet.part("muxserve.global_scheduler.process")
+        assert process is not None
+        line = process.cmdline()
+        self.scheduler = load_fleet(line[line.index("--fleet") + 1]).scheduler_address
+
+    def wait_idle(self) -> None:
+        """Until the global scheduler has heard that the last request has ended. Before that, dispatch by prefix may
+        choose the replica that does not have the prompt: at the other one, the same prompt seems to wait."""
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.linger = 0
+            sockets.connect(socket, self.scheduler)
+
+            def idle() -> bool:
+                socket.send(encode(StateRequest()))
+                assert socket.poll(1000 * PATIENCE), "the global scheduler does not answer"
+                reply = decode(socket.recv())
+                assert isinstance(reply, StateReply)
+                replicas = reply.state["models"][MODEL]["replicas"].values()  # type: ignore[index]
+                return not any(each["running"] or each["waiting"] for each in replicas)
+
+            eventually(idle, "idle replicas")
 
     def cached(self, tenant: str, first: int, **body: object) -> int:
         """Cached tokens of a prompt of 1,000 tokens."""
+        self.wait_idle()
         before = self._used(tenant)
         prompt = [2 + (first + 7 * i) % 900 for i in range(1000)]
         answer = self.http.post(

@@ -12,7 +12,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from muxserve.gateway.routing.tokens import TokensSocket
+from muxserve.gateway.routing.fleet_links import TokensSocket
 from muxserve.net import sockets
 from muxserve.net.peer import Address, AsyncPeer
 from muxserve.wire import Cancel, GatewayHello, Lost, Message, Placed, TokensHeader, UnitHello, Unplace, decode, encode

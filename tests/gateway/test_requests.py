@@ -90,11 +90,11 @@ def test_decode_tokens_that_overtake_the_first_wait_for_it(table: RequestTable) 
     request = add(table)
     assert give(table, request.request_id, 0, 2, Out(request.request_id, [7], finish_reason=STOP)) == []
     assert give(table, request.request_id, 0, 1, Out(request.request_id, [6])) == []
-    assert table.has_gaps
+    assert table._gapped
     outs = give(table, request.request_id, 0, 0, Out(request.request_id, [5]))
     assert [out.new_token_ids for out in outs] == [[5], [6], [7]]
     assert outs[-1].finish_reason == STOP
-    assert not table.has_gaps
+    assert not table._gapped
     assert len(table) == 0
 
 
@@ -137,7 +137,7 @@ def test_a_gap_that_stays_open_is_served_anew_under_another_id(table: RequestTab
     assert request.request_id != old_id
     assert table.get(old_id) is None
     assert (request.submit().attempt, request.submit().output_tokens) == (1, [5])
-    assert not table.has_gaps
+    assert not table._gapped
     assert give(table, old_id, 0, 1, Out(old_id, [6])) == []
     (out,) = give(table, request.request_id, 1, 1, Out(request.request_id, [6]))
     assert (out.request_id, out.new_token_ids) == ("front", [6])

@@ -113,7 +113,7 @@ def test_drain_on_request_takes_no_new_requests_gives_away_and_is_stopped_when_e
     scheduler.report(InstanceLoad("a", CAPACITY))
     assert StopInstance("a") in scheduler.tick(2)
     scheduler.down("a")
-    assert [each.name for each in scheduler.instances] == ["b"]
+    assert [*scheduler._loads] == ["b"]
     assert a is not b
 
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import zmq
 
-from muxserve.gateway.routing.fleet_links import FleetLinks
+from muxserve.gateway.routing.fleet_links import FleetLinks, TokensSocket
+from muxserve.gateway.routing.patience import Patience
 from muxserve.gateway.routing.predicted_wait import PredictedWaits
 from muxserve.gateway.routing.requests import Failure, Output, RequestTable, Tracked
 from muxserve.gateway.routing.router import Router
-from muxserve.gateway.routing.tokens import TokensSocket
 from muxserve.gateway.status.measure import Measures, RequestOutcome
 from muxserve.net.logs import of_request
 from muxserve.net.peer import AsyncPeer
@@ -39,7 +39,6 @@ from muxserve.wire import (
 
 if TYPE_CHECKING:
     from muxserve.gateway.status.tracing import Tracing
-from muxserve.gateway.routing.patience import Patience
 
 log = logging.getLogger(__name__)
 

@@ -183,11 +183,6 @@ class RequestTable:
         """Every request in flight, oldest first."""
         return list(self._by_id.values())
 
-    @property
-    def has_gaps(self) -> bool:
-        """Whether tokens are held back somewhere, so that `overdue` must be asked from time to time."""
-        return bool(self._gapped)
-
     # ------------------------------------------------------------ the front end's side
 
     def new_id(self) -> str:
