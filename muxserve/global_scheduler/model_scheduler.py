@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from muxserve.global_scheduler.model_scheduler_base import ModelSchedulerBase, Rules
+from muxserve.global_scheduler.model_scheduler_base import ModelSchedulerBase, Rules, load_state
 from muxserve.global_scheduler.outbox import Outbox
 from muxserve.replicas.decisions import (
     Decision,
@@ -129,19 +129,13 @@ class ModelScheduler(ModelSchedulerBase):
 
     def state(self, now: float) -> dict[str, object]:
         """See `ModelSchedulerBase`."""
-        replicas: dict[str, object] = {}
-        for unit, replica in sorted(self._up.items()):
-            load = replica.load
-            replicas[unit] = {
-                "freeness": load.freeness if math.isfinite(load.freeness) else None,
-                "capacity": load.capacity,
-                "used": load.used,
-                "running": load.running,
-                "waiting": load.waiting,
-                "moving_in": load.moving_in,
-                "moving_out": load.moving_out,
-                "terminating": load.terminating,
+        replicas: dict[str, object] = {
+            unit: {
+                **load_state(replica.load),
+                "freeness": replica.load.freeness if math.isfinite(replica.load.freeness) else None,
             }
+            for unit, replica in sorted(self._up.items())
+        }
         return {
             "replicas": replicas,
             "starting": self._starting(now),

@@ -56,6 +56,19 @@ class Replica:
     told_at: float = -math.inf
 
 
+def load_state(load: InstanceLoad) -> dict[str, object]:
+    """How a replica stands, as JSON-ready data."""
+    return {
+        "capacity": load.capacity,
+        "used": load.used,
+        "running": load.running,
+        "waiting": load.waiting,
+        "moving_in": load.moving_in,
+        "moving_out": load.moving_out,
+        "terminating": load.terminating,
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Asker:
     """A gateway that waits for an answer, since when it does."""

@@ -25,14 +25,12 @@ from muxserve.wire import Place, Placed, RollingReport, SchedulerHello, Unpaired
 
 log = logging.getLogger(__name__)
 
-# The members of one model's macro instances, by its units.
-#
-# Members are what units report (`rolling_state`), and the requests sent there since: each counts with its member from
-# the answer to the gateway on, and is forgotten if the unit does not name it soon. A unit that has reported its load
-# but not its requests is no member yet; it is asked.
-
 # From the answer to a gateway until the unit has named the request; after this long it will not come.
 NAMED_SECONDS = 1.0
+# A unit whose load counts more or fewer requests than it has named, for this long on end, is asked to name them all.
+DOUBT_SECONDS = 3.0
+# A unit is not asked more often than this.
+ASK_SECONDS = 1.0
 
 
 @dataclass(slots=True)
@@ -79,14 +77,12 @@ class PendingPlacements:
         return [key for key, each in self._sent.items() if now >= each.until]
 
 
-# A unit whose load tells of more or fewer requests than it has named, for so long on end, is asked to name them all.
-DOUBT_SECONDS = 3.0
-# A unit is not asked more often than this.
-ASK_SECONDS = 1.0
-
-
 class RollingModelScheduler(ModelSchedulerBase):
     """A model whose requests go to the replica whose prefill window is open.
+
+    Its members are what units report (`rolling_state`), and the requests sent there since: each counts with its member
+    from the answer to the gateway on, and is forgotten if the unit does not name it soon. A unit that has reported its
+    load but not its requests is no member yet; it is asked.
 
     Args:
         epoch: this process, for units that are asked for their requests.
@@ -426,7 +422,7 @@ class RollingModelScheduler(ModelSchedulerBase):
                 self._leaves(unit, now)
 
     def _more(self, count: int, now: float) -> None:
-        """So many replicas more; of the draining ones first those that have most to do still."""
+        """`count` replicas more; draining ones first, by the number of their running requests."""
         back = [unit for unit in self._draining if unit in self._scheduler.draining and not self._to_go(unit)]
         back.sort(key=lambda unit: (-self._up[unit].load.running, unit))
         for unit in back[:count]:

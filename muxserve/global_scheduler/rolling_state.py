@@ -6,6 +6,7 @@ import math
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from muxserve.global_scheduler.model_scheduler_base import load_state
 from muxserve.replicas.views import InstanceLoad
 from muxserve.rolling.constraints import promise
 from muxserve.rolling.member import Admitted, MacroMember
@@ -109,15 +110,7 @@ def apply(
 
 def show(load: InstanceLoad, member: MacroMember | None, spared: float | None, now: float) -> dict[str, object]:
     """How a replica stands, as JSON-ready data; without a member its requests are not known."""
-    shown: dict[str, object] = {
-        "capacity": load.capacity,
-        "used": load.used,
-        "running": load.running,
-        "waiting": load.waiting,
-        "moving_in": load.moving_in,
-        "moving_out": load.moving_out,
-        "terminating": load.terminating,
-    }
+    shown = load_state(load)
     if member is not None:
         saved = member.saved(now, spared)
         shown |= {
