@@ -79,7 +79,7 @@ def deployed(units: list[str], rules: RollingRules = RULES) -> FleetSpec:
         name="m", path="/models/m", pool="main", dtype="float32", layers=2, kv_heads=2, head_dim=64, block_tokens=16,
         num_blocks=128, quota_pages=400, floor_pages=100, max_len=400, rate=1.0, max_num_seqs=8,
         max_num_batched_tokens=64, prefix_caching=True, threads=1, prefill_share=0.5, decode_share=0.5,
-        max_concurrency=64, max_queue=64, phases="rolling",
+        max_concurrency=64, max_queue=64, shape="one", rolling=True,
     )  # fmt: skip
     gateway = GatewaySpec("127.0.0.1", 0)
     entries = []

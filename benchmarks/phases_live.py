@@ -5,7 +5,7 @@
 
 `rolling`: three replicas of one model, whose prefill rolls over them; against three independent ones, to which the
 global scheduler sends each request as it finds them freest: `independent`, engines whose steps hold prompts and
-sequences that decode, as stock vLLM's; `multiplexed`, two engines each. Requests stay where they are.
+sequences that decode, as stock vLLM's; `split`, two engines each. Requests stay where they are.
 
 `pipeline`: one model over two stages with Token Throttling, against the fixed budget of Sarathi-Serve.
 
@@ -48,18 +48,17 @@ SHARE = 0.9
 def systems(part: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """What is compared: the keys of the model that differ."""
     if part == "rolling":
-        rolling: dict[str, Any] = {"phases": "rolling", "rolling": {"lower": 2, "upper": 4}}
-        one_stage = {"phases": "pipelined", "stages": 1, "batching": {"policy": "vllm"}}
+        rolling: dict[str, Any] = {"engines": "one", "dispatch": "rolling", "rolling": {"lower": 2, "upper": 4}}
+        one_stage = {"engines": "one"}
         replicas = {"replicas": options.replicas, "threads": 1}
         return {
             "rolling": rolling | replicas,
             "rolling-mean": rolling | replicas | {"rolling": {"lower": 2, "upper": 4, "spared": "mean"}},
             "independent": one_stage | replicas,
-            "multiplexed": replicas,
+            "split": replicas,
         }
-    stages = {"phases": "pipelined", "stages": 2, "threads": 1}
-    throttle = {"policy": "throttled", "max_prefill": options.batch_tokens}
-    return {"throttled": stages | {"batching": throttle}, "fixed": stages | {"batching": {"policy": "fixed"}}}
+    stages = {"engines": "one", "stages": 2, "threads": 1}
+    return {name: stages | {"batching": name} for name in ("throttled", "fixed")}
 
 
 def fleet_of(keys: Mapping[str, Any], checkpoint: Path, options: argparse.Namespace) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# How prefill and decode of a unit's models are arranged. The latter two are of units with one model.
-PhasesName = Literal["multiplexed", "rolling", "pipelined"]
+# A model's engines: one for prefill and one for decode, or one of both phases.
+ShapeName = Literal["split", "one"]
+ROLLING = "rolling"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +33,14 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class PlacedModel:
-    """One replica of a model in a unit. It takes `rate` requests per second of the model's load. Shares are of the
-    compute of each device of the unit; quotas and floors are left to the unit's own plan."""
+    """One replica of a model in a unit, with engines of a `shape`. It takes `rate` requests per second of the model's
+    load. Shares are of the compute of each device of the unit; quotas and floors are left to the unit's own plan."""
 
     model: str
     rate: float
     prefill_share: float
     decode_share: float
+    shape: ShapeName = "split"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,9 @@ class PlacedUnit:
     """Models colocated on one mesh, `devices` (numbers in the cluster) of one type; every model is split over all of
     them (tensor parallel). `kv_bytes` is what each device has left for the page pool.
 
-    `phases` is the arrangement of its models. A pipelined one has its layers in `stages`, each on as many devices,
-    which split its tensors; on a CPU, where a unit is one device, each is a process. `policy` is that of the unit's
-    scheduler and `batching` that of a pipeline's steps, where they are not the fleet file's.
+    The only model of a unit may have its layers in `stages`, each on as many devices, which split its tensors; on a
+    CPU, where a unit is one device, each is a process. `policy` is that of the unit's scheduler (`rolling`: of a
+    replica over which prefill rolls) and `batching` that of steps of one engine, where they are not the fleet file's.
     """
 
     name: str
@@ -56,10 +58,23 @@ class PlacedUnit:
     devices: tuple[int, ...]
     models: tuple[PlacedModel, ...]
     kv_bytes: int
-    phases: PhasesName = "multiplexed"
     stages: int = 1
     policy: str = ""
     batching: str = ""
+
+    @property
+    def rolls(self) -> bool:
+        """Whether prefill rolls over this replica and others."""
+        return self.policy == ROLLING
+
+    def shape_of(self, model: str) -> ShapeName:
+        """The engines of one of its models."""
+        return next(each.shape for each in self.models if each.model == model)
+
+    @property
+    def split(self) -> bool:
+        """Whether every model has an engine for prefill and one for decode."""
+        return all(model.shape == "split" for model in self.models)
 
 
 @dataclass(frozen=True, slots=True)

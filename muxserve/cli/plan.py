@@ -13,9 +13,9 @@ from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.costs.latency import CostError
 from muxserve.costs.measured import latency_model
 from muxserve.net.exit_codes import ExitCode
-from muxserve.planning.arrangements import may_be_dedicated
 from muxserve.planning.demands import ClusterError, cluster_of, format_latency
 from muxserve.planning.document import document, parse_sweep, residency_document, sleeping_document
+from muxserve.planning.layouts import may_be_dedicated
 from muxserve.planning.plan_file import save_plan
 from muxserve.planning.planner import (
     NO_SLEEPING,
@@ -79,7 +79,7 @@ def _plan(settings: PlanSettings) -> int:
     _tell(settings, fleet, made, time.monotonic() - began)
     if any(map(may_be_dedicated, fleet.models)) and (sizes or options.mode != "muxserve"):
         why = "a sweep" if sizes else f"--mode {options.mode}"
-        errors.print(f"{why} plans all models as multiplexed, whatever `phases` says")
+        errors.print(f"{why} plans two engines for every model, whatever `engines` says")
     return ExitCode.NO if made.plan.missing else ExitCode.DONE
 
 

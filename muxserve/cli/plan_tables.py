@@ -9,10 +9,10 @@ from muxserve.cli.output import console, escape
 from muxserve.config import Fleet
 from muxserve.metrics.figure_table import FigureTable
 from muxserve.metrics.summary import Summary
-from muxserve.planning.arrangements import arrangement
 from muxserve.planning.contest import Rival, why
 from muxserve.planning.device_pool import CPU
 from muxserve.planning.document import SweepPoint, needed, warnings_of
+from muxserve.planning.layouts import shape_words
 from muxserve.planning.prediction import Prediction, ResidencyForecast, shares_per_lease
 from muxserve.planning.sleeping import SleepingForecast
 from muxserve.planning.ways import SIMPLEST, WAYS
@@ -28,7 +28,7 @@ def plan_table(plan: ClusterPlan, simulated: Prediction | None) -> FigureTable:
         "unit",
         "devices",
         "model",
-        "phases, or SMs",
+        "engines, or SMs",
         "rate",
         "served",
         "TTFT",
@@ -49,7 +49,7 @@ def plan_table(plan: ClusterPlan, simulated: Prediction | None) -> FigureTable:
                 escape(unit.name) if index == 0 else "",
                 f"{len(unit.devices)} x {unit.device} ({_range(unit.devices)})" if index == 0 else "",
                 escape(demand.name) + replicas,
-                arrangement(unit.phases).unit_words(unit) or f"{estimate.prefill_share:.0%} / {model.decode_share:.0%}",
+                shape_words(unit, demand.name) or f"{estimate.prefill_share:.0%} / {model.decode_share:.0%}",
                 f"{model.rate:.2f}/s",
                 served if model.meets_rate else f"[red]{served}[/]",
                 "grows" if math.isinf(model.ttft) else format_seconds(model.ttft),
@@ -220,9 +220,7 @@ def show_sleeping(forecast: SleepingForecast) -> None:
 
 def show_policies(fleet: Fleet, plan: ClusterPlan) -> None:
     """Print what decides in units whose models share compute, and whether their engines' shares can change."""
-    policies = dict.fromkeys(
-        unit.policy or fleet.policy for unit in plan.placement.units if not arrangement(unit.phases).dedicated
-    )
+    policies = dict.fromkeys(unit.policy or fleet.policy for unit in plan.placement.units if unit.split)
     if not policies:
         return
     how = "for their life"

@@ -38,7 +38,7 @@ def profile(settings: ProfileSettings) -> int:
         if settings.fleet is None:
             raise ValueError("which fleet? Name its file, or give --from-fleet")
         # What is measured are prefills and decodes by themselves, however the fleet mixes them.
-        plan = resolve_unit(load_fleet(settings.fleet).multiplexed(), this_machine())
+        plan = resolve_unit(load_fleet(settings.fleet).as_split(), this_machine())
         pooling = [demand.name for demand in plan.demands if demand.architecture.pooling]
         if pooling:
             raise ValueError(

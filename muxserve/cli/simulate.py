@@ -24,8 +24,8 @@ from muxserve.metrics.report import comparison_table, models_table, report_page,
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.metrics.tables import seconds_words
 from muxserve.net.exit_codes import ExitCode
-from muxserve.planning.arrangements import arrangement
 from muxserve.planning.demands import ClusterError, contexts_of, format_latency
+from muxserve.planning.layouts import simulated_keys, simulated_words
 from muxserve.planning.prediction import Simulated
 from muxserve.planning.specs import levels_of
 from muxserve.replicas.priorities import Levels, PriorityError
@@ -190,7 +190,7 @@ def _extra(result: FleetResult, mode: Mode, placed: Simulated) -> dict[str, obje
                 "name": unit.unit,
                 "device": unit.device,
                 "devices": unit.devices,
-                "phases": unit.phases,
+                "engines_of": dict(zip(unit.models, unit.shapes, strict=True)),
                 "busy_seconds": unit.busy_seconds,
                 "pool_pages": unit.pool_pages,
                 "peak_pages": dict(zip(unit.models, unit.peak_pages, strict=True)),
@@ -209,7 +209,7 @@ def _extra(result: FleetResult, mode: Mode, placed: Simulated) -> dict[str, obje
                     "seconds": [time for time, _ in unit.pages],
                     **{name: [held[i] for _, held in unit.pages] for i, name in enumerate(unit.models)},
                 },
-                **arrangement(unit.phases).report(unit),
+                **simulated_keys(unit),
             }
             for unit in result.units
         ],
@@ -250,7 +250,7 @@ def _report(settings: SimulateSettings, workload: Workload, places: Places, runs
             console.print(words)
             console.print(escape(run.placed.about))
             console.print(models_table(run.summary))
-            for words in (*_arrangement_words(run.result), *_replicas_words(run.result), *_residency_words(run.result)):
+            for words in (*_engine_words(run.result), *_replicas_words(run.result), *_residency_words(run.result)):
                 console.print(f"- {escape(words)}")
             for text, count in run.summary.errors.items():
                 console.print(f"[red]{count} x[/] {escape(text)}")
@@ -310,13 +310,13 @@ def _count(mode: str, told: Callable[[str], None]) -> Callable[[int, int], None]
     return lambda done, total: told(f"{mode}: {done} of {total} requests")
 
 
-def _arrangement_words(result: FleetResult) -> Iterator[str]:
+def _engine_words(result: FleetResult) -> Iterator[str]:
     """A sentence for each model whose replicas are dedicated units."""
     units: dict[str, list[UnitResult]] = {}
     for unit in result.units:
         units.setdefault(unit.models[0], []).append(unit)
     for model, mine in units.items():
-        words = arrangement(mine[0].phases).report_words(model, mine)
+        words = simulated_words(model, mine)
         if words:
             yield words
 

@@ -10,12 +10,11 @@ from typing import NoReturn
 from muxserve.cluster.machine import this_machine
 from muxserve.config import AUTO, Fleet, load_fleet
 from muxserve.costs.latency import LatencyModel
-from muxserve.planning.arrangements import arrangement, arrangement_of, may_be_dedicated
-from muxserve.planning.arrangements.base import NoPlaceError
 from muxserve.planning.dedicated_units import open_units
 from muxserve.planning.demands import check_lengths, cluster_of, demands_of, memory_of
 from muxserve.planning.device_pool import CPU, CpuPool, cpu_pool
 from muxserve.planning.fleet_planner import FleetPlanner
+from muxserve.planning.layouts import NoPlaceError, may_be_dedicated, shape_words
 from muxserve.planning.plan_file import load_plan
 from muxserve.planning.planner import SEARCH_SECONDS, Planner, options_of
 from muxserve.planning.prediction import Simulated, Surroundings, simulated_of
@@ -76,7 +75,7 @@ class Places:
         return self.placed(mode.placement)
 
     def placed(self, kind: str) -> Simulated:
-        """The placement of that kind; made now if it is not there. Baselines know nothing but multiplexed models.
+        """The placement of that kind; made now if it is not there. Baselines know nothing but models of two engines.
 
         Raises:
             PlacesError, FleetError: as `of`.
@@ -98,7 +97,7 @@ class Places:
         if made.rivals:
             words = made.rivals[0].words
             for name, unit in open_units(made.plan, self.fleet).items():
-                how = arrangement(unit.phases).unit_words(unit) or unit.phases
+                how = shape_words(unit, name) or "two engines"
                 self.notes.append(f"{name}: {how}, chosen by simulation ({words})")
         self.notes += made.notes
         return self.complete(made.plan.placement, self.demands, self._origin(kind, made.spare))
@@ -117,13 +116,13 @@ class Places:
             self.notes += made.notes
             placed = self.complete(made.plan.placement, made.plan.demands, self._origin(_MUXSERVE, {}))
             return replace(placed, residency=self._residency(placed.placement))
-        planned = resolve_unit(load_fleet(self.file).multiplexed(), this_machine())
+        planned = resolve_unit(load_fleet(self.file).as_split(), this_machine())
         demands = [as_served(demand, [planned]) for demand in self.demands]
         try:
             placement = plan_machine([planned], demands, self.latency, Objective()).placement
         except ValueError as error:
             raise PlacesError(str(error)) from None
-        return self.complete(placement, demands, "placement of all models in one multiplexed unit")
+        return self.complete(placement, demands, "placement of all models in one unit")
 
     def _residency(self, placement: Placement) -> dict[str, ResidencySpec]:
         """By what memory decides, as `muxserve deploy` has it.
@@ -180,9 +179,9 @@ class Places:
             raise PlacesError(f"not every model has a place with {kind} placement. {why}")
 
     def baselines(self, modes: Sequence[str]) -> str:
-        """What is to be said of modes (kinds of placement by their names) that leave arrangements aside; may be
+        """What is to be said of modes (kinds of placement by their names) that leave shapes aside; may be
         empty."""
-        others = [model.name for model in self.fleet.models if arrangement_of(model).dedicated]
+        others = [model.name for model in self.fleet.models if model.has_own_unit]
         if _MUXSERVE in self.found:
             found = dict.fromkeys(m.name for unit in self.found[_MUXSERVE].others for m in unit.models)
             # What the plan has chosen by itself, the file does not say.
@@ -190,9 +189,8 @@ class Places:
         if not others or not modes:
             return ""
         serve = "serves" if len(modes) == 1 else "serve"
-        return (
-            f"{enumerate_words(list(modes))} {serve} {enumerate_words(others)} like other models, not as `phases` says"
-        )
+        models = f"{enumerate_words(list(modes))} {serve} {enumerate_words(others)}"
+        return f"{models} with two engines, not as the fleet file says"
 
 
 def places_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from muxserve.cli.http import HTTPFailure, get_json
@@ -89,8 +89,8 @@ def _print(url: str, health: dict[str, Any], fleet: dict[str, Any]) -> None:
     several = len(health.get("units") or units) > 1
     console.print(_headline(url, health, units))
     counts = {**_COUNTS, **(_MOVES if several else {})}
-    phases = _phases(fleet)
-    words_of = ("model", *(["phases"] if phases else []), "state")
+    shapes = _shapes(fleet)
+    words_of = ("model", *(["engines"] if shapes else []), "state")
     table = FigureTable([*words_of, "running", "waiting", *counts], words=len(words_of))
     for name, model in health["models"].items():
         replicas = {u.get("name", "?"): u for u in units if name in u.get("serves", ())}
@@ -101,13 +101,13 @@ def _print(url: str, health: dict[str, Any], fleet: dict[str, Any]) -> None:
             # A single engine of both phases needs no name.
             words += " (engine down)" if down == ["both"] else f" ({', '.join(down)} down)"
         sums = [_sum(said.values(), key) for key in counts.values()]
-        how = [phases.get(name, "-")] if phases else []
+        how = [shapes.get(name, "-")] if shapes else []
         _row(table, [name, *how, words, model.get("running", "-"), model.get("waiting", "-"), *sums])
         if several:
             states = model.get("replicas") or {}
             for unit, each in said.items():
                 word = "draining" if each.get("terminating") else states.get(unit, "?")
-                blank = [""] if phases else []
+                blank = [""] if shapes else []
                 _row(table, [f"  {unit}", *blank, word, "", "", *(each.get(key, "-") for key in counts.values())])
     console.print(table)
     pageless = sorted({name for unit in units for name, m in _models(unit).items() if _without_pages(m)})
@@ -190,7 +190,7 @@ def _turns(turns: dict[str, Any]) -> str:
 
 
 def _in_time(unit: dict[str, Any]) -> list[str]:
-    """What arranging phases in time costs each model of the unit: waits for a phase, and stages with nothing to do."""
+    """What one engine of both phases costs each model of the unit: waits for a phase, and stages with nothing to do."""
     lines = []
     up = float(_state(unit).get("uptime_seconds") or 0.0)
     for name, model in _models(unit).items():
@@ -220,10 +220,16 @@ def _costs(unit: dict[str, Any], served: Container[str]) -> list[str]:
     return lines
 
 
-def _phases(fleet: dict[str, Any]) -> dict[str, str]:
-    """How the models' phases are arranged; nothing if all have an engine for each, as is usual."""
-    phases = {str(model.get("name")): str(model.get("phases") or "multiplexed") for model in fleet.get("models") or []}
-    return phases if set(phases.values()) - {"multiplexed"} else {}
+def _shapes(fleet: dict[str, Any]) -> dict[str, str]:
+    """The models' engines, by model; nothing if all have one for each phase."""
+    shapes = {str(model.get("name")): _shape(model) for model in fleet.get("models") or []}
+    return shapes if set(shapes.values()) - {"split"} else {}
+
+
+def _shape(model: Mapping[str, Any]) -> str:
+    stages = int(model.get("stages") or 1)
+    more = f", {stages} stages" if stages > 1 else ", rolling" if model.get("rolling") else ""
+    return f"{model.get('shape') or 'split'}{more}"
 
 
 def _headline(url: str, health: dict[str, Any], units: list[dict[str, Any]]) -> str:
@@ -237,7 +243,7 @@ def _headline(url: str, health: dict[str, Any], units: list[dict[str, Any]]) -> 
         parts = [f"{len(states)} units" + (f" ({', '.join(down)} down)" if down else "")]
     if health.get("scheduler") in ("up", "down"):
         parts.append(f"global scheduler {health['scheduler']}")
-    # Each once: units of rolling and of pipelined models have policies of their own.
+    # Each once: units of rolling models have a policy of their own.
     parts += dict.fromkeys(_policy(_state(unit)) for unit in units if "policy" in _state(unit))
     return f"{escape(url)}: [{colour}]{escape(word)}[/], {escape(', '.join(parts))}"
 

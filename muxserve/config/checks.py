@@ -151,9 +151,10 @@ def _memory(source: Source) -> Iterator[Problem]:
         if _whole(most) and most > 1:
             message = f"with `memory` a model has one replica at most, not {most}"
             yield source.problem(("models", index, "replicas"), message)
-        if model.get("phases") in ("rolling", "pipelined", "auto"):
-            message = f"{model['phases']} models have units of their own, which `memory` does not decide over"
-            yield source.problem(("models", index, "phases"), f"{message}; leave one of the two out")
+        if _has_one_engine(model):
+            key = next(key for key in ("engines", "dispatch", "stages") if key in model)
+            message = "models with one engine have units of their own, which `memory` does not decide over"
+            yield source.problem(("models", index, key), f"{message}; leave one of the two out")
     cluster = source.data.get("cluster")
     if given is not None and isinstance(cluster, dict):
         if cluster.get("nodes"):
@@ -177,20 +178,16 @@ def _whole(value: object) -> TypeGuard[int]:
     return type(value) is int and abs(value) < _MOST_NUMBER
 
 
-# What types cannot say of arrangements of prefill and decode: which keys go with which.
+# What types cannot say of the shape of engines: which keys go with which.
 #
 # Like `checks`, these look at the raw data.
 
 _ROLLING = RollingSection()
-_GOES_WITH = {
-    "rolling": ("rolling", "auto"),
-    "stages": ("pipelined", "auto"),
-    "batching": ("pipelined", "auto"),
-    "sm": ("multiplexed", "auto"),
-}
+# Keys of models with one engine of both phases.
+_OF_ONE = ("stages", "batching", "dispatch", "rolling")
 
 
-def check_phases(source: Source) -> Iterator[Problem]:
+def check_shapes(source: Source) -> Iterator[Problem]:
     """Every such mistake in `source`."""
     models = source.data.get("models")
     for index, model in enumerate(models if isinstance(models, list) else ()):
@@ -199,21 +196,30 @@ def check_phases(source: Source) -> Iterator[Problem]:
 
 
 def _model(source: Source, at: KeyPath, model: dict[str, Any]) -> Iterator[Problem]:
-    phases = model.get("phases", "multiplexed")
-    if phases not in ("multiplexed", "rolling", "pipelined", "auto"):
-        return
-    for key, kinds in _GOES_WITH.items():
-        if key in model and phases not in kinds:
-            said = f"`phases: {phases}`" if "phases" in model else "the default, `phases: multiplexed`"
-            if key == "sm":
-                message = f"is for `phases: multiplexed`; under {said} the model's one engine has all SMs"
-            else:
-                message = f"is for {' or '.join(f'`phases: {kind}`' for kind in kinds)}, not for {said}"
-            yield source.problem((*at, key), message)
-    if phases == "rolling":
+    engines, rolls = model.get("engines", AUTO), model.get("dispatch") == "rolling"
+    if engines == "split":
+        for key in _OF_ONE:
+            if model.get(key, AUTO) not in (AUTO, 1):
+                yield source.problem((*at, key), "is for models with one engine; write `engines: one`, or leave it out")
+    if rolls and _several_stages(model):
+        message = "must be 1 where prefill rolls over replicas, each of which has one stage; leave one of the two out"
+        yield source.problem((*at, "stages"), message)
+    if "sm" in model and _has_one_engine(model):
+        yield source.problem((*at, "sm"), "is for `engines: split`; the model's one engine has all SMs")
+    if rolls:
         yield from _objectives(source, at, model.get("slo"))
     if isinstance(model.get("rolling"), dict):
         yield from _bounds(source, (*at, "rolling"), model["rolling"])
+
+
+def _several_stages(model: Mapping[str, Any]) -> bool:
+    stages = model.get("stages")
+    return _whole(stages) and stages > 1
+
+
+def _has_one_engine(model: Mapping[str, Any]) -> bool:
+    """Whether the file itself gives the model one engine of both phases."""
+    return model.get("engines") == "one" or model.get("dispatch") == "rolling" or _several_stages(model)
 
 
 def _objectives(source: Source, at: KeyPath, slo: object) -> Iterator[Problem]:
@@ -221,8 +227,8 @@ def _objectives(source: Source, at: KeyPath, slo: object) -> Iterator[Problem]:
     given = slo if isinstance(slo, dict) else {}
     missing = [f"slo.{key}" for key in ("ttft_ms", "tpot_ms") if given.get(key) is None]
     if missing:
-        where = (*at, "slo") if isinstance(slo, dict) else (*at, "phases")
-        message = f"`phases: rolling` needs {' and '.join(missing)}: prefill rolls on when the next would miss them"
+        where = (*at, "slo") if isinstance(slo, dict) else (*at, "dispatch")
+        message = f"`dispatch: rolling` needs {' and '.join(missing)}: prefill rolls on when the next would miss them"
         yield source.problem(where, message)
 
 
@@ -275,7 +281,7 @@ def check(source: Source, base: Path, environ: Mapping[str, str], serving: bool 
         *_cluster(source, serving),
         *_models(source, base, serving),
         *check_replicas(source, serving),
-        *check_phases(source),
+        *check_shapes(source),
         *_tenants(source),
         *(_secrets(source, base, environ) if serving else ()),
     ]
@@ -506,11 +512,11 @@ def _engine_args(source: Source, at: tuple[str | int, ...], model: dict[str, Any
     ahead = args.get("async_scheduling", False)
     if not isinstance(ahead, bool):
         yield source.problem((*at, "engine_args", "async_scheduling"), f"must be true or false, not {shown(ahead)}")
-    elif ahead and model.get("phases") == "pipelined":
-        message = "cannot be had with `phases: pipelined`, whose micro-batches are in flight already; remove it"
+    elif ahead and _has_one_engine(model) and model.get("dispatch") != "rolling":
+        message = "cannot be had with `engines: one`, whose micro-batches are in flight already; remove it"
         yield source.problem((*at, "engine_args", "async_scheduling"), message)
     if "speculative_config" in args:
-        yield from _speculation(source, (*at, "engine_args", "speculative_config"), args, model.get("phases"))
+        yield from _speculation(source, (*at, "engine_args", "speculative_config"), args, _has_one_engine(model))
     for key in args:
         where = (*at, "engine_args", str(key))
         if not isinstance(key, str):
@@ -532,7 +538,7 @@ def _engine_args(source: Source, at: tuple[str | int, ...], model: dict[str, Any
 
 
 def _speculation(
-    source: Source, at: tuple[str | int, ...], args: Mapping[str, Any], phases: object
+    source: Source, at: tuple[str | int, ...], args: Mapping[str, Any], one_engine: bool
 ) -> Iterator[Problem]:
     given = args["speculative_config"]
     if not isinstance(given, dict):
@@ -558,9 +564,8 @@ def _speculation(
         if name not in ("method", *NGRAM_NUMBERS):
             known = ", ".join(("method", *NGRAM_NUMBERS))
             yield source.problem((*at, str(name)), f"is not known here; {NGRAM} has {known}")
-    if phases not in (None, "multiplexed"):
-        message = f"cannot be had with `phases: {phases}`, only with multiplexed prefill and decode; remove one of them"
-        yield source.problem(at, message)
+    if one_engine:
+        yield source.problem(at, "cannot be had with one engine of both phases; write `engines: split`, or remove it")
     for name in ("async_scheduling", "logits_processors"):
         if args.get(name):
             yield source.problem(at, f"cannot be had together with {name}; remove one of them")

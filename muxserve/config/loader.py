@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from muxserve.config.checks import check, resolve
+from muxserve.config.earlier import read_earlier
 from muxserve.config.problems import (
     MOST_PROBLEMS,
     FleetError,
@@ -100,6 +101,8 @@ def parse_fleet(
         raise FleetError([Problem(f"must be a mapping with `models:`, not {_a(source.data)}", file, 1)])
     source.data = {**(others or {}), **source.data}
     problems = list(fill_in(source, environ, local))
+    notes, mistakes = read_earlier(source)
+    problems += mistakes
     unfilled = {problem.path for problem in problems}
     problems += [each for each in check(source, base, environ, serving) if each.path not in unfilled]
     fleet = None
@@ -112,7 +115,7 @@ def parse_fleet(
     if problems or fleet is None:
         raise FleetError(problems)
     fleet = resolve(fleet, base, environ)
-    fleet._source = source
+    fleet._source, fleet._notes = source, tuple(notes)
     fleet._places = {model.name: index for index, model in enumerate(fleet.models)}
     return fleet
 

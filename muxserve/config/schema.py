@@ -41,6 +41,7 @@ from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.scheduling.policies import DEFAULT_POLICY
 from muxserve.scheduling.residency_types import ResidencyRules
+from muxserve.spec import BatchingName, ShapeName
 
 _SCALING, _RESIDENCY = ScalingRules(), ResidencyRules(1)
 # Where answers of `/v1/responses` are kept by `responses: on`.
@@ -272,8 +273,9 @@ ResponsesFile = Annotated[
 ]
 
 
-PhasesChoice = Literal["multiplexed", "rolling", "pipelined", "auto"]
-BatchingPolicy = Literal["throttled", "fixed", "vllm"]
+BatchingChoice = Literal["auto", "vllm", "fixed", "throttled"]
+# The engines of models that leave it open and that no plan says more of.
+DEFAULT_SHAPE: ShapeName = "split"
 
 
 def _spared(value: object) -> object:
@@ -465,19 +467,26 @@ class Model(Section):
     keep: Literal["auto", "always"] = Field(
         default="auto", description="With `memory`: auto sleeps when another model needs its memory, always never does"
     )
-    phases: PhasesChoice = Field(
-        default="multiplexed",
-        description="How prefill and decode are arranged: engines for each on shares of the same devices, one engine "
-        "whose prefill rolls over the replicas, one engine over the stages of a pipeline; auto: what simulates best",
+    engines: Literal["auto", "split", "one"] = Field(
+        default=AUTO,
+        description="split: an engine for prefill and one for decode; one: one engine of both phases; auto: as the "
+        "plan has it",
     )
-    rolling: RollingSection = Field(default=RollingSection(), description="For phases: rolling")
     stages: StagesOrAuto = Field(
-        default=AUTO, description="For phases: pipelined; auto: 2 on CPU, on GPUs as many as the unit has"
+        default=AUTO,
+        description="Stages that the layers of its one engine are split over; auto: one, or as the plan has it",
     )
-    batching: Annotated[BatchingPolicy, BeforeValidator(_batching)] = Field(
-        default="throttled",
-        description="For phases: pipelined; how a step's tokens are budgeted: throttled is gLLM's Token Throttling, "
-        "fixed fills max_num_batched_tokens up with prompts, vllm leaves it to vLLM",
+    dispatch: Literal["auto", "rolling"] = Field(
+        default=AUTO,
+        description="rolling: prefill rolls over replicas of one engine; auto: the fleet's dispatch, or as the plan "
+        "has it",
+    )
+    rolling: RollingSection = Field(default=RollingSection(), description="For dispatch: rolling")
+    batching: Annotated[BatchingChoice, BeforeValidator(_batching)] = Field(
+        default=AUTO,
+        description="How the tokens of a step of one engine are budgeted: throttled is gLLM's Token Throttling, fixed "
+        "fills max_num_batched_tokens up with prompts, vllm leaves it to vLLM; auto: throttled over several stages, "
+        "else vllm",
     )
     workload: WorkloadSection = Field(default=WorkloadSection(), description="Lengths of its requests, for planning")
     slo: Slo = Field(default=Slo(), description="Latency objectives")
@@ -504,6 +513,42 @@ class Model(Section):
         default_factory=dict, description="vLLM engine options passed through, e.g. trust_remote_code: true"
     )
     demo: str | None = Field(default=None, min_length=1, description="Question that `muxserve deploy --demo` asks")
+
+    @property
+    def rolls(self) -> bool:
+        """Whether prefill rolls over its replicas."""
+        return self.dispatch == "rolling"
+
+    @property
+    def stage_count(self) -> int:
+        """Stages of its engine where no plan says how many."""
+        return self.stages if isinstance(self.stages, int) else 1
+
+    @property
+    def has_own_unit(self) -> bool:
+        """Whether each replica has a unit to itself."""
+        return self.shape == "one"
+
+    @property
+    def shape(self) -> ShapeName:
+        """Its engines, where no plan says more of them."""
+        if self.engines != AUTO:
+            return self.engines
+        return "one" if self.stage_count > 1 or self.rolls else DEFAULT_SHAPE
+
+    @property
+    def step_batching(self) -> BatchingName:
+        """What a step of its engine may hold."""
+        if self.shape == "split" or self.rolls:
+            return "vllm"
+        if self.batching != AUTO:
+            return self.batching
+        return "throttled" if self.stage_count > 1 else "vllm"
+
+    def with_engines(self, shape: ShapeName, stages: int = 1, rolling: bool = False) -> Model:
+        """The model with that in place of what it says of its engines."""
+        dispatch = "rolling" if rolling else AUTO
+        return self.model_copy(update={"engines": shape, "stages": stages, "dispatch": dispatch})
 
 
 class TlsSection(Section):
@@ -589,6 +634,7 @@ class Fleet(Section):
     _source: Source | None = PrivateAttr(None)
     # Where each model stands in the file, also when this has become a fleet of some of them.
     _places: dict[str, int] = PrivateAttr(default_factory=dict)
+    _notes: tuple[Problem, ...] = PrivateAttr(())
 
     @property
     def default_level(self) -> str:
@@ -599,9 +645,14 @@ class Fleet(Section):
         """The same fleet with these models only; mistakes are reported at their places in the file."""
         return self.model_copy(update={"models": list(models)})
 
-    def multiplexed(self) -> Fleet:
-        """The same fleet with an engine for each phase of every model, however they are to be arranged."""
-        return self.with_models([model.model_copy(update={"phases": "multiplexed"}) for model in self.models])
+    def as_split(self) -> Fleet:
+        """The same fleet with an engine for each phase of every model, whatever it says."""
+        return self.with_models([model.with_engines("split") for model in self.models])
+
+    @property
+    def notes(self) -> tuple[Problem, ...]:
+        """What the file says in the words of an earlier version."""
+        return self._notes
 
     def model(self, name: str) -> Model:
         """The model of that name.

@@ -29,7 +29,7 @@ from muxserve.gpu.budget import (
 from muxserve.gpu.findings import Fallback, Findings
 from muxserve.gpu.nvml import Gpu, GpuMachine
 from muxserve.gpu.sharing import MpsWish
-from muxserve.spec import GpuSpec, PhasesName, PoolSpec, RestingSpec, SmSharing, UnitSpec, save
+from muxserve.spec import GpuSpec, PoolSpec, RestingSpec, SmSharing, UnitSpec, save
 from placement import (
     Machine,
     ModelDemand,
@@ -60,7 +60,7 @@ class SmShares:
 @dataclass(frozen=True)
 class GpuUnit:
     """One unit over `gpus`, in the order of the ranks. `needs` are estimates until they have been measured; `notes`
-    says in words what was decided. `phases` is how its models are arranged, `stages` the depth of its pipeline. A unit
+    says in words what was decided. Its only model has `one_engine`, perhaps, over `stages`. A unit
     that is served `elsewhere` gets GPUs like these on whatever machine it comes to. `fallbacks` are what is done
     instead of what probes found not to work there, `full_graphs` and `flashinfer_sampler` whether they found
     CUDA graphs with attention, and that sampler in green contexts, to. With green contexts an engine has graphs for
@@ -75,7 +75,7 @@ class GpuUnit:
     needs: tuple[Needs, ...]
     rules: MemoryRules
     notes: tuple[str, ...] = ()
-    phases: PhasesName = "multiplexed"
+    one_engine: bool = False
     stages: int = 1
     elsewhere: bool = False
     fallbacks: tuple[Fallback, ...] = ()
@@ -153,7 +153,7 @@ class GpuUnit:
         """Whether only one engine may compute at a time: without MPS, engines whose ranks wait for each other would be
         taken off their GPUs at different times."""
         alone = self.sharing == "off" or "fcfs" in self.fallbacks
-        return alone and self.phases == "multiplexed" and self.ranks > self.stages
+        return alone and not self.one_engine and self.ranks > self.stages
 
     def too_many_clients(self) -> str:
         """Why an MPS server cannot take all processes of the unit; empty if it can."""
@@ -343,11 +343,11 @@ class GpuUnit:
         if self.elsewhere:
             plural = "s" * (self.ranks > 1)
             gpus = f"{self.ranks} GPU{plural} ({_kind(self.gpus[0])}) of whichever machine has them free"
-        if self.phases != "multiplexed":
+        if self.one_engine:
             per_stage = self.ranks // self.stages
             stages = f"; its layers in {self.stages} stages of {per_stage} GPU{'s' * (per_stage > 1)}"
             split = stages if self.stages > 1 else ""
-            return [f"{gpus}: one engine of both phases has all SMs ({self.phases}){split}", *self.notes]
+            return [f"{gpus}: one engine of both phases has all SMs{split}", *self.notes]
         how = {
             "mps": "engines share the SMs by percentages of MPS",
             "green_contexts": "engines have SMs of their own (green contexts under MPS)"

@@ -45,7 +45,7 @@ class LiveModel(msgspec.Struct, frozen=True):
     name: str
     status: str
     reason: str
-    phases: str
+    shape: str
     replicas: list[str]
     running: int
     waiting: int
@@ -171,7 +171,7 @@ def _model(model: Mapping[str, Any], units: Sequence[Mapping[str, Any]], loads: 
         name=name,
         status=model["health"],
         reason=model.get("degraded") or "",
-        phases=model["phases"],
+        shape=model["shape"],
         replicas=model["replicas"],
         running=sum(load.running for load in loads),
         waiting=sum(load.waiting for load in loads),

@@ -1,8 +1,8 @@
-"""Models whose replicas have GPUs, or a part of the CPU, to themselves: rolling and pipelined ones.
+"""Models whose replicas have GPUs, or a part of the CPU, to themselves: those of one engine.
 
 The layout of such a model follows a rule: of the layouts that leave the fewest devices idle, the one that serves most
 by the costs of its steps, and of equal ones the one with the fewest devices per replica. `divide_gpus` and `divide_cpu`
-give devices to the models whose file says so. `rearranged` lays out models that leave their arrangement open on the
+give devices to the models whose file says so. `rearranged` lays out models that leave their engines open on the
 GPUs that they have in a plan, for the contest of `planning.contest`.
 """
 
@@ -16,21 +16,21 @@ from typing import NamedTuple
 from muxserve.config import Fleet
 from muxserve.costs.devices import device
 from muxserve.costs.latency import CostError, LatencyModel
-from muxserve.planning.arrangements import arrangement, arrangement_of, is_open
-from muxserve.planning.arrangements.base import (
+from muxserve.planning.device_pool import CpuPool, GpuPool
+from muxserve.planning.layouts import (
     DevicePool,
     NoPlaceError,
     ReplicaLayout,
     SimulatedLayout,
     Wanted,
+    is_open,
+    says_nothing,
     wanted_of,
 )
-from muxserve.planning.device_pool import CpuPool, GpuPool
 from muxserve.planning.one_engine import OneEngine
 from muxserve.planning.prediction import Surroundings
-from muxserve.spec import PhasesName
 from placement.candidates import Candidates
-from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
+from placement.cluster import ROLLING, Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand, Member, Mesh
 from placement.engines import Engines
 from placement.estimator import Estimator, UnitEstimate
@@ -43,12 +43,13 @@ EQUAL = 0.05
 
 
 class OpenLayout(NamedTuple):
-    """How models that leave it open are laid out, in replicas of one engine over several stages (`whole`: over one).
-    Models that say nothing of their arrangement are only laid out whole. `split`: with an engine for each phase."""
+    """How models that leave it open are laid out, in replicas of one engine over several stages (`whole`: over one) or
+    with `rolling` prefill. Models that say nothing of their engines are only laid out whole. `split`: with an engine
+    for each phase."""
 
-    phases: PhasesName
     whole: bool = False
     split: bool = False
+    rolling: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class DedicatedModel:
         """A unit for each replica, named by numbers from `first` on, and what it serves. `member` is the model in the
         plan."""
         layout, rate = self.place.layout, self.demand.rate / self.place.layout.replicas
-        placed = (PlacedModel(self.demand.name, rate, self.share, self.share),)
+        placed = (PlacedModel(self.demand.name, rate, self.share, self.share, "one"),)
         units = [
             PlacedUnit(
                 f"unit{first + number}",
@@ -74,8 +75,8 @@ class DedicatedModel:
                 devices,
                 placed,
                 self.place.kv_bytes,
-                layout.phases,
                 layout.stages,
+                ROLLING if layout.rolling else "",
             )
             for number, devices in enumerate(self.devices)
         ]
@@ -110,15 +111,13 @@ class ArrangedFleet:
 # ---------------------------------------------------------------- layouts
 
 
-def best_place(
-    wanted: Wanted, pool: DevicePool, phases: PhasesName, latency: LatencyModel
-) -> tuple[SimulatedLayout, OneEngine]:
+def best_place(wanted: Wanted, pool: DevicePool, latency: LatencyModel) -> tuple[SimulatedLayout, OneEngine]:
     """The layout by the rule, and what one replica of it serves.
 
     Raises:
         NoPlaceError: none is possible, or nothing is known of the model's speed on these devices.
     """
-    places = places_of(wanted, pool, phases)
+    places = places_of(wanted, pool)
     # Fewest devices per replica first: less goes over links.
     places.sort(key=lambda place: (place.layout.tp * place.layout.stages, place.layout.tp))
     try:
@@ -133,17 +132,17 @@ def best_place(
     )
 
 
-def places_of(wanted: Wanted, pool: DevicePool, phases: PhasesName) -> list[SimulatedLayout]:
-    """The layouts of an arrangement that are possible, of those that leave the fewest devices idle.
+def places_of(wanted: Wanted, pool: DevicePool) -> list[SimulatedLayout]:
+    """The layouts that are possible, of those that leave the fewest devices idle.
 
     Raises:
         NoPlaceError: none is possible.
     """
-    if arrangement(phases).needs_objectives and not wanted.has_objectives:
+    if wanted.rolling and not wanted.has_objectives:
         raise NoPlaceError("needs slo.ttft_ms and slo.tpot_ms: prefill rolls on when the next one would miss them")
     places: list[SimulatedLayout] = []
     first = ""
-    for layout in pool.layouts(wanted, phases):
+    for layout in pool.layouts(wanted):
         if places and layout.devices < places[0].layout.devices:
             break
         try:
@@ -262,17 +261,17 @@ def _work(demand: Demand, rate: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """A cluster whose devices are divided: `left` is what the models of `arrangements.shared` are to be planned on, and
+    """A cluster whose devices are divided: `left` is what the models of `divided.shared` are to be planned on, and
     `numbers` the number in `cluster` of each of its devices."""
 
     cluster: Cluster
-    arrangements: ArrangedFleet
+    divided: ArrangedFleet
     left: Cluster
     numbers: list[int]
 
     def joined(self, rest: ClusterPlan | None, objective: Objective) -> ClusterPlan:
         """The whole plan. `rest` is that of the shared models; None where there are none, or no devices for them."""
-        found = self.arrangements
+        found = self.divided
         rest = rest or ClusterPlan((), Placement(self.left, ()), (), {}, objective, "muxserve", 0.0, 0.0, 0)
         units = [replace(unit, devices=tuple(self.numbers[n] for n in unit.devices)) for unit in rest.placement.units]
         estimates, demands = list(rest.estimates), list(rest.demands)
@@ -301,21 +300,21 @@ class Divided:
 def divide_gpus(
     fleet: Fleet, demands: Sequence[Demand], made: ClusterPlan, around: Surroundings, latency: LatencyModel
 ) -> Divided:
-    """Give every rolling or pipelined model GPUs to itself.
+    """Give every model of one engine GPUs to itself.
 
     Args:
-        made: the plan as if all models were multiplexed: a model has as many GPUs as there, or as its file takes.
+        made: the plan as if all models had two engines: a model has as many GPUs as there, or as its file takes.
     """
     cluster = made.placement.cluster
     free = FreeDevices(cluster)
 
-    def pool_of(wanted: Wanted, phases: PhasesName) -> GpuPool:
+    def pool_of(wanted: Wanted) -> GpuPool:
         kind, nodes = part_of(made, wanted.demand.name)
         part = GpuPool(kind, nodes, device(kind).memory_bytes, around.rules, around.network)
         for count in range(part.devices, sum(n.count for n in cluster.nodes if n.device == kind) + 1):
             pool = replace(part, nodes=nodes_of(cluster, kind, count))
             with suppress(NoPlaceError):
-                places_of(wanted, pool, phases)
+                places_of(wanted, pool)
                 return pool
         return part
 
@@ -328,7 +327,7 @@ def divide_gpus(
 
 
 def divide_cpu(fleet: Fleet, demands: Sequence[Demand], pool: CpuPool, latency: LatencyModel) -> ArrangedFleet:
-    """The rolling and pipelined models on the CPU of one machine, each as if it were there alone. The machine stands
+    """The models of one engine on the CPU of one machine, each as if it were there alone. The machine stands
     for as many devices as there are units; which those are is not said yet (`planning.this_machine`)."""
 
     def take(_: DevicePool, layout: ReplicaLayout) -> tuple[tuple[int, ...], ...]:
@@ -340,32 +339,31 @@ def divide_cpu(fleet: Fleet, demands: Sequence[Demand], pool: CpuPool, latency: 
 def _arrange(
     fleet: Fleet,
     demands: Sequence[Demand],
-    pool_of: Callable[[Wanted, PhasesName], DevicePool],
+    pool_of: Callable[[Wanted], DevicePool],
     take: Callable[[DevicePool, ReplicaLayout], tuple[tuple[int, ...], ...] | None],
     latency: LatencyModel,
     free: bool,
 ) -> ArrangedFleet:
     """
     Args:
-        pool_of: the devices for a model in its arrangement.
+        pool_of: the devices for a model.
         take: takes devices for each replica of a layout; None: they are not there any more.
         free: see `wanted_of`.
     """
     found = ArrangedFleet()
     for model, demand in zip(fleet.models, demands, strict=True):
-        phases = arrangement_of(model).name
-        if not arrangement(phases).dedicated:
+        if not model.has_own_unit:
             found.shared.append(demand)
             continue
         wanted = wanted_of(model, demand, free)
-        pool = pool_of(wanted, phases)
+        pool = pool_of(wanted)
         try:
-            place, engine = best_place(wanted, pool, phases, latency)
+            place, engine = best_place(wanted, pool, latency)
             devices = take(pool, place.layout)
             if devices is None:
                 raise NoPlaceError(
-                    f"{phases} needs {place.layout.devices} {pool.kind} for it alone ({place.layout.words}), which the "
-                    "other models do not leave"
+                    f"its engine needs {place.layout.devices} {pool.kind} for it alone ({place.layout.words}), which "
+                    "the other models do not leave"
                 )
         except NoPlaceError as error:
             found.missing[model.name] = str(error)
@@ -386,7 +384,7 @@ def rearranged(
     are."""
     placed = {demand.name for demand in plan.demands if not demand.architecture.pooling}
     for model in fleet.models:
-        if model.name in placed and (is_open(model) or (how.whole and "phases" not in model.model_fields_set)):
+        if model.name in placed and (is_open(model) or (how.whole and says_nothing(model))):
             plan = _model_rearranged(plan, model.name, how, fleet, around, latency)
     return plan
 
@@ -407,9 +405,14 @@ def _model_rearranged(
     free = FreeDevices(cluster, own)
     pool = GpuPool(kind, free.on_machines(kind), device(kind).memory_bytes, around.rules, around.network)
     index, demand = next((n, each) for n, each in enumerate(plan.demands) if each.name == name)
-    wanted = wanted_of(fleet.model(name), demand, free=True)
+    wanted = replace(
+        wanted_of(fleet.model(name), demand, free=True),
+        stages=1 if how.whole or how.rolling else None,
+        least_stages=2,
+        rolling=how.rolling,
+    )
     try:
-        place, engine = best_place(replace(wanted, stages=1 if how.whole else wanted.stages), pool, how.phases, latency)
+        place, engine = best_place(wanted, pool, latency)
         devices = free.take(kind, place.layout)
         if devices is None:
             return plan
@@ -449,11 +452,10 @@ def _split(
         replace(
             unit,
             models=tuple(
-                replace(each, prefill_share=estimate.prefill_share, decode_share=model.decode_share)
+                replace(each, prefill_share=estimate.prefill_share, decode_share=model.decode_share, shape="split")
                 for each in unit.models
             ),
             kv_bytes=estimate.pool_bytes,
-            phases="multiplexed",
             stages=1,
         )
         for unit in units
@@ -462,6 +464,6 @@ def _split(
 
 
 def open_units(plan: ClusterPlan, fleet: Fleet) -> Mapping[str, PlacedUnit]:
-    """A unit in the plan of every model that leaves its arrangement open, by the model's name."""
+    """A unit in the plan of every model that leaves its engines open, by the model's name."""
     found = {placed.model: unit for unit in plan.placement.units for placed in unit.models}
     return {model.name: found[model.name] for model in fleet.models if is_open(model) and model.name in found}

@@ -88,9 +88,9 @@ def demands_of(
         except (CheckpointError, ValueError) as error:
             problems.append(fleet.problem(("models", index, key), str(error)))
             continue
-        if architecture.pooling and model.phases != "multiplexed":
-            text = "the model answers with vectors: its prefill is all there is to a request, so there are no phases"
-            problems.append(fleet.problem(("models", index, "phases"), f"{text} to arrange; leave `phases` out"))
+        if architecture.pooling and model.shape == "one":
+            text = "the model answers with vectors, and has one engine anyway: its prefill is all there is to a request"
+            problems.append(fleet.problem(("models", index, "engines"), f"{text}; leave `engines` out"))
             continue
         demands.append(_demand(model, architecture, bool(gpus), batch_of(model, default)))
     if problems:

@@ -10,16 +10,18 @@ from muxserve.config import AUTO, NETWORK
 from muxserve.costs.calibration import LINKS
 from muxserve.costs.devices import device
 from muxserve.costs.latency import EngineShape
-from muxserve.planning.arrangements import arrangement
-from muxserve.planning.arrangements.base import (
+from muxserve.planning.layouts import (
     NoPlaceError,
     ReplicaLayout,
     SimulatedLayout,
     Wanted,
+    allows,
+    check_pool,
     link_of,
+    no_layout,
+    place_on_gpus,
 )
 from muxserve.simulator import Link
-from muxserve.spec import PhasesName
 from placement import Machine, ModelDemand, PlanError, plan_unit
 from placement.demand import splits_evenly
 from placement.format import format_size
@@ -55,25 +57,25 @@ class GpuPool:
         """See `GpuDevices`."""
         return int(self.memory * self.rules.utilisation) - self.rules.reserve_bytes
 
-    def layouts(self, wanted: Wanted, phases: PhasesName) -> Iterator[ReplicaLayout]:
+    def layouts(self, wanted: Wanted) -> Iterator[ReplicaLayout]:
         """See `DevicePool`."""
-        how, architecture, found = arrangement(phases), wanted.demand.architecture, False
-        how.check_pool(wanted, wanted.replicas or self.devices, self.devices, "one GPU")
+        architecture, found = wanted.demand.architecture, False
+        check_pool(wanted, wanted.replicas or self.devices, self.devices, "one GPU")
         for devices in range(self.devices, 0, -1):
             for tp in _divisors(devices):
                 if not splits_evenly(architecture, tp) or len(self._groups(tp)) * tp < devices:
                     continue
                 for stages in _divisors(devices // tp):
-                    layout = ReplicaLayout(phases, devices // tp // stages, stages, tp)
-                    if how.allows(layout, wanted):
+                    layout = ReplicaLayout(devices // tp // stages, stages, tp, wanted.rolling)
+                    if allows(layout, wanted):
                         found = True
                         yield layout
         if not found:
-            raise NoPlaceError(how.no_layout(wanted, self.words))
+            raise NoPlaceError(no_layout(wanted, self.words))
 
     def place(self, wanted: Wanted, layout: ReplicaLayout) -> SimulatedLayout:
         """See `DevicePool`."""
-        return arrangement(layout.phases).on_gpus(self, wanted, layout)
+        return place_on_gpus(self, wanted, layout)
 
     def check_room(self, wanted: Wanted, tokens: int, layout: ReplicaLayout, own: int | None = None) -> None:
         """See `GpuDevices`."""
@@ -120,11 +122,11 @@ class CpuPool:
     kind: str = CPU
     devices: int = 1
 
-    def layouts(self, wanted: Wanted, phases: PhasesName) -> Iterator[ReplicaLayout]:
+    def layouts(self, wanted: Wanted) -> Iterator[ReplicaLayout]:
         """See `DevicePool`."""
-        how, replicas = arrangement(phases), wanted.replicas or 1
-        how.check_pool(wanted, replicas, None, "one replica in the fleet file; give `replicas: 2` or more")
-        yield ReplicaLayout(phases, replicas, how.cpu_stages(wanted), self.ranks)
+        replicas = wanted.replicas or 1
+        check_pool(wanted, replicas, None, "one replica in the fleet file; give `replicas: 2` or more")
+        yield ReplicaLayout(replicas, wanted.stages or wanted.least_stages, self.ranks, wanted.rolling)
 
     def place(self, wanted: Wanted, layout: ReplicaLayout) -> SimulatedLayout:
         """See `DevicePool`."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from muxserve.metrics.summary import Summary
-from muxserve.planning.arrangements import arrangement
 from muxserve.planning.contest import Rival, why
 from muxserve.planning.prediction import Prediction, ResidencyForecast, falls_short
 from muxserve.planning.sleeping import Outcome, SleepingForecast
@@ -221,7 +220,6 @@ def document(
                 "name": unit.name,
                 "device": unit.device,
                 "devices": list(unit.devices),
-                "phases": unit.phases,
                 "stages": unit.stages,
                 **_unit(plan, unit, estimate, simulated),
             }
@@ -271,8 +269,8 @@ def document(
 
 
 def _unit(plan: ClusterPlan, unit: PlacedUnit, estimate: UnitEstimate, simulated: Prediction | None) -> dict[str, Any]:
-    # Engines of both phases are simulated, not estimated: how busy their devices are with either is not told.
-    known = not arrangement(unit.phases).dedicated
+    # Engines of both phases are simulated, not estimated: how busy their devices are with either is not known.
+    known = unit.split
     return {
         "limit": limits_in_words(plan, estimate),
         "headroom": estimate.headroom,
@@ -285,16 +283,17 @@ def _unit(plan: ClusterPlan, unit: PlacedUnit, estimate: UnitEstimate, simulated
             "pool": estimate.pool_bytes,
             "pool_used": estimate.kv_bytes,
         },
-        "models": [_model(plan, model, estimate.prefill_share, simulated) for model in estimate.models],
+        "models": [_model(plan, unit, model, estimate.prefill_share, simulated) for model in estimate.models],
     }
 
 
 def _model(
-    plan: ClusterPlan, model: ModelEstimate, prefill_share: float, simulated: Prediction | None
+    plan: ClusterPlan, unit: PlacedUnit, model: ModelEstimate, prefill_share: float, simulated: Prediction | None
 ) -> dict[str, Any]:
     demand = plan.demands[model.member.model]
     return {
         "model": demand.name,
+        "engines": unit.shape_of(demand.name),
         "replicas": model.member.replicas,
         "rate": model.rate,
         "throughput": model.throughput,

@@ -1,7 +1,7 @@
 """What `muxserve deploy` serves: units of this machine, on its CPU or its GPUs, planned here or by a plan file.
 
 Without a plan file unit `u0` has all models that share units, `u1` those with at least two replicas at the start, and
-so on; then each replica of a rolling or pipelined model has one to itself. A unit that is started later has one model
+so on; then each replica of a model of one engine has one to itself. A unit that is started later has one model
 alone. With a plan file the units are the plan's. All replicas of a model have blocks of the same size, so that requests
 can move between them.
 """
@@ -25,7 +25,6 @@ from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import Gpu, GpuChoiceError, choose
 from muxserve.gpu.nvml import GpuMachine as GpuMachine
 from muxserve.gpu.unit import LEAST_POOL_PART, GpuUnit
-from muxserve.planning.arrangements import arrangement, is_open
 from muxserve.planning.checkpoints import (
     CheckpointError,
     Hub,
@@ -38,6 +37,7 @@ from muxserve.planning.demands import demands_of
 from muxserve.planning.device_pool import CPU
 from muxserve.planning.gpus import gpu_unit, resident_rules
 from muxserve.planning.joining import Joined, Joining, NoRoomError, remaining_capacity, same_table
+from muxserve.planning.layouts import is_open
 from muxserve.planning.plan_file import load_plan
 from muxserve.planning.residency import (
     NoMemoryError,
@@ -77,7 +77,7 @@ class FleetPlanner:
     """Plans the units of a fleet: those at its start, and later ones.
 
     Args:
-        fleet: as declared. Once `at_start` has planned it, `fleet` has an arrangement for every model that left that
+        fleet: as declared. Once `at_start` has planned it, `fleet` has the engines of every model that left these
             open; it may be replaced by one with other model paths.
         machine: cores and memory before anything is started. Later `machine` has as much memory as the fleet may take.
         gpus: asked for the machine's GPUs if the fleet or its plan wants some.
@@ -101,8 +101,8 @@ class FleetPlanner:
         self.fleet = fleet
         self.latency = latency or Roofline()
         self.simulated = simulated
-        # Why models are arranged as they are, of those that left that open.
-        self.reasons: list[str] = []
+        # Why models have the engines that they have, of those that left that open.
+        self.reasons: list[str] = [str(note) for note in fleet.notes]
         self._hub = hub or HuggingFaceHub()
         if simulated is not None:
             machine = _without_weights(machine, fleet, self._hub)
@@ -160,13 +160,14 @@ class FleetPlanner:
         return plans
 
     def arranged(self, fleet: Fleet) -> Fleet:
-        """`fleet` with an arrangement for every model that leaves that open (`phases: auto`). Without a plan, which
-        simulation has chosen, that is the one in which models share what there is."""
+        """`fleet` with the engines of every model that leaves these open (`engines: auto`). Without a plan, which
+        simulation has chosen, they are those of which models share what there is."""
         models = []
         for model in fleet.models:
             if is_open(model):
-                model = arrangement("multiplexed").declare(model, 1)
-                self.reasons.append(f"{model.name} is multiplexed, as `phases: auto` is {self._without_choice}")
+                model = model.with_engines(model.shape)
+                words = "a prefill and a decode engine" if model.shape == "split" else "one engine"
+                self.reasons.append(f"{model.name} has {words}, as with `engines: auto` {self._without_choice}")
             models.append(model)
         return fleet.with_models(models)
 
@@ -526,7 +527,7 @@ class ScaleOut:
     def joined(self, declared: Fleet, unit: PlannedUnit, fleet: FleetSpec, tell: Tell) -> JoinedUnit:
         """See `UnitPlanner.joined`."""
         try:
-            declared = self._planner.fetched(declared, tell).multiplexed()
+            declared = self._planner.fetched(declared, tell).as_split()
         except FleetError as error:
             raise ChangeError("; ".join(problem.message for problem in error.problems)) from None
         (model,) = declared.models

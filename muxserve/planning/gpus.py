@@ -13,9 +13,9 @@ from muxserve.costs.roofline import Roofline
 from muxserve.gpu.budget import estimated
 from muxserve.gpu.nvml import Gpu, GpuChoiceError, GpuMachine, choose, device_name
 from muxserve.gpu.unit import GpuUnit, SmShares
-from muxserve.planning.arrangements import arrangement_of
 from muxserve.planning.checkpoints import Hub
 from muxserve.planning.demands import demands_of
+from muxserve.planning.layouts import stages_of
 from muxserve.spec import SmSharing
 from muxserve.spec.unit import share_steps
 from placement.candidates import Candidates
@@ -73,18 +73,18 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
         raise FleetError([fleet.problem(("cluster", error.key), str(error))]) from None
     # Checkpoints have been found before, so that no directory is asked for here.
     demands = demands_of(fleet, Path(), hub, [(gpu.name, gpu.memory_bytes) for gpu in gpus])
-    how = arrangement_of(fleet.models[0])
-    stages, problem = how.stages(fleet, fleet.models[0], demands[0].architecture.layers, len(gpus))
+    one_engine = fleet.models[0].has_own_unit
+    stages, problem = stages_of(fleet, fleet.models[0], len(gpus))
     if problem:
         raise FleetError([problem])
     named = fleet.cluster.sm_sharing
     # Planned as if by percentages; what is done is decided where the GPUs are.
     sharing: SmSharing = "off" if fleet.cluster.mps == "off" else "mps" if named == "auto" else named
-    split = sharing == "green_contexts" and len(gpus) > stages and not how.dedicated
+    split = sharing == "green_contexts" and len(gpus) > stages and not one_engine
     if split:
         sharing = "mps"
-    sets = 1 if how.dedicated else max(1, share_steps(sharing, fleet.policy))
-    rules = MemoryRules.served(_utilisation(fleet, gpus), 1 if how.dedicated else 2, sets)
+    sets = 1 if one_engine else max(1, share_steps(sharing, fleet.policy))
+    rules = MemoryRules.served(_utilisation(fleet, gpus), 1 if one_engine else 2, sets)
     kind = device_name(gpus[0])
     notes = [
         f"{demand.name} is served in bfloat16, since FlashAttention has no float32 (its checkpoint is in float32)"
@@ -103,7 +103,7 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
         message = f"the plan is for {placed.device}, but {found.where} has {gpus[0].name}; make it anew"
         raise FleetError([fleet.problem(("cluster",), message)])
     sleeping: list[str] = []
-    if how.dedicated:
+    if one_engine:
         shares = {demand.name: ALL_SMS for demand in demands}
     elif placed is not None:
         shares = {each.model: SmShares(each.prefill_share, each.decode_share) for each in placed.models}
@@ -124,11 +124,11 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
         needs=tuple(estimated(demands, len(gpus), rules, stages)),
         rules=rules,
         notes=tuple(notes),
-        phases=how.name,
+        one_engine=one_engine,
         stages=stages,
         elsewhere=fleet.cluster.launcher == "ray",
-        named=named != "auto" or how.dedicated,
-        green_sets=1 if how.dedicated else max(1, share_steps("green_contexts", fleet.policy)),
+        named=named != "auto" or one_engine,
+        green_sets=1 if one_engine else max(1, share_steps("green_contexts", fleet.policy)),
     )
     made = _with_sleeping(unit, sleeping, fleet)
     if unit.named or not (words := made.too_many_clients()):

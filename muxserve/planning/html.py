@@ -18,8 +18,8 @@ from muxserve.metrics.page import (
     plot,
     share_axis,
 )
-from muxserve.planning.arrangements import arrangement
 from muxserve.planning.document import SweepPoint, needed, warnings_of
+from muxserve.planning.layouts import shape_words
 from muxserve.planning.prediction import Prediction
 from placement.cluster import PlacedUnit
 from placement.estimator import UnitEstimate
@@ -105,8 +105,7 @@ def _memory(plan: ClusterPlan, estimate: UnitEstimate, colours: Mapping[str, str
 
 
 def _compute(plan: ClusterPlan, unit: PlacedUnit, estimate: UnitEstimate, colours: Mapping[str, str]) -> list[Strip]:
-    words = arrangement(unit.phases).unit_words(unit)
-    if words:
+    if words := shape_words(unit, unit.models[0].model):
         name = plan.demands[estimate.models[0].member.model].name
         return [Strip(f"compute: {words}", [StripPart(f"{name}: {words}", 1.0, colours[name])])]
     whole = max(1.0, sum(model.decode_share for model in estimate.models))
@@ -206,7 +205,7 @@ def _models(plan: ClusterPlan, simulated: Prediction | None) -> PageTable:
     columns = ["model", "unit", "rate", "objectives TTFT / TPOT"]
     if simulated is not None:
         columns += ["sim. req/s", "sim. TTFT", "sim. TTFT p99", "sim. TPOT", "sim. SLO"]
-    columns += ["served", "TTFT", "TPOT", "SLO", "phases, or SMs"]
+    columns += ["served", "TTFT", "TPOT", "SLO", "engines, or SMs"]
     rows = []
     for unit, estimate in zip(plan.placement.units, plan.estimates, strict=True):
         for model in estimate.models:
@@ -223,8 +222,7 @@ def _models(plan: ClusterPlan, simulated: Prediction | None) -> PageTable:
                     "grows" if math.isinf(model.ttft) else format_seconds(model.ttft),
                     format_seconds(model.tpot),
                     f"{model.attainment:.1%}",
-                    arrangement(unit.phases).unit_words(unit)
-                    or f"{estimate.prefill_share:.0%} / {model.decode_share:.0%}",
+                    shape_words(unit, demand.name) or f"{estimate.prefill_share:.0%} / {model.decode_share:.0%}",
                 ]
             )
     return PageTable(columns, rows)

@@ -15,10 +15,9 @@ from muxserve.config.loader import problems_of, read_text
 from muxserve.config.problems import KeyPath, did_you_mean
 from muxserve.config.source import Source, parse_yaml
 from muxserve.config.values import NAME_PATTERN, PolicyName, Section
-from muxserve.planning.arrangements import arrangement
 from muxserve.planning.device_pool import CPU
-from muxserve.spec import PhasesName
-from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
+from muxserve.spec import ShapeName
+from placement.cluster import ROLLING, Cluster, Node, PlacedModel, PlacedUnit, Placement
 
 VERSION = 1
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -32,28 +31,39 @@ class PlanNode(Section):
 
 
 class PlanModel(Section):
-    """One replica in a unit: its part of the model's requests per second, and its shares of each device's SMs."""
+    """One replica in a unit: its part of the model's requests per second, its shares of each device's SMs, and its
+    engines (one for prefill and one for decode where that is left out)."""
 
     model: str = Field(pattern=NAME_PATTERN)
     rate: float = Field(gt=0, allow_inf_nan=False)
     prefill_share: Share
     decode_share: Share
+    engines: ShapeName = "split"
 
 
 class PlanUnit(Section):
-    """Models colocated on `devices`, numbered through the nodes. `kv_bytes` is the page pool of each device; `phases`,
-    `stages`, `policy` (of the unit's scheduler) and `batching` (of a pipeline's steps) are left out where they say
-    nothing new."""
+    """Models colocated on `devices`, numbered through the nodes. `kv_bytes` is the page pool of each device; `stages`,
+    `policy` (of the unit's scheduler) and `batching` (of steps of one engine) are left out where they say nothing
+    new. `phases` is of earlier versions."""
 
     name: str = Field(pattern=NAME_PATTERN)
     device: str = Field(min_length=1)
     devices: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
     kv_bytes: int = Field(ge=1)
-    phases: PhasesName = "multiplexed"
+    phases: Literal["multiplexed", "rolling", "pipelined"] = "multiplexed"
     stages: int = Field(default=1, ge=1)
-    policy: PolicyName | Literal[""] = ""
+    policy: PolicyName | Literal["", "rolling"] = ""
     batching: Literal["", "throttled", "fixed", "vllm"] = ""
     models: list[PlanModel] = Field(min_length=1)
+
+    @property
+    def rolls(self) -> bool:
+        """Whether prefill rolls over this replica and others."""
+        return ROLLING in (self.policy, self.phases)
+
+    def shape(self, model: PlanModel) -> ShapeName:
+        """The engines of one of its models."""
+        return model.engines if self.phases == "multiplexed" else "one"
 
 
 class PlanFile(Section):
@@ -72,11 +82,12 @@ class PlanFile(Section):
                 name=unit.name,
                 device=unit.device,
                 devices=tuple(unit.devices),
-                models=tuple(PlacedModel(m.model, m.rate, m.prefill_share, m.decode_share) for m in unit.models),
+                models=tuple(
+                    PlacedModel(m.model, m.rate, m.prefill_share, m.decode_share, unit.shape(m)) for m in unit.models
+                ),
                 kv_bytes=unit.kv_bytes,
-                phases=unit.phases,
                 stages=unit.stages,
-                policy=unit.policy,
+                policy=ROLLING if unit.rolls else unit.policy,
                 batching=unit.batching,
             )
             for unit in self.units
@@ -97,7 +108,7 @@ def plan_text(placement: Placement, about: str = "") -> str:
                 "device": unit.device,
                 "devices": list(unit.devices),
                 "kv_bytes": unit.kv_bytes,
-                **arrangement(unit.phases).plan_keys(unit),
+                **({"stages": unit.stages} if unit.stages > 1 else {}),
                 **({"policy": unit.policy} if unit.policy else {}),
                 **({"batching": unit.batching} if unit.batching else {}),
                 "models": [
@@ -106,6 +117,7 @@ def plan_text(placement: Placement, about: str = "") -> str:
                         "rate": m.rate,
                         "prefill_share": m.prefill_share,
                         "decode_share": m.decode_share,
+                        **({"engines": m.shape} if m.shape != "split" else {}),
                     }
                     for m in unit.models
                 ],
@@ -164,7 +176,7 @@ def load_plan(path: str | os.PathLike[str], fleet: Fleet | None = None) -> Place
         plan = PlanFile.model_validate(source.data)
     except ValidationError as error:
         raise FleetError(problems_of(source, error, PlanFile)) from None
-    problems = [*_devices(plan, source), *_arrangements(plan, source), *(_models(plan, fleet, source) if fleet else ())]
+    problems = [*_devices(plan, source), *_shapes(plan, source), *(_models(plan, fleet, source) if fleet else ())]
     if problems:
         raise FleetError(problems)
     return plan.placement()
@@ -194,28 +206,32 @@ def _devices(plan: PlanFile, source: Source) -> Iterator[Problem]:
             yield source.problem((*at, "models"), f"{name} is in this unit more than once")
 
 
-def _arrangements(plan: PlanFile, source: Source) -> Iterator[Problem]:
-    seen: dict[str, PlanUnit] = {}
+def _shapes(plan: PlanFile, source: Source) -> Iterator[Problem]:
+    seen: dict[str, tuple[str, str]] = {}
     for index, unit in enumerate(plan.units):
         at: KeyPath = ("units", index)
-        if arrangement(unit.phases).dedicated and len(unit.models) > 1:
-            message = f"a {unit.phases} model has a unit to itself, but {unit.name} has {len(unit.models)} models"
+        shapes = {each.model: unit.shape(each) for each in unit.models}
+        if "one" in shapes.values() and len(unit.models) > 1:
+            message = f"a model of one engine has a unit to itself, but {unit.name} has {len(unit.models)} models"
             yield source.problem((*at, "models"), message)
-        if unit.phases != "pipelined" and unit.stages > 1:
-            yield source.problem((*at, "stages"), f"is for `phases: pipelined`, not for `phases: {unit.phases}`")
+        if unit.stages > 1 and "split" in shapes.values():
+            yield source.problem((*at, "stages"), "is for models with `engines: one`")
         elif unit.device != CPU and len(unit.devices) % unit.stages:
             message = f"{unit.stages} stages do not divide the unit's {len(unit.devices)} devices evenly"
             yield source.problem((*at, "stages"), message)
-        for model in (each.model for each in unit.models):
-            first = seen.setdefault(model, unit)
-            if (first.phases, first.stages) != (unit.phases, unit.stages):
-                there, here = (_words(each) for each in (first, unit))
-                message = f"{model} is {here} here and {there} in {first.name}; replicas of a model must be alike"
-                yield source.problem((*at, "phases"), message)
+        for model, shape in shapes.items():
+            here = _words(unit, shape)
+            name, there = seen.setdefault(model, (unit.name, here))
+            if there != here:
+                message = f"{model} has {here} here and {there} in {name}; replicas of a model must be alike"
+                yield source.problem((*at, "models"), message)
 
 
-def _words(unit: PlanUnit) -> str:
-    return f"pipelined over {unit.stages} stages" if unit.phases == "pipelined" else unit.phases
+def _words(unit: PlanUnit, shape: ShapeName) -> str:
+    if shape == "split":
+        return "two engines"
+    rolling = ", rolling" if unit.rolls else ""
+    return f"one engine over {unit.stages} stages" if unit.stages > 1 else f"one engine{rolling}"
 
 
 def _models(plan: PlanFile, fleet: Fleet, source: Source) -> Iterator[Problem]:

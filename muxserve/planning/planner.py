@@ -11,13 +11,12 @@ from pathlib import Path
 from muxserve.cluster.machine import this_machine
 from muxserve.config import Fleet, load_fleet
 from muxserve.costs.latency import CostError, LatencyModel
-from muxserve.planning.arrangements import arrangement_of
-from muxserve.planning.arrangements.base import NoPlaceError
 from muxserve.planning.contest import Contest, Rival
 from muxserve.planning.dedicated_units import divide_cpu, divide_gpus, open_units
 from muxserve.planning.demands import check_lengths, contexts_of, demands_of, equal_nodes, memory_of
 from muxserve.planning.device_pool import CpuPool, cpu_pool
 from muxserve.planning.document import SweepPoint, point
+from muxserve.planning.layouts import NoPlaceError
 from muxserve.planning.prediction import (
     Prediction,
     ResidencyForecast,
@@ -106,7 +105,7 @@ class PlannedFleet:
     which rates were raised in planning, `rivals` the plans of the contest's final, the best first, and
     `contest_seconds` how long the contest took. `by_size` are the
     plans of a sweep. `residency` (on a CPU) and `sleeping` (on GPUs) say what models that sleep would bring. `notes`
-    say what became of models that leave their arrangement open, where the rivals do not."""
+    say what became of models that leave their engines open, where the rivals do not."""
 
     plan: ClusterPlan
     simulated: Prediction | None = None
@@ -165,14 +164,14 @@ class Planner:
     # ------------------------------------------------------------ GPUs
 
     def on_gpus(self, cluster: Cluster) -> PlannedFleet:
-        """A plan for a cluster. Baselines know nothing but multiplexed models."""
+        """A plan for a cluster. Baselines know nothing but models of two engines."""
         demands = self._demands(cluster)
         made = self._place(demands, cluster)
-        if self.options.mode != "muxserve" or not any(arrangement_of(model).dedicated for model in self.fleet.models):
+        if self.options.mode != "muxserve" or not any(model.has_own_unit for model in self.fleet.models):
             found = self._best(made, demands, cluster)
         else:
             divided = divide_gpus(self.fleet, demands, made, self._surroundings(), self.latency)
-            shared = divided.arrangements.shared
+            shared = divided.divided.shared
             rest = None
             if shared and divided.left.devices:
                 rest = self._best(self._place(shared, divided.left), shared, divided.left)
@@ -182,7 +181,7 @@ class Planner:
             found.simulated = simulated and self._measured(found.plan, simulated)
         if self.options.mode == "muxserve" and not found.rivals:
             found.notes = [
-                f"{name} is multiplexed: `phases: auto` is decided by simulation of several plans, and there was none"
+                f"{name} has two engines: `engines: auto` is decided by simulation of several plans, and there was none"
                 for name in open_units(found.plan, self.fleet)
             ]
         return found
@@ -378,7 +377,7 @@ class Planner:
         check_lengths(self.fleet, made.demands)
         simulated, why_not = self._simulated(made, pool)
         simulated = simulated and self._measured(made, simulated, pool)
-        notes = [f"{name} is multiplexed, as `phases: auto` is on a CPU" for name in open_units(made, self.fleet)]
+        notes = [f"{name} has two engines, as with `engines: auto` on a CPU" for name in open_units(made, self.fleet)]
         forecast = None if simulated is None else self._residency(resolved, made, pool, workload)
         if workload is not None and forecast is None:
             raise UsageError(NO_SLEEPING)

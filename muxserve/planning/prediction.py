@@ -22,20 +22,21 @@ from muxserve.costs.measured import overheads_on
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.definitions import Objectives
 from muxserve.metrics.summary import Summary, summarise
-from muxserve.planning.arrangements import arrangement
-from muxserve.planning.arrangements.base import (
+from muxserve.planning.device_pool import CPU, CpuPool, GpuPool
+from muxserve.planning.layouts import (
     NoPlaceError,
     ReplicaLayout,
     SimulatedLayout,
     Wanted,
     fleet_model,
+    replica_unit,
+    ring_of,
     wanted_of,
 )
-from muxserve.planning.device_pool import CPU, CpuPool, GpuPool
 from muxserve.planning.residency import with_residency
 from muxserve.planning.simulations import Simulations
 from muxserve.planning.specs import levels_of, migration_of, scaling_of
-from muxserve.planning.unit_plan import with_batching
+from muxserve.planning.unit_plan import as_unit_has
 from muxserve.planning.window import ANSWERS, RateWindow, longer_seconds, longest_of, longest_tokens
 from muxserve.planning.workloads import DECLARED, Variation, loads_of
 from muxserve.replicas.prefixes import dispatch_policy
@@ -88,8 +89,8 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What is simulated of a fleet: a placement, the models that its multiplexed units serve, the units of models in
-    other arrangements (`others`), and by what replicas of a model work together, by its name. `spares` are units that
+    """What is simulated of a fleet: a placement, the models that its units of two engines serve, the units of models of
+    one engine (`others`), and by what replicas of a model work together, by its name. `spares` are units that
     it may get beside those that it has, before a mode has changed them. `residency`, by unit, if memory decides which
     of its models are awake. `origin` says where the placement comes from, for the user."""
 
@@ -112,11 +113,11 @@ class Simulated:
 
     @property
     def longest(self) -> dict[str, int]:
-        """Tokens of the longest sequence of each model in another arrangement."""
+        """Tokens of the longest sequence of each model of one engine."""
         return {m.name: m.max_len for unit in self.others for m in unit.models if m.max_len is not None}
 
     def units(self, mode: Mode) -> list[SimUnit]:
-        """All units. What a mode takes away is taken from multiplexed ones.
+        """All units. What a mode takes away is taken from models of two engines.
 
         Raises:
             SimulationError: as `units_of`.
@@ -131,9 +132,7 @@ class Simulated:
         found: dict[str, ReplicaRules | RingRules] = {}
         for name, each in self.rules.items():
             spares = self.spares.get(name, ())
-            found[name] = replace(
-                each, spares=tuple(u if arrangement(u.phases).dedicated else adapt(u, mode) for u in spares)
-            )
+            found[name] = replace(each, spares=tuple(u if u.one_engine else adapt(u, mode) for u in spares))
         return found
 
 
@@ -158,9 +157,8 @@ def simulated_of(placement: Placement, fleet: Fleet, demands: Sequence[Demand], 
     for name, mine in by_model.items():
         first = mine[0]
         more = free.take(first, scaling[name].maximum - len(mine)) if name in scaling else []
-        how = arrangement(first.phases)
         levels = _levels(fleet, first, by_name[name])
-        if not how.dedicated:
+        if first.split:
             if len(mine) > 1 or name in scaling:
                 rules[name] = _replica_rules(fleet, levels, scaling.get(name), around)
             only = tuple(placed for placed in first.models if placed.model == name)
@@ -170,16 +168,15 @@ def simulated_of(placement: Placement, fleet: Fleet, demands: Sequence[Demand], 
                 for number, devices in enumerate(more, 1)
             )
             continue
-        wanted = wanted_of(with_batching(fleet.model(name), first), by_name[name], free=False)
+        wanted = wanted_of(as_unit_has(fleet.model(name), first), by_name[name], free=False)
         places = [_place(placement, unit, len(mine), wanted, around) for unit in mine]
-        made = [how.sim_unit(wanted, place, unit.name, unit.devices) for place, unit in zip(places, mine, strict=True)]
+        made = [replica_unit(wanted, place, unit.name, unit.devices) for place, unit in zip(places, mine, strict=True)]
         others += made
         spares[name] = tuple(
             replace(made[0], name=f"{name}+{number}", devices=devices) for number, devices in enumerate(more, 1)
         )
-        ring = how.ring(wanted)
-        if ring is not None:
-            rules[name] = _with_scaling(ring, fleet, levels, scaling.get(name), around)
+        if wanted.rolling:
+            rules[name] = _with_scaling(ring_of(wanted), fleet, levels, scaling.get(name), around)
         elif len(mine) > 1 or name in scaling:
             rules[name] = _replica_rules(fleet, levels, scaling.get(name), around)
     return Simulated(placement, models, tuple(others), rules, spares)
@@ -193,7 +190,7 @@ def shares_per_lease(fleet: Fleet, placement: Placement) -> bool:
 
 def _under(unit: PlacedUnit, fleet: Fleet) -> PlacedUnit:
     """The unit under the policy that it will be served under."""
-    return unit if unit.policy or unit.phases != "multiplexed" else replace(unit, policy=fleet.policy)
+    return unit if unit.policy or not unit.split else replace(unit, policy=fleet.policy)
 
 
 class _Free:
@@ -264,7 +261,7 @@ def _place(
         assert around.machine is not None, "units on a CPU are on some machine"
         machine = replace(around.machine, pool=unit.kv_bytes, others=len(placement.units) - replicas)
         try:
-            return machine.place(wanted, ReplicaLayout(unit.phases, replicas, unit.stages, machine.ranks))
+            return machine.place(wanted, ReplicaLayout(replicas, unit.stages, machine.ranks, unit.rolls))
         except NoPlaceError as error:
             raise NoPlaceError(f"{name}: {error}") from None
     tp = len(unit.devices) // unit.stages
@@ -273,7 +270,7 @@ def _place(
         raise NoPlaceError(f"{name}: the GPUs of a stage of {unit.name} are not all on one machine")
     pool = GpuPool(unit.device, nodes, device(unit.device).memory_bytes, around.rules, around.network)
     try:
-        place = pool.place(wanted, ReplicaLayout(unit.phases, replicas, unit.stages, tp))
+        place = pool.place(wanted, ReplicaLayout(replicas, unit.stages, tp, unit.rolls))
     except NoPlaceError as error:
         raise NoPlaceError(f"{name}: {error}") from None
     blocks = tuple(max(1, count * unit.kv_bytes // place.kv_bytes) for count in place.blocks)
@@ -388,7 +385,7 @@ def predict(
     """Simulate what a trial brings on the plan's placement, with log-normal lengths of the demands' means, and sum up.
 
     Args:
-        simulated: what `simulated_of` makes of the placement, where it has other units than multiplexed ones, or
+        simulated: what `simulated_of` makes of the placement, where it has other units than those of two engines, or
             replicas work together by rules of the fleet's.
         simulations: those that plans which are compared have in common.
 

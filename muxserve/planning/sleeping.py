@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from muxserve.config import AUTO, Fleet, MemorySection
+from muxserve.config import Fleet, MemorySection
 from muxserve.costs.devices import device
 from muxserve.costs.latency import LatencyModel
 from muxserve.costs.measured import overheads_on
@@ -126,8 +126,8 @@ def as_deployed(fleet: Fleet, demands: Sequence[Demand], cluster: Cluster, aroun
     if len(cluster.nodes) > 1:
         raise NoUnitError("memory decides over models of one machine")
     for model in fleet.models:
-        if model.replicas.max > 1 or model.phases not in ("multiplexed", AUTO):
-            raise NoUnitError(f"{model.name} has replicas or phases that memory does not decide over")
+        if model.replicas.max > 1 or model.shape == "one":
+            raise NoUnitError(f"{model.name} has replicas or engines that memory does not decide over")
     (node,) = cluster.nodes
     whole, rules, memory = device(node.device).memory_bytes, around.rules, fleet.memory or MemorySection()
     if isinstance(memory.limit, int):
@@ -169,7 +169,7 @@ def as_deployed(fleet: Fleet, demands: Sequence[Demand], cluster: Cluster, aroun
         fixed += pool
         rest = at_rest(engines, RestingSpec(room, len(engines)))
         specs[name] = gpu_residency(memory, models, usable, fixed, _CORES, rest)
-    made = simulated_of(Placement(cluster, tuple(units)), fleet.multiplexed(), demands, around)
+    made = simulated_of(Placement(cluster, tuple(units)), fleet.as_split(), demands, around)
     return replace(made, residency=specs, origin="units in which memory decides who is awake, as deployed")
 
 

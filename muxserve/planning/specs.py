@@ -23,7 +23,6 @@ from muxserve.costs.profile import EngineProfile, ProfiledModel
 from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import device_name
 from muxserve.gpu.unit import GpuUnit
-from muxserve.planning.arrangements import arrangement_of
 from muxserve.planning.demands import CPU_BATCH, batch_of
 from muxserve.planning.device_pool import CPU
 from muxserve.planning.residency import hibernation_of, host_copies_of
@@ -78,7 +77,6 @@ def unit_spec_of(plan: ResolvedUnit, run_dir: str, host: str | None = None, port
         models=models,
         gateway=gateway_of(plan.fleet, host, port),
         ranks=plan.demands[0].ranks,
-        stages=plan.demands[0].stages,
         gpu=plan.gpu.deployed if plan.gpu else None,
         migration_bandwidth=float((plan.fleet.migration and plan.fleet.migration.bandwidth) or 0),
         migration=migration_of(plan.fleet) or MigrationRules(),
@@ -142,8 +140,10 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         decode_share=plan.share,
         **_limits(model),
         engine_args=dict(model.engine_args),
-        phases=arrangement_of(model).name,
-        batching=arrangement_of(model).batching(model),
+        shape=model.shape,
+        stages=demand.stages,
+        rolling=model.rolls,
+        batching=model.step_batching,
         aliases=tuple(model.aliases),
         target_load=target_load(Roofline().engine(demand.architecture, _shape(unit, index))),
         pooling=demand.architecture.pooling,
@@ -385,7 +385,7 @@ def rolling_of(plan: ResolvedUnit, latency: LatencyModel | None = None) -> Rolli
         muxserve.costs.latency.CostError: it knows nothing of the model.
     """
     (model, *_) = plan.fleet.models
-    if not arrangement_of(model).needs_objectives:
+    if not model.rolls:
         return None
     ttft, tpot = model.slo.ttft_ms, model.slo.tpot_ms
     assert ttft is not None, "the fleet file is refused without"

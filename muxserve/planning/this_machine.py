@@ -11,11 +11,10 @@ from typing import NoReturn
 from muxserve.cluster.machine import this_machine
 from muxserve.config import Fleet
 from muxserve.costs.latency import LatencyModel
-from muxserve.planning.arrangements import arrangement, arrangement_of
-from muxserve.planning.arrangements.base import wanted_of
 from muxserve.planning.dedicated_units import ArrangedFleet, DedicatedModel, Divided
 from muxserve.planning.device_pool import CPU, CpuPool
 from muxserve.planning.fleet_planner import FleetPlanner, notes_of
+from muxserve.planning.layouts import wanted_of
 from muxserve.planning.one_engine import OneEngine
 from muxserve.planning.residency import residency_of
 from muxserve.planning.unit_plan import ResolvedUnit
@@ -44,7 +43,7 @@ def plan_this_machine(
     Args:
         fleet: as declared.
         demands: of its models, in their order.
-        found: how they are arranged.
+        found: which of them have units to themselves.
         pool: the machine.
 
     Raises:
@@ -52,7 +51,7 @@ def plan_this_machine(
         ValueError: the costs of a model are not known.
     """
     plans = _served(fleet, found, pool.machine)
-    shared = [plan for plan in plans if not arrangement_of(plan.fleet.models[0]).dedicated]
+    shared = [plan for plan in plans if not plan.fleet.models[0].has_own_unit]
     found.shared = [as_served(demand, shared) for demand in found.shared]
     made = plan_machine(shared, found.shared, latency, objective, len(plans)) if shared else None
     found.arranged = _placed(fleet, found.arranged, plans[len(shared) :], len(shared), pool, latency)
@@ -82,8 +81,7 @@ def _served(fleet: Fleet, found: ArrangedFleet, machine: Machine) -> list[Resolv
         if model.name in found.missing:
             continue
         layout = layouts.get(model.name)
-        how = arrangement(layout.phases if layout else "multiplexed")
-        models.append(how.declare(model, layout.stages if layout else 1))
+        models.append(model.with_engines("one", layout.stages, layout.rolling) if layout else model)
     return FleetPlanner(fleet.with_models(models), machine, _no_gpus).at_start() if models else []
 
 
@@ -128,7 +126,7 @@ def _no_gpus() -> NoReturn:
     raise AssertionError("a fleet without GPUs asks for none")
 
 
-# ---------------------------------------------------------------- multiplexed units
+# ---------------------------------------------------------------- units of several models
 
 
 def plan_machine(
@@ -138,11 +136,11 @@ def plan_machine(
     objective: Objective,
     units: int = 0,
 ) -> ClusterPlan:
-    """What multiplexed units of this machine will deliver. Pools and shares are those of their plans.
+    """What units that models share on this machine will deliver. Pools and shares are those of their plans.
 
     Args:
         plans: one of each unit; a model may be in several, and each has an equal part of its rate.
-        units: how many there are on the machine, with those of other arrangements; they divide its cores evenly.
+        units: how many there are on the machine, with those of one model; they divide its cores evenly.
 
     Raises:
         ValueError: the costs of a model on a CPU are not known.

@@ -17,10 +17,10 @@ from muxserve.costs.architecture import ModelArchitecture, split_layers
 from muxserve.gpu.budget import BudgetError
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.unit import GpuPlan, GpuUnit
-from muxserve.planning.arrangements import arrangement, arrangement_of
 from muxserve.planning.checkpoints import CheckpointError, Hub, HuggingFaceHub, architecture_of, without_chat_template
 from muxserve.planning.demands import CPU_BATCH, Batch, batch_of, least_batch
 from muxserve.planning.device_pool import CPU
+from muxserve.planning.layouts import stages_of
 from muxserve.spec import ModelSpec, PolicyName
 from muxserve.vllm.quantisation import beyond_cores, uncomputable, unshareable
 from placement import Machine, ModelDemand, PlanError, PlanProblem, UnitPlan, plan_unit
@@ -42,14 +42,14 @@ class UnitModels(NamedTuple):
 
 def together(fleet: Fleet) -> Fleet:
     """The models that share units; perhaps none."""
-    return fleet.with_models([model for model in fleet.models if not arrangement_of(model).dedicated])
+    return fleet.with_models([model for model in fleet.models if not model.has_own_unit])
 
 
 def units_at_start(fleet: Fleet) -> int:
     """How many units a fleet begins with, without a plan: as many as the most replicas of a model that shares, and one
     for each replica of a model that does not."""
     shared = max((_prepared(model) for model in together(fleet).models), default=0)
-    return shared + sum(_prepared(model) for model in fleet.models if arrangement_of(model).dedicated)
+    return shared + sum(_prepared(model) for model in fleet.models if model.has_own_unit)
 
 
 def possible_units(fleet: Fleet) -> int:
@@ -68,7 +68,7 @@ def parts_of(fleet: Fleet) -> Iterator[UnitModels]:
     shared = together(fleet)
     most = max((_prepared(model) for model in shared.models), default=0)
     groups = [(number, [m for m in shared.models if _prepared(m) > number]) for number in range(most)]
-    groups += [(number, [m]) for m in fleet.models if arrangement_of(m).dedicated for number in range(_prepared(m))]
+    groups += [(number, [m]) for m in fleet.models if m.has_own_unit for number in range(_prepared(m))]
     for number, models in groups:
         parts = [model.model_copy(update={"rate": model.rate / _prepared(model)}) for model in models]
         serves = tuple(model.name for model in models if model.replicas.at_start > number)
@@ -89,18 +89,18 @@ def on_gpus(fleet: Fleet, gpus: Sequence[Gpu]) -> Fleet:
 
 
 def as_placed(fleet: Fleet, unit: PlacedUnit, cores: int) -> Fleet:
-    """The models of a planned unit with the plan's rates; on CPU also with its size of the pool and, where they are
-    multiplexed, threads (a model's prefill and decode engines run on the same number; the larger share counts). On GPUs
+    """The models of a planned unit with the plan's rates; on CPU also with its size of the pool and, where they
+    share it, threads (a model's prefill and decode engines run on the same number; the larger share counts). On GPUs
     the pool's size is left to what is measured there."""
     models = []
     for each in unit.models:
         update: dict[str, object] = {"rate": each.rate}
-        if unit.device == CPU and not arrangement(unit.phases).dedicated:
+        if unit.device == CPU and unit.split:
             share = max(each.prefill_share, each.decode_share)
             update["threads"] = max(1, min(cores, round(share * cores)))
         models.append(fleet.model(each.model).model_copy(update=update))
     part = fleet.with_models(models)
-    if unit.policy:
+    if unit.policy and not unit.rolls:
         part = part.model_copy(update={"policy": unit.policy})
     if unit.device != CPU:
         return part
@@ -108,7 +108,7 @@ def as_placed(fleet: Fleet, unit: PlacedUnit, cores: int) -> Fleet:
 
 
 def arranged(fleet: Fleet, path: str | os.PathLike[str], units: Sequence[PlacedUnit]) -> Fleet:
-    """The fleet with its models arranged as the plan has them.
+    """The fleet with the engines that the plan gives its models.
 
     Raises:
         FleetError: the fleet file wants it otherwise, or the plan wants what it has no objectives for.
@@ -116,26 +116,27 @@ def arranged(fleet: Fleet, path: str | os.PathLike[str], units: Sequence[PlacedU
     models = []
     for model in fleet.models:
         unit = next(unit for unit in units if any(each.model == model.name for each in unit.models))
-        given = model.model_fields_set
-        if "phases" in given and model.phases not in (AUTO, unit.phases):
-            message = f"the plan has {model.name} {unit.phases}, the fleet file {model.phases}"
-            raise wrong(path, f"{message}; make it anew, or change `phases` to auto")
-        if unit.phases == "pipelined" and model.stages not in (AUTO, unit.stages):
+        shape = unit.shape_of(model.name)
+        if model.engines not in (AUTO, shape):
+            message = f"the plan has {model.name} with `engines: {shape}`, the fleet file `{model.engines}`"
+            raise wrong(path, f"{message}; make it anew, or change `engines` to auto")
+        if model.stages not in (AUTO, unit.stages):
             message = f"the plan has {model.name} over {unit.stages} stages, the fleet file over {model.stages}"
             raise wrong(path, f"{message}; make it anew, or change `stages`")
-        how = arrangement(unit.phases)
-        if how.needs_objectives and (model.slo.ttft_ms is None or model.slo.tpot_ms is None):
-            message = f"the plan has {model.name} {how.name}, which needs slo.ttft_ms and slo.tpot_ms in the fleet file"
+        if model.rolls and not unit.rolls:
+            message = f"prefill of {model.name} does not roll over its replicas in the plan, as the fleet file says"
+            raise wrong(path, f"{message}; make it anew, or leave `dispatch` out")
+        if unit.rolls and (model.slo.ttft_ms is None or model.slo.tpot_ms is None):
+            message = f"the plan has {model.name} rolling, which needs slo.ttft_ms and slo.tpot_ms in the fleet file"
             raise wrong(path, message)
-        models.append(how.declare(with_batching(model, unit), unit.stages))
+        models.append(as_unit_has(model, unit))
     return fleet.with_models(models)
 
 
-def with_batching(model: Model, unit: PlacedUnit) -> Model:
-    """The model with the batching that a plan gives its unit."""
-    if not unit.batching:
-        return model
-    return model.model_copy(update={"batching": unit.batching})
+def as_unit_has(model: Model, unit: PlacedUnit) -> Model:
+    """The model with the engines, and the batching, that a plan gives it in a unit."""
+    model = model.with_engines(unit.shape_of(model.name), unit.stages, unit.rolls)
+    return model.model_copy(update={"batching": unit.batching}) if unit.batching else model
 
 
 def check_replicas(fleet: Fleet, path: str | os.PathLike[str], units: Sequence[PlacedUnit]) -> None:
@@ -221,16 +222,21 @@ class ResolvedUnit:
 
     def _on_cpu(self) -> Iterator[str]:
         model, demand = self.fleet.models[0], self.demands[0]
-        if arrangement_of(model).dedicated:
+        if model.has_own_unit:
             split = f", its layers over {demand.stages} processes" if demand.stages > 1 else ""
-            yield f"{model.name} has one engine of both phases ({arrangement_of(model).name}){split}"
+            rolling = ", and prefill rolls over its replicas" if model.rolls else ""
+            yield f"{model.name} has one engine of both phases{split}{rolling}"
 
     @property
     def policy(self) -> PolicyName:
         """By which the unit's scheduler decides."""
         if self.gpu is not None and self.gpu.one_at_a_time:
             return "fcfs"
-        return arrangement_of(self.fleet.models[0]).policy(self.fleet)
+        (model, *_) = self.fleet.models
+        if model.rolls:
+            return "rolling"
+        # A replica that has its devices to itself shares them with nobody, so that no lease is withheld.
+        return "free" if model.has_own_unit else self.fleet.policy
 
     @property
     def served(self) -> tuple[str, ...]:
@@ -279,8 +285,8 @@ def resolve_unit(
         FleetError: a model cannot be served or the fleet does not fit; all reasons, with file and line.
         ValueError: a model that has a unit to itself is not the only one.
     """
-    if len(fleet.models) > 1 and any(arrangement_of(model).dedicated for model in fleet.models):
-        raise ValueError("rolling and pipelined models have units to themselves")
+    if len(fleet.models) > 1 and any(model.has_own_unit for model in fleet.models):
+        raise ValueError("models of one engine have units to themselves")
     default = least_batch((each.name, each.memory_bytes) for each in gpu.gpus) if gpu else CPU_BATCH
     fleet = fleet.with_models([with_batch(model, batch_of(model, default)) for model in fleet.models])
     demands = model_demands(fleet, machine, hub, gpu, block_tokens or {}, units)
@@ -315,7 +321,7 @@ def model_demands(
         except CheckpointError as error:
             problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", str(error)))
             continue
-        stages, problem = arrangement_of(model).stages(fleet, model, architecture.layers, gpu.ranks if gpu else 0)
+        stages, problem = stages_of(fleet, model, gpu.ranks if gpu else 0)
         split = _partition_problem(fleet, model, architecture.layers, stages, os.environ)
         problems += [each for each in (problem, split) if each]
         ranks = fleet.cluster.ranks * stages if gpu is None else gpu.ranks
@@ -390,9 +396,9 @@ def _image_problems(fleet: Fleet, model: Model, ranks: int) -> list[Problem]:
 def _kind_problems(fleet: Fleet, model: Model, kind: str) -> list[Problem]:
     """What a model with latent attention, states or images is asked for that it cannot have."""
     found = []
-    if arrangement_of(model).name != "multiplexed":
-        message = f"models with {kind} are served by a prefill and a decode engine; set phases: multiplexed"
-        found.append(fleet.model_problem(model.name, "phases", message))
+    if model.shape == "one":
+        message = f"models with {kind} are served by a prefill and a decode engine; write `engines: split`"
+        found.append(fleet.model_problem(model.name, "engines", message))
     if model.adapters is not None:
         message = f"LoRA adapters are not served with models with {kind}; leave them out"
         found.append(fleet.model_problem(model.name, "adapters", message))
@@ -421,7 +427,7 @@ def _kv_cache_problem(architecture: ModelArchitecture, gpu: bool, machine: Machi
 
 def _threads(policy: str, model: Model, cores: int, ranks: int, units: int) -> int | None:
     """Threads of each rank of a model's engines where they do not follow from the number of models; see docs."""
-    if arrangement_of(model).dedicated:
+    if model.has_own_unit:
         # The only engine of its unit. Those of other units compute at the same time.
         return max(1, cores // units // ranks)
     # With temporal multiplexing an engine has the whole machine while it runs.

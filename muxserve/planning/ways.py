@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from muxserve.config import Fleet
 from muxserve.costs.latency import LatencyModel
-from muxserve.planning.arrangements import arrangement, is_open
 from muxserve.planning.dedicated_units import OpenLayout, rearranged
+from muxserve.planning.layouts import is_open, says_nothing
 from muxserve.planning.prediction import Surroundings
 from placement.cluster import PlacedUnit
 from placement.demand import Demand
@@ -24,17 +24,17 @@ WAYS: dict[str, tuple[ModeName, str]] = {
     "one engine": ("spatial", "every replica has GPUs of its own and one engine of both phases, as stock vLLM"),
     "replicas": ("spatial", "as one engine, on as many GPUs as let the replicas of a model serve most"),
     "split replicas": ("spatial", "as replicas, with an engine for each phase"),
-    "stages": ("spatial", "as one engine, and those of models with `phases: auto` are over stages"),
-    "rolling": ("spatial", "as one engine, and prefill of models with `phases: auto` rolls over their replicas"),
+    "stages": ("spatial", "as one engine, and those of models with `engines: auto` are over stages"),
+    "rolling": ("spatial", "as one engine, and prefill of models with `engines: auto` rolls over their replicas"),
 }
 # What everybody would do without a plan.
 SIMPLEST = "even"
 # The layout of models in these.
 _OPEN = {
-    "replicas": OpenLayout("pipelined", whole=True),
-    "split replicas": OpenLayout("pipelined", whole=True, split=True),
-    "stages": OpenLayout("pipelined"),
-    "rolling": OpenLayout("rolling"),
+    "replicas": OpenLayout(whole=True),
+    "split replicas": OpenLayout(whole=True, split=True),
+    "stages": OpenLayout(),
+    "rolling": OpenLayout(rolling=True),
 }
 
 
@@ -50,10 +50,9 @@ def as_way(way: str, plan: ClusterPlan, fleet: Fleet, around: Surroundings, late
     if way == "first come":
         units = tuple(replace(unit, policy="fcfs") for unit in units)
     if way in ("one engine", SIMPLEST) or way in _OPEN:
-        how = arrangement("pipelined")
         demands = {demand.name: demand for demand in plan.demands}
         units = tuple(
-            replace(unit, phases=how.name, stages=1, batching="vllm")
+            _with_one_engine(unit)
             if len(unit.models) == 1
             and all(_has_one_engine(way, unit, fleet, demands[placed.model]) for placed in unit.models)
             else unit
@@ -64,7 +63,7 @@ def as_way(way: str, plan: ClusterPlan, fleet: Fleet, around: Surroundings, late
 
 def ways_of(fleet: Fleet, short: bool) -> list[str]:
     """Ways in which models do not share GPUs as MuxServe has it. Models are only laid out anew if one of them leaves
-    its arrangement open, or the plan falls short."""
+    its engines open, or the plan falls short."""
     auto = any(map(is_open, fleet.models))
     return [way for way, (mode, _) in WAYS.items() if mode != "muxserve" and (way not in _OPEN or short or auto)]
 
@@ -84,5 +83,10 @@ def _has_one_engine(way: str, unit: PlacedUnit, fleet: Fleet, demand: Demand) ->
     if demand.architecture.pooling or way == "split replicas":
         return False
     if is_open(model):
-        return way == "replicas" or unit.phases == "multiplexed"
-    return "phases" not in model.model_fields_set
+        return way == "replicas" or unit.split
+    return says_nothing(model)
+
+
+def _with_one_engine(unit: PlacedUnit) -> PlacedUnit:
+    models = tuple(replace(each, shape="one") for each in unit.models)
+    return replace(unit, models=models, stages=1, policy="", batching="vllm")

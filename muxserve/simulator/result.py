@@ -40,7 +40,8 @@ class UnitResult:
     """What happened in a unit. `seconds` is from the start of the workload to the end of the last request;
     `busy_seconds` those in which any job ran, of a pipeline the mean of its stages. `requests` are those that came to
     it. `pages` samples pages in use: time and counts in the order of `models`; `peak_pages` is the most that
-    each held. `turns` counts the scheduler's decisions, `looks` the events simulated.
+    each held. `shapes` has the engines of each model, split or one. `turns` counts the scheduler's decisions, `looks`
+    the events simulated.
 
     `waits` are, of a rolling one, the seconds that each answered request waited for the phase switch (from its first
     token to the begin of its first decode step). `stages` are, of a pipelined one, the seconds in which each worked,
@@ -51,8 +52,9 @@ class UnitResult:
     unit: str
     device: str
     devices: int
-    phases: str
     models: tuple[str, ...]
+    shapes: tuple[str, ...]
+    rolling: bool
     seconds: float
     busy_seconds: float
     requests: list[SimRequest]

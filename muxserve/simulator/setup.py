@@ -166,11 +166,9 @@ class SimUnit:
     sharing: Sharing = "mps"
 
     @property
-    def phases(self) -> str:
-        """How prefill and decode are arranged: multiplexed, rolling or pipelined."""
-        if self.policy == "rolling":
-            return "rolling"
-        return "pipelined" if all(model.profile.both for model in self.models) else "multiplexed"
+    def one_engine(self) -> bool:
+        """Whether its models have one engine of both phases."""
+        return all(model.profile.both for model in self.models)
 
     @property
     def tp(self) -> int:

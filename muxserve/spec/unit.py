@@ -20,7 +20,7 @@ UNIT_FILE = "unit.json"
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 
 PolicyName = Literal["adbs", "slack", "free", "fcfs", "rolling"]
-PhasesName = Literal["multiplexed", "rolling", "pipelined"]
+ShapeName = Literal["split", "one"]
 EnginePhase = Literal["prefill", "decode", "both"]
 # What one step of a `both` engine may hold (`scheduling.token_throttling`): `vllm` leaves it to vLLM, `fixed` lets all
 # sequences decode and fills up with prompts, `throttled` budgets both apart.
@@ -92,9 +92,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
     block 0 included, which is never handed out. `kv_heads` are those of one tensor-parallel rank, `layers` those of one
     stage of a pipeline (of the stage with the most).
 
-    `phases` says how prefill and decode are arranged. `multiplexed`: an engine for each, on shares of the same device.
-    `rolling`: one engine that does the one or the other for a while. `pipelined`: one engine whose steps hold both, as
-    `batching` has it. The latter two have a unit to themselves.
+    `shape` says which engines it has. `split`: one for prefill and one for decode, on shares of the same device. `one`:
+    one engine of both phases, whose steps hold what `batching` has. Such an engine may have its layers over several
+    `stages`, or be one of the replicas over which prefill is `rolling`: then it has a unit to itself.
 
     The answers of a `pooling` model are vectors (embeddings, scores, classes): a request is finished by its prefill, so
     that there is no decode engine. One with bidirectional attention keeps no KV at all: it has 0 `kv_heads`.
@@ -142,7 +142,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
     # Seconds; auto: as its objective has it, none: without end.
     max_wait: float | Literal["auto", "none"] = "auto"
     engine_args: dict[str, object] = {}
-    phases: PhasesName = "multiplexed"
+    shape: ShapeName = "split"
+    stages: int = 1
+    rolling: bool = False
     batching: BatchingName = "vllm"
     # Other names that requests may have for it.
     aliases: tuple[str, ...] = ()
@@ -166,7 +168,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         """The phases of its engines, one process each (and its ranks')."""
         if self.pooling:
             return ("prefill",)
-        return ("prefill", "decode") if self.phases == "multiplexed" else ("both",)
+        return ("prefill", "decode") if self.shape == "split" else ("both",)
 
     @property
     def pages_per_block(self) -> int:
@@ -277,8 +279,6 @@ class UnitSpec(msgspec.Struct, frozen=True):
     gateway: GatewaySpec
     # Devices of the mesh that every model of the unit is split over: as many pools, one on each.
     ranks: int = 1
-    # Stages of a pipeline that the layers are split over, each on `ranks` / `stages` ranks, which split the tensors.
-    stages: int = 1
     gpu: GpuSpec | None = None
     # Where it is reached from other machines, and with what keys; without, over Unix sockets only.
     listen: Listen | None = None
@@ -307,6 +307,12 @@ class UnitSpec(msgspec.Struct, frozen=True):
     def priority_levels(self, model: str | None = None) -> Levels:
         """The levels as the policies of that model want them."""
         return levels_of_model(self.levels, self.default_level, self.models, model)
+
+    @property
+    def stages(self) -> int:
+        """Stages that its model's layers are split over, each on `ranks` / `stages` ranks, which split the tensors; 1
+        where models share the unit."""
+        return max((model.stages for model in self.models), default=1)
 
     @property
     def share_steps(self) -> int:

@@ -47,7 +47,7 @@ class RollingReports:
         self._unit = state.unit_spec.unit
         self._scheduler: bytes | None = None
         self._due = math.inf
-        names = {model.name for model in state.unit_spec.models if model.phases == "rolling"}
+        names = {model.name for model in state.unit_spec.models if model.rolling}
         self._replicas = [(model, _Reported()) for model in state.ledger.models if model.name in names]
         for model, _ in self._replicas:
             model.journal = []

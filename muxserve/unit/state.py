@@ -84,7 +84,7 @@ def model_profile(model: ModelSpec, stages: int = 1, elastic: bool = False) -> M
         decode_share=model.decode_share,
         max_num_seqs=model.max_num_seqs,
         max_num_batched_tokens=model.max_num_batched_tokens,
-        both=model.phases != "multiplexed",
+        both=model.shape == "one",
         depth=stages,
         waiting_tokens=_waiting_tokens(model, stages),
         elastic=elastic,

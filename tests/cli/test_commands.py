@@ -274,17 +274,17 @@ def test_status_of_phases_in_time(endpoint: Endpoint) -> None:
     again = {**rolling, "name": "u2", "state": {"policy": "rolling", "uptime_seconds": 50.0, "models": {"turn": waits}}}
     turn = {"status": "restarting", "engines": {"both": "down"}, "running": 1, "waiting": 0}
     health = {**HEALTH, "units": dict.fromkeys(("u0", "u1", "u2"), "up"), "models": {"one": ONE, "turn": turn}}
-    models = [{"name": "one", "phases": "multiplexed"}, {"name": "turn", "phases": "rolling"}]
+    models = [{"name": "one", "shape": "split"}, {"name": "turn", "shape": "one", "rolling": True}]
     fleet = {"units": [FLEET["units"][0], rolling, again], "models": models}
     endpoint.answers = {"/health": (200, health), "/fleet": (200, fleet)}
     result = runner.invoke(app, ["status", "--url", endpoint.url])
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0] == f"{endpoint.url}: ok, 3 units, adbs, rolling"
-    assert lines[1].split()[:3] == ["model", "phases", "state"]
+    assert lines[1].split()[:3] == ["model", "engines", "state"]
     rows = {line.split()[0]: line for line in lines[2:]}
-    assert rows["one"].split()[1:4] == ["multiplexed", "up", "3"]
-    assert rows["turn"].split()[1:6] == ["rolling", "restarting", "(engine", "down)", "1"]
+    assert rows["one"].split()[1:4] == ["split", "up", "3"]
+    assert rows["turn"].split()[1:7] == ["one,", "rolling", "restarting", "(engine", "down)", "1"]
     assert lines[-2:] == [
         "u2 turn: 8 requests waited 12.5 ms on average from their first token to decode",
         "u2 turn: stages in bubbles 1.0%, 24.0% of the time",

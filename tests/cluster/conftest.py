@@ -29,7 +29,6 @@ from muxserve.spec import (
     FleetSpec,
     GatewaySpec,
     GpuSpec,
-    PhasesName,
     PoolSpec,
     UnitEntry,
     UnitSpec,
@@ -49,20 +48,21 @@ def fake_unit_spec(
     drain_seconds: float = 5.0,
     unit: str = "u0",
     names: Sequence[str] = ("one", "two"),
-    phases: PhasesName = "multiplexed",
+    rolling: bool = False,
 ) -> UnitSpec:
     """A unit's, in its directory below the fleet's."""
     models = [
         model_spec(
             name, pool="pool0", num_blocks=10, quota_pages=20, floor_pages=4, max_len=64, max_num_seqs=8,
-            max_num_batched_tokens=64, max_concurrency=8, max_queue=8, phases=phases,
+            max_num_batched_tokens=64, max_concurrency=8, max_queue=8,
+            shape="one" if rolling else "split", rolling=rolling,
         )
         for name in names
     ]  # fmt: skip
     return UnitSpec(
         run_dir=str(run_dir / unit),
         unit=unit,
-        policy="adbs" if phases == "multiplexed" else phases,
+        policy="rolling" if rolling else "adbs",
         cores=2,
         pools=[PoolSpec("pool0", 65536, 41)],
         models=models,

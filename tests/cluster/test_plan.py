@@ -288,7 +288,7 @@ class TestLatentAttention:
         ("options", "words"),
         [
             (", engine_args: {kv_cache_dtype: fp8}", "keeps its cache in the model's dtype"),
-            (", phases: rolling, slo: {ttft_ms: 100, tpot_ms: 10}", "set phases: multiplexed"),
+            (", engines: one, dispatch: rolling, slo: {ttft_ms: 100, tpot_ms: 10}", "write `engines: split`"),
         ],
     )
     def test_what_it_cannot_have_is_refused(self, tmp_path: Path, options: str, words: str) -> None:
@@ -362,7 +362,7 @@ class TestStates:
         [
             (", engine_args: {kv_cache_dtype: fp8}", "models that keep states have a cache in the model's dtype"),
             (", adapters: {}", "LoRA adapters are not served with models with states"),
-            (", phases: rolling, slo: {ttft_ms: 100, tpot_ms: 10}", "set phases: multiplexed"),
+            (", engines: one, dispatch: rolling, slo: {ttft_ms: 100, tpot_ms: 10}", "write `engines: split`"),
         ],
     )
     def test_what_it_cannot_have_is_refused(self, tmp_path: Path, options: str, words: str) -> None:
@@ -422,8 +422,8 @@ class TestImages:
         ("options", "words"),
         [
             (", adapters: {}", "LoRA adapters are not served with models with images"),
-            (", phases: rolling, slo: {ttft_ms: 100, tpot_ms: 10}", "set phases: multiplexed"),
-            (", phases: pipelined, stages: 2", "engines of one rank, not of 2"),
+            (", engines: one, dispatch: rolling, slo: {ttft_ms: 100, tpot_ms: 10}", "write `engines: split`"),
+            (", engines: one, stages: 2", "engines of one rank, not of 2"),
             (", engine_args: {runner: pooling}", "models that see images generate text only here"),
         ],
     )

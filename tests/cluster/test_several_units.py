@@ -22,7 +22,7 @@ from muxserve.planning.specs import settings_of
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts
-from muxserve.spec import FleetSpec, PhasesName, ResidencySpec, followed_file, load_fleet, load_followed
+from muxserve.spec import FleetSpec, ResidencySpec, followed_file, load_fleet, load_followed
 from muxserve.spec.run_dir import RunDir
 from tests.cluster.conftest import Fleet, alive, fake_unit_spec, running
 from tests.support.thoroughness import cases
@@ -45,13 +45,13 @@ class FakePlanner:
         self.run_dir, self.room = run_dir, room
         self.full: Exception = ChangeError("the machine is full")
         self.forgotten: list[str] = []
-        self.phases: PhasesName = "multiplexed"
+        self.rolling = False
 
     def unit(self, model: str, name: str, fleet: FleetSpec) -> PlannedUnit:
         if not self.room:
             raise self.full
         self.room -= 1
-        unit_spec = fake_unit_spec(self.run_dir.path, unit=name, names=[model], phases=self.phases)
+        unit_spec = fake_unit_spec(self.run_dir.path, unit=name, names=[model], rolling=self.rolling)
         return PlannedUnit(unit_spec, (model,))
 
     def addition(self, declared: Any, names: Callable[[], str], fleet: FleetSpec, tell: Any) -> Addition:
@@ -89,8 +89,8 @@ async def single(run_dir: RunDir, planner: FakePlanner) -> AsyncIterator[Fleet]:
 @pytest.fixture
 async def turns(run_dir: RunDir, planner: FakePlanner) -> AsyncIterator[Fleet]:
     """A model of which each unit has one engine, for both phases."""
-    planner.phases = "rolling"
-    units = [fake_unit_spec(run_dir.path, unit=name, names=["one"], phases="rolling") for name in ("u0", "u1")]
+    planner.rolling = True
+    units = [fake_unit_spec(run_dir.path, unit=name, names=["one"], rolling=True) for name in ("u0", "u1")]
     async for each in running(Fleet(run_dir, units, planner, migration=MigrationRules())):
         yield each
 

@@ -50,12 +50,12 @@ def configure(directory: Path, path: Path, ranks: int, stages: int) -> dict[str,
     from muxserve.vllm.args import config_of, engine_args
     from tests.engine.harness import deployed_model
 
-    phases = "pipelined" if stages > 1 else "multiplexed"
-    model = deployed_model("m", path, ranks, dtype="bfloat16", phases=phases)
+    shape = "one" if stages > 1 else "split"
+    model = deployed_model("m", path, ranks, dtype="bfloat16", shape=shape, stages=stages)
     uuids = [f"GPU-{rank:08d}-0000-0000-0000-000000000000" for rank in range(ranks)]
     pool = PoolSpec("main", 2 * model.block_tokens * model.head_dim * 2, 1000)
     policy = "free" if stages > 1 else "slack"
-    unit_spec = UnitSpec(str(directory), "u", policy, 2, [pool], [model], GatewaySpec("127.0.0.1", 0), ranks, stages)
+    unit_spec = UnitSpec(str(directory), "u", policy, 2, [pool], [model], GatewaySpec("127.0.0.1", 0), ranks)
     unit_spec = msgspec.structs.replace(unit_spec, gpu=GpuSpec(uuids))
     engines = [config_of(engine_args(unit_spec, "m", phase)) for phase in model.engines]
     config_of(holder_args(unit_spec, "m"))

@@ -132,14 +132,14 @@ def unit_spec_of(directory: Path, path: Path, ranks: int, stages: int) -> Any:
     from muxserve.spec import GatewaySpec, GpuSpec, PoolSpec, UnitSpec, save
     from tests.engine.harness import deployed_model
 
-    phases = "pipelined" if stages > 1 else "multiplexed"
+    shape = "one" if stages > 1 else "split"
     model = deployed_model(
-        "m", path, ranks // stages, dtype="bfloat16", phases=phases, engine_args={"load_format": "dummy"}
+        "m", path, ranks // stages, dtype="bfloat16", shape=shape, stages=stages, engine_args={"load_format": "dummy"}
     )
     pool = PoolSpec("main", 2 * model.block_tokens * model.head_dim * 2, 2000)
     gpu = GpuSpec(UUIDS[:ranks], sm_sharing="off")
     policy = "free" if stages > 1 else "slack"
-    spec = UnitSpec(str(directory), "u", policy, 2, [pool], [model], GatewaySpec("127.0.0.1", 0), ranks, stages)
+    spec = UnitSpec(str(directory), "u", policy, 2, [pool], [model], GatewaySpec("127.0.0.1", 0), ranks)
     spec = msgspec.structs.replace(spec, gpu=gpu)
     save(spec, directory / "unit.json")
     return spec

@@ -341,7 +341,7 @@ def test_two_ranks_go_on_when_the_mps_server_is_in_fault(deploy: Start) -> None:
 
 
 def test_a_pipeline_of_two_stages(deploy: Start) -> None:
-    with deploy(model("atlas", phases="pipelined", stages=2), gpus=2, mps="off") as fleet:
+    with deploy(model("atlas", stages=2), gpus=2, mps="off") as fleet:
         assert through(fleet, "atlas", lambda: fleet.kill("worker atlas", "rank 1")) == TOKENS
         assert length(stream(fleet, "atlas")) == TOKENS
 

@@ -150,7 +150,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     shutil.copytree(QUICKSTART.parent / "models" / "arithmetic", directory / "arithmetic")
     path = fleet_file(
         directory,
-        {"path": str(directory / "arithmetic"), "phases": "pipelined", "stages": 2, "dtype": "auto"},
+        {"path": str(directory / "arithmetic"), "engines": "one", "stages": 2, "dtype": "auto"},
         without=["atlas", "frontdesk"],
         cluster={"gpus": 4, "gpu_type": "A100-80GB"},
     )

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import zmq
 
@@ -495,10 +496,9 @@ def engines(
             policy="adbs",
             cores=2,
             pools=[PoolSpec("main", page_bytes, pages)],
-            models=models,
+            models=[msgspec.structs.replace(model, stages=stages) for model in models],
             gateway=GatewaySpec("127.0.0.1", 0),
             ranks=ranks,
-            stages=stages,
         )
         unit_spec.log_dir.mkdir()
         path = Path(run_dir) / "unit.json"

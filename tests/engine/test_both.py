@@ -38,7 +38,7 @@ def family(request: pytest.FixtureRequest) -> Iterator[Engines]:
     own = {"logits_processors": [poison.NAME], "async_scheduling": request.param}
     # Chunks of 128 tokens, so that the long prompts take several steps.
     changes: dict[str, Any] = {"max_num_batched_tokens": 128, "engine_args": own}
-    with engines([deployed_model(MODEL, MODELS[MODEL], phases="rolling", **changes)]) as running:
+    with engines([deployed_model(MODEL, MODELS[MODEL], shape="one", rolling=True, **changes)]) as running:
         assert [hello.phase for hello in running.hellos] == ["both"]
         yield running
 

@@ -31,7 +31,7 @@ TRIES = 10
 def family() -> Iterator[Engines]:
     batching = {THROTTLED: "throttled", PLAIN: "vllm"}
     models = [
-        deployed_model(name, MODELS[MODEL], layers=2, max_num_batched_tokens=128, phases="pipelined", batching=each)
+        deployed_model(name, MODELS[MODEL], layers=2, max_num_batched_tokens=128, shape="one", batching=each)
         for name, each in batching.items()
     ]
     with engines(models, ranks=2, stages=2) as running:
@@ -229,7 +229,7 @@ def test_stages_of_two_ranks_each(answers: dict[str, Any]) -> None:
     """Four processes, each with half of the layers and half of the heads."""
     cases = ["greedy", "chunked", "stop-token", "penalties", "json"]
     model = deployed_model(
-        MODEL, MODELS[MODEL], ranks=2, layers=2, max_num_batched_tokens=128, phases="pipelined", num_blocks=64
+        MODEL, MODELS[MODEL], ranks=2, layers=2, max_num_batched_tokens=128, shape="one", num_blocks=64
     )
     with engines([model], ranks=4, stages=2) as family:
         assert len(workers(family.pids[MODEL, "both"])) == 4

@@ -545,9 +545,9 @@ def test_metrics_by_unit(http: httpx.Client) -> None:
 
 def test_a_model_with_one_engine_of_both_phases(rig: Rig, fleet: Running, http: httpx.Client) -> None:
     before = fleet.fleet
-    delta = model("delta", tiny_checkpoint(), phases="pipelined")
+    delta = model("delta", tiny_checkpoint(), shape="one", stages=2)
     added = unit(Path(before.run_dir), "x5", [delta])
-    piped = msgspec.structs.replace(added.unit_spec, policy="free", ranks=2, stages=2)
+    piped = msgspec.structs.replace(added.unit_spec, policy="free", ranks=2)
     added = msgspec.structs.replace(added, unit_spec=piped)
     fleet.change(
         msgspec.structs.replace(before, models=[*before.models, delta], units=[*before.units, added], generation=30)
@@ -560,7 +560,7 @@ def test_a_model_with_one_engine_of_both_phases(rig: Rig, fleet: Running, http: 
     reaches(http, 'muxserve_replicas{model_name="delta"}', 1)
     assert said(complete(http, "one engine", model="delta")) == "one engine"
     shown = http.get("/fleet").json()
-    assert [m["phases"] for m in shown["models"]] == ["multiplexed", "multiplexed", "pipelined"]
+    assert [m["shape"] for m in shown["models"]] == ["split", "split", "one"]
     assert [(u["ranks"], u["stages"]) for u in shown["units"]] == [(1, 1), (1, 1), (2, 2)]
     lines = fresh_metrics(lambda: http.get("/metrics").text).splitlines()
     of_delta = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if 'model_name="delta"' in line}

@@ -32,7 +32,7 @@ class Asked:
 
 
 def status_of(asked: Asked, clock: list[float]) -> UnitStatus:
-    one = unit_spec("/nowhere", [model("m"), model("r", phases="rolling")], unit="u")
+    one = unit_spec("/nowhere", [model("m"), model("r", shape="one", rolling=True)], unit="u")
     return UnitStatus(UnitEntry(one, "ipc:///nowhere", "", ["m", "r"]), asked, lambda: clock[0])
 
 

@@ -63,7 +63,7 @@ def test_each_engine_has_its_own_and_the_model_their_sum() -> None:
     assert lean['vllm:kv_cache_usage_perc{model_name="m"}'] == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize(("one", "index"), [(model("m", phases="rolling"), 1), (model("m", pooling=True), 0)])
+@pytest.mark.parametrize(("one", "index"), [(model("m", shape="one", rolling=True), 1), (model("m", pooling=True), 0)])
 def test_a_model_with_one_engine_has_one_series(one: ModelSpec, index: int) -> None:
     found = shown([one], unit("u", m=BUSY), lean=False)
     assert found[f'vllm:num_requests_running{{engine="{index}",model_name="m"}}'] == 7

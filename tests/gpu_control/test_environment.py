@@ -140,7 +140,9 @@ class TestParent:
         assert found["VLLM_ALLREDUCE_USE_SYMM_MEM"] == "0"
 
     def test_stages_of_a_pipeline_reduce_nothing(self) -> None:
-        of = msgspec.structs.replace(several_gpus(), stages=2)
+        several = several_gpus()
+        models = [msgspec.structs.replace(model, stages=2) for model in several.models]
+        of = msgspec.structs.replace(several, models=models)
         assert "NCCL_NVLS_ENABLE" not in parent_environment(of, {})
 
     def test_kernels_are_compiled_where_a_toolkit_is(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

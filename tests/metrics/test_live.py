@@ -29,7 +29,7 @@ def model(name: str, replicas: list[str], **more: Any) -> dict[str, Any]:
         "health": "up",
         "degraded": None,
         "replicas": replicas,
-        "phases": "multiplexed",
+        "shape": "split",
         "slo": slo,
     } | more
 

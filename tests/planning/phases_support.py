@@ -5,8 +5,8 @@ from dataclasses import replace
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
-from muxserve.planning.arrangements.base import Wanted
 from muxserve.planning.device_pool import CpuPool, GpuPool
+from muxserve.planning.layouts import Wanted
 from placement import Machine
 from placement.demand import Demand
 from placement.memory import MemoryRules

@@ -22,7 +22,7 @@ from muxserve.planning.fleet_planner import FleetPlanner, NoRoomError, ScaleOut,
 from muxserve.planning.plan_file import load_plan, save_plan
 from muxserve.planning.specs import fleet_spec_of, planned_unit, prefill_seconds
 from muxserve.planning.unit_plan import ResolvedUnit, possible_units, resolve_unit, units_at_start
-from muxserve.spec import FleetSpec, PhasesName, UnitSpec
+from muxserve.spec import FleetSpec, UnitSpec
 from placement import Machine, ModelDemand, PlanError, plan_unit
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand
@@ -36,7 +36,7 @@ H200 = GpuMachine(
 )
 SLO = "slo: {ttft_ms: 1000, tpot_ms: 100}"
 # Configurations of the checkpoints: head sizes 64, 64 and 128; 4, 3 and 2 layers; 4, 2 and 2 KV heads.
-ROLLING = f"phases: rolling, {SLO}"
+ROLLING = f"engines: one, dispatch: rolling, {SLO}"
 
 
 def fleet(arithmetic: str = "", atlas: str = "", frontdesk: str = "", head: str = "kv_pool: {size: 64MiB}") -> Fleet:
@@ -72,7 +72,7 @@ def refused(declared: Fleet, *arguments: object) -> str:
 
 class TestUnits:
     def test_shared_ones_come_first_then_one_for_each_replica(self) -> None:
-        declared = fleet(f"{ROLLING}, replicas: 3", "replicas: 2", "phases: pipelined")
+        declared = fleet(f"{ROLLING}, replicas: 3", "replicas: 2", "engines: one, stages: 2")
         assert (units_at_start(declared), possible_units(declared)) == (6, 6)
         plans = plan(declared)
         told = deployed(declared, plans)
@@ -110,8 +110,8 @@ class TestUnits:
             for keys in (
                 f"{ROLLING}, replicas: 3",
                 ROLLING,
-                "phases: pipelined",
-                "phases: pipelined, stages: 4",
+                "engines: one, stages: 2",
+                "engines: one, stages: 4",
                 f"{ROLLING}, replicas: {{min: 1, max: 20}}",
                 f"{ROLLING}, replicas: 2, threads: 3",
             )
@@ -121,13 +121,13 @@ class TestUnits:
     def test_units_with_one_engine_have_no_other_model(self) -> None:
         with pytest.raises(ValueError, match="units to themselves"):
             resolve_unit(fleet(ROLLING), MACHINE)
-        assert len(resolve_unit(fleet(ROLLING).multiplexed(), MACHINE).unit.models) == 3
+        assert len(resolve_unit(fleet(ROLLING).as_split(), MACHINE).unit.models) == 3
 
 
 REPLICAS = st.tuples(st.integers(0, 3), st.integers(1, 3), st.integers(0, 3)).map(
     lambda drawn: f"replicas: {{min: {min(drawn)}, max: {max(drawn)}, start: {sorted(drawn)[1]}}}"
 )
-KINDS = st.sampled_from(["phases: multiplexed", ROLLING, "phases: pipelined"])
+KINDS = st.sampled_from(["engines: split", ROLLING, "engines: one, stages: 2"])
 KEYS = st.tuples(REPLICAS, KINDS).map(", ".join)
 
 
@@ -145,17 +145,16 @@ def test_every_replica_has_its_unit_and_all_of_them_one_layout(one: str, two: st
         units = [u.unit_spec for u in told.units if model.name in [m.name for m in u.unit_spec.models]]
         more = planned_unit(planner.unit("late", [model.name], told), "/run").unit_spec
         assert len({unit.layout(model.name) for unit in (*units, more)}) == 1
-        assert {unit.model(model.name).phases for unit in (*units, more)} == {model.phases}
-        assert (model.name in told.rolling) == (model.phases == "rolling")
-        if model.phases != "multiplexed":
+        assert {unit.model(model.name).shape for unit in (*units, more)} == {model.shape}
+        assert (model.name in told.rolling) == model.rolls
+        if model.has_own_unit:
             assert {len(unit.models) for unit in units} == {1}
-            policy = "rolling" if model.phases == "rolling" else "free"
-            assert {unit.policy for unit in (*units, more)} == {policy}
+            assert {unit.policy for unit in (*units, more)} == {"rolling" if model.rolls else "free"}
 
 
 class TestStages:
-    def test_of_two_processes_by_default(self) -> None:
-        unit = unit_of(plan(only("phases: pipelined, max_len: 256")))
+    def test_are_processes_with_a_part_of_the_layers(self) -> None:
+        unit = unit_of(plan(only("engines: one, stages: 2, max_len: 256")))
         (model,) = unit.models
         assert (unit.ranks, unit.stages, model.layers, model.kv_heads) == (2, 2, 2, 4)
         # Pages are of one stage: a block of 32 tokens has 2 layers x 4 heads of them, a sequence of 256 tokens 8 blocks.
@@ -164,31 +163,33 @@ class TestStages:
         assert unit.layout("arithmetic").endswith(".2r.2s")
 
     def test_in_words(self) -> None:
-        assert plan(only("phases: pipelined"))[0].notes[0] == (
-            "arithmetic has one engine of both phases (pipelined), its layers over 2 processes"
+        assert plan(only("engines: one, stages: 2"))[0].notes[0] == (
+            "arithmetic has one engine of both phases, its layers over 2 processes"
         )
-        assert plan(only(ROLLING))[0].notes[0] == "arithmetic has one engine of both phases (rolling)"
-        assert plan(only("phases: multiplexed"))[0].notes[0].startswith("pool0")
+        assert plan(only(ROLLING))[0].notes[0] == (
+            "arithmetic has one engine of both phases, and prefill rolls over its replicas"
+        )
+        assert plan(only("engines: split"))[0].notes[0].startswith("pool0")
 
     @pytest.mark.parametrize(("stages", "layers"), [(1, 4), (2, 2), (3, 2), (4, 1)])
     def test_layers_are_those_of_the_longest(self, stages: int, layers: int) -> None:
-        unit = unit_of(plan(only(f"phases: pipelined, stages: {stages}")))
+        unit = unit_of(plan(only(f"engines: one, stages: {stages}")))
         assert (unit.ranks, unit.stages, unit.models[0].layers) == (stages, stages, layers)
 
     def test_one_is_no_more_than_one_engine_with_mixed_steps(self) -> None:
-        unit = unit_of(plan(only("phases: pipelined, stages: 1, batching: vllm")))
+        unit = unit_of(plan(only("engines: one, stages: 1, batching: vllm")))
         assert (unit.ranks, unit.policy, unit.models[0].batching) == (1, "free", "vllm")
 
     def test_more_than_layers_are_refused(self) -> None:
-        said = refused(only("phases: pipelined, stages: 5"))
+        said = refused(only("engines: one, stages: 5"))
         assert said == "fleet.yaml:3: models[0].stages: 5 stages are more than the model has layers (4)"
 
     def test_of_several_ranks_each_on_a_cpu(self) -> None:
         head = "kv_pool: {size: 64MiB}\ncluster: {ranks: 2}"
-        unit = unit_of(plan(only("phases: pipelined, stages: 2", head=head)))
+        unit = unit_of(plan(only("engines: one, stages: 2", head=head)))
         (model,) = unit.models
         assert (unit.ranks, unit.stages, model.layers, model.kv_heads, model.threads) == (4, 2, 2, 2, 2)
-        assert unit_of(plan(only("phases: pipelined, stages: 1", head=head))).ranks == 2
+        assert unit_of(plan(only("engines: one, stages: 1", head=head))).ranks == 2
         assert unit_of(plan(only(ROLLING, head=head))).ranks == 2
 
     @given(st.integers(1, 80), st.integers(1, 16))
@@ -224,7 +225,7 @@ class TestRolling:
         assert 0 < rules.prefill_seconds(100) < rules.prefill_seconds(1000)
 
     def test_others_have_none(self) -> None:
-        declared = fleet("phases: pipelined")
+        declared = fleet("engines: one, stages: 2")
         assert deployed(declared, plan(declared)).rolling == {}
 
     def test_long_prompts_run_in_chunks(self) -> None:
@@ -256,25 +257,25 @@ class TestGpus:
         assert (rolling.models[0].prefill_share, rolling.models[0].decode_share) == (1.0, 1.0)
         assert rolling.models[0].kv_heads == 2
         notes = notes_of(plans)
-        assert any("one engine of both phases has all SMs (rolling)" in note for note in notes)
+        assert any("one engine of both phases has all SMs" in note for note in notes)
 
-    def test_all_gpus_of_a_unit_are_stages(self) -> None:
-        plans = plan(only("phases: pipelined", head="cluster: {gpus: 4}"), gpus=H200)
+    def test_all_gpus_of_a_unit_may_be_stages(self) -> None:
+        plans = plan(only("engines: one, stages: 4", head="cluster: {gpus: 4}"), gpus=H200)
         unit = unit_of(plans)
         assert (unit.ranks, unit.stages, unit.models[0].layers, unit.models[0].kv_heads) == (4, 4, 1, 4)
         assert any("its layers in 4 stages of 1 GPU" in note for note in plans[0].notes)
 
     def test_or_some_of_them_split_the_tensors(self) -> None:
-        unit = unit_of(plan(only("phases: pipelined, stages: 2", head="cluster: {gpus: 4}"), gpus=H200))
+        unit = unit_of(plan(only("engines: one, stages: 2", head="cluster: {gpus: 4}"), gpus=H200))
         assert (unit.ranks, unit.stages, unit.models[0].layers, unit.models[0].kv_heads) == (4, 2, 2, 2)
 
     def test_stages_that_do_not_divide_them(self) -> None:
-        said = refused(only("phases: pipelined, stages: 3", head="cluster: {gpus: 4}"), None, H200)
+        said = refused(only("engines: one, stages: 3", head="cluster: {gpus: 4}"), None, H200)
         assert said.startswith("fleet.yaml:3: models[0].stages: 3 stages do not divide the 4 GPUs of a unit evenly")
 
     def test_one_engine_leaves_more_to_the_pool_than_two(self) -> None:
         one, two = (
-            plan(only(keys, head="cluster: {gpus: 1}"), gpus=H200)[0].gpu for keys in (ROLLING, "phases: multiplexed")
+            plan(only(keys, head="cluster: {gpus: 1}"), gpus=H200)[0].gpu for keys in (ROLLING, "engines: split")
         )
         assert one is not None
         assert two is not None
@@ -298,26 +299,28 @@ class TestGpus:
             planner.unit("u2", ["arithmetic"], full)
 
 
-ROLLED: tuple[str, PhasesName, int] = ("arithmetic", "rolling", 1)
+# A model, whether prefill rolls, and over how many stages it is: 0 where it has two engines.
+Planned = tuple[str, bool, int]
+ROLLED: Planned = ("arithmetic", True, 1)
 
 
-def saved(path: Path, *units: tuple[str, PhasesName, int], device: str = "CPU", each: int = 1) -> Path:
+def saved(path: Path, *units: Planned, device: str = "CPU", each: int = 1) -> Path:
     """A plan whose units have one model on `each` devices of their own."""
     placed = tuple(
         PlacedUnit(
-            f"unit{i}", device=device, devices=tuple(range(i * each, (i + 1) * each)), models=(PlacedModel(name, 2.0, 1.0, 1.0),), kv_bytes=64 << 20,
-            phases=phases, stages=stages,
+            f"unit{i}", device=device, devices=tuple(range(i * each, (i + 1) * each)), models=(PlacedModel(name, 2.0, 1.0, 1.0, "one" if stages else "split"),),
+            kv_bytes=64 << 20, stages=max(1, stages), policy="rolling" if rolling else "",
         )
-        for i, (name, phases, stages) in enumerate(units)
+        for i, (name, rolling, stages) in enumerate(units)
     )  # fmt: skip
     save_plan(Placement(Cluster((Node(device, len(units) * each),)), placed), path)
     return path
 
 
 class TestPlanFiles:
-    def test_say_how_models_are_arranged(self, tmp_path: Path) -> None:
+    def test_say_which_engines_models_have(self, tmp_path: Path) -> None:
         file = saved(tmp_path / "plan.yaml", *[ROLLED] * 3)
-        declared = only(f"phases: auto, {SLO}")
+        declared = only(f"engines: auto, {SLO}")
         planner = FleetPlanner(declared, MACHINE, lambda: NONE)
         plans = planner.at_start(file)
         told = deployed(planner.fleet, plans)
@@ -328,49 +331,57 @@ class TestPlanFiles:
         assert (more.policy, more.layout("arithmetic")) == ("rolling", told.units[0].unit_spec.layout("arithmetic"))
 
     def test_are_read_as_they_were_written(self, tmp_path: Path) -> None:
-        file = saved(
-            tmp_path / "plan.yaml", ("one", "rolling", 1), ("two", "pipelined", 2), ("three", "multiplexed", 1)
-        )
-        assert [(unit.phases, unit.stages) for unit in load_plan(file).units] == [
-            ("rolling", 1),
-            ("pipelined", 2),
-            ("multiplexed", 1),
+        file = saved(tmp_path / "plan.yaml", ("one", True, 1), ("two", False, 2), ("three", False, 0))
+        assert [(unit.models[0].shape, unit.rolls, unit.stages) for unit in load_plan(file).units] == [
+            ("one", True, 1),
+            ("one", False, 2),
+            ("split", False, 1),
         ]
-        assert "multiplexed" not in file.read_text()
+        assert "split" not in file.read_text()
         assert file.read_text().count("stages: 2") == 1
 
+    def test_of_an_earlier_version_are_read(self, tmp_path: Path) -> None:
+        units = ("one", True, 1), ("two", False, 2), ("three", False, 0)
+        written = load_plan(saved(tmp_path / "plan.yaml", *units))
+        text = (tmp_path / "plan.yaml").read_text().replace(", engines: one", "")
+        text = text.replace("  policy: rolling\n", "  phases: rolling\n  stages: 1\n")
+        text = text.replace("  stages: 2\n", "  phases: pipelined\n  stages: 2\n")
+        (tmp_path / "plan.yaml").write_text(text)
+        assert load_plan(tmp_path / "plan.yaml") == written
+
     def test_with_pipelines_on_gpus(self, tmp_path: Path) -> None:
-        file = saved(tmp_path / "plan.yaml", ("arithmetic", "pipelined", 2), device="H200-141GB", each=4)
-        unit = unit_of(plan(only("phases: auto", head="cluster: {gpus: 4}"), file, H200))
+        file = saved(tmp_path / "plan.yaml", ("arithmetic", False, 2), device="H200-141GB", each=4)
+        unit = unit_of(plan(only("engines: auto", head="cluster: {gpus: 4}"), file, H200))
         assert (unit.policy, unit.ranks, unit.stages, unit.models[0].kv_heads) == ("free", 4, 2, 2)
         assert unit.models[0].batching == "throttled"
 
     def test_with_a_pipeline_on_a_cpu(self, tmp_path: Path) -> None:
-        unit = unit_of(plan(only("max_len: 256"), saved(tmp_path / "plan.yaml", ("arithmetic", "pipelined", 4))))
+        unit = unit_of(plan(only("max_len: 256"), saved(tmp_path / "plan.yaml", ("arithmetic", False, 4))))
         assert (unit.policy, unit.ranks, unit.stages, unit.models[0].threads) == ("free", 4, 4, 2)
 
     @pytest.mark.parametrize(
         ("keys", "planned", "expected"),
         [
-            (ROLLING, ("pipelined", 2), "the plan has arithmetic pipelined, the fleet file rolling; make it anew, or change `phases` to auto"),
-            ("phases: multiplexed", ("pipelined", 2), "the plan has arithmetic pipelined, the fleet file multiplexed"),
-            ("phases: pipelined, stages: 4", ("pipelined", 2), "the plan has arithmetic over 2 stages, the fleet file over 4"),
-            ("phases: auto", ("rolling", 1), "the plan has arithmetic rolling, which needs slo.ttft_ms and slo.tpot_ms in the fleet file"),
+            (f"{SLO}, dispatch: rolling", (False, 2), "prefill of arithmetic does not roll over its replicas in the plan, as the fleet file says; make it anew, or leave `dispatch` out"),
+            ("engines: split", (False, 2), "the plan has arithmetic with `engines: one`, the fleet file `split`; make it anew, or change `engines` to auto"),
+            ("engines: one, stages: 4", (False, 2), "the plan has arithmetic over 2 stages, the fleet file over 4"),
+            ("engines: auto", (True, 1), "the plan has arithmetic rolling, which needs slo.ttft_ms and slo.tpot_ms in the fleet file"),
         ],
     )  # fmt: skip
     def test_must_agree_with_the_fleet_file(
-        self, tmp_path: Path, keys: str, planned: tuple[PhasesName, int], expected: str
+        self, tmp_path: Path, keys: str, planned: tuple[bool, int], expected: str
     ) -> None:
         assert expected in refused(only(keys), saved(tmp_path / "plan.yaml", ("arithmetic", *planned)))
 
     @pytest.mark.parametrize(
         ("change", "expected"),
         [
-            (("phases: rolling", "phases: rolled"), "units[0].phases: must be one of multiplexed, rolling, pipelined"),
-            (("phases: rolling", "phases: rolling\n  stages: 2"), "units[0].stages: is for `phases: pipelined`, not for `phases: rolling`"),
-            (("phases: rolling", "phases: pipelined\n  stages: 3"), "units[0].stages: 3 stages do not divide the unit's 2 devices evenly"),
-            (("phases: rolling", "phases: pipelined\n  stages: 2"), "units[1].phases: arithmetic is rolling here and pipelined over 2 stages in unit0; replicas of a model must be alike"),
-            (("  - {model: ", "  - {model: atlas, rate: 1, prefill_share: 1, decode_share: 1}\n  - {model: "), "units[0].models: a rolling model has a unit to itself, but unit0 has 2 models"),
+            (("policy: rolling", "phases: rolled"), "units[0].phases: must be one of multiplexed, rolling, pipelined"),
+            (("engines: one", "engines: two"), "units[0].models[0].engines: must be one of split, one"),
+            ((", engines: one", ""), "units[1].models: arithmetic has one engine, rolling here and two engines in unit0; replicas of a model must be alike"),
+            (("policy: rolling", "stages: 3"), "units[0].stages: 3 stages do not divide the unit's 2 devices evenly"),
+            (("policy: rolling", "stages: 2"), "units[1].models: arithmetic has one engine, rolling here and one engine over 2 stages in unit0; replicas of a model must be alike"),
+            (("  - {model: ", "  - {model: atlas, rate: 1, prefill_share: 1, decode_share: 1}\n  - {model: "), "units[0].models: a model of one engine has a unit to itself, but unit0 has 2 models"),
         ],
     )  # fmt: skip
     def test_mistakes(self, tmp_path: Path, change: tuple[str, str], expected: str) -> None:
@@ -384,41 +395,43 @@ class TestPlanFiles:
 
 
 class TestAuto:
-    """Models that leave their arrangement open are multiplexed where no plan has chosen another one."""
+    """Models that leave their engines open have two where no plan has chosen otherwise."""
 
     def test_on_a_cpu(self) -> None:
-        planner = FleetPlanner(fleet("phases: auto", "phases: pipelined"), MACHINE, lambda: NONE)
+        planner = FleetPlanner(fleet("engines: auto", "engines: one, stages: 2"), MACHINE, lambda: NONE)
         told = deployed(planner.fleet, planner.at_start())
         assert [(u.unit_spec.policy, u.unit_spec.stages) for u in told.units] == [("slack", 1), ("free", 2)]
-        assert planner.reasons == ["arithmetic is multiplexed, as `phases: auto` is on a CPU"]
-        assert planner.fleet.model("arithmetic").phases == "multiplexed"
+        assert planner.reasons == ["arithmetic has a prefill and a decode engine, as with `engines: auto` on a CPU"]
+        assert planner.fleet.model("arithmetic").shape == "split"
 
     def test_on_gpus_the_user_hears_what_chooses(self) -> None:
-        planner = FleetPlanner(only("phases: auto", head="cluster: {gpus: 1}"), MACHINE, lambda: H200)
+        planner = FleetPlanner(only("engines: auto", head="cluster: {gpus: 1}"), MACHINE, lambda: H200)
         assert planned_unit(planner.at_start()[0], "/run").unit_spec.policy == "slack"
         (reason,) = planner.reasons
-        assert reason.startswith("arithmetic is multiplexed, as `phases: auto` is without a plan; `muxserve plan -o`")
+        assert reason.startswith(
+            "arithmetic has a prefill and a decode engine, as with `engines: auto` without a plan; `muxserve plan -o`"
+        )
 
     def test_a_plan_says_it(self, tmp_path: Path) -> None:
-        declared = only(f"phases: auto, {SLO}")
+        declared = only(f"engines: auto, {SLO}")
         planner = FleetPlanner(declared, MACHINE, lambda: NONE)
-        (unit,) = planner.at_start(saved(tmp_path / "plan.yaml", ("arithmetic", "rolling", 1)))
+        (unit,) = planner.at_start(saved(tmp_path / "plan.yaml", ROLLED))
         assert planned_unit(unit, "/run").unit_spec.policy == "rolling"
         assert planner.reasons == []
 
     def test_a_model_that_is_added_later(self) -> None:
-        planner = FleetPlanner(only("phases: multiplexed"), MACHINE, lambda: NONE)
+        planner = FleetPlanner(only("engines: split"), MACHINE, lambda: NONE)
         told = deployed(planner.fleet, planner.at_start())
         said: list[str] = []
-        added = only("phases: auto", "atlas")
+        added = only("engines: auto", "atlas")
         addition = ScaleOut(planner).addition(added, iter(["u1"]).__next__, told, said.append)
         assert [unit.unit_spec.policy for unit in addition.units] == ["slack"]
-        assert said[0] == "atlas is multiplexed, as `phases: auto` is on a CPU"
-        assert planner.fleet.model("atlas").phases == "multiplexed"
+        assert said[0] == "atlas has a prefill and a decode engine, as with `engines: auto` on a CPU"
+        assert planner.fleet.model("atlas").shape == "split"
 
 
 def test_whatever_keeps_a_model_from_being_added_it_is_declared_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    planner = FleetPlanner(only("phases: multiplexed"), MACHINE, lambda: NONE)
+    planner = FleetPlanner(only("engines: split"), MACHINE, lambda: NONE)
     told = deployed(planner.fleet, planner.at_start())
 
     def fails(*_: object) -> ResolvedUnit:

@@ -188,7 +188,7 @@ class TestWays:
     def test_shares_per_lease_compete_where_engines_can_change_theirs(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        model = "architecture: llama-2-7b, rate: 2, slo: { ttft_ms: 2000, tpot_ms: 100 }, phases: multiplexed"
+        model = "architecture: llama-2-7b, rate: 2, slo: { ttft_ms: 2000, tpot_ms: 100 }, engines: split"
         file = tmp_path / "fleet.yaml"
         simulated: set[tuple[str, bool]] = set()
 
@@ -256,17 +256,17 @@ class TestPlanFile:
         save_plan(one, tmp_path / "plan.yaml")
         assert "policy" not in (tmp_path / "plan.yaml").read_text()
         (unit,) = load_plan(tmp_path / "plan.yaml", fleet).units
-        assert (unit.phases, unit.stages, unit.batching) == ("pipelined", 1, "vllm")
+        assert (unit.models[0].shape, unit.stages, unit.batching) == ("one", 1, "vllm")
         (model,) = arranged(fleet, tmp_path / "plan.yaml", [unit]).models
-        assert (model.phases, model.stages, model.batching) == ("pipelined", 1, "vllm")
+        assert (model.shape, model.stages, model.batching) == ("one", 1, "vllm")
         turns = as_way("first come", plan_of(UNIT), fleet, AROUND, Roofline()).placement
         save_plan(turns, tmp_path / "plan.yaml")
         (unit,) = load_plan(tmp_path / "plan.yaml", fleet).units
         assert as_placed(fleet, unit, 1).policy == "fcfs"
 
-    def test_what_the_file_says_of_phases_stays(self, tmp_path: Path) -> None:
+    def test_what_the_file_says_of_engines_stays(self, tmp_path: Path) -> None:
         file = tmp_path / "fleet.yaml"
-        file.write_text(FLEET.format(more=", phases: multiplexed"))
+        file.write_text(FLEET.format(more=", engines: split"))
         fleet = load_fleet(file, serving=False)
         assert as_way("one engine", plan_of(UNIT), fleet, AROUND, Roofline()).placement.units == (UNIT,)
 

@@ -71,20 +71,20 @@ def test_units_of_all_arrangements_together(tmp_path: Path) -> None:
     slo = "slo: { ttft_ms: 1000, tpot_ms: 100 }"
     file = fleet_file(
         tmp_path,
-        f"ring arithmetic phases: rolling, replicas: 2, {slo}",
+        f"ring arithmetic engines: one, dispatch: rolling, replicas: 2, {slo}",
         "shared atlas replicas: 2",
-        "pipe arithmetic phases: pipelined, stages: 2",
+        "pipe arithmetic engines: one, stages: 2",
         more="kv_pool: { size: 32MiB }",
     )
     plan = tmp_path / "plan.yaml"
     data = planned(file, plan)
     placed = load_plan(plan, load_fleet(file)).units
-    assert [(unit.phases, unit.models[0].model, unit.devices) for unit in placed] == [
-        ("multiplexed", "shared", (0,)),
-        ("multiplexed", "shared", (1,)),
-        ("rolling", "ring", (2,)),
-        ("rolling", "ring", (3,)),
-        ("pipelined", "pipe", (4,)),
+    assert [(unit.models[0].shape, unit.models[0].model, unit.devices) for unit in placed] == [
+        ("split", "shared", (0,)),
+        ("split", "shared", (1,)),
+        ("one", "ring", (2,)),
+        ("one", "ring", (3,)),
+        ("one", "pipe", (4,)),
     ]
     assert {unit.kv_bytes for unit in placed} == {32 << 20}
     assert len(served(file, plan)) == 5
@@ -104,9 +104,9 @@ def test_what_does_not_fit_together_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rest", "told", "words"),
     [
-        ("phases: pipelined, stages: 2", "1,3", "vLLM would split every model by, but its 4 layers are over 2"),
-        ("phases: pipelined, stages: 2", "2, 2", ""),
-        ("phases: pipelined, stages: 2", "", "over 2 stages as 2,2; unset it"),
+        ("engines: one, stages: 2", "1,3", "vLLM would split every model by, but its 4 layers are over 2"),
+        ("engines: one, stages: 2", "2, 2", ""),
+        ("engines: one, stages: 2", "", "over 2 stages as 2,2; unset it"),
         ("rate: 1", "2,2", "but it has one stage of 4; unset it"),
         ("rate: 1", "4", ""),
     ],
@@ -130,7 +130,8 @@ def test_prefills_are_predicted_with_the_cores_that_a_replica_gets(tmp_path: Pat
     found = []
     for replicas in (2, 4):
         file = fleet_file(
-            tmp_path, f"a arithmetic phases: rolling, replicas: {replicas}, slo: {{ ttft_ms: 1000, tpot_ms: 100 }}"
+            tmp_path,
+            f"a arithmetic dispatch: rolling, replicas: {replicas}, slo: {{ ttft_ms: 1000, tpot_ms: 100 }}",
         )
         rules = rolling_of(served(file, None)[0])
         assert rules is not None

@@ -1,4 +1,4 @@
-"""Rolling and pipelined models in plans: devices of their own, plan files, what the command prints."""
+"""Models of one engine in plans: devices of their own, plan files, what the command prints."""
 
 import json
 from dataclasses import replace
@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from muxserve.cli.app import app
 from muxserve.config import Fleet, load_fleet
-from muxserve.planning.arrangements.base import ReplicaLayout
 from muxserve.planning.dedicated_units import FreeDevices, OpenLayout, divide_gpus, open_units, part_of, rearranged
+from muxserve.planning.layouts import ReplicaLayout
 from muxserve.planning.plan_file import load_plan
 from muxserve.planning.prediction import Surroundings, Trial, predict, simulated_of
 from muxserve.planning.ways import as_way, ways_of
@@ -30,11 +30,13 @@ cluster: {{ gpus: 4, gpu_type: l20 }}
 models:
   - name: open
     architecture: wide
-    phases: {phases}
+    {engines}
     rate: 8
     workload: {{ prompt_tokens: 200, output_tokens: 40 }}
     slo: {{ ttft_ms: 2000, tpot_ms: 100 }}
 {more}"""
+AUTO, SPLIT = "engines: auto", "engines: split"
+ROLLING, STAGES = "engines: one\n    dispatch: rolling", "engines: one\n    stages: 2"
 OTHER = """\
   - name: other
     architecture: wide
@@ -71,9 +73,9 @@ def run(*arguments: object, simulate: int = 0) -> tuple[int, str, str]:
 class TestFreeDevices:
     def test_replicas_stay_within_machines_and_leave_large_holes(self) -> None:
         carving = FreeDevices(Cluster((Node("a", 4), Node("b", 8), Node("a", 2))))
-        assert carving.take("a", ReplicaLayout("rolling", 2, 1, 1)) == ((12,), (13,))
-        assert carving.take("a", ReplicaLayout("rolling", 1, 1, 4)) == ((0, 1, 2, 3),)
-        assert carving.take("a", ReplicaLayout("rolling", 1, 1, 1)) is None
+        assert carving.take("a", ReplicaLayout(2, 1, 1, True)) == ((12,), (13,))
+        assert carving.take("a", ReplicaLayout(1, 1, 4, True)) == ((0, 1, 2, 3),)
+        assert carving.take("a", ReplicaLayout(1, 1, 1, True)) is None
         cluster, numbers = carving.rest()
         assert cluster == Cluster((Node("b", 8),))
         assert numbers == list(range(4, 12))
@@ -81,19 +83,19 @@ class TestFreeDevices:
     def test_only_some_are_free_at_first(self) -> None:
         carving = FreeDevices(Cluster((Node("a", 4), Node("b", 8), Node("a", 2))), {1, 2, 6, 13})
         assert carving.on_machines("a") == (2, 1)
-        assert carving.take("a", ReplicaLayout("rolling", 2, 1, 1)) == ((13,), (1,))
-        assert carving.take("a", ReplicaLayout("rolling", 2, 1, 1)) is None
+        assert carving.take("a", ReplicaLayout(2, 1, 1, True)) == ((13,), (1,))
+        assert carving.take("a", ReplicaLayout(2, 1, 1, True)) is None
         assert carving.on_machines("a") == (1,)
 
     def test_a_long_pipeline_goes_over_machines_but_no_stage_does(self) -> None:
         carving = FreeDevices(Cluster((Node("a", 3), Node("a", 3), Node("a", 2))))
-        (devices,) = carving.take("a", ReplicaLayout("pipelined", 1, 3, 2)) or ()
+        (devices,) = carving.take("a", ReplicaLayout(1, 3, 2)) or ()
         assert [tuple(devices[n : n + 2]) for n in (0, 2, 4)] == [(0, 1), (3, 4), (6, 7)]
 
     def test_what_is_not_there_takes_nothing(self) -> None:
         carving = FreeDevices(Cluster((Node("a", 3),)))
-        assert carving.take("a", ReplicaLayout("rolling", 2, 1, 2)) is None
-        assert carving.take("a", ReplicaLayout("rolling", 3, 1, 1)) == ((0,), (1,), (2,))
+        assert carving.take("a", ReplicaLayout(2, 1, 2, True)) is None
+        assert carving.take("a", ReplicaLayout(3, 1, 1, True)) == ((0,), (1,), (2,))
 
 
 class TestParts:
@@ -122,48 +124,48 @@ class TestParts:
 class TestCommand:
     @pytest.mark.slow
     def test_a_model_that_leaves_it_open_is_planned_as_the_best_way_has_it(self, fleet: Path) -> None:
-        fleet.write_text(FLEET.format(phases="auto", more="").replace("gpus: 4", "gpus: 2"))
+        fleet.write_text(FLEET.format(engines=AUTO, more="").replace("gpus: 4", "gpus: 2"))
         plan = fleet.with_name("plan.yaml")
         code, out, err = run(fleet, "--json", "-o", plan, simulate=20)
         assert code == 0, err
         data = json.loads(out)
         assert err == "plan written to " + str(plan) + "\n"
         (first, *_) = data["candidates"]
-        shapes = {(unit["phases"], unit["stages"]) for unit in data["units"]}
-        expected = {"stages": ("pipelined", 2), "rolling": ("rolling", 1), "one engine": ("pipelined", 1)}
-        assert shapes == {expected.get(first["way"], ("multiplexed", 1))}
+        shapes = {(unit["models"][0]["engines"], unit["stages"]) for unit in data["units"]}
+        expected = {"stages": ("one", 2), "rolling": ("one", 1), "one engine": ("one", 1)}
+        assert shapes == {expected.get(first["way"], ("split", 1))}
         placement = load_plan(plan, load_fleet(fleet, serving=False))
-        assert {(unit.phases, unit.stages) for unit in placement.units} == shapes
+        assert {(unit.models[0].shape, unit.stages) for unit in placement.units} == shapes
 
     def test_nothing_is_chosen_where_nothing_is_simulated(self, fleet: Path) -> None:
-        fleet.write_text(FLEET.format(phases="auto", more=""))
+        fleet.write_text(FLEET.format(engines=AUTO, more=""))
         code, out, err = run(fleet)
         assert code == 0, err
-        assert "open is multiplexed: `phases: auto` is decided by simulation" in " ".join(err.split())
+        assert "open has two engines: `engines: auto` is decided by simulation" in " ".join(err.split())
         assert "chosen" not in out
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("phases", ["rolling", "pipelined"])
-    def test_a_model_that_says_so_has_devices_to_itself(self, fleet: Path, phases: str) -> None:
-        fleet.write_text(FLEET.format(phases=phases, more=OTHER))
+    @pytest.mark.parametrize(("engines", "words"), [(ROLLING, "rolling"), (STAGES, "2 stages")])
+    def test_a_model_that_says_so_has_devices_to_itself(self, fleet: Path, engines: str, words: str) -> None:
+        fleet.write_text(FLEET.format(engines=engines, more=OTHER))
         plan = fleet.with_name("plan.yaml")
         code, out, err = run(fleet, "-o", plan)
         assert code == 0, err
-        assert phases in out
+        assert words in " ".join(out.split())
         assert "chosen" not in out
         data = yaml.safe_load(plan.read_text())
-        own = [unit for unit in data["units"] if unit.get("phases") == phases]
+        own = [unit for unit in data["units"] if unit["models"][0].get("engines") == "one"]
         assert [[m["model"] for m in unit["models"]] for unit in own] == [["open"]] * len(own)
         assert sum(m["rate"] for unit in own for m in unit["models"]) == pytest.approx(8.0)
         devices = [number for unit in data["units"] for number in unit["devices"]]
         assert len(devices) == len(set(devices))
         assert set(devices) <= set(range(4))
-        shared = [m["model"] for unit in data["units"] if "phases" not in unit for m in unit["models"]]
+        shared = [m["model"] for unit in data["units"] if unit not in own for m in unit["models"]]
         assert set(shared) == {"other"}
         load_plan(plan, load_fleet(fleet, serving=False))
 
     def test_what_cannot_be_arranged_so_is_missing(self, fleet: Path) -> None:
-        fleet.write_text(FLEET.format(phases="rolling", more="").replace("gpus: 4", "gpus: 1"))
+        fleet.write_text(FLEET.format(engines=ROLLING, more="").replace("gpus: 4", "gpus: 1"))
         code, out, _ = run(fleet)
         assert code == 1
         assert "open is placed nowhere: prefill rolls over replicas, and there is one GPU" in out
@@ -172,25 +174,27 @@ class TestCommand:
     def test_what_the_file_says_gets_the_devices_that_it_takes(self, fleet: Path) -> None:
         # By its load the model would have one GPU of the two, which nothing can roll over.
         other = OTHER.replace("rate: 2", "rate: 30")
-        text = FLEET.format(phases="rolling", more=other).replace("rate: 8", "rate: 1")
+        text = FLEET.format(engines=ROLLING, more=other).replace("rate: 8", "rate: 1")
         fleet.write_text(text.replace("gpus: 4", "gpus: 3"))
         code, out, err = run(fleet, "--json")
         assert code == 0, err
-        units = {unit["name"]: (unit["phases"], len(unit["devices"])) for unit in json.loads(out)["units"]}
-        assert sorted(units.values()) == [("multiplexed", 1), ("rolling", 1), ("rolling", 1)]
+        units = {
+            unit["name"]: (unit["models"][0]["engines"], len(unit["devices"])) for unit in json.loads(out)["units"]
+        }
+        assert sorted(units.values()) == [("one", 1), ("one", 1), ("split", 1)]
         fleet.write_text(text.replace("gpus: 4", "gpus: 2"))
         code, out, _ = run(fleet)
         assert code == 1
         assert "other is placed nowhere: models that have devices to themselves leave none" in out
         assert "of 31.00 requests/s served" in out
 
-    def test_sweeps_and_baselines_say_that_they_know_no_arrangements(self, fleet: Path) -> None:
-        fleet.write_text(FLEET.format(phases="auto", more=""))
+    def test_sweeps_and_baselines_say_that_they_know_no_other_engines(self, fleet: Path) -> None:
+        fleet.write_text(FLEET.format(engines=AUTO, more=""))
         code, out, err = run(fleet, "--mode", "temporal")
         assert code == 0
-        assert "--mode temporal plans all models as multiplexed" in err
+        assert "--mode temporal plans two engines for every model" in err
         assert "chosen" not in out
-        assert "a sweep plans all models as multiplexed" in run(fleet, "--sweep", "gpus=1..2")[2]
+        assert "a sweep plans two engines for every model" in run(fleet, "--sweep", "gpus=1..2")[2]
 
     @pytest.mark.slow
     def test_replicas_on_cpu_are_units_of_a_plan_file(self, tmp_path: Path) -> None:
@@ -198,7 +202,7 @@ class TestCommand:
         path = ROOT / "configs/models/arithmetic"
         fleet.write_text(
             "cluster: { cores: 1 }\nkv_pool: { size: 64MiB }\nmodels:\n"
-            f"  - {{ name: a, path: {path}, dtype: float32, phases: rolling, replicas: 2, rate: 5,\n"
+            f"  - {{ name: a, path: {path}, dtype: float32, engines: one, dispatch: rolling, replicas: 2, rate: 5,\n"
             "      workload: { prompt_tokens: 40, output_tokens: 20 }, slo: { ttft_ms: 1000, tpot_ms: 100 } }\n"
             f"  - {{ name: b, path: {path}, dtype: float32 }}\n"
         )
@@ -206,32 +210,32 @@ class TestCommand:
         code, out, err = run(fleet, "-o", plan)
         assert code == 0, err
         units = load_plan(plan, load_fleet(fleet)).units
-        assert [(unit.phases, unit.devices, [m.model for m in unit.models]) for unit in units] == [
-            ("multiplexed", (0,), ["b"]),
-            ("rolling", (1,), ["a"]),
-            ("rolling", (2,), ["a"]),
+        assert [(unit.models[0].shape, unit.devices, [m.model for m in unit.models]) for unit in units] == [
+            ("split", (0,), ["b"]),
+            ("one", (1,), ["a"]),
+            ("one", (2,), ["a"]),
         ]
         assert "rolling" in out
 
-    def test_what_is_open_on_a_cpu_is_multiplexed(self, tmp_path: Path) -> None:
+    def test_what_is_open_on_a_cpu_has_two_engines(self, tmp_path: Path) -> None:
         fleet = tmp_path / "fleet.yaml"
         path = ROOT / "configs/models/arithmetic"
         fleet.write_text(
             "cluster: { cores: 1 }\nkv_pool: { size: 64MiB }\nmodels:\n"
-            f"  - {{ name: a, path: {path}, dtype: float32, phases: auto }}\n"
+            f"  - {{ name: a, path: {path}, dtype: float32, engines: auto }}\n"
         )
         code, out, err = run(fleet, "--json")
         assert code == 0, err
-        assert [unit["phases"] for unit in json.loads(out)["units"]] == ["multiplexed"]
-        assert "a is multiplexed, as `phases: auto` is on a CPU" in err
+        assert [unit["models"][0]["engines"] for unit in json.loads(out)["units"]] == ["split"]
+        assert "a has two engines, as with `engines: auto` on a CPU" in err
 
 
 class TestOpenModels:
-    """Layouts of models that leave their arrangement open, in a plan in which every replica has GPUs of its own."""
+    """Layouts of models that leave their engines open, in a plan in which every replica has GPUs of its own."""
 
     @pytest.fixture
     def declared(self, fleet: Path) -> Fleet:
-        fleet.write_text(FLEET.format(phases="auto", more=OTHER))
+        fleet.write_text(FLEET.format(engines=AUTO, more=OTHER))
         return load_fleet(fleet, serving=False)
 
     @staticmethod
@@ -244,8 +248,8 @@ class TestOpenModels:
         memory = {L20.name: L20.memory_bytes}
         return plan_cluster([first, other], Cluster((Node(L20.name, 4),)), COSTS, memory, options)
 
-    @pytest.mark.parametrize(("way", "phases", "stages"), [("rolling", "rolling", 1), ("stages", "pipelined", 2)])
-    def test_they_have_the_gpus_that_they_had(self, declared: Fleet, way: str, phases: str, stages: int) -> None:
+    @pytest.mark.parametrize(("way", "policy", "stages"), [("rolling", "rolling", 1), ("stages", "", 2)])
+    def test_they_have_the_gpus_that_they_had(self, declared: Fleet, way: str, policy: str, stages: int) -> None:
         before = self.spatial()
         made = as_way(way, before, declared, AROUND, COSTS)
 
@@ -254,23 +258,25 @@ class TestOpenModels:
 
         own = [unit for unit in made.placement.units if unit.models[0].model == "open"]
         assert len(devices(before, "open")) >= 2
-        assert {(unit.phases, unit.stages, unit.batching) for unit in own} == {(phases, stages, "")}
+        assert {(unit.policy, unit.stages, unit.batching) for unit in own} == {(policy, stages, "")}
         for name in ("open", "other"):
             assert devices(made, name) == devices(before, name)
         assert sum(unit.models[0].rate for unit in own) == pytest.approx(8.0)
         (other,) = [unit for unit in made.placement.units if unit.models[0].model == "other"]
-        assert (other.phases, other.batching) == ("pipelined", "vllm"), "one engine, as the file leaves that open, too"
+        assert (other.models[0].shape, other.batching) == ("one", "vllm"), (
+            "one engine, as the file leaves that open, too"
+        )
         assert [unit.name for unit in made.placement.units] == [f"unit{n}" for n in range(len(made.placement.units))]
         for unit, estimate in zip(made.placement.units, made.estimates, strict=True):
             assert [made.demands[m.member.model].name for m in estimate.models] == [m.model for m in unit.models]
         assert predict(
             made, COSTS, Trial(20.0), simulated_of(made.placement, declared, made.demands, AROUND)
         ).summary.overall.completed
-        assert open_units(made, declared)["open"].phases == phases
+        assert open_units(made, declared)["open"].policy == policy
 
     def test_where_it_is_not_possible_they_stay_as_they_are(self, declared: Fleet) -> None:
         before = self.spatial(objectives=False)
-        assert rearranged(before, OpenLayout("rolling"), declared, AROUND, COSTS) == before
+        assert rearranged(before, OpenLayout(rolling=True), declared, AROUND, COSTS) == before
         assert as_way("rolling", before, declared, AROUND, COSTS).placement.units == (
             as_way("one engine", before, declared, AROUND, COSTS).placement.units
         )
@@ -312,22 +318,18 @@ models:
 
     def test_only_fleets_that_fall_short_or_leave_it_open_have_these_ways(self, fleet: Path) -> None:
         more = {"replicas", "split replicas", "stages", "rolling"}
-        for phases, short, compete in (
-            ("multiplexed", False, False),
-            ("multiplexed", True, True),
-            ("auto", False, True),
-        ):
-            fleet.write_text(FLEET.format(phases=phases, more=OTHER))
+        for engines, short, compete in ((SPLIT, False, False), (SPLIT, True, True), (AUTO, False, True)):
+            fleet.write_text(FLEET.format(engines=engines, more=OTHER))
             ways = set(ways_of(load_fleet(fleet, serving=False), short))
-            assert (ways >= more) == compete, (phases, short)
+            assert (ways >= more) == compete, (engines, short)
             assert ways - more == {"turns", "first come", "dedicated", "one engine", "even"}
 
     def test_engines_of_each_phase_have_the_planner_s_shares(self, fleet: Path) -> None:
-        fleet.write_text(FLEET.format(phases="auto", more=OTHER))
+        fleet.write_text(FLEET.format(engines=AUTO, more=OTHER))
         declared, before = load_fleet(fleet, serving=False), TestOpenModels.spatial()
         made = as_way("split replicas", before, declared, AROUND, COSTS)
         one = as_way("replicas", before, declared, AROUND, COSTS)
-        assert {unit.phases for unit in made.placement.units} == {"multiplexed"}
+        assert all(unit.split for unit in made.placement.units)
         assert {unit.batching for unit in one.placement.units} == {"vllm"}
         assert [unit.devices for unit in made.placement.units] == [unit.devices for unit in one.placement.units]
         for unit, estimate in zip(made.placement.units, made.estimates, strict=True):
@@ -339,7 +341,7 @@ models:
 
 class TestDivided:
     def test_models_that_find_no_devices_are_missing_and_asked_for(self, fleet: Path) -> None:
-        fleet.write_text(FLEET.format(phases="rolling", more=OTHER))
+        fleet.write_text(FLEET.format(engines=ROLLING, more=OTHER))
         made = TestParts.plan([8.0, 2.0], (Node(L20.name, 2),))
         demands = [
             replace(demand, name=name, slo_ttft=2.0, slo_tpot=0.1)
@@ -348,5 +350,5 @@ class TestDivided:
         divided = divide_gpus(load_fleet(fleet, serving=False), demands, made, AROUND, COSTS)
         whole = divided.joined(None, made.objective)
         assert whole.missing == {"other": "models that have devices to themselves leave none"}
-        assert [unit.phases for unit in whole.placement.units] == ["rolling", "rolling"]
+        assert [unit.policy for unit in whole.placement.units] == ["rolling", "rolling"]
         assert whole.asked == pytest.approx(10.0)

@@ -212,7 +212,7 @@ class TestCommand:
         monkeypatch.setattr(planner, "divide_gpus", divided)
         network = f", network: {file}" if file else ""
         fleet.write_text(
-            FLEET.replace("gpus: 4", f"gpus: 4{network}").replace("rate: 4", "rate: 4\n    phases: pipelined")
+            FLEET.replace("gpus: 4", f"gpus: 4{network}").replace("rate: 4", "rate: 4\n    engines: one\n    stages: 4")
         )
         code, _, err = run(fleet, "--seconds", 0)
         assert (code, networks) == (2, [bytes_per_second]), err

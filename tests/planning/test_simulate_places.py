@@ -29,10 +29,10 @@ SLO = f"{LENGTHS}, slo: {{ ttft_ms: 2000, tpot_ms: 100 }}"
 MIXED = f"""
 cluster: {{ gpus: 8, gpu_type: A100-80GB }}
 models:
-  - {{ name: ring, architecture: llama-2-7b, rate: 2, {SLO}, phases: rolling, replicas: 2 }}
-  - {{ name: pipe, architecture: llama-2-13b, rate: 1, {SLO}, phases: pipelined, stages: 2, replicas: 1 }}
-  - {{ name: chat, architecture: llama-2-7b, rate: 2, {SLO}, phases: multiplexed }}
-  - {{ name: code, architecture: llama-2-13b, rate: 1, {LENGTHS}, phases: multiplexed }}
+  - {{ name: ring, architecture: llama-2-7b, rate: 2, {SLO}, engines: one, dispatch: rolling, replicas: 2 }}
+  - {{ name: pipe, architecture: llama-2-13b, rate: 1, {SLO}, engines: one, stages: 2, replicas: 1 }}
+  - {{ name: chat, architecture: llama-2-7b, rate: 2, {SLO}, engines: split }}
+  - {{ name: code, architecture: llama-2-13b, rate: 1, {LENGTHS}, engines: split }}
 """
 LOAD = "poisson:rate=6,duration=10,seed=1,max_prompt=900,max_output=60"
 SHORT = ("--seconds", "0")
@@ -66,17 +66,17 @@ def test_a_fleet_of_three_arrangements(mixed: Path, plan_of_mixed: Path, tmp_pat
     assert result.exit_code == 0, result.output
     assert "spatial serves ring and pipe like other models" in " ".join(result.stderr.split())
     runs = json.loads(result.stdout)["runs"]
-    units = {name: [unit["phases"] for unit in run["extra"]["units"]] for name, run in runs.items()}
+    units = {name: [tuple(unit["engines_of"].values()) for unit in run["extra"]["units"]] for name, run in runs.items()}
     for name in ("muxserve", "fcfs"):
-        assert units[name][-3:] == ["rolling", "rolling", "pipelined"]
-        assert set(units[name][:-3]) == {"multiplexed"}
-    assert set(units["spatial"]) == {"multiplexed"}
+        assert units[name][-3:] == [("one",)] * 3
+        assert set(sum(units[name][:-3], ())) == {"split"}
+    assert set(sum(units["spatial"], ())) == {"split"}
     for run in runs.values():
         assert run["overall"]["completed"] == run["overall"]["requests"] > 30
         assert set(run["models"]) == {"ring", "pipe", "chat", "code"}
         assert run["extra"]["devices"] <= 8
     mux, other = (runs[name] for name in ("muxserve", "fcfs"))
-    # Another policy changes multiplexed units alone.
+    # Another policy changes units of two engines alone.
     for name in ("ring", "pipe"):
         for figure in ("ttft", "tpot", "latency", "completed", "output_tokens"):
             assert mux["models"][name][figure] == other["models"][name][figure]
@@ -96,7 +96,7 @@ def test_words_of_each_arrangement(mixed: Path, plan_of_mixed: Path) -> None:
     given = (mixed, "--workload", LOAD, "--plan", plan_of_mixed)
     words = " ".join(simulate(*given).stdout.split())
     assert "ring is rolling over 2 replicas; after its first token a request waits" in words
-    assert "pipe is pipelined, 1 replica of 2 stages with" in words
+    assert "pipe has 1 replica of 2 stages with" in words
     assert simulate(*given, "--json").stdout == simulate(*given, "--json").stdout
 
 
@@ -113,11 +113,11 @@ def test_other_arrangements_on_this_machine(name: str, units: int, stages: int) 
             1 / stages if units == 1 else max(1, usable_cores() // units) / usable_cores()
         )
         assert model.max_len == 2048
-    # A baseline has one unit and knows no arrangements.
+    # A baseline has one unit and knows two engines only.
     other = places.placed("temporal")
     assert not other.others
     assert len(other.placement.units) == 1
-    assert places.baselines(["temporal"]) == "temporal serves arithmetic like other models, not as `phases` says"
+    assert places.baselines(["temporal"]) == "temporal serves arithmetic with two engines, not as the fleet file says"
 
 
 def test_replicas_on_this_machine_divide_its_cores() -> None:
@@ -131,7 +131,7 @@ def test_replicas_on_this_machine_divide_its_cores() -> None:
 @pytest.mark.slow
 def test_what_is_left_open_is_chosen_as_in_a_plan(tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.yaml"
-    open_model = f"  - {{ name: ring, architecture: llama-2-7b, rate: 0.5, {SLO}, phases: auto }}"
+    open_model = f"  - {{ name: ring, architecture: llama-2-7b, rate: 0.5, {SLO}, engines: auto }}"
     fleet.write_text(f"cluster: {{ gpus: 2, gpu_type: A100-80GB }}\nmodels:\n{open_model}\n")
     plan = tmp_path / "plan.yaml"
     result = CliRunner().invoke(app, ["plan", str(fleet), "--seconds", "0", "-o", str(plan)])
@@ -149,10 +149,10 @@ def plan_file(file: Path, unit: PlacedUnit, nodes: tuple[Node, ...] = (Node("A10
     return file
 
 
-def pipelined_fleet(tmp_path: Path, phases: str = "auto") -> Path:
+def pipelined_fleet(tmp_path: Path, engines: str = "auto") -> Path:
     file = tmp_path / "fleet.yaml"
     text = (
-        f"cluster: {{ network: 8Gb/s }}\nmodels:\n  - {{ name: pipe, architecture: llama-2-13b, phases: {phases} }}\n"
+        f"cluster: {{ network: 8Gb/s }}\nmodels:\n  - {{ name: pipe, architecture: llama-2-13b, engines: {engines} }}\n"
     )
     file.write_text(text)
     return file
@@ -162,9 +162,8 @@ UNIT = PlacedUnit(
     "unit0",
     device="A100-80GB",
     devices=(0, 1, 2, 3),
-    models=(PlacedModel("pipe", 1.0, 1.0, 1.0),),
+    models=(PlacedModel("pipe", 1.0, 1.0, 1.0, "one"),),
     kv_bytes=8 << 30,
-    phases="pipelined",
     stages=2,
 )
 
@@ -179,8 +178,8 @@ def test_the_units_of_a_plan(tmp_path: Path) -> None:
         found.append(unit)
     assert [unit.tp for unit in found] == [2, 2]
     assert found[1].pools[0].pages == pytest.approx(2 * found[0].pools[0].pages, rel=0.001)
-    with pytest.raises(FleetError, match="the plan has pipe pipelined, the fleet file multiplexed"):
-        places_of(pipelined_fleet(tmp_path, "multiplexed"), None, None, None, larger, Roofline())
+    with pytest.raises(FleetError, match="the plan has pipe with `engines: one`, the fleet file `split`"):
+        places_of(pipelined_fleet(tmp_path, "split"), None, None, None, larger, Roofline())
 
 
 def test_stages_on_different_machines_are_joined_by_the_network(tmp_path: Path) -> None:
@@ -230,7 +229,7 @@ def test_units_are_simulated_under_the_fleet_s_policy_with_what_their_engines_ca
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = "cluster: { gpus: 1, gpu_type: A100-80GB, sm_sharing: green_contexts }\n"
-    model = f"models: [{{ name: chat, architecture: llama-2-7b, rate: 1, {LENGTHS}, phases: multiplexed }}]\n"
+    model = f"models: [{{ name: chat, architecture: llama-2-7b, rate: 1, {LENGTHS}, engines: split }}]\n"
     placed = PlacedUnit("unit0", "A100-80GB", (0,), (PlacedModel("chat", 1.0, 0.5, 0.5),), 20 << 30)
     save_plan(Placement(Cluster((Node("A100-80GB", 1),)), (placed,)), tmp_path / "plan.yaml", "")
     file = tmp_path / "fleet.yaml"

@@ -74,7 +74,7 @@ def test_a_plan_gives_them_no_time_per_token_and_no_engine_of_both_phases(tmp_pa
     assert models["vectors"]["simulated"]["ttft_mean"] > 0
     assert models["text"]["tpot"] > 0
     units = load_plan(out, load_fleet(file, serving=False)).units
-    assert {unit.phases for unit in units for model in unit.models if model.model == "vectors"} == {"multiplexed"}
+    assert {model.shape for unit in units for model in unit.models if model.model == "vectors"} == {"split"}
     shown = CliRunner().invoke(app, ["plan", str(file), "--simulate", "0", "--seconds", "0"]).stdout
     (row,) = (line for line in shown.splitlines() if " vectors " in line)
     assert " - " in row

@@ -77,7 +77,7 @@ def test_no_answer_and_no_time_measure_nothing() -> None:
 
 def test_only_models_with_long_answers_are_simulated_for_longer(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
-    model = "architecture: llama-3.1-8b, phases: multiplexed, slo: { ttft_ms: 2000, tpot_ms: 100 }"
+    model = "architecture: llama-3.1-8b, engines: split, slo: { ttft_ms: 2000, tpot_ms: 100 }"
     file.write_text(
         "cluster: { gpus: 2, gpu_type: H100 }\nmodels:\n"
         f"  - {{ name: brief, rate: 30, {model}, workload: {{ prompt_tokens: 100, output_tokens: 10 }} }}\n"

@@ -116,7 +116,7 @@ def test_a_ring_has_one_window_open_after_the_other() -> None:
     result = simulate(RING, requests, COSTS, rules=RULES)
     assert all(record.ok for record in result.records)
     assert [unit.unit for unit in result.units] == ["unit0", "unit1"]
-    assert [unit.phases for unit in result.units] == ["rolling", "rolling"]
+    assert [unit.rolling for unit in result.units] == [True, True]
     assert result.devices == 2
     assert sum(len(unit.records) for unit in result.units) == len(requests)
     assert min(len(unit.records) for unit in result.units) > 0
@@ -132,7 +132,7 @@ def test_stages_of_a_pipeline() -> None:
     (unit,) = played(PIPES[:1], requests)
     assert unit.engines[0].tokens == len(requests) * (300 + 39)
     assert unit.devices == 2
-    assert unit.phases == "pipelined"
+    assert (unit.shapes, unit.rolling) == (("one",), False)
     assert unit.busy_seconds == pytest.approx(sum(unit.stages) / 2)
     assert unit.active > max(unit.stages) > 0.5 * unit.active
 

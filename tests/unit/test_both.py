@@ -47,9 +47,10 @@ SCHEDULER = b"scheduler/s1"
 RULES = MigrationRules(source_below=5000, destination_above=5000, in_flight=3)
 
 
-def unit(phases: str = "rolling", up: bool = True, **changes: Any) -> Bench:
-    policy = "free" if phases == "pipelined" else phases
-    return Bench(model("a", phases=phases, decode_share=1.0, prefill_share=1.0, **changes), policy=policy, up=up)
+def unit(policy: str = "rolling", up: bool = True, **changes: Any) -> Bench:
+    rolling = policy == "rolling"
+    one = model("a", shape="one", rolling=rolling, decode_share=1.0, prefill_share=1.0, **changes)
+    return Bench(one, policy=policy, up=up)
 
 
 def admitted(bench: Bench, request_id: str) -> Admit:
@@ -108,7 +109,7 @@ def test_a_prompt_cuts_decoding_at_the_next_step() -> None:
 
 
 def test_pipelined_steps_hold_both() -> None:
-    bench = unit("pipelined")
+    bench = unit("free")
     (lease,) = to(ENGINE, Lease, bench.submit("r"))
     assert (lease.phase, [a.request_id for a in lease.admit]) == ("both", ["r"])
     (lease,) = to(ENGINE, Lease, bench.submit("s"))
@@ -189,7 +190,7 @@ def test_what_an_engine_is_to_have_waiting_follows_the_budget() -> None:
     from muxserve.unit.state import unit_ledger
 
     def waiting(**changes: Any) -> int:
-        made = unit_spec(model("a", phases="pipelined", **changes), policy="free", stages=3)
+        made = unit_spec(model("a", shape="one", stages=3, **changes), policy="free")
         return unit_ledger(made).models[0].profile.waiting_tokens
 
     assert waiting() == 4 * 64, "three micro-batches under way and one more"
@@ -220,7 +221,7 @@ def test_waits_for_the_phase_switch_are_counted() -> None:
 
 def test_a_request_moves_out_of_the_engine() -> None:
     bench = Bench(
-        model("a", phases="rolling", decode_share=1.0),
+        model("a", shape="one", rolling=True, decode_share=1.0),
         policy="rolling",
         migration=RULES,
     )
@@ -388,7 +389,7 @@ def test_what_comes_with_its_kv_decodes() -> None:
 
 
 def test_other_replicas_send_no_such_reports() -> None:
-    bench = unit("pipelined")
+    bench = unit("free")
     sent = bench.say(SCHEDULER, SchedulerHello("s1"))
     assert reports(sent) == []
     assert to(SCHEDULER, Loads, sent)

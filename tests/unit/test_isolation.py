@@ -162,9 +162,9 @@ def test_nothing_is_kept_of_requests_that_ended() -> None:
     assert not bench.unit.request_table.quarantine._records
 
 
-@pytest.mark.parametrize(("phases", "policy"), [("rolling", "rolling"), ("pipelined", "free"), ("pipelined", "slack")])
-def test_a_suspect_is_computed_alone_in_an_engine_of_both_phases(phases: str, policy: str) -> None:
-    bench = Bench(model("a", phases=phases), policy=policy)
+@pytest.mark.parametrize("policy", ["rolling", "free", "slack"])
+def test_a_suspect_is_computed_alone_in_an_engine_of_both_phases(policy: str) -> None:
+    bench = Bench(model("a", shape="one", rolling=policy == "rolling"), policy=policy)
     bench.submit("r", failures=SUSPECT)
     lease = bench.lease("a/both")
     assert lease.alone == "r"

@@ -108,14 +108,15 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconcile, "RECONCILE_SECONDS", 0.003)
 
 
-ANY = ("multiplexed", "rolling", "pipelined")
+ONE = [("rolling", "one"), ("free", "one")]
+ANY = [("adbs", "split"), *ONE]
 
 
 @pytest.mark.usefixtures("often")
-@pytest.mark.parametrize("phases", ANY)
-def test_messages_that_cross_are_no_loss(phases: str) -> None:
+@pytest.mark.parametrize(("policy", "shape"), ANY)
+def test_messages_that_cross_are_no_loss(policy: str, shape: str) -> None:
     for seed in range(25):
-        world = World(seed, phases=phases)
+        world = World(seed, policy=policy, shape=shape)
         load(world)
         drawn = random.Random(seed)
         cancels = {drawn.randint(20, 800): [("cancel", f"r{drawn.randint(0, 3)}")] for _ in range(drawn.randint(0, 3))}
@@ -129,8 +130,8 @@ def test_messages_that_cross_are_no_loss(phases: str) -> None:
             assert not found.strays
 
 
-@pytest.mark.parametrize("phases", ANY)
-def test_requests_that_engines_forget_are_served_again(phases: str) -> None:
+@pytest.mark.parametrize(("policy", "shape"), ANY)
+def test_requests_that_engines_forget_are_served_again(policy: str, shape: str) -> None:
     forgotten = missing = 0
     for seed in range(25):
         drawn = random.Random(seed)
@@ -138,7 +139,7 @@ def test_requests_that_engines_forget_are_served_again(phases: str) -> None:
         for _ in range(drawn.randint(1, 3)):
             what = drawn.choice(["some requests", "some requests", "migrator", "memory", "unit"])
             events.setdefault(drawn.randint(20, 800), []).append((drawn.choice(["u0", "u1"]), what))
-        world = World(seed, phases=phases)
+        world = World(seed, policy=policy, shape=shape)
         load(world)
         play(world, 900, events)
         world.settle()
@@ -150,15 +151,14 @@ def test_requests_that_engines_forget_are_served_again(phases: str) -> None:
 
 # ---------------------------------------------------------------- one engine of both phases
 
-ARRANGED = ("rolling", "pipelined")
 PARTS_OF_BOTH = ("both", "migrator", "memory", "unit")
 
 
-@pytest.mark.parametrize("phases", ARRANGED)
-def test_requests_move_between_engines_of_both_phases(phases: str) -> None:
+@pytest.mark.parametrize(("policy", "shape"), ONE)
+def test_requests_move_between_engines_of_both_phases(policy: str, shape: str) -> None:
     moves = 0
     for seed in range(8):
-        world = World(seed, phases=phases)
+        world = World(seed, policy=policy, shape=shape)
         load(world)
         play(world, 900, {})
         world.settle()
@@ -168,17 +168,17 @@ def test_requests_move_between_engines_of_both_phases(phases: str) -> None:
     assert moves > 8
 
 
-@pytest.mark.parametrize("phases", ARRANGED)
+@pytest.mark.parametrize(("policy", "shape"), ONE)
 @settings(max_examples=examples(20), deadline=None)
 @given(seed=seeds)
-def test_many_parts_of_units_with_one_engine_die(phases: str, seed: int) -> None:
+def test_many_parts_of_units_with_one_engine_die(policy: str, shape: str, seed: int) -> None:
     drawn = random.Random(seed)
     events: dict[int, list[tuple[str, ...]]] = {}
     for _ in range(drawn.randint(1, 4)):
         events.setdefault(drawn.randint(20, 800), []).append((drawn.choice(["u0", "u1"]), drawn.choice(PARTS_OF_BOTH)))
     for _ in range(drawn.randint(0, 3)):
         events.setdefault(drawn.randint(20, 800), []).append(("cancel", f"r{drawn.randint(0, 3)}"))
-    world = World(seed, refusals=drawn.choice([0.0, 0.0, 0.3]), phases=phases)
+    world = World(seed, refusals=drawn.choice([0.0, 0.0, 0.3]), policy=policy, shape=shape)
     load(world)
     play(world, 900, events)
     world.settle()
@@ -190,7 +190,7 @@ def test_many_parts_of_units_with_one_engine_die(phases: str, seed: int) -> None
 def test_a_global_scheduler_knows_what_a_rolling_replica_has(seed: int) -> None:
     """As far as it was told: each report follows from the one before, and then says it all."""
     drawn = random.Random(seed)
-    world = World(seed, phases="rolling")
+    world = World(seed, policy="rolling", shape="one")
     load(world)
     looked = 0
     for _ in range(30):
@@ -211,12 +211,12 @@ def test_a_global_scheduler_knows_what_a_rolling_replica_has(seed: int) -> None:
 # ---------------------------------------------------------------- requests that make their engines fail
 
 
-@pytest.mark.parametrize("phases", ANY)
+@pytest.mark.parametrize(("policy", "shape"), ANY)
 @pytest.mark.parametrize("way", ["raise", "crash"])
 @settings(max_examples=examples(15), deadline=None)
 @given(seed=seeds)
-def test_poison_ends_with_an_error_and_all_others_are_served(phases: str, way: str, seed: int) -> None:
-    world = World(seed, phases=phases)
+def test_poison_ends_with_an_error_and_all_others_are_served(policy: str, shape: str, way: str, seed: int) -> None:
+    world = World(seed, policy=policy, shape=shape)
     load(world, 6)
     for index in world.random.sample(range(6), world.random.randint(1, 2)):
         # Such as fail at a token that they come to.

@@ -435,8 +435,8 @@ class Migrator:
 class Unit:
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
-        only = model("a", quota_pages=1000, phases=world.phases)
-        self.policy = {"multiplexed": "adbs", "rolling": "rolling", "pipelined": "free"}[world.phases]
+        self.policy = world.policy
+        only = model("a", quota_pages=1000, shape=world.shape, rolling=world.policy == "rolling")
         self.unit_spec: UnitSpec = unit_spec(only, policy=self.policy, unit=name, migration=RULES)
         self.life = 0
         self.known: dict[str, bool] = {}
@@ -499,12 +499,14 @@ class Client:
 
 
 class World:
-    """See above. `refusals` is how often a migrator refuses a stage, `phases` how the model's are arranged; `traced`
-    says whether units tell what requests went through."""
+    """See above. `refusals` is how often a migrator refuses a stage; `policy` is that of the units and `shape` that
+    of the model's engines; `traced` says whether units tell what requests went through."""
 
-    def __init__(self, seed: int, refusals: float = 0.0, phases: str = "multiplexed", traced: bool = False) -> None:
+    def __init__(
+        self, seed: int, refusals: float = 0.0, policy: str = "adbs", shape: str = "split", traced: bool = False
+    ) -> None:
         self.traced = traced
-        self.phases = phases
+        self.policy, self.shape = policy, shape
         self.random = random.Random(seed)
         self.refusals = refusals
         self.now = 100.0
@@ -746,5 +748,5 @@ class World:
             assert tally.arrived + tally.moved_in == ended
             for engine in unit.engines.values():
                 assert not engine.running
-            if self.phases == "rolling":
+            if self.policy == "rolling":
                 unit.check_known()

@@ -126,7 +126,7 @@ class UnitEngineClient(EngineCoreClient):
     ) -> bytes:
         """Keys of its prompt's beginnings, where there are replicas of which one may have them."""
         model = self._unit_spec
-        if not model.prefix_caching or model.phases == "rolling":
+        if not model.prefix_caching or model.rolling:
             return b""
         if len(self.broker.router.placing.replicas(self.model)) < 2:
             return b""

@@ -1,0 +1,140 @@
+"""The engines of a model, as the fleet file says it, and which keys go with which."""
+
+# ruff: noqa: E501 -- one case, one line
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from muxserve.config import AUTO, Fleet, FleetError, parse_fleet
+from muxserve.config.loader import fleet_schema
+from muxserve.config.schema import DEFAULT_SHAPE
+from muxserve.config.source import parse_yaml
+
+HEAD = "models:\n  - name: one\n    architecture: llama-7b\n"
+SLO = "    slo: {ttft_ms: 1000, tpot_ms: 100}\n"
+
+
+def parse(extra: str) -> Fleet:
+    return parse_fleet(HEAD + extra, "fleet.yaml", Path(), {}, serving=False)
+
+
+def test_what_a_model_has_that_says_nothing() -> None:
+    (model,) = parse("").models
+    assert (model.shape, model.stages, model.rolls, model.step_batching) == (DEFAULT_SHAPE, AUTO, False, "vllm")
+    assert (model.rolling.lower, model.rolling.upper) == (4, 16)
+
+
+def test_a_rolling_model() -> None:
+    (model,) = parse(f"    dispatch: rolling\n    rolling: {{lower: 2, upper: 3, spared: mean}}\n{SLO}").models
+    assert (model.rolling.lower, model.rolling.upper, model.rolling.quantile) == (2, 3, None)
+    assert (model.shape, model.rolls, model.step_batching) == ("one", True, "vllm")
+    assert parse(f"    dispatch: rolling\n{SLO}").models[0].rolling.quantile == 0.25
+    assert parse(f"    dispatch: rolling\n    rolling: {{spared: 0}}\n{SLO}").models[0].rolling.quantile == 0.0
+
+
+@pytest.mark.parametrize(
+    ("extra", "shape", "stages", "batching"),
+    [
+        ("engines: split", "split", 1, "vllm"),
+        ("engines: one", "one", 1, "vllm"),
+        ("stages: 4", "one", 4, "throttled"),
+        ("engines: one\nstages: 2\nbatching: fixed", "one", 2, "fixed"),
+        ("engines: one\nstages: 1\nbatching: throttled", "one", 1, "throttled"),
+        ("engines: auto\nrolling: {lower: 2}\nbatching: vllm\nsm: {prefill: 0.5}", DEFAULT_SHAPE, 1, "vllm"),
+    ],
+)
+def test_shapes(extra: str, shape: str, stages: int, batching: str) -> None:
+    (model,) = parse("".join(f"    {line}\n" for line in extra.split("\n"))).models
+    assert (model.shape, model.stage_count, model.step_batching) == (shape, stages, batching)
+
+
+@pytest.mark.parametrize(
+    ("extra", "shape", "stages", "rolls", "batching", "write"),
+    [
+        ("phases: multiplexed", "split", 1, False, "vllm", "engines: split"),
+        ("phases: auto", DEFAULT_SHAPE, 1, False, "vllm", "engines: auto"),
+        ("phases: rolling\nslo: {ttft_ms: 5, tpot_ms: 1}", "one", 1, True, "vllm", "engines: one, dispatch: rolling"),
+        ("phases: pipelined", "one", 2, False, "throttled", "engines: one, stages: 2, batching: throttled"),
+        (
+            "stages: 3\nphases: pipelined\nbatching: fixed",
+            "one",
+            3,
+            False,
+            "fixed",
+            "engines: one, stages: 3, batching: fixed",
+        ),
+        ("phases: pipelined\nstages: 1", "one", 1, False, "throttled", "engines: one, stages: 1, batching: throttled"),
+    ],
+)
+def test_phases_of_an_earlier_version_is_read(
+    extra: str, shape: str, stages: int, rolls: bool, batching: str, write: str
+) -> None:
+    lines = extra.split("\n")
+    fleet = parse("".join(f"    {line}\n" for line in lines))
+    (model,), (note,) = fleet.models, fleet.notes
+    assert (model.shape, model.stage_count, model.rolls, model.step_batching) == (shape, stages, rolls, batching)
+    (said,) = (line for line in lines if line.startswith("phases"))
+    at = 4 + lines.index(said)
+    assert (
+        str(note)
+        == f"fleet.yaml:{at}: models[0].phases: is a key of earlier versions; write `{write}` instead of `{said}`"
+    )
+
+
+@pytest.mark.parametrize(
+    ("cluster", "stages"),
+    [("{gpus: 4, gpu_type: L20}", 4), ("{gpu_ids: [0, 3]}", 2), ("{nodes: [{gpu_type: L20, gpus: 8}]}", AUTO)],
+)
+def test_pipelines_of_an_earlier_version_had_a_stage_on_each_gpu(cluster: str, stages: int | str) -> None:
+    text = f"cluster: {cluster}\n{HEAD}    phases: pipelined\n"
+    (model,) = parse_fleet(text, "fleet.yaml", Path(), {}, serving=False).models
+    assert model.stages == stages
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ("engines: two", "4: models[0].engines: must be one of auto, split, one, not 'two'"),
+        ("phases: piplined", '4: models[0].phases: must be one of multiplexed, rolling, pipelined, auto, not \'piplined\'; did you mean "pipelined"? (this version has `engines` in its place)'),
+        ("phases: rolling\nengines: one", "4: models[0].phases: is what `engines` says in this version; leave `phases` out"),
+        ("dispatch: rolling", "4: models[0].dispatch: `dispatch: rolling` needs slo.ttft_ms and slo.tpot_ms: prefill rolls on when the next would miss them"),
+        ("dispatch: rolling\nslo: {ttft_ms: 5}", "5: models[0].slo: `dispatch: rolling` needs slo.tpot_ms: prefill rolls on when the next would miss them"),
+        ("dispatch: rolling\nslo: {ttft_ms: 5, tpot_ms: 1}\nstages: 2", "6: models[0].stages: must be 1 where prefill rolls over replicas, each of which has one stage; leave one of the two out"),
+        *((f"engines: split\n{key}: {value}", f"5: models[0].{key}: is for models with one engine; write `engines: one`, or leave it out") for key, value in (("stages", 2), ("batching", "fixed"), ("rolling", "{}"))),
+        ("engines: one\nsm: {decode: 0.5}", "5: models[0].sm: is for `engines: split`; the model's one engine has all SMs"),
+        ("engines: one\nstages: 0", "5: models[0].stages: must be a whole number of at least 1, or auto, not 0"),
+        ("rolling: {lower: 4, upper: 6}", "4: models[0].rolling.upper: upper (6) must be at least 2 * lower - 1 (7): a macro instance that grows beyond upper is split, and both parts need lower (4) replicas"),
+        ("rolling: {lower: 9}", "4: models[0].rolling.lower: upper (16) must be at least 2 * lower - 1 (17): a macro instance that grows beyond upper is split, and both parts need lower (9) replicas"),
+        ("rolling: {spared: 1}", "4: models[0].rolling.spared: must be a number of at least 0 and below 1, or mean, not 1"),
+        ("rolling: {spared: median}", "4: models[0].rolling.spared: must be a number of at least 0 and below 1, or mean, not 'median'"),
+        ("rolling: {N_l: 4}", "4: models[0].rolling.N_l: unknown key; known here: lower, upper, spared"),
+        ("batching: throtled", '4: models[0].batching: must be one of auto, vllm, fixed, throttled, not \'throtled\'; did you mean "throttled"?'),
+        ("batching: {policy: fixed, iterations: 3}", "4: models[0].batching: is one of throttled, fixed and vllm: write `batching: fixed`"),
+        ("engine_args: {pipeline_parallel_size: 2}", "4: models[0].engine_args.pipeline_parallel_size: is set by `stages` of the model; move it there"),
+    ],
+)  # fmt: skip
+def test_mistakes(extra: str, expected: str) -> None:
+    with pytest.raises(FleetError) as caught:
+        parse("".join(f"    {line}\n" for line in extra.split("\n")))
+    assert str(caught.value) == f"fleet.yaml:{expected}"
+
+
+@pytest.mark.parametrize(
+    ("extra", "good"),
+    [
+        ("    engines: auto\n    stages: auto\n    rolling: {spared: mean}\n", True),
+        ("    engines: one\n    stages: 3\n    batching: fixed\n", True),
+        ("    dispatch: rolling\n    rolling: {spared: 0.5}\n", True),
+        ("    engines: both\n", False),
+        ("    rolling: {spared: 1.0}\n", False),
+        ("    stages: 0\n", False),
+        ("    batching: {policy: fixed}\n", False),
+    ],
+)
+def test_what_editors_are_told(extra: str, good: bool) -> None:
+    data = parse_yaml(HEAD + extra, "fleet.yaml").data
+    assert Draft202012Validator(fleet_schema()).is_valid(data) is good
