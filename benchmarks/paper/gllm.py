@@ -36,7 +36,7 @@ from muxserve.costs.roofline import Roofline
 from muxserve.metrics.definitions import Objectives
 from muxserve.metrics.summary import summarise
 from muxserve.scheduling.token_throttling import (
-    TOKEN_BUDGETS,
+    BudgetInputs,
     FixedBudget,
     Throttle,
     TokenBudget,
@@ -433,9 +433,28 @@ def sustained(curve: list[Row]) -> float:
     return round(best, 2)
 
 
-ABLATIONS = {"as in the paper": "token_throttling", "without WT": "token_throttling_without_wt"} | {
-    "without UT": "token_throttling_without_ut",
-    "fixed budget": "fixed",
+class WithoutWaiting(Throttle):
+    """Eq. 3 without WT: it takes as many prompt tokens as if prompts without end waited."""
+
+    def prefill(self, state: BudgetInputs) -> int:
+        """Tokens of prompts."""
+        return super().prefill(state._replace(waiting_tokens=sys.maxsize))
+
+
+class WithoutUtilisation(Throttle):
+    """Eq. 3 without UT: the cache never counts as full, and nothing is suspended."""
+
+    def prefill(self, state: BudgetInputs) -> int:
+        """Tokens of prompts."""
+        return super().prefill(state._replace(kv_free=1.0))
+
+
+# Both ablations keep the decode half.
+ABLATIONS: dict[str, Callable[[], TokenBudget]] = {
+    "as in the paper": TokenThrottling,
+    "without WT": lambda: TokenThrottling(WithoutWaiting()),
+    "without UT": lambda: TokenThrottling(WithoutUtilisation()),
+    "fixed budget": FixedBudget,
 }
 
 
@@ -448,7 +467,7 @@ def ablation(effort: Effort, missing: Callable[[str], bool]) -> Rows:
             for name, budget in ABLATIONS.items():
                 title = f"{model}, {lengths}, {rate:g}/s, {share:.0%} KV, {name}"
                 if missing(title):
-                    row = averaged(spec, TOKEN_BUDGETS[budget], lengths, rate, effort)
+                    row = averaged(spec, budget, lengths, rate, effort)
                     point(title, row)
                     yield title, row
 

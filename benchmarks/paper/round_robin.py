@@ -7,10 +7,10 @@ What fits the free compute runs. An engine that does not fit keeps its place; wh
 from __future__ import annotations
 
 from muxserve.scheduling.admission import admissible, wants_prefill
+from muxserve.scheduling.leases import Quanta
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import POLICIES
 from muxserve.scheduling.policy import Policy, cyclic
-from muxserve.scheduling.quanta import Quanta
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import DECODE, PREFILL, Grant, Phase
 from muxserve.simulator import MODES, Mode

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from muxserve.scheduling.admission import wants_decode
+from muxserve.scheduling.leases import Quanta
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy, cyclic, overdue
 from muxserve.scheduling.prefill_order import PrefillOrder
-from muxserve.scheduling.quanta import Quanta
 from muxserve.scheduling.quotas import AdaptiveQuotas, QuotaConfig, Quotas
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import Grant

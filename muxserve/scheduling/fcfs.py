@@ -10,9 +10,9 @@ pages for good: it gets a whole lease before the prefill is tried once more.
 from __future__ import annotations
 
 from muxserve.scheduling.admission import wants_decode, wants_prefill
+from muxserve.scheduling.leases import Quanta
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
-from muxserve.scheduling.quanta import Quanta
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import WHOLE, Grant
 

@@ -8,9 +8,9 @@ together they may be more than the unit.
 from __future__ import annotations
 
 from muxserve.scheduling.admission import wants_decode, wants_prefill
+from muxserve.scheduling.leases import Quanta
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
-from muxserve.scheduling.quanta import Quanta
 from muxserve.scheduling.quotas import AdaptiveQuotas
 from muxserve.scheduling.state import EngineState, ModelState
 from muxserve.scheduling.types import WHOLE, Grant

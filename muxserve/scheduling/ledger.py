@@ -347,35 +347,15 @@ class UnitLedger:
         computes only that one of those that it has."""
         model = self.by_name[grant.model]
         engine = model.engine(grant.phase)
-        since, confirmed = lease_id, False
-        held, share_since = grant.share, lease_id
-        before = engine.lease
-        if before is not None:
-            self.share_used -= before.held
-            held = max(held, before.held)
-            if grant.share >= before.share:
-                share_since = before.share_since
-            if alone and before.alone == alone:
-                since, confirmed = before.alone_since, before.confirmed
+        lease = LeaseState(grant, lease_id, now, alone)
+        if engine.lease is not None:
+            self.share_used -= engine.lease.held
+            lease.replaces(engine.lease)
         else:
             engine.leases += 1
-        engine.lease = LeaseState(
-            lease_id,
-            grant.steps,
-            grant.steps,
-            now,
-            now + grant.seconds,
-            grant.share,
-            grant.renewable,
-            grant.phase,
-            held,
-            share_since,
-            alone,
-            since,
-            confirmed,
-        )
+        engine.lease = lease
         engine.last_lease = lease_id
-        self.share_used += held
+        self.share_used += lease.held
         if engine.wait_since is not None:
             if now > engine.wait_since:
                 engine.waits += 1

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import ClassVar, TypeVar
 
 from muxserve.scheduling.admission import Admission, admissible, entering, prefill_steps
+from muxserve.scheduling.leases import Quanta
 from muxserve.scheduling.ledger import UnitLedger
-from muxserve.scheduling.quanta import Quanta
 from muxserve.scheduling.quotas import FixedQuotas, Quotas
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import PREFILL, Grant, QuotaChange

@@ -9,8 +9,7 @@ one wake serves all of them. While a model waits for memory, its weights are pre
 | `model_sizes` | the bytes of each model, and the balance of the memory |
 | `wake_times` | the seconds that wakes and sleeps take |
 | `arrival_rates` | how often requests come for each model |
-| `wake_order` | which model is woken next |
-| `wake_concurrency` | how many models are woken at a time |
+| `wake_order` | which model is woken next, and how many at a time |
 | `sleep_order` | which model sleeps when another one needs its memory |
 | `room_ahead` | which idle models sleep before anybody needs their memory |
 | `wakes_ahead` | which models are woken once before anybody asks for them |
@@ -42,8 +41,7 @@ from muxserve.scheduling.residency_types import (
 )
 from muxserve.scheduling.room_ahead import RoomAhead
 from muxserve.scheduling.sleep_order import SleepOrder
-from muxserve.scheduling.wake_concurrency import WakeConcurrency
-from muxserve.scheduling.wake_order import WakeOrder
+from muxserve.scheduling.wake_order import WakeConcurrency, WakeOrder
 from muxserve.scheduling.wake_times import WakeTimes
 from muxserve.scheduling.wakes_ahead import WakesAhead
 

@@ -10,7 +10,7 @@ from enum import StrEnum
 from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple
 
-from muxserve.scheduling.fairness import INPUT, TenantCounters
+from muxserve.scheduling.fairness import INPUT, QueueKey, TenantCounters, WaitingTenants
 from muxserve.scheduling.leases import LeaseState, Work
 from muxserve.scheduling.types import (
     BOTH,
@@ -24,7 +24,6 @@ from muxserve.scheduling.types import (
     QueuedRequest,
     share_units,
 )
-from muxserve.scheduling.waiting_tenants import QueueKey, WaitingTenants
 
 
 class Event(StrEnum):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 
@@ -50,16 +50,13 @@ class Throttle:
 
     `iterations` (#T) micro-batches are to take the prompts that wait now, of at most `max_prefill` (#MaxP) and at least
     `min_prefill` (#MinP) tokens. Prefill is suspended while at most `kv_threshold` (KV_thresh, a fraction) of the cache
-    is free. `by_waiting` (WT) and `by_utilisation` (UT) switch the two halves of the minimum; without UT nothing is
-    suspended either.
+    is free.
     """
 
     iterations: int = 8
     max_prefill: int = 2048
     min_prefill: int = 32
     kv_threshold: float = 0.05
-    by_waiting: bool = True
-    by_utilisation: bool = True
 
     def __post_init__(self) -> None:
         if self.iterations < 1:
@@ -79,13 +76,11 @@ class Throttle:
         do, and a prompt that fills the cache would wait for ever for its last tokens; so it does not count then.
         """
         most = float(self.max_prefill)
-        if self.by_utilisation and state.decoding:
+        if state.decoding:
             if state.kv_free <= self.kv_threshold:
                 return 0
             most *= (state.kv_free - self.kv_threshold) / (1.0 - self.kv_threshold)
-        if self.by_waiting:
-            most = min(most, state.waiting_tokens / self.iterations)
-        return max(int(most), self.min_prefill)
+        return max(int(min(most, state.waiting_tokens / self.iterations)), self.min_prefill)
 
 
 def prompt_tokens_ahead(stages: int, step_tokens: int, throttle: Throttle | None) -> int:
@@ -164,23 +159,6 @@ class FixedBudget(TokenBudget):
         return StepBudget(self.tokens - decode, decode)
 
 
-_ALL = Throttle()
-# Both of gLLM's ablations keep the decode half.
 TOKEN_BUDGETS: dict[str, Callable[[], TokenBudget]] = {
-    TokenThrottling.name: TokenThrottling,
-    "token_throttling_without_wt": lambda: TokenThrottling(replace(_ALL, by_waiting=False)),
-    "token_throttling_without_ut": lambda: TokenThrottling(replace(_ALL, by_utilisation=False)),
-    FixedBudget.name: FixedBudget,
-    OnePhase.name: OnePhase,
+    budget.name: budget for budget in (TokenThrottling, FixedBudget, OnePhase)
 }
-
-
-def make_token_budget(name: str) -> TokenBudget:
-    """A new one with its defaults.
-
-    Raises:
-        ValueError: nothing has that name.
-    """
-    if name not in TOKEN_BUDGETS:
-        raise ValueError(f"unknown token budget {name!r}; there are {', '.join(sorted(TOKEN_BUDGETS))}")
-    return TOKEN_BUDGETS[name]()

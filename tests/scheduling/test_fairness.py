@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muxserve.scheduling.admission import admissible
-from muxserve.scheduling.fairness import INPUT, OUTPUT, TenantCounters, TenantService
+from muxserve.scheduling.fairness import INPUT, OUTPUT, QueueKey, TenantCounters, TenantService, WaitingTenants
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.types import Grant, Phase, PoolProfile, QueuedRequest, StepsDone
-from muxserve.scheduling.waiting_tenants import QueueKey, WaitingTenants
 from tests.scheduling.machine import profile
 from tests.support.thoroughness import examples
 

@@ -6,10 +6,10 @@ import pytest
 
 from muxserve.scheduling.adbs import Adbs, AdbsConfig
 from muxserve.scheduling.fcfs import Fcfs
+from muxserve.scheduling.leases import Quanta
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import POLICIES, make_policy
 from muxserve.scheduling.policy import Policy
-from muxserve.scheduling.quanta import Quanta
 from muxserve.scheduling.types import WHOLE, Grant, ModelProfile, Phase, PoolProfile, QueuedRequest, StepsDone
 from tests.scheduling.machine import profile
 

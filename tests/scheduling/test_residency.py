@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from muxserve.scheduling.arrival_rates import ArrivalRates
-from muxserve.scheduling.deadlines import TimedJob, moore_hodgson
 from muxserve.scheduling.residency import Residency
 from muxserve.scheduling.residency_types import (
     Change,
@@ -25,6 +24,7 @@ from muxserve.scheduling.residency_types import (
     Wake,
     WakeCosts,
 )
+from muxserve.scheduling.wake_order import TimedJob, moore_hodgson
 from tests.support.thoroughness import examples
 
 ROUND = 0.1

@@ -14,7 +14,6 @@ from muxserve.scheduling.token_throttling import (
     StepBudget,
     Throttle,
     TokenThrottling,
-    make_token_budget,
 )
 
 STATES = st.builds(
@@ -51,19 +50,6 @@ def test_the_defaults_are_the_papers() -> None:
 )
 def test_prefill_is_equation_3(waiting: int, free: float, expected: int) -> None:
     assert Throttle().prefill(state(waiting, free=free)) == expected
-
-
-def test_without_wt_a_short_queue_is_taken_at_once() -> None:
-    throttle = Throttle(by_waiting=False)
-    assert throttle.prefill(state(80, free=1.0)) == 2048
-    assert throttle.prefill(state(80, free=0.525)) == 1024
-    assert throttle.prefill(state(80, free=0.05)) == 0
-
-
-def test_without_ut_a_full_cache_does_not_slow_prefill() -> None:
-    throttle = Throttle(by_utilisation=False)
-    assert throttle.prefill(state(8000, free=0.01)) == 1000
-    assert throttle.prefill(state(800_000, free=0.01)) == 2048
 
 
 def test_utilisation_does_not_count_while_nobody_decodes() -> None:
@@ -133,7 +119,7 @@ def test_decode_budgets_differ_by_one_at_most_and_add_up(decoding: int, depth: i
 
 @given(states=st.lists(STATES, min_size=1, max_size=20), name=st.sampled_from(sorted(TOKEN_BUDGETS)))
 def test_budgets_are_in_bounds_and_nothing_that_could_run_is_stopped(states: list[BudgetInputs], name: str) -> None:
-    budget = make_token_budget(name)
+    budget = TOKEN_BUDGETS[name]()
     for each in states:
         prefill, decode = budget.next(each)
         assert 0 <= prefill <= 2048
@@ -150,9 +136,3 @@ def test_prefill_rises_with_waiting_tokens_and_free_memory(one: BudgetInputs, wa
     throttle = Throttle()
     more = one._replace(waiting_tokens=max(one.waiting_tokens, waiting), kv_free=max(one.kv_free, free))
     assert throttle.prefill(more) >= throttle.prefill(one)
-
-
-def test_each_engine_gets_its_own_object() -> None:
-    assert make_token_budget("token_throttling") is not make_token_budget("token_throttling")
-    with pytest.raises(ValueError, match=r"unknown token budget 'throttled'.*fixed, one_phase, token_throttling"):
-        make_token_budget("throttled")

@@ -21,7 +21,6 @@ from muxserve.scheduling.token_throttling import (
     Throttle,
     TokenBudget,
     TokenThrottling,
-    make_token_budget,
 )
 from muxserve.simulator import (
     FleetModel,
@@ -336,24 +335,6 @@ def test_throttling_evens_micro_batches_out_and_fills_bubbles(rate: float) -> No
     assert mean_latency(throttled) < mean_latency(fixed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("without", ["token_throttling_without_wt", "token_throttling_without_ut"])
-def test_each_half_of_the_prefill_throttle_has_its_effect(without: str) -> None:
-    # A small cache that fills up, and prompts that come faster than they can be answered.
-    profile = FOUR.models[0].profile
-    pages = 150 * profile.pages_per_block
-    model = replace(FOUR.models[0], profile=replace(profile, quota_pages=pages, floor_pages=pages))
-    small = replace(FOUR, models=(model,), pools=(replace(FOUR.pools[0], pages=pages),))
-    workload = chats(30.0, 12.0)
-    whole, part = (Played(small, Roofline(), make_token_budget(n), workload) for n in ("token_throttling", without))
-    if without.endswith("wt"):
-        assert (
-            part.made.spread(2.0, 12.0)["prefill"].variation > 1.2 * whole.made.spread(2.0, 12.0)["prefill"].variation
-        )
-    else:
-        assert part.preemptions > 1.2 * whole.preemptions
-
-
 def test_decoding_sequences_are_dealt_out_evenly() -> None:
     # 40 sequences that decode for long: after the prompts, ten in each of the four micro-batches.
     result = play([(0.0, 10, 200)] * 40, spec(stages=4, blocks=4000), TokenThrottling())
@@ -407,7 +388,7 @@ def test_every_request_is_answered_and_the_books_are_right(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simulated_unit, "EngineTypes", lambda: EngineTypes(stages=Watched))
-        result = Played(of, PerLayerModel(), make_token_budget(name), workload)
+        result = Played(of, PerLayerModel(), TOKEN_BUDGETS[name](), workload)
     for request in result.requests:
         if request.error:
             assert request.prompt + request.output - 1 > blocks * 16
@@ -420,7 +401,7 @@ def test_every_request_is_answered_and_the_books_are_right(
     wanted = sum(r.prompt + r.output - 1 for r in result.requests if not r.error)
     assert computed == wanted if not result.preemptions else computed > wanted
     assert all(bubble >= -1e-9 for bubble in result.made.bubbles())
-    again = Played(of, PerLayerModel(), make_token_budget(name), workload)
+    again = Played(of, PerLayerModel(), TOKEN_BUDGETS[name](), workload)
     assert [r.finish for r in again.requests] == [r.finish for r in result.requests]
 
 
