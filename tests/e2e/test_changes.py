@@ -26,7 +26,7 @@ from tests.support import preloaded
 from tests.support.patience import PATIENCE, eventually
 
 MODELS = ROOT / "configs/models"
-SLEEPS = {"dtype": "float32", "replicas": {"min": 0, "max": 2, "start": 0, "idle": "2s", "hold": "1s", "wake": "240s"}}
+SLEEPS = {"dtype": "float32", "replicas": {"min": 0, "max": 2, "start": 0, "idle": "2s", "wake": "240s"}}
 FLEET = {
     "kv_pool": {"size": "32MiB"},
     "gateway": {"count": 2},
