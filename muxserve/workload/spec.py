@@ -30,6 +30,8 @@ _GROUPS = "bursty-groups"
 _TALK = "conversations"
 _CV = {"poisson": 1.0, "even": 0.0, "gamma": None, _GROUPS: 1.0, _TALK: 1.0}
 _GENERATOR = re.compile(rf"({'|'.join(_CV)})(?::(.*))?", re.DOTALL)
+# A name that is a generator's rather than a file's.
+_NAME = re.compile(r"[a-z-]+")
 _SWITCH = {"true": True, "yes": True, "false": False, "no": False}
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 DEFAULT_ALPHA = 0.9
@@ -240,14 +242,18 @@ def is_generator(text: str) -> bool:
 
 
 def parse_spec(text: str) -> GeneratorSpec | TraceSpec:
-    """A workload as it is written; whether its file exists shows when it is read.
+    """A workload as it is written; whether its file can be read shows later.
 
     Raises:
-        WorkloadError: an unknown key, a key twice, or a value of the wrong kind.
+        WorkloadError: neither a generator nor a file, an unknown key, a key twice, or a value of the wrong kind.
     """
     found = _GENERATOR.fullmatch(text)
     if found is None or Path(text).is_file():
         path, keys = _path(text)
+        if _NAME.fullmatch(path) and not Path(path).exists():
+            near = difflib.get_close_matches(path, _CV, 1)
+            hint = f"; did you mean {near[0]}?" if near else "."
+            raise WorkloadError(f"there is no file {path!r} and no such generator{hint} Generators: {', '.join(_CV)}")
         return TraceSpec(path, **_values(text, keys, f"{path}:map=rates,duration=600", TraceSpec)[0])
     own, shape, talk = _values(text, found[2] or "", EXAMPLE, GeneratorSpec, ShapeSpec, TalkSpec)
     if {"lengths", "prompt", "output"} <= own.keys():

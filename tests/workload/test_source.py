@@ -110,9 +110,11 @@ def test_generators_and_files_are_told_apart(tmp_path: Path, monkeypatch: pytest
     trace(tmp_path).rename("poisson")
     assert len(list(open_workload("poisson"))) == 100
     assert len(list(open_workload("./poisson:limit=7"))) == 7
-    for missing in ("nowhere.csv", "nowhere.csv:limit=3", "uniform:rate=1"):
+    for missing in ("nowhere.csv", "nowhere.csv:limit=3"):
         with pytest.raises(FileNotFoundError):
             open_workload(missing)
+    with pytest.raises(WorkloadError, match="no file 'poison' and no such generator; did you mean poisson"):
+        open_workload("poison:alpha=1")
 
 
 @pytest.mark.parametrize("name", ["t.jsonl", "a:b.jsonl", "rate=3:x,y.jsonl", "a:limit=3"])
