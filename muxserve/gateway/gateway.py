@@ -36,8 +36,7 @@ from muxserve.gateway.status.measure import Measures
 from muxserve.gateway.status.reports import Reports
 from muxserve.gateway.status.routes import StatusRoutes
 from muxserve.gateway.status.ui import LivePage
-from muxserve.gateway.status.vllm_gauges import VllmGauges
-from muxserve.gateway.status.vllm_metrics import JoinedMetrics
+from muxserve.gateway.status.vllm_metrics import JoinedMetrics, VllmGauges
 from muxserve.net.process import words
 from muxserve.net.sockets import NetworkError
 from muxserve.spec import FleetSpec, FollowedFleet, ModelSpec, followed_file, load_fleet, save_followed

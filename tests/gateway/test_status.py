@@ -108,7 +108,7 @@ def test_of_a_model_that_was_removed_no_metric_is_left() -> None:
     told = {name: {"used_pages": 1, "phases": {"decode": {"jobs": 3}}} for name in ("here", "gone")}
     unit: Any = SimpleNamespace(name="u0", answered=True, models=lambda: told)
     fleet: Any = SimpleNamespace(units={"u0": unit}, fleet=SimpleNamespace(models=[model("here")]))
-    fleet.told = partial(FleetStatus.told, fleet)
+    fleet.replica_states = partial(FleetStatus.replica_states, fleet)
     collector = FleetCollector(fleet)
     assert collector._per_model("used_pages") == {("u0", "here"): 1.0}
     assert collector._per_phase("jobs") == {("u0", "here", "decode"): 3.0}

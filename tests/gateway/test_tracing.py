@@ -79,8 +79,8 @@ def test_a_request_and_what_it_went_through() -> None:
     first = [("queue", 0.9), ("prefill", 0.8)]
     second = [("queue", 0.7), ("prefill", 0.65), ("prefill", 0.63), ("hand_over", 0.6), ("decode", 0.5), ("move", 0.5)]
     for unit, attempt, stages in (("u0", 0, first), ("u1", 1, second)):
-        tracing.told(unit, RequestTrace("gw-1", attempt, 0, [TraceStage(n, ago) for n, ago in stages]), now)
-    tracing.told("u0", RequestTrace("nobody's", 0, 0, [TraceStage("queue", 1.0)]), now)
+        tracing.left_unit(unit, RequestTrace("gw-1", attempt, 0, [TraceStage(n, ago) for n, ago in stages]), now)
+    tracing.left_unit("u0", RequestTrace("nobody's", 0, 0, [TraceStage("queue", 1.0)]), now)
     found = spans(exporter)
     (root,) = found["chat m"]
     assert root.parent is not None

@@ -10,8 +10,7 @@ import pytest
 from prometheus_client.exposition import generate_latest
 
 from muxserve.gateway.status.fleet_status import FleetStatus
-from muxserve.gateway.status.vllm_gauges import VllmGauges
-from muxserve.gateway.status.vllm_metrics import Lean
+from muxserve.gateway.status.vllm_metrics import Lean, VllmGauges
 from muxserve.spec import ModelSpec
 from tests.gateway.unit_specs import model
 
@@ -34,7 +33,7 @@ def shown(
         resident=lambda name: (memory or {}).get(name, {}),
         asleep=lambda name: False,
     )
-    status.told = partial(FleetStatus.told, status)
+    status.replica_states = partial(FleetStatus.replica_states, status)
     gauges = VllmGauges(status)
     lines = generate_latest(Lean(gauges) if lean else gauges).decode().splitlines()
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}

@@ -14,7 +14,7 @@ from prometheus_client.registry import CollectorRegistry
 from muxserve.cli import doctor, status
 from muxserve.cli.output import console
 from muxserve.cluster import machine
-from muxserve.gateway.status.gpus import GpuStatus
+from muxserve.gateway.status.fleet_status import GpuStatus
 from muxserve.gpu import mps, nvml
 from muxserve.gpu.findings import FALLBACK_WORDS, Findings, ProbedMachine, ProbeFinding
 from muxserve.gpu.watch import MAX_AGE_SECONDS, GpuWatch
@@ -116,7 +116,7 @@ class Elsewhere:
         self.gpu = FakeGpu(uuid=UUIDS[1])
         self.watch = GpuWatch(unit_spec, self.ask, lambda: self.now)
         self.said: object = None
-        self.status = GpuStatus(unit_spec, self.never, told=lambda: self.said)
+        self.status = GpuStatus(unit_spec, self.never, reported=lambda: self.said)
 
     def ask(self) -> nvml.GpuMachine:
         self.asked.release()
@@ -161,7 +161,7 @@ async def test_gpus_of_another_machine_are_what_their_unit_says() -> None:
     there = Elsewhere()
     await there.status.refresh()
     (silent,) = there.status.report()
-    assert (silent["uuid"], silent["fault"]) == (UUIDS[1], "its unit has not told of it yet")
+    assert (silent["uuid"], silent["fault"]) == (UUIDS[1], "its unit has not reported it yet")
     registry = CollectorRegistry()
     registry.register(there.status)
     labels = {"uuid": UUIDS[1]}

@@ -27,7 +27,7 @@ from muxserve.gateway.routing.broker import Broker
 from muxserve.gateway.routing.prefix_keys import prefix_keys
 from muxserve.gateway.routing.requests import Failure, Output, Tracked
 from muxserve.gateway.status.measure import RequestOutcome
-from muxserve.gateway.status.vllm_gauges import engine_indexes
+from muxserve.gateway.status.vllm_metrics import engine_indexes
 from muxserve.spec import ModelSpec
 from muxserve.vllm.image_files import LARGEST
 

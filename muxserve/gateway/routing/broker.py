@@ -282,7 +282,7 @@ class Broker:
             self._timelines.answer(unit, message)
         elif isinstance(message, RequestTrace):
             if self.tracing is not None:
-                self.tracing.told(unit, message, time.monotonic())
+                self.tracing.left_unit(unit, message, time.monotonic())
         else:
             log.warning("unexpected %s from the unit scheduler of %s", type(message).__name__, unit)
 

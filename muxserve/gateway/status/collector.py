@@ -91,7 +91,7 @@ Values = Mapping[tuple[str, ...], float]
 
 RESIDENCES = tuple(each.value for each in Residence)
 MEMORY_BYTES = ("limit_bytes", "used_bytes", "fixed_bytes", "reserved_bytes")
-# Of each model that memory decides on: name, text, key of the global scheduler's state, whether it counts up.
+# For each model that memory decides on: name, text, key of the global scheduler's state, whether it counts up.
 RESIDENCY_METRICS = (
     ("muxserve_model_memory_bytes", "What comes free when the model sleeps.", "held_bytes", False),
     ("muxserve_model_copy_bytes", "Of its weights, in the host's memory, for GPUs.", "copy_bytes", False),
@@ -151,7 +151,7 @@ class GatewayCollector(Collector):
 
 
 class FleetCollector(Collector):
-    """The fleet's state as Prometheus metrics, from what was last heard."""
+    """The fleet's state as Prometheus metrics, from the units' last answers."""
 
     def __init__(self, status: FleetStatus) -> None:
         self._status = status
@@ -252,12 +252,12 @@ class FleetCollector(Collector):
             )
 
     def _per_model(self, key: str) -> Values:
-        return {(unit, name): float(model[key]) for unit, name, model in self._status.told() if key in model}
+        return {(unit, name): float(model[key]) for unit, name, model in self._status.replica_states() if key in model}
 
     def _per_phase(self, key: str) -> Values:
         return {
             (unit, name, phase): float(engine[key])
-            for unit, name, model in self._status.told()
+            for unit, name, model in self._status.replica_states()
             for phase, engine in model.get("phases", {}).items()
             if key in engine
         }
@@ -266,14 +266,14 @@ class FleetCollector(Collector):
         """What was learnt of the steps' costs; phases without a step, and engines of both phases, have what they do."""
         return {
             (unit, name, phase): float(learnt[key])
-            for unit, name, model in self._status.told()
+            for unit, name, model in self._status.replica_states()
             for phase, learnt in model.get("costs", {}).items()
         }
 
     def _stages(self, key: str) -> Values:
         return {
             (unit, name, str(stage)): float(seconds)
-            for unit, name, model in self._status.told()
+            for unit, name, model in self._status.replica_states()
             for stage, seconds in enumerate(model.get(key, ()))
         }
 

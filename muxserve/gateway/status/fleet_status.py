@@ -8,17 +8,21 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import msgspec
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from muxserve.costs.correction import Correction
 from muxserve.gateway.routing.broker import Broker
-from muxserve.gateway.status.gpus import GpuStatus
-from muxserve.spec import EnginePhase, FleetSpec, UnitEntry
+from muxserve.gpu import nvml, watch
+from muxserve.gpu.nvml import GpuMachine
+from muxserve.spec import EnginePhase, FleetSpec, UnitEntry, UnitSpec
 
 # A scrape and a dashboard that ask at the same time share one answer.
 MAX_AGE_SECONDS = 0.2
 # A unit scheduler that does not answer for this long is busy dying.
 TIMEOUT_SECONDS = 1.0
-# Of one that did not answer the last time: one unit that hangs must not make every probe of the gateway late.
+# The same for a unit that did not answer the last time: one that hangs must not make every probe of the gateway late.
 BRIEF_SECONDS = 0.05
 
 
@@ -32,6 +36,76 @@ class UnitStates(Protocol):
         """The unit's state, None if it does not answer within `timeout` seconds."""
 
 
+_GPU_LABELS = ["gpu", "uuid"]
+
+
+class GpuStatus(Collector):
+    """The unit's GPUs in `/fleet` and `/metrics`: memory, utilisation, faults; nothing without GPUs. NVML knows those
+    of this machine, and their units report others.
+
+    Args:
+        ask: asks NVML; in a thread, because a lost GPU may take its time.
+        reported: the GPUs in the last report of a unit on another machine (`muxserve.gpu.watch.states`), instead of
+            `ask`; nothing before the first one.
+    """
+
+    def __init__(
+        self,
+        unit_spec: UnitSpec,
+        ask: Callable[[], GpuMachine] = nvml.machine,
+        clock: Callable[[], float] = time.monotonic,
+        reported: Callable[[], object] | None = None,
+    ) -> None:
+        self._unit_spec = unit_spec
+        self._ask = ask
+        self._clock = clock
+        self._reported = reported
+        self._asked_at = -1e9
+        self._asking = asyncio.Lock()
+        self._machine = GpuMachine()
+
+    async def refresh(self) -> None:
+        """Ask again if what is known is too old."""
+        if self._unit_spec.gpu is None or self._reported is not None:
+            return
+        async with self._asking:
+            if self._clock() - self._asked_at > watch.MAX_AGE_SECONDS:
+                self._machine = await asyncio.to_thread(self._ask)
+                self._asked_at = self._clock()
+
+    def report(self) -> list[dict[str, object]]:
+        """The GPUs for `/fleet`, by rank."""
+        reported = None if self._reported is None else self._reported()
+        if isinstance(reported, list) and reported:
+            return reported
+        return watch.states(
+            self._unit_spec,
+            self._machine if self._reported is None else GpuMachine(why_none="its unit has not reported it yet"),
+        )
+
+    def collect(self) -> Iterator[Metric]:
+        if self._unit_spec.gpu is None:
+            return
+        up = GaugeMetricFamily("muxserve_gpu_up", "1 while the GPU answers and has no fault.", labels=_GPU_LABELS)
+        total = GaugeMetricFamily("muxserve_gpu_memory_bytes", "Memory of the GPU.", labels=_GPU_LABELS)
+        used = GaugeMetricFamily("muxserve_gpu_memory_used_bytes", "Memory of the GPU in use.", labels=_GPU_LABELS)
+        busy = GaugeMetricFamily(
+            "muxserve_gpu_utilization_ratio", "Part of the last second in which a kernel ran.", labels=_GPU_LABELS
+        )
+        pool = GaugeMetricFamily("muxserve_gpu_pool_bytes", "Memory of the GPU that KV pages have.", labels=_GPU_LABELS)
+        for gpu in self.report():
+            index = gpu["index"]
+            labels = [str(f"rank{gpu['rank']}" if index is None else index), str(gpu["uuid"])]
+            up.add_metric(labels, float(index is not None and not gpu["fault"]))
+            known = ((pool, "pool_bytes"), (total, "memory_bytes"), (used, "used_bytes"), (busy, "utilization"))
+            for family, key in known:
+                value = gpu[key]
+                # What a GPU holds it holds although the driver does not answer; nothing else is known then.
+                if isinstance(value, int | float) and (family is pool or gpu["memory_bytes"]):
+                    family.add_metric(labels, value)
+        yield from (up, total, used, busy, pool)
+
+
 class UnitStatus:
     """A unit's state as last heard, at most `MAX_AGE_SECONDS` old after `refresh`."""
 
@@ -39,9 +113,8 @@ class UnitStatus:
         self.entry = entry
         self.state: dict[str, Any] = {}
         self.answered = False
-        # NVML knows of this machine's GPUs only.
-        told = (lambda: self.state.get("gpus") if self.answered else None) if entry.remote else None
-        self.gpus = None if entry.unit_spec.gpu is None else GpuStatus(entry.unit_spec, told=told)
+        reported = (lambda: self.state.get("gpus") if self.answered else None) if entry.remote else None
+        self.gpus = None if entry.unit_spec.gpu is None else GpuStatus(entry.unit_spec, reported=reported)
         self._broker = broker
         self._clock = clock
         self._heard_at = -1e9
@@ -152,9 +225,9 @@ class FleetStatus:
         if isinstance(memory, dict):
             self.memory = memory
 
-    def told(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-        """What the units that answer say of their models: unit, model, and its state. A unit keeps books also of models
-        that the fleet has no longer; these are left out."""
+    def replica_states(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+        """The states of their models as units that answer report them: unit, model, state. A unit keeps books also of
+        models that the fleet has no longer; these are left out."""
         known = {model.name for model in self.fleet.models}
         for unit in self.units.values():
             if unit.answered:

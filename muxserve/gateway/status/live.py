@@ -30,7 +30,7 @@ Ask = Callable[[str, float, float], Awaitable[TimelineReply | None]]
 class UnitHistory:
     """The jobs and moves of one unit in the last `JOBS_WINDOW_SECONDS`, in Unix time.
 
-    `revision` grows with every answer, so that who has seen everything up to one can be told what came after it.
+    `revision` grows with every answer, so that a page gets only the jobs after the revision that it has seen.
     """
 
     def __init__(self, unit: str) -> None:
@@ -95,7 +95,7 @@ class LiveView:
     """Makes the frames of everybody who looks at the fleet through this gateway.
 
     Args:
-        ask: a unit's timeline since a time of its clock, None if it does not answer within so many seconds.
+        ask: a unit's timeline since a time of its clock, None if it does not answer within a number of seconds.
         clock: Unix time.
     """
 

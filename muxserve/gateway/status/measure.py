@@ -22,7 +22,7 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
 
 
-# Of one model; with more requests per window, the last ones are shown.
+# Requests of one model that are kept; with more per window, the last ones are shown.
 MOST_RECENT = 2000
 
 
@@ -154,7 +154,7 @@ class Measures:
             self._recent[name].append(RecentRequest(now, ttft, tpot, met.get("all")))
 
     def recent(self, model: str, now: float) -> RecentLoad:
-        """Of the requests that completed in the last `LATENCY_WINDOW_SECONDS`, the latencies and how many met their
+        """The latencies of the requests that completed in the last `LATENCY_WINDOW_SECONDS`, and how many met their
         objectives."""
         recent = self._recent.get(model, ())
         ended = [each for each in recent if each.at > now - LATENCY_WINDOW_SECONDS]

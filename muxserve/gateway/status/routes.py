@@ -25,11 +25,10 @@ from muxserve.gateway.limits.tenants import USAGE_PATH
 from muxserve.gateway.status.fleet_status import MAX_AGE_SECONDS, FleetStatus
 from muxserve.gateway.status.reports import Reports
 from muxserve.gateway.status.shared_answer import RenderedAnswer, SharedAnswer
-from muxserve.gateway.status.vllm_gauges import WAITING
-from muxserve.gateway.status.vllm_metrics import JoinedMetrics, Lean, folded
+from muxserve.gateway.status.vllm_metrics import WAITING, JoinedMetrics, Lean, folded
 
 FULL_METRICS = "/metrics" + FULL
-# Texts of metrics are rendered anew after so many seconds at the earliest.
+# Seconds for which a rendered text of metrics serves all who ask.
 TEXT_SECONDS = 1.0
 _PROMETHEUS = CONTENT_TYPE_LATEST.encode()
 _MODEL = "model_name"
@@ -107,7 +106,7 @@ class StatusRoutes:
         await self._fleet.send(scope, send)
 
     async def profile(self, scope: Scope, send: Send) -> None:
-        """A profile: what prefill and decode steps cost, corrected by those that were taken."""
+        """A profile: what prefill and decode steps cost, corrected by measured ones."""
         await self._profile.send(scope, send)
 
     async def version(self, scope: Scope, send: Send) -> None:

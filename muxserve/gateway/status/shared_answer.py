@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from muxserve.gateway.http.errors import JSON, Scope, Send, respond
 
-# Prometheus text shrinks to a twentieth at the lowest level already; below so many bytes it is not worth a thread.
+# Prometheus text shrinks to a twentieth at the lowest level already; below `_SMALL_BYTES` it is not worth a thread.
 _LEVEL = 1
 _SMALL_BYTES = 500
 

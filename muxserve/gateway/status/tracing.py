@@ -1,10 +1,9 @@
 """Traces over OTLP: a span for each request, with what it went through as children. Off unless the environment names an
 endpoint (`OTEL_EXPORTER_OTLP_ENDPOINT`); then nothing of this is built, and requests carry no trace.
 
-Names are those of OpenTelemetry's semantic conventions for generative AI where these have one. Unit schedulers tell of
-traced requests what they went through there (`muxserve.wire.RequestTrace`), mostly after the answer has ended; so the
-children of a span may come after it.
-"""
+Names are those of OpenTelemetry's semantic conventions for generative AI where these have one. Unit schedulers report
+the stages of traced requests (`muxserve.wire.RequestTrace`), mostly after the answer has ended; so the children of a
+span may come after it."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
 }
-# Requests of which units may still tell something.
+# Requests that units may still report.
 MOST_FOLLOWED = 10_000
 _W3C = TraceContextTextMapPropagator()
 
@@ -60,11 +59,10 @@ def nanoseconds(seconds: float) -> int:
 class HttpTrace:
     """The span of one HTTP request, until it is answered."""
 
-    __slots__ = ("_arrival", "_completion_tokens", "_prompt_tokens", "_span", "context", "operation")
+    __slots__ = ("_completion_tokens", "_prompt_tokens", "_span", "context", "operation")
 
-    def __init__(self, span: trace.Span, operation: str, arrival: float) -> None:
+    def __init__(self, span: trace.Span, operation: str) -> None:
         self._span = span
-        self._arrival = arrival
         self._prompt_tokens = 0
         self._completion_tokens = 0
         self.operation = operation
@@ -74,7 +72,7 @@ class HttpTrace:
         """One of its answers has ended."""
         self._prompt_tokens += request.prompt_tokens if request.choice == 0 else 0
         self._completion_tokens += len(request.emitted)
-        told: dict[str, str | int | float] = {
+        attributes: dict[str, str | int | float] = {
             "gen_ai.usage.input_tokens": self._prompt_tokens,
             "gen_ai.usage.output_tokens": self._completion_tokens,
             "gen_ai.usage.cache_read.input_tokens": request.cached_tokens,
@@ -83,14 +81,14 @@ class HttpTrace:
             "muxserve.attempts": request.attempt + 1,
         }
         if request.max_tokens:
-            told["gen_ai.request.max_tokens"] = request.max_tokens
+            attributes["gen_ai.request.max_tokens"] = request.max_tokens
         if request.first_token_at is not None and request.last_token_at is not None:
-            told["gen_ai.server.time_to_first_token"] = request.first_token_at - request.arrival
+            attributes["gen_ai.server.time_to_first_token"] = request.first_token_at - request.arrival
             tpot = time_per_token(request.first_token_at, request.last_token_at, len(request.emitted))
             if tpot is not None:
-                told["gen_ai.server.time_per_output_token"] = tpot
+                attributes["gen_ai.server.time_per_output_token"] = tpot
             self._span.add_event("first token", timestamp=nanoseconds(request.first_token_at))
-        self._span.set_attributes(told)
+        self._span.set_attributes(attributes)
 
     def repeated(self, why: str) -> None:
         """It is served again from where it was."""
@@ -145,7 +143,7 @@ class Tracing:
             {"gen_ai.operation.name": operation, "gen_ai.provider.name": "muxserve", "url.path": path},
             start_time=nanoseconds(arrival),
         )
-        return HttpTrace(span, operation, arrival) if span.is_recording() else None
+        return HttpTrace(span, operation) if span.is_recording() else None
 
     def submitted(self, request: Tracked, now: float) -> None:
         """A traced request is sent to a unit."""
@@ -160,8 +158,8 @@ class Tracing:
         if parent is not None:
             parent.ended(request, outcome, now)
 
-    def told(self, unit: str, message: RequestTrace, now: float) -> None:
-        """What a request went through in a unit, which it has left. Times are ages, so that clocks may differ."""
+    def left_unit(self, unit: str, message: RequestTrace, now: float) -> None:
+        """A request has left a unit, after these stages. Times are ages, so that clocks may differ."""
         parent = self._followed.get(message.request_id)
         if parent is None or not message.stages:
             return

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter as Counters
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 from prometheus_client.samples import Sample
@@ -20,9 +22,24 @@ from vllm.config import SupportsMetricsInfo
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.perf import PerfMetricsProm
 
-from muxserve.gateway.status import vllm_gauges
+from muxserve.gateway.status.collector import PLACES
+from muxserve.gateway.status.fleet_status import FleetStatus
+from muxserve.spec import EnginePhase, ModelSpec
 
 log = logging.getLogger(__name__)
+
+RUNNING = "vllm:num_requests_running"
+WAITING = "vllm:num_requests_waiting"
+WAITING_BY_REASON = "vllm:num_requests_waiting_by_reason"
+KV_CACHE_USAGE = "vllm:kv_cache_usage_perc"
+SLEEP_STATE = "vllm:engine_sleep_state"
+# Gauges that the front ends' own loggers leave to `VllmGauges`.
+GAUGES = frozenset({RUNNING, WAITING, WAITING_BY_REASON, KV_CACHE_USAGE, SLEEP_STATE})
+
+# The index of the engine that runs each place's requests: 0 prefills, 1 decodes or does both.
+_ONE_ENGINE = tuple(place for place in PLACES if place != "queued")
+_RUNS_IN = {0: ("prefilling",), 1: ("handed", "decoding", "moving")}
+_SLEEPS = ("asleep", "waking")
 
 
 def stat_logger(model: str, registry: CollectorRegistry) -> type[PrometheusStatLogger]:
@@ -30,8 +47,8 @@ def stat_logger(model: str, registry: CollectorRegistry) -> type[PrometheusStatL
     counter = staticmethod(partial(Counter, registry=registry))
 
     def gauge(**options: Any) -> Gauge:
-        # What is set here is what one engine said last; `vllm_gauges` shows what is.
-        return Gauge(**options, registry=None if options["name"] in vllm_gauges.NAMES else registry)
+        # One engine's last word would be set here; `VllmGauges` shows what is.
+        return Gauge(**options, registry=None if options["name"] in GAUGES else registry)
 
     class ModelPerfMetrics(PerfMetricsProm):
         _counter_cls: Any = counter
@@ -58,10 +75,70 @@ def stat_logger(model: str, registry: CollectorRegistry) -> type[PrometheusStatL
     return ModelStatLogger
 
 
+class VllmGauges(Collector):
+    """vLLM's gauges of an engine's state, from the units' present state: one series per model and engine index, over
+    all units that answer.
+
+    Engines send statistics with their tokens, and each message reaches one gateway. An engine that becomes idle,
+    sleeps, dies, or has a replica in another unit would leave the gauge at the last message; units answer for all of
+    these.
+    """
+
+    def __init__(self, status: FleetStatus) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        running = _family(RUNNING, "Number of requests in model execution batches.")
+        waiting = _family(WAITING, "Number of requests waiting to be processed.")
+        reasons = _family(WAITING_BY_REASON, "Number of waiting requests by reason.", "reason")
+        usage = _family(KV_CACHE_USAGE, "KV-cache usage. 1 means 100 percent usage.")
+        sleep = _family(SLEEP_STATE, "Engine sleep state; awake = 0 means engine is sleeping.", "sleep_state")
+        by_model: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
+        for _, name, said in self._status.replica_states():
+            by_model[name].append(said)
+        for model in self._status.fleet.models:
+            replicas = by_model.get(model.name, [])
+            first, *_ = indexes = engine_indexes(model)
+            for index in indexes:
+                labels = [model.name, str(index)]
+                places = _RUNS_IN[index] if len(indexes) > 1 else _ONE_ENGINE
+                queued = _total(replicas, "queued") if index == first else 0.0
+                running.add_metric(labels, sum(_total(replicas, place) for place in places))
+                waiting.add_metric(labels, queued)
+                reasons.add_metric([*labels, "capacity"], queued)
+                reasons.add_metric([*labels, "deferred"], 0.0)
+                usage.add_metric(labels, _total(replicas, "used_pages") / max(1.0, _total(replicas, "quota_pages")))
+                for state, value in self._sleep_states(model.name).items():
+                    sleep.add_metric([*labels, state], float(value))
+        yield from (running, waiting, reasons, usage, sleep)
+
+    def _sleep_states(self, model: str) -> dict[str, bool]:
+        resident = self._status.resident(model)
+        sleeps = resident.get("residence") in _SLEEPS or self._status.asleep(model)
+        kept = bool(resident.get("copy_bytes"))
+        return {"awake": not sleeps, "weights_offloaded": sleeps and kept, "discard_all": sleeps and not kept}
+
+
+def engine_indexes(model: ModelSpec) -> tuple[int, ...]:
+    """The indexes that vLLM's metrics have for the model's engines."""
+    phases: tuple[EnginePhase, ...] = model.engines
+    if len(phases) > 1:
+        return 0, 1
+    return (0,) if model.pooling else (1,)
+
+
+def _family(name: str, text: str, *more: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, labels=["model_name", "engine", *more])
+
+
+def _total(replicas: Sequence[Mapping[str, Any]], key: str) -> float:
+    return float(sum(replica.get(key, 0) for replica in replicas))
+
+
 # What is constant here (text models only, which nobody meters; one choice per engine request), and what says again what
 # other series say.
 _LEFT_OUT = (
-    vllm_gauges.SLEEP_STATE,
+    SLEEP_STATE,
     "vllm:mm_cache_",
     "vllm:estimated_",
     "vllm:external_prefix_cache_",
@@ -73,10 +150,10 @@ _LEFT_OUT = (
     "vllm:request_num_preemptions",
     "vllm:request_prefill_kv_computed_tokens",
 )
-# Of vLLM's histograms every second bucket: a factor of 2 to 4 between two, as in the fleet's own.
+# Every second bucket of vLLM's histograms: a factor of 2 to 4 between two, as in the fleet's own.
 _EVERY = 2
 # Both engines of a model say the first of the same pages, and all gateways the second of the same units.
-_SHARED = (vllm_gauges.KV_CACHE_USAGE, "muxserve_gateway_predicted_wait_seconds")
+_SHARED = (KV_CACHE_USAGE, "muxserve_gateway_predicted_wait_seconds")
 
 
 class Lean(Collector):
