@@ -351,7 +351,7 @@ class GpuStarts(UnitStarts):
                 raise PartDied(f"it cannot come back from its rest: {failure}") from None
             raise
         if source == "copy":
-            link.pin(model)
+            link.tell("pin", model)
         if part.lent:
             part.left = lost
         elif kept and lost is not None:

@@ -292,7 +292,7 @@ class UnitHost:
         """See `UnitHandle.prefetch`."""
         if model in self._hibernating:
             if self._starts.warm is not None:
-                self._starts.warm.prefetch(model)
+                self._starts.warm.tell("prefetch", model)
         elif not self._starts.copied(model):
             await asyncio.to_thread(read_weights_ahead, self.unit_spec.model(model).path)
 
@@ -344,7 +344,7 @@ class UnitHost:
 
     async def _end_parent(self, model: str, parent: Process | None) -> None:
         if self._starts.warm is not None:
-            self._starts.warm.end_model(model)
+            self._starts.warm.tell("end", model)
         if parent is not None:
             # It ends by itself when it gets no more orders; the memory is free when it has.
             with contextlib.suppress(TimeoutError):

@@ -205,7 +205,7 @@ class UnitStarts(ParentEvents, ABC):
     async def forget(self, model: str) -> None:
         """Let go of what is kept of a model that sleeps."""
         if self.warm is not None:
-            self.warm.forget(model)
+            self.warm.tell("forget", model)
 
     # ------------------------------------------------------------ only on GPUs (`GpuStarts`)
 

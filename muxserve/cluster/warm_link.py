@@ -11,7 +11,7 @@ import json
 import logging
 import socket
 from collections.abc import MutableMapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from muxserve.cluster.events import PartId
 from muxserve.cluster.processes import Process, exit_words
@@ -22,6 +22,12 @@ log = logging.getLogger(__name__)
 
 _MAX_MESSAGE = 1 << 16
 _LAST_WORDS_SECONDS = 0.1
+
+
+# What a parent hears of a model: its engines have been stopped for good, so that what holds its weights may go; it will
+# be wanted again soon, and its memory has moved behind a file; the host's memory has a copy of its weights, which is to
+# be pinned; or has none any more.
+ModelNews = Literal["end", "prefetch", "pin", "forget"]
 
 
 class Birth:
@@ -103,10 +109,8 @@ class WarmLink:
         self._parent = parent
         self._births: dict[PartId, Birth] = {}
         self._model_parents: dict[int, str] = {}
-        # By model, what waits for its memory to have moved.
-        self._hibernations: dict[str, asyncio.Future[int]] = {}
-        # By engine, what waits for it to rest.
-        self._rests: dict[PartId, asyncio.Future[None]] = {}
+        # By part, what waits for an engine to rest, or for the memory of a model's parent to have moved.
+        self._doing: dict[PartId, asyncio.Future[None]] = {}
         self._events = events
         self._reader = asyncio.create_task(self._read())
 
@@ -118,10 +122,7 @@ class WarmLink:
         """
         birth = self._births[part] = Birth()
         command = {"op": "fork", "kind": part.kind, "model": part.model, "phase": part.phase}
-        try:
-            self._send({**command, "unit": part.unit, "index": part.index, **more}, fds)
-        except OSError as error:
-            raise PartDied(f"{self._parent} does not take orders: {error}", blameless=True) from None
+        self._command({**command, "unit": part.unit, "index": part.index, **more}, fds)
         return birth
 
     def serve(self) -> None:
@@ -130,48 +131,22 @@ class WarmLink:
         Raises:
             PartDied: it is gone.
         """
-        try:
-            self._send({"op": "serve"})
-        except OSError as error:
-            raise PartDied(f"{self._parent} does not take orders: {error}", blameless=True) from None
+        self._command({"op": "serve"})
 
-    def end_model(self, model: str) -> None:
-        """The engines of `model` have been stopped for good: what holds its weights may go."""
-        with contextlib.suppress(OSError):
-            self._send({"op": "end", "model": model})
+    def tell(self, what: ModelNews, model: str) -> None:
+        """Tell the parent what a model is about to do, if it lives."""
+        with contextlib.suppress(PartDied):
+            self._command({"op": what, "model": model})
 
-    def prefetch(self, model: str) -> None:
-        """`model`, whose memory has moved behind a file, will be wanted again soon."""
-        with contextlib.suppress(OSError):
-            self._send({"op": "prefetch", "model": model})
-
-    async def hibernate(self, model: str) -> int:
+    async def hibernate(self, model: str) -> None:
         """The engines of `model` have been stopped, and may be wanted again: the process that has loaded it stays, and
-        its memory moves behind a file. Returns the bytes that have moved.
+        its memory moves behind a file.
 
         Raises:
-            PartFailed: they cannot.
+            PartFailed: it cannot.
             PartDied: the process has died.
         """
-        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._hibernations[model] = future
-        try:
-            self._send({"op": "hibernate", "model": model})
-            return await future
-        except OSError as error:
-            raise PartDied(f"{self._parent} does not take orders: {error}", blameless=True) from None
-        finally:
-            self._hibernations.pop(model, None)
-
-    def pin(self, model: str) -> None:
-        """There is a copy of the weights of `model` in the host's memory: have it pinned."""
-        with contextlib.suppress(OSError):
-            self._send({"op": "pin", "model": model})
-
-    def forget(self, model: str) -> None:
-        """There is no copy of the weights of `model` any more: let go of that."""
-        with contextlib.suppress(OSError):
-            self._send({"op": "forget", "model": model})
+        await self._done(PartId("model", model), {"op": "hibernate", "model": model})
 
     async def rest(self, part: PartId) -> None:
         """The model of the engine `part` sleeps, and the engine stays without the weights until it is ordered again.
@@ -180,22 +155,27 @@ class WarmLink:
             PartFailed: it cannot.
             PartDied: the parent is gone.
         """
+        await self._done(part, {"op": "rest", "model": part.model, "phase": part.phase})
+
+    async def _done(self, part: PartId, command: dict[str, object]) -> None:
+        """Have a part that lives do something, and wait until it says that it has."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._rests[part] = future
+        self._doing[part] = future
         try:
-            self._send({"op": "rest", "model": part.model, "phase": part.phase})
+            self._command(command)
             await future
+        finally:
+            self._doing.pop(part, None)
+
+    def _command(self, command: dict[str, object], fds: Sequence[int] = ()) -> None:
+        data = json.dumps(command).encode()
+        try:
+            if fds:
+                socket.send_fds(self.ours, [data], fds)
+            else:
+                self.ours.send(data)
         except OSError as error:
             raise PartDied(f"{self._parent} does not take orders: {error}", blameless=True) from None
-        finally:
-            self._rests.pop(part, None)
-
-    def _send(self, command: dict[str, object], fds: Sequence[int] = ()) -> None:
-        data = json.dumps(command).encode()
-        if fds:
-            socket.send_fds(self.ours, [data], fds)
-        else:
-            self.ours.send(data)
 
     async def close(self) -> None:
         """Close the socket; whoever still waits for a part is told that the parent died."""
@@ -209,8 +189,7 @@ class WarmLink:
         for birth in self._births.values():
             birth.fail(gone)
         self._births.clear()
-        waiting: list[asyncio.Future[Any]] = [*self._hibernations.values(), *self._rests.values()]
-        for future in waiting:
+        for future in self._doing.values():
             if not future.done():
                 future.set_exception(gone)
 
@@ -230,60 +209,40 @@ class WarmLink:
 
     def _handle(self, message: dict[str, Any]) -> None:
         event = message["event"]
-        if event == "ready":
-            if not self.ready.done():
-                self.ready.set_result(None)
-            return
         if event == "exited":
             self._exited(int(message["pid"]), int(message["status"]))
-            return
-        if event == "failed" and message["kind"] == self._parent.kind:
+        elif event == "ready" or (event == "failed" and message["kind"] == self._parent.kind):
             if not self.ready.done():
-                self.ready.set_exception(PartFailed(str(message["error"])))
-            return
-        if event == "forked" and message["kind"] == "model":
+                _resolve(self.ready, message)
+        elif event == "forked" and message["kind"] == "model":
             self._model_parents[int(message["pid"])] = message["model"]
             self._events.on_model_parent(message["model"], int(message["pid"]))
-            return
-        if event == "hibernates":
-            future = self._hibernations.get(message["model"])
-            if future is not None and not future.done():
-                if "error" in message:
-                    future.set_exception(PartFailed(str(message["error"])))
-                else:
-                    future.set_result(int(message["bytes"]))
-            return
-        part = PartId(
-            message["kind"],
-            message.get("model", ""),
-            message.get("phase", ""),
-            message.get("unit", ""),
-            message.get("index", 0),
-        )
-        if event == "measured":
+        elif event == "hibernates":
+            self._has_done(PartId("model", message["model"]), message)
+        elif event == "measured":
             self._events.on_measured(measured(message))
-            return
+        else:
+            names = {name: message[name] for name in ("model", "phase", "unit", "index") if name in message}
+            self._of_part(PartId(message["kind"], **names), event, message)
+
+    def _of_part(self, part: PartId, event: str, message: dict[str, Any]) -> None:
         if event == "progress":
             self._events.on_progress(part, str(message["detail"]))
-            return
-        resting = self._rests.get(part)
-        if resting is not None and not resting.done():
-            if event == "rests":
-                resting.set_result(None)
-            elif event == "failed":
-                resting.set_exception(PartFailed(str(message["error"])))
-            return
-        birth = self._births.get(part)
-        if birth is None:
-            return
-        if event == "forked" and not birth.forked.done():
-            birth.forked.set_result(int(message["pid"]))
-        elif event == "up" and not birth.up.done():
-            if not birth.forked.done():  # the child may be quicker than its parent
+        elif part in self._doing:
+            if event in ("rests", "failed"):
+                self._has_done(part, message)
+        elif birth := self._births.get(part):
+            if event == "failed":
+                birth.fail(PartFailed(str(message["error"])))
+            elif event in ("forked", "up") and not birth.forked.done():  # the child may be quicker than its parent
                 birth.forked.set_result(int(message["pid"]))
-            birth.up.set_result(bool(message.get("kept")))
-        elif event == "failed":
-            birth.fail(PartFailed(str(message["error"])))
+            if event == "up" and not birth.up.done():
+                birth.up.set_result(bool(message.get("kept")))
+
+    def _has_done(self, part: PartId, message: dict[str, Any]) -> None:
+        future = self._doing.get(part)
+        if future is not None and not future.done():
+            _resolve(future, message)
 
     def _exited(self, pid: int, status: int) -> None:
         model = self._model_parents.pop(pid, None)
@@ -292,7 +251,15 @@ class WarmLink:
             for part, birth in self._births.items():
                 if part.model == model:
                     birth.fail(PartDied(f"the process that loads {model} died"))
-            future = self._hibernations.get(model)
+            future = self._doing.get(PartId("model", model))
             if future is not None and not future.done():
                 future.set_exception(PartDied(f"the process that has loaded {model} died"))
         self._events.on_exited(pid, status)
+
+
+def _resolve(future: asyncio.Future[None], message: dict[str, Any]) -> None:
+    """Say that something has been done, or why not."""
+    if "error" in message:
+        future.set_exception(PartFailed(str(message["error"])))
+    else:
+        future.set_result(None)
