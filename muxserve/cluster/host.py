@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
@@ -19,10 +18,12 @@ from muxserve.cluster.events import HOST, Down, Event, PartId, Ready, Recovered,
 from muxserve.cluster.gpu_starts import GpuStarts
 from muxserve.cluster.launcher import Launcher
 from muxserve.cluster.log_tail import LogTail, Said
+from muxserve.cluster.model_parents import ModelParents
 from muxserve.cluster.processes import Process, Reaper
-from muxserve.cluster.restarts import DEGRADED_STARTS, MAX_DEATHS
+from muxserve.cluster.restarts import MAX_DEATHS
+from muxserve.cluster.standing import Standing
 from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM, CpuStarts, UnitStarts
-from muxserve.cluster.supervision import STOP_SECONDS, GaveUp, Part, PartDied, PartFailed, Supervisor
+from muxserve.cluster.supervision import STOP_SECONDS, GaveUp, Part, Supervisor
 from muxserve.cluster.warm_link import WarmLink
 from muxserve.cluster.watch import Watch
 from muxserve.gpu.budget import Needs
@@ -32,8 +33,6 @@ from muxserve.spec import UNIT_FILE, UnitEntry, UnitSpec, save
 
 log = logging.getLogger(__name__)
 
-# A model whose memory takes longer to move into a file is loaded again instead.
-_HIBERNATION_SECONDS = 25.0
 # A unit scheduler that takes longer to answer is being started anew, and knows no engine.
 _HEARD_SECONDS = 2.0
 _MPS_STOP_SECONDS = 15.0  # it gives its clients some time, too
@@ -89,15 +88,13 @@ class UnitHost:
             raise ValueError("on GPUs the pools are sized by what is measured")
         self._hangs = Watch(unit_spec.watchdog, unit_spec.run_dir)
         self._supervisor = Supervisor(self, self._hangs)
-        # Engines of which the unit scheduler knows that they give no sign of life.
-        self._suspects: set[PartId] = set()
         self._deaths = Deaths(self._starts, reaper, self)
         if migrates:
             self.parts[MIGRATOR] = self._starts.migrator()
         # What the unit starts with.
         self._first = list(self.parts.values())
         # Declared here, but served elsewhere or not at all: the unit scheduler lends their pages to the others.
-        self._retired = {model.name for model in unit_spec.models} - {part.model for part in self._starts.engines}
+        self._standing = Standing({m.name for m in unit_spec.models} - {part.model for part in self._starts.engines})
         self._tasks: dict[PartId, asyncio.Task[None]] = {}
         # Messages on their way, and eyes on processes that are no parts.
         self._others: set[asyncio.Task[None]] = set()
@@ -105,15 +102,8 @@ class UnitHost:
         self._watcher: asyncio.Task[None] | None = None
         # The models that have been up here: from then on their engines are started again with more patience.
         self._served: set[str] = set()
-        # Models whose parts fail at each start: why, and when (monotonic seconds) it is tried again.
-        self._degraded: dict[str, tuple[str, float]] = {}
         self._movable = movable
-        # By model, the process that loaded it and forks its engines.
-        self._model_parents: dict[str, Process] = {}
-        # The same of models that sleep: their memory is in a file.
-        self._hibernating: dict[str, Process] = {}
-        # Models whose process has moved its memory before: next time only what has changed moves.
-        self._in_files: set[str] = set()
+        self._parents = ModelParents(self._starts)
         self.sized = self._starts.sized
         self.ready = asyncio.Event()
         # Whoever waits for something to be started here waits in vain from then on.
@@ -138,7 +128,7 @@ class UnitHost:
     @property
     def degraded(self) -> dict[str, str]:
         """Models that fail at each start, and why."""
-        return {model: reason for model, (reason, _) in self._degraded.items()}
+        return self._standing.degraded
 
     def up(self, model: str) -> bool:
         """See `UnitHandle.up`."""
@@ -169,7 +159,7 @@ class UnitHost:
     @property
     def model_parents(self) -> dict[str, int]:
         """By model, the process that has loaded it and forks its engines."""
-        return {model: process.pid for model, process in self._model_parents.items()}
+        return self._parents.pids
 
     def gpu_memory(self) -> GpuMemory | None:
         """See `UnitHandle.gpu_memory`."""
@@ -249,11 +239,8 @@ class UnitHost:
             self._wanted.discard(model)
             raise
         self._served.discard(model)
-        self._retired.discard(model)
-        parent = self._hibernating.pop(model, None)
-        if parent is not None and parent.running:
-            self._model_parents[model] = parent
-        await self.tell(wire.Revive(model))
+        self._parents.wake(model)
+        await self.tell(self._standing.revive(model))
         new = {part.id: part for part in self._starts.parts_of(model)}
         self.parts.update(new)
         self._starts.awaited |= new.keys()
@@ -285,22 +272,17 @@ class UnitHost:
         """See `UnitHandle.stop_model`. The memory of the model may move into a file; where it is urgent, only if it has
         done so before."""
         self._wanted.discard(model)
-        may_hibernate = bool(self.unit_spec.hibernation) and not (urgent and model not in self._in_files)
+        may_hibernate = bool(self.unit_spec.hibernation) and not (urgent and not self._parents.in_file(model))
         await self._end_model(model, may_hibernate, may_rest=self.unit_spec.resting is not None)
 
     async def prefetch(self, model: str) -> None:
         """See `UnitHandle.prefetch`."""
-        if model in self._hibernating:
-            if self._starts.warm is not None:
-                self._starts.warm.tell("prefetch", model)
-        elif not self._starts.copied(model):
+        if not self._parents.prefetch(model) and not self._starts.copied(model):
             await asyncio.to_thread(read_weights_ahead, self.unit_spec.model(model).path)
 
     async def _end_model(self, model: str, may_hibernate: bool = False, may_rest: bool = False) -> None:
         gone = [part for part in self.parts if part.model == model]
-        self._retired.add(model)
-        self._degraded.pop(model, None)
-        await self.tell(wire.Retire(model))
+        await self.tell(self._standing.retire(model))
         tasks = [self._tasks.pop(part) for part in gone if part in self._tasks]
         for task in tasks:
             task.cancel()
@@ -311,14 +293,7 @@ class UnitHost:
             await self._stop_parts(engines, STOP_SECONDS)
         await self._stop_parts(set(gone).difference(engines), STOP_SECONDS)
         self._starts.forget_weights(model)
-        # Until its memory is free it counts as the model's.
-        parent = self._model_parents.get(model)
-        if may_hibernate and parent is not None and await self._hibernate(model):
-            self._hibernating[model] = parent
-            self._in_files.add(model)
-        else:
-            await self._end_parent(model, parent)
-        self._model_parents.pop(model, None)
+        await self._parents.end(model, may_hibernate)
         for part in gone:
             self._starts.awaited.discard(part)
             stopped = self.parts.pop(part)
@@ -330,34 +305,9 @@ class UnitHost:
                 async with asyncio.timeout(_HEARD_SECONDS):
                     await self.state()
 
-    async def _hibernate(self, model: str) -> bool:
-        """Whether the memory of a model's parent has moved into a file."""
-        if self._starts.warm is None:
-            return False
-        try:
-            async with asyncio.timeout(_HIBERNATION_SECONDS):
-                await self._starts.warm.hibernate(model)
-        except (TimeoutError, PartDied, PartFailed) as error:
-            log.warning("%s is loaded again when it is woken: %s", model, str(error) or "its memory moves too slowly")
-            return False
-        return True
-
-    async def _end_parent(self, model: str, parent: Process | None) -> None:
-        if self._starts.warm is not None:
-            self._starts.warm.tell("end", model)
-        if parent is not None:
-            # It ends by itself when it gets no more orders; the memory is free when it has.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(STOP_SECONDS):
-                    await parent.wait()
-            parent.send(signal.SIGKILL)
-
     async def forget(self, model: str) -> None:
         """See `UnitHandle.forget`."""
-        self._in_files.discard(model)
-        parent = self._hibernating.pop(model, None)
-        if parent is not None:
-            await self._end_parent(model, parent)
+        await self._parents.forget(model)
         await self._starts.forget(model)
 
     async def join(self, unit_spec: UnitSpec, model: str, needs: Sequence[Needs] = (), asleep: bool = False) -> None:
@@ -376,7 +326,7 @@ class UnitHost:
                 await asyncio.to_thread(server.add_model, unit_spec, model)
             except (OSError, MemoryManagerError) as error:
                 raise GaveUp(MEMORY, str(error)) from None
-            self._retired.add(model)
+            self._standing.retire(model)
         threads = {each.name: each.threads for each in self.unit_spec.models}
         self._starts.change(unit_spec)
         save(unit_spec, Path(unit_spec.run_dir) / UNIT_FILE)
@@ -400,28 +350,18 @@ class UnitHost:
     def emit(self, event: Event) -> None:
         """See `PartEffects.emit`."""
         self._log_tail.note(event)
-        if isinstance(event, Down):
-            self._suspects.discard(event.part)
-        if isinstance(event, Up) and event.part == UNIT:
-            # It is new, and knows only what is declared.
-            for model in sorted(self._retired):
-                self._spawn(self.tell(wire.Retire(model)))
-            for model, (reason, due) in self._degraded.items():
-                self._spawn(self.tell(wire.Degraded(model, reason, max(0.0, due - time.monotonic()))))
-            for engine in self._suspects:
-                self._spawn(self._tell_suspect(engine, True))
-        elif isinstance(event, Up) and event.part.model:
-            if all(part.up.is_set() for part in self.parts.values() if part.id.model == event.part.model):
-                self._degraded.pop(event.part.model, None)
-                self._starts.left_out.discard(event.part.model)
-        elif isinstance(event, Down) and event.part.model and self._is_degraded_by(event):
-            reason = f"{event.part} cannot start: {event.reason}"
-            self._degraded[event.part.model] = reason, time.monotonic() + event.restart_in
-            self._spawn(self.tell(wire.Degraded(event.part.model, reason, event.restart_in)))
-        elif isinstance(event, Suspected | Recovered) and event.part.kind == "engine":
-            suspect = isinstance(event, Suspected)
-            (self._suspects.add if suspect else self._suspects.discard)(event.part)
-            self._spawn(self._tell_suspect(event.part, suspect))
+        match event:
+            case Up(part) if part == UNIT:
+                for message in self._standing.all(time.monotonic()):
+                    self._spawn(self.tell(message))
+            case Up(part) if part.model:
+                if all(each.up.is_set() for each in self.parts.values() if each.id.model == part.model):
+                    self._standing.up(part.model)
+                    self._starts.left_out.discard(part.model)
+            case Down(part) | Suspected(part) | Recovered(part):
+                pid = self.parts[part].pid if part in self.parts else 0
+                if news := self._standing.note(event, pid, self._starts.left_out, time.monotonic()):
+                    self._spawn(self.tell(news))
         self._tell_user(event)
 
     def exit_status(self, pid: int) -> int | None:
@@ -468,8 +408,7 @@ class UnitHost:
             part.process = Process(pid)
         except ProcessLookupError:
             return
-        self._model_parents[model] = part.process
-        self._in_files.discard(model)
+        self._parents.add(model, part.process)
         self._spawn(self._supervisor.watch_only(part))
 
     async def tell(self, message: wire.Message) -> None:
@@ -479,14 +418,6 @@ class UnitHost:
             unit.send(message)
 
     # ------------------------------------------------------------ details
-
-    def _is_degraded_by(self, event: Down) -> bool:
-        """Whether nobody should wait for the model of a part that has ended."""
-        left_out = event.part.model in self._starts.left_out and event.failed_starts > 0
-        return left_out or event.failed_starts >= DEGRADED_STARTS
-
-    def _tell_suspect(self, engine: PartId, on: bool) -> Coroutine[object, object, None]:
-        return self.tell(wire.EngineSuspect(engine.model, engine.phase, on, self.parts[engine].pid))
 
     def _keep(self, part: Part) -> None:
         self._watch(part.id, asyncio.create_task(self._supervisor.keep(part)))

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from muxserve.cluster import host as unit_host
+from muxserve.cluster import model_parents
 from muxserve.spec.run_dir import RunDir
 from tests.cluster.conftest import Fleet, alive, fake_unit_spec, running
 
@@ -76,7 +76,7 @@ async def test_whoever_waits_for_memory_does_not_wait_until_all_of_it_is_in_a_fi
 async def test_a_model_whose_memory_does_not_move_is_loaded_again(
     fleet: Fleet, trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unit_host, "_HIBERNATION_SECONDS", 0.2)
+    monkeypatch.setattr(model_parents, "_HIBERNATION_SECONDS", 0.2)
     parent = fleet.host.model_parents["one"]
     fleet.tell(f"{trouble}-one")
     await fleet.host.stop_model("one")
