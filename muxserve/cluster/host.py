@@ -21,7 +21,7 @@ from muxserve.cluster.log_tail import LogTail, Said
 from muxserve.cluster.model_parents import ModelParents
 from muxserve.cluster.processes import Process, Reaper
 from muxserve.cluster.restarts import MAX_DEATHS
-from muxserve.cluster.standing import Standing
+from muxserve.cluster.standing import UnitStanding
 from muxserve.cluster.starts import MEMORY, MIGRATOR, MPS, UNIT, WARM, CpuStarts, UnitStarts
 from muxserve.cluster.supervision import STOP_SECONDS, GaveUp, Part, Supervisor
 from muxserve.cluster.warm_link import WarmLink
@@ -94,7 +94,9 @@ class UnitHost:
         # What the unit starts with.
         self._first = list(self.parts.values())
         # Declared here, but served elsewhere or not at all: the unit scheduler lends their pages to the others.
-        self._standing = Standing({m.name for m in unit_spec.models} - {part.model for part in self._starts.engines})
+        self._standing = UnitStanding(
+            {m.name for m in unit_spec.models} - {part.model for part in self._starts.engines}
+        )
         self._tasks: dict[PartId, asyncio.Task[None]] = {}
         # Messages on their way, and eyes on processes that are no parts.
         self._others: set[asyncio.Task[None]] = set()

@@ -53,29 +53,29 @@ class Sized(BaseEvent, frozen=True):
 HostEvent = Event | Sized
 
 
-class Command(msgspec.Struct, frozen=True, tag=True, tag_field="do"):
+class HostCommand(msgspec.Struct, frozen=True, tag=True, tag_field="do"):
     """Base of what a host is asked to do. `UnitHandle` says what each means."""
 
 
-class StartModel(Command, frozen=True):
+class StartModel(HostCommand, frozen=True):
     """Answered when the model's engines are up."""
 
     model: str
 
 
-class StopModel(Command, frozen=True):
+class StopModel(HostCommand, frozen=True):
     """Answered when they have ended."""
 
     model: str
 
 
-class ReadAhead(Command, frozen=True):
+class ReadAhead(HostCommand, frozen=True):
     """Have the disk read the weights of a model that will be started soon."""
 
     model: str
 
 
-class JoinUnit(Command, frozen=True):
+class JoinUnit(HostCommand, frozen=True):
     """Serve what `unit_spec` says from now on, among it the new model."""
 
     model: str
@@ -83,17 +83,17 @@ class JoinUnit(Command, frozen=True):
     needs: Sequence[Needs]
 
 
-class StartMigrator(Command, frozen=True):
+class StartMigrator(HostCommand, frozen=True):
     """Have a migrator, if there is none."""
 
 
-class Tell(Command, frozen=True):
+class Tell(HostCommand, frozen=True):
     """Pass a message on to the unit scheduler."""
 
     message: wire.AnyMessage
 
 
-class ReadState(Command, frozen=True):
+class ReadState(HostCommand, frozen=True):
     """Answered with the unit scheduler's `state`, when there is one that answers."""
 
 

@@ -10,7 +10,7 @@ from muxserve.cluster.events import Down, Event, PartId, Recovered, Suspected
 from muxserve.cluster.restarts import DEGRADED_STARTS
 
 
-class Standing:
+class UnitStanding:
     """Of the models and engines of one unit.
 
     Args:
