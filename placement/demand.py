@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.latency import ServedModel
+from placement.cluster import ShapeName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +17,8 @@ class Demand(ServedModel):
     `rate` is requests per second of the whole fleet, `prompt_tokens` and `output_tokens` are means. `slo_ttft` and
     `slo_tpot` are seconds (None: no objective). `weight` is what a served request counts in the throughput objective.
     It is placed with `least` replicas at least and `most` at most (None: as many as are worth it), or not at all.
-    `own_batch` says that somebody has chosen `max_num_seqs`; otherwise it is vLLM's default.
+    `own_batch` says that somebody has chosen `max_num_seqs`; otherwise it is vLLM's default. `shape` is that of its
+    engines, if somebody has chosen it.
     """
 
     rate: float
@@ -28,6 +30,7 @@ class Demand(ServedModel):
     least: int = 1
     most: int | None = None
     own_batch: bool = True
+    shape: ShapeName | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= (self.least if self.most is None else self.most):

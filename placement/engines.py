@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from muxserve.costs.latency import CostError, EngineShape, LatencyModel, Load
+from placement.cluster import ShapeName
 from placement.curves import CurveLengths, Curves, DecodeCurve, PrefillCurve
 from placement.demand import Demand, Mesh, splits_evenly
 from placement.memory import MemoryRules, model_bytes, sequence_bytes
@@ -26,7 +27,8 @@ class Engines:
         demands: the fleet's models.
         latency: source of costs.
         memory: bytes of each device type that may be used.
-        rules: what of the memory may be used for what.
+        rules: what of the memory may be used for what, for models of two engines.
+        shape: the engines of models for which nobody has chosen them.
     """
 
     def __init__(
@@ -35,8 +37,10 @@ class Engines:
         latency: LatencyModel,
         memory: Mapping[str, int],
         rules: MemoryRules | None = None,
+        shape: ShapeName = "split",
     ) -> None:
         self.demands = tuple(demands)
+        self.shapes: tuple[ShapeName, ...] = tuple(demand.shape or shape for demand in self.demands)
         self.rules = rules or MemoryRules()
         rules = self.rules
         self.memory = {name: int(size * rules.utilisation) - rules.reserve_bytes for name, size in memory.items()}
@@ -64,7 +68,8 @@ class Engines:
         found = self._footprints.get(key)
         if found is None:
             demand = self.demands[model]
-            own = model_bytes(demand, mesh.size, self.rules)
+            rules = self.rules.of_one_engine() if self.shapes[model] == "one" else self.rules
+            own = model_bytes(demand, mesh.size, rules)
             found = self._footprints[key] = Footprint(own, sequence_bytes(demand, mesh.size))
         return found
 

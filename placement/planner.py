@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from muxserve.costs.latency import LatencyModel
 from placement.candidates import SHARES, Candidates
-from placement.cluster import Cluster, PlacedModel, PlacedUnit, Placement
+from placement.cluster import Cluster, PlacedModel, PlacedUnit, Placement, ShapeName
 from placement.demand import Demand, Member, Mesh, splits_evenly
 from placement.engines import Engines
 from placement.estimator import Estimator, UnitEstimate
@@ -77,17 +77,37 @@ def _free(values: Values, unit: Unit) -> float:
     return values.estimator.room(unit.mesh, unit.members) / values.estimator.engines.memory[unit.mesh.device]
 
 
-ModeName = Literal["muxserve", "spatial", "temporal", "memory", "one", "even"]
+ModeName = Literal["muxserve", "spatial", "temporal", "memory", "one", "alone", "even"]
 # Those that somebody may ask for; the others are candidates of a plan alone.
 MODES: tuple[ModeName, ...] = ("muxserve", "spatial", "temporal", "memory")
+
+
+class _Rules(NamedTuple):
+    """Of a mode: jobs have all compute in `turns`, models `colocate`, and have engines of that `shape`."""
+
+    turns: bool = False
+    colocate: bool = True
+    shape: ShapeName = "split"
+
+
+_RULES: dict[ModeName, _Rules] = {
+    "muxserve": _Rules(),
+    "memory": _Rules(),
+    "temporal": _Rules(turns=True),
+    "spatial": _Rules(turns=True, colocate=False),
+    "one": _Rules(turns=True, shape="one"),
+    "alone": _Rules(turns=True, colocate=False, shape="one"),
+    "even": _Rules(turns=True, shape="one"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
     """`mode`: `muxserve` colocates with SM shares, `spatial` gives every model meshes of its own, `temporal` colocates
-    with all compute to one job at a time, `memory` is memory-greedy. `one` colocates models of one engine each, and
-    `even` divides the devices among such models evenly (`placement.even`). `improved` adds the local search, `exact`
-    solves the program as well, if the fleet is small enough, and tells the gap."""
+    with all compute to one job at a time, `memory` is memory-greedy. `one` colocates models of one engine each, `alone`
+    gives each of them meshes of its own, and `even` divides the devices among them evenly (`placement.even`).
+    `improved` adds the local search, `exact` solves the program as well, if the fleet is small enough, and tells the
+    gap."""
 
     objective: Objective = field(default_factory=Objective)
     mode: ModeName = "muxserve"
@@ -184,11 +204,10 @@ def plan_cluster(
     if options.mode == "memory":
         # The baseline knows of no replicas.
         demands = [replace(demand, least=1, most=None) for demand in demands]
-    one = options.mode in ("one", "even")
-    engines = Engines(demands, latency, memory, options.rules.of_one_engine() if one else options.rules)
-    turns = one or options.mode in ("spatial", "temporal")
-    estimator = Estimator(Candidates(engines, options.shares), turns=turns)
-    values = Values(estimator, options.objective, colocate=options.mode != "spatial")
+    rules = _RULES[options.mode]
+    engines = Engines(demands, latency, memory, options.rules, rules.shape)
+    estimator = Estimator(Candidates(engines, options.shares), turns=rules.turns)
+    values = Values(estimator, options.objective, colocate=rules.colocate)
     machines = Machines(cluster)
     if options.mode == "memory":
         first = final = memory_greedy(values, machines)
@@ -216,14 +235,16 @@ def describe(values: Values, layout: Layout, options: PlanOptions, greedy_value:
     devices = layout.machines.assign([unit.mesh for unit in units])
     assert devices is not None, "layouts only have meshes that fit"
     estimates = tuple(values.estimate(unit.mesh, unit.members) for unit in units)
-    demands = values.demands
+    demands, shapes = values.demands, values.estimator.engines.shapes
     placed = tuple(
         PlacedUnit(
             name=f"unit{index}",
             device=unit.mesh.device,
             devices=numbers,
             models=tuple(
-                PlacedModel(demands[m.member.model].name, m.rate, estimate.prefill_share, m.decode_share)
+                PlacedModel(
+                    demands[m.member.model].name, m.rate, estimate.prefill_share, m.decode_share, shapes[m.member.model]
+                )
                 for m in estimate.models
             ),
             kv_bytes=estimate.pool_bytes,

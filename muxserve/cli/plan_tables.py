@@ -246,11 +246,14 @@ def show_rivals(rivals: Sequence[Rival]) -> None:
     if len(rivals) < 2:
         return
     first, second = rivals[:2]
-    console.print(f"chosen by simulation: [bold]{first.words}[/] ({WAYS[first.way][1]})")
-    console.print(f"runner-up: {second.words} ({WAYS[second.way][1]}): {why(first, second)}")
-    simplest = next((each for each in rivals[2:] if each.way == SIMPLEST), None)
+    console.print(f"chosen by simulation: [bold]{first.words}[/] ({WAYS[first.way].about})")
+    console.print(f"runner-up: {second.words} ({WAYS[second.way].about}): {why(first, second)}")
+    simplest = next((each for each in rivals[2:] if each.is_way(SIMPLEST)), None)
+    same = next((each.way for each in rivals[:2] if each.is_way(SIMPLEST) and each.way != SIMPLEST), None)
+    if same is not None:
+        console.print(f"simplest: the same plan as {same} ({WAYS[SIMPLEST].about})")
     if simplest is not None:
-        console.print(f"simplest: {simplest.words} ({WAYS[SIMPLEST][1]}): {why(first, simplest)}")
+        console.print(f"simplest: {simplest.words} ({WAYS[SIMPLEST].about}): {why(first, simplest)}")
     shown = [first, second, *([] if simplest is None else [simplest])]
     table = FigureTable(["requests that count", *(each.way for each in shown)], words=1)
     for name in first.kept:

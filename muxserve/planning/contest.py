@@ -33,12 +33,17 @@ Simulate = Callable[[ClusterPlan, float, Variation], Prediction | None]
 @dataclass(frozen=True, slots=True)
 class Rival:
     """One way to serve a fleet, and what its simulations say: `prediction` is that of all requests of the declared
-    workload, and `kept` by workload the part of the requests that count."""
+    workload, and `kept` by workload the part of the requests that count. `alike` are other ways with the same plan."""
 
     way: str
     plan: ClusterPlan
     prediction: Prediction | None = None
     kept: Mapping[str, float] = field(default_factory=dict)
+    alike: tuple[str, ...] = ()
+
+    def is_way(self, way: str) -> bool:
+        """Whether that is its way, or one with the same plan."""
+        return way in (self.way, *self.alike)
 
     @property
     def mean(self) -> float:
@@ -161,7 +166,7 @@ class Contest:
         final = [
             self._in_final(look, heat[number_of[id(look)]].prediction)
             for look in order
-            if look.way == always or any(look is each for each in first)
+            if look.is_way(always) or any(look is each for each in first)
         ]
         return ranked([each for each in final if each.prediction is not None]) or list(rivals[:1])
 
@@ -185,7 +190,7 @@ class Contest:
         return {
             number: look
             for number, look in looks.items()
-            if look.way == always or len(look.kept) < alike or sum(look.kept.values()) >= most - _BEHIND
+            if look.is_way(always) or len(look.kept) < alike or sum(look.kept.values()) >= most - _BEHIND
         }
 
     def _in_final(self, look: Rival, known: Prediction | None) -> Rival:

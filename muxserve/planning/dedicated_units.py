@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from muxserve.config import Fleet
+from muxserve.config import Fleet, Model
 from muxserve.costs.devices import device
 from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.planning.device_pool import CpuPool, GpuPool
@@ -297,10 +297,16 @@ class Divided:
         return replace(whole, placement=replace(whole.placement, notes=notes_of(whole)))
 
 
+def is_alone(model: Model) -> bool:
+    """Whether a model has GPUs to itself by what the fleet file says: its layers are in stages, or prefill rolls over
+    its replicas."""
+    return model.stage_count > 1 or model.rolls
+
+
 def divide_gpus(
     fleet: Fleet, demands: Sequence[Demand], made: ClusterPlan, around: Surroundings, latency: LatencyModel
 ) -> Divided:
-    """Give every model of one engine GPUs to itself.
+    """Give every model whose layers are in stages, or over whose replicas prefill rolls, GPUs to itself.
 
     Args:
         made: the plan as if all models had two engines: a model has as many GPUs as there, or as its file takes.
@@ -352,7 +358,7 @@ def _arrange(
     """
     found = ArrangedFleet()
     for model, demand in zip(fleet.models, demands, strict=True):
-        if not model.has_own_unit:
+        if not (model.has_own_unit if not free else is_alone(model)):
             found.shared.append(demand)
             continue
         wanted = wanted_of(model, demand, free)

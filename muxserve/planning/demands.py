@@ -25,7 +25,7 @@ from muxserve.planning.checkpoints import (
     planned_architecture,
 )
 from muxserve.workload import Context
-from placement.cluster import Cluster, Node
+from placement.cluster import Cluster, Node, ShapeName
 from placement.demand import Demand
 
 _NODES = re.compile(r"(?:(\d{1,9})x)?(\d{1,9})(?::(.+))?")
@@ -140,8 +140,17 @@ def _demand(model: Model, architecture: ModelArchitecture, gpu: bool, batch: Bat
         # The simulator knows no snapshots of states.
         prefix_caching=model.prefix_caching and architecture.causal and architecture.states is None,
         max_len=max_len,
+        shape=_shape(model, architecture),
         **_replicas(model),
     )
+
+
+def _shape(model: Model, architecture: ModelArchitecture) -> ShapeName | None:
+    """The engines that the fleet file chooses for a model; None: it leaves them to the plan. A model that answers with
+    vectors has an engine for prefill alone, as it has beside another one for decode."""
+    if architecture.pooling:
+        return "split"
+    return None if model.engines == AUTO and not model.has_own_unit else model.shape
 
 
 def _lengths(model: Model, context: int, pooling: bool) -> tuple[int, int]:

@@ -239,7 +239,8 @@ def document(
         "candidates": [
             {
                 "way": rival.way,
-                "about": WAYS[rival.way][1],
+                "alike": list(rival.alike),
+                "about": WAYS[rival.way].about,
                 "score": rival.score if rival.is_measured else None,
                 "latency_mean": rival.latency if rival.is_served else None,
                 "devices_used": rival.plan.devices,

@@ -211,8 +211,9 @@ def _shapes(plan: PlanFile, source: Source) -> Iterator[Problem]:
     for index, unit in enumerate(plan.units):
         at: KeyPath = ("units", index)
         shapes = {each.model: unit.shape(each) for each in unit.models}
-        if "one" in shapes.values() and len(unit.models) > 1:
-            message = f"a model of one engine has a unit to itself, but {unit.name} has {len(unit.models)} models"
+        if (unit.stages > 1 or unit.rolls) and len(unit.models) > 1:
+            what = "whose layers are in stages" if unit.stages > 1 else "whose prefill rolls over its replicas"
+            message = f"a model {what} has a unit to itself, but {unit.name} has {len(unit.models)} models"
             yield source.problem((*at, "models"), message)
         if unit.stages > 1 and "split" in shapes.values():
             yield source.problem((*at, "stages"), "is for models with `engines: one`")

@@ -12,7 +12,7 @@ from muxserve.cluster.machine import this_machine
 from muxserve.config import Fleet, load_fleet
 from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.planning.contest import Contest, Rival
-from muxserve.planning.dedicated_units import divide_cpu, divide_gpus, open_units
+from muxserve.planning.dedicated_units import divide_cpu, divide_gpus, is_alone, open_units
 from muxserve.planning.demands import check_lengths, contexts_of, demands_of, equal_nodes, memory_of
 from muxserve.planning.device_pool import CpuPool, cpu_pool
 from muxserve.planning.document import SweepPoint, point
@@ -39,7 +39,7 @@ from muxserve.planning.sleeping import (
     live_residency,
 )
 from muxserve.planning.this_machine import plan_this_machine, residency_here
-from muxserve.planning.ways import SIMPLEST, WAYS, as_way, shared_ways, ways_of
+from muxserve.planning.ways import SIMPLEST, WAYS, as_way, ways_of
 from muxserve.planning.window import ANSWERS, usual_seconds
 from muxserve.planning.workloads import DECLARED, WORKLOADS, Variation
 from muxserve.simulator import SimulationError
@@ -49,7 +49,7 @@ from placement.demand import Demand
 from placement.improve import ImproveLimits
 from placement.memory import MemoryRules
 from placement.objective import OBJECTIVES, Objective
-from placement.planner import MODES, ClusterPlan, ModeName, PlanOptions, plan_cluster
+from placement.planner import MODES, ClusterPlan, PlanOptions, plan_cluster
 
 # For long enough that each model is active.
 _GROUPS, _GROUPS_SECONDS = Variation("bursty groups", active=True), 120.0
@@ -167,7 +167,7 @@ class Planner:
         """A plan for a cluster. Baselines know nothing but models of two engines."""
         demands = self._demands(cluster)
         made = self._place(demands, cluster)
-        if self.options.mode != "muxserve" or not any(model.has_own_unit for model in self.fleet.models):
+        if self.options.mode != "muxserve" or not any(map(is_alone, self.fleet.models)):
             found = self._best(made, demands, cluster)
         else:
             divided = divide_gpus(self.fleet, demands, made, self._surroundings(), self.latency)
@@ -321,19 +321,20 @@ class Planner:
     def _rivals(self, found: PlannedFleet, demands: Sequence[Demand], cluster: Cluster) -> list[Rival]:
         """The plan that was found, first, and those of all other ways to serve that differ from each other."""
         assert found.simulated is not None, "ways are compared by simulation"
-        around = self._surroundings()
-        own, *others = shared_ways(self.fleet, shares_per_lease(self.fleet, found.plan.placement))
-        rivals = [Rival(own, found.plan, found.simulated)]
-        rivals += [Rival(way, as_way(way, found.plan, self.fleet, around, self.latency)) for way in others]
-        plans: dict[ModeName, ClusterPlan] = {}
         short = not found.plan.meets or bool(falls_short(found.plan, found.simulated))
-        for way in ways_of(self.fleet, short):
-            mode = WAYS[way][0]
+        own, *others = ways_of(self.fleet, short, shares_per_lease(self.fleet, found.plan.placement))
+        rivals, plans = [Rival(own, found.plan, found.simulated)], {WAYS[own].mode: found.plan}
+        for way in others:
+            mode = WAYS[way].mode
             if mode not in plans:
                 options = replace(self.options, mode=mode, exact=False)
                 plans[mode] = self._place(demands, cluster, self.seconds / 4, f"{mode}: ", options)
-            plan = as_way(way, plans[mode], self.fleet, around, self.latency)
-            if all(plan.placement.units != rival.plan.placement.units for rival in rivals):
+            plan = as_way(way, plans[mode], self.fleet, self._surroundings(), self.latency)
+            for number, rival in enumerate(rivals):
+                if rival.plan.placement.units == plan.placement.units:
+                    rivals[number] = replace(rival, alike=(*rival.alike, way))
+                    break
+            else:
                 rivals.append(Rival(way, plan))
         return rivals
 

@@ -122,7 +122,9 @@ class Simulated:
         Raises:
             SimulationError: as `units_of`.
         """
-        units = units_of(self.placement, self.models, mode)
+        apart = {unit.name for unit in self.others}
+        shared = tuple(unit for unit in self.placement.units if unit.name not in apart)
+        units = units_of(replace(self.placement, units=shared), self.models, mode)
         if self.residency and mode.placement == "muxserve":
             units = [with_residency(unit, self.residency[unit.name]) for unit in units]
         return [*units, *self.others]
@@ -151,6 +153,7 @@ def simulated_of(placement: Placement, fleet: Fleet, demands: Sequence[Demand], 
     models = {demand.name: fleet_model(demand, share_steps=steps) for demand in demands}
     placement = replace(placement, units=tuple(_under(unit, fleet) for unit in placement.units))
     scaling, free = scaling_of(fleet), _Free(placement)
+    own_units = {unit.name for unit in placement.units if _runs_otherwise(unit, fleet)}
     others: list[SimUnit] = []
     rules: dict[str, ReplicaRules | RingRules] = {}
     spares: dict[str, tuple[SimUnit, ...]] = {}
@@ -158,7 +161,7 @@ def simulated_of(placement: Placement, fleet: Fleet, demands: Sequence[Demand], 
         first = mine[0]
         more = free.take(first, scaling[name].maximum - len(mine)) if name in scaling else []
         levels = _levels(fleet, first, by_name[name])
-        if first.split:
+        if first.name not in own_units:
             if len(mine) > 1 or name in scaling:
                 rules[name] = _replica_rules(fleet, levels, scaling.get(name), around)
             only = tuple(placed for placed in first.models if placed.model == name)
@@ -186,6 +189,15 @@ def shares_per_lease(fleet: Fleet, placement: Placement) -> bool:
     """Whether the engines of a placement can change their share of compute from one lease to the next."""
     alone = all(unit.device != CPU and len(unit.devices) == 1 for unit in placement.units)
     return fleet.cluster.sm_sharing in SHARES_PER_LEASE and alone
+
+
+def _runs_otherwise(unit: PlacedUnit, fleet: Fleet) -> bool:
+    """Whether the steps of the only engine of a unit are others than vLLM's own on GPUs: it is a pipeline, prefill
+    rolls over it, or its steps are throttled or of a fixed size."""
+    if unit.split or len(unit.models) > 1:
+        return False
+    alone = [as_unit_has(fleet.model(each.model), unit) for each in unit.models]
+    return unit.device == CPU or unit.stages > 1 or unit.rolls or any(each.step_batching != "vllm" for each in alone)
 
 
 def _under(unit: PlacedUnit, fleet: Fleet) -> PlacedUnit:

@@ -1,92 +1,94 @@
-"""Ways to serve a fleet: how each is planned, and how its plan is served."""
+"""Ways to serve a fleet: how each is planned, and how its plan is served.
+
+A way is a mode of the placement, a policy, and for models whose file leaves it open a layout of their replicas. What a
+fleet file says of a model's engines holds in all of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from muxserve.config import Fleet
 from muxserve.costs.latency import LatencyModel
 from muxserve.planning.dedicated_units import OpenLayout, rearranged
-from muxserve.planning.layouts import is_open, says_nothing
+from muxserve.planning.layouts import is_open
 from muxserve.planning.prediction import Surroundings
 from placement.cluster import PlacedUnit
-from placement.demand import Demand
 from placement.planner import ClusterPlan, ModeName
 
-# How each way is planned, and what is said of it.
-WAYS: dict[str, tuple[ModeName, str]] = {
-    "shares per lease": ("muxserve", "models share GPUs, and their shares of the SMs follow the load"),
-    "shared": ("muxserve", "models share GPUs, each job on its planned SMs"),
-    "turns": ("temporal", "models share GPUs, each job on all SMs"),
-    "first come": ("temporal", "models share GPUs and take turns in order of arrival (FCFS)"),
-    "dedicated": ("spatial", "every replica has GPUs of its own"),
-    "even": ("even", "GPUs are divided among the models evenly, one engine of both phases each: the simplest way"),
-    "one engine": ("spatial", "every replica has GPUs of its own and one engine of both phases, as stock vLLM"),
-    "replicas": ("spatial", "as one engine, on as many GPUs as let the replicas of a model serve most"),
-    "split replicas": ("spatial", "as replicas, with an engine for each phase"),
-    "stages": ("spatial", "as one engine, and those of models with `engines: auto` are over stages"),
-    "rolling": ("spatial", "as one engine, and prefill of models with `engines: auto` rolls over their replicas"),
+
+class Way(NamedTuple):
+    """How a way is planned (`mode`), what is said of it, the policy of its shared units (empty: the fleet's own), and
+    the layout of models that leave it open."""
+
+    mode: ModeName
+    about: str
+    policy: str = ""
+    layout: OpenLayout | None = None
+
+
+WAYS: dict[str, Way] = {
+    "shares per lease": Way("muxserve", "models share GPUs, and their shares of the SMs follow the load", "slack"),
+    "shared": Way("muxserve", "models share GPUs, each job on its planned SMs"),
+    "turns": Way("temporal", "models share GPUs, each job on all SMs"),
+    "first come": Way("temporal", "models share GPUs and take turns in order of arrival (FCFS)", "fcfs"),
+    "free": Way("one", "models share GPUs, one engine of both phases each, and no lease is withheld", "free"),
+    "one each": Way("one", "models share GPUs, one engine of both phases each, under leases", "slack"),
+    "even": Way("even", "GPUs are divided among the models evenly, one engine of both phases each", "free"),
+    "dedicated": Way("spatial", "every replica has GPUs of its own, and an engine for each phase"),
+    "one engine": Way("alone", "every replica has GPUs of its own and one engine of both phases, as stock vLLM"),
+    "replicas": Way(
+        "alone", "as one engine, on as many GPUs as let the replicas of a model serve most", "", OpenLayout(whole=True)
+    ),
+    "split replicas": Way(
+        "spatial", "as replicas, with an engine for each phase", "", OpenLayout(whole=True, split=True)
+    ),
+    "stages": Way("alone", "as one engine, and models with `engines: auto` are over stages", "", OpenLayout()),
+    "rolling": Way(
+        "alone", "as one engine, and prefill of models with `engines: auto` rolls", "", OpenLayout(rolling=True)
+    ),
 }
 # What everybody would do without a plan.
 SIMPLEST = "even"
-# The layout of models in these.
-_OPEN = {
-    "replicas": OpenLayout(whole=True),
-    "split replicas": OpenLayout(whole=True, split=True),
-    "stages": OpenLayout(),
-    "rolling": OpenLayout(rolling=True),
-}
 
 
 def as_way(way: str, plan: ClusterPlan, fleet: Fleet, around: Surroundings, latency: LatencyModel) -> ClusterPlan:
     """A plan in that way's mode as `muxserve deploy` serves it."""
-    if way in _OPEN:
-        plan = rearranged(plan, _OPEN[way], fleet, around, latency)
-    units = plan.placement.units
-    if way == "shares per lease":
-        units = tuple(replace(unit, policy="slack") for unit in units)
-    if way == "shared" and fleet.policy == "slack":
-        units = tuple(replace(unit, policy="adbs") for unit in units)
-    if way == "first come":
-        units = tuple(replace(unit, policy="fcfs") for unit in units)
-    if way in ("one engine", SIMPLEST) or way in _OPEN:
-        demands = {demand.name: demand for demand in plan.demands}
-        units = tuple(
-            _with_one_engine(unit)
-            if len(unit.models) == 1
-            and all(_has_one_engine(way, unit, fleet, demands[placed.model]) for placed in unit.models)
-            else unit
-            for unit in units
-        )
+    how = WAYS[way]
+    if how.layout is not None:
+        plan = rearranged(plan, how.layout, fleet, around, latency)
+    policy = how.policy or ("adbs" if way == "shared" and fleet.policy == "slack" else "")
+    units = tuple(_under(policy, unit) for unit in plan.placement.units)
     return replace(plan, mode="muxserve", placement=replace(plan.placement, units=units))
 
 
-def ways_of(fleet: Fleet, short: bool) -> list[str]:
-    """Ways in which models do not share GPUs as MuxServe has it. Models are only laid out anew if one of them leaves
-    its engines open, or the plan falls short."""
-    auto = any(map(is_open, fleet.models))
-    return [way for way, (mode, _) in WAYS.items() if mode != "muxserve" and (way not in _OPEN or short or auto)]
+def _under(policy: str, unit: PlacedUnit) -> PlacedUnit:
+    """The unit under that policy, unless prefill rolls over it. An engine that has GPUs to itself waits for nobody."""
+    if unit.rolls:
+        return unit
+    if len(unit.models) == 1 and not unit.split:
+        return replace(unit, policy="free")
+    return replace(unit, policy=policy) if policy else unit
+
+
+def ways_of(fleet: Fleet, short: bool, elastic: bool) -> Iterator[str]:
+    """The ways that compete, that of the fleet's own policy first. Models are only laid out anew if one of them leaves
+    its engines open, or the first plan falls short.
+
+    Args:
+        elastic: engines can change their share of the compute from one lease to the next.
+    """
+    yield from shared_ways(fleet, elastic)
+    again = short or any(map(is_open, fleet.models))
+    for name, way in WAYS.items():
+        if way.mode != "muxserve" and (way.layout is None or again):
+            yield name
 
 
 def shared_ways(fleet: Fleet, elastic: bool) -> tuple[str, ...]:
-    """Ways of a plan whose models share GPUs, the one of the fleet's own policy first. `elastic`: engines can change
-    their share from one lease to the next."""
+    """Those ways of which the placement is MuxServe's own."""
     if not elastic:
         return ("shared",)
     return ("shares per lease", "shared") if fleet.policy == "slack" else ("shared", "shares per lease")
-
-
-def _has_one_engine(way: str, unit: PlacedUnit, fleet: Fleet, demand: Demand) -> bool:
-    """Whether a model has an engine of both phases, as stock vLLM has, in a way in which models have that if the file
-    leaves it to the plan. Models without answers have nothing to arrange."""
-    model = fleet.model(demand.name)
-    if demand.architecture.pooling or way == "split replicas":
-        return False
-    if is_open(model):
-        return way == "replicas" or unit.split
-    return says_nothing(model)
-
-
-def _with_one_engine(unit: PlacedUnit) -> PlacedUnit:
-    models = tuple(replace(each, shape="one") for each in unit.models)
-    return replace(unit, models=models, stages=1, policy="", batching="vllm")

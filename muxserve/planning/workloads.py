@@ -52,7 +52,7 @@ WORKLOADS = (
     Variation("groups take turns", turns=True, span=2.0),
     Variation("one model x3", busiest=3.0),
     Variation("30 % more", scale=1.3),
-    Variation("bursts", cv=4.0),
+    Variation("bursts", cv=4.0, span=2.0),
     Variation("30 % less", scale=0.7),
 )
 

@@ -118,12 +118,12 @@ def _shared(model: SimModel, share: float, cost_share: float | None) -> SimModel
 
 
 def units_of(placement: Placement, models: Mapping[str, FleetModel], mode: Mode) -> list[SimUnit]:
-    """The units of a placement whose models have two engines, as `mode` runs them.
+    """The units of a placement as `mode` runs them.
 
     Raises:
         SimulationError: the placement names an unknown model, or a unit has no room for one sequence of each model.
     """
-    return [adapt(sim_unit(unit, models), mode) for unit in placement.units if unit.split]
+    return [adapt(sim_unit(unit, models), mode) for unit in placement.units]
 
 
 def sim_unit(unit: PlacedUnit, models: Mapping[str, FleetModel]) -> SimUnit:
@@ -266,6 +266,7 @@ def _profile(
         decode_share=placed.decode_share,
         max_num_seqs=model.max_num_seqs,
         max_num_batched_tokens=model.max_num_batched_tokens,
+        both=placed.shape == "one",
         elastic=model.elastic,
         tokens=model.tokens,
         pooling=architecture.pooling,

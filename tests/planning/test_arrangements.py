@@ -381,7 +381,7 @@ class TestPlanFiles:
             ((", engines: one", ""), "units[1].models: arithmetic has one engine, rolling here and two engines in unit0; replicas of a model must be alike"),
             (("policy: rolling", "stages: 3"), "units[0].stages: 3 stages do not divide the unit's 2 devices evenly"),
             (("policy: rolling", "stages: 2"), "units[1].models: arithmetic has one engine, rolling here and one engine over 2 stages in unit0; replicas of a model must be alike"),
-            (("  - {model: ", "  - {model: atlas, rate: 1, prefill_share: 1, decode_share: 1}\n  - {model: "), "units[0].models: a model of one engine has a unit to itself, but unit0 has 2 models"),
+            (("  - {model: ", "  - {model: atlas, rate: 1, prefill_share: 1, decode_share: 1}\n  - {model: "), "units[0].models: a model whose prefill rolls over its replicas has a unit to itself, but unit0 has 2 models"),
         ],
     )  # fmt: skip
     def test_mistakes(self, tmp_path: Path, change: tuple[str, str], expected: str) -> None:

@@ -252,23 +252,17 @@ class TestPlanFile:
         file = tmp_path / "fleet.yaml"
         file.write_text(FLEET.format(more=""))
         fleet = load_fleet(file, serving=False)
-        one = as_way("one engine", plan_of(UNIT), fleet, AROUND, Roofline()).placement
+        unit = replace(UNIT, models=(replace(UNIT.models[0], shape="one"),), batching="vllm")
+        one = as_way("one engine", plan_of(unit), fleet, AROUND, Roofline()).placement
         save_plan(one, tmp_path / "plan.yaml")
-        assert "policy" not in (tmp_path / "plan.yaml").read_text()
         (unit,) = load_plan(tmp_path / "plan.yaml", fleet).units
-        assert (unit.models[0].shape, unit.stages, unit.batching) == ("one", 1, "vllm")
+        assert (unit.models[0].shape, unit.stages, unit.batching, unit.policy) == ("one", 1, "vllm", "free")
         (model,) = arranged(fleet, tmp_path / "plan.yaml", [unit]).models
         assert (model.shape, model.stages, model.batching) == ("one", 1, "vllm")
         turns = as_way("first come", plan_of(UNIT), fleet, AROUND, Roofline()).placement
         save_plan(turns, tmp_path / "plan.yaml")
         (unit,) = load_plan(tmp_path / "plan.yaml", fleet).units
         assert as_placed(fleet, unit, 1).policy == "fcfs"
-
-    def test_what_the_file_says_of_engines_stays(self, tmp_path: Path) -> None:
-        file = tmp_path / "fleet.yaml"
-        file.write_text(FLEET.format(more=", engines: split"))
-        fleet = load_fleet(file, serving=False)
-        assert as_way("one engine", plan_of(UNIT), fleet, AROUND, Roofline()).placement.units == (UNIT,)
 
 
 @pytest.mark.slow
@@ -281,6 +275,6 @@ def test_a_plan_says_who_came_second_and_why(tmp_path: Path) -> None:
     assert "runner-up: " in shown.output
     data = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     assert len(data["candidates"]) >= 2
-    known = {"way", "about", "score", "latency_mean", "devices_used", "workloads", "mean", "why_not"}
+    known = {"way", "alike", "about", "score", "latency_mean", "devices_used", "workloads", "mean", "why_not"}
     assert known == set(data["candidates"][0])
     assert len(load_plan(plan, load_fleet(file, serving=False)).units) == len(data["units"])

@@ -14,7 +14,7 @@ from muxserve.planning.dedicated_units import FreeDevices, OpenLayout, divide_gp
 from muxserve.planning.layouts import ReplicaLayout
 from muxserve.planning.plan_file import load_plan
 from muxserve.planning.prediction import Surroundings, Trial, predict, simulated_of
-from muxserve.planning.ways import as_way, ways_of
+from muxserve.planning.ways import WAYS, as_way, ways_of
 from placement.cluster import Cluster, Node
 from placement.demand import Demand
 from placement.memory import MemoryRules
@@ -239,18 +239,18 @@ class TestOpenModels:
         return load_fleet(fleet, serving=False)
 
     @staticmethod
-    def spatial(objectives: bool = True) -> ClusterPlan:
+    def alone(objectives: bool = True) -> ClusterPlan:
         first, other = (
             replace(wanted(rate).demand, name=name, slo_ttft=2.0 if objectives else None)
             for name, rate in (("open", 8.0), ("other", 2.0))
         )
-        options = PlanOptions(rules=MemoryRules.served(0.92), mode="spatial")
+        options = PlanOptions(rules=MemoryRules.served(0.92), mode="alone")
         memory = {L20.name: L20.memory_bytes}
         return plan_cluster([first, other], Cluster((Node(L20.name, 4),)), COSTS, memory, options)
 
-    @pytest.mark.parametrize(("way", "policy", "stages"), [("rolling", "rolling", 1), ("stages", "", 2)])
+    @pytest.mark.parametrize(("way", "policy", "stages"), [("rolling", "rolling", 1), ("stages", "free", 2)])
     def test_they_have_the_gpus_that_they_had(self, declared: Fleet, way: str, policy: str, stages: int) -> None:
-        before = self.spatial()
+        before = self.alone()
         made = as_way(way, before, declared, AROUND, COSTS)
 
         def devices(plan: ClusterPlan, name: str) -> set[int]:
@@ -263,9 +263,7 @@ class TestOpenModels:
             assert devices(made, name) == devices(before, name)
         assert sum(unit.models[0].rate for unit in own) == pytest.approx(8.0)
         (other,) = [unit for unit in made.placement.units if unit.models[0].model == "other"]
-        assert (other.models[0].shape, other.batching) == ("one", "vllm"), (
-            "one engine, as the file leaves that open, too"
-        )
+        assert (other.models[0].shape, other.policy) == ("one", "free"), "one engine, as the file leaves that open, too"
         assert [unit.name for unit in made.placement.units] == [f"unit{n}" for n in range(len(made.placement.units))]
         for unit, estimate in zip(made.placement.units, made.estimates, strict=True):
             assert [made.demands[m.member.model].name for m in estimate.models] == [m.model for m in unit.models]
@@ -275,7 +273,7 @@ class TestOpenModels:
         assert open_units(made, declared)["open"].policy == policy
 
     def test_where_it_is_not_possible_they_stay_as_they_are(self, declared: Fleet) -> None:
-        before = self.spatial(objectives=False)
+        before = self.alone(objectives=False)
         assert rearranged(before, OpenLayout(rolling=True), declared, AROUND, COSTS) == before
         assert as_way("rolling", before, declared, AROUND, COSTS).placement.units == (
             as_way("one engine", before, declared, AROUND, COSTS).placement.units
@@ -320,17 +318,17 @@ models:
         more = {"replicas", "split replicas", "stages", "rolling"}
         for engines, short, compete in ((SPLIT, False, False), (SPLIT, True, True), (AUTO, False, True)):
             fleet.write_text(FLEET.format(engines=engines, more=OTHER))
-            ways = set(ways_of(load_fleet(fleet, serving=False), short))
+            ways = set(ways_of(load_fleet(fleet, serving=False), short, elastic=False))
             assert (ways >= more) == compete, (engines, short)
-            assert ways - more == {"turns", "first come", "dedicated", "one engine", "even"}
+            assert ways - more == set(WAYS) - more - {"shares per lease"}
 
     def test_engines_of_each_phase_have_the_planner_s_shares(self, fleet: Path) -> None:
         fleet.write_text(FLEET.format(engines=AUTO, more=OTHER))
-        declared, before = load_fleet(fleet, serving=False), TestOpenModels.spatial()
+        declared, before = load_fleet(fleet, serving=False), TestOpenModels.alone()
         made = as_way("split replicas", before, declared, AROUND, COSTS)
         one = as_way("replicas", before, declared, AROUND, COSTS)
         assert all(unit.split for unit in made.placement.units)
-        assert {unit.batching for unit in one.placement.units} == {"vllm"}
+        assert not any(unit.split for unit in one.placement.units)
         assert [unit.devices for unit in made.placement.units] == [unit.devices for unit in one.placement.units]
         for unit, estimate in zip(made.placement.units, made.estimates, strict=True):
             (placed,), (model,) = unit.models, estimate.models

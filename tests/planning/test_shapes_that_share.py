@@ -1,0 +1,80 @@
+"""Models of one engine share GPUs with others, of one engine or of two, and with enough memory for what they run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from muxserve.config import load_fleet
+from muxserve.costs.roofline import Roofline
+from muxserve.planning.demands import cluster_of
+from muxserve.planning.planner import PlannedFleet, Planner, options_of
+from muxserve.planning.ways import WAYS, ways_of
+
+MODEL = "architecture: llama-2-7b, rate: 1, slo: {{ ttft_ms: 1000, tpot_ms: 80 }}{more}"
+
+
+def planned(tmp_path: Path, *engines: str, gpus: int = 1, robust: bool = False) -> PlannedFleet:
+    """A plan for 7B models with these `engines`; empty: the file says nothing."""
+    models = [
+        f"  - {{ name: m{number}, {MODEL.format(more=f', engines: {shape}' if shape else '')} }}\n"
+        for number, shape in enumerate(engines)
+    ]
+    file = tmp_path / "fleet.yaml"
+    file.write_text(f"cluster: {{ gpus: {gpus}, gpu_type: A100-80GB }}\nmodels:\n{''.join(models)}")
+    fleet = load_fleet(file, serving=False)
+    cluster = cluster_of(fleet)
+    assert cluster is not None
+    planner = Planner(file, fleet, Roofline(), options_of(fleet, "muxserve"), simulate=20.0, robust=robust)
+    return planner.on_gpus(cluster)
+
+
+def shapes(found: PlannedFleet) -> list[dict[str, str]]:
+    return [{each.model: each.shape for each in unit.models} for unit in found.plan.placement.units]
+
+
+@pytest.mark.parametrize("engines", [("one", "one"), ("one", "split"), ("split", "one", "one")])
+def test_what_the_file_says_of_engines_holds_in_a_shared_unit(tmp_path: Path, engines: tuple[str, ...]) -> None:
+    found = planned(tmp_path, *engines)
+    assert not found.plan.missing
+    assert shapes(found) == [{f"m{number}": shape for number, shape in enumerate(engines)}]
+    assert found.simulated is not None
+    assert found.simulated.summary.overall.slo["all"] > 0.99
+
+
+def test_models_of_which_the_file_says_nothing_are_tried_with_one_engine_on_shared_gpus(tmp_path: Path) -> None:
+    found = planned(tmp_path, "", "")
+    assert not found.plan.missing
+    tried = {way for each in found.rivals for way in (each.way, *each.alike)}
+    assert {"free", "one each", "shared"} & tried
+    (free,) = [each for each in found.rivals if each.is_way("free")]
+    (unit,) = free.plan.placement.units
+    assert [each.shape for each in unit.models] == ["one", "one"]
+    assert unit.policy == "free"
+    # With one GPU nothing is simpler than that.
+    assert free.is_way("even")
+
+
+def test_one_engine_leaves_more_memory_than_two(tmp_path: Path) -> None:
+    one, two = planned(tmp_path, "one", "one"), planned(tmp_path, "split", "split")
+    own = [found.plan.estimates[0].models[0].own_bytes for found in (one, two)]
+    # A context and graphs of 500 MiB each, and activations.
+    assert own[1] - own[0] >= 1000 << 20
+    assert one.plan.placement.units[0].kv_bytes - two.plan.placement.units[0].kv_bytes == 2 * (own[1] - own[0])
+
+
+def test_a_model_that_has_a_gpu_to_itself_waits_for_nobody(tmp_path: Path) -> None:
+    found = planned(tmp_path, "one", "one", gpus=2)
+    alone = [unit for unit in found.plan.placement.units if len(unit.models) == 1]
+    assert all(unit.policy == "free" for unit in alone)
+
+
+def test_the_fleets_own_way_comes_first_and_layouts_only_where_they_may_help(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(f"models:\n  - {{ name: a, {MODEL.format(more='')} }}\n")
+    fleet = load_fleet(file, serving=False)
+    ways = list(ways_of(fleet, short=False, elastic=True))
+    assert ways[:2] == ["shares per lease", "shared"]
+    assert all(WAYS[way].layout is None for way in ways)
+    assert set(ways_of(fleet, short=True, elastic=False)) == set(WAYS) - {"shares per lease"}
