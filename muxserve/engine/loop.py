@@ -17,12 +17,13 @@ from muxserve.engine.binding import Binding, bind, current
 from muxserve.engine.budget import BudgetedSteps, token_budget_of
 from muxserve.engine.grammars import use_grammars
 from muxserve.engine.lease import HeldLease, StepNews
+from muxserve.engine.leased_scheduler import LeasedScheduler
 from muxserve.engine.outputs import TokenSender
 from muxserve.engine.pipeline import StepPipeline
+from muxserve.engine.private.binding import private_binding
 from muxserve.engine.probe import probe
 from muxserve.engine.requests import EngineRequests, internal_id
 from muxserve.engine.rest import REST, WAKE, RestOrders
-from muxserve.engine.scheduler import PhaseScheduler
 from muxserve.memory import MemoryManagerError, MemoryManagerGone
 from muxserve.memory.client import MemoryClient
 from muxserve.net.heartbeat import Heartbeat, heartbeat_file
@@ -64,7 +65,7 @@ log = logging.getLogger(__name__)
 HAND_OFF_SECONDS = 120.0
 
 
-def shown(scheduler: PhaseScheduler, internal: str, ask: ShowBlocks) -> Blocks:
+def shown(scheduler: LeasedScheduler, internal: str, ask: ShowBlocks) -> Blocks:
     """The blocks of the request that vLLM knows as `internal`; none if it does not run in this engine."""
     found = scheduler.running_blocks(internal)
     if found is None:
@@ -73,7 +74,7 @@ def shown(scheduler: PhaseScheduler, internal: str, ask: ShowBlocks) -> Blocks:
     return Blocks(ask.request_id, ask.incarnation, ask.since, ids[ask.since :], computed_tokens)
 
 
-def detached(scheduler: PhaseScheduler, internal: str, ask: Detach, forget: Callable[[str], object]) -> Detached:
+def detached(scheduler: LeasedScheduler, internal: str, ask: Detach, forget: Callable[[str], object]) -> Detached:
     """Take the request out of the batch and leave its blocks under `ask.key`. `forget` is called with `internal` when
     it is out.
 
@@ -118,7 +119,7 @@ class EngineLoop:
         orders: RestOrders | None = None,
         on_up: Callable[[], None] = lambda: None,
     ) -> None:
-        assert isinstance(core.scheduler, PhaseScheduler)
+        assert isinstance(core.scheduler, LeasedScheduler)
         self.unit_spec = unit_spec
         self.binding = binding
         self.core = core
@@ -516,8 +517,11 @@ def run_engine(
     requests does not warm up: its first step is slow in either case, and is better one of theirs.
     """
     deployed = unit_spec.model(model)
-    client = MemoryClient(unit_spec.memory_socket, f"{model}/{phase}")
-    binding = Binding(deployed, phase, client, client.map(model))
+    if deployed.private:
+        binding = private_binding(deployed, phase)
+    else:
+        client = MemoryClient(unit_spec.memory_socket, f"{model}/{phase}")
+        binding = Binding(deployed, phase, client, client.map(model))
     bind(binding)
     if deployed.state_blocks:
         # When vLLM made the configuration it was off: it would have kept states in a way of its own.
@@ -533,7 +537,7 @@ def run_engine(
     loop = EngineLoop(unit_spec, binding, core, orders, on_up)
     on_up()
     loop.run()
-    client.close()
+    binding.client.close()
 
 
 def warm_up(core: EngineCore, phase: EnginePhase) -> None:

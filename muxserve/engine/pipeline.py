@@ -14,7 +14,7 @@ from typing import NamedTuple
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore
 
-from muxserve.engine.scheduler import PhaseScheduler
+from muxserve.engine.leased_scheduler import LeasedScheduler
 from muxserve.engine.stage_clock import NO_STAGES, StageClocks, StageSeconds
 
 
@@ -30,7 +30,7 @@ class StepPipeline:
     """Steps `core`; `writing` guards what is written into the pool (`MemoryClient.writing`)."""
 
     def __init__(self, core: EngineCore, writing: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        assert isinstance(core.scheduler, PhaseScheduler)
+        assert isinstance(core.scheduler, LeasedScheduler)
         self._core = core
         self._scheduler = core.scheduler
         self._writing = writing

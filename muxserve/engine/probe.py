@@ -12,7 +12,7 @@ from vllm.tasks import POOLING_TASKS
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
-from muxserve.engine.scheduler import PhaseScheduler
+from muxserve.engine.leased_scheduler import LeasedScheduler
 
 _PROMPT_TOKENS = 8
 # A probe that finds no pages for so long says nothing.
@@ -21,13 +21,15 @@ _MOST_STEPS = 100
 
 def probe(core: EngineCore, max_tokens: int, writing: Callable[[], AbstractContextManager[None]]) -> None:
     """Run a short request alone, while nothing is in flight; what else is in the engine sits still. `writing` guards
-    what is written into the pool.
+    what is written into the pool. An encoder-decoder is not tried.
 
     Raises:
         Exception: the engine cannot compute it, for whatever reason.
     """
     scheduler = core.scheduler
-    assert isinstance(scheduler, PhaseScheduler)
+    assert isinstance(scheduler, LeasedScheduler)
+    if core.vllm_config.model_config.is_encoder_decoder:
+        return  # which computes nothing without an image or a sound
     vocabulary = core.vllm_config.model_config.get_vocab_size()
     config = core.vllm_config.model_config
     pooling = None

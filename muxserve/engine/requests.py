@@ -10,7 +10,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from muxserve.engine.scheduler import PhaseScheduler
+from muxserve.engine.leased_scheduler import LeasedScheduler
 from muxserve.vllm.image_files import with_pixels
 from muxserve.wire import Abort, Admit, HeldRequests
 
@@ -36,7 +36,7 @@ class EngineRequests:
     """Every request of the engine, by internal id (`there`)."""
 
     def __init__(self, core: EngineCore) -> None:
-        assert isinstance(core.scheduler, PhaseScheduler)
+        assert isinstance(core.scheduler, LeasedScheduler)
         self._core = core
         self._scheduler = core.scheduler
         self._decoder = MsgpackDecoder(EngineCoreRequest)

@@ -1,5 +1,6 @@
-"""What our model runners do alike on every device: keep a windowed layer's blocks like those of any other layer, start
-a request with output tokens that it already has, and know where the states of sequences are."""
+"""What our model runners do alike on every device: start a request with output tokens that it already has; on the
+shared pool also keep a windowed layer's blocks like those of any other layer, and know where states of sequences are.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +27,64 @@ if TYPE_CHECKING:
 else:
     Base = object
 
-# Attribute that `PhaseScheduler` sets on vLLM's `NewRequestData`: tokens the request had generated before it came here.
+# Attribute that `LeasedScheduler` sets on vLLM's `NewRequestData`: tokens that the request came here with.
 RESUMED_OUTPUT = "muxserve_output_token_ids"
 
 
 class ResumingRunner(Base):
     """Mixed in before a runner of vLLM. A request known to the runner before its first step takes vLLM's path of
     streaming sessions, which asks `_update_streaming_request` for its state."""
+
+    def forget_step(self) -> None:
+        """A step raised an exception half-way; its requests are dropped, and the next one begins anew."""
+        self.execute_model_state = None
+        # The scheduler has forgotten what was computed of images, too.
+        self.reset_encoder_cache()
+        # With asynchronous scheduling: tokens that the next step was to begin with.
+        self.input_batch.prev_sampled_token_ids = None
+        self.input_batch.prev_req_id_to_index = None
+        self.input_batch.sampled_token_ids_cpu = None
+        self.input_batch.async_copy_ready_event = None
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        for data in scheduler_output.scheduled_new_reqs:
+            output_token_ids: list[int] | None = getattr(data, RESUMED_OUTPUT, None)
+            if output_token_ids:
+                self.requests[data.req_id] = self._resumed_state(data, output_token_ids)
+        return super()._update_states(scheduler_output)
+
+    def _update_streaming_request(self, req_id: str, new_req_data: NewRequestData) -> CachedRequestState:
+        if getattr(new_req_data, RESUMED_OUTPUT, None):
+            return self.requests[req_id]
+        return super()._update_streaming_request(req_id, new_req_data)
+
+    def _generator_after(self, params: SamplingParams, tokens: int) -> torch.Generator:
+        """A seeded request's generator as it is after `tokens` sampled tokens."""
+        raise NotImplementedError
+
+    def _resumed_state(self, data: NewRequestData, output_token_ids: list[int]) -> CachedRequestState:
+        generator = None
+        params = data.sampling_params
+        if params is not None and params.sampling_type == SamplingType.RANDOM_SEED:
+            generator = self._generator_after(params, len(output_token_ids))
+        return CachedRequestState(
+            req_id=data.req_id,
+            prompt_token_ids=data.prompt_token_ids,
+            prompt_embeds=data.prompt_embeds,
+            prompt_is_token_ids=data.prompt_is_token_ids,
+            mm_features=data.mm_features,
+            sampling_params=params,
+            pooling_params=data.pooling_params,
+            generator=generator,
+            block_ids=data.block_ids,
+            num_computed_tokens=data.num_computed_tokens,
+            output_token_ids=list(output_token_ids),
+            lora_request=data.lora_request,
+        )
+
+
+class PooledRunner(ResumingRunner):
+    """A runner whose layers keep K and V, latents and states in the shared pool."""
 
     # Of the model's layers those that keep a state, and where the states are.
     state_specs: dict[str, MambaSpec]
@@ -73,55 +125,11 @@ class ResumingRunner(Base):
             self.states.keep(scheduler_output)
         return result
 
-    def forget_step(self) -> None:
-        """A step raised an exception half-way; its requests are dropped, and the next one begins anew."""
-        self.execute_model_state = None
-        # The scheduler has forgotten what was computed of images, too.
-        self.reset_encoder_cache()
-        # With asynchronous scheduling: tokens that the next step was to begin with.
-        self.input_batch.prev_sampled_token_ids = None
-        self.input_batch.prev_req_id_to_index = None
-        self.input_batch.sampled_token_ids_cpu = None
-        self.input_batch.async_copy_ready_event = None
-
     def _update_states(self, scheduler_output: Any) -> Any:
         if self.states is not None:
             self.states.follow(scheduler_output)
             self.states.restore(scheduler_output)
-        for data in scheduler_output.scheduled_new_reqs:
-            output_token_ids: list[int] | None = getattr(data, RESUMED_OUTPUT, None)
-            if output_token_ids:
-                self.requests[data.req_id] = self._resumed_state(data, output_token_ids)
         return super()._update_states(scheduler_output)
-
-    def _update_streaming_request(self, req_id: str, new_req_data: NewRequestData) -> CachedRequestState:
-        if getattr(new_req_data, RESUMED_OUTPUT, None):
-            return self.requests[req_id]
-        return super()._update_streaming_request(req_id, new_req_data)
-
-    def _generator_after(self, params: SamplingParams, tokens: int) -> torch.Generator:
-        """A seeded request's generator as it is after `tokens` sampled tokens."""
-        raise NotImplementedError
-
-    def _resumed_state(self, data: NewRequestData, output_token_ids: list[int]) -> CachedRequestState:
-        generator = None
-        params = data.sampling_params
-        if params is not None and params.sampling_type == SamplingType.RANDOM_SEED:
-            generator = self._generator_after(params, len(output_token_ids))
-        return CachedRequestState(
-            req_id=data.req_id,
-            prompt_token_ids=data.prompt_token_ids,
-            prompt_embeds=data.prompt_embeds,
-            prompt_is_token_ids=data.prompt_is_token_ids,
-            mm_features=data.mm_features,
-            sampling_params=params,
-            pooling_params=data.pooling_params,
-            generator=generator,
-            block_ids=data.block_ids,
-            num_computed_tokens=data.num_computed_tokens,
-            output_token_ids=list(output_token_ids),
-            lora_request=data.lora_request,
-        )
 
 
 def whole_sequence(spec: KVCacheSpec) -> KVCacheSpec:

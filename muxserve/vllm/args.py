@@ -33,6 +33,12 @@ IMAGE_CACHE_GIB = 0.25
 STATE_PROMPTS = 16
 # The largest image that is decoded, in pixels.
 MOST_PIXELS = 4096 * 4096
+PRIVATE_SCHEDULER = "muxserve.engine.private.scheduler.PrivateScheduler"
+PRIVATE_AHEAD_SCHEDULER = "muxserve.engine.private.scheduler.PrivateAheadScheduler"
+PRIVATE_WORKERS = {
+    "cpu": "muxserve.engine.private.cpu.PrivateCPUWorker",
+    "cuda": "muxserve.engine.private.cuda.PrivateGPUWorker",
+}
 WORKERS = {
     "cpu": "muxserve.engine.cpu.worker.PooledCPUWorker",
     "cuda": "muxserve.engine.cuda.worker.PooledGPUWorker",
@@ -112,6 +118,7 @@ def frontend_args(model: ModelSpec) -> dict[str, Any]:
         **{name: value for name, value in model.engine_args.items() if name != "speculative_config"},
         **(_text_only_args(model) if model.text_only else {}),
         **({"hf_overrides": OneGroup(_overrides(model))} if model.latent and not model.text_only else {}),
+        **_pool_args(model),
         "model": model.path,
         "served_model_name": [model.name, *model.aliases],
         **_adapter_args(model),
@@ -119,7 +126,6 @@ def frontend_args(model: ModelSpec) -> dict[str, Any]:
         "max_model_len": model.max_len,
         "max_num_seqs": model.max_num_seqs,
         "max_num_batched_tokens": model.max_num_batched_tokens,
-        "block_size": model.block_tokens,
         # Not every pooling model can have it; of these vLLM knows which. Of models with states engines switch it on
         # when they start: vLLM would have kept states in a way of its own.
         "enable_prefix_caching": _caches_prefixes(model),
@@ -128,13 +134,19 @@ def frontend_args(model: ModelSpec) -> dict[str, Any]:
         "distributed_executor_backend": "uni",
         # What `engine_args` says of it is for the engines.
         "async_scheduling": False,
-        # Without being told vLLM takes other kernels where the CPU has AMX, and they do not know the pool.
-        **({"attention_backend": "CPU_MLA"} if model.latent else {}),
     }
 
 
+def _pool_args(model: ModelSpec) -> dict[str, Any]:
+    """What follows from the pages of the pool; a model with a cache of its own has vLLM's defaults."""
+    if model.private:
+        return {}
+    # Without being told vLLM takes other kernels where the CPU has AMX, and they do not know the pool.
+    return {"block_size": model.block_tokens, **({"attention_backend": "CPU_MLA"} if model.latent else {})}
+
+
 def _caches_prefixes(model: ModelSpec) -> bool | None:
-    if model.pooling and model.prefix_caching:
+    if model.prefix_caching and (model.pooling or model.private):
         return None
     return model.prefix_caching and not model.state_blocks
 
@@ -175,17 +187,14 @@ def engine_args(unit_spec: UnitSpec, model: str, phase: EnginePhase) -> dict[str
     ahead = _ahead(unit_spec, deployed, phase)
     return {
         **common,
-        "num_gpu_blocks_override": deployed.num_blocks,
-        # The pool is the memory manager's. This only keeps vLLM from sizing a cache of its own.
-        "kv_cache_memory_bytes": 64 << 20,
+        **_cache_args(deployed),
         # Room for a whole prompt is checked by the unit scheduler before it admits the request.
         "scheduler_reserve_full_isl": False,
         # The stages of a simulated engine are in one process.
         "tensor_parallel_size": max(1, unit_spec.ranks // unit_spec.stages),
         "pipeline_parallel_size": unit_spec.stages,
         "distributed_executor_backend": "mp" if max(unit_spec.ranks, unit_spec.stages) > 1 else "uni",
-        "worker_cls": WORKERS[unit_spec.device] if unit_spec.simulated is None else SIMULATED_WORKER,
-        "scheduler_cls": AHEAD_SCHEDULER if ahead else SCHEDULER,
+        **_classes(unit_spec, deployed, ahead),
         "async_scheduling": ahead,
         # Both engines of a model are forked from one process; that for prompts is told later to propose nothing.
         **({} if unit_spec.simulated is not None else _speculation(deployed)),
@@ -209,6 +218,24 @@ def engine_args(unit_spec: UnitSpec, model: str, phase: EnginePhase) -> dict[str
     }
 
 
+def _cache_args(model: ModelSpec) -> dict[str, Any]:
+    if model.private:
+        return {"kv_cache_memory_bytes": model.kv_bytes}
+    # The pool is the memory manager's. The bytes only keep vLLM from sizing a cache of its own.
+    return {"num_gpu_blocks_override": model.num_blocks, "kv_cache_memory_bytes": 64 << 20}
+
+
+def _classes(unit_spec: UnitSpec, model: ModelSpec, ahead: bool) -> dict[str, Any]:
+    """Worker and scheduler of an engine."""
+    private = model.private and unit_spec.simulated is None
+    workers = PRIVATE_WORKERS if private else WORKERS
+    schedulers = (PRIVATE_SCHEDULER, PRIVATE_AHEAD_SCHEDULER) if private else (SCHEDULER, AHEAD_SCHEDULER)
+    return {
+        "worker_cls": workers[unit_spec.device] if unit_spec.simulated is None else SIMULATED_WORKER,
+        "scheduler_cls": schedulers[ahead],
+    }
+
+
 def _speculation(model: ModelSpec) -> dict[str, Any]:
     given = model.engine_args.get("speculative_config")
     return {"speculative_config": given} if given else {}
@@ -220,7 +247,7 @@ def _ahead(unit_spec: UnitSpec, model: ModelSpec, phase: EnginePhase) -> bool:
     one nothing to hide. With several ranks, states and images it was not tried."""
     asked = bool(model.engine_args.get("async_scheduling", False))
     able = unit_spec.ranks == 1 and unit_spec.simulated is None and not model.pooling
-    tried = not model.state_blocks and not model.sees_images
+    tried = model.private or (not model.state_blocks and not model.sees_images)
     return asked and able and tried and phase != "prefill"
 
 
@@ -231,7 +258,7 @@ def _cuda_args(unit_spec: UnitSpec, model: ModelSpec, phase: EnginePhase) -> dic
         # Without graphs a small model's decode step is mostly the launching of its kernels.
         "enforce_eager": own.get("enforce_eager", False),
         "compilation_config": _compilation(own.get("compilation_config"), unit_spec, bool(model.latent)),
-        "attention_backend": "TRITON_MLA" if model.latent else "CUSTOM",
+        **({} if model.private else {"attention_backend": "TRITON_MLA" if model.latent else "CUSTOM"}),
         # An engine takes no share of the GPU for itself: what it needs was set aside before the pool was made.
         "gpu_memory_utilization": 0.01,
         **({"max_num_active_seqs": min(model.max_num_seqs, STATE_PROMPTS)} if few else {}),
@@ -274,7 +301,7 @@ def config_of(options: dict[str, Any]) -> VllmConfig:
     names = {field.name for field in dataclasses.fields(EngineArgs)}
     known = {name: value for name, value in options.items() if name in names}
     config = EngineArgs(**known).create_engine_config(UsageContext.ENGINE_CONTEXT)
-    if config.model_config.use_mla:
+    if config.model_config.use_mla and "block_size" in options:
         # vLLM's platform for CPUs sets them for caches and schedulers of its own. Its kernels can begin behind a cached
         # prefix, though it switches that off.
         config.cache_config.block_size = options["block_size"]

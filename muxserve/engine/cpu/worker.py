@@ -8,12 +8,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import vllm.v1.worker.cpu_worker as cpu_worker
 from vllm.config import CompilationMode, SpeculativeConfig, VllmConfig
 from vllm.distributed.parallel_state import get_pp_group
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -22,8 +20,9 @@ from vllm.v1.worker.utils import bind_kv_cache
 from muxserve.engine.binding import bind_worker, current, place_of
 from muxserve.engine.cpu import adapters, attention, latent, ngrams, weight_files, weight_packing
 from muxserve.engine.cpu.ahead import AheadOnHost
+from muxserve.engine.cpu.resuming import ResumingOnHost
 from muxserve.engine.cpu.states import MappedStates
-from muxserve.engine.runner import ResumingRunner
+from muxserve.engine.runner import PooledRunner
 
 adapters.register()
 attention.register()
@@ -32,7 +31,7 @@ weight_files.register()
 weight_packing.register()
 
 
-class PooledCPUModelRunner(ResumingRunner, AheadOnHost, CPUModelRunner):
+class PooledCPUModelRunner(ResumingOnHost, PooledRunner, AheadOnHost, CPUModelRunner):
     """Binds every layer to the whole pool, and those that keep a state to the slots of states on it."""
 
     states: MappedStates | None = None
@@ -128,27 +127,6 @@ class PooledCPUModelRunner(ResumingRunner, AheadOnHost, CPUModelRunner):
         view = current().view
         for block in block_ids:
             view.pool[view.page_table[block].reshape(-1)] = 0
-
-    def _bookkeeping_sync(self, *args: Any, **kwargs: Any):
-        # A prompt chunk before the last samples a token that is thrown away. vLLM then winds the request's generator
-        # back by its CUDA offset, which a CPU generator does not have (stock vLLM on CPU fails there).
-        batch = self.input_batch
-        discarded = np.nonzero(self.discard_request_mask.np[: batch.num_reqs])[0]
-        rewound = [index for index in discarded.tolist() if batch.generators.pop(index, None) is not None]
-        result = super()._bookkeeping_sync(*args, **kwargs)
-        for index in rewound:
-            state = self.requests[batch.req_ids[index]]
-            state.generator = self._generator_after(state.sampling_params, len(state.output_token_ids))
-            batch.generators[index] = state.generator
-        return result
-
-    def _generator_after(self, params: SamplingParams, tokens: int) -> torch.Generator:
-        generator = torch.Generator(device=self.device)
-        generator.manual_seed(params.seed)
-        # vLLM's CPU sampler draws one integer per sampled token.
-        for _ in range(tokens):
-            torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)
-        return generator
 
 
 class PooledCPUWorker(cpu_worker.CPUWorker):

@@ -23,7 +23,7 @@ from muxserve.engine.cuda.graphs import ContextGraphs
 from muxserve.engine.cuda.latent import PooledLatentMetadataBuilder
 from muxserve.engine.cuda.page_table import DevicePageTable, new_blocks
 from muxserve.engine.cuda.states import PagedStates, keep_own_kernels
-from muxserve.engine.runner import ResumingRunner
+from muxserve.engine.runner import PooledRunner
 from muxserve.engine.states import pages_for
 
 # vLLM winds a generator back by this when it throws a sampled token away.
@@ -52,7 +52,7 @@ def without_collecting() -> Iterator[None]:
             gc.enable()
 
 
-class PooledGPUModelRunner(ResumingRunner, GPUModelRunner):
+class PooledGPUModelRunner(PooledRunner, GPUModelRunner):
     """Binds every layer to the whole pool and keeps the page table on the device."""
 
     _freeze_gc = staticmethod(without_collecting)
