@@ -41,15 +41,16 @@ def check_models(models: Sequence[ModelDemand], machine: Machine, cores: int) ->
         )
     for model in models:
         architecture, device = model.architecture, model.device
-        if device == "cuda" and not architecture.causal:
+        if device == "cuda" and not architecture.causal and not model.private:
             message = "its tokens see what comes after them, and attention of that kind is served on CPU only"
             problems.append(PlanProblem(message, "path", model.name))
         if architecture.adapter_slots and (device == "cuda" or model.ranks > 1):
             message = "LoRA adapters are served on CPU, by engines of one rank; here they cannot be"
             problems.append(PlanProblem(message, "adapters", model.name))
-        if architecture.latent is not None:
+        if architecture.latent is not None and not model.private:
             problems += _latent_problems(model)
-        known = "" if architecture.latent is not None else _unknown_head_dim(architecture.head_dim, device)
+        paged = architecture.latent is None and not model.private
+        known = _unknown_head_dim(architecture.head_dim, device) if paged else ""
         if known:
             message = f"its head size {architecture.head_dim} is not one that the attention kernel has ({known})"
             problems.append(PlanProblem(message, "path", model.name))
@@ -138,8 +139,11 @@ def check_pool(models: Sequence[ModelDemand], total: int, needed: int) -> None:
     raise PlanError([PlanProblem(message, "kv_pool.size")])
 
 
-def check_memory(models: Sequence[ModelDemand], machine: Machine, total: int, needed: int, asked: int | None) -> None:
-    """Weights and pools fit into the machine's memory; `total`, `needed` and `asked` are bytes on each rank.
+def check_memory(
+    models: Sequence[ModelDemand], machine: Machine, total: int, needed: int, asked: int | None, private: int = 0
+) -> None:
+    """Weights, pools and private caches fit into the machine's memory; `total`, `needed` and `asked` are bytes of all
+    KV on each rank, of which `private` are in no pool.
 
     Raises:
         PlanError: what is wrong, and what to change.
@@ -148,9 +152,10 @@ def check_memory(models: Sequence[ModelDemand], machine: Machine, total: int, ne
     at_least = f"{math.ceil(needed / _MIB)}MiB"
     total *= models[0].ranks  # all ranks are on this machine
     shared = machine.shared_memory_bytes
-    if shared is not None and total > shared:
+    pooled = total - private * models[0].ranks
+    if shared is not None and pooled > shared:
         message = (
-            f"the pool takes {format_size(total)}, but only {format_size(shared)} of shared memory (/dev/shm) "
+            f"the pool takes {format_size(pooled)}, but only {format_size(shared)} of shared memory (/dev/shm) "
             f"are free; make /dev/shm larger (docker run --shm-size, or mount -o remount,size=...) or the pool smaller"
         )
         problems.append(PlanProblem(message, "kv_pool.size"))
@@ -273,17 +278,20 @@ def plan_unit(
     block_tokens = {name: tokens for g in groups for name, tokens in zip(g.models, g.block_tokens, strict=True)}
     if together is None and device == "cpu":
         together = awake_together(models, machine.memory_bytes)
-    needed = _needed(models, groups, together)
+    private = [model for model in models if model.private]
+    needed = [*_needed(models, groups, together), *map(_private_needed, private)]
     total = _pool_size(models, machine, pool_bytes, sum(needed), units)
     check_pool(models, total, sum(needed))
+    weights = [sum(by_name[name].demand for name in group.models) for group in groups]
+    weights += [model.demand for model in private]
+    sizes = share_out(total, weights, needed) if needed else []
+    caches = dict(zip([model.name for model in private], sizes[len(groups) :], strict=True))
     if device == "cpu":
-        check_memory(models, machine, total, sum(needed), pool_bytes)
+        check_memory(models, machine, total, sum(needed), pool_bytes, sum(caches.values()))
 
     notes: list[str] = []
-    weights = [sum(by_name[name].demand for name in group.models) for group in groups]
     pools, plans = [], {}
-    sizes = share_out(total, weights, needed) if groups else []
-    for index, (group, size) in enumerate(zip(groups, sizes, strict=True)):
+    for index, (group, size) in enumerate(zip(groups, sizes, strict=False)):
         members = [by_name[name] for name in group.models]
         most = 1 + (MAX_BLOCKS - 1) * min(member.pages_per_block for member in members)
         num_pages = min(size // group.page_bytes, most)
@@ -331,8 +339,13 @@ def plan_unit(
         pools.append(PoolPlan("pool0", models[0].resolved_dtype, _LEAST_PAGE, 2, ()))
     for model in models:
         if model.name not in plans:
-            plans[model.name] = _without_pages(model, pools[0].name, _threads(model, models, cores), cores)
-            notes.append(f"{model.name} keeps no KV and takes no pages")
+            cache = caches.get(model.name, 0)
+            plans[model.name] = _without_pages(model, pools[0].name, _threads(model, models, cores), cores, cache)
+            notes.append(
+                f"{model.name} has {format_size(cache)} of KV cache of its own (kv: private): {model.private}"
+                if cache
+                else f"{model.name} keeps no KV and takes no pages"
+            )
     if device == "cuda":
         check_tables(models, plans, machine)
     return UnitPlan(cores, tuple(pools), tuple(plans[m.name] for m in models), (*described, *notes))
@@ -342,8 +355,22 @@ def _threads(model: ModelDemand, models: Sequence[ModelDemand], cores: int) -> i
     return model.threads or max(1, cores // (1 + len(models)) // model.ranks)
 
 
-def _without_pages(model: ModelDemand, pool: str, threads: int, cores: int) -> ModelPlan:
-    """The plan of a model that keeps no KV. Its table has the null block and another, as small as one can be."""
+def _private_needed(model: ModelDemand) -> int:
+    return model.cache_bytes(model.max_len or _least_auto(model))
+
+
+def _private_length(model: ModelDemand, cache: int) -> int:
+    """Longest sequence of a model with `cache` bytes of its own: as many tokens as two sequences may have."""
+    wished = model.architecture.default_max_len
+    steps = range(1, wished // BLOCK_STEP + 1)
+    fitting = bisect.bisect_right(steps, cache, key=lambda n: 2 * model.cache_bytes(n * BLOCK_STEP))
+    return min(wished, max(MIN_AUTO_LEN, fitting * BLOCK_STEP))
+
+
+def _without_pages(model: ModelDemand, pool: str, threads: int, cores: int, cache: int = 0) -> ModelPlan:
+    """The plan of a model that takes no pages: it keeps no KV, or has a `cache` of so many bytes. Its table has the
+    null block and another, as small as one can be."""
+    length = _private_length(model, cache) if cache else model.architecture.default_max_len
     return ModelPlan(
         name=model.name,
         pool=pool,
@@ -352,14 +379,15 @@ def _without_pages(model: ModelDemand, pool: str, threads: int, cores: int) -> M
         num_blocks=2,
         quota_pages=0,
         floor_pages=0,
-        max_len=model.max_len or model.architecture.default_max_len,
+        max_len=model.max_len or length,
         threads=threads,
         share=min(1.0, threads * model.ranks / cores),
+        cache_bytes=cache,
     )
 
 
 def pool_groups(models: Sequence[ModelDemand]) -> list[PoolGroup]:
-    """The pools of `models`, and who shares them; those that keep no KV are in none."""
+    """The pools of `models`, and who shares them; those that take no pages are in none."""
     return group_pools(
         [
             KVShape(
@@ -370,15 +398,15 @@ def pool_groups(models: Sequence[ModelDemand]) -> list[PoolGroup]:
                 m.least_page_bytes,
             )
             for m in models
-            if m.architecture.causal
+            if m.pages_per_block
         ]
     )
 
 
 def least_pool_bytes(models: Sequence[ModelDemand], together: int | None = None) -> int:
-    """Bytes of all pools together, on each rank, that hold one sequence of every model; `together` as of
-    `plan_unit`."""
-    return sum(_needed(models, pool_groups(models), together))
+    """Bytes of all pools and private caches together, on each rank, that hold one sequence of every model; `together`
+    as of `plan_unit`."""
+    return sum(_needed(models, pool_groups(models), together)) + sum(_private_needed(m) for m in models if m.private)
 
 
 def awake_together(models: Sequence[ModelDemand], room: int) -> int:

@@ -25,6 +25,8 @@ class Machine:
     amx: bool = True
 
 
+# Tokens of a block of vLLM's own cache, and what groups of layers take beyond those that they have, both at most.
+_PRIVATE_BLOCK, _ROUNDING = 256, 1.25
 Device = Literal["cpu", "cuda"]
 
 
@@ -36,7 +38,7 @@ class ModelDemand:
 
     `block_tokens` is given where other units have replicas of the model: KV moves between units only if its blocks are
     equally large in both. One that `sleeps` takes memory for its weights only while it is awake. `device` is what its
-    engines run on.
+    engines run on. `private` says why it has a cache of its own, in place of pages of the pool (empty: it has not).
     """
 
     name: str
@@ -52,6 +54,7 @@ class ModelDemand:
     sleeps: bool = False
     tokens: int = 1
     device: Device = "cpu"
+    private: str = ""
 
     @property
     def tensor_parallel(self) -> int:
@@ -72,7 +75,7 @@ class ModelDemand:
     @property
     def pages_per_block(self) -> int:
         """Pages on each rank behind one token block."""
-        return self.layers * self.kv_heads if self.architecture.causal else 0
+        return self.layers * self.kv_heads if self.architecture.causal and not self.private else 0
 
     @property
     def resolved_dtype(self) -> str:
@@ -106,13 +109,17 @@ class ModelDemand:
     def bytes_per_token(self) -> int:
         """Bytes of K and V per token on each rank."""
         whole = self.architecture.kv_bytes_per_token(self.resolved_dtype)
+        if self.private:
+            return -(-whole * self.kv_heads // (self.architecture.kv_heads * self.stages))
         return whole * self.pages_per_block // max(1, self.architecture.pages_per_block)
 
     @property
     def gives_back(self) -> bool:
         """Its engines give back what is behind a window: those on CPU that have all layers."""
         a = self.architecture
-        return self.device == "cpu" and self.stages == 1 and a.causal and a.states is None and bool(a.windowed)
+        if self.private or self.device != "cpu" or self.stages > 1:
+            return False
+        return a.causal and a.states is None and bool(a.windowed)
 
     def sequence_bytes(self, tokens: int) -> float:
         """Bytes on each rank of KV and states of a sequence of so many tokens, without what is given back."""
@@ -121,6 +128,15 @@ class ModelDemand:
             windowed = self.bytes_per_token * len(self.architecture.windowed) / self.layers
             size -= max(0, tokens - self.architecture.window) * windowed
         return size
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Bytes on each rank of a private cache that holds one sequence of so many tokens. vLLM rounds up: each layer's
+        part to blocks, blocks to the size of a state, layers of a kind to equally large groups."""
+        states = self.architecture.states
+        state = states.layer_bytes(self.resolved_dtype, self.tensor_parallel) if states else 0
+        block = max(state, _PRIVATE_BLOCK * self.bytes_per_token // max(1, self.layers))
+        kinds = self.architecture.layers // self.stages
+        return math.ceil(_ROUNDING * (tokens * self.bytes_per_token + self.state_bytes)) + 2 * kinds * block
 
     @property
     def demand(self) -> float:
@@ -143,7 +159,8 @@ class PoolPlan:
 class ModelPlan:
     """One placed model. Pages are of its pool on each rank, lengths in tokens, `threads` those of each rank, shares of
     the machine's cores in (0, 1]. `state_blocks` of its blocks hold the states of a sequence, and with `zeroed` pages
-    are zeroed when it takes them, since states of another type may be in them."""
+    are zeroed when it takes them, since states of another type may be in them. A private cache has `cache_bytes` on
+    each rank."""
 
     name: str
     pool: str
@@ -157,6 +174,7 @@ class ModelPlan:
     share: float
     state_blocks: int = 0
     zeroed: bool = False
+    cache_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -172,6 +190,11 @@ class UnitPlan:
     def pool_bytes(self) -> int:
         """All pools together, on each rank."""
         return sum(pool.page_bytes * pool.num_pages for pool in self.pools)
+
+    @property
+    def kv_bytes(self) -> int:
+        """All pools and private caches together, on each rank."""
+        return self.pool_bytes + sum(model.cache_bytes for model in self.models)
 
 
 @dataclass(frozen=True)

@@ -516,7 +516,7 @@ def _engine_args(source: Source, at: tuple[str | int, ...], model: dict[str, Any
         message = "cannot be had with `engines: one`, whose micro-batches are in flight already; remove it"
         yield source.problem((*at, "engine_args", "async_scheduling"), message)
     if "speculative_config" in args:
-        yield from _speculation(source, (*at, "engine_args", "speculative_config"), args, _has_one_engine(model))
+        yield from _speculation(source, (*at, "engine_args", "speculative_config"), args, model)
     for key in args:
         where = (*at, "engine_args", str(key))
         if not isinstance(key, str):
@@ -538,7 +538,7 @@ def _engine_args(source: Source, at: tuple[str | int, ...], model: dict[str, Any
 
 
 def _speculation(
-    source: Source, at: tuple[str | int, ...], args: Mapping[str, Any], one_engine: bool
+    source: Source, at: tuple[str | int, ...], args: Mapping[str, Any], model: Mapping[str, Any]
 ) -> Iterator[Problem]:
     given = args["speculative_config"]
     if not isinstance(given, dict):
@@ -547,9 +547,14 @@ def _speculation(
         )
         return
     if given.get("method") != NGRAM:
-        asked = shown(given["method"]) if "method" in given else "left out"
-        message = f"must be {NGRAM}, not {asked}: a draft model's or MTP layers' KV has no place in the pool"
-        yield source.problem((*at, "method") if "method" in given else at, f"method {message}")
+        if model.get("kv") == "pool":
+            asked = shown(given["method"]) if "method" in given else "left out"
+            message = (
+                f"must be {NGRAM} with `kv: pool`, not {asked}: a draft model's or MTP layers' KV has no place there"
+            )
+            yield source.problem((*at, "method") if "method" in given else at, f"method {message}")
+        # Else it has a cache of its own, and vLLM says what it knows.
+        return
     numbers = {name: given[name] for name in NGRAM_NUMBERS if name in given}
     for name, number in numbers.items():
         if type(number) is not int or not 1 <= number <= _MOST_PROPOSED:
@@ -564,7 +569,7 @@ def _speculation(
         if name not in ("method", *NGRAM_NUMBERS):
             known = ", ".join(("method", *NGRAM_NUMBERS))
             yield source.problem((*at, str(name)), f"is not known here; {NGRAM} has {known}")
-    if one_engine:
+    if _has_one_engine(model):
         yield source.problem(at, "cannot be had with one engine of both phases; write `engines: split`, or remove it")
     for name in ("async_scheduling", "logits_processors"):
         if args.get(name):

@@ -488,6 +488,11 @@ class Model(Section):
         "fills max_num_batched_tokens up with prompts, vllm leaves it to vLLM; auto: throttled over several stages, "
         "else vllm",
     )
+    kv: Literal["auto", "pool", "private"] = Field(
+        default="auto",
+        description="Where its KV lies: in the pool that all models share, or in a cache of vLLM's own of a planned "
+        "size; auto: in the pool, if that can hold what the model keeps",
+    )
     workload: WorkloadSection = Field(default=WorkloadSection(), description="Lengths of its requests, for planning")
     slo: Slo = Field(default=Slo(), description="Latency objectives")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(

@@ -111,11 +111,10 @@ def architecture_of(model: Model, hub: Hub) -> ModelArchitecture:
         architecture = read_architecture(config, _pools(model, file))
     except UnsupportedModelError as error:
         raise CheckpointError(f"cannot be served: {error}") from None
-    if architecture.private:
-        raise CheckpointError(f"cannot be served: {architecture.name}: {architecture.private}")
     text_only = text is not None
     stored = stored_weights(file.parent, text_only)
-    return replace(architecture, stored=stored, kv_cache=kv_cache_of(model), text_only=text_only)
+    kv_cache = kv_cache_of(model) or architecture.kv_cache
+    return replace(architecture, stored=stored, kv_cache=kv_cache, text_only=text_only)
 
 
 def _config(file: Path) -> dict[str, object]:

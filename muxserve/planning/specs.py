@@ -114,6 +114,7 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
     batch, latent = batch_of(model, CPU_BATCH), demand.architecture.latent
     a = demand.architecture
     device: Device = "cpu" if unit.gpu is None else "cuda"
+    pages = demand.pages_per_block > 0
     windowed = a.windowed if a.window < plan.max_len and demand.gives_back else ()
     # vLLM computes no prompt in chunks whose tokens see what comes after them, nor, on CPU, with latent attention.
     in_one_piece = not demand.architecture.causal or (latent is not None and device == "cpu")
@@ -123,10 +124,10 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         pool=plan.pool,
         dtype=plan.dtype,
         layers=demand.layers,
-        kv_heads=demand.kv_heads if demand.architecture.causal else 0,
+        kv_heads=demand.kv_heads if pages else 0,
         head_dim=demand.architecture.head_dim,
         block_tokens=plan.block_tokens,
-        num_blocks=_block_ids(plan.num_blocks, a.layers, a.layers - len(windowed)),
+        num_blocks=_block_ids(plan.num_blocks, a.layers, a.layers - len(windowed)) if pages else plan.num_blocks,
         quota_pages=plan.quota_pages,
         floor_pages=plan.floor_pages,
         max_len=plan.max_len,
@@ -151,11 +152,13 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         sees_images=demand.architecture.sees_images,
         adapters=dict(model.adapters or {}),
         adapter_slots=slots_of(model),
-        latent=0 if latent is None else latent.width,
+        latent=latent.width if latent is not None and pages else 0,
         window=a.window if windowed else 0,
         windowed_layers=windowed,
         state_blocks=plan.state_blocks,
         zeroed=plan.zeroed,
+        kv="private" if demand.private else "pool",
+        kv_bytes=plan.cache_bytes,
     )
 
 

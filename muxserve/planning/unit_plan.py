@@ -21,6 +21,7 @@ from muxserve.planning.checkpoints import CheckpointError, Hub, HuggingFaceHub, 
 from muxserve.planning.demands import CPU_BATCH, Batch, batch_of, least_batch
 from muxserve.planning.device_pool import CPU
 from muxserve.planning.layouts import stages_of
+from muxserve.planning.private import LOST, private_because, unpooled
 from muxserve.spec import ModelSpec, PolicyName
 from muxserve.vllm.quantisation import beyond_cores, uncomputable, unshareable
 from placement import Machine, ModelDemand, PlanError, PlanProblem, UnitPlan, plan_unit
@@ -218,7 +219,8 @@ class ResolvedUnit:
     def notes(self) -> tuple[str, ...]:
         """What was decided for the user, in words."""
         templates = filter(None, map(without_chat_template, self.fleet.models))
-        return (*(self.gpu.describe() if self.gpu else self._on_cpu()), *self.unit.notes, *templates)
+        lost = [f"what a private cache does without: {LOST}"] if any(d.private for d in self.demands) else []
+        return (*(self.gpu.describe() if self.gpu else self._on_cpu()), *self.unit.notes, *lost, *templates)
 
     def _on_cpu(self) -> Iterator[str]:
         model, demand = self.fleet.models[0], self.demands[0]
@@ -329,7 +331,11 @@ def model_demands(
         sleeps = fleet.memory is not None and model.keep == "auto"
         device: Device = "cpu" if gpu is None else "cuda"
         blocks = block_tokens.get(model.name)
+        private = private_because(model, architecture)
+        if words := unpooled(model, architecture):
+            problems.append(fleet.model_problem(model.name, "kv", words))
         demand = _demand(model, architecture, threads, ranks, stages, blocks, sleeps, device)
+        demand = replace(demand, private=private)
         demands.append(demand if gpu is None else replace(demand, dtype=gpu_dtype(model, architecture)))
         if gpu is not None and demands[-1].dtype == "float32":
             message = "FlashAttention has no float32; use bfloat16 or float16 on a GPU, or leave dtype out"
@@ -338,25 +344,43 @@ def model_demands(
             problems.append(fleet.model_problem(model.name, "dtype", words))
         if gpu is None and (words := beyond_cores(architecture.quantisation, machine.avx512, machine.amx)):
             problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", words))
-        for kind in (*_unlike(architecture), *(["images"] if architecture.sees_images else [])):
+        if private:
+            problems += _private_problems(fleet, model, architecture, ranks)
+        kinds = [*_unlike(architecture), *(["images"] if architecture.sees_images else [])]
+        for kind in kinds if not private else ():
             problems += _kind_problems(fleet, model, kind)
         if architecture.sees_images:
             problems += _image_problems(fleet, model, ranks)
-        if words := _unspeculative(model, architecture, ranks, gpu is not None):
+        if not private and (words := _unspeculative(model, architecture, ranks, gpu is not None)):
             problems.append(fleet.model_problem(model.name, "engine_args", f"no speculative_config: {words}"))
-        if architecture.kv_cache and (words := _kv_cache_problem(architecture, gpu is not None, machine)):
+        if (
+            architecture.kv_cache
+            and not private
+            and (words := _kv_cache_problem(architecture, gpu is not None, machine))
+        ):
             problems.append(fleet.model_problem(model.name, "engine_args", words))
         if gpu is not None and (words := unshareable(architecture.quantisation, model.engine_args)):
             problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", words))
         if gpu is None and architecture.gpu_only:
             message = f"{architecture.name} needs {architecture.gpu_only}, which vLLM's kernels on CPU do not compute"
             problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", message))
-        if gpu is not None and architecture.cpu_only:
+        if gpu is not None and architecture.cpu_only and not private:
             message = f"{architecture.name} needs {architecture.cpu_only}, which engines on GPUs do not compute yet"
             problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", message))
     if problems:
         raise FleetError(problems)
     return tuple(demands)
+
+
+def _private_problems(fleet: Fleet, model: Model, architecture: ModelArchitecture, ranks: int) -> list[Problem]:
+    """What a model with a cache of its own is asked for that it cannot have."""
+    if arrangement_of(model).dedicated:
+        message = f"is for models on the pool; {model.name} has a cache of its own: {architecture.private}"
+        return [fleet.model_problem(model.name, "phases", message)]
+    if ranks > 1 and architecture.pooling:
+        message = f"a model that answers with vectors has a cache of its own on one rank, not on {ranks}"
+        return [fleet.model_problem(model.name, "kv", message)]
+    return []
 
 
 def _unlike(architecture: ModelArchitecture) -> list[str]:

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from tests.engine.harness import AVX512, INT4, MODELS, QUANTISED, ROUNDED, SEEING, TINY, on_this_processor
+from tests.engine.harness import (
+    AVX512,
+    INT4,
+    MODELS,
+    PRIVATE_KINDS,
+    QUANTISED,
+    ROUNDED,
+    SEEING,
+    TINY,
+    on_this_processor,
+)
 from tests.support.beside import begin, output, wanted
 
 # The model that is split over ranks. One of each kind of case that could go wrong between ranks: chunks, logits
@@ -26,6 +36,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     begin(session, "stock_split", HERE, "tests.engine.stock", "--split-tiny", *sorted(ROUNDED), keep=True)
     begin(session, "stock_families", HERE, "tests.engine.stock", "--tiny", *on_this_processor(), keep=True)
     begin(session, "stock_seeing", HERE, "tests.engine.stock", "--seeing", *SEEING)
+    begin(session, "stock_private", HERE, "tests.engine.stock", "--private", *PRIVATE_KINDS, keep=True)
     quantised = [str(path) for name, path in QUANTISED.items() if AVX512 or name != INT4]
     cached = ["--fp8", str(MODELS[SPLIT])] if AVX512 else []
     begin(session, "quantised", HERE, "tests.engine.stock", "--quantised", *quantised, *cached, keep=True)
@@ -61,6 +72,13 @@ def stock_seeing(pytestconfig: pytest.Config) -> dict[str, Any]:
     """Stock vLLM's answers to prompts with images, by kind of tiny model and case."""
     directory = output(pytestconfig, "stock_seeing")
     return {kind: read(directory, make().name) for kind, make in SEEING.items()}
+
+
+@pytest.fixture(scope="session")
+def stock_private(pytestconfig: pytest.Config) -> dict[str, Any]:
+    """Stock vLLM's answers to some cases, by kind of model whose cache the pool cannot hold, and case."""
+    directory = output(pytestconfig, "stock_private")
+    return {kind: read(directory, kind) for kind in PRIVATE_KINDS}
 
 
 @pytest.fixture

@@ -49,6 +49,7 @@ from tests.engine.nursery import end, nursery
 from tests.support.patience import PATIENCE
 from tests.support.thoroughness import cases
 from tests.support.tiny_checkpoint import LANGUAGE_MODEL_OF, tiny_checkpoint
+from tests.support.tiny_private import PRIVATE
 from tests.support.unit_specs import model_spec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,6 +89,8 @@ MULTI_MODAL: dict[str, Callable[[], Path]] = {
 }
 # Those that see images.
 SEEING: dict[str, Callable[[], Path]] = {"idefics3": partial(tiny_checkpoint, "idefics3")}
+# Those whose cache the pool cannot hold.
+PRIVATE_KINDS = cases(PRIVATE, ["llama4"])
 # Those of `TINY` that keep one vector of each token instead of K and V by head.
 LATENT = TINY.keys() & {"deepseek_v2", "deepseek_v3"}
 # Those of `TINY` that keep a state of a sequence in some layers.
@@ -140,6 +143,19 @@ def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> Mod
     }
     if architecture.states is not None:
         values |= stateful(config, ranks, {**values, **changes})
+    return model_spec(name, **{**values, **changes})
+
+
+def private_model(name: str, path: Path, **changes: Any) -> ModelSpec:
+    """A model with a cache of vLLM's own, as a fleet would deploy it."""
+    values = {
+        "path": str(path),
+        "kv": "private",
+        "kv_bytes": 64 << 20,
+        "kv_heads": 0,
+        "quota_pages": 0,
+        "num_blocks": 2,
+    }
     return model_spec(name, **{**values, **changes})
 
 

@@ -3,8 +3,9 @@
 Each model alone in a process, with vLLM's own block pool, scheduler, workers and attention. `--split MODEL_DIR` does
 some of the cases also with that model split over two workers, into OUT_DIR/NAME-2.json. `--tiny KIND...` does some with
 tiny checkpoints of these architectures as well, into OUT_DIR/KIND.json, and `--split-tiny KIND...` with two workers,
-into OUT_DIR/KIND-2.json. `--quantised MODEL_DIR...` asks those models
-what they were trained on, and `--fp8 MODEL_DIR` that one with a cache in FP8, into OUT_DIR/NAME-fp8.json.
+into OUT_DIR/KIND-2.json; `--private KIND...` with those whose cache the pool cannot hold. `--quantised MODEL_DIR...`
+asks those models what they were trained on, and `--fp8 MODEL_DIR` that one with a cache in FP8, into
+OUT_DIR/NAME-fp8.json.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def answers(
     ranks: int = 1,
     cases: Sequence[str] = tuple(CASES),
     of: Mapping[str, Any] = CASES | GROWN,
+    private: bool = False,
     **changes: Any,
 ) -> dict[str, Any]:
     import torch
@@ -49,9 +51,10 @@ def answers(
     from vllm.v1.executor import multiproc_executor
 
     from muxserve.vllm.args import frontend_args
-    from tests.engine.harness import deployed_model
+    from tests.engine.harness import deployed_model, private_model
 
-    args = frontend_args(deployed_model(path.name, path, max_num_batched_tokens=1024, engine_args=changes))
+    deployed = private_model if private else deployed_model
+    args = frontend_args(deployed(path.name, path, max_num_batched_tokens=1024, engine_args=changes))
     del args["served_model_name"]
     if ranks > 1:
         args["distributed_executor_backend"] = "mp"
@@ -176,6 +179,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("models", type=Path, nargs="*")
     parser.add_argument("--tiny", nargs="+", default=[])
+    parser.add_argument("--private", nargs="+", default=[])
     parser.add_argument("--split-tiny", nargs="*", default=[])
     parser.add_argument("--split", type=Path)
     parser.add_argument("--quantised", type=Path, nargs="*", default=[])
@@ -192,6 +196,12 @@ def main() -> None:
         write_each(partial(answers, ranks=ranks, cases=NOISE), found, list(paths))
         for path, kind in paths.items():
             (found / f"{path.name}.json").rename(given.out / f"{kind}{suffix}.json")
+    for kind in given.private:
+        from tests.support.tiny_private import tiny_private
+
+        found = tiny_private(kind)
+        write_each(partial(answers, cases=NOISE, private=True), given.out, [found])
+        (given.out / f"{found.name}.json").rename(given.out / f"{kind}.json")
     if given.split is not None:
         write_each(partial(answers, ranks=2, cases=given.cases), given.out, [given.split], "-2")
     for path in given.quantised:

@@ -14,9 +14,10 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from muxserve.engine.leased_scheduler import STATS_INTERVAL_SECONDS
 from muxserve.engine.outputs import TokenSender
 from muxserve.engine.requests import AdmittedRequest
-from muxserve.engine.scheduler import STATS_INTERVAL_SECONDS, PhaseScheduler
+from muxserve.engine.scheduler import PhaseScheduler
 from muxserve.net.sockets import bind_local
 from muxserve.wire import TokensHeader, decode
 from tests.support.patience import PATIENCE
@@ -91,7 +92,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     found.log_stats, found.num_spec_tokens = True, 2
     found._stats_due, found._untold, found._untold_proposals = 0.0, False, None
     found.now = 100.0
-    monkeypatch.setattr("muxserve.engine.scheduler.time", SimpleNamespace(monotonic=lambda: found.now))
+    monkeypatch.setattr("muxserve.engine.leased_scheduler.time", SimpleNamespace(monotonic=lambda: found.now))
 
     def make_stats(self: Any, proposals: SpecDecodingStats | None = None, *_: Any, **__: Any) -> SchedulerStats:
         return SchedulerStats(spec_decoding_stats=proposals)
