@@ -191,6 +191,10 @@ class UnitPlan:
         """All pools together, on each rank."""
         return sum(pool.page_bytes * pool.num_pages for pool in self.pools)
 
+    def model(self, name: str) -> ModelPlan:
+        """The plan of the model of that name."""
+        return next(model for model in self.models if model.name == name)
+
     @property
     def kv_bytes(self) -> int:
         """All pools and private caches together, on each rank."""

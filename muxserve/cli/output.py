@@ -17,6 +17,7 @@ from muxserve.gpu.budget import table as budget_rows
 from muxserve.metrics.figure_table import FigureTable
 from muxserve.net.logs import JsonLineStream, in_json
 from muxserve.spec import ModelSpec, UnitSpec
+from placement.format import format_size
 
 # Where nobody looks at a screen, nothing is cut to the width of one.
 _WIDE = 240
@@ -70,12 +71,14 @@ def models_table(unit_spec: UnitSpec) -> FigureTable:
     table = FigureTable(columns, words=len(columns))
     for model in unit_spec.models:
         kept = f"latent {model.latent}" if model.latent else f"head {model.head_dim}"
+        if model.private:
+            kept = "in its own cache"
         if model.state_blocks:
             kept += f", states in {model.state_blocks} blocks"
         table.add_row(
             escape(model.name),
             model.dtype,
-            f"{model.layers} x {model.kv_heads} ({kept})",
+            f"{model.layers} ({kept})" if model.private else f"{model.layers} x {model.kv_heads} ({kept})",
             model.pool if model.pages_per_block else "-",
             f"{model.block_tokens} tokens" if model.pages_per_block else "-",
             quota_words(model),
@@ -86,7 +89,9 @@ def models_table(unit_spec: UnitSpec) -> FigureTable:
 
 
 def quota_words(model: ModelSpec) -> str:
-    """`6808 pages (425 blocks)`; `no pages` of a model that keeps no KV."""
+    """`6808 pages (425 blocks)`; `no pages` of a model that keeps no KV; `256.0 MiB, private`."""
+    if model.private:
+        return f"{format_size(model.kv_bytes)}, private"
     if not model.pages_per_block:
         return "no pages"
     return f"{model.quota_pages} pages ({model.quota_pages // model.pages_per_block} blocks)"

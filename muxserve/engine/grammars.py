@@ -64,9 +64,6 @@ def load_tokenizers_later() -> None:
     structured_output.cached_tokenizer_from_config = lambda model_config: None
 
 
-load_tokenizers_later()
-
-
 class EngineGrammars(StructuredOutputManager):
     """vLLM's manager of grammars, with a backend for each request instead of the first one's for all.
 

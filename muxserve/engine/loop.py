@@ -15,7 +15,7 @@ from vllm.v1.executor.abstract import Executor
 
 from muxserve.engine.binding import Binding, bind, current
 from muxserve.engine.budget import BudgetedSteps, token_budget_of
-from muxserve.engine.grammars import use_grammars
+from muxserve.engine.grammars import load_tokenizers_later, use_grammars
 from muxserve.engine.lease import HeldLease, StepNews
 from muxserve.engine.leased_scheduler import LeasedScheduler
 from muxserve.engine.outputs import TokenSender
@@ -526,6 +526,7 @@ def run_engine(
     if deployed.state_blocks:
         # When vLLM made the configuration it was off: it would have kept states in a way of its own.
         config.cache_config.enable_prefix_caching = deployed.prefix_caching
+    load_tokenizers_later()
     core = EngineCore(config, executor_of, log_stats=True)
     use_grammars(core)
     if config.speculative_config is not None and phase == "prefill":

@@ -45,6 +45,8 @@ from placement.memory import MemoryRules
 
 # An MPS server takes so many processes with a context on each GPU (NVIDIA, "Multi-Process Service", since Volta).
 MOST_CLIENTS = 48
+# Bytes of a page that nobody takes.
+LEAST_PAGE = 1 << 12
 # Of what may be used of a GPU's memory, the pools have so much at least where models come and go in the remainder.
 LEAST_POOL_PART = 0.05
 
@@ -262,7 +264,7 @@ class GpuUnit:
 
     def budgets(self, demands: Sequence[ModelDemand]) -> list[Budget]:
         """What the memory of each GPU goes to."""
-        return self._budgets(min(group.page_bytes for group in pool_groups(demands)))
+        return self._budgets(_least_page(demands))
 
     def _budgets(self, page_bytes: int) -> list[Budget]:
         return [
@@ -279,7 +281,7 @@ class GpuUnit:
 
     def used(self, demands: Sequence[ModelDemand], pools_bytes: int) -> int:
         """Bytes that the models of `needs`, pools of `pools_bytes` and all else take of the GPU with least left."""
-        return self._used(min(group.page_bytes for group in pool_groups(demands)), pools_bytes)
+        return self._used(_least_page(demands), pools_bytes)
 
     def used_with(self, pools: Sequence[PoolSpec]) -> int:
         """The same with those pools."""
@@ -360,6 +362,11 @@ class GpuUnit:
             each = ", ".join(f"{name} {s.prefill:.0%}/{s.decode:.0%}" for name, s in self.shares.items())
             words.append(f"SM shares of prefill/decode: {each}")
         return [*words, *self.notes]
+
+
+def _least_page(demands: Sequence[ModelDemand]) -> int:
+    """Bytes of the smallest page of the pools; without pools, of one that nobody takes."""
+    return min((group.page_bytes for group in pool_groups(demands)), default=LEAST_PAGE)
 
 
 def _kind(gpu: Gpu) -> str:
@@ -556,6 +563,7 @@ def resized(unit_spec: UnitSpec, unit: UnitPlan) -> UnitSpec:
             quota_pages=plan.quota_pages,
             floor_pages=plan.floor_pages,
             max_len=plan.max_len,
+            kv_bytes=plan.cache_bytes,
         )
         for model, plan in zip(unit_spec.models, unit.models, strict=True)
     ]

@@ -76,7 +76,7 @@ class Joining:
         threads = max(1, self.unit.cores // (2 + len(here)) // self.unit.ranks)
         spare = threads if self.fleet.policy != "fcfs" else AUTO
         for pool, block in self._pools(self._demand(None)):
-            mates = [each for each in here.values() if each.pool == pool.name]
+            mates = [each for each in here.values() if each.pool == pool.name and not each.private]
             models = [like(self.fleet.model(each.name), each) for each in mates] + [self.fleet.model(self.model)]
             models = [each.model_copy(update={"threads": spare}) if each.threads == AUTO else each for each in models]
             size = self.fleet.kv_pool.model_copy(update={"size": pool.num_pages * pool.page_bytes})
@@ -129,7 +129,7 @@ class Joining:
             raise self._no_room(f"{words}; serve fewer models in a unit, or set `cluster.mps: off`")
         demands = {each.name: each for each in gpu.demands}
         for pool, block in self._pools(demand):
-            mates = [each for each in here.values() if each.pool == pool.name]
+            mates = [each for each in here.values() if each.pool == pool.name and not each.private]
             members = [
                 *(replace(demands[m.name], block_tokens=m.block_tokens, max_len=m.max_len) for m in mates),
                 replace(demand, block_tokens=block),
@@ -183,9 +183,16 @@ class Joining:
         return with_batch(model, batch_of(model, least_batch((each.name, each.memory_bytes) for each in gpu.gpus)))
 
     def _pools(self, demand: ModelDemand) -> Sequence[tuple[PoolSpec, int]]:
-        """The pools whose pages a block of the model fills, and its tokens."""
+        """The pools whose pages a block of the model fills, and its tokens.
+
+        Raises:
+            NoRoomError: it has a cache of its own.
+        """
         kv = demand.architecture.kv_dtype(demand.resolved_dtype)
         shape = KVShape(self.model, demand.architecture.head_dim, kv)
+        if demand.private:
+            why = f"it has a KV cache of its own ({demand.private}), and what is left there belongs to the pools"
+            raise self._no_room(f"{why}. Without --unit it gets a unit of its own")
         found = []
         for pool in self.unit.pools:
             block = block_in(pool.page_bytes, shape) if demand.architecture.causal else BLOCK_STEP
@@ -265,13 +272,14 @@ def _table(model: ModelSpec) -> tuple[object, ...]:
 
 
 def remaining_capacity(machine: Machine, fleet: Fleet, units: Sequence[UnitSpec], hub: Hub) -> Machine:
-    """The machine without what the weights and pools of `units` take; `fleet` declares their models."""
+    """The machine without what the weights, pools and private caches of `units` take; `fleet` declares their models."""
+    caches = sum(model.kv_bytes * unit.ranks for unit in units for model in unit.models)
     pools = sum(pool.num_pages * pool.page_bytes * unit.ranks for unit in units for pool in unit.pools)
     weights = sum(_weights(fleet, unit, hub) for unit in units)
     shared = machine.shared_memory_bytes
     return replace(
         machine,
-        memory_bytes=max(0, machine.memory_bytes - pools - weights),
+        memory_bytes=max(0, machine.memory_bytes - pools - caches - weights),
         shared_memory_bytes=None if shared is None else max(0, shared - pools),
     )
 

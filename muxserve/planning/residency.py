@@ -226,7 +226,8 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
     costs: dict[str, WakeCosts] = {}
     for plan in plans:
         for model, demand in zip(plan.fleet.models, plan.demands, strict=True):
-            costs[model.name] = cpu_wake_costs(model, demand.architecture, demand.resolved_dtype)
+            cache = plan.unit.model(model.name).cache_bytes * demand.ranks
+            costs[model.name] = cpu_wake_costs(model, demand.architecture, demand.resolved_dtype, cache)
     fixed = FLEET_BYTES + len(costs) * DECLARED_BYTES + sum(plan.unit.pool_bytes for plan in plans)
     fixed += sum(each.bytes for each in costs.values() if each.pinned)
     sleeping = {name: each for name, each in costs.items() if not each.pinned}
@@ -283,11 +284,11 @@ def _objectives(model: Model) -> _Objectives:
     )
 
 
-def cpu_wake_costs(model: Model, architecture: ModelArchitecture, dtype: str) -> WakeCosts:
-    """Of a model that is served from a CPU in that type."""
+def cpu_wake_costs(model: Model, architecture: ModelArchitecture, dtype: str, cache: int = 0) -> WakeCosts:
+    """Of a model that is served from a CPU in that type, with a `cache` of so many bytes of its own."""
     weights, objectives = architecture.weight_bytes(dtype), _objectives(model)
     return WakeCosts(
-        bytes=weights + MODEL_BYTES,
+        bytes=weights + cache + MODEL_BYTES,
         load_bytes=load_bytes(model, architecture, dtype),
         seconds=wake_seconds(weights),
         ttft=objectives.ttft,

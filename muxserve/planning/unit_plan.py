@@ -161,6 +161,7 @@ def check_together(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine
     if len(plans) == 1:
         return
     pools = sum(plan.unit.pool_bytes * plan.demands[0].ranks for plan in plans)
+    caches = sum(plan.unit.kv_bytes * plan.demands[0].ranks for plan in plans) - pools
     weights = sum(d.architecture.weight_bytes(d.resolved_dtype) for plan in plans for d in plan.demands)
     count, shared = len(plans), machine.shared_memory_bytes
     key = ("kv_pool", "size") if fleet.kv_pool.size != AUTO else ("models",)
@@ -170,10 +171,11 @@ def check_together(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine
             "memory (/dev/shm) are free; make it larger (docker run --shm-size), or the pools smaller (kv_pool.size)"
         )
         raise FleetError([fleet.problem(key, message)])
-    if pools + weights > machine.memory_bytes:
+    kept = pools + caches
+    if kept + weights > machine.memory_bytes:
         message = (
             f"{count} units need {format_size(weights)} for weights (every unit loads its own) and "
-            f"{format_size(pools)} for pools, but the memory is {format_size(machine.memory_bytes)}; "
+            f"{format_size(kept)} for KV, but the memory is {format_size(machine.memory_bytes)}; "
             "have fewer replicas, or smaller pools (kv_pool.size is of one unit)"
         )
         raise FleetError([fleet.problem(key, message)])

@@ -88,8 +88,8 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     "muxserve.engine.cuda.latent.PooledLatentBackend": ("get_builder_cls", "get_impl_cls", "supported_kv_cache_dtypes"),
     "muxserve.engine.cuda.latent.PooledLatentImpl": ("do_kv_cache_update",),
     "muxserve.engine.cuda.latent.PooledLatentMetadataBuilder": ("build", "metadata_cls"),
+    "muxserve.engine.cuda.resuming.ResumingOnDevice": ("_bookkeeping_sync",),
     "muxserve.engine.cuda.runner.PooledGPUModelRunner": (
-        "_bookkeeping_sync",
         "_freeze_gc",
         "_init_kv_zero_meta",
         "_update_states",
@@ -141,6 +141,12 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
         "waiting",
     ),
     "muxserve.engine.private.cpu.PrivateCPUWorker": ("init_device",),
+    "muxserve.engine.private.cuda.PrivateGPUModelRunner": ("_freeze_gc", "capture_model"),
+    "muxserve.engine.private.cuda.PrivateGPUWorker": (
+        "_make_model_runner",
+        "determine_available_memory",
+        "init_device",
+    ),
     "muxserve.engine.private.scheduler.PrivateScheduler": (
         "finished_req_ids",
         "max_num_scheduled_tokens",

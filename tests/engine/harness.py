@@ -148,13 +148,16 @@ def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> Mod
 
 def private_model(name: str, path: Path, **changes: Any) -> ModelSpec:
     """A model with a cache of vLLM's own, as a fleet would deploy it."""
-    values = {
+    architecture = read_architecture(json.loads((path / "config.json").read_text()))
+    values: dict[str, Any] = {
         "path": str(path),
         "kv": "private",
         "kv_bytes": 64 << 20,
         "kv_heads": 0,
         "quota_pages": 0,
         "num_blocks": 2,
+        # Of those with states it is off unless it is asked for.
+        "prefix_caching": architecture.states is None,
     }
     return model_spec(name, **{**values, **changes})
 

@@ -23,7 +23,7 @@ POOLED = "arithmetic"
 OWN = "own"
 ENGINE = f"{OWN}/both"
 # Room for some sequences of it only.
-FEW = 3 << 20
+FEW = 14 << 20
 LATENT = {"small_latent"}
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
-from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, MambaSpec, MLAAttentionSpec
 from vllm.v1.worker import workspace
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -22,12 +21,10 @@ from muxserve.engine.cuda.attention import PooledFlashMetadataBuilder
 from muxserve.engine.cuda.graphs import ContextGraphs
 from muxserve.engine.cuda.latent import PooledLatentMetadataBuilder
 from muxserve.engine.cuda.page_table import DevicePageTable, new_blocks
+from muxserve.engine.cuda.resuming import ResumingOnDevice
 from muxserve.engine.cuda.states import PagedStates, keep_own_kernels
 from muxserve.engine.runner import PooledRunner
 from muxserve.engine.states import pages_for
-
-# vLLM winds a generator back by this when it throws a sampled token away.
-_STOCK_REWIND = 4
 
 
 def token_numbers(spec: AttentionSpec) -> int:
@@ -52,7 +49,7 @@ def without_collecting() -> Iterator[None]:
             gc.enable()
 
 
-class PooledGPUModelRunner(PooledRunner, GPUModelRunner):
+class PooledGPUModelRunner(ResumingOnDevice, PooledRunner, GPUModelRunner):
     """Binds every layer to the whole pool and keeps the page table on the device."""
 
     _freeze_gc = staticmethod(without_collecting)
@@ -61,7 +58,6 @@ class PooledGPUModelRunner(PooledRunner, GPUModelRunner):
     page_table: DevicePageTable | None = None
     # Of each set of SMs that the engine has; None: it has all.
     graphs: ContextGraphs | None = None
-    _offset_per_token: int | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         if self.model_config.is_hybrid:
@@ -157,39 +153,3 @@ class PooledGPUModelRunner(PooledRunner, GPUModelRunner):
         ids = torch.tensor(block_ids, dtype=torch.long, device=self.device)
         pages = self.page_table.table[ids].flatten().long()
         self.kv_caches[0].index_fill_(0, pages, 0)
-
-    # ------------------------------------------------------------ seeds
-
-    def _generator_after(self, params: SamplingParams, tokens: int) -> torch.Generator:
-        assert params.seed is not None
-        generator = torch.Generator(device=self.device)
-        generator.manual_seed(params.seed)
-        generator.set_offset(tokens * self.offset_per_token())
-        return generator
-
-    def offset_per_token(self) -> int:
-        """How far one sampled token moves a request's generator.
-
-        vLLM draws one exponential variate for each entry of the vocabulary. Philox counts what a thread draws, and how
-        many variates a thread draws follows from the number of threads, so from the multiprocessors that this process
-        sees: 4 in most cases, more for a large vocabulary on a small share of SMs. Hence it is tried out.
-        """
-        if self._offset_per_token is None:
-            generator = torch.Generator(device=self.device)
-            generator.manual_seed(0)
-            noise = torch.empty(self.model_config.get_vocab_size(), dtype=torch.float32, device=self.device)
-            noise.exponential_(generator=generator)
-            self._offset_per_token = int(generator.get_offset())
-        return self._offset_per_token
-
-    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
-        # A prompt chunk before the last samples a token that is thrown away; vLLM winds the generator back by a fixed
-        # count, which is not always what was drawn.
-        generators = self.input_batch.generators
-        if generators and self.offset_per_token() != _STOCK_REWIND:
-            discarded = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
-            for index in discarded.tolist():
-                generator = generators.get(index)
-                if generator is not None:
-                    generator.set_offset(generator.get_offset() - self.offset_per_token() + _STOCK_REWIND)
-        return super()._bookkeeping_sync(*args, **kwargs)

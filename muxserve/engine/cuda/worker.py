@@ -108,7 +108,7 @@ class PooledGPUWorker(gpu_worker.Worker):
                 "CUDA_VISIBLE_DEVICES must list the unit's GPUs in the order of the ranks"
             )
 
-    def _make_model_runner(self) -> PooledGPUModelRunner:
+    def _make_model_runner(self) -> Any:
         made = PooledGPUModelRunner(self.vllm_config, self.device)
         if self._contexts is not None:
             made.graphs = ContextGraphs(self._contexts, self.device)

@@ -195,6 +195,8 @@ class Reports:
             "shape": model.shape,
             "stages": model.stages,
             "rolling": model.rolling,
+            "kv": model.kv,
+            "kv_bytes": model.kv_bytes,
             "pool": model.pool,
             "layers": model.layers,
             "kv_heads": model.kv_heads,
