@@ -24,6 +24,7 @@ from muxserve.planning.planner import (
     UsageError,
     options_of,
 )
+from muxserve.planning.unit_plan import estimated_in_words
 from muxserve.simulator import SimulationError
 from muxserve.workload import Workload, WorkloadError, open_workload
 from placement.exact import TooLargeError
@@ -104,7 +105,7 @@ def _tell(settings: PlanSettings, fleet: Fleet, made: PlannedFleet, seconds: flo
             show_sleeping(made.sleeping)
         show_spare(made.spare)
         show_rivals(made.rivals)
-    for note in made.notes:
+    for note in (*made.notes, *estimated_in_words(made.plan.demands)):
         errors.print(escape(note))
     if made.why_not:
         errors.print(f"not simulated: {escape(made.why_not)}")

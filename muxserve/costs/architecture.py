@@ -147,7 +147,8 @@ class ModelArchitecture:
     Where the pool cannot hold what is kept, `own` says why, and what it is. `parallel` layers have both attention and a
     state. In a mixture of experts `dense_layers` have an MLP of width `dense_intermediate` instead. Experts that
     compute in a space of their own have `expert_hidden` inputs (0: `hidden`). `estimated` says in words what of it does
-    not follow from config.json (empty: nothing).
+    not follow from config.json (empty: nothing). One that is `multi_modal` is served from the whole checkpoint, and for
+    text. An `encoder_decoder` is read for plans.
     """
 
     name: str
@@ -190,6 +191,8 @@ class ModelArchitecture:
     dense_intermediate: int = 0
     expert_hidden: int = 0
     estimated: str = ""
+    multi_modal: bool = False
+    encoder_decoder: bool = False
 
     @property
     def private(self) -> str:
@@ -340,7 +343,8 @@ def read_architecture(config: Mapping[str, object], pooling: bool = False) -> Mo
         found = read_architecture(inside, pooling)
         reason = found.private or "it is multi-modal, and not of a kind whose text, or images, are served from the pool"
         note = "its encoder of images or sound is not counted"
-        return replace(found, own=replace(found.own or OwnCache(""), reason=reason), estimated=found.estimated or note)
+        own = replace(found.own or OwnCache(""), reason=reason)
+        return replace(found, own=own, estimated=found.estimated or note, multi_modal=True)
     name = _name(config)
     config = _decoder(config)
     refusal = _impossible(config) or _unservable(config, name)
@@ -406,6 +410,7 @@ def read_architecture(config: Mapping[str, object], pooling: bool = False) -> Mo
         dense_layers=dense,
         dense_intermediate=_dense_intermediate(config) if dense else 0,
         expert_hidden=_count(config, _EXPERT_HIDDEN) or 0 if experts > 1 else 0,
+        encoder_decoder=bool(config.get("is_encoder_decoder")),
         estimated="the sizes of its states are estimated as those of Mamba-2" if mixed.estimated else "",
     )
 

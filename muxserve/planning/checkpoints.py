@@ -111,6 +111,9 @@ def architecture_of(model: Model, hub: Hub) -> ModelArchitecture:
         architecture = read_architecture(config, _pools(model, file))
     except UnsupportedModelError as error:
         raise CheckpointError(f"cannot be served: {error}") from None
+    if architecture.encoder_decoder:
+        why = "an encoder-decoder answers images or sound, and no route of the gateway brings it any"
+        raise CheckpointError(f"cannot be served: {architecture.name}: {why}")
     text_only = text is not None
     stored = stored_weights(file.parent, text_only)
     kv_cache = kv_cache_of(model) or architecture.kv_cache

@@ -140,8 +140,8 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         prefill_share=plan.share,
         decode_share=plan.share,
         **_limits(model),
-        engine_args=dict(model.engine_args),
-        shape=model.shape,
+        engine_args=_engine_args(model, a),
+        shape="one" if demand.private else model.shape,
         stages=demand.stages,
         rolling=model.rolls,
         batching=model.step_batching,
@@ -160,6 +160,11 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         kv="private" if demand.private else "pool",
         kv_bytes=plan.cache_bytes,
     )
+
+
+def _engine_args(model: Model, architecture: ModelArchitecture) -> dict[str, object]:
+    """vLLM's options. Of a multi-modal model what computes images or sound is not loaded, unless it is asked for."""
+    return {**({"language_model_only": True} if architecture.multi_modal else {}), **model.engine_args}
 
 
 def _caches_prefixes(model: Model, architecture: ModelArchitecture) -> bool:

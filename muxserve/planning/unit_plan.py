@@ -7,13 +7,14 @@ file. `resolve_unit` reads every model's architecture and divides memory and thr
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from muxserve.config import AUTO, Fleet, FleetError, Model, Problem
 from muxserve.costs.architecture import ModelArchitecture, split_layers
+from muxserve.costs.latency import ServedModel
 from muxserve.gpu.budget import BudgetError
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.unit import GpuPlan, GpuUnit
@@ -222,7 +223,8 @@ class ResolvedUnit:
         """What was decided for the user, in words."""
         templates = filter(None, map(without_chat_template, self.fleet.models))
         lost = [f"what a private cache does without: {LOST}"] if any(d.private for d in self.demands) else []
-        return (*(self.gpu.describe() if self.gpu else self._on_cpu()), *self.unit.notes, *lost, *templates)
+        how = self.gpu.describe() if self.gpu else self._on_cpu()
+        return (*how, *self.unit.notes, *lost, *estimated_in_words(self.demands), *templates)
 
     def _on_cpu(self) -> Iterator[str]:
         model, demand = self.fleet.models[0], self.demands[0]
@@ -376,13 +378,24 @@ def model_demands(
 
 def _private_problems(fleet: Fleet, model: Model, architecture: ModelArchitecture, ranks: int) -> list[Problem]:
     """What a model with a cache of its own is asked for that it cannot have."""
-    if arrangement_of(model).dedicated:
-        message = f"is for models on the pool; {model.name} has a cache of its own: {architecture.private}"
-        return [fleet.model_problem(model.name, "phases", message)]
+    why = architecture.private or "the fleet file asks for it"
+    for key, asked in (
+        ("engines", model.engines == "split"),
+        ("stages", model.stage_count > 1),
+        ("dispatch", model.rolls),
+    ):
+        if asked:
+            message = f"is for models on the pool; {model.name} has a cache of its own: {why}"
+            return [fleet.model_problem(model.name, key, message)]
     if ranks > 1 and architecture.pooling:
         message = f"a model that answers with vectors has a cache of its own on one rank, not on {ranks}"
         return [fleet.model_problem(model.name, "kv", message)]
     return []
+
+
+def estimated_in_words(models: Iterable[ServedModel | ModelDemand]) -> list[str]:
+    """What of the models does not follow from config.json."""
+    return [f"{each.name}: {each.architecture.estimated}" for each in models if each.architecture.estimated]
 
 
 def _unlike(architecture: ModelArchitecture) -> list[str]:

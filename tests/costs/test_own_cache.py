@@ -135,6 +135,8 @@ def test_what_is_kept(config: dict[str, Any], reason: str, token_bytes: int, sta
     dtype = "bfloat16" if a.dtype == "float32" else a.dtype
     assert reason in a.private
     assert (a.kv_bytes_per_token(dtype), a.state_bytes(dtype)) == (token_bytes, state_bytes)
+    assert a.multi_modal == (reason == "multi-modal")
+    assert a.encoder_decoder == (config is WHISPER)
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,7 @@ def private_model(name: str, path: Path, **changes: Any) -> ModelSpec:
     values: dict[str, Any] = {
         "path": str(path),
         "kv": "private",
+        "shape": "one",
         "kv_bytes": 64 << 20,
         "kv_heads": 0,
         "quota_pages": 0,

@@ -47,7 +47,19 @@ def ended(family: Engines, requests: dict[str, bytes]) -> None:
     family.until(lambda: all(family.finished(name) for name in requests))
 
 
-@pytest.mark.parametrize("kind", PRIVATE_KINDS)
+SERVED = [
+    pytest.param("mamba2", marks=pytest.mark.serves("Mamba2 (private)", "served")),
+    pytest.param("falcon_h1", marks=pytest.mark.serves("FalconH1 (private)", "served")),
+    pytest.param("zamba2", marks=pytest.mark.serves("Zamba2 (private)", "served")),
+    pytest.param("lfm2", marks=pytest.mark.serves("Lfm2 (private)", "served")),
+    pytest.param("llama4", marks=pytest.mark.serves("Llama4 (private)", "served", "prefix cache")),
+    pytest.param("gemma3n", marks=pytest.mark.serves("Gemma3n (private)", "served")),
+    pytest.param("gemma4", marks=pytest.mark.serves("Gemma4 (private)", "served", "prefix cache")),
+    pytest.param("small_latent", marks=pytest.mark.serves("DeepseekV3 of another size (private)", "served")),
+]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SERVED if kind.values[0] in PRIVATE_KINDS])
 def test_tokens_are_those_of_stock_vllm(family: Engines, stock_private: dict[str, Any], kind: str) -> None:
     for tag in (f"{kind}-first", f"{kind}-again"):
         family.serve_both(kind, bodies(family, stock_private[kind], tag, NOISE), mixed=True)
