@@ -67,6 +67,7 @@ LANGUAGE_MODELS = {
             "tie_word_embeddings": True,
         },
     ),
+    "llama4": LanguageModel("Llama4ForCausalLM", "llama4_text"),
     "mistral3": LanguageModel("MistralForCausalLM", "mistral"),
     "qwen2_5_vl": LanguageModel("Qwen2ForCausalLM", "qwen2"),
     "qwen3_vl": LanguageModel("Qwen3ForCausalLM", "qwen3"),
@@ -94,6 +95,7 @@ SEEING = {
 TENSORS: dict[str, str | None] = {
     "model.vision_tower.": None,
     "vision_tower.": None,
+    "vision_model.": None,
     "model.multi_modal_projector.": None,
     "multi_modal_projector.": None,
     "model.visual.": None,

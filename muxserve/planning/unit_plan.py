@@ -349,7 +349,7 @@ def model_demands(
         if gpu is None and (words := beyond_cores(architecture.quantisation, machine.avx512, machine.amx)):
             problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", words))
         if private:
-            problems += _private_problems(fleet, model, architecture, ranks)
+            problems += _private_problems(fleet, model, architecture, ranks, gpu is not None)
         kinds = [*_unlike(architecture), *(["images"] if architecture.sees_images else [])]
         for kind in kinds if not private else ():
             problems += _kind_problems(fleet, model, kind)
@@ -376,8 +376,13 @@ def model_demands(
     return tuple(demands)
 
 
-def _private_problems(fleet: Fleet, model: Model, architecture: ModelArchitecture, ranks: int) -> list[Problem]:
+def _private_problems(
+    fleet: Fleet, model: Model, architecture: ModelArchitecture, ranks: int, on_gpus: bool
+) -> list[Problem]:
     """What a model with a cache of its own is asked for that it cannot have."""
+    if on_gpus and fleet.memory is not None:
+        message = "on GPUs `memory` does not decide over models with caches of their own; leave one of the two out"
+        return [fleet.model_problem(model.name, "kv", message)]
     why = architecture.private or "the fleet file asks for it"
     for key, asked in (
         ("engines", model.engines == "split"),

@@ -148,9 +148,12 @@ def deployed_model(name: str, path: Path, ranks: int = 1, **changes: Any) -> Mod
 
 def private_model(name: str, path: Path, **changes: Any) -> ModelSpec:
     """A model with a cache of vLLM's own, as a fleet would deploy it."""
-    architecture = read_architecture(json.loads((path / "config.json").read_text()))
+    config = json.loads((path / "config.json").read_text())
+    text = language_model(config)
+    architecture = read_architecture(text or config)
     values: dict[str, Any] = {
         "path": str(path),
+        "text_only": text is not None,
         "kv": "private",
         "shape": "one",
         "kv_bytes": 64 << 20,

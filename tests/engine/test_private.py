@@ -16,12 +16,15 @@ from tests.engine.cases import CASES, GROWN, NOISE, sampling
 from tests.engine.checks import bodies, check, reports
 from tests.engine.harness import MODELS, PRIVATE_KINDS, Engines, deployed_model, engines, private_model
 from tests.support import poison
-from tests.support.tiny_private import tiny_private
+from tests.support.thoroughness import THOROUGH
+from tests.support.tiny_private import TEXT, WHOLE, tiny_private
 
 POOLED = "arithmetic"
 # The same checkpoint with a cache of its own.
 OWN = "own"
 ENGINE = f"{OWN}/both"
+# The same with a draft model, and with the next step scheduled before the last one's tokens are back.
+DRAFTED, AHEAD = "drafted", "ahead"
 # Room for some sequences of it only.
 FEW = 14 << 20
 LATENT = {"small_latent"}
@@ -39,6 +42,13 @@ def family() -> Iterator[Engines]:
             for kind in PRIVATE_KINDS
         ),
     ]
+    if THOROUGH:
+        proposing = {"method": "draft_model", "model": str(MODELS[POOLED]), "num_speculative_tokens": 2}
+        models += [
+            private_model(WHOLE, tiny_private(WHOLE), max_num_batched_tokens=128),
+            private_model(DRAFTED, MODELS[POOLED], engine_args={"speculative_config": proposing}),
+            private_model(AHEAD, MODELS[POOLED], engine_args={"async_scheduling": True}),
+        ]
     with engines(models) as running:
         yield running
 
@@ -64,6 +74,21 @@ def test_tokens_are_those_of_stock_vllm(family: Engines, stock_private: dict[str
     for tag in (f"{kind}-first", f"{kind}-again"):
         family.serve_both(kind, bodies(family, stock_private[kind], tag, NOISE), mixed=True)
         check(family, stock_private[kind], tag, NOISE)
+
+
+@pytest.mark.thorough
+@pytest.mark.serves("Llama4 (text of multi-modal, private)", "served")
+def test_text_of_a_multi_modal_checkpoint(family: Engines, stock_private: dict[str, Any]) -> None:
+    family.serve_both(WHOLE, bodies(family, stock_private[TEXT], WHOLE, NOISE), mixed=True)
+    check(family, stock_private[TEXT], WHOLE, NOISE)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", [DRAFTED, AHEAD])
+def test_tokens_with_a_draft_model_and_with_a_step_ahead(family: Engines, answers: dict[str, Any], kind: str) -> None:
+    asked = ["greedy", "chunked", "stop-token", "logprobs"]
+    family.serve_both(kind, bodies(family, answers, kind, asked), mixed=True)
+    check(family, answers, kind, asked)
 
 
 def test_it_preempts_by_itself_beside_a_model_on_the_pool(family: Engines, answers: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ _SMALL: dict[str, object] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+_OF_ITSELF = ("architectures", "transformers_version", "_name_or_path", "model_type")
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 
 
@@ -60,8 +61,8 @@ PRIVATE = {
         "Lfm2Config",
         "Lfm2ForCausalLM",
         "state-space",
-        {**_SMALL, "layer_types": ["conv", "full_attention"] * 2, "conv_dim": 256, "block_auto_adjust_ff_dim": False}
-        | {"block_ff_dim": 512},
+        {**_SMALL, "layer_types": ["conv", "full_attention"] * 2, "conv_dim": 256, "block_dim": 256}
+        | {"block_auto_adjust_ff_dim": False, "block_ff_dim": 512},
     ),
     "llama4": TinyKind(
         "Llama4TextConfig",
@@ -98,6 +99,10 @@ PRIVATE = {
 }
 
 
+# A checkpoint that sees images, whose language model is that kind.
+WHOLE, TEXT = "llama4-mm", "llama4"
+
+
 def tiny_private(kind: str, max_len: int = 2048) -> Path:
     """A directory in Hugging Face format with a checkpoint of that kind; made once, and kept under `build/`. Its
     tokenizer is that of `tiny_checkpoint`."""
@@ -108,7 +113,10 @@ def tiny_private(kind: str, max_len: int = 2048) -> Path:
     scratch = Path(tempfile.mkdtemp(dir=CACHE, prefix=f".{path.name}-"))
     try:
         _write_tokenizer(scratch, "llama", max_len)
-        _write(scratch, PRIVATE[kind], max_len)
+        if kind == WHOLE:
+            _write_whole(scratch, tiny_private(TEXT, max_len))
+        else:
+            _write(scratch, PRIVATE[kind], max_len)
         os.rename(scratch, path)
     except OSError:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -138,3 +146,20 @@ def _write(path: Path, kind: TinyKind, max_len: int) -> None:
     torch.manual_seed(0)
     getattr(transformers, kind.model)(config).to(torch.float32).eval().save_pretrained(path)
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos], "bos_token_id": 1}) + "\n")
+
+
+def _write_whole(path: Path, language_model: Path) -> None:
+    import torch
+    import transformers
+
+    text = transformers.AutoModelForCausalLM.from_pretrained(language_model)
+    fields = {key: value for key, value in text.config.to_dict().items() if key not in _OF_ITSELF}
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    small |= {"image_size": 28, "patch_size": 14, "vision_output_dim": 32}
+    small |= {"projector_input_dim": 32, "projector_output_dim": 32}
+    config = transformers.Llama4Config(text_config=fields, vision_config=small, image_token_index=3)
+    torch.manual_seed(0)
+    model = transformers.Llama4ForConditionalGeneration(config).to(torch.float32).eval()
+    model.language_model.load_state_dict(text.state_dict())
+    model.save_pretrained(path)
+    shutil.copy(language_model / "generation_config.json", path)
