@@ -14,7 +14,7 @@ from muxserve.costs.step_costs import StepWork
 from muxserve.simulator import Link, Options, SimUnit
 from muxserve.simulator.clock import Clock
 from muxserve.simulator.engine import PrefillStep
-from muxserve.simulator.events import Event
+from muxserve.simulator.events import TimedEvent
 from muxserve.simulator.requests import SimRequest
 from muxserve.workload.trace import TraceRequest
 
@@ -225,7 +225,7 @@ class Split:
 
 
 @dataclass
-class _KvArrives(Event):
+class _KvArrives(TimedEvent):
     """A transfer is over."""
 
     split: Split

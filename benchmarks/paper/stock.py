@@ -31,7 +31,7 @@ class StockEngine(StepEngine):
 
     def arrive(self, request: SimRequest, now: float) -> None:
         """A request comes to the instance."""
-        self.machine.requests.append(request)
+        self.machine.record.requests.append(request)
         request.unit = self.machine.spec.name
         profile = self.model.profile
         blocks = -(-(request.prompt + request.output - 1) // profile.block_tokens)

@@ -119,7 +119,7 @@ class EngineProfile(msgspec.Struct, omit_defaults=True):
         return f"{self.model} on {self.tp} x {self.device} at {self.share:.0%} in {self.dtype}"
 
 
-class Job(msgspec.Struct, frozen=True, omit_defaults=True):
+class PairedJob(msgspec.Struct, frozen=True, omit_defaults=True):
     """A job of a measured pair: cell `place` of an engine of `model`, in `phase`, at `share`."""
 
     model: str
@@ -133,7 +133,7 @@ class PairCell(msgspec.Struct, frozen=True, omit_defaults=True):
     together, and what each asked of the device alone: (bandwidth, compute)."""
 
     device: str
-    jobs: tuple[Job, Job]
+    jobs: tuple[PairedJob, PairedJob]
     alone: tuple[float, float]
     together: tuple[float, float]
     loads: tuple[Load, Load]

@@ -19,9 +19,9 @@ from muxserve.costs.measured import ProfileModel, interference_of
 from muxserve.costs.profile import (
     DecodeCell,
     EngineProfile,
-    Job,
     Overheads,
     PairCell,
+    PairedJob,
     PrefillCell,
     Profile,
     ProfiledModel,
@@ -109,7 +109,7 @@ class Session:
         """Of the cores."""
         return round(min(1.0, threads / self.unit_spec.cores), 4)
 
-    def pair_jobs(self, threads: int) -> list[tuple[tuple[int, Job], tuple[int, Job]]]:
+    def pair_jobs(self, threads: int) -> list[tuple[tuple[int, PairedJob], tuple[int, PairedJob]]]:
         """Jobs to run beside each other, each with the number of its model, without those that are measured.
 
         Only where both have cores of their own: engines never run beside each other otherwise, since shares are granted
@@ -247,7 +247,7 @@ class Session:
             engine.decode.append(DecodeCell(batch, context, step_seconds(timing.steps), len(timing.steps)))
             self._done(1)
 
-    async def _pair(self, first: Bench, one: Job, second: Bench, other: Job) -> None:
+    async def _pair(self, first: Bench, one: PairedJob, second: Bench, other: PairedJob) -> None:
         self.progress(f"{_words(one)} beside {_words(other)}")
         ids = [await _prepare(bench, job) for bench, job in ((first, one), (second, other))]
         # Alone and together in turn: what drifts, as contexts and clocks do, counts on both sides.
@@ -283,16 +283,16 @@ class Session:
         self.save()
         self.advanced(cells)
 
-    def _job(self, model: ModelSpec, phase: str, threads: int) -> Job:
+    def _job(self, model: ModelSpec, phase: str, threads: int) -> PairedJob:
         grid = self.scope.grid
         place: tuple[int, ...]
         if phase == "prefill":
             place = (1, min(grid.pair_tokens, model.max_num_batched_tokens, model.max_len - 2), 0)
         else:
             place = (min(grid.pair_batch, model.max_num_seqs), min(grid.pair_context, model.max_len // 2))
-        return Job(model.name, phase, self.share(threads), place)
+        return PairedJob(model.name, phase, self.share(threads), place)
 
-    def _load(self, job: Job) -> Load:
+    def _load(self, job: PairedJob) -> Load:
         model, architecture = next(each for each in self.models if each[0].name == job.model)
         costs = ProfileModel(self.profile).engine(architecture, EngineShape(DEVICE, 1, job.share, model.dtype))
         if job.phase == "prefill":
@@ -329,7 +329,7 @@ def _chunk_places(grid: ModelGrid) -> list[tuple[int, int, int]]:
     return [(1, tokens, i * tokens) for i in range(1, grid.chunked.chunks)]
 
 
-async def _prepare(bench: Bench, job: Job) -> list[str]:
+async def _prepare(bench: Bench, job: PairedJob) -> list[str]:
     if job.phase == "prefill":
         await bench.prefill_step(job.place[0], job.place[1], Timing())
         return []
@@ -338,13 +338,13 @@ async def _prepare(bench: Bench, job: Job) -> list[str]:
     return ids
 
 
-async def _work(bench: Bench, job: Job) -> Timing:
+async def _work(bench: Bench, job: PairedJob) -> Timing:
     if job.phase == "prefill":
         return await bench.prefill_for(_PAIR_SECONDS, job.place[0], job.place[1])
     return await bench.decode_for(_PAIR_SECONDS, job.place[0])
 
 
-def _words(job: Job) -> str:
+def _words(job: PairedJob) -> str:
     return f"{job.model} {job.phase} {' x '.join(map(str, job.place))}"
 
 

@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Protocol
 
 from muxserve.simulator.compute import Compute
-from muxserve.simulator.events import Event
+from muxserve.simulator.events import TimedEvent
 from muxserve.simulator.job import Job
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.setup import SimUnit
@@ -60,7 +60,7 @@ class Clock:
         self.open = 0
         self.units: list[ClockUnit] = []
         self.places = 0
-        self.heap: list[tuple[float, int, int, Job | Event]] = []
+        self.heap: list[tuple[float, int, int, Job | TimedEvent]] = []
         self._serial = _AFTER_ENGINES
         self._touched: list[ClockUnit] = []
         # The only unit, as long as there is one.
@@ -71,7 +71,7 @@ class Clock:
         self.places += 1
         return self.places - 1
 
-    def at(self, time: float, event: Event) -> None:
+    def at(self, time: float, event: TimedEvent) -> None:
         """An event happens at a time; events of the same time happen in the order of asking."""
         self._serial += 1
         heappush(self.heap, (time, self._serial, 0, event))

@@ -1,10 +1,10 @@
 """Events with names. The ends of engines' steps are the clock's own (`clock`), since nearly all events are of that
-kind; everything else that happens at a time is an `Event`, declared beside what it happens to."""
+kind; everything else that happens at a time is a `TimedEvent`, declared beside what it happens to."""
 
 from __future__ import annotations
 
 
-class Event:
+class TimedEvent:
     """Something that happens at a time."""
 
     __slots__ = ()

@@ -7,7 +7,7 @@ asks once per moment.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappush
 from operator import attrgetter
 
@@ -16,7 +16,7 @@ from muxserve.costs.step_costs import StepCosts
 from muxserve.scheduling.types import PREFILL, WHOLE, Phase
 from muxserve.simulator.clock import Clock
 from muxserve.simulator.compute import Compute
-from muxserve.simulator.events import Event
+from muxserve.simulator.events import TimedEvent
 from muxserve.simulator.job import BOUNDARY, STEPPING, Job
 from muxserve.simulator.pages import UnitPages
 from muxserve.simulator.requests import SimRequest
@@ -24,6 +24,28 @@ from muxserve.simulator.setup import Options, SimModel, SimUnit
 from muxserve.simulator.timeline import JobTimeline
 
 _ORDER = attrgetter("order")
+
+
+@dataclass(slots=True)
+class UnitRecord:
+    """What happened in a unit since it `began`, until it `ended`: the `requests` that came, when the last of those
+    ended, pages in use over time, and the seconds in which some job ran, of which those since `since` are not counted
+    while one is `running`."""
+
+    began: float
+    ended: float | None = None
+    requests: list[SimRequest] = field(default_factory=list)
+    last_end: float = 0.0
+    samples: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+    busy: float = 0.0
+    running: bool = False
+    since: float = 0.0
+
+    def works(self, running: bool, now: float) -> None:
+        """Some job of the unit runs from now on, or none."""
+        if self.running:
+            self.busy += now - self.since
+        self.running, self.since = running, now
 
 
 class UnitMachine:
@@ -46,23 +68,16 @@ class UnitMachine:
         self.compute = compute or Compute(spec.device, latency, sharing=spec.sharing)
         self.pages = UnitPages(spec)
         self.engines: list[Job] = []
-        self.requests: list[SimRequest] = []
         self.timeline = JobTimeline(spec.name, spec.device, spec.devices) if options.timeline else None
         self.turn: Callable[[float], None] = _decide_nothing
         self.ended: Callable[[SimRequest, float], None] | None = None
         self.turn_due = False
         self.touched = False
         self.number = len(clock.units)
-        self.began = clock.now
-        self.left: float | None = None
-        self.busy = 0.0
-        self.last_end = 0.0
-        self.samples: list[tuple[float, tuple[int, ...]]] = []
+        self.record = UnitRecord(clock.now)
         self._kicks: list[Job] = []
         self._looks: list[Job] = []
         self._costs: dict[tuple[str, float], StepCosts] = {}
-        self._active = False
-        self._active_since = 0.0
         clock.join(self)
         self.compute.units.append(self)
         if options.sample_seconds > 0.0:
@@ -86,7 +101,7 @@ class UnitMachine:
         """A request has its last token."""
         request.finish = now + self.overheads.token
         self.clock.open -= 1
-        self.last_end = max(self.last_end, request.finish)
+        self.record.last_end = max(self.record.last_end, request.finish)
         if self.ended is not None:
             self.ended(request, now)
 
@@ -180,26 +195,14 @@ class UnitMachine:
                 heappush(heap, (engine.plan(), engine.order, engine.version, engine))
         self._looks.clear()
 
-    # ------------------------------------------------------------ what is measured
-
     def works(self, running: bool, now: float) -> None:
         """Some job of the unit runs, or none."""
-        if running != self._active:
-            if running:
-                self._active_since = now
-            else:
-                self.busy += now - self._active_since
-            self._active = running
-
-    def settle_busy(self) -> None:
-        """Count the busy seconds up to now."""
-        if self._active:
-            self.works(False, self.clock.now)
-            self.works(True, self.clock.now)
+        if running != self.record.running:
+            self.record.works(running, now)
 
 
 @dataclass(slots=True)
-class _SampleDue(Event):
+class _SampleDue(TimedEvent):
     """Page counts are to be recorded."""
 
     machine: UnitMachine
@@ -207,7 +210,7 @@ class _SampleDue(Event):
     def handle(self, now: float) -> None:
         machine = self.machine
         machine.pages.count(now)
-        machine.samples.append((now, tuple(pages.held for pages in machine.pages.models)))
+        machine.record.samples.append((now, tuple(pages.held for pages in machine.pages.models)))
         machine.clock.at(now + machine.options.sample_seconds, self)
 
 

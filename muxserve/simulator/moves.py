@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from muxserve.simulator.clock import Clock
-from muxserve.simulator.events import Event
+from muxserve.simulator.events import TimedEvent
 from muxserve.simulator.job import STEPPING
 from muxserve.simulator.requests import SimRequest
-from muxserve.simulator.scheduler import UnitScheduler
+from muxserve.simulator.scheduler import LeaseScheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class SimulatedMove:
         clock: Clock,
         costs: MigrationCosts,
         request: SimRequest,
-        source: UnitScheduler,
-        destination: UnitScheduler,
+        source: LeaseScheduler,
+        destination: LeaseScheduler,
         ended: Callable[[SimulatedMove, bool, float], None],
         downtimes: list[float],
     ) -> None:
@@ -185,7 +185,7 @@ class SimulatedMove:
 
 
 @dataclass(slots=True)
-class _StageCopied(Event):
+class _StageCopied(TimedEvent):
     """A stage of a move is over."""
 
     move: SimulatedMove
@@ -195,7 +195,7 @@ class _StageCopied(Event):
 
 
 @dataclass(slots=True)
-class _Committed(Event):
+class _Committed(TimedEvent):
     """A move is over; the request had so many blocks at its source."""
 
     move: SimulatedMove

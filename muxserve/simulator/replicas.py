@@ -16,7 +16,7 @@ from muxserve.replicas.scaling import ScalingRules
 from muxserve.replicas.views import InstanceLoad
 from muxserve.simulator.block_keys import Key, extend_keys
 from muxserve.simulator.clock import Clock
-from muxserve.simulator.events import Event
+from muxserve.simulator.events import TimedEvent
 from muxserve.simulator.moves import MigrationCosts, SimulatedMove
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.result import ReplicasResult
@@ -268,7 +268,7 @@ class Dispatched(ReplicaSet):
 
 
 @dataclass(slots=True)
-class _ReplicaUp(Event):
+class _ReplicaUp(TimedEvent):
     """A replica has started."""
 
     replicas: ReplicaSet
@@ -280,7 +280,7 @@ class _ReplicaUp(Event):
 
 
 @dataclass(slots=True)
-class _RoundDue(Event):
+class _RoundDue(TimedEvent):
     """The global scheduler looks at all replicas again."""
 
     replicas: Dispatched

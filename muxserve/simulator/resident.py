@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from muxserve.scheduling.residency import Residency
 from muxserve.scheduling.residency_types import Prefetch, Refuse, Residence, Sleep, Standing, Wake
-from muxserve.simulator.events import Event
+from muxserve.simulator.events import TimedEvent
 from muxserve.simulator.machine import UnitMachine
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.resident_model import ResidentModel
 from muxserve.simulator.result import ResidencyResult
-from muxserve.simulator.scheduler import UnitScheduler
+from muxserve.simulator.scheduler import LeaseScheduler
 from muxserve.simulator.setup import SimResidency
 from muxserve.simulator.turns import TurnTaking
 
@@ -27,7 +27,7 @@ class ResidentModels:
         ValueError: the residency is that of other models.
     """
 
-    def __init__(self, machine: UnitMachine, scheduler: UnitScheduler, residency: SimResidency) -> None:
+    def __init__(self, machine: UnitMachine, scheduler: LeaseScheduler, residency: SimResidency) -> None:
         if set(residency.models) != {model.name for model in machine.spec.models}:
             raise ValueError(f"unit {machine.spec.name} needs to know what each of its models takes")
         self.machine = machine
@@ -267,7 +267,7 @@ class ResidentModels:
 
 
 @dataclass(slots=True)
-class _PolicyDue(Event):
+class _PolicyDue(TimedEvent):
     """Time has passed, of which the policy's rules know."""
 
     residents: ResidentModels
@@ -277,7 +277,7 @@ class _PolicyDue(Event):
 
 
 @dataclass(slots=True)
-class _SleepEnds(Event):
+class _SleepEnds(TimedEvent):
     """A model that was put to sleep is asleep."""
 
     residents: ResidentModels
@@ -288,7 +288,7 @@ class _SleepEnds(Event):
 
 
 @dataclass(slots=True)
-class _WakeEnds(Event):
+class _WakeEnds(TimedEvent):
     """The next wake ends, by what was `expected` when this was planned."""
 
     residents: ResidentModels

@@ -44,9 +44,8 @@ class UnitResult:
     the events simulated.
 
     `waits` are, of a rolling one, the seconds that each answered request waited for the phase switch (from its first
-    token to the begin of its first decode step). `stages` are, of a pipelined one, the seconds in which each worked,
-    and `active` those in which something was in flight;
-    `micro_batches` tells more. A replica that came later, or went, did so when it `began` and `ended`.
+    token to the begin of its first decode step). An engine over stages has `micro_batches`. A replica that came later,
+    or went, did so when it `began` and `ended`.
     """
 
     unit: str
@@ -66,12 +65,20 @@ class UnitResult:
     looks: int
     timelines: list[JobTimeline] = field(default_factory=list, repr=False)
     waits: Sequence[float] = ()
-    stages: tuple[float, ...] = ()
-    active: float = 0.0
     micro_batches: MicroBatches | None = None
     residency: ResidencyResult | None = None
     began: float = 0.0
     ended: float | None = None
+
+    @property
+    def stages(self) -> list[float]:
+        """Seconds in which each stage worked; none of an engine without stages."""
+        return self.micro_batches.busy() if self.micro_batches is not None else []
+
+    @property
+    def active(self) -> float:
+        """Seconds in which some stage had something in flight."""
+        return self.micro_batches.active() if self.micro_batches is not None else 0.0
 
     @property
     def records(self) -> list[RequestRecord]:

@@ -19,7 +19,7 @@ from muxserve.rolling.mitosis import Bounds
 from muxserve.rolling.scaling import Attainment, RollingScalingRules
 from muxserve.rolling.scheduler import RollingScheduler, Sent
 from muxserve.simulator.clock import Clock
-from muxserve.simulator.events import Event
+from muxserve.simulator.events import TimedEvent
 from muxserve.simulator.leased import SimReport
 from muxserve.simulator.moves import MigrationCosts, SimulatedMove
 from muxserve.simulator.replicas import ReplicaSet
@@ -289,7 +289,7 @@ class Ring(ReplicaSet):
 
 
 @dataclass(slots=True)
-class _RetryDue(Event):
+class _RetryDue(TimedEvent):
     """What waits is to be tried again."""
 
     ring: Ring
@@ -299,7 +299,7 @@ class _RetryDue(Event):
 
 
 @dataclass(slots=True)
-class _RoundDue(Event):
+class _RoundDue(TimedEvent):
     """The objectives are to be looked at again."""
 
     ring: Ring
@@ -309,7 +309,7 @@ class _RoundDue(Event):
 
 
 @dataclass(slots=True)
-class _DrainDue(Event):
+class _DrainDue(TimedEvent):
     """Replicas that are to go are to be looked at again."""
 
     ring: Ring

@@ -17,7 +17,7 @@ from muxserve.scheduling.policies import make_policy
 from muxserve.scheduling.policy import AGAIN_SECONDS, Policy
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import BOTH, DECODE, PREFILL, Grant, Phase, QueuedRequest
-from muxserve.simulator.events import Event
+from muxserve.simulator.events import TimedEvent
 from muxserve.simulator.job import IDLE
 from muxserve.simulator.leased import LeasedEngine, PhaseEngine, SimLease, SimReport
 from muxserve.simulator.machine import UnitMachine
@@ -36,7 +36,7 @@ class EngineTypes(NamedTuple):
     stages: type[PipelineEngine] = PipelineEngine
 
 
-class UnitScheduler:
+class LeaseScheduler:
     """The scheduler of the unit on `machine`. `watcher` is told of each report after the ledger was; `ranks` are of
     execution levels, and say who gives way first (without any the last to have joined)."""
 
@@ -340,10 +340,10 @@ class UnitScheduler:
 
 
 @dataclass(slots=True)
-class _ReportArrives(Event):
+class _ReportArrives(TimedEvent):
     """A report has come from its engine."""
 
-    scheduler: UnitScheduler
+    scheduler: LeaseScheduler
     report: SimReport
 
     def handle(self, now: float) -> None:
@@ -352,10 +352,10 @@ class _ReportArrives(Event):
 
 
 @dataclass(slots=True)
-class _LeaseArrives(Event):
+class _LeaseArrives(TimedEvent):
     """A lease has come to its engine."""
 
-    scheduler: UnitScheduler
+    scheduler: LeaseScheduler
     engine: LeasedEngine
     lease: SimLease
 
@@ -365,10 +365,10 @@ class _LeaseArrives(Event):
 
 
 @dataclass(slots=True)
-class _PolicyDue(Event):
+class _PolicyDue(TimedEvent):
     """The policy is to be asked even if nothing has happened."""
 
-    scheduler: UnitScheduler
+    scheduler: LeaseScheduler
 
     def handle(self, now: float) -> None:
         self.scheduler.policy_due(now)

@@ -51,6 +51,23 @@ class MicroBatch:
         self.work.add_sequence(request.computed)
 
 
+@dataclass(slots=True)
+class _Untold:
+    """What an engine has not reported yet: steps, their tokens, those of them that were of prompts, and requests."""
+
+    steps: int = 0
+    tokens: int = 0
+    prefill: int = 0
+    finished: list[SimRequest] = field(default_factory=list)
+    through: list[SimRequest] = field(default_factory=list)
+    returned: list[SimRequest] = field(default_factory=list)
+
+    @property
+    def news(self) -> bool:
+        """The scheduler decides on it."""
+        return bool(self.finished or self.through or self.returned)
+
+
 class PipelineEngine(LeasedEngine):
     """One engine. Micro-batches pass every stage in the order in which they were made, so the whole way of one is known
     when it starts; each takes a step of the lease.
@@ -88,12 +105,8 @@ class PipelineEngine(LeasedEngine):
         self._left = self._steps = 0
         self._begun = 0.0
         self._half_told = self._admitted = False
-        # What was not reported yet.
+        self._untold = _Untold()
         self._told_at = 0.0
-        self._untold_steps = self._untold_tokens = self._untold_prompts = 0
-        self._finished: list[SimRequest] = []
-        self._through: list[SimRequest] = []
-        self._returned: list[SimRequest] = []
 
     def holding(self) -> Holding:
         """What the budget is made from; the free part of the cache is that of the model's quota."""
@@ -203,7 +216,7 @@ class PipelineEngine(LeasedEngine):
     def _start(self, batch: MicroBatch, now: float) -> None:
         work, spec = batch.work, self.spec
         if not self._flying:
-            if not self._untold_steps:
+            if not self._untold.steps:
                 self._told_at = now
             self.record.begins(now)
             self._runs(NO_LOAD, self.stages[0].seconds(work), now)
@@ -211,9 +224,10 @@ class PipelineEngine(LeasedEngine):
             # Stages share the devices with others, as processes on a CPU do.
             self._runs(self._load(work), self.stages[0].seconds(work), now)
         self._left -= 1
-        self._untold_steps += 1
-        self._untold_tokens += work.tokens
-        self._untold_prompts += work.prefill
+        untold = self._untold
+        untold.steps += 1
+        untold.tokens += work.tokens
+        untold.prefill += work.prefill
         self.jobs += 1
         self.tokens += work.tokens
         arrives = now + self.machine.overheads.between
@@ -254,7 +268,7 @@ class PipelineEngine(LeasedEngine):
             request.got_token(now + self.machine.overheads.token)
             request.computed = computed
             if self._goes_on(request, now):
-                self._through.append(request)
+                self._untold.through.append(request)
 
     def _goes_on(self, request: SimRequest, now: float) -> bool:
         """A sequence has a token more; whether it was not the last."""
@@ -263,52 +277,47 @@ class PipelineEngine(LeasedEngine):
             return True
         self._decoding -= 1
         self._release(request)
-        self._finished.append(request)
+        self._untold.finished.append(request)
         self.machine.finished(request, now)
         return False
 
     def _tell_if_due(self, now: float) -> None:
         """Report as `engine.lease.HeldLease` does."""
-        news = bool(self._finished or self._through or self._returned)
-        steps = self._untold_steps
+        untold = self._untold
+        news, steps = untold.news, untold.steps
         left = self._left if now < self._deadline else 0
         remaining = len(self.running) + len(self.waiting)
         if not (news or steps) and (self._flying or left or not remaining):
             return
         half = self._left * 2 <= self._steps or now - self._begun >= self._deadline - now
-        worth = news or self._untold_prompts or self._admitted or left <= 0 or (half and not self._half_told)
+        worth = news or untold.prefill or self._admitted or left <= 0 or (half and not self._half_told)
         if not (worth or not remaining):
             return
         self._half_told, self._admitted = half, False
-        steps = self._untold_steps
+        self._untold = _Untold()
         seconds = now - self._told_at if steps else 0.0
-        finished, self._finished = self._finished, []
-        through, self._through = self._through, []
-        returned, self._returned = self._returned, []
-        tokens, prompts = self._untold_tokens, self._untold_prompts
         if steps:
             self._told_at = now
-        self._untold_steps = self._untold_tokens = self._untold_prompts = 0
-        done = StepsDone(self.lease_id, left, seconds, tokens, remaining, steps, prompts)
-        self.scheduler.report(SimReport(self, done, finished, through, returned))
+        done = StepsDone(self.lease_id, left, seconds, untold.tokens, remaining, steps, untold.prefill)
+        self.scheduler.report(SimReport(self, done, untold.finished, untold.through, untold.returned))
 
     # ------------------------------------------------------------ what goes in
 
     def _make(self, now: float) -> MicroBatch | None:
         """The next micro-batch; None while nothing can run before another one ends."""
         while self.waiting or self.begun or self.ready:
-            budget, returned = self._budget.next(self.holding()), len(self._returned)
+            budget, returned = self._budget.next(self.holding()), len(self._untold.returned)
             batch = MicroBatch()
             self._decode(batch, budget.decode, now)
             # As in vLLM: a sequence that has just given way would take the blocks back at once.
-            if len(self._returned) == returned:
+            if len(self._untold.returned) == returned:
                 self._prefill(batch, budget.prefill, now)
             if batch.chunks or batch.decodes:
                 return batch
             if self._flying or not self.begun:
                 return None
             # Nothing will ever end: all memory lies with prompts that have begun and cannot go on. The last gives way.
-            if len(self._returned) == returned:
+            if len(self._untold.returned) == returned:
                 self._gives_way(self.begun[-1], now)
         return None
 
@@ -392,7 +401,7 @@ class PipelineEngine(LeasedEngine):
         self._release(request)
         request.computed = 0
         request.preempted(now)
-        self._returned.append(request)
+        self._untold.returned.append(request)
 
     # ------------------------------------------------------------ what is seen of it
 

@@ -23,13 +23,13 @@ from muxserve.scheduling.turns import (
     turns_over,
     waiting_since,
 )
-from muxserve.simulator.events import Event
+from muxserve.simulator.events import TimedEvent
 from muxserve.simulator.job import STEPPING
 from muxserve.simulator.leased import PhaseEngine
 from muxserve.simulator.machine import UnitMachine
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.resident_model import ResidentModel
-from muxserve.simulator.scheduler import UnitScheduler
+from muxserve.simulator.scheduler import LeaseScheduler
 from muxserve.simulator.setup import SimResidency
 
 # How often a model that stops is looked at: what has been prefilled meanwhile stops, too.
@@ -77,7 +77,7 @@ class TurnTaking:
     a model was stopped."""
 
     def __init__(
-        self, machine: UnitMachine, scheduler: UnitScheduler, residents: TurnResidents, rules: TurnRules
+        self, machine: UnitMachine, scheduler: LeaseScheduler, residents: TurnResidents, rules: TurnRules
     ) -> None:
         self.machine = machine
         self.scheduler = scheduler
@@ -178,7 +178,7 @@ class TurnTaking:
 
 
 @dataclass(slots=True)
-class _SweepDue(Event):
+class _SweepDue(TimedEvent):
     """A model that stops is looked at again."""
 
     turn_taking: TurnTaking

@@ -9,7 +9,7 @@ from muxserve.simulator.machine import UnitMachine
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.resident import ResidentModels
 from muxserve.simulator.result import EngineUse, UnitResult
-from muxserve.simulator.scheduler import EngineTypes, UnitScheduler
+from muxserve.simulator.scheduler import EngineTypes, LeaseScheduler
 from muxserve.simulator.setup import Options, SimUnit
 from muxserve.simulator.stages import PipelineEngine
 
@@ -34,14 +34,14 @@ class SimulatedUnit:
         self.spec = spec
         self.clock = clock or Clock()
         self.machine = UnitMachine(spec, latency, options or Options(), self.clock, compute)
-        self.scheduler = UnitScheduler(self.machine, engine_types or EngineTypes())
+        self.scheduler = LeaseScheduler(self.machine, engine_types or EngineTypes())
         residency = spec.residency
         self.residents = ResidentModels(self.machine, self.scheduler, residency) if residency is not None else None
         self._longest = {model.name: model.max_len or float("inf") for model in spec.models}
 
     def arrive(self, request: SimRequest, now: float) -> None:
         """A request comes to the unit."""
-        self.machine.requests.append(request)
+        self.machine.record.requests.append(request)
         request.unit = self.spec.name
         if self.too_long(request):
             longest = self._longest[request.model]
@@ -57,12 +57,12 @@ class SimulatedUnit:
 
     def end(self) -> None:
         """The unit goes: it has nothing to do any more."""
-        self.machine.left = self.clock.now
+        self.machine.record.ended = self.clock.now
 
     def result(self) -> UnitResult:
         """What happened, once all requests have ended."""
-        machine, spec = self.machine, self.spec
-        machine.settle_busy()
+        machine, spec, record = self.machine, self.spec, self.machine.record
+        record.works(record.running, machine.clock.now)
         engines = self.scheduler.engines
         found = UnitResult(
             unit=spec.name,
@@ -71,28 +71,26 @@ class SimulatedUnit:
             models=tuple(model.name for model in spec.models),
             shapes=tuple("one" if model.profile.both else "split" for model in spec.models),
             rolling=spec.policy == "rolling",
-            seconds=max(machine.last_end, machine.requests[-1].arrival if machine.requests else 0.0),
-            busy_seconds=machine.busy,
-            requests=machine.requests,
+            seconds=max(record.last_end, record.requests[-1].arrival if record.requests else 0.0),
+            busy_seconds=record.busy,
+            requests=record.requests,
             engines=[EngineUse(e.model.name, str(e.phase), e.jobs, e.tokens, e.busy_seconds) for e in engines],
             pool_pages={pool.profile.name: pool.profile.pages for pool in machine.pages.pools.values()},
-            pages=machine.samples,
+            pages=record.samples,
             peak_pages=tuple(pages.peak for pages in machine.pages.models),
             turns=self.scheduler.turns,
             looks=sum(engine.looks for engine in engines),
-            began=machine.began,
-            ended=machine.left,
+            began=record.began,
+            ended=record.ended,
             timelines=[machine.timeline] if machine.timeline is not None else [],
         )
         if spec.policy == "rolling":
-            found.waits = [request.switch_wait for request in machine.requests if request.finish is not None]
+            found.waits = [request.switch_wait for request in record.requests if request.finish is not None]
         if self.residents is not None:
             found.residency = self.residents.result()
         for engine in engines:
             if isinstance(engine, PipelineEngine):
-                found.stages = tuple(engine.record.busy())
-                found.active = engine.record.active()
-                found.micro_batches = engine.record
-                found.busy_seconds = found.engines[0].busy_seconds = sum(found.stages) / len(found.stages)
+                found.micro_batches, stages = engine.record, engine.record.busy()
+                found.busy_seconds = found.engines[0].busy_seconds = sum(stages) / len(stages)
                 found.timelines = engine.timelines() if machine.options.timeline else []
         return found

@@ -20,10 +20,10 @@ from muxserve.costs.measured import ProfileModel
 from muxserve.costs.profile import (
     DecodeCell,
     EngineProfile,
-    Job,
     MeasuredMachine,
     Overheads,
     PairCell,
+    PairedJob,
     PrefillCell,
     Profile,
     ProfiledModel,
@@ -71,7 +71,7 @@ def measured(**changes: Any) -> Profile:
 
 
 def test_a_profile_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    jobs = (Job("seven", "decode", 0.5, (8, 128)), Job("seven", "prefill", 0.5, (1, 256, 0)))
+    jobs = (PairedJob("seven", "decode", 0.5, (8, 128)), PairedJob("seven", "prefill", 0.5, (1, 256, 0)))
     profile = measured(
         machines={"A100-80GB": MeasuredMachine("here", 1.5e12, {"float16": 2e14}, 108)},
         pairs=[PairCell("A100-80GB", jobs, (0.01, 0.1), (0.012, 0.11), (Load(0.8, 0.1), Load(0.3, 0.5)))],
@@ -176,7 +176,7 @@ def test_constants_of_colocation_come_from_the_pairs() -> None:
     pairs = []
     for a in kinds:
         for b in kinds:
-            jobs = (Job("a", "decode", 0.5, (1, 1)), Job("b", "decode", 0.5, (1, 1)))
+            jobs = (PairedJob("a", "decode", 0.5, (1, 1)), PairedJob("b", "decode", 0.5, (1, 1)))
             first, second = slowdowns(true, [a, b])
             together = first, second
             pairs.append(PairCell("CPU", jobs, (1.0, 1.0), together, (a, b)))

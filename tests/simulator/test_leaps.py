@@ -115,7 +115,7 @@ def test_a_leap_is_many_steps(scene: tuple[SimUnit, LatencyModel, Options, list[
 
 
 @st.composite
-def rolling_scenes(draw: st.DrawFn) -> tuple[SimUnit, Analytic, Options, list[TraceRequest]]:
+def rolling_scenes(draw: st.DrawFn) -> tuple[SimUnit, LatencyModel, Options, list[TraceRequest]]:
     simulated, latency, options, _ = draw(scenes())
     first = simulated.models[0]
     one = replace(first, profile=replace(first.profile, both=True, decode_share=1.0))
@@ -125,7 +125,7 @@ def rolling_scenes(draw: st.DrawFn) -> tuple[SimUnit, Analytic, Options, list[Tr
 @SEARCH
 @given(rolling_scenes())
 def test_a_leap_of_an_engine_of_both_phases_is_many_steps(
-    scene: tuple[SimUnit, Analytic, Options, list[TraceRequest]],
+    scene: tuple[SimUnit, LatencyModel, Options, list[TraceRequest]],
 ) -> None:
     simulated, latency, options, load = scene
     leaping = outcome(SimulatedUnit(simulated, latency, options), load)

@@ -29,13 +29,14 @@ from muxserve.simulator import (
     Pipeline,
     ReplicaRules,
     RingRules,
+    SimModel,
     SimulationError,
     SimUnit,
     lone_unit,
     simulate,
 )
 from muxserve.simulator import unit as simulated_unit
-from muxserve.simulator.events import Event
+from muxserve.simulator.events import TimedEvent
 from muxserve.simulator.fleet import Group
 from muxserve.simulator.replicas import Dispatched
 from muxserve.simulator.requests import SimRequest
@@ -101,7 +102,7 @@ def replicas(count: int, first: int = 0, blocks: int = 100, stages: int = 0) -> 
 
 
 @dataclass
-class DrainDue(Event):
+class DrainDue(TimedEvent):
     """Somebody wants the first replica to go."""
 
     replicas: Dispatched | Ring
@@ -149,7 +150,7 @@ def test_by_scheduling_priority_then_by_arrival() -> None:
     assert [r.finish for r in result.requests] == [pytest.approx(each) for each in (0.1, 0.3, 0.4, 0.2)]
 
 
-def _seats(unit: SimUnit, count: int):  # type: ignore[no-untyped-def]
+def _seats(unit: SimUnit, count: int) -> SimModel:
     (model,) = unit.models
     return replace(model, profile=replace(model.profile, max_num_seqs=count))
 

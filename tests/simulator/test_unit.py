@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ FLAT = Linear(prefill_fixed=0.01, prefill_token=0.0, decode_fixed=0.005, decode_
 
 
 def worlds(
-    pages: int = 400, costs: Linear = FLAT, options: Options | None = None, **changes: object
+    pages: int = 400, costs: Linear = FLAT, options: Options | None = None, **changes: Any
 ) -> list[SimulatedUnit]:
     simulated = unit([profile("a", **{"prefill_share": 1.0, "decode_share": 1.0, **changes})], pages)
     return [SimulatedUnit(each, Analytic(costs), options) for each in (simulated, one_engine(simulated))]
@@ -122,7 +123,13 @@ def test_states_take_blocks_whatever_the_length(kind: int) -> None:
 def test_what_is_behind_a_window_is_given_back() -> None:
     """Of 20 blocks of a sequence a layer with a window of 40 tokens keeps 4 while it decodes, and 5 while a chunk of
     its prompt of at most 16 tokens is computed: 40 - 1 + 16 tokens in a row, which begin anywhere in a block."""
-    changes = {"pages": 160, "quota_pages": 160, "floor_pages": 80, "window": 40, "max_num_batched_tokens": 16}
+    changes: dict[str, Any] = {
+        "pages": 160,
+        "quota_pages": 160,
+        "floor_pages": 80,
+        "window": 40,
+        "max_num_batched_tokens": 16,
+    }
     load = requests((0.0, "a", 300, 21))
 
     def peak(windowed_layers: int) -> int:
