@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from muxserve.cli.options import Command, takes
+from muxserve.cli.options import OfflineCommand, takes
 from muxserve.cli.settings import (
     SOURCE_HELP,
     FleetModels,
@@ -33,7 +33,7 @@ Out = Annotated[
 ]
 
 
-@app.command(cls=Command)
+@app.command(cls=OfflineCommand)
 @takes(PlanSettings)
 def plan(settings: PlanSettings) -> int:
     """Plan which models share which GPUs, and predict what they will deliver."""
@@ -42,7 +42,7 @@ def plan(settings: PlanSettings) -> int:
     return run(settings)
 
 
-@app.command(cls=Command)
+@app.command(cls=OfflineCommand)
 @takes(SimulateSettings)
 def simulate(settings: SimulateSettings) -> int:
     """Simulate a fleet on a workload, under the scheduler that serves, in one or several modes side by side."""
@@ -51,7 +51,7 @@ def simulate(settings: SimulateSettings) -> int:
     return run(settings)
 
 
-@app.command(cls=Command)
+@app.command(cls=OfflineCommand)
 @takes(ReplaySettings)
 def replay(settings: ReplaySettings) -> int:
     """Send a workload to an endpoint at its own pace and report what clients see.
@@ -64,7 +64,7 @@ def replay(settings: ReplaySettings) -> int:
     return run(settings)
 
 
-@app.command(cls=Command)
+@app.command(cls=OfflineCommand)
 @takes(ProfileSettings)
 def profile(settings: ProfileSettings) -> int:
     """Measure what prefill and decode steps of a fleet cost on this machine.
@@ -82,7 +82,7 @@ def profile(settings: ProfileSettings) -> int:
     return run(settings)
 
 
-@workload.command(cls=Command)
+@workload.command(cls=OfflineCommand)
 def generate(
     source: Annotated[
         str,
@@ -101,7 +101,7 @@ def generate(
     raise typer.Exit(run(source, out, fleet=fleet, models=models, about=about))
 
 
-@workload.command(cls=Command)
+@workload.command(cls=OfflineCommand)
 def convert(
     source: Source,
     out: Out,
@@ -115,7 +115,7 @@ def convert(
     raise typer.Exit(run(source, out, fleet=fleet, models=models, about=about))
 
 
-@workload.command(cls=Command)
+@workload.command(cls=OfflineCommand)
 def describe(
     source: Source,
     fleet: FleetModels = None,

@@ -34,7 +34,7 @@ class NoEffectError(ValueError):
     """An option was given that has no effect; the message names it and says why."""
 
 
-class Command(TyperCommand):
+class OfflineCommand(TyperCommand):
     """A command that knows options of earlier versions."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

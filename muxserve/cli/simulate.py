@@ -89,7 +89,7 @@ def _run(settings: SimulateSettings) -> int:
             {demand.name: demand.rate for demand in places.demands},
         )
         check_fits(workload, contexts_of(places.demands))
-        levels = Levels(levels_of(places.fleet), places.fleet.default_level)
+        levels = Levels(levels_of(places.fleet))
         priorities = _priorities(settings, levels)
         runs: dict[str, Run] = {}
         found = [(mode, placed := places.of(mode), placed.units(mode)) for mode in modes]

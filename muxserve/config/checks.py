@@ -115,14 +115,8 @@ def _priorities(source: Source) -> Iterator[Problem]:
                 message = f"{shown(ranks[rank])} has rank {rank}, too; which of them goes first must be clear"
                 yield source.problem(("priorities", str(name), "rank"), message)
             ranks.setdefault(rank, str(name))
-    default = source.data.get("default_priority")
-    if isinstance(default, str) and default not in levels:
-        yield source.problem(
-            ("default_priority",), f"there is no priority level {shown(default)}{did_you_mean(default, levels)}"
-        )
-    elif default is None and NORMAL not in levels:
-        message = f"needs `default_priority`, the level of requests that name none, since none is called {NORMAL!r}"
-        yield source.problem(("priorities",), message)
+    if NORMAL not in levels:
+        yield source.problem(("priorities",), f"needs `{NORMAL}`, the level of requests that name none")
     for path, _, priority in api_keys(source):
         if priority is not None and priority not in levels:
             where = (*path[:-1], "priority")

@@ -37,7 +37,7 @@ from muxserve.config.values import (
     switch,
 )
 from muxserve.replicas.prefixes import DispatchName
-from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL
+from muxserve.replicas.priorities import DEFAULT_LEVELS
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.scheduling.policies import DEFAULT_POLICY
 from muxserve.scheduling.residency_types import ResidencyRules
@@ -619,10 +619,9 @@ class Fleet(Section):
     gateway: GatewaySection = Field(default=GatewaySection(), description="The OpenAI endpoint")
     tenants: Tenants = Field(default_factory=dict, description="Who shares the endpoint, by name")
     priorities: Priorities = Field(
-        default=DEFAULT_PRIORITIES, min_length=1, description="Priority levels of requests, by name"
-    )
-    default_priority: str | None = Field(
-        default=None, description="Level of requests that name none; else normal, which must then be one"
+        default=DEFAULT_PRIORITIES,
+        min_length=1,
+        description="Priority levels of requests, by name; one is normal, that of requests that name none",
     )
     migration: MigrationOrSwitch = Field(
         default=Migration(), description="Moving running requests between replicas; off: they stay"
@@ -640,11 +639,6 @@ class Fleet(Section):
     # Where each model stands in the file, also when this has become a fleet of some of them.
     _places: dict[str, int] = PrivateAttr(default_factory=dict)
     _notes: tuple[Problem, ...] = PrivateAttr(())
-
-    @property
-    def default_level(self) -> str:
-        """The priority level of requests that name none."""
-        return self.default_priority or NORMAL
 
     def with_models(self, models: Sequence[Model]) -> Fleet:
         """The same fleet with these models only; mistakes are reported at their places in the file."""

@@ -230,7 +230,7 @@ class _Free:
 def _levels(fleet: Fleet, unit: PlacedUnit, demand: Demand) -> Levels:
     tp = 1 if unit.device == CPU else len(unit.devices) // unit.stages
     costs = Roofline().engine(demand.architecture, EngineShape(unit.device, tp, 1.0, demand.dtype, demand.graphs))
-    return Levels(levels_of(fleet), fleet.default_level, target_load(costs))
+    return Levels(levels_of(fleet), auto=target_load(costs))
 
 
 def _copying(fleet: Fleet, around: Surroundings) -> MigrationCosts:

@@ -15,7 +15,7 @@ import msgspec
 
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.prefixes import DispatchName
-from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Level, Levels
+from muxserve.replicas.priorities import DEFAULT_LEVELS, Level, Levels
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
 from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts
@@ -109,7 +109,6 @@ class FleetSpec(msgspec.Struct, frozen=True):
     migration: MigrationRules | None = None
     dispatch: DispatchName = "prefix"
     levels: tuple[Level, ...] = tuple(DEFAULT_LEVELS)
-    default_level: str = NORMAL
     key_levels: dict[str, str] = {}
     tenants: tuple[TenantSpec, ...] = ()
     usage_file: str = ""
@@ -166,7 +165,7 @@ class FleetSpec(msgspec.Struct, frozen=True):
 
     def priority_levels(self, model: str | None = None) -> Levels:
         """The levels as the policies of that model want them."""
-        return levels_of_model(self.levels, self.default_level, self.models, model)
+        return levels_of_model(self.levels, self.models, model)
 
     @property
     def scheduler_address(self) -> str:

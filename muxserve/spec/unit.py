@@ -11,7 +11,7 @@ import msgspec
 
 from muxserve.costs.profile import EngineProfile
 from muxserve.replicas.migration import MigrationRules
-from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, TARGET_LOAD, Level, Levels
+from muxserve.replicas.priorities import DEFAULT_LEVELS, TARGET_LOAD, Level, Levels
 from muxserve.spec.network import Keys, Listen
 
 # Where a unit's spec is, in its directory.
@@ -298,7 +298,6 @@ class UnitSpec(msgspec.Struct, frozen=True):
     # Which requests leave when the global scheduler has paired the unit's replica with another; as in the fleet.
     migration: MigrationRules = MigrationRules()
     levels: tuple[Level, ...] = tuple(DEFAULT_LEVELS)
-    default_level: str = NORMAL
     # None: nobody looks whether a process hangs.
     watchdog: WatchdogRules | None = WatchdogRules()
     simulated: SimulatedSpec | None = None
@@ -316,7 +315,7 @@ class UnitSpec(msgspec.Struct, frozen=True):
 
     def priority_levels(self, model: str | None = None) -> Levels:
         """The levels as the policies of that model want them."""
-        return levels_of_model(self.levels, self.default_level, self.models, model)
+        return levels_of_model(self.levels, self.models, model)
 
     @property
     def stages(self) -> int:
@@ -419,9 +418,9 @@ class UnitSpec(msgspec.Struct, frozen=True):
         return Path(self.run_dir) / "logs"
 
 
-def levels_of_model(levels: Iterable[Level], default: str, models: Iterable[ModelSpec], name: str | None) -> Levels:
+def levels_of_model(levels: Iterable[Level], models: Iterable[ModelSpec], name: str | None) -> Levels:
     """A fleet's levels with the target loads of one of its `models`; None: of none in particular."""
-    return Levels(levels, default, next((each.target_load for each in models if each.name == name), TARGET_LOAD))
+    return Levels(levels, auto=next((each.target_load for each in models if each.name == name), TARGET_LOAD))
 
 
 def save(unit_spec: UnitSpec, path: str | os.PathLike[str]) -> None:

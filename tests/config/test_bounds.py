@@ -31,7 +31,7 @@ def problems(text: str, serving: bool = True) -> list[str]:
         (f"cluster: {{cores: {HEX}}}\n{ONE}", "cluster.cores: must be at most 4,096, or auto, not a number of very"),
         (f"cluster: {{gpus: {HEX}}}\n{ONE}", "cluster.gpus: must be at most 16384, not a number of very many digits"),
         (f"cluster: {{gpus: 1000000000}}\n{ONE}", "cluster.gpus: must be at most 16384, not 1000000000"),
-        (f"priorities: {{a: {{rank: {HEX}}}}}\ndefault_priority: a\n{ONE}", "priorities.a.rank: must be at most 1000"),
+        (f"priorities: {{normal: {{rank: {HEX}}}}}\n{ONE}", "priorities.normal.rank: must be at most 1000"),
         (f"{ONE}    replicas: 100000\n", "fleet.yaml:4: models[0].replicas: must be at most 1,024, not 100000"),
         (f"{ONE}    replicas: {HEX}\n", "models[0].replicas: must be at most 1,024, not a number of very many digits"),
         (f"{ONE}    replicas: {{max: 65}}\n", "models[0].replicas.max: 65 can be planned, but not served; a fleet has"),

@@ -110,17 +110,16 @@ def test_replicas_are_a_number_or_bounds() -> None:
 
 def test_priorities_belong_to_keys() -> None:
     text = """\
-priorities: {gold: {rank: 2, target_load: 1000}, base: {rank: -1}}
-default_priority: base
+priorities: {gold: {rank: 2, target_load: 1000}, normal: {rank: -1}}
 gateway: {count: 2, api_keys: [{key: env:GOLD, priority: gold}, plain, {key: other}]}
 """
     fleet = parse_fleet(text + ONE, "f", Path("/"), {"GOLD": "g1,g2"})
     assert fleet.gateway.keys == ["g1", "g2", "plain", "other"]
     assert fleet.gateway.key_priorities == {"g1": "gold", "g2": "gold"}
-    assert (fleet.default_level, fleet.gateway.count) == ("base", 2)
+    assert fleet.gateway.count == 2
     assert {name: (level.rank, level.target_load) for name, level in fleet.priorities.items()} == {
         "gold": (2, 1000),
-        "base": (-1, None),
+        "normal": (-1, None),
     }
     alone = parse_fleet(f"gateway: {{api_keys: {{key: k, priority: high}}}}\n{ONE}", "f", Path("/"), {})
     assert alone.priorities["high"].target_load == "auto"

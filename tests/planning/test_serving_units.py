@@ -165,7 +165,7 @@ migration: {bandwidth: 1MiB}"""
     ]
     for unit in told.units:
         assert (unit.unit_spec.migration, unit.unit_spec.migration_bandwidth) == (told.migration, float(1 << 20))
-        assert (unit.unit_spec.levels, unit.unit_spec.default_level) == (told.levels, "normal")
+        assert unit.unit_spec.levels == told.levels
         assert unit.unit_spec.gateway.port == 9001
     # u1 has room for longer sequences; what is offered fits everywhere.
     lengths = [unit.unit_spec.model("arithmetic").max_len for unit in told.units]

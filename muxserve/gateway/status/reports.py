@@ -129,7 +129,7 @@ class Reports:
             "levels": [
                 {"name": level.name, "rank": level.rank, "target_load": level.target_load} for level in fleet.levels
             ],
-            "default_level": fleet.default_level,
+            "default_level": fleet.priority_levels().default,
             "memory": status.memory or None,
             "gateway": {
                 "index": self._index,
