@@ -1,7 +1,7 @@
 """Request workloads: generators, readers of the public trace formats, and the project's own format. Pure: no clock, no
 socket, no torch, no vLLM."""
 
-from muxserve.workload.arrivals import Arrivals, gamma_arrivals, poisson_arrivals, power_law_rates
+from muxserve.workload.arrivals import Arrivals, power_law_rates
 from muxserve.workload.conversations import Conversations
 from muxserve.workload.describe import Description, describe
 from muxserve.workload.errors import TraceError, WorkloadError
@@ -22,7 +22,6 @@ from muxserve.workload.trace import (
     Trace,
     TraceHeader,
     TraceRequest,
-    TraceWriter,
     open_trace,
     read_trace,
     write_trace,
@@ -47,17 +46,14 @@ __all__ = [
     "TraceError",
     "TraceHeader",
     "TraceRequest",
-    "TraceWriter",
     "UniformLengths",
     "Workload",
     "WorkloadError",
     "check_fits",
     "describe",
-    "gamma_arrivals",
     "generate",
     "open_trace",
     "open_workload",
-    "poisson_arrivals",
     "power_law_rates",
     "read_trace",
     "write_trace",

@@ -66,24 +66,6 @@ class Arrivals:
 POISSON = Arrivals()
 
 
-def poisson_arrivals(rate: float, duration: float, rng: random.Random) -> Iterator[float]:
-    """Arrival times, seconds from the start, of a Poisson process of `rate` requests per second below `duration`.
-
-    Raises:
-        ValueError: a negative rate or duration, or one that is not finite.
-    """
-    return POISSON.times(rate, duration, rng)
-
-
-def gamma_arrivals(rate: float, cv: float, duration: float, rng: random.Random) -> Iterator[float]:
-    """The same with gamma distributed gaps whose standard deviation is `cv` times their mean.
-
-    Raises:
-        ValueError: a negative argument, or one that is not finite.
-    """
-    return Arrivals(cv).times(rate, duration, rng)
-
-
 def _check(rate: float, duration: float) -> None:
     for name, value in (("rate", rate), ("duration", duration)):
         if not (value >= 0 and math.isfinite(value)):

@@ -12,7 +12,7 @@ from itertools import chain
 
 from msgspec import structs
 
-from muxserve.workload.arrivals import poisson_arrivals
+from muxserve.workload.arrivals import POISSON
 from muxserve.workload.errors import TraceError, WorkloadError
 from muxserve.workload.readers import FORMATS, NATIVE, RawRequest, ReadOptions
 from muxserve.workload.readers.format import Row
@@ -102,7 +102,7 @@ class TraceFile:
             raise WorkloadError(
                 f"{self.path} ({self.format}) does not tell when its requests came; give a rate in requests per second"
             )
-        times = poisson_arrivals(rate, float(1 << 52), random.Random(f"{seed}/arrivals"))
+        times = POISSON.times(rate, float(1 << 52), random.Random(f"{seed}/arrivals"))
         for (_, request), time in zip(rows, times, strict=False):
             yield request._replace(arrival=time)
 

@@ -19,7 +19,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, cast
 
 import msgspec
@@ -196,66 +195,6 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
         return Trace(header, list(requests))
 
 
-class TraceWriter:
-    """Writes a trace request by request; use it in a `with` block. What it writes `open_trace` reads."""
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        models: Sequence[str],
-        *,
-        duration: float = 0.0,
-        about: str = "",
-        seed: int | None = None,
-        parameters: dict[str, object] | None = None,
-    ) -> None:
-        """
-        Raises:
-            TraceError: the header would not be readable.
-            OSError: the file cannot be written.
-        """
-        self._path = path
-        self._models = frozenset(models)
-        self._before = 0.0
-        self._line = 1
-        header = TraceHeader(VERSION, list(models), duration, about, seed, parameters or {})
-        problem = _header_problem(header)
-        if problem:
-            raise TraceError(path, 1, problem)
-        # The time and the name inside a gzip file would make equal traces differ.
-        self._raw = Path(path).open("wb")  # noqa: SIM115 (closed by `close`)
-        compressed = os.fspath(path).endswith(".gz")
-        self._file = cast(IO[bytes], gzip.GzipFile("", "wb", fileobj=self._raw, mtime=0)) if compressed else self._raw
-        self._file.write(_encoder.encode(header) + b"\n")
-
-    def write(self, request: TraceRequest) -> None:
-        """Append one request.
-
-        Raises:
-            TraceError: it arrives before the one written last, or is not of this trace.
-        """
-        problem = _request_problem(request, self._models, self._before)
-        if problem:
-            raise TraceError(self._path, self._line + 1, problem)
-        fields = (request.arrival, request.model, request.prompt_tokens, request.output_tokens)
-        self._file.write(_encoder.encode((*fields, request.content) if request.content else fields) + b"\n")
-        self._before = request.arrival
-        self._line += 1
-
-    def close(self) -> None:
-        """Flush and close the file."""
-        self._file.close()
-        self._raw.close()
-
-    def __enter__(self) -> TraceWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-
 def write_trace(
     path: str | os.PathLike[str],
     models: Sequence[str],
@@ -266,15 +205,26 @@ def write_trace(
     seed: int | None = None,
     parameters: dict[str, object] | None = None,
 ) -> int:
-    """Write a whole trace; returns how many requests it has.
+    """Write a trace that `open_trace` reads; returns the number of its requests.
 
     Raises:
-        TraceError: a request is out of order or not of this trace.
+        TraceError: the header or a request would not be readable, such as one that arrives before the last one.
         OSError: the file cannot be written.
     """
-    count = 0
-    with TraceWriter(path, models, duration=duration, about=about, seed=seed, parameters=parameters) as writer:
-        for request in requests:
-            writer.write(request)
-            count += 1
-    return count
+    header = TraceHeader(VERSION, list(models), duration, about, seed, parameters or {})
+    if problem := _header_problem(header):
+        raise TraceError(path, 1, problem)
+    known, before, line = frozenset(models), 0.0, 1
+    with contextlib.ExitStack() as stack:
+        file: IO[bytes] = stack.enter_context(Path(path).open("wb"))
+        if os.fspath(path).endswith(".gz"):
+            # The time and the name inside a gzip file would make equal traces differ.
+            file = cast(IO[bytes], stack.enter_context(gzip.GzipFile("", "wb", fileobj=file, mtime=0)))
+        file.write(_encoder.encode(header) + b"\n")
+        for line, request in enumerate(requests, start=2):
+            if problem := _request_problem(request, known, before):
+                raise TraceError(path, line, problem)
+            fields = (request.arrival, request.model, request.prompt_tokens, request.output_tokens)
+            file.write(_encoder.encode((*fields, request.content) if request.content else fields) + b"\n")
+            before = request.arrival
+    return line - 1

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muxserve.workload import (
+    Arrivals,
     FixedLength,
     LogNormalLengths,
     ModelLoad,
@@ -19,7 +20,6 @@ from muxserve.workload import (
     WorkloadError,
     generate,
     open_workload,
-    poisson_arrivals,
     power_law_rates,
 )
 
@@ -51,7 +51,7 @@ def test_power_law_refuses_nonsense(models: list[str], total: float, alpha: floa
 
 
 def test_poisson_has_its_rate_and_its_spread() -> None:
-    times = list(poisson_arrivals(50.0, 200.0, random.Random(7)))
+    times = list(Arrivals().times(50.0, 200.0, random.Random(7)))
     gaps = [b - a for a, b in itertools.pairwise(times)]
     assert all(gap >= 0 for gap in gaps)
     assert 0 <= times[0] <= times[-1] < 200.0
@@ -62,11 +62,11 @@ def test_poisson_has_its_rate_and_its_spread() -> None:
 
 
 def test_poisson_edges() -> None:
-    assert list(poisson_arrivals(0.0, 10.0, random.Random(1))) == []
-    assert list(poisson_arrivals(5.0, 0.0, random.Random(1))) == []
+    assert list(Arrivals().times(0.0, 10.0, random.Random(1))) == []
+    assert list(Arrivals().times(5.0, 0.0, random.Random(1))) == []
     for rate, duration in ((-1.0, 1.0), (1.0, -1.0), (math.nan, 1.0), (1.0, math.inf)):
         with pytest.raises(ValueError, match="must be zero or positive"):
-            poisson_arrivals(rate, duration, random.Random(1))
+            Arrivals().times(rate, duration, random.Random(1))
 
 
 @settings(deadline=None)

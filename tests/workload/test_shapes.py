@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muxserve.workload import Arrivals, Bursts, Diurnal, Groups, gamma_arrivals
+from muxserve.workload import Arrivals, Bursts, Diurnal, Groups
 from muxserve.workload.shapes import Rotation, Shape, Steps, Wave
 
 
 @pytest.mark.parametrize("cv", [0.3, 1.0, 2.0, 4.0])
 def test_gamma_has_its_rate_and_its_spread(cv: float) -> None:
-    times = list(gamma_arrivals(40.0, cv, 500.0, random.Random(5)))
+    times = list(Arrivals(cv).times(40.0, 500.0, random.Random(5)))
     gaps = [b - a for a, b in itertools.pairwise(times)]
     # 20,000 gaps: the standard error of their mean is cv / 141, the deviation's is larger for clumps.
     assert len(times) == pytest.approx(20_000, rel=4 * cv / 141 + 0.001)

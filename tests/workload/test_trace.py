@@ -16,7 +16,6 @@ from muxserve.workload import (
     ModelLoad,
     TraceError,
     TraceRequest,
-    TraceWriter,
     generate,
     open_trace,
     open_workload,
@@ -131,14 +130,15 @@ def test_reading_takes_constant_memory(tmp_path: Path) -> None:
 
 def test_the_writer_refuses_what_the_reader_would(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="at least one model"):
-        TraceWriter(tmp_path / "t.jsonl", [])
-    with TraceWriter(tmp_path / "t.jsonl", ["a"]) as writer:
-        writer.write(TraceRequest(1.0, "a", 1, 1))
-        with pytest.raises(TraceError, match=r"line 3: the arrival 0\.5"):
-            writer.write(TraceRequest(0.5, "a", 1, 1))
-        with pytest.raises(TraceError, match="'b' is not among"):
-            writer.write(TraceRequest(1.5, "b", 1, 1))
-    assert len(read_trace(tmp_path / "t.jsonl").requests) == 1
+        write_trace(tmp_path / "t.jsonl", [], [])
+    first = TraceRequest(1.0, "a", 1, 1)
+    for second, says in (
+        (TraceRequest(0.5, "a", 1, 1), r"line 3: the arrival 0\.5"),
+        (TraceRequest(1.5, "b", 1, 1), "'b' is"),
+    ):
+        with pytest.raises(TraceError, match=says):
+            write_trace(tmp_path / "t.jsonl", ["a"], [first, second])
+    assert write_trace(tmp_path / "t.jsonl", ["a"], [first]) == 1
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "traces").glob("*.jsonl*")), ids=lambda path: path.name)
