@@ -7,50 +7,18 @@ Importing this package loads pydantic; the command line does so only in the comm
 
 from muxserve.config.loader import load_fleet, parse_fleet
 from muxserve.config.problems import FleetError, Problem
-from muxserve.config.schema import (
-    NETWORK,
-    ApiKey,
-    ClusterSection,
-    Fleet,
-    GatewaySection,
-    KVPool,
-    Limits,
-    MemorySection,
-    Migration,
-    Model,
-    Nodes,
-    Priority,
-    Ray,
-    Replicas,
-    RollingSection,
-    Slo,
-    Sm,
-    WorkloadSection,
-)
+from muxserve.config.schema import NETWORK, Fleet, MemorySection, Model, Replicas
 from muxserve.config.values import AUTO
 
 __all__ = [
     "AUTO",
     "NETWORK",
-    "ApiKey",
-    "ClusterSection",
     "Fleet",
     "FleetError",
-    "GatewaySection",
-    "KVPool",
-    "Limits",
     "MemorySection",
-    "Migration",
     "Model",
-    "Nodes",
-    "Priority",
     "Problem",
-    "Ray",
     "Replicas",
-    "RollingSection",
-    "Slo",
-    "Sm",
-    "WorkloadSection",
     "load_fleet",
     "parse_fleet",
 ]

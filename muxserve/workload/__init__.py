@@ -2,8 +2,7 @@
 socket, no torch, no vLLM."""
 
 from muxserve.workload.arrivals import Arrivals, power_law_rates
-from muxserve.workload.conversations import Conversations
-from muxserve.workload.describe import Description, describe
+from muxserve.workload.describe import describe
 from muxserve.workload.errors import TraceError, WorkloadError
 from muxserve.workload.fit import Context, check_fits
 from muxserve.workload.generate import ModelLoad, generate
@@ -19,8 +18,6 @@ from muxserve.workload.lengths import (
 from muxserve.workload.shapes import Bursts, Diurnal, Groups
 from muxserve.workload.source import Workload, open_workload
 from muxserve.workload.trace import (
-    Trace,
-    TraceHeader,
     TraceRequest,
     open_trace,
     read_trace,
@@ -32,8 +29,6 @@ __all__ = [
     "Bursts",
     "CappedLengths",
     "Context",
-    "Conversations",
-    "Description",
     "Diurnal",
     "FixedLength",
     "Groups",
@@ -42,9 +37,7 @@ __all__ = [
     "ModelLoad",
     "PowerLawLengths",
     "QuantileLengths",
-    "Trace",
     "TraceError",
-    "TraceHeader",
     "TraceRequest",
     "UniformLengths",
     "Workload",
