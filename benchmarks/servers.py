@@ -199,12 +199,13 @@ def fleet_with(
     models: Sequence[str] | None = None,
     rates: Mapping[str, float] | None = None,
     engine_args: Mapping[str, object] | None = None,
+    engines: str | None = None,
     **changes: object,
 ) -> Path:
-    """Write a variant of a fleet file to `target`: only `models`, each expecting its rate of `rates` and with these
-    `engine_args` too, and other values for top-level keys. A value that is a mapping is merged into the key's own
-    mapping. Model paths become absolute. All requests are served, however late: systems that are compared do the same
-    work."""
+    """Write a variant of a fleet file to `target`: only `models`, each expecting its rate of `rates`, with these
+    `engine_args` too and `engines` of that shape, and other values for top-level keys. A value that is a mapping is
+    merged into the key's own mapping. Model paths become absolute. All requests are served, however late: systems that
+    are compared do the same work."""
     fleet = yaml.safe_load(source.read_text())
     for key, value in changes.items():
         fleet[key] = {**fleet.get(key, {}), **value} if isinstance(value, dict) else value
@@ -216,6 +217,8 @@ def fleet_with(
             model["rate"] = rates[model["name"]]
         if engine_args is not None:
             model["engine_args"] = {**model.get("engine_args", {}), **engine_args}
+        if engines is not None:
+            model["engines"] = engines
         if "path" in model:
             model["path"] = str((source.parent / model["path"]).resolve())
     target.write_text(yaml.safe_dump(fleet, sort_keys=False))

@@ -3,11 +3,11 @@
 (a) `stock`: one stock vLLM server per model, the KV memory split between them and one thread each, eager as our
     engines are; `stock-compiled`: the same with compiled models, the faster setting of stock; `stock-sleeping`,
     `stock-sleeping-compiled`: the same without stock's busy waiting (`stock_vllm.py`);
-(b) `fcfs`: a MuxServe fleet with temporal multiplexing;
-(c) `adbs`, `slack`: a MuxServe fleet with spatial and temporal multiplexing; `adbs-compiled`, `slack-compiled`: the
-    same with compiled models.
+(b) `fcfs`, `adbs`, `slack`, `free`: a MuxServe fleet under that policy, with an engine per phase of each model;
+    `fcfs-one`, `adbs-one`, `slack-one`, `free-one`: with one engine per model; `...-compiled`: compiled models.
 
-    python benchmarks/serving_cpu.py [--systems stock stock-compiled fcfs adbs slack ...] [--rates 6 12 18 24]
+    python benchmarks/serving_cpu.py [--systems stock stock-compiled slack free-one ...] [--rates 6 12 18 24]
+        [--models 10]
 
 Each system gets the very same requests (arrival, model, prompt, output length). Reported are throughput, SLO attainment
 and percentiles of TTFT, TPOT and end-to-end latency. A request meets its SLO at scale s when it ends within s times
@@ -36,16 +36,15 @@ from stock_vllm import StockSettings, stock_server
 from muxserve.workload import LogNormalLengths, ModelLoad, generate, power_law_rates
 
 SCALES = (2, 4, 8, 16, 32)
+STOCK = ("stock", "stock-compiled", "stock-sleeping", "stock-sleeping-compiled")
 SYSTEMS = (
-    "stock",
-    "stock-compiled",
-    "stock-sleeping",
-    "stock-sleeping-compiled",
-    "fcfs",
-    "adbs",
-    "adbs-compiled",
-    "slack",
-    "slack-compiled",
+    *STOCK,
+    *(
+        f"{policy}{shape}{models}"
+        for policy in ("fcfs", "adbs", "slack", "free")
+        for shape in ("", "-one")
+        for models in ("", "-compiled")
+    ),
 )
 
 
@@ -120,6 +119,23 @@ def stock_servers(paths: dict[str, Path], settings: StockSettings) -> Iterator[d
         yield {name: stack.enter_context(stock_server(path, name, share)) for name, path in paths.items()}
 
 
+def repeated(source: Path, target: Path, count: int) -> Path:
+    """A fleet file with the models of `source` over and over, `count` in all, as `m0`, `m1` and so on."""
+    fleet = yaml.safe_load(source.read_text())
+    models = fleet["models"]
+    fleet["models"] = [
+        {
+            **models[number % len(models)],
+            "name": f"m{number}",
+            "path": str((source.parent / models[number % len(models)]["path"]).resolve()),
+            "rate": count - number,
+        }
+        for number in range(count)
+    ]
+    target.write_text(yaml.safe_dump(fleet, sort_keys=False))
+    return target
+
+
 def drive(urls: dict[str, str], servers: Sequence[Server], calls: Sequence[Call], alone: dict[str, Alone]) -> dict:
     """Warm every model up, run the load, and say what came out."""
     for model, url in urls.items():
@@ -160,6 +176,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare ways of serving three models on one machine.")
     parser.add_argument("--fleet", type=Path, default=ROOT / "configs/quickstart.yaml")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--models", type=int, default=0, help="so many, under names of their own; 0: the fleet's")
     parser.add_argument("--rates", nargs="+", type=float, default=[6.0, 12.0, 18.0, 24.0], help="requests/s in all")
     parser.add_argument("--alpha", type=float, default=2.1, help="skew of the rates over the models")
     parser.add_argument("--duration", type=float, default=30.0, help="seconds of load at each rate")
@@ -179,6 +196,10 @@ def main() -> int:
     """Run everything; exit code 1 if a server does not come up."""
     options = parse()
     end_cleanly()
+    scratch = contextlib.ExitStack()
+    if options.models:
+        folder = Path(scratch.enter_context(tempfile.TemporaryDirectory()))
+        options.fleet = repeated(options.fleet, folder / "repeated.yaml", options.models)
     fleet = yaml.safe_load(options.fleet.read_text())
     # Most popular first, as the fleet file expects them.
     declared = sorted(fleet["models"], key=lambda model: -model.get("rate", 1.0))
@@ -205,7 +226,7 @@ def main() -> int:
         for system in options.systems:
             rows = report["results"][system] = {}
             with contextlib.ExitStack() as stack:
-                if system.startswith("stock"):
+                if system in STOCK:
                     variant = replace(settings, eager=not system.endswith("-compiled"), polls="sleeping" not in system)
                     servers = stack.enter_context(stock_servers(paths, variant))
                     urls = {name: server.url for name, server in servers.items()}
@@ -214,12 +235,14 @@ def main() -> int:
                     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                     pool = {"size": f"{options.kv_mib}MiB"}
                     shares = power_law_rates(list(paths), max(options.rates), options.alpha)
+                    policy, *options_of = system.split("-")
                     file = fleet_with(
                         options.fleet,
                         folder / "fleet.yaml",
                         rates=shares,
-                        engine_args={"enforce_eager": not system.endswith("-compiled")},
-                        policy=system.removesuffix("-compiled"),
+                        engine_args={"enforce_eager": "compiled" not in options_of},
+                        engines="one" if "one" in options_of else "split",
+                        policy=policy,
                         kv_pool=pool,
                     )
                     running = [stack.enter_context(muxserve_fleet(file))]
@@ -231,6 +254,8 @@ def main() -> int:
     except ServerError as error:
         print(error, file=sys.stderr)
         return 1
+    finally:
+        scratch.close()
     write_report(options.out, report)
     return 0
 

@@ -2,10 +2,10 @@
 
     python benchmarks/startup.py [--runs N] [--out FILE]
 
-The quickstart's three models; twenty models that are all awake (forty engines); the same twenty of which seventeen
-sleep, and how soon each answers when it is asked. PSS counts a page shared by n processes as 1/n page in each, so that
-the sum is what a fleet takes from the machine. Twenty models are the quickstart's checkpoints under twenty names: small
-weights, so that what is measured is processes, pools and schedulers.
+The quickstart's three models; twenty models that are all awake, with an engine per phase (forty engines) and with one
+engine each; twenty of which seventeen sleep, and how soon each answers when it is asked. PSS counts a page shared by n
+processes as 1/n page in each, so that the sum is what a fleet takes from the machine. Twenty models are the
+quickstart's checkpoints under twenty names: small weights, so that what is measured is processes, pools and schedulers.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ MODELS = 20
 AWAKE = 3
 
 
-def fleet_of_twenty(target: Path, asleep: bool) -> Path:
-    """A fleet file with the quickstart's checkpoints under twenty names; with `asleep` all but three start without a
-    replica."""
+def fleet_of_twenty(target: Path, engines: str, asleep: bool = False) -> Path:
+    """A fleet file with the quickstart's checkpoints under twenty names and with `engines` of that shape; with `asleep`
+    all but three start without a replica."""
     models = []
     for number in range(MODELS):
         model: dict[str, object] = {
             "name": f"model-{number:02d}",
             "path": str(ROOT / "configs/models" / CHECKPOINTS[number % len(CHECKPOINTS)]),
             "dtype": "float32",
+            "engines": engines,
             "rate": 1,
             "limits": {"max_wait": "none"},
         }
@@ -80,10 +81,14 @@ def main() -> None:
     woken: list[float] = []
     parts: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="startup-") as folder:
-        awake = fleet_of_twenty(Path(folder) / "awake.yaml", asleep=False)
-        sleeping = fleet_of_twenty(Path(folder) / "asleep.yaml", asleep=True)
+        fleets = {
+            "quickstart": QUICKSTART,
+            "twenty awake, split": fleet_of_twenty(Path(folder) / "split.yaml", "split"),
+            "twenty awake, one engine each": fleet_of_twenty(Path(folder) / "one.yaml", "one"),
+            "seventeen asleep": fleet_of_twenty(Path(folder) / "asleep.yaml", "one", asleep=True),
+        }
         for _ in range(args.runs):
-            for name, fleet in (("quickstart", QUICKSTART), ("twenty awake", awake), ("seventeen asleep", sleeping)):
+            for name, fleet in fleets.items():
                 with muxserve_fleet(fleet) as server:
                     runs.setdefault(name, []).append(footprint(server))
                     show(name, runs[name][-1])
