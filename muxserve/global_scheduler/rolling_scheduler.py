@@ -14,6 +14,7 @@ from muxserve.global_scheduler.outbox import Outbox
 from muxserve.global_scheduler.rolling_moves import RollingMoves
 from muxserve.global_scheduler.rolling_scaler import RollingScaler
 from muxserve.global_scheduler.rolling_state import apply, rebuild, show
+from muxserve.replicas.decisions import not_ready, too_long
 from muxserve.replicas.priorities import PriorityError
 from muxserve.replicas.views import InstanceLoad
 from muxserve.rolling.answers import AnswerLengths
@@ -356,12 +357,8 @@ class RollingModelScheduler(ModelSchedulerBase):
         return math.inf if due is None or due <= now else due
 
     def _refuse_too_long(self, key: str, demand: int) -> None:
-        reason = (
-            f"the request needs KV cache for {demand} tokens and no instance of {self.model} has more than "
-            f"{self._largest}; shorten the prompt"
-        )
         self._forget([key])
-        self._answer(key, reason, late=False)
+        self._answer(key, too_long(self.model, demand, self._largest), late=False)
 
     @property
     def _largest(self) -> int:
@@ -405,7 +402,7 @@ class RollingModelScheduler(ModelSchedulerBase):
             return
         if not members:
             limit = scaler.bounds.wake_limit
-            reason = f"{self.model} was not ready within {limit:g} s (wake_limit); try again, it may be starting"
+            reason = not_ready(self.model, limit)
             for key in [key for key, asker in self._askers.items() if now - asker.since >= limit]:
                 self._withdraw(key)
                 self._answer(key, reason, late=True)

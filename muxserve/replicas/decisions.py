@@ -24,6 +24,19 @@ class RefuseRequest:
     late: bool = False
 
 
+def too_long(model: str, demand: int, largest: int) -> str:
+    """The reason for refusing a request that needs more KV (tokens) than the largest instance has."""
+    return (
+        f"the request needs KV cache for {demand} tokens and no instance of {model} has more than {largest}; "
+        "shorten the prompt"
+    )
+
+
+def not_ready(model: str, limit: float) -> str:
+    """The reason for refusing a request that has waited for an instance for `limit` seconds."""
+    return f"{model} was not ready within {limit:g} s (wake_limit); try again, it may be starting"
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
     """From now on the source gives requests to the destination."""

@@ -6,7 +6,17 @@ request but those that wait for an instance, so a new one has its view back with
 
 from __future__ import annotations
 
-from muxserve.replicas.decisions import Decision, Dispatch, Drain, RefuseRequest, Resume, Start, StopInstance
+from muxserve.replicas.decisions import (
+    Decision,
+    Dispatch,
+    Drain,
+    RefuseRequest,
+    Resume,
+    Start,
+    StopInstance,
+    not_ready,
+    too_long,
+)
 from muxserve.replicas.dispatch import DispatchPolicy, DispatchQueue, FreestOfQueues, NewRequest
 from muxserve.replicas.migration import MigrationRules, Pairing
 from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
@@ -156,7 +166,8 @@ class GlobalScheduler:
                 held_back.append((request, since))  # one that comes up may be larger
                 continue
             if not fitting:
-                decisions.append(self._too_long(request))
+                largest = max(load.capacity for load in loads)
+                decisions.append(RefuseRequest(request.request_id, too_long(self.model, request.demand, largest)))
                 continue
             chosen = self._policy.choose(fitting, request)
             chosen.enqueue(request.demand)
@@ -182,13 +193,6 @@ class GlobalScheduler:
             self._serving = [load for load in self._loads.values() if not load.terminating]
         return self._serving
 
-    def _too_long(self, request: NewRequest) -> RefuseRequest:
-        return RefuseRequest(
-            request.request_id,
-            f"the request needs KV cache for {request.demand} tokens and no instance of {self.model} has more than "
-            f"{max(load.capacity for load in self._candidates())}; shorten the prompt",
-        )
-
     def _expire(self, now: float) -> list[Decision]:
         limit = self._wake_limit
         if limit is None or not self.queue:
@@ -196,7 +200,7 @@ class GlobalScheduler:
         late = [request for request, since in self.queue if now - since >= limit]
         for request in late:
             self.queue.remove(request.request_id)
-        reason = f"{self.model} was not ready within {limit:g} s (wake_limit); try again, it may be starting"
+        reason = not_ready(self.model, limit)
         return [RefuseRequest(request.request_id, reason, late=True) for request in late]
 
     def _scale(self, now: float) -> list[Decision]:

@@ -131,5 +131,5 @@ class OfferedModels:
 
 
 def _front_end_part(model: ModelSpec) -> tuple[object, ...]:
-    """What a front end depends on; the rest is about engines, of which replicas may have different ones."""
+    """What a front end depends on; all else is about engines, which may differ between replicas."""
     return model.path, model.dtype, model.engine_args, model.engines, model.aliases, model.adapter_slots

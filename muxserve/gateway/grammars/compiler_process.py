@@ -84,7 +84,7 @@ Outcome = Literal["accepted", "refused", "slow", "failed"]
 
 
 class Constraints(msgspec.Struct, frozen=True):
-    """What a request restricts its answer to: a grammar, and the rest that concerns its first token."""
+    """What a request restricts its answer to: a grammar, and all else that concerns its first token."""
 
     # The fields of a structured output that are set.
     structured: dict[str, Any]

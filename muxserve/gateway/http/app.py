@@ -146,7 +146,7 @@ class GatewayApp:
         self._responses = responses
         self._settings = settings
         self.bodies = BodyMemory(settings.max_body_bytes)
-        # Connections end with the answers that they have at present; no request is taken; those that wait get no turn.
+        # Connections end with the answers that they have at present; no request is taken; those that wait get no place.
         self.draining = False
         self.refusing = False
         self.ended = False
@@ -295,7 +295,7 @@ class GatewayApp:
                 if path not in COMPUTE:
                     with self.access.tenancy.serving(caller.tenant, name) as http.tenant:
                         async with self._limiter.hold(name, replay, requests):
-                            if self.ended:  # while it waited for its turn
+                            if self.ended:  # while it waited for its place
                                 raise self._shutting_down(name)
                             claim.release()  # how many are in service is bounded
                             async with self._signs_of_life(send, name):
@@ -334,8 +334,8 @@ class GatewayApp:
         # An alias may have slashes, which are written as %2F: here they still are.
         raw = scope.get("raw_path", b"").decode("latin-1")
         if raw.startswith(MODELS) and "%2f" in raw.lower():
-            name, _, rest = raw.removeprefix(MODELS).partition("/")
-            return unquote(name), f"/{unquote(rest)}"
+            name, _, below = raw.removeprefix(MODELS).partition("/")
+            return unquote(name), f"/{unquote(below)}"
         below = path.removeprefix(MODELS)
         # A proxy may have written them out.
         aliases = (alias for served in self.models.values() for alias in served.cards if "/" in alias)

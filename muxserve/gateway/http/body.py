@@ -84,8 +84,8 @@ class ClientGoneError(Exception):
 
 
 class RequestFields(msgspec.Struct):
-    """The fields of a body that are looked at here, whatever the route; msgspec checks the syntax of the rest and keeps
-    none of it. All follow the request classes of vLLM 0.32 (`vllm.entrypoints`)."""
+    """The fields of a body that are looked at here, whatever the route; msgspec checks the syntax of the others and
+    keeps none of it. All follow the request classes of vLLM 0.32 (`vllm.entrypoints`)."""
 
     # The one that chooses the model, and one whose type vLLM takes for granted.
     model: str | None = None

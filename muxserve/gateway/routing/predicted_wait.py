@@ -202,7 +202,7 @@ class PredictedWait:
 
     def _ahead(self, rank: int, tenant: str) -> int:
         """Requests up to and including one that came now: all of better ranks; of its own those of its tenant, and of
-        each other tenant as many as have their turn until then."""
+        each other tenant as many as go before it."""
         own = self._ranks[rank, tenant] + 1
         ahead = own
         for (each, other), count in self._ranks.items():
