@@ -70,8 +70,11 @@ class Client:
         raise AssertionError(f"no {kind.__name__}")
 
     def asks(self, request_id: str, **more: Any) -> str:
-        """Where a request goes."""
+        """Where a request goes, once all that units have said has arrived: it comes on other connections."""
         self.running.beat()
+        for unit in self.running.units:
+            if unit.last is not None:
+                self.running.says(f"unit {unit.name} is up")
         self.say(place(request_id, **more))
         placed = self.hear(Placed)
         assert placed.request_id == request_id
