@@ -72,6 +72,11 @@ class PlacedUnit:
         return next(each.shape for each in self.models if each.model == model)
 
     @property
+    def alone(self) -> bool:
+        """Whether the unit is for the one engine of its only model."""
+        return len(self.models) == 1 and not self.split
+
+    @property
     def split(self) -> bool:
         """Whether every model has an engine for prefill and one for decode."""
         return all(model.shape == "split" for model in self.models)

@@ -352,7 +352,9 @@ def plan_unit(
 
 
 def _threads(model: ModelDemand, models: Sequence[ModelDemand], cores: int) -> int:
-    return model.threads or max(1, cores // (1 + len(models)) // model.ranks)
+    # Beside the engines that decode, one of those of prompts alone computes at a time.
+    at_once = len(models) + any(not each.one_engine for each in models)
+    return model.threads or max(1, cores // at_once // model.ranks)
 
 
 def _private_needed(model: ModelDemand) -> int:

@@ -220,7 +220,7 @@ def show_sleeping(forecast: SleepingForecast) -> None:
 
 def show_policies(fleet: Fleet, plan: ClusterPlan) -> None:
     """Print what decides in units whose models share compute, and whether their engines' shares can change."""
-    policies = dict.fromkeys(unit.policy or fleet.policy for unit in plan.placement.units if unit.split)
+    policies = dict.fromkeys(unit.policy or fleet.policy for unit in plan.placement.units if not unit.alone)
     if not policies:
         return
     how = "for their life"

@@ -181,7 +181,7 @@ class Places:
     def baselines(self, modes: Sequence[str]) -> str:
         """What is to be said of modes (kinds of placement by their names) that leave shapes aside; may be
         empty."""
-        others = [model.name for model in self.fleet.models if model.has_own_unit]
+        others = [model.name for model in self.fleet.models if model.shape == "one"]
         if _MUXSERVE in self.found:
             found = dict.fromkeys(m.name for unit in self.found[_MUXSERVE].others for m in unit.models)
             # What the plan has chosen by itself, the file does not say.

@@ -145,9 +145,9 @@ def _memory(source: Source) -> Iterator[Problem]:
         if _whole(most) and most > 1:
             message = f"with `memory` a model has one replica at most, not {most}"
             yield source.problem(("models", index, "replicas"), message)
-        if _has_one_engine(model):
-            key = next(key for key in ("engines", "dispatch", "stages") if key in model)
-            message = "models with one engine have units of their own, which `memory` does not decide over"
+        if model.get("dispatch") == "rolling" or _several_stages(model):
+            key = "dispatch" if model.get("dispatch") == "rolling" else "stages"
+            message = "such a model has a unit to itself, which `memory` does not decide over"
             yield source.problem(("models", index, key), f"{message}; leave one of the two out")
     cluster = source.data.get("cluster")
     if given is not None and isinstance(cluster, dict):

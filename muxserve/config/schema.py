@@ -532,7 +532,7 @@ class Model(Section):
     @property
     def has_own_unit(self) -> bool:
         """Whether each replica has a unit to itself."""
-        return self.shape == "one"
+        return self.stage_count > 1 or self.rolls
 
     @property
     def shape(self) -> ShapeName:

@@ -155,10 +155,10 @@ def _check_join(fleet: FleetSpec, model: Model, name: str) -> None:
         raise WrongCommandError(f"there is no unit {name}{did_you_mean(name, names)}")
     unit = fleet.unit(name)
     why = ""
-    if any(each.shape == "one" for each in unit.unit_spec.models):
+    if any(each.stages > 1 or each.rolling for each in unit.unit_spec.models):
         why = f"{name} is for {enumerate_words([each.name for each in unit.unit_spec.models])} alone"
     elif model.has_own_unit:
-        why = "a model with one engine has a unit to itself"
+        why = "a model over several stages, or over whose replicas prefill rolls, has a unit to itself"
     elif model.replicas.at_start > 1:
         why = f"it asks for {model.replicas.at_start} replicas; add one, and then scale"
     if why:

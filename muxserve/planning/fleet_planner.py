@@ -1,7 +1,8 @@
 """What `muxserve deploy` serves: units of this machine, on its CPU or its GPUs, planned here or by a plan file.
 
 Without a plan file unit `u0` has all models that share units, `u1` those with at least two replicas at the start, and
-so on; then each replica of a model of one engine has one to itself. A unit that is started later has one model
+so on; then each replica of a model over several stages, or over whose replicas prefill rolls, has one to
+itself. A unit that is started later has one model
 alone. With a plan file the units are the plan's. All replicas of a model have blocks of the same size, so that requests
 can move between them.
 """
@@ -533,7 +534,7 @@ class ScaleOut:
     def joined(self, declared: Fleet, unit: PlannedUnit, fleet: FleetSpec, tell: Tell) -> JoinedUnit:
         """See `UnitPlanner.joined`."""
         try:
-            declared = self._planner.fetched(declared, tell).as_split()
+            declared = self._planner.arranged(self._planner.fetched(declared, tell))
         except FleetError as error:
             raise ChangeError("; ".join(problem.message for problem in error.problems)) from None
         (model,) = declared.models

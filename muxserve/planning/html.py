@@ -105,7 +105,8 @@ def _memory(plan: ClusterPlan, estimate: UnitEstimate, colours: Mapping[str, str
 
 
 def _compute(plan: ClusterPlan, unit: PlacedUnit, estimate: UnitEstimate, colours: Mapping[str, str]) -> list[Strip]:
-    if words := shape_words(unit, unit.models[0].model):
+    if unit.alone:
+        words = shape_words(unit, unit.models[0].model)
         name = plan.demands[estimate.models[0].member.model].name
         return [Strip(f"compute: {words}", [StripPart(f"{name}: {words}", 1.0, colours[name])])]
     whole = max(1.0, sum(model.decode_share for model in estimate.models))

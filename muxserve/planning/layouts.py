@@ -117,8 +117,8 @@ def says_nothing(model: Model) -> bool:
 
 
 def may_be_dedicated(model: Model) -> bool:
-    """Whether each replica of a model has a unit to itself, or may have once its engines are chosen."""
-    return is_open(model) or model.has_own_unit
+    """Whether a model has one engine, or may have once its engines are chosen."""
+    return is_open(model) or model.shape == "one"
 
 
 def stages_of(fleet: Fleet, model: Model, gpus: int) -> tuple[int, Problem | None]:

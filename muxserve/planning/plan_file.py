@@ -215,8 +215,9 @@ def _shapes(plan: PlanFile, source: Source) -> Iterator[Problem]:
             what = "whose layers are in stages" if unit.stages > 1 else "whose prefill rolls over its replicas"
             message = f"a model {what} has a unit to itself, but {unit.name} has {len(unit.models)} models"
             yield source.problem((*at, "models"), message)
-        if unit.stages > 1 and "split" in shapes.values():
-            yield source.problem((*at, "stages"), "is for models with `engines: one`")
+        if "split" in shapes.values() and (unit.stages > 1 or unit.rolls):
+            key = "stages" if unit.stages > 1 else "policy"
+            yield source.problem((*at, key), "is for models with `engines: one`")
         elif unit.device != CPU and len(unit.devices) % unit.stages:
             message = f"{unit.stages} stages do not divide the unit's {len(unit.devices)} devices evenly"
             yield source.problem((*at, "stages"), message)

@@ -202,7 +202,7 @@ def _runs_otherwise(unit: PlacedUnit, fleet: Fleet) -> bool:
 
 def _under(unit: PlacedUnit, fleet: Fleet) -> PlacedUnit:
     """The unit under the policy that it will be served under."""
-    return unit if unit.policy or not unit.split else replace(unit, policy=fleet.policy)
+    return unit if unit.policy or unit.alone else replace(unit, policy=fleet.policy)
 
 
 class _Free:

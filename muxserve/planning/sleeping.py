@@ -126,7 +126,7 @@ def as_deployed(fleet: Fleet, demands: Sequence[Demand], cluster: Cluster, aroun
     if len(cluster.nodes) > 1:
         raise NoUnitError("memory decides over models of one machine")
     for model in fleet.models:
-        if model.replicas.max > 1 or model.shape == "one":
+        if model.replicas.max > 1 or model.has_own_unit:
             raise NoUnitError(f"{model.name} has replicas or engines that memory does not decide over")
     (node,) = cluster.nodes
     whole, rules, memory = device(node.device).memory_bytes, around.rules, fleet.memory or MemorySection()

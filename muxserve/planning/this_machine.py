@@ -154,8 +154,10 @@ def plan_machine(
         members = tuple(Member(number[model.name], replicas[model.name]) for model in plan.unit.models)
         estimates.append(_estimate(plan, members, demands, latency, parts))
         models = tuple(
-            PlacedModel(model.name, demands[member.model].rate / member.replicas, model.share, model.share)
-            for model, member in zip(plan.unit.models, members, strict=True)
+            PlacedModel(
+                model.name, demands[member.model].rate / member.replicas, model.share, model.share, declared.shape
+            )
+            for declared, model, member in zip(plan.fleet.models, plan.unit.models, members, strict=True)
         )
         placed.append(PlacedUnit(f"unit{place}", CPU, (place,), models, plan.unit.pool_bytes))
     made = ClusterPlan(

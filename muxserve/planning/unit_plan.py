@@ -97,7 +97,7 @@ def as_placed(fleet: Fleet, unit: PlacedUnit, cores: int) -> Fleet:
     models = []
     for each in unit.models:
         update: dict[str, object] = {"rate": each.rate}
-        if unit.device == CPU and unit.split:
+        if unit.device == CPU and not unit.alone:
             share = max(each.prefill_share, each.decode_share)
             update["threads"] = max(1, min(cores, round(share * cores)))
         models.append(fleet.model(each.model).model_copy(update=update))
@@ -227,11 +227,13 @@ class ResolvedUnit:
         return (*how, *self.unit.notes, *lost, *estimated_in_words(self.demands), *templates)
 
     def _on_cpu(self) -> Iterator[str]:
-        model, demand = self.fleet.models[0], self.demands[0]
-        if model.has_own_unit:
-            split = f", its layers over {demand.stages} processes" if demand.stages > 1 else ""
+        names = [model.name for model in self.fleet.models if model.shape == "one"]
+        if names:
+            model, stages = self.fleet.models[0], self.demands[0].stages
+            split = f", its layers over {stages} processes" if stages > 1 else ""
             rolling = ", and prefill rolls over its replicas" if model.rolls else ""
-            yield f"{model.name} has one engine of both phases{split}{rolling}"
+            verb = "has" if len(names) == 1 else "have"
+            yield f"{enumerate_words(names)} {verb} one engine of both phases{split}{rolling}"
 
     @property
     def policy(self) -> PolicyName:
@@ -242,7 +244,8 @@ class ResolvedUnit:
         if model.rolls:
             return "rolling"
         # A replica that has its devices to itself shares them with nobody, so that no lease is withheld.
-        return "free" if model.has_own_unit else self.fleet.policy
+        alone = len(self.fleet.models) == 1 and model.shape == "one"
+        return "free" if alone else self.fleet.policy
 
     @property
     def served(self) -> tuple[str, ...]:
@@ -292,7 +295,9 @@ def resolve_unit(
         ValueError: a model that has a unit to itself is not the only one.
     """
     if len(fleet.models) > 1 and any(model.has_own_unit for model in fleet.models):
-        raise ValueError("models of one engine have units to themselves")
+        raise ValueError(
+            "models over several stages, and those over whose replicas prefill rolls, have units to themselves"
+        )
     default = least_batch((each.name, each.memory_bytes) for each in gpu.gpus) if gpu else CPU_BATCH
     fleet = fleet.with_models([with_batch(model, batch_of(model, default)) for model in fleet.models])
     demands = model_demands(fleet, machine, hub, gpu, block_tokens or {}, units)
@@ -331,7 +336,7 @@ def model_demands(
         split = _partition_problem(fleet, model, architecture.layers, stages, os.environ)
         problems += [each for each in (problem, split) if each]
         ranks = fleet.cluster.ranks * stages if gpu is None else gpu.ranks
-        threads = _threads(fleet.policy, model, cores, ranks, units)
+        threads = _threads(fleet, model, cores, ranks, units)
         sleeps = fleet.memory is not None and model.keep == "auto"
         device: Device = "cpu" if gpu is None else "cuda"
         blocks = block_tokens.get(model.name)
@@ -469,13 +474,13 @@ def _kv_cache_problem(architecture: ModelArchitecture, gpu: bool, machine: Machi
     return ""
 
 
-def _threads(policy: str, model: Model, cores: int, ranks: int, units: int) -> int | None:
+def _threads(fleet: Fleet, model: Model, cores: int, ranks: int, units: int) -> int | None:
     """Threads of each rank of a model's engines where they do not follow from the number of models; see docs."""
-    if model.has_own_unit:
+    if len(fleet.models) == 1 and model.shape == "one":
         # The only engine of its unit. Those of other units compute at the same time.
         return max(1, cores // units // ranks)
     # With temporal multiplexing an engine has the whole machine while it runs.
-    return max(1, cores // ranks) if policy == "fcfs" else None
+    return max(1, cores // ranks) if fleet.policy == "fcfs" else None
 
 
 def gpu_dtype(model: Model, architecture: ModelArchitecture) -> str:
@@ -525,6 +530,7 @@ def _demand(
         sleeps=sleeps,
         tokens=model.workload.tokens,
         device=device,
+        one_engine=model.shape == "one",
     )
 
 

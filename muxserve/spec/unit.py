@@ -363,7 +363,7 @@ class UnitSpec(msgspec.Struct, frozen=True):
         model = self.model(name)
         page_bytes = self.pool(model.pool).page_bytes
         shape = f"{model.block_tokens}t.{model.layers}l.{model.kv_heads}h.{model.head_dim}d"
-        stages = f".{self.stages}s" if self.stages > 1 else ""
+        stages = f".{model.stages}s" if model.stages > 1 else ""
         states = f".{model.state_blocks}states" if model.state_blocks else ""
         return f"{shape}.{model.dtype}.{page_bytes}b.{self.ranks}r{stages}{states}"
 

@@ -288,7 +288,7 @@ class EngineTable:
         models = self._state.ledger.models
         decoding = sum(model.decode.lease.share for model in models if model.decode.lease is not None)
         for model, phase, lease in leases:
-            region = decoding if phase is Phase.DECODE else lease.share
+            region = lease.share if phase is Phase.PREFILL else decoding
             self._state.send(f"{model}/{phase}".encode(), structs.replace(lease, region=region))
 
     def _lease(self, grant: Grant, now: float) -> tuple[str, Phase, Lease]:

@@ -69,8 +69,8 @@ class UnitState:
         return messages
 
 
-def model_profile(model: ModelSpec, stages: int = 1, elastic: bool = False) -> ModelProfile:
-    """The profile of a model that is deployed on so many stages, by engines whose shares can change (`elastic`)."""
+def model_profile(model: ModelSpec, elastic: bool = False) -> ModelProfile:
+    """The profile of a deployed model, whose engines' shares may change (`elastic`)."""
     return ModelProfile(
         name=model.name,
         pool=model.pool,
@@ -85,8 +85,8 @@ def model_profile(model: ModelSpec, stages: int = 1, elastic: bool = False) -> M
         max_num_seqs=model.max_num_seqs,
         max_num_batched_tokens=model.max_num_batched_tokens,
         both=model.shape == "one",
-        depth=stages,
-        waiting_tokens=_waiting_tokens(model, stages),
+        depth=model.stages,
+        waiting_tokens=_waiting_tokens(model),
         elastic=elastic,
         pooling=model.pooling,
         tokens=model.request_tokens,
@@ -96,14 +96,14 @@ def model_profile(model: ModelSpec, stages: int = 1, elastic: bool = False) -> M
     )
 
 
-def _waiting_tokens(model: ModelSpec, stages: int) -> int:
+def _waiting_tokens(model: ModelSpec) -> int:
     """Prompt tokens that may be in an engine before they are computed."""
     throttle = Throttle() if model.batching == "throttled" else None
-    return prompt_tokens_ahead(stages, model.max_num_batched_tokens, throttle)
+    return prompt_tokens_ahead(model.stages, model.max_num_batched_tokens, throttle)
 
 
 def unit_ledger(unit_spec: UnitSpec) -> UnitLedger:
-    """An empty ledger of the unit's unit.
+    """An empty ledger for the unit.
 
     Raises:
         ValueError: the unit's spec contradicts itself.
@@ -116,7 +116,7 @@ def unit_ledger(unit_spec: UnitSpec) -> UnitLedger:
 def profiles_of(unit_spec: UnitSpec) -> list[ModelProfile]:
     """The models of a unit as its ledger has them."""
     elastic = unit_spec.share_steps > 0
-    return [model_profile(model, unit_spec.stages, elastic) for model in unit_spec.models]
+    return [model_profile(model, elastic) for model in unit_spec.models]
 
 
 def levels_of(unit_spec: UnitSpec) -> dict[str, Levels]:

@@ -99,17 +99,17 @@ def test_what_cannot_be_added(text: str, said: str, tmp_path: Path) -> None:
             "engines: one, dispatch: rolling, slo: {ttft_ms: 9, tpot_ms: 9}",
             "u0",
             {},
-            "a model with one engine has a unit to itself",
+            "a model over several stages, or over whose replicas prefill rolls, has a unit to itself",
         ),
-        ("", "u0", {"shape": "one"}, "u0 is for chat alone"),
+        ("", "u0", {"rolling": True}, "u0 is for chat alone"),
     ],
 )
 def test_what_cannot_join_a_unit(model: str, unit: str, changes: dict[str, Any], said: str) -> None:
     fleet = fleet_of("/run", {"u0": ["chat"]})
     entry = fleet.units[0]
     spec = entry.unit_spec
-    if "shape" in changes:
-        rolling = [msgspec.structs.replace(each, shape=changes["shape"]) for each in spec.models]
+    if "rolling" in changes:
+        rolling = [msgspec.structs.replace(each, shape="one", rolling=True) for each in spec.models]
         spec = msgspec.structs.replace(spec, models=rolling)
     entry = msgspec.structs.replace(entry, unit_spec=spec)
     fleet = msgspec.structs.replace(fleet, units=[entry])

@@ -14,12 +14,21 @@ from tests.support.thoroughness import THOROUGH, cases
 
 ROUNDS = 4 if THOROUGH else 2
 TIGHT = "chunked prefill in a tight pool"
+MIX, ONE = "a tight pool of models with one engine and with two", "a tight pool of models with one engine"
+IN_CHUNKS = {"max_len": 320, "max_num_batched_tokens": 64}
 SETTINGS: dict[str, dict[str, Any]] = {
     # Each model's quota holds two or three of the longer requests, so decode engines preempt.
     TIGHT: {
-        "model_changes": {"max_len": 320, "max_num_batched_tokens": 64},
+        "model_changes": IN_CHUNKS,
         "kv_pool": {"size": "6MiB"},
     },
+    MIX: {
+        "model_changes": IN_CHUNKS,
+        "changes_of": {name: {"engines": "one"} for name in ("arithmetic", "frontdesk")},
+        "kv_pool": {"size": "6MiB"},
+    },
+    ONE: {"model_changes": {**IN_CHUNKS, "engines": "one"}, "kv_pool": {"size": "6MiB"}},
+    "models with one engine that no lease is withheld from": {"model_changes": {"engines": "one"}, "policy": "free"},
     # When thorough. One of them compiled: that takes a quarter of a minute of two cores for each.
     "no prefix caching, one model compiled": {
         "model_changes": {"prefix_caching": False},
@@ -30,7 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.serves("Llama", "served", "prefix cache")
 @pytest.mark.serves("Qwen3", "served", "prefix cache")
-@pytest.mark.parametrize("name", cases(SETTINGS, [TIGHT]))
+@pytest.mark.parametrize("name", cases(SETTINGS, [TIGHT, MIX]))
 async def test_answers_are_those_of_stock_vllm(name: str, tmp_path: Path, reference: dict[str, Any]) -> None:
     with running(fleet_file(tmp_path, **SETTINGS[name]), start=preloaded.start) as fleet:
         # On a machine that has much else to do, few requests may be in the pool at once.

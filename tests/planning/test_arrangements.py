@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,10 +119,32 @@ class TestUnits:
         }
         assert list(threads.values()) == [2, 8, 4, 2, 1, 3]
 
-    def test_units_with_one_engine_have_no_other_model(self) -> None:
+    @pytest.mark.parametrize("keys", [ROLLING, "engines: one, stages: 2"])
+    def test_units_of_rolling_replicas_and_of_stages_have_no_other_model(self, keys: str) -> None:
         with pytest.raises(ValueError, match="units to themselves"):
-            resolve_unit(fleet(ROLLING), MACHINE)
-        assert len(resolve_unit(fleet(ROLLING).as_split(), MACHINE).unit.models) == 3
+            resolve_unit(fleet(keys), MACHINE)
+        assert len(resolve_unit(fleet(keys).as_split(), MACHINE).unit.models) == 3
+
+    @pytest.mark.parametrize(("shapes", "threads"), [(("one", "split", "one"), 2), (("one", "one", "one"), 2)])
+    def test_a_unit_takes_any_mix(self, shapes: tuple[str, ...], threads: int) -> None:
+        declared = fleet(*(f"engines: {shape}" for shape in shapes))
+        (unit,) = deployed(declared, plan(declared)).units
+        spec = unit.unit_spec
+        assert (spec.policy, spec.stages, [model.shape for model in spec.models]) == ("slack", 1, [*shapes])
+        assert [len(model.engines) for model in spec.models] == [2 if shape == "split" else 1 for shape in shapes]
+        assert {model.threads for model in spec.models} == {threads}
+        # Prefill is a job of its own where a model has an engine for it.
+        assert plan(fleet(*["engines: one"] * 3, head="cluster: {cores: 3}"))[0].unit.models[0].threads == 1
+        assert plan(fleet(*["engines: one"] * 3, head="cluster: {cores: 6}"))[0].unit.models[0].threads == 2
+        assert plan(fleet(head="cluster: {cores: 6}"))[0].unit.models[0].threads == 1
+
+    def test_a_plan_file_may_mix_them(self, tmp_path: Path) -> None:
+        models = (PlacedModel("arithmetic", 2.0, 0.5, 0.5, "one"), PlacedModel("atlas", 2.0, 0.5, 0.5))
+        placed = PlacedUnit("unit0", "CPU", (0,), (*models, replace(models[0], model="frontdesk")), 64 << 20)
+        save_plan(Placement(Cluster((Node("CPU", 1),)), (placed,)), tmp_path / "plan.yaml")
+        assert load_plan(tmp_path / "plan.yaml").units == (placed,)
+        spec = unit_of(plan(fleet("engines: auto", "engines: split"), tmp_path / "plan.yaml"))
+        assert [model.shape for model in spec.models] == ["one", "split", "one"]
 
 
 REPLICAS = st.tuples(st.integers(0, 3), st.integers(1, 3), st.integers(0, 3)).map(

@@ -157,7 +157,7 @@ def test_what_memory_does_not_decide_over(text: str, expected: str) -> None:
     [
         ("replicas: 2", "memory: auto", "models[0].replicas: with `memory` a model has one replica at most, not 2"),
         ("replicas: {min: 0, max: 3}", "memory: auto", "one replica at most, not 3"),
-        ("engines: one, stages: 2", "memory: auto", "models with one engine have units of their own"),
+        ("engines: one, stages: 2", "memory: auto", "models[0].stages: such a model has a unit to itself"),
         ("keep: always", "", "models[0].keep: is for fleets with `memory`"),
     ],
 )
