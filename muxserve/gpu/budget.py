@@ -27,8 +27,9 @@ _TABLE_ENTRY = 4  # bytes of an engine's page table on the GPU, per page
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """One model on one GPU, in bytes. Weights are there once; each engine has activations, graphs and a CUDA context
-    of its own, and a process that holds the weights a context. `measured`: by the holder, not estimated."""
+    """One model on one GPU, in bytes. Weights are there once; each of its `engine_count` engines has activations,
+    graphs and a CUDA context of its own, and a process that holds the weights a context. `measured`: by the holder, not
+    estimated."""
 
     model: str
     rank: int
@@ -36,16 +37,17 @@ class Needs:
     activation_bytes: int
     context_bytes: int
     graph_bytes: int
+    engine_count: int = 2
     measured: bool = False
 
     def engines(self, rules: MemoryRules) -> int:
         """Bytes of its engines beside the weights."""
-        contexts = rules.processes * self.context_bytes
-        return rules.engines * (self.activation_bytes + rules.graph_sets * self.graph_bytes) + contexts
+        return self.engine_count * self.activation_bytes + self.resting(rules)
 
     def resting(self, rules: MemoryRules) -> int:
         """Bytes of its engines while they rest: without weights and activations."""
-        return rules.engines * rules.graph_sets * self.graph_bytes + rules.processes * self.context_bytes
+        processes = self.engine_count + rules.processes - rules.engines
+        return self.engine_count * rules.graph_sets * self.graph_bytes + processes * self.context_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +60,18 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """One GPU. `pool_bytes` is what is left for pages, negative if there is less than nothing."""
+    """One GPU. `pool_bytes` is what is left for pages, negative if there is less than nothing; each page has entries in
+    `tables` page tables."""
 
     gpu: str
     total_bytes: int
     lines: tuple[Line, ...]
     pool_bytes: int
+    tables: int
 
-    def used(self, pools_bytes: int, page_bytes: int, rules: MemoryRules) -> int:
+    def used(self, pools_bytes: int, page_bytes: int) -> int:
         """Bytes of all that the budget has with pools of `pools_bytes`, whose smallest page has `page_bytes`."""
-        tables = pools_bytes // page_bytes * rules.engines * _TABLE_ENTRY
+        tables = pools_bytes // page_bytes * self.tables * _TABLE_ENTRY
         # The last line has the page tables of a pool of all that is left.
         return sum(line.bytes for line in self.lines[1:-1]) + tables + pools_bytes
 
@@ -80,8 +84,11 @@ class NotFreeError(BudgetError):
     """The driver has less free than is needed: of what has just ended, or of somebody else."""
 
 
-def estimated(demands: Sequence[Demand], ranks: int, rules: MemoryRules, stages: int = 1) -> list[Needs]:
-    """The needs of models that have not been measured, on each of `ranks` GPUs, which are `stages` of a pipeline."""
+def estimated(
+    demands: Sequence[Demand], ranks: int, rules: MemoryRules, stages: int = 1, one_engine: Collection[str] = ()
+) -> list[Needs]:
+    """The needs of models that have not been measured, on each of `ranks` GPUs, which are `stages` of a pipeline. Those
+    named in `one_engine` have one of both phases."""
     return [
         Needs(
             model=demand.name,
@@ -90,6 +97,7 @@ def estimated(demands: Sequence[Demand], ranks: int, rules: MemoryRules, stages:
             activation_bytes=activation_bytes(demand, ranks // stages),
             context_bytes=rules.context_bytes,
             graph_bytes=rules.graph_bytes,
+            engine_count=1 if demand.name in one_engine or demand.architecture.pooling else 2,
         )
         for rank in range(ranks)
         for demand in demands
@@ -109,7 +117,7 @@ def measured(event: Mapping[str, object]) -> Needs:
         raise ValueError(f"the event has no {missing}") from None
 
 
-_FIGURES = ("weights_bytes", "activation_bytes", "context_bytes", "graph_bytes")
+_FIGURES = ("weights_bytes", "activation_bytes", "context_bytes", "graph_bytes", "engine_count")
 
 
 def budget(
@@ -135,10 +143,11 @@ def budget(
         lines.append(Line(f"{each.model}: engines", each.engines(rules)))
     lines.append(Line("memory manager, reserve", rules.reserve_bytes))
     left = lines[0].bytes - sum(line.bytes for line in lines[1:])
-    tables = max(0, left - left * page_bytes // (page_bytes + rules.engines * _TABLE_ENTRY))
+    count = max((each.engine_count for each in needs), default=1)
+    tables = max(0, left - left * page_bytes // (page_bytes + count * _TABLE_ENTRY))
     lines.append(Line("page tables of the engines", tables))
     pool = left - tables
-    return Budget(gpu, total_bytes, tuple(lines), pool - pool % GRANULARITY)
+    return Budget(gpu, total_bytes, tuple(lines), pool - pool % GRANULARITY, count)
 
 
 def pool_bytes(budgets: Sequence[Budget]) -> int:
@@ -213,7 +222,7 @@ def check(
     weights = sum(each.weights_bytes for each in here)
     engines = sum(each.engines(rules) for each in here)
     largest = max(here, key=lambda each: each.activation_bytes)
-    step = rules.engines * largest.activation_bytes
+    step = largest.engine_count * largest.activation_bytes
     left = f"{format_size(tightest.pool_bytes)} are left" if tightest.pool_bytes > 0 else "nothing is left"
     ways = []
     usable = tightest.lines[0].bytes

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from typing import Self
 
-from muxserve.gpu.sm import PERCENTAGE, SHARING, percentage, share_of
+from muxserve.gpu.sm import PERCENTAGE, has_share, percentage, share_of
 from muxserve.spec import UnitSpec
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -113,8 +113,8 @@ def _allocator(environ: Mapping[str, str]) -> dict[str, str]:
 def prepare(unit_spec: UnitSpec, model: str, phase: str, environ: MutableMapping[str, str] | None = None) -> None:
     """Set this process's place and share in its environment. Before anything in it touches CUDA.
 
-    `phase` other than prefill and decode (both, a weight holder) gets no limit. A percentage or priority that came from
-    outside is removed: without MPS it would act under somebody else's server.
+    A weight holder, and one engine of both phases with a share of 1, get no limit. A percentage or priority that came
+    from outside is removed: without MPS it would act under somebody else's server.
 
     Raises:
         KeyError: no such model.
@@ -125,7 +125,7 @@ def prepare(unit_spec: UnitSpec, model: str, phase: str, environ: MutableMapping
     environ.pop(PERCENTAGE, None)
     environ.pop(PRIORITY, None)
     environ.update(keeper_environment(unit_spec) if phase == "weights" else client_environment(unit_spec))
-    if unit_spec.gpu.sm_sharing == "mps" and phase in SHARING:
+    if unit_spec.gpu.sm_sharing == "mps" and has_share(unit_spec, model, phase):
         environ[PERCENTAGE] = str(percentage(share_of(unit_spec, model, phase)))
 
 

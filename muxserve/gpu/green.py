@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from muxserve.gpu.driver import Driver, DriverError
-from muxserve.gpu.sm import SHARING, SmRange, sm_range, step_range
+from muxserve.gpu.sm import SmRange, has_share, sm_range, step_range
 from muxserve.spec import UnitSpec
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,9 @@ def enter(unit_spec: UnitSpec, model: str, phase: str, rank: int = 0) -> Context
     Raises:
         GreenContextError: the driver has no green contexts, or refuses these; with what to do.
     """
-    if unit_spec.gpu is None or unit_spec.gpu.sm_sharing != "green_contexts" or phase not in SHARING:
+    if unit_spec.gpu is None or unit_spec.gpu.sm_sharing != "green_contexts":
+        return None
+    if not has_share(unit_spec, model, phase):
         return None
     driver = load()
     device = device_of(driver, rank)

@@ -2,7 +2,7 @@
 
 A percentage is fixed for the life of an engine's process; what changes at run time is which engines hold a lease. So is
 a set of SMs, unless the unit's policy gives shares per lease: then an engine has a few sets, and a lease says which. An
-engine of both phases is the only one of its unit and has all SMs.
+engine of both phases has the share of one that decodes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from muxserve.spec import UnitSpec
 
 # Phases of the engines that share SMs with others.
-SHARING = ("prefill", "decode")
+SHARING = ("prefill", "decode", "both")
 PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 # A whole unit, as leases count shares.
 WHOLE = 1_000_000
@@ -32,15 +32,25 @@ def percentage(share: float) -> int:
 
 
 def share_of(unit_spec: UnitSpec, model: str, phase: str) -> float:
-    """The share of SMs of a model's engine; all of them if it has both phases.
+    """The share of SMs of a model's engine.
 
     Raises:
         KeyError: no such model.
     """
     of = unit_spec.model(model)
-    if phase not in SHARING:
-        return 1.0
     return of.prefill_share if phase == "prefill" else of.decode_share
+
+
+def has_share(unit_spec: UnitSpec, model: str, phase: str) -> bool:
+    """Whether a process of a model computes on a part of the SMs. One engine of both phases with a share of 1 has all,
+    beside whoever else computes, and what holds weights computes nothing.
+
+    Raises:
+        KeyError: no such model.
+    """
+    if phase == "both" and not unit_spec.share_steps:
+        return share_of(unit_spec, model, phase) < 1.0
+    return phase in SHARING
 
 
 def step_of(region: int, steps: int) -> int:

@@ -62,14 +62,14 @@ class SmShares:
 @dataclass(frozen=True)
 class GpuUnit:
     """One unit over `gpus`, in the order of the ranks. `needs` are estimates until they have been measured; `notes`
-    says in words what was decided. Its only model has `one_engine`, perhaps, over `stages`. A unit
-    that is served `elsewhere` gets GPUs like these on whatever machine it comes to. `fallbacks` are what is done
-    instead of what probes found not to work there, `full_graphs` and `flashinfer_sampler` whether they found
-    CUDA graphs with attention, and that sampler in green contexts, to. With green contexts an engine has graphs for
-    each of `green_sets` sets of SMs. `named`: the fleet file says how SMs are shared, or there is nothing to share.
-    Where memory decides which models are awake, `sleeping` has estimates of those that sleep until somebody asks for
-    them, and `needs` only the others and the largest of these; `resting_room`, which `rules` reserve, is for engines
-    that stay while their models sleep."""
+    says in words what was decided. Models named in `one_engine` have one of both phases; the only model of a unit may
+    have that over `stages`. A unit that is served `elsewhere` gets GPUs like these on whatever machine it comes to.
+    `fallbacks` are what is done instead of what probes found not to work there, `full_graphs` and `flashinfer_sampler`
+    whether they found CUDA graphs with attention, and that sampler in green contexts, to. With green contexts an engine
+    has graphs for each of `green_sets` sets of SMs. `named`: the fleet file says how SMs are shared, or there is
+    nothing to share. Where memory decides which models are awake, `sleeping` has estimates of those that sleep until
+    somebody asks for them, and `needs` only the others and the largest of these; `resting_room`, which `rules` reserve,
+    is for engines that stay while their models sleep."""
 
     gpus: tuple[Gpu, ...]
     sharing: SmSharing
@@ -77,7 +77,7 @@ class GpuUnit:
     needs: tuple[Needs, ...]
     rules: MemoryRules
     notes: tuple[str, ...] = ()
-    one_engine: bool = False
+    one_engine: tuple[str, ...] = ()
     stages: int = 1
     elsewhere: bool = False
     fallbacks: tuple[Fallback, ...] = ()
@@ -151,18 +151,23 @@ class GpuUnit:
         return exclusive or "keepers_in_mps" in self.fallbacks
 
     @property
+    def alone(self) -> bool:
+        """Whether the unit is for the one engine of its only model, which has all SMs."""
+        return len(self.one_engine) == len(self.shares) == 1
+
+    @property
     def one_at_a_time(self) -> bool:
         """Whether only one engine may compute at a time: without MPS, engines whose ranks wait for each other would be
         taken off their GPUs at different times."""
-        alone = self.sharing == "off" or "fcfs" in self.fallbacks
-        return alone and not self.one_engine and self.ranks > self.stages
+        unshared = self.sharing == "off" or "fcfs" in self.fallbacks
+        return unshared and not self.alone and self.ranks > self.stages
 
     def too_many_clients(self) -> str:
         """Why an MPS server cannot take all processes of the unit; empty if it can."""
-        models = self._awake_at_once
-        clients = self._clients(models)
+        models = len(awake := self._awake_at_once)
+        clients = self._clients(awake)
         if not self.named:
-            clients += at_rest(self.resting(self.sleeping).values(), self.resting_room) * self.rules.engines
+            clients += at_rest(self.resting(self.sleeping).values(), self.resting_room) * self._most_engines
         if clients <= MOST_CLIENTS:
             return ""
         at_once = " that have room at once" if self.sleeping else ""
@@ -170,29 +175,36 @@ class GpuUnit:
             f"{models} models{at_once} are {clients} clients of the MPS server on each GPU, which takes {MOST_CLIENTS}"
         )
 
-    def _clients(self, models: int) -> int:
-        """Of the MPS server on each GPU, when so many models are awake."""
+    @property
+    def _most_engines(self) -> int:
+        """Engines of the model that has most of those that sleep."""
+        return max((each.engine_count for each in self.sleeping), default=1)
+
+    def _clients(self, models: Collection[str]) -> int:
+        """Of the MPS server on each GPU, when these models are awake."""
         if self.sharing == "off":
             return 0
+        counts = {each.model: each.engine_count for each in (*self.sleeping, *self.needs)}
+        engines = sum(counts.get(model, 2) for model in models)
         # With the migrator, and with what keeps memory where a GPU lets clients in only.
-        return models * self.rules.engines + 1 + (models + 1 if self._keepers_in_mps else 0)
+        return engines + 1 + (len(models) + 1 if self._keepers_in_mps else 0)
 
     @property
-    def _awake_at_once(self) -> int:
+    def _awake_at_once(self) -> list[str]:
         """As many models as can have engines at the same time, whatever the pools take."""
         if not self.sleeping:
-            return len(self.shares)
+            return [*self.shares]
         # The tightest GPU is that of any rank: estimates are alike on all of them.
         room = min(int(gpu.memory_bytes * self.rules.utilisation) for gpu in self.gpus) - self.rules.reserve_bytes
         asleep = {each.model for each in self.sleeping}
         room -= sum(self._taken(each) for each in self.needs if each.rank == 0 and each.model not in asleep)
-        count = len(self.shares) - len(asleep)
-        for taken in sorted(self._taken(each) for each in self.sleeping if each.rank == 0):
-            if taken > room:
+        awake = [name for name in self.shares if name not in asleep]
+        for each in sorted((each for each in self.sleeping if each.rank == 0), key=self._taken):
+            room -= self._taken(each)
+            if room < 0:
                 break
-            room -= taken
-            count += 1
-        return count
+            awake.append(each.model)
+        return awake
 
     def _taken(self, needs: Needs) -> int:
         return needs.weights_bytes + needs.engines(self._memory_rules)
@@ -233,7 +245,7 @@ class GpuUnit:
         """The engines of how many models an MPS server takes besides those of the models that are awake."""
         if self.sharing == "off":
             return MOST_CLIENTS
-        return max(0, MOST_CLIENTS - self._clients(self._awake_at_once)) // self.rules.engines
+        return max(0, MOST_CLIENTS - self._clients(self._awake_at_once)) // self._most_engines
 
     def resting(self, needs: Sequence[Needs]) -> dict[str, int]:
         """Bytes by model that its engines take while they rest, on the GPU where it is most."""
@@ -289,7 +301,7 @@ class GpuUnit:
         return self._used(min(pool.page_bytes for pool in pools), size)
 
     def _used(self, page_bytes: int, pools_bytes: int) -> int:
-        return max(each.used(pools_bytes, page_bytes, self._memory_rules) for each in self._budgets(page_bytes))
+        return max(each.used(pools_bytes, page_bytes) for each in self._budgets(page_bytes))
 
     def check_room(self, joining: Sequence[Needs], pools: Sequence[PoolSpec], found: GpuMachine, loaded: bool) -> None:
         """Whether a model more fits beside the pools that the unit has, and the models of its `needs`.
@@ -345,7 +357,7 @@ class GpuUnit:
         if self.elsewhere:
             plural = "s" * (self.ranks > 1)
             gpus = f"{self.ranks} GPU{plural} ({_kind(self.gpus[0])}) of whichever machine has them free"
-        if self.one_engine:
+        if self.alone:
             per_stage = self.ranks // self.stages
             stages = f"; its layers in {self.stages} stages of {per_stage} GPU{'s' * (per_stage > 1)}"
             split = stages if self.stages > 1 else ""
@@ -359,8 +371,13 @@ class GpuUnit:
         condition = ", if MPS works there" if self.elsewhere and self.sharing != "off" else ""
         words = [f"{gpus}: {how[self.sharing]}{condition}"]
         if self.sharing != "off":
-            each = ", ".join(f"{name} {s.prefill:.0%}/{s.decode:.0%}" for name, s in self.shares.items())
-            words.append(f"SM shares of prefill/decode: {each}")
+            two = {name: share for name, share in self.shares.items() if name not in self.one_engine}
+            if two:
+                each = ", ".join(f"{name} {s.prefill:.0%}/{s.decode:.0%}" for name, s in two.items())
+                words.append(f"SM shares of prefill/decode: {each}")
+            if self.one_engine:
+                each = ", ".join(f"{name} {self.shares[name].decode:.0%}" for name in self.one_engine)
+                words.append(f"SM shares of models with one engine: {each}")
         return [*words, *self.notes]
 
 
@@ -456,7 +473,10 @@ class GpuPlan:
             asleep = (*asleep, *needs)
         else:
             left = (*left, *needs)
-        unit = replace(self.unit, shares=dict(shares), needs=left, sleeping=asleep)
+        one = [name for name in self.unit.one_engine if name in names]
+        if demand.one_engine:
+            one.append(demand.name)
+        unit = replace(self.unit, shares=dict(shares), needs=left, sleeping=asleep, one_engine=tuple(one))
         if (room := unit.resting_room) is not None:
             most = min(len({each.model for each in asleep}), unit._clients_left)
             unit = replace(unit, resting_room=RestingSpec(room.bytes, most))

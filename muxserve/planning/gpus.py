@@ -30,7 +30,7 @@ from placement.values import Values
 
 # Where nothing is known of a GPU's speed: a prefill beside decode, as in MuxServe's examples.
 UNPLANNED = SmShares(prefill=0.6, decode=0.4)
-# Of an engine of both phases, the only one of its unit.
+# Of an engine of both phases that is the only one of its unit, or that no lease is withheld from.
 ALL_SMS = SmShares(prefill=1.0, decode=1.0)
 
 
@@ -73,18 +73,19 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
         raise FleetError([fleet.problem(("cluster", error.key), str(error))]) from None
     # Checkpoints have been found before, so that no directory is asked for here.
     demands = demands_of(fleet, Path(), hub, [(gpu.name, gpu.memory_bytes) for gpu in gpus])
-    one_engine = fleet.models[0].has_own_unit
+    one_engine = tuple(model.name for model in fleet.models if model.shape == "one")
+    alone = len(one_engine) == len(fleet.models) == 1
     stages, problem = stages_of(fleet, fleet.models[0], len(gpus))
     if problem:
         raise FleetError([problem])
     named = fleet.cluster.sm_sharing
     # Planned as if by percentages; what is done is decided where the GPUs are.
     sharing: SmSharing = "off" if fleet.cluster.mps == "off" else "mps" if named == "auto" else named
-    split = sharing == "green_contexts" and len(gpus) > stages and not one_engine
+    split = sharing == "green_contexts" and len(gpus) > stages and not alone
     if split:
         sharing = "mps"
-    sets = 1 if one_engine else max(1, share_steps(sharing, fleet.policy))
-    rules = MemoryRules.served(_utilisation(fleet, gpus), 1 if one_engine else 2, sets)
+    sets = 1 if alone else max(1, share_steps(sharing, fleet.policy))
+    rules = MemoryRules.served(_utilisation(fleet, gpus), 1 if len(one_engine) == len(fleet.models) else 2, sets)
     kind = device_name(gpus[0])
     notes = [
         f"{demand.name} is served in bfloat16, since FlashAttention has no float32 (its checkpoint is in float32)"
@@ -103,7 +104,7 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
         message = f"the plan is for {placed.device}, but {found.where} has {gpus[0].name}; make it anew"
         raise FleetError([fleet.problem(("cluster",), message)])
     sleeping: list[str] = []
-    if one_engine:
+    if alone:
         shares = {demand.name: ALL_SMS for demand in demands}
     elif placed is not None:
         shares = {each.model: SmShares(each.prefill_share, each.decode_share) for each in placed.models}
@@ -120,21 +121,21 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
     unit = GpuUnit(
         gpus=gpus,
         sharing=sharing,
-        shares=_with_overrides(fleet, shares),
-        needs=tuple(estimated(demands, len(gpus), rules, stages)),
+        shares=_with_overrides(fleet, shares if placed else _for_one_engine(fleet, shares)),
+        needs=tuple(estimated(demands, len(gpus), rules, stages, one_engine)),
         rules=rules,
         notes=tuple(notes),
         one_engine=one_engine,
         stages=stages,
         elsewhere=fleet.cluster.launcher == "ray",
-        named=named != "auto" or one_engine,
-        green_sets=1 if one_engine else max(1, share_steps("green_contexts", fleet.policy)),
+        named=named != "auto" or alone,
+        green_sets=1 if alone else max(1, share_steps("green_contexts", fleet.policy)),
     )
     made = _with_sleeping(unit, sleeping, fleet)
     if unit.named or not (words := made.too_many_clients()):
         return made
-    alone = replace(unit, sharing="off", notes=(*unit.notes, f"engines alternate, since {words}"))
-    return _with_sleeping(alone, sleeping, fleet)
+    unshared = replace(unit, sharing="off", notes=(*unit.notes, f"engines alternate, since {words}"))
+    return _with_sleeping(unshared, sleeping, fleet)
 
 
 def _with_sleeping(unit: GpuUnit, sleeping: Sequence[str], fleet: Fleet) -> GpuUnit:
@@ -242,6 +243,17 @@ def unit_shares(
         demands[model.member.model].name: SmShares(estimate.prefill_share, model.decode_share)
         for model in estimate.models
     }
+
+
+def _for_one_engine(fleet: Fleet, shares: Mapping[str, SmShares]) -> dict[str, SmShares]:
+    """Shares where models of one engine have the larger one of what two would have: its steps hold both phases. None
+    limits them under the policy `free`, by which the hardware shares."""
+    found = dict(shares)
+    for model in fleet.models:
+        if model.shape == "one":
+            share = 1.0 if fleet.policy == "free" else max(shares[model.name].prefill, shares[model.name].decode)
+            found[model.name] = SmShares(share, share)
+    return found
 
 
 def _with_overrides(fleet: Fleet, shares: Mapping[str, SmShares]) -> dict[str, SmShares]:

@@ -448,7 +448,13 @@ class Warm(Parent):
         signal.signal(signal.SIGTERM, lambda *_: (self.journal.write(f"stop {name}"), os._exit(0)))
         self.event("progress", detail="loading weights", **who)
         if order["kind"] == "weights" and not told(self.run_dir, "mute-weights"):
-            figures = {"weights_bytes": 100, "activation_bytes": 20, "context_bytes": 3, "graph_bytes": 1}
+            figures = {
+                "weights_bytes": 100,
+                "activation_bytes": 20,
+                "context_bytes": 3,
+                "graph_bytes": 1,
+                "engine_count": 2,
+            }
             for rank in (0, 1):
                 self.event("measured", kind="weights", model=order["model"], rank=rank, **figures)
         kept = order["kind"] == "weights" and bool(told(self.run_dir, "keep-weights"))

@@ -225,6 +225,8 @@ def test_more_clients_than_mps_takes_are_refused(tmp_path: Path) -> None:
     assert words(23) == ""
     assert "24 models are 49 clients of the MPS server on each GPU, which takes 48" in words(24)
     assert words(24, sharing="off") == ""
+    one = [Needs(f"m{n}", 0, GIB, GIB, GIB, GIB, engine_count=1) for n in range(48)]
+    assert (words(47, needs=tuple(one)), bool(words(48, needs=tuple(one)))) == ("", True)
     exclusive = (replace(unit.gpus[0], compute_mode="exclusive_process"),)
     assert (words(15, gpus=exclusive), bool(words(16, gpus=exclusive))) == ("", True)
 

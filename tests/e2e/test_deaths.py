@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import openai
 import psutil
 import pytest
 
-from tests.e2e.fleet import Fleet
+from tests.e2e.fleet import Fleet, fleet_file, running
 from tests.e2e.load import Load, stream_chat, until
 from tests.e2e.reference import requests_for
+from tests.support import preloaded
 from tests.support.fresh_metrics import fresh_metrics
 from tests.support.thoroughness import cases
 
@@ -49,10 +52,48 @@ STREAMS = 6  # of each model
 
 @pytest.mark.parametrize(("part", "how"), cases(EVERY, SOME))
 async def test_streams_survive(fleet: Fleet, reference: dict[str, Any], part: str, how: str) -> None:
+    await survive(fleet, reference, PARTS[part], how)
+
+
+# Fleets with models of one engine: which ones have that, and the parts that they have.
+SHAPES = {"a mix": ("arithmetic", "frontdesk"), "one engine each": ("arithmetic", "atlas", "frontdesk")}
+IN_SHAPES = {part: PARTS[part] for part in ("model parent", "unit scheduler", "memory manager", "warm parent")}
+IN_SHAPES |= {"engine": ("engine", "arithmetic/both"), "another engine": ("engine", "frontdesk/both")}
+OF_SHAPES = [(shape, part, how) for shape in SHAPES for how in (KILLED, PAUSED, STOPPED) for part in IN_SHAPES]
+
+
+@pytest.fixture(scope="module")
+def fleets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Fleet]]:
+    """The fleet of a name of `SHAPES`; the one before is ended, since there is one for each core."""
+    with ExitStack() as stack:
+        there: list[str] = []
+
+        def of(shape: str) -> Fleet:
+            if there[:1] != [shape]:
+                stack.close()
+                changes = {name: {"engines": "one"} for name in SHAPES[shape]}
+                path = fleet_file(tmp_path_factory.mktemp("shapes"), changes_of=changes)
+                running_now.append(stack.enter_context(running(path, start=preloaded.start)))
+                there[:] = [shape]
+            return running_now[-1]
+
+        running_now: list[Fleet] = []
+        yield of
+
+
+@pytest.mark.parametrize(("shape", "part", "how"), cases(OF_SHAPES, [("a mix", "engine", KILLED)]))
+async def test_streams_survive_in_engines_of_both_phases(
+    fleets: Callable[[str], Fleet], reference: dict[str, Any], shape: str, part: str, how: str
+) -> None:
+    await survive(await asyncio.to_thread(fleets, shape), reference, IN_SHAPES[part], how)
+
+
+async def survive(fleet: Fleet, reference: dict[str, Any], words: tuple[str, ...], how: str) -> None:
+    """Requests of all models have their answers although a part, found by its `words`, is killed or stopped."""
     async with Load(fleet, reference, per_model=STREAMS) as load:
         # Strike while streams are open: when the fleet reports requests in its decode engines.
         await load.until(lambda: decoding(fleet) >= 4, "busy")
-        struck = fleet.part(*PARTS[part])
+        struck = fleet.part(*words)
         assert struck is not None
         struck.send_signal(signal.SIGKILL if how == KILLED else signal.SIGSTOP)
         load.enough()
@@ -65,10 +106,10 @@ async def test_streams_survive(fleet: Fleet, reference: dict[str, Any], part: st
     assert not load.wrong
 
     def again() -> bool:
-        there = fleet.part(*PARTS[part])
+        there = fleet.part(*words)
         return there is not None and (how == PAUSED or there.pid != struck.pid)
 
-    await until(again, f"there again: {part}")
+    await until(again, f"there again: {words}")
     await asyncio.to_thread(fleet.wait_healthy)
     await until(lambda: fleet.get("/health").json()["status"] == "ok", "whole")
     await asyncio.to_thread(fleet.wait_pages_free)

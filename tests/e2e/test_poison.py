@@ -24,8 +24,17 @@ from tests.support.thoroughness import cases
 MODEL, OTHER = "arithmetic", "frontdesk"
 
 
+# What engines the poisoned model has: one of both phases, beside one with two, or two.
+SHAPES = ("split", "one")
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def shape(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(shape: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Two models. The first has a logits processor that fails when asked to; the other's files are in a directory of
     their own, so that they can be taken away."""
     directory = tmp_path_factory.mktemp("poison")
@@ -33,7 +42,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     path = fleet_file(
         directory,
         changes_of={
-            MODEL: {"engine_args": {"logits_processors": [poison.NAME]}},
+            MODEL: {"engines": shape, "engine_args": {"logits_processors": [poison.NAME]}},
             OTHER: {"path": str(directory / OTHER)},
         },
         without=("atlas",),
@@ -93,7 +102,7 @@ async def test_the_culprit_ends_with_an_error_and_all_others_with_their_answers(
     after = engines(fleet)
     changed = {name for name in before if before[name] != after[name]}
     # What raises costs nobody's engine; what crashes only those of its own model.
-    assert changed <= (set() if way == "raise" else {f"{MODEL}/prefill", f"{MODEL}/decode"})
+    assert changed <= (set() if way == "raise" else {name for name in before if name.startswith(f"{MODEL}/")})
     await until(lambda: culprits(fleet) == known + 2, "counted")
     await asyncio.to_thread(fleet.wait_pages_free)
 
@@ -114,12 +123,15 @@ async def test_poison_over_and_over_ends_nothing(fleet: Fleet, reference: dict[s
 
 
 @pytest.mark.thorough
-async def test_one_that_is_killed_with_its_engine_is_not_condemned(fleet: Fleet, reference: dict[str, Any]) -> None:
+async def test_one_that_is_killed_with_its_engine_is_not_condemned(
+    fleet: Fleet, reference: dict[str, Any], shape: str
+) -> None:
     known, killed = culprits(fleet), set[int]()
 
     def struck() -> bool:
         """An engine with requests, each once."""
-        engine = fleet.get("/fleet").json()["unit"]["state"]["engines"][f"{MODEL}/decode"]
+        state = fleet.get("/fleet").json()["unit"]["state"]["engines"]
+        engine = state[f"{MODEL}/{'both' if shape == 'one' else 'decode'}"]
         if engine["up"] and engine["requests"] and engine["pid"] not in killed:
             os.kill(engine["pid"], signal.SIGKILL)
             killed.add(engine["pid"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,6 +41,17 @@ def test_the_sum_by_hand() -> None:
     tables = left - left * 16384 // (16384 + 8)
     assert made.pool_bytes == (left - tables) // GRANULARITY * GRANULARITY
     assert [line.bytes for line in made.lines] == [90 * GIB, 0, 16 * GIB, engines, 3 * GIB, engines, GIB, tables]
+
+
+def test_one_engine_takes_half_of_what_two_take() -> None:
+    """Beside one with two: its weights, and activations, graphs and a context once."""
+    one = replace(needs("b"), engine_count=1)
+    engine = 2 * GIB + 256 * MIB + 500 * MIB
+    made = budget("GPU 0", 100 * GIB, 0, [needs(), one], 16384, RULES)
+    assert [line.bytes for line in made.lines if "engines" in line.what][:2] == [2 * engine, engine]
+    assert one.resting(RULES) == 256 * MIB + 500 * MIB
+    # Who has loaded the weights keeps a context of its own where memory cannot be exported.
+    assert one.engines(replace(RULES, processes=3)) == engine + 500 * MIB
 
 
 def test_what_others_have_counts_as_far_as_it_is_more_than_is_left_free() -> None:
@@ -104,7 +117,9 @@ def test_what_a_holder_says() -> None:
     event = {"event": "measured", "kind": "weights", "model": "m", "rank": 1, "weights_bytes": 5, "activation_bytes": 4}
     with pytest.raises(ValueError, match="context_bytes"):
         measured(event)
-    assert measured({**event, "context_bytes": 3, "graph_bytes": 2}) == Needs("m", 1, 5, 4, 3, 2, measured=True)
+    assert measured({**event, "context_bytes": 3, "graph_bytes": 2, "engine_count": 1}) == Needs(
+        "m", 1, 5, 4, 3, 2, engine_count=1, measured=True
+    )
 
 
 class TestRoomForOneMore:

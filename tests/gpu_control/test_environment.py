@@ -24,7 +24,7 @@ from muxserve.gpu.environment import (
     refuse_cuda,
 )
 from muxserve.gpu.green import enter
-from muxserve.gpu.sm import share_of
+from muxserve.gpu.sm import has_share, share_of
 from muxserve.spec import GpuSpec, SmSharing, UnitSpec
 from tests.cluster.conftest import fake_unit_spec
 from tests.gpu_control.test_sm import unit_spec
@@ -54,12 +54,18 @@ class TestShares:
         assert environ == keeper_environment(unit_spec())
 
     @pytest.mark.parametrize("sharing", ["mps", "green_contexts"])
-    def test_an_engine_of_both_phases_has_all_sms(self, sharing: SmSharing) -> None:
-        environ = {PERCENTAGE: "3"}
-        prepare(unit_spec(sharing), "one", "both", environ)
-        assert environ == client_environment(unit_spec(sharing))
-        assert share_of(unit_spec(sharing), "one", "both") == 1.0
-        assert enter(unit_spec(sharing), "one", "both") is None
+    def test_one_engine_of_both_phases_has_the_share_of_one_that_decodes(self, sharing: SmSharing) -> None:
+        spec, environ = unit_spec(sharing), {PERCENTAGE: "3"}
+        prepare(spec, "one", "both", environ)
+        assert share_of(spec, "one", "both") == share_of(spec, "one", "decode") == 0.25
+        assert environ.get(PERCENTAGE) == ("25" if sharing == "mps" else None)
+        assert has_share(spec, "one", "both")
+        # One that has all of them has no limit, beside whoever else computes.
+        models = [msgspec.structs.replace(model, decode_share=1.0) for model in spec.models]
+        whole = msgspec.structs.replace(spec, models=models)
+        prepare(whole, "one", "both", environ)
+        assert environ == client_environment(whole)
+        assert enter(whole, "one", "both") is None
 
     def test_green_contexts_are_clients_without_a_percentage(self) -> None:
         environ = {PERCENTAGE: "3"}

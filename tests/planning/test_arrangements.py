@@ -18,6 +18,7 @@ from muxserve.costs.latency import EngineShape
 from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import GpuMachine as GpuMachine
+from muxserve.gpu.sm import has_share
 from muxserve.planning.checkpoints import BUILT_IN
 from muxserve.planning.fleet_planner import FleetPlanner, NoRoomError, ScaleOut, notes_of
 from muxserve.planning.plan_file import load_plan, save_plan
@@ -304,6 +305,30 @@ class TestGpus:
         assert two is not None
         assert (one.rules.engines, one.rules.processes) == (1, 1)
         assert (two.rules.engines, two.rules.processes) == (2, 2)
+
+    def test_a_unit_of_a_mix_has_shares_and_memory_for_the_engines_that_there_are(self) -> None:
+        head = "cluster: {gpus: 1, sm_sharing: mps}"
+        keys = ("engines: one", "engines: split", "engines: one")
+        (made,) = plan(fleet(*keys, head=head), gpus=H200)
+        assert made.gpu is not None
+        assert {each.model: each.engine_count for each in made.gpu.needs} == {
+            "arithmetic": 1,
+            "atlas": 2,
+            "frontdesk": 1,
+        }
+        assert made.gpu._clients([model.name for model in made.fleet.models]) == 5, "four engines and the migrator"
+        spec = unit_of([made])
+        shares = {model.name: (model.prefill_share, model.decode_share) for model in spec.models}
+        assert shares["arithmetic"][0] == shares["arithmetic"][1] <= 1.0
+        assert has_share(spec, "arithmetic", "both")
+        # Where no lease is withheld the hardware shares.
+        free = unit_of(plan(fleet(*keys, head=f"{head}\npolicy: free"), gpus=H200))
+        assert (free.policy, free.models[0].decode_share, has_share(free, "arithmetic", "both")) == ("free", 1.0, False)
+        two = plan(fleet(*["engines: split"] * 3, head=head), gpus=H200)[0]
+        assert two.gpu is not None
+        ours, theirs = (each.budgets(made.demands)[0].pool_bytes for each in (made.gpu, two.gpu))
+        assert ours > theirs
+        assert any("SM shares of models with one engine: arithmetic" in note for note in made.notes)
 
     def test_too_few_for_all_units(self) -> None:
         said = refused(only(f"{ROLLING}, replicas: 3", head="cluster: {gpus: 2}"), None, H200)

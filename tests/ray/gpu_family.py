@@ -27,6 +27,7 @@ def run_holder(unit_spec: UnitSpec, model: str, control: Any, copies: bool = Fal
     control.event("progress", detail=found(), **who)
     for rank in range(unit_spec.ranks):
         figures = {"activation_bytes": 64 * MIB, "context_bytes": 300 * MIB, "graph_bytes": 32 * MIB}
+        figures["engine_count"] = 2
         control.event("measured", kind="weights", model=model, rank=rank, weights_bytes=WEIGHTS, **figures)
     control.event("up", pid=os.getpid(), **who)
     signal.pause()

@@ -295,8 +295,9 @@ def _load(unit_spec: UnitSpec, model: str, control: Any, copies: bool) -> tuple[
         progress("measuring memory")
         measured = executor.collective_rpc("measure")
     kept = all(executor.collective_rpc("hand_out", args=(copies,)))
+    engines = len(unit_spec.model(model).engines)
     for each in measured:
-        control.event("measured", kind="weights", model=model, **each)
+        control.event("measured", kind="weights", model=model, engine_count=engines, **each)
     return executor, kept
 
 
