@@ -38,8 +38,8 @@ class ModelDemand:
 
     `block_tokens` is given where other units have replicas of the model: KV moves between units only if its blocks are
     equally large in both. One that `sleeps` takes memory for its weights only while it is awake. `device` is what its
-    engines run on; it has `one_engine` of both phases, or one for each. `private` says why it has a cache of its own, in
-    place of pages of the pool (empty: it has not).
+    engines run on; it has `one_engine` of both phases, or one for each. `private` says why it has a cache of its own,
+    in place of pages of the pool (empty: it has not).
     """
 
     name: str

@@ -286,12 +286,6 @@ class FleetPlanner:
         if on_gpus and CPU in {unit.device for unit in units}:
             raise wrong(plan_file, "the plan has units on CPU and on GPUs; this version serves one kind")
         check_replicas(fleet, plan_file, units)
-        mixed = next((unit for unit in units if len(unit.models) > 1 and not unit.split), None)
-        if mixed is not None:
-            message = (
-                f"{mixed.name} has models of one engine that share GPUs, which this version plans and simulates only"
-            )
-            raise wrong(plan_file, f"{message}; write `engines: split` in the fleet file, and make it anew")
         parts = [as_placed(fleet, unit, self.machine.cores) for unit in units]
         gpus: list[GpuUnit | None] = [None] * len(units)
         if not on_gpus and self._wants_gpus:
