@@ -118,7 +118,7 @@ class HeldLease:
         self._untold_seconds += seconds
         self._untold_tokens += tokens
         self._untold_prefill_tokens += prefill_tokens
-        if self._phase == "prefill":
+        if self._phase == "prefill" or 0 < tokens == prefill_tokens:
             self._untold_prefill_seconds += seconds
         if batch is not None and tokens:
             (self._prefills if batch.prompts else self._decodes).add(seconds + between, batch)

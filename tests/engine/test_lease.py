@@ -154,6 +154,9 @@ def test_steps_that_compute_prompts_are_told_with_what_of_them_was_prefill(engin
     engine.lease.take(Lease(3, 100, 10.0, phase="both"))
     (mixed,) = engine.run(1, tokens=20, prefill=12)
     assert (mixed.tokens, mixed.prefill_tokens, mixed.prefill_seconds) == (20, 12, 0.0)
+    # One that held nothing but prompts counts as prefill, whatever the lease allowed.
+    (alone,) = engine.run(1, seconds=0.02, tokens=12, prefill=12)
+    assert (alone.tokens, alone.prefill_tokens, alone.prefill_seconds) == (12, 12, pytest.approx(0.02))
 
 
 def test_a_first_token_is_told_at_once(engine: Engine) -> None:
