@@ -210,28 +210,19 @@ def lone_unit(
     layers = max(pipeline.layers) if pipeline is not None else model.architecture.attention_layers
     kv_heads = max(1, model.architecture.kv_heads // tp)
     pages = blocks * layers * kv_heads
-    profile = ModelProfile(
-        name=model.name,
-        pool="pool0",
-        rate=1.0,
+    pool, placed = PoolProfile("pool0", pages), PlacedModel(model.name, 1.0, 1.0, 1.0, "one")
+    profile = replace(
+        _profile(replace(model, elastic=False), placed, tp, pool, block_tokens, 1),
         layers=layers,
-        kv_heads=kv_heads,
-        block_tokens=block_tokens,
         quota_pages=pages,
         floor_pages=pages,
-        prefill_share=1.0,
-        decode_share=1.0,
-        max_num_seqs=model.max_num_seqs,
-        max_num_batched_tokens=model.max_num_batched_tokens,
-        both=True,
-        elastic=False,
         depth=pipeline.in_flight if pipeline is not None else 1,
         waiting_tokens=waiting_tokens,
     )
     simulated = SimModel(
         profile, model.architecture, model.dtype, share, model.max_len, model.graphs, model.prefix_caching
     )
-    return SimUnit(name, device, devices, (simulated,), (PoolProfile("pool0", pages),), policy, pipeline=pipeline)
+    return SimUnit(name, device, devices, (simulated,), (pool,), policy, pipeline=pipeline)
 
 
 def _kv_weight(model: FleetModel, rate: float) -> float:
