@@ -343,8 +343,8 @@ def read_architecture(config: Mapping[str, object], pooling: bool = False) -> Mo
         found = read_architecture(inside, pooling)
         reason = found.private or "it is multi-modal, and not of a kind whose text, or images, are served from the pool"
         note = "its encoder of images or sound is not counted"
-        own = replace(found.own or OwnCache(""), reason=reason)
-        return replace(found, own=own, estimated=found.estimated or note, multi_modal=True)
+        inner = replace(found.own or OwnCache(""), reason=reason)
+        return replace(found, own=inner, estimated=found.estimated or note, multi_modal=True)
     name = _name(config)
     config = _decoder(config)
     refusal = _impossible(config) or _unservable(config, name)
