@@ -15,9 +15,10 @@ that take turns on a core find their caches cold after each slice (`CPU_SLICE`, 
 
 **A GPU with MPS and no percentages** (`kernels`). Blocks of threads go to the SMs in the order in which their kernels
 came, and none is interrupted (Amert et al., "GPU Scheduling on the NVIDIA TX2: Hidden Details Revealed", RTSS 2017;
-NVIDIA, "Multi-Process Service"). So each kernel of a job waits for one kernel of every other job, as far as that
-occupies the SMs: as much as of the resource that it needs most. Kernels of a long prefill are long, those of a decode
-step are short, and decode hardly gets on beside prefill.
+NVIDIA, "Multi-Process Service"). A job has a kernel on the SMs for a part of the time: that of the resource that it
+needs most (`Load`). So a kernel of another job finds one there with that probability, and waits until it is done.
+Kernels of a long prefill are long, those of a decode step are short, and decode hardly gets on beside prefill. Equal
+jobs slow each other down as much as conservation says.
 
 **A GPU without MPS** (`time_slices`). Processes have the whole GPU in turn, in slices of equal length, whatever they do
 with it (NVIDIA, "Multi-Process Service": "work from different CUDA contexts cannot run concurrently").
@@ -69,11 +70,12 @@ def cores(count: int, shares: Sequence[float]) -> list[float]:
 
 def kernels(jobs: Sequence[RunningJob]) -> list[float]:
     """Kernels in the order in which they come."""
-    filled = [max(job.load) * job.grain for job in jobs]
-    whole = sum(filled)
+    # The chance to find one of the job's kernels there, times the seconds for which it is there.
+    waits = [max(job.load) ** 2 * job.grain for job in jobs]
+    whole = sum(waits)
     return [
         1.0 + (whole - own) / job.grain if job.grain > 0.0 else float(len(jobs))
-        for job, own in zip(jobs, filled, strict=True)
+        for job, own in zip(jobs, waits, strict=True)
     ]
 
 

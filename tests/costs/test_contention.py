@@ -7,6 +7,7 @@ import pytest
 from muxserve.costs.calibration import CPU_REFILL, CPU_SLICE
 from muxserve.costs.contention import RunningJob, cores, kernels, slowdowns_in_crowd, time_slices
 from muxserve.costs.devices import device
+from muxserve.costs.interference import Interference, slowdowns
 from muxserve.costs.latency import Load
 
 COLD = 1.0 + CPU_REFILL / (2 * CPU_SLICE)
@@ -37,12 +38,20 @@ def test_larger_teams_count_as_teams_of_two() -> None:
     assert eight == pytest.approx(4.0 * (1.0 + CPU_REFILL / (4 * CPU_SLICE)))
 
 
-def test_each_kernel_waits_for_one_of_every_other_job() -> None:
+def test_a_kernel_waits_for_those_of_other_jobs_that_it_finds() -> None:
     slow_prefill, slow_decode = kernels([PREFILL, DECODE])
-    assert slow_decode == pytest.approx(1.0 + 0.9 * 20)
-    assert slow_prefill == pytest.approx(1.0 + 0.8 / 20)
-    assert kernels([DECODE, DECODE, DECODE]) == pytest.approx([1.0 + 2 * 0.8] * 3)
+    assert slow_decode == pytest.approx(1.0 + 0.9 * 0.9 * 20)
+    assert slow_prefill == pytest.approx(1.0 + 0.8 * 0.8 / 20)
+    assert kernels([DECODE, DECODE, DECODE]) == pytest.approx([1.0 + 2 * 0.8 * 0.8] * 3)
     assert kernels([DECODE]) == [1.0]
+
+
+@pytest.mark.parametrize("load", [0.9, 1.0])
+def test_two_equal_jobs_that_fill_the_device_halve_it(load: float) -> None:
+    """What order of arrival costs and what conservation costs are the same then."""
+    jobs = [RunningJob(1.0, Load(load, 0.1), grain=1e-3)] * 2
+    conserved = slowdowns(Interference(), [job.load for job in jobs])
+    assert kernels(jobs) == pytest.approx(conserved, rel=0.01)
 
 
 def test_without_mps_processes_have_the_gpu_in_turn() -> None:
