@@ -82,6 +82,19 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCompilers]:
 
 
 @pytest.fixture
+def forked(fakes: FakeCompilers, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Helper, Helper]]:
+    """Each nursery that was forked from another one, after that one."""
+    found: list[tuple[Helper, Helper]] = []
+
+    def another(nursery: Helper) -> Helper:
+        found.append((nursery, fakes.another()))
+        return found[-1][1]
+
+    monkeypatch.setattr(compiler_process, "nursery_of", another)
+    return found
+
+
+@pytest.fixture
 async def compilers(fakes: FakeCompilers) -> Any:
     made = GrammarCompilers(GrammarLimits(workers=2), [fakes.another(), fakes.another()])
     nurseries = [fakes.ends.pop(), fakes.ends.pop()]
@@ -96,27 +109,16 @@ def choice(text: str) -> SamplingParams:
 
 
 async def test_what_compilers_are_forked_from_is_replaced_before_any_grammar_was_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
+    fakes: FakeCompilers, forked: list[tuple[Helper, Helper]]
 ) -> None:
-    made, fakes = list[Helper](), FakeCompilers()
-
-    def another(nursery: Helper) -> Helper:
-        made.append(fakes.another())
-        return made[-1]
-
-    monkeypatch.setattr(compiler_process, "nursery_of", another)
     first, second = fakes.another(), fakes.another()
     compilers = GrammarCompilers(GrammarLimits(), [first, second])
     compilers.begin()
-    first.kill()
-    while not made:
-        await asyncio.sleep(0.01)
-    second.kill()
-    while len(made) < 2:
-        await asyncio.sleep(0.01)
+    for number, nursery in enumerate((first, second), 1):
+        nursery.kill()
+        while len(forked) < number:
+            await asyncio.sleep(0.01)
     compilers.close()
-    for end in fakes.ends:
-        end.close()
 
 
 def test_a_process_that_an_event_loop_has_watched_is_ended() -> None:
@@ -129,29 +131,22 @@ def test_a_process_that_an_event_loop_has_watched_is_ended() -> None:
         os.fstat(helper.handle)
 
 
-async def test_what_compilers_are_forked_from_is_replaced_when_it_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    fakes, forked_from = FakeCompilers(), list[Helper]()
-
-    def another(nursery: Helper) -> Helper:
-        forked_from.append(nursery)
-        return fakes.another()
-
+async def test_what_compilers_are_forked_from_is_replaced_when_it_hangs(
+    fakes: FakeCompilers, forked: list[tuple[Helper, Helper]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def check(nursery: Helper) -> None:
         if nursery is hangs:
             raise TimeoutError("timed out")
 
-    monkeypatch.setattr(compiler_process, "nursery_of", another)
     monkeypatch.setattr(Helper, "check", check)
     monkeypatch.setattr(grammar_compilers, "CHECK_SECONDS", 0.01)
     lives, hangs = fakes.another(), fakes.another()
     compilers = GrammarCompilers(GrammarLimits(), [hangs, lives])
     compilers.begin()
-    while not forked_from:
+    while not forked:
         await asyncio.sleep(0.01)
-    assert forked_from == [lives]
+    assert [nursery for nursery, _ in forked] == [lives]
     compilers.close()
-    for end in fakes.ends:
-        end.close()
 
 
 def test_a_nursery_gives_a_sign_of_life_and_one_that_is_stopped_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
