@@ -91,11 +91,12 @@ class MemoryBalance:
         standings = []
         for name, scheduler in schedulers.items():
             scheduler.changed = False
-            for _ in range(scheduler.taken_arrivals()):
+            news = scheduler.taken_news()
+            for _ in range(news.arrivals):
                 self.policy.arrived(name, now)
-            for seconds in scheduler.taken_wakes():
+            for seconds in news.wakes:
                 self.policy.woke(name, seconds)
-            for seconds in scheduler.taken_sleeps():
+            for seconds in news.sleeps:
                 self.policy.times.slept(seconds)
             # A report from before it slept, or was woken, says nothing of it now.
             held = self._held.get(name, 0) if scheduler.residence in (Residence.AWAKE, Residence.LEAVING) else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from muxserve.global_scheduler.model_scheduler import ModelScheduler, request_key
 from muxserve.global_scheduler.model_scheduler_base import Rules
@@ -47,6 +47,16 @@ class WakeFigures:
     turns: int = 0
 
 
+@dataclass(slots=True)
+class ResidenceNews:
+    """What happened to a model since the last decision: the number of requests that came, and the seconds of each wake
+    and of each sleep that had nothing to finish first."""
+
+    arrivals: int = 0
+    wakes: list[float] = field(default_factory=list)
+    sleeps: list[float] = field(default_factory=list)
+
+
 class ResidentScheduler(ModelScheduler):
     """One model with one replica that may sleep. While it sleeps, and while it finishes what runs before it sleeps, its
     requests wait here."""
@@ -56,12 +66,9 @@ class ResidentScheduler(ModelScheduler):
         self.residence = Residence.AWAKE if self.serves else Residence.ASLEEP
         self.since = -math.inf
         self.figures = WakeFigures()
-        # Requests that have come since `taken_arrivals` was called last.
-        self._arrived = 0
-        self._woken: list[float] = []
-        # Since when it has been put to sleep with nothing to finish first; how long that took each time.
+        self._news = ResidenceNews()
+        # Since when it has been put to sleep with nothing to finish first.
         self._idle_since: float | None = None
-        self._slept: list[float] = []
         # What it was put to sleep for last: see `WakeFigures.ahead`.
         self._ahead = False
         # Whether it is prefetched for its next wake.
@@ -137,20 +144,10 @@ class ResidentScheduler(ModelScheduler):
         """Requests that wait for it."""
         return len(self._askers)
 
-    def taken_arrivals(self) -> int:
-        """How many requests have come since this was asked last."""
-        arrived, self._arrived = self._arrived, 0
-        return arrived
-
-    def taken_wakes(self) -> list[float]:
-        """The seconds of the wakes that have ended since this was asked last."""
-        woken, self._woken = self._woken, []
-        return woken
-
-    def taken_sleeps(self) -> list[float]:
-        """The seconds that it took, since this was asked last, to end it when it had nothing to do."""
-        slept, self._slept = self._slept, []
-        return slept
+    def taken_news(self) -> ResidenceNews:
+        """The news since the last call."""
+        news, self._news = self._news, ResidenceNews()
+        return news
 
     def waits_for(self, now: float) -> str:
         """What its requests wait for, in words; empty if none waits."""
@@ -249,7 +246,7 @@ class ResidentScheduler(ModelScheduler):
         self._leaving.discard(unit)
         self._stopping.discard(unit)
         if self.residence is Residence.LEAVING and self._idle_since is not None:
-            self._slept.append(now - self._idle_since)
+            self._news.sleeps.append(now - self._idle_since)
         if self.residence is not Residence.WAKING:
             self._become(Residence.ASLEEP, now)
 
@@ -259,7 +256,7 @@ class ResidentScheduler(ModelScheduler):
         """See `ModelSchedulerBase`."""
         key = request_key(peer, place.request_id)
         # One whose turn was over has been counted.
-        self._arrived += key not in self._askers and not place.emitted
+        self._news.arrivals += key not in self._askers and not place.emitted
         super().place(peer, place, now)
         if key in self._askers:
             self.changed = True
@@ -295,7 +292,7 @@ class ResidentScheduler(ModelScheduler):
             self._carry_out(self._scheduler.resume(unit), now)
         if self.residence is Residence.WAKING:
             seconds = now - self.since
-            self._woken.append(seconds)
+            self._news.wakes.append(seconds)
             self.figures.wakes += 1
             self.figures.last_wake_seconds, self.figures.last_wake_at = seconds, now
             log.info("%s was woken in %.2f s", self.model, seconds)
