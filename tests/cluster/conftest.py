@@ -16,7 +16,7 @@ import pytest
 from muxserve.cluster import fleet_starts, starts, supervision, unit_set
 from muxserve.cluster.changes import Changes
 from muxserve.cluster.controller import Controller
-from muxserve.cluster.events import Event, PartId, Up
+from muxserve.cluster.events import Down, Event, PartId, Up
 from muxserve.cluster.fleet_starts import FleetCommands, FleetLauncher
 from muxserve.cluster.host import UnitHost
 from muxserve.cluster.launcher import Commands
@@ -256,6 +256,17 @@ class Fleet:
         await self.until(lambda: pid() not in (0, but))
         return pid()
 
+    async def down(self, part: PartId) -> Down:
+        """The first death of a part."""
+        found: list[Down] = []
+
+        def died() -> bool:
+            found[:] = [event for event in self.events if isinstance(event, Down) and event.part == part]
+            return bool(found)
+
+        await self.until(died)
+        return found[0]
+
     def ups(self, part: PartId) -> int:
         return sum(isinstance(event, Up) and event.part == part for event in self.events)
 
@@ -290,6 +301,13 @@ async def running(fleet: Fleet) -> AsyncIterator[Fleet]:
         await asyncio.wait([fleet.task])
     await _nothing_left(before)
     fleet.run_dir.remove()
+
+
+async def serving(fleet: Fleet) -> AsyncIterator[Fleet]:
+    """The same of one that serves by now."""
+    async for each in running(fleet):
+        await each.serving()
+        yield each
 
 
 async def _nothing_left(before: set[int]) -> None:
@@ -328,9 +346,16 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 @pytest.fixture
-async def fleet(run_dir: RunDir) -> AsyncIterator[Fleet]:
+async def idle_fleet(run_dir: RunDir) -> AsyncIterator[Fleet]:
+    """Not started yet."""
     async for each in running(Fleet(run_dir, [fake_unit_spec(run_dir.path)])):
         yield each
+
+
+@pytest.fixture
+async def fleet(idle_fleet: Fleet) -> Fleet:
+    await idle_fleet.serving()
+    return idle_fleet
 
 
 @pytest.fixture
@@ -339,11 +364,18 @@ async def other_gpu_fleet(run_dir: RunDir, request: pytest.FixtureRequest) -> As
     of = gpu_unit_spec(run_dir.path)
     assert of.gpu is not None
     of = msgspec.structs.replace(of, gpu=msgspec.structs.replace(of.gpu, **request.param))
-    async for each in running(Fleet(run_dir, [of])):
+    async for each in serving(Fleet(run_dir, [of])):
         yield each
 
 
 @pytest.fixture
-async def gpu_fleet(run_dir: RunDir) -> AsyncIterator[Fleet]:
+async def idle_gpu_fleet(run_dir: RunDir) -> AsyncIterator[Fleet]:
+    """Not started yet."""
     async for each in running(Fleet(run_dir, [gpu_unit_spec(run_dir.path)])):
         yield each
+
+
+@pytest.fixture
+async def gpu_fleet(idle_gpu_fleet: Fleet) -> Fleet:
+    await idle_gpu_fleet.serving()
+    return idle_gpu_fleet

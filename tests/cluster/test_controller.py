@@ -46,7 +46,6 @@ def zombies() -> list[int]:
 
 
 async def test_everything_comes_up_in_order_and_goes_down_in_order(fleet: Fleet) -> None:
-    await fleet.serving()
     events = fleet.events
     assert {event.part for event in events if isinstance(event, Up)} == set(ALL)
     assert isinstance(events[-1], Ready)
@@ -71,7 +70,6 @@ async def test_everything_comes_up_in_order_and_goes_down_in_order(fleet: Fleet)
 
 @pytest.mark.parametrize("victim", [MEMORY, UNIT, GATEWAY, ENGINES[0]], ids=str)
 async def test_a_killed_part_comes_back_alone(fleet: Fleet, victim: PartId) -> None:
-    await fleet.serving()
     before = {part: fleet.pid(part) for part in ALL}
     os.kill(before[victim], signal.SIGKILL)
     await fleet.until(lambda: fleet.ups(victim) == 2)
@@ -85,7 +83,6 @@ async def test_a_killed_part_comes_back_alone(fleet: Fleet, victim: PartId) -> N
 
 
 async def test_the_gateway_outlives_the_warm_parent_but_engines_do_not(fleet: Fleet) -> None:
-    await fleet.serving()
     before = {part: fleet.pid(part) for part in ALL}
     os.kill(before[WARM], signal.SIGKILL)
     await fleet.until(lambda: all(fleet.ups(part) == 2 for part in [WARM, *ENGINES]))
@@ -100,7 +97,6 @@ async def test_the_gateway_outlives_the_warm_parent_but_engines_do_not(fleet: Fl
 
 
 async def test_everything_outlives_what_imported_vllm(fleet: Fleet) -> None:
-    await fleet.serving()
     before = {part: fleet.pid(part) for part in ALL}
     os.kill(before[VLLM], signal.SIGKILL)
     await fleet.until(lambda: fleet.ups(VLLM) == 2)
@@ -119,7 +115,6 @@ async def test_everything_outlives_what_imported_vllm(fleet: Fleet) -> None:
 
 
 async def test_engines_that_died_with_the_warm_parent_are_not_blamed(fleet: Fleet) -> None:
-    await fleet.serving()
     for part in fleet.host.parts.values():
         deaths = 100 if part.id == WARM else 2
         part.policy = RestartPolicy(max_deaths=deaths, delays=(0.01,))
@@ -131,7 +126,6 @@ async def test_engines_that_died_with_the_warm_parent_are_not_blamed(fleet: Flee
 
 
 async def test_the_unit_is_told_who_died(fleet: Fleet) -> None:
-    await fleet.serving()
     os.kill(fleet.pid(ENGINES[2]), signal.SIGKILL)
     await fleet.until(lambda: "u0 got EngineDown two" in fleet.journal())
     os.kill(fleet.pid(GATEWAY), signal.SIGKILL)
@@ -149,14 +143,14 @@ async def test_the_unit_is_told_who_died(fleet: Fleet) -> None:
         ("die-unit", UNIT, "exited with status 7"),
     ],
 )
-async def test_a_start_that_fails_ends_everything(fleet: Fleet, file: str, part: PartId, words: str) -> None:
-    fleet.tell(file)
-    assert await fleet.start() == EXIT_START
-    failed = next(event for event in fleet.events if isinstance(event, Failed))
+async def test_a_start_that_fails_ends_everything(idle_fleet: Fleet, file: str, part: PartId, words: str) -> None:
+    idle_fleet.tell(file)
+    assert await idle_fleet.start() == EXIT_START
+    failed = next(event for event in idle_fleet.events if isinstance(event, Failed))
     assert failed.part == part
     assert "cannot start" in failed.message
     assert words in failed.message
-    assert not any(alive(pid) for pid in fleet.pids())
+    assert not any(alive(pid) for pid in idle_fleet.pids())
 
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\nValueError: no rope of that kind\n'
@@ -170,63 +164,62 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\nValueErr
     ],
 )
 async def test_a_model_that_cannot_be_started_at_first_is_degraded_alone(
-    fleet: Fleet, file: str, log: str, part: PartId, words: str
+    idle_fleet: Fleet, file: str, log: str, part: PartId, words: str
 ) -> None:
-    broken = fleet.tell(file, log)
-    await fleet.serving()
+    broken = idle_fleet.tell(file, log)
+    await idle_fleet.serving()
     degraded = {part.model: f"{part} cannot start: {words}"}
-    await fleet.until(lambda: fleet.host.degraded == degraded)
-    await fleet.until(lambda: f"u0 has degraded {part.model}: {degraded[part.model]}" in fleet.journal())
+    await idle_fleet.until(lambda: idle_fleet.host.degraded == degraded)
+    await idle_fleet.until(lambda: f"u0 has degraded {part.model}: {degraded[part.model]}" in idle_fleet.journal())
     other = "two" if part.model == "one" else "one"
-    assert all(fleet.ups(engine) == 1 for engine in ENGINES if engine.model == other)
-    assert fleet.ups(part) == 0
+    assert all(idle_fleet.ups(engine) == 1 for engine in ENGINES if engine.model == other)
+    assert idle_fleet.ups(part) == 0
     # It is tried again, and serves when it can.
     broken.unlink()
-    await fleet.until(lambda: fleet.host.up(part.model))
-    assert not fleet.host.degraded
-    fleet.controller.stop()
-    assert await fleet.task == EXIT_OK
+    await idle_fleet.until(lambda: idle_fleet.host.up(part.model))
+    assert not idle_fleet.host.degraded
+    idle_fleet.controller.stop()
+    assert await idle_fleet.task == EXIT_OK
 
 
-async def test_a_model_that_gateways_cannot_offer_is_told(fleet: Fleet) -> None:
-    fleet.tell("refuse-two")
-    await fleet.serving()
-    told = [event.detail for event in fleet.events if isinstance(event, Progress) and event.part == GATEWAY]
+async def test_a_model_that_gateways_cannot_offer_is_told(idle_fleet: Fleet) -> None:
+    idle_fleet.tell("refuse-two")
+    await idle_fleet.serving()
+    told = [event.detail for event in idle_fleet.events if isinstance(event, Progress) and event.part == GATEWAY]
     assert told == ["note: two is not offered: its tokenizer is of cheese"]
 
 
-async def test_the_only_model_that_is_awake_may_fail_where_others_sleep(fleet: Fleet) -> None:
-    fleet.planned[0] = dataclasses.replace(fleet.planned[0], serves=("one",))
-    fleet.tell("fail-one-prefill")
-    await fleet.serving()
-    await fleet.until(lambda: list(fleet.host.degraded) == ["one"])
-    await fleet.host.start_model("two")
-    assert fleet.host.up("two")
+async def test_the_only_model_that_is_awake_may_fail_where_others_sleep(idle_fleet: Fleet) -> None:
+    idle_fleet.planned[0] = dataclasses.replace(idle_fleet.planned[0], serves=("one",))
+    idle_fleet.tell("fail-one-prefill")
+    await idle_fleet.serving()
+    await idle_fleet.until(lambda: list(idle_fleet.host.degraded) == ["one"])
+    await idle_fleet.host.start_model("two")
+    assert idle_fleet.host.up("two")
 
 
-async def test_a_fleet_none_of_whose_models_can_be_started_ends(fleet: Fleet) -> None:
-    fleet.tell("fail-one-prefill")
-    fleet.tell("fail-two-decode")
-    assert await fleet.start() == EXIT_START
-    failed = next(event for event in fleet.events if isinstance(event, Failed))
+async def test_a_fleet_none_of_whose_models_can_be_started_ends(idle_fleet: Fleet) -> None:
+    idle_fleet.tell("fail-one-prefill")
+    idle_fleet.tell("fail-two-decode")
+    assert await idle_fleet.start() == EXIT_START
+    failed = next(event for event in idle_fleet.events if isinstance(event, Failed))
     assert failed.part in (ENGINES[0], ENGINES[3])
     assert failed.message == f"{failed.part} cannot start: the weights are of cheese"
     # What the other one could not be started for was said before.
-    reasons = [event.reason for event in fleet.events if isinstance(event, Down) and event.part != failed.part]
+    reasons = [event.reason for event in idle_fleet.events if isinstance(event, Down) and event.part != failed.part]
     assert "the weights are of cheese" in reasons
-    assert not any(alive(pid) for pid in fleet.pids())
+    assert not any(alive(pid) for pid in idle_fleet.pids())
 
 
-async def test_the_log_of_what_failed_is_shown(fleet: Fleet) -> None:
-    fleet.tell("die-unit")
-    await fleet.start()
-    failed = next(event for event in fleet.events if isinstance(event, Failed))
-    assert failed.log == str(fleet.logs() / "unit.log")
+async def test_the_log_of_what_failed_is_shown(idle_fleet: Fleet) -> None:
+    idle_fleet.tell("die-unit")
+    await idle_fleet.start()
+    failed = next(event for event in idle_fleet.events if isinstance(event, Failed))
+    assert failed.log == str(idle_fleet.logs() / "unit.log")
     assert failed.tail[-1] == "unit dies because the test says so"
 
 
 async def test_a_unit_whose_part_keeps_dying_is_started_again_as_a_whole(fleet: Fleet) -> None:
-    await fleet.serving()
     broken = fleet.tell("die-unit")
     os.kill(fleet.pid(UNIT), signal.SIGKILL)
     host = PartId("host", unit="u0")
@@ -241,7 +234,6 @@ async def test_a_unit_whose_part_keeps_dying_is_started_again_as_a_whole(fleet: 
 
 
 async def test_a_model_that_cannot_be_started_any_more_is_degraded_and_comes_back(fleet: Fleet) -> None:
-    await fleet.serving()
     broken = fleet.tell("fail-one-decode")
     os.kill(fleet.pid(ENGINES[1]), signal.SIGKILL)
     degraded = {"one": "engine one/decode cannot start: the weights are of cheese"}
@@ -272,14 +264,12 @@ async def test_a_model_that_cannot_be_started_any_more_is_degraded_and_comes_bac
 async def test_the_unit_scheduler_hears_whether_an_engine_was_killed_or_crashed(
     fleet: Fleet, number: int, cause: str
 ) -> None:
-    await fleet.serving()
     os.kill(fleet.pid(ENGINES[0]), number)
     await fleet.until(lambda: fleet.ups(ENGINES[0]) == 2)
     await fleet.until(lambda: f"u0 lost one/prefill: {cause}" in fleet.journal())
 
 
 async def test_an_engine_that_ends_with_its_parent_is_not_said_to_have_failed(fleet: Fleet) -> None:
-    await fleet.serving()
     os.kill(fleet.pid(WARM), signal.SIGKILL)
     await fleet.until(lambda: all(fleet.ups(engine) == 2 for engine in ENGINES))
     await fleet.until(lambda: "u0 lost one/prefill: nothing" in fleet.journal())
@@ -318,7 +308,6 @@ def taken(fleet: Fleet) -> int:
 
 
 async def test_a_spare_vllm_takes_the_place_of_one_that_died(fleet: Fleet) -> None:
-    await fleet.serving()
     for number in (1, 2):
         await fleet.spare()
         os.kill(fleet.pid(VLLM), signal.SIGKILL)
@@ -358,20 +347,19 @@ async def test_a_spare_vllm_takes_the_place_of_one_that_died(fleet: Fleet) -> No
     assert not zombies()
 
 
-async def test_a_spare_vllm_that_hangs_is_given_up(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_spare_vllm_that_hangs_is_given_up(idle_fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_starts, "_SPARE_READY_SECONDS", 0.1)
-    await fleet.serving()
-    spare = await fleet.spare()
+    await idle_fleet.serving()
+    spare = await idle_fleet.spare()
     os.kill(spare, signal.SIGSTOP)
-    os.kill(fleet.pid(VLLM), signal.SIGKILL)
-    await fleet.until(lambda: fleet.ups(VLLM) == 2)
-    assert taken(fleet) == 0
-    await fleet.until(lambda: not alive(spare) and not zombies())
-    await fleet.spare(but=spare)
+    os.kill(idle_fleet.pid(VLLM), signal.SIGKILL)
+    await idle_fleet.until(lambda: idle_fleet.ups(VLLM) == 2)
+    assert taken(idle_fleet) == 0
+    await idle_fleet.until(lambda: not alive(spare) and not zombies())
+    await idle_fleet.spare(but=spare)
 
 
 async def test_a_gateway_and_a_vllm_that_keep_dying_are_started_again(fleet: Fleet) -> None:
-    await fleet.serving()
     broken = [fleet.tell("die-gateway-0"), fleet.tell("die-vllm")]
     for part in (VLLM, GATEWAY):
         os.kill(fleet.pid(part), signal.SIGKILL)
@@ -384,7 +372,6 @@ async def test_a_gateway_and_a_vllm_that_keep_dying_are_started_again(fleet: Fle
 
 
 async def test_drain_waits_and_still_restarts_what_requests_need(fleet: Fleet) -> None:
-    await fleet.serving()
     slow = fleet.tell("slow-gateway")
     fleet.controller.stop()
     await fleet.until(lambda: any(isinstance(event, Draining) for event in fleet.events))
@@ -397,7 +384,6 @@ async def test_drain_waits_and_still_restarts_what_requests_need(fleet: Fleet) -
 
 
 async def test_a_second_stop_does_not_wait(fleet: Fleet) -> None:
-    await fleet.serving()
     fleet.tell("slow-gateway")
     fleet.controller.stop()
     await fleet.until(lambda: any(isinstance(event, Draining) for event in fleet.events))
@@ -410,13 +396,13 @@ async def test_a_second_stop_does_not_wait(fleet: Fleet) -> None:
     assert not any(alive(pid) for pid in fleet.pids())
 
 
-async def test_stop_during_the_start(fleet: Fleet) -> None:
-    fleet.start()
-    await fleet.until(lambda: bool(fleet.events))
-    fleet.controller.stop()
+async def test_stop_during_the_start(idle_fleet: Fleet) -> None:
+    idle_fleet.start()
+    await idle_fleet.until(lambda: bool(idle_fleet.events))
+    idle_fleet.controller.stop()
     async with asyncio.timeout(PATIENCE):
-        assert await fleet.task == EXIT_OK
-    assert not any(alive(pid) for pid in fleet.pids())
+        assert await idle_fleet.task == EXIT_OK
+    assert not any(alive(pid) for pid in idle_fleet.pids())
 
 
 HOST = """
@@ -436,9 +422,9 @@ asyncio.run(fleet.controller.run())
 """
 
 
-async def test_nothing_outlives_a_killed_controller(fleet: Fleet) -> None:
+async def test_nothing_outlives_a_killed_controller(idle_fleet: Fleet) -> None:
     host = subprocess.Popen(
-        [sys.executable, "-c", HOST, str(fleet.run_dir.base)],
+        [sys.executable, "-c", HOST, str(idle_fleet.run_dir.base)],
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
@@ -450,8 +436,8 @@ async def test_nothing_outlives_a_killed_controller(fleet: Fleet) -> None:
     host.kill()
     host.wait()
     try:
-        await fleet.until(lambda: not any(alive(pid) for pid in pids))
+        await idle_fleet.until(lambda: not any(alive(pid) for pid in pids))
     except TimeoutError:
         left = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in pids if alive(pid)]
-        pytest.fail(f"still there: {left}; journal: {fleet.journal()}")
+        pytest.fail(f"still there: {left}; journal: {idle_fleet.journal()}")
     assert "gateway-0 lost its controller" in (run_dir / "journal").read_text()

@@ -19,10 +19,11 @@ from muxserve.cluster.events import Down, Failed, PartId, Progress, Starting, Up
 from muxserve.cluster.supervision import GaveUp
 from muxserve.gpu import weight_wire as wire
 from muxserve.gpu.budget import WAITING, Needs
+from muxserve.gpu.unit import GpuMemory
 from muxserve.gpu.weight_wire import fetch, say
 from muxserve.memory import server
 from muxserve.spec import RestingSpec, UnitSpec, load, load_fleet
-from tests.cluster.conftest import Fleet, RunDir, alive, gpu_unit_spec, running
+from tests.cluster.conftest import Fleet, RunDir, alive, gpu_unit_spec, running, serving
 from tests.cluster.test_controller import ENGINES, GATEWAY, MEMORY, UNIT, VLLM, WARM, index
 
 MPS = PartId("mps")
@@ -31,7 +32,6 @@ ALL = [VLLM, MPS, MEMORY, WARM, UNIT, GATEWAY, *HOLDERS, *ENGINES]
 
 
 async def test_mps_then_weights_then_sizing_then_the_rest(gpu_fleet: Fleet) -> None:
-    await gpu_fleet.serving()
     events = gpu_fleet.events
     assert {event.part for event in events if isinstance(event, Up)} == set(ALL)
     assert index(events, Starting, WARM) > index(events, Up, MPS)
@@ -65,7 +65,6 @@ async def test_mps_then_weights_then_sizing_then_the_rest(gpu_fleet: Fleet) -> N
 
 
 async def test_the_engines_of_a_dead_holder_start_after_it(gpu_fleet: Fleet) -> None:
-    await gpu_fleet.serving()
     before = {part: gpu_fleet.pid(part) for part in ALL}
     os.kill(before[HOLDERS[0]], signal.SIGKILL)
     again = [HOLDERS[0], *ENGINES[:2]]
@@ -98,14 +97,13 @@ async def kept(fleet: Fleet, model: str, rank: int = 0) -> bytes:
 async def keeping_fleet(run_dir: RunDir) -> AsyncIterator[Fleet]:
     """On GPUs that can export memory: weights outlive who has loaded them."""
     (run_dir.path / "keep-weights").touch()
-    async for each in running(Fleet(run_dir, [gpu_unit_spec(run_dir.path)])):
+    async for each in serving(Fleet(run_dir, [gpu_unit_spec(run_dir.path)])):
         yield each
 
 
 async def test_weights_stay_when_who_has_loaded_them_is_gone(keeping_fleet: Fleet) -> None:
     """Nothing but memory is left on the GPUs; no death of anybody takes it along."""
     fleet = keeping_fleet
-    await fleet.serving()
     assert not any(alive(event.pid) for event in fleet.events if isinstance(event, Up) and event.part in HOLDERS)
     assert [await kept(fleet, "one", rank) for rank in (0, 1)] == [b"one", b"one"]
     for rounds, part in ((2, MPS), (3, WARM)):
@@ -122,8 +120,14 @@ async def sleeping_fleet(run_dir: RunDir) -> AsyncIterator[Fleet]:
     (run_dir.path / "keep-weights").touch()
     sleeping = [Needs("two", rank, 700, 10, 0, 0) for rank in (0, 1)]
     of = msgspec.structs.replace(gpu_unit_spec(run_dir.path), host_copies=2000)
-    async for each in running(Fleet(run_dir, [of], sleeping=sleeping)):
+    async for each in serving(Fleet(run_dir, [of], sleeping=sleeping)):
         yield each
+
+
+def gpu_memory(fleet: Fleet) -> GpuMemory:
+    memory = fleet.host.gpu_memory()
+    assert memory is not None
+    return memory
 
 
 def sources(fleet: Fleet) -> list[str]:
@@ -135,15 +139,12 @@ def sources(fleet: Fleet) -> list[str]:
 async def test_a_model_that_sleeps_is_loaded_when_it_is_woken(sleeping_fleet: Fleet) -> None:
     """And nothing of it is left on the GPUs when it sleeps again."""
     fleet = sleeping_fleet
-    await fleet.serving()
     host = fleet.host
     assert {part.model for part in host.parts if part.model} == {"one"}
     # Pools are made beside what never sleeps; `GpuPlan` adds the largest of the others.
     (asked,) = fleet.plan.asked
     assert {needs.model for needs in asked} == {"one"}
-    memory = host.gpu_memory()
-    assert memory is not None
-    assert memory.models == {"one": 100}
+    assert gpu_memory(fleet).models == {"one": 100}
 
     fleet.plan.busy = 3  # what slept for it is not free at once
     await host.start_model("two")
@@ -151,25 +152,19 @@ async def test_a_model_that_sleeps_is_loaded_when_it_is_woken(sleeping_fleet: Fl
     assert fleet.plan.busy == 0
     assert fleet.plan.joining[-1] == ("two", {"one"}, True)
     assert await kept(fleet, "two") == b"two"
-    memory = host.gpu_memory()
-    assert memory is not None
-    assert memory.models == {"one": 100, "two": 100}, "as measured, no longer as estimated"
+    assert gpu_memory(fleet).models == {"one": 100, "two": 100}, "as measured, no longer as estimated"
 
     await host.stop_model("two")
     assert {part.model for part in host.parts if part.model} == {"one"}
     with pytest.raises(OSError, match="nobody handed weights out"):
         await kept(fleet, "two")
-    memory = host.gpu_memory()
-    assert memory is not None
-    assert memory.models == {"one": 100}
+    assert gpu_memory(fleet).models == {"one": 100}
 
     # Its files are read once, and its needs are known.
     await host.start_model("two")
     assert await kept(fleet, "two", 1) == b"two"
     assert sources(fleet) == ["loading weights", "copying weights back"]
-    memory = host.gpu_memory()
-    assert memory is not None
-    assert memory.models == {"one": 100, "two": 100}
+    assert gpu_memory(fleet).models == {"one": 100, "two": 100}
     # Of what never sleeps there is no copy.
     path = host.unit_spec.weights_socket("one", 0)
     with pytest.raises(RuntimeError, match="there is no copy of the weights"):
@@ -178,7 +173,6 @@ async def test_a_model_that_sleeps_is_loaded_when_it_is_woken(sleeping_fleet: Fl
 
 async def test_weights_that_the_gpu_has_lost_are_copied_back(sleeping_fleet: Fleet) -> None:
     fleet = sleeping_fleet
-    await fleet.serving()
     await fleet.host.start_model("two")
     path = fleet.host.unit_spec.weights_socket("two", 1)
     await asyncio.to_thread(say, path, wire.WeightsLost("the GPU was reset"))
@@ -188,7 +182,6 @@ async def test_weights_that_the_gpu_has_lost_are_copied_back(sleeping_fleet: Fle
 
 async def test_a_copy_that_cannot_be_copied_back_is_not_tried_again(sleeping_fleet: Fleet) -> None:
     fleet = sleeping_fleet
-    await fleet.serving()
     await fleet.host.start_model("two")
     await fleet.host.stop_model("two")
     fleet.tell("fail-restore")
@@ -200,7 +193,6 @@ async def test_a_copy_that_cannot_be_copied_back_is_not_tried_again(sleeping_fle
 
 async def test_one_process_copies_the_weights_of_all_models_and_stays(sleeping_fleet: Fleet) -> None:
     fleet = sleeping_fleet
-    await fleet.serving()
     pids = []
     for _ in range(3):
         await fleet.host.start_model("two")
@@ -231,7 +223,6 @@ async def test_a_copy_that_takes_for_ever_is_tried_again(
     sleeping_fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet = sleeping_fleet
-    await fleet.serving()
     await fleet.host.start_model("two")
     await fleet.host.stop_model("two")
     monkeypatch.setattr(gpu_starts, "_RESTORE_SECONDS", 3.0)
@@ -291,8 +282,7 @@ async def test_engines_stay_while_their_model_sleeps(resting_fleet: Fleet) -> No
         assert all(map(alive, before))
         assert rested(fleet) == 2 * rounds
         assert {part.model for part in fleet.host.parts if part.model} == {"one"}
-        memory = fleet.host.gpu_memory()
-        assert memory is not None
+        memory = gpu_memory(fleet)
         assert memory.models == {"one": 100}
         assert memory.resting == ("two",)
         assert memory.copies == {"two": 2 * 3}, "on two ranks"
@@ -302,8 +292,7 @@ async def test_engines_stay_while_their_model_sleeps(resting_fleet: Fleet) -> No
             await kept(fleet, "two")
         await fleet.host.start_model("two")
         assert fleet.host.up("two")
-        memory = fleet.host.gpu_memory()
-        assert memory is not None
+        memory = gpu_memory(fleet)
         assert memory.resting == ()
         assert memory.copies == {"two": 2 * 3}
         assert [fleet.pid(part) for part in RESTING] == before
@@ -332,8 +321,7 @@ async def test_what_is_kept_of_a_model_goes_when_it_is_served_no_longer(resting_
     assert all(map(alive, before))
     await fleet.host.forget("two")
     assert not any(map(alive, before))
-    memory = fleet.host.gpu_memory()
-    assert memory is not None
+    memory = gpu_memory(fleet)
     assert (memory.resting, memory.copies) == ((), {})
     await fleet.until(lambda: "forget two" in fleet.journal())
     await fleet.host.start_model("two")
@@ -423,7 +411,6 @@ async def test_engines_without_room_end(run_dir: RunDir) -> None:
 
 async def test_a_model_without_room_stays_asleep(sleeping_fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = sleeping_fleet
-    await fleet.serving()
     fleet.plan.fits[False] = False
     with pytest.raises(GaveUp, match="GPU 0 has 1 GiB left"):
         await fleet.host.start_model("two")
@@ -437,7 +424,6 @@ async def test_a_model_without_room_stays_asleep(sleeping_fleet: Fleet, monkeypa
 
 async def test_weights_that_cannot_be_mapped_any_more_are_loaded_again(keeping_fleet: Fleet) -> None:
     fleet = keeping_fleet
-    await fleet.serving()
     path = fleet.controller.fleet.units[0].unit_spec.weights_socket("one", 1)
     await asyncio.to_thread(say, path, wire.WeightsLost("the GPU was reset"))
     again = [HOLDERS[0], *ENGINES[:2]]
@@ -451,7 +437,6 @@ async def test_weights_that_cannot_be_mapped_any_more_are_loaded_again(keeping_f
 
 async def test_all_that_computes_ends_with_the_mps_server(gpu_fleet: Fleet) -> None:
     """Weights and pool do not: they are kept outside MPS."""
-    await gpu_fleet.serving()
     before = {part: gpu_fleet.pid(part) for part in ALL}
     os.kill(before[MPS], signal.SIGKILL)
     again = [MPS, *ENGINES]
@@ -469,7 +454,6 @@ async def test_all_that_computes_ends_with_the_mps_server(gpu_fleet: Fleet) -> N
 @pytest.mark.parametrize("other_gpu_fleet", [{"keepers_in_mps": True}], indirect=True)
 async def test_on_a_gpu_that_lets_mps_in_only_memory_ends_with_it(other_gpu_fleet: Fleet) -> None:
     fleet = other_gpu_fleet
-    await fleet.serving()
     os.kill(fleet.pid(MPS), signal.SIGKILL)
     again = [MPS, MEMORY, *HOLDERS, *ENGINES]
     await fleet.until(lambda: all(fleet.ups(part) == 2 for part in again))
@@ -485,7 +469,6 @@ async def test_on_a_gpu_that_lets_mps_in_only_memory_ends_with_it(other_gpu_flee
 @pytest.mark.parametrize("other_gpu_fleet", [{"restart_mps": True}], indirect=True)
 async def test_a_server_that_does_not_outlive_a_killed_client_is_started_again(other_gpu_fleet: Fleet) -> None:
     fleet = other_gpu_fleet
-    await fleet.serving()
     os.kill(fleet.pid(ENGINES[0]), signal.SIGKILL)
     await fleet.until(lambda: all(fleet.ups(part) >= 2 for part in [MPS, *ENGINES]))
     assert all(fleet.ups(part) == 1 for part in (VLLM, WARM, UNIT, GATEWAY, MEMORY, *HOLDERS))
@@ -497,7 +480,7 @@ async def test_a_server_that_does_not_outlive_a_killed_client_is_started_again(o
 
 
 async def test_an_engine_that_hangs_is_taken_off_the_gpus_before_it_is_killed(
-    gpu_fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    idle_gpu_fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a killed client has launched may go on otherwise."""
     told: list[tuple[Path, set[int], bool]] = []
@@ -506,19 +489,18 @@ async def test_an_engine_that_hangs_is_taken_off_the_gpus_before_it_is_killed(
         told.append((directory, pids, all(alive(pid) for pid in pids)))
 
     monkeypatch.setattr(gpu_starts.mps, "terminate", terminate)
-    await gpu_fleet.serving()
-    engine, memory = gpu_fleet.pid(ENGINES[0]), gpu_fleet.pid(MEMORY)
+    await idle_gpu_fleet.serving()
+    engine, memory = idle_gpu_fleet.pid(ENGINES[0]), idle_gpu_fleet.pid(MEMORY)
     for part in (ENGINES[0], MEMORY):
-        gpu_fleet.host.parts[part].kill_hung(60.0)
-    await gpu_fleet.until(lambda: gpu_fleet.ups(ENGINES[0]) >= 2 and gpu_fleet.ups(MEMORY) == 2)
-    assert (gpu_fleet.controller.fleet.units[0].unit_spec.mps_dir, {engine}, True) in told
+        idle_gpu_fleet.host.parts[part].kill_hung(60.0)
+    await idle_gpu_fleet.until(lambda: idle_gpu_fleet.ups(ENGINES[0]) >= 2 and idle_gpu_fleet.ups(MEMORY) == 2)
+    assert (idle_gpu_fleet.controller.fleet.units[0].unit_spec.mps_dir, {engine}, True) in told
     # It is no client.
     assert not any(memory in pids for _, pids, _ in told)
 
 
 async def test_a_holder_that_waits_for_others_has_all_its_time_left(gpu_fleet: Fleet) -> None:
     """They load one after another; the time limit of each is for its own loading."""
-    await gpu_fleet.serving()
     started = gpu_fleet.host._starts
     limits: list[float | None] = []
     holder = started.parts[HOLDERS[0]]
@@ -531,7 +513,6 @@ async def test_a_holder_that_waits_for_others_has_all_its_time_left(gpu_fleet: F
 
 
 async def test_holders_die_with_the_warm_parent(gpu_fleet: Fleet) -> None:
-    await gpu_fleet.serving()
     os.kill(gpu_fleet.pid(WARM), signal.SIGKILL)
     again = [WARM, *HOLDERS, *ENGINES]
     await gpu_fleet.until(lambda: all(gpu_fleet.ups(part) == 2 for part in again))
@@ -540,48 +521,47 @@ async def test_holders_die_with_the_warm_parent(gpu_fleet: Fleet) -> None:
     assert reasons == {"ended with the process that it was forked from"}
 
 
-async def test_gpus_that_are_too_small_end_the_start_in_words(gpu_fleet: Fleet) -> None:
-    gpu_fleet.plan.refuse = True
-    assert await gpu_fleet.start() == EXIT_START
-    failed = next(event for event in gpu_fleet.events if isinstance(event, Failed))
+async def test_gpus_that_are_too_small_end_the_start_in_words(idle_gpu_fleet: Fleet) -> None:
+    idle_gpu_fleet.plan.refuse = True
+    assert await idle_gpu_fleet.start() == EXIT_START
+    failed = next(event for event in idle_gpu_fleet.events if isinstance(event, Failed))
     assert failed.message == "memory manager cannot start: GPU 0 is full; lower max_len"
-    assert not any(isinstance(e, Starting) and e.part in (MEMORY, *ENGINES) for e in gpu_fleet.events)
-    assert not any(alive(pid) for pid in gpu_fleet.pids())
+    assert not any(isinstance(e, Starting) and e.part in (MEMORY, *ENGINES) for e in idle_gpu_fleet.events)
+    assert not any(alive(pid) for pid in idle_gpu_fleet.pids())
 
 
-async def test_a_holder_that_measured_nothing_is_named(gpu_fleet: Fleet) -> None:
-    gpu_fleet.tell("mute-weights")
-    assert await gpu_fleet.start() == EXIT_START
-    failed = next(event for event in gpu_fleet.events if isinstance(event, Failed))
+async def test_a_holder_that_measured_nothing_is_named(idle_gpu_fleet: Fleet) -> None:
+    idle_gpu_fleet.tell("mute-weights")
+    assert await idle_gpu_fleet.start() == EXIT_START
+    failed = next(event for event in idle_gpu_fleet.events if isinstance(event, Failed))
     assert "did not say what they measured of one on rank 0" in failed.message
 
 
-async def test_a_start_that_fails_ends_everything(gpu_fleet: Fleet) -> None:
-    gpu_fleet.tell("die-mps")
-    assert await gpu_fleet.start() == EXIT_START
-    assert next(event for event in gpu_fleet.events if isinstance(event, Failed)).part == MPS
-    assert not any(alive(pid) for pid in gpu_fleet.pids())
+async def test_a_start_that_fails_ends_everything(idle_gpu_fleet: Fleet) -> None:
+    idle_gpu_fleet.tell("die-mps")
+    assert await idle_gpu_fleet.start() == EXIT_START
+    assert next(event for event in idle_gpu_fleet.events if isinstance(event, Failed)).part == MPS
+    assert not any(alive(pid) for pid in idle_gpu_fleet.pids())
 
 
-async def test_a_model_that_cannot_be_loaded_is_degraded_alone_and_keeps_its_room(gpu_fleet: Fleet) -> None:
-    broken = gpu_fleet.tell("fail-two-weights")
+async def test_a_model_that_cannot_be_loaded_is_degraded_alone_and_keeps_its_room(idle_gpu_fleet: Fleet) -> None:
+    broken = idle_gpu_fleet.tell("fail-two-weights")
     estimated = needs_of("two")
-    gpu_fleet.plan.estimated = (*needs_of("one"), *estimated)
-    await gpu_fleet.serving()
-    (asked,) = gpu_fleet.plan.asked
+    idle_gpu_fleet.plan.estimated = (*needs_of("one"), *estimated)
+    await idle_gpu_fleet.serving()
+    (asked,) = idle_gpu_fleet.plan.asked
     assert [needs for needs in asked if needs.model == "two"] == estimated
     # What could be loaded counts as it was measured.
     assert len(asked) == 4
     assert not set(needs_of("one")) & set(asked)
-    assert gpu_fleet.host.degraded == {"two": f"{HOLDERS[1]} cannot start: the weights are of cheese"}
-    assert gpu_fleet.host.up("one")
+    assert idle_gpu_fleet.host.degraded == {"two": f"{HOLDERS[1]} cannot start: the weights are of cheese"}
+    assert idle_gpu_fleet.host.up("one")
     broken.unlink()
-    await gpu_fleet.until(lambda: gpu_fleet.host.up("two"))
-    assert not gpu_fleet.host.degraded
+    await idle_gpu_fleet.until(lambda: idle_gpu_fleet.host.up("two"))
+    assert not idle_gpu_fleet.host.degraded
 
 
 async def test_what_a_gpu_did_is_told_in_words(gpu_fleet: Fleet) -> None:
-    await gpu_fleet.serving()
     log = gpu_fleet.logs() / "engine-one-decode.log"
     log.write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n")
     os.kill(gpu_fleet.pid(ENGINES[1]), signal.SIGKILL)
@@ -601,7 +581,6 @@ async def test_what_a_gpu_did_is_told_in_words(gpu_fleet: Fleet) -> None:
 async def joining(fleet: Fleet, monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> UnitSpec:
     """The unit of a fleet that serves, with a third model; the manager of its memory is not asked."""
     monkeypatch.setattr(server, "add_model", lambda unit_spec, model: None)
-    await fleet.serving()
     now = fleet.host.unit_spec
     three = msgspec.structs.replace(now.models[0], name="three", path=str(checkpoint))
     return msgspec.structs.replace(now, models=[*now.models, three])

@@ -24,7 +24,7 @@ from muxserve.replicas.scaling import ScalingRules
 from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts
 from muxserve.spec import FleetSpec, ResidencySpec, followed_file, load_fleet, load_followed
 from muxserve.spec.run_dir import RunDir
-from tests.cluster.conftest import Fleet, alive, fake_unit_spec, running
+from tests.cluster.conftest import Fleet, alive, fake_unit_spec, running, serving
 from tests.support.thoroughness import cases
 
 VLLM, SCHEDULER = PartId("vllm"), PartId("scheduler")
@@ -72,7 +72,7 @@ def planner(run_dir: RunDir) -> FakePlanner:
 
 
 @pytest.fixture
-async def pair(run_dir: RunDir, planner: FakePlanner) -> AsyncIterator[Fleet]:
+async def idle_pair(run_dir: RunDir, planner: FakePlanner) -> AsyncIterator[Fleet]:
     """Model `one` in two units, `two` in the first alone; two gateways; no request of `two` is ever moved."""
     units = [fake_unit_spec(run_dir.path), fake_unit_spec(run_dir.path, unit="u1", names=["one"])]
     async for each in running(Fleet(run_dir, units, planner, gateways=2, migration=MigrationRules())):
@@ -80,9 +80,15 @@ async def pair(run_dir: RunDir, planner: FakePlanner) -> AsyncIterator[Fleet]:
 
 
 @pytest.fixture
+async def pair(idle_pair: Fleet) -> Fleet:
+    await idle_pair.serving()
+    return idle_pair
+
+
+@pytest.fixture
 async def single(run_dir: RunDir, planner: FakePlanner) -> AsyncIterator[Fleet]:
     units = [fake_unit_spec(run_dir.path)]
-    async for each in running(Fleet(run_dir, units, planner, migration=MigrationRules())):
+    async for each in serving(Fleet(run_dir, units, planner, migration=MigrationRules())):
         yield each
 
 
@@ -91,7 +97,7 @@ async def turns(run_dir: RunDir, planner: FakePlanner) -> AsyncIterator[Fleet]:
     """A model of which each unit has one engine, for both phases."""
     planner.rolling = True
     units = [fake_unit_spec(run_dir.path, unit=name, names=["one"], rolling=True) for name in ("u0", "u1")]
-    async for each in running(Fleet(run_dir, units, planner, migration=MigrationRules())):
+    async for each in serving(Fleet(run_dir, units, planner, migration=MigrationRules())):
         yield each
 
 
@@ -105,7 +111,6 @@ def said(texts: list[str]) -> Callable[[str], None]:
 
 
 async def test_everything_comes_up_and_goes_down(pair: Fleet) -> None:
-    await pair.serving()
     ups = {event.part for event in pair.events if isinstance(event, Up)}
     assert ups == {VLLM, SCHEDULER, *GATEWAYS, *parts("u0", "one", "two"), *parts("u1", "one")}
     assert pair.serves == {"u0": ["one", "two"], "u1": ["one"]}
@@ -122,7 +127,6 @@ async def test_everything_comes_up_and_goes_down(pair: Fleet) -> None:
 
 
 async def test_all_units_are_told_which_gateway_died(pair: Fleet) -> None:
-    await pair.serving()
     os.kill(pair.pid(GATEWAYS[1]), signal.SIGKILL)
     for unit in ("u0", "u1"):
         await pair.until(lambda unit=unit: f"{unit} got GatewayDown 1" in pair.journal())
@@ -131,7 +135,6 @@ async def test_all_units_are_told_which_gateway_died(pair: Fleet) -> None:
 
 
 async def test_an_engine_concerns_its_unit_only(pair: Fleet) -> None:
-    await pair.serving()
     victim = PartId("engine", "one", "decode", "u1")
     os.kill(pair.pid(victim), signal.SIGKILL)
     await pair.until(lambda: pair.ups(victim) == 2)
@@ -140,7 +143,6 @@ async def test_an_engine_concerns_its_unit_only(pair: Fleet) -> None:
 
 
 async def test_where_phases_take_turns_a_unit_has_one_engine(turns: Fleet) -> None:
-    await turns.serving()
     engines = [PartId("engine", "one", "both", unit) for unit in ("u0", "u1")]
     assert [part for part in turns.controller.parts if part.kind == "engine"] == engines
     os.kill(turns.pid(engines[1]), signal.SIGKILL)
@@ -158,7 +160,6 @@ async def test_where_phases_take_turns_a_unit_has_one_engine(turns: Fleet) -> No
 
 @pytest.mark.parametrize("victim", cases([SCHEDULER, PartId("migrator", unit="u0")], [SCHEDULER]), ids=str)
 async def test_what_only_helps_is_started_again_for_ever(pair: Fleet, victim: PartId) -> None:
-    await pair.serving()
     for count in range(2, 9):
         os.kill(pair.pid(victim), signal.SIGKILL)
         await pair.until(lambda count=count: pair.ups(victim) == count)
@@ -167,12 +168,10 @@ async def test_what_only_helps_is_started_again_for_ever(pair: Fleet, victim: Pa
 
 
 async def test_a_unit_that_keeps_dying_is_started_again_as_a_whole(pair: Fleet) -> None:
-    await pair.serving()
     (die := pair.run_dir.path / "u1" / "die-unit").write_text("")
     unit, host = PartId("unit", unit="u1"), PartId("host", unit="u1")
     os.kill(pair.pid(unit), signal.SIGKILL)
-    await pair.until(lambda: any(isinstance(event, Down) and event.part == host for event in pair.events))
-    down = next(event for event in pair.events if isinstance(event, Down) and event.part == host)
+    down = await pair.down(host)
     assert down.reason == "unit scheduler: exited with status 7"
     die.unlink()
     await pair.until(lambda: pair.ups(unit) == 2 and Progress in {type(e) for e in pair.events[-1:]})
@@ -183,11 +182,10 @@ async def test_a_unit_that_keeps_dying_is_started_again_as_a_whole(pair: Fleet) 
 
 @pytest.mark.thorough
 async def test_a_unit_that_is_not_up_can_be_taken_out(pair: Fleet) -> None:
-    await pair.serving()
     (pair.run_dir.path / "u1" / "die-unit").write_text("")
     host = PartId("host", unit="u1")
     os.kill(pair.pid(PartId("unit", unit="u1")), signal.SIGKILL)
-    await pair.until(lambda: any(isinstance(event, Down) and event.part == host for event in pair.events))
+    await pair.down(host)
     await pair.changes.drain("u1", said([]))
     assert pair.serves == {"u0": ["one", "two"]}
     started = [event for event in pair.events if isinstance(event, Starting) and event.part.unit == "u1"]
@@ -199,7 +197,6 @@ async def test_a_unit_that_is_not_up_can_be_taken_out(pair: Fleet) -> None:
 
 @pytest.mark.thorough
 async def test_without_another_unit_the_fleet_goes_on_trying(pair: Fleet) -> None:
-    await pair.serving()
     broken = pair.tell("die-unit")
     units = [PartId("unit", unit=name) for name in ("u0", "u1")]
     for unit in units:
@@ -212,35 +209,33 @@ async def test_without_another_unit_the_fleet_goes_on_trying(pair: Fleet) -> Non
 
 
 @pytest.mark.parametrize("file", cases(["u1/die-unit", "die-scheduler", "fail-gateway-1"], ["u1/die-unit"]))
-async def test_a_start_that_fails_ends_everything(pair: Fleet, file: str) -> None:
-    (pair.run_dir.path / "u1").mkdir()
-    pair.tell(file)
-    assert await pair.start() == EXIT_START
-    failed = next(event for event in pair.events if isinstance(event, Failed))
+async def test_a_start_that_fails_ends_everything(idle_pair: Fleet, file: str) -> None:
+    (idle_pair.run_dir.path / "u1").mkdir()
+    idle_pair.tell(file)
+    assert await idle_pair.start() == EXIT_START
+    failed = next(event for event in idle_pair.events if isinstance(event, Failed))
     assert failed.part in (PartId("unit", unit="u1"), SCHEDULER, GATEWAYS[1])
-    assert not any(alive(pid) for pid in pair.pids())
+    assert not any(alive(pid) for pid in idle_pair.pids())
 
 
-async def test_a_unit_whose_models_cannot_be_started_is_tried_again_while_the_others_serve(pair: Fleet) -> None:
-    (pair.run_dir.path / "u1").mkdir()
-    broken = [pair.tell(f"u1/fail-{model.name}-prefill") for model in pair.planned[1].unit_spec.models]
-    await pair.serving()
+async def test_a_unit_whose_models_cannot_be_started_is_tried_again_while_the_others_serve(idle_pair: Fleet) -> None:
+    (idle_pair.run_dir.path / "u1").mkdir()
+    broken = [idle_pair.tell(f"u1/fail-{model.name}-prefill") for model in idle_pair.planned[1].unit_spec.models]
+    await idle_pair.serving()
     host = PartId("host", unit="u1")
-    await pair.until(lambda: any(isinstance(event, Down) and event.part == host for event in pair.events))
-    down = next(event for event in pair.events if isinstance(event, Down) and event.part == host)
+    down = await idle_pair.down(host)
     assert down.reason.endswith("the weights are of cheese")
     for file in broken:
         file.unlink()
-    engines = [part for part in parts("u1", *(m.name for m in pair.planned[1].unit_spec.models)) if part.model]
-    await pair.until(lambda: all(pair.ups(engine) for engine in engines))
-    assert not any(isinstance(event, Failed) for event in pair.events)
+    engines = [part for part in parts("u1", *(m.name for m in idle_pair.planned[1].unit_spec.models)) if part.model]
+    await idle_pair.until(lambda: all(idle_pair.ups(engine) for engine in engines))
+    assert not any(isinstance(event, Failed) for event in idle_pair.events)
 
 
 # ---------------------------------------------------------------- changes
 
 
 async def test_a_replica_more_is_a_unit_of_its_own(single: Fleet) -> None:
-    await single.serving()
     assert single.ups(SCHEDULER) == 0
     texts: list[str] = []
     await single.changes.scale("two", 2, said(texts))
@@ -254,7 +249,6 @@ async def test_a_replica_more_is_a_unit_of_its_own(single: Fleet) -> None:
 
 
 async def test_what_can_be_done_without_ends_when_it_is_empty(pair: Fleet) -> None:
-    await pair.serving()
     gone = [pair.pid(part) for part in parts("u1", "one")]
     texts: list[str] = []
     await pair.changes.scale("one", 1, said(texts))
@@ -268,7 +262,6 @@ async def test_what_can_be_done_without_ends_when_it_is_empty(pair: Fleet) -> No
 
 
 async def test_the_busier_replica_stays_and_a_unit_that_serves_more_lends_its_pages(pair: Fleet) -> None:
-    await pair.serving()
     (pair.run_dir.path / "u1" / "busy").write_text("3")
     before = {part: pair.pid(part) for part in parts("u0", "one", "two")}
     await pair.changes.scale("one", 1, said([]))
@@ -286,7 +279,6 @@ async def test_the_busier_replica_stays_and_a_unit_that_serves_more_lends_its_pa
 
 @pytest.mark.thorough
 async def test_a_retired_model_stays_so_when_the_unit_scheduler_is_new(pair: Fleet) -> None:
-    await pair.serving()
     (pair.run_dir.path / "u1" / "busy").write_text("3")
     await pair.changes.scale("one", 1, said([]))
     await pair.until(lambda: pair.journal().count("u0 got Retire one") == 1)
@@ -295,7 +287,6 @@ async def test_a_retired_model_stays_so_when_the_unit_scheduler_is_new(pair: Fle
 
 
 async def test_a_drained_unit_ends(pair: Fleet) -> None:
-    await pair.serving()
     with pytest.raises(ChangeError, match="two is served by u0 alone"):
         await pair.changes.drain("u0", said([]))
     assert pair.serves == {"u0": ["one", "two"], "u1": ["one"]}
@@ -307,7 +298,6 @@ async def test_a_drained_unit_ends(pair: Fleet) -> None:
 
 @pytest.mark.thorough
 async def test_a_drain_is_told_to_a_new_scheduler_again(pair: Fleet) -> None:
-    await pair.serving()
     linger = pair.tell("linger")
     draining = asyncio.create_task(pair.changes.drain("u1", said([])))
     await pair.until(lambda: "scheduler got DrainReplicas from controller" in pair.journal())
@@ -318,7 +308,6 @@ async def test_a_drain_is_told_to_a_new_scheduler_again(pair: Fleet) -> None:
 
 
 async def test_what_sleeps_is_woken_while_another_is_drained(pair: Fleet) -> None:
-    await pair.serving()
     linger = pair.tell("linger")
     draining = asyncio.create_task(pair.changes.drain("u1", said([])))
     await pair.until(lambda: "scheduler got DrainReplicas from controller" in pair.journal())
@@ -336,7 +325,6 @@ async def test_what_sleeps_is_woken_while_another_is_drained(pair: Fleet) -> Non
 
 @pytest.mark.thorough
 async def test_an_order_does_not_end_what_a_user_is_draining(pair: Fleet) -> None:
-    await pair.serving()
     (pair.run_dir.path / "u1" / "busy").write_text("1")
     removing = asyncio.create_task(pair.changes.remove("one", said([])))
     await pair.until(lambda: "one" not in [model.name for model in pair.controller.fleet.models])
@@ -350,7 +338,6 @@ async def test_an_order_does_not_end_what_a_user_is_draining(pair: Fleet) -> Non
 
 @pytest.mark.thorough
 async def test_a_replica_that_is_not_up_does_not_count_when_another_is_drained(pair: Fleet) -> None:
-    await pair.serving()
     die = pair.run_dir.path / "u1" / "die-unit"
     die.write_text("")
     os.kill(pair.pid(PartId("unit", unit="u1")), signal.SIGKILL)
@@ -368,7 +355,6 @@ async def test_a_replica_that_is_not_up_does_not_count_when_another_is_drained(p
 
 @pytest.mark.thorough
 async def test_the_replica_that_is_not_up_is_the_first_to_go(pair: Fleet) -> None:
-    await pair.serving()
     (pair.run_dir.path / "u1" / "busy").write_text("3")
     engine = PartId("engine", "one", "decode", "u1")
     pair.tell("u1/die-one-decode")
@@ -383,7 +369,6 @@ async def test_a_unit_that_does_not_answer_is_not_taken_for_empty(
     single: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(steps, "_ANSWER_SECONDS", 0.05)
-    await single.serving()
     await single.changes.add(declared("three"), said([]))
     mute = single.tell("u1/mute")
     removing = asyncio.create_task(single.changes.remove("three", said([])))
@@ -397,7 +382,6 @@ async def test_a_unit_that_does_not_answer_is_not_taken_for_empty(
 
 @pytest.mark.parametrize("file", cases(["fail-two-decode", "die-memory", "fail-warm"], ["fail-two-decode"]))
 async def test_a_replica_that_cannot_start_changes_nothing(single: Fleet, file: str) -> None:
-    await single.serving()
     before = single.controller.fleet
     pids = single.pids()
     single.tell(file)
@@ -416,7 +400,6 @@ async def test_a_replica_that_cannot_start_changes_nothing(single: Fleet, file: 
 
 @pytest.mark.thorough
 async def test_engines_that_cannot_start_again_change_nothing(pair: Fleet) -> None:
-    await pair.serving()
     (pair.run_dir.path / "u1" / "busy").write_text("3")
     await pair.changes.scale("one", 1, said([]))
     pair.tell("fail-one-decode")
@@ -429,7 +412,6 @@ async def test_engines_that_cannot_start_again_change_nothing(pair: Fleet) -> No
 @pytest.mark.thorough
 async def test_all_replicas_or_none(single: Fleet, planner: FakePlanner) -> None:
     planner.room = 2
-    await single.serving()
     with pytest.raises(ChangeError, match="the machine is full"):
         await single.changes.scale("two", 4, said([]))
     assert single.serves == {"u0": ["one", "two"]}
@@ -437,7 +419,6 @@ async def test_all_replicas_or_none(single: Fleet, planner: FakePlanner) -> None
 
 
 async def test_a_model_comes_and_goes(single: Fleet, planner: FakePlanner) -> None:
-    await single.serving()
     await single.changes.add(declared("three"), said([]))
     assert single.serves == {"u0": ["one", "two"], "u1": ["three"]}
     assert [model.name for model in single.controller.fleet.models] == ["one", "two", "three"]
@@ -468,7 +449,6 @@ async def test_a_model_comes_and_goes(single: Fleet, planner: FakePlanner) -> No
 
 async def test_a_change_is_complete_when_all_gateways_go_by_it(single: Fleet) -> None:
     """Else who asks for a model that has just been added is told that there is none."""
-    await single.serving()
     deaf = single.tell("deaf-gateway")
     adding = asyncio.create_task(single.changes.add(declared("three"), said([])))
     await single.until(lambda: single.serves == {"u0": ["one", "two"], "u1": ["three"]})
@@ -495,10 +475,9 @@ async def test_a_change_is_complete_when_all_gateways_go_by_it(single: Fleet) ->
 async def test_a_gateway_that_is_not_there_or_hangs_holds_up_no_change(
     single: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await single.serving()
     die = single.tell("die-gateway-0")
     os.kill(single.pid(GATEWAY), signal.SIGKILL)
-    await single.until(lambda: any(isinstance(event, Down) and event.part == GATEWAY for event in single.events))
+    await single.down(GATEWAY)
     await single.changes.add(declared("three"), said([]))
     die.unlink()
     await single.until(lambda: single.ups(GATEWAY) == 2)
@@ -512,7 +491,6 @@ async def test_a_gateway_that_is_not_there_or_hangs_holds_up_no_change(
 
 @pytest.mark.thorough
 async def test_a_model_that_gateways_cannot_offer_is_not_added(single: Fleet) -> None:
-    await single.serving()
     single.tell("refuse-three")
     with pytest.raises(ChangeError, match="three cannot be offered: its tokenizer is of cheese"):
         await single.changes.add(declared("three"), said([]))
@@ -522,7 +500,6 @@ async def test_a_model_that_gateways_cannot_offer_is_not_added(single: Fleet) ->
 
 @pytest.mark.thorough
 async def test_a_model_that_cannot_start_is_not_added(single: Fleet) -> None:
-    await single.serving()
     single.tell("fail-three-prefill")
     with pytest.raises(ChangeError, match="weights are of cheese"):
         await single.changes.add(declared("three"), said([]))
@@ -531,7 +508,6 @@ async def test_a_model_that_cannot_start_is_not_added(single: Fleet) -> None:
 
 
 async def test_the_global_scheduler_starts_and_stops_replicas(pair: Fleet) -> None:
-    await pair.serving()
     pair.tell("orders", "start two 1")
     await pair.until(lambda: pair.serves.get("u2") == ["two"])
     pair.tell("orders", "stop one u1")
@@ -546,7 +522,7 @@ async def resident(run_dir: RunDir, planner: FakePlanner) -> AsyncIterator[Fleet
     residency = {"u0": ResidencySpec(ResidencyRules(1 << 40), models)}
     scaling = {name: ScalingRules(0, 1) for name in models}
     units = [fake_unit_spec(run_dir.path)]
-    async for each in running(Fleet(run_dir, units, planner, residency=residency, scaling=scaling)):
+    async for each in serving(Fleet(run_dir, units, planner, residency=residency, scaling=scaling)):
         yield each
 
 
@@ -554,7 +530,6 @@ async def test_a_model_is_woken_in_its_unit_alone_which_is_waited_for(
     resident: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A unit more, for a model whose unit is being started again, would take memory that nobody has set aside."""
-    await resident.serving()
     resident.tell("orders", "stop two u0")
     await resident.until(lambda: resident.serves == {"u0": ["one"]})
     ready = resident.controller.units.units["u0"].handle.ready
@@ -576,7 +551,6 @@ async def test_a_model_is_woken_in_its_unit_alone_which_is_waited_for(
 
 async def test_a_wake_ends_when_its_unit_is_started_again(resident: Fleet) -> None:
     """Nobody else would end it, and no order for that model would be carried out any more."""
-    await resident.serving()
     resident.tell("orders", "stop two u0")
     await resident.until(lambda: resident.serves == {"u0": ["one"]})
     unit = resident.controller.units.units["u0"]
@@ -603,14 +577,12 @@ async def test_the_global_scheduler_hears_of_a_start_that_fails(
     pair: Fleet, planner: FakePlanner, error: Exception
 ) -> None:
     planner.room, planner.full = 0, error
-    await pair.serving()
     pair.tell("orders", "start two 1")
     await pair.until(lambda: f"start of two failed: {error}" in pair.journal())
     assert not pair.task.done()
 
 
 async def test_stopped_in_the_middle_of_a_change(single: Fleet) -> None:
-    await single.serving()
     change = asyncio.create_task(single.changes.scale("two", 2, said([])))
     await single.until(lambda: any(isinstance(e, Starting) and e.part.unit == "u1" for e in single.events))
     single.controller.stop()
