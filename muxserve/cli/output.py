@@ -78,7 +78,7 @@ def models_table(unit_spec: UnitSpec) -> FigureTable:
         table.add_row(
             escape(model.name),
             model.dtype,
-            f"{model.layers} ({kept})" if model.private else f"{model.layers} x {model.kv_heads} ({kept})",
+            kept if model.private else f"{model.layers} x {model.kv_heads} ({kept})",
             model.pool if model.pages_per_block else "-",
             f"{model.block_tokens} tokens" if model.pages_per_block else "-",
             quota_words(model),

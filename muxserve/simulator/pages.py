@@ -13,6 +13,7 @@ or out (`scheduler`). The scheduler alone changes quotas. Everybody else reads.
 
 from __future__ import annotations
 
+import sys
 from typing import Protocol
 
 from muxserve.scheduling.types import PoolProfile
@@ -183,14 +184,16 @@ class ModelPages:
         pool = self.pool
         mine = self.quota - self.held - self.committed
         all_ = pool.profile.pages - pool.held - pool.committed - pool.cached
-        return max(0, mine if mine < all_ else all_) // self.per_block
+        # A model that keeps states alone takes no pages for its tokens.
+        return max(0, mine if mine < all_ else all_) // self.per_block if self.per_block else sys.maxsize
 
     def available_blocks(self) -> int:
         """Blocks that may be taken now, from what is cached as well."""
         pool = self.pool
         mine = self.quota - self.held - self.committed
         all_ = pool.profile.pages - pool.held - pool.committed
-        return max(0, mine if mine < all_ else all_) // self.per_block
+        # A model that keeps states alone takes no pages for its tokens.
+        return max(0, mine if mine < all_ else all_) // self.per_block if self.per_block else sys.maxsize
 
 
 class SimPool:
