@@ -27,20 +27,16 @@ ENGINE = f"{OWN}/both"
 DRAFTED, AHEAD = "drafted", "ahead"
 # Room for some sequences of it only.
 FEW = 14 << 20
-LATENT = {"small_latent"}
 
 
 @pytest.fixture(scope="module")
 def family() -> Iterator[Engines]:
-    # Chunks of 128 tokens, so that the long prompts take several steps; latents are computed in one piece.
+    # Chunks of 128 tokens, so that the long prompts take several steps.
     changes: dict[str, Any] = {"max_num_batched_tokens": 128, "engine_args": {"logits_processors": [poison.NAME]}}
     models = [
         deployed_model(POOLED, MODELS[POOLED], max_num_batched_tokens=128),
         private_model(OWN, MODELS[POOLED], kv_bytes=FEW, **changes),
-        *(
-            private_model(kind, tiny_private(kind), max_num_batched_tokens=1024 if kind in LATENT else 128)
-            for kind in PRIVATE_KINDS
-        ),
+        *(private_model(kind, tiny_private(kind), max_num_batched_tokens=128) for kind in PRIVATE_KINDS),
     ]
     if THOROUGH:
         proposing = {"method": "draft_model", "model": str(MODELS[POOLED]), "num_speculative_tokens": 2}
@@ -65,7 +61,7 @@ SERVED = [
     pytest.param("llama4", marks=pytest.mark.serves("Llama4 (private)", "served", "prefix cache")),
     pytest.param("gemma3n", marks=pytest.mark.serves("Gemma3n (private)", "served")),
     pytest.param("gemma4", marks=pytest.mark.serves("Gemma4 (private)", "served", "prefix cache")),
-    pytest.param("small_latent", marks=pytest.mark.serves("DeepseekV3 of another size (private)", "served")),
+    pytest.param("minicpm3", marks=pytest.mark.serves("MiniCPM3 (private)", "served")),
 ]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.support.tiny_checkpoint import CACHE, NO_AUXILIARY_LOSS, SPECIAL_TOKENS, VERSION, WINDOW, _write_tokenizer
+from tests.support.tiny_checkpoint import CACHE, SPECIAL_TOKENS, VERSION, WINDOW, _write_tokenizer
 
 _SMALL: dict[str, object] = {
     "hidden_size": 256,
@@ -87,14 +87,12 @@ PRIVATE = {
         | {"layer_types": _ALTERNATING, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
         | {"tie_word_embeddings": True},
     ),
-    "small_latent": TinyKind(
-        "DeepseekV3Config",
-        "DeepseekV3ForCausalLM",
-        "latent attention is held by the pool",
-        {**_SMALL, "num_hidden_layers": 2, "num_key_value_heads": 4, "kv_lora_rank": 128, "qk_rope_head_dim": 32}
-        | {"qk_nope_head_dim": 64, "v_head_dim": 64, "q_lora_rank": None, "moe_intermediate_size": 64}
-        | {"first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
-        | {"n_group": 2, "topk_group": 1, **NO_AUXILIARY_LOSS},
+    "minicpm3": TinyKind(
+        "MiniCPM3Config",
+        "MiniCPM3ForCausalLM",
+        "the keys and values of all heads",
+        {**_SMALL, "num_hidden_layers": 2, "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64}
+        | {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64},
     ),
 }
 
