@@ -110,7 +110,10 @@ def _print(url: str, health: dict[str, Any], fleet: dict[str, Any]) -> None:
                 blank = [""] if shapes else []
                 _row(table, [f"  {unit}", *blank, word, "", "", *(each.get(key, "-") for key in counts.values())])
     console.print(table)
-    pageless = sorted({name for unit in units for name, m in _models(unit).items() if _without_pages(m)})
+    own = _private(fleet)
+    for name, size in own.items():
+        console.print(f"{escape(name)}: {format_size(size)} of KV cache of its own in each engine (kv: private)")
+    pageless = sorted({name for unit in units for name, m in _models(unit).items() if _without_pages(m)} - own.keys())
     if pageless:
         console.print(
             f"no pages: {escape(', '.join(pageless))} ({'they keep' if len(pageless) > 1 else 'it keeps'} no KV)"
@@ -218,6 +221,12 @@ def _costs(unit: dict[str, Any], served: Container[str]) -> list[str]:
         if found:
             lines.append(f"{name}: steps over predicted: {', '.join(found)}")
     return lines
+
+
+def _private(fleet: dict[str, Any]) -> dict[str, int]:
+    """Bytes of the private caches, by model."""
+    models = fleet.get("models") or []
+    return {str(each.get("name")): int(each.get("kv_bytes") or 0) for each in models if each.get("kv") == "private"}
 
 
 def _shapes(fleet: dict[str, Any]) -> dict[str, str]:

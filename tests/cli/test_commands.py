@@ -173,6 +173,16 @@ def test_status_of_a_serving_fleet(endpoint: Endpoint) -> None:
     assert ("/health", None) in endpoint.seen
 
 
+def test_status_of_a_private_cache(endpoint: Endpoint) -> None:
+    """It has no pages, although it keeps KV."""
+    unit = {**FLEET["units"][0], "state": {"models": {"one": {**COUNTS, "pages_per_block": 0}}}}
+    models = [{"name": "one", "kv": "private", "kv_bytes": 256 << 20}]
+    endpoint.answers = {"/health": (200, HEALTH), "/fleet": (200, {"units": [unit], "models": models})}
+    said = runner.invoke(app, ["status", "--url", endpoint.url]).stdout
+    assert "one: 256 MiB of KV cache of its own in each engine (kv: private)" in said
+    assert "keeps no KV" not in said
+
+
 def test_status_of_several_units(endpoint: Endpoint) -> None:
     more = {**COUNTS, "queued": 1, "moved_in": 7, "moved_out": 2}
     second = {
