@@ -90,10 +90,24 @@ def test_what_does_not_fit_the_machine_has_a_line_too(old: str, new: str, expect
 
 def test_a_model_that_cannot_be_served_is_refused_with_the_reason(fleet_file: Path) -> None:
     config = fleet_file.parent / "two/config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "attention_chunk_size": 128}))
+    whole = json.loads(config.read_text())
+    config.write_text(json.dumps({**whole, "num_key_value_heads": 3}))
     result = runner.invoke(app, ["validate", str(fleet_file)])
     assert result.exit_code == 2
-    assert ":5: models[1].path: cannot be served: LlamaForCausalLM: it uses chunked attention" in result.stderr
+    assert ":5: models[1].path: cannot be served: LlamaForCausalLM: " in result.stderr
+    assert "cannot share 3 KV heads evenly" in result.stderr
+
+
+def test_what_the_pool_cannot_hold_has_a_cache_of_its_own(fleet_file: Path) -> None:
+    config = fleet_file.parent / "two/config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "attention_chunk_size": 128}))
+    result = runner.invoke(app, ["validate", str(fleet_file)])
+    assert result.exit_code == 0, result.output
+    assert "of KV cache of its own (kv: private): it uses chunked attention" in " ".join(result.stdout.split())
+    fleet_file.write_text(fleet_file.read_text().replace("rate: 3", "rate: 3, kv: pool"))
+    result = runner.invoke(app, ["validate", str(fleet_file)])
+    assert result.exit_code == 2
+    assert ":5: models[1].kv: the pool cannot hold what LlamaForCausalLM keeps" in result.stderr
 
 
 def test_a_broken_config_is_refused(fleet_file: Path) -> None:
