@@ -14,6 +14,7 @@ from muxserve.memory import server
 from muxserve.wire import Blocks, Detach, Detached, ShowBlocks, StepFailed
 from tests.engine.cases import CASES, GROWN, NOISE, sampling
 from tests.engine.checks import bodies, check, reports
+from tests.engine.conftest import TRIED
 from tests.engine.harness import MODELS, PRIVATE_KINDS, Engines, deployed_model, engines, private_model
 from tests.support import poison
 from tests.support.thoroughness import THOROUGH
@@ -165,6 +166,13 @@ def test_nothing_of_it_moves(family: Engines, answers: dict[str, Any]) -> None:
     family.lease(ENGINE)
     ended(family, requests)
     check(family, answers, "stays", ["greedy"])
+
+
+@pytest.mark.thorough
+def test_on_two_ranks(stock_by_ranks: dict[int, dict[str, Any]]) -> None:
+    with engines([private_model(OWN, MODELS[POOLED], max_num_batched_tokens=128)], ranks=2) as two:
+        two.serve_both(OWN, bodies(two, stock_by_ranks[2], "two", TRIED), mixed=True)
+        check(two, stock_by_ranks[2], "two", TRIED)
 
 
 def test_it_serves_on_when_the_memory_manager_dies(family: Engines, answers: dict[str, Any]) -> None:

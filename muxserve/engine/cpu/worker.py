@@ -145,7 +145,7 @@ class PooledCPUWorker(cpu_worker.CPUWorker):
             torch.compiler.set_stance("force_eager")
         super().init_device()
         if ranks > 1:
-            _unlink_shared_memory()
+            unlink_shared_memory()
 
     def schedule_ahead(self) -> None:
         """See `AheadOnHost.schedule_ahead`."""
@@ -164,7 +164,7 @@ class PooledCPUWorker(cpu_worker.CPUWorker):
         self.model_runner.rebind_pool()
 
 
-def _unlink_shared_memory() -> None:
+def unlink_shared_memory() -> None:
     """Take away the names of the memory in which ranks exchange activations: all of them have it open, and after a kill
     nobody would."""
     for path in Path("/dev/shm").glob(f"{glob.escape(os.environ['VLLM_DIST_IDENT'])}-*"):

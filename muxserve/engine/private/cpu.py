@@ -9,13 +9,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from muxserve.engine.binding import place_of
-from muxserve.engine.cpu import adapters, ngrams, weight_files, weight_packing
+from muxserve.engine.cpu import ngrams
 from muxserve.engine.cpu.ahead import AheadOnHost
 from muxserve.engine.cpu.resuming import ResumingOnHost
-
-adapters.register()
-weight_files.register()
-weight_packing.register()
+from muxserve.engine.cpu.worker import unlink_shared_memory
 
 _ATTENTION = {
     AttentionBackendEnum.CPU_ATTN: "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend",
@@ -36,12 +33,13 @@ class PrivateCPUWorker(cpu_worker.CPUWorker):
     """`worker_cls` of engines on CPU with a cache of their own."""
 
     def init_device(self) -> None:
-        # In the process that this one was forked from there are those that know the pool.
+        # Adapters, and how weights are read, are as on the pool; attention is not.
         for backend, stock in _ATTENTION.items():
             register_backend(backend, stock)
         # CPUWorker names its runner class; there is no hook to choose another.
         cpu_worker.CPUModelRunner = PrivateCPUModelRunner
-        if self.parallel_config.world_size > 1:
+        ranks = self.parallel_config.world_size
+        if ranks > 1:
             # Not later: vLLM lets nobody change it once a worker is up.
             unit_spec, model, _ = place_of(self.vllm_config)
             torch.set_num_threads(unit_spec.model(model).threads)
@@ -49,6 +47,8 @@ class PrivateCPUWorker(cpu_worker.CPUWorker):
             # Else also eager engines would call a C++ compiler, for seconds.
             torch.compiler.set_stance("force_eager")
         super().init_device()
+        if ranks > 1:
+            unlink_shared_memory()
 
     def schedule_ahead(self) -> None:
         """See `AheadOnHost.schedule_ahead`."""
