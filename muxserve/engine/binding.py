@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,31 @@ class Binding:
     view: ModelView
     rank: int = 0
     pid: int = field(default_factory=os.getpid)
+
+
+class OwnMemory:
+    """In place of the memory manager's client, and of what it maps, in an engine with a cache of its own: there is
+    nothing to guard, and no manager to die. Pages and blocks are not here: whoever asks for them is wrong."""
+
+    generation = 0
+
+    @property
+    def counters(self) -> OwnMemory:
+        """Its generation is always the same."""
+        return self
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Nobody else reads what is written."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def private_binding(model: ModelSpec, phase: EnginePhase, rank: int = 0) -> Binding:
+    """The binding of an engine, or of one of its workers, with a cache of its own."""
+    memory: Any = OwnMemory()
+    return Binding(model, phase, memory, memory, rank)
 
 
 _binding: Binding | None = None
@@ -74,6 +100,9 @@ def bind_worker(vllm_config: Any, rank: int, anew: bool = False) -> Binding:
     if _binding is not None and _binding.pid == os.getpid() and not anew:
         return _binding
     unit_spec, model, phase = place_of(vllm_config)
+    if unit_spec.model(model).private:
+        bind(private_binding(unit_spec.model(model), phase, rank))
+        return current()
     # What is mapped stays when the connection has ended. The blocks are the engine's, not the workers': they need none.
     with MemoryClient(unit_spec.memory_socket, f"{model}/{phase}/{rank}"[-128:]) as client:
         view = client.map(model, rank)

@@ -13,14 +13,13 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
-from muxserve.engine.binding import Binding, bind, current
+from muxserve.engine.binding import Binding, bind, current, private_binding
 from muxserve.engine.budget import BudgetedSteps, token_budget_of
 from muxserve.engine.grammars import load_tokenizers_later, use_grammars
 from muxserve.engine.lease import HeldLease, StepNews
 from muxserve.engine.leased_scheduler import LeasedScheduler
 from muxserve.engine.outputs import TokenSender
 from muxserve.engine.pipeline import StepPipeline
-from muxserve.engine.private.binding import private_binding
 from muxserve.engine.probe import probe
 from muxserve.engine.requests import EngineRequests, internal_id
 from muxserve.engine.rest import REST, WAKE, RestOrders

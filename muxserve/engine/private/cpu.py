@@ -8,7 +8,7 @@ from vllm.config import CompilationMode, VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from muxserve.engine.binding import place_of
+from muxserve.engine.binding import bind_worker
 from muxserve.engine.cpu import ngrams
 from muxserve.engine.cpu.ahead import AheadOnHost
 from muxserve.engine.cpu.resuming import ResumingOnHost
@@ -41,8 +41,7 @@ class PrivateCPUWorker(cpu_worker.CPUWorker):
         ranks = self.parallel_config.world_size
         if ranks > 1:
             # Not later: vLLM lets nobody change it once a worker is up.
-            unit_spec, model, _ = place_of(self.vllm_config)
-            torch.set_num_threads(unit_spec.model(model).threads)
+            torch.set_num_threads(bind_worker(self.vllm_config, self.rank).model.threads)
         if self.compilation_config.mode == CompilationMode.NONE:
             # Else also eager engines would call a C++ compiler, for seconds.
             torch.compiler.set_stance("force_eager")

@@ -6,12 +6,10 @@ import torch
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from muxserve.engine import binding
 from muxserve.engine.cuda.graphs import ContextGraphs
 from muxserve.engine.cuda.resuming import ResumingOnDevice
 from muxserve.engine.cuda.runner import without_collecting
 from muxserve.engine.cuda.worker import PooledGPUWorker
-from muxserve.engine.private.binding import private_binding
 
 _LATENT = "vllm.v1.attention.backends.mla.triton_mla.TritonMLABackend"
 
@@ -35,10 +33,6 @@ class PrivateGPUWorker(PooledGPUWorker):
         # Where it is imported, one that knows the pool is in its place.
         register_backend(AttentionBackendEnum.TRITON_MLA, _LATENT)
         super().init_device()
-
-    def _bind(self) -> None:
-        unit_spec, model, phase = binding.place_of(self.vllm_config)
-        binding.bind(private_binding(unit_spec.model(model), phase))
 
     def _make_model_runner(self) -> PrivateGPUModelRunner:
         made = PrivateGPUModelRunner(self.vllm_config, self.device)

@@ -15,7 +15,13 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from muxserve.engine.leased_scheduler import LeasedScheduler
-from muxserve.engine.private.binding import NoPool
+
+
+class NoPool:
+    """In place of `PooledBlockPool`."""
+
+    def end_step(self) -> None:
+        """There is nobody to tell."""
 
 
 class PrivateScheduler(LeasedScheduler):
