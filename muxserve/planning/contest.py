@@ -16,12 +16,14 @@ from muxserve.planning.prediction import Prediction, falls_short
 from muxserve.planning.workloads import DECLARED, WORKLOADS, Variation
 from placement.planner import ClusterPlan
 
-# The part of the requests of each workload that all plans are looked at with.
-LOOK = 0.15
+# The part of the requests of each workload that all plans are looked at with, and where queues grow.
+LOOK, LONG_LOOK = 0.15, 0.4
 # Plans that keep fewer requests less than this part of all are equal.
 EQUAL = 0.005
 # A plan whose kept parts, added up over the workloads so far, are so far behind the best is left out.
 _BEHIND = 0.3
+# So many plans are tried under each workload at most, the best so far; of the last of them again and again.
+_MOST = (99, 99, 6, 5, 4)
 # So many of the best plans are in the final, and as many of those with the highest means.
 _FINALISTS = 2
 # A plan that keeps this part of what is declared keeps all of less.
@@ -142,12 +144,18 @@ class Contest:
     Args:
         simulate: a plan on a part of the requests of a workload, the same for all; None: that is not possible.
         workloads: the declared one is the first.
-        whole: a part of the requests shows nothing, so that all are simulated.
+        look: the part of the requests that all plans are looked at with. With all of them that is done under the
+            declared workload alone, and with the others in the final.
     """
 
     simulate: Simulate
     workloads: Sequence[Variation] = WORKLOADS
-    whole: bool = False
+    look: float = LOOK
+
+    @property
+    def whole(self) -> bool:
+        """Whether all requests are simulated, since a part of them shows nothing."""
+        return self.look == 1.0
 
     def ranked(self, rivals: Sequence[Rival], always: str = "") -> list[Rival]:
         """The plans of the final, the best first. Plans without a place for a model that others have one for do not
@@ -173,25 +181,24 @@ class Contest:
     def _looks(self, heat: Sequence[Rival], always: str) -> dict[int, Rival]:
         """The plans that are not far behind, by their number in `heat`."""
         looks = {number: replace(each, prediction=None, kept={}) for number, each in enumerate(heat)}
-        for workload in self.workloads[:1] if self.whole else self.workloads:
+        for place, workload in enumerate(self.workloads[:1] if self.whole else self.workloads):
+            looks = self._best(looks, _MOST[min(place, len(_MOST) - 1)], always)
             for number, look in looks.items():
                 if workload.is_less and look.kept.get(DECLARED.name, 0.0) >= _ALL:
                     looks[number] = replace(look, kept={**look.kept, workload.name: 1.0})
                     continue
                 known = heat[number].prediction if self.whole and workload is DECLARED else None
-                made = known or self.simulate(look.plan, 1.0 if self.whole else LOOK, workload)
+                made = known or self.simulate(look.plan, self.look, workload)
                 looks[number] = look.looked_at(workload, made)
-            looks = self._without_those_behind(looks, always)
         return looks
 
-    def _without_those_behind(self, looks: Mapping[int, Rival], always: str) -> dict[int, Rival]:
-        most = max((sum(look.kept.values()) for look in looks.values()), default=0.0)
-        alike = max((len(look.kept) for look in looks.values()), default=0)
-        return {
-            number: look
-            for number, look in looks.items()
-            if look.is_way(always) or len(look.kept) < alike or sum(look.kept.values()) >= most - _BEHIND
-        }
+    @staticmethod
+    def _best(looks: Mapping[int, Rival], count: int, always: str) -> dict[int, Rival]:
+        """At most so many of the plans, without those that are far behind."""
+        most = max((look.mean for look in looks.values()), default=0.0)
+        order = sorted(looks, key=lambda number: (-looks[number].mean, looks[number].latency, number))
+        left = [n for n in order if looks[n].mean * len(looks[n].kept) >= most * len(looks[n].kept) - _BEHIND][:count]
+        return {number: look for number, look in looks.items() if number in left or look.is_way(always)}
 
     def _in_final(self, look: Rival, known: Prediction | None) -> Rival:
         """The plan with all requests of the declared workload, and with all workloads."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from muxserve.cluster.machine import this_machine
 from muxserve.config import Fleet, load_fleet
 from muxserve.costs.latency import CostError, LatencyModel
-from muxserve.planning.contest import Contest, Rival
+from muxserve.planning.contest import LONG_LOOK, LOOK, Contest, Rival
 from muxserve.planning.dedicated_units import divide_cpu, divide_gpus, is_alone, open_units
 from muxserve.planning.demands import check_lengths, contexts_of, demands_of, equal_nodes, memory_of
 from muxserve.planning.device_pool import CpuPool, cpu_pool
@@ -273,14 +273,14 @@ class Planner:
             found.simulated = self._measured(found.plan, found.simulated)
             return found
         throughput = self.options.objective.name == "throughput"
-        # Where queues grow, and where requests per second are compared, a part of a window shows nothing.
-        whole = throughput or not found.plan.meets
-        if whole:
+        # Where requests per second are compared, a part of a window shows nothing, and where queues grow little.
+        part = 1.0 if throughput else LOOK if found.plan.meets else LONG_LOOK
+        if throughput:
             found.simulated = self._measured(found.plan, found.simulated, alike=True)
-        if throughput and not found.simulated.is_long_enough:
-            return found
+            if not found.simulated.is_long_enough:
+                return found
         began = time.monotonic()
-        ranked = self._contest(self._rivals(found, demands, cluster), found.simulated, whole)
+        ranked = self._contest(self._rivals(found, demands, cluster), found.simulated, part)
         first = ranked[0]
         if first.plan is not found.plan:
             found = PlannedFleet(first.plan)
@@ -288,12 +288,13 @@ class Planner:
         found.rivals, found.contest_seconds = ranked, time.monotonic() - began
         return found
 
-    def _contest(self, rivals: Sequence[Rival], first: Prediction, whole: bool) -> list[Rival]:
-        """The plans of the final, the best first; `first` is the prediction of the first one."""
+    def _contest(self, rivals: Sequence[Rival], first: Prediction, part: float) -> list[Rival]:
+        """The plans of the final, the best first; `first` is the prediction of the first one, and `part` that of the
+        requests which all plans are looked at with."""
         names, seconds = [demand.name for demand in rivals[0].plan.demands], first.seconds
         # All models of all plans are simulated for several answers of so many seconds, or their rates say nothing.
         answers = max((window.seconds for window in first.windows.values()), default=0.0) / ANSWERS
-        workloads = WORKLOADS if self.robust else (DECLARED,)
+        workloads, whole = WORKLOADS if self.robust else (DECLARED,), part == 1.0
         known: dict[object, Prediction | None] = {}
 
         def simulate(plan: ClusterPlan, part: float, varied: Variation) -> Prediction | None:
@@ -305,7 +306,7 @@ class Planner:
                 known[key] = self._tried(plan, trial)[0]
             return known[key]
 
-        ranked = Contest(simulate, workloads, whole).ranked(rivals, SIMPLEST)
+        ranked = Contest(simulate, workloads, part).ranked(rivals, SIMPLEST)
         for _ in range(_LONGER):
             # Answers of one way take longer than those of another.
             longer = _SPARE * max(
@@ -315,7 +316,7 @@ class Planner:
             if not whole or self.simulate is not None or enough:
                 break
             answers, rivals = longer, [replace(each, prediction=None) for each in rivals]
-            ranked = Contest(simulate, workloads, whole).ranked(rivals, SIMPLEST)
+            ranked = Contest(simulate, workloads, part).ranked(rivals, SIMPLEST)
         return ranked
 
     def _rivals(self, found: PlannedFleet, demands: Sequence[Demand], cluster: Cluster) -> list[Rival]:

@@ -520,20 +520,32 @@ def verified(
     made = plan(demands)
     best = Verified(made, simulate(made))
     spare: dict[str, float] = {}
+    layouts = [_layout(made)]
     short = falls_short(best.plan, best.prediction)
     for _ in range(attempts):
         if not made.meets or not short:
             break
         spare = {**spare, **{name: spare.get(name, 1.0) * SPARE for name in short}}
         made = plan([replace(demand, rate=demand.rate * spare.get(demand.name, 1.0)) for demand in demands])
-        if not made.meets:
+        layout = _layout(made)
+        if not made.meets or layout in layouts:
+            # More of the same asks for the same: no more spare will help.
             break
+        layouts.append(layout)
         candidate = restated(made, demands, spare)
         prediction = simulate(candidate)
         short = falls_short(candidate, prediction)
         if _badness(candidate, prediction) < _badness(best.plan, best.prediction):
             best = Verified(candidate, prediction, spare)
     return best
+
+
+def _layout(plan: ClusterPlan) -> list[tuple[object, ...]]:
+    """Which models are where, with what shares."""
+    return [
+        (unit.devices, *((each.model, each.prefill_share, each.decode_share) for each in unit.models))
+        for unit in plan.placement.units
+    ]
 
 
 def restated(plan: ClusterPlan, demands: Sequence[Demand], spare: Mapping[str, float]) -> ClusterPlan:

@@ -176,7 +176,7 @@ class TestContest:
     def test_where_parts_show_nothing_all_requests_are_simulated_and_only_for_the_best(self) -> None:
         looks: list[tuple[float, float, str]] = []
         rates = {float(n): {"as declared": 0.9 - 0.05 * n} for n in range(5)}
-        whole = replace(contest(rates, looks), whole=True)
+        whole = replace(contest(rates, looks), look=1.0)
         ranked = whole.ranked(rivals("a", "b", "c", "d", "e"))
         assert [each.way for each in ranked] == ["a", "b"]
         assert {part for _, part, _ in looks} == {1.0}
