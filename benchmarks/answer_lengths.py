@@ -25,9 +25,10 @@ from report import machine, write_report
 
 from muxserve.metrics.definitions import Objectives
 from muxserve.rolling.member import LatencyTargets
-from muxserve.simulator import FleetModel, RingRules, lone_unit, simulate
+from muxserve.simulator import RingRules, lone_unit, simulate
 from muxserve.workload import ModelLoad, TraceRequest, generate
 from muxserve.workload.lengths import QuantileLengths
+from placement.demand import Demand
 
 TTFT = 5.0
 SECONDS = 60.0
@@ -65,7 +66,7 @@ def run(dataset: str, tokens: int, rate: float, how: str, seed: int) -> dict[str
     prompt, output = LENGTHS[dataset]
     drawn = generate({"m": ModelLoad(rate, prompt, output)}, SECONDS, seed)
     requests = [each for each in drawn if each.prompt_tokens + each.output_tokens <= tokens]
-    model = FleetModel("m", llama("13b"), DTYPE, 256, 2048)
+    model = Demand("m", llama("13b"), DTYPE, 256, 2048)
     blocks = tokens // BLOCK
     units = [lone_unit(f"i{n}", "L20-48GB", (n,), model, blocks, policy="rolling") for n in range(REPLICAS)]
     found = simulate(units, requests, COSTS, OPTIONS, {"m": rules_of(how, requests)}).requests

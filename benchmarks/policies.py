@@ -32,9 +32,10 @@ from muxserve.costs.interference import Interference
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.summary import summarise
 from muxserve.planning.checkpoints import planned_architecture
-from muxserve.simulator import AloneSimulation, FleetModel, Mode, SimUnit, mode_of, simulate, units_of
+from muxserve.simulator import AloneSimulation, Mode, SimUnit, mode_of, simulate, units_of
 from muxserve.workload import Arrivals, LogNormalLengths, ModelLoad, TraceRequest, generate
 from placement.cluster import Cluster, Node, PlacedUnit, Placement
+from placement.demand import Demand
 
 ROOT = Path(__file__).resolve().parent.parent
 ALONE_ON = {"7b": 1, "8b": 1, "13b": 1, "30b": 2, "65b": 4, "70b": 4}
@@ -156,10 +157,10 @@ def _chosen_on() -> dict[str, Scenario]:
 LOADS = {"light": 0.4, "busy": 0.8, "overload": 1.5}
 
 
-def model_of(name: str, size: str) -> FleetModel:
+def model_of(name: str, size: str) -> Demand:
     """A model as the simulator takes it."""
     if size in ("8b", "70b"):
-        return FleetModel(name, planned_architecture(f"llama-3.1-{size}", ROOT), DTYPE, max_len=2 * LONGEST)
+        return Demand(name, planned_architecture(f"llama-3.1-{size}", ROOT), DTYPE, max_len=2 * LONGEST)
     return replace(fleet_model(name, size), max_len=2 * LONGEST)
 
 
@@ -241,7 +242,7 @@ def fixed_shares(unit: SimUnit) -> SimUnit:
     return replace(unit, models=models)
 
 
-def _alone(name: str, size: str, model: FleetModel) -> PlacedUnit:
+def _alone(name: str, size: str, model: Demand) -> PlacedUnit:
     return placed_unit(name, 0, ALONE_ON[size], {name: (model, 1.0, 1.0, 1.0)})
 
 

@@ -27,13 +27,14 @@ from muxserve.replicas.dispatch import DispatchPolicy, FreestOfQueues, NewReques
 from muxserve.replicas.prefixes import PrefixAware, PrefixRecord
 from muxserve.replicas.priorities import Levels
 from muxserve.replicas.views import InstanceLoad
-from muxserve.simulator import FleetModel, Options, ReplicaRules, SimUnit, sim_unit, simulate
+from muxserve.simulator import Options, ReplicaRules, SimUnit, sim_unit, simulate
 from muxserve.workload import TraceRequest, open_workload
 from placement.cluster import PlacedModel, PlacedUnit
+from placement.demand import Demand
 
 ROOT = Path(__file__).resolve().parent.parent
 ARCHITECTURE = planned_architecture("llama-3.1-8b", ROOT)
-MODEL = FleetModel("m", ARCHITECTURE, "bfloat16", max_num_seqs=256, max_num_batched_tokens=4096, max_len=16384)
+MODEL = Demand("m", ARCHITECTURE, "bfloat16", max_num_seqs=256, max_num_batched_tokens=4096, max_len=16384)
 KV_TOKENS = 160_000
 # Requests per second of a replica, light and heavy.
 TRAFFIC = {

@@ -26,9 +26,10 @@ from report import machine, write_report
 
 from muxserve.costs import ModelArchitecture
 from muxserve.costs.roofline import Roofline
-from muxserve.simulator import FleetModel, FleetResult, SimUnit, mode_of, simulate, units_of
+from muxserve.simulator import FleetResult, SimUnit, mode_of, simulate, units_of
 from muxserve.workload.trace import TraceRequest
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
+from placement.demand import Demand
 
 GIB = 1 << 30
 DEVICE = "A100-80GB"
@@ -67,11 +68,11 @@ def architecture(size: str) -> ModelArchitecture:
     )
 
 
-def fleet() -> tuple[dict[str, FleetModel], list[tuple[str, int, float]]]:
+def fleet() -> tuple[dict[str, Demand], list[tuple[str, int, float]]]:
     """The models, and (size, GPUs, GiB of KV per GPU) of each unit with the models in it."""
     counts = {"7b": 8, "13b": 4, "30b": 2, "65b": 1}
     models = {
-        f"{size}-{number}": FleetModel(f"{size}-{number}", architecture(size), "float16")
+        f"{size}-{number}": Demand(f"{size}-{number}", architecture(size), "float16")
         for size, count in counts.items()
         for number in range(count)
     }
@@ -84,7 +85,7 @@ def rates(names: list[str], total: float) -> dict[str, float]:
     return {name: total * weight / sum(weights) for name, weight in zip(names, weights, strict=True)}
 
 
-def colocated(models: dict[str, FleetModel], layout: list[tuple[str, int, float]], rate: dict[str, float]) -> Placement:
+def colocated(models: dict[str, Demand], layout: list[tuple[str, int, float]], rate: dict[str, float]) -> Placement:
     """Two 7B or 13B per unit, one 30B, two replicas of the 65B."""
     waiting = {size: [name for name in models if name.startswith(f"{size}-")] for size in LLAMA}
     units, device = [], 0
@@ -98,7 +99,7 @@ def colocated(models: dict[str, FleetModel], layout: list[tuple[str, int, float]
     return Placement(Cluster((Node(DEVICE, 8),) * 4), tuple(units))
 
 
-def apart(models: dict[str, FleetModel], rate: dict[str, float]) -> Placement:
+def apart(models: dict[str, Demand], rate: dict[str, float]) -> Placement:
     """Every model alone: 8 x 1, 4 x 2, 2 x 4, 1 x 8 GPUs."""
     gpus, kv = {"7b": 1, "13b": 2, "30b": 4, "65b": 8}, {"7b": 50.0, "13b": 50.0, "30b": 50.0, "65b": 50.0}
     units, device = [], 0

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 from muxserve.costs.architecture import ModelArchitecture
-from muxserve.costs.latency import ServedModel
+from muxserve.costs.calibration import Graphs
 from placement.cluster import ShapeName
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demand(ServedModel):
-    """One model and its load.
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """One model and its load: what the planner places, and what the simulator serves.
+
+    `max_len` is its longest sequence in tokens (None: as the architecture says), `graphs` is as of `EngineShape`. With
+    `prefix_caching` it keeps full blocks for prompts that begin with the same tokens.
 
     `rate` is requests per second of the whole fleet, `prompt_tokens` and `output_tokens` are means. `slo_ttft` and
     `slo_tpot` are seconds (None: no objective). `weight` is what a served request counts in the throughput objective.
@@ -21,7 +24,16 @@ class Demand(ServedModel):
     engines, if somebody has chosen it.
     """
 
-    rate: float
+    name: str
+    architecture: ModelArchitecture
+    dtype: str = "bfloat16"
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_len: int | None = None
+    graphs: Graphs = "piecewise"
+    prefix_caching: bool = True
+    _: KW_ONLY
+    rate: float = 1.0
     prompt_tokens: int = 512
     output_tokens: int = 256
     slo_ttft: float | None = None
@@ -37,6 +49,11 @@ class Demand(ServedModel):
             raise ValueError(f"{self.name}: {self.least} to {self.most} replicas are none")
         if not self.rate > 0 or self.prompt_tokens < 1 or self.output_tokens < 1:
             raise ValueError(f"{self.name}: rate, prompt_tokens and output_tokens must be above zero")
+
+    @property
+    def context(self) -> int:
+        """Tokens of its longest sequence, prompt and answer."""
+        return self.max_len or self.architecture.default_max_len
 
     @property
     def sequence_tokens(self) -> int:

@@ -17,9 +17,9 @@ from muxserve.costs import read_architecture
 from muxserve.memory import server
 from muxserve.replicas.priorities import DEFAULT_LEVELS
 from muxserve.replicas.views import InstanceLoad, InstanceView
-from muxserve.simulator import FleetModel
 from muxserve.workload import TraceRequest
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
+from placement.demand import Demand
 from tests.memory.support import block_hash, unit_spec
 from tests.support import segments
 from tests.support.unit_specs import model_spec
@@ -64,7 +64,7 @@ WORKLOAD = [TraceRequest(n / 10, "llama", 100, 20) for n in range(20)]
 def of_the_simulator(folder: Path) -> Names:
     unit = PlacedUnit("unit0", "A10", (0,), (PlacedModel("llama", 1.0, 1.0, 1.0),), 1 << 30)
     placement = Placement(Cluster((Node("A10", 1),)), (unit,))
-    return {"placement": placement, "models": {"llama": FleetModel("llama", architecture())}, "workload": WORKLOAD}
+    return {"placement": placement, "models": {"llama": Demand("llama", architecture())}, "workload": WORKLOAD}
 
 
 def of_pipelines(folder: Path) -> Names:

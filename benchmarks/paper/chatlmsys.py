@@ -49,10 +49,11 @@ from muxserve.scheduling.policies import POLICIES
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import WHOLE, Grant
-from muxserve.simulator import MODES, FleetModel, Mode, SimUnit, simulate, units_of
+from muxserve.simulator import MODES, Mode, SimUnit, simulate, units_of
 from muxserve.workload.published import published
 from muxserve.workload.trace import TraceRequest
 from placement.cluster import Cluster, Node, Placement
+from placement.demand import Demand
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LENGTHS = "MUXSERVE_CHATLMSYS_LENGTHS"
@@ -174,12 +175,12 @@ def unit_key(key: str) -> tuple[int, int]:
     return int(number), int(gpus)
 
 
-def placement_of(name: str, workload: dict[str, Any], system: str) -> tuple[Placement, dict[str, FleetModel]]:
+def placement_of(name: str, workload: dict[str, Any], system: str) -> tuple[Placement, dict[str, Demand]]:
     """The published placement of one system."""
     measured = workload["measured"][system]
     models = {m["name"]: m for m in workload["models"]}
     sizes = {n: m["architecture"].removeprefix("llama-") for n, m in models.items()}
-    fleet: dict[str, FleetModel] = {}
+    fleet: dict[str, Demand] = {}
     units, first = [], 0
     for key, names in sorted(measured["placement"].items(), key=lambda item: -unit_key(item[0])[1]):
         number, gpus = unit_key(key)

@@ -49,7 +49,6 @@ from muxserve.rolling.mitosis import Bounds
 from muxserve.rolling.scaling import RollingScalingRules
 from muxserve.scheduling.token_throttling import FixedBudget, OnePhase, TokenBudget
 from muxserve.simulator import (
-    FleetModel,
     Link,
     Options,
     Pipeline,
@@ -64,6 +63,7 @@ from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.stages import kv_blocks, make_stages
 from muxserve.workload import ModelLoad, TraceRequest, generate
 from muxserve.workload.lengths import QuantileLengths
+from placement.demand import Demand
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COSTS = Roofline()
@@ -153,7 +153,7 @@ def unit_of(cluster: Cluster, model: str, number: int = 0, pipeline: Pipeline | 
     architecture, tp = MODELS[model], cluster.tp[model]
     room = device(cluster.device).memory_bytes * UTILISATION * tp - architecture.weight_bytes(DTYPE)
     blocks = int(room // (16 * architecture.kv_bytes_per_token(DTYPE)))
-    served = FleetModel("m", architecture, DTYPE, 256, 2048)
+    served = Demand("m", architecture, DTYPE, 256, 2048)
     devices = tuple(range(number * tp, (number + 1) * tp))
     policy = "rolling" if pipeline is None else "free"
     return lone_unit(
@@ -577,7 +577,7 @@ def staged(cluster: Cluster, model: str, stages: int, budget: Callable[[], Token
     memory = device(cluster.device).memory_bytes * UTILISATION * (tp // stages)
     blocks = min(kv_blocks(architecture, DTYPE, stages, [memory] * stages))
     how = Pipeline(split_layers(architecture.layers, stages), (Link(),) * (stages - 1), budget)
-    served = FleetModel("m", architecture, DTYPE, 256, 2048)
+    served = Demand("m", architecture, DTYPE, 256, 2048)
     return [
         lone_unit(
             f"i{number}",

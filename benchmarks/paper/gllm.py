@@ -44,7 +44,6 @@ from muxserve.scheduling.token_throttling import (
     prompt_tokens_ahead,
 )
 from muxserve.simulator import (
-    FleetModel,
     FleetResult,
     Link,
     Options,
@@ -56,6 +55,7 @@ from muxserve.simulator import (
 from muxserve.simulator.stages import kv_blocks
 from muxserve.workload import ModelLoad, TraceRequest, generate
 from muxserve.workload.lengths import Lengths, LogNormalLengths, QuantileLengths
+from placement.demand import Demand
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COSTS = Roofline()
@@ -239,7 +239,7 @@ def tensor_parallel(model: str, place: Place = L20) -> System:
 
 
 def _unit(model: str, place: Place, blocks: int, how: Pipeline) -> SimUnit:
-    served = FleetModel("m", MODELS[model], DTYPE, 1024, 2048)
+    served = Demand("m", MODELS[model], DTYPE, 1024, 2048)
     ahead = prompt_tokens_ahead(how.stages, 2048, Throttle())
     return lone_unit(
         "unit0", place.device, tuple(range(place.gpus)), served, blocks, pipeline=how, waiting_tokens=ahead

@@ -15,7 +15,6 @@ from muxserve.costs.devices import device
 from muxserve.costs.llama_tables import read_llama_tables
 from muxserve.costs.measured import ProfileModel
 from muxserve.costs.roofline import Roofline
-from muxserve.simulator import FleetModel
 from placement.cluster import PlacedModel, PlacedUnit
 from placement.demand import Demand
 from placement.memory import MemoryRules, model_bytes
@@ -56,14 +55,12 @@ def llama(size: str) -> ModelArchitecture:
     )
 
 
-def fleet_model(name: str, size: str, max_num_seqs: int = 256) -> FleetModel:
+def fleet_model(name: str, size: str, max_num_seqs: int = 256) -> Demand:
     """A model as the simulator takes it."""
-    return FleetModel(name, llama(size), DTYPE, max_num_seqs=max_num_seqs)
+    return Demand(name, llama(size), DTYPE, max_num_seqs=max_num_seqs)
 
 
-def placed_unit(
-    name: str, first: int, size: int, members: Mapping[str, tuple[FleetModel, float, float, float]]
-) -> PlacedUnit:
+def placed_unit(name: str, first: int, size: int, members: Mapping[str, tuple[float, float, float]]) -> PlacedUnit:
     """A unit of `size` GPUs numbered from `first`; per model its rate, prefill share and decode share.
 
     Raises:

@@ -35,15 +35,16 @@ from muxserve.costs.roofline import Roofline
 from muxserve.replicas.dispatch import FreestOfQueues
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.scaling import ScalingRules
-from muxserve.simulator import FleetModel, FleetResult, Options, ReplicaRules, SimUnit, lone_unit, simulate
+from muxserve.simulator import FleetResult, Options, ReplicaRules, SimUnit, lone_unit, simulate
 from muxserve.simulator.requests import SimRequest
 from muxserve.workload import Arrivals, ModelLoad, TraceRequest, generate
 from muxserve.workload.published import published
+from placement.demand import Demand
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # The KV cache of LLaMA-7B on an A10 in the paper: 13,616 tokens, 851 blocks of 16 (section 6.1).
 BLOCKS = 851
-MODEL = FleetModel("llama-7b", llama("7b"), DTYPE, 256, 2560)
+MODEL = Demand("llama-7b", llama("7b"), DTYPE, 256, 2560)
 COSTS = Roofline()
 INSTANCES = 16
 # Prompts, answers, and the requests per second from which the rate is searched.

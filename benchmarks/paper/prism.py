@@ -38,7 +38,7 @@ from muxserve.costs.roofline import Roofline
 from muxserve.metrics.records import RequestRecord
 from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts
 from muxserve.scheduling.turns import TurnRules
-from muxserve.simulator import FleetModel, SimResidency, SimUnit, sim_unit, simulate
+from muxserve.simulator import SimResidency, SimUnit, sim_unit, simulate
 from muxserve.workload import open_workload
 from placement.cluster import PlacedModel, PlacedUnit
 from placement.demand import Demand
@@ -162,9 +162,9 @@ def unit(mesh: Mesh, way: str, fixed: float, objective: float) -> tuple[SimUnit 
     return replace(made, residency=SimResidency(rules_awake, costs, turns=turns)), missing
 
 
-def fleet_of(models: Sequence[Demand]) -> dict[str, FleetModel]:
+def fleet_of(models: Sequence[Demand]) -> dict[str, Demand]:
     """What the simulator knows of them."""
-    return {each.name: FleetModel(each.name, each.architecture, DTYPE, max_num_seqs=128) for each in models}
+    return {each.name: Demand(each.name, each.architecture, DTYPE, max_num_seqs=128) for each in models}
 
 
 def in_time(record: RequestRecord, ttft: float, tpot: float) -> bool:

@@ -9,7 +9,7 @@ models. Names of devices are in costs.devices.
 """
 
 from muxserve.costs.architecture import ModelArchitecture, UnsupportedModelError, read_architecture
-from muxserve.costs.latency import CostError, Decode, EngineCosts, EngineShape, LatencyModel, Load, ServedModel
+from muxserve.costs.latency import CostError, Decode, EngineCosts, EngineShape, LatencyModel, Load
 
 __all__ = [
     "CostError",
@@ -19,7 +19,6 @@ __all__ = [
     "LatencyModel",
     "Load",
     "ModelArchitecture",
-    "ServedModel",
     "UnsupportedModelError",
     "read_architecture",
 ]

@@ -15,29 +15,6 @@ from muxserve.costs.calibration import Graphs
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
-    """What all engines of a model have in common, for the planner and the simulator alike.
-
-    `max_len` is its longest sequence in tokens (None: as the architecture says), `graphs` is as of `EngineShape`. With
-    `prefix_caching` it keeps full blocks for prompts that begin with the same tokens.
-    """
-
-    name: str
-    architecture: ModelArchitecture
-    dtype: str = "bfloat16"
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_len: int | None = None
-    graphs: Graphs = "piecewise"
-    prefix_caching: bool = True
-
-    @property
-    def context(self) -> int:
-        """Tokens of its longest sequence, prompt and answer."""
-        return self.max_len or self.architecture.default_max_len
-
-
-@dataclass(frozen=True, slots=True)
 class EngineShape:
     """Where an engine runs: on `tp` devices of type `device` (a name of `costs.devices`), with `share` in (0, 1] of the
     compute of each (SMs of a GPU, cores of a CPU), in `dtype`. `graphs` says how a GPU's steps are launched: kernel by

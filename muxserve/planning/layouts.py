@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
 from muxserve.config import AUTO, Fleet, Model, Problem
 from muxserve.costs.architecture import split_layers
 from muxserve.costs.calibration import LINKS
 from muxserve.costs.devices import Device
-from muxserve.costs.latency import EngineShape, ServedModel
+from muxserve.costs.latency import EngineShape
 from muxserve.metrics.definitions import percentile
 from muxserve.metrics.tables import seconds_words
 from muxserve.rolling.member import LatencyTargets
@@ -29,7 +29,7 @@ from muxserve.scheduling.token_throttling import (
     TokenThrottling,
     prompt_tokens_ahead,
 )
-from muxserve.simulator import FleetModel, Link, Pipeline, RingRules, SimUnit, UnitResult, lone_unit
+from muxserve.simulator import Link, Pipeline, RingRules, SimUnit, UnitResult, lone_unit
 from muxserve.simulator.stages import kv_blocks
 from muxserve.spec import BatchingName
 from placement.cluster import ROLLING, PlacedUnit
@@ -97,13 +97,6 @@ class Wanted:
             return None
         throttled = stages > 1 if self.batching == AUTO else self.batching == "throttled"
         return Throttle() if throttled else None
-
-
-def fleet_model(demand: Demand, max_len: int | None = None, share_steps: int = 0) -> FleetModel:
-    """A model as the simulator wants it; `max_len` in place of the demand's own, `share_steps` as of `UnitSpec`."""
-    served = {each.name: getattr(demand, each.name) for each in fields(ServedModel)}
-    served["max_len"] = max_len or demand.context
-    return FleetModel(**served, elastic=share_steps > 0, tokens=demand.sequence_tokens, share_steps=share_steps)
 
 
 def is_open(model: Model) -> bool:
@@ -364,7 +357,7 @@ def replica_unit(wanted: Wanted, place: SimulatedLayout, name: str, devices: tup
         name,
         place.shape.device,
         devices,
-        fleet_model(wanted.demand, place.max_len or wanted.longest),
+        replace(wanted.demand, max_len=place.max_len or wanted.longest),
         min(place.blocks),
         place.block_tokens,
         place.shape.share,

@@ -28,7 +28,6 @@ from muxserve.planning.layouts import (
     ReplicaLayout,
     SimulatedLayout,
     Wanted,
-    fleet_model,
     replica_unit,
     ring_of,
     wanted_of,
@@ -44,7 +43,6 @@ from muxserve.replicas.priorities import Levels
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.scaling import RollingScalingRules as RollingScaling
 from muxserve.simulator import (
-    FleetModel,
     MigrationCosts,
     Mode,
     Options,
@@ -92,15 +90,17 @@ class Simulated:
     """What is simulated of a fleet: a placement, the models that its units of two engines serve, the units of models of
     one engine (`others`), and by what replicas of a model work together, by its name. `spares` are units that
     it may get beside those that it has, before a mode has changed them. `residency`, by unit, if memory decides which
-    of its models are awake. `origin` says where the placement comes from, for the user."""
+    of its models are awake. `origin` says where the placement comes from, for the user; `share_steps` are as of
+    `sim_unit`."""
 
     placement: Placement
-    models: Mapping[str, FleetModel]
+    models: Mapping[str, Demand]
     others: tuple[SimUnit, ...] = ()
     rules: Mapping[str, ReplicaRules | RingRules] = field(default_factory=dict)
     spares: Mapping[str, tuple[SimUnit, ...]] = field(default_factory=dict)
     residency: Mapping[str, ResidencySpec] = field(default_factory=dict)
     origin: str = ""
+    share_steps: int = 0
 
     @property
     def about(self) -> str:
@@ -124,7 +124,7 @@ class Simulated:
         """
         apart = {unit.name for unit in self.others}
         shared = tuple(unit for unit in self.placement.units if unit.name not in apart)
-        units = units_of(replace(self.placement, units=shared), self.models, mode)
+        units = units_of(replace(self.placement, units=shared), self.models, mode, self.share_steps)
         if self.residency and mode.placement == "muxserve":
             units = [with_residency(unit, self.residency[unit.name]) for unit in units]
         return [*units, *self.others]
@@ -150,7 +150,7 @@ def simulated_of(placement: Placement, fleet: Fleet, demands: Sequence[Demand], 
             by_model.setdefault(placed.model, []).append(unit)
     by_name = {demand.name: demand for demand in demands}
     steps = SHARE_STEPS if shares_per_lease(fleet, placement) else 0
-    models = {demand.name: fleet_model(demand, share_steps=steps) for demand in demands}
+    models = {demand.name: replace(demand, max_len=demand.context) for demand in demands}
     placement = replace(placement, units=tuple(_under(unit, fleet) for unit in placement.units))
     scaling, free = scaling_of(fleet), _Free(placement)
     own_units = {unit.name for unit in placement.units if _runs_otherwise(unit, fleet)}
@@ -167,7 +167,7 @@ def simulated_of(placement: Placement, fleet: Fleet, demands: Sequence[Demand], 
             only = tuple(placed for placed in first.models if placed.model == name)
             alone = replace(first, models=only)
             spares[name] = tuple(
-                sim_unit(replace(alone, name=f"{name}+{number}", devices=devices), models)
+                sim_unit(replace(alone, name=f"{name}+{number}", devices=devices), models, steps)
                 for number, devices in enumerate(more, 1)
             )
             continue
@@ -182,7 +182,7 @@ def simulated_of(placement: Placement, fleet: Fleet, demands: Sequence[Demand], 
             rules[name] = _with_scaling(ring_of(wanted), fleet, levels, scaling.get(name), around)
         elif len(mine) > 1 or name in scaling:
             rules[name] = _replica_rules(fleet, levels, scaling.get(name), around)
-    return Simulated(placement, models, tuple(others), rules, spares)
+    return Simulated(placement, models, tuple(others), rules, spares, share_steps=steps)
 
 
 def shares_per_lease(fleet: Fleet, placement: Placement) -> bool:
@@ -410,7 +410,7 @@ def predict(
     seconds, requests, longest = trial.seconds, trial.requests, trial.longest
     loads = loads_of(demands, sequences, seconds, trial.varied)
     known = simulated.models
-    models = {d.name: replace(known.get(d.name) or fleet_model(d), max_len=sequences[d.name]) for d in demands}
+    models = {d.name: replace(known.get(d.name) or d, max_len=sequences[d.name]) for d in demands}
     simulated = replace(simulated, models=models)
     # Memory-greedy placements are served as MuxServe's own are.
     how = mode_of("muxserve" if plan.mode == "memory" else plan.mode)

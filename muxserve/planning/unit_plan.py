@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from muxserve.config import AUTO, Fleet, FleetError, Model, Problem
 from muxserve.costs.architecture import ModelArchitecture, split_layers
-from muxserve.costs.latency import ServedModel
 from muxserve.gpu.budget import BudgetError
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.unit import GpuPlan, GpuUnit
@@ -27,6 +26,7 @@ from muxserve.spec import ModelSpec, PolicyName
 from muxserve.vllm.quantisation import beyond_cores, uncomputable, unshareable
 from placement import Machine, ModelDemand, PlanError, PlanProblem, UnitPlan, plan_unit
 from placement.cluster import PlacedUnit
+from placement.demand import Demand
 from placement.format import enumerate_words, format_size
 from placement.unit_types import Device
 
@@ -403,7 +403,7 @@ def _private_problems(
     return []
 
 
-def estimated_in_words(models: Iterable[ServedModel | ModelDemand]) -> list[str]:
+def estimated_in_words(models: Iterable[Demand | ModelDemand]) -> list[str]:
     """What of the models does not follow from config.json."""
     return [f"{each.name}: {each.architecture.estimated}" for each in models if each.architecture.estimated]
 

@@ -7,7 +7,7 @@ result = simulate(units, workload, latency_model)              # result.records:
 from muxserve.simulator.alone import AloneSimulation
 from muxserve.simulator.clock import SimulationError
 from muxserve.simulator.fleet import Rules, coupled, simulate
-from muxserve.simulator.modes import MODES, FleetModel, Mode, adapt, lone_unit, mode_of, sim_unit, units_of
+from muxserve.simulator.modes import MODES, Mode, adapt, lone_unit, mode_of, sim_unit, units_of
 from muxserve.simulator.moves import MigrationCosts
 from muxserve.simulator.replicas import ReplicaRules
 from muxserve.simulator.result import FleetResult, ReplicasResult, ResidencyResult, UnitResult
@@ -18,7 +18,6 @@ from muxserve.simulator.timeline import write_timeline
 __all__ = [
     "MODES",
     "AloneSimulation",
-    "FleetModel",
     "FleetResult",
     "Link",
     "MigrationCosts",

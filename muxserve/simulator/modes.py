@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from muxserve.costs import ServedModel
 from muxserve.costs.architecture import KV_ITEM_BYTES
 from muxserve.scheduling.policies import DEFAULT_POLICY
 from muxserve.scheduling.quotas import initial_quotas
@@ -14,18 +13,9 @@ from muxserve.scheduling.types import ModelProfile, PoolProfile
 from muxserve.simulator.clock import SimulationError
 from muxserve.simulator.setup import Pipeline, SimModel, SimUnit
 from placement.cluster import PlacedModel, PlacedUnit, Placement
+from placement.demand import Demand
 from placement.pools import BLOCK_STEP, KVShape, group_pools
 from placement.unit import share_out
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetModel(ServedModel):
-    """What the simulator must know of a model of the fleet. `elastic` and `tokens` are as of `ModelProfile`,
-    `share_steps` as of `SimUnit`."""
-
-    elastic: bool = True
-    tokens: float = 1.0
-    share_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +107,23 @@ def _shared(model: SimModel, share: float, cost_share: float | None) -> SimModel
     return replace(model, profile=profile, cost_share=cost_share)
 
 
-def units_of(placement: Placement, models: Mapping[str, FleetModel], mode: Mode) -> list[SimUnit]:
-    """The units of a placement as `mode` runs them.
+def units_of(
+    placement: Placement, models: Mapping[str, Demand], mode: Mode, share_steps: int | None = None
+) -> list[SimUnit]:
+    """The units of a placement as `mode` runs them; `share_steps` as of `sim_unit`.
 
     Raises:
         SimulationError: the placement names an unknown model, or a unit has no room for one sequence of each model.
     """
-    return [adapt(sim_unit(unit, models), mode) for unit in placement.units]
+    return [adapt(sim_unit(unit, models, share_steps), mode) for unit in placement.units]
 
 
-def sim_unit(unit: PlacedUnit, models: Mapping[str, FleetModel]) -> SimUnit:
+def sim_unit(unit: PlacedUnit, models: Mapping[str, Demand], share_steps: int | None = None) -> SimUnit:
     """A placed unit: its pools, block sizes and quotas are chosen as for a live one.
+
+    Args:
+        share_steps: the shares that a lease can give an engine, as of `SimUnit`; 0: that of its start for good, None:
+            any.
 
     Raises:
         SimulationError: as `units_of`.
@@ -153,7 +149,7 @@ def sim_unit(unit: PlacedUnit, models: Mapping[str, FleetModel]) -> SimUnit:
         # Page 0 of a pool belongs to nobody.
         pool = PoolProfile(f"pool{index}", size // group.page_bytes - 1)
         members = [
-            _profile(models[name], placed[name], tp, pool, tokens, len(group.models))
+            _profile(models[name], placed[name], tp, pool, tokens, len(group.models), share_steps != 0)
             for name, tokens in zip(group.models, group.block_tokens, strict=True)
         ]
         if pool.pages < sum(member.floor_pages for member in members):
@@ -166,7 +162,7 @@ def sim_unit(unit: PlacedUnit, models: Mapping[str, FleetModel]) -> SimUnit:
     pools = pools or [PoolProfile("pool0", 1)]
     for name in placed:
         if name not in profiles:  # it keeps no KV
-            profiles[name] = _profile(models[name], placed[name], tp, pools[0], BLOCK_STEP, 1)
+            profiles[name] = _profile(models[name], placed[name], tp, pools[0], BLOCK_STEP, 1, share_steps != 0)
     simulated = tuple(
         SimModel(
             profiles[name],
@@ -185,7 +181,7 @@ def sim_unit(unit: PlacedUnit, models: Mapping[str, FleetModel]) -> SimUnit:
         simulated,
         tuple(pools),
         unit.policy or DEFAULT_POLICY,
-        share_steps=max(models[name].share_steps for name in placed),
+        share_steps=share_steps or 0,
     )
 
 
@@ -193,7 +189,7 @@ def lone_unit(
     name: str,
     device: str,
     devices: tuple[int, ...],
-    model: FleetModel,
+    model: Demand,
     blocks: int,
     block_tokens: int = 16,
     share: float | None = None,
@@ -212,7 +208,7 @@ def lone_unit(
     pages = blocks * layers * kv_heads
     pool, placed = PoolProfile("pool0", pages), PlacedModel(model.name, 1.0, 1.0, 1.0, "one")
     profile = replace(
-        _profile(replace(model, elastic=False), placed, tp, pool, block_tokens, 1),
+        _profile(model, placed, tp, pool, block_tokens, 1, elastic=False),
         layers=layers,
         quota_pages=pages,
         floor_pages=pages,
@@ -225,12 +221,18 @@ def lone_unit(
     return SimUnit(name, device, devices, (simulated,), (pool,), policy, pipeline=pipeline)
 
 
-def _kv_weight(model: FleetModel, rate: float) -> float:
-    return rate * model.tokens * model.architecture.kv_bytes_per_token(model.dtype)
+def _kv_weight(model: Demand, rate: float) -> float:
+    return rate * model.sequence_tokens * model.architecture.kv_bytes_per_token(model.dtype)
 
 
 def _profile(
-    model: FleetModel, placed: PlacedModel, tp: int, pool: PoolProfile, block_tokens: int, members: int
+    model: Demand,
+    placed: PlacedModel,
+    tp: int,
+    pool: PoolProfile,
+    block_tokens: int,
+    members: int,
+    elastic: bool,
 ) -> ModelProfile:
     architecture = model.architecture
     # Each device has its part of the KV heads; beyond their number, copies.
@@ -258,8 +260,8 @@ def _profile(
         max_num_seqs=model.max_num_seqs,
         max_num_batched_tokens=model.max_num_batched_tokens,
         both=placed.shape == "one",
-        elastic=model.elastic,
-        tokens=model.tokens,
+        elastic=elastic,
+        tokens=model.sequence_tokens,
         pooling=architecture.pooling,
         state_blocks=state_blocks,
     )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ from muxserve.costs import ModelArchitecture
 from muxserve.simulator import (
     MODES,
     AloneSimulation,
-    FleetModel,
     Mode,
     Options,
     SimulationError,
@@ -24,6 +21,7 @@ from muxserve.simulator import (
 )
 from muxserve.workload.trace import TraceRequest
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
+from placement.demand import Demand
 from tests.simulator.support import Analytic, Linear
 
 MIB = 1 << 20
@@ -45,7 +43,7 @@ def llama(kv_heads: int = 8) -> ModelArchitecture:
     )
 
 
-MODELS = {name: FleetModel(name, llama(), "float16", 32, 512) for name in ("a", "b", "c")}
+MODELS = {name: Demand(name, llama(), "float16", 32, 512) for name in ("a", "b", "c")}
 
 
 def placed(*names: str, share: float = 0.5) -> tuple[PlacedModel, ...]:
@@ -89,13 +87,12 @@ def test_modes_differ_as_they_say() -> None:
 
 def test_engines_change_their_share_where_the_fleet_can_or_the_mode_says_so() -> None:
     where = placement(("b", "c"))
-    fixed = {name: replace(model, elastic=False) for name, model in MODELS.items()}
 
-    def elastic(models: Mapping[str, FleetModel], mode: str) -> set[bool]:
-        return {model.profile.elastic for model in units_of(where, models, mode_of(mode))[0].models}
+    def elastic(steps: int | None, mode: str) -> set[bool]:
+        return {model.profile.elastic for model in units_of(where, MODELS, mode_of(mode), steps)[0].models}
 
-    assert elastic(MODELS, "muxserve") == elastic(fixed, "slack") == {True}
-    assert elastic(fixed, "muxserve") == {False}
+    assert elastic(None, "muxserve") == elastic(10, "muxserve") == elastic(0, "slack") == {True}
+    assert elastic(0, "muxserve") == {False}
 
 
 def test_a_unit_of_several_devices_has_a_part_of_the_heads_on_each() -> None:

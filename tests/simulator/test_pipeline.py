@@ -23,7 +23,6 @@ from muxserve.scheduling.token_throttling import (
     TokenThrottling,
 )
 from muxserve.simulator import (
-    FleetModel,
     Link,
     Options,
     Pipeline,
@@ -40,6 +39,7 @@ from muxserve.simulator.stages import PipelineEngine
 from muxserve.workload import ModelLoad, generate
 from muxserve.workload.lengths import LogNormalLengths
 from muxserve.workload.trace import TraceRequest
+from placement.demand import Demand
 from tests.simulator.support import LARGE
 from tests.support.thoroughness import examples
 
@@ -97,7 +97,7 @@ def spec(
 ) -> SimUnit:
     layers = split_layers(TINY.layers, stages)
     pipeline = Pipeline(layers, links or (link,) * (stages - 1), **changes)  # type: ignore[arg-type]
-    served = FleetModel("tiny", TINY, "float16", max_num_seqs, 2048)
+    served = Demand("tiny", TINY, "float16", max_num_seqs, 2048)
     return lone_unit("u", "fake", tuple(range(stages)), served, blocks, pipeline=pipeline, waiting_tokens=1 << 20)
 
 
@@ -308,7 +308,7 @@ FOUR = lone_unit(
     "u",
     "L20-48GB",
     (0, 1, 2, 3),
-    FleetModel("large", LARGE, "bfloat16", 1024, 2048),
+    Demand("large", LARGE, "bfloat16", 1024, 2048),
     40_000,
     pipeline=Pipeline((12,) * 4, (Link(),) * 3),
     waiting_tokens=16384,

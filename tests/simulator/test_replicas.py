@@ -21,7 +21,6 @@ from muxserve.rolling.member import LatencyTargets
 from muxserve.rolling.mitosis import Bounds
 from muxserve.rolling.scaling import RollingScalingRules as RollingScaling
 from muxserve.simulator import (
-    FleetModel,
     FleetResult,
     Link,
     MigrationCosts,
@@ -42,6 +41,7 @@ from muxserve.simulator.replicas import Dispatched
 from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.ring import Ring
 from muxserve.workload.trace import TraceRequest
+from placement.demand import Demand
 from tests.simulator.support import STEPPING
 from tests.support.thoroughness import examples
 
@@ -91,7 +91,7 @@ LATENCY: LatencyModel = SteadyModel()
 
 
 def replicas(count: int, first: int = 0, blocks: int = 100, stages: int = 0) -> list[SimUnit]:
-    model = FleetModel("tiny", TINY, "float16", 256, 2560)
+    model = Demand("tiny", TINY, "float16", 256, 2560)
     pipeline = Pipeline(split_layers(TINY.layers, stages), (Link(1e18, 0.0),) * (stages - 1)) if stages else None
     size = stages or 1
     return [
