@@ -190,7 +190,7 @@ class Places:
             return ""
         serve = "serves" if len(modes) == 1 else "serve"
         models = f"{enumerate_words(list(modes))} {serve} {enumerate_words(others)}"
-        return f"{models} with two engines, not as the fleet file says"
+        return f"{models} without stages and without rolling prefill, whatever the fleet file says"
 
 
 def places_of(

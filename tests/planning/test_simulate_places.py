@@ -64,13 +64,13 @@ def test_a_fleet_of_three_arrangements(mixed: Path, plan_of_mixed: Path, tmp_pat
     given = ("--workload", LOAD, *SHORT, "--plan", plan_of_mixed, *modes, "--json", "--html", page, "--timeline", trace)
     result = simulate(mixed, *given)
     assert result.exit_code == 0, result.output
-    assert "spatial serves ring and pipe like other models" in " ".join(result.stderr.split())
+    assert "spatial serves ring and pipe without stages and without rolling prefill" in " ".join(result.stderr.split())
     runs = json.loads(result.stdout)["runs"]
     units = {name: [tuple(unit["engines_of"].values()) for unit in run["extra"]["units"]] for name, run in runs.items()}
     for name in ("muxserve", "fcfs"):
         assert units[name][-3:] == [("one",)] * 3
         assert set(sum(units[name][:-3], ())) == {"split"}
-    assert set(sum(units["spatial"], ())) == {"split"}
+    assert set(sum(units["spatial"], ())) == {"one"}
     for run in runs.values():
         assert run["overall"]["completed"] == run["overall"]["requests"] > 30
         assert set(run["models"]) == {"ring", "pipe", "chat", "code"}
@@ -117,7 +117,8 @@ def test_other_arrangements_on_this_machine(name: str, units: int, stages: int) 
     other = places.placed("temporal")
     assert not other.others
     assert len(other.placement.units) == 1
-    assert places.baselines(["temporal"]) == "temporal serves arithmetic with two engines, not as the fleet file says"
+    served = "temporal serves arithmetic without stages and without rolling prefill, whatever the fleet file says"
+    assert places.baselines(["temporal"]) == served
 
 
 def test_replicas_on_this_machine_divide_its_cores() -> None:
