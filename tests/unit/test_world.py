@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muxserve.unit import reconcile
-from tests.support.thoroughness import examples
+from tests.support.thoroughness import cases, examples
 from tests.unit.world import World
 
 PARTS = ("prefill", "decode", "migrator", "memory", "unit")
@@ -108,7 +108,11 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconcile, "RECONCILE_SECONDS", 0.003)
 
 
-ONE = [("rolling", "one"), ("free", "one")]
+# Policies that take any shape, with models of one engine; rolling is for these alone.
+ONE = cases(
+    [("rolling", "one"), *((policy, "one") for policy in ("free", "slack", "adbs", "fcfs"))],
+    [("rolling", "one"), ("free", "one"), ("slack", "one")],
+)
 ANY = [("adbs", "split"), *ONE]
 
 
