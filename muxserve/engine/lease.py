@@ -70,7 +70,7 @@ class HeldLease:
         self._decodes = StepSums()
 
     def end(self) -> None:
-        """The rest of the lease is not used; what was not told yet still is."""
+        """What is left of the lease is not used; steps that were not reported yet still are."""
         self._deadline = 0.0
 
     def usable(self) -> bool:
@@ -79,7 +79,7 @@ class HeldLease:
 
     def take(self, lease: Lease) -> bool:
         """A new lease replaces what was left of the one before. To be called between two steps. True: its share is
-        smaller, which is to be told when everything of it is done, since the rest is for others then."""
+        smaller, which is to be reported when everything of it is done, since the other part is for others then."""
         smaller = lease.share < self.share
         self.lease_id = lease.lease_id
         self.share = lease.share

@@ -452,7 +452,7 @@ class Departures:
 
     def _staged(self, move: RequestMove, message: MoveStaged, now: float) -> None:
         if not move.as_expected(self._state.ledger):
-            return  # cancelled in the same turn, perhaps submitted anew
+            return  # cancelled in the same batch of messages, perhaps submitted anew
         if move.step is MoveStep.LAST and message.until >= move.total:
             if move.states:
                 self._stage(move, 0, move.states, move.total, MoveStep.STATE, now)
@@ -533,7 +533,7 @@ class Departures:
         if self._state.ledger.requests.get(live.request_id) is not live or not self._state.ledger.moved(
             live.request_id, now
         ):
-            return  # cancelled in the same turn
+            return  # cancelled in the same batch of messages
         held = self._table.held[live.request_id]
         self._table.forget(live.request_id)
         if held.key:

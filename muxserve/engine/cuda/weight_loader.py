@@ -91,10 +91,10 @@ class HeldWeightsLoader(IpcModelLoader):
             with torch.device("meta"):
                 model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
             made = rebuild(model, state, self._scalars, device)
-            rest = {name: entry for name, entry in state.entries.items() if name not in made}
+            others = {name: entry for name, entry in state.entries.items() if name not in made}
             aliases = {name: of for name, of in state.aliases.items() if name not in made}
             before = {id(tensor): name for name, tensor in model.named_parameters(remove_duplicate=False)}
-            self._apply_entries(model, state._replace(entries=rest, aliases=aliases), device.index or 0)
+            self._apply_entries(model, state._replace(entries=others, aliases=aliases), device.index or 0)
             follow(model, before)
             with weights_already_processed(), as_held(model):
                 process_weights_after_loading(model, model_config, device)
