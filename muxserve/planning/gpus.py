@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from muxserve.gpu.unit import GpuUnit, SmShares
 from muxserve.planning.checkpoints import Hub
 from muxserve.planning.demands import demands_of
 from muxserve.planning.layouts import stages_of
+from muxserve.planning.private import private_because
 from muxserve.spec import SmSharing
 from muxserve.spec.unit import share_steps
 from placement.candidates import Candidates
@@ -73,7 +74,11 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
         raise FleetError([fleet.problem(("cluster", error.key), str(error))]) from None
     # Checkpoints have been found before, so that no directory is asked for here.
     demands = demands_of(fleet, Path(), hub, [(gpu.name, gpu.memory_bytes) for gpu in gpus])
-    one_engine = tuple(model.name for model in fleet.models if model.shape == "one")
+    one_engine = tuple(
+        model.name
+        for model, demand in zip(fleet.models, demands, strict=True)
+        if model.shape == "one" or private_because(model, demand.architecture)
+    )
     alone = len(one_engine) == len(fleet.models) == 1
     stages, problem = stages_of(fleet, fleet.models[0], len(gpus))
     if problem:
@@ -121,7 +126,7 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
     unit = GpuUnit(
         gpus=gpus,
         sharing=sharing,
-        shares=_with_overrides(fleet, shares if placed else _for_one_engine(fleet, shares)),
+        shares=_with_overrides(fleet, shares if placed else _for_one_engine(fleet, shares, one_engine)),
         needs=tuple(estimated(demands, len(gpus), rules, stages, one_engine)),
         rules=rules,
         notes=tuple(notes),
@@ -245,14 +250,13 @@ def unit_shares(
     }
 
 
-def _for_one_engine(fleet: Fleet, shares: Mapping[str, SmShares]) -> dict[str, SmShares]:
+def _for_one_engine(fleet: Fleet, shares: Mapping[str, SmShares], one_engine: Collection[str]) -> dict[str, SmShares]:
     """Shares where models of one engine have the larger one of what two would have: its steps hold both phases. None
     limits them under the policy `free`, by which the hardware shares."""
     found = dict(shares)
-    for model in fleet.models:
-        if model.shape == "one":
-            share = 1.0 if fleet.policy == "free" else max(shares[model.name].prefill, shares[model.name].decode)
-            found[model.name] = SmShares(share, share)
+    for name in one_engine:
+        share = 1.0 if fleet.policy == "free" else max(shares[name].prefill, shares[name].decode)
+        found[name] = SmShares(share, share)
     return found
 
 

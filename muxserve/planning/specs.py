@@ -140,7 +140,7 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         decode_share=plan.share,
         **_limits(model),
         engine_args=_engine_args(model, a),
-        shape="one" if demand.private else model.shape,
+        shape="one" if demand.one_engine else "split",
         stages=demand.stages,
         rolling=model.rolls,
         batching=model.step_batching,

@@ -227,7 +227,7 @@ class ResolvedUnit:
         return (*how, *self.unit.notes, *lost, *estimated_in_words(self.demands), *templates)
 
     def _on_cpu(self) -> Iterator[str]:
-        names = [model.name for model in self.fleet.models if model.shape == "one"]
+        names = [demand.name for demand in self.demands if demand.one_engine]
         if names:
             model, stages = self.fleet.models[0], self.demands[0].stages
             split = f", its layers over {stages} processes" if stages > 1 else ""
@@ -244,7 +244,7 @@ class ResolvedUnit:
         if model.rolls:
             return "rolling"
         # A replica that has its devices to itself shares them with nobody, so that no lease is withheld.
-        alone = len(self.fleet.models) == 1 and model.shape == "one"
+        alone = len(self.demands) == 1 and self.demands[0].one_engine
         return "free" if alone else self.fleet.policy
 
     @property
@@ -336,11 +336,13 @@ def model_demands(
         split = _partition_problem(fleet, model, architecture.layers, stages, os.environ)
         problems += [each for each in (problem, split) if each]
         ranks = fleet.cluster.ranks * stages if gpu is None else gpu.ranks
+        private = private_because(model, architecture)
+        if private and model.engines == AUTO:
+            model = model.with_engines("one", stages)
         threads = _threads(fleet, model, cores, ranks, units)
         sleeps = fleet.memory is not None and model.keep == "auto"
         device: Device = "cpu" if gpu is None else "cuda"
         blocks = block_tokens.get(model.name)
-        private = private_because(model, architecture)
         if words := unpooled(model, architecture):
             problems.append(fleet.model_problem(model.name, "kv", words))
         demand = _demand(model, architecture, threads, ranks, stages, blocks, sleeps, device)
