@@ -16,6 +16,7 @@ from functools import partial
 from itertools import groupby
 
 from muxserve.config import NETWORK, Fleet
+from muxserve.costs.contention import Sharing
 from muxserve.costs.devices import device
 from muxserve.costs.latency import EngineShape, LatencyModel, target_load
 from muxserve.costs.measured import overheads_on
@@ -91,7 +92,7 @@ class Simulated:
     one engine (`others`), and by what replicas of a model work together, by its name. `spares` are units that
     it may get beside those that it has, before a mode has changed them. `residency`, by unit, if memory decides which
     of its models are awake. `origin` says where the placement comes from, for the user; `share_steps` are as of
-    `sim_unit`."""
+    `sim_unit`, `sharing` is as of `SimUnit`."""
 
     placement: Placement
     models: Mapping[str, Demand]
@@ -101,6 +102,7 @@ class Simulated:
     residency: Mapping[str, ResidencySpec] = field(default_factory=dict)
     origin: str = ""
     share_steps: int = 0
+    sharing: Sharing = "mps"
 
     @property
     def about(self) -> str:
@@ -127,7 +129,7 @@ class Simulated:
         units = units_of(replace(self.placement, units=shared), self.models, mode, self.share_steps)
         if self.residency and mode.placement == "muxserve":
             units = [with_residency(unit, self.residency[unit.name]) for unit in units]
-        return [*units, *self.others]
+        return [replace(unit, sharing=self.sharing) for unit in (*units, *self.others)]
 
     def rules_of(self, mode: Mode) -> Rules:
         """By what replicas work together in that mode."""
@@ -182,7 +184,8 @@ def simulated_of(placement: Placement, fleet: Fleet, demands: Sequence[Demand], 
             rules[name] = _with_scaling(ring_of(wanted), fleet, levels, scaling.get(name), around)
         elif len(mine) > 1 or name in scaling:
             rules[name] = _replica_rules(fleet, levels, scaling.get(name), around)
-    return Simulated(placement, models, tuple(others), rules, spares, share_steps=steps)
+    sharing: Sharing = "time_slices" if fleet.cluster.mps == "off" else "mps"
+    return Simulated(placement, models, tuple(others), rules, spares, share_steps=steps, sharing=sharing)
 
 
 def shares_per_lease(fleet: Fleet, placement: Placement) -> bool:

@@ -226,6 +226,19 @@ def test_the_default_placement_is_the_one_that_plan_makes(tmp_path: Path, monkey
     assert all(unit.name in found.about for unit in found.placement.units)
 
 
+@pytest.mark.parametrize(("mps", "sharing"), [("auto", "mps"), ("off", "time_slices")])
+def test_processes_without_mps_have_the_gpu_in_turn(tmp_path: Path, mps: str, sharing: str) -> None:
+    placed = PlacedUnit("unit0", "A100-80GB", (0,), (PlacedModel("chat", 1.0, 0.5, 0.5),), 20 << 30)
+    save_plan(Placement(Cluster((Node("A100-80GB", 1),)), (placed,)), tmp_path / "plan.yaml", "")
+    file = tmp_path / "fleet.yaml"
+    file.write_text(
+        f"cluster: {{ gpus: 1, gpu_type: A100-80GB, mps: {mps} }}\n"
+        f"models: [{{ name: chat, architecture: llama-2-7b, rate: 1, {LENGTHS} }}]\n"
+    )
+    found = places_of(file, None, None, None, tmp_path / "plan.yaml", Roofline(), QUICK).placed("muxserve")
+    assert {unit.sharing for unit in found.units(mode_of("muxserve"))} == {sharing}
+
+
 def test_units_are_simulated_under_the_fleet_s_policy_with_what_their_engines_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
