@@ -246,9 +246,8 @@ def run(scenario: Scenario, way: Way, friction: float = 0.0, seed: int = 0, fixe
     return {name: round(value, 4) for name, value in figures.items()}
 
 
-def over_seeds(scenario: Scenario, way: Way, friction: float, options: argparse.Namespace) -> Row:
+def means(rows: Sequence[Row]) -> Row:
     """Means of the figures over the seeds."""
-    rows = [run(scenario, way, friction, seed, options.fixed, options.steps) for seed in options.seeds]
     return {name: round(fmean(row[name] for row in rows), 4) for name in rows[0]}
 
 
@@ -312,24 +311,24 @@ def main() -> int:
         "machine": machine(),
         "costs": "roofline",
         "slo_scale": 8.0,
-        "seeds": options.seeds,
         "shares": "fixed" if options.fixed else "per lease",
         "share_steps": options.steps,
         "held_out": list(_held_out()),
         "prediction": PREDICTION,
     }
     for friction in options.friction:
-        print(f"friction {friction:g}")
-        rows = {
-            f"{name}, {load}": {
-                column: over_seeds(made[name].times(LOADS[load]), way, friction, options)
-                for column, way in WAYS.items()
-            }
-            for name in options.scenarios
-            for load in options.loads
-        }
-        report[f"friction {friction:g}"] = {"compared": table(rows), "points": rows}
-    write_report(options.out, report)
+        points = [(f"{name}, {load}", name, load) for name in options.scenarios for load in options.loads]
+        done: dict[str, dict[str, list[Row]]] = {point: {column: [] for column in WAYS} for point, _, _ in points}
+        for index, seed in enumerate(options.seeds):
+            for point, name, load in points:
+                scenario = made[name].times(LOADS[load])
+                for column, way in WAYS.items():
+                    done[point][column].append(run(scenario, way, friction, seed, options.fixed, options.steps))
+            print(f"friction {friction:g}, seeds {options.seeds[: index + 1]}")
+            rows = {point: {column: means(each) for column, each in row.items()} for point, row in done.items()}
+            seeds = options.seeds[: index + 1]
+            report[f"friction {friction:g}"] = {"seeds": seeds, "compared": table(rows), "points": rows}
+            write_report(options.out, report)
     return 0
 
 
