@@ -488,8 +488,10 @@ class Machine:
             model = self.ledger.by_name[grant.model]
             prompts = model.in_engines and any(r not in model.handed for r in grant.admit)
             self._grant(grant)
-            # An engine that is empty, but for requests that were cancelled, has their pages soon.
-            assert not prompts or model.used + model.promised <= model.quota, "pages are promised that nobody has"
+            # What is promised to a prompt is rounded up by a block. An engine that is empty, but for requests that were
+            # cancelled, has their pages soon.
+            most = model.quota + len(model.prefilling) * model.pages_per_block
+            assert not prompts or model.used + model.promised <= most, "pages are promised that nobody has"
         self.check()
         if self.watch is not None:
             self.watch(self, grants)
