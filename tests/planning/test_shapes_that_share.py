@@ -6,11 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from muxserve.config import load_fleet
+from muxserve.config import load_fleet, parse_fleet
 from muxserve.costs.roofline import Roofline
+from muxserve.gpu.nvml import Gpu, GpuMachine
 from muxserve.planning.demands import cluster_of
+from muxserve.planning.fleet_planner import FleetPlanner
+from muxserve.planning.plan_file import save_plan
 from muxserve.planning.planner import PlannedFleet, Planner, options_of
+from muxserve.planning.specs import planned_unit
 from muxserve.planning.ways import WAYS, ways_of
+from placement import Machine
+from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 MODEL = "architecture: llama-2-7b, rate: 1, slo: {{ ttft_ms: 1000, tpot_ms: 80 }}{more}"
 
@@ -78,3 +86,20 @@ def test_the_fleets_own_way_comes_first_and_layouts_only_where_they_may_help(tmp
     assert ways[:2] == ["shares per lease", "shared"]
     assert all(WAYS[way].layout is None for way in ways)
     assert set(ways_of(fleet, short=True, elastic=False)) == set(WAYS) - {"shares per lease"}
+
+
+def test_a_plan_of_models_of_one_engine_that_share_a_gpu_is_what_is_deployed(tmp_path: Path) -> None:
+    text = "cluster: { gpus: 1 }\nmodels:\n" + "".join(
+        f"  - {{ name: {name}, path: models/{name}, rate: 4 }}\n" for name in ("arithmetic", "atlas")
+    )
+    declared = parse_fleet(text, "fleet.yaml", ROOT / "configs", {})
+    gpu = Gpu(0, "GPU-0", "NVIDIA H200", 143771 << 20, 500 << 20, capability=(9, 0))
+    placed = tuple(PlacedModel(name, 4.0, 1.0, 1.0, "one") for name in ("arithmetic", "atlas"))
+    unit = PlacedUnit("unit0", "H200-141GB", (0,), placed, 1 << 30, policy="free")
+    save_plan(Placement(Cluster((Node("H200-141GB", 1),)), (unit,)), tmp_path / "plan.yaml")
+    (made,) = FleetPlanner(declared, Machine(4, 16 << 30, 4 << 30), lambda: GpuMachine((gpu,))).at_start(
+        tmp_path / "plan.yaml"
+    )
+    spec = planned_unit(made, "/run").unit_spec
+    assert spec.policy == "free"
+    assert {model.name: model.shape for model in spec.models} == {"arithmetic": "one", "atlas": "one"}
