@@ -131,9 +131,9 @@ class ClusterPlan:
     missing: Mapping[str, str]
     objective: Objective
     mode: ModeName
-    value: float
-    greedy_value: float
-    evaluations: int
+    value: float = 0.0
+    greedy_value: float = 0.0
+    evaluations: int = 0
     gap: float | None = None
     greedy_gap: float | None = None
 

@@ -84,15 +84,17 @@ def sweep_table(points: Sequence[SweepPoint]) -> FigureTable:
     table = FigureTable(["GPUs", "used", "served/s", "rate-weighted", "SLO", "simulated", "rates and SLOs"], words=0)
     enough = needed(points)
     for p in points:
-        verdict = "[green]met[/]" if p.enough else (f"no place for {len(p.missing)}" if p.missing else "not met")
+        verdict = (
+            "[green]met[/]" if p.enough else (f"no place for {len(p.plan.missing)}" if p.plan.missing else "not met")
+        )
         mark = "[bold]" if p.gpus == enough else ""
         end = "[/]" if mark else ""
         table.add_row(
             f"{mark}{p.gpus}{end}",
-            str(p.used),
-            f"{p.throughput:.2f}",
-            f"{p.weighted_throughput:.2f}",
-            f"{p.attainment:.1%}",
+            str(p.plan.devices),
+            f"{p.plan.throughput:.2f}",
+            f"{p.plan.weighted_throughput:.2f}",
+            f"{p.plan.attainment:.1%}",
             "-" if p.simulated is None else f"{p.simulated:.1%}",
             verdict,
         )

@@ -19,10 +19,10 @@ from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.planning.device_pool import CpuPool, GpuPool
 from muxserve.planning.layouts import (
     DevicePool,
+    LayoutRequest,
     NoPlaceError,
     ReplicaLayout,
     SimulatedLayout,
-    Wanted,
     is_open,
     says_nothing,
     wanted_of,
@@ -111,7 +111,7 @@ class ArrangedFleet:
 # ---------------------------------------------------------------- layouts
 
 
-def best_place(wanted: Wanted, pool: DevicePool, latency: LatencyModel) -> tuple[SimulatedLayout, OneEngine]:
+def best_place(wanted: LayoutRequest, pool: DevicePool, latency: LatencyModel) -> tuple[SimulatedLayout, OneEngine]:
     """The layout by the rule, and what one replica of it serves.
 
     Raises:
@@ -132,7 +132,7 @@ def best_place(wanted: Wanted, pool: DevicePool, latency: LatencyModel) -> tuple
     )
 
 
-def places_of(wanted: Wanted, pool: DevicePool) -> list[SimulatedLayout]:
+def places_of(wanted: LayoutRequest, pool: DevicePool) -> list[SimulatedLayout]:
     """The layouts that are possible, of those that leave the fewest devices idle.
 
     Raises:
@@ -272,7 +272,7 @@ class Divided:
     def joined(self, rest: ClusterPlan | None, objective: Objective) -> ClusterPlan:
         """The whole plan. `rest` is that of the shared models; None where there are none, or no devices for them."""
         found = self.divided
-        rest = rest or ClusterPlan((), Placement(self.left, ()), (), {}, objective, "muxserve", 0.0, 0.0, 0)
+        rest = rest or ClusterPlan((), Placement(self.left, ()), (), {}, objective, "muxserve")
         units = [replace(unit, devices=tuple(self.numbers[n] for n in unit.devices)) for unit in rest.placement.units]
         estimates, demands = list(rest.estimates), list(rest.demands)
         for each in found.arranged:
@@ -314,7 +314,7 @@ def divide_gpus(
     cluster = made.placement.cluster
     free = FreeDevices(cluster)
 
-    def pool_of(wanted: Wanted) -> GpuPool:
+    def pool_of(wanted: LayoutRequest) -> GpuPool:
         kind, nodes = part_of(made, wanted.demand.name)
         part = GpuPool(kind, nodes, device(kind).memory_bytes, around.rules, around.network)
         for count in range(part.devices, sum(n.count for n in cluster.nodes if n.device == kind) + 1):
@@ -345,7 +345,7 @@ def divide_cpu(fleet: Fleet, demands: Sequence[Demand], pool: CpuPool, latency: 
 def _arrange(
     fleet: Fleet,
     demands: Sequence[Demand],
-    pool_of: Callable[[Wanted], DevicePool],
+    pool_of: Callable[[LayoutRequest], DevicePool],
     take: Callable[[DevicePool, ReplicaLayout], tuple[tuple[int, ...], ...] | None],
     latency: LatencyModel,
     free: bool,

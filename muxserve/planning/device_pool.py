@@ -11,10 +11,10 @@ from muxserve.costs.calibration import LINKS
 from muxserve.costs.devices import device
 from muxserve.costs.latency import EngineShape
 from muxserve.planning.layouts import (
+    LayoutRequest,
     NoPlaceError,
     ReplicaLayout,
     SimulatedLayout,
-    Wanted,
     allows,
     check_pool,
     link_of,
@@ -57,7 +57,7 @@ class GpuPool:
         """See `GpuDevices`."""
         return int(self.memory * self.rules.utilisation) - self.rules.reserve_bytes
 
-    def layouts(self, wanted: Wanted) -> Iterator[ReplicaLayout]:
+    def layouts(self, wanted: LayoutRequest) -> Iterator[ReplicaLayout]:
         """See `DevicePool`."""
         architecture, found = wanted.demand.architecture, False
         check_pool(wanted, wanted.replicas or self.devices, self.devices, "one GPU")
@@ -73,11 +73,11 @@ class GpuPool:
         if not found:
             raise NoPlaceError(no_layout(wanted, self.words))
 
-    def place(self, wanted: Wanted, layout: ReplicaLayout) -> SimulatedLayout:
+    def place(self, wanted: LayoutRequest, layout: ReplicaLayout) -> SimulatedLayout:
         """See `DevicePool`."""
         return place_on_gpus(self, wanted, layout)
 
-    def check_room(self, wanted: Wanted, tokens: int, layout: ReplicaLayout, own: int | None = None) -> None:
+    def check_room(self, wanted: LayoutRequest, tokens: int, layout: ReplicaLayout, own: int | None = None) -> None:
         """See `GpuDevices`."""
         demand = wanted.demand
         if tokens >= demand.sequence_tokens:
@@ -122,13 +122,13 @@ class CpuPool:
     kind: str = CPU
     devices: int = 1
 
-    def layouts(self, wanted: Wanted) -> Iterator[ReplicaLayout]:
+    def layouts(self, wanted: LayoutRequest) -> Iterator[ReplicaLayout]:
         """See `DevicePool`."""
         replicas = wanted.replicas or 1
         check_pool(wanted, replicas, None, "one replica in the fleet file; give `replicas: 2` or more")
         yield ReplicaLayout(replicas, wanted.stages or wanted.least_stages, self.ranks, wanted.rolling)
 
-    def place(self, wanted: Wanted, layout: ReplicaLayout) -> SimulatedLayout:
+    def place(self, wanted: LayoutRequest, layout: ReplicaLayout) -> SimulatedLayout:
         """See `DevicePool`."""
         demand, replicas = wanted.demand, layout.replicas
         units = replicas + self.others

@@ -28,39 +28,30 @@ _POINTS = 15
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """One size of the cluster: what is served there by the estimate. `simulated` is the part of the requests that are
-    within their objectives in simulation, and `short` the models that are so too rarely; None: it was not simulated, or
-    there are no objectives."""
+    """One size of the cluster: its plan, and the simulation of it, if there is one."""
 
-    gpus: int
-    used: int
-    throughput: float
-    weighted_throughput: float
-    attainment: float
-    meets: bool
-    missing: tuple[str, ...]
-    simulated: float | None = None
-    short: tuple[str, ...] = ()
+    plan: ClusterPlan
+    prediction: Prediction | None = None
+
+    @property
+    def gpus(self) -> int:
+        """How many there are."""
+        return self.plan.placement.cluster.devices
+
+    @property
+    def simulated(self) -> float | None:
+        """The part of the requests within their objectives in simulation, if there are any."""
+        return self.prediction.summary.overall.slo.get("all") if self.prediction else None
+
+    @property
+    def short(self) -> list[str]:
+        """Models that meet their objectives too rarely in simulation."""
+        return falls_short(self.plan, self.prediction) if self.prediction else []
 
     @property
     def enough(self) -> bool:
         """The rates and objectives are met, and no simulation says otherwise."""
-        return self.meets and not self.short
-
-
-def point(plan: ClusterPlan, simulated: Prediction | None = None) -> SweepPoint:
-    """A plan as a point of a sweep."""
-    return SweepPoint(
-        gpus=plan.placement.cluster.devices,
-        used=plan.devices,
-        throughput=plan.throughput,
-        weighted_throughput=plan.weighted_throughput,
-        attainment=plan.attainment,
-        meets=plan.meets,
-        missing=tuple(plan.missing),
-        simulated=simulated.summary.overall.slo.get("all") if simulated else None,
-        short=tuple(falls_short(plan, simulated)) if simulated else (),
-    )
+        return self.plan.meets and not self.short
 
 
 def needed(points: Sequence[SweepPoint]) -> int | None:
@@ -74,7 +65,7 @@ def warnings_of(plan: ClusterPlan, simulated: Prediction | None, points: Sequenc
         f"{p.gpus} GPU{'' if p.gpus == 1 else 's'} would be enough by the estimate, but in its simulation "
         f"{p.simulated:.1%} of the requests are within their objectives, too few of {enumerate_words(p.short)}"
         for p in points
-        if p.meets and p.short and p.simulated is not None and p.gpus != plan.placement.cluster.devices
+        if p.plan.meets and p.short and p.simulated is not None and p.gpus != plan.placement.cluster.devices
     ]
     short = falls_short(plan, simulated) if simulated is not None and plan.meets else []
     if short:
@@ -253,14 +244,14 @@ def document(
         "sweep": [
             {
                 "gpus": p.gpus,
-                "devices_used": p.used,
-                "throughput": p.throughput,
-                "weighted_throughput": p.weighted_throughput,
-                "attainment": p.attainment,
-                "meets": p.meets,
-                "missing": list(p.missing),
+                "devices_used": p.plan.devices,
+                "throughput": p.plan.throughput,
+                "weighted_throughput": p.plan.weighted_throughput,
+                "attainment": p.plan.attainment,
+                "meets": p.plan.meets,
+                "missing": list(p.plan.missing),
                 "simulated_attainment": p.simulated,
-                "falls_short": list(p.short),
+                "falls_short": p.short,
             }
             for p in sweep
         ],

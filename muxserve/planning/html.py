@@ -152,11 +152,11 @@ def _sweep(points: Sequence[SweepPoint]) -> PageSection:
     seen = [p for p in points if p.simulated is not None]
     met = {"title": "within objectives", "overlaying": "y", "side": "right", "showgrid": False}
     lines = [
-        go.Scatter(name="requests/s served", x=x, y=[p.throughput for p in points], line={"color": INK[0]}),
+        go.Scatter(name="requests/s served", x=x, y=[p.plan.throughput for p in points], line={"color": INK[0]}),
         go.Scatter(
             name="within objectives",
             x=x,
-            y=[p.attainment for p in points],
+            y=[p.plan.attainment for p in points],
             yaxis="y2",
             line={"color": INK[1], "dash": "dash"},
         ),

@@ -67,7 +67,7 @@ class ReplicaLayout(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LayoutRequest:
     """One model as it is asked for. `replicas` and `stages` are None where they may be chosen, the latter from
     `least_stages` on. `spared` and `bounds` are for `rolling` prefill, `batching` is for the steps of an engine (auto:
     throttled over several stages)."""
@@ -124,7 +124,7 @@ def stages_of(fleet: Fleet, model: Model, gpus: int) -> tuple[int, Problem | Non
     return stages, None
 
 
-def wanted_of(model: Model, demand: Demand, free: bool) -> Wanted:
+def wanted_of(model: Model, demand: Demand, free: bool) -> LayoutRequest:
     """A model of the fleet file.
 
     Args:
@@ -132,7 +132,7 @@ def wanted_of(model: Model, demand: Demand, free: bool) -> Wanted:
             not say it.
     """
     given, rolling = model.replicas, model.rolling
-    return Wanted(
+    return LayoutRequest(
         demand=demand,
         replicas=None if free and given.max == 1 else max(1, given.at_start),
         stages=model.stages if isinstance(model.stages, int) else None if free else model.stage_count,
@@ -173,7 +173,7 @@ class DevicePool(Protocol):
         """Their number."""
         ...
 
-    def layouts(self, wanted: Wanted) -> Iterator[ReplicaLayout]:
+    def layouts(self, wanted: LayoutRequest) -> Iterator[ReplicaLayout]:
         """Ways to lay the model out, those that use most devices first.
 
         Raises:
@@ -181,7 +181,7 @@ class DevicePool(Protocol):
         """
         ...
 
-    def place(self, wanted: Wanted, layout: ReplicaLayout) -> SimulatedLayout:
+    def place(self, wanted: LayoutRequest, layout: ReplicaLayout) -> SimulatedLayout:
         """That layout in detail.
 
         Raises:
@@ -203,7 +203,7 @@ class GpuDevices(DevicePool, Protocol):
         """Bytes of each GPU that may be used."""
         ...
 
-    def check_room(self, wanted: Wanted, tokens: int, layout: ReplicaLayout, own: int | None = None) -> None:
+    def check_room(self, wanted: LayoutRequest, tokens: int, layout: ReplicaLayout, own: int | None = None) -> None:
         """
         Raises:
             NoPlaceError: `tokens` of KV are not enough for a mean request. `own`: bytes that the model itself takes.
@@ -222,7 +222,7 @@ class GpuDevices(DevicePool, Protocol):
 # ---------------------------------------------------------------- layouts
 
 
-def check_pool(wanted: Wanted, most: int, devices: int | None, one: str) -> None:
+def check_pool(wanted: LayoutRequest, most: int, devices: int | None, one: str) -> None:
     """
     Args:
         most: replicas that there can be.
@@ -244,7 +244,7 @@ def check_pool(wanted: Wanted, most: int, devices: int | None, one: str) -> None
         raise NoPlaceError(_too_many(wanted, stages))
 
 
-def allows(layout: ReplicaLayout, wanted: Wanted) -> bool:
+def allows(layout: ReplicaLayout, wanted: LayoutRequest) -> bool:
     """Whether a layout is as the model is asked for."""
     if wanted.replicas not in (None, layout.replicas) or layout.stages > wanted.demand.architecture.layers:
         return False
@@ -253,7 +253,7 @@ def allows(layout: ReplicaLayout, wanted: Wanted) -> bool:
     return layout.stages >= wanted.least_stages if wanted.stages is None else layout.stages == wanted.stages
 
 
-def no_layout(wanted: Wanted, pool: str) -> str:
+def no_layout(wanted: LayoutRequest, pool: str) -> str:
     """Why there is no layout on that pool, in words."""
     stages, architecture = wanted.stages or wanted.least_stages, wanted.demand.architecture
     if stages > architecture.layers:
@@ -265,11 +265,11 @@ def no_layout(wanted: Wanted, pool: str) -> str:
     return f"{pool} cannot be divided into {asked}{stages} or more stages"
 
 
-def _too_many(wanted: Wanted, stages: int) -> str:
+def _too_many(wanted: LayoutRequest, stages: int) -> str:
     return f"{wanted.demand.architecture.layers} layers cannot be spread over {stages} stages"
 
 
-def place_on_gpus(pool: GpuDevices, wanted: Wanted, layout: ReplicaLayout) -> SimulatedLayout:
+def place_on_gpus(pool: GpuDevices, wanted: LayoutRequest, layout: ReplicaLayout) -> SimulatedLayout:
     """A layout on GPUs, in detail.
 
     Raises:
@@ -279,7 +279,7 @@ def place_on_gpus(pool: GpuDevices, wanted: Wanted, layout: ReplicaLayout) -> Si
     return single_stage(pool, wanted, layout, rules) if layout.rolling else _staged(pool, wanted, layout, rules)
 
 
-def _staged(pool: GpuDevices, wanted: Wanted, layout: ReplicaLayout, rules: MemoryRules) -> SimulatedLayout:
+def _staged(pool: GpuDevices, wanted: LayoutRequest, layout: ReplicaLayout, rules: MemoryRules) -> SimulatedLayout:
     demand, tp, stages = wanted.demand, layout.tp, layout.stages
     tokens = block_tokens(demand)
     engine = activation_bytes(demand, tp) + rules.graph_bytes + rules.processes * rules.context_bytes
@@ -305,7 +305,7 @@ def _staged(pool: GpuDevices, wanted: Wanted, layout: ReplicaLayout, rules: Memo
     )
 
 
-def single_stage(pool: GpuDevices, wanted: Wanted, layout: ReplicaLayout, rules: MemoryRules) -> SimulatedLayout:
+def single_stage(pool: GpuDevices, wanted: LayoutRequest, layout: ReplicaLayout, rules: MemoryRules) -> SimulatedLayout:
     """A replica whose layers are not split over stages; what the model leaves of each GPU is its KV cache.
 
     Raises:
@@ -345,7 +345,7 @@ def link_of(on: Device, tp: int) -> Link:
 # ---------------------------------------------------------------- simulation
 
 
-def replica_unit(wanted: Wanted, place: SimulatedLayout, name: str, devices: tuple[int, ...]) -> SimUnit:
+def replica_unit(wanted: LayoutRequest, place: SimulatedLayout, name: str, devices: tuple[int, ...]) -> SimUnit:
     """One replica as the simulator has it, in a unit to itself."""
     stages = len(place.blocks)
     pipeline, throttle = None, wanted.throttle(stages)
@@ -367,7 +367,7 @@ def replica_unit(wanted: Wanted, place: SimulatedLayout, name: str, devices: tup
     )
 
 
-def ring_of(wanted: Wanted) -> RingRules:
+def ring_of(wanted: LayoutRequest) -> RingRules:
     """By what the replicas of a rolling model decide who prefills.
 
     Raises:

@@ -12,7 +12,7 @@ from muxserve.costs.architecture import split_layers
 from muxserve.costs.latency import LatencyModel
 from muxserve.costs.stages import costs_of_stages
 from muxserve.costs.step_costs import StepCosts, StepWork
-from muxserve.planning.layouts import SimulatedLayout, Wanted
+from muxserve.planning.layouts import LayoutRequest, SimulatedLayout
 from placement.candidates import MEETS
 from placement.demand import Demand, Member
 from placement.estimator import ModelEstimate
@@ -29,7 +29,7 @@ class OneEngine:
     token_bytes: float
 
     @staticmethod
-    def of(wanted: Wanted, place: SimulatedLayout, latency: LatencyModel) -> OneEngine:
+    def of(wanted: LayoutRequest, place: SimulatedLayout, latency: LatencyModel) -> OneEngine:
         """The engine of a place.
 
         Raises:

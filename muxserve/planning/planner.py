@@ -15,7 +15,7 @@ from muxserve.planning.contest import LONG_LOOK, LOOK, Contest, Rival
 from muxserve.planning.dedicated_units import divide_cpu, divide_gpus, is_alone, open_units
 from muxserve.planning.demands import check_lengths, contexts_of, demands_of, equal_nodes, memory_of
 from muxserve.planning.device_pool import CpuPool, cpu_pool
-from muxserve.planning.document import SweepPoint, point
+from muxserve.planning.document import SweepPoint
 from muxserve.planning.layouts import NoPlaceError
 from muxserve.planning.prediction import (
     Prediction,
@@ -103,9 +103,9 @@ class UsageError(ValueError):
 class PlannedFleet:
     """What came of it. `simulated` is the simulation of the plan (`why_not`: why there is none), `spare` the factors by
     which rates were raised in planning, `rivals` the plans of the contest's final, the best first, and
-    `contest_seconds` how long the contest took. `by_size` are the
-    plans of a sweep. `residency` (on a CPU) and `sleeping` (on GPUs) say what models that sleep would bring. `notes`
-    say what became of models that leave their engines open, where the rivals do not."""
+    `contest_seconds` how long the contest took. `points` are those of a sweep. `residency` (on a
+    CPU) and `sleeping` (on GPUs) say what models that sleep would bring. `notes` say what became of models that leave
+    their engines open, where the rivals do not."""
 
     plan: ClusterPlan
     simulated: Prediction | None = None
@@ -115,7 +115,6 @@ class PlannedFleet:
     rivals: Sequence[Rival] = ()
     contest_seconds: float = 0.0
     residency: ResidencyForecast | None = None
-    by_size: tuple[ClusterPlan, ...] = ()
     sleeping: SleepingForecast | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -191,30 +190,27 @@ class Planner:
         Larger ones than that are not simulated, unless `every` one is to be borne out."""
         demands = self._demands(cluster)
         points: list[SweepPoint] = []
-        plans: list[ClusterPlan] = []
         found: PlannedFleet | None = None
-        last: ClusterPlan | None = None
-        enough = False
+        last: PlannedFleet | None = None
         each = max(0.5, self.seconds / len(sizes))
         for size in sizes:
             here = equal_nodes(size, cluster.nodes[0].device, self.fleet.cluster.gpus_per_node)
-            last = self._place(demands, here, each, f"{size} GPUs: ")
-            plans.append(last)
-            if (enough and not every) or not last.meets:
-                points.append(point(last))
+            plan = self._place(demands, here, each, f"{size} GPUs: ")
+            if (found is not None and not every) or not plan.meets:
+                points.append(SweepPoint(plan))
+                last = None
                 continue
-            tried = self._borne_out(last, demands, here)
-            if tried.simulated is not None:
-                tried.simulated = self._measured(tried.plan, tried.simulated)
-            plans[-1] = tried.plan
-            points.append(point(tried.plan, tried.simulated))
-            if not enough:
-                found, enough = tried, points[-1].enough
-        if found is None:
-            assert last is not None, "a sweep has a size"
-            simulated, why_not = self._simulated(last)
-            found = PlannedFleet(last, simulated and self._measured(last, simulated), why_not)
-        found.points, found.by_size = points, tuple(plans)
+            last = self._borne_out(plan, demands, here)
+            if last.simulated is not None:
+                last.simulated = self._measured(last.plan, last.simulated)
+            points.append(SweepPoint(last.plan, last.simulated))
+            if found is None and points[-1].enough:
+                found = last
+        if (found := found or last) is None:
+            largest = points[-1].plan
+            simulated, why_not = self._simulated(largest)
+            found = PlannedFleet(largest, simulated and self._measured(largest, simulated), why_not)
+        found.points = points
         return found
 
     def with_sleeping_models(self, made: PlannedFleet, workload: Workload) -> SleepingForecast:
@@ -227,7 +223,7 @@ class Planner:
         check_fits(workload, contexts_of(made.plan.demands))
         requests = list(workload)
         points: list[SleepingPoint] = []
-        for plan in made.by_size or (made.plan,):
+        for plan in [point.plan for point in made.points] or [made.plan]:
             cluster, demands = plan.placement.cluster, plan.demands
 
             def tell(way: str, done: int, total: int, gpus: int = cluster.devices) -> None:

@@ -25,10 +25,10 @@ from muxserve.metrics.definitions import Objectives
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.planning.device_pool import CPU, CpuPool, GpuPool
 from muxserve.planning.layouts import (
+    LayoutRequest,
     NoPlaceError,
     ReplicaLayout,
     SimulatedLayout,
-    Wanted,
     replica_unit,
     ring_of,
     wanted_of,
@@ -268,7 +268,7 @@ def _with_scaling(
 
 
 def _place(
-    placement: Placement, unit: PlacedUnit, replicas: int, wanted: Wanted, around: Surroundings
+    placement: Placement, unit: PlacedUnit, replicas: int, wanted: LayoutRequest, around: Surroundings
 ) -> SimulatedLayout:
     """That unit in detail, with the page pool that the placement gives it."""
     name = wanted.demand.name

@@ -167,8 +167,6 @@ def plan_machine(
         missing={},
         objective=objective,
         mode="muxserve",
-        value=0.0,
-        greedy_value=0.0,
         evaluations=len(plans),
     )
     return replace(made, placement=replace(made.placement, notes=planner.notes_of(made)))

@@ -89,7 +89,8 @@ def _shapes(demands: Sequence[Demand], seconds: float, varied: Variation) -> dic
         return dict.fromkeys((demand.name for demand in demands), FLAT)
     # Each group has the load equally often.
     every = seconds / (count * math.ceil(seconds / (count * _TURN_SECONDS)))
-    loads, found = [0.0] * count, {}
+    loads = [0.0] * count
+    found: dict[str, ShapeFactory] = {}
     for demand in sorted(demands, key=lambda each: -each.rate):
         group = loads.index(min(loads))
         loads[group] += demand.rate

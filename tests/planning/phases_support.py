@@ -6,7 +6,7 @@ from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
 from muxserve.planning.device_pool import CpuPool, GpuPool
-from muxserve.planning.layouts import Wanted
+from muxserve.planning.layouts import LayoutRequest
 from placement import Machine
 from placement.demand import Demand
 from placement.memory import MemoryRules
@@ -43,7 +43,7 @@ TINY = ModelArchitecture(
 )
 
 
-def wanted(rate: float = 8.0, ttft: float | None = 2.0, tpot: float | None = 0.1, **more: object) -> Wanted:
+def wanted(rate: float = 8.0, ttft: float | None = 2.0, tpot: float | None = 0.1, **more: object) -> LayoutRequest:
     demand = Demand(
         "wide",
         architecture=WIDE,
@@ -56,11 +56,11 @@ def wanted(rate: float = 8.0, ttft: float | None = 2.0, tpot: float | None = 0.1
         max_num_seqs=64,
         max_num_batched_tokens=2048,
     )
-    return Wanted(demand, **more)  # type: ignore[arg-type]
+    return LayoutRequest(demand, **more)  # type: ignore[arg-type]
 
 
-def tiny(rate: float = 0.5, **more: object) -> Wanted:
-    return Wanted(
+def tiny(rate: float = 0.5, **more: object) -> LayoutRequest:
+    return LayoutRequest(
         Demand(
             "tiny",
             architecture=TINY,
@@ -86,5 +86,5 @@ def cores(count: int = 2, pool: int | None = 1 << 30, memory: int = 16 << 30) ->
     return CpuPool(Machine(count, memory), count, pool)
 
 
-def with_demand(wanted: Wanted, **changes: object) -> Wanted:
+def with_demand(wanted: LayoutRequest, **changes: object) -> LayoutRequest:
     return replace(wanted, demand=replace(wanted.demand, **changes))  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ from muxserve.simulator import SimUnit, simulate
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand
 from placement.memory import MemoryRules
-from placement.objective import Objective
+from placement.objective import Objective, ObjectiveName
 from placement.planner import ClusterPlan
 from tests.support.thoroughness import cases
 
@@ -90,7 +90,7 @@ def demand(name: str = "a") -> Demand:
     return Demand(name, planned_architecture("llama-2-7b", Path()), rate=1.0)
 
 
-def plan_of(*units: PlacedUnit, missing: int = 0, objective: str = "throughput") -> ClusterPlan:
+def plan_of(*units: PlacedUnit, missing: int = 0, objective: ObjectiveName = "throughput") -> ClusterPlan:
     placement = Placement(Cluster((Node("A100-80GB", 4),)), units)
     nowhere = {f"x{number}": "" for number in range(missing)}
     return ClusterPlan(
@@ -103,7 +103,7 @@ def plan_of(*units: PlacedUnit, missing: int = 0, objective: str = "throughput")
         value=0.0,
         greedy_value=0.0,
         evaluations=0,
-    )  # type: ignore[arg-type]
+    )
 
 
 def contest(rates: dict[float, dict[str, float]], looks: list[tuple[float, float, str]] | None = None) -> Contest:

@@ -12,7 +12,7 @@ from muxserve.costs.profile import DecodeCell, EngineProfile, Overheads, Prefill
 from muxserve.costs.roofline import Roofline
 from muxserve.costs.step_costs import StepWork
 from muxserve.planning.dedicated_units import best_place, places_of
-from muxserve.planning.layouts import NoPlaceError, ReplicaLayout, SimulatedLayout, Wanted, replica_unit
+from muxserve.planning.layouts import LayoutRequest, NoPlaceError, ReplicaLayout, SimulatedLayout, replica_unit
 from muxserve.planning.one_engine import OneEngine
 from muxserve.simulator import Link, Options, Pipeline, simulate
 from muxserve.simulator.result import FleetResult
@@ -113,7 +113,7 @@ class TestPlaces:
             cores(memory=8 << 30).place(replace(tiny(), replicas=16), ReplicaLayout(16, 1, 1, True))
 
 
-def played(asked: Wanted, place: SimulatedLayout, rate: float, count: int = 600) -> FleetResult:
+def played(asked: LayoutRequest, place: SimulatedLayout, rate: float, count: int = 600) -> FleetResult:
     """One replica of a place that gets `rate` requests per second of the mean lengths."""
     draw, at, requests = random.Random(1), 0.0, []
     for _ in range(count):
