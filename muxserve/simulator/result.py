@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from muxserve.metrics.records import RequestRecord
@@ -43,9 +42,7 @@ class UnitResult:
     each held. `shapes` has the engines of each model, split or one. `turns` counts the scheduler's decisions, `looks`
     the events simulated.
 
-    `waits` are, of a rolling one, the seconds that each answered request waited for the phase switch (from its first
-    token to the begin of its first decode step). An engine over stages has `micro_batches`. A replica that came later,
-    or went, did so when it `began` and `ended`.
+    An engine over stages has `micro_batches`. A replica that came later, or went, did so when it `began` and `ended`.
     """
 
     unit: str
@@ -64,11 +61,16 @@ class UnitResult:
     turns: int
     looks: int
     timelines: list[JobTimeline] = field(default_factory=list, repr=False)
-    waits: Sequence[float] = ()
     micro_batches: MicroBatches | None = None
     residency: ResidencyResult | None = None
     began: float = 0.0
     ended: float | None = None
+
+    @property
+    def waits(self) -> list[float]:
+        """Seconds that each answered request waited for the phase switch: from its first token to the begin of its
+        first decode step."""
+        return [request.switch_wait for request in self.requests if request.finish is not None]
 
     @property
     def stages(self) -> list[float]:

@@ -53,8 +53,10 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class _Untold:
-    """What an engine has not reported yet: steps, their tokens, those of them that were of prompts, and requests."""
+    """What an engine has not reported `since` then: steps, their tokens, those of them that were of prompts, and
+    requests."""
 
+    since: float = 0.0
     steps: int = 0
     tokens: int = 0
     prefill: int = 0
@@ -106,7 +108,6 @@ class PipelineEngine(LeasedEngine):
         self._begun = 0.0
         self._half_told = self._admitted = False
         self._untold = _Untold()
-        self._told_at = 0.0
 
     def holding(self) -> Holding:
         """What the budget is made from; the free part of the cache is that of the model's quota."""
@@ -217,7 +218,7 @@ class PipelineEngine(LeasedEngine):
         work, spec = batch.work, self.spec
         if not self._flying:
             if not self._untold.steps:
-                self._told_at = now
+                self._untold.since = now
             self.record.begins(now)
             self._runs(NO_LOAD, self.stages[0].seconds(work), now)
         if len(self.machine.compute.engines) > 1:
@@ -294,10 +295,8 @@ class PipelineEngine(LeasedEngine):
         if not (worth or not remaining):
             return
         self._half_told, self._admitted = half, False
-        self._untold = _Untold()
-        seconds = now - self._told_at if steps else 0.0
-        if steps:
-            self._told_at = now
+        seconds = now - untold.since if steps else 0.0
+        self._untold = _Untold(now if steps else untold.since)
         done = StepsDone(self.lease_id, left, seconds, untold.tokens, remaining, steps, untold.prefill)
         self.scheduler.report(SimReport(self, done, untold.finished, untold.through, untold.returned))
 

@@ -84,8 +84,6 @@ class SimulatedUnit:
             ended=record.ended,
             timelines=[machine.timeline] if machine.timeline is not None else [],
         )
-        if spec.policy == "rolling":
-            found.waits = [request.switch_wait for request in record.requests if request.finish is not None]
         if self.residents is not None:
             found.residency = self.residents.result()
         for engine in engines:

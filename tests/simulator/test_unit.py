@@ -47,6 +47,18 @@ def test_a_long_prompt_is_computed_in_chunks(kind: int) -> None:
     assert record.latency == record.ttft
 
 
+def test_one_engine_computes_chunks_of_a_prompt_beside_the_tokens_of_others() -> None:
+    """A step has a token of each sequence first, and chunks up to its bound: it costs what its parts cost together."""
+    costs = Linear(prefill_fixed=0.01, prefill_token=0.001, decode_fixed=0.005, decode_sequence=0.0, decode_token=0.0)
+    _, world = worlds(costs=costs, max_num_batched_tokens=16)
+    # The second comes during the first decode step of the first, which ends at 0.025 s.
+    first, second = run(world, requests((0.0, "a", 10, 5), (0.022, "a", 30, 2))).records
+    assert first.ttft == pytest.approx(0.01 + 0.001 * 10)
+    # Two steps of 15 tokens of the prompt and one of the first; then both decode, and the first ends.
+    assert second.ttft == pytest.approx(0.025 + 2 * (0.01 + 0.001 * 16) - 0.022)
+    assert first.latency == second.arrival + second.latency == pytest.approx(0.025 + 2 * 0.026 + 0.005)  # type: ignore[operator]
+
+
 def test_decode_costs_follow_the_context_exactly() -> None:
     costs = Linear(0.01, 0.0, 0.005, 0.0, 0.0001, bend=60.0)
     (record,) = run(worlds(costs=costs)[0], requests((0.0, "a", 40, 41))).records
