@@ -17,6 +17,7 @@ docs/scheduling.md discusses the table. `PREDICTION` was written before the firs
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -221,8 +222,8 @@ def run(scenario: Scenario, way: Way, friction: float = 0.0, seed: int = 0, fixe
     unit = replace(unit, kv_bytes=int(unit.kv_bytes * scenario.memory))
     lone = tuple(_alone(name, m.size, models[name]) for name, m in zip(names, scenario.models, strict=True))
     reference = AloneSimulation(units_of(Placement(cluster, lone), models, mode_of("spatial")), latency)
-    models = {name: replace(model, share_steps=steps) for name, model in models.items()}
-    units = [shaped(each, way.one, fixed) for each in units_of(Placement(cluster, (unit,)), models, way.mode)]
+    units = units_of(Placement(cluster, (unit,)), models, way.mode, steps or None)
+    units = [shaped(each, way.one, fixed) for each in units]
     result = simulate(units, requests_of(scenario, names, seed), latency)
     rates = {name: m.rate for name, m in zip(names, scenario.models, strict=True)}
     summary = summarise(result.records, rates=rates, reference=reference, slo_scales=SLO_SCALES)
@@ -301,6 +302,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Policies on scenarios, in simulation.")
     parser.add_argument("--scenarios", nargs="+", choices=list(made), default=list(made))
     parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
+    parser.add_argument(
+        "--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="others stay as --out has them"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[3, 4, 5])
     parser.add_argument("--friction", nargs="+", type=float, default=[0.0, 0.15, 0.3])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/policies.json")
@@ -318,16 +322,22 @@ def main() -> int:
     }
     for friction in options.friction:
         points = [(f"{name}, {load}", name, load) for name in options.scenarios for load in options.loads]
-        done: dict[str, dict[str, list[Row]]] = {point: {column: [] for column in WAYS} for point, _, _ in points}
+        known = (
+            json.loads(options.out.read_text())[f"friction {friction:g}"]["points"] if options.ways != [*WAYS] else {}
+        )
+        done: dict[str, dict[str, list[Row]]] = {point: {way: [] for way in options.ways} for point, _, _ in points}
         for index, seed in enumerate(options.seeds):
             for point, name, load in points:
                 scenario = made[name].times(LOADS[load])
-                for column, way in WAYS.items():
-                    done[point][column].append(run(scenario, way, friction, seed, options.fixed, options.steps))
+                for column, rows in done[point].items():
+                    rows.append(run(scenario, WAYS[column], friction, seed, options.fixed, options.steps))
             print(f"friction {friction:g}, seeds {options.seeds[: index + 1]}")
-            rows = {point: {column: means(each) for column, each in row.items()} for point, row in done.items()}
+            found = {
+                point: known.get(point, {}) | {column: means(rows) for column, rows in row.items()}
+                for point, row in done.items()
+            }
             seeds = options.seeds[: index + 1]
-            report[f"friction {friction:g}"] = {"seeds": seeds, "compared": table(rows), "points": rows}
+            report[f"friction {friction:g}"] = {"seeds": seeds, "compared": table(found), "points": found}
             write_report(options.out, report)
     return 0
 
