@@ -290,7 +290,9 @@ class Planner:
         names, seconds = [demand.name for demand in rivals[0].plan.demands], first.seconds
         # All models of all plans are simulated for several answers of so many seconds, or their rates say nothing.
         answers = max((window.seconds for window in first.windows.values()), default=0.0) / ANSWERS
-        workloads, whole = WORKLOADS if self.robust else (DECLARED,), part == 1.0
+        # A model alone has nobody to take turns with.
+        others = [each for each in WORKLOADS if len(names) > 1 or not each.turns]
+        workloads, whole = others if self.robust else [DECLARED], part == 1.0
         known: dict[object, Prediction | None] = {}
 
         def simulate(plan: ClusterPlan, part: float, varied: Variation) -> Prediction | None:
