@@ -216,6 +216,11 @@ def _has_one_engine(model: Mapping[str, Any]) -> bool:
     return model.get("engines") == "one" or model.get("dispatch") == "rolling" or _several_stages(model)
 
 
+def _is_private(model: Mapping[str, Any]) -> bool:
+    """Whether the file itself gives the model a cache of its own, as stock vLLM has it."""
+    return model.get("kv") == "private"
+
+
 def _objectives(source: Source, at: KeyPath, slo: object) -> Iterator[Problem]:
     """Algorithm 2 of EcoServe holds prefills and decodes against both objectives."""
     given = slo if isinstance(slo, dict) else {}
@@ -506,8 +511,11 @@ def _engine_args(source: Source, at: tuple[str | int, ...], model: dict[str, Any
     ahead = args.get("async_scheduling", False)
     if not isinstance(ahead, bool):
         yield source.problem((*at, "engine_args", "async_scheduling"), f"must be true or false, not {shown(ahead)}")
-    elif ahead and _has_one_engine(model) and model.get("dispatch") != "rolling":
-        message = "cannot be had with `engines: one`, whose micro-batches are in flight already; remove it"
+    elif ahead and _has_one_engine(model) and not _is_private(model) and model.get("dispatch") != "rolling":
+        message = (
+            "cannot be had with `engines: one` on the pool, whose micro-batches are in flight already; write "
+            "`kv: private`, or remove it"
+        )
         yield source.problem((*at, "engine_args", "async_scheduling"), message)
     if "speculative_config" in args:
         yield from _speculation(source, (*at, "engine_args", "speculative_config"), args, model)
@@ -540,6 +548,8 @@ def _speculation(
             at, f"must be a mapping like {{method: {NGRAM}, num_speculative_tokens: 3}}, not {shown(given)}"
         )
         return
+    if _is_private(model):
+        return  # vLLM says what it knows
     if given.get("method") != NGRAM:
         if model.get("kv") == "pool":
             asked = shown(given["method"]) if "method" in given else "left out"
@@ -547,7 +557,7 @@ def _speculation(
                 f"must be {NGRAM} with `kv: pool`, not {asked}: a draft model's or MTP layers' KV has no place there"
             )
             yield source.problem((*at, "method") if "method" in given else at, f"method {message}")
-        # Else it has a cache of its own, and vLLM says what it knows.
+        # Else it gets a cache of its own.
         return
     numbers = {name: given[name] for name in NGRAM_NUMBERS if name in given}
     for name, number in numbers.items():
@@ -564,7 +574,11 @@ def _speculation(
             known = ", ".join(("method", *NGRAM_NUMBERS))
             yield source.problem((*at, str(name)), f"is not known here; {NGRAM} has {known}")
     if _has_one_engine(model):
-        yield source.problem(at, "cannot be had with one engine of both phases; write `engines: split`, or remove it")
+        message = (
+            "cannot be had with one engine of both phases on the pool; write `engines: split` or `kv: private`, or "
+            "remove it"
+        )
+        yield source.problem(at, message)
     for name in ("async_scheduling", "logits_processors"):
         if args.get(name):
             yield source.problem(at, f"cannot be had together with {name}; remove one of them")

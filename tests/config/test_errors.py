@@ -184,11 +184,11 @@ ONE = "models:\n  - name: one\n    path: a\n"
         (f"{ONE}    engine_args: {{speculative_config: {{method: ngram, num_speculative_tokens: 2, model: x}}}}\n", 'fleet.yaml:4: models[0].engine_args.speculative_config.model: is not known here; ngram has method, num_speculative_tokens'),
         (f"{ONE}    engine_args: {{async_scheduling: true, speculative_config: {{method: ngram, num_speculative_tokens: 2}}}}\n", 'fleet.yaml:4: models[0].engine_args.speculative_config: cannot be had together with async_scheduling'),
         (f"{ONE}    engine_args: {{spec_method: ngram}}\n", 'fleet.yaml:4: models[0].engine_args.spec_method: is part of `speculative_config: {method: ngram, ...}`; write that'),
-        (f"{ONE}    engines: one\n    engine_args: {{speculative_config: {{method: ngram, num_speculative_tokens: 2}}}}\n", "fleet.yaml:5: models[0].engine_args.speculative_config: cannot be had with one engine of both phases"),
+        (f"{ONE}    engines: one\n    engine_args: {{speculative_config: {{method: ngram, num_speculative_tokens: 2}}}}\n", "fleet.yaml:5: models[0].engine_args.speculative_config: cannot be had with one engine of both phases on the pool; write `engines: split` or `kv: private`"),
         (f"{ONE}    engine_args: {{enable_lora: true}}\n", "fleet.yaml:4: models[0].engine_args.enable_lora: is what `adapters` of the model is for"),
         (f"{ONE}    adapters: {{one: b}}\n", "fleet.yaml:4: models[0].adapters.one: 'one' is already the name of the model on line 2"),
         (f"{ONE}    engine_args: {{async_scheduling: 1}}\n", "fleet.yaml:4: models[0].engine_args.async_scheduling: must be true or false, not 1"),
-        (f"{ONE}    engines: one\n    engine_args: {{async_scheduling: true}}\n", "fleet.yaml:5: models[0].engine_args.async_scheduling: cannot be had with `engines: one`"),
+        (f"{ONE}    engines: one\n    engine_args: {{async_scheduling: true}}\n", "fleet.yaml:5: models[0].engine_args.async_scheduling: cannot be had with `engines: one` on the pool"),
         (f"{ONE}    engine_args: {{worker_cls: x}}\n", "fleet.yaml:4: models[0].engine_args.worker_cls: is decided by MuxServe"),
         (f"{ONE}    engine_args: {{trust_remote_cod: x}}\n", 'vLLM has no such option; did you mean "trust_remote_code"?'),
         (f"{ONE}    engine_args: {{1: x}}\n", "fleet.yaml:4: models[0].engine_args.1: must be a text, not 1"),
@@ -276,6 +276,19 @@ def test_deep_nesting_is_refused(depth: int, base: Path) -> None:
 def test_aliases_that_multiply_are_refused(base: Path) -> None:
     levels = [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9)}]" for n in range(1, 12)]
     assert "repeated too often" in "".join(problems("\n".join(["l0: &l0 [1]", *levels]), base))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "{async_scheduling: true}",
+        "{speculative_config: {method: ngram, num_speculative_tokens: 2}}",
+        "{async_scheduling: true, speculative_config: {method: mtp, num_speculative_tokens: 1}}",
+    ],
+)
+def test_one_engine_with_a_cache_of_its_own_has_what_stock_vllm_has(options: str, base: Path) -> None:
+    text = f"{ONE}    engines: one\n    kv: private\n    engine_args: {options}\n"
+    assert good(text, base).models[0].engine_args
 
 
 def test_a_kv_cache_of_a_type_that_pages_cannot_have(base: Path) -> None:
