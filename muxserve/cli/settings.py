@@ -188,7 +188,7 @@ class SimulateSettings:
     mode: Annotated[
         str,
         typer.Option(
-            help="One or several of muxserve (the plan), spatial, temporal; policies: slack, adbs, round-robin, fcfs."
+            help="One or several of muxserve (the plan), spatial, temporal; policies: slack, adbs, free, fcfs."
         ),
     ] = "muxserve"
     plan: Annotated[

@@ -42,7 +42,7 @@ from muxserve.simulator import (
 )
 from muxserve.simulator.fleet import PriorityOf
 from muxserve.workload import Workload, WorkloadError, check_fits, open_workload
-from placement.format import format_size
+from placement.format import enumerate_words, format_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,14 +311,19 @@ def _count(mode: str, told: Callable[[str], None]) -> Callable[[int, int], None]
 
 
 def _engine_words(result: FleetResult) -> Iterator[str]:
-    """A sentence for each model whose replicas are dedicated units."""
+    """A sentence on the models with one engine, and one on each that has stages or rolls."""
     units: dict[str, list[UnitResult]] = {}
+    one = []
     for unit in result.units:
-        units.setdefault(unit.models[0], []).append(unit)
-    for model, mine in units.items():
-        words = simulated_words(model, mine)
-        if words:
-            yield words
+        for model, shape in zip(unit.models, unit.shapes, strict=True):
+            units.setdefault(model, []).append(unit)
+            if shape == "one" and model not in one:
+                one.append(model)
+    special = {model: words for model, mine in units.items() if (words := simulated_words(model, mine))}
+    plain = [model for model in one if model not in special]
+    if plain:
+        yield f"{enumerate_words(plain)} {'has' if len(plain) == 1 else 'have'} one engine of both phases"
+    yield from special.values()
 
 
 def _residency_words(result: FleetResult) -> Iterator[str]:

@@ -415,7 +415,8 @@ def simulated_keys(unit: UnitResult) -> dict[str, object]:
 
 
 def simulated_words(model: str, units: Sequence[UnitResult]) -> str:
-    """A sentence on all units of a model for the report of a simulation; empty: nothing special."""
+    """A sentence on all units of a model that rolls or has several stages, for the report of a simulation; empty: it
+    does neither."""
     replicas = f"{len(units)} replica{'s' if len(units) > 1 else ''}"
     if units[0].rolling:
         spread = _spread([wait for unit in units for wait in unit.waits])
@@ -425,10 +426,8 @@ def simulated_words(model: str, units: Sequence[UnitResult]) -> str:
             words = f"after its first token a request waits {mean} (p99 {last}) for the phase switch, not in TTFT"
         return f"{model} is rolling over {replicas}; {words}"
     parts = [f"{statistics.fmean(each):.0%}" for each in zip(*map(_bubbles, units), strict=True)]
-    if units[0].shapes != ("one",):
-        return ""
     if len(parts) <= 1:
-        return f"{model} has {replicas} with one engine for both phases"
+        return ""
     return f"{model} has {replicas} of {len(parts)} stages with {enumerate_words(parts)} bubbles"
 
 

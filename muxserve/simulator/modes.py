@@ -39,7 +39,7 @@ class Mode:
 MODES: dict[str, Mode] = {
     mode.name: mode
     for mode in (
-        Mode("muxserve", "colocated models, prefill and decode apart, one KV cache with adaptive quotas"),
+        Mode("muxserve", "colocated models, one KV cache with adaptive quotas"),
         Mode(
             "spatial",
             "every model has GPUs of its own, one engine prefills and decodes",

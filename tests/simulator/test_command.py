@@ -15,6 +15,7 @@ from muxserve.planning import specs, window
 from muxserve.planning.plan_file import save_plan
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.scaling import ScalingRules
+from muxserve.simulator import MODES
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +107,22 @@ def test_where_memory_decides_models_are_woken_and_put_to_sleep(tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_the_report_says_which_models_have_one_engine(fleet: Path, tmp_path: Path) -> None:
+    models = (PlacedModel("chat", 4, 0.5, 0.5, shape="one"), PlacedModel("code", 1, 0.5, 0.5))
+    unit = PlacedUnit("u0", "A100-80GB", (0,), models, 16 << 30)
+    save_plan(Placement(Cluster((Node("A100-80GB", 4),)), (unit,)), tmp_path / "plan.yaml")
+    result = run(fleet, "--workload", LOAD, "--plan", tmp_path / "plan.yaml")
+    assert result.exit_code == 0, result.output
+    assert "- chat has one engine of both phases\n" in result.stdout
+    assert "prefill and decode apart" not in result.stdout
+
+
+def test_help_names_every_mode() -> None:
+    result = run("--help")
+    words = result.output.replace("\n", " ")
+    assert [mode for mode in MODES if mode not in words] == []
+
+
 def test_the_report_is_the_same_every_time(fleet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the plan that it makes: of one device and few short requests, since plans are tried by simulating them."""
     monkeypatch.setattr(window, "_REQUESTS", 300)
