@@ -43,6 +43,8 @@ def declared_in(directory: Path, names: Sequence[str], limit: int, hibernate: st
                 "path": str(tiny_checkpoint(seed=number)),
                 "dtype": "float32",
                 "max_len": 256,
+                # Either shape sleeps and wakes.
+                "engines": "one" if number % 2 else "split",
                 "limits": {"max_wait": "none"},
                 "replicas": {"max": 1, "wake": 4 * PATIENCE},
             }

@@ -20,6 +20,7 @@ from tests.support.patience import PATIENCE
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
 NAMES = ["m0", "m1", "m2"]
+ONE_ENGINE = "m1"
 # One or two of the three have room beside what every fleet takes, by how much of that counts as shared with others that
 # run here.
 LIMIT = 1730 << 20
@@ -45,6 +46,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
                 "name": name,
                 "path": str(tiny_checkpoint(layers=8, heads=16, kv_heads=4, max_len=512, seed=number)),
                 "dtype": "float32",
+                # Either shape takes turns.
+                "engines": "one" if name == ONE_ENGINE else "split",
                 "max_len": 512,
                 "limits": {"max_wait": "none"},
                 "slo": {"ttft_ms": 1000 * PATIENCE, "tpot_ms": TPOT_MS},
@@ -120,7 +123,7 @@ async def test_answers_are_the_same_through_ten_turns(fleet: Fleet, said: Answer
     assert counted >= SWITCHES
 
 
-ENGINE = "the decode engine of the model whose turn it is"
+ENGINE = "the engine that decodes of the model whose turn it is"
 
 
 VICTIMS = [ENGINE, "muxserve.unit.scheduler", "muxserve-memory-manager", "muxserve.global_scheduler"]
@@ -147,7 +150,8 @@ async def test_whoever_is_killed_during_a_turn_answers_are_the_same(fleet: Fleet
             for name, model in told["models"].items()
             if model["residence"] == "leaving" and (model["waiting"] or name in told["turns"]["now"])
         ]
-        part = victim if victim != ENGINE else f"muxserve engine {going[0]}/decode" if going else ""
+        phase = "both" if going[:1] == [ONE_ENGINE] else "decode"
+        part = victim if victim != ENGINE else f"muxserve engine {going[0]}/{phase}" if going else ""
         found = next(iter(fleet.parts(part)), None) if going else None
         if found is not None:
             found.kill()

@@ -67,7 +67,7 @@ def test_as_many_units_as_the_fleet_wants(tmp_path: Path, replicas: str, units: 
 
 
 @pytest.mark.slow
-def test_units_of_all_arrangements_together(tmp_path: Path) -> None:
+def test_units_of_all_shapes_together(tmp_path: Path) -> None:
     slo = "slo: { ttft_ms: 1000, tpot_ms: 100 }"
     file = fleet_file(
         tmp_path,

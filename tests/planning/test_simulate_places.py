@@ -58,7 +58,7 @@ def simulate(*arguments: object) -> Result:
 
 
 @pytest.mark.slow
-def test_a_fleet_of_three_arrangements(mixed: Path, plan_of_mixed: Path, tmp_path: Path) -> None:
+def test_a_fleet_of_all_shapes(mixed: Path, plan_of_mixed: Path, tmp_path: Path) -> None:
     page, trace = tmp_path / "page.html", tmp_path / "trace.json"
     modes = ("--mode", "muxserve,spatial,fcfs")
     given = ("--workload", LOAD, *SHORT, "--plan", plan_of_mixed, *modes, "--json", "--html", page, "--timeline", trace)
@@ -91,7 +91,7 @@ def test_a_fleet_of_three_arrangements(mixed: Path, plan_of_mixed: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_words_of_each_arrangement(mixed: Path, plan_of_mixed: Path) -> None:
+def test_words_of_each_shape(mixed: Path, plan_of_mixed: Path) -> None:
     """Of a plan, which is simulated as it is, and with the same report every time."""
     given = (mixed, "--workload", LOAD, "--plan", plan_of_mixed)
     words = " ".join(simulate(*given).stdout.split())
@@ -101,7 +101,7 @@ def test_words_of_each_arrangement(mixed: Path, plan_of_mixed: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "units", "stages"), [("rolling", 3, 1), ("pipeline", 1, 2)])
-def test_other_arrangements_on_this_machine(name: str, units: int, stages: int) -> None:
+def test_units_of_their_own_on_this_machine(name: str, units: int, stages: int) -> None:
     places = places_of(ROOT / f"configs/{name}.yaml", None, None, None, None, Roofline(), QUICK)
     placed = places.placed("muxserve")
     assert len(placed.others) == len(placed.placement.units) == units
