@@ -58,6 +58,15 @@ def expected(first: float = 0.0, rows: int = ROWS) -> torch.Tensor:
     return torch.tensor([first] * (rows // 2) + [first + 1.0] * (rows // 2))[:, None].expand(rows, COLUMNS)
 
 
+def test_a_layer_that_a_checkpoint_has_twice_stays_as_it_was_packed() -> None:
+    layer: Any = Linear()
+    with packed_when_read(ModuleList([layer])):
+        read(layer)
+        # Whoever looks the parameter up now finds the one that stands for what was packed.
+        layer.weight.weight_loader(layer.weight, torch.zeros(ROWS, COLUMNS))
+    assert torch.equal(layer.packed, expected())
+
+
 def test_a_layer_is_packed_with_its_last_part_and_the_next_one_has_its_memory() -> None:
     model = ModuleList([Linear() for _ in range(3)])
     with packed_when_read(model):

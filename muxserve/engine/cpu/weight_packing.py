@@ -85,6 +85,9 @@ class _Layer:
         self._layer.quant_method.process_weights_after_loading(self._layer)
         assert self._buffer is not None, "a weight that has been read has a buffer"
         if self._layer.weight is not self._weight:
+            # A checkpoint that has it twice finds the packed one.
+            packed: Any = self._layer.weight
+            packed.weight_loader = _nothing
             # What was packed is a copy.
             self._weight.data = torch.empty(0, dtype=self._weight.dtype)
             self._buffers.give(self._buffer)
@@ -94,6 +97,10 @@ class _Layer:
         """The checkpoint has been read; what has not been packed is vLLM's to pack."""
         for parameter, loader in self._loaders:
             parameter.weight_loader = loader
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """The weight is there."""
 
 
 def _followed(model: Module) -> Iterator[Module]:
