@@ -64,6 +64,8 @@ _NEITHER = (
 _KNOWN_BITS = (("nvfp4", 4.5), ("mxfp4", 4.25), ("mxfp8", 8.25), ("fp8", 8.0), ("int8", 8.0))
 # With multi-head latent attention in vLLM.
 _LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"}
+# With states of Mamba's first version.
+_SELECTIVE = {"mamba", "falcon_mamba", "jamba"}
 _WINDOWED = (["sliding_attention"], ["chunked_attention"])
 _LATENT_ROPES = {"yarn", "deepseek_yarn"}
 _ENCODERS = {"bert", "roberta", "xlm-roberta", "modernbert", "nomic_bert"}
@@ -557,6 +559,8 @@ def _gpu_only(config: Mapping[str, object]) -> str:
     if _latent(config) is not None and _rope_type(config) not in _LATENT_ROPES:
         # It takes the stride between two heads for that between two tokens.
         return "latent attention with rotary embeddings that are not scaled as YaRN's are"
+    if config.get("model_type") in _SELECTIVE:
+        return "Mamba's selective scan"
     if config.get("model_type") == "nemotron_h" and "moe" in layer_types(config):
         return "experts without a gate"
     return "experts that are chosen by a sigmoid" if _chosen_by_sigmoid(config) else ""

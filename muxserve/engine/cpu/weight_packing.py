@@ -20,6 +20,9 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
+# Whether this process packs when all has been read, as vLLM does.
+left_to_vllm = False
+
 
 class _Buffers:
     """Memory that layers use one after the other."""
@@ -136,7 +139,7 @@ def register() -> None:
     load = DefaultModelLoader.load_weights
 
     def load_weights(self: DefaultModelLoader, model: Module, model_config: ModelConfig) -> None:
-        if get_tensor_model_parallel_world_size() > 1 or current_platform.is_zen_cpu():
+        if left_to_vllm or get_tensor_model_parallel_world_size() > 1 or current_platform.is_zen_cpu():
             load(self, model, model_config)
             return
         with packed_when_read(model):

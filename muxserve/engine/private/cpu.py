@@ -9,7 +9,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from muxserve.engine.binding import bind_worker
-from muxserve.engine.cpu import ngrams
+from muxserve.engine.cpu import ngrams, weight_packing
 from muxserve.engine.cpu.ahead import AheadOnHost
 from muxserve.engine.cpu.resuming import ResumingOnHost
 from muxserve.engine.cpu.worker import unlink_shared_memory
@@ -33,7 +33,8 @@ class PrivateCPUWorker(cpu_worker.CPUWorker):
     """`worker_cls` of engines on CPU with a cache of their own."""
 
     def init_device(self) -> None:
-        # Adapters, and how weights are read, are as on the pool; attention is not.
+        # Adapters are as on the pool; attention, and how weights are read, are not.
+        weight_packing.left_to_vllm = True
         for backend, stock in _ATTENTION.items():
             register_backend(backend, stock)
         # CPUWorker names its runner class; there is no hook to choose another.
