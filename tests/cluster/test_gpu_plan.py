@@ -42,11 +42,26 @@ def gpus(count: int, name: str = "NVIDIA H200", gib: int = 140) -> GpuMachine:
     return GpuMachine(tuple(Gpu(i, f"GPU-{i}", name, gib * GIB, GIB // 2) for i in range(count)), "580", "13.0")
 
 
-def plan(directory: Path, cluster: str, models: str = MODELS, found: GpuMachine | None = None) -> ResolvedUnit:
-    for name in ("a", "b"):
-        write_checkpoint(directory / name, {**CONFIG, "num_hidden_layers": 32})
-    fleet = parse_fleet(f"cluster: {cluster}\nmodels:{models}", "f.yaml", directory, {})
-    return FleetPlanner(fleet, Machine(8, 64 * GIB, 16 * GIB), lambda: found or gpus(2)).at_start()[0]
+def planner(
+    directory: Path,
+    cluster: str,
+    models: str = MODELS,
+    found: GpuMachine | None = None,
+    config: dict[str, Any] | None = None,
+    top: str = "",
+    shared_memory: int = 16 * GIB,
+) -> FleetPlanner:
+    """Of a fleet file with these models and `top` above them; `config` is model a's, which has 32 layers otherwise."""
+    usual = {**CONFIG, "num_hidden_layers": 32}
+    write_checkpoint(directory / "a", config or usual)
+    write_checkpoint(directory / "b", usual)
+    fleet = parse_fleet(f"{top}cluster: {cluster}\nmodels:{models}", "f.yaml", directory, {})
+    return FleetPlanner(fleet, Machine(8, 64 * GIB, shared_memory), lambda: found or gpus(2))
+
+
+def plan(directory: Path, cluster: str, models: str = MODELS, **more: Any) -> ResolvedUnit:
+    """The first unit of that fleet."""
+    return planner(directory, cluster, models, **more).at_start()[0]
 
 
 def test_one_unit_over_the_chosen_gpus(tmp_path: Path) -> None:
@@ -80,9 +95,7 @@ def test_shares_of_the_file_go_before_the_planners(tmp_path: Path) -> None:
 
 
 def test_temporal_multiplexing_gives_everyone_everything(tmp_path: Path) -> None:
-    plan(tmp_path, "{gpus: 1}")
-    fleet = parse_fleet(f"cluster: {{gpus: 1}}\npolicy: fcfs\nmodels:{MODELS}", "f.yaml", tmp_path, {})
-    made = FleetPlanner(fleet, Machine(8, 64 * GIB), lambda: gpus(1)).at_start()[0]
+    made = plan(tmp_path, "{gpus: 1}", top="policy: fcfs\n")
     assert made.gpu is not None
     assert {(s.prefill, s.decode) for s in made.gpu.shares.values()} == {(1.0, 1.0)}
 
@@ -103,11 +116,7 @@ def test_another_type_than_the_file_says_is_noted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_layer_s_state_begins_with_a_page_of_a_gpu(tmp_path: Path, ranks: int) -> None:
     """On each rank, of its heads."""
-    plan(tmp_path, "{gpus: 1}")
-    (tmp_path / "a" / "config.json").write_text(json.dumps(STATEFUL))
-    fleet = parse_fleet(f"cluster: {{gpus: {ranks}}}\nmodels:{MODELS}", "f.yaml", tmp_path, {})
-    made = FleetPlanner(fleet, Machine(8, 64 * GIB, 16 * GIB), lambda: gpus(ranks)).at_start()[0]
-    spec = unit_spec_of(made, "/run/x")
+    spec = unit_spec_of(plan(tmp_path, f"{{gpus: {ranks}}}", config=STATEFUL), "/run/x")
     model, states = spec.model("a"), read_architecture(STATEFUL).on_gpus().states
     assert states is not None
     pages = states.count * -(-states.layer_bytes("bfloat16", ranks) // spec.pool(model.pool).page_bytes)
@@ -118,37 +127,24 @@ def test_each_layer_s_state_begins_with_a_page_of_a_gpu(tmp_path: Path, ranks: i
 
 
 def test_states_whose_heads_ranks_cannot_divide_are_refused(tmp_path: Path) -> None:
-    plan(tmp_path, "{gpus: 1}")
-    config = {**STATEFUL, "mamba_n_heads": 18, "mamba_n_groups": 3}
-    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
-    fleet = parse_fleet(f"cluster: {{gpus: 2}}\nmodels:{MODELS}", "f.yaml", tmp_path, {})
     with pytest.raises(FleetError, match=r"18 heads with states in 3 groups and MLP of .* over 2 ranks"):
-        FleetPlanner(fleet, Machine(8, 64 * GIB), lambda: gpus(2)).at_start()
+        plan(tmp_path, "{gpus: 2}", config={**STATEFUL, "mamba_n_heads": 18, "mamba_n_groups": 3})
 
 
 def test_heads_with_which_no_kernel_computes_prompts_from_latents_are_refused(tmp_path: Path) -> None:
-    plan(tmp_path, "{gpus: 1}")
-    (tmp_path / "a" / "config.json").write_text(json.dumps({**LATENT, "qk_nope_head_dim": 64, "v_head_dim": 64}))
-    fleet = parse_fleet(f"cluster: {{gpus: 1}}\nmodels:{MODELS}", "f.yaml", tmp_path, {})
     with pytest.raises(FleetError, match=r"keys of 64 numbers and values of 64, .* \(64 and 128, 128 and 128, 192"):
-        FleetPlanner(fleet, Machine(8, 64 * GIB), lambda: gpus(1)).at_start()
+        plan(tmp_path, "{gpus: 1}", config={**LATENT, "qk_nope_head_dim": 64, "v_head_dim": 64})
 
 
-@pytest.mark.parametrize(("gpus_of_each", "chunk"), [(1, 2048), (2, 2048)])
-def test_latents_lie_whole_on_every_rank_and_prompts_come_in_chunks(
-    tmp_path: Path, gpus_of_each: int, chunk: int
-) -> None:
-    plan(tmp_path, "{gpus: 1}")
-    (tmp_path / "a" / "config.json").write_text(json.dumps({**LATENT, "max_position_embeddings": 8192}))
-    models = f"[{{name: a, path: a, max_len: 4096, max_num_batched_tokens: {chunk}}}]"
-    text = f"cluster: {{gpus: {gpus_of_each}}}\nmodels: {models}"
-    fleet = parse_fleet(text, "f.yaml", tmp_path, {})
-    made = FleetPlanner(fleet, Machine(8, 64 * GIB, 16 * GIB), lambda: gpus(2)).at_start()[0]
-    spec = unit_spec_of(made, "/run/x")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_latents_lie_whole_on_every_rank_and_prompts_come_in_chunks(tmp_path: Path, ranks: int) -> None:
+    models = " [{name: a, path: a, max_len: 4096, max_num_batched_tokens: 2048}]"
+    config = {**LATENT, "max_position_embeddings": 8192}
+    spec = unit_spec_of(plan(tmp_path, f"{{gpus: {ranks}}}", models, config=config), "/run/x")
     (model,), (pool,) = spec.models, spec.pools
-    assert spec.ranks == gpus_of_each
+    assert spec.ranks == ranks
     assert (model.latent, model.kv_heads, 2 * model.head_dim) == (576, 1, 576)
-    assert model.max_num_batched_tokens == chunk
+    assert model.max_num_batched_tokens == 2048
     assert pool.page_bytes == model.block_tokens * 576 * 2
     options = engine_args(spec, "a", "decode")
     assert options["attention_backend"] == "TRITON_MLA"
@@ -160,12 +156,9 @@ class TestQuantised:
     """Engines map weights that another process has loaded, which vLLM can do with some methods only."""
 
     def test_what_cannot_be_shared_is_refused_before_anything_is_loaded(self, tmp_path: Path) -> None:
-        plan(tmp_path, "{gpus: 1}")
-        config = {**CONFIG, "quantization_config": {"quant_method": "torchao"}}
-        (tmp_path / "a" / "config.json").write_text(json.dumps(config))
         words = r"models\[0\].path: weights quantised by torchao.* cannot be shared.*not quantised"
         with pytest.raises(FleetError, match=words):
-            self.planned(tmp_path)
+            self.planned(tmp_path, {"quant_method": "torchao"})
 
     @pytest.mark.parametrize(
         "config",
@@ -180,9 +173,7 @@ class TestQuantised:
         ],
     )
     def test_others_are_served(self, tmp_path: Path, config: dict[str, Any]) -> None:
-        plan(tmp_path, "{gpus: 1}")
-        (tmp_path / "a" / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": config}))
-        assert self.planned(tmp_path).gpu is not None
+        assert self.planned(tmp_path, config).gpu is not None
 
     def test_where_modelopt_says_it_in_a_file_of_its_own(self, tmp_path: Path) -> None:
         plan(tmp_path, "{gpus: 1}")
@@ -191,19 +182,20 @@ class TestQuantised:
         found = architecture_of(Model(name="a", path=str(tmp_path / "a")), FakeHub(tmp_path))
         assert found.quantisation == "modelopt FP8"
 
-    def test_an_fp8_cache_is_refused(self, tmp_path: Path) -> None:
-        models = MODELS.replace("max_len: 512}", "max_len: 512, engine_args: {kv_cache_dtype: fp8}}", 1)
-        with pytest.raises(FleetError, match=r"models\[0\].engine_args: kv_cache_dtype: .* on GPUs"):
+    @pytest.mark.parametrize(
+        ("option", "words"),
+        [
+            ("kv_cache_dtype: fp8", r"models\[0\].engine_args: kv_cache_dtype: .* on GPUs"),
+            ("quantization: fp8", r"cannot be shared by engines on a GPU: leave engine_args\.quantization"),
+        ],
+    )
+    def test_fp8_made_while_serving_is_refused(self, tmp_path: Path, option: str, words: str) -> None:
+        models = MODELS.replace("max_len: 512}", f"max_len: 512, engine_args: {{{option}}}}}", 1)
+        with pytest.raises(FleetError, match=words):
             plan(tmp_path, "{gpus: 1}", models)
 
-    def test_quantising_while_loading_is_refused(self, tmp_path: Path) -> None:
-        models = MODELS.replace("max_len: 512}", "max_len: 512, engine_args: {quantization: fp8}}", 1)
-        with pytest.raises(FleetError, match=r"cannot be shared by engines on a GPU: leave engine_args\.quantization"):
-            plan(tmp_path, "{gpus: 1}", models)
-
-    def planned(self, tmp_path: Path) -> ResolvedUnit:
-        fleet = parse_fleet(f"cluster: {{gpus: 1}}\nmodels:{MODELS}", "f.yaml", tmp_path, {})
-        return FleetPlanner(fleet, Machine(8, 64 * GIB), lambda: gpus(1)).at_start()[0]
+    def planned(self, tmp_path: Path, quantisation: dict[str, Any]) -> ResolvedUnit:
+        return plan(tmp_path, "{gpus: 1}", config={**CONFIG, "quantization_config": quantisation})
 
 
 def test_without_mps_ranks_of_several_engines_take_turns(tmp_path: Path) -> None:
@@ -257,16 +249,14 @@ class TestJoining:
         more: str = "",
         length: int = 256,
     ) -> tuple[UnitSpec, Joined]:
-        made = plan(tmp_path, cluster)
         write_checkpoint(tmp_path / "c", {**CONFIG, "num_hidden_layers": 16, **(config or {})})
-        fleet = parse_fleet(f"cluster: {cluster}\nmodels:{MODELS}", "f.yaml", tmp_path, {})
         new = parse_fleet(f"models: [{{name: c, path: c, rate: 1, max_len: {length}{more}}}]", "c.yaml", tmp_path, {})
-        planner = FleetPlanner(fleet, Machine(8, 64 * GIB, 16 * GIB), lambda: gpus(2))
-        (made,) = planner.at_start()
+        before = planner(tmp_path, cluster)
+        (made,) = before.at_start()
         planned = planned_unit(made, "/run")
-        running = fleet_spec_of(fleet, [planned], "/run")
-        planner.declare(new)
-        return running.unit("u0").unit_spec, planner.joined(planned, "c", running)
+        running = fleet_spec_of(before.fleet, [planned], "/run")
+        before.declare(new)
+        return running.unit("u0").unit_spec, before.joined(planned, "c", running)
 
     def test_engines_keep_their_percentage_and_the_new_ones_get_what_is_free(self, tmp_path: Path) -> None:
         before, (after, planned, needs) = self.joined(tmp_path)
@@ -306,13 +296,19 @@ class TestJoining:
         assert {model.kv_heads for model in after.models} == {1}
         assert [each.rank for each in needs] == [0, 1]
 
-    def test_a_pool_of_other_pages_is_none_for_it(self, tmp_path: Path) -> None:
-        with pytest.raises(NoRoomError, match=r"c cannot join u0: its KV does not divide into pages of"):
-            self.joined(tmp_path, config={"head_dim": 48})
-
-    def test_a_pool_that_is_too_small_says_so(self, tmp_path: Path) -> None:
-        with pytest.raises(NoRoomError, match=r"c cannot join u0: .*GiB"):
-            self.joined(tmp_path, config={"max_position_embeddings": 1 << 30}, length=1 << 29)
+    @pytest.mark.parametrize(
+        ("config", "length", "words"),
+        [
+            ({"head_dim": 48}, 256, r"c cannot join u0: its KV does not divide into pages of"),
+            ({"max_position_embeddings": 1 << 30}, 1 << 29, r"c cannot join u0: .*GiB"),
+        ],
+        ids=["other pages", "too small"],
+    )
+    def test_a_pool_that_is_none_for_it_says_so(
+        self, tmp_path: Path, config: dict[str, Any], length: int, words: str
+    ) -> None:
+        with pytest.raises(NoRoomError, match=words):
+            self.joined(tmp_path, config=config, length=length)
 
     def test_mps_takes_so_many_processes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(unit, "MOST_CLIENTS", 6)
@@ -322,10 +318,7 @@ class TestJoining:
 
 class TestTypes:
     def test_float32_checkpoints_become_bfloat16_with_a_note(self, tmp_path: Path) -> None:
-        plan(tmp_path, "{gpus: 1}")
-        (tmp_path / "a" / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 32, "dtype": "float32"}))
-        fleet = parse_fleet(f"cluster: {{gpus: 1}}\nmodels:{MODELS}", "f.yaml", tmp_path, {})
-        made = FleetPlanner(fleet, Machine(8, 64 * GIB), lambda: gpus(1)).at_start()[0]
+        made = plan(tmp_path, "{gpus: 1}", config={**CONFIG, "num_hidden_layers": 32, "dtype": "float32"})
         assert {model.dtype for model in made.unit.models} == {"bfloat16"}
         assert any(note.startswith("a is served in bfloat16") for note in made.notes)
 
@@ -398,10 +391,7 @@ class TestSizing:
             sizer.size(measured)
 
     def test_a_pool_of_given_size_stays_so(self, tmp_path: Path) -> None:
-        plan(tmp_path, "{gpus: 1}")
-        text = f"cluster: {{gpus: 1}}\nkv_pool: {{size: 1GiB}}\nmodels:{MODELS}"
-        fleet = parse_fleet(text, "f.yaml", tmp_path, {})
-        made = FleetPlanner(fleet, Machine(8, 64 * GIB), lambda: gpus(1)).at_start()[0]
+        made = plan(tmp_path, "{gpus: 1}", top="kv_pool: {size: 1GiB}\n")
         assert made.gpu is not None
         assert GIB - (1 << 20) < made.unit.pool_bytes <= GIB
         assert gpu_plan(made).pools(made.gpu.needs)[0] == made.unit
@@ -413,14 +403,10 @@ class TestSleeping:
     def plan(
         self, directory: Path, memory: str, count: int = 20, more: str = "", cluster: str = "{gpus: 1}"
     ) -> Planned:
-        plan(directory, "{gpus: 1}")  # writes the checkpoints
-        models = "\n".join(f"  - {{name: m{n}, path: a, max_len: 512{more if n == 0 else ''}}}" for n in range(count))
-        text = f"memory: {memory}\ncluster: {cluster}\nmodels:\n{models}"
-        planner = FleetPlanner(
-            parse_fleet(text, "f.yaml", directory, {}), Machine(8, 64 * GIB, 16 * GIB), lambda: gpus(2, gib=80)
-        )
-        made, *others = planner.at_start()
-        spec = residency_of(planner.fleet, [made, *others], planner.machine)[made.name]
+        models = "".join(f"\n  - {{name: m{n}, path: a, max_len: 512{more if n == 0 else ''}}}" for n in range(count))
+        of = planner(directory, cluster, models, gpus(2, gib=80), top=f"memory: {memory}\n")
+        made, *others = of.at_start()
+        spec = residency_of(of.fleet, [made, *others], of.machine)[made.name]
         assert made.gpu is not None
         return Planned(made, made.gpu, spec, others)
 
@@ -459,15 +445,11 @@ class TestSleeping:
 
     def test_its_limit_is_none_of_the_host_s_memory(self, tmp_path: Path) -> None:
         """Nor while the fleet serves, when other rules are followed."""
-        plan(tmp_path, "{gpus: 1}")
-        models = "models: [{name: m0, path: a, max_len: 512}, {name: m1, path: a, max_len: 512}]"
-        text = f"memory: {{limit: 70GiB, min_residence: 4s}}\ncluster: {{gpus: 1}}\n{models}"
-        declared = parse_fleet(text, "f.yaml", tmp_path, {})
-        planner = FleetPlanner(declared, Machine(8, 64 * GIB, 16 * GIB), lambda: gpus(2, gib=80))
-        plans = planner.at_start()
-        residency = residency_of(planner.fleet, plans, planner.machine)
-        running = msgspec.structs.replace(fleet_of("/run", {"u0": ["m0", "m1"]}), residency=residency)
-        followed = planner.settings(declared, running).residency["u0"]
+        memory = "memory: {limit: 70GiB, min_residence: 4s}\n"
+        of = planner(tmp_path, "{gpus: 1}", found=gpus(2, gib=80), top=memory)
+        residency = residency_of(of.fleet, of.at_start(), of.machine)
+        running = msgspec.structs.replace(fleet_of("/run", {"u0": ["a", "b"]}), residency=residency)
+        followed = of.settings(of.fleet, running).residency["u0"]
         assert followed.rules.limit == residency["u0"].rules.limit > 64 * GIB
         assert followed.rules.min_residence == 4.0
 
@@ -589,10 +571,8 @@ def test_a_pool_is_no_larger_than_a_page_table_can_name(tmp_path: Path) -> None:
 
 
 def test_page_tables_must_fit_into_shared_memory(tmp_path: Path) -> None:
-    plan(tmp_path, "{gpus: 1}")
-    fleet = parse_fleet(f"cluster: {{gpus: 1}}\nmodels:{MODELS}", "f.yaml", tmp_path, {})
     with pytest.raises(FleetError, match=r"kv_pool.size: the page tables take .* only 8 MiB of shared memory"):
-        FleetPlanner(fleet, Machine(8, 64 * GIB, 8 << 20), lambda: gpus(1)).at_start()
+        plan(tmp_path, "{gpus: 1}", shared_memory=8 << 20)
 
 
 def test_ranks_on_a_cpu(tmp_path: Path) -> None:

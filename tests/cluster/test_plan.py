@@ -29,7 +29,7 @@ from tests.support.checkpoint_files import write_checkpoint, write_files, write_
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
 MACHINE = Machine(cores=4, memory_bytes=32 << 30, shared_memory_bytes=16 << 30)
-CONFIG = {
+CONFIG: dict[str, object] = {
     "architectures": ["Qwen3ForCausalLM"],
     "hidden_size": 512,
     "num_hidden_layers": 2,
@@ -66,8 +66,30 @@ class FakeHub:
         return directory
 
 
+CONFIGS = Path(__file__).parents[2] / "configs/models"
+
+
 def fleet(text: str) -> Fleet:
     return parse_fleet(text, "fleet.yaml", Path("/"), {})
+
+
+def resolved(
+    directory: Path,
+    config: dict[str, object],
+    options: str = "",
+    beside: str = "",
+    top: str = "",
+    machine: Machine = MACHINE,
+) -> ResolvedUnit:
+    """The unit of a model with that configuration, and of the models beside it."""
+    write_checkpoint(directory, config)
+    text = f"{top}models: [{{name: a, path: {directory}{options}}}{beside}]\n"
+    return resolve_unit(fleet(text), machine, FakeHub(directory))
+
+
+def model_of(path: Path, machine: Machine = MACHINE, options: str = "") -> ResolvedUnit:
+    """The unit of that checkpoint."""
+    return resolve_unit(fleet(f"models: [{{name: a, path: {path}{options}}}]\n"), machine)
 
 
 def test_everything_of_the_file_reaches_the_spec(tmp_path: Path) -> None:
@@ -167,39 +189,33 @@ def test_a_repository_without_weights_that_can_be_loaded_is_refused(tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["atlas-int8", "atlas-int4"])
 def test_quantised_models_are_served_in_sixteen_bits(name: str) -> None:
-    path = Path(__file__).parents[2] / "configs/models" / name
-    (served,) = resolve_unit(fleet(f"models: [{{name: a, path: {path}}}]\n"), MACHINE).unit.models
+    (served,) = model_of(CONFIGS / name).unit.models
     assert served.dtype == "bfloat16"
     words = r"models\[0\].dtype: weights quantised by compressed-tensors W.* computed in 16 bits on a CPU"
     with pytest.raises(FleetError, match=words):
-        resolve_unit(fleet(f"models: [{{name: a, path: {path}, dtype: float32}}]\n"), MACHINE)
+        model_of(CONFIGS / name, options=", dtype: float32")
 
 
 def test_experts_in_mxfp4_are_refused_on_a_cpu_that_cannot_compute_them() -> None:
     path = tiny_checkpoint("gpt_oss-mxfp4", layers=2, heads=4, kv_heads=2, head_dim=64)
-    text = f"models: [{{name: a, path: {path}}}]\n"
-    resolve_unit(fleet(text), MACHINE)
+    model_of(path)
     with pytest.raises(FleetError, match=r"models\[0\].path: vLLM computes experts in MXFP4 only on CPUs with AMX"):
-        resolve_unit(fleet(text), replace(MACHINE, amx=False))
+        model_of(path, replace(MACHINE, amx=False))
 
 
 def test_weights_in_four_bits_are_refused_on_a_cpu_that_cannot_compute_them() -> None:
-    configs = Path(__file__).parents[2] / "configs/models"
     narrow = replace(MACHINE, avx512=False, amx=False)
-    resolve_unit(fleet(f"models: [{{name: a, path: {configs / 'atlas-int8'}}}]\n"), narrow)
+    model_of(CONFIGS / "atlas-int8", narrow)
     words = r"models\[0\].path: vLLM computes weights quantised by compressed-tensors W4A16 only on CPUs with AVX-512"
     with pytest.raises(FleetError, match=words):
-        resolve_unit(fleet(f"models: [{{name: a, path: {configs / 'atlas-int4'}}}]\n"), narrow)
+        model_of(CONFIGS / "atlas-int4", narrow)
 
 
 def test_layers_with_a_window_reach_the_memory_manager(tmp_path: Path) -> None:
     """Unless no sequence is longer than the window."""
     windows = {"sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"]}
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **windows}))
-    write_files(tmp_path)
     for max_len, layers in ((512, [0]), (100, [])):
-        asked = fleet(f"kv_pool: {{size: 4MiB}}\nmodels: [{{name: a, path: {tmp_path}, max_len: {max_len}}}]\n")
-        made = resolve_unit(asked, MACHINE)
+        made = resolved(tmp_path, {**CONFIG, **windows}, f", max_len: {max_len}", top="kv_pool: {size: 4MiB}\n")
         unit_spec = unit_spec_of(made, "/run/x")
         (model,), (config,) = unit_spec.models, manager_config(unit_spec).models
         assert list(config.windowed_layers) == layers
@@ -214,10 +230,11 @@ def test_layers_with_a_window_reach_the_memory_manager(tmp_path: Path) -> None:
 
 def test_experts_that_no_kernel_on_cpu_chooses_are_refused(tmp_path: Path) -> None:
     experts = {"scoring_func": "sigmoid", "num_local_experts": 8, "num_experts_per_tok": 2}
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **experts, "attn_type_list": [1, 1]}))
-    write_files(tmp_path)
     with pytest.raises(FleetError, match=r"models\[0\].path: .* needs experts that are chosen by a sigmoid"):
-        resolve_unit(fleet(f"models: [{{name: a, path: {tmp_path}}}]\n"), MACHINE)
+        resolved(tmp_path, {**CONFIG, **experts, "attn_type_list": [1, 1]})
+
+
+FP8_CACHE = ", engine_args: {kv_cache_dtype: fp8}"
 
 
 def test_an_fp8_cache_has_pages_of_a_quarter_of_float32(tmp_path: Path) -> None:
@@ -239,23 +256,20 @@ def test_an_fp8_cache_has_pages_of_a_quarter_of_float32(tmp_path: Path) -> None:
 
 
 def test_an_fp8_cache_is_refused_for_heads_that_the_kernel_lacks(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "head_dim": 80}))
-    text = f"models: [{{name: a, path: {tmp_path}, engine_args: {{kv_cache_dtype: fp8}}}}]\n"
-    write_files(tmp_path)
     with pytest.raises(FleetError, match=r"models\[0\].engine_args: kv_cache_dtype: FP8 needs a head size .* not 80"):
-        resolve_unit(fleet(text), MACHINE)
+        resolved(tmp_path, {**CONFIG, "head_dim": 80}, FP8_CACHE)
 
 
 def test_an_fp8_cache_is_refused_on_a_cpu_that_cannot_compute_it() -> None:
-    path = Path(__file__).parents[2] / "configs/models/arithmetic"
-    text = f"models: [{{name: a, path: {path}, engine_args: {{kv_cache_dtype: fp8}}}}]\n"
-    resolve_unit(fleet(text), MACHINE)
+    model_of(CONFIGS / "arithmetic", options=FP8_CACHE)
     words = r"models\[0\].engine_args: kv_cache_dtype: FP8 needs a CPU with AVX-512 or AMX.*; leave it out, or serve"
     with pytest.raises(FleetError, match=words):
-        resolve_unit(fleet(text), replace(MACHINE, avx512=False))
+        model_of(CONFIGS / "arithmetic", replace(MACHINE, avx512=False), FP8_CACHE)
 
 
-LATENT = {
+SPECULATION = ", engine_args: {speculative_config: {method: ngram, num_speculative_tokens: 2}}"
+ROLLING = ", engines: one, dispatch: rolling, slo: {ttft_ms: 100, tpot_ms: 10}"
+LATENT: dict[str, object] = {
     **CONFIG,
     "model_type": "deepseek_v2",
     "architectures": ["DeepseekV2ForCausalLM"],
@@ -268,16 +282,8 @@ LATENT = {
 
 
 class TestLatentAttention:
-    def resolve(
-        self, directory: Path, options: str = "", config: dict[str, object] = LATENT, beside: str = ""
-    ) -> ResolvedUnit:
-        (directory / "config.json").write_text(json.dumps(config))
-        write_files(directory)
-        text = f"models: [{{name: a, path: {directory}{options}}}{beside}]\n"
-        return resolve_unit(fleet(text), MACHINE, FakeHub(directory))
-
     def test_a_page_holds_the_latents_of_a_block_and_is_shared(self, tmp_path: Path) -> None:
-        unit = self.resolve(tmp_path, beside=", {name: b, hub: org/b}")
+        unit = resolved(tmp_path, LATENT, beside=", {name: b, hub: org/b}")
         (pool,) = unit.unit.pools
         latent, by_head = unit.unit.models
         assert pool.page_bytes == latent.block_tokens * 576 * 2
@@ -287,20 +293,20 @@ class TestLatentAttention:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            (", engine_args: {kv_cache_dtype: fp8}", "keeps its cache in the model's dtype"),
-            (", engines: one, dispatch: rolling, slo: {ttft_ms: 100, tpot_ms: 10}", "write `engines: split`"),
+            (FP8_CACHE, "keeps its cache in the model's dtype"),
+            (ROLLING, "write `engines: split`"),
         ],
     )
     def test_what_it_cannot_have_is_refused(self, tmp_path: Path, options: str, words: str) -> None:
         with pytest.raises(FleetError, match=words):
-            self.resolve(tmp_path, options)
+            resolved(tmp_path, LATENT, options)
 
     def test_a_latent_that_the_kernel_lacks_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(FleetError, match=r"its latent of 256 \+ 64 numbers is not the one .* \(512 \+ 64\)"):
-            self.resolve(tmp_path, config={**LATENT, "kv_lora_rank": 256})
+            resolved(tmp_path, {**LATENT, "kv_lora_rank": 256})
 
 
-STATEFUL = {
+STATEFUL: dict[str, object] = {
     **CONFIG,
     "model_type": "granitemoehybrid",
     "architectures": ["GraniteMoeHybridForCausalLM"],
@@ -314,16 +320,8 @@ STATEFUL = {
 
 
 class TestStates:
-    def resolve(
-        self, directory: Path, options: str = "", beside: str = ", {name: b, hub: org/b}", head_dim: int = 128
-    ) -> ResolvedUnit:
-        (directory / "config.json").write_text(json.dumps({**STATEFUL, "head_dim": head_dim}))
-        write_files(directory)
-        text = f"models: [{{name: a, path: {directory}{options}}}{beside}]\n"
-        return resolve_unit(fleet(text), MACHINE, FakeHub(directory))
-
     def test_the_states_of_a_sequence_are_counted_in_blocks(self, tmp_path: Path) -> None:
-        unit = self.resolve(tmp_path, ", max_len: 512")
+        unit = resolved(tmp_path, STATEFUL, ", max_len: 512", beside=", {name: b, hub: org/b}")
         (pool,) = unit.unit.pools
         plan, beside = unit.unit.models
         states = 2 * (3 * (1024 + 2 * 64) * 2 + 1024 * 64 * 4)
@@ -343,57 +341,47 @@ class TestStates:
 
     @pytest.mark.parametrize(("options", "on"), [("", False), (", prefix_caching: true", True)])
     def test_prefixes_are_cached_where_that_is_asked_for(self, tmp_path: Path, options: str, on: bool) -> None:
-        unit = self.resolve(tmp_path, options)
-        spec = unit_spec_of(unit.with_fleet(fetch(unit.fleet, print, FakeHub(tmp_path))), "/x")
+        spec = unit_spec_of(resolved(tmp_path, STATEFUL, options), "/x")
         assert spec.models[0].prefix_caching is on
         # vLLM's configuration is made without it.
         assert not frontend_args(spec.models[0])["enable_prefix_caching"]
 
     def test_pages_that_engines_cannot_map_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(FleetError, match="pages of 10240 bytes, and engines can map multiples of 4096 only"):
-            self.resolve(tmp_path, beside="", head_dim=80)
+            resolved(tmp_path, {**STATEFUL, "head_dim": 80})
 
     def test_in_float32_nothing_needs_zeroing(self, tmp_path: Path) -> None:
-        unit = self.resolve(tmp_path, ", dtype: float32")
+        unit = resolved(tmp_path, STATEFUL, ", dtype: float32", beside=", {name: b, hub: org/b}")
         assert not any(model.zeroed for model in unit.unit.models)
 
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            (", engine_args: {kv_cache_dtype: fp8}", "models that keep states have a cache in the model's dtype"),
+            (FP8_CACHE, "models that keep states have a cache in the model's dtype"),
             (", adapters: {}", "LoRA adapters are not served with models with states"),
-            (", engines: one, dispatch: rolling, slo: {ttft_ms: 100, tpot_ms: 10}", "write `engines: split`"),
+            (ROLLING, "write `engines: split`"),
+            (SPECULATION, "no speculative_config: with states speculation was not tried"),
         ],
     )
     def test_what_it_cannot_have_is_refused(self, tmp_path: Path, options: str, words: str) -> None:
         with pytest.raises(FleetError, match=words):
-            self.resolve(tmp_path, options, beside="")
+            resolved(tmp_path, STATEFUL, options)
 
 
 class TestSpeculation:
-    OWN = ", engine_args: {speculative_config: {method: ngram, num_speculative_tokens: 2}}"
-
     @pytest.mark.parametrize(
-        ("options", "rest", "words"),
+        ("options", "top", "words"),
         [
             (", adapters: {}", "", "no speculative_config: with adapters speculation was not tried"),
             ("", "cluster: {ranks: 2}\n", "speculation is for engines of one rank, not of 2"),
         ],
     )
-    def test_what_it_cannot_have_is_refused(self, tmp_path: Path, options: str, rest: str, words: str) -> None:
-        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-        write_files(tmp_path)
+    def test_what_it_cannot_have_is_refused(self, tmp_path: Path, options: str, top: str, words: str) -> None:
         with pytest.raises(FleetError, match=words):
-            resolve_unit(fleet(f"{rest}models: [{{name: a, path: {tmp_path}{options}{self.OWN}}}]\n"), MACHINE)
-
-    def test_models_with_states_are_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(FleetError, match="no speculative_config: with states speculation was not tried"):
-            TestStates().resolve(tmp_path, self.OWN, beside="")
+            resolved(tmp_path, CONFIG, options + SPECULATION, top=top)
 
     def test_engines_hear_of_it_and_the_front_end_does_not(self, tmp_path: Path) -> None:
-        (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-        write_files(tmp_path)
-        unit = unit_spec_of(resolve_unit(fleet(f"models: [{{name: a, path: {tmp_path}{self.OWN}}}]\n"), MACHINE), "/x")
+        unit = unit_spec_of(resolved(tmp_path, CONFIG, SPECULATION), "/x")
         given = {"method": "ngram", "num_speculative_tokens": 2}
         assert engine_args(unit, "a", "decode")["speculative_config"] == given
         assert "speculative_config" not in frontend_args(unit.models[0])
@@ -405,16 +393,14 @@ class TestImages:
     def resolve(self, directory: Path, options: str = "") -> ResolvedUnit:
         text = {key: value for key, value in CONFIG.items() if key not in ("architectures", "model_type")}
         whole = {"architectures": ["Idefics3ForConditionalGeneration"], "model_type": "idefics3", "text_config": text}
-        (directory / "config.json").write_text(json.dumps({**whole, "vision_config": {"hidden_size": 32}}))
-        write_files(directory)
-        return resolve_unit(fleet(f"models: [{{name: a, path: {directory}{options}}}]\n"), MACHINE)
+        return resolved(directory, {**whole, "vision_config": {"hidden_size": 32}}, options)
 
     def test_the_encoder_counts_with_the_weights_and_engines_know_of_it(self, tmp_path: Path) -> None:
         unit = self.resolve(tmp_path)
         (model,) = unit_spec_of(unit, "/x").models
         assert (model.sees_images, model.text_only, model.prefix_caching) == (True, False, True)
         tensors = {"model.text_model.x": ("BF16", [8, 2], 32), "model.vision_model.x": ("BF16", [64, 64], 8192)}
-        TestStoredWeights().write(tmp_path, "model.safetensors", tensors)
+        write_safetensors(tmp_path / "model.safetensors", tensors)
         found = architecture_of(Model(name="a", path=str(tmp_path)), FakeHub(tmp_path))
         assert found.stored == StoredWeights(16 + 64 * 64, 0)
 
@@ -422,7 +408,7 @@ class TestImages:
         ("options", "words"),
         [
             (", adapters: {}", "LoRA adapters are not served with models with images"),
-            (", engines: one, dispatch: rolling, slo: {ttft_ms: 100, tpot_ms: 10}", "write `engines: split`"),
+            (ROLLING, "write `engines: split`"),
             (", engines: one, stages: 2", "engines of one rank, not of 2"),
             (", engine_args: {runner: pooling}", "models that see images generate text only here"),
         ],
@@ -435,32 +421,26 @@ class TestImages:
 class TestStoredWeights:
     def test_of_a_multi_modal_checkpoint_the_language_model_counts(self, tmp_path: Path) -> None:
         whole = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": CONFIG}
-        (tmp_path / "config.json").write_text(json.dumps({**whole, "vision_config": {"hidden_size": 32}}))
+        write_checkpoint(tmp_path, {**whole, "vision_config": {"hidden_size": 32}})
         tensors = {"language_model.lm_head.weight": ("BF16", [8, 2], 32), "vision_tower.x": ("BF16", [64, 64], 8192)}
-        write_files(tmp_path)
-        self.write(tmp_path, "model.safetensors", tensors)
+        write_safetensors(tmp_path / "model.safetensors", tensors)
         found = architecture_of(Model(name="a", path=str(tmp_path)), FakeHub(tmp_path))
         assert (found.text_only, found.stored) == (True, StoredWeights(16, 0))
-        (served,) = unit_spec_of(
-            resolve_unit(fleet(f"models: [{{name: a, path: {tmp_path}}}]\n"), MACHINE), "/x"
-        ).models
+        (served,) = unit_spec_of(model_of(tmp_path), "/x").models
         assert served.text_only
-
-    def write(self, directory: Path, name: str, tensors: dict[str, tuple[str, list[int], int]]) -> None:
-        write_safetensors(directory / name, tensors)
 
     def test_what_is_quantised_keeps_its_size(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(CONFIG))
         estimate = architecture_of(Model(name="a", path=str(tmp_path)), FakeHub(tmp_path))
         assert estimate.stored is None
-        self.write(tmp_path, "model.safetensors", {"e": ("BF16", [8, 4], 64), "w": ("I32", [8], 32)})
+        write_safetensors(tmp_path / "model.safetensors", {"e": ("BF16", [8, 4], 64), "w": ("I32", [8], 32)})
         found = architecture_of(Model(name="a", path=str(tmp_path)), FakeHub(tmp_path))
         assert found.weight_bytes("bfloat16") == 64 + 32
         assert found.weight_bytes("float32") == 128 + 32
 
     def test_the_files_that_the_index_names(self, tmp_path: Path) -> None:
         for name in ("model-1.safetensors", "model-2.safetensors", "consolidated.safetensors"):
-            self.write(tmp_path, name, {name: ("F32", [10], 40)})
+            write_safetensors(tmp_path / name, {name: ("F32", [10], 40)})
         assert stored_weights(tmp_path) == StoredWeights(20, 0)
         names = {"a": "model-1.safetensors"}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
@@ -474,7 +454,7 @@ class TestStoredWeights:
         assert stored_weights(tmp_path) is None
 
     def test_of_a_quickstart_model_they_are_what_its_file_has(self) -> None:
-        path = Path(__file__).parents[2] / "configs/models/atlas"
+        path = CONFIGS / "atlas"
         stored = stored_weights(path)
         assert stored is not None
         assert stored.packed_bytes == 0
