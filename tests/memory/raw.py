@@ -8,10 +8,8 @@ import struct
 
 HEADER = struct.Struct("<IHHQIIII")
 MAGIC, VERSION = 0x4D4D584D, 2
-HELLO, STEP, HAND_OFF, STATISTICS = 1, 2, 4, 8
-OK, MALFORMED, BAD_MAGIC, BAD_VERSION, TOO_LARGE, WRONG_GENERATION, NOT_GREETED = range(7)
-TOO_MANY_CLIENTS, UNKNOWN_OPERATION, UNKNOWN_MODEL, NOT_OWNER = range(7, 11)
-INVALID, EXHAUSTED = 15, 16
+HELLO, STEP, POST, HAND_OFF, ADOPT, DROP, STATISTICS, ADD_MODEL = 1, 2, 3, 4, 5, 6, 8, 10
+OK, INVALID, EXHAUSTED = 0, 15, 16
 
 
 def text(value: bytes) -> bytes:
@@ -28,29 +26,9 @@ class RawClient:
         self.socket.connect(path)
         self.generation = 0
 
-    def send(self, operation: int, payload: bytes = b"", **header: int) -> None:
-        fields = {
-            "magic": MAGIC,
-            "version": VERSION,
-            "generation": self.generation,
-            "sequence": 1,
-            "length": len(payload),
-            "status": 0,
-            **header,
-        }
-        self.socket.sendall(
-            HEADER.pack(
-                fields["magic"],
-                fields["version"],
-                operation,
-                fields["generation"],
-                fields["sequence"],
-                fields["length"],
-                fields["status"],
-                0,
-            )
-            + payload
-        )
+    def send(self, operation: int, payload: bytes = b"") -> None:
+        header = HEADER.pack(MAGIC, VERSION, operation, self.generation, 1, len(payload), 0, 0)
+        self.socket.sendall(header + payload)
 
     def receive(self) -> tuple[int, int, bytes]:
         """Status, generation and payload of one frame."""
@@ -72,9 +50,9 @@ class RawClient:
         status, self.generation, _ = self.receive()
         assert status == OK
 
-    def step(self, *release: int, reserve: int = 0, model: int = 0, **header: int) -> int:
-        payload = struct.pack(f"<6I{len(release)}i", model, 0, reserve, len(release), 0, 0, *release)
-        self.send(STEP, payload, **header)
+    def reserve(self, count: int) -> int:
+        """Reserves blocks of model 0; returns the status."""
+        self.send(STEP, struct.pack("<6I", 0, 0, count, 0, 0, 0))
         return self.receive()[0]
 
     def hand_off(self, key: bytes, *blocks: int, seconds: int = 1000) -> int:
@@ -82,9 +60,3 @@ class RawClient:
         head = struct.pack("<IqII", 0, seconds * 10**9, len(blocks), 0)
         self.send(HAND_OFF, head + text(key) + struct.pack(f"<{len(blocks)}i", *blocks))
         return self.receive()[0]
-
-    def closed_by_the_manager(self) -> bool:
-        try:
-            return self.socket.recv(1) == b""
-        except ConnectionResetError:
-            return True

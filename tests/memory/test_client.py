@@ -1,4 +1,7 @@
-"""The client against a real manager: what each operation does."""
+"""The client against a real manager: arguments, results, mappings and errors of its operations.
+
+What operations do to blocks, pages and quotas: `test_properties.py`, over this client too.
+"""
 
 from __future__ import annotations
 
@@ -87,13 +90,6 @@ def test_lookups_find_the_longest_published_prefix(connect: Connect, packed: boo
     assert_balanced(decode)
 
 
-def test_publish_and_release_in_one_step(connect: Connect) -> None:
-    client = connect()
-    blocks = client.step("a", reserve=1).reserved
-    client.step("a", publish_ids=blocks, publish_hashes=[block_hash(1)], release=blocks)
-    assert client.step("a", lookups=[[block_hash(1)]]).lookups[0].tolist() == blocks.tolist()
-
-
 def test_posts_are_ordered_with_steps(connect: Connect) -> None:
     client = connect()
     for _ in range(200):
@@ -113,28 +109,6 @@ def test_a_refused_post_is_raised_later(connect: Connect) -> None:
     client.stats()
 
 
-def test_reserve_is_all_or_none_unless_partial(connect: Connect) -> None:
-    client = connect()
-    assert len(client.step("a", reserve=11).reserved) == 0
-    assert len(client.step("a", reserve=11, partial=True).reserved) == 10
-
-
-def test_double_free_and_foreign_blocks_are_refused_and_change_nothing(connect: Connect) -> None:
-    client, other = connect(), connect()
-    blocks = client.step("a", reserve=2).reserved
-    for release in (ids(blocks[0], blocks[0]), ids(blocks[0], 19), ids(0), ids(-1), ids(1000)):
-        with pytest.raises(MemoryManagerError) as error:
-            client.step("a", release=release, reserve=1)
-        assert error.value.code == "NOT_OWNER"
-        assert stats_of(client.stats(), "a")["owned_pages"] == 12
-    with pytest.raises(MemoryManagerError, match="not held by this client"):
-        other.step("a", release=blocks)
-    client.step("a", release=blocks)
-    with pytest.raises(MemoryManagerError, match="not held by this client"):
-        client.step("a", release=blocks)
-    assert_balanced(client)
-
-
 def test_hand_off_and_adopt(connect: Connect) -> None:
     prefill, decode = connect("prefill"), connect("decode")
     blocks = prefill.step("a", reserve=3).reserved
@@ -149,25 +123,6 @@ def test_hand_off_and_adopt(connect: Connect) -> None:
     assert error.value.code == "UNKNOWN_KEY"
     decode.step("a", release=blocks)
     assert_balanced(decode)
-
-
-def test_hand_off_of_a_shared_prefix_keeps_the_other_request(connect: Connect) -> None:
-    prefill, decode = connect("prefill"), connect("decode")
-    blocks = prefill.step("a", reserve=3).reserved
-    prefill.hand_off("a", "request", blocks, 1000.0, release=blocks[1:])
-    prefill.step("a", release=blocks[:1])
-    assert decode.adopt("a", "request").tolist() == blocks.tolist()
-
-
-def test_dropped_hand_offs_are_free(connect: Connect) -> None:
-    client = connect()
-    blocks = client.step("a", reserve=3).reserved
-    client.hand_off("a", "request", blocks, 1000.0)
-    with pytest.raises(MemoryManagerError) as error:
-        client.hand_off("a", "request", blocks, 1000.0)
-    assert error.value.code == "KEY_EXISTS"
-    client.drop("a", "request")
-    assert client.map("a").counters.free_pages == 100
 
 
 def test_hand_offs_expire_by_themselves(connect: Connect) -> None:
@@ -187,45 +142,6 @@ def test_hand_off_times_are_checked(connect: Connect, ttl: float) -> None:
     client = connect()
     with pytest.raises(MemoryManagerError, match="time to live"):
         client.hand_off("a", "k", ids(), ttl)
-
-
-def test_another_model_evicts_the_least_recently_used(connect: Connect) -> None:
-    client = connect()
-    client.set_quotas({"a": 0, "b": 100})
-    blocks = client.step("b", reserve=39).reserved  # all its ids: 78 pages
-    hashes = [block_hash(i) for i in range(39)]
-    client.step("b", publish_ids=blocks, publish_hashes=hashes, release=blocks)
-    client.step("b", release=client.step("b", lookups=[hashes[:1]]).lookups[0])  # touched: now the youngest
-    client.set_quotas({"a": 101, "b": 0})
-    assert len(client.step("a", reserve=5).reserved) == 5  # 30 pages: 22 are free, 8 come from four blocks of b
-    assert stats_of(client.stats(), "b")["evicted_blocks"] == 4
-    client.set_quotas({"a": 31, "b": 70})
-    hits = [client.step("b", lookups=[[h]]).lookups[0].tolist() for h in hashes]
-    assert [i for i, found in enumerate(hits) if not found] == [1, 2, 3, 4]
-    assert_balanced(client)
-
-
-def test_quotas_are_set_together_or_not_at_all(connect: Connect) -> None:
-    client = connect()
-    with pytest.raises(MemoryManagerError, match="sum to 102 pages") as error:
-        client.set_quotas({"a": 51, "b": 51})
-    assert error.value.code == "QUOTA_EXCEEDS_POOL"
-    assert client.map("a").counters.quota_pages == 60
-    client.set_quotas({"a": 6, "b": 90})
-    assert len(client.step("a", reserve=9, partial=True).reserved) == 1
-    client.set_quotas({"a": 0})
-    assert len(client.step("a", reserve=9, partial=True).reserved) == 0
-    with pytest.raises(MemoryManagerError, match="no model 'z'; there are: a, b"):
-        client.set_quotas({"z": 1})
-
-
-def test_reset_cache(connect: Connect) -> None:
-    client = connect()
-    blocks = client.step("a", reserve=1).reserved
-    client.step("a", publish_ids=blocks, publish_hashes=[block_hash(1)], release=blocks)
-    client.reset_cache("a")
-    assert len(client.step("a", lookups=[[block_hash(1)]]).lookups[0]) == 0
-    assert client.map("a").counters.free_pages == 100
 
 
 def test_models_can_be_added_and_removed(connect: Connect) -> None:
@@ -274,8 +190,10 @@ def test_statistics_name_the_clients(connect: Connect) -> None:
     assert clients["first"] == {"id": first.client_id, "name": "first", "pid": os.getpid(), "held_pages": 0}
 
 
-def test_arguments_of_wrong_types_are_refused(connect: Connect) -> None:
+def test_arguments_that_name_nothing_or_have_wrong_types_are_refused(connect: Connect) -> None:
     client = connect()
+    with pytest.raises(MemoryManagerError, match="no model 'z'; there are: a, b"):
+        client.set_quotas({"z": 1})
     with pytest.raises(TypeError, match="int32"):
         client.step("a", release=np.array([1], dtype=np.int64))
     with pytest.raises(ValueError, match="32 bytes"):
@@ -290,14 +208,6 @@ def test_arguments_of_wrong_types_are_refused(connect: Connect) -> None:
     client.step("a", release=blocks[::2])  # a strided view works
     client.step("a", release=blocks[1::2].tolist())
     assert stats_of(client.stats(), "a")["owned_pages"] == 0
-
-
-def test_a_message_over_the_bound_is_refused_and_the_connection_lives(connect: Connect) -> None:
-    client = connect()
-    with pytest.raises(MemoryManagerError, match="split it") as error:
-        client.step("a", lookups=[bytes(9 << 20)])
-    assert error.value.code == "TOO_LARGE"
-    assert len(client.step("a", reserve=1).reserved) == 1
 
 
 def test_one_client_may_be_used_by_many_threads(connect: Connect) -> None:

@@ -16,13 +16,25 @@ from collections.abc import Iterator
 from muxserve.memory.client import MemoryClient
 from muxserve.spec import UnitSpec
 from tests.memory.conftest import Start
-from tests.memory.raw import HAND_OFF, HEADER, HELLO, MAGIC, STATISTICS, STEP, VERSION, text
+from tests.memory.raw import (
+    ADD_MODEL,
+    ADOPT,
+    DROP,
+    HAND_OFF,
+    HEADER,
+    HELLO,
+    MAGIC,
+    POST,
+    STATISTICS,
+    STEP,
+    VERSION,
+    text,
+)
 from tests.memory.support import assert_balanced
 from tests.support.patience import eventually
 
 ROUNDS = 1500
 OPTIONS = ["--stall-s", "1", "--max-hand-offs-per-client", "5"]
-POST, ADOPT, DROP, ADD_MODEL = 3, 5, 6, 10
 
 
 def seeds() -> Iterator[int]:

@@ -11,7 +11,7 @@ import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -45,30 +45,6 @@ QUOTAS = [(30, 11), (41, 0), (0, 41), (20, 21), (12, 6), (41, 1)]
 
 def small_pool(run_dir: Path) -> UnitSpec:
     return unit_spec(run_dir, PAGES, [model("a", 2, 3, 20, 30), model("b", 1, 2, 40, 11)])
-
-
-class Backend(Protocol):
-    def connect(self, client: int) -> None: ...
-    def disconnect(self, client: int) -> None: ...
-    def step(
-        self,
-        client: int,
-        model: int,
-        release: list[int],
-        publish: list[tuple[int, bytes]],
-        lookups: list[list[bytes]],
-        reserve: int,
-        partial: bool,
-    ) -> tuple[list[list[int]], list[int]]: ...
-    def hand_off(self, client: int, model: int, key: str, blocks: list[int], release: list[int]) -> None: ...
-    def adopt(self, client: int, model: int, key: str) -> list[int]: ...
-    def leave_window(self, client: int, model: int, blocks: list[int]) -> None: ...
-    def drop(self, model: int, key: str) -> None: ...
-    def set_quotas(self, quotas: list[int]) -> None: ...
-    def reset_cache(self, model: int) -> None: ...
-    def page_table(self, model: int) -> np.ndarray[Any, Any]: ...
-    def stats(self) -> dict[str, Any]: ...
-    def check(self) -> None: ...
 
 
 def with_window(of: UnitSpec) -> UnitSpec:
@@ -223,6 +199,7 @@ class OverTheSocket:
         self.watcher.close()
 
 
+Backend = InProcess | OverTheSocket
 clients = st.integers(0, CLIENTS - 1)
 models = st.integers(0, 1)
 keys = st.sampled_from(["k1", "k2", "k3"])
@@ -241,8 +218,8 @@ class Machine(RuleBasedStateMachine):
             self.backend.connect(client)
 
     def teardown(self) -> None:
-        if isinstance(getattr(self, "backend", None), OverTheSocket):
-            self.backend.close()  # type: ignore[attr-defined]
+        if isinstance(backend := getattr(self, "backend", None), OverTheSocket):
+            backend.close()
 
     def held(self, client: int, model: int) -> list[int]:
         return [b for b in sorted(self.reference.models[model].holders) if self.reference.models[model].held(b, client)]
