@@ -46,7 +46,7 @@ $(VENV)/.built: $(VENV)/.installed pyproject.toml CMakeLists.txt $(CPP)
 quickstart: setup
 	@$(BIN)/muxserve deploy $(FLEET) --port $(PORT) --demo
 
-test: setup build/triton/.installed build/ray/.installed build/shipping/.installed
+test: setup build/triton/.installed build/ray/.installed build/plan/.installed build/shipping/.installed
 	@tests/run_all.sh --all $(BIN)/python
 
 thorough: export MUXSERVE_TESTS := thorough
@@ -74,11 +74,15 @@ build/ray/.installed: requirements/ray.txt | setup
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --quiet --no-deps --upgrade --target build/ray -r $<
 	@touch $@
 
+build/plan/.installed: requirements/plan.txt | setup
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --quiet --no-deps --upgrade --target build/plan -r $< \
+	  && touch $@ || echo "Tests of measured kernels are skipped: their tables could not be installed"
+
 build/shipping/.installed: requirements/shipping.txt | setup
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --quiet --no-deps --upgrade --target build/shipping -r $< \
 	  && touch $@ || echo "Tests of deploy/ are skipped: their tools could not be installed"
 
-unit: setup build/triton/.installed build/ray/.installed build/shipping/.installed
+unit: setup build/triton/.installed build/ray/.installed build/plan/.installed build/shipping/.installed
 	@tests/run_all.sh $(BIN)/python $(PYTEST_ARGS)
 
 build/docs/.installed: requirements/docs.txt

@@ -159,7 +159,7 @@ def main() -> int:
         def simulated(requests: list[TraceRequest], known: Overheads) -> Summary:
             write_trace(folder / "trace.jsonl", list(NAMES), requests)
             save_profile(Profile(overheads={on: known}), costs)
-            words = ("--workload", folder / "trace.jsonl", "--profile", costs, "-o", folder / "simulated.json")
+            words = ("--workload", folder / "trace.jsonl", "--costs", costs, "-o", folder / "simulated.json")
             run("simulate", file, *words, *plan)
             return summary_of(folder / "simulated.json")
 

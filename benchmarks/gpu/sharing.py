@@ -3,7 +3,7 @@
     python benchmarks/gpu/sharing.py [--shape llama-8b] [--shares 10 20 40 60 80 100] [--out FILE]
 
 Every share is a process of its own with stock vLLM: its percentage is fixed for its life. The result is also a profile
-(docs/costs.md) that `muxserve plan --profile` and `muxserve simulate --profile` read. MuxServe's figure 3 has the curve
+(docs/costs.md) that `muxserve plan --costs` and `muxserve simulate --costs` read. MuxServe's figure 3 has the curve
 that is to be expected: decode needs few SMs, prefill all that it can get.
 """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 from msgspec import structs
 
@@ -20,7 +22,7 @@ _MEASURING = ("FLEET", "--threads", "--tokens", "--sequences", "--batches", "--c
 def learnt_profile(settings: ProfileSettings) -> int:
     """Write the costs that a serving fleet has learnt; returns the exit code. Other engines, machines, pairs and leases
     of the file stay."""
-    out = settings.out
+    out = settings.out or Path("profile.json")
     try:
         check_effect(settings.given, _MEASURING, "with --from-fleet, which measures nothing")
     except NoEffectError as error:

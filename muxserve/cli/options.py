@@ -23,6 +23,7 @@ _REMOVED = {
         )
     },
     "--plotly": "leave it out: a page has the plotting library in it",
+    "--profile": "write --costs FILE",
     "--network": "set `cluster.network` in the fleet file",
     "--request-overhead": "leave it out: the profile has that delay (`muxserve profile --from-fleet`)",
     "--control-delays": "leave it out: the profile has these delays",

@@ -11,9 +11,10 @@ from muxserve.cli.plan_tables import show_plan, show_policies, show_residency, s
 from muxserve.cli.settings import PlanSettings
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.costs.latency import CostError
-from muxserve.costs.measured import latency_model
+from muxserve.costs.sources import CostsUsed, chosen_costs
 from muxserve.net.exit_codes import ExitCode
-from muxserve.planning.demands import ClusterError, cluster_of, format_latency
+from muxserve.planning.costs_used import costs_used
+from muxserve.planning.demands import ClusterError, cluster_of
 from muxserve.planning.document import document, parse_sweep, residency_document, sleeping_document
 from muxserve.planning.layouts import may_be_dedicated
 from muxserve.planning.plan_file import save_plan
@@ -50,7 +51,7 @@ def plan(settings: PlanSettings) -> int:
 def _plan(settings: PlanSettings) -> int:
     fleet = load_fleet(settings.fleet, serving=False)
     options = _options(settings, fleet)
-    latency = latency_model(settings.profile)
+    latency = chosen_costs(settings.costs, settings.fleet)
     sizes = _sweep(settings.sweep)
     workload = _workload(settings, fleet)
     cluster = cluster_of(
@@ -77,16 +78,16 @@ def _plan(settings: PlanSettings) -> int:
             made = planner.swept(sizes, cluster, every) if sizes else planner.on_gpus(cluster)
             if workload is not None:
                 made.sleeping = planner.with_sleeping_models(made, workload)
-    _tell(settings, fleet, made, time.monotonic() - began)
+    costs = costs_used(latency, made.plan.demands, made.plan.placement)
+    _tell(settings, fleet, made, costs, time.monotonic() - began)
     if any(map(may_be_dedicated, fleet.models)) and (sizes or options.mode != "muxserve"):
         why = "a sweep" if sizes else f"--mode {options.mode}"
         errors.print(f"{why} plans two engines for every model, whatever `engines` says")
     return ExitCode.NO if made.plan.missing else ExitCode.DONE
 
 
-def _tell(settings: PlanSettings, fleet: Fleet, made: PlannedFleet, seconds: float) -> None:
+def _tell(settings: PlanSettings, fleet: Fleet, made: PlannedFleet, costs: CostsUsed, seconds: float) -> None:
     """Print the plan, and write it where it was asked for."""
-    costs = format_latency(settings.profile)
     about = f"{settings.fleet.name}, objective {made.plan.objective.name}, costs: {costs}"
     if settings.as_json:
         data = document(made.plan, str(settings.fleet), costs, seconds, made.simulated, made.points, made.rivals)

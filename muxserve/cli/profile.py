@@ -16,6 +16,7 @@ from muxserve.config import FleetError, load_fleet
 from muxserve.costs.latency import CostError
 from muxserve.costs.measured import ProfileModel
 from muxserve.costs.profile import Profile, load_profile
+from muxserve.costs.sources import profile_of
 from muxserve.net.exit_codes import ExitCode
 from muxserve.planning.checkpoints import fetch
 from muxserve.planning.specs import unit_spec_of
@@ -32,7 +33,7 @@ _BUSY = 0.1
 
 def profile(settings: ProfileSettings) -> int:
     """Measure a fleet and write the profile; returns the exit code."""
-    out = settings.out
+    out = settings.out or profile_of(settings.fleet or Path("fleet.yaml"))
     try:
         check_effect(settings.given, ("--url", "--api-key"), "without --from-fleet")
         if settings.fleet is None:

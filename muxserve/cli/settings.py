@@ -27,8 +27,13 @@ _Nodes = Annotated[
     str | None,
     typer.Option(help="Machines instead, e.g. 4x8:A100-80GB,2x4:L20 (count, GPUs, type).", show_default=False),
 ]
-_Profile = Annotated[
-    Path | None, typer.Option(help="Measured costs (`muxserve profile`); the roofline without.", show_default=False)
+_Costs = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|roofline|measured|FILE",
+        help="What predicts steps: a profile (FILE), measured kernels, the roofline; auto: the first of these that "
+        "knows a model.",
+    ),
 ]
 _Page = Annotated[Path | None, typer.Option(help="Write one page with plots.", show_default=False)]
 _Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
@@ -98,9 +103,16 @@ class ProfileSettings:
         Path | None, typer.Argument(metavar="[FLEET]", help="The fleet file (YAML).", show_default=False)
     ] = None
     out: Annotated[
-        Path,
-        typer.Option("-o", "--out", "--output", help="The profile file; what it has already is not measured again."),
-    ] = Path("profile.json")
+        Path | None,
+        typer.Option(
+            "-o",
+            "--out",
+            "--output",
+            help="The profile file; what it has already is not measured again. Without: FLEET.profile.json, which "
+            "`plan` and `simulate` read; with --from-fleet profile.json.",
+            show_default=False,
+        ),
+    ] = None
     threads: Annotated[
         str | None, typer.Option(help="Threads per engine, e.g. 1,2; by default those of the fleet and all cores.")
     ] = None
@@ -149,7 +161,7 @@ class PlanSettings:
     sweep: Annotated[
         str | None, typer.Option(help="Plan for growing clusters: gpus=8..64, with a step gpus=8..64:8.")
     ] = None
-    profile: _Profile = None
+    costs: _Costs = "auto"
     seconds: Annotated[float, typer.Option(min=0, help="How long the local search may take.")] = 10.0
     exact: Annotated[bool, typer.Option("--exact", help="Also solve exactly and tell the gap (small fleets only).")] = (
         False
@@ -197,7 +209,7 @@ class SimulateSettings:
     gpus: _Gpus = None
     gpu_type: _GpuType = None
     nodes: _Nodes = None
-    profile: _Profile = None
+    costs: _Costs = "auto"
     seconds: Annotated[float, typer.Option(min=0, help="How long the search for each placement may take.")] = 10.0
     seed: Annotated[int, typer.Option(help="Of the searches for placements, and of --priorities.")] = 0
     priorities: Annotated[

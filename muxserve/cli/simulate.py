@@ -16,7 +16,8 @@ from muxserve.cli.simulate_places import PlacementSearch, Places, PlacesError, p
 from muxserve.cli.workload import print_left_out
 from muxserve.config import FleetError
 from muxserve.costs.latency import CostError
-from muxserve.costs.measured import latency_model, overheads_on
+from muxserve.costs.measured import overheads_on
+from muxserve.costs.sources import chosen_costs
 from muxserve.metrics import Objectives
 from muxserve.metrics.colours import colours_of
 from muxserve.metrics.page import DASHES, INK, plot, share_axis
@@ -24,7 +25,8 @@ from muxserve.metrics.report import comparison_table, models_table, report_page,
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.metrics.tables import seconds_words
 from muxserve.net.exit_codes import ExitCode
-from muxserve.planning.demands import ClusterError, contexts_of, format_latency
+from muxserve.planning.costs_used import costs_used
+from muxserve.planning.demands import ClusterError, contexts_of
 from muxserve.planning.layouts import simulated_keys, simulated_words
 from muxserve.planning.prediction import Simulated
 from muxserve.planning.specs import levels_of
@@ -76,7 +78,7 @@ def _run(settings: SimulateSettings) -> int:
     for path in filter(None, (settings.out, settings.html, settings.timeline)):
         if not path.parent.is_dir():
             raise PlacesError(f"{path} cannot be written: there is no directory {path.parent}")
-    latency = latency_model(settings.profile)
+    latency = chosen_costs(settings.costs, settings.fleet)
     with working("reading") as told:
         search = PlacementSearch(settings.seconds, settings.seed, told)
         places = places_of(
@@ -230,7 +232,8 @@ def _extra(result: FleetResult, mode: Mode, placed: Simulated) -> dict[str, obje
 
 def _report(settings: SimulateSettings, workload: Workload, places: Places, runs: Mapping[str, Run]) -> None:
     summaries = {name: run.summary for name, run in runs.items()}
-    about = f"{workload.about}; {places.about}; costs: {format_latency(settings.profile)}"
+    costs = costs_used(places.latency, places.demands, next(iter(runs.values())).placed.placement)
+    about = f"{workload.about}; {places.about}; costs: {costs}"
     parameters: dict[str, object] = {
         "fleet": str(settings.fleet),
         "workload": settings.workload,

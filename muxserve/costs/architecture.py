@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from muxserve.costs.language_models import seeing, text_inside
 from muxserve.costs.own_cache import AttentionSizes, KeptLayers, OwnCache, own_cache
@@ -150,7 +150,8 @@ class ModelArchitecture:
     state. In a mixture of experts `dense_layers` have an MLP of width `dense_intermediate` instead. Experts that
     compute in a space of their own have `expert_hidden` inputs (0: `hidden`). `estimated` says in words what of it does
     not follow from config.json (empty: nothing). One that is `multi_modal` is served from the whole checkpoint, and for
-    text. An `encoder_decoder` is read for plans.
+    text. An `encoder_decoder` is read for plans. `config` is the config.json that it was read from, where
+    that is at hand: kernel tables know models by it.
     """
 
     name: str
@@ -195,6 +196,7 @@ class ModelArchitecture:
     estimated: str = ""
     multi_modal: bool = False
     encoder_decoder: bool = False
+    config: str = field(default="", compare=False, repr=False)
 
     @property
     def private(self) -> str:

@@ -131,6 +131,8 @@ LINKS: Mapping[str, LinkUse] = MappingProxyType(
         # All-reduces of NCCL over 2, 4 and 8 A100 of a DGX, 16 KiB to 64 MiB (Vidur's profiles); likewise H100.
         "nvlink3": LinkUse(0.53, 23e-6),
         "nvlink4": LinkUse(0.75, 13e-6),
+        # Assumed as NVLink 4: none was measured.
+        "nvlink5": LinkUse(0.75, 13e-6),
         # 20.79 GB/s of 32 between L20 (gLLM, arXiv:2504.14775). All-reduces of 4 A100 and H100 without NVLink between
         # all of them reach 0.74, and their latency is the one here (Vidur's profiles).
         "pcie": LinkUse(0.65, 29e-6),
@@ -165,7 +167,7 @@ CPU_REFILL = 0.2e-3
 
 # Bytes per second from the host's memory to a GPU, by the data sheets: PCIe 5.0 x16 from Hopper on, 4.0 before.
 _GEN5, _GEN4 = 64e9, 32e9
-_HOPPER = ("H100", "H200", "H20", "H800", "B200", "GB200")
+_HOPPER = ("H100", "H200", "H20", "H800", "B200", "B300", "GB200", "GB300", "RTX")
 
 
 def host_bandwidth(name: str) -> float:

@@ -44,12 +44,13 @@ class ProfileModel:
 
     Args:
         beyond: answers for models, devices and tensor parallelism that were not measured; by default they are errors.
+        file: where the profile is from, for people.
     """
 
-    def __init__(self, profile: Profile, beyond: LatencyModel | None = None) -> None:
+    def __init__(self, profile: Profile, beyond: LatencyModel | None = None, file: str = "") -> None:
         self.profile = profile
         self.outliers: list[Outlier] = []
-        self._beyond = beyond
+        self.beyond, self.file = beyond, file
         self._groups: dict[tuple[ProfiledModel, str, str, int], list[EngineProfile]] = {}
         self._engines: dict[tuple[ModelArchitecture, EngineShape], EngineCosts] = {}
         self._interference: dict[str, Interference] = dict(profile.interference)
@@ -63,6 +64,10 @@ class ProfileModel:
             self._groups[key] = sorted((e for e in kept if e.prefill and e.decode), key=lambda e: e.share)
         for name in {pair.device for pair in profile.pairs} - set(self._interference):
             self._interference[name] = interference_of(profile, name)
+
+    def knows(self, architecture: ModelArchitecture, shape: EngineShape) -> bool:
+        """Whether that engine was measured, at whatever share."""
+        return bool(self._groups.get(_key(ProfiledModel.of(architecture), shape)))
 
     def engine(self, architecture: ModelArchitecture, shape: EngineShape) -> EngineCosts:
         """Costs of that engine.
@@ -79,8 +84,8 @@ class ProfileModel:
         costs: EngineCosts
         if engines:
             costs = MeasuredCosts(architecture, shape, engines, self.profile)
-        elif self._beyond is not None:
-            costs = self._beyond.engine(architecture, shape)
+        elif self.beyond is not None:
+            costs = self.beyond.engine(architecture, shape)
         else:
             raise CostError(self._unknown(architecture, shape))
         self._engines[architecture, shape] = costs
@@ -89,8 +94,8 @@ class ProfileModel:
     def slowdowns(self, device: str, loads: Sequence[Load]) -> list[float]:
         """As fitted to the measured pairs; where there are none, what `beyond` says, or conservation alone."""
         constants = self._interference.get(_device(device).name)
-        if constants is None and self._beyond is not None:
-            return self._beyond.slowdowns(device, loads)
+        if constants is None and self.beyond is not None:
+            return self.beyond.slowdowns(device, loads)
         return interference.slowdowns(constants or Interference(), loads)
 
     def _unknown(self, architecture: ModelArchitecture, shape: EngineShape) -> str:
@@ -262,19 +267,24 @@ def _with_decode_seconds(cell: DecodeCell, seconds: float) -> DecodeCell:
 
 
 def latency_model(profile: Path | None) -> LatencyModel:
-    """The roofline; with a profile file, its measurements, and the roofline for what was not measured. The file may
-    also be in the format of the step times that MuxServe's authors published.
+    """The roofline; with a profile file, its measurements, and the roofline for what was not measured.
 
     Raises:
         CostError: the file cannot be read.
     """
-    if profile is None:
-        return Roofline()
+    return Roofline() if profile is None else ProfileModel(read_profile(profile), beyond=Roofline())
+
+
+def read_profile(file: Path) -> Profile:
+    """A profile; the file may also be in the format of the step times that MuxServe's authors published.
+
+    Raises:
+        CostError: it cannot be read.
+    """
     try:
-        loaded = load_profile(profile)
+        return load_profile(file)
     except CostError as own:
         try:
-            loaded = read_llama_tables(profile)
+            return read_llama_tables(file)
         except CostError:
             raise own from None
-    return ProfileModel(loaded, beyond=Roofline())

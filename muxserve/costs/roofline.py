@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from muxserve.costs.architecture import ITEM_BYTES, ModelArchitecture
 from muxserve.costs.calibration import LINKS, Calibration, calibration_of
@@ -54,6 +55,17 @@ class Roofline:
     def slowdowns(self, device: str, loads: Sequence[Load]) -> list[float]:
         """See `costs.interference`; the same constants for all devices."""
         return slowdowns(self._interference, loads)
+
+
+class DeviceWork(NamedTuple):
+    """How long a step's bytes alone, and its operations alone, would keep the whole device busy, in seconds."""
+
+    memory: float
+    compute: float
+
+    def in_seconds(self, seconds: float) -> Load:
+        """The load of a step with that work which takes `seconds`."""
+        return Load(min(1.0, self.memory / seconds), min(1.0, self.compute / seconds))
 
 
 class RooflineCosts:
@@ -98,7 +110,8 @@ class RooflineCosts:
     def _host(self, sequences: int) -> float:
         return self._host_step + sequences * self._host_sequence
 
-    def _linear(self, tokens: int, rows: int) -> float:
+    def linear(self, tokens: int, rows: int) -> float:
+        """Seconds of the layers as above and of the LM head for `rows` tokens."""
         work, p = self.work, self._overlap
         compute, memory = rows * work.head_flops / self._speed, work.head_bytes / self._bandwidth
         return self.layers(tokens) + float((compute**p + memory**p) ** (1.0 / p))
@@ -107,7 +120,7 @@ class RooflineCosts:
         """See `EngineCosts.prefill`."""
         attention = self.work.seen_pairs(pairs, tokens) * self.work.flops_per_pair / self._attention_speed
         states = sequences * self._state_second
-        busy = self._linear(tokens, sequences) + attention + states + self.all_reduces(tokens)
+        busy = self.linear(tokens, sequences) + attention + states + self.all_reduces(tokens)
         return max(busy, self._prefill_floor) + self._host(sequences)
 
     def decode(self, batch: int, context: int) -> Decode:
@@ -122,7 +135,7 @@ class RooflineCosts:
         return pieces[-1]
 
     def _pieces(self, batch: int) -> tuple[Decode, ...]:
-        fixed = self._linear(batch, batch) + batch * self._state_second + self.all_reduces(batch)
+        fixed = self.linear(batch, batch) + batch * self._state_second + self.all_reduces(batch)
         windowed = self._kv_second * self.work.windowed
         device = [Decode(fixed, self._kv_second)]
         if windowed:
@@ -141,25 +154,27 @@ class RooflineCosts:
                 pieces.append(Decode(piece.fixed + host, piece.per_token, piece.until))
         return tuple(pieces)
 
-    def prefill_load(self, tokens: int, pairs: int, sequences: int) -> Load:
-        """See `EngineCosts.prefill_load`; 1 is what the device really reaches, not its peak."""
+    def prefill_work(self, tokens: int, pairs: int, sequences: int) -> DeviceWork:
+        """What a prefill step asks of the whole device."""
         work = self.work
         moved = work.weight_bytes(tokens) + work.head_bytes + tokens * work.activation_bytes
         flops = tokens * work.flops_per_token + sequences * work.head_flops
-        seconds = self.prefill(tokens, pairs, sequences)
         computed = work.seen_pairs(pairs, tokens) * work.flops_per_pair
         attention = computed / self._attention_speed * (self._speed / self._full_speed)
-        return _load(moved / self._full_bandwidth, flops / self._full_speed + attention, seconds)
+        return DeviceWork(moved / self._full_bandwidth, flops / self._full_speed + attention)
 
-    def decode_load(self, batch: int, context: int) -> Load:
-        """See `EngineCosts.decode_load`; 1 is what the device really reaches, not its peak."""
+    def decode_work(self, batch: int, context: int) -> DeviceWork:
+        """What a decode step asks of the whole device."""
         work = self.work
         kv = work.seen_context(batch, context) * self._kv_second * (self._bandwidth / self._full_bandwidth)
         moved = work.weight_bytes(batch) + work.head_bytes + batch * work.activation_bytes
         flops = batch * (work.flops_per_token + work.head_flops)
-        seconds = self.decode(batch, context).seconds(context)
-        return _load(moved / self._full_bandwidth + kv, flops / self._full_speed, seconds)
+        return DeviceWork(moved / self._full_bandwidth + kv, flops / self._full_speed)
 
+    def prefill_load(self, tokens: int, pairs: int, sequences: int) -> Load:
+        """See `EngineCosts.prefill_load`; 1 is what the device really reaches, not its peak."""
+        return self.prefill_work(tokens, pairs, sequences).in_seconds(self.prefill(tokens, pairs, sequences))
 
-def _load(memory: float, compute: float, seconds: float) -> Load:
-    return Load(min(1.0, memory / seconds), min(1.0, compute / seconds))
+    def decode_load(self, batch: int, context: int) -> Load:
+        """See `EngineCosts.decode_load`; 1 is what the device really reaches, not its peak."""
+        return self.decode_work(batch, context).in_seconds(self.decode(batch, context).seconds(context))

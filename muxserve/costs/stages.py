@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from muxserve.costs.architecture import ModelArchitecture
+from muxserve.costs.kernels import KernelCosts
 from muxserve.costs.latency import Decode, EngineCosts, EngineShape, LatencyModel, Load
 from muxserve.costs.measured import MeasuredCosts
 
@@ -17,8 +18,8 @@ def costs_of_stages(
 ) -> list[EngineCosts]:
     """The costs of each stage; `split` says how many layers each has.
 
-    Profiles have whole models: of those a stage takes the part that its layers are of all. Costs from first principles
-    know what a stage is.
+    Profiles and kernel tables have whole models: of those a stage takes the part that its layers are of all. Costs from
+    first principles know what a stage is.
 
     Raises:
         CostError: the latency model does not know a part of the model on that device.
@@ -26,6 +27,8 @@ def costs_of_stages(
     whole = latency.engine(architecture, shape)
     if isinstance(whole, MeasuredCosts) and len(split) > 1:
         return [PartOfCosts(whole, layers / architecture.layers) for layers in split]
+    if isinstance(whole, KernelCosts) and len(split) > 1:
+        return [whole.of_stage(part) for part in stage_architectures(architecture, split)]
     return [latency.engine(part, shape) for part in stage_architectures(architecture, split)]
 
 

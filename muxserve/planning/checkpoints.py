@@ -4,6 +4,7 @@ name that is built in, for plans without a checkpoint."""
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -100,11 +101,12 @@ def architecture_of(model: Model, hub: Hub) -> ModelArchitecture:
     """
     file = Path(model.path) / "config.json" if model.path else hub.config(model.hub or "", model.revision)
     config = _config(file)
-    text = language_model(config)
+    whole, text = config, language_model(config)
     config = config if text is None else text
     overrides = model.engine_args.get("hf_overrides")
-    if isinstance(overrides, dict):
+    if isinstance(overrides, dict) and overrides:
         config |= overrides
+        whole = config
     if (unknown := _unknown(model, config)) is not None:
         raise CheckpointError(f"cannot be served: {unknown}")
     try:
@@ -117,7 +119,8 @@ def architecture_of(model: Model, hub: Hub) -> ModelArchitecture:
     text_only = text is not None
     stored = stored_weights(file.parent, text_only)
     kv_cache = kv_cache_of(model) or architecture.kv_cache
-    return replace(architecture, stored=stored, kv_cache=kv_cache, text_only=text_only)
+    known_by = json.dumps(whole)
+    return replace(architecture, stored=stored, kv_cache=kv_cache, text_only=text_only, config=known_by)
 
 
 def _config(file: Path) -> dict[str, object]:
@@ -315,6 +318,6 @@ def planned_architecture(value: str, base: Path) -> ModelArchitecture:
     except CheckpointError as error:
         raise ValueError(str(error)) from None
     try:
-        return read_architecture(language_model(config) or config)
+        return replace(read_architecture(language_model(config) or config), config=json.dumps(config))
     except UnsupportedModelError as error:
         raise ValueError(f"cannot be served: {error}") from None

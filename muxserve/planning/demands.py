@@ -316,11 +316,3 @@ def _parsed(text: str, kind: str | None) -> Cluster:
         except CostError as error:
             raise ClusterError(f"--nodes: {error}") from None
     return Cluster(tuple(nodes))
-
-
-# ---------------------------------------------------------------- costs
-
-
-def format_latency(profile: Path | None) -> str:
-    """Where the costs come from, for people."""
-    return "roofline" if profile is None else f"measured ({profile}); roofline where nothing was measured"

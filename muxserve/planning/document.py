@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from muxserve.costs.sources import CostsUsed
 from muxserve.metrics.summary import Summary
 from muxserve.planning.contest import Rival, why
 from muxserve.planning.prediction import Prediction, ResidencyForecast, falls_short
@@ -180,7 +181,7 @@ def sleeping_document(forecast: SleepingForecast) -> dict[str, Any]:
 def document(
     plan: ClusterPlan,
     fleet: str,
-    costs: str,
+    costs: CostsUsed,
     seconds: float,
     simulated: Prediction | None = None,
     sweep: Sequence[SweepPoint] = (),
@@ -192,7 +193,8 @@ def document(
     return {
         "muxserve_plan": VERSION,
         "fleet": fleet,
-        "costs": costs,
+        "costs": str(costs),
+        "cost_sources": costs.as_list(),
         "objective": plan.objective.name,
         "attainment_target": plan.objective.attainment,
         "mode": plan.mode,

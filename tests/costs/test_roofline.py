@@ -90,7 +90,7 @@ def test_decode_s_pieces_are_the_slower_of_launching_and_reading(
     found = made.decode(batch, context)
     assert context <= found.until
     reading = made.work.seen_context(batch, context) * made._kv_second
-    assert found.seconds(context) == pytest.approx(max(floor, made._linear(batch, batch) + reading))
+    assert found.seconds(context) == pytest.approx(max(floor, made.linear(batch, batch) + reading))
 
 
 def test_tensor_parallelism_splits_the_work_and_adds_all_reduces() -> None:

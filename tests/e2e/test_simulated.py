@@ -111,7 +111,7 @@ def test_what_steps_took_becomes_a_profile_that_plans_read(fleet: Fleet) -> None
         # How much too long depends on the machine; too short it cannot be.
         assert cell.seconds > 0.9 * ideal_seconds(engine, "decode", cell.place)
     assert 0.0 < profile.overheads["CPU"].request < PATIENCE
-    made = fleet.command("plan", str(fleet.directory / "fleet.yaml"), "--profile", str(learnt), "--json")
+    made = fleet.command("plan", str(fleet.directory / "fleet.yaml"), "--costs", str(learnt), "--json")
     assert made.returncode == 0, made.stderr
     plan = json.loads(made.stdout)
     assert str(learnt) in plan["costs"]

@@ -78,7 +78,7 @@ def test_a_profile_that_is_one_and_a_half_times_wrong_plans_right_when_corrected
     throughput = {}
     for name, engines in {"wrong": wrong, "corrected": right}.items():
         save_profile(Profile(engines=engines), tmp_path / name)
-        throughput[name] = plan(fleet, "--profile", tmp_path / name)["totals"]["throughput"]
-    truth = plan(fleet)["totals"]["throughput"]
+        throughput[name] = plan(fleet, "--costs", tmp_path / name)["totals"]["throughput"]
+    truth = plan(fleet, "--costs", "roofline")["totals"]["throughput"]
     assert throughput["wrong"] < 0.85 * truth
     assert throughput["corrected"] == pytest.approx(truth, rel=0.05)

@@ -180,6 +180,16 @@ class TestCommand:
         assert code == 1
         assert "small is placed nowhere: needs" in out
 
+    def test_the_costs_of_each_model_are_named(self, fleet: Path) -> None:
+        code, out, _ = run(fleet, "--simulate", 0, "--gpu-type", "l20", "--json")
+        data = json.loads(out)
+        why = "there are no kernel tables of L20-48GB"
+        assert code == 0
+        assert data["costs"] == f"roofline, since {why}"
+        placed = {"device": "L20-48GB", "kind": "roofline", "why": why}
+        assert {each["model"] for each in data["cost_sources"]} == {"small", "large"}
+        assert all(placed.items() <= each.items() for each in data["cost_sources"])
+
     @pytest.mark.parametrize(
         ("arguments", "expected"),
         [
@@ -190,7 +200,8 @@ class TestCommand:
             (["--nodes", "1x2:a100", "--gpus", "2"], "--gpus and --nodes exclude each other"),
             (["--sweep", "gpus=8"], "is not a sweep such as gpus=8..64"),
             (["--sweep", "gpus=8..4"], "upwards, not from 8 to 4"),
-            (["--profile", "nowhere.json"], "nowhere.json"),
+            (["--costs", "nowhere.json"], "nowhere.json"),
+            (["--profile", "nowhere.json"], "--profile: is no longer an option; write --costs FILE"),
             (["--html", "/nowhere/at/all.html"], "/nowhere/at/all.html: cannot be written"),
         ],
     )

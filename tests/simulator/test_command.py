@@ -148,7 +148,7 @@ def test_a_plan_file_is_followed(fleet: Path, planned: Path) -> None:
         (("--gpu-type", "Z9", "--gpus", "2"), "Z9"),
         (("--plan", "/nowhere/plan.yaml"), "/nowhere/plan.yaml"),
         (("-o", "/nowhere/report.json"), "no directory /nowhere"),
-        (("--profile", "/nowhere/profile.json"), "/nowhere/profile.json"),
+        (("--costs", "/nowhere/profile.json"), "/nowhere/profile.json"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(

@@ -1,0 +1,105 @@
+"""Which latency model a command predicts with (`--costs`), and which of its parts knows a model on a device."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from muxserve.costs.architecture import ModelArchitecture
+from muxserve.costs.devices import device
+from muxserve.costs.kernels import EXTRA, KernelModel, package_version
+from muxserve.costs.latency import CostError, EngineShape, LatencyModel
+from muxserve.costs.measured import ProfileModel, read_profile
+from muxserve.costs.roofline import Roofline
+
+AUTO, MEASURED, ROOFLINE, PROFILE = "auto", "measured", "roofline", "profile"
+
+
+def profile_of(fleet: Path) -> Path:
+    """Where the profile of a fleet is looked for, and written if nobody says where: beside its file."""
+    return fleet.with_suffix(".profile.json")
+
+
+def chosen_costs(choice: str, fleet: Path) -> LatencyModel:
+    """The latency model that `--costs` names: `roofline`; `measured`, kernel tables and the roofline for what they do
+    not have; a profile's file, and for what it does not have the same; `auto`, the profile of this fleet where there
+    is one, and the same.
+
+    Raises:
+        CostError: there are no kernel tables although they are asked for, or the file cannot be read.
+    """
+    if choice == ROOFLINE:
+        return Roofline()
+    if choice == MEASURED and not package_version():
+        raise CostError(f"--costs: kernel tables are not installed; pip install '{EXTRA}', or give --costs roofline")
+    kernels = KernelModel(beyond=Roofline())
+    if choice == MEASURED:
+        return kernels
+    file = profile_of(fleet) if choice == AUTO else Path(choice)
+    if choice == AUTO and not file.exists():
+        return kernels
+    try:
+        return ProfileModel(read_profile(file), beyond=kernels, file=str(file))
+    except CostError as error:
+        raise CostError(f"--costs: {error}; it takes auto, roofline, measured, or the file of a profile") from None
+
+
+@dataclass(frozen=True, slots=True)
+class CostSource:
+    """What predicts a model's steps on a device: the `kind` (profile, measured, roofline), its `version` (the file of a
+    profile; the versions of kernel tables), and where that is the roofline on a GPU, `why` nothing measured does."""
+
+    kind: str
+    version: str = ""
+    why: str = ""
+
+    def as_dict(self) -> dict[str, str]:
+        """For JSON; what is empty is left out."""
+        return {key: value for key, value in asdict(self).items() if value}
+
+    def __str__(self) -> str:
+        names = {MEASURED: "measured kernels"}
+        return f"{names.get(self.kind, self.kind)}{f' ({self.version})' if self.version else ''}"
+
+
+def source_of(latency: LatencyModel, architecture: ModelArchitecture, shape: EngineShape) -> CostSource:
+    """Which part of `latency` answers for that engine."""
+    if isinstance(latency, ProfileModel):
+        if latency.knows(architecture, shape):
+            return CostSource(PROFILE, latency.file)
+        if latency.beyond is not None:
+            return source_of(latency.beyond, architecture, shape)
+    if isinstance(latency, KernelModel):
+        why = latency.why_not(architecture, shape)
+        if not why:
+            return CostSource(MEASURED, latency.version(shape.device))
+        return CostSource(ROOFLINE, why=why if device(shape.device).kind == "gpu" else "")
+    return CostSource(ROOFLINE)
+
+
+@dataclass(frozen=True, slots=True)
+class CostsUsed:
+    """What predicts the models of a plan: a `CostSource` for each model and type of device, in order."""
+
+    engines: tuple[tuple[str, str, CostSource], ...]
+
+    def __str__(self) -> str:
+        """Each source once: `roofline`, or with several `roofline for a, b; profile (FILE) for c`."""
+        groups: dict[CostSource, list[str]] = {}
+        for model, _, source in self.engines:
+            names = groups.setdefault(source, [])
+            if model not in names:
+                names.append(model)
+        if not groups:
+            return "nothing has a place"
+        if len(groups) == 1:
+            return _with_why(next(iter(groups)))
+        return "; ".join(f"{_with_why(source)} for {', '.join(names)}" for source, names in groups.items())
+
+    def as_list(self) -> list[dict[str, str]]:
+        """For JSON."""
+        return [{"model": model, "device": device, **source.as_dict()} for model, device, source in self.engines]
+
+
+def _with_why(source: CostSource) -> str:
+    return f"{source}, since {source.why}" if source.why else str(source)
