@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -329,6 +330,20 @@ class TestGpus:
         ours, theirs = (each.budgets(made.demands)[0].pool_bytes for each in (made.gpu, two.gpu))
         assert ours > theirs
         assert any("SM shares of models with one engine: arithmetic" in note for note in made.notes)
+
+    @pytest.mark.parametrize(("count", "shape", "least"), [(3, "one", 18), (3, "split", 9), (4, "one", 0)])
+    def test_what_models_of_8b_leave_of_an_h100(self, tmp_path: Path, count: int, shape: str, least: int) -> None:
+        """The memory of a model's engines is that of one or of two."""
+        config = {"architectures": ["LlamaForCausalLM"], **BUILT_IN["llama-3.1-8b"]}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        text = "cluster: {gpus: 1, gpu_type: H100-80GB}\nmodels:\n" + "".join(
+            f"  - {{name: m{n}, architecture: llama-3.1-8b, dtype: bfloat16, engines: {shape}}}\n" for n in range(count)
+        )
+        declared = parse_fleet(text, "fleet.yaml", tmp_path, {}, serving=False)
+        models = [model.model_copy(update={"path": str(tmp_path)}) for model in declared.models]
+        gpu = Gpu(0, "GPU-0", "NVIDIA H100 80GB HBM3", 81559 << 20, 600 << 20, capability=(9, 0))
+        (made,) = plan(declared.with_models(models), gpus=GpuMachine((gpu,)))
+        assert least <= made.unit.pool_bytes / 2**30 < least + 1
 
     def test_too_few_for_all_units(self) -> None:
         said = refused(only(f"{ROLLING}, replicas: 3", head="cluster: {gpus: 2}"), None, H200)
