@@ -531,9 +531,11 @@ def verified(
         spare = {**spare, **{name: spare.get(name, 1.0) * SPARE for name in short}}
         made = plan([replace(demand, rate=demand.rate * spare.get(demand.name, 1.0)) for demand in demands])
         layout = _layout(made)
-        if not made.meets or layout in layouts:
-            # More of the same asks for the same: no more spare will help.
+        if not made.meets:
             break
+        if layout in layouts:
+            # The same plan again, whose simulation is known; more spare may change it.
+            continue
         layouts.append(layout)
         candidate = restated(made, demands, spare)
         prediction = simulate(candidate)

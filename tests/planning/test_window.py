@@ -96,9 +96,9 @@ def test_only_models_with_long_answers_are_simulated_for_longer(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_fleet_that_is_asked_for_too_much_is_told_what_it_serves(tmp_path: Path) -> None:
-    """At a rate of 100 on a GPU that serves about 30."""
+    """At a rate of 70 on a GPU that serves about 30."""
     file = tmp_path / "fleet.yaml"
-    file.write_text(FLEET.format(rate=100, more=""))
+    file.write_text(FLEET.format(rate=70, more=""))
     data = planned(file)
     assert data["simulated"]["throughput"] == pytest.approx(31.0, abs=1.5)
     assert data["simulated"]["ttft_mean"] is None, "the queue grows"
