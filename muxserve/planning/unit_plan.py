@@ -383,10 +383,6 @@ def model_demands(
     return tuple(demands)
 
 
-# Tokens of tiny checkpoints were not those of stock vLLM, and it is not known why.
-_UNLIKE_STOCK = {"Zamba2ForCausalLM"}
-
-
 def _private_problems(
     fleet: Fleet, model: Model, architecture: ModelArchitecture, ranks: int, on_gpus: bool
 ) -> list[Problem]:
@@ -394,9 +390,6 @@ def _private_problems(
     if on_gpus and fleet.memory is not None:
         message = "on GPUs `memory` does not decide over models with caches of their own; leave one of the two out"
         return [fleet.model_problem(model.name, "kv", message)]
-    if not on_gpus and architecture.name in _UNLIKE_STOCK:
-        message = f"private engines on CPU gave {architecture.name} other tokens than stock vLLM has; serve it on GPUs"
-        return [fleet.model_problem(model.name, "path" if model.path else "hub", message)]
     why = architecture.private or "the fleet file asks for it"
     for key, asked in (
         ("engines", model.engines == "split"),

@@ -49,6 +49,14 @@ PRIVATE = {
         {**_SMALL, "num_hidden_layers": 2, "head_dim": 64, "mamba_d_ssm": 512, "mamba_n_heads": 8, "mamba_d_head": 64}
         | {"mamba_n_groups": 1, "mamba_d_state": 64, "mamba_chunk_size": 64},
     ),
+    "zamba2": TinyKind(
+        "Zamba2Config",
+        "Zamba2ForCausalLM",
+        "state-space",
+        {**_SMALL, "num_key_value_heads": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}
+        | {"n_mamba_heads": 8, "mamba_d_state": 64, "mamba_headdim": 64, "mamba_ngroups": 1, "chunk_size": 64}
+        | {"num_mem_blocks": 1},
+    ),
     "lfm2": TinyKind(
         "Lfm2Config",
         "Lfm2ForCausalLM",
