@@ -24,6 +24,7 @@ from muxserve.planning.checkpoints import (
     kv_cache_of,
     planned_architecture,
 )
+from muxserve.planning.private import private_because
 from muxserve.workload import Context
 from placement.cluster import Cluster, Node, ShapeName
 from placement.demand import Demand
@@ -146,10 +147,13 @@ def _demand(model: Model, architecture: ModelArchitecture, gpu: bool, batch: Bat
 
 
 def _shape(model: Model, architecture: ModelArchitecture) -> ShapeName | None:
-    """The engines that the fleet file chooses for a model; None: it leaves them to the plan. A model that answers with
-    vectors has an engine for prefill alone, as it has beside another one for decode."""
+    """The engines that a model must have; None: the fleet file leaves them to the plan. A model that answers with
+    vectors has an engine for prefill alone, as it has beside another one for decode, and one with a cache of its own
+    has one engine."""
     if architecture.pooling:
         return "split"
+    if private_because(model, architecture):
+        return "one"
     return None if model.engines == AUTO and not model.has_own_unit else model.shape
 
 

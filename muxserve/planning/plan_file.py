@@ -42,9 +42,9 @@ class PlanModel(Section):
 
 
 class PlanUnit(Section):
-    """Models colocated on `devices`, numbered through the nodes. `kv_bytes` is the page pool of each device; `stages`,
-    `policy` (of the unit's scheduler) and `batching` (of steps of one engine) are left out where they say nothing
-    new. `phases` is of earlier versions."""
+    """Models colocated on `devices`, numbered through the nodes. `kv_bytes` are the page pool and the private caches of
+    each device; `stages`, `policy` (of the unit's scheduler) and `batching` (of steps of one engine) are left out where
+    they say nothing new. `phases` is of earlier versions."""
 
     name: str = Field(pattern=NAME_PATTERN)
     device: str = Field(min_length=1)

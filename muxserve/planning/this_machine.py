@@ -155,11 +155,15 @@ def plan_machine(
         estimates.append(_estimate(plan, members, demands, latency, parts))
         models = tuple(
             PlacedModel(
-                model.name, demands[member.model].rate / member.replicas, model.share, model.share, declared.shape
+                model.name,
+                demands[member.model].rate / member.replicas,
+                model.share,
+                model.share,
+                "one" if needs.one_engine else "split",
             )
-            for declared, model, member in zip(plan.fleet.models, plan.unit.models, members, strict=True)
+            for needs, model, member in zip(plan.demands, plan.unit.models, members, strict=True)
         )
-        placed.append(PlacedUnit(f"unit{place}", CPU, (place,), models, plan.unit.pool_bytes))
+        placed.append(PlacedUnit(f"unit{place}", CPU, (place,), models, plan.unit.kv_bytes))
     made = ClusterPlan(
         demands=tuple(demands),
         placement=Placement(Cluster((Node(CPU, len(plans)),)), tuple(placed)),

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from muxserve.cli.app import app
 from muxserve.cli.output import quota_words
+from muxserve.cluster.machine import this_machine
 from muxserve.config import FleetError, parse_fleet
 from muxserve.gpu.nvml import Gpu, GpuMachine
+from muxserve.planning.demands import demands_of
 from muxserve.planning.fleet_planner import FleetPlanner
 from muxserve.planning.specs import planned_unit
 from muxserve.planning.unit_plan import ResolvedUnit
@@ -135,3 +139,26 @@ def test_the_type_of_a_cache_with_scales(tmp_path: Path) -> None:
     found = unit(tmp_path, config=quantised)
     assert found.demands[1].bytes_per_token == TOKEN // 2
     assert json.dumps(found.demands[1].private).count("scales")
+
+
+def test_a_plan_of_this_machine_is_what_is_deployed_without_one(tmp_path: Path) -> None:
+    for name in ("pooled", "other"):
+        write_checkpoint(tmp_path / name, LLAMA)
+    file, plan = tmp_path / "fleet.yaml", tmp_path / "plan.yaml"
+    file.write_text(
+        "kv_pool: {size: 512MiB}\nmodels:\n- {name: pooled, path: pooled}\n- {name: other, path: other, kv: private}\n"
+    )
+    made = CliRunner().invoke(app, ["plan", str(file), "--simulate", "0", "-o", str(plan)])
+    assert made.exit_code == 0, made.output
+    planner = FleetPlanner(parse_fleet(file.read_text(), "fleet.yaml", tmp_path, {}), this_machine(), lambda: NONE)
+    (planned,), (found,) = planner.at_start(plan), planner.at_start()
+    assert [spec_of(planned, name).shape for name in ("pooled", "other")] == ["split", "one"]
+    for one, other in zip(planned.unit.models, found.unit.models, strict=True):
+        assert one.cache_bytes == pytest.approx(other.cache_bytes, rel=0.01)
+    assert planned.unit.pool_bytes == pytest.approx(found.unit.pool_bytes, rel=0.01)
+
+
+def test_on_gpus_a_plan_gives_it_one_engine(tmp_path: Path) -> None:
+    text = "cluster: {gpus: 1, gpu_type: A100-80GB}\nmodels: [{name: a, architecture: llama-3.1-8b, kv: private}]\n"
+    (demand,) = demands_of(parse_fleet(text, "fleet.yaml", tmp_path, {}, serving=False), tmp_path)
+    assert demand.shape == "one"
