@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.report import machine, percentile, write_report
 from muxserve.costs.measured import latency_model
 from muxserve.costs.roofline import Roofline
-from muxserve.planning.checkpoints import planned_architecture
 from muxserve.planning.demands import equal_nodes, memory_of
+from muxserve.planning.known_models import planned_architecture
 from muxserve.planning.prediction import Trial, predict
 from placement.candidates import Candidates
 from placement.demand import Demand

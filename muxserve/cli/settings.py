@@ -139,6 +139,14 @@ class ProfileSettings:
     given: frozenset[str] = frozenset()
 
 
+def _list(what: str | None) -> None:
+    """Print a list that `plan` can be asked for, and end."""
+    if what is not None:
+        from muxserve.cli.plan_lists import show_list
+
+        raise typer.Exit(show_list(what))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
     """Options of `muxserve plan`. `given` are those on the command line."""
@@ -180,6 +188,17 @@ class PlanSettings:
         typer.Option(
             help="Also compare with models that sleep, on this workload: a trace file, or a generator such as "
             "bursty-groups:rate=8,duration=120,lengths=sharegpt.",
+            show_default=False,
+        ),
+    ] = None
+    list_of: Annotated[
+        str | None,
+        typer.Option(
+            "--list",
+            metavar="models|gpus",
+            callback=_list,
+            is_eager=True,
+            help="Print the models, or the types of GPUs, that are known by name, and end.",
             show_default=False,
         ),
     ] = None

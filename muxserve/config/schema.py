@@ -455,7 +455,7 @@ class Model(Section):
     architecture: str | None = Field(
         default=None,
         min_length=1,
-        description="For planning without a checkpoint: a config.json, or a built-in name such as llama-7b",
+        description="For planning without a checkpoint: a config.json, or a name such as Qwen/Qwen3-32B",
     )
     rate: float = Field(
         default=1.0, gt=0, allow_inf_nan=False, description="Expected requests per second; weighs the quotas"

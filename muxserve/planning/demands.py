@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -22,8 +23,8 @@ from muxserve.planning.checkpoints import (
     HuggingFaceHub,
     architecture_of,
     kv_cache_of,
-    planned_architecture,
 )
+from muxserve.planning.known_models import known_config, planned_architecture
 from muxserve.planning.private import private_because
 from muxserve.workload import Context
 from placement.cluster import Cluster, Node, ShapeName
@@ -80,10 +81,13 @@ def demands_of(
     hub, default = hub or HuggingFaceHub(), least_batch(gpus)
     problems: list[Problem] = []
     demands: list[Demand] = []
-    for index, model in enumerate(fleet.models):
+    # All at a time: a hub takes long to answer, or not to.
+    with ThreadPoolExecutor(max_workers=len(fleet.models)) as threads:
+        asked = [threads.submit(_architecture, model, base, hub) for model in fleet.models]
+    for index, (model, found) in enumerate(zip(fleet.models, asked, strict=True)):
         key = "path" if model.path else "hub" if model.hub else "architecture"
         try:
-            architecture = _architecture(model, base, hub)
+            architecture = found.result()
             key = "adapters" if model.adapters is not None else key
             architecture = _with_adapters(model, architecture)
         except (CheckpointError, ValueError) as error:
@@ -113,9 +117,27 @@ def _with_adapters(model: Model, architecture: ModelArchitecture) -> ModelArchit
 
 
 def _architecture(model: Model, base: Path, hub: Hub) -> ModelArchitecture:
+    """
+    Raises:
+        CheckpointError, ValueError: it cannot be had or served.
+    """
     if model.path is None and model.hub is None:
-        return replace(planned_architecture(model.architecture or "", base), kv_cache=kv_cache_of(model))
-    return architecture_of(model, hub)
+        return _named(model, model.architecture or "", base, hub)
+    try:
+        return architecture_of(model, hub)
+    except CheckpointError:
+        if model.hub is None or model.revision is not None or known_config(model.hub) is None:
+            raise
+        found = _named(model, model.hub, base, hub)
+        note = f"its config.json is one that is known here for {model.hub}, which the hub did not give"
+        return replace(found, estimated=found.estimated or note)
+
+
+def _named(model: Model, name: str, base: Path, hub: Hub) -> ModelArchitecture:
+    """What is in the local cache is not asked for over the network."""
+    cached = HuggingFaceHub(reaches=lambda: False)
+    found = planned_architecture(name, base, (cached, hub) if isinstance(hub, HuggingFaceHub) else (hub,))
+    return replace(found, kv_cache=kv_cache_of(model) or found.kv_cache)
 
 
 def _demand(model: Model, architecture: ModelArchitecture, gpu: bool, batch: Batch) -> Demand:

@@ -17,9 +17,9 @@ from muxserve.costs.roofline import Roofline
 from muxserve.metrics.records import RequestRecord
 from muxserve.metrics.summary import summarise
 from muxserve.planning import prediction, simulations
-from muxserve.planning.checkpoints import planned_architecture
 from muxserve.planning.contest import LOOK, Contest, Rival, kept, why
 from muxserve.planning.demands import cluster_of
+from muxserve.planning.known_models import planned_architecture
 from muxserve.planning.plan_file import load_plan, save_plan
 from muxserve.planning.planner import PlannedFleet, Planner, options_of
 from muxserve.planning.prediction import Prediction, Surroundings, Trial, predict, simulated_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
-from muxserve.planning.checkpoints import planned_architecture
+from muxserve.planning.known_models import planned_architecture
 from muxserve.planning.prediction import Trial, falls_short, predict
 from placement.cluster import Cluster, Node
 from placement.demand import Demand

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from muxserve.cli.app import app
 from muxserve.config import FleetError, load_fleet
 from muxserve.planning import planner
-from muxserve.planning.checkpoints import BUILT_IN, planned_architecture
 from muxserve.planning.demands import ClusterError, cluster_of, demands_of, equal_nodes
 from muxserve.planning.document import parse_sweep
+from muxserve.planning.known_models import BUILT_IN, planned_architecture
 from muxserve.planning.plan_file import load_plan, plan_text, save_plan
 from muxserve.planning.planner import UsageError
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
@@ -242,7 +242,7 @@ class TestFleets:
     @pytest.mark.parametrize(
         ("old", "new", "expected"),
         [
-            ("architecture: llama-7b", "architecture: lama-7b", 'built-in architecture; did you mean "llama-7b"?'),
+            ("architecture: llama-7b", "architecture: lama-7b", 'a known model; did you mean "llama-7b"?'),
             ("gpu_type: a100", "gpu_type: a1000000", ":1: cluster.gpu_type: unknown device 'a1000000'"),
             ("prompt_tokens: 161", "prompt_tokens: 0", ":7: models[0].workload.prompt_tokens: must be at least 1"),
             ("gpus: 4", "gpu: 4", 'cluster.gpu: unknown key; did you mean "gpus"?'),

@@ -10,7 +10,7 @@ import pytest
 
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
-from muxserve.planning.checkpoints import planned_architecture
+from muxserve.planning.known_models import planned_architecture
 from muxserve.planning.prediction import SPARE, Trial, falls_short, predict, restated, verified
 from placement.cluster import Cluster, Node
 from placement.demand import Demand

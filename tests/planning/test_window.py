@@ -13,9 +13,9 @@ from muxserve.cli.app import app
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.summary import summarise
-from muxserve.planning.checkpoints import planned_architecture
 from muxserve.planning.contest import EQUAL, Rival, kept
 from muxserve.planning.document import warnings_of
+from muxserve.planning.known_models import planned_architecture
 from muxserve.planning.prediction import Prediction, Trial, predict
 from muxserve.planning.window import ANSWERS, RateWindow, longer_seconds, longest_of, longest_tokens, usual_seconds
 from muxserve.planning.workloads import loads_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from muxserve.planning.checkpoints import planned_architecture
+from muxserve.planning.known_models import planned_architecture
 from muxserve.planning.workloads import DECLARED, WORKLOADS, Variation, loads_of
 from muxserve.workload import generate
 from muxserve.workload.trace import TraceRequest
