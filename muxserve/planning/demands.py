@@ -93,9 +93,8 @@ def demands_of(
         except (CheckpointError, ValueError) as error:
             problems.append(fleet.problem(("models", index, key), str(error)))
             continue
-        if architecture.pooling and model.shape == "one":
-            text = "the model answers with vectors, and has one engine anyway: its prefill is all there is to a request"
-            problems.append(fleet.problem(("models", index, "engines"), f"{text}; leave `engines` out"))
+        if words := no_choice(model, architecture):
+            problems.append(fleet.problem(("models", index, "engines"), words))
             continue
         demands.append(_demand(model, architecture, bool(gpus), batch_of(model, default)))
     if problems:
@@ -138,6 +137,16 @@ def _named(model: Model, name: str, base: Path, hub: Hub) -> ModelArchitecture:
     cached = HuggingFaceHub(reaches=lambda: False)
     found = planned_architecture(name, base, (cached, hub) if isinstance(hub, HuggingFaceHub) else (hub,))
     return replace(found, kv_cache=kv_cache_of(model) or found.kv_cache)
+
+
+def no_choice(model: Model, architecture: ModelArchitecture) -> str:
+    """Why the fleet file must not choose the engines that it does; empty if it may."""
+    if not architecture.pooling or model.shape == "split":
+        return ""
+    return (
+        "the model answers with vectors, and has one engine anyway: its prefill is all there is to a request; leave "
+        "`engines` out"
+    )
 
 
 def _demand(model: Model, architecture: ModelArchitecture, gpu: bool, batch: Batch) -> Demand:

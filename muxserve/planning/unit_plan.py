@@ -18,7 +18,7 @@ from muxserve.gpu.budget import BudgetError
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.unit import GpuPlan, GpuUnit
 from muxserve.planning.checkpoints import CheckpointError, Hub, HuggingFaceHub, architecture_of, without_chat_template
-from muxserve.planning.demands import CPU_BATCH, Batch, batch_of, least_batch
+from muxserve.planning.demands import CPU_BATCH, Batch, batch_of, least_batch, no_choice
 from muxserve.planning.device_pool import CPU
 from muxserve.planning.layouts import stages_of
 from muxserve.planning.private import LOST, private_because, unpooled
@@ -336,8 +336,10 @@ def model_demands(
         split = _partition_problem(fleet, model, architecture.layers, stages, os.environ)
         problems += [each for each in (problem, split) if each]
         ranks = fleet.cluster.ranks * stages if gpu is None else gpu.ranks
+        if words := no_choice(model, architecture):
+            problems.append(fleet.model_problem(model.name, "engines", words))
         private = private_because(model, architecture)
-        if private and model.engines == AUTO:
+        if private and model.engines == AUTO and not architecture.pooling:
             model = model.with_engines("one", stages)
         threads = _threads(fleet, model, cores, ranks, units)
         sleeps = fleet.memory is not None and model.keep == "auto"

@@ -162,3 +162,14 @@ def test_on_gpus_a_plan_gives_it_one_engine(tmp_path: Path) -> None:
     text = "cluster: {gpus: 1, gpu_type: A100-80GB}\nmodels: [{name: a, architecture: llama-3.1-8b, kv: private}]\n"
     (demand,) = demands_of(parse_fleet(text, "fleet.yaml", tmp_path, {}, serving=False), tmp_path)
     assert demand.shape == "one"
+
+
+def test_what_answers_with_vectors_has_an_engine_that_prefills(tmp_path: Path) -> None:
+    vectors = "  engine_args: {runner: pooling}\n"
+    found = unit(tmp_path, f"{vectors}  kv: private\n", LLAMA)
+    spec = spec_of(found)
+    assert spec.engines == ("prefill",)
+    assert not model_profile(spec).both
+    for kv in ("pool", "private"):
+        with pytest.raises(FleetError, match=r"fleet.yaml:\d+: models\[1\].engines: the model answers with vectors"):
+            unit(tmp_path, f"{vectors}  kv: {kv}\n  engines: one\n", LLAMA)
