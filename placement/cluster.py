@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,8 +13,7 @@ ROLLING = "rolling"
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine: `count` devices of one type (a name of `muxserve.costs.devices`). Meshes do not cross nodes unless
-    they take whole nodes."""
+    """One machine: `count` devices of one type (a name of `muxserve.costs.devices`)."""
 
     device: str
     count: int
@@ -29,6 +29,11 @@ class Cluster:
     def devices(self) -> int:
         """All devices together."""
         return sum(node.count for node in self.nodes)
+
+    def machines(self, devices: Collection[int]) -> int:
+        """On how many machines the devices with these numbers are."""
+        homes = [number for number, node in enumerate(self.nodes) for _ in range(node.count)]
+        return len({homes[number] for number in devices})
 
 
 @dataclass(frozen=True, slots=True)

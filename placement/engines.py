@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from muxserve.costs.latency import CostError, EngineShape, LatencyModel, Load
@@ -10,6 +11,7 @@ from placement.cluster import ShapeName
 from placement.curves import CurveLengths, Curves, DecodeCurve, PrefillCurve
 from placement.demand import Demand, Mesh, splits_evenly
 from placement.memory import MemoryRules, model_bytes, sequence_bytes
+from placement.meshes import Machines
 
 
 class Footprint(NamedTuple):
@@ -29,6 +31,7 @@ class Engines:
         memory: bytes of each device type that may be used.
         rules: what of the memory may be used for what, for models of two engines.
         shape: the engines of models for which nobody has chosen them.
+        machines: those that meshes are cut out of; None: every mesh is on one.
     """
 
     def __init__(
@@ -38,7 +41,9 @@ class Engines:
         memory: Mapping[str, int],
         rules: MemoryRules | None = None,
         shape: ShapeName = "split",
+        machines: Machines | None = None,
     ) -> None:
+        self._machines = machines
         self.demands = tuple(demands)
         self.shapes: tuple[ShapeName, ...] = tuple(demand.shape or shape for demand in self.demands)
         self.rules = rules or MemoryRules()
@@ -80,7 +85,7 @@ class Engines:
             demand = self.demands[model]
             try:
                 self._decode[key] = self._curves.decode(
-                    demand.architecture, _shape(demand, mesh, share), self._lengths[model]
+                    demand.architecture, self._shape(demand, mesh, share), self._lengths[model]
                 )
             except CostError as error:
                 self.unknown[demand.name] = str(error)
@@ -94,12 +99,19 @@ class Engines:
             demand = self.demands[model]
             try:
                 self._prefill[key] = self._curves.prefill(
-                    demand.architecture, _shape(demand, mesh, share), self._lengths[model]
+                    demand.architecture, self._shape(demand, mesh, share), self._lengths[model]
                 )
             except CostError as error:
                 self.unknown[demand.name] = str(error)
                 self._prefill[key] = None
         return self._prefill[key]
+
+    def _shape(self, demand: Demand, mesh: Mesh, share: float) -> EngineShape:
+        shape = EngineShape(mesh.device, mesh.size, share, demand.dtype, demand.graphs)
+        under = 1 if self._machines is None else self._machines.under(mesh)
+        if self._machines is None or self._machines.network is None or under == 1:
+            return shape
+        return replace(shape, machines=under, network=self._machines.network)
 
     def slowdown(self, mesh: Mesh, mine: Load, others: tuple[Load, ...]) -> float:
         """Factor by which a job is slower beside `others`."""
@@ -123,7 +135,3 @@ def lengths_of(demand: Demand) -> CurveLengths:
         max_seqs=demand.max_num_seqs,
         max_tokens=demand.max_num_batched_tokens,
     )
-
-
-def _shape(demand: Demand, mesh: Mesh, share: float) -> EngineShape:
-    return EngineShape(mesh.device, mesh.size, share, demand.dtype, demand.graphs)

@@ -16,11 +16,12 @@ Counts = Mapping[Mesh, int]
 class Machines:
     """The machines of a cluster by device type, and how meshes are cut out of them.
 
-    A mesh lies within one machine, or takes several equally large machines whole.
+    A mesh lies within one machine. With a `network` between machines, of so many bytes per second, one may also take
+    several equally large machines whole.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
+    def __init__(self, cluster: Cluster, network: float | None = None) -> None:
+        self.cluster, self.network = cluster, network
         self.nodes: dict[str, list[int]] = {}
         for node in cluster.nodes:
             self.nodes.setdefault(node.device, []).append(node.count)
@@ -39,11 +40,20 @@ class Machines:
 
     def across_nodes(self) -> list[Mesh]:
         """Every kind of mesh of two or more whole machines, small ones first."""
-        kinds = set()
+        kinds: set[Mesh] = set()
+        if self.network is None:
+            return []
         for device, sizes in self.nodes.items():
             for size, count in Counter(sizes).items():
                 kinds |= {Mesh(device, size * n) for n in range(2, count + 1)}
         return sorted(kinds)
+
+    def under(self, mesh: Mesh) -> int:
+        """How many machines a mesh takes."""
+        sizes = self.nodes.get(mesh.device, [])
+        if not sizes or mesh.size <= sizes[0]:
+            return 1
+        return next((mesh.size // each for each in sorted(set(sizes), reverse=True) if mesh.size % each == 0), 1)
 
     def fits(self, counts: Counts) -> bool:
         """Whether so many meshes of each kind can be cut out of the machines.
@@ -92,10 +102,9 @@ class Machines:
                 packed[whole[0]].append(size)
         return packed
 
-    @staticmethod
-    def _whole(nodes: list[int], left: list[int], size: int) -> list[int] | None:
+    def _whole(self, nodes: list[int], left: list[int], size: int) -> list[int] | None:
         """Untouched, equally large machines that together are `size` devices."""
-        for each in sorted(set(nodes), reverse=True):
+        for each in sorted(set(nodes), reverse=True) if self.network is not None else ():
             if size % each == 0 and size > each:
                 idle = [i for i, count in enumerate(nodes) if count == each and left[i] == each]
                 if len(idle) >= size // each:

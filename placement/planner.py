@@ -106,14 +106,16 @@ class PlanOptions:
     """`mode`: `muxserve` colocates with SM shares, `spatial` gives every model meshes of its own, `temporal` colocates
     with all compute to one job at a time, `memory` is memory-greedy. `one` colocates models of one engine each, `alone`
     gives each of them meshes of its own, and `even` divides the devices among them evenly (`placement.even`).
-    `improved` adds the local search, `exact` solves the program as well, if the fleet is small enough, and tells the
-    gap."""
+    With a `network` of so many bytes per second between machines, models that fit on no machine may be split over
+    several. `improved` adds the local search, `exact` solves the program as well, if the fleet is small enough, and
+    tells the gap."""
 
     objective: Objective = field(default_factory=Objective)
     mode: ModeName = "muxserve"
     improved: bool = True
     exact: bool = False
     rules: MemoryRules = field(default_factory=MemoryRules)
+    network: float | None = None
     shares: tuple[float, ...] = SHARES
     greedy: GreedyLimits = field(default_factory=GreedyLimits)
     local: ImproveLimits = field(default_factory=ImproveLimits)
@@ -205,10 +207,10 @@ def plan_cluster(
         # The baseline knows of no replicas.
         demands = [replace(demand, least=1, most=None) for demand in demands]
     rules = _RULES[options.mode]
-    engines = Engines(demands, latency, memory, options.rules, rules.shape)
+    machines = Machines(cluster, options.network)
+    engines = Engines(demands, latency, memory, options.rules, rules.shape, machines)
     estimator = Estimator(Candidates(engines, options.shares), turns=rules.turns)
     values = Values(estimator, options.objective, colocate=rules.colocate)
-    machines = Machines(cluster)
     if options.mode == "memory":
         first = final = memory_greedy(values, machines)
     elif options.mode == "even":
@@ -284,7 +286,9 @@ def why_missing(values: Values, machines: Machines, model: int) -> str:
     footprint = engines.footprint(model, largest)
     need = format_size(int(footprint.own + footprint.sequence))
     have = format_size(engines.memory.get(largest.device, 0))
-    return f"needs {need} on each of {largest.size} {largest.device}, of which {have} may be used"
+    several = len(machines.nodes[largest.device]) > 1 and machines.network is None
+    more = "; `stages: 2` or more puts its layers on several machines" if several else ""
+    return f"needs {need} on each of {largest.size} {largest.device}, of which {have} may be used{more}"
 
 
 def limits_in_words(plan: ClusterPlan, estimate: UnitEstimate) -> str:
@@ -324,6 +328,10 @@ def notes_of(plan: ClusterPlan) -> tuple[str, ...]:
     notes = []
     for unit, estimate in zip(plan.placement.units, plan.estimates, strict=True):
         notes.append(f"{unit.name}: {limits_in_words(plan, estimate)}")
+    for unit in plan.placement.units:
+        under = plan.placement.cluster.machines(unit.devices)
+        if under > 1 and unit.stages == 1:
+            notes.append(f"{unit.name} splits tensors over {under} machines, which `muxserve deploy` does not serve")
     idle: dict[str, int] = {}
     for node in plan.placement.cluster.nodes:
         idle[node.device] = idle.get(node.device, 0) + node.count

@@ -67,7 +67,11 @@ class ProfileModel:
 
     def knows(self, architecture: ModelArchitecture, shape: EngineShape) -> bool:
         """Whether that engine was measured, at whatever share."""
-        return bool(self._groups.get(_key(ProfiledModel.of(architecture), shape)))
+        return bool(self._measured(architecture, shape))
+
+    def _measured(self, architecture: ModelArchitecture, shape: EngineShape) -> list[EngineProfile]:
+        """Profiles are of one machine."""
+        return self._groups.get(_key(ProfiledModel.of(architecture), shape), []) if shape.machines == 1 else []
 
     def engine(self, architecture: ModelArchitecture, shape: EngineShape) -> EngineCosts:
         """Costs of that engine.
@@ -80,7 +84,7 @@ class ProfileModel:
             return known
         if not 0.0 < shape.share <= 1.0:
             raise CostError(f"the share of an engine must be in (0, 1], not {shape.share}")
-        engines = self._groups.get(_key(ProfiledModel.of(architecture), shape))
+        engines = self._measured(architecture, shape)
         costs: EngineCosts
         if engines:
             costs = MeasuredCosts(architecture, shape, engines, self.profile)

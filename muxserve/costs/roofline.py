@@ -8,6 +8,7 @@ gives (both times an efficiency), norm p:
     prefill = linear + 4 L H d pairs / (n F_attention) + reduce(t)
     decode  = linear + kv_bytes context / B_kv + reduce(batch)
     reduce  = 2 L (2 (n-1)/n * t * hidden bytes / link + log2(n) latency)
+              and the same again between m machines, with m for n and the network for the link
     step    = max(that, launches) + host_step + host_sequence * sequences
 """
 
@@ -84,14 +85,20 @@ class RooflineCosts:
         self._attention_speed = peak * by.attention_efficiency * by.compute_share(shape.share)
         self._kv_bandwidth = on.bandwidth * by.kv_efficiency * by.bandwidth_share(shape.share)
         parallel = shape.tp > 1
+        beside = shape.tp // shape.machines  # devices of one machine
         layers = architecture.layers
         self._prefill_floor, self._decode_floor = by.launch_seconds(shape.graphs, layers, parallel)
         self._layer_seconds = layers * by.layer_seconds
         self._host_step, self._host_sequence = by.host_step, by.host_sequence
         link = LINKS[on.link]
-        sent = 2.0 * (shape.tp - 1) / shape.tp * architecture.hidden * ITEM_BYTES[shape.dtype]
-        self._reduce_token = 2.0 * layers * sent / (on.link_bandwidth * link.efficiency)
-        self._reduce_fixed = 2.0 * layers * math.log2(shape.tp) * link.latency if parallel else 0.0
+        token = 2.0 * layers * architecture.hidden * ITEM_BYTES[shape.dtype]
+        self._reduce_token = token * 2.0 * (beside - 1) / beside / (on.link_bandwidth * link.efficiency)
+        self._reduce_fixed = 2.0 * layers * math.log2(beside) * link.latency
+        if shape.machines > 1:
+            # Each device reduces its part with those of other machines, and all parts go over one network.
+            network, others = LINKS["network"], shape.machines - 1
+            self._reduce_token += token * 2.0 * others / shape.machines / (shape.network * network.efficiency)
+            self._reduce_fixed += 2.0 * layers * math.log2(shape.machines) * network.latency
         self._kv_second = self.work.kv_bytes_per_token / self._kv_bandwidth
         self._state_second = self.work.state_bytes / self._kv_bandwidth
         self._batches: dict[int, tuple[Decode, ...]] = {}

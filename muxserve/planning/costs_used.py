@@ -19,6 +19,7 @@ def costs_used(latency: LatencyModel, demands: Sequence[Demand], placement: Plac
         tp = 1 if unit.device == CPU else len(unit.devices) // unit.stages
         for placed in unit.models:
             demand = by_name[placed.model]
-            shape = EngineShape(unit.device, tp, 1.0, demand.dtype, demand.graphs)
+            machines = placement.cluster.machines(unit.devices) if unit.device != CPU and unit.stages == 1 else 1
+            shape = EngineShape(unit.device, tp, 1.0, demand.dtype, demand.graphs, machines)
             found[demand.name, unit.device] = source_of(latency, demand.architecture, shape)
     return CostsUsed(tuple((name, device, source) for (name, device), source in found.items()))

@@ -92,7 +92,7 @@ class Simulated:
     one engine (`others`), and by what replicas of a model work together, by its name. `spares` are units that
     it may get beside those that it has, before a mode has changed them. `residency`, by unit, if memory decides which
     of its models are awake. `origin` says where the placement comes from, for the user; `share_steps` are as of
-    `sim_unit`, `sharing` is as of `SimUnit`."""
+    `sim_unit`, `sharing` and `network` are as of `SimUnit`."""
 
     placement: Placement
     models: Mapping[str, Demand]
@@ -103,6 +103,7 @@ class Simulated:
     origin: str = ""
     share_steps: int = 0
     sharing: Sharing = "mps"
+    network: float = NETWORK
 
     @property
     def about(self) -> str:
@@ -129,7 +130,13 @@ class Simulated:
         units = units_of(replace(self.placement, units=shared), self.models, mode, self.share_steps)
         if self.residency and mode.placement == "muxserve":
             units = [with_residency(unit, self.residency[unit.name]) for unit in units]
-        return [replace(unit, sharing=self.sharing) for unit in (*units, *self.others)]
+        return [self._surrounded(unit) for unit in (*units, *self.others)]
+
+    def _surrounded(self, unit: SimUnit) -> SimUnit:
+        """The unit with what it shares with others. Between the stages of a pipeline its links say what there is."""
+        on_gpus = unit.device != CPU and unit.pipeline is None
+        machines = self.placement.cluster.machines(unit.devices) if on_gpus else 1
+        return replace(unit, sharing=self.sharing, machines=machines, network=self.network)
 
     def rules_of(self, mode: Mode) -> Rules:
         """By what replicas work together in that mode."""
@@ -185,7 +192,9 @@ def simulated_of(placement: Placement, fleet: Fleet, demands: Sequence[Demand], 
         elif len(mine) > 1 or name in scaling:
             rules[name] = _replica_rules(fleet, levels, scaling.get(name), around)
     sharing: Sharing = "time_slices" if fleet.cluster.mps == "off" else "mps"
-    return Simulated(placement, models, tuple(others), rules, spares, share_steps=steps, sharing=sharing)
+    return Simulated(
+        placement, models, tuple(others), rules, spares, share_steps=steps, sharing=sharing, network=around.network
+    )
 
 
 def shares_per_lease(fleet: Fleet, placement: Placement) -> bool:

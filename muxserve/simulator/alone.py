@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from muxserve.costs import EngineCosts, EngineShape, LatencyModel
+from muxserve.costs import EngineCosts, LatencyModel
 from muxserve.metrics.definitions import Reference
 from muxserve.metrics.records import RequestRecord
 from muxserve.simulator.setup import SimModel, SimUnit
@@ -83,5 +83,4 @@ class AloneSimulation:
 
 
 def _costs(unit: SimUnit, model: SimModel, latency: LatencyModel) -> tuple[EngineCosts, int]:
-    shape = EngineShape(unit.device, unit.tp, 1.0, model.dtype, model.graphs)
-    return latency.engine(model.architecture, shape), model.profile.max_num_batched_tokens
+    return latency.engine(model.architecture, unit.shape_of(model, 1.0)), model.profile.max_num_batched_tokens

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from heapq import heappush
 from operator import attrgetter
 
-from muxserve.costs import EngineShape, LatencyModel
+from muxserve.costs import LatencyModel
 from muxserve.costs.step_costs import StepCosts
 from muxserve.scheduling.types import PREFILL, WHOLE, Phase
 from muxserve.simulator.clock import Clock
@@ -120,8 +120,7 @@ class UnitMachine:
         """Costs of the model's engine on that part of the devices."""
         key = (model.name, part)
         if key not in self._costs:
-            shape = EngineShape(self.spec.device, self.spec.tp, part, model.dtype, model.graphs)
-            self._costs[key] = StepCosts(self.latency.engine(model.architecture, shape))
+            self._costs[key] = StepCosts(self.latency.engine(model.architecture, self.spec.shape_of(model, part)))
         return self._costs[key]
 
     def touch(self) -> None:

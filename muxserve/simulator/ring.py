@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from muxserve.costs import EngineShape, LatencyModel
+from muxserve.costs import LatencyModel
 from muxserve.costs.step_costs import StepWork
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
@@ -81,7 +81,7 @@ class Ring(ReplicaSet):
         self.answers = AnswerLengths(rules.expected_output)
         spec, (first,) = units[0].spec, units[0].spec.models
         share = first.profile.decode_share if first.cost_share is None else first.cost_share
-        shape = EngineShape(spec.device, spec.tp, share, first.dtype, first.graphs)
+        shape = spec.shape_of(first, share)
         # Prompts follow each other through a pipeline, so that each takes the time of the slowest stage.
         how = spec.pipeline or Pipeline((first.architecture.layers,), ())
         self._stages = make_stages(how, latency, first.architecture, shape)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from muxserve.costs import ModelArchitecture
 from muxserve.costs.calibration import LINKS, Graphs
 from muxserve.costs.contention import Sharing
+from muxserve.costs.latency import EngineShape
 from muxserve.costs.profile import Overheads
 from muxserve.scheduling.policies import DEFAULT_POLICY
 from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts
@@ -150,7 +151,8 @@ class SimUnit:
     unit's one model is split over groups of the devices, those of the first stage first; then pages are counted on a
     device of the stage with the most layers. With `residency` its models need not all be awake; else they are.
     Shares per lease come in `share_steps` sizes (0: in any). `sharing` is how
-    processes share a GPU where leases overlap.
+    processes share a GPU where leases overlap. Without a pipeline its devices are on `machines`, with a `network` of so
+    many bytes per second between them.
     """
 
     name: str
@@ -164,6 +166,12 @@ class SimUnit:
     residency: SimResidency | None = None
     share_steps: int = 0
     sharing: Sharing = "mps"
+    machines: int = 1
+    network: float = 0.0
+
+    def shape_of(self, model: SimModel, share: float) -> EngineShape:
+        """Where an engine of one of its models runs, with that share of the compute."""
+        return EngineShape(self.device, self.tp, share, model.dtype, model.graphs, self.machines, self.network)
 
     @property
     def one_engine(self) -> bool:

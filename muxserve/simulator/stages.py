@@ -87,7 +87,7 @@ class PipelineEngine(LeasedEngine):
         self.spec = spec
         profile = model.profile
         self.share = profile.decode_share if model.cost_share is None else model.cost_share
-        shape = EngineShape(machine.spec.device, machine.spec.tp, self.share, model.dtype, model.graphs)
+        shape = machine.spec.shape_of(model, self.share)
         self.stages = make_stages(spec, machine.latency, model.architecture, shape)
         self.record = MicroBatches(spec.stages)
         self.waiting: deque[SimRequest] = deque()

@@ -43,6 +43,9 @@ def check(layout: Layout) -> None:
     assert layout.value == pytest.approx(fresh.value)
 
 
+NETWORK = 1.25e9
+
+
 class TestMachines:
     def test_meshes_lie_within_machines(self) -> None:
         machines = Machines(cluster(("big", 4), ("big", 4)))
@@ -52,20 +55,28 @@ class TestMachines:
         assert not machines.fits({Mesh("small", 1): 1})
 
     def test_larger_meshes_take_whole_machines(self) -> None:
-        machines = Machines(cluster(("big", 4), ("big", 4), ("big", 4)))
+        machines = Machines(cluster(("big", 4), ("big", 4), ("big", 4)), NETWORK)
         assert machines.fits({Mesh("big", 8): 1, Mesh("big", 2): 2})
         assert not machines.fits({Mesh("big", 8): 1, Mesh("big", 3): 2})
         assert machines.across_nodes() == [Mesh("big", 8), Mesh("big", 12)]
+        assert [machines.under(Mesh("big", size)) for size in (3, 4, 8, 12)] == [1, 1, 2, 3]
+
+    def test_without_a_network_no_mesh_leaves_its_machine(self) -> None:
+        machines = Machines(cluster(("big", 4), ("big", 4)))
+        assert not machines.fits({Mesh("big", 8): 1})
+        assert machines.assign([Mesh("big", 8)]) is None
+        assert machines.across_nodes() == []
 
     @settings(max_examples=examples(80), deadline=None)
     @given(
         nodes=st.lists(st.tuples(st.sampled_from(["big", "small"]), st.integers(1, 9)), min_size=1, max_size=5),
         wanted=st.lists(st.tuples(st.sampled_from(["big", "small"]), st.integers(1, 12)), max_size=8),
+        network=st.sampled_from([None, NETWORK]),
     )
     def test_what_fits_gets_devices_of_its_own(
-        self, nodes: list[tuple[str, int]], wanted: list[tuple[str, int]]
+        self, nodes: list[tuple[str, int]], wanted: list[tuple[str, int]], network: float | None
     ) -> None:
-        machines = Machines(cluster(*nodes))
+        machines = Machines(cluster(*nodes), network)
         meshes = [Mesh(*each) for each in wanted]
         fits = machines.fits(Counter(meshes))
         answers = machines.assign(meshes) if all(mesh.device in machines.nodes for mesh in meshes) else None
@@ -91,7 +102,7 @@ class TestGreedy:
         values = values_of([demand("a", B30)])
         assert [mesh.size for mesh in kinds(values, Machines(cluster(("big", 8))))] == [1, 2, 4]
         values = values_of([demand("a", B65)])
-        across = kinds(values, Machines(cluster(("big", 1), ("big", 1), ("big", 1), ("big", 1))))
+        across = kinds(values, Machines(cluster(("big", 1), ("big", 1), ("big", 1), ("big", 1)), NETWORK))
         assert across == [Mesh("big", 2)]
 
     def test_the_busiest_model_is_placed_first_and_each_where_it_adds_most(self) -> None:

@@ -180,6 +180,21 @@ class TestCommand:
         assert code == 1
         assert "small is placed nowhere: needs" in out
 
+    @pytest.mark.parametrize("span", [False, True])
+    def test_tensors_stay_on_one_machine_unless_the_file_says_otherwise(self, fleet: Path, span: bool) -> None:
+        """LLaMA 65B on machines of one GPU each."""
+        key = ", span_machines: true" if span else ""
+        models = "models: [{name: m, architecture: llama-65b, rate: 0.01}]"
+        fleet.write_text(f"cluster: {{ gpus: 4, gpu_type: a100, gpus_per_node: 1, network: 100Gb/s{key} }}\n{models}")
+        code, out, _ = run(fleet, "--simulate", 0, "--json")
+        data = json.loads(out)
+        if not span:
+            assert code == 1
+            assert data["missing"]["m"].endswith("`stages: 2` or more puts its layers on several machines")
+            return
+        (unit,) = data["units"]
+        assert f"{unit['name']} splits tensors over {len(unit['devices'])} machines" in " ".join(data["notes"])
+
     def test_the_costs_of_each_model_are_named(self, fleet: Path) -> None:
         code, out, _ = run(fleet, "--simulate", 0, "--gpu-type", "l20", "--json")
         data = json.loads(out)
