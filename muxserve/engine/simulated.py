@@ -131,12 +131,18 @@ class SimulatedWorker(WorkerBase):
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """As the model's attention layers would say, if they keep any KV."""
-        model = self.model
-        if not model.kv_heads:
+        model, dtype = self.model, self.model_config.dtype
+        layers, heads, head_dim, block = model.layers, model.kv_heads, model.head_dim, model.block_tokens
+        if model.private:
+            architecture = self._architecture()
+            # Whatever its layers are, as large as all of them are together.
+            layers, block = architecture.layers, self.cache_config.block_size
+            head_dim = architecture.kv_bytes_per_token(model.dtype) // (2 * dtype.itemsize * layers)
+            heads = 1 if head_dim else 0
+        if not heads:
             return {}
-        shape = {"num_kv_heads": model.kv_heads, "head_size": model.head_dim, "dtype": self.model_config.dtype}
-        spec = FullAttentionSpec(block_size=model.block_tokens, **shape)
-        return {f"model.layers.{layer}.self_attn.attn": spec for layer in range(model.layers)}
+        spec = FullAttentionSpec(block_size=block, num_kv_heads=heads, head_size=head_dim, dtype=dtype)
+        return {f"model.layers.{layer}.self_attn.attn": spec for layer in range(layers)}
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
         """Nobody reads the pool."""

@@ -227,9 +227,8 @@ def _cache_args(model: ModelSpec) -> dict[str, Any]:
 
 def _classes(unit_spec: UnitSpec, model: ModelSpec, ahead: bool) -> dict[str, Any]:
     """Worker and scheduler of an engine."""
-    private = model.private and unit_spec.simulated is None
-    workers = PRIVATE_WORKERS if private else WORKERS
-    schedulers = (PRIVATE_SCHEDULER, PRIVATE_AHEAD_SCHEDULER) if private else (SCHEDULER, AHEAD_SCHEDULER)
+    workers = PRIVATE_WORKERS if model.private else WORKERS
+    schedulers = (PRIVATE_SCHEDULER, PRIVATE_AHEAD_SCHEDULER) if model.private else (SCHEDULER, AHEAD_SCHEDULER)
     return {
         "worker_cls": workers[unit_spec.device] if unit_spec.simulated is None else SIMULATED_WORKER,
         "scheduler_cls": schedulers[ahead],

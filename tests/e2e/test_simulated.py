@@ -35,6 +35,7 @@ from tests.support import preloaded
 from tests.support.fresh_metrics import fresh_metrics
 from tests.support.patience import PATIENCE, eventually
 from tests.support.tiny_checkpoint import WINDOW, Kind, tiny_checkpoint
+from tests.support.tiny_private import tiny_private
 
 MODELS = ("atlas", "arithmetic")
 # As in `muxserve.engine.simulated`: importing it would import vLLM here, too.
@@ -141,6 +142,33 @@ def test_a_death_costs_no_token(fleet: Fleet) -> None:
     assert last.usage is not None
     assert last.usage.completion_tokens == 400
     fleet.wait_healthy(PATIENCE)
+
+
+@pytest.mark.thorough
+def test_private_caches(tmp_path: Path) -> None:
+    """Beside a model on the pool: K and V, states alone, and prompts alone, each in a cache of its own."""
+    atlas = {"path": str(QUICKSTART.parent / "models" / "atlas"), "max_len": 512, "kv": "private"}
+    own = {
+        "private": atlas,
+        "vectors": {**atlas, "engine_args": {"runner": "pooling"}},
+        "states": {"path": str(tiny_private("mamba2")), "max_len": 512},
+    }
+    pooled = {**atlas, "name": "pooled", "kv": "pool"}
+    models = [pooled, *({**each, "name": name} for name, each in own.items())]
+    path = fleet_file(tmp_path, models=models, kv_pool={"size": "32MiB"})
+    with running(path, start=preloaded.start, options=("--simulated",)) as fleet:
+        for model in ("pooled", "private", "states"):
+            answer = fleet.client.completions.create(model=model, prompt="a b c", max_tokens=40)
+            assert answer.choices[0].finish_reason == "length"
+        assert fleet.client.embeddings.create(model="vectors", input="a b c").data[0].embedding
+        with fleet.client.completions.create(
+            model="private", prompt="a", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        ) as stream:
+            chunks = iter(stream)
+            next(chunks)
+            fleet.kill("engine private/both")
+            assert [*chunks][-1].choices[0].finish_reason == "length"
+        fleet.wait_healthy(PATIENCE)
 
 
 @pytest.fixture(scope="module")
