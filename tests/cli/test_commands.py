@@ -31,20 +31,31 @@ ROOT = Path(__file__).resolve().parents[2]
 runner = CliRunner()
 
 
-def test_validate_shows_the_plan(fleet_file: Path) -> None:
-    result = runner.invoke(app, ["validate", str(fleet_file)])
+def validated(file: Path) -> str:
+    """What `validate` says of a fleet that can be deployed."""
+    result = runner.invoke(app, ["validate", str(file)])
     assert result.exit_code == 0, result.output
-    assert "can be deployed here" in result.stdout
-    assert "32 MiB in 2048 pages of 16 KiB" in result.stdout
-    assert all(name in result.stdout for name in ("one", "two", "512 tokens"))
+    return result.stdout
+
+
+def refused(file: Path) -> str:
+    """What it says of one that cannot."""
+    result = runner.invoke(app, ["validate", str(file)])
+    assert result.exit_code == 2
+    return result.stderr
+
+
+def test_validate_shows_the_plan(fleet_file: Path) -> None:
+    said = validated(fleet_file)
+    assert "can be deployed here" in said
+    assert "32 MiB in 2048 pages of 16 KiB" in said
+    assert all(name in said for name in ("one", "two", "512 tokens"))
 
 
 def test_validate_shows_units_and_replicas(fleet_file: Path) -> None:
     text = fleet_file.read_text().replace("rate: 3", "rate: 3, replicas: {min: 0, max: 3, start: 2}")
     fleet_file.write_text(text)
-    result = runner.invoke(app, ["validate", str(fleet_file)])
-    assert result.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
+    lines = validated(fleet_file).splitlines()
     first, second = lines.index("u0"), lines.index("u1")
     assert [line.split()[0] for line in lines[first + 2 : second]] == ["one", "two"]
     assert lines[second + 2].split()[0] == "two"
@@ -54,8 +65,7 @@ def test_validate_shows_units_and_replicas(fleet_file: Path) -> None:
 
 def test_validate_shows_units_that_are_alike_once(fleet_file: Path) -> None:
     fleet_file.write_text("kv_pool: {size: 32MiB}\nmodels:\n  - {name: one, path: one, replicas: 3}\n")
-    result = runner.invoke(app, ["validate", str(fleet_file)])
-    lines = result.stdout.splitlines()
+    lines = validated(fleet_file).splitlines()
     assert lines[0] == "u0, u1 and u2"
     assert lines[2].split()[0] == "one"
     assert lines[3].startswith("- u0, u1 and u2: pool0: 32 MiB")
@@ -64,11 +74,10 @@ def test_validate_shows_units_that_are_alike_once(fleet_file: Path) -> None:
 
 def test_validate_tells_every_problem_of_file_and_machine(fleet_file: Path) -> None:
     fleet_file.write_text(fleet_file.read_text().replace("rate: 3", "rate: -3, maxlen: 4"))
-    result = runner.invoke(app, ["validate", str(fleet_file)])
-    assert result.exit_code == 2
-    assert f"{fleet_file}:5: models[1].rate: must be more than 0, not -3" in result.stderr
-    assert f'{fleet_file}:5: models[1].maxlen: unknown key; did you mean "max_len"?' in result.stderr
-    assert "2 problems; this fleet cannot be deployed" in result.stderr
+    said = refused(fleet_file)
+    assert f"{fleet_file}:5: models[1].rate: must be more than 0, not -3" in said
+    assert f'{fleet_file}:5: models[1].maxlen: unknown key; did you mean "max_len"?' in said
+    assert "2 problems; this fleet cannot be deployed" in said
 
 
 @pytest.mark.parametrize(
@@ -82,9 +91,7 @@ def test_validate_tells_every_problem_of_file_and_machine(fleet_file: Path) -> N
 )
 def test_what_does_not_fit_the_machine_has_a_line_too(old: str, new: str, expected: str, fleet_file: Path) -> None:
     fleet_file.write_text(fleet_file.read_text().replace(old, new))
-    result = runner.invoke(app, ["validate", str(fleet_file)])
-    assert result.exit_code == 2
-    assert expected in result.stderr
+    assert expected in refused(fleet_file)
     assert runner.invoke(app, ["validate", "--file-only", str(fleet_file)]).exit_code == 0
 
 
@@ -92,32 +99,27 @@ def test_a_model_that_cannot_be_served_is_refused_with_the_reason(fleet_file: Pa
     config = fleet_file.parent / "two/config.json"
     whole = json.loads(config.read_text())
     config.write_text(json.dumps({**whole, "num_key_value_heads": 3}))
-    result = runner.invoke(app, ["validate", str(fleet_file)])
-    assert result.exit_code == 2
-    assert ":5: models[1].path: cannot be served: LlamaForCausalLM: " in result.stderr
-    assert "cannot share 3 KV heads evenly" in result.stderr
+    said = refused(fleet_file)
+    assert ":5: models[1].path: cannot be served: LlamaForCausalLM: " in said
+    assert "cannot share 3 KV heads evenly" in said
 
 
 def test_what_the_pool_cannot_hold_has_a_cache_of_its_own(fleet_file: Path) -> None:
     config = fleet_file.parent / "two/config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "attention_chunk_size": 128}))
-    result = runner.invoke(app, ["validate", str(fleet_file)])
-    assert result.exit_code == 0, result.output
-    assert "of KV cache of its own (kv: private): it uses chunked attention" in " ".join(result.stdout.split())
+    said = validated(fleet_file)
+    assert "of KV cache of its own (kv: private): it uses chunked attention" in " ".join(said.split())
     fleet_file.write_text(fleet_file.read_text().replace("rate: 3", "rate: 3, kv: pool"))
-    result = runner.invoke(app, ["validate", str(fleet_file)])
-    assert result.exit_code == 2
-    assert ":5: models[1].kv: the pool cannot hold what LlamaForCausalLM keeps" in result.stderr
+    assert ":5: models[1].kv: the pool cannot hold what LlamaForCausalLM keeps" in refused(fleet_file)
 
 
 def test_a_broken_config_is_refused(fleet_file: Path) -> None:
     (fleet_file.parent / "one/config.json").write_text("{")
     (fleet_file.parent / "two/config.json").write_text("[]")
-    result = runner.invoke(app, ["validate", str(fleet_file)])
-    assert result.exit_code == 2
-    assert ":4: models[0].path:" in result.stderr
-    assert "is not JSON" in result.stderr
-    assert "is not a JSON object" in result.stderr
+    said = refused(fleet_file)
+    assert ":4: models[0].path:" in said
+    assert "is not JSON" in said
+    assert "is not a JSON object" in said
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
@@ -175,14 +177,20 @@ FLEET: dict[str, Any] = {
 }
 
 
-def test_status_of_a_serving_fleet(endpoint: Endpoint) -> None:
-    endpoint.answers = {"/health": (200, HEALTH), "/fleet": (200, FLEET)}
+def status_of(endpoint: Endpoint, fleet: dict[str, Any], health: dict[str, Any] = HEALTH) -> list[str]:
+    """The lines that `status` shows of a fleet that answers so."""
+    endpoint.answers = {"/health": (200, health), "/fleet": (200, fleet)}
     result = runner.invoke(app, ["status", "--url", endpoint.url, "--api-key", "k"])
     assert result.exit_code == 0, result.output
-    row = next(line for line in result.stdout.splitlines() if line.startswith("one"))
+    return result.stdout.splitlines()
+
+
+def test_status_of_a_serving_fleet(endpoint: Endpoint) -> None:
+    lines = status_of(endpoint, FLEET)
+    row = next(line for line in lines if line.startswith("one"))
     assert row.split() == ["one", "up", "3", "1", "4", "5", "6", "70", "80", "9"]
-    assert result.stdout.startswith(f"{endpoint.url}: ok, unit u0 up, adbs\n")
-    assert "\npool0: 11 of 99 pages free" in result.stdout
+    assert lines[0] == f"{endpoint.url}: ok, unit u0 up, adbs"
+    assert any(line.startswith("pool0: 11 of 99 pages free") for line in lines)
     assert ("/fleet", "Bearer k") in endpoint.seen
     assert ("/health", None) in endpoint.seen
 
@@ -191,8 +199,7 @@ def test_status_of_a_private_cache(endpoint: Endpoint) -> None:
     """It has no pages, although it keeps KV."""
     unit = {**FLEET["units"][0], "state": {"models": {"one": {**COUNTS, "pages_per_block": 0}}}}
     models = [{"name": "one", "kv": "private", "kv_bytes": 256 << 20}]
-    endpoint.answers = {"/health": (200, HEALTH), "/fleet": (200, {"units": [unit], "models": models})}
-    said = runner.invoke(app, ["status", "--url", endpoint.url]).stdout
+    said = "\n".join(status_of(endpoint, {"units": [unit], "models": models}))
     assert "one: 256 MiB of KV cache of its own in each engine (kv: private)" in said
     assert "keeps no KV" not in said
 
@@ -216,10 +223,7 @@ def test_status_of_several_units(endpoint: Endpoint) -> None:
             "nap": {"status": "asleep", "engines": {"prefill": "down", "decode": "down"}, "running": 0, "waiting": 0},
         },
     }
-    endpoint.answers = {"/health": (200, health), "/fleet": (200, {"units": units})}
-    result = runner.invoke(app, ["status", "--url", endpoint.url])
-    assert result.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
+    lines = status_of(endpoint, {"units": units}, health)
     assert lines[0] == f"{endpoint.url}: degraded, 3 units (u2 down), global scheduler up, adbs"
     rows = {line.split()[0]: line.split()[1:] for line in lines[2:]}
     assert rows["one"] == ["up", "3", "1", "5", "10", "12", "140", "160", "18", "7", "2"]
@@ -231,10 +235,8 @@ def test_status_of_several_units(endpoint: Endpoint) -> None:
 
 def test_status_says_whether_shares_of_compute_can_change(endpoint: Endpoint) -> None:
     state = {**FLEET["units"][0]["state"], "policy": "slack", "shares": "fixed"}
-    fleet = {"units": [{**FLEET["units"][0], "state": state}]}
-    endpoint.answers = {"/health": (200, HEALTH), "/fleet": (200, fleet)}
-    result = runner.invoke(app, ["status", "--url", endpoint.url])
-    assert result.stdout.startswith(f"{endpoint.url}: ok, unit u0 up, slack (shares fixed)\n")
+    lines = status_of(endpoint, {"units": [{**FLEET["units"][0], "state": state}]})
+    assert lines[0] == f"{endpoint.url}: ok, unit u0 up, slack (shares fixed)"
 
 
 LEARNT = {"factors": [1.5, 1.4, 1.3], "beside": 0.1, "ratio": 1.52, "error": 0.05, "steps": 12345}
@@ -245,11 +247,9 @@ def test_status_says_how_long_steps_take_against_what_was_predicted(endpoint: En
     one = {**unit["state"]["models"]["one"], "costs": {"decode": LEARNT}}
     # The other one was removed from the fleet.
     models = {"one": one, "gone": one}
-    fleet = {"units": [{**unit, "state": {**unit["state"], "models": models}}]}
-    endpoint.answers = {"/health": (200, HEALTH), "/fleet": (200, fleet)}
-    result = runner.invoke(app, ["status", "--url", endpoint.url])
-    assert "one: steps over predicted: decode 1.52 (12,345 steps)" in result.stdout.splitlines()
-    assert "gone" not in result.stdout
+    lines = status_of(endpoint, {"units": [{**unit, "state": {**unit["state"], "models": models}}]})
+    assert "one: steps over predicted: decode 1.52 (12,345 steps)" in lines
+    assert not any("gone" in line for line in lines)
 
 
 def engine_at(share: float, seconds: float) -> EngineProfile:
@@ -299,11 +299,7 @@ def test_status_of_phases_in_time(endpoint: Endpoint) -> None:
     turn = {"status": "restarting", "engines": {"both": "down"}, "running": 1, "waiting": 0}
     health = {**HEALTH, "units": dict.fromkeys(("u0", "u1", "u2"), "up"), "models": {"one": ONE, "turn": turn}}
     models = [{"name": "one", "shape": "split"}, {"name": "turn", "shape": "one", "rolling": True}]
-    fleet = {"units": [FLEET["units"][0], rolling, again], "models": models}
-    endpoint.answers = {"/health": (200, health), "/fleet": (200, fleet)}
-    result = runner.invoke(app, ["status", "--url", endpoint.url])
-    assert result.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
+    lines = status_of(endpoint, {"units": [FLEET["units"][0], rolling, again], "models": models}, health)
     assert lines[0] == f"{endpoint.url}: ok, 3 units, adbs, rolling"
     assert lines[1].split()[:3] == ["model", "engines", "state"]
     rows = {line.split()[0]: line for line in lines[2:]}
@@ -332,23 +328,15 @@ def test_status_of_a_fleet_that_starts(endpoint: Endpoint) -> None:
     assert "MUXSERVE_API_KEY" in result.stderr
 
 
-@pytest.mark.parametrize(("status", "words"), [(401, "refused the API key"), (403, "refused the API key")])
-@pytest.mark.parametrize("as_json", [False, True])
-def test_status_with_a_wrong_key(endpoint: Endpoint, status: int, words: str, as_json: bool) -> None:
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_status_with_a_wrong_key(endpoint: Endpoint, status: int, flags: list[str]) -> None:
     endpoint.answers = {"/health": (200, HEALTH), "/fleet": (status, {"error": {}})}
-    flags = ["--json"] if as_json else []
     result = runner.invoke(app, ["status", "--url", endpoint.url, "--api-key", "wrong", *flags])
     assert result.exit_code == 2
-    assert words in result.stderr
+    assert "refused the API key" in result.stderr
     # Without a key it still says whether the fleet serves.
     assert runner.invoke(app, ["status", "--url", endpoint.url, *flags]).exit_code == 0
-
-
-def test_status_that_is_not_known(endpoint: Endpoint) -> None:
-    endpoint.answers = {"/health": (200, HEALTH), "/fleet": (500, {"error": {}})}
-    result = runner.invoke(app, ["status", "--url", endpoint.url])
-    assert result.exit_code == 1
-    assert f"{endpoint.url}/fleet answered 500" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -367,19 +355,23 @@ def test_status_of_nobody(url: str, words: str) -> None:
     assert words in result.stderr
 
 
-def test_a_key_that_cannot_be_sent(endpoint: Endpoint) -> None:
-    endpoint.answers = {"/health": (200, HEALTH)}
-    result = runner.invoke(app, ["status", "--url", endpoint.url, "--api-key", "clé\n"])
-    assert result.exit_code == 2
-    assert "only printable ASCII can be sent" in result.stderr
-
-
-def test_status_of_another_server(endpoint: Endpoint) -> None:
-    assert runner.invoke(app, ["status", "--url", endpoint.url]).exit_code == 2
-    endpoint.answers = {"/health": (200, b"fine")}
-    result = runner.invoke(app, ["status", "--url", endpoint.url])
-    assert result.exit_code == 2
-    assert "not JSON" in result.stderr
+@pytest.mark.parametrize(
+    ("answers", "key", "code", "words"),
+    [
+        ({"/health": (200, HEALTH), "/fleet": (500, {"error": {}})}, "k", 1, "/fleet answered 500"),
+        ({"/health": (200, HEALTH)}, "clé\n", 2, "only printable ASCII can be sent"),
+        ({"/health": (200, b"fine")}, "k", 2, "not JSON"),
+        ({}, "k", 2, "answers, but is no MuxServe endpoint"),
+    ],
+    ids=["not known", "a key that cannot be sent", "another server", "no health"],
+)
+def test_status_of_what_cannot_be_asked(
+    endpoint: Endpoint, answers: dict[str, Any], key: str, code: int, words: str
+) -> None:
+    endpoint.answers = answers
+    result = runner.invoke(app, ["status", "--url", endpoint.url, "--api-key", key])
+    assert result.exit_code == code
+    assert words in result.stderr
 
 
 def test_doctor_finds_this_machine_able() -> None:

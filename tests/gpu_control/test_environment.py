@@ -47,11 +47,21 @@ class TestShares:
         assert environ[PERCENTAGE] == expected
         assert environ[PIPE] == f"{unit_spec().run_dir}/mps/pipe"
 
-    def test_a_weight_holder_has_no_limit(self) -> None:
-        environ = {PERCENTAGE: "3"}
-        prepare(unit_spec(), "one", "weights", environ)
-        assert PERCENTAGE not in environ
-        assert environ == keeper_environment(unit_spec())
+    @pytest.mark.parametrize(
+        ("spec", "phase", "expected"),
+        [
+            (unit_spec(), "weights", keeper_environment(unit_spec())),
+            (unit_spec("green_contexts"), "decode", client_environment(unit_spec())),
+            (unit_spec("off"), "decode", {}),
+            (fake_unit_spec(Path("/run/x")), "decode", {PERCENTAGE: "3"}),
+        ],
+        ids=["a weight holder has no limit", "clients with green contexts", "no MPS", "a CPU"],
+    )
+    def test_without_a_percentage(self, spec: UnitSpec, phase: str, expected: dict[str, str]) -> None:
+        """One from outside is removed, but for on a CPU, where nothing changes."""
+        environ = {PERCENTAGE: "3", "HOME": "/"}
+        prepare(spec, "one", phase, environ)
+        assert environ == {"HOME": "/", **expected}
 
     @pytest.mark.parametrize("sharing", ["mps", "green_contexts"])
     def test_one_engine_of_both_phases_has_the_share_of_one_that_decodes(self, sharing: SmSharing) -> None:
@@ -67,26 +77,11 @@ class TestShares:
         assert environ == client_environment(whole)
         assert enter(whole, "one", "both") is None
 
-    def test_green_contexts_are_clients_without_a_percentage(self) -> None:
-        environ = {PERCENTAGE: "3"}
-        prepare(unit_spec("green_contexts"), "one", "decode", environ)
-        assert environ == client_environment(unit_spec())
-
-    def test_without_mps_a_percentage_from_outside_is_removed(self) -> None:
-        environ = {PERCENTAGE: "3", "HOME": "/"}
-        prepare(unit_spec("off"), "one", "decode", environ)
-        assert environ == {"HOME": "/"}
-
     @pytest.mark.parametrize("phase", ["prefill", "decode", "both", "weights", ""])
     def test_a_priority_from_outside_is_removed(self, phase: str) -> None:
         environ = {PRIORITY: "7"}
         prepare(unit_spec("mps"), "one", phase, environ)
         assert PRIORITY not in environ
-
-    def test_nothing_changes_on_a_cpu(self) -> None:
-        environ = {PERCENTAGE: "3"}
-        prepare(fake_unit_spec(Path("/run/x")), "one", "decode", environ)
-        assert environ == {PERCENTAGE: "3"}
 
     def test_no_such_model(self) -> None:
         with pytest.raises(KeyError):
@@ -174,11 +169,6 @@ class TestParent:
         assert chosen(PATH=f"{tmp_path}:{tmp_path / 'named' / 'bin'}") == [None, None]
         # They look nowhere else then.
         assert chosen(PATH=f"{tmp_path}:{tmp_path / 'named' / 'bin'}", CUDA_PATH="/nowhere") == ["0", "0"]
-
-    def test_green_contexts_sample_without_flashinfer(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(environment, "without_compiler", lambda environ: {})
-        assert parent_environment(several_gpus("green_contexts"), {})["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
-        assert "VLLM_USE_FLASHINFER_SAMPLER" not in parent_environment(several_gpus(), {})
 
     def test_nothing_on_a_cpu(self) -> None:
         assert parent_environment(fake_unit_spec(Path("/run/x")), {}) == {}

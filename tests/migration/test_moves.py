@@ -48,6 +48,13 @@ def commit(world: World, blocks: int, move: str = MOVE) -> None:
     world.outgoing.commit(MoveCommit(move, moving(16 * blocks)), world.now)
 
 
+def failure(world: World) -> MoveFailed:
+    """The only end of the move."""
+    (failed,) = world.ends(MOVE)
+    assert isinstance(failed, MoveFailed)
+    return failed
+
+
 def nothing_left(world: World, but: int = 0) -> None:
     assert len(world.store.used()) == but
     assert not world.outgoing.moves
@@ -175,9 +182,7 @@ def test_no_answer_to_the_first_message(world: World) -> None:
     world.turn()
     world.a_to_b.clear()
     world.turn(outgoing.OPEN_SECONDS + 0.1)
-    (failed,) = world.ends(MOVE)
-    assert isinstance(failed, MoveFailed)
-    assert not failed.uncertain
+    assert not failure(world).uncertain
     assert [type(message) for message, _ in world.a_to_b] == [PeerAbort]
 
 
@@ -190,9 +195,9 @@ def test_no_answer_to_the_commit_is_uncertain(world: World) -> None:
     world.a_to_b.clear()
     world.b_to_a.clear()
     world.outgoing.tick(world.now + outgoing.COMMIT_SECONDS + 0.1)
-    assert world.ends(MOVE) == [
-        MoveFailed(MOVE, f"the migrator at {ADDRESS} does not say whether its unit has the request", uncertain=True)
-    ]
+    assert failure(world) == MoveFailed(
+        MOVE, f"the migrator at {ADDRESS} does not say whether its unit has the request", uncertain=True
+    )
 
 
 def test_a_unit_that_does_not_answer_is_uncertain_and_its_blocks_come_back(world: World) -> None:
@@ -201,9 +206,7 @@ def test_a_unit_that_does_not_answer_is_uncertain_and_its_blocks_come_back(world
     commit(world, 4)
     world.settle()
     world.let_pass(incoming.TAKE_OVER_SECONDS + 0.1)
-    (failed,) = world.ends(MOVE)
-    assert isinstance(failed, MoveFailed)
-    assert failed.uncertain
+    assert failure(world).uncertain
     nothing_left(world)
 
 
@@ -214,25 +217,20 @@ def test_a_unit_that_refuses_is_certain(world: World) -> None:
     world.settle()
     assert world.answer_take_over("it is not wanted")
     world.settle()
-    assert world.ends(MOVE) == [MoveFailed(MOVE, "it is not wanted")]
+    assert failure(world) == MoveFailed(MOVE, "it is not wanted")
     nothing_left(world)
 
 
-def test_nothing_comes_to_a_unit_without_a_scheduler(world: World) -> None:
-    world.unit_b_there = False
+@pytest.mark.parametrize("at_commit", [False, True], ids=["at the first stage", "at the commit"])
+def test_a_unit_that_is_not_there_is_certain(world: World, at_commit: bool) -> None:
+    world.unit_b_there = at_commit
     staged(world, 0, 4, reserve=4)
     world.settle()
-    assert world.ends(MOVE) == [MoveFailed(MOVE, "the unit scheduler is not there")]
-    nothing_left(world)
-
-
-def test_a_unit_that_is_not_there_is_certain(world: World) -> None:
-    staged(world, 0, 4, reserve=4)
-    world.settle()
-    world.unit_b_there = False
-    commit(world, 4)
-    world.settle()
-    assert world.ends(MOVE) == [MoveFailed(MOVE, "the unit scheduler is not there")]
+    if at_commit:
+        world.unit_b_there = False
+        commit(world, 4)
+        world.settle()
+    assert failure(world) == MoveFailed(MOVE, "the unit scheduler is not there")
     nothing_left(world)
 
 
@@ -258,9 +256,7 @@ def test_a_silent_peer_is_given_up() -> None:
         world.turn(0.5)
         world.work_a()
         world.a_to_b.clear()
-    (failed,) = world.ends(MOVE)
-    assert isinstance(failed, MoveFailed)
-    assert "silent" in failed.reason
+    assert "silent" in failure(world).reason
 
 
 def test_a_peer_that_is_gone_is_noticed_by_its_connection(world: World) -> None:
@@ -278,8 +274,7 @@ def test_a_migrator_that_started_anew_voids_its_earlier_moves(world: World) -> N
     world.incoming.heard(b"a/1/1", open_again, world.now)
     assert list(world.incoming.arrivals) == ["a:2:1"]
     world.settle()
-    (failed,) = world.ends(MOVE)
-    assert isinstance(failed, MoveFailed)
+    failure(world)
 
 
 @pytest.mark.parametrize(
@@ -298,9 +293,7 @@ def test_pages_that_make_no_sense_end_the_move(wrong: PeerPages, reason: str) ->
     world.settle()
     world.a_to_b.append((wrong, np.zeros(2 * BLOCK_BYTES, dtype=np.uint8)))
     world.settle()
-    (failed,) = world.ends(MOVE)
-    assert isinstance(failed, MoveFailed)
-    assert reason in failed.reason
+    assert reason in failure(world).reason
     nothing_left(world)
 
 
@@ -309,9 +302,7 @@ def test_more_than_was_moved_is_not_handed_over(world: World) -> None:
     world.settle()
     commit(world, 5)
     world.settle()
-    (failed,) = world.ends(MOVE)
-    assert isinstance(failed, MoveFailed)
-    assert not failed.uncertain
+    assert not failure(world).uncertain
     nothing_left(world)
 
 
@@ -335,9 +326,7 @@ def test_blocks_come_back_when_the_hand_over_goes_wrong_half_way(
     monkeypatch.setattr(world.store, "drop", failing)
     commit(world, 3)
     world.settle()
-    (failed,) = world.ends(MOVE)
-    assert isinstance(failed, MoveFailed)
-    assert not failed.uncertain
+    assert not failure(world).uncertain
     assert not world.answer_take_over()
     # What was shared goes when its time is over, which does not come here.
     world.store.keys.pop(f"{MOVE}/0", None)
