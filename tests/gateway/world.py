@@ -25,6 +25,7 @@ from muxserve.wire import (
     Unplace,
     Waits,
 )
+from tests.support.chance import one_of
 
 STOP = 0
 MODEL = "m"
@@ -318,43 +319,27 @@ class World:
 
     def event(self) -> None:
         """Anything happens."""
-        units = list(self.units.values())
-        unit = self.random.choice(units)
-        kind = self.random.randrange(200)
-        if kind < 12:
-            self.submit()
-        elif kind < 14:
-            self.cancel()
-        elif kind < 50:
-            self.receive(unit)
-        elif kind < 75:
-            self.step(unit)
-        elif kind < 105:
-            self.arrive(self.random.randrange(len(self.tokens)))
-        elif kind < 120:
-            self.say(unit)
-        elif kind < 150:
-            self.move(unit, self.random.choice(units))
-        elif kind < 164:
-            self.start(unit)
-            self.link(unit)
-        elif kind < 166:
-            self.die(unit)
-        elif kind < 169:
-            self.cut(unit)
-        elif kind < 172:
-            self.lose(unit)
-        elif kind < 175:
-            self.give_back(unit)
-        elif kind < 177:
-            self.drop_tokens()
-        elif kind < 182:
-            self.scheduler(self.random.random() < 0.7)
-        elif kind < 195:
-            if self.scheduler_up:
-                self.schedule()
-        else:
-            self.wait(self.random.choice((0.1, PLACE_SECONDS, 1.0, 6.0)))
+        random, units = self.random, list(self.units.values())
+        unit = random.choice(units)
+        one_of(
+            random,
+            (12, self.submit),
+            (2, self.cancel),
+            (36, lambda: self.receive(unit)),
+            (25, lambda: self.step(unit)),
+            (30, lambda: self.arrive(random.randrange(len(self.tokens)))),
+            (15, lambda: self.say(unit)),
+            (30, lambda: self.move(unit, random.choice(units))),
+            (14, lambda: (self.start(unit), self.link(unit))),
+            (2, lambda: self.die(unit)),
+            (3, lambda: self.cut(unit)),
+            (3, lambda: self.lose(unit)),
+            (3, lambda: self.give_back(unit)),
+            (2, self.drop_tokens),
+            (5, lambda: self.scheduler(random.random() < 0.7)),
+            (13, self.schedule if self.scheduler_up else lambda: None),
+            (5, lambda: self.wait(random.choice((0.1, PLACE_SECONDS, 1.0, 6.0)))),
+        )
         self.flush()
 
     def calm_down(self) -> None:

@@ -41,6 +41,7 @@ from muxserve.wire import (
     encode,
 )
 from tests.global_scheduler.support import CONTROLLER, fleet
+from tests.support.chance import one_of
 
 MODEL = "m"
 CAPACITY = 2_000
@@ -429,92 +430,71 @@ class RollingWorld:
 
     # ------------------------------------------------------------ everything
 
+    def anyone(self) -> FakeUnit:
+        """The unit that something happens to next, a moment later."""
+        self.now += self.random.choice((0.0, 0.001, 0.005))
+        return self.random.choice(list(self.units.values()))
+
+    def question(self) -> None:
+        """A message of the gateway arrives at the global scheduler."""
+        if self.to_core:
+            self.hear(ToClient(b"gateway/g"), self.to_core.popleft())
+
+    def pause(self, seconds: float) -> None:
+        self.now += seconds
+        self.flush()
+
+    def break_off(self, unit: FakeUnit) -> None:
+        """The connection to a unit that lives is lost."""
+        if unit.alive:
+            self.relink(unit)
+
     def event(self) -> None:
         """Anything happens."""
-        random = self.random
-        unit = random.choice(list(self.units.values()))
-        self.now += random.choice((0.0, 0.001, 0.005))
-        kind = random.randrange(1000)
-        if kind < 80:
-            self.arrive()
-        elif kind < 90:
-            self.cancel()
-        elif kind < 120:
-            self.move(unit)
-        elif kind < 300:
-            self.work(unit)
-        elif kind < 420:
-            self.tell(unit)
-        elif kind < 460:
-            self.load(unit)
-        elif kind < 600:
-            self.deliver(unit)
-        elif kind < 700:
-            self.receive(unit)
-        elif kind < 800:
-            self.gateway()
-        elif kind < 940:
-            if self.to_core:
-                self.hear(ToClient(b"gateway/g"), self.to_core.popleft())
-        elif kind < 945:
-            self.lose(unit)
-        elif kind < 948:
-            self.die(unit)
-        elif kind < 970:
-            self.revive(unit)
-        elif kind < 973:
-            if unit.alive:
-                self.relink(unit)
-        elif kind < 976:
-            self.start()
-        elif kind < 979:
-            self.drain(unit)
-        elif kind < 984:
-            self.end_stopped()
-        elif kind < 990:
-            self.grow()
-        else:
-            self.now += random.choice((0.05, 0.1, 0.3))
-            self.flush()
+        unit = self.anyone()
+        one_of(
+            self.random,
+            (80, self.arrive),
+            (10, self.cancel),
+            (30, lambda: self.move(unit)),
+            (180, lambda: self.work(unit)),
+            (120, lambda: self.tell(unit)),
+            (40, lambda: self.load(unit)),
+            (140, lambda: self.deliver(unit)),
+            (100, lambda: self.receive(unit)),
+            (100, self.gateway),
+            (140, self.question),
+            (5, lambda: self.lose(unit)),
+            (3, lambda: self.die(unit)),
+            (22, lambda: self.revive(unit)),
+            (3, lambda: self.break_off(unit)),
+            (3, self.start),
+            (3, lambda: self.drain(unit)),
+            (5, self.end_stopped),
+            (6, self.grow),
+            (10, lambda: self.pause(self.random.choice((0.05, 0.1, 0.3)))),
+        )
 
     def drained_event(self, drained: FakeUnit) -> None:
         """Anything happens that has to do with a replica which is being drained, and now and then a death."""
-        random = self.random
-        unit = random.choice(list(self.units.values()))
-        self.now += random.choice((0.0, 0.001, 0.005))
-        kind = random.randrange(1000)
-        if kind < 150:
-            self.move(drained)
-        elif kind < 250:
-            self.work(unit)
-        elif kind < 400:
-            self.tell(unit)
-        elif kind < 480:
-            self.load(unit)
-        elif kind < 680:
-            self.deliver(unit)
-        elif kind < 850:
-            self.receive(unit)
-        elif kind < 900:
-            self.now += 0.1
-            self.flush()
-        elif kind < 903:
-            self.lose(unit)
-        elif kind < 906:
-            self.die(unit)
-        elif kind < 930:
-            self.revive(unit)
-        elif kind < 933:
-            if unit.alive:
-                self.relink(unit)
-        elif kind < 935:
-            self.start()
-        elif kind < 940:
-            self.cancel()
-        elif self.to_core:
-            self.hear(ToClient(b"gateway/g"), self.to_core.popleft())
-        else:
-            self.gateway()
+        unit = self.anyone()
+        one_of(
+            self.random,
+            (150, lambda: self.move(drained)),
+            (100, lambda: self.work(unit)),
+            (150, lambda: self.tell(unit)),
+            (80, lambda: self.load(unit)),
+            (200, lambda: self.deliver(unit)),
+            (170, lambda: self.receive(unit)),
+            (50, lambda: self.pause(0.1)),
+            (3, lambda: self.lose(unit)),
+            (3, lambda: self.die(unit)),
+            (24, lambda: self.revive(unit)),
+            (3, lambda: self.break_off(unit)),
+            (2, self.start),
+            (5, self.cancel),
+            (60, self.question if self.to_core else self.gateway),
+        )
 
     def arrive_all(self) -> None:
         """Every message arrives, and what follows from it."""
@@ -526,7 +506,7 @@ class RollingWorld:
                 while unit.outbox:
                     self.deliver(unit)
             while self.to_core:
-                self.hear(ToClient(b"gateway/g"), self.to_core.popleft())
+                self.question()
             while self.from_core:
                 self.gateway()
             self.flush()
