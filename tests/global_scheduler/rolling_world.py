@@ -27,7 +27,6 @@ from muxserve.wire import (
     Message,
     NotPlaced,
     Paired,
-    Place,
     Placed,
     RollingReport,
     RollingRequest,
@@ -40,7 +39,7 @@ from muxserve.wire import (
     decode,
     encode,
 )
-from tests.global_scheduler.support import CONTROLLER, fleet
+from tests.global_scheduler.support import CONTROLLER, fleet, place
 from tests.support.chance import one_of
 
 MODEL = "m"
@@ -173,18 +172,8 @@ class RollingWorld:
     # ------------------------------------------------------------ the gateway
 
     def ask(self, request_id: str, request: Asked) -> None:
-        place = Place(
-            request_id,
-            MODEL,
-            demand=request.tokens + 1,
-            arrival=request.since,
-            scheduling="normal",
-            execution="normal",
-            tokens=request.tokens,
-            max_tokens=request.max_tokens,
-        )
         self.answers[request_id] = 0
-        self.to_core.append(place)
+        self.to_core.append(place(request_id, MODEL, request.tokens + 1, request.since, max_tokens=request.max_tokens))
 
     def arrive(self) -> None:
         self.count += 1

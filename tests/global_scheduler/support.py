@@ -19,7 +19,7 @@ from muxserve.spec import (
     UnitEntry,
     UnitSpec,
 )
-from muxserve.wire import ControllerHello, Loads, Message, Place, decode, encode
+from muxserve.wire import ControllerHello, Loads, Message, Place, Placed, decode, encode
 from tests.unit.support import model
 
 M = TypeVar("M", bound=Message)
@@ -71,10 +71,9 @@ def load(name: str = "m", used: int = 0, running: int = 0, **more: Any) -> Insta
 
 
 def place(request_id: str, name: str = "m", demand: int = 100, arrival: float = 0.0, **more: Any) -> Place:
-    levels = more.get("scheduling", "normal"), more.get("execution", "normal")
-    tokens, prefix = more.get("tokens", demand - 1), more.get("prefix", b"")
-    before = {key: more[key] for key in ("begun", "emitted") if key in more}
-    return Place(request_id, name, demand, arrival, *levels, tokens=tokens, max_tokens=16, prefix=prefix, **before)
+    more = {"tokens": demand - 1, "max_tokens": 16, **more}
+    levels = more.pop("scheduling", "normal"), more.pop("execution", "normal")
+    return Place(request_id, name, demand, arrival, *levels, **more)
 
 
 class World:
@@ -117,6 +116,13 @@ class World:
         found = [m for p, m in self.sent if isinstance(m, kind) and (peer is None or p == peer)]
         self.sent = []
         return found
+
+    def placed(self, request_id: str, name: str = "m", **more: Any) -> str | None:
+        """Where a request goes that has just come; None: it waits, or is refused."""
+        self.sent = []
+        self.say(G0, place(request_id, name, **more))
+        units = [placed.unit for placed in self.heard(Placed) if placed.request_id == request_id]
+        return units[0] if units else None
 
     def state(self) -> dict[str, Any]:
         return self.core.state(self.now)

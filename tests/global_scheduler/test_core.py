@@ -47,17 +47,14 @@ def two(**changes: object) -> World:
 def test_requests_go_to_the_freest_replica() -> None:
     world = two()
     world.report("u0", load(used=9_000, running=5))
-    for number in range(3):
-        world.say(G0, place(str(number)))
-    assert world.heard(Placed, G0) == [Placed("0", "u1"), Placed("1", "u1"), Placed("2", "u1")]
+    assert [world.placed(str(number)) for number in range(3)] == ["u1"] * 3
 
 
 @pytest.mark.parametrize(("dispatch", "again"), [("prefix", "u1"), ("freest", "u0")])
 def test_a_conversation_returns_to_its_replica(dispatch: str, again: str) -> None:
     world, keys = two(dispatch=dispatch), prefix_keys(list(range(8 * KEY_TOKENS)))
     world.report("u0", load(used=5_000, running=5))
-    world.say(G0, place("0", demand=500, prefix=keys[: 6 * KEY_BYTES]))
-    assert world.heard(Placed, G0) == [Placed("0", "u1")]
+    assert world.placed("0", demand=500, prefix=keys[: 6 * KEY_BYTES]) == "u1"
     world.report("u0", load())
     world.report("u1", load(used=1_000, running=1), came=["0"])
     # Another gateway's request may be of the same conversation.
@@ -67,8 +64,7 @@ def test_a_conversation_returns_to_its_replica(dispatch: str, again: str) -> Non
     world.change(fleet({**TWO, "u2": ["other"]}, dispatch=dispatch))
     world.report("u0", load())
     world.report("u1", load(used=1_000, running=1), came=["1"])
-    world.say(G0, place("2", demand=600, prefix=keys))
-    assert world.heard(Placed, G0) == [Placed("2", again)]
+    assert world.placed("2", demand=600, prefix=keys) == again
 
 
 def test_each_gateway_gets_its_own_answer_although_ids_are_equal() -> None:
@@ -83,7 +79,6 @@ def test_each_gateway_gets_its_own_answer_although_ids_are_equal() -> None:
 
 def test_a_burst_is_spread_although_reports_that_do_not_know_of_it_come_in_between() -> None:
     world = two()
-    placed = []
     for number in range(20):
         world.say(G0, place(str(number), demand=500))
         world.now += 0.0005
@@ -96,9 +91,7 @@ def test_a_burst_is_spread_although_reports_that_do_not_know_of_it_come_in_betwe
     everyone = [str(number) for number in range(20)]
     world.report("u0", load(), came=everyone)
     world.report("u1", load(used=9_000, running=1), came=everyone)
-    for number in range(3):
-        world.say(G0, place(f"x{number}", demand=10))
-    assert {message.unit for message in world.heard(Placed)} == {"u0"}
+    assert [world.placed(f"x{number}", demand=10) for number in range(3)] == ["u0"] * 3
 
 
 def test_what_is_long_on_its_way_to_a_unit_counts_until_the_unit_names_it() -> None:
@@ -114,26 +107,22 @@ def test_what_is_long_on_its_way_to_a_unit_counts_until_the_unit_names_it() -> N
 
 def test_what_a_unit_names_is_not_counted_twice() -> None:
     world = two()
-    world.say(G0, place("r", demand=4_000))
-    (placed,) = world.heard(Placed)
-    other = {"u0": "u1", "u1": "u0"}[placed.unit]
+    unit = world.placed("r", demand=4_000) or ""
+    other = {"u0": "u1", "u1": "u0"}[unit]
     # Its prompt of 4,000 tokens is there at once; counted beside it again it would be the fuller one.
-    world.report(placed.unit, load(used=4_000, running=1), came=["r"])
+    world.report(unit, load(used=4_000, running=1), came=["r"])
     world.report(other, load(used=6_000, running=1))
-    world.say(G0, place("s", demand=10))
-    assert [message.unit for message in world.heard(Placed)] == [placed.unit]
+    assert world.placed("s", demand=10) == unit
 
 
 def test_what_never_comes_to_a_unit_is_forgotten() -> None:
     world = two()
-    world.say(G0, place("r", demand=9_000))
-    (placed,) = world.heard(Placed)
-    other = {"u0": "u1", "u1": "u0"}[placed.unit]
+    unit = world.placed("r", demand=9_000) or ""
+    other = {"u0": "u1", "u1": "u0"}[unit]
     world.wait(1.1)
-    world.report(placed.unit, load())
+    world.report(unit, load())
     world.report(other, load(used=5_000, running=1))
-    world.say(G0, place("s", demand=10))
-    assert [message.unit for message in world.heard(Placed)] == [placed.unit]
+    assert world.placed("s", demand=10) == unit
 
 
 def test_requests_wait_for_the_first_replica_by_priority() -> None:
@@ -209,13 +198,10 @@ def test_the_requests_of_a_gateway_that_is_gone_are_forgotten() -> None:
 def test_a_unit_that_disconnects_gets_nothing_until_it_reports_again() -> None:
     world = two()
     world.core.unit_gone("u0", world.now)
-    for number in range(3):
-        world.say(G0, place(str(number)))
-    assert {message.unit for message in world.heard(Placed)} == {"u1"}
+    assert [world.placed(str(number)) for number in range(3)] == ["u1"] * 3
     world.report("u1", load(used=9_000, running=9))
     world.report("u0", load(), epoch="e2")
-    world.say(G0, place("x"))
-    assert world.heard(Placed) == [Placed("x", "u0")]
+    assert world.placed("x") == "u0"
 
 
 def test_a_unit_that_is_silent_is_down_and_greeted_again() -> None:
@@ -225,11 +211,9 @@ def test_a_unit_that_is_silent_is_down_and_greeted_again() -> None:
         world.report("u1", load(used=9_900, running=1))
     assert world.heard(SchedulerHello, ToUnit("u0")) == [SchedulerHello("s1")]
     assert not world.state()["units"]["u0"]["up"]
-    world.say(G0, place("r"))
-    assert world.heard(Placed) == [Placed("r", "u1")]
+    assert world.placed("r") == "u1"
     world.report("u0", load())
-    world.say(G0, place("s"))
-    assert world.heard(Placed) == [Placed("s", "u0")]
+    assert world.placed("s") == "u0"
 
 
 def test_a_replica_that_gives_no_sign_of_life_gets_nothing_until_it_gives_some_again() -> None:
@@ -247,16 +231,14 @@ def test_a_replica_that_gives_no_sign_of_life_gets_nothing_until_it_gives_some_a
     # What it said meanwhile is asked for again.
     assert world.heard(SchedulerHello, ToUnit("u0")) == [SchedulerHello("s1")]
     world.report("u0", load("a"), load("b"))
-    world.say(G0, place("t", "a"))
-    assert world.heard(Placed) == [Placed("t", "u0")]
+    assert world.placed("t", "a") == "u0"
 
 
 def test_a_model_that_a_unit_does_not_report_is_down_there() -> None:
     world = World(fleet({"u0": ["a", "b"], "u1": ["a", "b"]}))
     world.report("u0", load("a"), load("b"))
     world.report("u1", load("a"))
-    world.say(G0, place("r", "b"))
-    assert world.heard(Placed) == [Placed("r", "u0")]
+    assert world.placed("r", "b") == "u0"
     world.report("u0", load("a"))
     world.say(G0, place("s", "b"))
     assert world.heard(Placed) == []
@@ -278,8 +260,7 @@ def test_only_replicas_that_the_fleet_file_names_count() -> None:
     world.change(fleet({"u0": ["m"], "u1": []}))
     world.report("u1", load())
     world.report("u0", load(used=9_999, running=9))
-    world.say(G0, place("r"))
-    assert world.heard(Placed) == [Placed("r", "u0")]
+    assert world.placed("r") == "u0"
 
 
 def test_a_unit_that_begins_to_serve_a_model_is_asked_at_once_how_it_stands() -> None:
@@ -382,8 +363,7 @@ def test_a_drained_replica_gets_nothing_more_and_is_stopped_when_it_is_empty() -
     world.wait(0.2)
     # Its requests go to the other one.
     assert {each.destination for each in world.heard(Paired, ToUnit("u0"))} == {"u1"}
-    world.say(G0, place("r"))
-    assert world.heard(Placed) == [Placed("r", "u1")]
+    assert world.placed("r") == "u1"
     world.report("u0", load(terminating=True, moving_out=1))
     world.wait(0.3)
     assert world.heard(StopReplica) == []
@@ -398,8 +378,7 @@ def test_a_drained_replica_gets_nothing_more_and_is_stopped_when_it_is_empty() -
     world.change(fleet(TWO, migration=MigrationRules()))
     world.report("u0", load())
     world.report("u1", load(used=9_000, running=9))
-    world.say(G0, place("s"))
-    assert world.heard(Placed) == [Placed("s", "u0")]
+    assert world.placed("s") == "u0"
 
 
 def test_a_replica_is_not_stopped_before_it_says_that_it_is_terminating() -> None:
@@ -426,8 +405,7 @@ def test_a_unit_that_has_not_heard_that_it_is_drained_is_told_again() -> None:
     # Its scheduler dies and forgets it.
     world.report("u0", load(), epoch="e2")
     assert world.heard(Terminating) == [Terminating("m", True)]
-    world.say(G0, place("r"))
-    assert world.heard(Placed) == [Placed("r", "u1")]
+    assert world.placed("r") == "u1"
 
 
 def test_what_is_not_up_is_drained_already() -> None:
@@ -629,8 +607,7 @@ def test_a_change_elsewhere_disturbs_nothing() -> None:
     scheduler = world.core._model_schedulers["m"]._scheduler
     world.change(fleet({**TWO, "u2": ["n"]}, scaling={"m": ZERO}, generation=2))
     assert world.core._model_schedulers["m"]._scheduler is scheduler
-    world.say(G0, place("r"))
-    assert len(world.heard(Placed)) == 1
+    assert world.placed("r")
 
 
 def test_a_unit_that_leaves_the_fleet_is_forgotten() -> None:
@@ -638,8 +615,7 @@ def test_a_unit_that_leaves_the_fleet_is_forgotten() -> None:
     world.change(fleet({"u1": ["m"]}))
     world.report("u0", load())
     world.report("u1", load(used=9_999, running=9))
-    world.say(G0, place("r"))
-    assert world.heard(Placed) == [Placed("r", "u1")]
+    assert world.placed("r") == "u1"
     assert list(world.state()["units"]) == ["u1"]
 
 
@@ -661,8 +637,7 @@ def test_levels_that_contradict_each_other_change_nothing() -> None:
         world.change(fleet({"u1": ["m"], "u2": ["n"]}, levels=(Level("low", 0),), generation=9))
     assert world.state()["generation"] == 0
     assert list(world.state()["units"]) == ["u0", "u1"]
-    world.say(G0, place("r"))
-    assert len(world.heard(Placed)) == 1
+    assert world.placed("r")
     world.say(G0, place("s", "n"))
     world.wait(1.5)
     assert len(world.heard(NotPlaced)) == 1

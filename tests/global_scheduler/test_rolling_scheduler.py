@@ -32,7 +32,7 @@ from muxserve.wire import (
     Unplace,
     Waits,
 )
-from tests.global_scheduler.support import CAPACITY, CONTROLLER, G0, G1, World, fleet, load
+from tests.global_scheduler.support import CAPACITY, CONTROLLER, G0, G1, World, fleet, load, place
 
 # A millisecond per token, and 100 of them fill a window.
 RULES = RollingRules(ttft=0.1, tpot=0.01, prefill=((1, 0.001), (1000, 1.0)))
@@ -58,19 +58,7 @@ def ask(world: World, *ids: str, tokens: int = 40, peer: ToClient = G0, max_toke
     """Where these go; "" for those that wait, and a word for those that are refused."""
     before, world.sent = world.sent, []
     for request_id in ids:
-        level = more.get("scheduling", "normal")
-        demand = tokens + 1
-        place = Place(
-            request_id,
-            "m",
-            demand=demand,
-            arrival=more.get("arrival", world.now),
-            scheduling=level,
-            execution="normal",
-            tokens=tokens,
-            max_tokens=max_tokens,
-        )
-        world.say(peer, place)
+        world.say(peer, place(request_id, demand=tokens + 1, max_tokens=max_tokens, **{"arrival": world.now, **more}))
     answers: dict[str, Message] = {}
     for to, message in world.sent:
         if to == peer and isinstance(message, Placed | Waits | NotPlaced):
@@ -83,19 +71,7 @@ def ask(world: World, *ids: str, tokens: int = 40, peer: ToClient = G0, max_toke
 def ask_plain(world: World, request_id: str) -> list[Placed | NotPlaced]:
     """What a model that does not roll answers at once: nothing while the request waits."""
     world.heard(Placed)
-    world.say(
-        G0,
-        Place(
-            request_id,
-            "m",
-            demand=41,
-            arrival=world.now,
-            scheduling="normal",
-            execution="normal",
-            tokens=40,
-            max_tokens=10,
-        ),
-    )
+    world.say(G0, place(request_id, demand=41, arrival=world.now, max_tokens=10))
     return [message for _, message in world.sent if isinstance(message, Placed | NotPlaced)]
 
 
