@@ -10,19 +10,14 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from muxserve.gateway.http import body
-from muxserve.gateway.http.app import Access, GatewayApp, OwnPaths
+from muxserve.gateway.http.app import GatewayApp, OwnPaths
 from muxserve.gateway.http.errors import App, Message, Receive, Scope, Send
 from muxserve.gateway.http.served_app import ServedApp
 from muxserve.gateway.limits.admission import ApiKeys
-from muxserve.gateway.limits.concurrency_limiter import ConcurrencyLimiter
-from muxserve.gateway.limits.priorities import Priorities
-from muxserve.gateway.limits.tenants import Tenancy
-from muxserve.gateway.status.measure import Measures
-from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Levels
 from muxserve.spec import FleetSpec, GatewaySpec
+from tests.gateway.endpoint import endpoint_of
 from tests.gateway.unit_specs import model
 
 BEGIN = {"type": "http.response.start", "status": 200, "headers": []}
@@ -54,20 +49,12 @@ def endpoint(
     model_page: Callable[[str, Scope, Send], Any] | None = None,
 ) -> GatewayApp:
     models = [model("m", max_concurrency=1, max_queue=1)]
-    settings = GatewaySpec("127.0.0.1", 0, max_body_bytes=1000)
-    fleet = FleetSpec(run_dir="", gateway=settings, models=models, units=[])
-    measures = Measures(models, CollectorRegistry())
-    return GatewayApp(
-        models={"m": ServedApp(app, {"m": {}})},
-        access=Access(ApiKeys([]), Priorities(Levels(DEFAULT_LEVELS, NORMAL)), Tenancy(fleet, 0, CollectorRegistry())),
-        own=OwnPaths(
-            pages={"/health": page} if page is not None else {},
-            model_pages={"/metrics": model_page} if model_page is not None else {},
-        ),
-        limiter=ConcurrencyLimiter(models, 0, 1, measures),
-        measures=measures,
-        settings=settings,
+    fleet = FleetSpec("", GatewaySpec("127.0.0.1", 0, max_body_bytes=1000), models, units=[])
+    own = OwnPaths(
+        pages={"/health": page} if page is not None else {},
+        model_pages={"/metrics": model_page} if model_page is not None else {},
     )
+    return endpoint_of(fleet, app, own)
 
 
 async def ask(

@@ -16,17 +16,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from muxserve.gateway.http import body, protocol
-from muxserve.gateway.http.app import Access, GatewayApp, OwnPaths
 from muxserve.gateway.http.errors import App, Receive, Scope, Send, respond
-from muxserve.gateway.http.served_app import ServedApp
-from muxserve.gateway.limits.admission import ApiKeys
-from muxserve.gateway.limits.concurrency_limiter import ConcurrencyLimiter
-from muxserve.gateway.limits.priorities import Priorities
-from muxserve.gateway.limits.tenants import Tenancy
 from muxserve.gateway.process import BACKLOG, OTHER_FILES, GatewayServer, bind, loop_factory, room
-from muxserve.gateway.status.measure import Measures
-from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Levels
 from muxserve.spec import FleetSpec, GatewaySpec
+from tests.gateway.endpoint import endpoint_of
 from tests.gateway.unit_specs import model
 from tests.support.patience import PATIENCE
 
@@ -38,22 +31,10 @@ class Serving:
 
     def __init__(self, app: App, queue: int = 8, files: int = 20_000) -> None:
         models = [model("m", max_concurrency=1, max_queue=queue)]
-        settings = GatewaySpec("127.0.0.1", 0, max_body_bytes=2 << 20)
+        fleet = FleetSpec("", GatewaySpec("127.0.0.1", 0, max_body_bytes=2 << 20), models, [])
         self.registry = CollectorRegistry()
-        measures = Measures(models, self.registry)
-        self.limiter = ConcurrencyLimiter(models, 0, 1, measures)
-        self.endpoint = GatewayApp(
-            models={"m": ServedApp(app, {"m": {}})},
-            access=Access(
-                ApiKeys([]),
-                Priorities(Levels(DEFAULT_LEVELS, NORMAL)),
-                Tenancy(FleetSpec("", settings, models, []), 0, self.registry),
-            ),
-            own=OwnPaths(),
-            limiter=self.limiter,
-            measures=measures,
-            settings=settings,
-        )
+        self.endpoint = endpoint_of(fleet, app, registry=self.registry)
+        self.limiter = self.endpoint._limiter
         self.listener = bind(GatewaySpec("127.0.0.1", 0, count=2))
         self.port = int(self.listener.getsockname()[1])
         up = threading.Event()

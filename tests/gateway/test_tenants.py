@@ -16,18 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from muxserve.gateway.http.app import Access, GatewayApp, OwnPaths
+from muxserve.gateway.http.app import OwnPaths
 from muxserve.gateway.http.errors import Receive, Scope, Send, respond, respond_json
 from muxserve.gateway.http.http_request import current_http
-from muxserve.gateway.http.served_app import ServedApp
-from muxserve.gateway.limits.admission import ApiKeys
-from muxserve.gateway.limits.concurrency_limiter import ConcurrencyLimiter
-from muxserve.gateway.limits.priorities import Priorities
 from muxserve.gateway.limits.tenants import LimitExceededError, MinuteBucket, SharedLimits, Tenancy, Used
 from muxserve.gateway.routing.requests import Tracked
-from muxserve.gateway.status.measure import Measures, RequestOutcome
-from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Levels
+from muxserve.gateway.status.measure import RequestOutcome
 from muxserve.spec import FleetSpec, GatewaySpec, TenantSpec
+from tests.gateway.endpoint import endpoint_of
 from tests.gateway.unit_specs import model
 
 OPERATOR = "of-the-operator"
@@ -42,26 +38,18 @@ class Endpoint:
     """An endpoint with two models. Every answer has ten prompt tokens, three of them cached, and five of output."""
 
     def __init__(self, directory: Path, *tenants: TenantSpec) -> None:
-        models = [model("a"), model("b")]
         self.registry = CollectorRegistry()
-        self.measures = Measures(models, self.registry)
         self.fleet = FleetSpec(
             run_dir=str(directory),
             gateway=GatewaySpec("127.0.0.1", 0, [OPERATOR]),
-            models=models,
+            models=[model("a"), model("b")],
             units=[],
             tenants=tenants,
             usage_file=str(directory / "usage.sqlite"),
         )
-        self.tenancy = Tenancy(self.fleet, 0, self.registry)
-        self.app = GatewayApp(
-            models={one.name: ServedApp(self.serve, {one.name: {"id": one.name}}) for one in models},
-            access=Access(ApiKeys([OPERATOR], {}, tenants), Priorities(Levels(DEFAULT_LEVELS, NORMAL)), self.tenancy),
-            own=OwnPaths(pages={"/fleet": lambda scope, send: respond_json(send, {})}),
-            limiter=ConcurrencyLimiter(models, 0, 1, self.measures),
-            measures=self.measures,
-            settings=self.fleet.gateway,
-        )
+        own = OwnPaths(pages={"/fleet": lambda scope, send: respond_json(send, {})})
+        self.app = endpoint_of(self.fleet, self.serve, own, self.registry)
+        self.tenancy = self.app.access.tenancy
         self.hold: asyncio.Event | None = None
         self.inside = asyncio.Event()
 
@@ -86,7 +74,7 @@ class Endpoint:
         if http.tenant is not None:
             http.tenant.prompted(request.prompt_tokens)
         request.emitted, request.first_token_at, request.last_token_at = [1, 2, 3, 4, 5], http.arrival, http.arrival
-        self.measures.ended(request, RequestOutcome.COMPLETED, http.arrival)
+        self.app._measures.ended(request, RequestOutcome.COMPLETED, http.arrival)
         await respond(send, 200, b"{}")
 
     def client(self, key: str) -> httpx.AsyncClient:
