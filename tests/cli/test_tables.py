@@ -148,7 +148,7 @@ def test_status(endpoint: Endpoint, printed: Callable[..., list[RenderableType]]
 
 def test_what_only_a_gpu_machine_prints() -> None:
     lines = tuple(Line(f"weights of {name}", 14 << 30) for name in NAMES)
-    budgets = [Budget(f"NVIDIA H200 NVL {n}", 143771 << 20, lines, 9 << 30) for n in range(4)]
+    budgets = [Budget(f"NVIDIA H200 NVL {n}", 143771 << 20, lines, 9 << 30, tables=2) for n in range(4)]
     for width in WIDTHS:
         check(budget_table(budgets), width)
 

@@ -15,8 +15,8 @@ import pytest
 
 from muxserve.cluster import fleet_starts, starts, supervision, unit_set
 from muxserve.cluster.changes import Changes
-from muxserve.cluster.controller import Controller
-from muxserve.cluster.events import Down, Event, PartId, Up
+from muxserve.cluster.controller import EXIT_OK, Controller
+from muxserve.cluster.events import Down, Event, Failed, PartId, Progress, Up
 from muxserve.cluster.fleet_starts import FleetCommands, FleetLauncher
 from muxserve.cluster.host import UnitHost
 from muxserve.cluster.launcher import Commands
@@ -113,7 +113,7 @@ class FakePlan:
             for m in self.unit_spec.models
         )
         pools = (PoolPlan("pool0", "float32", 65536, 1000, tuple(m.name for m in models)),)
-        return UnitPlan(2, pools, models, ()), [Budget("GPU 0", 1 << 30, (), 1000 * 65536)]
+        return UnitPlan(2, pools, models, ()), [Budget("GPU 0", 1 << 30, (), 1000 * 65536, tables=4)]
 
     def resting(self, needs: Sequence[Needs]) -> int:
         return max(each.context_bytes + each.graph_bytes for each in needs)
@@ -258,17 +258,32 @@ class Fleet:
 
     async def down(self, part: PartId) -> Down:
         """The first death of a part."""
-        found: list[Down] = []
-
-        def died() -> bool:
-            found[:] = [event for event in self.events if isinstance(event, Down) and event.part == part]
-            return bool(found)
-
-        await self.until(died)
-        return found[0]
+        await self.until(lambda: bool(self.downs(part)))
+        return self.downs(part)[0]
 
     def ups(self, part: PartId) -> int:
         return sum(isinstance(event, Up) and event.part == part for event in self.events)
+
+    def downs(self, *parts: PartId) -> list[Down]:
+        """The deaths of these parts, or of all."""
+        return [event for event in self.events if isinstance(event, Down) and (not parts or event.part in parts)]
+
+    def details(self, part: PartId) -> list[str]:
+        """The part's progress."""
+        return [event.detail for event in self.events if isinstance(event, Progress) and event.part == part]
+
+    @property
+    def failed(self) -> Failed:
+        """Why the start failed, or the fleet ended."""
+        return next(event for event in self.events if isinstance(event, Failed))
+
+    async def stops(self) -> list[str]:
+        """End it as its user does, with every process; the names of those that were asked to stop, in order."""
+        self.controller.stop()
+        assert self.task is not None
+        assert await self.task == EXIT_OK
+        assert not any(map(alive, self.pids()))
+        return [line.removeprefix("stop ") for line in self.journal() if line.startswith("stop ")]
 
     def pids(self) -> list[int]:
         return [event.pid for event in self.events if isinstance(event, Up)]

@@ -17,7 +17,7 @@ import pytest
 
 from muxserve.cluster import fleet_starts
 from muxserve.cluster.controller import EXIT_FORCED, EXIT_OK, EXIT_START
-from muxserve.cluster.events import Down, Draining, Event, Failed, PartId, Progress, Ready, Starting, Stopping, Up
+from muxserve.cluster.events import Draining, Event, Failed, PartId, Progress, Ready, Starting, Stopping, Up
 from muxserve.cluster.restarts import RestartPolicy
 from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts
 from muxserve.spec import ResidencySpec
@@ -55,13 +55,10 @@ async def test_everything_comes_up_in_order_and_goes_down_in_order(fleet: Fleet)
         assert Progress(engine, "loading weights") in events
     pids = fleet.pids()
     assert len(set(pids)) == len(ALL)
-    assert all(alive(pid) for pid in pids)
+    assert all(map(alive, pids))
 
-    fleet.controller.stop()
-    assert await fleet.task == EXIT_OK
-    assert not any(alive(pid) for pid in pids)
+    stops = await fleet.stops()
     assert any(isinstance(event, Draining) for event in events)
-    stops = [line.removeprefix("stop ") for line in fleet.journal() if line.startswith("stop ")]
     assert stops[:2] == ["gateway-0", "unit"]
     assert sorted(stops[2:6]) == ["one-decode", "one-prefill", "two-decode", "two-prefill"]
     assert stops[6:] == ["warm", "memory", "vllm"]
@@ -77,7 +74,7 @@ async def test_a_killed_part_comes_back_alone(fleet: Fleet, victim: PartId) -> N
     assert alive(fleet.pid(victim))
     for part in ALL:
         assert fleet.ups(part) == (2 if part == victim else 1)
-    down = next(event for event in fleet.events if isinstance(event, Down))
+    down = fleet.downs()[0]
     assert down.part == victim
     assert "SIGKILL" in down.reason
 
@@ -91,9 +88,9 @@ async def test_the_gateway_outlives_the_warm_parent_but_engines_do_not(fleet: Fl
     for part in ENGINES:
         await fleet.until(lambda part=part: not alive(before[part]))
     await fleet.until(lambda: not zombies())
-    fleet.controller.stop()
-    assert await fleet.task == EXIT_OK
-    assert not any(alive(pid) for pid in fleet.pids())
+    # The unit scheduler is told that they ended, and not that they failed.
+    await fleet.until(lambda: "u0 lost one/prefill: nothing" in fleet.journal())
+    await fleet.stops()
 
 
 async def test_everything_outlives_what_imported_vllm(fleet: Fleet) -> None:
@@ -107,11 +104,9 @@ async def test_everything_outlives_what_imported_vllm(fleet: Fleet) -> None:
         os.kill(before[victim], signal.SIGKILL)
     again = [GATEWAY, WARM, *ENGINES]
     await fleet.until(lambda: all(fleet.ups(part) == 2 for part in again))
-    assert any("SIGKILL" in event.reason for event in fleet.events if isinstance(event, Down) and event.part == WARM)
+    assert "SIGKILL" in fleet.downs(WARM)[-1].reason
     await fleet.until(lambda: not zombies())
-    fleet.controller.stop()
-    assert await fleet.task == EXIT_OK
-    assert not any(alive(pid) for pid in fleet.pids())
+    await fleet.stops()
 
 
 async def test_engines_that_died_with_the_warm_parent_are_not_blamed(fleet: Fleet) -> None:
@@ -121,8 +116,7 @@ async def test_engines_that_died_with_the_warm_parent_are_not_blamed(fleet: Flee
     for count in (2, 3, 4):
         os.kill(fleet.pid(WARM), signal.SIGKILL)
         await fleet.until(lambda count=count: all(fleet.ups(part) == count for part in [WARM, *ENGINES]))
-    reasons = {event.reason for event in fleet.events if isinstance(event, Down) and event.part in ENGINES}
-    assert reasons == {"ended with the process that it was forked from"}
+    assert {down.reason for down in fleet.downs(*ENGINES)} == {"ended with the process that it was forked from"}
 
 
 async def test_the_unit_is_told_who_died(fleet: Fleet) -> None:
@@ -140,17 +134,15 @@ async def test_the_unit_is_told_who_died(fleet: Fleet) -> None:
         ("fail-vllm", VLLM, "no vLLM here"),
         ("fail-warm", WARM, "no room here"),
         ("die-memory", MEMORY, "exited with status 7"),
-        ("die-unit", UNIT, "exited with status 7"),
     ],
 )
 async def test_a_start_that_fails_ends_everything(idle_fleet: Fleet, file: str, part: PartId, words: str) -> None:
     idle_fleet.tell(file)
     assert await idle_fleet.start() == EXIT_START
-    failed = next(event for event in idle_fleet.events if isinstance(event, Failed))
-    assert failed.part == part
-    assert "cannot start" in failed.message
-    assert words in failed.message
-    assert not any(alive(pid) for pid in idle_fleet.pids())
+    assert idle_fleet.failed.part == part
+    assert "cannot start" in idle_fleet.failed.message
+    assert words in idle_fleet.failed.message
+    assert not any(map(alive, idle_fleet.pids()))
 
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\nValueError: no rope of that kind\n'
@@ -178,15 +170,12 @@ async def test_a_model_that_cannot_be_started_at_first_is_degraded_alone(
     broken.unlink()
     await idle_fleet.until(lambda: idle_fleet.host.up(part.model))
     assert not idle_fleet.host.degraded
-    idle_fleet.controller.stop()
-    assert await idle_fleet.task == EXIT_OK
 
 
 async def test_a_model_that_gateways_cannot_offer_is_told(idle_fleet: Fleet) -> None:
     idle_fleet.tell("refuse-two")
     await idle_fleet.serving()
-    told = [event.detail for event in idle_fleet.events if isinstance(event, Progress) and event.part == GATEWAY]
-    assert told == ["note: two is not offered: its tokenizer is of cheese"]
+    assert idle_fleet.details(GATEWAY) == ["note: two is not offered: its tokenizer is of cheese"]
 
 
 async def test_the_only_model_that_is_awake_may_fail_where_others_sleep(idle_fleet: Fleet) -> None:
@@ -202,19 +191,19 @@ async def test_a_fleet_none_of_whose_models_can_be_started_ends(idle_fleet: Flee
     idle_fleet.tell("fail-one-prefill")
     idle_fleet.tell("fail-two-decode")
     assert await idle_fleet.start() == EXIT_START
-    failed = next(event for event in idle_fleet.events if isinstance(event, Failed))
+    failed = idle_fleet.failed
     assert failed.part in (ENGINES[0], ENGINES[3])
     assert failed.message == f"{failed.part} cannot start: the weights are of cheese"
     # What the other one could not be started for was said before.
-    reasons = [event.reason for event in idle_fleet.events if isinstance(event, Down) and event.part != failed.part]
-    assert "the weights are of cheese" in reasons
-    assert not any(alive(pid) for pid in idle_fleet.pids())
+    assert "the weights are of cheese" in [down.reason for down in idle_fleet.downs() if down.part != failed.part]
+    assert not any(map(alive, idle_fleet.pids()))
 
 
 async def test_the_log_of_what_failed_is_shown(idle_fleet: Fleet) -> None:
     idle_fleet.tell("die-unit")
-    await idle_fleet.start()
-    failed = next(event for event in idle_fleet.events if isinstance(event, Failed))
+    assert await idle_fleet.start() == EXIT_START
+    failed = idle_fleet.failed
+    assert (failed.part, failed.message) == (UNIT, "unit scheduler cannot start: exited with status 7")
     assert failed.log == str(idle_fleet.logs() / "unit.log")
     assert failed.tail[-1] == "unit dies because the test says so"
 
@@ -222,24 +211,21 @@ async def test_the_log_of_what_failed_is_shown(idle_fleet: Fleet) -> None:
 async def test_a_unit_whose_part_keeps_dying_is_started_again_as_a_whole(fleet: Fleet) -> None:
     broken = fleet.tell("die-unit")
     os.kill(fleet.pid(UNIT), signal.SIGKILL)
-    host = PartId("host", unit="u0")
-    await fleet.until(lambda: any(isinstance(event, Down) and event.part == host for event in fleet.events))
-    assert sum(isinstance(event, Down) and event.part == UNIT for event in fleet.events) >= 4
+    await fleet.down(PartId("host", unit="u0"))
+    assert len(fleet.downs(UNIT)) >= 4
     assert fleet.ups(GATEWAY) == 1
     broken.unlink()
     await fleet.until(lambda: all(fleet.ups(part) == 2 for part in (UNIT, *ENGINES)))
     assert not any(isinstance(event, Failed) for event in fleet.events)
-    fleet.controller.stop()
-    assert await fleet.task == EXIT_OK
+    await fleet.stops()
 
 
 async def test_a_model_that_cannot_be_started_any_more_is_degraded_and_comes_back(fleet: Fleet) -> None:
     broken = fleet.tell("fail-one-decode")
     os.kill(fleet.pid(ENGINES[1]), signal.SIGKILL)
     degraded = {"one": "engine one/decode cannot start: the weights are of cheese"}
-    await fleet.until(lambda: sum(isinstance(e, Down) and e.part == ENGINES[1] for e in fleet.events) > 10)
-    tries = [event for event in fleet.events if isinstance(event, Down) and event.part == ENGINES[1]]
-    counts = [event.failed_starts for event in tries]
+    await fleet.until(lambda: len(fleet.downs(ENGINES[1])) > 10)
+    counts = [down.failed_starts for down in fleet.downs(ENGINES[1])]
     # Of which nobody knows how it ended counts half.
     assert counts[0] == 0
     assert counts == sorted(counts)
@@ -256,8 +242,6 @@ async def test_a_model_that_cannot_be_started_any_more_is_degraded_and_comes_bac
     broken.unlink()
     await fleet.until(lambda: fleet.ups(ENGINES[1]) == 2)
     assert not fleet.host.degraded
-    fleet.controller.stop()
-    assert await fleet.task == EXIT_OK
 
 
 @pytest.mark.parametrize(("number", "cause"), [(signal.SIGKILL, "kill"), (signal.SIGSEGV, "crash")])
@@ -267,12 +251,6 @@ async def test_the_unit_scheduler_hears_whether_an_engine_was_killed_or_crashed(
     os.kill(fleet.pid(ENGINES[0]), number)
     await fleet.until(lambda: fleet.ups(ENGINES[0]) == 2)
     await fleet.until(lambda: f"u0 lost one/prefill: {cause}" in fleet.journal())
-
-
-async def test_an_engine_that_ends_with_its_parent_is_not_said_to_have_failed(fleet: Fleet) -> None:
-    os.kill(fleet.pid(WARM), signal.SIGKILL)
-    await fleet.until(lambda: all(fleet.ups(engine) == 2 for engine in ENGINES))
-    await fleet.until(lambda: "u0 lost one/prefill: nothing" in fleet.journal())
 
 
 @pytest.fixture
@@ -288,8 +266,7 @@ async def sleeping(run_dir: RunDir) -> AsyncIterator[Fleet]:
 
 async def test_what_imported_vllm_comes_back_when_it_is_needed_where_memory_decides(sleeping: Fleet) -> None:
     def waits() -> int:
-        said = [event.detail for event in sleeping.events if isinstance(event, Progress) and event.part == VLLM]
-        return sum("when a process is to be forked" in detail for detail in said)
+        return sum("when a process is to be forked" in detail for detail in sleeping.details(VLLM))
 
     await sleeping.serving()
     for number, victim in enumerate((GATEWAY, WARM), start=1):
@@ -341,8 +318,7 @@ async def test_a_spare_vllm_takes_the_place_of_one_that_died(fleet: Fleet) -> No
     assert taken(fleet) == 2
     assert fleet.journal().count("the spare of a unit serves") == 1
     spare = await fleet.spare(but=spare)
-    fleet.controller.stop()
-    assert await fleet.task == EXIT_OK
+    await fleet.stops()
     assert not alive(spare)
     assert not zombies()
 
@@ -363,9 +339,9 @@ async def test_a_gateway_and_a_vllm_that_keep_dying_are_started_again(fleet: Fle
     broken = [fleet.tell("die-gateway-0"), fleet.tell("die-vllm")]
     for part in (VLLM, GATEWAY):
         os.kill(fleet.pid(part), signal.SIGKILL)
-    await fleet.until(lambda: sum(isinstance(e, Down) and e.part == VLLM for e in fleet.events) > 6)
+    await fleet.until(lambda: len(fleet.downs(VLLM)) > 6)
     broken[1].unlink()
-    await fleet.until(lambda: sum(isinstance(e, Down) and e.part == GATEWAY for e in fleet.events) > 6)
+    await fleet.until(lambda: len(fleet.downs(GATEWAY)) > 6)
     broken[0].unlink()
     await fleet.until(lambda: fleet.ups(GATEWAY) == 2)
     assert all(fleet.ups(part) == 1 for part in (UNIT, *ENGINES))

@@ -8,14 +8,14 @@ import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from muxserve.cluster import gpu_starts
-from muxserve.cluster.controller import EXIT_OK, EXIT_START
-from muxserve.cluster.events import Down, Failed, PartId, Progress, Starting, Up
+from muxserve.cluster.controller import EXIT_START
+from muxserve.cluster.events import Down, PartId, Progress, Starting, Up
 from muxserve.cluster.supervision import GaveUp
 from muxserve.gpu import weight_wire as wire
 from muxserve.gpu.budget import WAITING, Needs
@@ -23,7 +23,7 @@ from muxserve.gpu.unit import GpuMemory
 from muxserve.gpu.weight_wire import fetch, say
 from muxserve.memory import server
 from muxserve.spec import RestingSpec, UnitSpec, load, load_fleet
-from tests.cluster.conftest import Fleet, RunDir, alive, gpu_unit_spec, running, serving
+from tests.cluster.conftest import Fleet, RunDir, alive, gpu_unit_spec, serving
 from tests.cluster.test_controller import ENGINES, GATEWAY, MEMORY, UNIT, VLLM, WARM, index
 
 MPS = PartId("mps")
@@ -55,13 +55,10 @@ async def test_mps_then_weights_then_sizing_then_the_rest(gpu_fleet: Fleet) -> N
     assert load_fleet(gpu_fleet.controller.fleet.file) == gpu_fleet.controller.fleet
     assert "memory has 1000 pages" in gpu_fleet.journal()
 
-    gpu_fleet.controller.stop()
-    assert await gpu_fleet.task == EXIT_OK
-    stops = [line.removeprefix("stop ") for line in gpu_fleet.journal() if line.startswith("stop ")]
+    stops = await gpu_fleet.stops()
     assert stops[:2] == ["gateway-0", "unit"]
     assert sorted(stops[6:8]) == ["one-weights", "two-weights"]
     assert stops[8:] == ["warm", "memory", "mps", "vllm"]
-    assert not any(alive(pid) for pid in gpu_fleet.pids())
 
 
 async def test_the_engines_of_a_dead_holder_start_after_it(gpu_fleet: Fleet) -> None:
@@ -72,7 +69,7 @@ async def test_the_engines_of_a_dead_holder_start_after_it(gpu_fleet: Fleet) -> 
     assert all(gpu_fleet.ups(part) == 1 for part in ALL if part not in again)
     ups = [event.part for event in gpu_fleet.events if isinstance(event, Up)][len(ALL) :]
     assert ups[0] == HOLDERS[0]
-    reasons = {event.part: event.reason for event in gpu_fleet.events if isinstance(event, Down)}
+    reasons = {down.part: down.reason for down in gpu_fleet.downs()}
     assert "SIGKILL" in reasons.pop(HOLDERS[0])
     assert reasons == dict.fromkeys(ENGINES[:2], "ended with the process that held its weights")
     assert "u0 got EngineDown one" in gpu_fleet.journal()
@@ -95,9 +92,7 @@ async def kept(fleet: Fleet, model: str, rank: int = 0) -> bytes:
 
 @pytest.fixture
 async def keeping_fleet(run_dir: RunDir) -> AsyncIterator[Fleet]:
-    """On GPUs that can export memory: weights outlive who has loaded them."""
-    (run_dir.path / "keep-weights").touch()
-    async for each in serving(Fleet(run_dir, [gpu_unit_spec(run_dir.path)])):
+    async for each in serving(keeping(run_dir)):
         yield each
 
 
@@ -114,13 +109,18 @@ async def test_weights_stay_when_who_has_loaded_them_is_gone(keeping_fleet: Flee
     assert len(fleet.plan.asked) == 1
 
 
+def keeping(run_dir: RunDir, *sleeping: str, **more: Any) -> Fleet:
+    """On GPUs that can export memory, so that weights outlive who has loaded them; these models sleep at first. `more`
+    is of the unit's spec."""
+    (run_dir.path / "keep-weights").touch()
+    needs = [Needs(model, rank, 700, 10, 0, 0) for model in sleeping for rank in (0, 1)]
+    return Fleet(run_dir, [msgspec.structs.replace(gpu_unit_spec(run_dir.path), **more)], sleeping=needs)
+
+
 @pytest.fixture
 async def sleeping_fleet(run_dir: RunDir) -> AsyncIterator[Fleet]:
     """Memory decides whether the second model is awake."""
-    (run_dir.path / "keep-weights").touch()
-    sleeping = [Needs("two", rank, 700, 10, 0, 0) for rank in (0, 1)]
-    of = msgspec.structs.replace(gpu_unit_spec(run_dir.path), host_copies=2000)
-    async for each in serving(Fleet(run_dir, [of], sleeping=sleeping)):
+    async for each in serving(keeping(run_dir, "two", host_copies=2000)):
         yield each
 
 
@@ -132,8 +132,7 @@ def gpu_memory(fleet: Fleet) -> GpuMemory:
 
 def sources(fleet: Fleet) -> list[str]:
     """What those did that filled in the weights of the second model."""
-    details = [event.detail for event in fleet.events if isinstance(event, Progress) and event.part == HOLDERS[1]]
-    return [detail for detail in details if detail in ("loading weights", "copying weights back")]
+    return [detail for detail in fleet.details(HOLDERS[1]) if detail in ("loading weights", "copying weights back")]
 
 
 async def test_a_model_that_sleeps_is_loaded_when_it_is_woken(sleeping_fleet: Fleet) -> None:
@@ -187,7 +186,7 @@ async def test_a_copy_that_cannot_be_copied_back_is_not_tried_again(sleeping_fle
     fleet.tell("fail-restore")
     await fleet.host.start_model("two")
     assert sources(fleet) == ["loading weights", "loading weights"]
-    (down,) = (event for event in fleet.events if isinstance(event, Down) and event.part == HOLDERS[1])
+    (down,) = fleet.downs(HOLDERS[1])
     assert down.reason.startswith("its weights cannot be copied back: ")
 
 
@@ -213,10 +212,7 @@ async def test_one_process_copies_the_weights_of_all_models_and_stays(sleeping_f
     await fleet.host.start_model("two")
     assert fleet.host.up("two")
     assert sources(fleet) == ["loading weights", *["copying weights back"] * 4]
-    last = fleet.pid(HOLDERS[1])
-    fleet.controller.stop()
-    assert await fleet.task == EXIT_OK
-    assert not alive(last)
+    await fleet.stops()
 
 
 async def test_a_copy_that_takes_for_ever_is_tried_again(
@@ -233,16 +229,12 @@ async def test_a_copy_that_takes_for_ever_is_tried_again(
     await waking
     assert fleet.host.up("two")
     assert sources(fleet).count("loading weights") == 1
-    (down,) = (event for event in fleet.events if isinstance(event, Down) and event.part == HOLDERS[1])
+    (down,) = fleet.downs(HOLDERS[1])
     assert down.reason == "not ready after 3 s"
 
 
 async def test_copies_take_no_more_than_they_may(run_dir: RunDir) -> None:
-    (run_dir.path / "keep-weights").touch()
-    sleeping = [Needs("two", rank, 700, 10, 0, 0) for rank in (0, 1)]
-    of = msgspec.structs.replace(gpu_unit_spec(run_dir.path), host_copies=1399)
-    async for fleet in running(Fleet(run_dir, [of], sleeping=sleeping)):
-        await fleet.serving()
+    async for fleet in serving(keeping(run_dir, "two", host_copies=1399)):
         for _ in range(2):
             await fleet.host.start_model("two")
             await fleet.host.stop_model("two")
@@ -260,11 +252,7 @@ RESTING = ENGINES[2:]
 @pytest.fixture
 async def resting_fleet(run_dir: RunDir) -> AsyncIterator[Fleet]:
     """The engines of the second model stay while it sleeps."""
-    (run_dir.path / "keep-weights").touch()
-    sleeping = [Needs("two", rank, 700, 10, 0, 0) for rank in (0, 1)]
-    of = msgspec.structs.replace(gpu_unit_spec(run_dir.path), host_copies=2000, resting=RestingSpec(4, 2))
-    async for each in running(Fleet(run_dir, [of], sleeping=sleeping)):
-        await each.serving()
+    async for each in serving(keeping(run_dir, "two", host_copies=2000, resting=RestingSpec(4, 2))):
         await each.host.start_model("two")
         yield each
 
@@ -308,10 +296,7 @@ async def test_engines_stay_while_their_model_sleeps(resting_fleet: Fleet) -> No
     assert fleet.pid(RESTING[1]) == before[1]
     await fleet.host.stop_model("two")
     assert rested(fleet) == 8
-    last = [fleet.pid(part) for part in RESTING]
-    fleet.controller.stop()
-    assert await fleet.task == EXIT_OK
-    assert not any(map(alive, last))
+    await fleet.stops()
 
 
 async def test_what_is_kept_of_a_model_goes_when_it_is_served_no_longer(resting_fleet: Fleet) -> None:
@@ -362,7 +347,7 @@ async def test_an_engine_that_cannot_come_back_is_forked_anew(resting_fleet: Fle
     assert fleet.host.up("two")
     assert fleet.pid(RESTING[0]) == before[0]
     assert fleet.pid(RESTING[1]) != before[1]
-    (down,) = (event for event in fleet.events if isinstance(event, Down) and event.part == RESTING[1])
+    (down,) = fleet.downs(RESTING[1])
     assert "the weights are of cheese" in down.reason
 
 
@@ -392,11 +377,7 @@ async def test_weights_that_are_loaded_anew_are_mapped_by_new_engines(resting_fl
 
 
 async def test_engines_without_room_end(run_dir: RunDir) -> None:
-    (run_dir.path / "keep-weights").touch()
-    sleeping = [Needs(model, rank, 700, 10, 0, 0) for model in ("one", "two") for rank in (0, 1)]
-    of = msgspec.structs.replace(gpu_unit_spec(run_dir.path), host_copies=4000, resting=RestingSpec(7, 2))
-    async for fleet in running(Fleet(run_dir, [of], sleeping=sleeping)):
-        await fleet.serving()
+    async for fleet in serving(keeping(run_dir, "one", "two", host_copies=4000, resting=RestingSpec(7, 2))):
         for model in ("one", "two"):
             await fleet.host.start_model(model)
         before = {part: fleet.pid(part) for part in ENGINES}
@@ -429,7 +410,7 @@ async def test_weights_that_cannot_be_mapped_any_more_are_loaded_again(keeping_f
     again = [HOLDERS[0], *ENGINES[:2]]
     await fleet.until(lambda: all(fleet.ups(part) == 2 for part in again))
     assert all(fleet.ups(part) == 1 for part in ALL if part not in again)
-    reasons = {event.part: event.reason for event in fleet.events if isinstance(event, Down)}
+    reasons = {down.part: down.reason for down in fleet.downs()}
     assert "the weights are lost: the GPU was reset" in reasons.pop(HOLDERS[0])
     assert reasons == dict.fromkeys(ENGINES[:2], "ended with the process that held its weights")
     assert await kept(fleet, "one", 1) == b"one"
@@ -472,7 +453,7 @@ async def test_a_server_that_does_not_outlive_a_killed_client_is_started_again(o
     os.kill(fleet.pid(ENGINES[0]), signal.SIGKILL)
     await fleet.until(lambda: all(fleet.ups(part) >= 2 for part in [MPS, *ENGINES]))
     assert all(fleet.ups(part) == 1 for part in (VLLM, WARM, UNIT, GATEWAY, MEMORY, *HOLDERS))
-    reasons = {event.part: event.reason for event in fleet.events if isinstance(event, Down)}
+    reasons = {down.part: down.reason for down in fleet.downs()}
     assert reasons[MPS] == "is started again after the death of an engine"
     assert "ended with the MPS server" in reasons.values()
     # That engines end with it is no reason to start it again.
@@ -517,31 +498,30 @@ async def test_holders_die_with_the_warm_parent(gpu_fleet: Fleet) -> None:
     again = [WARM, *HOLDERS, *ENGINES]
     await gpu_fleet.until(lambda: all(gpu_fleet.ups(part) == 2 for part in again))
     assert gpu_fleet.ups(GATEWAY) == gpu_fleet.ups(MEMORY) == gpu_fleet.ups(MPS) == 1
-    reasons = {event.reason for event in gpu_fleet.events if isinstance(event, Down) and event.part in HOLDERS}
-    assert reasons == {"ended with the process that it was forked from"}
+    assert {down.reason for down in gpu_fleet.downs(*HOLDERS)} == {"ended with the process that it was forked from"}
 
 
 async def test_gpus_that_are_too_small_end_the_start_in_words(idle_gpu_fleet: Fleet) -> None:
     idle_gpu_fleet.plan.refuse = True
     assert await idle_gpu_fleet.start() == EXIT_START
-    failed = next(event for event in idle_gpu_fleet.events if isinstance(event, Failed))
-    assert failed.message == "memory manager cannot start: GPU 0 is full; lower max_len"
+    assert idle_gpu_fleet.failed.message == "memory manager cannot start: GPU 0 is full; lower max_len"
     assert not any(isinstance(e, Starting) and e.part in (MEMORY, *ENGINES) for e in idle_gpu_fleet.events)
-    assert not any(alive(pid) for pid in idle_gpu_fleet.pids())
+    assert not any(map(alive, idle_gpu_fleet.pids()))
 
 
-async def test_a_holder_that_measured_nothing_is_named(idle_gpu_fleet: Fleet) -> None:
-    idle_gpu_fleet.tell("mute-weights")
+@pytest.mark.parametrize(
+    ("file", "part", "words"),
+    [
+        ("die-mps", MPS, "exited with status 7"),
+        ("mute-weights", MEMORY, "did not say what they measured of one on rank 0"),
+    ],
+)
+async def test_a_start_that_fails_ends_everything(idle_gpu_fleet: Fleet, file: str, part: PartId, words: str) -> None:
+    idle_gpu_fleet.tell(file)
     assert await idle_gpu_fleet.start() == EXIT_START
-    failed = next(event for event in idle_gpu_fleet.events if isinstance(event, Failed))
-    assert "did not say what they measured of one on rank 0" in failed.message
-
-
-async def test_a_start_that_fails_ends_everything(idle_gpu_fleet: Fleet) -> None:
-    idle_gpu_fleet.tell("die-mps")
-    assert await idle_gpu_fleet.start() == EXIT_START
-    assert next(event for event in idle_gpu_fleet.events if isinstance(event, Failed)).part == MPS
-    assert not any(alive(pid) for pid in idle_gpu_fleet.pids())
+    assert idle_gpu_fleet.failed.part == part
+    assert words in idle_gpu_fleet.failed.message
+    assert not any(map(alive, idle_gpu_fleet.pids()))
 
 
 async def test_a_model_that_cannot_be_loaded_is_degraded_alone_and_keeps_its_room(idle_gpu_fleet: Fleet) -> None:
@@ -566,13 +546,11 @@ async def test_what_a_gpu_did_is_told_in_words(gpu_fleet: Fleet) -> None:
     log.write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n")
     os.kill(gpu_fleet.pid(ENGINES[1]), signal.SIGKILL)
     await gpu_fleet.until(lambda: gpu_fleet.ups(ENGINES[1]) == 2)
-    down = next(event for event in gpu_fleet.events if isinstance(event, Down))
-    assert "; the GPU is out of memory: lower cluster.gpu_memory, serve fewer models" in down.reason
+    assert "; the GPU is out of memory: lower cluster.gpu_memory, serve fewer models" in gpu_fleet.downs()[0].reason
     # What an earlier process of that engine said is no reason for the end of this one.
     os.kill(gpu_fleet.pid(ENGINES[1]), signal.SIGKILL)
     await gpu_fleet.until(lambda: gpu_fleet.ups(ENGINES[1]) == 3)
-    again = [event for event in gpu_fleet.events if isinstance(event, Down)][1]
-    assert "out of memory" not in again.reason
+    assert "out of memory" not in gpu_fleet.downs()[1].reason
 
 
 # ---------------------------------------------------------------- a model joins

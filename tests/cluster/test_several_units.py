@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from muxserve.cluster import changes, steps
-from muxserve.cluster.controller import EXIT_OK, EXIT_START
-from muxserve.cluster.events import Down, Failed, PartId, Progress, Starting, Up
+from muxserve.cluster.controller import EXIT_START
+from muxserve.cluster.events import Failed, PartId, Progress, Starting, Up
 from muxserve.cluster.steps import Addition
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
@@ -115,11 +115,7 @@ async def test_everything_comes_up_and_goes_down(pair: Fleet) -> None:
     assert ups == {VLLM, SCHEDULER, *GATEWAYS, *parts("u0", "one", "two"), *parts("u1", "one")}
     assert pair.serves == {"u0": ["one", "two"], "u1": ["one"]}
     await pair.until(lambda: "scheduler got ControllerHello from controller" in pair.journal())
-    pids = pair.pids()
-    pair.controller.stop()
-    assert await pair.task == EXIT_OK
-    assert not any(alive(pid) for pid in pids)
-    stops = [line.removeprefix("stop ") for line in pair.journal() if line.startswith("stop ")]
+    stops = await pair.stops()
     assert sorted(stops[:2]) == ["gateway-0", "gateway-1"]
     assert stops[2] == "scheduler"
     assert stops[-1] == "vllm"
@@ -189,9 +185,7 @@ async def test_a_unit_that_is_not_up_can_be_taken_out(pair: Fleet) -> None:
     await pair.changes.drain("u1", said([]))
     assert pair.serves == {"u0": ["one", "two"]}
     started = [event for event in pair.events if isinstance(event, Starting) and event.part.unit == "u1"]
-    pair.controller.stop()
-    assert await pair.task == EXIT_OK
-    assert not any(alive(pid) for pid in pair.pids())
+    await pair.stops()
     assert started == [event for event in pair.events if isinstance(event, Starting) and event.part.unit == "u1"]
 
 
@@ -201,8 +195,8 @@ async def test_without_another_unit_the_fleet_goes_on_trying(pair: Fleet) -> Non
     units = [PartId("unit", unit=name) for name in ("u0", "u1")]
     for unit in units:
         os.kill(pair.pid(unit), signal.SIGKILL)
-    hosts = {PartId("host", unit=name) for name in ("u0", "u1")}
-    await pair.until(lambda: hosts <= {event.part for event in pair.events if isinstance(event, Down)})
+    for name in ("u0", "u1"):
+        await pair.down(PartId("host", unit=name))
     broken.unlink()
     await pair.until(lambda: all(pair.ups(unit) == 2 for unit in units))
     assert not any(isinstance(event, Failed) for event in pair.events)
@@ -213,9 +207,8 @@ async def test_a_start_that_fails_ends_everything(idle_pair: Fleet, file: str) -
     (idle_pair.run_dir.path / "u1").mkdir()
     idle_pair.tell(file)
     assert await idle_pair.start() == EXIT_START
-    failed = next(event for event in idle_pair.events if isinstance(event, Failed))
-    assert failed.part in (PartId("unit", unit="u1"), SCHEDULER, GATEWAYS[1])
-    assert not any(alive(pid) for pid in idle_pair.pids())
+    assert idle_pair.failed.part in (PartId("unit", unit="u1"), SCHEDULER, GATEWAYS[1])
+    assert not any(map(alive, idle_pair.pids()))
 
 
 async def test_a_unit_whose_models_cannot_be_started_is_tried_again_while_the_others_serve(idle_pair: Fleet) -> None:
@@ -490,18 +483,16 @@ async def test_a_gateway_that_is_not_there_or_hangs_holds_up_no_change(
 
 
 @pytest.mark.thorough
-async def test_a_model_that_gateways_cannot_offer_is_not_added(single: Fleet) -> None:
-    single.tell("refuse-three")
-    with pytest.raises(ChangeError, match="three cannot be offered: its tokenizer is of cheese"):
-        await single.changes.add(declared("three"), said([]))
-    assert [model.name for model in single.controller.fleet.models] == ["one", "two"]
-    assert single.serves == {"u0": ["one", "two"]}
-
-
-@pytest.mark.thorough
-async def test_a_model_that_cannot_start_is_not_added(single: Fleet) -> None:
-    single.tell("fail-three-prefill")
-    with pytest.raises(ChangeError, match="weights are of cheese"):
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("refuse-three", "three cannot be offered: its tokenizer is of cheese"),
+        ("fail-three-prefill", "weights are of cheese"),
+    ],
+)
+async def test_a_model_that_cannot_be_offered_or_started_is_not_added(single: Fleet, file: str, words: str) -> None:
+    single.tell(file)
+    with pytest.raises(ChangeError, match=words):
         await single.changes.add(declared("three"), said([]))
     assert [model.name for model in single.controller.fleet.models] == ["one", "two"]
     assert single.serves == {"u0": ["one", "two"]}
@@ -585,8 +576,6 @@ async def test_the_global_scheduler_hears_of_a_start_that_fails(
 async def test_stopped_in_the_middle_of_a_change(single: Fleet) -> None:
     change = asyncio.create_task(single.changes.scale("two", 2, said([])))
     await single.until(lambda: any(isinstance(e, Starting) and e.part.unit == "u1" for e in single.events))
-    single.controller.stop()
-    assert await single.task == EXIT_OK
+    await single.stops()
     change.cancel()
     await asyncio.gather(change, return_exceptions=True)
-    assert not any(alive(pid) for pid in single.pids())

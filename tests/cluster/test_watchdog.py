@@ -267,7 +267,7 @@ def test_health_names_suspects_and_counts_hangs() -> None:
 
 # ---------------------------------------------------------------- the controller
 
-T = TypeVar("T", Suspected, Recovered, Down)
+T = TypeVar("T", Suspected, Recovered)
 QUICK = WatchdogRules(suspect=0.5, hung=2.0)
 # Whoever is suspected is not killed while the test looks.
 PATIENT = WatchdogRules(suspect=1.0, hung=600.0)
@@ -319,11 +319,11 @@ async def test_a_stopped_process_is_reported_killed_and_started_again(watched: F
     for victim in (ENGINE, UNIT, WARM, VLLM):
         before = fleet.pid(victim)
         os.kill(before, signal.SIGSTOP)
-        await fleet.until(lambda: any(event.hung for event in said(fleet, Down, victim)))  # noqa: B023
+        await fleet.until(lambda: any(event.hung for event in fleet.downs(victim)))  # noqa: B023
         assert not alive(before)
         assert said(fleet, Suspected, victim)
         assert not said(fleet, Recovered, victim)
-        (down, *_) = [event for event in said(fleet, Down, victim) if event.hung]
+        (down, *_) = [event for event in fleet.downs(victim) if event.hung]
         assert "no sign of life" in down.reason
         await fleet.until(lambda: alive(fleet.pid(victim)) and fleet.host.up("one"))  # noqa: B023
     await fleet.until(lambda: not load_fleet(fleet.controller.fleet.file).suspects)

@@ -90,6 +90,16 @@ def evenly(rate: float, seconds: float, start: float = 0.0) -> list[float]:
     return [start + n / rate for n in range(int(rate * seconds))]
 
 
+def overloaded(tenant: str = "") -> PredictedWait:
+    """300 requests came within a second, and 20 of them were answered in the next."""
+    wait = PredictedWait(LONGEST)
+    for n in range(300):
+        wait.enter(n, 0, 1, n / 300, tenant)
+    for n in range(20):
+        wait.answered(n, 20, 1.0 + n / 20)
+    return wait
+
+
 @pytest.mark.parametrize("times", [1.5, 5.0, 20.0])
 def test_at_overload_the_wait_is_bounded_and_the_engine_busy(times: float) -> None:
     engine = Engine(PredictedWait(LONGEST))
@@ -145,11 +155,7 @@ def test_a_rate_from_before_does_not_count_for_a_model_that_wakes() -> None:
 
 
 def test_a_death_is_not_held_against_those_who_come() -> None:
-    wait = PredictedWait(LONGEST)
-    for n in range(300):
-        wait.enter(n, 0, 1, n / 300)
-    for n in range(20):
-        wait.answered(n, 20, 1.0 + n / 20)
+    wait = overloaded()
     assert wait.refuses(2.0, 0) is not None
     wait.interrupted()
     assert wait.refuses(2.0, 0) is None
@@ -175,11 +181,7 @@ def test_a_wake_is_not_taken_for_a_slow_model() -> None:
 
 
 def test_nobody_is_refused_while_nothing_comes_out() -> None:
-    wait = PredictedWait(LONGEST)
-    for n in range(300):
-        wait.enter(n, 0, 1, n / 300)
-    for n in range(20):
-        wait.answered(n, 20, 1.0 + n / 20)
+    wait = overloaded()
     assert wait.refuses(1.95 + STALLED_SECONDS, 0) is not None
     assert wait.refuses(2.05 + STALLED_SECONDS, 0) is None
 
@@ -196,22 +198,14 @@ def test_a_batch_counts_once_for_others() -> None:
 
 
 def test_better_ranks_wait_for_their_own_only() -> None:
-    wait = PredictedWait(LONGEST)
-    for n in range(300):
-        wait.enter(n, 0, 1, n / 300)
-    for n in range(20):
-        wait.answered(n, 20, 1.0 + n / 20)
+    wait = overloaded()
     assert wait.refuses(2.0, 0) is not None
     assert wait.refuses(2.0, 1) is not None
     assert wait.refuses(2.0, -1) is None
 
 
 def test_tenants_wait_for_their_own_and_for_as_many_of_others() -> None:
-    wait = PredictedWait(LONGEST)
-    for n in range(300):
-        wait.enter(n, 0, 1, n / 300, "flood")
-    for n in range(20):
-        wait.answered(n, 20, 1.0 + n / 20)
+    wait = overloaded("flood")
     assert wait.refuses(2.0, 0, "flood") is not None
     assert wait.refuses(2.0, 0, "calm") is None
     own, other = wait.seconds(2.0, 0, "flood"), wait.seconds(2.0, 0, "calm")
