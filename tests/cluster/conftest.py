@@ -38,14 +38,13 @@ from muxserve.spec.run_dir import RunDir
 from placement import ModelPlan, PoolPlan, UnitPlan
 from tests.cluster import fakes
 from tests.support.patience import PATIENCE
-from tests.support.unit_specs import model_spec
+from tests.support.unit_specs import model_spec, unit_spec_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def fake_unit_spec(
     run_dir: Path,
-    drain_seconds: float = 5.0,
     unit: str = "u0",
     names: Sequence[str] = ("one", "two"),
     rolling: bool = False,
@@ -59,15 +58,8 @@ def fake_unit_spec(
         )
         for name in names
     ]  # fmt: skip
-    return UnitSpec(
-        run_dir=str(run_dir / unit),
-        unit=unit,
-        policy="rolling" if rolling else "adbs",
-        cores=2,
-        pools=[PoolSpec("pool0", 65536, 41)],
-        models=models,
-        gateway=GatewaySpec("127.0.0.1", 0, drain_seconds=drain_seconds),
-    )
+    policy, gateway = "rolling" if rolling else "adbs", GatewaySpec("127.0.0.1", 0, drain_seconds=5.0)
+    return unit_spec_of(run_dir / unit, models, PoolSpec("pool0", 65536, 41), unit=unit, policy=policy, gateway=gateway)
 
 
 def gpu_unit_spec(run_dir: Path) -> UnitSpec:

@@ -15,10 +15,10 @@ from muxserve.control.apply import followed
 from muxserve.control.changes import ChangeError, Tell
 from muxserve.control.server import ControlServer
 from muxserve.replicas.scaling import ScalingRules
-from muxserve.spec import FleetSpec, GatewaySpec, ModelSpec, UnitEntry, UnitSpec, save_fleet
+from muxserve.spec import FleetSpec, GatewaySpec, ModelSpec, UnitEntry, save_fleet
 from muxserve.spec.run_dir import RunDir
 from tests.support.patience import PATIENCE
-from tests.support.unit_specs import model_spec
+from tests.support.unit_specs import model_spec, unit_spec_of
 
 
 def model(name: str) -> ModelSpec:
@@ -45,15 +45,7 @@ def fleet_of(
     names = list(dict.fromkeys(name for served in units.values() for name in served))
     entries = []
     for unit, served in units.items():
-        unit_spec = UnitSpec(
-            f"{run_dir}/{unit}",
-            unit=unit,
-            policy="adbs",
-            cores=2,
-            pools=[],
-            models=[model(name) for name in served],
-            gateway=gateway,
-        )
+        unit_spec = unit_spec_of(f"{run_dir}/{unit}", [model(name) for name in served], unit=unit, gateway=gateway)
         entries.append(UnitEntry(unit_spec, unit_spec.unit_address, unit_spec.migrator_address, list(served)))
     return FleetSpec(run_dir, gateway, [model(name) for name in names], entries, scaling or {})
 

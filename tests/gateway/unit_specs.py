@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from muxserve.spec import GatewaySpec, ModelSpec, PoolSpec, UnitSpec
-from tests.support.unit_specs import model_spec
+from tests.support.unit_specs import model_spec, unit_spec_of
 
 
 def model(name: str, path: Path | str = "", **changes: Any) -> ModelSpec:
@@ -28,12 +28,5 @@ def model(name: str, path: Path | str = "", **changes: Any) -> ModelSpec:
 
 def unit_spec(run_dir: Path | str, models: list[ModelSpec], unit: str = "test", **gateway: Any) -> UnitSpec:
     """A deployment of `models` with its gateway on a loopback port."""
-    return UnitSpec(
-        run_dir=str(run_dir),
-        unit=unit,
-        policy="adbs",
-        cores=2,
-        pools=[PoolSpec("main", 32768, 2000)],
-        models=models,
-        gateway=GatewaySpec(**{"host": "127.0.0.1", "port": 0, **gateway}),
-    )
+    at = GatewaySpec(**{"host": "127.0.0.1", "port": 0, **gateway})
+    return unit_spec_of(run_dir, models, PoolSpec("main", 32768, 2000), unit=unit, gateway=at)

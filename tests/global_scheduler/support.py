@@ -17,9 +17,9 @@ from muxserve.spec import (
     Listen,
     PoolSpec,
     UnitEntry,
-    UnitSpec,
 )
 from muxserve.wire import ControllerHello, Loads, Message, Place, Placed, decode, encode
+from tests.support.unit_specs import unit_spec_of
 from tests.unit.support import model
 
 M = TypeVar("M", bound=Message)
@@ -30,16 +30,8 @@ G0, G1, CONTROLLER = ToClient(b"gateway/g0"), ToClient(b"gateway/g1"), ToClient(
 
 def entry(name: str, serves: Iterable[str], run_dir: str = "/nowhere", host: str = "") -> UnitEntry:
     """A unit; with `host` one of another machine."""
-    unit_spec = UnitSpec(
-        run_dir=f"{run_dir}/{name}",
-        unit=name,
-        policy="adbs",
-        cores=2,
-        pools=[PoolSpec("main", 32768, 1001)],
-        models=[model(each) for each in serves],
-        gateway=GatewaySpec("127.0.0.1", 0),
-        listen=Listen(host, 7001, 7002) if host else None,
-    )
+    models, listen = [model(each) for each in serves], Listen(host, 7001, 7002) if host else None
+    unit_spec = unit_spec_of(f"{run_dir}/{name}", models, PoolSpec("main", 32768, 1001), unit=name, listen=listen)
     unit, migrator = unit_spec.unit_address, unit_spec.migrator_address
     if host:
         unit, migrator = f"tcp://{host}:7001", f"tcp://{host}:7002"

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from muxserve.memory.client import MemoryClient
-from muxserve.spec import GatewaySpec, ModelSpec, PoolSpec, UnitSpec
-from tests.support.unit_specs import model_spec
+from muxserve.spec import ModelSpec, PoolSpec, UnitSpec
+from tests.support.unit_specs import model_spec, unit_spec_of
 
 # Model "a": 2 layers x 3 heads = 6 pages a block; model "b": 1 x 2. 100 pages and the null page.
 PAGES = 101
@@ -34,15 +34,8 @@ def model(name: str, layers: int, kv_heads: int, num_blocks: int, quota_pages: i
 
 
 def unit_spec(run_dir: Path, pages: int = PAGES, models: list[ModelSpec] | None = None) -> UnitSpec:
-    return UnitSpec(
-        run_dir=str(run_dir),
-        unit="test",
-        policy="adbs",
-        cores=1,
-        pools=[PoolSpec("p", PAGE_BYTES, pages)],
-        models=models if models is not None else [model("a", 2, 3, 20, 60), model("b", 1, 2, 40, 40)],
-        gateway=GatewaySpec("127.0.0.1", 0),
-    )
+    two = [model("a", 2, 3, 20, 60), model("b", 1, 2, 40, 40)]
+    return unit_spec_of(run_dir, two if models is None else models, PoolSpec("p", PAGE_BYTES, pages))
 
 
 def ids(*blocks: int) -> np.ndarray[Any, np.dtype[np.int32]]:

@@ -1,10 +1,12 @@
-"""Specs of models for tests, of which only what a test is about need be said."""
+"""Specs of models and units for tests, of which only what a test is about need be said."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from muxserve.spec import ModelSpec
+from muxserve.spec import GatewaySpec, ModelSpec, PoolSpec, UnitSpec
 
 
 def model_spec(name: str, **changes: Any) -> ModelSpec:
@@ -33,3 +35,9 @@ def model_spec(name: str, **changes: Any) -> ModelSpec:
         "max_queue": 64,
     }
     return ModelSpec(**{**values, **changes})
+
+
+def unit_spec_of(run_dir: Path | str, models: Sequence[ModelSpec], *pools: PoolSpec, **changes: Any) -> UnitSpec:
+    """A unit of these models and pools on two cores; its gateway may take any port."""
+    values: dict[str, Any] = {"unit": "test", "policy": "adbs", "cores": 2, "gateway": GatewaySpec("127.0.0.1", 0)}
+    return UnitSpec(run_dir=str(run_dir), models=[*models], pools=[*pools], **{**values, **changes})
