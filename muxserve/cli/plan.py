@@ -7,7 +7,15 @@ import time
 
 from muxserve.cli.options import NoEffectError, check_effect
 from muxserve.cli.output import command_line, errors, escape, print_error, print_problems, working
-from muxserve.cli.plan_tables import show_plan, show_policies, show_residency, show_rivals, show_sleeping, show_spare
+from muxserve.cli.plan_tables import (
+    show_plan,
+    show_policies,
+    show_residency,
+    show_rivals,
+    show_sleeping,
+    show_spare,
+    show_sureness,
+)
 from muxserve.cli.settings import PlanSettings
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.costs.latency import CostError
@@ -76,6 +84,7 @@ def _plan(settings: PlanSettings) -> int:
         else:
             every = workload is not None  # plans are compared of every size
             made = planner.swept(sizes, cluster, every) if sizes else planner.on_gpus(cluster)
+            made.sureness = planner.how_sure(made, sizes)
             if workload is not None:
                 made.sleeping = planner.with_sleeping_models(made, workload)
     costs = costs_used(latency, made.plan.demands, made.plan.placement)
@@ -96,9 +105,12 @@ def _tell(settings: PlanSettings, fleet: Fleet, made: PlannedFleet, costs: Costs
             data["residency"] = residency_document(made.residency)
         if made.sleeping is not None:
             data["sleeping"] = sleeping_document(made.sleeping)
+        if made.sureness is not None:
+            data["sureness"] = made.sureness.as_dict()
         print(json.dumps(data, indent=2))
     else:
         show_plan(made.plan, made.simulated, made.points, seconds, about)
+        show_sureness(made.sureness)
         show_policies(fleet, made.plan)
         if made.residency is not None:
             show_residency(made.residency)

@@ -15,6 +15,7 @@ from muxserve.planning.document import SweepPoint, needed, warnings_of
 from muxserve.planning.layouts import shape_words
 from muxserve.planning.prediction import Prediction, ResidencyForecast, shares_per_lease
 from muxserve.planning.sleeping import SleepingForecast
+from muxserve.planning.sureness import Sureness
 from muxserve.planning.ways import SIMPLEST, WAYS
 from placement.format import enumerate_words, format_part, format_seconds, format_size
 from placement.planner import ClusterPlan
@@ -172,6 +173,12 @@ def show_plan(
     if made.gap is not None:
         search += f"; optimality gap {made.gap:.2%} (greedy alone: {made.greedy_gap:.2%})"
     console.print(search)
+
+
+def show_sureness(sureness: Sureness | None) -> None:
+    """Print how far predictions of this kind were off, and what that would do to the plan."""
+    for words in sureness.words if sureness is not None else ():
+        console.print(escape(words))
 
 
 def show_residency(forecast: ResidencyForecast) -> None:

@@ -26,6 +26,7 @@ from muxserve.costs.profile import (
     load_profile,
 )
 from muxserve.costs.roofline import Roofline
+from muxserve.costs.slower import Slower
 from muxserve.costs.tables import DecodeTable, PrefillTable
 from muxserve.costs.work import LayerWork, layer_work
 
@@ -171,6 +172,8 @@ class MeasuredCosts:
 
 def overheads_on(latency: LatencyModel, device: str) -> Overheads:
     """Seconds outside of steps as measured on that device; the `turn` as everywhere where it was not measured."""
+    if isinstance(latency, Slower):
+        return overheads_on(latency.latency, device)
     known = latency.profile.overheads.get(device, Overheads()) if isinstance(latency, ProfileModel) else Overheads()
     return known if known.turn else msgspec.structs.replace(known, turn=TURN_SECONDS)
 

@@ -5,12 +5,13 @@ and those of `muxserve deploy --simulated` ask here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.kernels import KernelCosts
-from muxserve.costs.latency import Decode, EngineCosts, EngineShape, LatencyModel, Load
+from muxserve.costs.latency import EngineCosts, EngineShape, LatencyModel
 from muxserve.costs.measured import MeasuredCosts
+from muxserve.costs.slower import ScaledCosts, Slower
 
 
 def costs_of_stages(
@@ -24,9 +25,12 @@ def costs_of_stages(
     Raises:
         CostError: the latency model does not know a part of the model on that device.
     """
+    if isinstance(latency, Slower):
+        stages = costs_of_stages(split, latency.latency, architecture, shape)
+        return [ScaledCosts(stage, latency.factor) for stage in stages]
     whole = latency.engine(architecture, shape)
     if isinstance(whole, MeasuredCosts) and len(split) > 1:
-        return [PartOfCosts(whole, layers / architecture.layers) for layers in split]
+        return [ScaledCosts(whole, layers / architecture.layers) for layers in split]
     if isinstance(whole, KernelCosts) and len(split) > 1:
         return [whole.of_stage(part) for part in stage_architectures(architecture, split)]
     return [latency.engine(part, shape) for part in stage_architectures(architecture, split)]
@@ -45,28 +49,3 @@ def stage_architectures(architecture: ModelArchitecture, split: Sequence[int]) -
         )
         for number, layers in enumerate(split)
     ]
-
-
-@dataclass(frozen=True, slots=True)
-class PartOfCosts:
-    """`EngineCosts` of a part of a model's layers."""
-
-    costs: EngineCosts
-    part: float
-
-    def prefill(self, tokens: int, pairs: int, sequences: int) -> float:
-        """See `EngineCosts.prefill`."""
-        return self.part * self.costs.prefill(tokens, pairs, sequences)
-
-    def decode(self, batch: int, context: int) -> Decode:
-        """See `EngineCosts.decode`."""
-        whole = self.costs.decode(batch, context)
-        return Decode(self.part * whole.fixed, self.part * whole.per_token, whole.until)
-
-    def prefill_load(self, tokens: int, pairs: int, sequences: int) -> Load:
-        """See `EngineCosts.prefill_load`."""
-        return self.costs.prefill_load(tokens, pairs, sequences)
-
-    def decode_load(self, batch: int, context: int) -> Load:
-        """See `EngineCosts.decode_load`."""
-        return self.costs.decode_load(batch, context)

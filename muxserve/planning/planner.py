@@ -11,7 +11,10 @@ from pathlib import Path
 from muxserve.cluster.machine import this_machine
 from muxserve.config import Fleet, load_fleet
 from muxserve.costs.latency import CostError, LatencyModel
+from muxserve.costs.slower import Slower
+from muxserve.costs.sources import ERRORS
 from muxserve.planning.contest import LONG_LOOK, LOOK, Contest, Rival
+from muxserve.planning.costs_used import costs_used
 from muxserve.planning.dedicated_units import divide_cpu, divide_gpus, is_alone, open_units
 from muxserve.planning.demands import check_lengths, contexts_of, demands_of, equal_nodes, memory_of
 from muxserve.planning.device_pool import CpuPool, cpu_pool
@@ -38,6 +41,7 @@ from muxserve.planning.sleeping import (
     as_deployed,
     live_residency,
 )
+from muxserve.planning.sureness import Sureness, newly_short
 from muxserve.planning.this_machine import plan_this_machine, residency_here
 from muxserve.planning.ways import SIMPLEST, WAYS, as_way, ways_of
 from muxserve.planning.window import ANSWERS, usual_seconds
@@ -106,7 +110,7 @@ class PlannedFleet:
     which rates were raised in planning, `rivals` the plans of the contest's final, the best first, and
     `contest_seconds` how long the contest took. `points` are those of a sweep. `residency` (on a
     CPU) and `sleeping` (on GPUs) say what models that sleep would bring. `notes` say what became of models that leave
-    their engines open, where the rivals do not."""
+    their engines open, where the rivals do not; `sureness`, what becomes of the plan if steps take longer."""
 
     plan: ClusterPlan
     simulated: Prediction | None = None
@@ -117,6 +121,7 @@ class PlannedFleet:
     contest_seconds: float = 0.0
     residency: ResidencyForecast | None = None
     sleeping: SleepingForecast | None = None
+    sureness: Sureness | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -213,6 +218,28 @@ class Planner:
             found = PlannedFleet(largest, simulated and self._measured(largest, simulated), why_not)
         found.points = points
         return found
+
+    def how_sure(self, made: PlannedFleet, sizes: Sequence[int] = ()) -> Sureness | None:
+        """What becomes of the plan, or of the sweep over `sizes`, if steps take longer than predicted by the error of
+        the costs; None where that is not known, or nothing was simulated."""
+        plan = made.plan
+        source = costs_used(self.latency, plan.demands, plan.placement).doubtful
+        if source is None or made.simulated is None:
+            return None
+        slower = replace(self, latency=Slower(self.latency, 1.0 + ERRORS[source.kind].median))
+        least = next((point.gpus for point in made.points if point.enough), None)
+        if least is None:
+            simulated, _ = slower._simulated(plan, seconds=made.simulated.seconds)
+            now = falls_short(plan, simulated) if simulated else []
+            return Sureness(source, simulated, newly_short(falls_short(plan, made.simulated), now))
+        cluster = plan.placement.cluster
+        for size in (each for each in sizes if each >= least):
+            here = equal_nodes(size, cluster.nodes[0].device, self.fleet.cluster.gpus_per_node)
+            first = slower._place(plan.demands, here, max(0.5, self.seconds / len(sizes)), f"{size} GPUs, slower: ")
+            last = slower._borne_out(first, plan.demands, here) if first.meets else None
+            if last is not None and SweepPoint(last.plan, last.simulated).enough:
+                return Sureness(source, needed=least, slower=size)
+        return Sureness(source, needed=least)
 
     def with_sleeping_models(self, made: PlannedFleet, workload: Workload) -> SleepingForecast:
         """What models that sleep would bring on the GPUs of a plan, or on each number of them of a sweep.
