@@ -98,7 +98,7 @@ class Joining:
                 if any(each.zeroed for each in made) and not all(each.zeroed for each in mates):
                     raise self._no_room(
                         "engines there do not zero their pages, in which it would leave states of another type. "
-                        "Without --unit it gets a unit of its own"
+                        f"{self._instead}"
                     )
                 models_now = [msgspec.structs.replace(each, pool=pool.name) for each in made]
                 return self._joined(models_now, predicted_costs(plan, unit, self.latency))
@@ -192,7 +192,7 @@ class Joining:
         shape = KVShape(self.model, demand.architecture.head_dim, kv)
         if demand.private:
             why = f"it has a KV cache of its own ({demand.private}), and what is left there belongs to the pools"
-            raise self._no_room(f"{why}. Without --unit it gets a unit of its own")
+            raise self._no_room(f"{why}. {self._instead}")
         found = []
         for pool in self.unit.pools:
             block = block_in(pool.page_bytes, shape) if demand.architecture.causal else BLOCK_STEP
@@ -240,7 +240,14 @@ class Joining:
     def _unsuited(self) -> NoRoomError:
         have = enumerate_words([format_size(pool.page_bytes) for pool in self.unit.pools])
         why = f"its KV does not divide into pages of {have}, which that unit has"
-        return self._no_room(f"{why}. Without --unit it gets a unit of its own")
+        return self._no_room(f"{why}. {self._instead}")
+
+    @property
+    def _instead(self) -> str:
+        """Where the model can be served."""
+        if self.fleet.memory is not None:
+            return "Where `memory` decides, such a model must be in the fleet file when the fleet starts"
+        return "Without --unit it gets a unit of its own"
 
 
 def _with_pages(model: ModelSpec, made: ModelSpec) -> ModelSpec:

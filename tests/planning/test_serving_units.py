@@ -458,6 +458,15 @@ def test_a_model_whose_kv_has_other_pages_cannot_join() -> None:
         joining(fleet(), "atlas", dtype="float16")
 
 
+@pytest.mark.parametrize(
+    ("head", "instead"),
+    [("", "Without --unit it gets a unit of its own"), ("memory: auto", "must be in the fleet file when the fleet")],
+)
+def test_a_model_with_a_cache_of_its_own_cannot_join(head: str, instead: str) -> None:
+    with pytest.raises(NoRoomError, match=f"atlas cannot join u0: it has a KV cache of its own.*{instead}"):
+        joining(fleet(head=head), "atlas", kv="private")
+
+
 def test_a_model_with_states_of_another_type_cannot_join(tmp_path: Path) -> None:
     """Pages of those that run are not zeroed when they take them."""
     config = {
