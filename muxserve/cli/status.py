@@ -108,12 +108,13 @@ def _print(url: str, health: dict[str, Any], fleet: dict[str, Any]) -> None:
             for unit, each in said.items():
                 word = "draining" if each.get("terminating") else states.get(unit, "?")
                 blank = [""] if shapes else []
-                _row(table, [f"  {unit}", *blank, word, "", "", *(each.get(key, "-") for key in counts.values())])
+                _row(table, [f"  {unit}", *blank, word, "", "", *(_sum([each], key) for key in counts.values())])
     console.print(table)
     own = _private(fleet)
     for name, size in own.items():
         console.print(f"{escape(name)}: {format_size(size)} of KV cache of its own in each engine (kv: private)")
-    pageless = sorted({name for unit in units for name, m in _models(unit).items() if _without_pages(m)} - own.keys())
+    served = {name: model for unit in units for name, model in _models(unit).items() if name in health["models"]}
+    pageless = sorted({name for name, model in served.items() if _without_pages(model)} - own.keys())
     if pageless:
         console.print(
             f"no pages: {escape(', '.join(pageless))} ({'they keep' if len(pageless) > 1 else 'it keeps'} no KV)"
@@ -122,6 +123,8 @@ def _print(url: str, health: dict[str, Any], fleet: dict[str, Any]) -> None:
         whose = f"{unit.get('name')} " if several else ""
         for name, pool in (_state(unit).get("pools") or {}).items():
             free, total = pool.get("free_pages", "-"), pool.get("total_pages", "-")
+            if total == 1:
+                continue  # of private caches alone: it has the null page
             console.print(f"{escape(whose + str(name))}: {free} of {total} pages free")
         for line in [*_in_time(unit), *_costs(unit, health["models"])]:
             console.print(escape(whose + line))

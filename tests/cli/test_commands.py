@@ -204,6 +204,21 @@ def test_status_of_a_private_cache(endpoint: Endpoint) -> None:
     assert "keeps no KV" not in said
 
 
+def test_status_of_units_of_private_caches(endpoint: Endpoint) -> None:
+    """Rows of units have no pages either, pools that nobody uses are left out, and so are models that were removed."""
+    counts = {**COUNTS, "pages_per_block": 0}
+    state = {"models": {"one": counts, "gone": counts}, "pools": {"pool0": {"free_pages": 1, "total_pages": 1}}}
+    units = [{"name": name, "status": "up", "serves": ["one"], "state": state} for name in ("u0", "u1")]
+    models = [{"name": "one", "shape": "one", "kv": "private", "kv_bytes": 256 << 20}]
+    health = {**HEALTH, "units": {"u0": "up", "u1": "up"}}
+    endpoint.answers = {"/health": (200, health), "/fleet": (200, {"units": units, "models": models})}
+    said = runner.invoke(app, ["status", "--url", endpoint.url]).stdout
+    rows = {line.split()[0]: line.split()[1:] for line in said.splitlines() if line}
+    assert rows["u0"][:7] == ["?", "4", "5", "6", "-", "-", "-"]
+    assert "pool0" not in said
+    assert "gone" not in said
+
+
 def test_status_of_several_units(endpoint: Endpoint) -> None:
     more = {**COUNTS, "queued": 1, "moved_in": 7, "moved_out": 2}
     second = {

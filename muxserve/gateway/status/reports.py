@@ -192,7 +192,7 @@ class Reports:
             "health": self._word(model.name),
             "degraded": status.why_degraded(model.name) or None,
             "replicas": [unit.name for unit in status.replicas(model.name)],
-            "shape": model.shape,
+            "shape": "one" if len(model.engines) == 1 else "split",
             "stages": model.stages,
             "rolling": model.rolling,
             "kv": model.kv,
