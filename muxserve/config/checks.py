@@ -199,7 +199,7 @@ def _model(source: Source, at: KeyPath, model: dict[str, Any]) -> Iterator[Probl
         message = "must be 1 where prefill rolls over replicas, each of which has one stage; leave one of the two out"
         yield source.problem((*at, "stages"), message)
     if "sm" in model and _has_one_engine(model):
-        yield source.problem((*at, "sm"), "is for `engines: split`; the model's one engine has all SMs")
+        yield source.problem((*at, "sm"), "is for `engines: split`; the planner gives one engine its share")
     if rolls:
         yield from _objectives(source, at, model.get("slo"))
     if isinstance(model.get("rolling"), dict):
