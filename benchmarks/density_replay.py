@@ -3,7 +3,7 @@ that take turns, and idle timers make of the same wakes.
 
     python benchmarks/density_replay.py [--models 24] [--limit 4GiB] [--rate 1.5] [--tokens 16] [--seeds 0 1 2]
 
-All play in the simulator of `muxserve simulate`, with what `muxserve.planning.residency` says of wakes: seconds alone,
+All play in the simulator of `muxserve simulate`, with what `planning/specs/residency.py` says of wakes: seconds alone,
 how much longer beside others, what is set aside. Idle timers know no limit: what they took at most is printed, and with
 `--within` they wait for memory as residency does. Nothing here depends on what else the machine does.
 """
@@ -24,7 +24,7 @@ from report import percentiles
 from muxserve.cli.simulate_places import PlacementSearch, places_of
 from muxserve.config.values import parse_size
 from muxserve.costs.measured import latency_model
-from muxserve.planning.residency import hibernated_seconds
+from muxserve.planning.specs.residency import hibernated_seconds
 from muxserve.scheduling.residency import Residency
 from muxserve.scheduling.residency_types import Change, Residence, Sleep, Standing, Stay, Wake
 from muxserve.scheduling.turns import TurnRules

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from muxserve.planning.known_models import BUILT_IN
+from muxserve.planning.demand.known_models import BUILT_IN
 from placement.demand import Demand, Members, Mesh
 from placement.estimator import Estimator, Shares
 from placement.objective import Objective

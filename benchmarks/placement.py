@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.report import machine, percentile, write_report
 from muxserve.costs.measured import latency_model
 from muxserve.costs.roofline import Roofline
-from muxserve.planning.demands import equal_nodes, memory_of
-from muxserve.planning.known_models import planned_architecture
-from muxserve.planning.prediction import Trial, predict
+from muxserve.planning.demand.demands import equal_nodes, memory_of
+from muxserve.planning.demand.known_models import planned_architecture
+from muxserve.planning.place.prediction import Trial, predict
 from placement.candidates import Candidates
 from placement.demand import Demand
 from placement.engines import Engines

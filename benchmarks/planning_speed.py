@@ -24,7 +24,7 @@ from benchmarks.placement import fleet
 from benchmarks.report import machine, write_report
 from muxserve.config import load_fleet
 from muxserve.costs.roofline import Roofline
-from muxserve.planning.demands import equal_nodes
+from muxserve.planning.demand.demands import equal_nodes
 from muxserve.planning.planner import Planner, options_of
 
 ROOT = Path(__file__).resolve().parent.parent

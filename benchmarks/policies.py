@@ -34,7 +34,7 @@ from report import machine, write_report
 from muxserve.costs.interference import Interference
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.summary import summarise
-from muxserve.planning.known_models import planned_architecture
+from muxserve.planning.demand.known_models import planned_architecture
 from muxserve.scheduling.types import ModelProfile
 from muxserve.simulator import AloneSimulation, Mode, SimUnit, mode_of, simulate, units_of
 from muxserve.workload import Arrivals, LogNormalLengths, ModelLoad, TraceRequest, generate

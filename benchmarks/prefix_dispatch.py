@@ -22,7 +22,7 @@ from muxserve.costs.measured import TURN_SECONDS
 from muxserve.costs.profile import Overheads
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics import percentile
-from muxserve.planning.known_models import planned_architecture
+from muxserve.planning.demand.known_models import planned_architecture
 from muxserve.replicas.dispatch import DispatchPolicy, FreestOfQueues, NewRequest
 from muxserve.replicas.prefixes import PrefixAware, PrefixRecord
 from muxserve.replicas.priorities import Levels

@@ -22,7 +22,7 @@ from load import Call, closed_loop, summary
 from report import machine, write_report
 from servers import ROOT, ServerError, end_cleanly, muxserve_fleet
 
-from muxserve.planning.checkpoints import stored_weights
+from muxserve.planning.demand.checkpoints import stored_weights
 
 sys.path.insert(0, str(ROOT / "configs/models"))
 from quantise import SCHEMES, quantise

@@ -216,7 +216,7 @@ def measure_pair(prefill: Sharer, decode: Sharer) -> dict[str, Any]:
 def as_profile(shape: str, gpu_type: str, measured: dict[str, Any], path: Path) -> None:
     """Write what was measured as a profile."""
     from muxserve.costs.profile import DecodeCell, EngineProfile, PrefillCell, Profile, ProfiledModel, save_profile
-    from muxserve.planning.known_models import planned_architecture
+    from muxserve.planning.demand.known_models import planned_architecture
 
     model = ProfiledModel.of(planned_architecture(str(checkpoints.SHAPES / f"{shape}.json"), Path()))
     engines = [

@@ -37,12 +37,12 @@ from muxserve.gpu import nvml
 from muxserve.gpu.sharing import SharingError
 from muxserve.net.exit_codes import ExitCode
 from muxserve.net.sockets import new_keys
-from muxserve.planning.device_pool import CPU
-from muxserve.planning.fleet_planner import FleetPlanner, ScaleOut, notes_of
-from muxserve.planning.gpus import pretended_gpus
-from muxserve.planning.residency import residency_of
-from muxserve.planning.specs import fleet_spec_of, planned_unit
-from muxserve.planning.unit_plan import ResolvedUnit
+from muxserve.planning.candidates.device_pool import CPU
+from muxserve.planning.specs.fleet_planner import FleetPlanner, ScaleOut, notes_of
+from muxserve.planning.specs.gpus import pretended_gpus
+from muxserve.planning.specs.residency import residency_of
+from muxserve.planning.specs.unit_plan import ResolvedUnit
+from muxserve.planning.specs.unit_specs import fleet_spec_of, planned_unit
 from muxserve.spec import FleetSpec, ResidencySpec, SimulatedSpec
 from muxserve.spec.run_dir import LogDirError, RunDir, RunDirError, why_not_runtime
 

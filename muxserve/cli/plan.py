@@ -21,11 +21,8 @@ from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.costs.latency import CostError
 from muxserve.costs.sources import CostsUsed, chosen_costs
 from muxserve.net.exit_codes import ExitCode
-from muxserve.planning.costs_used import costs_used
-from muxserve.planning.demands import ClusterError, cluster_of
-from muxserve.planning.document import document, parse_sweep, residency_document, sleeping_document
-from muxserve.planning.layouts import may_be_dedicated
-from muxserve.planning.plan_file import save_plan
+from muxserve.planning.candidates.layouts import may_be_dedicated
+from muxserve.planning.demand.demands import ClusterError, cluster_of
 from muxserve.planning.planner import (
     NO_SLEEPING,
     PlannedFleet,
@@ -33,7 +30,10 @@ from muxserve.planning.planner import (
     UsageError,
     options_of,
 )
-from muxserve.planning.unit_plan import estimated_in_words
+from muxserve.planning.report.costs_used import costs_used
+from muxserve.planning.report.document import document, parse_sweep, residency_document, sleeping_document
+from muxserve.planning.specs.plan_file import save_plan
+from muxserve.planning.specs.unit_plan import estimated_in_words
 from muxserve.simulator import SimulationError
 from muxserve.workload import Workload, WorkloadError, open_workload
 from placement.exact import TooLargeError
@@ -129,7 +129,7 @@ def _tell(settings: PlanSettings, fleet: Fleet, made: PlannedFleet, costs: Costs
         errors.print(f"{escape(str(settings.output))} is not written: no model has a place")
     if settings.html is not None:
         from muxserve.metrics.page import write_page
-        from muxserve.planning.html import plan_page
+        from muxserve.planning.report.html import plan_page
 
         page = plan_page(made.plan, about, made.simulated, made.points, command_line())
         write_page(settings.html, page)

@@ -10,7 +10,7 @@ from muxserve.costs.devices import DEVICES
 from muxserve.costs.kernels import EXTRA, SYSTEMS, package_version
 from muxserve.metrics.figure_table import FigureTable
 from muxserve.net.exit_codes import ExitCode
-from muxserve.planning.known_models import known_names, planned_architecture
+from muxserve.planning.demand.known_models import known_names, planned_architecture
 from placement.format import format_size
 
 

@@ -9,14 +9,14 @@ from muxserve.cli.output import console, escape
 from muxserve.config import Fleet
 from muxserve.metrics.figure_table import FigureTable
 from muxserve.metrics.summary import Summary
-from muxserve.planning.contest import Rival, why
-from muxserve.planning.device_pool import CPU
-from muxserve.planning.document import SweepPoint, needed, warnings_of
-from muxserve.planning.layouts import shape_words
-from muxserve.planning.prediction import Prediction, ResidencyForecast, shares_per_lease
-from muxserve.planning.sleeping import SleepingForecast
-from muxserve.planning.sureness import Sureness
-from muxserve.planning.ways import SIMPLEST, WAYS
+from muxserve.planning.candidates.device_pool import CPU
+from muxserve.planning.candidates.layouts import shape_words
+from muxserve.planning.candidates.ways import SIMPLEST, WAYS
+from muxserve.planning.place.contest import Rival, why
+from muxserve.planning.place.prediction import Prediction, ResidencyForecast, shares_per_lease
+from muxserve.planning.place.sleeping import SleepingForecast
+from muxserve.planning.report.document import SweepPoint, needed, warnings_of
+from muxserve.planning.report.sureness import Sureness
 from placement.format import enumerate_words, format_part, format_seconds, format_size
 from placement.planner import ClusterPlan
 

@@ -18,9 +18,9 @@ from muxserve.costs.measured import ProfileModel
 from muxserve.costs.profile import Profile, load_profile
 from muxserve.costs.sources import profile_of
 from muxserve.net.exit_codes import ExitCode
-from muxserve.planning.checkpoints import fetch
-from muxserve.planning.specs import unit_spec_of
-from muxserve.planning.unit_plan import ResolvedUnit, resolve_unit
+from muxserve.planning.demand.checkpoints import fetch
+from muxserve.planning.specs.unit_plan import ResolvedUnit, resolve_unit
+from muxserve.planning.specs.unit_specs import unit_spec_of
 from muxserve.profiling.contention import disturbance
 from muxserve.profiling.family import StartError
 from muxserve.profiling.grid import Grid, parse_counts

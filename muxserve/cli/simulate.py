@@ -25,11 +25,11 @@ from muxserve.metrics.report import comparison_table, models_table, report_page,
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.metrics.tables import seconds_words
 from muxserve.net.exit_codes import ExitCode
-from muxserve.planning.costs_used import costs_used
-from muxserve.planning.demands import ClusterError, contexts_of
-from muxserve.planning.layouts import simulated_keys, simulated_words
-from muxserve.planning.prediction import Simulated
-from muxserve.planning.specs import levels_of
+from muxserve.planning.candidates.layouts import simulated_keys, simulated_words
+from muxserve.planning.demand.demands import ClusterError, contexts_of
+from muxserve.planning.place.prediction import Simulated
+from muxserve.planning.report.costs_used import costs_used
+from muxserve.planning.specs.unit_specs import levels_of
 from muxserve.replicas.priorities import Levels, PriorityError
 from muxserve.simulator import (
     AloneSimulation,

@@ -10,18 +10,18 @@ from typing import NoReturn
 from muxserve.cluster.machine import this_machine
 from muxserve.config import AUTO, Fleet, load_fleet
 from muxserve.costs.latency import LatencyModel
-from muxserve.planning.dedicated_units import open_units
-from muxserve.planning.demands import check_lengths, cluster_of, demands_of, memory_of
-from muxserve.planning.device_pool import CPU, CpuPool, cpu_pool
-from muxserve.planning.fleet_planner import FleetPlanner
-from muxserve.planning.layouts import NoPlaceError, may_be_dedicated, shape_words
-from muxserve.planning.plan_file import load_plan
+from muxserve.planning.candidates.dedicated_units import open_units
+from muxserve.planning.candidates.device_pool import CPU, CpuPool, Surroundings, cpu_pool
+from muxserve.planning.candidates.layouts import NoPlaceError, may_be_dedicated, shape_words
+from muxserve.planning.candidates.resident_units import NoUnitError
+from muxserve.planning.demand.demands import check_lengths, cluster_of, demands_of, memory_of
+from muxserve.planning.place.prediction import Simulated, simulated_of
+from muxserve.planning.place.sleeping import as_deployed
+from muxserve.planning.place.this_machine import as_served, plan_machine, residency_here
 from muxserve.planning.planner import SEARCH_SECONDS, Planner, options_of
-from muxserve.planning.prediction import Simulated, Surroundings, simulated_of
-from muxserve.planning.resident_units import NoUnitError
-from muxserve.planning.sleeping import as_deployed
-from muxserve.planning.this_machine import as_served, plan_machine, residency_here
-from muxserve.planning.unit_plan import arranged, resolve_unit, units_at_start
+from muxserve.planning.specs.fleet_planner import FleetPlanner
+from muxserve.planning.specs.plan_file import load_plan
+from muxserve.planning.specs.unit_plan import arranged, resolve_unit, units_at_start
 from muxserve.simulator import Mode
 from muxserve.spec import ResidencySpec
 from placement.cluster import Cluster, Placement

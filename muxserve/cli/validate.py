@@ -12,10 +12,10 @@ from muxserve.cluster.machine import this_machine
 from muxserve.cluster.ray.cluster import gpus_for
 from muxserve.config import FleetError, load_fleet
 from muxserve.net.exit_codes import ExitCode
-from muxserve.planning.fleet_planner import FleetPlanner, notes_of
-from muxserve.planning.residency import residency_of
-from muxserve.planning.specs import unit_spec_of
-from muxserve.planning.unit_plan import ResolvedUnit
+from muxserve.planning.specs.fleet_planner import FleetPlanner, notes_of
+from muxserve.planning.specs.residency import residency_of
+from muxserve.planning.specs.unit_plan import ResolvedUnit
+from muxserve.planning.specs.unit_specs import unit_spec_of
 from muxserve.spec import UnitSpec
 from placement.format import enumerate_words
 

@@ -1,12 +1,10 @@
-"""From a fleet file to what runs and to what that will deliver. Each floor knows the ones above it:
+"""From a fleet file to what runs, and to what that will deliver. Each stage imports only those above it:
 
-- demand: `demands` (what the file asks for), `checkpoints`, `hub_reach` (what its models are)
-- candidates: `ways` (the ways to serve), `layouts`, `device_pool`, `one_engine`, `dedicated_units` (replicas that have
-  devices to themselves); where memory decides who is awake `resident_units`, `residency`
-- place: `planner` (GPUs, or this machine: `this_machine`), by the search in the package `placement`
-- trial: `workloads`, `prediction`, `simulations`, `window` (a plan under a workload), `contest` (which plan is best),
-  `sleeping` (what models that sleep would bring)
-- specs: `unit_plan`, `gpus`, `private` (units that fit their machine), `specs` (what processes are started with),
-  `fleet_planner`, `joining` (for `muxserve deploy`, at its start and later), `plan_file`
-- report: `document` (JSON), `html`
+- `demand`: what the file asks for, and what its models are
+- `candidates`: the ways to serve, and the devices that a replica may have
+- `specs`: units that fit their machine, and what their processes are started with; `muxserve deploy` is here
+- `place`: a plan under workloads, and the contest that takes the best plan, by the search in the package `placement`
+- `report`: a plan as JSON and as a page
+
+`planner` is the whole, for `muxserve plan` and `muxserve simulate`.
 """

@@ -13,14 +13,14 @@ from muxserve.config import Fleet, load_fleet
 from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.costs.slower import Slower
 from muxserve.costs.sources import ERRORS
-from muxserve.planning.contest import LONG_LOOK, LOOK, Contest, Rival
-from muxserve.planning.costs_used import costs_used
-from muxserve.planning.dedicated_units import divide_cpu, divide_gpus, is_alone, open_units
-from muxserve.planning.demands import check_lengths, contexts_of, demands_of, equal_nodes, memory_of
-from muxserve.planning.device_pool import CpuPool, cpu_pool
-from muxserve.planning.document import SweepPoint
-from muxserve.planning.layouts import NoPlaceError
-from muxserve.planning.prediction import (
+from muxserve.planning.candidates.dedicated_units import divide_cpu, divide_gpus, is_alone, open_units
+from muxserve.planning.candidates.device_pool import CpuPool, cpu_pool
+from muxserve.planning.candidates.layouts import NoPlaceError
+from muxserve.planning.candidates.resident_units import NoUnitError
+from muxserve.planning.candidates.ways import SIMPLEST, WAYS, as_way, ways_of
+from muxserve.planning.demand.demands import check_lengths, contexts_of, demands_of, equal_nodes, memory_of
+from muxserve.planning.place.contest import LONG_LOOK, LOOK, Contest, Rival
+from muxserve.planning.place.prediction import (
     Prediction,
     ResidencyForecast,
     Simulated,
@@ -32,20 +32,20 @@ from muxserve.planning.prediction import (
     simulated_of,
     verified,
 )
-from muxserve.planning.resident_units import NoUnitError
-from muxserve.planning.simulations import Simulations
-from muxserve.planning.sleeping import (
+from muxserve.planning.place.simulations import Simulations
+from muxserve.planning.place.sleeping import (
     SleepingForecast,
     SleepingPoint,
     all_awake,
     as_deployed,
     live_residency,
 )
-from muxserve.planning.sureness import Sureness, newly_short
-from muxserve.planning.this_machine import plan_this_machine, residency_here
-from muxserve.planning.ways import SIMPLEST, WAYS, as_way, ways_of
-from muxserve.planning.window import ANSWERS, usual_seconds
-from muxserve.planning.workloads import DECLARED, WORKLOADS, Variation
+from muxserve.planning.place.this_machine import plan_this_machine, residency_here
+from muxserve.planning.place.window import ANSWERS, usual_seconds
+from muxserve.planning.place.workloads import DECLARED, WORKLOADS, Variation
+from muxserve.planning.report.costs_used import costs_used
+from muxserve.planning.report.document import SweepPoint
+from muxserve.planning.report.sureness import Sureness, newly_short
 from muxserve.simulator import SimulationError
 from muxserve.workload import Workload, check_fits
 from placement.cluster import Cluster

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from muxserve.cli.app import app
-from muxserve.planning.plan_file import save_plan
+from muxserve.planning.specs.plan_file import save_plan
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from muxserve.cluster.units import PlannedUnit, write_unit_spec
 from muxserve.gpu import mps
 from muxserve.gpu.sharing import PERCENTAGES_NOTE
 from muxserve.gpu.unit import GpuPlan
-from muxserve.planning.specs import planned_unit
+from muxserve.planning.specs.unit_specs import planned_unit
 from muxserve.spec import GpuSpec, load
 from muxserve.spec.run_dir import default_base
 from tests.cluster.test_gpu_plan import plan

@@ -17,12 +17,12 @@ from muxserve.gpu.budget import Needs
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import GpuMachine as GpuMachine
 from muxserve.gpu.unit import GpuPlan, GpuUnit, PoolSizer, SizingError, SmShares, from_json
-from muxserve.planning.checkpoints import architecture_of
-from muxserve.planning.fleet_planner import FleetPlanner
-from muxserve.planning.joining import Joined, NoRoomError
-from muxserve.planning.residency import residency_of
-from muxserve.planning.specs import fleet_spec_of, planned_unit, unit_spec_of
-from muxserve.planning.unit_plan import ResolvedUnit
+from muxserve.planning.demand.checkpoints import architecture_of
+from muxserve.planning.specs.fleet_planner import FleetPlanner
+from muxserve.planning.specs.joining import Joined, NoRoomError
+from muxserve.planning.specs.residency import residency_of
+from muxserve.planning.specs.unit_plan import ResolvedUnit
+from muxserve.planning.specs.unit_specs import fleet_spec_of, planned_unit, unit_spec_of
 from muxserve.spec import ResidencySpec, RestingSpec, UnitSpec, load
 from muxserve.vllm.args import engine_args
 from placement import Machine

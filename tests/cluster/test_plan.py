@@ -13,10 +13,10 @@ from muxserve.config import Fleet, FleetError, Model, parse_fleet
 from muxserve.costs.architecture import StoredWeights
 from muxserve.costs.work import layer_work
 from muxserve.memory.server import manager_config
-from muxserve.planning.checkpoints import CheckpointError, architecture_of, fetch, stored_weights
-from muxserve.planning.demands import demands_of
-from muxserve.planning.specs import unit_spec_of
-from muxserve.planning.unit_plan import ResolvedUnit, resolve_unit
+from muxserve.planning.demand.checkpoints import CheckpointError, architecture_of, fetch, stored_weights
+from muxserve.planning.demand.demands import demands_of
+from muxserve.planning.specs.unit_plan import ResolvedUnit, resolve_unit
+from muxserve.planning.specs.unit_specs import unit_spec_of
 from muxserve.scheduling.state import ModelState, PoolState
 from muxserve.scheduling.types import PoolProfile
 from muxserve.spec import SimulatedSpec, load, save

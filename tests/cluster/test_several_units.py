@@ -18,7 +18,7 @@ from muxserve.cluster.steps import Addition
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
 from muxserve.control.changes import ChangeError
-from muxserve.planning.specs import settings_of
+from muxserve.planning.specs.unit_specs import settings_of
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from muxserve.config import FleetError, load_fleet, parse_fleet
 from muxserve.config.loader import fleet_schema, fleet_schema_text
 from muxserve.config.values import parse_duration, parse_size, parse_speed
-from muxserve.planning.specs import gateway_of, tenants_of
+from muxserve.planning.specs.unit_specs import gateway_of, tenants_of
 from muxserve.spec import ResponsesSpec
 from tests.support.checkpoint_files import write_checkpoint
 

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from muxserve.planning.demands import gpu_batch
+from muxserve.planning.demand.demands import gpu_batch
 from muxserve.vllm import cuda_internals
 from muxserve.vllm.pin import differences
 

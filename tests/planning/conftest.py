@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from muxserve.planning import window
+from muxserve.planning.place import window
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,8 +5,8 @@ from dataclasses import replace
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
-from muxserve.planning.device_pool import CpuPool, GpuPool
-from muxserve.planning.layouts import LayoutRequest
+from muxserve.planning.candidates.device_pool import CpuPool, GpuPool
+from muxserve.planning.candidates.layouts import LayoutRequest
 from placement import Machine
 from placement.demand import Demand
 from placement.memory import MemoryRules

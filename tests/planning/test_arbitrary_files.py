@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from muxserve.config import FleetError, parse_fleet
 from muxserve.config.checkpoint_files import CheckpointError, check_directory, tensors_of
 from muxserve.config.loader import fleet_schema
-from muxserve.planning.demands import demands_of
+from muxserve.planning.demand.demands import demands_of
 from tests.support.checkpoint_files import write_checkpoint, write_safetensors
 from tests.support.thoroughness import examples
 

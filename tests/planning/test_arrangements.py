@@ -20,11 +20,11 @@ from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import GpuMachine as GpuMachine
 from muxserve.gpu.sm import has_share
-from muxserve.planning.fleet_planner import FleetPlanner, NoRoomError, ScaleOut, notes_of
-from muxserve.planning.known_models import BUILT_IN
-from muxserve.planning.plan_file import load_plan, save_plan
-from muxserve.planning.specs import fleet_spec_of, planned_unit, prefill_seconds
-from muxserve.planning.unit_plan import ResolvedUnit, possible_units, resolve_unit, units_at_start
+from muxserve.planning.demand.known_models import BUILT_IN
+from muxserve.planning.specs.fleet_planner import FleetPlanner, NoRoomError, ScaleOut, notes_of
+from muxserve.planning.specs.plan_file import load_plan, save_plan
+from muxserve.planning.specs.unit_plan import ResolvedUnit, possible_units, resolve_unit, units_at_start
+from muxserve.planning.specs.unit_specs import fleet_spec_of, planned_unit, prefill_seconds
 from muxserve.spec import FleetSpec, UnitSpec
 from placement import Machine, ModelDemand, PlanError, plan_unit
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement

@@ -16,17 +16,18 @@ from muxserve.config import load_fleet
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.records import RequestRecord
 from muxserve.metrics.summary import summarise
-from muxserve.planning import prediction, simulations
-from muxserve.planning.contest import LOOK, Contest, Rival, kept, why
-from muxserve.planning.demands import cluster_of
-from muxserve.planning.known_models import planned_architecture
-from muxserve.planning.plan_file import load_plan, save_plan
+from muxserve.planning.candidates.device_pool import Surroundings
+from muxserve.planning.candidates.ways import as_way
+from muxserve.planning.demand.demands import cluster_of
+from muxserve.planning.demand.known_models import planned_architecture
+from muxserve.planning.place import prediction, simulations
+from muxserve.planning.place.contest import LOOK, Contest, Rival, kept, why
+from muxserve.planning.place.prediction import Prediction, Trial, predict, simulated_of
+from muxserve.planning.place.window import RateWindow
+from muxserve.planning.place.workloads import DECLARED, WORKLOADS, Variation
 from muxserve.planning.planner import PlannedFleet, Planner, options_of
-from muxserve.planning.prediction import Prediction, Surroundings, Trial, predict, simulated_of
-from muxserve.planning.unit_plan import arranged, as_placed
-from muxserve.planning.ways import as_way
-from muxserve.planning.window import RateWindow
-from muxserve.planning.workloads import DECLARED, WORKLOADS, Variation
+from muxserve.planning.specs.plan_file import load_plan, save_plan
+from muxserve.planning.specs.unit_plan import arranged, as_placed
 from muxserve.simulator import SimUnit, simulate
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand

@@ -9,8 +9,8 @@ from typer.testing import CliRunner, Result
 from muxserve.cli.app import app
 from muxserve.config import load_fleet
 from muxserve.costs.devices import device
-from muxserve.planning.demands import check_lengths, contexts_of, demands_of
-from muxserve.planning.known_models import BUILT_IN
+from muxserve.planning.demand.demands import check_lengths, contexts_of, demands_of
+from muxserve.planning.demand.known_models import BUILT_IN
 from muxserve.workload import Context, TraceRequest, write_trace
 
 GPUS = [("A100-80GB", device("A100-80GB").memory_bytes)]

@@ -17,7 +17,7 @@ from muxserve.costs.latency import EngineCosts, EngineShape
 from muxserve.costs.profile import DecodeCell, EngineProfile, PrefillCell, Profile, ProfiledModel, save_profile
 from muxserve.costs.roofline import Roofline
 from muxserve.costs.steps import StepSums
-from muxserve.planning.known_models import planned_architecture
+from muxserve.planning.demand.known_models import planned_architecture
 
 # So high a rate that what is served is decided by what steps cost.
 FLEET = """\

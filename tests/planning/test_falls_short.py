@@ -6,8 +6,8 @@ from pathlib import Path
 
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
-from muxserve.planning.known_models import planned_architecture
-from muxserve.planning.prediction import Trial, falls_short, predict
+from muxserve.planning.demand.known_models import planned_architecture
+from muxserve.planning.place.prediction import Trial, falls_short, predict
 from placement.cluster import Cluster, Node
 from placement.demand import Demand
 from placement.objective import Objective

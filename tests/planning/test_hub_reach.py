@@ -11,9 +11,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from muxserve.planning import hub_reach
-from muxserve.planning.checkpoints import CheckpointError, HuggingFaceHub
-from muxserve.planning.hub_reach import HubReach
+from muxserve.planning.demand import hub_reach
+from muxserve.planning.demand.checkpoints import CheckpointError, HuggingFaceHub
+from muxserve.planning.demand.hub_reach import HubReach
 
 
 def test_what_was_found_holds_for_a_while() -> None:

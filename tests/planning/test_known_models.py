@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 from muxserve.cli.app import app
 from muxserve.config import load_fleet
 from muxserve.costs.kernels import package_version
-from muxserve.planning import known_models
-from muxserve.planning.checkpoints import CheckpointError
-from muxserve.planning.demands import demands_of
-from muxserve.planning.known_models import BUILT_IN, known_config, known_names, planned_architecture
+from muxserve.planning.demand import known_models
+from muxserve.planning.demand.checkpoints import CheckpointError
+from muxserve.planning.demand.demands import demands_of
+from muxserve.planning.demand.known_models import BUILT_IN, known_config, known_names, planned_architecture
 
 BESIDE = Path(__file__).resolve().parents[2] / "build/plan"
 

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from muxserve.cli.app import app
 from muxserve.config import FleetError, load_fleet
-from muxserve.planning.fleet_planner import FleetPlanner
-from muxserve.planning.plan_file import load_plan
-from muxserve.planning.specs import rolling_of
-from muxserve.planning.unit_plan import ResolvedUnit
+from muxserve.planning.specs.fleet_planner import FleetPlanner
+from muxserve.planning.specs.plan_file import load_plan
+from muxserve.planning.specs.unit_plan import ResolvedUnit
+from muxserve.planning.specs.unit_specs import rolling_of
 from muxserve.simulator import simulate
 from muxserve.workload.trace import TraceRequest
 from placement import Machine

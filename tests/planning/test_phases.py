@@ -11,9 +11,15 @@ from muxserve.costs.measured import ProfileModel, overheads_on
 from muxserve.costs.profile import DecodeCell, EngineProfile, Overheads, PrefillCell, Profile, ProfiledModel
 from muxserve.costs.roofline import Roofline
 from muxserve.costs.step_costs import StepWork
-from muxserve.planning.dedicated_units import best_place, places_of
-from muxserve.planning.layouts import LayoutRequest, NoPlaceError, ReplicaLayout, SimulatedLayout, replica_unit
-from muxserve.planning.one_engine import OneEngine
+from muxserve.planning.candidates.dedicated_units import best_place, places_of
+from muxserve.planning.candidates.layouts import (
+    LayoutRequest,
+    NoPlaceError,
+    ReplicaLayout,
+    SimulatedLayout,
+    replica_unit,
+)
+from muxserve.planning.candidates.one_engine import OneEngine
 from muxserve.simulator import Link, Options, Pipeline, simulate
 from muxserve.simulator.result import FleetResult
 from muxserve.simulator.stages import make_stages

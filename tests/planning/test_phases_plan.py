@@ -10,11 +10,19 @@ from typer.testing import CliRunner
 
 from muxserve.cli.app import app
 from muxserve.config import Fleet, load_fleet
-from muxserve.planning.dedicated_units import FreeDevices, OpenLayout, divide_gpus, open_units, part_of, rearranged
-from muxserve.planning.layouts import ReplicaLayout
-from muxserve.planning.plan_file import load_plan
-from muxserve.planning.prediction import Surroundings, Trial, predict, simulated_of
-from muxserve.planning.ways import WAYS, as_way, ways_of
+from muxserve.planning.candidates.dedicated_units import (
+    FreeDevices,
+    OpenLayout,
+    divide_gpus,
+    open_units,
+    part_of,
+    rearranged,
+)
+from muxserve.planning.candidates.device_pool import Surroundings
+from muxserve.planning.candidates.layouts import ReplicaLayout
+from muxserve.planning.candidates.ways import WAYS, as_way, ways_of
+from muxserve.planning.place.prediction import Trial, predict, simulated_of
+from muxserve.planning.specs.plan_file import load_plan
 from placement.cluster import Cluster, Node
 from placement.demand import Demand
 from placement.memory import MemoryRules

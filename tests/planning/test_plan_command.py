@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 from muxserve.cli.app import app
 from muxserve.config import FleetError, load_fleet
 from muxserve.planning import planner
-from muxserve.planning.demands import ClusterError, cluster_of, demands_of, equal_nodes
-from muxserve.planning.document import parse_sweep
-from muxserve.planning.known_models import BUILT_IN, planned_architecture
-from muxserve.planning.plan_file import load_plan, plan_text, save_plan
+from muxserve.planning.demand.demands import ClusterError, cluster_of, demands_of, equal_nodes
+from muxserve.planning.demand.known_models import BUILT_IN, planned_architecture
 from muxserve.planning.planner import UsageError
+from muxserve.planning.report.document import parse_sweep
+from muxserve.planning.specs.plan_file import load_plan, plan_text, save_plan
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
 runner = CliRunner()

@@ -14,10 +14,10 @@ from muxserve.cli.output import quota_words
 from muxserve.cluster.machine import this_machine
 from muxserve.config import FleetError, parse_fleet
 from muxserve.gpu.nvml import Gpu, GpuMachine
-from muxserve.planning.demands import demands_of
-from muxserve.planning.fleet_planner import FleetPlanner
-from muxserve.planning.specs import planned_unit
-from muxserve.planning.unit_plan import ResolvedUnit
+from muxserve.planning.demand.demands import demands_of
+from muxserve.planning.specs.fleet_planner import FleetPlanner
+from muxserve.planning.specs.unit_plan import ResolvedUnit
+from muxserve.planning.specs.unit_specs import planned_unit
 from muxserve.spec import ModelSpec
 from muxserve.unit.state import model_profile
 from placement import Machine

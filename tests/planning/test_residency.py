@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from muxserve.config import Fleet, FleetError, parse_fleet
-from muxserve.planning.fleet_planner import FleetPlanner
-from muxserve.planning.residency import (
+from muxserve.planning.specs.fleet_planner import FleetPlanner
+from muxserve.planning.specs.residency import (
     FLEET_BYTES,
     MODEL_BYTES,
     NoMemoryError,

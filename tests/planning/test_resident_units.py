@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muxserve.planning.resident_units import NoUnitError, resident_units
+from muxserve.planning.candidates.resident_units import NoUnitError, resident_units
 from placement.demand import Demand
 from placement.memory import MemoryRules, model_bytes
 from tests.placement.analytic import B7, B13, B30, B65

@@ -11,11 +11,11 @@ import pytest
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import GpuMachine as GpuMachine
-from muxserve.planning.checkpoints import CheckpointError, HuggingFaceHub
-from muxserve.planning.demands import batch_of, demands_of, gpu_batch, least_batch
-from muxserve.planning.fleet_planner import FleetPlanner
-from muxserve.planning.plan_file import save_plan
-from muxserve.planning.unit_plan import ResolvedUnit
+from muxserve.planning.demand.checkpoints import CheckpointError, HuggingFaceHub
+from muxserve.planning.demand.demands import batch_of, demands_of, gpu_batch, least_batch
+from muxserve.planning.specs.fleet_planner import FleetPlanner
+from muxserve.planning.specs.plan_file import save_plan
+from muxserve.planning.specs.unit_plan import ResolvedUnit
 from placement import Machine
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 

@@ -15,12 +15,12 @@ from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import GpuMachine as GpuMachine
 from muxserve.gpu.unit import GpuUnit
-from muxserve.planning.demands import demands_of
-from muxserve.planning.fleet_planner import FleetPlanner, NoRoomError, notes_of
-from muxserve.planning.gpus import pretended_gpus
-from muxserve.planning.plan_file import save_plan
-from muxserve.planning.specs import fleet_spec_of, planned_unit
-from muxserve.planning.unit_plan import ResolvedUnit, possible_units, units_at_start
+from muxserve.planning.demand.demands import demands_of
+from muxserve.planning.specs.fleet_planner import FleetPlanner, NoRoomError, notes_of
+from muxserve.planning.specs.gpus import pretended_gpus
+from muxserve.planning.specs.plan_file import save_plan
+from muxserve.planning.specs.unit_plan import ResolvedUnit, possible_units, units_at_start
+from muxserve.planning.specs.unit_specs import fleet_spec_of, planned_unit
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.scheduling.quotas import demand_weight

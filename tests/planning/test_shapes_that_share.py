@@ -9,12 +9,12 @@ import pytest
 from muxserve.config import load_fleet, parse_fleet
 from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import Gpu, GpuMachine
-from muxserve.planning.demands import cluster_of
-from muxserve.planning.fleet_planner import FleetPlanner
-from muxserve.planning.plan_file import save_plan
+from muxserve.planning.candidates.ways import WAYS, ways_of
+from muxserve.planning.demand.demands import cluster_of
 from muxserve.planning.planner import PlannedFleet, Planner, options_of
-from muxserve.planning.specs import planned_unit
-from muxserve.planning.ways import WAYS, ways_of
+from muxserve.planning.specs.fleet_planner import FleetPlanner
+from muxserve.planning.specs.plan_file import save_plan
+from muxserve.planning.specs.unit_specs import planned_unit
 from placement import Machine
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 

@@ -15,9 +15,10 @@ from muxserve.cli.simulate_places import PlacementSearch, places_of
 from muxserve.cluster.machine import usable_cores
 from muxserve.config import FleetError
 from muxserve.costs.roofline import Roofline
-from muxserve.planning import planner, prediction
-from muxserve.planning.plan_file import save_plan
-from muxserve.planning.prediction import Verified
+from muxserve.planning import planner
+from muxserve.planning.place import prediction
+from muxserve.planning.place.prediction import Verified
+from muxserve.planning.specs.plan_file import save_plan
 from muxserve.simulator import mode_of
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 

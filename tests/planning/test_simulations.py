@@ -10,8 +10,8 @@ import pytest
 
 from muxserve.costs.measured import TURN_SECONDS, ProfileModel
 from muxserve.costs.profile import Overheads, Profile
-from muxserve.planning import simulations
-from muxserve.planning.simulations import Simulations
+from muxserve.planning.place import simulations
+from muxserve.planning.place.simulations import Simulations
 from muxserve.simulator import Options, ReplicaRules, SimulationError, SimUnit, simulate
 from muxserve.simulator.result import FleetResult
 from muxserve.workload.trace import TraceRequest

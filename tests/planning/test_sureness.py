@@ -16,7 +16,7 @@ from muxserve.costs.roofline import Roofline
 from muxserve.costs.slower import Slower
 from muxserve.costs.sources import ERRORS, CostSource, CostsUsed
 from muxserve.costs.stages import costs_of_stages
-from muxserve.planning.sureness import Sureness, newly_short
+from muxserve.planning.report.sureness import Sureness, newly_short
 from tests.costs.models import SEVEN_B
 
 ROOT = Path(__file__).resolve().parents[2]

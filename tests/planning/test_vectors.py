@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from muxserve.cli.app import app
 from muxserve.config import load_fleet
-from muxserve.planning.plan_file import load_plan
+from muxserve.planning.specs.plan_file import load_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 BERT = {

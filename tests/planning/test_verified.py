@@ -10,8 +10,8 @@ import pytest
 
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
-from muxserve.planning.known_models import planned_architecture
-from muxserve.planning.prediction import SPARE, Trial, falls_short, predict, restated, verified
+from muxserve.planning.demand.known_models import planned_architecture
+from muxserve.planning.place.prediction import SPARE, Trial, falls_short, predict, restated, verified
 from placement.cluster import Cluster, Node
 from placement.demand import Demand
 from placement.objective import Objective

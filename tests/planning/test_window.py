@@ -13,12 +13,19 @@ from muxserve.cli.app import app
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.summary import summarise
-from muxserve.planning.contest import EQUAL, Rival, kept
-from muxserve.planning.document import warnings_of
-from muxserve.planning.known_models import planned_architecture
-from muxserve.planning.prediction import Prediction, Trial, predict
-from muxserve.planning.window import ANSWERS, RateWindow, longer_seconds, longest_of, longest_tokens, usual_seconds
-from muxserve.planning.workloads import loads_of
+from muxserve.planning.demand.known_models import planned_architecture
+from muxserve.planning.place.contest import EQUAL, Rival, kept
+from muxserve.planning.place.prediction import Prediction, Trial, predict
+from muxserve.planning.place.window import (
+    ANSWERS,
+    RateWindow,
+    longer_seconds,
+    longest_of,
+    longest_tokens,
+    usual_seconds,
+)
+from muxserve.planning.place.workloads import loads_of
+from muxserve.planning.report.document import warnings_of
 from placement.cluster import Cluster, Node
 from placement.demand import Demand
 from placement.objective import Objective

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from muxserve.planning.known_models import planned_architecture
-from muxserve.planning.workloads import DECLARED, WORKLOADS, Variation, loads_of
+from muxserve.planning.demand.known_models import planned_architecture
+from muxserve.planning.place.workloads import DECLARED, WORKLOADS, Variation, loads_of
 from muxserve.workload import generate
 from muxserve.workload.trace import TraceRequest
 from placement.demand import Demand

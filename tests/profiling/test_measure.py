@@ -22,8 +22,8 @@ from muxserve.costs.measured import ProfileModel
 from muxserve.costs.profile import Profile, load_profile
 from muxserve.engine.synthetic import Encoder, RequestsWanted
 from muxserve.memory import server
-from muxserve.planning.specs import unit_spec_of
-from muxserve.planning.unit_plan import resolve_unit
+from muxserve.planning.specs.unit_plan import resolve_unit
+from muxserve.planning.specs.unit_specs import unit_spec_of
 from muxserve.profiling import family, measure
 from muxserve.profiling.grid import Grid
 from muxserve.profiling.jobs import Bodies

@@ -27,8 +27,8 @@ from muxserve.cluster.units import PlannedUnit
 from muxserve.config import Fleet, parse_fleet
 from muxserve.gpu import mps
 from muxserve.net import sockets
-from muxserve.planning.fleet_planner import FleetPlanner
-from muxserve.planning.specs import planned_unit
+from muxserve.planning.specs.fleet_planner import FleetPlanner
+from muxserve.planning.specs.unit_specs import planned_unit
 from muxserve.spec import UnitEntry
 from placement import Machine
 from tests.gpu_control.fake_nvml import GIB

@@ -16,7 +16,7 @@ import pytest
 
 from muxserve.cluster.events import HOST, Failed
 from muxserve.cluster.units import write_unit_spec
-from muxserve.planning.specs import planned_unit
+from muxserve.planning.specs.unit_specs import planned_unit
 from muxserve.spec import load
 from tests.cluster.conftest import ROOT, alive
 from tests.cluster.host_client import HostClient

@@ -12,7 +12,7 @@ import pytest
 from muxserve.costs.architecture import split_layers
 from muxserve.costs.profile import Overheads
 from muxserve.costs.roofline import Roofline
-from muxserve.planning.known_models import planned_architecture
+from muxserve.planning.demand.known_models import planned_architecture
 from muxserve.rolling.member import LatencyTargets
 from muxserve.rolling.scheduler import RollingScheduler
 from muxserve.scheduling.token_throttling import OnePhase

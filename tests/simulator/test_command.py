@@ -11,8 +11,9 @@ from typer.testing import CliRunner, Result
 
 from muxserve.cli.app import app
 from muxserve.cli.simulate_places import Places
-from muxserve.planning import specs, window
-from muxserve.planning.plan_file import save_plan
+from muxserve.planning.place import window
+from muxserve.planning.specs import unit_specs
+from muxserve.planning.specs.plan_file import save_plan
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.simulator import MODES
@@ -196,8 +197,8 @@ models:
 
 
 def test_replicas_come_under_load_and_requests_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(specs, "ScalingRules", partial(ScalingRules, low=400, high=2000, hold=1.0))
-    monkeypatch.setattr(specs, "MigrationRules", partial(MigrationRules, 200, 400))
+    monkeypatch.setattr(unit_specs, "ScalingRules", partial(ScalingRules, low=400, high=2000, hold=1.0))
+    monkeypatch.setattr(unit_specs, "MigrationRules", partial(MigrationRules, 200, 400))
     file = tmp_path / "fleet.yaml"
     file.write_text(REPLICAS)
     load = ("--workload", "poisson:rate=4,duration=40,seed=1,max_prompt=400,max_output=400")

@@ -23,8 +23,8 @@ from muxserve.costs.measured import overheads_on
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.definitions import Objectives
 from muxserve.metrics.summary import Summary, summarise
-from muxserve.planning.device_pool import CPU, CpuPool, GpuPool
-from muxserve.planning.layouts import (
+from muxserve.planning.candidates.device_pool import CPU, GpuPool, Surroundings
+from muxserve.planning.candidates.layouts import (
     LayoutRequest,
     NoPlaceError,
     ReplicaLayout,
@@ -33,12 +33,12 @@ from muxserve.planning.layouts import (
     ring_of,
     wanted_of,
 )
-from muxserve.planning.residency import with_residency
-from muxserve.planning.simulations import Simulations
-from muxserve.planning.specs import levels_of, migration_of, scaling_of
-from muxserve.planning.unit_plan import as_unit_has
-from muxserve.planning.window import ANSWERS, RateWindow, longer_seconds, longest_of, longest_tokens
-from muxserve.planning.workloads import DECLARED, Variation, loads_of
+from muxserve.planning.place.simulations import Simulations
+from muxserve.planning.place.window import ANSWERS, RateWindow, longer_seconds, longest_of, longest_tokens
+from muxserve.planning.place.workloads import DECLARED, Variation, loads_of
+from muxserve.planning.specs.residency import with_residency
+from muxserve.planning.specs.unit_plan import as_unit_has
+from muxserve.planning.specs.unit_specs import levels_of, migration_of, scaling_of
 from muxserve.replicas.prefixes import dispatch_policy
 from muxserve.replicas.priorities import Levels
 from muxserve.replicas.scaling import ScalingRules
@@ -65,7 +65,6 @@ from muxserve.workload import ModelLoad, generate
 from muxserve.workload.trace import TraceRequest
 from placement.cluster import PlacedUnit, Placement
 from placement.demand import Demand
-from placement.memory import MemoryRules
 from placement.planner import ClusterPlan
 
 # Rolling replicas that prefill for less of their time than this are one too many, as for the live global scheduler.
@@ -74,16 +73,6 @@ SPARE = 1.25  # a model that falls short is planned for with so much more of its
 ATTEMPTS = 4
 # A rate of fewer requests is not told.
 _FEWEST_ENDED = 10
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What a placement does not say of the devices: `rules` for the memory of GPUs, bytes per second of the `network`
-    between their machines, and the `machine` whose CPU units may be on."""
-
-    rules: MemoryRules
-    network: float = NETWORK
-    machine: CpuPool | None = None
 
 
 @dataclass(frozen=True, slots=True)

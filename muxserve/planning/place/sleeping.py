@@ -18,11 +18,12 @@ from muxserve.gpu.budget import at_rest, pool_beside, resting_room
 from muxserve.gpu.unit import LEAST_POOL_PART
 from muxserve.metrics.definitions import Objectives
 from muxserve.metrics.summary import Summary, summarise
-from muxserve.planning.gpus import UNPLANNED, copier_bytes, resting_bytes
-from muxserve.planning.prediction import Simulated, Surroundings, simulated_of
-from muxserve.planning.residency import gpu_residency, gpu_wake_costs
-from muxserve.planning.resident_units import TPOT_SECONDS, TTFT_SECONDS, NoUnitError, resident_units
-from muxserve.planning.simulations import Simulations
+from muxserve.planning.candidates.device_pool import Surroundings
+from muxserve.planning.candidates.resident_units import TPOT_SECONDS, TTFT_SECONDS, NoUnitError, resident_units
+from muxserve.planning.place.prediction import Simulated, simulated_of
+from muxserve.planning.place.simulations import Simulations
+from muxserve.planning.specs.gpus import UNPLANNED, copier_bytes, resting_bytes
+from muxserve.planning.specs.residency import gpu_residency, gpu_wake_costs
 from muxserve.simulator import FleetResult, Options, ResidencyResult, mode_of, simulate
 from muxserve.spec import ResidencySpec, RestingSpec
 from muxserve.workload.trace import TraceRequest

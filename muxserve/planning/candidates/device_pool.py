@@ -10,7 +10,7 @@ from muxserve.config import AUTO, NETWORK
 from muxserve.costs.calibration import LINKS
 from muxserve.costs.devices import device
 from muxserve.costs.latency import EngineShape
-from muxserve.planning.layouts import (
+from muxserve.planning.candidates.layouts import (
     LayoutRequest,
     NoPlaceError,
     ReplicaLayout,
@@ -183,3 +183,13 @@ def cpu_pool(machine: Machine, cores: int | str, pool: int | str, ranks: int = 1
 
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a placement does not say of the devices: `rules` for the memory of GPUs, bytes per second of the `network`
+    between their machines, and the `machine` whose CPU units may be on."""
+
+    rules: MemoryRules
+    network: float = NETWORK
+    machine: CpuPool | None = None

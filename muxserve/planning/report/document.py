@@ -11,11 +11,11 @@ from typing import Any
 
 from muxserve.costs.sources import CostsUsed
 from muxserve.metrics.summary import Summary
-from muxserve.planning.contest import Rival, why
-from muxserve.planning.prediction import Prediction, ResidencyForecast, falls_short
-from muxserve.planning.sleeping import Outcome, SleepingForecast
-from muxserve.planning.ways import WAYS
-from muxserve.planning.window import ANSWERS, longest_of
+from muxserve.planning.candidates.ways import WAYS
+from muxserve.planning.place.contest import Rival, why
+from muxserve.planning.place.prediction import Prediction, ResidencyForecast, falls_short
+from muxserve.planning.place.sleeping import Outcome, SleepingForecast
+from muxserve.planning.place.window import ANSWERS, longest_of
 from muxserve.simulator import ResidencyResult
 from placement.cluster import PlacedUnit
 from placement.estimator import ModelEstimate, UnitEstimate

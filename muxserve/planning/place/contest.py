@@ -1,4 +1,4 @@
-"""Plans that compete: all are tried under all workloads (`planning.workloads`), and the best in the mean is taken.
+"""Plans that compete: all are tried under all workloads (`workloads`), and the best in the mean is taken.
 
 Estimates of different ways to serve are not comparable enough to choose by them, so simulation decides. All plans are
 simulated on a small part of the requests of one workload after another, and those that are far behind are left out on
@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from muxserve.planning.prediction import Prediction, falls_short
-from muxserve.planning.workloads import DECLARED, WORKLOADS, Variation
+from muxserve.planning.place.prediction import Prediction, falls_short
+from muxserve.planning.place.workloads import DECLARED, WORKLOADS, Variation
 from placement.planner import ClusterPlan
 
 # The part of the requests of each workload that all plans are looked at with, and where queues grow.

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from muxserve.config import Fleet
 from muxserve.costs.latency import LatencyModel
-from muxserve.planning.dedicated_units import OpenLayout, rearranged
-from muxserve.planning.layouts import is_open
-from muxserve.planning.prediction import Surroundings
+from muxserve.planning.candidates.dedicated_units import OpenLayout, rearranged
+from muxserve.planning.candidates.device_pool import Surroundings
+from muxserve.planning.candidates.layouts import is_open
 from placement.cluster import PlacedUnit
 from placement.planner import ClusterPlan, ModeName
 

@@ -3,7 +3,7 @@
 The layout of such a model follows a rule: of the layouts that leave the fewest devices idle, the one that serves most
 by the costs of its steps, and of equal ones the one with the fewest devices per replica. `divide_gpus` and `divide_cpu`
 give devices to the models whose file says so. `rearranged` lays out models that leave their engines open on the
-GPUs that they have in a plan, for the contest of `planning.contest`.
+GPUs that they have in a plan, for the contest of `planning.place.contest`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import NamedTuple
 from muxserve.config import Fleet, Model
 from muxserve.costs.devices import device
 from muxserve.costs.latency import CostError, LatencyModel
-from muxserve.planning.device_pool import CpuPool, GpuPool
-from muxserve.planning.layouts import (
+from muxserve.planning.candidates.device_pool import CpuPool, GpuPool, Surroundings
+from muxserve.planning.candidates.layouts import (
     DevicePool,
     LayoutRequest,
     NoPlaceError,
@@ -27,8 +27,7 @@ from muxserve.planning.layouts import (
     says_nothing,
     wanted_of,
 )
-from muxserve.planning.one_engine import OneEngine
-from muxserve.planning.prediction import Surroundings
+from muxserve.planning.candidates.one_engine import OneEngine
 from placement.candidates import Candidates
 from placement.cluster import ROLLING, Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand, Member, Mesh
@@ -334,7 +333,7 @@ def divide_gpus(
 
 def divide_cpu(fleet: Fleet, demands: Sequence[Demand], pool: CpuPool, latency: LatencyModel) -> ArrangedFleet:
     """The models of one engine on the CPU of one machine, each as if it were there alone. The machine stands
-    for as many devices as there are units; which those are is not said yet (`planning.this_machine`)."""
+    for as many devices as there are units; which those are is not said yet (`planning.place.this_machine`)."""
 
     def take(_: DevicePool, layout: ReplicaLayout) -> tuple[tuple[int, ...], ...]:
         return ((0,),) * layout.replicas

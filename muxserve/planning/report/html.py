@@ -18,9 +18,9 @@ from muxserve.metrics.page import (
     plot,
     share_axis,
 )
-from muxserve.planning.document import SweepPoint, needed, warnings_of
-from muxserve.planning.layouts import shape_words
-from muxserve.planning.prediction import Prediction
+from muxserve.planning.candidates.layouts import shape_words
+from muxserve.planning.place.prediction import Prediction
+from muxserve.planning.report.document import SweepPoint, needed, warnings_of
 from placement.cluster import PlacedUnit
 from placement.estimator import UnitEstimate
 from placement.format import format_seconds, format_size

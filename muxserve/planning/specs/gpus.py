@@ -13,10 +13,10 @@ from muxserve.costs.roofline import Roofline
 from muxserve.gpu.budget import estimated
 from muxserve.gpu.nvml import Gpu, GpuChoiceError, GpuMachine, choose, device_name
 from muxserve.gpu.unit import GpuUnit, SmShares
-from muxserve.planning.checkpoints import Hub
-from muxserve.planning.demands import demands_of
-from muxserve.planning.layouts import stages_of
-from muxserve.planning.private import private_because
+from muxserve.planning.candidates.layouts import stages_of
+from muxserve.planning.demand.checkpoints import Hub
+from muxserve.planning.demand.demands import demands_of
+from muxserve.planning.demand.private import private_because
 from muxserve.spec import SmSharing
 from muxserve.spec.unit import share_steps
 from placement.candidates import Candidates

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from muxserve.costs.latency import EngineShape, LatencyModel
 from muxserve.costs.sources import CostsUsed, source_of
-from muxserve.planning.device_pool import CPU
+from muxserve.planning.candidates.device_pool import CPU
 from placement.cluster import Placement
 from placement.demand import Demand
 

@@ -11,13 +11,13 @@ from typing import NoReturn
 from muxserve.cluster.machine import this_machine
 from muxserve.config import Fleet
 from muxserve.costs.latency import LatencyModel
-from muxserve.planning.dedicated_units import ArrangedFleet, DedicatedModel, Divided
-from muxserve.planning.device_pool import CPU, CpuPool
-from muxserve.planning.fleet_planner import FleetPlanner, notes_of
-from muxserve.planning.layouts import wanted_of
-from muxserve.planning.one_engine import OneEngine
-from muxserve.planning.residency import residency_of
-from muxserve.planning.unit_plan import ResolvedUnit
+from muxserve.planning.candidates.dedicated_units import ArrangedFleet, DedicatedModel, Divided
+from muxserve.planning.candidates.device_pool import CPU, CpuPool
+from muxserve.planning.candidates.layouts import wanted_of
+from muxserve.planning.candidates.one_engine import OneEngine
+from muxserve.planning.specs.fleet_planner import FleetPlanner, notes_of
+from muxserve.planning.specs.residency import residency_of
+from muxserve.planning.specs.unit_plan import ResolvedUnit
 from muxserve.spec import ResidencySpec
 from placement import Machine, planner
 from placement.candidates import Candidates

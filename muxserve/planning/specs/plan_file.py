@@ -15,7 +15,7 @@ from muxserve.config.loader import problems_of, read_text
 from muxserve.config.problems import KeyPath, did_you_mean
 from muxserve.config.source import Source, parse_yaml
 from muxserve.config.values import NAME_PATTERN, PolicyName, Section
-from muxserve.planning.device_pool import CPU
+from muxserve.planning.candidates.device_pool import CPU
 from muxserve.spec import ShapeName
 from placement.cluster import ROLLING, Cluster, Node, PlacedModel, PlacedUnit, Placement
 

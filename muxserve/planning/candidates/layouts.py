@@ -3,7 +3,7 @@ is simulated, and what is reported of it.
 
 Such a model has one engine of both phases in each replica. Its layers may be split over several stages, with
 micro-batches in flight (gLLM), or its prefill rolls over the replicas (EcoServe). Device pools
-(`planning.device_pool`) enumerate layouts. Models that share their devices are laid out by the planner.
+(`planning.candidates.device_pool`) enumerate layouts. Models that share their devices are laid out by the planner.
 """
 
 from __future__ import annotations

@@ -23,10 +23,10 @@ from muxserve.costs.profile import EngineProfile, ProfiledModel
 from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import device_name
 from muxserve.gpu.unit import GpuUnit
-from muxserve.planning.demands import CPU_BATCH, batch_of
-from muxserve.planning.device_pool import CPU
-from muxserve.planning.residency import hibernation_of, host_copies_of
-from muxserve.planning.unit_plan import ResolvedUnit
+from muxserve.planning.candidates.device_pool import CPU
+from muxserve.planning.demand.demands import CPU_BATCH, batch_of
+from muxserve.planning.specs.residency import hibernation_of, host_copies_of
+from muxserve.planning.specs.unit_plan import ResolvedUnit
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import Level
 from muxserve.replicas.scaling import ScalingRules

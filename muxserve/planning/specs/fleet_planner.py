@@ -26,7 +26,10 @@ from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import Gpu, GpuChoiceError, choose
 from muxserve.gpu.nvml import GpuMachine as GpuMachine
 from muxserve.gpu.unit import LEAST_POOL_PART, GpuUnit
-from muxserve.planning.checkpoints import (
+from muxserve.planning.candidates.device_pool import CPU
+from muxserve.planning.candidates.layouts import is_open
+from muxserve.planning.candidates.resident_units import NoUnitError, resident_units
+from muxserve.planning.demand.checkpoints import (
     CheckpointError,
     Hub,
     HuggingFaceHub,
@@ -34,13 +37,11 @@ from muxserve.planning.checkpoints import (
     fetch,
     without_chat_template,
 )
-from muxserve.planning.demands import demands_of
-from muxserve.planning.device_pool import CPU
-from muxserve.planning.gpus import gpu_unit, resident_rules
-from muxserve.planning.joining import Joined, Joining, NoRoomError, remaining_capacity, same_table
-from muxserve.planning.layouts import is_open
-from muxserve.planning.plan_file import load_plan
-from muxserve.planning.residency import (
+from muxserve.planning.demand.demands import demands_of
+from muxserve.planning.specs.gpus import gpu_unit, resident_rules
+from muxserve.planning.specs.joining import Joined, Joining, NoRoomError, remaining_capacity, same_table
+from muxserve.planning.specs.plan_file import load_plan
+from muxserve.planning.specs.residency import (
     NoMemoryError,
     as_declared,
     cpu_wake_costs,
@@ -49,9 +50,7 @@ from muxserve.planning.residency import (
     within_limit,
     without_model,
 )
-from muxserve.planning.resident_units import NoUnitError, resident_units
-from muxserve.planning.specs import planned_unit, scaling_of, settings_of
-from muxserve.planning.unit_plan import (
+from muxserve.planning.specs.unit_plan import (
     ResolvedUnit,
     UnitModels,
     arranged,
@@ -68,6 +67,7 @@ from muxserve.planning.unit_plan import (
     who_replicates,
     wrong,
 )
+from muxserve.planning.specs.unit_specs import planned_unit, scaling_of, settings_of
 from muxserve.spec import FleetSpec, ResidencySpec, SimulatedSpec, UnitEntry, UnitSpec
 from placement import Machine, pool_groups
 from placement.cluster import PlacedUnit
@@ -355,7 +355,7 @@ class FleetPlanner:
         return replace(plan, name=name)
 
     def joined(self, planned: PlannedUnit, model: str, running: FleetSpec) -> Joined:
-        """A running unit, started as `planned`, that has the declared model, too (`planning.joining`). A model that is
+        """A running unit, started as `planned`, that has the declared model, too (`joining`). A model that is
         served elsewhere is as it is there.
 
         Raises:

@@ -25,7 +25,7 @@ from muxserve.config.checks import KV_CACHE_TYPES, lacks_weights
 from muxserve.config.problems import closest, shown
 from muxserve.costs.architecture import ModelArchitecture, StoredWeights, UnsupportedModelError, read_architecture
 from muxserve.costs.language_models import is_of_language_model, language_model
-from muxserve.planning.hub_reach import reachable
+from muxserve.planning.demand.hub_reach import reachable
 from muxserve.vllm.known import unknown
 from muxserve.vllm.pin import VLLM_VERSION
 

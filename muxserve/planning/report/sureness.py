@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from muxserve.costs.sources import ERRORS, CostSource
-from muxserve.planning.prediction import Prediction
+from muxserve.planning.place.prediction import Prediction
 from placement.format import enumerate_words
 
 

@@ -22,7 +22,7 @@ from muxserve.costs.calibration import host_bandwidth
 from muxserve.gpu.budget import at_rest
 from muxserve.gpu.nvml import device_name
 from muxserve.gpu.unit import GpuUnit
-from muxserve.planning.unit_plan import ResolvedUnit
+from muxserve.planning.specs.unit_plan import ResolvedUnit
 from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts
 from muxserve.scheduling.turns import TurnRules
 from muxserve.simulator import SimResidency, SimUnit

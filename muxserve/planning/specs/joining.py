@@ -20,11 +20,11 @@ from muxserve.costs.profile import EngineProfile
 from muxserve.gpu.budget import Needs
 from muxserve.gpu.nvml import GpuMachine
 from muxserve.gpu.unit import GpuPlan, GpuUnit, SmShares
-from muxserve.planning.checkpoints import CheckpointError, Hub, architecture_of
-from muxserve.planning.demands import batch_of, least_batch
-from muxserve.planning.gpus import gpu_unit
-from muxserve.planning.specs import predicted_costs, unit_spec_of
-from muxserve.planning.unit_plan import ResolvedUnit, like, model_demands, on_gpus, resolve_unit, with_batch
+from muxserve.planning.demand.checkpoints import CheckpointError, Hub, architecture_of
+from muxserve.planning.demand.demands import batch_of, least_batch
+from muxserve.planning.specs.gpus import gpu_unit
+from muxserve.planning.specs.unit_plan import ResolvedUnit, like, model_demands, on_gpus, resolve_unit, with_batch
+from muxserve.planning.specs.unit_specs import predicted_costs, unit_spec_of
 from muxserve.spec import ModelSpec, PoolSpec, UnitSpec
 from placement import Machine, ModelDemand, PlanError, plan_unit
 from placement.format import enumerate_words, format_size

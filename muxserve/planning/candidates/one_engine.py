@@ -12,7 +12,7 @@ from muxserve.costs.architecture import split_layers
 from muxserve.costs.latency import LatencyModel
 from muxserve.costs.stages import costs_of_stages
 from muxserve.costs.step_costs import StepCosts, StepWork
-from muxserve.planning.layouts import LayoutRequest, SimulatedLayout
+from muxserve.planning.candidates.layouts import LayoutRequest, SimulatedLayout
 from placement.candidates import MEETS
 from placement.demand import Demand, Member
 from placement.estimator import ModelEstimate

@@ -17,15 +17,15 @@ from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.calibration import graphs_of
 from muxserve.costs.devices import device
 from muxserve.costs.latency import CostError
-from muxserve.planning.checkpoints import (
+from muxserve.planning.demand.checkpoints import (
     CheckpointError,
     Hub,
     HuggingFaceHub,
     architecture_of,
     kv_cache_of,
 )
-from muxserve.planning.known_models import known_config, planned_architecture
-from muxserve.planning.private import private_because
+from muxserve.planning.demand.known_models import known_config, planned_architecture
+from muxserve.planning.demand.private import private_because
 from muxserve.workload import Context
 from placement.cluster import Cluster, Node, ShapeName
 from placement.demand import Demand

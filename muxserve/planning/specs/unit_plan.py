@@ -17,11 +17,17 @@ from muxserve.costs.architecture import ModelArchitecture, split_layers
 from muxserve.gpu.budget import BudgetError
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.unit import GpuPlan, GpuUnit
-from muxserve.planning.checkpoints import CheckpointError, Hub, HuggingFaceHub, architecture_of, without_chat_template
-from muxserve.planning.demands import CPU_BATCH, Batch, batch_of, least_batch, no_choice
-from muxserve.planning.device_pool import CPU
-from muxserve.planning.layouts import stages_of
-from muxserve.planning.private import LOST, private_because, unpooled
+from muxserve.planning.candidates.device_pool import CPU
+from muxserve.planning.candidates.layouts import stages_of
+from muxserve.planning.demand.checkpoints import (
+    CheckpointError,
+    Hub,
+    HuggingFaceHub,
+    architecture_of,
+    without_chat_template,
+)
+from muxserve.planning.demand.demands import CPU_BATCH, Batch, batch_of, least_batch, no_choice
+from muxserve.planning.demand.private import LOST, private_because, unpooled
 from muxserve.spec import ModelSpec, PolicyName
 from muxserve.vllm.quantisation import beyond_cores, uncomputable, unshareable
 from placement import Machine, ModelDemand, PlanError, PlanProblem, UnitPlan, plan_unit

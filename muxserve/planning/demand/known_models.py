@@ -16,7 +16,7 @@ from muxserve.config.problems import closest
 from muxserve.costs.architecture import ModelArchitecture, UnsupportedModelError, read_architecture
 from muxserve.costs.kernels import PACKAGE, package_version
 from muxserve.costs.language_models import language_model
-from muxserve.planning.checkpoints import Hub, read_config
+from muxserve.planning.demand.checkpoints import Hub, read_config
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 # Parts of names that say what a model was trained for, and not what it is made of.
