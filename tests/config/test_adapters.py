@@ -39,11 +39,6 @@ def test_what_cannot_be_served_is_refused_with_the_reason(config: dict[str, Any]
         rank_of(adapter(tmp_path / "a", **config))
 
 
-def test_a_directory_without_an_adapter(tmp_path: Path) -> None:
-    with pytest.raises(AdapterError, match=r"has no adapter_config\.json; give the directory of a LoRA adapter"):
-        rank_of(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("ranks", "options", "slots"),
     [

@@ -102,7 +102,7 @@ def indexed(*names: str) -> Callable[[Path], None]:
         (fifo(WEIGHTS), "model.safetensors is a FIFO, not a regular file"),
         (fifo("more.safetensors"), "more.safetensors is a FIFO, not a regular file"),
         (fifo("optimizer.pt"), "optimizer.pt is a FIFO, not a regular file"),
-        (fifo("config.json"), "has no config.json"),
+        (fifo("config.json"), "has no config.json; is it a Hugging Face checkpoint?"),
         (fifo("generation_config.json"), "generation_config.json is a FIFO, not a regular file"),
         (dangling("chat_template.jinja"), "chat_template.jinja is a link to /nowhere/at/all, which is not there"),
         (indexed(WEIGHTS, "model-2.safetensors"), "model-2.safetensors is not there"),

@@ -258,19 +258,8 @@ def test_a_gguf_file_given_for_a_directory_or_a_format(base: Path) -> None:
         assert "cannot load gguf" in problem
 
 
-def test_a_directory_without_config(base: Path) -> None:
-    (base / "a/config.json").unlink()
-    assert "has no config.json; is it a Hugging Face checkpoint?" in problems(ONE, base)[0]
-
-
 def test_an_anchor_that_contains_itself_is_refused(base: Path) -> None:
     assert problems("models: &m\n  - *m\n", base)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("depth", [100, 5000])
-def test_deep_nesting_is_refused(depth: int, base: Path) -> None:
-    assert "nested too deeply" in "".join(problems("models: " + "[" * depth + "]" * depth, base))
 
 
 def test_aliases_that_multiply_are_refused(base: Path) -> None:
