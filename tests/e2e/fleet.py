@@ -34,14 +34,15 @@ def fleet_file(
     model_changes: dict[str, Any] | None = None,
     changes_of: dict[str, dict[str, Any]] | None = None,
     without: Collection[str] = (),
+    source: Path = QUICKSTART,
     **changes: Any,
 ) -> Path:
-    """The quickstart fleet with changes of every model, of some by name, and of the fleet, and without some models;
-    model paths made absolute."""
-    fleet = yaml.safe_load(QUICKSTART.read_text())
+    """The quickstart fleet, or that of another file, with changes of every model, of some by name, and of the fleet;
+    without some models, and with absolute paths of the others."""
+    fleet = yaml.safe_load(source.read_text())
     fleet["models"] = [model for model in fleet["models"] if model["name"] not in without]
     for model in fleet["models"]:
-        model["path"] = str((QUICKSTART.parent / model["path"]).resolve())
+        model["path"] = str((source.parent / model["path"]).resolve())
         model["limits"] = {"max_wait": "none"}  # the tests mean to queue, on machines that are busy otherwise
         model.update(model_changes or {})
         model.update((changes_of or {}).get(model["name"], {}))

@@ -16,6 +16,12 @@ from tests.support.patience import PATIENCE, pauses
 Answer = dict[str, Any]
 
 
+def greedy(question: str, tokens: int) -> dict[str, Any]:
+    """A chat whose answer has so many tokens, the same ones every time."""
+    messages = [{"role": "user", "content": question}]
+    return {"messages": messages, "max_tokens": tokens, "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
 async def stream_chat(client: openai.AsyncOpenAI, model: str, request: dict[str, Any]) -> Answer:
     """One streamed answer: its text, finish reason and usage as the client saw them."""
     text, finish, usage = "", None, None

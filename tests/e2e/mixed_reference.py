@@ -75,19 +75,20 @@ def messages(index: int) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
+def stock(path: Path, **options: Any) -> Any:
+    """Stock vLLM with that model."""
+    from vllm import LLM
+
+    sizes = {"max_model_len": MAX_LEN, "kv_cache_memory_bytes": 64 << 20}
+    return LLM(str(path), dtype="float32", enforce_eager=True, **sizes, **options)
+
+
 def seen() -> list[str]:
     """What is answered to each chat."""
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
-    llm = LLM(
-        str(tiny_checkpoint("idefics3")),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=MAX_LEN,
-        max_num_batched_tokens=MAX_LEN,
-        limit_mm_per_prompt={"image": 2},
-        kv_cache_memory_bytes=64 << 20,
-    )
+    images = {"limit_mm_per_prompt": {"image": 2}}
+    llm = stock(tiny_checkpoint("idefics3"), max_num_batched_tokens=MAX_LEN, **images)
     found = []
     for index in range(len(CHATS)):
         params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, **sampling(index))
@@ -116,19 +117,10 @@ def adapter(name: str) -> Path:
 
 def generated() -> dict[str, Any]:
     """The texts of all prompts, by adapter; "": with none. Each by itself."""
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    llm = LLM(
-        str(ROOT / "configs/models" / GENERATING),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=MAX_LEN,
-        enable_lora=True,
-        max_loras=2,
-        max_lora_rank=16,
-        kv_cache_memory_bytes=64 << 20,
-    )
+    llm = stock(ROOT / "configs/models" / GENERATING, enable_lora=True, max_loras=2, max_lora_rank=16)
     found = {}
     for number, name in enumerate(["", *ADAPTERS]):
         lora = LoRARequest(name, number, str(adapter(name))) if name else None
@@ -148,22 +140,13 @@ def generated() -> dict[str, Any]:
 
 def answers(path: Path) -> dict[str, Any]:
     """Each text by itself, as nothing but its own tokens decides what comes of it. `path` is a model's name."""
-    from vllm import LLM
-
     model = path.name
     if model == GENERATING:
         return generated()
     if model == SEEING:
         return {"texts": seen()}
-    llm = LLM(
-        str(checkpoint(model)),
-        **{"runner": "pooling", **OPTIONS.get(model, {})},
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=MAX_LEN,
-        max_num_batched_tokens=MAX_LEN,
-        kv_cache_memory_bytes=64 << 20,
-    )
+    options = {"runner": "pooling", **OPTIONS.get(model, {})}
+    llm = stock(checkpoint(model), max_num_batched_tokens=MAX_LEN, **options)
     task = llm.pooling_task
     pooled = [llm.encode([text], pooling_task=task, use_tqdm=False)[0].outputs.data.tolist() for text in TEXTS]
     if model == "judge":  # it has no one score

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from tests.e2e.fleet import ROOT, Fleet
+from tests.e2e.fleet import Fleet
 from tests.e2e.load import Load
-from tests.support.patience import PATIENCE
 
 
 def units(fleet: Fleet) -> dict[str, dict[str, Any]]:
@@ -64,13 +62,7 @@ def run_directory(fleet: Fleet) -> Path:
 
 def command(fleet: Fleet, *words: str) -> subprocess.CompletedProcess[str]:
     """A command on this fleet, as its user would run it."""
-    return subprocess.run(
-        [sys.executable, "-m", "muxserve.cli.app", *words, "--fleet", run_directory(fleet).name],
-        capture_output=True,
-        text=True,
-        timeout=4 * PATIENCE,
-        cwd=ROOT,
-    )
+    return fleet.command(*words, "--fleet", run_directory(fleet).name)
 
 
 def kill_all(processes: list[psutil.Process]) -> None:

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from tests.e2e.fleet import ROOT, Fleet, running
-from tests.e2e.load import stream_chat, until
+from tests.e2e.load import greedy, stream_chat, until
 from tests.e2e.reference import requests_for
 from tests.support import preloaded
 from tests.support.patience import PATIENCE, eventually
@@ -88,16 +88,7 @@ async def keep_asking(fleet: Fleet, stop: asyncio.Event) -> list[str]:
     """Answers to the same question, one after the other, until `stop`; any failure is raised."""
     client, answers = fleet.async_client(), []
     while not stop.is_set():
-        messages: Any = [{"role": "user", "content": "What is 14 plus 29?"}]
-        stream = await client.chat.completions.create(
-            model="arithmetic",
-            messages=messages,
-            max_tokens=48,
-            temperature=0,
-            stream=True,
-            extra_body={"ignore_eos": True},
-        )
-        answers.append("".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]))
+        answers.append((await stream_chat(client, "arithmetic", greedy("What is 14 plus 29?", 48)))["text"])
     return answers
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import yaml
 
 from muxserve.control.client import ControlClient, RunningFleet
 from muxserve.control.messages import Done, DrainUnit
-from tests.e2e.fleet import ROOT, START_SECONDS, Fleet, running
+from tests.e2e.fleet import ROOT, START_SECONDS, Fleet, fleet_file, running
 from tests.e2e.load import Load, ask_each, until
 from tests.e2e.several import busy_unit, command, kill_all, of_model, processes_of, run_directory, units
 from tests.support import preloaded
@@ -24,18 +23,6 @@ MODEL = "arithmetic"
 # More than one replica holds, and enough to see that all is well again.
 COUNT, FEW = 48, 8
 ALL = {f"u{n}": {f"{MODEL}/both"} for n in range(3)}
-
-
-def configured(name: str, directory: Path, **changes: Any) -> Path:
-    """A fleet file of `configs/` with changes, to be deployed from elsewhere."""
-    source = ROOT / "configs" / name
-    fleet = yaml.safe_load(source.read_text())
-    for model in fleet["models"]:
-        model["path"] = str((source.parent / model["path"]).resolve())
-        model["limits"] = {"max_wait": "none"}
-    path = directory / "fleet.yaml"
-    path.write_text(yaml.safe_dump({**fleet, **changes}))
-    return path
 
 
 def engines(fleet: Fleet) -> dict[str, set[str]]:
@@ -53,7 +40,8 @@ def exported(fleet: Fleet, name: str) -> float:
 @pytest.fixture(scope="module")
 def rolling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     # One replica does not hold all of the load, so that it has to roll on.
-    path = configured("rolling.yaml", tmp_path_factory.mktemp("rolling"), kv_pool={"size": "8MiB"})
+    directory, source = tmp_path_factory.mktemp("rolling"), ROOT / "configs/rolling.yaml"
+    path = fleet_file(directory, source=source, kv_pool={"size": "8MiB"})
     # Decodes move to replicas whose own are in time, also on a machine that has much else to do.
     fleet = yaml.safe_load(path.read_text())
     fleet["models"][0]["slo"]["tpot_ms"] = 2000
@@ -170,7 +158,7 @@ async def test_decodes_of_a_drained_replica_move_within_the_ring(rolling: Fleet)
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    path = configured("pipeline.yaml", tmp_path_factory.mktemp("pipeline"))
+    path = fleet_file(tmp_path_factory.mktemp("pipeline"), source=ROOT / "configs/pipeline.yaml")
     with running(path, start=preloaded.start) as deployed:
         yield deployed
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import yaml
 
 from muxserve.net.process_memory import memory_of
 from tests.e2e.fleet import Fleet, running
-from tests.e2e.load import until
+from tests.e2e.load import greedy, stream_chat, until
 from tests.e2e.several import command
 from tests.support.fresh_metrics import fresh_metrics
 from tests.support.patience import PATIENCE
@@ -77,18 +75,7 @@ async def answers(fleet: Fleet, rounds: int = 1, names: Sequence[str] = NAMES) -
     async with fleet.async_client() as client:
 
         async def ask(name: str) -> tuple[str, str]:
-            text = ""
-            stream = await client.chat.completions.create(
-                model=name,
-                messages=[{"role": "user", "content": PROMPT}],
-                max_tokens=8,
-                temperature=0,
-                stream=True,
-                extra_body={"ignore_eos": True},
-            )
-            async for chunk in stream:
-                text += "".join(choice.delta.content or "" for choice in chunk.choices)
-            return name, text
+            return name, (await stream_chat(client, name, greedy(PROMPT, 8)))["text"]
 
         return list(await asyncio.gather(*(ask(name) for _ in range(rounds) for name in names)))
 
@@ -237,9 +224,7 @@ def test_models_come_and_go(fleet: Fleet, said: dict[str, str], tmp_path: Path) 
 def test_memory_decides_and_says_so(fleet: Fleet) -> None:
     if not total(fleet, "evictions"):
         asyncio.run(answers(fleet))  # seven models, and no room for all
-    status = subprocess.run(
-        [sys.executable, "-m", "muxserve.cli.app", "status", "--url", fleet.url], capture_output=True, text=True
-    )
+    status = fleet.command("status", "--url", fleet.url)
     assert status.returncode == 0, status.stderr
     assert "memory: " in status.stdout
     assert "put to sleep" in status.stdout

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +13,7 @@ import pytest
 import yaml
 
 from tests.e2e.fleet import Fleet, running
-from tests.e2e.load import until
+from tests.e2e.load import greedy, stream_chat, until
 from tests.support.patience import PATIENCE
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
@@ -77,17 +75,7 @@ async def answers(fleet: Fleet, names: list[str], tokens: int = TOKENS) -> Answe
     async with fleet.async_client() as client:
 
         async def ask(name: str, prompt: str) -> str:
-            text = ""
-            stream = await client.chat.completions.create(
-                model=name,
-                messages=[{"role": "user", "content": prompt}],
-                max_tokens=tokens,
-                temperature=0,
-                stream=True,
-                extra_body={"ignore_eos": True},
-            )
-            async for chunk in stream:
-                text += "".join(choice.delta.content or "" for choice in chunk.choices)
+            text: str = (await stream_chat(client, name, greedy(prompt, tokens)))["text"]
             return text
 
         asked = list(itertools.product(names, PROMPTS))
@@ -178,8 +166,6 @@ async def test_whoever_is_killed_during_a_turn_answers_are_the_same(fleet: Fleet
 
 @pytest.mark.thorough
 def test_status_tells_whose_turn_it_is(fleet: Fleet) -> None:
-    status = subprocess.run(
-        [sys.executable, "-m", "muxserve.cli.app", "status", "--url", fleet.url], capture_output=True, text=True
-    )
+    status = fleet.command("status", "--url", fleet.url)
     assert status.returncode == 0, status.stderr
     assert "turns: nobody; next: nobody; " in status.stdout

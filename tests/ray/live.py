@@ -20,7 +20,7 @@ import openai
 import psutil
 import yaml
 
-from tests.e2e.fleet import QUICKSTART, Fleet, running
+from tests.e2e.fleet import QUICKSTART, Fleet, fleet_file, running
 from tests.ray.cluster import Nodes, nodes
 from tests.support.patience import PATIENCE
 
@@ -30,19 +30,11 @@ STREAMS, TOKENS = 8, 200
 TRIES = 20
 
 
-def fleet_file(directory: Path, address: str) -> Path:
+def fleet_of_two(directory: Path, address: str) -> Path:
     """One model of the quickstart, twice."""
-    fleet = yaml.safe_load(QUICKSTART.read_text())
-    model = next(each for each in fleet["models"] if each["name"] == MODEL)
-    model["path"] = str((QUICKSTART.parent / model["path"]).resolve())
-    model["replicas"] = 2
-    model["limits"] = {"max_wait": "none"}
-    fleet["models"] = [model]
-    fleet["kv_pool"] = {"size": "64MiB"}
-    fleet["cluster"] = {"cores": 1, "launcher": "ray", "ray": {"address": address}}
-    path = directory / "fleet.yaml"
-    path.write_text(yaml.safe_dump(fleet))
-    return path
+    cluster = {"cores": 1, "launcher": "ray", "ray": {"address": address}}
+    others = ("atlas", "frontdesk")
+    return fleet_file(directory, {"replicas": 2}, without=others, kv_pool={"size": "64MiB"}, cluster=cluster)
 
 
 def units(fleet: Fleet) -> list[dict[str, Any]]:
@@ -150,7 +142,7 @@ def main() -> None:
             for host in (ONE, OTHER):
                 cluster.add(host, 1)
             say("two nodes")
-            with running(fleet_file(Path(directory), cluster.address), seconds=240) as fleet:
+            with running(fleet_of_two(Path(directory), cluster.address), seconds=240) as fleet:
                 say("a fleet of two units")
                 # A unit answers before its engines are up.
                 fleet.wait(lambda: len(engines_up(fleet)) == 4, 240, "up in both units")
