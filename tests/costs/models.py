@@ -8,7 +8,7 @@ from muxserve.costs.architecture import ModelArchitecture
 def llama(
     layers: int = 32, hidden: int = 4096, heads: int = 32, kv_heads: int = 32, **changes: object
 ) -> ModelArchitecture:
-    """LLaMA 7B unless changed."""
+    """LLaMA 7B unless changed; its longest sequence is its default, too."""
     values: dict[str, object] = {
         "name": "LlamaForCausalLM",
         "layers": layers,
@@ -19,10 +19,10 @@ def llama(
         "intermediate": 11008,
         "vocab": 32000,
         "max_len": 4096,
-        "default_max_len": 4096,
         "dtype": "float16",
+        **changes,
     }
-    return ModelArchitecture(**{**values, **changes})  # type: ignore[arg-type]
+    return ModelArchitecture(**{"default_max_len": values["max_len"], **values})  # type: ignore[arg-type]
 
 
 SEVEN_B = llama()

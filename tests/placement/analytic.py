@@ -13,6 +13,7 @@ from placement.cluster import Cluster, Node
 from placement.demand import Demand
 from placement.engines import Engines
 from placement.estimator import Estimator
+from tests.costs.models import llama
 
 GIB = 1 << 30
 MEMORY = {"big": 80 * GIB, "small": 24 * GIB}
@@ -84,26 +85,10 @@ class Analytic:
         return [max(1.0, asked) if self.interference else 1.0] * len(loads)
 
 
-def llama(name: str, layers: int, heads: int, hidden: int, intermediate: int) -> ModelArchitecture:
-    return ModelArchitecture(
-        name=name,
-        layers=layers,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=128,
-        hidden=hidden,
-        intermediate=intermediate,
-        vocab=32000,
-        max_len=4096,
-        default_max_len=4096,
-        dtype="float16",
-    )
-
-
-B7 = llama("7b", 32, 32, 4096, 11008)
-B13 = llama("13b", 40, 40, 5120, 13824)
-B30 = llama("30b", 60, 52, 6656, 17920)
-B65 = llama("65b", 80, 64, 8192, 22016)
+B7 = llama(name="7b", layers=32, heads=32, kv_heads=32, hidden=4096, intermediate=11008)
+B13 = llama(name="13b", layers=40, heads=40, kv_heads=40, hidden=5120, intermediate=13824)
+B30 = llama(name="30b", layers=60, heads=52, kv_heads=52, hidden=6656, intermediate=17920)
+B65 = llama(name="65b", layers=80, heads=64, kv_heads=64, hidden=8192, intermediate=22016)
 
 
 def demand(name: str, architecture: ModelArchitecture = B7, rate: float = 1.0, **more: object) -> Demand:

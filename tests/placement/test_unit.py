@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from muxserve.costs.architecture import ModelArchitecture
 from placement import Machine, ModelDemand, PlanError, UnitPlan, awake_together, plan_unit
+from tests.costs.models import llama
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -18,19 +19,8 @@ MACHINE = Machine(cores=2, memory_bytes=24 * GIB, shared_memory_bytes=12 * GIB)
 
 def architecture(layers: int = 4, kv_heads: int = 4, head_dim: int = 64, max_len: int = 2048) -> ModelArchitecture:
     hidden = 4 * head_dim
-    return ModelArchitecture(
-        "LlamaForCausalLM",
-        layers=layers,
-        heads=4,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        hidden=hidden,
-        intermediate=4 * hidden,
-        vocab=512,
-        max_len=max_len,
-        default_max_len=max_len,
-        dtype="float32",
-    )
+    sizes = {"layers": layers, "heads": 4, "kv_heads": kv_heads, "head_dim": head_dim, "max_len": max_len}
+    return llama(hidden=hidden, intermediate=4 * hidden, vocab=512, dtype="float32", **sizes)
 
 
 def demand(name: str, rate: float = 1.0, asked: int | None = None, **shape: int) -> ModelDemand:

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.devices import device
 from muxserve.costs.roofline import Roofline
 from muxserve.planning.candidates.device_pool import CpuPool, GpuPool
@@ -10,36 +9,15 @@ from muxserve.planning.candidates.layouts import LayoutRequest
 from placement import Machine
 from placement.demand import Demand
 from placement.memory import MemoryRules
+from tests.costs.models import llama
 
 COSTS = Roofline()
 L20 = device("L20-48GB")
 # Few layers, so that a device holds it easily; wide ones, so that its steps take long and few are simulated.
-WIDE = ModelArchitecture(
-    "Wide",
-    layers=14,
-    heads=64,
-    kv_heads=8,
-    head_dim=128,
-    hidden=8192,
-    intermediate=28672,
-    vocab=32000,
-    max_len=4096,
-    default_max_len=4096,
-    dtype="bfloat16",
-)
+WIDE = llama(name="Wide", layers=14, heads=64, kv_heads=8, hidden=8192, intermediate=28672, dtype="bfloat16")
 # For a CPU, whose steps take about a tenth of a second with it.
-TINY = ModelArchitecture(
-    "Tiny",
-    layers=4,
-    heads=32,
-    kv_heads=32,
-    head_dim=64,
-    hidden=2048,
-    intermediate=8192,
-    vocab=8000,
-    max_len=2048,
-    default_max_len=2048,
-    dtype="float32",
+TINY = llama(
+    name="Tiny", layers=4, head_dim=64, hidden=2048, intermediate=8192, vocab=8000, max_len=2048, dtype="float32"
 )
 
 

@@ -15,21 +15,13 @@ from muxserve.simulator.scheduler import EngineTypes
 from muxserve.simulator.setup import Options, SimModel, SimUnit
 from muxserve.simulator.unit import SimulatedUnit
 from muxserve.workload.trace import TraceRequest
+from tests.costs.models import llama
 
 # The shape of a 14B model.
-LARGE = ModelArchitecture(
-    "large",
-    layers=48,
-    heads=40,
-    kv_heads=8,
-    head_dim=128,
-    hidden=5120,
-    intermediate=13824,
-    vocab=152064,
-    max_len=32768,
-    default_max_len=32768,
+LARGE = llama(
+    name="large", layers=48, heads=40, kv_heads=8, hidden=5120, intermediate=13824, vocab=152064, max_len=32768,
     dtype="bfloat16",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,19 +78,8 @@ class Analytic:
 
 
 def architecture(number: int = 0) -> ModelArchitecture:
-    return ModelArchitecture(
-        name="Test",
-        layers=2,
-        heads=2,
-        kv_heads=2,
-        head_dim=64,
-        hidden=128,
-        intermediate=512,
-        vocab=number,
-        max_len=4096,
-        default_max_len=4096,
-        dtype="float32",
-    )
+    sizes = {"layers": 2, "heads": 2, "kv_heads": 2, "head_dim": 64, "hidden": 128, "intermediate": 512}
+    return llama(name="Test", vocab=number, dtype="float32", **sizes)
 
 
 def unit(profiles: list[ModelProfile], pages: int, policy: str = "adbs", **changes: object) -> SimUnit:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from muxserve.costs import ModelArchitecture
 from muxserve.simulator import (
     MODES,
     AloneSimulation,
@@ -22,28 +21,14 @@ from muxserve.simulator import (
 from muxserve.workload.trace import TraceRequest
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand
+from tests.costs.models import llama
 from tests.simulator.support import Analytic, Linear
 
 MIB = 1 << 20
 
 
-def llama(kv_heads: int = 8) -> ModelArchitecture:
-    return ModelArchitecture(
-        "Llama",
-        layers=4,
-        heads=8,
-        kv_heads=kv_heads,
-        head_dim=64,
-        hidden=512,
-        intermediate=2048,
-        vocab=32000,
-        max_len=1024,
-        default_max_len=1024,
-        dtype="float16",
-    )
-
-
-MODELS = {name: Demand(name, llama(), "float16", 32, 512) for name in ("a", "b", "c")}
+SMALL = llama(layers=4, heads=8, kv_heads=8, head_dim=64, hidden=512, intermediate=2048, max_len=1024)
+MODELS = {name: Demand(name, SMALL, "float16", 32, 512) for name in ("a", "b", "c")}
 
 
 def placed(*names: str, share: float = 0.5) -> tuple[PlacedModel, ...]:

@@ -40,22 +40,11 @@ from muxserve.workload import ModelLoad, generate
 from muxserve.workload.lengths import LogNormalLengths
 from muxserve.workload.trace import TraceRequest
 from placement.demand import Demand
+from tests.costs.models import llama
 from tests.simulator.support import LARGE
 from tests.support.thoroughness import examples
 
-TINY = ModelArchitecture(
-    "tiny",
-    layers=4,
-    heads=2,
-    kv_heads=2,
-    head_dim=8,
-    hidden=16,
-    intermediate=32,
-    vocab=100,
-    max_len=4096,
-    default_max_len=4096,
-    dtype="float16",
-)
+TINY = llama(name="tiny", layers=4, heads=2, kv_heads=2, head_dim=8, hidden=16, intermediate=32, vocab=100)
 # What is sent arrives at once.
 INSTANT = Link(1e18, 0.0)
 

@@ -42,22 +42,11 @@ from muxserve.simulator.requests import SimRequest
 from muxserve.simulator.ring import Ring
 from muxserve.workload.trace import TraceRequest
 from placement.demand import Demand
+from tests.costs.models import llama
 from tests.simulator.support import STEPPING
 from tests.support.thoroughness import examples
 
-TINY = ModelArchitecture(
-    "tiny",
-    layers=2,
-    heads=2,
-    kv_heads=2,
-    head_dim=8,
-    hidden=16,
-    intermediate=32,
-    vocab=100,
-    max_len=4096,
-    default_max_len=4096,
-    dtype="float16",
-)
+TINY = llama(name="tiny", layers=2, heads=2, kv_heads=2, head_dim=8, hidden=16, intermediate=32, vocab=100)
 LEVELS = Levels((Level("high", 1, 400), Level("normal", 0)))
 # Copies at once: what it takes is left to the engines' steps.
 QUICK = MigrationCosts(bandwidth=1e15, handshake=0.0, commit=0.0)
