@@ -7,6 +7,8 @@
 # make bench       every benchmark; results go to benchmarks/results/
 # make soak        real fleets under load and faults for an hour (SOAK_ARGS); docs/reliability.md has what came of it
 # make gpu-test    every test that needs a GPU, with GPU_PYTHON; says so where there is none
+# make gpu-trial   fifteen minutes on a GPU, the most decisive first; TRIAL_ARGS="--list" says what (docs/gpu.md)
+# make gpu-trial-stub  the same list with little work, on stand-ins of the driver: whether every step runs
 # make gpu-bench   every benchmark that needs a GPU
 # make gpu-native  the memory manager for NATIVE_PYTHON, beside the sources: for a GPU machine that cannot build
 SHELL := /bin/bash
@@ -18,13 +20,14 @@ FLEET ?= configs/quickstart.yaml
 PORT ?= 8000
 PYTEST_ARGS ?=
 SOAK_ARGS ?= --minutes 60
+TRIAL_ARGS ?= --minutes 14
 # Of what pip says, the packages of 10 MB and more: where most of the time goes.
 LARGE := sed -unE -e 's~^ *(Downloading|Using cached) ([^ ]*/)?([^ /]+) \(([0-9]{2,}\.[0-9] MB|[0-9.]+ GB)\).*~  \1 \3 (\4)~p' \
 	-e 's~^Installing collected packages.*~  Unpacking all of them~p'
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 NATIVE_PYTHON ?= python3.12
 
-.PHONY: setup quickstart test thorough quick lint unit cpp docs bench soak gpu-test gpu-bench gpu-native cuda-stub clean
+.PHONY: setup quickstart test thorough quick lint unit cpp docs bench soak gpu-test gpu-trial gpu-trial-stub gpu-bench gpu-native cuda-stub clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.built
@@ -111,6 +114,12 @@ cuda-stub: build/cuda-stub/.installed
 
 gpu-test:
 	@$(GPU_PYTHON) -m tests.gpu.run $(PYTEST_ARGS)
+
+gpu-trial:
+	@$(GPU_PYTHON) -m tests.gpu.trial $(TRIAL_ARGS)
+
+gpu-trial-stub: build/cuda-stub/.installed
+	@$(BIN)/python -m tests.cuda_stub.stand_ins $(BIN)/python -m tests.gpu.trial --small --minutes 60 --out build/trial.json
 
 gpu-bench:
 	@$(GPU_PYTHON) benchmarks/gpu/run.py

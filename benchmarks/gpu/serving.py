@@ -1,15 +1,20 @@
-"""Seven models on one GPU under one skewed load, served in three ways in one run:
+"""Several models on one GPU under one skewed load, served in several ways:
 
-(a) `spatial`: one stock vLLM server per model, the KV memory divided by their rates;
-(b) `temporal`: a MuxServe fleet whose models take turns (`policy: fcfs`);
-(c) `muxserve`: a MuxServe fleet with SM shares and the default policy.
+`stock-alone`   the most popular model's stock server, while the others have nothing to do;
+`stock-mps`     one stock vLLM server per model under one MPS server, the KV memory divided by their rates;
+`stock`         the same without MPS;
+`split-green`   a MuxServe fleet with two engines per model, and green contexts under MPS;
+`one-free`      one engine per model, which runs when it has work (`policy: free`), under MPS without percentages;
+`one-turns`     one engine per model, one at a time (`policy: fcfs`, `mps: off`);
+`split-turns`   two engines per model, one at a time.
 
-    python benchmarks/gpu/serving.py [--alphas 0.9 2.1] [--rates 4 8 16] [--quick] [--out FILE]
+    python benchmarks/gpu/serving.py [--systems stock-alone one-free ...] [--shapes llama-1b llama-3b llama-8b]
+        [--alphas 0.9 2.1] [--rates 4 8 16] [--quick] [--out FILE]
 
 All get the same requests. Reported are the throughput weighted by rates, the part of requests within 8 times their
-latency alone (measured first, on the stock servers while the others have nothing to do), and p99 of TTFT and TPOT.
-Targets: 1.8 times the throughput of the better of (a) and (b) at the best point, never below it. kvcached is not among
-them yet.
+latency alone (measured first, on the stock servers while the others have nothing to do), p99 of TTFT and TPOT, tokens
+per second, and what the GPU's memory has before, with everything started, and after the load. Results are added to
+those that the file has, whose latencies alone count for other systems, too.
 """
 
 from __future__ import annotations
@@ -17,14 +22,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import yaml
 
@@ -40,8 +47,18 @@ from stock_vllm import StockSettings, stock_server
 from gpu import checkpoints
 from muxserve.gpu import nvml
 from muxserve.workload import power_law_rates
+from tests.gpu.trial.under_mps import mps_server
 
-SYSTEMS = ("spatial", "temporal", "muxserve")
+STOCK = ("stock-alone", "stock-mps", "stock")
+UNDER_MPS = {"gpus": 1, "mps": "on"}
+# What the fleet file says beside its models, and which engines these have.
+FLEETS: dict[str, tuple[dict[str, Any], str]] = {
+    "split-green": ({"cluster": {**UNDER_MPS, "sm_sharing": "green_contexts"}}, "split"),
+    "one-free": ({"cluster": {**UNDER_MPS, "sm_sharing": "mps"}, "policy": "free"}, "one"),
+    "one-turns": ({"cluster": {"gpus": 1, "mps": "off"}, "policy": "fcfs"}, "one"),
+    "split-turns": ({"cluster": {"gpus": 1, "mps": "off"}, "policy": "fcfs"}, "split"),
+}
+SYSTEMS = (*STOCK, *FLEETS)
 START_SECONDS = 900.0
 
 
@@ -54,11 +71,13 @@ def fleet_file(
     folder: Path, paths: dict[str, Path], rates: dict[str, float], system: str, settings: StockSettings
 ) -> Path:
     """A fleet of these models on one GPU, that serves all requests, however late."""
+    top, engines = FLEETS[system]
     models = [
         {
             "name": name,
             "path": str(path),
             "rate": rates[name],
+            "engines": engines,
             "dtype": settings.dtype,
             "max_len": settings.max_len,
             "max_num_seqs": settings.max_num_seqs,
@@ -67,12 +86,7 @@ def fleet_file(
         }
         for name, path in paths.items()
     ]
-    fleet = {
-        "cluster": {"gpus": 1},
-        **({"policy": "fcfs"} if system == "temporal" else {}),
-        "kv_pool": {"size": settings.kv_bytes},
-        "models": models,
-    }
+    fleet = {**top, "kv_pool": {"size": settings.kv_bytes}, "models": models}
     path = folder / f"{system}.yaml"
     path.write_text(yaml.safe_dump(fleet, sort_keys=False))
     return path
@@ -88,7 +102,9 @@ def serving(
         ServerError: one did not come up.
     """
     with contextlib.ExitStack() as stack:
-        if system == "spatial":
+        if system in STOCK:
+            if system == "stock-mps":
+                stack.enter_context(mock.patch.dict(os.environ, stack.enter_context(mps_server())))
             total = sum(rates.values())
             ports = free_ports(len(paths))
             with ThreadPoolExecutor(len(paths)) as starts:
@@ -110,7 +126,7 @@ def serving(
         yield dict.fromkeys(paths, fleet.url), [fleet]
 
 
-def alone_by_model(shapes: dict[str, str], urls: dict[str, str]) -> dict[str, Alone]:
+def alone_by_model(shapes: dict[str, str], urls: dict[str, str], longest: int) -> dict[str, Alone]:
     """What requests take on stock servers while nothing else runs, measured once for each shape.
 
     Raises:
@@ -119,7 +135,7 @@ def alone_by_model(shapes: dict[str, str], urls: dict[str, str]) -> dict[str, Al
     of_shape: dict[str, Alone] = {}
     for name, shape in shapes.items():
         if shape not in of_shape:
-            calls = [Call(name, p, 48, seed=-100 - i) for i, p in enumerate((16, 64, 256, 1024) * 3)]
+            calls = [Call(name, p, 48, seed=-100 - i) for i, p in enumerate((16, 64, 256, longest) * 3)]
             asyncio.run(closed_loop(urls[name], [replace(call, seed=-10) for call in calls[:4]], 1))
             of_shape[shape] = fit_alone(asyncio.run(closed_loop(urls[name], calls, 1)))
     return {name: of_shape[shape] for name, shape in shapes.items()}
@@ -127,29 +143,47 @@ def alone_by_model(shapes: dict[str, str], urls: dict[str, str]) -> dict[str, Al
 
 def weighted(result: dict[str, Any], shares: dict[str, float]) -> float:
     """Requests per second of the models, averaged with their rates as weights."""
-    return sum(share * result["per_model"][name].get("requests_per_second", 0.0) for name, share in shares.items())
+    rates = {name: each.get("requests_per_second", 0.0) for name, each in result["per_model"].items()}
+    return sum(share * rates.get(name, 0.0) for name, share in shares.items())
 
 
 def compare(report: dict[str, Any]) -> None:
-    """How far ahead of the better of the others muxserve is, at every point."""
+    """How far ahead of the best stock servers of all models each fleet is, at every point."""
     report["ahead"] = {}
-    for point in report["results"].get("muxserve", {}):
-        others = [report["results"][s][point]["weighted"] for s in SYSTEMS[:2] if point in report["results"].get(s, {})]
-        if others and max(others) > 0:
-            report["ahead"][point] = report["results"]["muxserve"][point]["weighted"] / max(others)
-            print(f"{point}: {report['ahead'][point]:.2f} times the throughput of the better of the others")
+    results = report["results"]
+    for system in FLEETS:
+        for point, result in results.get(system, {}).items():
+            others = [results[s][point]["weighted"] for s in ("stock-mps", "stock") if point in results.get(s, {})]
+            if others and max(others) > 0:
+                report["ahead"].setdefault(system, {})[point] = result["weighted"] / max(others)
+                print(f"{system}, {point}: {report['ahead'][system][point]:.2f} times the best stock servers'")
+
+
+def used_bytes() -> int:
+    """Memory that is taken of all visible GPUs."""
+    return sum(gpu.used_bytes for gpu in nvml.visible(nvml.machine(), os.environ).gpus)
+
+
+def checkpoints_of(folder: Path, shapes: dict[str, str]) -> dict[str, Path]:
+    """A checkpoint for each model: made of a shape of configs/gpu, or a directory that is given."""
+    return {
+        name: Path(shape).resolve() if Path(shape).is_dir() else checkpoints.make(folder, name, shape)
+        for name, shape in shapes.items()
+    }
 
 
 def main() -> int:
     """Exit code 1 if a server does not come up."""
-    parser = argparse.ArgumentParser(description="Seven models on one GPU, served in three ways.")
+    parser = argparse.ArgumentParser(description="Several models on one GPU, served in several ways.")
     parser.add_argument("--alphas", nargs="+", type=float, default=[0.9, 2.1])
     parser.add_argument("--rates", nargs="+", type=float, default=[8.0, 16.0, 32.0], help="requests/s of all models")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--models", type=int, default=len(checkpoints.FLEET), help="so many of the seven")
+    parser.add_argument("--shapes", nargs="+", help="of configs/gpu, or directories; most popular first (default: 7)")
     parser.add_argument("--duration", type=float, default=30.0)
     parser.add_argument("--quick", action="store_true", help="one alpha, two rates, 15 s each")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--kv-gib", type=float, default=48.0, help="KV memory of all models together")
+    parser.add_argument("--longest", type=int, default=1024, help="tokens of a prompt, and of an answer, at most")
     parser.add_argument("--seed", type=int, default=0)
     default = Path(os.environ.get("OUT", ROOT / "benchmarks/results/gpu"))
     parser.add_argument("--out", type=Path, default=default / "serving.json")
@@ -161,46 +195,57 @@ def main() -> int:
     if options.quick:
         options.alphas, options.rates, options.duration = options.alphas[-1:], options.rates[::2], 15.0
     # ShareGPT's means, with the tails that chats have.
-    options.prompt, options.output = (128.0, 0.9, 8, 1024), (160.0, 0.8, 8, 768)
+    most = options.longest
+    options.prompt, options.output = (min(128.0, most / 8), 0.9, 8, most), (min(160.0, most / 6), 0.8, 8, most * 3 // 4)
     end_cleanly()
     settings = StockSettings(
-        eager=False, kv_bytes=int(options.kv_gib * (1 << 30)), dtype="bfloat16", dummy=True, max_num_seqs=128
+        eager=options.eager,
+        kv_bytes=int(options.kv_gib * (1 << 30)),
+        max_len=2 * most,
+        dtype="bfloat16",
+        dummy=True,
+        max_num_seqs=128,
     )
-    report: dict[str, Any] = {
-        "machine": machine(),
-        "gpus": [gpu.name for gpu in found.gpus],
-        "start_seconds": {},
-        "results": {},
-    }
+    report: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"results": {}}
+    report |= {"machine": machine(), "gpus": [gpu.name for gpu in found.gpus]}
+    alone = {name: Alone(**figures) for name, figures in report.get("alone", {}).items()}
+    shapes = {f"m{n}": shape for n, shape in enumerate(options.shapes)} if options.shapes else checkpoints.FLEET
     with tempfile.TemporaryDirectory(prefix="models-") as folder:
-        shapes = dict(list(checkpoints.FLEET.items())[: options.models])
-        paths = {name: checkpoints.make(Path(folder), name, shape) for name, shape in shapes.items()}
+        paths = checkpoints_of(Path(folder), shapes)
         names = list(paths)
         try:
-            alone: dict[str, Alone] = {}
-            if "spatial" not in options.systems:
-                with serving("spatial", paths, dict.fromkeys(names, 1.0), settings) as (urls, _):
-                    alone = alone_by_model(shapes, urls)
+            if not alone and options.systems[0] not in STOCK:
+                with serving("stock", paths, dict.fromkeys(names, 1.0), settings) as (urls, _):
+                    alone = alone_by_model(shapes, urls, most)
             for alpha in options.alphas:
                 options.alpha = alpha
                 shares = shares_of(names, alpha)
                 for system in options.systems:
                     rates = power_law_rates(names, max(options.rates), alpha)
+                    before = used_bytes()
                     with serving(system, paths, rates, settings) as (urls, servers):
-                        starts = report["start_seconds"].setdefault(system, [])
+                        memory = {"before": before, "started": used_bytes()}
+                        starts = report.setdefault("start_seconds", {}).setdefault(system, [])
                         starts.append(max(server.start_seconds for server in servers))
-                        alone = alone or alone_by_model(shapes, urls)
+                        if not alone:
+                            alone = alone_by_model(shapes, urls, most)
+                            report["alone"] = {name: asdict(each) for name, each in alone.items()}
                         for rate in options.rates:
-                            result = drive(urls, servers, make_calls(options, names, rate), alone)
+                            calls = make_calls(options, names, rate)
+                            if system == "stock-alone":
+                                calls = [call for call in calls if call.model == names[0]]
+                                urls = {names[0]: urls[names[0]]}
+                            result = drive(urls, servers, calls, alone)
                             result["weighted"] = weighted(result, shares)
+                            result["memory_bytes"] = {**memory, "loaded": used_bytes()}
                             report["results"].setdefault(system, {})[f"alpha {alpha:g}, {rate:g}/s"] = result
                             show(system, rate, result)
+                            write_report(options.out, report)
         except ServerError as error:
             print(error, file=sys.stderr)
             return 1
         finally:
             compare(report)
-            options.out.parent.mkdir(parents=True, exist_ok=True)
             write_report(options.out, report)
     return 0
 

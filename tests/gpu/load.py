@@ -8,8 +8,11 @@ from typing import Any
 import openai
 
 from tests.e2e.fleet import Fleet
-from tests.gpu.stock import MODELS, TOKENS, first_difference
+from tests.gpu.stock import TOKENS, first_difference
 
+# Of every model of the fleets, and of their `cluster`.
+MODEL = {"dtype": "bfloat16", "max_len": 1024, "max_num_seqs": 32, "engine_args": {"enforce_eager": True}}
+CLUSTER = {"gpus": 1, "gpu_memory": 0.2}
 # bfloat16 keeps 8 bits: logits near 16 are told apart by 0.125 at best, and two of them come into a difference.
 NEAR_TIE = 0.3
 # Of all answers, how many must be token by token the same.
@@ -51,8 +54,9 @@ async def all_answers(
         async with gate:
             found.append((model, index, await complete(client, model, reference[model][index]["prompt"])))
 
+    rounds = max(map(len, reference.values()))
     while True:
-        await asyncio.gather(*(one(m, i) for i in range(len(reference[MODELS[0]])) for m in MODELS))
+        await asyncio.gather(*(one(m, i) for i in range(rounds) for m in reference if i < len(reference[m])))
         if until is None or until.is_set():
             return found
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,44 +39,76 @@ def reference_answers(out: Path) -> dict[str, Any]:
     return {model: json.loads(path.read_text()) for model, path in paths.items()}
 
 
-def answers(path: Path) -> list[dict[str, Any]]:
-    """Greedy answers of fixed length to chats of the model."""
+def engine(path: Path, **arguments: Any) -> tuple[Any, list[dict[str, list[int]]], Any]:
+    """vLLM with a model, prompts for it, and how they are to be answered: greedily, at a fixed length.
+
+    Args:
+        arguments: other ones for vLLM.
+    """
     from vllm import LLM, SamplingParams
 
+    settings: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "max_model_len": 1024,
+        "gpu_memory_utilization": 0.2,
+        # Fixed: several of these run side by side, and vLLM's own way looks at what is free.
+        "kv_cache_memory_bytes": KV_BYTES,
+        "enforce_eager": True,
+        "seed": 0,
+    }
+    llm = LLM(model=str(path), **{**settings, **arguments})
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=TOP)
+    return llm, [{"prompt_token_ids": each} for each in _prompts(llm.get_tokenizer(), path.name)], params
+
+
+def _prompts(tokenizer: Any, model: str) -> list[list[int]]:
     from tests.models.questions import QUESTIONS
 
-    llm = LLM(
-        model=str(path),
-        dtype="bfloat16",
-        max_model_len=1024,
-        gpu_memory_utilization=0.2,
-        # Fixed: several of these run side by side, and vLLM's own way looks at what is free.
-        kv_cache_memory_bytes=KV_BYTES,
-        enforce_eager=True,
-        seed=0,
-    )
-    tokenizer = llm.get_tokenizer()
-    questions = QUESTIONS[path.name]
     prompts = []
     for index in range(REQUESTS):
         messages = [
             # Long and short prompts, with prefixes that others share.
             {"role": "user", "content": "Let me think about that for a moment. " * (index % 8)},
             {"role": "assistant", "content": "Go on."},
-            *questions[index % len(questions)].messages,
+            *QUESTIONS[model][index % len(QUESTIONS[model])].messages,
         ]
         prompts.append(tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True))
-    ids = [prompt if isinstance(prompt, list) else prompt["input_ids"] for prompt in prompts]
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=TOP)
-    results = llm.generate([{"prompt_token_ids": prompt} for prompt in ids], params, use_tqdm=False)
+    return [prompt if isinstance(prompt, list) else prompt["input_ids"] for prompt in prompts]
+
+
+def answers(path: Path) -> list[dict[str, Any]]:
+    """Greedy answers of fixed length to chats of the model."""
+    llm, prompts, params = engine(path)
     return [
         {
-            "prompt": prompt,
+            "prompt": prompt["prompt_token_ids"],
             "tokens": list(result.outputs[0].token_ids),
             "top": [{str(t): each.logprob for t, each in step.items()} for step in result.outputs[0].logprobs],
         }
-        for prompt, result in zip(ids, results, strict=True)
+        for prompt, result in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True)
     ]
+
+
+def words_of(
+    tokens: list[int], expected: dict[str, Any], difference: tuple[int, float], others: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """What is to be known of a wrong answer: where it leaves stock vLLM's, and whose token came in place of its own, of
+    the answers to `others` of the model's prompts or later ones of its own."""
+    place, gap = difference
+    token = tokens[place]
+    return {
+        "prompt_tokens": len(expected["prompt"]),
+        "place": place,
+        "gap": min(gap, 99.0),
+        "token": token,
+        "expected": expected["tokens"][place],
+        "first_token_of": [index for index, each in enumerate(others) if each["tokens"][0] == token][:6],
+        "is_the_next_one": expected["tokens"][place + 1 : place + 2] == [token],
+        # A wrong first token on right pages is followed by others than one on wrong pages.
+        "same_afterwards": sum(
+            a == b for a, b in zip(tokens[place + 1 :], expected["tokens"][place + 1 :], strict=True)
+        ),
+    }
 
 
 def first_difference(tokens: list[int], expected: dict[str, Any]) -> tuple[int, float] | None:

@@ -7,7 +7,9 @@ import torch
 
 from muxserve.probes.attention import AttentionBatch, FoldedAttention, decoded_from_latents
 
-SHAPES = [(32, 8, 128), (32, 8, 64), (16, 16, 64), (8, 1, 128), (4, 4, 96)]
+# Heads, KV heads and head size of the quickstart's models.
+QUICKSTART = [(4, 4, 64), (6, 2, 64), (4, 2, 128)]
+SHAPES = [*QUICKSTART, (32, 8, 128), (32, 8, 64), (16, 16, 64), (8, 1, 128), (4, 4, 96)]
 BATCHES = {
     "decode": AttentionBatch(contexts=(130, 1, 64, 700), new=(1, 1, 1, 1)),
     "prefill": AttentionBatch(contexts=(0, 0, 0), new=(5, 300, 64)),
@@ -16,7 +18,7 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}-{s[1]}-{s[2]}")
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{'quickstart-' * (s in QUICKSTART)}{s[0]}-{s[1]}-{s[2]}")
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("block", [32, 64])
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])

@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.fleet import Fleet, fleet_file, running
-from tests.gpu.load import all_answers, check
-
-MODEL = {"dtype": "bfloat16", "max_len": 1024, "max_num_seqs": 32, "engine_args": {"enforce_eager": True}}
-CLUSTER = {"gpus": 1, "gpu_memory": 0.2}
+from tests.gpu.load import CLUSTER, MODEL, all_answers, check
 
 WAYS: dict[str, dict[str, Any]] = {
     "mps": {"cluster": {**CLUSTER, "mps": "on", "sm_sharing": "mps"}},

@@ -1,0 +1,109 @@
+"""Fleets one after another, each alone on the GPU, and every wrong answer of each.
+
+    python -m tests.gpu.trial.fleets --out FILE.json WAY ...
+
+A fleet is asked all requests of the reference one at a time, then 32 at once, each twice: the second time prompts are
+in the prefix cache. A wrong answer has its model, its prompt's length, its place, and whose token came. The file is
+written after each pass; what it has by now is not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.fleet import fleet_file, running
+from tests.gpu import stock
+from tests.gpu.load import CLUSTER, MODEL, NEAR_TIE, all_answers
+
+PERCENTAGES = {**CLUSTER, "mps": "on", "sm_sharing": "mps"}
+ONLY = "arithmetic"
+GRAPHS = {**MODEL, "engine_args": {"enforce_eager": False}}
+WAYS: dict[str, dict[str, Any]] = {
+    "percentages": {"cluster": PERCENTAGES},
+    "percentages-without-prefixes": {"cluster": PERCENTAGES, "model_changes": {**MODEL, "prefix_caching": False}},
+    "percentages-one-model": {"cluster": PERCENTAGES, "without": [each for each in stock.MODELS if each != ONLY]},
+    "percentages-70-each": {
+        "cluster": PERCENTAGES,
+        "model_changes": {**MODEL, "sm": {"prefill": 0.7, "decode": 0.7}},
+    },
+    "one-free": {"cluster": PERCENTAGES, "policy": "free", "model_changes": {**MODEL, "engines": "one"}},
+    "turns": {"cluster": {**CLUSTER, "mps": "off"}},
+    "green-contexts": {"cluster": {**CLUSTER, "mps": "on", "sm_sharing": "green_contexts"}},
+    "graphs": {"cluster": {**CLUSTER, "mps": "on", "sm_sharing": "green_contexts"}, "model_changes": GRAPHS},
+}
+PASSES = (("one at a time", 1), ("one at a time again", 1), ("32 at once", 32), ("32 at once again", 32))
+
+
+def judged(answers: Sequence[tuple[str, int, list[int]]], reference: dict[str, Any]) -> dict[str, Any]:
+    """Which answers are wrong, in the order in which they came; how many by model and by place of the prompt."""
+    wrong = []
+    for order, (model, index, tokens) in enumerate(answers):
+        expected = reference[model][index]
+        difference = stock.first_difference(tokens, expected)
+        if difference is None or difference[1] <= NEAR_TIE:
+            continue
+        words = stock.words_of(tokens, expected, difference, reference[model])
+        others = [
+            name
+            for name in reference
+            if name != model and any(each["tokens"][0] == tokens[difference[0]] for each in reference[name])
+        ]
+        wrong.append({"order": order, "model": model, "index": index, **words, "first_token_of_models": others})
+    return {
+        "answers": len(answers),
+        "wrong": len(wrong),
+        "at_first_token": sum(each["place"] == 0 for each in wrong),
+        "by_model": dict(Counter(each["model"] for each in wrong)),
+        "rows": wrong,
+    }
+
+
+def main() -> int:
+    """Exit code 1 if a fleet did not serve; wrong answers are a result."""
+    parser = argparse.ArgumentParser(description="Every wrong answer of fleets, one fleet after another.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--start", type=float, default=240.0, help="seconds for a fleet to be ready")
+    parser.add_argument("ways", nargs="+", choices=WAYS)
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the fleet is ended
+    report: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    kept = os.environ.get("MUXSERVE_GPU_REFERENCE")
+    reference = stock.reference_answers(Path(kept or tempfile.mkdtemp()))
+    for way in options.ways:
+        if len(report.get(way, {})) > len(PASSES) and "error" not in report[way]:
+            continue
+        row: dict[str, Any] = {}
+        report[way] = row
+        changes = dict(WAYS[way])
+        without = changes.pop("without", ())
+        asked = {model: rows for model, rows in reference.items() if model not in without}
+        with tempfile.TemporaryDirectory(prefix="fleet-") as folder:
+            began = time.monotonic()
+            file = fleet_file(Path(folder), changes.pop("model_changes", MODEL), without=without, **changes)
+            try:
+                with running(file, seconds=options.start) as fleet:
+                    row["ready_after"] = round(time.monotonic() - began, 1)
+                    for name, concurrency in PASSES:
+                        row[name] = judged(asyncio.run(all_answers(fleet, asked, concurrency=concurrency)), asked)
+                        options.out.write_text(json.dumps(report, indent=1))
+                        print(way, name, {k: v for k, v in row[name].items() if k != "rows"}, flush=True)
+            except Exception as error:
+                row["error"] = f"{type(error).__name__}: {error}"[-1500:]
+                print(way, row["error"], flush=True)
+            options.out.write_text(json.dumps(report, indent=1))
+    return 1 if any("error" in each for each in report.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""The steps of the trial, most decisive first. Times are estimates from the first fleets on an H200 (a fleet was ready
+after 38 s, half of it the import of vLLM) and from what the commands wait for; no trial has run on a GPU yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.gpu.run import ENABLED
+from tests.gpu.stock import MODELS
+from tests.gpu.trial.runner import Step
+
+_STOCK = ("gpu", "vllm", "compiler", "models")
+_FLEET = (*_STOCK, "native", "fleet")
+_TESTS = f"{ENABLED}=1 {{python}} -m pytest -x -q -p no:cacheprovider -o timeout=600"
+_MODULE = "{python} -m tests.gpu.trial"
+_SERVING = (
+    "{python} benchmarks/gpu/serving.py --out {state}/serving.json --alphas 2.1 --kv-gib 24 --rates 8 24 --duration 10"
+)
+_SHAPES = "--shapes llama-1b llama-3b llama-8b"
+_SMALL = (
+    f"--shapes configs/models/{MODELS[0]} configs/models/{MODELS[1]} --kv-gib 0.25 --rates 2 --duration 2 --longest 128"
+    " --eager"
+)
+
+
+def _serving(name: str, system: str, decides: str, estimate: float, *needs: str) -> Step:
+    return Step(
+        name, "c", decides, f"{_SERVING} --systems {system} {_SHAPES}", estimate, 2 * estimate, (*_FLEET, *needs),
+        small=_SMALL, results=("serving.json",),
+    )  # fmt: skip
+
+
+STEPS: Sequence[Step] = (
+    Step(
+        "stock-percent", "a", "whether stock vLLM alone answers wrongly with 70 % or 10 % of the SMs",
+        f"{_MODULE}.stock_percent --out {{out}}", 110, 150, (*_STOCK, "mps"),
+        small=f"--models {MODELS[0]} --ways none 70 70+10",
+    ),
+    Step(
+        "operators", "a", "the first operator of a prefill that computes otherwise on 70 % of the SMs",
+        f"{_MODULE}.operators record {{state}}/operators {' '.join(MODELS)}"
+        f" && {_MODULE}.under_mps 70 {_MODULE}.operators replay {{state}}/operators {{out}}", 60, 100, (*_STOCK, "mps"),
+    ),
+    Step(
+        "attention-shapes", "a", "FlashAttention of the quickstart's heads on 70 % and 10 %, and on our pages",
+        f"for part in none 70 10; do {_MODULE}.under_mps $part {_MODULE}.flash {{out}} || exit 1; done;"
+        f" for part in 70 10; do {ENABLED}=1 {_MODULE}.under_mps $part {{python}} -m pytest -q -p no:cacheprovider"
+        " tests/gpu/test_attention.py -k quickstart || code=1; done; exit ${code:-0}", 70, 110,
+        ("gpu", "vllm", "compiler", "mps", "pytest"),
+    ),
+    Step(
+        "fleet-percent", "a", "wrong answers of a fleet with percentages, alone on the GPU, by model and prompt",
+        f"{_MODULE}.fleets --out {{out}} percentages", 75, 110, (*_FLEET, "mps"),
+    ),
+    Step(
+        "doctor", "b", "what the probes find, for every fleet after this one",
+        "{python} -m muxserve.cli.app doctor --gpu; code=$?;"
+        " cp ${XDG_CACHE_HOME:-$HOME/.cache}/muxserve/gpu.json {out}; exit $code", 110, 160,
+        ("gpu", "vllm", "compiler", "native"),
+    ),
+    _serving("serving-alone", "stock-alone", "latencies alone, and one model's server with the GPU for itself", 75),
+    _serving("serving-stock-mps", "stock-mps", "what stock servers beside each other serve", 75, "mps"),
+    _serving("serving-one-free", "one-free", "one engine per model that nobody holds back", 75, "mps"),
+    _serving("serving-split-green", "split-green", "two engines per model on SMs of their own", 80, "mps"),
+    _serving("serving-one-turns", "one-turns", "one engine per model, one at a time", 70),
+    Step(
+        "fleet-graphs", "d", "tokens of stock vLLM from a fleet with CUDA graphs, to its end",
+        f"{_MODULE}.fleets --out {{out}} graphs", 110, 160, (*_FLEET, "mps"),
+    ),
+    Step(
+        "deaths", "d", "requests survive kills of an engine, the memory manager and the MPS server",
+        f"{_TESTS} tests/gpu/test_fleet.py -k 'requests_survive and (decode or memory or MPS)'",
+        110, 180, (*_FLEET, "mps", "pytest"),
+    ),
+    Step(
+        "wakes", "e", "seconds until a sleeping model answers: copied back, with engines that stay and without",
+        "{python} benchmarks/gpu/wakes.py --models 4 --limit 22GiB --resting 8GiB --rounds 2 --eager --out {out}", 110,
+        160, _FLEET, small=f"--shape configs/models/{MODELS[0]} --models 3 --limit 6GiB --resting 2GiB",
+    ),
+    Step(
+        "attention-speed", "f", "bandwidth of attention on one-head pages beside stock FlashAttention",
+        "{python} benchmarks/gpu/attention.py --batches 1 32 256 --contexts 512 4096 --out {out}", 40, 80,
+        ("gpu", "vllm", "compiler"), small="--batches 1 --contexts 128",
+    ),
+    Step(
+        "steps-by-share", "f", "seconds of prefill and decode steps by share of the SMs, as a profile for plans",
+        "{python} benchmarks/gpu/sharing.py --shape llama-8b --shares 10 40 70 100 --seconds 1 --out {out}", 90, 150,
+        (*_STOCK, "mps"),
+    ),
+)  # fmt: skip

@@ -1,0 +1,194 @@
+"""Stock vLLM with a percentage of the SMs, and nothing of MuxServe in its path: are its greedy tokens those without?
+
+    python -m tests.gpu.trial.stock_percent --out FILE.json [--ways none 100 70 10 70+10+10+10] [--models ...]
+
+If it answers wrongly, the cause is a kernel's or the driver's. A way is a percentage; `none` is outside MPS;
+`70+10+10+10` is 70 % beside three others that decode all the time with 10 %. vLLM is imported once, and every
+measurement is a fork with an environment of its own, made before CUDA is initialised. What the file has by now is not
+measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from muxserve.gpu.environment import PIPE
+from muxserve.gpu.sm import PERCENTAGE
+from tests.gpu import stock
+from tests.gpu.load import NEAR_TIE
+from tests.gpu.trial.under_mps import mps_server
+
+WAYS = ("none", "100", "70", "10", "70+10+10+10")
+# What a measurement takes at most, seconds.
+LIMIT = 60.0
+
+
+def forked(job: Callable[[], None]) -> int:
+    """The pid of a process that does a job and ends."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        job()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def ended(pid: int, seconds: float) -> str:
+    """Wait for a process, and end it when the time is over; why it did not end well, empty if it did."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return f"ended with status {os.waitstatus_to_exitcode(status)}" if status else ""
+        time.sleep(0.02)
+    kill(pid)
+    return f"took more than {seconds:.0f} s"
+
+
+def kill(pid: int) -> None:
+    """End a process of `forked` with all that it has started."""
+    for end in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            end(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def settle(percent: str, client: dict[str, str]) -> None:
+    """Make this process a client of MPS with a percentage, or none."""
+    os.environ.update(client)
+    os.environ.pop(PERCENTAGE, None)
+    if percent == "none":
+        os.environ[PIPE] = f"{client.get(PIPE, tempfile.gettempdir())}-none"
+    else:
+        os.environ[PERCENTAGE] = percent
+
+
+def measure(model: str, percent: str, client: dict[str, str], out: Path) -> None:
+    """Write a model's answers, and how many SMs torch saw."""
+    settle(percent, client)
+    rows = stock.answers(stock.checkpoint(model))
+    import torch
+
+    sms = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 0
+    out.write_text(json.dumps({"sms": sms, "rows": rows}))
+
+
+@contextlib.contextmanager
+def busy(percents: Sequence[str], client: dict[str, str], models: Sequence[str]) -> Iterator[None]:
+    """Others with those percentages, that decode for the length of the block; they have answered once before it."""
+    pids, pipes = [], []
+    for place, percent in enumerate(percents):
+        reading, writing = os.pipe()
+
+        def job(model: str = models[(place + 1) % len(models)], percent: str = percent, writing: int = writing) -> None:
+            settle(percent, client)
+            llm, prompts, params = stock.engine(stock.checkpoint(model))
+            llm.generate(prompts, params, use_tqdm=False)
+            os.close(writing)
+            while True:
+                llm.generate(prompts, params, use_tqdm=False)
+
+        pids.append(forked(job))
+        os.close(writing)
+        pipes.append(reading)
+    try:
+        for reading in pipes:
+            os.read(reading, 1)  # until it has answered, or ended
+            os.close(reading)
+        yield
+    finally:
+        for pid in pids:
+            kill(pid)
+
+
+@contextlib.contextmanager
+def no_server() -> Iterator[dict[str, str]]:
+    """In place of `mps_server`, where there is no GPU."""
+    yield {}
+
+
+def compared(rows: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Which answers are wrong, where, and whose tokens they have in place of their own."""
+    wrong = []
+    for index, (ours, theirs) in enumerate(zip(rows, reference, strict=True)):
+        difference = stock.first_difference(ours["tokens"], theirs)
+        if difference is not None and difference[1] > NEAR_TIE:
+            wrong.append({"index": index, **stock.words_of(ours["tokens"], theirs, difference, reference)})
+    first = [
+        abs(ours["top"][0][token] - theirs["top"][0][token])
+        for ours, theirs in zip(rows, reference, strict=True)
+        if (token := str(theirs["tokens"][0])) in ours["top"][0]
+    ]
+    return {
+        "wrong": len(wrong),
+        "of": len(rows),
+        "identical": sum(a["tokens"] == b["tokens"] for a, b in zip(rows, reference, strict=True)),
+        "largest_change_of_first_logprob": max(first, default=None),
+        "answers": wrong,
+    }
+
+
+def main() -> int:
+    """Exit code 1 if a measurement failed; wrong answers are a result."""
+    parser = argparse.ArgumentParser(description="Greedy answers of stock vLLM with percentages of the SMs.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), help="the first is what the others are compared with")
+    parser.add_argument("--models", nargs="+", default=list(stock.MODELS))
+    parser.add_argument("--without-mps", action="store_true", help="try the way only, on a machine without a GPU")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    # What takes seconds in every fork otherwise.
+    for module in ("vllm.v1.engine.core", "vllm.v1.worker.gpu_model_runner"):
+        importlib.import_module(module)
+
+    report: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    kept = options.out.with_suffix("")
+    kept.mkdir(parents=True, exist_ok=True)
+    with no_server() if options.without_mps else mps_server() as client:
+        for way in options.ways:
+            percent, *others = way.split("+")
+            for model in options.models:
+                key, out = f"{way}/{model}", kept / f"{way}-{model}.json"
+                if "error" not in report.get(key, {"error": ""}):
+                    continue
+                began = time.monotonic()
+                with busy(others, client, options.models):
+                    why = ended(forked(partial(measure, model, percent, client, out)), LIMIT)
+                report[key] = {"seconds": round(time.monotonic() - began, 1)}
+                if why:
+                    report[key]["error"] = why
+                else:
+                    found = json.loads(out.read_text())
+                    reference = kept / f"{options.ways[0]}-{model}.json"
+                    rows = json.loads(reference.read_text())["rows"]
+                    report[key] |= {"sms": found["sms"], **compared(found["rows"], rows)}
+                options.out.write_text(json.dumps(report, indent=1))
+                print(key, {k: v for k, v in report[key].items() if k != "answers"}, flush=True)
+    return 1 if any("error" in each for each in report.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""The trial on a GPU: its runner with steps that only pretend, and its list as it is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.trial import needs
+from tests.gpu.trial.runner import ROOT, Step, Trial, listing
+from tests.gpu.trial.steps import STEPS
+from tests.support.patience import PATIENCE, eventually
+
+
+class Time:
+    """A clock that goes on when a step has ended, by a second."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait(self, process: subprocess.Popen[bytes], _: float) -> int:
+        self.now += 1.0
+        return process.wait(PATIENCE)
+
+
+def step(name: str, command: str, **more: object) -> Step:
+    return Step(name, "a", f"what {name} decides", command, 10.0, 20.0, **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Trial:
+    return again(tmp_path)
+
+
+def again(directory: Path, seconds: float = 60.0, **more: object) -> Trial:
+    time = Time()
+    made = Trial(directory / "trial.json", {"gpus": ["H200"]}, seconds, clock=time, wait=time.wait, **more)  # type: ignore[arg-type]
+    made.resume()
+    return made
+
+
+def outcomes(trial: Trial) -> dict[str, str]:
+    return {name: row["outcome"] for name, row in json.loads(trial.file.read_text())["steps"].items()}
+
+
+FIGURES = """echo '{"figure": 7}' > {out}"""
+
+
+def test_figures_of_each_step_are_in_the_one_file(trial: Trial) -> None:
+    shared = step("second", "mkdir -p {state} && echo '[1]' > {state}/shared.json", results=("shared.json",))
+    assert trial.run([step("first", FIGURES), shared])
+    report = json.loads(trial.file.read_text())
+    assert report["gpus"] == ["H200"]
+    assert report["steps"]["first"]["results"] == {"first.json": {"figure": 7}}
+    assert report["steps"]["second"]["results"] == {"shared.json": [1]}
+
+
+def test_a_step_that_fails_says_its_last_lines_and_the_next_one_runs(trial: Trial) -> None:
+    said: list[str] = []
+    trial.say = said.append
+    assert not trial.run([step("broken", f"{FIGURES}; echo no kernel image >&2; exit 3"), step("next", "true")])
+    row = json.loads(trial.file.read_text())["steps"]["broken"]
+    assert (row["outcome"], row["code"], row["last_lines"]) == ("failed", 3, ["no kernel image"])
+    assert row["results"] == {"broken.json": {"figure": 7}}
+    assert any("no kernel image" in line for line in said)
+    assert outcomes(trial)["next"] == "done"
+
+
+def test_a_step_out_of_time_is_asked_to_end_and_keeps_its_figures(trial: Trial) -> None:
+    asked: list[int] = []
+
+    def wait(process: subprocess.Popen[bytes], seconds: float) -> None:
+        asked.append(int(seconds))
+        eventually((trial.state / "slow.json").exists, "figures are there")
+
+    trial.wait = wait
+    ends = "trap 'echo ended > {state}/ended; exit 143' TERM; " + FIGURES + "; sleep 1000 & wait"
+    assert not trial.run([step("slow", ends)])
+    row = json.loads(trial.file.read_text())["steps"]["slow"]
+    assert (row["outcome"], row["results"]) == ("out of time", {"slow.json": {"figure": 7}})
+    assert (trial.state / "ended").exists()
+    assert asked == [20]
+
+
+def test_what_has_no_time_left_is_left_out_with_the_reason(tmp_path: Path) -> None:
+    trial = again(tmp_path, seconds=5.5)
+    assert not trial.run([step("first", "true"), step("second", "true")])
+    row = json.loads(trial.file.read_text())["steps"]["second"]
+    assert (row["outcome"], row["why"]) == ("left out", "4 s are left, and it takes about 10 s")
+
+
+def test_a_trial_goes_on_where_it_was_ended(tmp_path: Path) -> None:
+    marker = tmp_path / "mended"
+    steps = [step("good", "echo once >> {state}/good"), step("bad", f"test -e {marker}"), step("rest", "true")]
+    first = again(tmp_path)
+    first.run(steps[:2])
+    marker.touch()
+    second = again(tmp_path)
+    assert second.run(steps)
+    assert (second.state / "good").read_text() == "once\n", "what is done is not done again"
+    assert set(outcomes(second).values()) == {"done"}
+
+
+def test_what_was_interrupted_is_done_again(tmp_path: Path) -> None:
+    trial = again(tmp_path)
+
+    def wait(process: subprocess.Popen[bytes], _: float) -> int:
+        raise KeyboardInterrupt
+
+    trial.wait = wait
+    with pytest.raises(KeyboardInterrupt):
+        trial.run([step("first", "sleep 1000")])
+    assert outcomes(trial) == {"first": "running"}
+    assert again(tmp_path).run([step("first", "true")])
+
+
+def test_another_file_is_not_taken_for_results(tmp_path: Path) -> None:
+    (tmp_path / "trial.json").write_text('{"results": {}}')
+    with pytest.raises(ValueError, match=r"trial\.json has no results of a trial; give another file with --out"):
+        again(tmp_path)
+
+
+def test_steps_whose_needs_are_missing_are_left_out(tmp_path: Path) -> None:
+    trial = again(tmp_path, missing={"mps": "MPS is not installed"})
+    steps = [step("under-mps", "true", needs=("gpu", "mps")), step("other", "true")]
+    assert not trial.run(steps)
+    assert outcomes(trial) == {"under-mps": "left out", "other": "done"}
+    assert "(left out: mps)" in listing(steps, trial.missing)[0]
+    assert listing(steps, trial.missing)[-1] == "0.2 minutes in all, by these estimates"
+
+
+def test_a_rehearsal_adds_what_makes_a_step_small(tmp_path: Path) -> None:
+    trial = again(tmp_path, small=True)
+    assert trial.run([step("said", "printf '[%s]' > {out}", small="7"), step("as it is", "true")])
+    assert trial.results["said"]["results"] == {"said.json": [7]}
+
+
+def test_a_missing_wheel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needs, "_found", lambda module: module not in ("vllm", "openai", "pytest"))
+    found = needs.missing({"vllm", "fleet", "pytest", "native"})
+    assert found["vllm"].startswith("vLLM is not installed; carry its wheels")
+    assert found["fleet"] == "not installed, and fleets need them: openai"
+    assert "native" not in found
+
+
+def test_every_step_has_its_own_name_a_limit_and_known_needs() -> None:
+    assert len({each.name for each in STEPS}) == len(STEPS)
+    assert [each.section for each in STEPS] == sorted(each.section for each in STEPS)
+    for each in STEPS:
+        assert each.estimate < each.limit
+        assert set(each.needs) <= needs.NEEDS.keys()
+
+
+@pytest.mark.parametrize("each", STEPS, ids=lambda step: step.name)
+def test_what_steps_run_is_there(each: Step) -> None:
+    words = each.command.split()
+    for module in (word for word in words if word.startswith("tests.gpu.trial.")):
+        assert (ROOT / (module.replace(".", "/") + ".py")).exists()
+    for file in (word for word in words if word.startswith(("benchmarks/", "tests/"))):
+        assert (ROOT / file).exists()
+    assert not subprocess.run(["bash", "-n", "-c", each.command]).returncode
+
+
+def test_without_a_gpu_the_list_says_so_and_nothing_runs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.gpu.trial", "--out", str(tmp_path / "trial.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert "nothing was tried" in done.stdout
+    assert "missing, gpu: " in done.stdout
+    assert all(each.name in done.stdout for each in STEPS)
+    assert not (tmp_path / "trial.json").exists()
