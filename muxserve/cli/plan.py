@@ -12,6 +12,7 @@ from muxserve.cli.plan_tables import (
     show_policies,
     show_residency,
     show_rivals,
+    show_scales,
     show_sleeping,
     show_spare,
     show_sureness,
@@ -32,6 +33,7 @@ from muxserve.planning.planner import (
 )
 from muxserve.planning.report.costs_used import costs_used
 from muxserve.planning.report.document import document, parse_sweep, residency_document, sleeping_document
+from muxserve.planning.report.what_if import check_beside, most_met, parse_scales, save_fleet, with_rates
 from muxserve.planning.specs.plan_file import save_plan
 from muxserve.planning.specs.unit_plan import estimated_in_words
 from muxserve.simulator import SimulationError
@@ -57,15 +59,20 @@ def plan(settings: PlanSettings) -> int:
 
 
 def _plan(settings: PlanSettings) -> int:
-    fleet = load_fleet(settings.fleet, serving=False)
+    fleet = with_rates(load_fleet(settings.fleet, serving=False), settings.scale)
     options = _options(settings, fleet)
     latency = chosen_costs(settings.costs, settings.fleet)
-    sizes = _sweep(settings.sweep)
+    sizes, scales = _sweep(settings.sweep)
+    if settings.save is not None:
+        try:
+            check_beside(settings.fleet, settings.save)
+        except ValueError as error:
+            raise UsageError(f"--save: {error}") from None
     workload = _workload(settings, fleet)
     cluster = cluster_of(
         fleet, (settings.gpus or sizes[-1]) if sizes else settings.gpus, settings.gpu_type, settings.nodes
     )
-    _check_effects(settings, cluster is not None, bool(sizes))
+    _check_effects(settings, cluster is not None, bool(sizes), bool(scales))
     began = time.monotonic()
     with working("planning") as told:
         planner = Planner(
@@ -83,14 +90,21 @@ def _plan(settings: PlanSettings) -> int:
             made = planner.on_cpu(workload)
         else:
             every = workload is not None  # plans are compared of every size
-            made = planner.swept(sizes, cluster, every) if sizes else planner.on_gpus(cluster)
+            if scales:
+                made = planner.scaled(scales, cluster)
+                fleet = with_rates(fleet, most_met(made.scales) or scales[0])
+            else:
+                made = planner.swept(sizes, cluster, every) if sizes else planner.on_gpus(cluster)
             made.sureness = planner.how_sure(made, sizes)
             if workload is not None:
                 made.sleeping = planner.with_sleeping_models(made, workload)
     costs = costs_used(latency, made.plan.demands, made.plan.placement)
     _tell(settings, fleet, made, costs, time.monotonic() - began)
-    if any(map(may_be_dedicated, fleet.models)) and (sizes or options.mode != "muxserve"):
-        why = "a sweep" if sizes else f"--mode {options.mode}"
+    if settings.save is not None:
+        save_fleet(settings.fleet, settings.save, made.plan.placement.cluster if cluster is not None else None, fleet)
+        errors.print(f"fleet file written to {escape(str(settings.save))}")
+    if any(map(may_be_dedicated, fleet.models)) and (sizes or scales or options.mode != "muxserve"):
+        why = "a sweep" if sizes or scales else f"--mode {options.mode}"
         errors.print(f"{why} plans two engines for every model, whatever `engines` says")
     return ExitCode.NO if made.plan.missing else ExitCode.DONE
 
@@ -105,10 +119,13 @@ def _tell(settings: PlanSettings, fleet: Fleet, made: PlannedFleet, costs: Costs
             data["residency"] = residency_document(made.residency)
         if made.sleeping is not None:
             data["sleeping"] = sleeping_document(made.sleeping)
+        if made.scales:
+            data |= {"scales": [each.as_dict() for each in made.scales], "scale_met": most_met(made.scales)}
         if made.sureness is not None:
             data["sureness"] = made.sureness.as_dict()
         print(json.dumps(data, indent=2))
     else:
+        show_scales(made.scales)
         show_plan(made.plan, made.simulated, made.points, seconds, about)
         show_sureness(made.sureness)
         show_policies(fleet, made.plan)
@@ -160,7 +177,7 @@ def _workload(settings: PlanSettings, fleet: Fleet) -> Workload | None:
     return found
 
 
-def _check_effects(settings: PlanSettings, on_gpus: bool, sweeps: bool) -> None:
+def _check_effects(settings: PlanSettings, on_gpus: bool, sweeps: bool, scales: bool) -> None:
     """
     Raises:
         NoEffectError: an option is given that changes nothing.
@@ -172,6 +189,9 @@ def _check_effects(settings: PlanSettings, on_gpus: bool, sweeps: bool) -> None:
     if sweeps:
         check_effect(given, ["--gpus"], "with --sweep, which says how many there are")
         check_effect(given, ["--robust"], "with --sweep, which compares sizes and no other ways to serve")
+    if scales:
+        check_effect(given, ["--robust"], "with --sweep, which compares rates and no other ways to serve")
+        check_effect(given, ["--workload"], "with a sweep over rates")
     if settings.exact or settings.mode != "muxserve":
         check_effect(given, ["--robust"], "where no other way to serve is compared")
     if not simulated:
@@ -186,13 +206,17 @@ def _check_cpu(settings: PlanSettings, fleet: Fleet) -> None:
 
 
 def _options(settings: PlanSettings, fleet: Fleet) -> PlanOptions:
-    if settings.sweep is not None and settings.nodes is not None:
+    over_rates = settings.sweep is not None and settings.sweep.lstrip().startswith("scale")
+    if settings.sweep is not None and settings.nodes is not None and not over_rates:
         raise UsageError("--sweep varies the number of equal machines; it does not go with --nodes")
     return options_of(fleet, settings.mode, settings.seed, settings.objective, settings.attainment, settings.exact)
 
 
-def _sweep(text: str | None) -> list[int]:
+def _sweep(text: str | None) -> tuple[list[int], list[float]]:
+    """The sizes of a sweep, or its scales."""
     try:
-        return parse_sweep(text) if text is not None else []
+        if text is None:
+            return [], []
+        return ([], parse_scales(text)) if text.lstrip().startswith("scale") else (parse_sweep(text), [])
     except ValueError as error:
         raise UsageError(f"--sweep: {error}") from None

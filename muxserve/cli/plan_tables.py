@@ -17,6 +17,7 @@ from muxserve.planning.place.prediction import Prediction, ResidencyForecast, sh
 from muxserve.planning.place.sleeping import SleepingForecast
 from muxserve.planning.report.document import SweepPoint, needed, warnings_of
 from muxserve.planning.report.sureness import Sureness
+from muxserve.planning.report.what_if import ScalePoint, most_met
 from placement.format import enumerate_words, format_part, format_seconds, format_size
 from placement.planner import ClusterPlan
 
@@ -173,6 +174,31 @@ def show_plan(
     if made.gap is not None:
         search += f"; optimality gap {made.gap:.2%} (greedy alone: {made.greedy_gap:.2%})"
     console.print(search)
+
+
+def show_scales(points: Sequence[ScalePoint]) -> None:
+    """Print a sweep over rates, one row per scale, and how far they are met."""
+    if not points:
+        return
+    table = FigureTable(["rates", "used", "served/s", "SLO", "simulated", "rates and SLOs"], words=0)
+    met = most_met(points)
+    for each in points:
+        plan, simulated = each.point.plan, each.point.simulated
+        table.add_row(
+            f"{each.scale:g}x",
+            str(plan.devices),
+            f"{plan.throughput:.2f}",
+            f"{plan.attainment:.1%}",
+            "-" if simulated is None else f"{simulated:.1%}",
+            "[green]met[/]" if each.point.enough else "not met",
+        )
+    console.print(table)
+    devices = points[0].point.plan.placement.cluster.devices
+    if met is None:
+        console.print(f"{devices} devices do not meet {points[0].scale:g} times the rates; the plan for that:")
+    else:
+        words = f"{devices} devices meet [bold]{met:g} times[/] the rates, and no larger scale of these"
+        console.print(f"{words}; the plan for that:")
 
 
 def show_sureness(sureness: Sureness | None) -> None:

@@ -167,8 +167,13 @@ class PlanSettings:
         float, typer.Option(min=0, max=1, help="Part of a model's requests that must meet its objectives.")
     ] = 0.95
     sweep: Annotated[
-        str | None, typer.Option(help="Plan for growing clusters: gpus=8..64, with a step gpus=8..64:8.")
+        str | None,
+        typer.Option(
+            help="Plan for growing clusters: gpus=8..64, with a step gpus=8..64:8; or for growing rates: scale=0.5..4, "
+            "scale=1..3:0.5."
+        ),
     ] = None
+    scale: Annotated[float, typer.Option(min=0.001, help="Plan for so many times the rates of the file.")] = 1.0
     costs: _Costs = "auto"
     seconds: Annotated[float, typer.Option(min=0, help="How long the local search may take.")] = 10.0
     exact: Annotated[bool, typer.Option("--exact", help="Also solve exactly and tell the gap (small fleets only).")] = (
@@ -206,6 +211,10 @@ class PlanSettings:
     html: _Page = None
     output: Annotated[
         Path | None, typer.Option("-o", "--out", "--output", help="Write the plan as YAML.", show_default=False)
+    ] = None
+    save: Annotated[
+        Path | None,
+        typer.Option(help="Write the fleet file of the answer, with its GPUs and rates.", show_default=False),
     ] = None
     given: frozenset[str] = frozenset()
 

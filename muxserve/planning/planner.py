@@ -46,6 +46,7 @@ from muxserve.planning.place.workloads import DECLARED, WORKLOADS, Variation
 from muxserve.planning.report.costs_used import costs_used
 from muxserve.planning.report.document import SweepPoint
 from muxserve.planning.report.sureness import Sureness, newly_short
+from muxserve.planning.report.what_if import ScalePoint, most_met, with_rates
 from muxserve.simulator import SimulationError
 from muxserve.workload import Workload, check_fits
 from placement.cluster import Cluster
@@ -108,9 +109,10 @@ class UsageError(ValueError):
 class PlannedFleet:
     """What came of it. `simulated` is the simulation of the plan (`why_not`: why there is none), `spare` the factors by
     which rates were raised in planning, `rivals` the plans of the contest's final, the best first, and
-    `contest_seconds` how long the contest took. `points` are those of a sweep. `residency` (on a
-    CPU) and `sleeping` (on GPUs) say what models that sleep would bring. `notes` say what became of models that leave
-    their engines open, where the rivals do not; `sureness`, what becomes of the plan if steps take longer."""
+    `contest_seconds` how long the contest took. `points` are those of a sweep over sizes, `scales` those of one over
+    rates. `residency` (on a CPU) and `sleeping` (on GPUs) say what models that sleep would bring. `notes` say what
+    became of models that leave their engines open, where the rivals do not; `sureness`, what becomes of the plan if
+    steps take longer."""
 
     plan: ClusterPlan
     simulated: Prediction | None = None
@@ -122,6 +124,7 @@ class PlannedFleet:
     residency: ResidencyForecast | None = None
     sleeping: SleepingForecast | None = None
     sureness: Sureness | None = None
+    scales: list[ScalePoint] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -218,6 +221,25 @@ class Planner:
             found = PlannedFleet(largest, simulated and self._measured(largest, simulated), why_not)
         found.points = points
         return found
+
+    def scaled(self, scales: Sequence[float], cluster: Cluster) -> PlannedFleet:
+        """A plan for each scale of the rates, on the same devices; the answer is that of the largest scale up to which
+        all are met, or of the smallest one."""
+        answer: PlannedFleet | None = None
+        points: list[ScalePoint] = []
+        for scale in scales:
+            planner = replace(self, fleet=with_rates(self.fleet, scale))
+            demands = planner._demands(cluster)
+            plan = planner._place(demands, cluster, max(0.5, self.seconds / len(scales)), f"{scale:g}x: ")
+            made = planner._borne_out(plan, demands, cluster) if plan.meets else PlannedFleet(plan)
+            points.append(ScalePoint(scale, SweepPoint(made.plan, made.simulated)))
+            if answer is None or most_met(points) == scale:
+                answer = made
+        assert answer is not None, "a sweep has a scale"
+        if answer.simulated is None:
+            answer.simulated, answer.why_not = self._simulated(answer.plan)
+        answer.scales = points
+        return answer
 
     def how_sure(self, made: PlannedFleet, sizes: Sequence[int] = ()) -> Sureness | None:
         """What becomes of the plan, or of the sweep over `sizes`, if steps take longer than predicted by the error of
