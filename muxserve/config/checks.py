@@ -198,12 +198,21 @@ def _model(source: Source, at: KeyPath, model: dict[str, Any]) -> Iterator[Probl
     if rolls and _several_stages(model):
         message = "must be 1 where prefill rolls over replicas, each of which has one stage; leave one of the two out"
         yield source.problem((*at, "stages"), message)
-    if "sm" in model and _has_one_engine(model):
-        yield source.problem((*at, "sm"), "is for `engines: split`; the planner gives one engine its share")
+    if _has_one_engine(model):
+        yield from _sm_of_one(source, (*at, "sm"), model)
     if rolls:
         yield from _objectives(source, at, model.get("slo"))
     if isinstance(model.get("rolling"), dict):
         yield from _bounds(source, (*at, "rolling"), model["rolling"])
+
+
+def _sm_of_one(source: Source, at: KeyPath, model: Mapping[str, Any]) -> Iterator[Problem]:
+    given = model.get("sm")
+    if given is not None and _has_own_unit(model):
+        yield source.problem(at, "is for models that share GPUs; this one has GPUs to itself; leave it out")
+    elif isinstance(given, dict) and "prefill" in given:
+        message = "is for `engines: split`; the share of a model's one engine is `sm.decode`"
+        yield source.problem((*at, "prefill"), message)
 
 
 def _several_stages(model: Mapping[str, Any]) -> bool:
@@ -213,7 +222,11 @@ def _several_stages(model: Mapping[str, Any]) -> bool:
 
 def _has_one_engine(model: Mapping[str, Any]) -> bool:
     """Whether the file itself gives the model one engine of both phases."""
-    return model.get("engines") == "one" or model.get("dispatch") == "rolling" or _several_stages(model)
+    return model.get("engines") == "one" or _has_own_unit(model)
+
+
+def _has_own_unit(model: Mapping[str, Any]) -> bool:
+    return model.get("dispatch") == "rolling" or _several_stages(model)
 
 
 def _is_private(model: Mapping[str, Any]) -> bool:
@@ -511,11 +524,8 @@ def _engine_args(source: Source, at: tuple[str | int, ...], model: dict[str, Any
     ahead = args.get("async_scheduling", False)
     if not isinstance(ahead, bool):
         yield source.problem((*at, "engine_args", "async_scheduling"), f"must be true or false, not {shown(ahead)}")
-    elif ahead and _has_one_engine(model) and not _is_private(model) and model.get("dispatch") != "rolling":
-        message = (
-            "cannot be had with `engines: one` on the pool, whose micro-batches are in flight already; write "
-            "`kv: private`, or remove it"
-        )
+    elif ahead and _several_stages(model):
+        message = "cannot be had with several stages, whose micro-batches are in flight already; remove it"
         yield source.problem((*at, "engine_args", "async_scheduling"), message)
     if "speculative_config" in args:
         yield from _speculation(source, (*at, "engine_args", "speculative_config"), args, model)
@@ -573,10 +583,10 @@ def _speculation(
         if name not in ("method", *NGRAM_NUMBERS):
             known = ", ".join(("method", *NGRAM_NUMBERS))
             yield source.problem((*at, str(name)), f"is not known here; {NGRAM} has {known}")
-    if _has_one_engine(model):
+    if _has_own_unit(model):
         message = (
-            "cannot be had with one engine of both phases on the pool; write `engines: split` or `kv: private`, or "
-            "remove it"
+            "cannot be had with several stages or `dispatch: rolling`, whose steps have one token of each sequence; "
+            "remove one of the two"
         )
         yield source.problem(at, message)
     for name in ("async_scheduling", "logits_processors"):

@@ -398,7 +398,9 @@ class Sm(Section):
     """Shares of each GPU's SMs, instead of those that the planner chooses."""
 
     prefill: Share | None = Field(default=None, description="Share of the prefill engine, e.g. 0.6")
-    decode: Share | None = Field(default=None, description="Share of the decode engine, e.g. 0.4")
+    decode: Share | None = Field(
+        default=None, description="Share of the decode engine, or of the one engine of both phases, e.g. 0.4"
+    )
 
 
 class WorkloadSection(Section):

@@ -195,6 +195,12 @@ class LeasedScheduler(Scheduler):
 
     # ------------------------------------------------------------ a step
 
+    def _allowed_tokens(self) -> int:
+        """Tokens of the next step at most. A prompt that cannot be computed in chunks would never fit into fewer than
+        the engine's own limit."""
+        bounded = self.step_tokens and self.scheduler_config.enable_chunked_prefill
+        return min(self.step_tokens, self._most_tokens) if bounded else self._most_tokens
+
     def _unread(self) -> set[str]:
         """Ids of those whose prompts are not through. Others without a token from this engine have it in flight, and
         decode next."""

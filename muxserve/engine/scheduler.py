@@ -263,7 +263,7 @@ class PhaseScheduler(LeasedScheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._deciding = True
-        most = min(self.step_tokens, self._most_tokens) if self.step_tokens else self._most_tokens
+        most = self._allowed_tokens()
         if self.budget is not None and self.lease_phase == "both" and not self.alone:
             most = min(most, self._budgeted(self.budget))
         self.max_num_scheduled_tokens = most

@@ -94,6 +94,15 @@ def test_shares_of_the_file_go_before_the_planners(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
+def test_one_engine_has_the_share_of_the_file_unless_it_is_alone(tmp_path: Path) -> None:
+    models = MODELS.replace("max_len: 512}", "max_len: 512, engines: one, sm: {decode: 0.15}}", 1)
+    deployed = unit_spec_of(plan(tmp_path, "{gpus: 1}", models), "/run/x")
+    assert (deployed.models[0].shape, deployed.models[0].decode_share) == ("one", 0.15)
+    alone = plan(tmp_path, "{gpus: 1}", "".join(models.splitlines(keepends=True)[:2]))
+    assert unit_spec_of(alone, "/run/x").models[0].decode_share == 1.0
+    assert any("`sm` of a says nothing here" in note for note in alone.notes)
+
+
 def test_temporal_multiplexing_gives_everyone_everything(tmp_path: Path) -> None:
     made = plan(tmp_path, "{gpus: 1}", top="policy: fcfs\n")
     assert made.gpu is not None

@@ -20,6 +20,7 @@ from muxserve.planning.specs.unit_specs import unit_spec_of
 from muxserve.scheduling.state import ModelState, PoolState
 from muxserve.scheduling.types import PoolProfile
 from muxserve.spec import SimulatedSpec, load, save
+from muxserve.spec.unit import EnginePhase
 from muxserve.unit.request_table import pages_for
 from muxserve.unit.state import model_profile
 from muxserve.vllm.args import engine_args, frontend_args
@@ -268,7 +269,8 @@ def test_an_fp8_cache_is_refused_on_a_cpu_that_cannot_compute_it() -> None:
 
 
 SPECULATION = ", engine_args: {speculative_config: {method: ngram, num_speculative_tokens: 2}}"
-ROLLING = ", engines: one, dispatch: rolling, slo: {ttft_ms: 100, tpot_ms: 10}"
+ONE, STAGES = ", engines: one", ", engines: one, stages: 2"
+ROLLING = ", dispatch: rolling, slo: {ttft_ms: 100, tpot_ms: 10}"
 LATENT: dict[str, object] = {
     **CONFIG,
     "model_type": "deepseek_v2",
@@ -294,7 +296,8 @@ class TestLatentAttention:
         ("options", "words"),
         [
             (FP8_CACHE, "keeps its cache in the model's dtype"),
-            (ROLLING, "write `engines: split`"),
+            (STAGES, "models with latent attention are served in one stage"),
+            (f"{ONE}, batching: fixed", "batching: must be vllm: vLLM computes prompts with latent attention in one"),
         ],
     )
     def test_what_it_cannot_have_is_refused(self, tmp_path: Path, options: str, words: str) -> None:
@@ -359,13 +362,23 @@ class TestStates:
         [
             (FP8_CACHE, "models that keep states have a cache in the model's dtype"),
             (", adapters: {}", "LoRA adapters are not served with models with states"),
-            (ROLLING, "write `engines: split`"),
+            (STAGES, "models with states are served in one stage"),
             (SPECULATION, "no speculative_config: with states speculation was not tried"),
         ],
     )
     def test_what_it_cannot_have_is_refused(self, tmp_path: Path, options: str, words: str) -> None:
         with pytest.raises(FleetError, match=words):
             resolved(tmp_path, STATEFUL, options)
+
+
+@pytest.mark.parametrize("config", [LATENT, STATEFUL], ids=["latents", "states"])
+@pytest.mark.parametrize(("options", "rolls"), [(ONE, False), (ROLLING, True)], ids=["one", "rolling"])
+def test_one_engine_keeps_latents_and_states(
+    tmp_path: Path, config: dict[str, object], options: str, rolls: bool
+) -> None:
+    (model,) = unit_spec_of(resolved(tmp_path, config, options), "/x").models
+    assert (model.shape, model.kv, model.rolling, model.engines) == ("one", "pool", rolls, ("both",))
+    assert model.latent or model.state_blocks
 
 
 class TestSpeculation:
@@ -380,13 +393,16 @@ class TestSpeculation:
         with pytest.raises(FleetError, match=words):
             resolved(tmp_path, CONFIG, options + SPECULATION, top=top)
 
-    def test_engines_hear_of_it_and_the_front_end_does_not(self, tmp_path: Path) -> None:
-        unit = unit_spec_of(resolved(tmp_path, CONFIG, SPECULATION), "/x")
+    @pytest.mark.parametrize(("engines", "phase"), [("split", "decode"), ("one", "both")])
+    def test_engines_hear_of_it_and_the_front_end_does_not(
+        self, tmp_path: Path, engines: str, phase: EnginePhase
+    ) -> None:
+        unit = unit_spec_of(resolved(tmp_path, CONFIG, f"{SPECULATION}, engines: {engines}"), "/x")
         given = {"method": "ngram", "num_speculative_tokens": 2}
-        assert engine_args(unit, "a", "decode")["speculative_config"] == given
+        assert engine_args(unit, "a", phase)["speculative_config"] == given
         assert "speculative_config" not in frontend_args(unit.models[0])
         pretended = msgspec.structs.replace(unit, simulated=SimulatedSpec("CPU"))
-        assert "speculative_config" not in engine_args(pretended, "a", "decode")
+        assert "speculative_config" not in engine_args(pretended, "a", phase)
 
 
 class TestImages:
@@ -404,12 +420,15 @@ class TestImages:
         found = architecture_of(Model(name="a", path=str(tmp_path)), FakeHub(tmp_path))
         assert found.stored == StoredWeights(16 + 64 * 64, 0)
 
+    def test_one_engine_sees_them(self, tmp_path: Path) -> None:
+        (model,) = unit_spec_of(self.resolve(tmp_path, ONE), "/x").models
+        assert (model.shape, model.kv, model.sees_images) == ("one", "pool", True)
+
     @pytest.mark.parametrize(
         ("options", "words"),
         [
             (", adapters: {}", "LoRA adapters are not served with models with images"),
-            (ROLLING, "write `engines: split`"),
-            (", engines: one, stages: 2", "engines of one rank, not of 2"),
+            (STAGES, "engines of one rank, not of 2"),
             (", engine_args: {runner: pooling}", "models that see images generate text only here"),
         ],
     )

@@ -43,8 +43,8 @@ def test_a_rolling_model() -> None:
         ("engines: one", "one", 1, "vllm"),
         ("stages: 4", "one", 4, "throttled"),
         ("engines: one\nstages: 2\nbatching: fixed", "one", 2, "fixed"),
-        ("engines: one\nstages: 1\nbatching: throttled", "one", 1, "throttled"),
-        ("engines: auto\nrolling: {lower: 2}\nbatching: vllm\nsm: {prefill: 0.5}", DEFAULT_SHAPE, 1, "vllm"),
+        ("engines: one\nstages: 1\nbatching: throttled\nsm: {decode: 0.5}", "one", 1, "throttled"),
+        ("engines: auto\nrolling: {lower: 2}\nbatching: vllm\nsm: {prefill: 0.5}", DEFAULT, 1, "vllm"),
     ],
 )
 def test_shapes(extra: str, shape: str, stages: int, batching: str) -> None:
@@ -105,7 +105,8 @@ def test_pipelines_of_an_earlier_version_had_a_stage_on_each_gpu(cluster: str, s
         ("dispatch: rolling\nslo: {ttft_ms: 5}", "5: models[0].slo: `dispatch: rolling` needs slo.tpot_ms: prefill rolls on when the next would miss them"),
         ("dispatch: rolling\nslo: {ttft_ms: 5, tpot_ms: 1}\nstages: 2", "6: models[0].stages: must be 1 where prefill rolls over replicas, each of which has one stage; leave one of the two out"),
         *((f"engines: split\n{key}: {value}", f"5: models[0].{key}: is for models with one engine; write `engines: one`, or leave it out") for key, value in (("stages", 2), ("batching", "fixed"), ("rolling", "{}"))),
-        ("engines: one\nsm: {decode: 0.5}", "5: models[0].sm: is for `engines: split`; the planner gives one engine its share"),
+        ("engines: one\nsm: {prefill: 0.5}", "5: models[0].sm.prefill: is for `engines: split`; the share of a model's one engine is `sm.decode`"),
+        ("stages: 2\nsm: {decode: 0.5}", "5: models[0].sm: is for models that share GPUs; this one has GPUs to itself; leave it out"),
         ("engines: one\nstages: 0", "5: models[0].stages: must be a whole number of at least 1, or auto, not 0"),
         ("rolling: {lower: 4, upper: 6}", "4: models[0].rolling.upper: upper (6) must be at least 2 * lower - 1 (7): a macro instance that grows beyond upper is split, and both parts need lower (4) replicas"),
         ("rolling: {lower: 9}", "4: models[0].rolling.lower: upper (16) must be at least 2 * lower - 1 (17): a macro instance that grows beyond upper is split, and both parts need lower (9) replicas"),

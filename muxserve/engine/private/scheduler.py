@@ -35,9 +35,7 @@ class PrivateScheduler(LeasedScheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._deciding = True
-        # A prompt that cannot be computed in chunks would never fit into fewer tokens.
-        bounded = self.step_tokens and self.scheduler_config.enable_chunked_prefill
-        self.max_num_scheduled_tokens = min(self.step_tokens, self._most_tokens) if bounded else self._most_tokens
+        self.max_num_scheduled_tokens = self._allowed_tokens()
         prompts = self._unread()
         with self._in_sight(prompts):
             output = super().schedule(throttle_prefills)

@@ -111,6 +111,8 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
     sleeping: list[str] = []
     if alone:
         shares = {demand.name: ALL_SMS for demand in demands}
+        if fleet.models[0].sm.decode is not None:
+            notes.append(f"`sm` of {fleet.models[0].name} says nothing here: its one engine is alone and has all SMs")
     elif placed is not None:
         shares = {each.model: SmShares(each.prefill_share, each.decode_share) for each in placed.models}
     elif sleeping := [model.name for model in fleet.models if fleet.memory is not None and model.keep == "auto"]:
@@ -126,7 +128,9 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
     unit = GpuUnit(
         gpus=gpus,
         sharing=sharing,
-        shares=_with_overrides(fleet, shares if placed else _for_one_engine(fleet, shares, one_engine)),
+        shares=shares
+        if alone
+        else _with_overrides(fleet, shares if placed else _for_one_engine(fleet, shares, one_engine)),
         needs=tuple(estimated(demands, len(gpus), rules, stages, one_engine)),
         rules=rules,
         notes=tuple(notes),

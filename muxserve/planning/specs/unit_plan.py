@@ -368,6 +368,8 @@ def model_demands(
         kinds = [*_unlike(architecture), *(["images"] if architecture.sees_images else [])]
         for kind in kinds if not private else ():
             problems += _kind_problems(fleet, model, kind)
+        if not private and (words := _unbudgeted(model, architecture, gpu is not None)):
+            problems.append(fleet.model_problem(model.name, "batching", words))
         if architecture.sees_images:
             problems += _image_problems(fleet, model, ranks)
         if not private and (words := _unspeculative(model, architecture, ranks, gpu is not None)):
@@ -421,6 +423,13 @@ def estimated_in_words(models: Iterable[Demand | ModelDemand]) -> list[str]:
 def _unlike(architecture: ModelArchitecture) -> list[str]:
     """What the model keeps instead of K and V by head."""
     return ["latent attention"] * (architecture.latent is not None) + ["states"] * (architecture.states is not None)
+def _unbudgeted(model: Model, architecture: ModelArchitecture, on_gpus: bool) -> str:
+    """Why the steps of the model cannot have the budget that its `batching` asks for; empty if they can."""
+    if model.step_batching == "vllm" or on_gpus or architecture.latent is None:
+        return ""
+    return "must be vllm: vLLM computes prompts with latent attention in one piece on CPU, and a budget cuts them"
+
+
 
 
 def _unspeculative(model: Model, architecture: ModelArchitecture, ranks: int, on_gpus: bool) -> str:
@@ -455,9 +464,9 @@ def _image_problems(fleet: Fleet, model: Model, ranks: int) -> list[Problem]:
 def _kind_problems(fleet: Fleet, model: Model, kind: str) -> list[Problem]:
     """What a model with latent attention, states or images is asked for that it cannot have."""
     found = []
-    if model.shape == "one":
-        message = f"models with {kind} are served by a prefill and a decode engine; write `engines: split`"
-        found.append(fleet.model_problem(model.name, "engines", message))
+    if model.stage_count > 1:
+        message = f"models with {kind} are served in one stage; leave `stages` out"
+        found.append(fleet.model_problem(model.name, "stages", message))
     if model.adapters is not None:
         message = f"LoRA adapters are not served with models with {kind}; leave them out"
         found.append(fleet.model_problem(model.name, "adapters", message))
