@@ -110,7 +110,7 @@ class Places:
 
     def _on_cpu(self, kind: str) -> Simulated:
         """All modes have the same cores. Baselines have one unit."""
-        if kind == _MUXSERVE or (not any(map(may_be_dedicated, self.fleet.models)) and self._units == 1):
+        if kind == _MUXSERVE or (all(m.shape("cpu") == "split" for m in self.fleet.models) and self._units == 1):
             made = self._planner(_MUXSERVE).on_cpu()
             self._check(made.plan, kind)
             self.notes += made.notes
@@ -181,7 +181,7 @@ class Places:
     def baselines(self, modes: Sequence[str]) -> str:
         """What is to be said of modes (kinds of placement by their names) that leave shapes aside; may be
         empty."""
-        others = [model.name for model in self.fleet.models if model.shape == "one"]
+        others = [m.name for m in self.fleet.models if m.shape("cuda" if self.cluster else "cpu") == "one"]
         if _MUXSERVE in self.found:
             found = dict.fromkeys(m.name for unit in self.found[_MUXSERVE].others for m in unit.models)
             # What the plan has chosen by itself, the file does not say.

@@ -274,8 +274,8 @@ ResponsesFile = Annotated[
 
 
 BatchingChoice = Literal["auto", "vllm", "fixed", "throttled"]
-# The engines of models that leave it open and that no plan says more of.
-DEFAULT_SHAPE: ShapeName = "split"
+# The engines, by device, of models that leave these open and that no plan says more of.
+DEFAULT_SHAPES: dict[Literal["cpu", "cuda"], ShapeName] = {"cpu": "split", "cuda": "split"}
 
 
 def _spared(value: object) -> object:
@@ -541,16 +541,20 @@ class Model(Section):
         return self.stage_count > 1 or self.rolls
 
     @property
-    def shape(self) -> ShapeName:
+    def is_open(self) -> bool:
+        """Whether the file leaves its engines to a plan."""
+        return self.engines == AUTO and not self.has_own_unit
+
+    def shape(self, device: Literal["cpu", "cuda"]) -> ShapeName:
         """Its engines, where no plan says more of them."""
         if self.engines != AUTO:
             return self.engines
-        return "one" if self.stage_count > 1 or self.rolls else DEFAULT_SHAPE
+        return "one" if self.has_own_unit else DEFAULT_SHAPES[device]
 
     @property
     def step_batching(self) -> BatchingName:
-        """What a step of its engine may hold."""
-        if self.shape == "split" or self.rolls:
+        """What a step of its engine may hold, if it has one."""
+        if self.rolls:
             return "vllm"
         if self.batching != AUTO:
             return self.batching

@@ -427,7 +427,10 @@ class Planner:
         check_lengths(self.fleet, made.demands)
         simulated, why_not = self._simulated(made, pool)
         simulated = simulated and self._measured(made, simulated, pool)
-        notes = [f"{name} has two engines, as with `engines: auto` on a CPU" for name in open_units(made, self.fleet)]
+        notes = [
+            f"`engines: auto` of {name} is {unit.shape_of(name)} on a CPU"
+            for name, unit in open_units(made, self.fleet).items()
+        ]
         forecast = None if simulated is None else self._residency(resolved, made, pool, workload)
         if workload is not None and forecast is None:
             raise UsageError(NO_SLEEPING)

@@ -11,10 +11,11 @@ from jsonschema import Draft202012Validator
 
 from muxserve.config import AUTO, Fleet, FleetError, parse_fleet
 from muxserve.config.loader import fleet_schema
-from muxserve.config.schema import DEFAULT_SHAPE
+from muxserve.config.schema import DEFAULT_SHAPES
 from muxserve.config.source import parse_yaml
 
 HEAD = "models:\n  - name: one\n    architecture: llama-7b\n"
+DEFAULT = DEFAULT_SHAPES["cpu"]
 SLO = "    slo: {ttft_ms: 1000, tpot_ms: 100}\n"
 
 
@@ -24,14 +25,14 @@ def parse(extra: str) -> Fleet:
 
 def test_what_a_model_has_that_says_nothing() -> None:
     (model,) = parse("").models
-    assert (model.shape, model.stages, model.rolls, model.step_batching) == (DEFAULT_SHAPE, AUTO, False, "vllm")
+    assert (model.shape("cpu"), model.stages, model.rolls, model.step_batching) == (DEFAULT, AUTO, False, "vllm")
     assert (model.rolling.lower, model.rolling.upper) == (4, 16)
 
 
 def test_a_rolling_model() -> None:
     (model,) = parse(f"    dispatch: rolling\n    rolling: {{lower: 2, upper: 3, spared: mean}}\n{SLO}").models
     assert (model.rolling.lower, model.rolling.upper, model.rolling.quantile) == (2, 3, None)
-    assert (model.shape, model.rolls, model.step_batching) == ("one", True, "vllm")
+    assert (model.shape("cpu"), model.rolls, model.step_batching) == ("one", True, "vllm")
     assert parse(f"    dispatch: rolling\n{SLO}").models[0].rolling.quantile == 0.25
     assert parse(f"    dispatch: rolling\n    rolling: {{spared: 0}}\n{SLO}").models[0].rolling.quantile == 0.0
 
@@ -49,14 +50,14 @@ def test_a_rolling_model() -> None:
 )
 def test_shapes(extra: str, shape: str, stages: int, batching: str) -> None:
     (model,) = parse("".join(f"    {line}\n" for line in extra.split("\n"))).models
-    assert (model.shape, model.stage_count, model.step_batching) == (shape, stages, batching)
+    assert (model.shape("cpu"), model.stage_count, model.step_batching) == (shape, stages, batching)
 
 
 @pytest.mark.parametrize(
     ("extra", "shape", "stages", "rolls", "batching", "write"),
     [
         ("phases: multiplexed", "split", 1, False, "vllm", "engines: split"),
-        ("phases: auto", DEFAULT_SHAPE, 1, False, "vllm", "engines: auto"),
+        ("phases: auto", DEFAULT, 1, False, "vllm", "engines: auto"),
         ("phases: rolling\nslo: {ttft_ms: 5, tpot_ms: 1}", "one", 1, True, "vllm", "engines: one, dispatch: rolling"),
         ("phases: pipelined", "one", 2, False, "throttled", "engines: one, stages: 2, batching: throttled"),
         (
@@ -76,7 +77,7 @@ def test_phases_of_an_earlier_version_is_read(
     lines = extra.split("\n")
     fleet = parse("".join(f"    {line}\n" for line in lines))
     (model,), (note,) = fleet.models, fleet.notes
-    assert (model.shape, model.stage_count, model.rolls, model.step_batching) == (shape, stages, rolls, batching)
+    assert (model.shape("cpu"), model.stage_count, model.rolls, model.step_batching) == (shape, stages, rolls, batching)
     (said,) = (line for line in lines if line.startswith("phases"))
     at = 4 + lines.index(said)
     assert (

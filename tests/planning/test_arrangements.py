@@ -170,7 +170,7 @@ def test_every_replica_has_its_unit_and_all_of_them_one_layout(one: str, two: st
         units = [u.unit_spec for u in told.units if model.name in [m.name for m in u.unit_spec.models]]
         more = planned_unit(planner.unit("late", [model.name], told), "/run").unit_spec
         assert len({unit.layout(model.name) for unit in (*units, more)}) == 1
-        assert {unit.model(model.name).shape for unit in (*units, more)} == {model.shape}
+        assert {unit.model(model.name).shape for unit in (*units, more)} == {model.shape("cpu")}
         assert (model.name in told.rolling) == model.rolls
         if model.has_own_unit:
             assert {len(unit.models) for unit in units} == {1}
@@ -464,16 +464,14 @@ class TestAuto:
         planner = FleetPlanner(fleet("engines: auto", "engines: one, stages: 2"), MACHINE, lambda: NONE)
         told = deployed(planner.fleet, planner.at_start())
         assert [(u.unit_spec.policy, u.unit_spec.stages) for u in told.units] == [("slack", 1), ("free", 2)]
-        assert planner.reasons == ["arithmetic has a prefill and a decode engine, as with `engines: auto` on a CPU"]
-        assert planner.fleet.model("arithmetic").shape == "split"
+        assert planner.reasons == ["`engines: auto` of arithmetic is split on a CPU"]
+        assert planner.fleet.model("arithmetic").shape("cpu") == "split"
 
     def test_on_gpus_the_user_hears_what_chooses(self) -> None:
         planner = FleetPlanner(only("engines: auto", head="cluster: {gpus: 1}"), MACHINE, lambda: H200)
         assert planned_unit(planner.at_start()[0], "/run").unit_spec.policy == "slack"
         (reason,) = planner.reasons
-        assert reason.startswith(
-            "arithmetic has a prefill and a decode engine, as with `engines: auto` without a plan; `muxserve plan -o`"
-        )
+        assert reason.startswith("`engines: auto` of arithmetic is split without a plan; `muxserve plan -o`")
 
     def test_a_plan_says_it(self, tmp_path: Path) -> None:
         declared = only(f"engines: auto, {SLO}")
@@ -489,8 +487,8 @@ class TestAuto:
         added = only("engines: auto", "atlas")
         addition = ScaleOut(planner).addition(added, iter(["u1"]).__next__, told, said.append)
         assert [unit.unit_spec.policy for unit in addition.units] == ["slack"]
-        assert said[0] == "atlas has a prefill and a decode engine, as with `engines: auto` on a CPU"
-        assert planner.fleet.model("atlas").shape == "split"
+        assert said[0] == "`engines: auto` of atlas is split on a CPU"
+        assert planner.fleet.model("atlas").shape("cpu") == "split"
 
 
 def test_whatever_keeps_a_model_from_being_added_it_is_declared_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,7 +259,7 @@ class TestPlanFile:
         (unit,) = load_plan(tmp_path / "plan.yaml", fleet).units
         assert (unit.models[0].shape, unit.stages, unit.batching, unit.policy) == ("one", 1, "vllm", "free")
         (model,) = arranged(fleet, tmp_path / "plan.yaml", [unit]).models
-        assert (model.shape, model.stages, model.batching) == ("one", 1, "vllm")
+        assert (model.engines, model.stages, model.batching) == ("one", 1, "vllm")
         turns = as_way("first come", plan_of(UNIT), fleet, AROUND, Roofline()).placement
         save_plan(turns, tmp_path / "plan.yaml")
         (unit,) = load_plan(tmp_path / "plan.yaml", fleet).units

@@ -80,7 +80,7 @@ def test_a_model_that_has_a_gpu_to_itself_waits_for_nobody(tmp_path: Path) -> No
 
 def test_the_fleets_own_way_comes_first_and_layouts_only_where_they_may_help(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
-    file.write_text(f"models:\n  - {{ name: a, {MODEL.format(more='')} }}\n")
+    file.write_text(f"models:\n  - {{ name: a, {MODEL.format(more='')}, engines: split }}\n")
     fleet = load_fleet(file, serving=False)
     ways = list(ways_of(fleet, short=False, elastic=True))
     assert ways[:2] == ["shares per lease", "shared"]

@@ -23,8 +23,7 @@ from muxserve.planning.candidates.layouts import (
     NoPlaceError,
     ReplicaLayout,
     SimulatedLayout,
-    is_open,
-    says_nothing,
+    asks_for_choice,
     wanted_of,
 )
 from muxserve.planning.candidates.one_engine import OneEngine
@@ -389,7 +388,7 @@ def rearranged(
     are."""
     placed = {demand.name for demand in plan.demands if not demand.architecture.pooling}
     for model in fleet.models:
-        if model.name in placed and (is_open(model) or (how.whole and says_nothing(model))):
+        if model.name in placed and model.is_open:
             plan = _model_rearranged(plan, model.name, how, fleet, around, latency)
     return plan
 
@@ -469,6 +468,6 @@ def _split(
 
 
 def open_units(plan: ClusterPlan, fleet: Fleet) -> Mapping[str, PlacedUnit]:
-    """A unit in the plan of every model that leaves its engines open, by the model's name."""
+    """A unit in the plan of every model that asks for a choice of its engines, by the model's name."""
     found = {placed.model: unit for unit in plan.placement.units for placed in unit.models}
-    return {model.name: found[model.name] for model in fleet.models if is_open(model) and model.name in found}
+    return {model.name: found[model.name] for model in fleet.models if asks_for_choice(model) and model.name in found}

@@ -99,19 +99,15 @@ class LayoutRequest:
         return Throttle() if throttled else None
 
 
-def is_open(model: Model) -> bool:
-    """Whether the fleet file leaves a model's engines to the planner, and says so."""
-    return model.engines == AUTO and "engines" in model.model_fields_set and not model.has_own_unit
-
-
-def says_nothing(model: Model) -> bool:
-    """Whether the fleet file says nothing at all of a model's engines."""
-    return "engines" not in model.model_fields_set and not model.has_own_unit
+def asks_for_choice(model: Model) -> bool:
+    """Whether the fleet file says `engines: auto`. Who leaves it out has the same choice, and does not hear what came
+    of it."""
+    return model.is_open and "engines" in model.model_fields_set
 
 
 def may_be_dedicated(model: Model) -> bool:
-    """Whether a model has one engine, or may have once its engines are chosen."""
-    return is_open(model) or model.shape == "one"
+    """Whether the fleet file says that a model has one engine, or is to have what is chosen."""
+    return asks_for_choice(model) or model.engines == "one" or model.has_own_unit
 
 
 def stages_of(fleet: Fleet, model: Model, gpus: int) -> tuple[int, Problem | None]:

@@ -14,7 +14,6 @@ from muxserve.config import Fleet
 from muxserve.costs.latency import LatencyModel
 from muxserve.planning.candidates.dedicated_units import OpenLayout, rearranged
 from muxserve.planning.candidates.device_pool import Surroundings
-from muxserve.planning.candidates.layouts import is_open
 from placement.cluster import PlacedUnit
 from placement.planner import ClusterPlan, ModeName
 
@@ -50,6 +49,8 @@ WAYS: dict[str, Way] = {
         "alone", "as one engine, and prefill of models with `engines: auto` rolls", "", OpenLayout(rolling=True)
     ),
 }
+# Models of which all are laid out anew. Of a larger fleet the contest would take half as long again.
+_MOST_LAID_OUT = 8
 # What everybody would do without a plan.
 SIMPLEST = "even"
 
@@ -74,14 +75,16 @@ def _under(policy: str, unit: PlacedUnit) -> PlacedUnit:
 
 
 def ways_of(fleet: Fleet, short: bool, elastic: bool) -> Iterator[str]:
-    """The ways that compete, that of the fleet's own policy first. Models are only laid out anew if one of them leaves
-    its engines open, or the first plan falls short.
+    """The ways that compete, that of the fleet's own policy first. Models are laid out anew if they are few, or the
+    first plan falls short.
 
     Args:
+        short: the first plan does not bear out what is wanted.
         elastic: engines can change their share of the compute from one lease to the next.
     """
     yield from shared_ways(fleet, elastic)
-    again = short or any(map(is_open, fleet.models))
+    is_small = len(fleet.models) <= _MOST_LAID_OUT
+    again = short or (is_small and any(model.is_open for model in fleet.models))
     for name, way in WAYS.items():
         if way.mode != "muxserve" and (way.layout is None or again):
             yield name

@@ -141,7 +141,7 @@ def _named(model: Model, name: str, base: Path, hub: Hub) -> ModelArchitecture:
 
 def no_choice(model: Model, architecture: ModelArchitecture) -> str:
     """Why the fleet file must not choose the engines that it does; empty if it may."""
-    if not architecture.pooling or model.shape == "split":
+    if not architecture.pooling or not (model.engines == "one" or model.has_own_unit):
         return ""
     return (
         "the model answers with vectors, and has one engine anyway: its prefill is all there is to a request; leave "
@@ -185,7 +185,9 @@ def _shape(model: Model, architecture: ModelArchitecture) -> ShapeName | None:
         return "split"
     if private_because(model, architecture):
         return "one"
-    return None if model.engines == AUTO and not model.has_own_unit else model.shape
+    if model.is_open:
+        return None
+    return "one" if model.has_own_unit or model.engines == "one" else "split"
 
 
 def _lengths(model: Model, context: int, pooling: bool) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from muxserve.config import Model
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.vllm.args import NGRAM
+from placement.unit_types import Device
 
 # What a model with a cache of its own does without.
 LOST = (
@@ -20,6 +21,14 @@ def private_because(model: Model, architecture: ModelArchitecture) -> str:
     if model.kv == "private":
         return architecture.private or "the fleet file asks for it"
     return architecture.private or _drafts(model)
+
+
+def has_one_engine(model: Model, architecture: ModelArchitecture, device: Device) -> bool:
+    """Whether the model has one engine of both phases, where no plan says more of its engines. One that answers with
+    vectors has an engine for prefill alone."""
+    if architecture.pooling:
+        return False
+    return model.shape(device) == "one" or bool(private_because(model, architecture))
 
 
 def unpooled(model: Model, architecture: ModelArchitecture) -> str:

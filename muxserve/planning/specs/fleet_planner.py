@@ -27,7 +27,7 @@ from muxserve.gpu.nvml import Gpu, GpuChoiceError, choose
 from muxserve.gpu.nvml import GpuMachine as GpuMachine
 from muxserve.gpu.unit import LEAST_POOL_PART, GpuUnit
 from muxserve.planning.candidates.device_pool import CPU
-from muxserve.planning.candidates.layouts import is_open
+from muxserve.planning.candidates.layouts import asks_for_choice
 from muxserve.planning.candidates.resident_units import NoUnitError, resident_units
 from muxserve.planning.demand.checkpoints import (
     CheckpointError,
@@ -72,6 +72,7 @@ from muxserve.spec import FleetSpec, ResidencySpec, SimulatedSpec, UnitEntry, Un
 from placement import Machine, pool_groups
 from placement.cluster import PlacedUnit
 from placement.format import enumerate_words
+from placement.unit_types import Device
 
 
 class FleetPlanner:
@@ -154,23 +155,19 @@ class FleetPlanner:
         if plan_file is None:
             if self._wants_gpus:
                 self._choose(len(fleet.cluster.gpu_ids) or fleet.cluster.gpus)
-            self.fleet = self.arranged(fleet)
+            self.tell_engines(fleet)
         plans = self._planned() if plan_file is None else self._placed(plan_file)
         if plans[0].gpu is None and not self._on_ray:
             check_together(fleet, plans, self.machine)
         return plans
 
-    def arranged(self, fleet: Fleet) -> Fleet:
-        """`fleet` with the engines of every model that leaves these open (`engines: auto`). Without a plan, which
-        simulation has chosen, they are those of which models share what there is."""
-        models = []
+    def tell_engines(self, fleet: Fleet) -> None:
+        """Say what models have whose file asks for a choice of their engines: without a plan there is none."""
+        device: Device = "cuda" if self._wants_gpus else "cpu"
         for model in fleet.models:
-            if is_open(model):
-                model = model.with_engines(model.shape)
-                words = "a prefill and a decode engine" if model.shape == "split" else "one engine"
-                self.reasons.append(f"{model.name} has {words}, as with `engines: auto` {self._without_choice}")
-            models.append(model)
-        return fleet.with_models(models)
+            if asks_for_choice(model):
+                shape = model.shape(device)
+                self.reasons.append(f"`engines: auto` of {model.name} is {shape} {self._without_choice}")
 
     @property
     def _without_choice(self) -> str:
@@ -506,7 +503,8 @@ class ScaleOut:
         """See `Planner.addition`."""
         told = len(self._planner.reasons)
         try:
-            declared = self._planner.arranged(self._planner.fetched(declared, tell))
+            declared = self._planner.fetched(declared, tell)
+            self._planner.tell_engines(declared)
         except FleetError as error:
             raise ChangeError("; ".join(problem.message for problem in error.problems)) from None
         for reason in self._planner.reasons[told:]:
@@ -528,7 +526,8 @@ class ScaleOut:
     def joined(self, declared: Fleet, unit: PlannedUnit, fleet: FleetSpec, tell: Tell) -> JoinedUnit:
         """See `UnitPlanner.joined`."""
         try:
-            declared = self._planner.arranged(self._planner.fetched(declared, tell))
+            declared = self._planner.fetched(declared, tell)
+            self._planner.tell_engines(declared)
         except FleetError as error:
             raise ChangeError("; ".join(problem.message for problem in error.problems)) from None
         (model,) = declared.models

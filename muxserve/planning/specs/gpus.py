@@ -16,7 +16,7 @@ from muxserve.gpu.unit import GpuUnit, SmShares
 from muxserve.planning.candidates.layouts import stages_of
 from muxserve.planning.demand.checkpoints import Hub
 from muxserve.planning.demand.demands import demands_of
-from muxserve.planning.demand.private import private_because
+from muxserve.planning.demand.private import has_one_engine
 from muxserve.spec import SmSharing
 from muxserve.spec.unit import share_steps
 from placement.candidates import Candidates
@@ -77,7 +77,7 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
     one_engine = tuple(
         model.name
         for model, demand in zip(fleet.models, demands, strict=True)
-        if model.shape == "one" or private_because(model, demand.architecture)
+        if has_one_engine(model, demand.architecture, "cuda")
     )
     alone = len(one_engine) == len(fleet.models) == 1
     stages, problem = stages_of(fleet, fleet.models[0], len(gpus))

@@ -27,7 +27,7 @@ from muxserve.planning.demand.checkpoints import (
     without_chat_template,
 )
 from muxserve.planning.demand.demands import CPU_BATCH, Batch, batch_of, least_batch, no_choice
-from muxserve.planning.demand.private import LOST, private_because, unpooled
+from muxserve.planning.demand.private import LOST, has_one_engine, private_because, unpooled
 from muxserve.spec import ModelSpec, PolicyName
 from muxserve.vllm.quantisation import beyond_cores, uncomputable, unshareable
 from placement import Machine, ModelDemand, PlanError, PlanProblem, UnitPlan, plan_unit
@@ -344,17 +344,15 @@ def model_demands(
         ranks = fleet.cluster.ranks * stages if gpu is None else gpu.ranks
         if words := no_choice(model, architecture):
             problems.append(fleet.model_problem(model.name, "engines", words))
-        private = private_because(model, architecture)
-        if private and model.engines == AUTO and not architecture.pooling:
-            model = model.with_engines("one", stages)
-        threads = _threads(fleet, model, cores, ranks, units)
-        sleeps = fleet.memory is not None and model.keep == "auto"
         device: Device = "cpu" if gpu is None else "cuda"
+        private, one_engine = private_because(model, architecture), has_one_engine(model, architecture, device)
+        threads = _threads(fleet, one_engine, cores, ranks, units)
+        sleeps = fleet.memory is not None and model.keep == "auto"
         blocks = block_tokens.get(model.name)
         if words := unpooled(model, architecture):
             problems.append(fleet.model_problem(model.name, "kv", words))
         demand = _demand(model, architecture, threads, ranks, stages, blocks, sleeps, device)
-        demand = replace(demand, private=private)
+        demand = replace(demand, private=private, one_engine=one_engine)
         demands.append(demand if gpu is None else replace(demand, dtype=gpu_dtype(model, architecture)))
         if gpu is not None and demands[-1].dtype == "float32":
             message = "FlashAttention has no float32; use bfloat16 or float16 on a GPU, or leave dtype out"
@@ -368,10 +366,10 @@ def model_demands(
         kinds = [*_unlike(architecture), *(["images"] if architecture.sees_images else [])]
         for kind in kinds if not private else ():
             problems += _kind_problems(fleet, model, kind)
-        if not private and (words := _unbudgeted(model, architecture, gpu is not None)):
-            problems.append(fleet.model_problem(model.name, "batching", words))
         if architecture.sees_images:
             problems += _image_problems(fleet, model, ranks)
+        if not private and (words := _unbudgeted(model, architecture, gpu is not None)):
+            problems.append(fleet.model_problem(model.name, "batching", words))
         if not private and (words := _unspeculative(model, architecture, ranks, gpu is not None)):
             problems.append(fleet.model_problem(model.name, "engine_args", f"no speculative_config: {words}"))
         if (
@@ -423,13 +421,13 @@ def estimated_in_words(models: Iterable[Demand | ModelDemand]) -> list[str]:
 def _unlike(architecture: ModelArchitecture) -> list[str]:
     """What the model keeps instead of K and V by head."""
     return ["latent attention"] * (architecture.latent is not None) + ["states"] * (architecture.states is not None)
+
+
 def _unbudgeted(model: Model, architecture: ModelArchitecture, on_gpus: bool) -> str:
     """Why the steps of the model cannot have the budget that its `batching` asks for; empty if they can."""
     if model.step_batching == "vllm" or on_gpus or architecture.latent is None:
         return ""
     return "must be vllm: vLLM computes prompts with latent attention in one piece on CPU, and a budget cuts them"
-
-
 
 
 def _unspeculative(model: Model, architecture: ModelArchitecture, ranks: int, on_gpus: bool) -> str:
@@ -493,9 +491,9 @@ def _kv_cache_problem(architecture: ModelArchitecture, gpu: bool, machine: Machi
     return ""
 
 
-def _threads(fleet: Fleet, model: Model, cores: int, ranks: int, units: int) -> int | None:
+def _threads(fleet: Fleet, one_engine: bool, cores: int, ranks: int, units: int) -> int | None:
     """Threads of each rank of a model's engines where they do not follow from the number of models; see docs."""
-    if len(fleet.models) == 1 and model.shape == "one":
+    if len(fleet.models) == 1 and one_engine:
         # The only engine of its unit. Those of other units compute at the same time.
         return max(1, cores // units // ranks)
     # With temporal multiplexing an engine has the whole machine while it runs.
@@ -549,7 +547,6 @@ def _demand(
         sleeps=sleeps,
         tokens=model.workload.tokens,
         device=device,
-        one_engine=model.shape == "one",
     )
 
 

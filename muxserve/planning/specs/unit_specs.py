@@ -143,7 +143,7 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         shape="one" if demand.one_engine else "split",
         stages=demand.stages,
         rolling=model.rolls,
-        batching=model.step_batching,
+        batching=model.step_batching if demand.one_engine else "vllm",
         aliases=tuple(model.aliases),
         target_load=target_load(Roofline().engine(demand.architecture, _shape(unit, index))),
         pooling=demand.architecture.pooling,
