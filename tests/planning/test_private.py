@@ -173,3 +173,13 @@ def test_what_answers_with_vectors_has_an_engine_that_prefills(tmp_path: Path) -
     for kv in ("pool", "private"):
         with pytest.raises(FleetError, match=r"fleet.yaml:\d+: models\[1\].engines: the model answers with vectors"):
             unit(tmp_path, f"{vectors}  kv: {kv}\n  engines: one\n", LLAMA)
+
+
+def test_a_unit_of_private_caches_alone_is_planned(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "a", LLAMA)
+    file = tmp_path / "fleet.yaml"
+    file.write_text("kv_pool: {size: 512MiB}\nmodels: [{name: a, path: a, kv: private}]\n")
+    made = CliRunner().invoke(app, ["plan", str(file), "--simulate", "0", "--json"])
+    assert made.exit_code == 0, made.output
+    (unit,) = json.loads(made.stdout)["units"]
+    assert unit["memory"]["pool"] == pytest.approx(512 << 20, rel=0.01)

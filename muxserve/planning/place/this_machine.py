@@ -180,11 +180,11 @@ def _estimate(
     plan: ResolvedUnit, members: Members, demands: Sequence[Demand], latency: LatencyModel, parts: int
 ) -> UnitEstimate:
     mesh = Mesh(CPU, 1)
-    # The pool has been sized already, and weights are mapped once: nothing else is to be subtracted.
+    # Pools and private caches have been sized already, and weights are mapped once: nothing else is to be subtracted.
     rules = MemoryRules(utilisation=1.0, context_bytes=0, graph_bytes=0)
     engines = Engines(demands, latency, {CPU: 0}, rules)
     own = sum(engines.footprint(member.model, mesh).own for member in members)
-    engines.memory[CPU] = own + plan.unit.pool_bytes
+    engines.memory[CPU] = own + plan.unit.kv_bytes
     shares = tuple(min(model.share, 1.0 / parts) for model in plan.unit.models)
     estimate = Estimator(Candidates(engines)).unit(mesh, members, Shares(max(shares), shares))
     if estimate is None:
