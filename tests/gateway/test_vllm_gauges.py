@@ -70,6 +70,12 @@ def test_a_model_with_one_engine_has_one_series(one: ModelSpec, index: int) -> N
     assert not [name for name in found if f'engine="{1 - index}"' in name]
 
 
+def test_how_full_a_private_cache_is_nobody_says() -> None:
+    found = shown([model("m", shape="one", kv="private")], unit("u", m={**BUSY, "used_pages": 0, "quota_pages": 0}))
+    assert found['vllm:num_requests_running{model_name="m"}'] == 7
+    assert 'vllm:kv_cache_usage_perc{model_name="m"}' not in found
+
+
 def test_replicas_count_together_and_a_unit_that_is_gone_does_not() -> None:
     units = unit("u0", m=BUSY), unit("u1", m=IDLE), unit("u2", answered=False, m=BUSY)
     found = shown([model("m")], *units)

@@ -107,7 +107,9 @@ class VllmGauges(Collector):
                 waiting.add_metric(labels, queued)
                 reasons.add_metric([*labels, "capacity"], queued)
                 reasons.add_metric([*labels, "deferred"], 0.0)
-                usage.add_metric(labels, _total(replicas, "used_pages") / max(1.0, _total(replicas, "quota_pages")))
+                if not model.private:  # how full its own cache is, the units do not know
+                    used, quota = _total(replicas, "used_pages"), _total(replicas, "quota_pages")
+                    usage.add_metric(labels, used / max(1.0, quota))
                 for state, value in self._sleep_states(model.name).items():
                     sleep.add_metric([*labels, state], float(value))
         yield from (running, waiting, reasons, usage, sleep)
