@@ -165,7 +165,7 @@ def check_memory(
             f"({format_size(machine.memory_bytes)}); lower max_len, or set kv_pool.size yourself"
         )
         problems.append(PlanProblem(message, "kv_pool.size"))
-    each = [(model.sleeps, model.architecture.weight_bytes(model.resolved_dtype)) for model in models]
+    each = [(model.sleeps, model.architecture.weight_bytes(model.dtype)) for model in models]
     # Of those that sleep there is room for one, whose files are mapped while they are copied.
     weights = sum(size for sleeps, size in each if not sleeps)
     weights += 2 * max((size for sleeps, size in each if sleeps), default=0)
@@ -308,7 +308,7 @@ def plan_unit(
         zeroed = any(member.state_bytes and group.dtype != "float32" for member in members)
         quotas = share_out(num_pages - 1, [member.demand for member in members], _begin_with(members, floors))
         for member, length, floor, quota in zip(members, lengths, floors, quotas, strict=True):
-            wished = member.max_len or member.architecture.default_max_len
+            wished = member.context
             if length < wished:
                 notes.append(
                     f"max_len of {member.name} is {length} tokens instead of {wished}: the pool is too small for more"
@@ -322,7 +322,7 @@ def plan_unit(
             plans[member.name] = ModelPlan(
                 name=member.name,
                 pool=pool.name,
-                dtype=member.resolved_dtype,
+                dtype=member.dtype,
                 block_tokens=block_tokens[member.name],
                 # Any block that the pool could ever hold for this model, and the null block.
                 num_blocks=(num_pages - 1) // member.pages_per_block + 1,
@@ -336,7 +336,7 @@ def plan_unit(
             )
     described = _describe(pools, groups)
     if not pools:  # a memory manager has at least one, of the null page and another
-        pools.append(PoolPlan("pool0", models[0].resolved_dtype, _LEAST_PAGE, 2, ()))
+        pools.append(PoolPlan("pool0", models[0].dtype, _LEAST_PAGE, 2, ()))
     for model in models:
         if model.name not in plans:
             cache = caches.get(model.name, 0)
@@ -376,7 +376,7 @@ def _without_pages(model: ModelDemand, pool: str, threads: int, cores: int, cach
     return ModelPlan(
         name=model.name,
         pool=pool,
-        dtype=model.resolved_dtype,
+        dtype=model.dtype,
         block_tokens=model.block_tokens or BLOCK_STEP,
         num_blocks=2,
         quota_pages=0,
@@ -395,7 +395,7 @@ def pool_groups(models: Sequence[ModelDemand]) -> list[PoolGroup]:
             KVShape(
                 m.name,
                 m.architecture.head_dim,
-                m.architecture.kv_dtype(m.resolved_dtype),
+                m.architecture.kv_dtype(m.dtype),
                 m.block_tokens,
                 m.least_page_bytes,
             )
@@ -414,7 +414,7 @@ def least_pool_bytes(models: Sequence[ModelDemand], together: int | None = None)
 def awake_together(models: Sequence[ModelDemand], room: int) -> int:
     """How many of the models that sleep can be awake at a time at most: the weights of so many have `room`, bytes of
     each rank, beside those of the models that never sleep, whatever engines take."""
-    weights = [model.architecture.weight_bytes(model.resolved_dtype) // model.ranks for model in models]
+    weights = [model.architecture.weight_bytes(model.dtype) // model.ranks for model in models]
     room -= sum(size for model, size in zip(models, weights, strict=True) if not model.sleeps)
     taken = itertools.accumulate(sorted(size for model, size in zip(models, weights, strict=True) if model.sleeps))
     return max(1, sum(size <= room for size in taken))
@@ -461,7 +461,7 @@ def _pool_size(models: Sequence[ModelDemand], machine: Machine, asked: int | Non
     wanted = 0.0
     for model in models:
         sequences = min(model.max_num_seqs, max(4, math.ceil(model.rate * _RESIDENCE)))
-        length = model.max_len or model.architecture.default_max_len
+        length = model.context
         wanted += sequences * model.sequence_bytes(length)  # pools of GPUs are given
     limit = machine.memory_bytes * AUTO_MEMORY
     if machine.shared_memory_bytes is not None:

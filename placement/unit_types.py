@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Literal
 
-from muxserve.costs.architecture import ModelArchitecture
+from placement.demand import Demand
 
 # Pieces of memory that an engine may map for states: Linux allows a process 65,530 unless it is told otherwise.
 STATE_MAPPINGS = 48_000
@@ -30,33 +30,34 @@ _PRIVATE_BLOCK, _ROUNDING = 256, 1.25
 Device = Literal["cpu", "cuda"]
 
 
-@dataclass(frozen=True)
-class ModelDemand:
-    """A model to be placed, split over `ranks` devices: its layers over `stages` of a pipeline, and each stage over
-    `ranks / stages` that split its tensors. None stands for auto; `rate` is in requests per second, `tokens`
-    the mean length of a request, prompt and answer.
+@dataclass(frozen=True, slots=True)
+class ModelDemand(Demand):
+    """The demand for a model in a unit, where it is split over `ranks` devices: its layers over `stages` of a pipeline,
+    and each stage over `ranks / stages` that split its tensors. None stands for auto.
 
     `block_tokens` is given where other units have replicas of the model: KV moves between units only if its blocks are
     equally large in both. One that `sleeps` takes memory for its weights only while it is awake. `device` is what its
-    engines run on; it has `one_engine` of both phases, or one for each. `private` says why it has a cache of its own,
-    in place of pages of the pool (empty: it has not).
+    engines run on. `private` says why it has a cache of its own, in place of pages of the pool (empty: it has not).
     """
 
-    name: str
-    architecture: ModelArchitecture
-    dtype: str | None = None
-    rate: float = 1.0
-    max_len: int | None = None
-    max_num_seqs: int = 64
+    _: KW_ONLY
     threads: int | None = None
     ranks: int = 1
     block_tokens: int | None = None
     stages: int = 1
     sleeps: bool = False
-    tokens: int = 1
     device: Device = "cpu"
     private: str = ""
-    one_engine: bool = False
+
+    @classmethod
+    def of(cls, demand: Demand) -> ModelDemand:
+        """The demand on one rank of a CPU."""
+        return cls(**{each.name: getattr(demand, each.name) for each in fields(Demand)})
+
+    @property
+    def one_engine(self) -> bool:
+        """Whether it has one engine of both phases, and not one for each."""
+        return self.shape == "one"
 
     @property
     def tensor_parallel(self) -> int:
@@ -80,14 +81,9 @@ class ModelDemand:
         return self.layers * self.kv_heads if self.architecture.causal and not self.private else 0
 
     @property
-    def resolved_dtype(self) -> str:
-        """The type served in: the one asked for, or the checkpoint's."""
-        return self.dtype or self.architecture.dtype
-
-    @property
     def state_bytes(self) -> int:
         """Bytes of one sequence's states on each rank, whatever its length."""
-        return self.architecture.state_bytes(self.resolved_dtype, self.tensor_parallel)
+        return self.architecture.state_bytes(self.dtype, self.tensor_parallel)
 
     @property
     def least_page_bytes(self) -> int:
@@ -103,14 +99,14 @@ class ModelDemand:
         if self.device == "cpu":
             pages = math.ceil(self.state_bytes / page_bytes)
         else:
-            layer = states.layer_bytes(self.resolved_dtype, self.tensor_parallel)
+            layer = states.layer_bytes(self.dtype, self.tensor_parallel)
             pages = states.count * math.ceil(layer / page_bytes)
         return math.ceil(pages / self.pages_per_block)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of K and V per token on each rank."""
-        whole = self.architecture.kv_bytes_per_token(self.resolved_dtype)
+        whole = self.architecture.kv_bytes_per_token(self.dtype)
         if self.private:
             return -(-whole * self.kv_heads // (self.architecture.kv_heads * self.stages))
         return whole * self.pages_per_block // max(1, self.architecture.pages_per_block)
@@ -135,7 +131,7 @@ class ModelDemand:
         """Bytes on each rank of a private cache that holds one sequence of so many tokens. vLLM rounds up: each layer's
         part to blocks, blocks to the size of a state, layers of a kind to equally large groups."""
         states = self.architecture.states
-        state = states.layer_bytes(self.resolved_dtype, self.tensor_parallel) if states else 0
+        state = states.layer_bytes(self.dtype, self.tensor_parallel) if states else 0
         block = max(state, _PRIVATE_BLOCK * self.bytes_per_token // max(1, self.layers))
         kinds = self.architecture.layers // self.stages
         return math.ceil(_ROUNDING * (tokens * self.bytes_per_token + self.state_bytes)) + 2 * kinds * block
@@ -143,7 +139,7 @@ class ModelDemand:
     @property
     def demand(self) -> float:
         """Weight in the sharing of memory: bytes of KV and states per second."""
-        return self.rate * self.sequence_bytes(self.tokens)
+        return self.rate * self.sequence_bytes(self.sequence_tokens)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def architecture(layers: int = 4, kv_heads: int = 4, head_dim: int = 64, max_len
 
 def demand(name: str, rate: float = 1.0, asked: int | None = None, **shape: int) -> ModelDemand:
     """`asked`: the max_len that the user gave."""
-    return ModelDemand(name, architecture(**shape), rate=rate, max_len=asked)
+    return ModelDemand(name, architecture(**shape), "float32", max_num_seqs=64, rate=rate, max_len=asked)
 
 
 QUICKSTART = [
@@ -47,7 +47,7 @@ def fleets(draw: st.DrawFn) -> list[ModelDemand]:
         }
         model = demand(f"m{index}", draw(st.floats(0.01, 100)), None, **shape)
         asked = draw(st.one_of(st.none(), st.integers(1, shape["max_len"])))
-        dtype = draw(st.sampled_from([None, "bfloat16"]))
+        dtype = draw(st.sampled_from(["float32", "bfloat16"]))
         models.append(dataclasses.replace(model, max_len=asked, dtype=dtype))
     return models
 
@@ -168,7 +168,10 @@ def test_quotas_follow_rate_times_layers_times_heads() -> None:
 
 
 def test_quotas_follow_the_lengths_of_requests() -> None:
-    models = [dataclasses.replace(demand(name, 1.0, 64), tokens=tokens) for name, tokens in (("a", 200), ("b", 600))]
+    models = [
+        dataclasses.replace(demand(name, 1.0, 64), prompt_tokens=tokens, output_tokens=1)
+        for name, tokens in (("a", 199), ("b", 599))
+    ]
     plan = plan_unit(models, MACHINE, pool_bytes=256 * MIB)
     quarter = (plan.pools[0].num_pages - 1) / 4
     assert [model.quota_pages for model in plan.models] == pytest.approx([quarter, 3 * quarter], abs=1.5)
@@ -241,7 +244,10 @@ def test_what_is_given_back_behind_a_window_has_no_room_in_an_auto_pool() -> Non
     on_gpus = [dataclasses.replace(model, device="cuda") for model in (windowed, whole)]
     assert on_gpus[0].demand == on_gpus[1].demand, "engines on GPUs keep all pages"
     # The one that holds less of each sequence has the smaller part of what is shared.
-    long = [dataclasses.replace(model, name=name, tokens=8192) for name, model in (("a", windowed), ("b", whole))]
+    long = [
+        dataclasses.replace(model, name=name, prompt_tokens=8191, output_tokens=1)
+        for name, model in (("a", windowed), ("b", whole))
+    ]
     assert long[0].demand / long[1].demand == pytest.approx(11 / 32)
 
 
@@ -274,7 +280,9 @@ def test_nothing_to_plan() -> None:
 
 
 def test_a_model_that_keeps_no_kv_takes_no_pages_and_leaves_the_pool_to_the_others() -> None:
-    encoder = ModelDemand("encoder", dataclasses.replace(architecture(head_dim=32), pooling=True, causal=False))
+    encoder = ModelDemand(
+        "encoder", dataclasses.replace(architecture(head_dim=32), pooling=True, causal=False), "float32"
+    )
     alone = plan_unit(QUICKSTART, MACHINE, pool_bytes=64 * MIB)
     plan = plan_unit([*QUICKSTART, encoder], MACHINE, pool_bytes=64 * MIB)
     assert plan.pools == alone.pools

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from muxserve.config import AUTO, NETWORK
@@ -133,16 +133,7 @@ class CpuPool:
         demand, replicas = wanted.demand, layout.replicas
         units = replicas + self.others
         ranks = layout.stages * self.ranks
-        asked = ModelDemand(
-            demand.name,
-            demand.architecture,
-            demand.dtype,
-            demand.rate,
-            demand.max_len,
-            demand.max_num_seqs,
-            ranks=ranks,
-            stages=layout.stages,
-        )
+        asked = replace(ModelDemand.of(demand), ranks=ranks, stages=layout.stages)
         try:
             plan = plan_unit([asked], self.machine, self.cores, self.pool, units=units)
         except PlanError as error:

@@ -96,7 +96,7 @@ def demands_of(
         if words := no_choice(model, architecture):
             problems.append(fleet.problem(("models", index, "engines"), words))
             continue
-        demands.append(_demand(model, architecture, bool(gpus), batch_of(model, default)))
+        demands.append(demand_of(model, architecture, bool(gpus), batch_of(model, default)))
     if problems:
         raise FleetError(problems)
     return demands
@@ -149,7 +149,8 @@ def no_choice(model: Model, architecture: ModelArchitecture) -> str:
     )
 
 
-def _demand(model: Model, architecture: ModelArchitecture, gpu: bool, batch: Batch) -> Demand:
+def demand_of(model: Model, architecture: ModelArchitecture, gpu: bool, batch: Batch) -> Demand:
+    """What a model asks for, on a GPU or a CPU, with steps of that size."""
     dtype = architecture.dtype if model.dtype == AUTO else model.dtype
     if gpu and model.dtype == AUTO and dtype == "float32":
         dtype = "bfloat16"

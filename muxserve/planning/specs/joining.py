@@ -188,7 +188,7 @@ class Joining:
         Raises:
             NoRoomError: it has a cache of its own.
         """
-        kv = demand.architecture.kv_dtype(demand.resolved_dtype)
+        kv = demand.architecture.kv_dtype(demand.dtype)
         shape = KVShape(self.model, demand.architecture.head_dim, kv)
         if demand.private:
             why = f"it has a KV cache of its own ({demand.private}), and what is left there belongs to the pools"

@@ -227,7 +227,7 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
     for plan in plans:
         for model, demand in zip(plan.fleet.models, plan.demands, strict=True):
             cache = plan.unit.model(model.name).cache_bytes * demand.ranks
-            costs[model.name] = cpu_wake_costs(model, demand.architecture, demand.resolved_dtype, cache)
+            costs[model.name] = cpu_wake_costs(model, demand.architecture, demand.dtype, cache)
     fixed = FLEET_BYTES + len(costs) * DECLARED_BYTES + sum(plan.unit.pool_bytes for plan in plans)
     fixed += sum(each.bytes for each in costs.values() if each.pinned)
     sleeping = {name: each for name, each in costs.items() if not each.pinned}
@@ -349,7 +349,7 @@ def _on_gpus(memory: MemorySection, plan: ResolvedUnit, gpu: GpuUnit, machine: M
     taken, resting = gpu.taken(gpu.sleeping), gpu.resting(gpu.sleeping)
     rest = at_rest(resting.values(), gpu.resting_room)
     models = {
-        model.name: resident_costs(model, demand.architecture, demand.resolved_dtype, gpu, taken[model.name])
+        model.name: resident_costs(model, demand.architecture, demand.dtype, gpu, taken[model.name])
         for model, demand in zip(plan.fleet.models, plan.demands, strict=True)
         if model.name in taken
     }

@@ -26,7 +26,7 @@ from muxserve.planning.demand.checkpoints import (
     architecture_of,
     without_chat_template,
 )
-from muxserve.planning.demand.demands import CPU_BATCH, Batch, batch_of, least_batch, no_choice
+from muxserve.planning.demand.demands import CPU_BATCH, Batch, batch_of, demand_of, least_batch, no_choice
 from muxserve.planning.demand.private import LOST, has_one_engine, private_because, unpooled
 from muxserve.spec import ModelSpec, PolicyName
 from muxserve.vllm.quantisation import beyond_cores, uncomputable, unshareable
@@ -169,7 +169,7 @@ def check_together(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine
         return
     pools = sum(plan.unit.pool_bytes * plan.demands[0].ranks for plan in plans)
     caches = sum(plan.unit.kv_bytes * plan.demands[0].ranks for plan in plans) - pools
-    weights = sum(d.architecture.weight_bytes(d.resolved_dtype) for plan in plans for d in plan.demands)
+    weights = sum(d.architecture.weight_bytes(d.dtype) for plan in plans for d in plan.demands)
     count, shared = len(plans), machine.shared_memory_bytes
     key = ("kv_pool", "size") if fleet.kv_pool.size != AUTO else ("models",)
     if shared is not None and pools > shared:
@@ -346,18 +346,24 @@ def model_demands(
             problems.append(fleet.model_problem(model.name, "engines", words))
         device: Device = "cpu" if gpu is None else "cuda"
         private, one_engine = private_because(model, architecture), has_one_engine(model, architecture, device)
-        threads = _threads(fleet, one_engine, cores, ranks, units)
-        sleeps = fleet.memory is not None and model.keep == "auto"
-        blocks = block_tokens.get(model.name)
         if words := unpooled(model, architecture):
             problems.append(fleet.model_problem(model.name, "kv", words))
-        demand = _demand(model, architecture, threads, ranks, stages, blocks, sleeps, device)
-        demand = replace(demand, private=private, one_engine=one_engine)
-        demands.append(demand if gpu is None else replace(demand, dtype=gpu_dtype(model, architecture)))
-        if gpu is not None and demands[-1].dtype == "float32":
+        asked = demand_of(model, architecture, gpu is not None, batch_of(model, CPU_BATCH))
+        demand = replace(
+            ModelDemand.of(replace(asked, shape="one" if one_engine else "split")),
+            threads=_known(model.threads) or _threads(fleet, one_engine, cores, ranks, units),
+            ranks=ranks,
+            block_tokens=block_tokens.get(model.name),
+            stages=stages,
+            sleeps=fleet.memory is not None and model.keep == "auto",
+            device=device,
+            private=private,
+        )
+        demands.append(demand)
+        if gpu is not None and demand.dtype == "float32":
             message = "FlashAttention has no float32; use bfloat16 or float16 on a GPU, or leave dtype out"
             problems.append(fleet.model_problem(model.name, "dtype", message))
-        if gpu is None and (words := uncomputable(architecture.quantisation, demands[-1].resolved_dtype)):
+        if gpu is None and (words := uncomputable(architecture.quantisation, demand.dtype)):
             problems.append(fleet.model_problem(model.name, "dtype", words))
         if gpu is None and (words := beyond_cores(architecture.quantisation, machine.avx512, machine.amx)):
             problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", words))
@@ -500,13 +506,6 @@ def _threads(fleet: Fleet, one_engine: bool, cores: int, ranks: int, units: int)
     return max(1, cores // ranks) if fleet.policy == "fcfs" else None
 
 
-def gpu_dtype(model: Model, architecture: ModelArchitecture) -> str:
-    """The type that a model is served in on a GPU; checkpoints in float32 become bfloat16 unless the file insists."""
-    if model.dtype != AUTO:
-        return model.dtype
-    return "bfloat16" if architecture.dtype == "float32" else architecture.dtype
-
-
 def _unit(fleet: Fleet, demands: Sequence[ModelDemand], machine: Machine, gpu: GpuUnit | None, units: int) -> UnitPlan:
     size, cores = _known(fleet.kv_pool.size), _known(fleet.cluster.cores)
     try:
@@ -521,33 +520,6 @@ def _unit(fleet: Fleet, demands: Sequence[ModelDemand], machine: Machine, gpu: G
         raise FleetError([fleet.problem(("cluster", "gpu_memory"), str(error))]) from None
     except PlanError as error:
         raise FleetError(_problem(fleet, problem) for problem in error.problems) from None
-
-
-def _demand(
-    model: Model,
-    architecture: ModelArchitecture,
-    threads: int | None,
-    ranks: int,
-    stages: int,
-    block_tokens: int | None,
-    sleeps: bool,
-    device: Device,
-) -> ModelDemand:
-    return ModelDemand(
-        name=model.name,
-        architecture=architecture if device == "cpu" else architecture.on_gpus(),
-        dtype=None if model.dtype == AUTO else model.dtype,
-        rate=model.rate,
-        max_len=_known(model.max_len),
-        max_num_seqs=batch_of(model, CPU_BATCH).seqs,
-        threads=_known(model.threads) or threads,
-        ranks=ranks,
-        block_tokens=block_tokens,
-        stages=stages,
-        sleeps=sleeps,
-        tokens=model.workload.tokens,
-        device=device,
-    )
 
 
 def _problem(fleet: Fleet, problem: PlanProblem) -> Problem:

@@ -425,10 +425,10 @@ def _shape(plan: ResolvedUnit, index: int = 0) -> EngineShape:
     if plan.gpu is not None:
         kind = device_name(plan.gpu.gpus[0]) or UNKNOWN_GPU
         return EngineShape(
-            kind, demand.tensor_parallel, 1.0, demand.resolved_dtype, graphs_of(plan.fleet.models[index].engine_args)
+            kind, demand.tensor_parallel, 1.0, demand.dtype, graphs_of(plan.fleet.models[index].engine_args)
         )
     # What an engine's threads get where those of all units compute at the same time.
     cores = (plan.fleet.cluster.cores if plan.fleet.cluster.cores != AUTO else plan.machine.cores) / plan.units
     # The figures of a CPU are those of a whole one with so many cores.
     share = min(1.0, min(unit.threads * demand.ranks, cores) / device(CPU).cores)
-    return EngineShape(CPU, 1, share, demand.resolved_dtype)
+    return EngineShape(CPU, 1, share, demand.dtype)
