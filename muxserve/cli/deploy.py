@@ -9,7 +9,7 @@ import importlib.util
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -98,6 +98,9 @@ def deploy(settings: DeploySettings) -> int:
         plans = [plan.with_paths(planner.fleet) for plan in plans]
         if simulated is None:
             plans = [_with_sharing(plan, run_dir) for plan in plans]
+            if settings.plan is not None:
+                for words in _unlike_planned(plans):
+                    errors.print(f"[yellow]{settings.plan.name}:[/] {escape(words)}")
             # Engines need other memory if they share the GPUs in another way.
             residency = residency_of(planner.fleet, plans, planner.machine)
     except DeployRefused as error:
@@ -284,6 +287,19 @@ def _with_sharing(plan: ResolvedUnit, run_dir: RunDir) -> ResolvedUnit:
         label, _, text = note.partition(":")
         errors.print(f"[yellow]{label}:[/]{escape(text)}")
     return plan.with_gpu(unit)
+
+
+def _unlike_planned(plans: Sequence[ResolvedUnit]) -> Iterator[str]:
+    """What a plan that was made for shares of the SMs does not get here, a sentence for each unit."""
+    for plan in plans:
+        several = len(plan.demands) > 1 or not all(demand.one_engine for demand in plan.demands)
+        here = plan.gpu is not None and not plan.gpu.elsewhere and plan.gpu.sharing == "off"
+        if here and several and plan.fleet.cluster.mps != "off":
+            yield (
+                f"{plan.name} was planned with shares of the SMs for its engines; here they alternate on the whole "
+                "GPU, so that it serves less than the plan says. `muxserve doctor --gpu` tries what these GPUs can do; "
+                "plan again with `cluster.mps: off` for figures without shares"
+            )
 
 
 def _check_installation(on_gpus: bool) -> None:

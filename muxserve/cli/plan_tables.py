@@ -264,6 +264,9 @@ def show_policies(fleet: Fleet, plan: ClusterPlan) -> None:
     elif any(unit.device != CPU for unit in plan.placement.units):
         how = f"for their life (sm_sharing: {fleet.cluster.sm_sharing})"
     console.print(f"policy {escape(enumerate_words(list(policies)))}; engines have their shares {escape(how)}")
+    on_gpus = any(unit.device != CPU and not unit.alone for unit in plan.placement.units)
+    if on_gpus and fleet.cluster.mps != "off":
+        console.print("`muxserve deploy` needs MPS for these shares; `muxserve doctor --gpu` tries it on the machine")
 
 
 def show_spare(spare: Mapping[str, float]) -> None:

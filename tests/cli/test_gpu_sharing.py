@@ -14,6 +14,7 @@ from muxserve.cli.output import errors
 from muxserve.cluster import machine
 from muxserve.gpu import mps, nvml
 from muxserve.gpu.findings import Findings, place_of
+from muxserve.spec import SmSharing
 from muxserve.spec.run_dir import RunDir
 from tests.cluster.test_gpu_plan import gpus, plan
 
@@ -67,6 +68,20 @@ def test_without_mps_engines_take_turns_with_a_warning(
     how, told = sharing(tmp_path, run_dir, monkeypatch, why_not="not installed [x]")
     assert how == "off"
     assert "without MPS: not installed [x]; engines alternate" in told
+
+
+@pytest.mark.parametrize(
+    ("mps", "sharing", "warned"), [("auto", "off", True), ("auto", "mps", False), ("off", "off", False)]
+)
+def test_a_plan_with_shares_is_warned_about_where_engines_alternate(
+    tmp_path: Path, mps: str, sharing: SmSharing, warned: bool
+) -> None:
+    planned = plan(tmp_path, f"{{gpus: 2, mps: {mps}}}", found=gpus(2))
+    assert planned.gpu is not None
+    planned = planned.with_gpu(replace(planned.gpu, sharing=sharing))
+    found = list(deploy._unlike_planned([planned]))
+    assert len(found) == warned
+    assert all("was planned with shares of the SMs for its engines; here they alternate" in words for words in found)
 
 
 def test_mps_off_is_not_tried_and_not_warned_about(
