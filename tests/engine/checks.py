@@ -93,12 +93,7 @@ def handed(
         return {each.request_id: each for report in told for each in report.handed}
 
     family.until(lambda: found().keys() == requests.keys())
-    return [
-        family.admit(
-            name, requests[name], adopt=held.key, computed_tokens=held.computed_tokens, output_tokens=held.output_tokens
-        )
-        for name, held in found().items()
-    ]
+    return [family.adopt(name, requests[name], held) for name, held in found().items()]
 
 
 def decoded(family: Engines, kind: str, admits: list[Admit], steps: int) -> None:
@@ -118,13 +113,4 @@ def adopted(family: Engines, model: str, requests: dict[str, bytes]) -> list[Adm
     """Prefill them; what the decode engine is to be sent."""
     family.lease(f"{model}/prefill", [family.admit(name, body) for name, body in requests.items()])
     family.until(lambda: all(name in family.held for name in requests))
-    return [
-        family.admit(
-            name,
-            body,
-            adopt=family.held[name].key,
-            computed_tokens=family.held[name].computed_tokens,
-            output_tokens=family.held[name].output_tokens,
-        )
-        for name, body in requests.items()
-    ]
+    return [family.adopt(name, body, family.held[name]) for name, body in requests.items()]

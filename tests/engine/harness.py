@@ -32,6 +32,7 @@ from muxserve.spec import GatewaySpec, ModelSpec, PoolSpec, UnitSpec
 from muxserve.wire import (
     Abort,
     Admit,
+    Detached,
     EngineHello,
     EngineLost,
     HandOver,
@@ -265,6 +266,17 @@ class Engines:
             **fields,
         )
 
+    def adopt(self, request_id: str, body: bytes, left: HandOver | Detached, foreign: bool = False) -> Admit:
+        """The request again, with the pages and the tokens that an engine `left`."""
+        return self.admit(
+            request_id,
+            body,
+            adopt=left.key,
+            computed_tokens=left.computed_tokens,
+            output_tokens=left.output_tokens,
+            foreign=foreign,
+        )
+
     def lease(
         self,
         engine: str,
@@ -368,13 +380,7 @@ class Engines:
                     # Steps that find no pages use a lease up, too.
                     self.lease(engine)
                 adopted = [
-                    self.admit(
-                        h.request_id,
-                        requests[h.request_id],
-                        adopt=h.key,
-                        computed_tokens=h.computed_tokens,
-                        output_tokens=h.output_tokens,
-                    )
+                    self.adopt(h.request_id, requests[h.request_id], h)
                     for h in report.handed
                     if h.request_id in requests
                 ]

@@ -90,14 +90,7 @@ def test_a_request_detached_in_flight_goes_on_with_the_same_tokens(family: Engin
     if left.key:
         assert left.computed_tokens == len(answers["greedy"]["prompt"]) + len(left.output_tokens) - 1
         family.until(lambda: family.tokens["moves-0"] == left.output_tokens)
-        back = family.admit(
-            "moves-0",
-            requests["moves-0"],
-            adopt=left.key,
-            computed_tokens=left.computed_tokens,
-            output_tokens=left.output_tokens,
-            foreign=True,
-        )
+        back = family.adopt("moves-0", requests["moves-0"], left, foreign=True)
         family.lease(DECODE, [back], steps=100_000)
     family.until(lambda: all(family.finished(name) for name in requests))
     assert len({tuple(family.tokens[name]) for name in requests}) == 1
@@ -146,10 +139,7 @@ def test_a_step_that_raises_costs_those_in_flight_and_nobody_else(family: Engine
     family.lease(PREFILL, [family.admit(name, body, output_tokens=again[name]) for name, body in requests.items()])
     family.held.clear()
     family.until(lambda: all(name in family.held for name in requests))
-    on = [
-        family.admit(h.request_id, requests[h.request_id], adopt=h.key, computed_tokens=h.computed_tokens,
-                     output_tokens=h.output_tokens) for h in family.held.values()
-    ]  # fmt: skip
+    on = [family.adopt(h.request_id, requests[h.request_id], h) for h in family.held.values()]
     family.lease(DECODE, on)
     family.until(lambda: all(family.finished(name) for name in requests))
     check(family, answers, "beside", ["greedy", "seed-top-p"])

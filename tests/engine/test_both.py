@@ -385,16 +385,7 @@ def test_requests_move_out_and_back_in(family: Engines, answers: dict[str, Any])
                 continue
             family.until(lambda name=name, left=left: len(family.tokens[name]) >= len(left.output_tokens))
             assert len(left.blocks) == -(-left.computed_tokens // BLOCK)
-            admits.append(
-                family.admit(
-                    name,
-                    requests[name],
-                    adopt=left.key,
-                    computed_tokens=left.computed_tokens,
-                    output_tokens=left.output_tokens,
-                    foreign=bool(moves % 2),
-                )
-            )
+            admits.append(family.adopt(name, requests[name], left, foreign=bool(moves % 2)))
         if not admits:
             break
         if moves == 2:

@@ -91,15 +91,8 @@ def test_steps_run_only_under_a_lease(family: Engines, stock: dict[str, Any]) ->
     body = family.body("leased", prompt, max_tokens=50, ignore_eos=True)
     family.lease(f"{MHA}/prefill", [family.admit("leased", body)], steps=1)
     family.until(lambda: "leased" in family.held)
-    hand_over = family.held["leased"]
     since = len(family.reports)
-    admit = family.admit(
-        "leased",
-        body,
-        adopt=hand_over.key,
-        computed_tokens=hand_over.computed_tokens,
-        output_tokens=hand_over.output_tokens,
-    )
+    admit = family.adopt("leased", body, family.held["leased"])
     lease = family.lease(f"{MHA}/decode", [admit], steps=5)
 
     def last() -> Any:
@@ -137,10 +130,7 @@ def test_abort_gives_pages_back_at_any_moment(family: Engines, stock: dict[str, 
     if moment == "handed":
         client.drop(client.map(MHA), key)
     elif moment == "decoding":
-        admit = family.admit(
-            name, body, adopt=key, computed_tokens=family.held[name].computed_tokens,
-            output_tokens=family.held[name].output_tokens,
-        )  # fmt: skip
+        admit = family.adopt(name, body, family.held[name])
         family.lease(f"{MHA}/decode", [admit])
         family.until(lambda: len(family.tokens[name]) > 3)
         family.abort(f"{MHA}/decode", [name])
@@ -193,10 +183,7 @@ def test_a_request_goes_on_from_tokens_sent_before(family: Engines, stock: dict[
         new = [h for h in family.held.values() if h.request_id in requests and h.request_id not in adopted]
         if new:
             adopted.update(h.request_id for h in new)
-            family.lease(f"{QWEN}/decode", [
-                family.admit(h.request_id, requests[h.request_id], adopt=h.key, computed_tokens=h.computed_tokens,
-                             output_tokens=h.output_tokens) for h in new
-            ])  # fmt: skip
+            family.lease(f"{QWEN}/decode", [family.adopt(h.request_id, requests[h.request_id], h) for h in new])
         return all(family.finished(name) for name in requests)
 
     family.until(progress)
@@ -210,14 +197,7 @@ def test_a_dead_prefill_engine_does_not_take_its_hand_offs_along(family: Engines
     hellos = len(family.hellos)
     family.kill(QWEN, "prefill")
     family.fork(QWEN, "prefill")
-    hand_over = family.held["orphan"]
-    admit = family.admit(
-        "orphan",
-        body,
-        adopt=hand_over.key,
-        computed_tokens=hand_over.computed_tokens,
-        output_tokens=hand_over.output_tokens,
-    )
+    admit = family.adopt("orphan", body, family.held["orphan"])
     family.lease(f"{QWEN}/decode", [admit])
     family.until(lambda: family.finished("orphan"))
     assert family.tokens["orphan"] == stock[QWEN]["greedy"]["tokens"]
@@ -230,11 +210,7 @@ def test_engines_bind_to_a_new_memory_manager(family: Engines, stock: dict[str, 
     body = family.body("struck", stock[MHA]["greedy"]["prompt"], max_tokens=900, ignore_eos=True)
     family.lease(f"{MHA}/prefill", [family.admit("struck", body)])
     family.until(lambda: "struck" in family.held)
-    hand_over = family.held["struck"]
-    admit = family.admit(
-        "struck", body, adopt=hand_over.key, computed_tokens=hand_over.computed_tokens,
-        output_tokens=hand_over.output_tokens,
-    )  # fmt: skip
+    admit = family.adopt("struck", body, family.held["struck"])
     family.lease(f"{MHA}/decode", [admit])
     family.until(lambda: len(family.tokens["struck"]) > 3)
     os.kill(family.manager.pid, signal.SIGKILL)

@@ -134,17 +134,7 @@ def test_requests_leave_an_engine_and_go_on_in_one_without_their_images(family: 
         return [told for _, told in family.reports[since:] if isinstance(told, Detached)]
 
     family.until(lambda: len(left()) == len(admits))
-    again = [
-        family.admit(
-            told.request_id,
-            requests[told.request_id],
-            adopt=told.key,
-            computed_tokens=told.computed_tokens,
-            output_tokens=told.output_tokens,
-            foreign=True,
-        )
-        for told in left()
-    ]
+    again = [family.adopt(told.request_id, requests[told.request_id], told, foreign=True) for told in left()]
     family.lease(f"{KIND}/decode", again)
     family.until(lambda: all(family.finished(name) for name in requests))
     check(family, stock, tag, cases)

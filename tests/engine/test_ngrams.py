@@ -104,14 +104,7 @@ def test_a_request_that_leaves_takes_the_blocks_of_its_tokens(family: Engines, a
         block = family.unit_spec.model(MODEL).block_tokens
         assert left.computed_tokens == len(prompt) + len(left.output_tokens) - 1
         assert len(left.blocks) == -(-left.computed_tokens // block)
-        admit = family.admit(
-            "moves",
-            body,
-            adopt=left.key,
-            computed_tokens=left.computed_tokens,
-            output_tokens=left.output_tokens,
-            foreign=True,
-        )
+        admit = family.adopt("moves", body, left, foreign=True)
     assert moves > 40
     assert family.tokens["moves"] == family.tokens["whole"]
     nothing_owned(family)

@@ -341,13 +341,7 @@ def test_requests_that_leave_with_their_blocks_go_on_elsewhere(
 
     family.until(lambda: len(gone()) == len(admits))
     assert all(left.key for left in gone())
-    back = [
-        family.admit(
-            left.request_id, requests[left.request_id], adopt=left.key, computed_tokens=left.computed_tokens,
-            output_tokens=left.output_tokens, foreign=True,
-        )
-        for left in gone()
-    ]  # fmt: skip
+    back = [family.adopt(left.request_id, requests[left.request_id], left, foreign=True) for left in gone()]
     family.lease(f"{kind}/decode", back)
     family.until(lambda: all(family.finished(name) for name in requests))
     check(family, stock_tiny[kind], f"moved-{kind}", grown(kind))

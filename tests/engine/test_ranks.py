@@ -48,9 +48,7 @@ def decoding(family: Engines, name: str, body: bytes) -> None:
     family.lease(f"{MODEL}/prefill", [family.admit(name, body)])
     family.until(lambda: name in family.held)
     held = family.held[name]
-    admit = family.admit(
-        name, body, adopt=held.key, computed_tokens=held.computed_tokens, output_tokens=held.output_tokens
-    )
+    admit = family.adopt(name, body, held)
     family.lease(f"{MODEL}/decode", [admit])
     family.until(lambda: len(family.tokens[name]) > 3)
 
@@ -136,9 +134,7 @@ def test_an_engine_goes_down_with_a_worker_and_its_requests_go_on(
     family.lease(f"{MODEL}/prefill", [family.admit(f"{name}-again", again, output_tokens=case[:4])])
     family.until(lambda: f"{name}-again" in family.held)
     held = family.held[f"{name}-again"]
-    admit = family.admit(
-        f"{name}-again", again, adopt=held.key, computed_tokens=held.computed_tokens, output_tokens=held.output_tokens
-    )
+    admit = family.adopt(f"{name}-again", again, held)
     family.lease(f"{MODEL}/decode", [admit])
     family.until(lambda: family.finished(f"{name}-again"))
     assert family.tokens[f"{name}-again"] == case

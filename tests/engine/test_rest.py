@@ -84,9 +84,7 @@ def begin(family: Engines, name: str, body: bytes, **again: Any) -> None:
     family.lease(f"{MODEL}/prefill", [family.admit(name, body, **again)])
     family.until(lambda: name in family.held)
     held = family.held.pop(name)
-    adopted = family.admit(
-        name, body, adopt=held.key, computed_tokens=held.computed_tokens, output_tokens=held.output_tokens
-    )
+    adopted = family.adopt(name, body, held)
     family.lease(f"{MODEL}/decode", [adopted])
 
 

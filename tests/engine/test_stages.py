@@ -145,14 +145,7 @@ def test_requests_let_go_of_in_flight_go_on_elsewhere(family: Engines, answers: 
         family.until(lambda requests=requests: all(family.finished(name) for name in requests))
     assert left.computed_tokens == len(answers["greedy"]["prompt"]) + len(left.output_tokens) - 1
     family.until(lambda: family.tokens[leaving] == left.output_tokens)
-    admit = family.admit(
-        leaving,
-        requests[leaving],
-        adopt=left.key,
-        computed_tokens=left.computed_tokens,
-        output_tokens=left.output_tokens,
-        foreign=True,
-    )
+    admit = family.adopt(leaving, requests[leaving], left, foreign=True)
     family.lease(f"{model}/both", [admit], steps=100_000)
     family.until(lambda: all(family.finished(name) for name in requests))
     assert len({tuple(family.tokens[name]) for name in requests}) == 1

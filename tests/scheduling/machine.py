@@ -48,6 +48,18 @@ class Job:
     first_token: float | None = None
     done: float | None = None
 
+    def queued(self, resumed: bool) -> QueuedRequest:
+        return QueuedRequest(
+            self.request_id,
+            model=self.model,
+            prompt_tokens=self.prompt,
+            max_tokens=self.output,
+            arrival=self.arrival,
+            priority=self.priority,
+            output_tokens=self.made,
+            resumed=resumed,
+        )
+
 
 @dataclass
 class Engine:
@@ -185,19 +197,7 @@ class Machine:
     def _arrive(self, job: Job, resumed: bool = False) -> None:
         if job.request_id in self.cancelled:
             return
-        self.ledger.arrived(
-            QueuedRequest(
-                job.request_id,
-                model=job.model,
-                prompt_tokens=job.prompt,
-                max_tokens=job.output,
-                arrival=job.arrival,
-                priority=job.priority,
-                output_tokens=job.made,
-                resumed=resumed,
-            ),
-            self.now,
-        )
+        self.ledger.arrived(job.queued(resumed), self.now)
 
     def cancel(self, request_id: str) -> None:
         """An engine that holds the request hears of it a little later, and drops it between two steps."""
@@ -304,19 +304,7 @@ class Machine:
             job.done = self.now
             return
         self.handed[job.request_id] = job
-        live = self.ledger.taken_over(
-            QueuedRequest(
-                job.request_id,
-                model=job.model,
-                prompt_tokens=job.prompt,
-                max_tokens=job.output,
-                arrival=job.arrival,
-                priority=job.priority,
-                output_tokens=job.made,
-                resumed=True,
-            ),
-            self.now,
-        )
+        live = self.ledger.taken_over(job.queued(resumed=True), self.now)
         assert live.place is RequestPlace.HANDED
 
     # ------------------------------------------------------------ pages
