@@ -28,7 +28,7 @@ from muxserve.costs.language_models import language_model, seeing
 from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
 from muxserve.net import sockets
-from muxserve.spec import GatewaySpec, ModelSpec, PoolSpec, UnitSpec
+from muxserve.spec import ModelSpec, PoolSpec, UnitSpec
 from muxserve.wire import (
     Abort,
     Admit,
@@ -51,7 +51,7 @@ from tests.support.patience import PATIENCE
 from tests.support.thoroughness import cases
 from tests.support.tiny_checkpoint import LANGUAGE_MODEL_OF, tiny_checkpoint
 from tests.support.tiny_private import PRIVATE
-from tests.support.unit_specs import model_spec
+from tests.support.unit_specs import model_spec, unit_spec_of
 
 ROOT = Path(__file__).resolve().parents[2]
 # An engine that waits for pages when its lease ends says nothing, and nobody here minds the time: longer than any wait.
@@ -519,16 +519,8 @@ def engines(
     item = 1 if first.engine_args.get("kv_cache_dtype") == "fp8" else ITEM_BYTES[first.dtype]
     page_bytes = 2 * first.block_tokens * first.head_dim * item
     with tempfile.TemporaryDirectory(prefix="mux", dir="/tmp") as run_dir:
-        unit_spec = UnitSpec(
-            run_dir=run_dir,
-            unit="test",
-            policy="adbs",
-            cores=2,
-            pools=[PoolSpec("main", page_bytes, pages)],
-            models=[msgspec.structs.replace(model, stages=stages) for model in models],
-            gateway=GatewaySpec("127.0.0.1", 0),
-            ranks=ranks,
-        )
+        staged = [msgspec.structs.replace(model, stages=stages) for model in models]
+        unit_spec = unit_spec_of(run_dir, staged, PoolSpec("main", page_bytes, pages), ranks=ranks)
         unit_spec.log_dir.mkdir()
         path = Path(run_dir) / "unit.json"
         spec.save(unit_spec, path)

@@ -20,9 +20,10 @@ import pytest
 from muxserve import spec
 from muxserve.forks import family
 from muxserve.forks.warm_parent import shares_by_forking
-from muxserve.spec import GatewaySpec, GpuSpec, PoolSpec, UnitSpec
+from muxserve.spec import GpuSpec, PoolSpec, UnitSpec
 from tests.engine.harness import deployed_model
 from tests.support.patience import PATIENCE
+from tests.support.unit_specs import unit_spec_of
 
 ROOT = Path(__file__).resolve().parents[2]
 UUIDS = ["GPU-0a", "GPU-0b"]
@@ -30,18 +31,8 @@ UUIDS = ["GPU-0a", "GPU-0b"]
 
 @pytest.fixture
 def of(tmp_path: Path) -> UnitSpec:
-    path = ROOT / "configs/models/arithmetic"
-    unit_spec = UnitSpec(
-        run_dir=str(tmp_path),
-        unit="test",
-        policy="adbs",
-        cores=2,
-        pools=[PoolSpec("main", 16384, 7)],
-        models=[deployed_model("one", path, ranks=2, prefill_share=0.62, decode_share=0.38)],
-        gateway=GatewaySpec("127.0.0.1", 0),
-        ranks=2,
-        gpu=GpuSpec(UUIDS),
-    )
+    model = deployed_model("one", ROOT / "configs/models/arithmetic", ranks=2, prefill_share=0.62, decode_share=0.38)
+    unit_spec = unit_spec_of(tmp_path, [model], PoolSpec("main", 16384, 7), ranks=2, gpu=GpuSpec(UUIDS))
     unit_spec.log_dir.mkdir()
     spec.save(unit_spec, tmp_path / "unit.json")
     return unit_spec

@@ -18,9 +18,10 @@ from muxserve.engine.binding import Binding
 from muxserve.engine.rank_worker import RankWorker
 from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
-from muxserve.spec import GatewaySpec, PoolSpec, UnitSpec
+from muxserve.spec import PoolSpec, UnitSpec
 from tests.engine.harness import deployed_model
 from tests.support.patience import PATIENCE
+from tests.support.unit_specs import unit_spec_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,16 +49,8 @@ class Ended(BaseException):
 
 @pytest.fixture
 def of(tmp_path: Path) -> UnitSpec:
-    return UnitSpec(
-        run_dir=str(tmp_path),
-        unit="test",
-        policy="adbs",
-        cores=1,
-        pools=[PoolSpec("main", 16384, 64)],
-        models=[deployed_model("one", ROOT / "configs/models/arithmetic", ranks=2, num_blocks=8, quota_pages=63)],
-        gateway=GatewaySpec("127.0.0.1", 0),
-        ranks=2,
-    )
+    model = deployed_model("one", ROOT / "configs/models/arithmetic", ranks=2, num_blocks=8, quota_pages=63)
+    return unit_spec_of(tmp_path, [model], PoolSpec("main", 16384, 64), ranks=2)
 
 
 @pytest.fixture

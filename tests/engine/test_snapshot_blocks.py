@@ -18,9 +18,9 @@ from muxserve.engine.block_pool import PooledBlockPool
 from muxserve.memory import server
 from muxserve.memory.client import MemoryClient
 from muxserve.memory.view import ModelView
-from muxserve.spec import GatewaySpec, PoolSpec, UnitSpec
+from muxserve.spec import PoolSpec
 from tests.support.patience import PATIENCE
-from tests.support.unit_specs import model_spec
+from tests.support.unit_specs import model_spec, unit_spec_of
 
 BLOCKS, STATE_BLOCKS, QUOTA = 41, 3, 30
 
@@ -67,10 +67,7 @@ class Unit:
 @pytest.fixture
 def unit(tmp_path: Path) -> Iterator[Unit]:
     model = model_spec("m", pool="p", layers=1, kv_heads=1, block_tokens=16, num_blocks=BLOCKS, quota_pages=QUOTA)
-    spec = UnitSpec(
-        run_dir=str(tmp_path), unit="test", policy="adbs", cores=1, pools=[PoolSpec("p", 64, BLOCKS)], models=[model],
-        gateway=GatewaySpec("127.0.0.1", 0),
-    )  # fmt: skip
+    spec = unit_spec_of(tmp_path, [model], PoolSpec("p", 64, BLOCKS))
     process = server.start(spec)
     client = MemoryClient(spec.memory_socket, "m/prefill", timeout_s=PATIENCE)
     try:

@@ -25,9 +25,10 @@ from muxserve.engine.cuda.runner import PooledGPUModelRunner
 from muxserve.engine.cuda.weight_holder import HolderWorker
 from muxserve.engine.cuda.worker import PooledGPUWorker
 from muxserve.gpu import environment
-from muxserve.spec import GatewaySpec, GpuSpec, PoolSpec, UnitSpec
+from muxserve.spec import GpuSpec, PoolSpec, UnitSpec
 from muxserve.vllm import args
 from tests.engine.harness import deployed_model
+from tests.support.unit_specs import unit_spec_of
 
 MODEL = Path(__file__).parents[2] / "configs/models/arithmetic"
 UUIDS = ["GPU-aaaa", "GPU-bbbb"]
@@ -35,17 +36,8 @@ UUIDS = ["GPU-aaaa", "GPU-bbbb"]
 
 def unit_spec(tmp_path: Path, **engine_args: Any) -> UnitSpec:
     model = deployed_model("m", MODEL, dtype="bfloat16", engine_args=engine_args)
-    return UnitSpec(
-        run_dir=str(tmp_path),
-        unit="test",
-        policy="adbs",
-        cores=2,
-        pools=[PoolSpec("main", 2 * model.block_tokens * model.head_dim * 2, 1000)],
-        models=[model],
-        gateway=GatewaySpec("127.0.0.1", 0),
-        ranks=2,
-        gpu=GpuSpec(UUIDS),
-    )
+    pool = PoolSpec("main", 2 * model.block_tokens * model.head_dim * 2, 1000)
+    return unit_spec_of(tmp_path, [model], pool, ranks=2, gpu=GpuSpec(UUIDS))
 
 
 def a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, uuid: str) -> Any:

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 from muxserve.net.inbox import ImpossibleMessageError
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policies import make_policy
-from muxserve.spec import GatewaySpec, ModelSpec, PoolSpec, UnitSpec
+from muxserve.spec import ModelSpec, PoolSpec, UnitSpec
 from muxserve.unit.executor import UnitExecutor
 from muxserve.wire import Admit, EngineHello, GatewayHello, HandOver, Lease, Message, StepReport, Submit, decode, encode
-from tests.support.unit_specs import model_spec
+from tests.support.unit_specs import model_spec, unit_spec_of
 
 M = TypeVar("M", bound=Message)
 Sent = list[tuple[bytes, Message]]
@@ -37,16 +37,8 @@ def model(name: str, **changes: Any) -> ModelSpec:
 def unit_spec(
     *models: ModelSpec, policy: str = "adbs", run_dir: str = "/nowhere", unit: str = "unit", **more: Any
 ) -> UnitSpec:
-    return UnitSpec(
-        run_dir=run_dir,
-        unit=unit,
-        policy=policy,  # type: ignore[arg-type]
-        cores=2,
-        pools=[PoolSpec("main", 2 * 16 * 64 * 4, 1001)],
-        models=list(models) or [model("a"), model("b")],
-        gateway=GatewaySpec("127.0.0.1", 0),
-        **more,
-    )
+    pool = PoolSpec("main", 2 * 16 * 64 * 4, 1001)
+    return unit_spec_of(run_dir, models or [model("a"), model("b")], pool, unit=unit, policy=policy, **more)
 
 
 class FakeMemory:
