@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
@@ -52,6 +52,8 @@ from tests.support.thoroughness import cases
 from tests.support.tiny_checkpoint import LANGUAGE_MODEL_OF, tiny_checkpoint
 from tests.support.tiny_private import PRIVATE
 from tests.support.unit_specs import model_spec, unit_spec_of
+
+M = TypeVar("M", bound=Message)
 
 ROOT = Path(__file__).resolve().parents[2]
 # An engine that waits for pages when its lease ends says nothing, and nobody here minds the time: longer than any wait.
@@ -223,6 +225,13 @@ class Engines:
 
     def send(self, engine: str, message: Message) -> None:
         self._router.send_multipart([engine.encode(), encode(message)])
+
+    def ask(self, engine: str, message: Message, kind: type[M]) -> M:
+        """What the engine answers."""
+        since = len(self.reports)
+        self.send(engine, message)
+        self.until(lambda: any(isinstance(answer, kind) for _, answer in self.reports[since:]))
+        return next(answer for _, answer in self.reports[since:] if isinstance(answer, kind))
 
     def body(
         self,

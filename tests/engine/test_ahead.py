@@ -82,10 +82,7 @@ def test_a_request_detached_in_flight_goes_on_with_the_same_tokens(family: Engin
     admits = adopted(family, MODEL, requests)
     family.lease(DECODE, admits, steps=100_000)
     family.until(lambda: len(family.tokens["moves-0"]) > 5)
-    since = len(family.reports)
-    family.send(DECODE, Detach("moves-0", admits[0].incarnation, "moved", 0))
-    family.until(lambda: any(isinstance(m, Detached) for _, m in family.reports[since:]))
-    left = next(m for _, m in family.reports[since:] if isinstance(m, Detached))
+    left = family.ask(DECODE, Detach("moves-0", admits[0].incarnation, "moved", 0), Detached)
     # On a busy machine it may have ended before.
     if left.key:
         assert left.computed_tokens == len(answers["greedy"]["prompt"]) + len(left.output_tokens) - 1

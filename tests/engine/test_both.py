@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from muxserve.memory import server
-from muxserve.wire import Blocks, Detach, Detached, EngineLost, Message, ShowBlocks, StepFailed, StepReport
+from muxserve.wire import Blocks, Detach, Detached, EngineLost, ShowBlocks, StepFailed, StepReport
 from tests.engine.cases import CASES, sampling
 from tests.engine.checks import bodies, check, owned, reports
 from tests.engine.harness import MODELS, Engines, deployed_model, engines
@@ -60,14 +60,6 @@ def decode(family: Engines, steps: int, admit: Any = ()) -> None:
         return bool(told) and (told[-1].lease_left == 0 or not told[-1].running + told[-1].waiting)
 
     family.until(over)
-
-
-def ask(family: Engines, message: Message, kind: type[Any]) -> Any:
-    """What the engine answers."""
-    since = len(family.reports)
-    family.send(ENGINE, message)
-    family.until(lambda: any(isinstance(m, kind) for _, m in family.reports[since:]))
-    return next(m for _, m in family.reports[since:] if isinstance(m, kind))
 
 
 def gone(family: Engines, names: list[str]) -> None:
@@ -374,13 +366,13 @@ def test_requests_move_out_and_back_in(family: Engines, answers: dict[str, Any])
         admits = []
         for name, incarnation in incarnations.items():
             asked = Detach(name, incarnation, f"{name}/{moves}", 0)
-            left: Detached = ask(family, asked, Detached)
+            left = family.ask(ENGINE, asked, Detached)
             deadline = time.monotonic() + PATIENCE
             while not left.key and not family.finished(name):
                 assert time.monotonic() < deadline, f"{name} neither decodes nor ends"
                 # Its end is not told yet, or its lease ran out on a busy machine before it could decode.
                 family.lease(ENGINE, steps=1, phase="decode")
-                left = ask(family, asked, Detached)
+                left = family.ask(ENGINE, asked, Detached)
             if not left.key:
                 continue
             family.until(lambda name=name, left=left: len(family.tokens[name]) >= len(left.output_tokens))
@@ -414,11 +406,11 @@ def test_blocks_are_shown_of_those_that_decode(family: Engines, answers: dict[st
     family.forget_prefixes(MODEL)
     lease = family.lease(ENGINE, [admit], steps=2, phase="prefill")
     family.until(lambda: any(r.lease_left == 0 for r in reports(family, lease=lease)))
-    half: Blocks = ask(family, ShowBlocks("shown", admit.incarnation), Blocks)
+    half = family.ask(ENGINE, ShowBlocks("shown", admit.incarnation), Blocks)
     assert (half.blocks, half.computed_tokens) == ([], 0)
     family.lease(ENGINE, phase="prefill")
     family.until(lambda: "shown" in family.prefilled)
-    whole: Blocks = ask(family, ShowBlocks("shown", admit.incarnation), Blocks)
+    whole = family.ask(ENGINE, ShowBlocks("shown", admit.incarnation), Blocks)
     assert whole.computed_tokens == len(prompt)
     assert len(whole.blocks) == -(-len(prompt) // BLOCK)
     gone(family, ["shown"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,6 @@ from muxserve.wire import (
     Detach,
     Detached,
     HeldRequests,
-    Message,
     ShowBlocks,
     ShowRequests,
     StepReport,
@@ -57,14 +55,6 @@ def held(family: Engines) -> int:
     with family.memory() as client:
         (model,) = client.stats()["models"]
     return int(model["owned_pages"] + model["handed_pages"])
-
-
-def ask(family: Engines, message: Message, kind: type[Any]) -> Any:
-    """What the decode engine answers."""
-    since = len(family.reports)
-    family.send(DECODE, message)
-    family.until(lambda: any(isinstance(m, kind) for _, m in family.reports[since:]))
-    return next(m for _, m in family.reports[since:] if isinstance(m, kind))
 
 
 def decoding(family: Engines, bodies: dict[str, bytes], steps: int) -> dict[str, int]:
@@ -141,7 +131,7 @@ def detach_again_and_again(family: Engines) -> None:
 def detach(family: Engines, name: str, incarnation: int, key: str) -> Detached:
     """What the decode engine lets go of; without a key if the request has ended."""
     while True:
-        gone: Detached = ask(family, Detach(name, incarnation, key, 0), Detached)
+        gone = family.ask(DECODE, Detach(name, incarnation, key, 0), Detached)
         if gone.key or family.finished(name):
             return gone
         # It does not run before its grammar is compiled.
@@ -155,7 +145,7 @@ def test_an_engine_says_which_requests_it_has_and_drops_the_lives_that_are_meant
     lives = decoding(family, bodies, steps=2)
 
     def there() -> dict[str, int]:
-        said: HeldRequests = ask(family, ShowRequests(), HeldRequests)
+        said = family.ask(DECODE, ShowRequests(), HeldRequests)
         assert said.lease_id == max(m.lease_id for _, m in family.reports if isinstance(m, StepReport))
         return dict(zip(said.request_ids, said.incarnations, strict=True))
 
@@ -174,24 +164,24 @@ def test_blocks_are_shown_while_the_request_goes_on(family: Engines) -> None:
     prompt = prompt_of(LONG)
     bodies = {name: family.body(name, prompt, max_tokens=200, ignore_eos=True)}
     incarnation = decoding(family, bodies, steps=3)[name]
-    first: Blocks = ask(family, ShowBlocks(name, incarnation), Blocks)
+    first = family.ask(DECODE, ShowBlocks(name, incarnation), Blocks)
     assert first.computed_tokens == len(prompt) + 3
     assert len(first.blocks) == -(-first.computed_tokens // BLOCK)
     lease = family.lease(DECODE, steps=BLOCK)
     family.until(lambda: over(family, lease))
     whole = first.computed_tokens // BLOCK
-    later: Blocks = ask(family, ShowBlocks(name, incarnation, whole), Blocks)
+    later = family.ask(DECODE, ShowBlocks(name, incarnation, whole), Blocks)
     assert (later.since, later.computed_tokens) == (whole, first.computed_tokens + BLOCK)
     assert later.blocks[: len(first.blocks) - whole] == first.blocks[whole:]
     assert len(later.blocks) == len(first.blocks) - whole + 1
-    gone: Detached = ask(family, Detach(name, incarnation, "shown-key", whole), Detached)
+    gone = family.ask(DECODE, Detach(name, incarnation, "shown-key", whole), Detached)
     assert gone.blocks == later.blocks
     family.until(lambda: len(family.tokens[name]) == len(gone.output_tokens))  # they come on another connection
     assert gone.output_tokens == family.tokens[name]
     assert held(family) > 0
     # It is in nobody's batch: an engine that is told to run has nothing to do, and says so when it is asked.
     family.lease(DECODE, steps=5)
-    again: Detached = ask(family, Detach(name, incarnation, "another", 0), Detached)
+    again = family.ask(DECODE, Detach(name, incarnation, "another", 0), Detached)
     assert (again.key, again.blocks, again.output_tokens) == ("", [], [])
     with family.memory() as client:
         client.drop(MODEL, "shown-key")
@@ -205,9 +195,9 @@ def test_what_does_not_run_here_has_no_blocks(family: Engines, stale: str) -> No
     if stale == "older":
         bodies = {name: family.body(name, prompt_of("hello"), max_tokens=300, ignore_eos=True)}
         incarnation = decoding(family, bodies, steps=2)[name] - 1
-    empty: Blocks = ask(family, ShowBlocks(name, incarnation), Blocks)
+    empty = family.ask(DECODE, ShowBlocks(name, incarnation), Blocks)
     assert (empty.blocks, empty.computed_tokens) == ([], 0)
-    gone: Detached = ask(family, Detach(name, incarnation, "k"), Detached)
+    gone = family.ask(DECODE, Detach(name, incarnation, "k"), Detached)
     assert gone.key == ""
     family.abort(DECODE, [name])
     family.until(lambda: held(family) == 0)
@@ -219,7 +209,7 @@ def test_foreign_blocks_are_published_by_the_engine_that_adopts_them(family: Eng
     prompt = prompt_of(LONG + name)
     bodies = {name: family.body(name, prompt, max_tokens=300, ignore_eos=True)}
     incarnation = decoding(family, bodies, steps=2)[name]
-    gone: Detached = ask(family, Detach(name, incarnation, name), Detached)
+    gone = family.ask(DECODE, Detach(name, incarnation, name), Detached)
     with family.memory() as client:
         client.reset_cache(client.map(MODEL))
     resume(family, bodies, {name: (gone.key, gone.computed_tokens, gone.output_tokens)}, steps=2, foreign=foreign)

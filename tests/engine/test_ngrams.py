@@ -94,10 +94,7 @@ def test_a_request_that_leaves_takes_the_blocks_of_its_tokens(family: Engines, a
         family.until(
             lambda lease=lease: family.finished("moves") or any(r.lease_left == 0 for r in reports(family, lease=lease))
         )
-        since = len(family.reports)
-        family.send(DECODE, Detach("moves", admit.incarnation, f"moved-{moves}", 0))
-        family.until(lambda since=since: any(isinstance(m, Detached) for _, m in family.reports[since:]))
-        left = next(m for _, m in family.reports[since:] if isinstance(m, Detached))
+        left = family.ask(DECODE, Detach("moves", admit.incarnation, f"moved-{moves}", 0), Detached)
         if not left.key:
             break
         moves += 1

@@ -73,9 +73,7 @@ def test_each_stage_writes_its_own_pool_at_the_same_pages(family: Engines, answe
         for view in views:
             view.pool[:] = 0
         incarnation = decoding(family, PLAIN, {"pages": family.body("pages", answers["greedy"]["prompt"])})["pages"]
-        since = len(family.reports)
-        family.send(f"{PLAIN}/both", Detach("pages", incarnation, "pages", 0))
-        family.until(lambda: len(family.reports) > since)
+        family.ask(f"{PLAIN}/both", Detach("pages", incarnation, "pages", 0), Detached)
         blocks = client.adopt(views[0], "pages")
         pages = views[0].page_table[blocks].reshape(-1)
         assert len(set(pages.tolist())) == blocks.size * 2 * 4
@@ -135,10 +133,7 @@ def test_requests_let_go_of_in_flight_go_on_elsewhere(family: Engines, answers: 
         incarnation = decoding(family, model, requests)[leaving]
         family.lease(f"{model}/both", steps=100_000)
         family.until(lambda name=leaving: len(family.tokens[name]) > 10)
-        since = len(family.reports)
-        family.send(f"{model}/both", Detach(leaving, incarnation, leaving, 0))
-        family.until(lambda since=since: any(isinstance(m, Detached) for _, m in family.reports[since:]))
-        left = next(m for _, m in family.reports[since:] if isinstance(m, Detached))
+        left = family.ask(f"{model}/both", Detach(leaving, incarnation, leaving, 0), Detached)
         if left.key:
             break
         # On a busy machine it may have ended before.
