@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,8 @@ from tests.unit.world import World
 
 PARTS = ("prefill", "decode", "migrator", "memory", "unit")
 seeds = st.integers(0, 1 << 32)
+# By the round: a request that its client cancels, or a part of a unit that dies.
+Events = dict[int, list[tuple[str, ...]]]
 
 
 def load(world: World, requests: int = 4) -> None:
@@ -21,7 +24,7 @@ def load(world: World, requests: int = 4) -> None:
         world.submit(f"r{index}", world.random.choice(["u0", "u1"]), world.random.randint(1, 80))
 
 
-def play(world: World, rounds: int, events: dict[int, list[tuple[str, ...]]]) -> None:
+def play(world: World, rounds: int, events: Events) -> None:
     """Deliver messages and let time pass; pairs are repeated as a global scheduler does."""
     for turn in range(rounds):
         if turn % 100 == 0:
@@ -36,14 +39,28 @@ def play(world: World, rounds: int, events: dict[int, list[tuple[str, ...]]]) ->
             world.pass_time(world.random.choice([0.001, 0.003, 0.01]))
 
 
+def play_out(world: World, events: Events | None = None) -> None:
+    """Play, until every request has come to its end."""
+    play(world, 900, events or {})
+    world.settle()
+    world.check_end()
+
+
+def deaths_and_cancellations(drawn: random.Random, parts: Sequence[str]) -> Events:
+    events: Events = {}
+    for _ in range(drawn.randint(1, 4)):
+        events.setdefault(drawn.randint(20, 800), []).append((drawn.choice(["u0", "u1"]), drawn.choice(parts)))
+    for _ in range(drawn.randint(0, 3)):
+        events.setdefault(drawn.randint(20, 800), []).append(("cancel", f"r{drawn.randint(0, 3)}"))
+    return events
+
+
 @settings(max_examples=examples(25), deadline=None)
 @given(seed=seeds)
 def test_requests_move_to_and_fro_and_end_with_all_their_tokens(seed: int) -> None:
     world = World(seed)
     load(world)
-    play(world, 900, {})
-    world.settle()
-    world.check_end()
+    play_out(world)
     assert world.resubmitted == 0, "nothing died"
     moved = [unit.scheduler.ledger.models[0].tally for unit in world.units.values()]
     # The last word of one that ends at once may come after its last token.
@@ -66,9 +83,7 @@ def test_the_world_has_moves_in_it() -> None:
 def test_refused_moves_leave_requests_where_they_are(seed: int) -> None:
     world = World(seed, refusals=0.5)
     load(world)
-    play(world, 900, {})
-    world.settle()
-    world.check_end()
+    play_out(world)
     assert world.resubmitted == 0
 
 
@@ -78,25 +93,17 @@ def test_refused_moves_leave_requests_where_they_are(seed: int) -> None:
 def test_any_process_dies_at_any_moment(part: str, seed: int, at: int, unit: str) -> None:
     world = World(seed)
     load(world)
-    play(world, 900, {at: [(unit, part)]})
-    world.settle()
-    world.check_end()
+    play_out(world, {at: [(unit, part)]})
 
 
 @settings(max_examples=examples(40), deadline=None)
 @given(seed=seeds)
 def test_many_die_and_clients_go_away(seed: int) -> None:
     drawn = random.Random(seed)
-    events: dict[int, list[tuple[str, ...]]] = {}
-    for _ in range(drawn.randint(1, 4)):
-        events.setdefault(drawn.randint(20, 800), []).append((drawn.choice(["u0", "u1"]), drawn.choice(PARTS)))
-    for _ in range(drawn.randint(0, 3)):
-        events.setdefault(drawn.randint(20, 800), []).append(("cancel", f"r{drawn.randint(0, 3)}"))
+    events = deaths_and_cancellations(drawn, PARTS)
     world = World(seed, refusals=drawn.choice([0.0, 0.0, 0.3]), traced=drawn.choice([False, True]))
     load(world)
-    play(world, 900, events)
-    world.settle()
-    world.check_end()
+    play_out(world, events)
 
 
 # ---------------------------------------------------------------- engines that lose requests without a word
@@ -124,9 +131,7 @@ def test_messages_that_cross_are_no_loss(policy: str, shape: str) -> None:
         load(world)
         drawn = random.Random(seed)
         cancels = {drawn.randint(20, 800): [("cancel", f"r{drawn.randint(0, 3)}")] for _ in range(drawn.randint(0, 3))}
-        play(world, 900, {at: list(each) for at, each in cancels.items()})
-        world.settle()
-        world.check_end()
+        play_out(world, {at: list(each) for at, each in cancels.items()})
         assert world.resubmitted == 0, "nothing was lost"
         for unit in world.units.values():
             found = unit.scheduler.engines.reconciliation
@@ -139,15 +144,13 @@ def test_requests_that_engines_forget_are_served_again(policy: str, shape: str) 
     forgotten = missing = 0
     for seed in range(25):
         drawn = random.Random(seed)
-        events: dict[int, list[tuple[str, ...]]] = {}
+        events: Events = {}
         for _ in range(drawn.randint(1, 3)):
             what = drawn.choice(["some requests", "some requests", "migrator", "memory", "unit"])
             events.setdefault(drawn.randint(20, 800), []).append((drawn.choice(["u0", "u1"]), what))
         world = World(seed, policy=policy, shape=shape)
         load(world)
-        play(world, 900, events)
-        world.settle()
-        world.check_end()
+        play_out(world, events)
         forgotten += world.forgotten
         missing += sum(unit.scheduler.engines.reconciliation.missing.total() for unit in world.units.values())
     assert 0 < missing <= forgotten
@@ -164,9 +167,7 @@ def test_requests_move_between_engines_of_both_phases(policy: str, shape: str) -
     for seed in range(8):
         world = World(seed, policy=policy, shape=shape)
         load(world)
-        play(world, 900, {})
-        world.settle()
-        world.check_end()
+        play_out(world)
         assert world.resubmitted == 0, "nothing died"
         moves += world.took_over
     assert moves > 8
@@ -177,16 +178,10 @@ def test_requests_move_between_engines_of_both_phases(policy: str, shape: str) -
 @given(seed=seeds)
 def test_many_parts_of_units_with_one_engine_die(policy: str, shape: str, seed: int) -> None:
     drawn = random.Random(seed)
-    events: dict[int, list[tuple[str, ...]]] = {}
-    for _ in range(drawn.randint(1, 4)):
-        events.setdefault(drawn.randint(20, 800), []).append((drawn.choice(["u0", "u1"]), drawn.choice(PARTS_OF_BOTH)))
-    for _ in range(drawn.randint(0, 3)):
-        events.setdefault(drawn.randint(20, 800), []).append(("cancel", f"r{drawn.randint(0, 3)}"))
+    events = deaths_and_cancellations(drawn, PARTS_OF_BOTH)
     world = World(seed, refusals=drawn.choice([0.0, 0.0, 0.3]), policy=policy, shape=shape)
     load(world)
-    play(world, 900, events)
-    world.settle()
-    world.check_end()
+    play_out(world, events)
 
 
 @settings(max_examples=examples(20), deadline=None)
@@ -225,9 +220,7 @@ def test_poison_ends_with_an_error_and_all_others_are_served(policy: str, shape:
     for index in world.random.sample(range(6), world.random.randint(1, 2)):
         # Such as fail at a token that they come to.
         world.poison[f"r{index}"] = (way, world.random.randrange(world.clients[f"r{index}"].most))
-    play(world, 900, {})
-    world.settle()
-    world.check_end()
+    play_out(world)
     assert {r for r, client in world.clients.items() if client.failed} == set(world.poison)
     # Two failures among others and one alone each. A crash while a lease is on its way may be that of the one before,
     # and does not tell as much; one that is heard late tells nothing.
@@ -242,8 +235,8 @@ def test_engines_that_are_killed_over_and_over_condemn_nobody(seed: int) -> None
     world = World(seed)
     load(world, 6)
     drawn = random.Random(seed)
-    deaths = {turn: [(drawn.choice(["u0", "u1"]), drawn.choice(["prefill", "decode"]))] for turn in range(60, 900, 60)}
-    play(world, 900, dict(deaths))
-    world.settle()
-    world.check_end()
+    deaths: Events = {
+        turn: [(drawn.choice(["u0", "u1"]), drawn.choice(["prefill", "decode"]))] for turn in range(60, 900, 60)
+    }
+    play_out(world, deaths)
     assert not [r for r, client in world.clients.items() if client.failed]
