@@ -585,8 +585,9 @@ def test_page_tables_must_fit_into_shared_memory(tmp_path: Path) -> None:
 
 
 def test_ranks_on_a_cpu(tmp_path: Path) -> None:
-    single = unit_spec_of(plan(tmp_path, "{cores: 8}"), "/run/x")
-    double = unit_spec_of(plan(tmp_path, "{cores: 8, ranks: 2}"), "/run/x")
+    models = MODELS.replace("}", ", engines: split}")
+    single = unit_spec_of(plan(tmp_path, "{cores: 8}", models), "/run/x")
+    double = unit_spec_of(plan(tmp_path, "{cores: 8, ranks: 2}", models), "/run/x")
     assert (single.ranks, double.ranks, double.device) == (1, 2, "cpu")
     assert [m.kv_heads for m in single.models] == [2, 2]
     assert [m.kv_heads for m in double.models] == [1, 1]

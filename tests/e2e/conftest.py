@@ -66,12 +66,13 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             "name": GENERATING,
             "path": str(ROOT / "configs/models" / GENERATING),
             "adapters": {name: str(adapter(name)) for name in ("one", "two")},
+            "engines": "split",
         }
     ]
     for name in KINDS:
         models.append({"name": name, "path": str(checkpoint(name)), "engine_args": OPTIONS.get(name, {})})
     sees = {"name": SEEING, "path": str(tiny_checkpoint("idefics3"))}
-    models.append({**sees, "engine_args": {"limit_mm_per_prompt": {"image": 2}}})
+    models.append({**sees, "engines": "split", "engine_args": {"limit_mm_per_prompt": {"image": 2}}})
     common = {
         "max_len": MAX_LEN,
         "max_num_batched_tokens": CHUNK,

@@ -46,6 +46,9 @@ def fleet_file(
         model["limits"] = {"max_wait": "none"}  # the tests mean to queue, on machines that are busy otherwise
         model.update(model_changes or {})
         model.update((changes_of or {}).get(model["name"], {}))
+        # Most tests are of a prefill and a decode engine; others say what their models have.
+        if not model.keys() & {"engines", "dispatch", "stages", "kv"}:
+            model["engines"] = "split"
     fleet.update(changes)
     path = directory / "fleet.yaml"
     path.write_text(yaml.safe_dump(fleet))

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muxserve.config import Fleet, FleetError, load_fleet, parse_fleet
+from muxserve.config.schema import DEFAULT_SHAPES
 from muxserve.costs.architecture import read_architecture
 from muxserve.costs.latency import EngineShape
 from muxserve.costs.roofline import Roofline
@@ -25,7 +26,7 @@ from muxserve.planning.specs.fleet_planner import FleetPlanner, NoRoomError, Sca
 from muxserve.planning.specs.plan_file import load_plan, save_plan
 from muxserve.planning.specs.unit_plan import ResolvedUnit, possible_units, resolve_unit, units_at_start
 from muxserve.planning.specs.unit_specs import fleet_spec_of, planned_unit, prefill_seconds
-from muxserve.spec import FleetSpec, UnitSpec
+from muxserve.spec import FleetSpec, ShapeName, UnitSpec
 from placement import Machine, ModelDemand, PlanError, plan_unit
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand
@@ -75,7 +76,7 @@ def refused(declared: Fleet, *arguments: object) -> str:
 
 class TestUnits:
     def test_shared_ones_come_first_then_one_for_each_replica(self) -> None:
-        declared = fleet(f"{ROLLING}, replicas: 3", "replicas: 2", "engines: one, stages: 2")
+        declared = fleet(f"{ROLLING}, replicas: 3", "engines: split, replicas: 2", "engines: one, stages: 2")
         assert (units_at_start(declared), possible_units(declared)) == (6, 6)
         plans = plan(declared)
         told = deployed(declared, plans)
@@ -138,7 +139,7 @@ class TestUnits:
         # Prefill is a job of its own where a model has an engine for it.
         assert plan(fleet(*["engines: one"] * 3, head="cluster: {cores: 3}"))[0].unit.models[0].threads == 1
         assert plan(fleet(*["engines: one"] * 3, head="cluster: {cores: 6}"))[0].unit.models[0].threads == 2
-        assert plan(fleet(head="cluster: {cores: 6}"))[0].unit.models[0].threads == 1
+        assert plan(fleet(*["engines: split"] * 3, head="cluster: {cores: 6}"))[0].unit.models[0].threads == 1
 
     def test_a_plan_file_may_mix_them(self, tmp_path: Path) -> None:
         models = (PlacedModel("arithmetic", 2.0, 0.5, 0.5, "one"), PlacedModel("atlas", 2.0, 0.5, 0.5))
@@ -458,14 +459,18 @@ class TestPlanFiles:
 
 
 class TestAuto:
-    """Models that leave their engines open have two where no plan has chosen otherwise."""
+    """Models that leave their engines open have the device's own where no plan has chosen others."""
 
-    def test_on_a_cpu(self) -> None:
-        planner = FleetPlanner(fleet("engines: auto", "engines: one, stages: 2"), MACHINE, lambda: NONE)
+    @pytest.mark.parametrize("shape", ["split", "one"])
+    @pytest.mark.parametrize("open_model", ["engines: auto", ""])
+    def test_on_a_cpu(self, monkeypatch: pytest.MonkeyPatch, shape: ShapeName, open_model: str) -> None:
+        monkeypatch.setitem(DEFAULT_SHAPES, "cpu", shape)
+        planner = FleetPlanner(fleet(open_model, "engines: one, stages: 2"), MACHINE, lambda: NONE)
         told = deployed(planner.fleet, planner.at_start())
         assert [(u.unit_spec.policy, u.unit_spec.stages) for u in told.units] == [("slack", 1), ("free", 2)]
-        assert planner.reasons == ["`engines: auto` of arithmetic is split on a CPU"]
-        assert planner.fleet.model("arithmetic").shape("cpu") == "split"
+        # Who leaves it out does not hear of it.
+        assert planner.reasons == [f"`engines: auto` of arithmetic is {shape} on a CPU"] * bool(open_model)
+        assert told.units[0].unit_spec.model("arithmetic").shape == shape
 
     def test_on_gpus_the_user_hears_what_chooses(self) -> None:
         planner = FleetPlanner(only("engines: auto", head="cluster: {gpus: 1}"), MACHINE, lambda: H200)
@@ -485,10 +490,10 @@ class TestAuto:
         told = deployed(planner.fleet, planner.at_start())
         said: list[str] = []
         added = only("engines: auto", "atlas")
+        shape = DEFAULT_SHAPES["cpu"]
         addition = ScaleOut(planner).addition(added, iter(["u1"]).__next__, told, said.append)
-        assert [unit.unit_spec.policy for unit in addition.units] == ["slack"]
-        assert said[0] == "`engines: auto` of atlas is split on a CPU"
-        assert planner.fleet.model("atlas").shape("cpu") == "split"
+        assert [unit.unit_spec.policy for unit in addition.units] == ["slack" if shape == "split" else "free"]
+        assert said[0] == f"`engines: auto` of atlas is {shape} on a CPU"
 
 
 def test_whatever_keeps_a_model_from_being_added_it_is_declared_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

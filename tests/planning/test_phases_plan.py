@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from muxserve.cli.app import app
 from muxserve.config import Fleet, load_fleet
+from muxserve.config.schema import DEFAULT_SHAPES
 from muxserve.planning.candidates.dedicated_units import (
     FreeDevices,
     OpenLayout,
@@ -225,7 +226,7 @@ class TestCommand:
         ]
         assert "rolling" in out
 
-    def test_what_is_open_on_a_cpu_has_two_engines(self, tmp_path: Path) -> None:
+    def test_what_is_open_on_a_cpu_has_the_engines_of_that(self, tmp_path: Path) -> None:
         fleet = tmp_path / "fleet.yaml"
         path = ROOT / "configs/models/arithmetic"
         fleet.write_text(
@@ -234,8 +235,8 @@ class TestCommand:
         )
         code, out, err = run(fleet, "--json")
         assert code == 0, err
-        assert [unit["models"][0]["engines"] for unit in json.loads(out)["units"]] == ["split"]
-        assert "`engines: auto` of a is split on a CPU" in err
+        assert [unit["models"][0]["engines"] for unit in json.loads(out)["units"]] == [DEFAULT_SHAPES["cpu"]]
+        assert f"`engines: auto` of a is {DEFAULT_SHAPES['cpu']} on a CPU" in err
 
 
 class TestOpenModels:
