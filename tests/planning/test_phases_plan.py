@@ -257,6 +257,15 @@ class TestOpenModels:
         memory = {L20.name: L20.memory_bytes}
         return plan_cluster([first, other], Cluster((Node(L20.name, 4),)), COSTS, memory, options)
 
+    def test_what_cannot_be_deployed_so_stays_as_it_is(self, declared: Fleet) -> None:
+        before = self.alone()
+        private = declared.with_models([model.model_copy(update={"kv": "private"}) for model in declared.models])
+        for how in (OpenLayout(), OpenLayout(rolling=True), OpenLayout(whole=True, split=True)):
+            assert rearranged(before, how, private, AROUND, COSTS) == before
+        demands = [replace(each, architecture=replace(each.architecture, sees_images=True)) for each in before.demands]
+        seeing = replace(before, demands=type(before.demands)(demands))
+        assert rearranged(seeing, OpenLayout(), declared, AROUND, COSTS) == seeing
+
     @pytest.mark.parametrize(("way", "policy", "stages"), [("rolling", "rolling", 1), ("stages", "free", 2)])
     def test_they_have_the_gpus_that_they_had(self, declared: Fleet, way: str, policy: str, stages: int) -> None:
         before = self.alone()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from muxserve.config import Fleet, Model
+from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.devices import device
 from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.planning.candidates.device_pool import CpuPool, GpuPool, Surroundings
@@ -27,6 +28,7 @@ from muxserve.planning.candidates.layouts import (
     wanted_of,
 )
 from muxserve.planning.candidates.one_engine import OneEngine
+from muxserve.planning.demand.private import private_because
 from placement.candidates import Candidates
 from placement.cluster import ROLLING, Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand, Member, Mesh
@@ -386,11 +388,21 @@ def rearranged(
     """A plan in which every replica has GPUs of its own, with models laid out anew: on the GPUs that they have, and on
     those that nobody uses unless as few as possible are wanted. Models for which it is not possible there stay as they
     are."""
-    placed = {demand.name for demand in plan.demands if not demand.architecture.pooling}
+    placed = {demand.name: demand for demand in plan.demands if not demand.architecture.pooling}
     for model in fleet.models:
-        if model.name in placed and model.is_open:
+        if model.name in placed and model.is_open and _is_served(how, model, placed[model.name].architecture):
             plan = _model_rearranged(plan, model.name, how, fleet, around, latency)
     return plan
+
+
+def _is_served(how: OpenLayout, model: Model, architecture: ModelArchitecture) -> bool:
+    """Whether such a layout of the model can be deployed."""
+    if private_because(model, architecture):
+        return how.whole and not how.split
+    if how.rolling:
+        return architecture.states is None
+    in_one_stage = architecture.latent is not None or architecture.states is not None or architecture.sees_images
+    return how.whole or not in_one_stage
 
 
 def _model_rearranged(
