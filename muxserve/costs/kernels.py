@@ -148,7 +148,8 @@ class KernelModel:
             return tables.steps(config, architecture, shape.tp)
         except Exception as error:  # of whichever kind: the package's own are of six
             log.debug("no kernels of %s on %s", architecture.name, shape, exc_info=True)
-            why = " ".join(str(error).split())[:120] or type(error).__name__
+            # The package's messages go on with the paths of its files.
+            why = " ".join(str(error).partition(" at /")[0].split())[:120] or type(error).__name__
             return f"the kernel tables do not have {architecture.name} over {shape.tp} x {shape.device} ({why})"
 
     def _tables_of(self, device_name: str) -> _Tables | str:

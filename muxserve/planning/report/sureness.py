@@ -54,10 +54,11 @@ class Sureness:
 
     def _range(self) -> str:
         longer = f"{self.longer:.0%} longer than predicted"
+        are = f"{self.needed} GPU is" if self.needed == 1 else f"{self.needed} GPUs are"
         if self.slower == self.needed:
-            return f"{self.needed} GPUs are enough also if steps take {longer}"
+            return f"{are} enough also if steps take {longer}"
         otherwise = "none of these sizes is" if self.slower is None else f"{self.slower} are"
-        return f"{self.needed} GPUs are enough if steps take as long as predicted; {otherwise} if they take {longer}"
+        return f"{are} enough if steps take as long as predicted; {otherwise} if they take {longer}"
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
