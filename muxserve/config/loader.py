@@ -152,7 +152,7 @@ def _message(path: KeyPath, details: ErrorDetails, root: type[BaseModel], hints:
     if kind == "literal_error":
         allowed = [part.strip().strip("'") for part in str(context["expected"]).replace(" or ", ", ").split(",")]
         hint = closest(value, allowed) if isinstance(value, str) else None
-        wrong = f"must be one of {', '.join(allowed)}, not {shown(value)}"
+        wrong = f"must be one of {', '.join(filter(None, allowed))}, not {shown(value)}"
         return f'{wrong}; did you mean "{hint}"?' if hint else wrong
     if kind == "string_pattern_mismatch" and (
         path[-1] == "name" or (path[0] in ("priorities", "tenants") and "keys" not in path)

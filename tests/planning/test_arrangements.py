@@ -441,6 +441,7 @@ class TestPlanFiles:
         ("change", "expected"),
         [
             (("policy: rolling", "phases: rolled"), "units[0].phases: must be one of multiplexed, rolling, pipelined"),
+            (("policy: rolling", "policy: pipelined"), "units[0].policy: must be one of adbs, slack, free, fcfs, rolling, not"),
             (("engines: one", "engines: two"), "units[0].models[0].engines: must be one of split, one"),
             ((", engines: one", ""), "units[1].models: arithmetic has one engine, rolling here and two engines in unit0; replicas of a model must be alike"),
             (("policy: rolling", "stages: 3"), "units[0].stages: 3 stages do not divide the unit's 2 devices evenly"),

@@ -52,7 +52,7 @@ class PlanUnit(Section):
     kv_bytes: int = Field(ge=1)
     phases: Literal["multiplexed", "rolling", "pipelined"] = "multiplexed"
     stages: int = Field(default=1, ge=1)
-    policy: PolicyName | Literal["", "rolling"] = ""
+    policy: Literal[PolicyName, "", "rolling"] = ""
     batching: Literal["", "throttled", "fixed", "vllm"] = ""
     models: list[PlanModel] = Field(min_length=1)
 
