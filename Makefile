@@ -3,6 +3,7 @@
 # make test        the checks and tests, beside each other (sets up first)
 # make thorough    the same with every model, option, fault and example; CI runs it
 # make quick       ruff and the tests of the packages without I/O, in about a minute (sets up first)
+# make contract    whether a vLLM is as MuxServe needs it, by its sources (VLLM=version or path); docs/vllm.md
 # make docs        the documentation as a site, in build/site
 # make bench       every benchmark; results go to benchmarks/results/
 # make soak        real fleets under load and faults for an hour (SOAK_ARGS); docs/reliability.md has what came of it
@@ -12,13 +13,19 @@
 # make gpu-bench   every benchmark that needs a GPU
 # make gpu-native  the memory manager for NATIVE_PYTHON, beside the sources: for a GPU machine that cannot build
 SHELL := /bin/bash
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# The newest Python that fits: one of these versions, which can make virtual environments and build C++ modules.
+FITS := import ensurepip, os, sys, sysconfig, venv; \
+	sys.exit(not ((3, 11) <= sys.version_info[:2] <= (3, 13) \
+	and os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))))
+PYTHON ?= $(shell for each in python3.13 python3.12 python3.11 python3; do \
+	$$each -c '$(FITS)' 2>/dev/null && command -v $$each && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 CPP := $(shell find memory_manager -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
 FLEET ?= configs/quickstart.yaml
 PORT ?= 8000
 PYTEST_ARGS ?=
+VLLM ?= 0.32.0 0.33.0
 SOAK_ARGS ?= --minutes 60
 TRIAL_ARGS ?= --minutes 14
 # Of what pip says, the packages of 10 MB and more: where most of the time goes.
@@ -27,13 +34,14 @@ LARGE := sed -unE -e 's~^ *(Downloading|Using cached) ([^ ]*/)?([^ /]+) \(([0-9]
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 NATIVE_PYTHON ?= python3.12
 
-.PHONY: setup quickstart test thorough quick lint unit cpp docs bench soak gpu-test gpu-trial gpu-trial-stub gpu-bench gpu-native cuda-stub clean
+.PHONY: setup quickstart test thorough quick lint contract unit cpp docs bench soak gpu-test gpu-trial gpu-trial-stub gpu-bench gpu-native cuda-stub clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.built
 
 $(VENV)/.installed: requirements/cpu.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v == (3, 11) else "MuxServe needs Python 3.11, $(PYTHON) is %d.%d; set PYTHON=/path/to/python3.11" % v)'
+	@test -n "$(PYTHON)" && $(PYTHON) -c '$(FITS)' || { echo "MuxServe needs Python 3.11, 3.12 or 3.13 with venv and Python.h" \
+	  "($(or $(PYTHON),none was found)); set PYTHON=/path/to/python"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing pinned packages into $(VENV) (about 2 GB, a few minutes the first time)"
 	@set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-deps -r requirements/cpu.txt | $(LARGE)
@@ -65,6 +73,9 @@ lint: setup
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@git ls-files '*.cpp' '*.hpp' | xargs -r $(BIN)/clang-format --dry-run --Werror
+
+contract: setup
+	@status=0; for each in $(VLLM); do $(BIN)/python -m muxserve.vllm.contract $$each || status=1; done; exit $$status
 
 cpp: setup
 	@PATH="$(abspath $(BIN)):$$PATH" memory_manager/run_tests.sh

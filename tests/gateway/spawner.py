@@ -62,7 +62,7 @@ def main() -> None:
     unit_control.close()
     from muxserve.vllm import gateway_internals
 
-    tell("ready", problems=gateway_internals.problems(), moved=gateway_internals.problems("0.33.0"))
+    tell("ready", problems=gateway_internals.problems(), moved=gateway_internals.problems("0.34.0"))
     children: dict[int, int] = {}
     lifelines: dict[int, int] = {}
     with selectors.DefaultSelector() as selector:

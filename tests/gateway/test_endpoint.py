@@ -21,7 +21,7 @@ from tests.support.patience import PATIENCE, eventually
 def test_vllm_is_the_one_that_the_gateway_was_written_for(gateway: Running) -> None:
     ready = gateway.rig.ready()
     assert ready["problems"] == []
-    assert ready["moved"] == ["vLLM 0.33.0 is installed, MuxServe is written for 0.32.0"]
+    assert ready["moved"] == ["vLLM 0.34.0 is installed, MuxServe is written for 0.32.0 and 0.33.0"]
 
 
 # ------------------------------------------------------------ what serves

@@ -99,6 +99,7 @@ class PooledLatentImpl(ByLayer, CPUMLAImpl):
         slot_mapping: torch.Tensor,
         kv_cache_dtype: str,
         k_scale: torch.Tensor,
+        skip_scale: bool = False,  # given since vLLM 0.33; for its CUDA kernel
     ) -> None:
         steps = get_forward_context().attn_metadata
         if not isinstance(steps, dict):  # warm-up before the cache exists

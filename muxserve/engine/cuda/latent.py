@@ -116,6 +116,7 @@ class PooledLatentImpl(ByLayer, TritonMLAImpl):
         slot_mapping: torch.Tensor,
         kv_cache_dtype: str,
         k_scale: torch.Tensor,
+        skip_scale: bool = False,  # given since vLLM 0.33; nothing is scaled here
     ) -> None:
         if self.page_table is None or not kv_cache.numel():  # warm-up before there is a pool
             return

@@ -48,6 +48,7 @@ from muxserve.memory import _native
 from muxserve.net.heartbeat import PERIOD_SECONDS, Heartbeat, heartbeat_file
 from muxserve.net.process import words
 from muxserve.spec import UnitSpec
+from muxserve.vllm.weight_seam import publish_layout
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class HolderWorker(PooledGPUWorker):
         return HolderModelRunner(self.vllm_config, self.device)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        self._fingerprint = fingerprint(self.model_config)
+        self._fingerprint = fingerprint(self.model_config, self.cache_config)
         self._before_weights = _reserved(self.device)
         allocated = torch.cuda.memory_allocated(self.device)
         unit_spec, model, _ = binding.place_of(self.vllm_config)
@@ -306,7 +307,7 @@ def _resolve_layout(config: Any, executor: Any) -> None:
     has a layout of its own, but vLLM asks."""
     specs = [spec for worker in executor.get_kv_cache_specs() for spec in worker.values()]
     layout = resolve_kv_cache_layout(config, executor.get_supported_kv_cache_layouts(), specs)
-    executor.set_kv_cache_layout(layout.name)
+    publish_layout(executor, layout.name, config)
 
 
 def _reserved(device: torch.device) -> int:

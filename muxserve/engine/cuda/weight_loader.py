@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import CacheConfig, ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
-from vllm.distributed import get_pp_group, get_tp_group, get_world_group
+from vllm.distributed import get_world_group
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER, register_model_loader
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.weight_cache.ipc_loader import (
     IpcModelLoader,
     _materialize_remaining_meta_tensors,
 )
-from vllm.model_executor.model_loader.weight_cache.protocol import WeightCacheKey, WeightCacheState
+from vllm.model_executor.model_loader.weight_cache.protocol import WeightCacheState
 from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -29,22 +29,16 @@ from muxserve.gpu import weight_wire as wire
 from muxserve.gpu.weight_wire import fetch, say
 from muxserve.memory.errors import DeviceMemoryError
 from muxserve.vllm.args import LOAD_FORMAT
+from muxserve.vllm.weight_seam import weight_key
 
 # How long weights may take to come up; engines are started after them, so they are there unless they are loaded anew.
 WAIT_SECONDS = 120.0
 
 
-def fingerprint(model_config: ModelConfig) -> dict[str, str]:
+def fingerprint(model_config: ModelConfig, cache_config: CacheConfig | None = None) -> dict[str, str]:
     """What makes weights fit: checkpoint, type, quantisation, this rank's part of tensors and layers, version of vLLM.
     To be taken before loading, which may change the configuration."""
-    tensors, layers = get_tp_group(), get_pp_group()
-    key = WeightCacheKey.from_model_config(
-        model_config,
-        tp_size=tensors.world_size,
-        tp_rank=tensors.rank_in_group,
-        pp_size=layers.world_size,
-        pp_rank=layers.rank_in_group,
-    )
+    key = weight_key(model_config, cache_config)
     return {name: str(value) for name, value in dataclasses.asdict(key).items()}
 
 
@@ -65,10 +59,13 @@ class HeldWeightsLoader(IpcModelLoader):
     def download_model(self, model_config: ModelConfig) -> None:
         """Somebody else has the weights."""
 
-    def _fetch_entries(self, model_config: ModelConfig) -> WeightCacheState:
+    def _fetch_entries(
+        self, model_config: ModelConfig, cache_config: CacheConfig | None = None, *_: object, is_reload: bool = False
+    ) -> WeightCacheState:
+        """vLLM 0.33 gives all its configurations, 0.32 the first."""
         # They are handed out by the rank among all, over every stage of a pipeline.
         path = self._sockets[get_world_group().rank_in_group]
-        key = fingerprint(model_config)
+        key = fingerprint(model_config, cache_config)
         found, descriptors = fetch(path, key, self._seconds)
         self._scalars = found.scalars
         memory = mapped_weights.MappedWeights(found, lambda: fetch(path, key, self._seconds))

@@ -9,12 +9,12 @@ from functools import cache
 
 from vllm import AsyncEngineArgs
 from vllm.config import VllmConfig
-from vllm.entrypoints.launchers.cli_args import FrontendArgs, make_arg_parser
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from muxserve.spec import ModelSpec
 from muxserve.vllm.args import frontend_args
+from muxserve.vllm.gateway_seam import FrontendArgs, make_arg_parser
 
 
 def configure(model: ModelSpec) -> tuple[Namespace, VllmConfig]:

@@ -42,6 +42,7 @@ from muxserve.net.process import trim
 from muxserve.spec import ModelSpec
 from muxserve.vllm import language_models
 from muxserve.vllm.gateway_internals import MODEL_CACHES
+from muxserve.vllm.gateway_seam import chat_templates
 from muxserve.vllm.tasks import tasks_of
 
 log = logging.getLogger(__name__)
@@ -138,6 +139,7 @@ async def forget_models() -> None:
     for module, name in MODEL_CACHES:
         known = getattr(importlib.import_module(module), name)
         known.clear() if isinstance(known, dict) else known.cache_clear()
+    chat_templates.cache_clear()
     gc.collect()
     await asyncio.to_thread(trim)
 
