@@ -1,4 +1,5 @@
 # make setup       .venv with everything pinned, and the build
+#                  (LOCKED=1: only files with the hashes of requirements/cpu-3.11.lock)
 # make quickstart  three tiny models behind one OpenAI endpoint (sets up first)
 # make test        the checks and tests, beside each other (sets up first)
 # make thorough    the same with every model, option, fault and example; CI runs it
@@ -31,6 +32,8 @@ TRIAL_ARGS ?= --minutes 14
 # Of what pip says, the packages of 10 MB and more: where most of the time goes.
 LARGE := sed -unE -e 's~^ *(Downloading|Using cached) ([^ ]*/)?([^ /]+) \(([0-9]{2,}\.[0-9] MB|[0-9.]+ GB)\).*~  \1 \3 (\4)~p' \
 	-e 's~^Installing collected packages.*~  Unpacking all of them~p'
+# LOCKED=1 installs only files whose hashes the lock of this Python has (tools/lock.py).
+PINS = $(if $(LOCKED),--require-hashes -r requirements/cpu-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').lock,-r requirements/cpu.txt)
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 NATIVE_PYTHON ?= python3.12
 
@@ -44,7 +47,7 @@ $(VENV)/.installed: requirements/cpu.txt
 	  "($(or $(PYTHON),none was found)); set PYTHON=/path/to/python"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing pinned packages into $(VENV) (about 2 GB, a few minutes the first time)"
-	@set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-deps -r requirements/cpu.txt | $(LARGE)
+	@set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-deps $(PINS) | $(LARGE)
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.installed pyproject.toml CMakeLists.txt $(CPP)
