@@ -139,9 +139,9 @@ class Module:
     stars: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for node in _statements(self.tree.body):
-            for name in _defined(node):
-                self.names.setdefault(name, node)
+        for statement in _statements(self.tree.body):
+            for name in _defined(statement):
+                self.names.setdefault(name, statement)
         for node in ast.walk(self.tree):
             if isinstance(node, ast.ImportFrom):
                 source = self._absolute(node)
@@ -153,8 +153,8 @@ class Module:
             elif isinstance(node, ast.Import):
                 for alias in node.names:
                     first = alias.name.partition(".")[0]
-                    source = (alias.asname, alias.name) if alias.asname else (first, first)
-                    self.imports.setdefault(source[0], (source[1], ""))
+                    name, whole = (alias.asname, alias.name) if alias.asname else (first, first)
+                    self.imports.setdefault(name, (whole, ""))
 
     def _absolute(self, node: ast.ImportFrom) -> str:
         if not node.level:
@@ -303,9 +303,9 @@ def own(cls: Found, name: str) -> Found | None:
 @cache
 def _members(cls: ast.ClassDef) -> dict[str, ast.stmt]:
     found: dict[str, ast.stmt] = {}
-    for node in _statements(cls.body):
-        for name in _defined(node):
-            found.setdefault(name, node)
+    for statement in _statements(cls.body):
+        for name in _defined(statement):
+            found.setdefault(name, statement)
     for method in [node for node in _statements(cls.body) if isinstance(node, Function)]:
         if not method.args.args:
             continue
