@@ -126,12 +126,13 @@ class Contract:
         for name, digest in facts.bodies.items():
             if known.bodies.get(name) != digest:
                 method, ours = self._bodies[name]
-                found.append(f"{name} changed{since}: read {method.lines}; {', '.join(sorted(ours))} replaces it")
+                what = f"changed{since}" if name in known.bodies else "was never read"
+                found.append(f"{name} {what}: read {method.lines}; {', '.join(sorted(ours))} replaces it")
         for name, declared in facts.attributes.items():
-            before = known.attributes.get(name)
+            before = known.attributes.get(name, declared)  # what ours uses newly is no change of vLLM's
             if before != declared:
-                was = "is new in our use" if before is None else f"was {before}"
-                found.append(f"{name} is declared as {declared}, and {was}: read {self._attributes[name].lines}")
+                lines = self._attributes[name].lines
+                found.append(f"{name} is declared as {declared}, and was {before}: read {lines}")
         for name in sorted(known.bodies.keys() - facts.bodies.keys()):
             found.append(f"{name} is gone, and a method of ours replaced it")
         for name in sorted(known.attributes.keys() - facts.attributes.keys()):

@@ -124,6 +124,14 @@ def test_comments_and_docstrings_are_no_change(tmp_path: Path, read: dict[str, F
     assert contract(tmp_path, "1.1.0", changes).findings(read) == []
 
 
+def test_a_method_that_is_newly_replaced_was_never_read(tmp_path: Path, read: dict[str, Facts]) -> None:
+    less = {"1.0.0": Facts({f"{SCHEDULER}.load": read["1.0.0"].bodies[f"{SCHEDULER}.load"]}, {})}
+    assert contract(tmp_path, "1.0.0").findings(less) == [
+        f"{SCHEDULER}.schedule was never read: read lines 9 to 11 of vllm/v1/sched.py; "
+        "ours.engine.scheduler.Ours.schedule replaces it"
+    ]
+
+
 def test_each_version_takes_its_own_branch(tmp_path: Path, read: dict[str, Facts]) -> None:
     moved = {"cli.py": ("Args", "Other"), "common.py": ("", "class Args: ...\n")}
     assert contract(tmp_path, "2.0.0", moved).findings(read) == []
