@@ -14,11 +14,12 @@
 # make gpu-bench   every benchmark that needs a GPU
 # make gpu-native  the memory manager for NATIVE_PYTHON, beside the sources: for a GPU machine that cannot build
 SHELL := /bin/bash
-# The newest Python that fits: one of these versions, which can make virtual environments and build C++ modules.
+# The first Python that fits: one of these versions, which can make virtual environments and build C++ modules. 3.11 is
+# the one on which all tests run.
 FITS := import ensurepip, os, sys, sysconfig, venv; \
 	sys.exit(not ((3, 11) <= sys.version_info[:2] <= (3, 13) \
 	and os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))))
-PYTHON ?= $(shell for each in python3.13 python3.12 python3.11 python3; do \
+PYTHON ?= $(shell for each in python3.11 python3.12 python3.13 python3; do \
 	$$each -c '$(FITS)' 2>/dev/null && command -v $$each && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
