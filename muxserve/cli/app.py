@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -136,6 +137,14 @@ def logs(
 
 @app.command()
 def doctor(
+    fleet: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FLEET]",
+            help="With --gpu: also compute the shapes of this fleet's models with the SMs of their engines.",
+            show_default=False,
+        ),
+    ] = None,
     ray: Annotated[
         str | None,
         typer.Option(metavar="ADDRESS", help="Check every node of that Ray cluster instead; auto: this machine's."),
@@ -148,14 +157,16 @@ def doctor(
     """Check what this machine can do."""
     if ray is not None and gpu:
         raise typer.BadParameter("goes without --ray: it tries the GPUs of this machine", param_hint="--gpu")
+    if fleet is not None and not gpu:
+        raise typer.BadParameter("needs --gpu: only GPUs are tried with a fleet's models", param_hint="FLEET")
     if ray is not None:
         from muxserve.cli.doctor import doctor_nodes
 
         raise typer.Exit(doctor_nodes(ray))
     if gpu:
-        from muxserve.cli.doctor import doctor_gpu
+        from muxserve.cli.gpu_probes import doctor_gpu
 
-        raise typer.Exit(doctor_gpu())
+        raise typer.Exit(doctor_gpu(fleet))
     from muxserve.cli.doctor import doctor as run
 
     raise typer.Exit(run())

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from muxserve.cli import ready
+from muxserve.cli.gpu_probes import probe_quickly, probe_shapes
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
 from muxserve.cli.progress import renderer
 from muxserve.cli.settings import DeploySettings
@@ -22,7 +23,7 @@ from muxserve.cluster.controller import Controller
 from muxserve.cluster.fleet_starts import FleetLauncher, fleet_commands_for
 from muxserve.cluster.gpu_host import tried
 from muxserve.cluster.launcher import WarmParents, commands_for
-from muxserve.cluster.machine import this_machine, vllm_without_cuda
+from muxserve.cluster.machine import findings, this_machine, vllm_without_cuda
 from muxserve.cluster.processes import Reaper
 from muxserve.cluster.ray.cluster import gpus_for
 from muxserve.cluster.ray.units import RayUnits
@@ -97,7 +98,9 @@ def deploy(settings: DeploySettings) -> int:
     try:
         plans = [plan.with_paths(planner.fleet) for plan in plans]
         if simulated is None:
-            plans = [_with_sharing(plan, run_dir) for plan in plans]
+            if settings.probe and any(plan.gpu is not None and not plan.gpu.elsewhere for plan in plans):
+                probe_quickly()
+            plans = [_with_sharing(plan, run_dir, settings.probe) for plan in plans]
             if settings.plan is not None:
                 for words in _unlike_planned(plans):
                     errors.print(f"[yellow]{settings.plan.name}:[/] {escape(words)}")
@@ -271,8 +274,9 @@ def _holder_of(port: int) -> str:
     return "another program"
 
 
-def _with_sharing(plan: ResolvedUnit, run_dir: RunDir) -> ResolvedUnit:
-    """The plan with the way of sharing GPUs that works here, by trying it. On other machines their hosts try it.
+def _with_sharing(plan: ResolvedUnit, run_dir: RunDir, probe: bool = False) -> ResolvedUnit:
+    """The plan with the way of sharing GPUs that works here, by trying it. On other machines their hosts try it. With
+    `probe` the models' shapes are computed first with percentages that engines would have.
 
     Raises:
         Refused: MPS does not work here, and it is wanted, or cannot be done without.
@@ -283,6 +287,12 @@ def _with_sharing(plan: ResolvedUnit, run_dir: RunDir) -> ResolvedUnit:
         unit, notes = tried(plan.gpu, plan.fleet.cluster.mps, run_dir.path, nvml.machine())
     except SharingError as error:
         raise DeployRefused(str(error), ExitCode.NOT_DONE) from None
+    if probe and unit.sharing == "mps":
+        shapes = probe_shapes(plan, unit)
+        if shapes is not None and shapes.verdict == "failed":
+            unit = unit.without_percentages(findings())
+            instead = "have green contexts" if unit.sharing == "green_contexts" else "alternate"
+            notes = [*notes, f"without percentages: {shapes.detail}; engines {instead}"]
     for note in notes:
         label, _, text = note.partition(":")
         errors.print(f"[yellow]{label}:[/]{escape(text)}")

@@ -12,8 +12,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +27,7 @@ from muxserve.cluster.machine import (
     driver_too_old,
     findings,
     free_shared_memory,
-    packages,
     this_machine,
-    torch_cuda,
     usable_cores,
     usable_memory,
     version_of,
@@ -41,9 +37,8 @@ from muxserve.cluster.ray.cluster import alive, ask_nodes, join
 from muxserve.cluster.supervision import GaveUp
 from muxserve.gpu import mps, nvml
 from muxserve.gpu.environment import without_compiler
-from muxserve.gpu.findings import FALLBACK_WORDS, Findings, place_of, remember, report
+from muxserve.gpu.findings import FALLBACK_WORDS
 from muxserve.net.exit_codes import ExitCode
-from muxserve.probes import lab
 from muxserve.spec.run_dir import RunDirError, default_base
 from placement.format import format_size
 
@@ -117,68 +112,6 @@ def doctor() -> int:
         return ExitCode.NO
     console.print("\n[green]a fleet can be served here[/]")
     return ExitCode.DONE
-
-
-def doctor_gpu() -> int:
-    """Make the probes of this machine's GPUs, print and remember what they found; returns the exit code."""
-    machine = nvml.visible(nvml.machine(), os.environ)
-    kinds: dict[str, list[nvml.Gpu]] = {}
-    for gpu in machine.gpus:
-        if not (gpu.fault or gpu.mig):
-            kinds.setdefault(gpu.name, []).append(gpu)
-    if not kinds:
-        print_error(f"there is nothing to try: {machine.why_none or 'no GPU can be used; `muxserve doctor` says why'}")
-        return ExitCode.NO
-    gpus = max(kinds.values(), key=len)
-    with tempfile.TemporaryDirectory(prefix="mux-") as directory:
-        tried = lab.run(lab.Lab(gpus, Path(directory), mps.binary()), probes_of(machine), _trying)
-    place = place_of(nvml.machine(), packages())
-    found = Findings(place, time.strftime("%Y-%m-%d %H:%M"), tuple(tried))
-    _print_findings(found)
-    written = True
-    try:
-        console.print(f"`muxserve deploy` acts on this; written to {remember(found)}")
-    except OSError as error:
-        print_error(f"the findings cannot be stored: {error}; `muxserve deploy` does not act on it")
-        written = False
-    if found.refused:
-        console.print("\n[bold red]nothing can be served on these GPUs yet[/]")
-        return ExitCode.NO
-    console.print("\n[green]a fleet can be served on these GPUs[/]")
-    return ExitCode.DONE if written else ExitCode.NOT_DONE
-
-
-def probes_of(machine: nvml.GpuMachine) -> list[lab.Probe]:
-    """The probes. The first compares versions: an old driver makes every other fail in its own way."""
-
-    def driver(_: lab.Lab) -> str:
-        if problem := driver_too_old(machine):
-            raise lab.ProbeFailed(problem)
-        return (
-            f"{machine.driver_version} knows CUDA {machine.cuda_version}, torch is built for {torch_cuda() or 'none'}"
-        )
-
-    return [lab.Probe("driver", driver, "refuse"), *lab.PROBES]
-
-
-def _trying(probe: str) -> None:
-    console.print(f"trying: {probe}")
-
-
-def _print_findings(found: Findings) -> None:
-    """One table, to be pasted into a report."""
-    place = found.place
-    versions = ", ".join(f"{name} {version}" for name, version in place.packages.items() if version)
-    console.print(f"\n{found.date}, driver {place.driver} (CUDA {place.cuda}), {escape(versions)}")
-    for name, count in Counter(gpu.rpartition(" ")[0] for gpu in place.gpus).items():
-        console.print(f"{count} x {escape(name)}")
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column in ("", "probe", "found"):
-        table.add_column(column, overflow="fold")
-    signs = {"ok": "[green]ok[/]", "failed": "[bold red]failed[/]", "not tried": "[yellow]not tried[/]"}
-    for verdict, probe, detail in report(found):
-        table.add_row(signs[verdict], probe, escape(detail))
-    console.print(table)
 
 
 def print_checks(checks: Sequence[Check]) -> list[str]:

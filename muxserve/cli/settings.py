@@ -74,6 +74,9 @@ class DeploySettings:
     plan: Annotated[
         Path | None, typer.Option(help="Serve as this plan has it (`muxserve plan -o`).", show_default=False)
     ] = None
+    probe: Annotated[
+        bool, typer.Option(help="Try what GPUs can do if nobody has (a minute, once per machine and driver).")
+    ] = True
     log_dir: Annotated[
         Path | None,
         typer.Option(help="Keep logs here, in a directory for each run (the last ten).", show_default=False),

@@ -48,6 +48,8 @@ def validate(file: Path, file_only: bool) -> int:
     for plan in plans:
         if plan.gpu is not None:
             console.print(budget_table(plan.gpu.budgets(plan.demands)))
+            for words in plan.gpu.memory_words(plan.demands):
+                console.print(f"- {escape(words)}")
     gpus = sum(plan.gpu.ranks for plan in plans if plan.gpu is not None)
     where = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else f"{plans[0].unit.cores} cores"
     how = f", in {len(plans)} units" if len(plans) > 1 else ""

@@ -14,7 +14,7 @@ from muxserve.cluster import machine
 from muxserve.gpu import nvml
 from muxserve.gpu.environment import VISIBLE
 from muxserve.gpu.findings import FALLBACK_WORDS
-from muxserve.gpu.sharing import MpsWish, SharingError, settle
+from muxserve.gpu.sharing import PERCENTAGES_NOTE, MpsWish, SharingError, settle
 from muxserve.gpu.unit import GpuPlan, GpuUnit, PoolSizer
 from muxserve.spec import UnitSpec, save
 from muxserve.spec.run_dir import default_base
@@ -101,6 +101,8 @@ def tried(
     no_mps = found is not None and "mps_off" in found.fallbacks
     known = "so `muxserve doctor --gpu` has found" if no_mps else ""
     sharing, more = settle(unit.gpus, wish, unit.sharing, directory, ours, known)
+    if not unit.has_percentages:
+        more = [note for note in more if note != PERCENTAGES_NOTE]
     return replace(unit, sharing=sharing), [*notes, *more]
 
 

@@ -50,6 +50,8 @@ GRAPHS = "attention in a CUDA graph"
 # Those that show whether engines with SMs of their own, or with percentages of them, compute the same side by side.
 GREEN = "green contexts"
 PERCENTAGES = "percentages side by side"
+# The one that computes the shapes of a fleet's models with the percentages that its engines would have.
+SHAPES = "the fleet's shapes with its percentages"
 # The one that shows whether engines in green contexts may sample with FlashInfer.
 SAMPLER = "FlashInfer's sampler in green contexts"
 
@@ -104,7 +106,8 @@ class Findings(msgspec.Struct, frozen=True):
     @property
     def percentages(self) -> bool | None:
         """Whether engines may have percentages of the SMs; None if that was not tried."""
-        return self._works(PERCENTAGES)
+        works = self._works(PERCENTAGES)
+        return False if self._works(SHAPES) is False else works
 
     def _works(self, probe: str) -> bool | None:
         verdict = next((each.verdict for each in self.findings if each.probe == probe), "not tried")

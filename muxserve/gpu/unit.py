@@ -130,14 +130,30 @@ class GpuUnit:
             return "off"
         # NCCL would leave the green contexts of several ranks.
         green = findings.green_contexts if self.ranks == self.stages else False
-        works: dict[SmSharing, bool | None] = {"green_contexts": green, "mps": findings.percentages}
+        # What no percentage limits needs MPS only.
+        percentages = findings.percentages if self.has_percentages else "mps_off" not in findings.fallbacks
+        works: dict[SmSharing, bool | None] = {"green_contexts": green, "mps": percentages}
         ways: list[SmSharing] = ["green_contexts"]
-        if self.named:
+        if not self.has_percentages:
+            ways = ["mps"]
+        elif self.named:
             ways = sorted(works, key=lambda way: way != self.sharing)
         for way in ways:
             if works[way] or (works[way] is None and self.named and way == self.sharing):
                 return way
         return "off"
+
+    @property
+    def has_percentages(self) -> bool:
+        """Whether engines that share the SMs by MPS have a part of them only. None has under the policy `free` with one
+        engine per model."""
+        return any(share.prefill < 1.0 or share.decode < 1.0 for share in self.shares.values())
+
+    def without_percentages(self, findings: Findings | None) -> GpuUnit:
+        """The same where percentages compute wrongly: with green contexts if they were found to work, else in turns."""
+        green = findings is not None and findings.green_contexts and self.ranks == self.stages
+        sharing: SmSharing = "green_contexts" if green else "off"
+        return replace(self, sharing=sharing, rules=replace(self.rules, graph_sets=self.green_sets if green else 1))
 
     @property
     def _memory_rules(self) -> MemoryRules:
@@ -278,6 +294,25 @@ class GpuUnit:
         """What the memory of each GPU goes to."""
         return self._budgets(_least_page(demands))
 
+    def memory_words(self, demands: Sequence[ModelDemand]) -> list[str]:
+        """What takes the memory of the tightest GPU, by kind, and how many models have engines at once, in words."""
+        number, tightest = min(enumerate(self.budgets(demands)), key=lambda each: each[1].pool_bytes)
+        needs = [each for each in self.needs if each.rank == number]
+        rules = self._memory_rules
+        processes = [each.engine_count + rules.processes - rules.engines for each in needs]
+        figures = {
+            "weights": sum(each.weights_bytes for each in needs),
+            "contexts": sum(n * each.context_bytes for n, each in zip(processes, needs, strict=True)),
+            "graphs": sum(each.engine_count * rules.graph_sets * each.graph_bytes for each in needs),
+            "activations": sum(each.engine_count * each.activation_bytes for each in needs),
+            "left for the KV pool": max(0, tightest.pool_bytes),
+        }
+        by_kind = ", ".join(f"{what} {format_size(size)}" for what, size in figures.items())
+        engines = sum(each.engine_count for each in needs)
+        words = [f"{tightest.gpu}: {by_kind} (estimated); {engines} engines, {sum(processes)} contexts"]
+        awake = len(self._awake_at_once)
+        return [*words, f"{awake} of {len(self.shares)} models fit awake at once beside the smallest pool"]
+
     def _budgets(self, page_bytes: int) -> list[Budget]:
         return [
             budget(
@@ -363,7 +398,9 @@ class GpuUnit:
             split = stages if self.stages > 1 else ""
             return [f"{gpus}: one engine of both phases has all SMs{split}", *self.notes]
         how = {
-            "mps": "engines share the SMs by percentages of MPS",
+            "mps": "engines share the SMs by percentages of MPS"
+            if self.has_percentages
+            else "engines run side by side under MPS, without percentages",
             "green_contexts": "engines have SMs of their own (green contexts under MPS)"
             + ", others with each lease" * (self.rules.graph_sets > 1),
             "off": "engines alternate on the GPU (no MPS)" + (", one at a time" if self.one_at_a_time else ""),

@@ -225,6 +225,17 @@ def _count(steps: SameSteps, seconds: float) -> tuple[float, int]:
     return count / (time.monotonic() - began), different
 
 
+def shapes(described: str) -> dict[str, Any]:
+    """Attention and products of models' shapes, with the SMs that this process sees."""
+    import msgspec
+
+    from muxserve.probes.shapes import ModelShape, errors_of
+
+    found = [errors_of(shape) for shape in msgspec.json.decode(described, type=list[ModelShape])]
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    return {"sms": sms, "errors": [[each.attention, each.products] for each in found]}
+
+
 def _green_part(phase: str, part: float) -> ContextSet:
     """A green context of a part of the SMs, current, as an engine of that phase has it."""
     from muxserve.gpu.green import ContextSet, device_of, divide, load, make_context
@@ -401,6 +412,7 @@ ROLES: dict[str, Callable[..., dict[str, Any]]] = {
     "reduce": reduce,
     "spin": spin,
     "beside": beside,
+    "shapes": shapes,
     "green": green,
     "compile-sampler": compile_sampler,
     "sampler": sampler,

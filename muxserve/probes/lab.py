@@ -20,12 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
+
 from muxserve.gpu import mps
 from muxserve.gpu.environment import LOG, PIPE, SAMPLER_OFF, VISIBLE, without_compiler
-from muxserve.gpu.findings import GRAPHS, GREEN, PERCENTAGES, SAMPLER, Fallback, ProbeFinding
+from muxserve.gpu.findings import GRAPHS, GREEN, PERCENTAGES, SAMPLER, SHAPES, Fallback, ProbeFinding
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.sm import PERCENTAGE
 from muxserve.gpu.weight_server import WeightServer
+from muxserve.probes.shape import ModelShape
 
 CHILD = (sys.executable, "-m", "muxserve.probes.child")
 # Importing torch and making a context take some seconds, compiling kernels some more.
@@ -118,6 +121,8 @@ class Lab:
     control: str | None
     command: Sequence[str] = CHILD
     limit: float = LIMIT
+    # When children are ended whatever their limit.
+    until: float = float("inf")
     # What is done differently by now.
     fallbacks: set[Fallback] = field(default_factory=set)
     _server: mps.MpsServer | None = None
@@ -192,7 +197,7 @@ class Lab:
             env={**inherited, **environment},
             start_new_session=True,
         )
-        child = ProbeProcess(role, process, errors, time.monotonic() + limits * self.limit)
+        child = ProbeProcess(role, process, errors, min(time.monotonic() + limits * self.limit, self.until))
         try:
             yield child
         finally:
@@ -219,17 +224,35 @@ class Probe:
     ways: tuple[tuple[Fallback, ...], ...] = ()
 
 
-def run(lab: Lab, probes: Sequence[Probe], tell: Callable[[str], None] = lambda _: None) -> list[ProbeFinding]:
+def run(
+    lab: Lab,
+    probes: Sequence[Probe],
+    tell: Callable[[str], None] = lambda _: None,
+    seconds: float = float("inf"),
+) -> list[ProbeFinding]:
     """Make all probes; one that breaks has failed. After one because of which nothing can be served there are no
-    others. `tell` is told which one is made."""
+    others.
+
+    Args:
+        tell: hears which one is made.
+        seconds: for all of them together. Those for which that is too short count as not tried.
+    """
     findings = []
+    lab.until = time.monotonic() + seconds
     lab.begin()
     try:
         for probe in probes:
-            tell(probe.name)
-            findings.append(_find(lab, probe))
-            if "refuse" in findings[-1].fallbacks:
-                break
+            before = set(lab.fallbacks)
+            if time.monotonic() < lab.until:
+                tell(probe.name)
+                found = _find(lab, probe)
+                if found.verdict != "failed" or time.monotonic() < lab.until:
+                    findings.append(found)
+                    if "refuse" in found.fallbacks:
+                        break
+                    continue
+            lab.fallbacks = before
+            findings.append(ProbeFinding(probe.name, "not tried", f"{seconds:.0f} s were too short for it"))
     finally:
         lab.end()
     return findings
@@ -420,6 +443,31 @@ def _side_by_side(lab: Lab, shares: Sequence[tuple[str, int | None, float | None
     )
 
 
+# Of the largest value. bfloat16 has a step of 2^-8 at 1, and a sum of thousands of products comes to a few of them.
+_MOST_SHAPE_ERROR = 3e-2
+
+
+def shapes_probe(shapes: Mapping[int, Sequence[ModelShape]]) -> Probe:
+    """The probe of these models' shapes, by the percentage of the SMs that their engines would have."""
+
+    def attempt(lab: Lab) -> str:
+        lab.needs_mps()
+        for percentage, each in shapes.items():
+            described = msgspec.json.encode(each).decode()
+            said = lab.ask("shapes", described, environment=lab.client(percentage, 1))
+            for shape, errors in zip(each, said["errors"], strict=True):
+                # Not a number compares with nothing.
+                if not all(error <= _MOST_SHAPE_ERROR for error in errors):
+                    raise ProbeFailed(
+                        f"a model with {shape} comes out wrong with {percentage} % ({said['sms']} SMs): attention by "
+                        f"{errors[0]:.2g}, products by {errors[1]:.2g} of the largest value"
+                    )
+        count = len({shape for each in shapes.values() for shape in each})
+        return f"{count} shapes are right with {', '.join(f'{each} %' for each in sorted(shapes))} of the SMs"
+
+    return Probe(SHAPES, attempt, "no_percentages")
+
+
 # Of some thousand draws of a token that has half of the probability, a share deviates by less than a third of this.
 _MOST_DIFFERENCE = 0.03
 
@@ -465,3 +513,8 @@ PROBES = (
     Probe(PERCENTAGES, _percentages, "no_percentages"),
     Probe(SAMPLER, _sampler, "torch_sampler"),
 )
+
+_QUICK = ("CUDA", "SM shares under MPS", "weights of another process", "pool of another process", GREEN)
+QUICK = tuple(probe for name in (*_QUICK, "attention on one-head pages") for probe in PROBES if probe.name == name)
+"""What decides how engines share a GPU, most decisive first: within a minute where all of it works."""
+QUICK_SECONDS = 60.0

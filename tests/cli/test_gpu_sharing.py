@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -13,7 +14,8 @@ from muxserve.cli.deploy import DeployRefused
 from muxserve.cli.output import errors
 from muxserve.cluster import machine
 from muxserve.gpu import mps, nvml
-from muxserve.gpu.findings import Findings, place_of
+from muxserve.gpu.findings import GREEN, PERCENTAGES, SHAPES, Findings, ProbeFinding, place_of
+from muxserve.probes import lab
 from muxserve.spec import SmSharing
 from muxserve.spec.run_dir import RunDir
 from tests.cluster.test_gpu_plan import gpus, plan
@@ -111,3 +113,48 @@ def test_somebody_elses_server_is_mentioned(tmp_path: Path, run_dir: RunDir, mon
     with errors.capture() as told:
         deploy._with_sharing(plan(tmp_path, "{gpus: 1}"), run_dir)
     assert "another MPS server runs here (pid 3); engines of this fleet alternate with its clients" in told.get()
+
+
+@pytest.mark.parametrize(("green", "sharing"), [("ok", "green_contexts"), ("failed", "off")])
+def test_percentages_with_which_a_model_comes_out_wrong_are_not_used(
+    tmp_path: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, green: Literal["ok", "failed"], sharing: str
+) -> None:
+    known = Findings(place_of(nvml.GpuMachine(), {}), "today", (ProbeFinding(GREEN, green, ""),))
+    monkeypatch.setattr(mps, "probe", lambda *_: "")
+    monkeypatch.setattr(mps, "foreign", lambda **_: "")
+    monkeypatch.setattr(machine, "findings", lambda *_: known)
+    monkeypatch.setattr(deploy, "findings", lambda: known)
+    asked: list[list[str]] = []
+
+    def run(of: lab.Lab, probes: Sequence[lab.Probe], seconds: float) -> list[ProbeFinding]:
+        asked.append([each.name for each in probes])
+        return [ProbeFinding(SHAPES, "failed", "a model comes out wrong with 70 %", 1.0, ("no_percentages",))]
+
+    monkeypatch.setattr(lab, "run", run)
+    made = plan(tmp_path, "{gpus: 1, sm_sharing: mps}", found=gpus(1))
+    with errors.capture() as told:
+        used = deploy._with_sharing(made, run_dir, probe=True)
+    assert asked == [[SHAPES]]
+    assert used.gpu is not None
+    assert used.gpu.sharing == sharing
+    words = "engines have green contexts" if green == "ok" else "engines alternate"
+    assert f"a model comes out wrong with 70 %; {words}" in " ".join(told.get().split())
+
+
+def test_engines_that_nothing_limits_share_by_mps_whatever_percentages_do(
+    tmp_path: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = ProbeFinding(PERCENTAGES, "failed", "", 1.0, ("no_percentages",))
+    monkeypatch.setattr(mps, "probe", lambda *_: "")
+    monkeypatch.setattr(mps, "foreign", lambda **_: "")
+    known = Findings(place_of(nvml.GpuMachine(), {}), "today", (wrong,))
+    monkeypatch.setattr(machine, "findings", lambda *_: known)
+    monkeypatch.setattr(lab, "run", lambda *_: pytest.fail("there is no percentage to try"))
+    models = "".join(f"\n  - {{name: {name}, path: {name}, engines: one}}" for name in "ab")
+    made = plan(tmp_path, "{gpus: 1}", models, found=gpus(1), top="policy: free\n")
+    with errors.capture() as told:
+        used = deploy._with_sharing(made, run_dir, probe=True)
+    assert used.gpu is not None
+    assert used.gpu.sharing == "mps"
+    assert "side by side under MPS, without percentages" in used.gpu.describe()[0]
+    assert "answered wrongly" not in told.get()

@@ -26,6 +26,7 @@ from muxserve.planning.specs.unit_specs import fleet_spec_of, planned_unit, unit
 from muxserve.spec import ResidencySpec, RestingSpec, UnitSpec, load
 from muxserve.vllm.args import engine_args
 from placement import Machine
+from placement.format import format_size
 from placement.unit import MAX_BLOCKS
 from tests.cluster.test_plan import CONFIG, LATENT, STATEFUL, FakeHub
 from tests.control.fakes import fleet_of
@@ -594,3 +595,16 @@ def test_ranks_on_a_cpu(tmp_path: Path) -> None:
     assert [m.threads for m in single.models] == [2, 2]
     assert [m.threads for m in double.models] == [1, 1]  # of each rank
     assert single.models[0].decode_share == double.models[0].decode_share
+
+
+@pytest.mark.parametrize(("engines", "said"), [("one", "2 engines, 2 contexts"), ("split", "4 engines, 4 contexts")])
+def test_memory_in_words_is_that_of_the_budget(tmp_path: Path, engines: str, said: str) -> None:
+    models = "".join(f"\n  - {{name: {name}, path: {name}, engines: {engines}}}" for name in "ab")
+    made = plan(tmp_path, "{gpus: 1}", models, found=gpus(1))
+    assert made.gpu is not None
+    first, second = made.gpu.memory_words(made.demands)
+    (budget,) = made.gpu.budgets(made.demands)
+    weights = sum(line.bytes for line in budget.lines if "weights" in line.what)
+    assert f"weights {format_size(weights)}, contexts" in first
+    assert f"left for the KV pool {format_size(budget.pool_bytes)} (estimated); {said}" in first
+    assert second == "2 of 2 models fit awake at once beside the smallest pool"

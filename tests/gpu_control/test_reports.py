@@ -11,12 +11,12 @@ import msgspec
 import pytest
 from prometheus_client.registry import CollectorRegistry
 
-from muxserve.cli import doctor, status
+from muxserve.cli import doctor, gpu_probes, status
 from muxserve.cli.output import console
 from muxserve.cluster import machine
 from muxserve.gateway.status.fleet_status import GpuStatus
 from muxserve.gpu import mps, nvml
-from muxserve.gpu.findings import FALLBACK_WORDS, Findings, ProbedMachine, ProbeFinding
+from muxserve.gpu.findings import FALLBACK_WORDS, GREEN, Findings, ProbedMachine, ProbeFinding
 from muxserve.gpu.watch import MAX_AGE_SECONDS, GpuWatch
 from muxserve.probes import lab
 from muxserve.scheduling.policies import make_policy
@@ -286,17 +286,17 @@ class TestDoctorGpu:
     ) -> tuple[int, list[Any]]:
         asked: list[Any] = []
 
-        def run(of: lab.Lab, probes: Sequence[lab.Probe], tell: Any) -> list[ProbeFinding]:
+        def run(of: lab.Lab, probes: Sequence[lab.Probe], tell: Any, seconds: float) -> list[ProbeFinding]:
             asked.extend((of, probes))
             return tried
 
         found = nvml.machine(FakeNvml(*gpus))
-        monkeypatch.setattr(doctor.nvml, "machine", lambda: found)
-        monkeypatch.setattr(doctor.lab, "run", run)
+        monkeypatch.setattr(gpu_probes.nvml, "machine", lambda: found)
+        monkeypatch.setattr(gpu_probes.lab, "run", run)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setenv("COLUMNS", "200")
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        return doctor.doctor_gpu(), asked
+        return gpu_probes.doctor_gpu(), asked
 
     def test_the_report_has_all_that_a_reader_needs(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -313,9 +313,33 @@ class TestDoctorGpu:
         said = capsys.readouterr().out
         for words in ("driver 580.95.05 (CUDA 13.0)", "2 x NVIDIA H200", "off by 3.5 (9 s)", "-> CUDA graphs leave"):
             assert words in said
-        found = machine.findings(doctor.nvml.machine())
+        found = machine.findings(gpu_probes.nvml.machine())
         assert found is not None
         assert found.fallbacks == {"piecewise"}
+
+    def test_deploy_tries_an_unknown_machine_once_for_a_minute(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        tried = [ProbeFinding("CUDA", "ok", "computes", 8.0), ProbeFinding(GREEN, "ok", "keep to 64 SMs", 20.0)]
+        times: list[float] = []
+
+        def run(of: lab.Lab, probes: Sequence[lab.Probe], tell: Any, seconds: float) -> list[ProbeFinding]:
+            assert [each.name for each in probes] == ["driver", *(each.name for each in lab.QUICK)]
+            times.append(seconds)
+            return tried
+
+        self.run(monkeypatch, tmp_path / "other", tried, FakeGpu())
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(lab, "run", run)
+        gpu_probes.probe_quickly()
+        gpu_probes.probe_quickly()
+        assert times == [60.0]
+        said = capsys.readouterr().out
+        assert "tries what they can do, once, for at most 60 s (`--no-probe` does without" in said
+        assert "ok: green contexts: keep to 64 SMs" in said
+        found = machine.findings(nvml.machine())
+        assert found is not None
+        assert found.green_contexts
 
     def test_what_cannot_serve(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         tried = [ProbeFinding("CUDA", "failed", "no kernel image", 8.0, ("refuse",))]
@@ -330,6 +354,6 @@ class TestDoctorGpu:
 
     def test_the_first_probe_compares_versions(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(machine, "torch_cuda", lambda: "14.0")
-        (driver, *_) = doctor.probes_of(nvml.machine(FakeNvml(FakeGpu())))
+        (driver, *_) = gpu_probes.probes_of(nvml.machine(FakeNvml(FakeGpu())))
         with pytest.raises(lab.ProbeFailed, match="install a newer driver"):
             driver.attempt(lab.Lab([], tmp_path, None))

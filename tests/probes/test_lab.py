@@ -16,6 +16,7 @@ from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.sm import PERCENTAGE
 from muxserve.probes import lab
 from muxserve.probes.lab import PROBES, Lab, run
+from muxserve.probes.shape import ModelShape
 from tests.cluster.conftest import alive
 
 HERE = Path(__file__).parent
@@ -34,6 +35,7 @@ GOOD = {
     "spin": "stay {}",
     "green": '{"sms": 64, "total": 132, "switch_us": 9.5, "slowdown": 1.02}',
     "beside": '{"sms": 92, "rate": 500.0, "alone": 600.0, "steps": 1500, "different": 0}',
+    "shapes": '{"sms": 92, "errors": [[0.01, 0.004], [0.02, 0.005]]}',
     "compile-sampler": '{"used": true}',
     "sampler": '{"outside": 0, "difference": 0.008, "draws": 3000, "sms": [8, 64]}',
 }
@@ -103,7 +105,7 @@ def test_a_machine_on_which_everything_works(machine: Machine) -> None:
     assert mapped["CUDA_VISIBLE_DEVICES"] == "GPU-0"
     assert [each["CUDA_VISIBLE_DEVICES"] for each in machine.journal("reduce")] == ["GPU-0,GPU-1"] * 4
     journal = (machine.directory / "journal").read_text()
-    for role in GOOD:
+    for role in GOOD.keys() - {"shapes"}:
         assert not any(alive(each["pid"]) for each in machine.journal(role))
     assert "quit -t" in journal
 
@@ -235,3 +237,37 @@ def test_with_one_gpu_there_are_no_communicators(machine: Machine) -> None:
 def test_after_a_refusal_nothing_else_is_tried(machine: Machine) -> None:
     machine.say("compute", "die")
     assert list(machine.findings()) == ["CUDA"]
+
+
+SHAPES = [ModelShape(4, 4, 64, 128, 384, 448), ModelShape(6, 2, 64, 192, 448, 1024)]
+
+
+def test_shapes_are_computed_with_each_percentage(machine: Machine) -> None:
+    (found,) = run(machine.lab, [lab.shapes_probe({70: SHAPES, 10: SHAPES})])
+    assert (found.verdict, found.detail) == ("ok", "2 shapes are right with 10 %, 70 % of the SMs")
+    first, second = machine.journal("shapes")
+    assert (first[PERCENTAGE], second[PERCENTAGE]) == ("70", "10")
+    assert json.loads(first["arguments"][0])[1] == {
+        "heads": 6, "kv_heads": 2, "dim": 64, "hidden": 192, "wide": 448, "vocabulary": 1024,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("errors", ["[0.01, 0.9]", "[NaN, 0.004]"])
+def test_a_shape_that_comes_out_wrong_forbids_percentages(machine: Machine, errors: str) -> None:
+    machine.say("shapes", GOOD["shapes"].replace("[0.02, 0.005]", errors))
+    (found,) = run(machine.lab, [lab.shapes_probe({70: SHAPES})])
+    assert found.fallbacks == ("no_percentages",)
+    assert "a model with 6 and 2 heads of 64, 192 and 448 columns comes out wrong with 70 % (92 SMs)" in found.detail
+
+
+def test_what_has_no_time_left_is_not_tried_and_refuses_nothing(machine: Machine) -> None:
+    machine.say("compute", "hang")
+    found = run(machine.lab, PROBES, seconds=1.0)
+    assert {each.verdict for each in found} == {"not tried"}
+    assert found[0].detail == "1 s were too short for it"
+    assert not machine.lab.fallbacks
+
+
+def test_the_quick_probes_are_all_there() -> None:
+    assert lab.QUICK[0].name == "CUDA"
+    assert len(lab.QUICK) == 6
