@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.trial import needs
+from tests.gpu.trial import needs, runner
 from tests.gpu.trial.runner import ROOT, Step, Trial, listing
 from tests.gpu.trial.steps import STEPS
 from tests.support.patience import PATIENCE, eventually
@@ -104,6 +104,14 @@ def test_a_trial_goes_on_where_it_was_ended(tmp_path: Path) -> None:
     assert second.run(steps)
     assert (second.state / "good").read_text() == "once\n", "what is done is not done again"
     assert set(outcomes(second).values()) == {"done"}
+
+
+def test_without_a_toolkit_stock_vllm_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "without_compiler", lambda: {"VLLM_USE_FLASHINFER_SAMPLER": "0"})
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
+    assert runner.environment(tmp_path)["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "1")
+    assert runner.environment(tmp_path)["VLLM_USE_FLASHINFER_SAMPLER"] == "1", "who says so is followed"
 
 
 def test_what_was_interrupted_is_done_again(tmp_path: Path) -> None:

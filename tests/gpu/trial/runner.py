@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from muxserve.gpu.environment import without_compiler
+
 ROOT = Path(__file__).resolve().parents[3]
 # Seconds in which a step that was asked to end ends what it has started.
 GRACE = 12.0
@@ -182,7 +184,8 @@ def environment(state: Path) -> dict[str, str]:
     reference = state / "reference"
     reference.mkdir(exist_ok=True)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path, "MUXSERVE_GPU_REFERENCE": str(reference)}
+    # Stock vLLM compiles kernels with the CUDA toolkit where it is not told that there is none.
+    return {**without_compiler(), **os.environ, "PYTHONPATH": path, "MUXSERVE_GPU_REFERENCE": str(reference)}
 
 
 def read(file: Path) -> Any:
