@@ -48,12 +48,11 @@ SHARE = 0.9
 def systems(part: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """What is compared: the keys of the model that differ."""
     if part == "rolling":
-        rolling: dict[str, Any] = {"engines": "one", "dispatch": "rolling", "rolling": {"lower": 2, "upper": 4}}
+        rolling: dict[str, Any] = {"engines": "one", "dispatch": "rolling"}
         one_stage = {"engines": "one"}
         replicas = {"replicas": options.replicas, "threads": 1}
         return {
             "rolling": rolling | replicas,
-            "rolling-mean": rolling | replicas | {"rolling": {"lower": 2, "upper": 4, "spared": "mean"}},
             "independent": one_stage | replicas,
             "split": replicas,
         }

@@ -23,7 +23,6 @@ from muxserve.config.schema import (
     Fleet,
     GatewaySection,
     Model,
-    RollingSection,
 )
 from muxserve.config.source import Source
 from muxserve.config.values import AUTO, switch
@@ -176,9 +175,8 @@ def _whole(value: object) -> TypeGuard[int]:
 #
 # Like `checks`, these look at the raw data.
 
-_ROLLING = RollingSection()
 # Keys of models with one engine of both phases.
-_OF_ONE = ("stages", "batching", "dispatch", "rolling")
+_OF_ONE = ("stages", "batching", "dispatch")
 
 
 def check_shapes(source: Source) -> Iterator[Problem]:
@@ -202,8 +200,6 @@ def _model(source: Source, at: KeyPath, model: dict[str, Any]) -> Iterator[Probl
         yield from _sm_of_one(source, (*at, "sm"), model)
     if rolls:
         yield from _objectives(source, at, model.get("slo"))
-    if isinstance(model.get("rolling"), dict):
-        yield from _bounds(source, (*at, "rolling"), model["rolling"])
 
 
 def _sm_of_one(source: Source, at: KeyPath, model: Mapping[str, Any]) -> Iterator[Problem]:
@@ -242,17 +238,6 @@ def _objectives(source: Source, at: KeyPath, slo: object) -> Iterator[Problem]:
         where = (*at, "slo") if isinstance(slo, dict) else (*at, "dispatch")
         message = f"`dispatch: rolling` needs {' and '.join(missing)}: prefill rolls on when the next would miss them"
         yield source.problem(where, message)
-
-
-def _bounds(source: Source, at: KeyPath, given: dict[str, Any]) -> Iterator[Problem]:
-    lower, upper = given.get("lower", _ROLLING.lower), given.get("upper", _ROLLING.upper)
-    if _whole(lower) and _whole(upper) and 1 <= upper < 2 * lower - 1:
-        key = "upper" if "upper" in given else "lower"
-        message = (
-            f"upper ({upper}) must be at least 2 * lower - 1 ({2 * lower - 1}): a macro instance that grows beyond "
-            f"upper is split, and both parts need lower ({lower}) replicas"
-        )
-        yield source.problem((*at, key), message)
 
 
 _FILE = "file:"

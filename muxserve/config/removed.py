@@ -14,6 +14,8 @@ _REMOVED: dict[tuple[str, ...], str] = {
     ("models", "replicas", "low"): "remove it: one replica more starts below a freeness of 160 tokens per request",
     ("models", "replicas", "high"): "remove it: a replica goes above a freeness of 960 tokens per request",
     ("models", "replicas", "hold"): "remove it: the number of replicas changes after 10 s outside the bounds",
+    ("models", "rolling"): "remove it: macro instances have 4 to 16 replicas, and a quarter of the decodes may have "
+    "saved less time than a prefill takes (docs/rolling.md)",
     ("gateway", "structured_output"): "remove it: the limits of grammars are constants (docs/gateway.md)",
     ("default_priority",): "remove it, and call the level of requests that name none `normal`",
     ("cluster", "decode_first"): "remove it: engines share their GPUs by SMs, without priorities",

@@ -278,42 +278,6 @@ BatchingChoice = Literal["auto", "vllm", "fixed", "throttled"]
 DEFAULT_SHAPES: dict[Literal["cpu", "cuda"], ShapeName] = {"cpu": "split", "cuda": "split"}
 
 
-def _spared(value: object) -> object:
-    if value == "mean":
-        return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise ValueError(f"must be a number of at least 0 and below 1, or mean, not {shown(value)}")
-    return float(value)
-
-
-Spared = Annotated[
-    float | Literal["mean"],
-    BeforeValidator(_spared),
-    WithJsonSchema({"anyOf": [{"const": "mean"}, {"type": "number", "minimum": 0, "exclusiveMaximum": 1}]}),
-]
-
-
-class RollingSection(Section):
-    """How prefill rolls over the replicas of a model (EcoServe). Macro instances have between `lower` and `upper`
-    members."""
-
-    lower: ReplicaCount = Field(default=4, description="Fewest replicas that a split leaves in a macro instance (N_l)")
-    upper: Annotated[int, Field(ge=1, le=2 * MOST_REPLICAS)] = Field(
-        default=16,
-        description="Most replicas of a macro instance (N_u), at least 2 * lower - 1",
-    )
-    spared: Spared = Field(
-        default=0.25,
-        description="Whose saved time decides whether decodes can wait for a prefill: the one that this part of them "
-        "has less than, or the mean of all",
-    )
-
-    @property
-    def quantile(self) -> float | None:
-        """`spared` as a number; None: the mean."""
-        return None if self.spared == "mean" else self.spared
-
-
 def _batching(value: object) -> object:
     if isinstance(value, dict):
         raise ValueError(f"is one of throttled, fixed and vllm: write `batching: {value.get('policy', 'throttled')}`")
@@ -487,7 +451,6 @@ class Model(Section):
         description="rolling: prefill rolls over replicas of one engine; auto: the fleet's dispatch, or as the plan "
         "has it",
     )
-    rolling: RollingSection = Field(default=RollingSection(), description="For dispatch: rolling")
     batching: Annotated[BatchingChoice, BeforeValidator(_batching)] = Field(
         default=AUTO,
         description="How the tokens of a step of one engine are budgeted: throttled is gLLM's Token Throttling, fixed "

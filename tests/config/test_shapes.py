@@ -26,15 +26,11 @@ def parse(extra: str) -> Fleet:
 def test_what_a_model_has_that_says_nothing() -> None:
     (model,) = parse("").models
     assert (model.shape("cpu"), model.stages, model.rolls, model.step_batching) == (DEFAULT, AUTO, False, "vllm")
-    assert (model.rolling.lower, model.rolling.upper) == (4, 16)
 
 
 def test_a_rolling_model() -> None:
-    (model,) = parse(f"    dispatch: rolling\n    rolling: {{lower: 2, upper: 3, spared: mean}}\n{SLO}").models
-    assert (model.rolling.lower, model.rolling.upper, model.rolling.quantile) == (2, 3, None)
+    (model,) = parse(f"    dispatch: rolling\n{SLO}").models
     assert (model.shape("cpu"), model.rolls, model.step_batching) == ("one", True, "vllm")
-    assert parse(f"    dispatch: rolling\n{SLO}").models[0].rolling.quantile == 0.25
-    assert parse(f"    dispatch: rolling\n    rolling: {{spared: 0}}\n{SLO}").models[0].rolling.quantile == 0.0
 
 
 @pytest.mark.parametrize(
@@ -45,7 +41,7 @@ def test_a_rolling_model() -> None:
         ("stages: 4", "one", 4, "throttled"),
         ("engines: one\nstages: 2\nbatching: fixed", "one", 2, "fixed"),
         ("engines: one\nstages: 1\nbatching: throttled\nsm: {decode: 0.5}", "one", 1, "throttled"),
-        ("engines: auto\nrolling: {lower: 2}\nbatching: vllm\nsm: {prefill: 0.5}", DEFAULT, 1, "vllm"),
+        ("engines: auto\nbatching: vllm\nsm: {prefill: 0.5}", DEFAULT, 1, "vllm"),
     ],
 )
 def test_shapes(extra: str, shape: str, stages: int, batching: str) -> None:
@@ -105,15 +101,11 @@ def test_pipelines_of_an_earlier_version_had_a_stage_on_each_gpu(cluster: str, s
         ("dispatch: rolling", "4: models[0].dispatch: `dispatch: rolling` needs slo.ttft_ms and slo.tpot_ms: prefill rolls on when the next would miss them"),
         ("dispatch: rolling\nslo: {ttft_ms: 5}", "5: models[0].slo: `dispatch: rolling` needs slo.tpot_ms: prefill rolls on when the next would miss them"),
         ("dispatch: rolling\nslo: {ttft_ms: 5, tpot_ms: 1}\nstages: 2", "6: models[0].stages: must be 1 where prefill rolls over replicas, each of which has one stage; leave one of the two out"),
-        *((f"engines: split\n{key}: {value}", f"5: models[0].{key}: is for models with one engine; write `engines: one`, or leave it out") for key, value in (("stages", 2), ("batching", "fixed"), ("rolling", "{}"))),
+        *((f"engines: split\n{key}: {value}", f"5: models[0].{key}: is for models with one engine; write `engines: one`, or leave it out") for key, value in (("stages", 2), ("batching", "fixed"))),
         ("engines: one\nsm: {prefill: 0.5}", "5: models[0].sm.prefill: is for `engines: split`; the share of a model's one engine is `sm.decode`"),
         ("stages: 2\nsm: {decode: 0.5}", "5: models[0].sm: is for models that share GPUs; this one has GPUs to itself; leave it out"),
         ("engines: one\nstages: 0", "5: models[0].stages: must be a whole number of at least 1, or auto, not 0"),
-        ("rolling: {lower: 4, upper: 6}", "4: models[0].rolling.upper: upper (6) must be at least 2 * lower - 1 (7): a macro instance that grows beyond upper is split, and both parts need lower (4) replicas"),
-        ("rolling: {lower: 9}", "4: models[0].rolling.lower: upper (16) must be at least 2 * lower - 1 (17): a macro instance that grows beyond upper is split, and both parts need lower (9) replicas"),
-        ("rolling: {spared: 1}", "4: models[0].rolling.spared: must be a number of at least 0 and below 1, or mean, not 1"),
-        ("rolling: {spared: median}", "4: models[0].rolling.spared: must be a number of at least 0 and below 1, or mean, not 'median'"),
-        ("rolling: {N_l: 4}", "4: models[0].rolling.N_l: unknown key; known here: lower, upper, spared"),
+        ("rolling: {lower: 9}", "4: models[0].rolling: is no longer a key; remove it: macro instances have 4 to 16 replicas, and a quarter of the decodes may have saved less time than a prefill takes (docs/rolling.md)"),
         ("batching: throtled", '4: models[0].batching: must be one of auto, vllm, fixed, throttled, not \'throtled\'; did you mean "throttled"?'),
         ("batching: {policy: fixed, iterations: 3}", "4: models[0].batching: is one of throttled, fixed and vllm: write `batching: fixed`"),
         ("engine_args: {pipeline_parallel_size: 2}", "4: models[0].engine_args.pipeline_parallel_size: is set by `stages` of the model; move it there"),
@@ -128,11 +120,9 @@ def test_mistakes(extra: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("extra", "good"),
     [
-        ("    engines: auto\n    stages: auto\n    rolling: {spared: mean}\n", True),
+        ("    engines: auto\n    stages: auto\n    dispatch: auto\n", True),
         ("    engines: one\n    stages: 3\n    batching: fixed\n", True),
-        ("    dispatch: rolling\n    rolling: {spared: 0.5}\n", True),
         ("    engines: both\n", False),
-        ("    rolling: {spared: 1.0}\n", False),
         ("    stages: 0\n", False),
         ("    batching: {policy: fixed}\n", False),
     ],

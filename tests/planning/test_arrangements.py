@@ -241,10 +241,10 @@ class TestStages:
 
 class TestRolling:
     def test_rules_are_those_of_the_file_with_predicted_prefills(self) -> None:
-        declared = only(f"{ROLLING}, replicas: 3, max_len: 1024, rolling: {{lower: 2, upper: 8, spared: mean}}")
+        declared = only(f"{ROLLING}, replicas: 3, max_len: 1024")
         rules = deployed(declared, plan(declared)).rolling["arithmetic"]
-        assert (rules.ttft, rules.tpot, rules.spared, rules.lower, rules.upper) == (1.0, 0.1, None, 2, 8)
-        assert (rules.objectives.ttft, rules.bounds.upper) == (1.0, 8)
+        assert (rules.ttft, rules.tpot, rules.spared, rules.lower, rules.upper) == (1.0, 0.1, 0.25, 4, 16)
+        assert (rules.objectives.ttft, rules.bounds.upper) == (1.0, 16)
         assert [tokens for tokens, _ in rules.prefill] == [1, 16, 64, 256, 1024]
         seconds = [seconds for _, seconds in rules.prefill]
         assert seconds == sorted(seconds)

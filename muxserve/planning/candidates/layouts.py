@@ -127,14 +127,12 @@ def wanted_of(model: Model, demand: Demand, free: bool) -> LayoutRequest:
         free: the number of replicas may be chosen where the file leaves it at one, and that of stages where it does
             not say it.
     """
-    given, rolling = model.replicas, model.rolling
+    given = model.replicas
     return LayoutRequest(
         demand=demand,
         replicas=None if free and given.max == 1 else max(1, given.at_start),
         stages=model.stages if isinstance(model.stages, int) else None if free else model.stage_count,
         rolling=model.rolls,
-        spared=rolling.quantile,
-        bounds=Bounds(rolling.lower, rolling.upper),
         batching=model.batching,
     )
 

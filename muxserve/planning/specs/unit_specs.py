@@ -404,9 +404,6 @@ def rolling_of(plan: ResolvedUnit, latency: LatencyModel | None = None) -> Rolli
         ttft=ttft / 1000,
         tpot=tpot / 1000,
         prefill=tuple((length, prefill_seconds(costs, length, step)) for length in lengths),
-        spared=model.rolling.quantile,
-        lower=model.rolling.lower,
-        upper=model.rolling.upper,
         answer=model.workload.output_tokens,
     )
 
