@@ -23,7 +23,7 @@ from muxserve.net.exit_codes import ExitCode
 from muxserve.planning.specs.fleet_planner import FleetPlanner
 from muxserve.planning.specs.unit_plan import ResolvedUnit
 from muxserve.probes import lab
-from muxserve.probes.shape import ModelShape
+from muxserve.probes.shape import AttentionShape
 from placement import ModelDemand
 
 _GREEN = "[green]a fleet can be served on these GPUs[/]"
@@ -113,9 +113,9 @@ def probes_of(machine: nvml.GpuMachine) -> list[lab.Probe]:
     return [lab.Probe("driver", driver, "refuse"), *lab.PROBES]
 
 
-def shapes_by_percentage(plans: Sequence[ResolvedUnit]) -> dict[int, list[ModelShape]]:
+def shapes_by_percentage(plans: Sequence[ResolvedUnit]) -> dict[int, list[AttentionShape]]:
     """The shapes of models whose engines get a percentage of the SMs, by that; latent attention has no such shape."""
-    found: dict[int, list[ModelShape]] = {}
+    found: dict[int, list[AttentionShape]] = {}
     for plan in plans:
         if plan.gpu is None or plan.gpu.sharing == "off":
             continue
@@ -129,11 +129,11 @@ def shapes_by_percentage(plans: Sequence[ResolvedUnit]) -> dict[int, list[ModelS
     return {part: shapes for part, shapes in found.items() if shapes and part < 100}
 
 
-def _shape(demand: ModelDemand, ranks: int) -> ModelShape | None:
+def _shape(demand: ModelDemand, ranks: int) -> AttentionShape | None:
     model = demand.architecture
     if not (model.heads and model.kv_heads and model.causal) or model.latent:
         return None
-    return ModelShape(
+    return AttentionShape(
         model.heads // ranks, max(1, model.kv_heads // ranks), model.head_dim, model.hidden,
         max(1, model.intermediate // ranks), model.vocab,
     )  # fmt: skip

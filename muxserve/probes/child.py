@@ -229,9 +229,9 @@ def shapes(described: str) -> dict[str, Any]:
     """Attention and products of models' shapes, with the SMs that this process sees."""
     import msgspec
 
-    from muxserve.probes.shapes import ModelShape, errors_of
+    from muxserve.probes.shapes import AttentionShape, errors_of
 
-    found = [errors_of(shape) for shape in msgspec.json.decode(described, type=list[ModelShape])]
+    found = [errors_of(shape) for shape in msgspec.json.decode(described, type=list[AttentionShape])]
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     return {"sms": sms, "errors": [[each.attention, each.products] for each in found]}
 

@@ -28,7 +28,7 @@ from muxserve.gpu.findings import GRAPHS, GREEN, PERCENTAGES, SAMPLER, SHAPES, F
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.sm import PERCENTAGE
 from muxserve.gpu.weight_server import WeightServer
-from muxserve.probes.shape import ModelShape
+from muxserve.probes.shape import AttentionShape
 
 CHILD = (sys.executable, "-m", "muxserve.probes.child")
 # Importing torch and making a context take some seconds, compiling kernels some more.
@@ -447,7 +447,7 @@ def _side_by_side(lab: Lab, shares: Sequence[tuple[str, int | None, float | None
 _MOST_SHAPE_ERROR = 3e-2
 
 
-def shapes_probe(shapes: Mapping[int, Sequence[ModelShape]]) -> Probe:
+def shapes_probe(shapes: Mapping[int, Sequence[AttentionShape]]) -> Probe:
     """The probe of these models' shapes, by the percentage of the SMs that their engines would have."""
 
     def attempt(lab: Lab) -> str:

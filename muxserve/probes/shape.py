@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class ModelShape(msgspec.Struct, frozen=True):
+class AttentionShape(msgspec.Struct, frozen=True):
     """What kernels are chosen by: heads on one rank, and the columns of a layer's products."""
 
     heads: int

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from muxserve.probes.attention import DEVICE, AttentionBatch, FoldedAttention
-from muxserve.probes.shape import ModelShape
+from muxserve.probes.shape import AttentionShape
 
 BLOCK = 16
 # Rows of a product: a decode step, small ones, a prompt, a prefill step.
@@ -28,7 +28,7 @@ class ShapeError(msgspec.Struct, frozen=True):
     products: float
 
 
-def errors_of(shape: ModelShape, device: str = DEVICE, dtype: torch.dtype = torch.bfloat16) -> ShapeError:
+def errors_of(shape: AttentionShape, device: str = DEVICE, dtype: torch.dtype = torch.bfloat16) -> ShapeError:
     """How far attention and products of a shape are from those in float32 on the host's numbers."""
     attention = 0.0
     for batch in (_PREFILL, _DECODE):

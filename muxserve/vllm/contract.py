@@ -31,7 +31,7 @@ from muxserve.vllm import cuda_internals, engine_internals, gateway_internals
 from muxserve.vllm.overrides import OVERRIDES
 from muxserve.vllm.pin import SUPPORTED, Internal
 from muxserve.vllm.since import numbers
-from muxserve.vllm.sources import Found, Function, Module, Sources, form, own
+from muxserve.vllm.sources import Definition, Function, Module, Sources, form, own
 
 INDEX = "https://pypi.org/simple"
 OURS = Path(__file__).resolve().parents[1]
@@ -100,12 +100,12 @@ class Contract:
             for module in self._sources.modules(f"{ours.name}.{package}")
         ]  # fmt: skip
         self._classes = [
-            Found(module, path, node) for module in self._modules for path, node in _classes(module.tree.body)
+            Definition(module, path, node) for module in self._modules for path, node in _classes(module.tree.body)
         ]
         # Our classes with vLLM's among their bases; in each, what names mean.
         self._over = [cls for cls in self._classes if any(map(_is_vllm, self._sources.ancestors(cls)))]
-        self._bodies: dict[str, tuple[Found, set[str]]] = {}
-        self._attributes: dict[str, Found] = {}
+        self._bodies: dict[str, tuple[Definition, set[str]]] = {}
+        self._attributes: dict[str, Definition] = {}
         self._findings: dict[str, None] = {}
         self._look()
 
@@ -163,7 +163,7 @@ class Contract:
             if missing and not signature.more[1]:
                 self._say(f"{where} no longer has {', '.join(missing)}")
 
-    def _overrides(self, cls: Found) -> None:
+    def _overrides(self, cls: Definition) -> None:
         """Of the names that the class and its mixins replace: vLLM's bodies, and whether vLLM can call ours."""
         line = self._sources.ancestors(cls)
         for number, mine in enumerate(line):
@@ -186,7 +186,7 @@ class Contract:
                     if reason:
                         self._say(f"{theirs.name} {reason} ({mine.name}.{name}): read {theirs.lines}")
 
-    def _inherited(self, cls: Found) -> None:
+    def _inherited(self, cls: Definition) -> None:
         """What the methods of the class, and those of its mixins, use of the objects that vLLM's classes make."""
         line = self._sources.ancestors(cls)
         for number, mine in enumerate(line):
@@ -209,10 +209,10 @@ class Contract:
                         self.used(found, call, mine.module)
 
     @staticmethod
-    def _in_line(line: tuple[Found, ...], name: str) -> Found | None:
+    def _in_line(line: tuple[Definition, ...], name: str) -> Definition | None:
         return next((found for base in line if (found := own(base, name)) is not None), None)
 
-    def used(self, found: Found, call: ast.Call | None, by: Module) -> None:
+    def used(self, found: Definition, call: ast.Call | None, by: Module) -> None:
         """A module of ours uses a definition of vLLM's, perhaps in a call."""
         if not _is_vllm(found):
             return
@@ -234,12 +234,12 @@ class Contract:
         if reason:
             self._say(f"{found.name} {reason}, as {by.file}:{call.lineno} calls it: read {found.lines}")
 
-    def meaning(self, module: Module, node: ast.expr) -> Found | None:
+    def meaning(self, module: Module, node: ast.expr) -> Definition | None:
         """What an expression of names means in a module of ours, if it is vLLM's."""
         found = self._sources.resolve(module, node)
         return found if found is not None and _is_vllm(found) else None
 
-    def member(self, cls: Found, name: str) -> Found | None:
+    def member(self, cls: Definition, name: str) -> Definition | None:
         """An attribute of a class."""
         return self._sources.member(cls, name)
 
@@ -262,7 +262,7 @@ class _Uses(ast.NodeVisitor):
     def __init__(self, contract: Contract, module: Module) -> None:
         self._contract = contract
         self._module = module
-        self._typed: dict[str, Found] = {}
+        self._typed: dict[str, Definition] = {}
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         self._contract.missing_import(self._module, node)
@@ -321,7 +321,7 @@ def _attributes_of(method: Function) -> Iterator[tuple[ast.Attribute, ast.Call |
             yield node, called.get(id(node))
 
 
-def _is_vllm(found: Found) -> bool:
+def _is_vllm(found: Definition) -> bool:
     return found.module.name.partition(".")[0] == "vllm"
 
 

@@ -68,13 +68,13 @@ class Signature:
 
 
 @dataclass(frozen=True)
-class Found:
+class Definition:
     """A definition: the module it stands in, its path there, and its node; `owner` is the class of a method."""
 
     module: Module
     path: str
     node: ast.AST
-    owner: Found | None = None
+    owner: Definition | None = None
 
     @property
     def name(self) -> str:
@@ -198,7 +198,7 @@ class Sources:
             if found is not None:
                 yield found
 
-    def find(self, module_name: str, path: str, depth: int = 0) -> Found | None:
+    def find(self, module_name: str, path: str, depth: int = 0) -> Definition | None:
         """What `path` means in a module, through what it imports and through base classes; None if nothing does."""
         module = self.module(module_name)
         if module is None or depth > 20:
@@ -207,33 +207,33 @@ class Sources:
         found = self._in_module(module, first, depth)
         return self.member(found, rest) if found is not None and rest else found
 
-    def _in_module(self, module: Module, name: str, depth: int) -> Found | None:
+    def _in_module(self, module: Module, name: str, depth: int) -> Definition | None:
         node = module.names.get(name)
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Name | ast.Attribute):
             other = self.resolve(module, node.value, depth + 1)
             if other is not None and other.name != f"{module.name}.{name}":
                 return other
         if node is not None:
-            return Found(module, name, node)
+            return Definition(module, name, node)
         if name in module.imports:
             source, original = module.imports[name]
             if source.partition(".")[0] not in self.folders:
-                return Found(module, name, OUTSIDE)
+                return Definition(module, name, OUTSIDE)
             if original:
                 found = self.find(source, original, depth + 1)
                 if found is not None:
                     return found
                 source = f"{source}.{original}"
             whole = self.module(source)
-            return None if whole is None else Found(whole, "", whole.tree)
+            return None if whole is None else Definition(whole, "", whole.tree)
         for source in module.stars:
             found = self.find(source, name, depth + 1)
             if found is not None:
                 return found
         submodule = self.module(f"{module.name}.{name}")
-        return None if submodule is None else Found(submodule, "", submodule.tree)
+        return None if submodule is None else Definition(submodule, "", submodule.tree)
 
-    def resolve(self, module: Module, node: ast.expr, depth: int = 0) -> Found | None:
+    def resolve(self, module: Module, node: ast.expr, depth: int = 0) -> Definition | None:
         """What an expression of names and dots means at the top of a module."""
         match node:
             case ast.Name(name):
@@ -250,7 +250,7 @@ class Sources:
                     return None
         return None
 
-    def member(self, found: Found, path: str) -> Found | None:
+    def member(self, found: Definition, path: str) -> Definition | None:
         """An attribute of a module or class, also an inherited one and one that methods give to objects."""
         if found.node is OUTSIDE:
             return found
@@ -264,7 +264,7 @@ class Sources:
             inner = next((each for base in self.ancestors(found) if (each := own(base, first))), None)
         return self.member(inner, rest) if inner is not None and rest else inner
 
-    def _ancestors(self, cls: Found) -> tuple[Found, ...]:
+    def _ancestors(self, cls: Definition) -> tuple[Definition, ...]:
         """The class and its bases in the order in which names are looked for; those that no source has are left out."""
         if not isinstance(cls.node, ast.ClassDef):
             return ()
@@ -277,7 +277,7 @@ class Sources:
         last = {each.name: number for number, each in enumerate(line)}
         return tuple(each for number, each in enumerate(line) if last[each.name] == number)
 
-    def signature(self, found: Found) -> Signature | None:
+    def signature(self, found: Definition) -> Signature | None:
         """Of a function, a method or a class's constructor; None where the source does not tell."""
         node = found.node
         if isinstance(node, Function):
@@ -294,10 +294,10 @@ class Sources:
         return Signature(tuple(dict(fields).items())) if fields else None
 
 
-def own(cls: Found, name: str) -> Found | None:
+def own(cls: Definition, name: str) -> Definition | None:
     """What the class itself has under a name: a method, an attribute, or one that its methods give to objects."""
     node = _members(cls.node).get(name) if isinstance(cls.node, ast.ClassDef) else None
-    return None if node is None else Found(cls.module, f"{cls.path}.{name}", node, cls)
+    return None if node is None else Definition(cls.module, f"{cls.path}.{name}", node, cls)
 
 
 @cache
@@ -320,7 +320,7 @@ def _members(cls: ast.ClassDef) -> dict[str, ast.stmt]:
     return found
 
 
-def form(found: Found) -> str:
+def form(found: Definition) -> str:
     """How a class's attribute is declared: by its annotation, else by the kind of value that it is given first."""
     node = found.node
     if isinstance(node, Function):
@@ -370,7 +370,7 @@ def _signature(node: Function, bound: bool) -> Signature:
     return Signature(tuple(positional), tuple(keywords), (args.vararg is not None, args.kwarg is not None))
 
 
-def _fields(cls: Found) -> Iterator[tuple[str, bool]]:
+def _fields(cls: Definition) -> Iterator[tuple[str, bool]]:
     """Of dataclasses, structs and named tuples: each field, and whether it must be given."""
     assert isinstance(cls.node, ast.ClassDef)
     for node in cls.node.body:

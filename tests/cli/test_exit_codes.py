@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from muxserve.cli import app as cli
-from muxserve.cli import doctor
+from muxserve.cli import gpu_probes
 from muxserve.cli.exit_codes import OF_ALL, OF_COMMANDS, ExitCode
 from muxserve.gpu import findings, nvml
 from tests.cli.conftest import Endpoint
@@ -128,12 +128,12 @@ def test_findings_that_are_not_kept_are_not_done(monkeypatch: pytest.MonkeyPatch
     gpu = nvml.Gpu(0, "GPU-0", "NVIDIA H100 80GB HBM3", 80 << 30, 80 << 30)
     machine = nvml.GpuMachine((gpu,), driver_version="580", cuda_version="13.0")
     monkeypatch.setattr(nvml, "machine", lambda: machine)
-    monkeypatch.setattr(doctor.lab, "run", lambda *_: [])
+    monkeypatch.setattr(gpu_probes.lab, "run", lambda *_: [])
 
     def no_room(_: findings.Findings) -> Path:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(doctor, "remember", no_room)
+    monkeypatch.setattr(gpu_probes, "remember", no_room)
     result = runner.invoke(cli.app, ["doctor", "--gpu"])
     assert result.exit_code == 3, result.output
     assert "`muxserve deploy` does not act on it" in result.stderr

@@ -19,7 +19,7 @@ from muxserve.gpu.nvml import GpuMachine as GpuMachine
 from muxserve.gpu.unit import GpuPlan, GpuUnit, PoolSizer, SizingError, SmShares, from_json
 from muxserve.planning.demand.checkpoints import architecture_of
 from muxserve.planning.specs.fleet_planner import FleetPlanner
-from muxserve.planning.specs.joining import Joined, NoRoomError
+from muxserve.planning.specs.joining import JoinedModel, NoRoomError
 from muxserve.planning.specs.residency import residency_of
 from muxserve.planning.specs.unit_plan import ResolvedUnit
 from muxserve.planning.specs.unit_specs import fleet_spec_of, planned_unit, unit_spec_of
@@ -258,7 +258,7 @@ class TestJoining:
         config: dict[str, Any] | None = None,
         more: str = "",
         length: int = 256,
-    ) -> tuple[UnitSpec, Joined]:
+    ) -> tuple[UnitSpec, JoinedModel]:
         write_checkpoint(tmp_path / "c", {**CONFIG, "num_hidden_layers": 16, **(config or {})})
         new = parse_fleet(f"models: [{{name: c, path: c, rate: 1, max_len: {length}{more}}}]", "c.yaml", tmp_path, {})
         before = planner(tmp_path, cluster)

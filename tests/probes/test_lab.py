@@ -16,7 +16,7 @@ from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.sm import PERCENTAGE
 from muxserve.probes import lab
 from muxserve.probes.lab import PROBES, Lab, run
-from muxserve.probes.shape import ModelShape
+from muxserve.probes.shape import AttentionShape
 from tests.cluster.conftest import alive
 
 HERE = Path(__file__).parent
@@ -239,7 +239,7 @@ def test_after_a_refusal_nothing_else_is_tried(machine: Machine) -> None:
     assert list(machine.findings()) == ["CUDA"]
 
 
-SHAPES = [ModelShape(4, 4, 64, 128, 384, 448), ModelShape(6, 2, 64, 192, 448, 1024)]
+SHAPES = [AttentionShape(4, 4, 64, 128, 384, 448), AttentionShape(6, 2, 64, 192, 448, 1024)]
 
 
 def test_shapes_are_computed_with_each_percentage(machine: Machine) -> None:

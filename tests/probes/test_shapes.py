@@ -8,10 +8,10 @@ import torch
 pytest.importorskip("vllm")
 
 from muxserve.probes import shapes
-from muxserve.probes.shape import ModelShape
+from muxserve.probes.shape import AttentionShape
 from tests.engine_cuda import paged_reference
 
-SHAPE = ModelShape(6, 2, 64, 192, 448, 1024)
+SHAPE = AttentionShape(6, 2, 64, 192, 448, 1024)
 
 
 @pytest.fixture(autouse=True)

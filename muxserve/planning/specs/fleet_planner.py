@@ -39,7 +39,7 @@ from muxserve.planning.demand.checkpoints import (
 )
 from muxserve.planning.demand.demands import demands_of
 from muxserve.planning.specs.gpus import gpu_unit, resident_rules
-from muxserve.planning.specs.joining import Joined, Joining, NoRoomError, remaining_capacity, same_table
+from muxserve.planning.specs.joining import JoinedModel, Joining, NoRoomError, remaining_capacity, same_table
 from muxserve.planning.specs.plan_file import load_plan
 from muxserve.planning.specs.residency import (
     NoMemoryError,
@@ -351,7 +351,7 @@ class FleetPlanner:
             ) from None
         return replace(plan, name=name)
 
-    def joined(self, planned: PlannedUnit, model: str, running: FleetSpec) -> Joined:
+    def joined(self, planned: PlannedUnit, model: str, running: FleetSpec) -> JoinedModel:
         """A running unit, started as `planned`, that has the declared model, too (`joining`). A model that is
         served elsewhere is as it is there.
 
@@ -378,7 +378,7 @@ class FleetPlanner:
         )
         return joining.on_cpu() if planned.gpu is None else joining.on_gpu(self._gpus())
 
-    def residency(self, running: FleetSpec, joined: Joined, model: str) -> ResidencySpec | None:
+    def residency(self, running: FleetSpec, joined: JoinedModel, model: str) -> ResidencySpec | None:
         """By what memory decides in a unit that the model joins; None where it decides nothing.
 
         Raises:

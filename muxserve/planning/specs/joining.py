@@ -37,7 +37,7 @@ class NoRoomError(Exception):
     """What is wanted more does not fit; the message says why and what to do."""
 
 
-class Joined(NamedTuple):
+class JoinedModel(NamedTuple):
     """A unit with a model more. `unit_spec` is the running one's from now on, `planned` what is started when it has to
     be started again, `needs` what the model is thought to take of each of its GPUs."""
 
@@ -66,7 +66,7 @@ class Joining:
     hub: Hub
     latency: LatencyModel
 
-    def on_cpu(self) -> Joined:
+    def on_cpu(self) -> JoinedModel:
         """The unit with the model, of which all else is on a CPU, too.
 
         Raises:
@@ -104,7 +104,7 @@ class Joining:
                 return self._joined(models_now, predicted_costs(plan, unit, self.latency))
         raise self._unsuited()
 
-    def on_gpu(self, found: GpuMachine) -> Joined:
+    def on_gpu(self, found: GpuMachine) -> JoinedModel:
         """The unit with the model, on the GPUs that the unit has, of which `found` are all that there are. Whether it
         fits there is looked at where they are.
 
@@ -222,7 +222,7 @@ class Joining:
         costs: Mapping[str, list[EngineProfile]],
         gpu: GpuPlan | None = None,
         needs: tuple[Needs, ...] = (),
-    ) -> Joined:
+    ) -> JoinedModel:
         declared = {each.name for each in self.fleet.models} - {self.model}
         # What was predicted of the others stays: factors that were learnt belong to it.
         predicted = {**costs, **self.unit.costs}
@@ -232,7 +232,7 @@ class Joining:
         left = [each for each in unit_spec.models if each.name in declared or each.name == self.model]
         begun = msgspec.structs.replace(self.planned.unit_spec, models=left, costs=predicted, resting=unit_spec.resting)
         planned = replace(self.planned, unit_spec=begun, gpu=gpu)
-        return Joined(unit_spec, planned, needs)
+        return JoinedModel(unit_spec, planned, needs)
 
     def _no_room(self, why: str) -> NoRoomError:
         return NoRoomError(f"{self.model} cannot join {self.unit.unit}: {why}")
