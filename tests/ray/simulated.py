@@ -16,7 +16,7 @@ import yaml
 
 from tests.e2e.fleet import Fleet, running
 from tests.ray.cluster import Nodes, nodes
-from tests.ray.live import engines_up, fleet_file, streams, streams_survive, units
+from tests.ray.live import engines_up, fleet_of_two, streams, streams_survive, units
 
 HEAD, ONE, OTHER, THIRD = "127.0.3.2", "127.0.3.3", "127.0.3.4", "127.0.3.5"
 GPUS = {"gpus": 2, "gpu_type": "H100"}
@@ -43,7 +43,8 @@ def started(fleet: Fleet) -> None:
 
 
 def on_cpus(cluster: Nodes, directory: Path) -> None:
-    with running(changed(fleet_file(directory, cluster.address), {}), seconds=240, options=("--simulated",)) as fleet:
+    file = changed(fleet_of_two(directory, cluster.address), {})
+    with running(file, seconds=240, options=("--simulated",)) as fleet:
         started(fleet)
         wanted = asyncio.run(streams(fleet))
         assert all(wanted)
@@ -51,7 +52,9 @@ def on_cpus(cluster: Nodes, directory: Path) -> None:
 
 
 def on_pretended_gpus(cluster: Nodes, directory: Path) -> None:
-    with running(changed(fleet_file(directory, cluster.address), GPUS), seconds=240, options=("--simulated",)) as fleet:
+    with running(
+        changed(fleet_of_two(directory, cluster.address), GPUS), seconds=240, options=("--simulated",)
+    ) as fleet:
         started(fleet)
         assert all(asyncio.run(streams(fleet)))
 
