@@ -219,7 +219,7 @@ class UnitHost:
 
     async def _watch_ready(self, began: float) -> None:
         while not all(part.up.is_set() or part.id.model in self._starts.left_out for part in self._first):
-            for part in self._first:
+            for part in list(self._first):
                 await self._starts.until_up(part)
         self._served |= {part.id.model for part in self._first if part.id.model}
         self.ready.set()
@@ -299,6 +299,10 @@ class UnitHost:
         for part in gone:
             self._starts.awaited.discard(part)
             stopped = self.parts.pop(part)
+            # A unit that starts may have to put a model to sleep before all of its parts were up.
+            if stopped in self._first and not self.ready.is_set():
+                self._first.remove(stopped)
+                self._starts.stopped(stopped)
             if part.kind == "engine":
                 await self.tell(wire.EngineDown(part.model, part.phase, _STOPPED, pid=stopped.pid))
         if rest:

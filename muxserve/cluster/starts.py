@@ -109,7 +109,10 @@ class UnitStarts(ParentEvents, ABC):
         self._exits = exits
         # Models that could not be started when the unit was: the others do not wait for them.
         self.left_out: set[str] = set()
+        # Set when a model is left out, or parts are stopped.
         self._left_out = asyncio.Event()
+        # Parts that have been stopped before they were up.
+        self._stopped: set[Part] = set()
         # Engines whose next start requests wait for.
         self.awaited: set[PartId] = set()
         # Model loading is mostly computing; more at once than this only makes each of them later.
@@ -165,11 +168,16 @@ class UnitStarts(ParentEvents, ABC):
         self.left_out.add(model)
         self._left_out.set()
 
+    def stopped(self, part: Part) -> None:
+        """Nobody should wait for the part any more: its model sleeps."""
+        self._stopped.add(part)
+        self._left_out.set()
+
     async def until_up(self, part: Part) -> bool:
-        """Until a part is up, or its model is left out; whether it is up."""
+        """Until a part is up, its model is left out, or it is stopped; whether it is up."""
         up = asyncio.ensure_future(part.up.wait())
         try:
-            while not up.done() and part.id.model not in self.left_out:
+            while not up.done() and part.id.model not in self.left_out and part not in self._stopped:
                 self._left_out.clear()
                 left_out = asyncio.ensure_future(self._left_out.wait())
                 try:

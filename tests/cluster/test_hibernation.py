@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from muxserve.cluster import model_parents
+from muxserve.cluster.starts import WARM
 from muxserve.spec.run_dir import RunDir
 from tests.cluster.conftest import Fleet, alive, fake_unit_spec, running
 
@@ -104,3 +105,14 @@ async def test_it_may_die_while_its_memory_moves(fleet: Fleet) -> None:
     os.kill(parent, signal.SIGKILL)
     await stopping
     assert fleet.host.up("two")
+
+
+async def test_a_model_may_be_put_to_sleep_before_its_unit_is_up(idle_fleet: Fleet) -> None:
+    """Nobody waits for engines that were stopped while they started."""
+    idle_fleet.start()
+    await idle_fleet.until(lambda: bool(idle_fleet.controller.units.units) and idle_fleet.ups(WARM) > 0)
+    assert not idle_fleet.host.ready.is_set()
+    await idle_fleet.host.stop_model("two")
+    await idle_fleet.until(idle_fleet.host.ready.is_set)
+    assert idle_fleet.host.up("one")
+    assert not idle_fleet.host.up("two")
