@@ -35,7 +35,7 @@ class MemoryRules:
 
     @property
     def resting_bytes(self) -> int:
-        """Of a model's engines without weights and activations: while their model sleeps."""
+        """Bytes of a model's engines without weights and activations, while their model sleeps."""
         return self.engines * self.graph_sets * self.graph_bytes + self.processes * self.context_bytes
 
     @classmethod

@@ -83,7 +83,7 @@ MODES: tuple[ModeName, ...] = ("muxserve", "spatial", "temporal", "memory")
 
 
 class _Rules(NamedTuple):
-    """Of a mode: jobs have all compute in `turns`, models `colocate`, and have engines of that `shape`."""
+    """What a mode does: jobs have all compute in `turns`, models `colocate`, and have engines of that `shape`."""
 
     turns: bool = False
     colocate: bool = True

@@ -14,7 +14,7 @@ from muxserve.cluster.supervision import WITH_PARENT, Part, exit_status
 
 
 class Deaths:
-    """Of one unit.
+    """Deaths in one unit.
 
     Args:
         reaper: collects what dead parents leave behind.

@@ -13,7 +13,7 @@ _WHOLE_UNIT = ("unit", "memory", "mps")
 
 
 class Health:
-    """Of one fleet; told every event, with the unit that it comes from, empty for processes that belong to none."""
+    """One fleet's health. It takes every event with its unit, which is empty for processes that belong to none."""
 
     def __init__(self) -> None:
         self._suspects: dict[tuple[str, PartId], Suspect] = {}

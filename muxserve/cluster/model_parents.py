@@ -19,7 +19,7 @@ _HIBERNATION_SECONDS = 25.0
 
 
 class ModelParents:
-    """Of one unit, whose `starts` have the link to what forks them."""
+    """Model parents of one unit, whose `starts` have the link to what forks them."""
 
     def __init__(self, starts: UnitStarts) -> None:
         self._starts = starts

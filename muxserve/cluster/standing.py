@@ -11,7 +11,7 @@ from muxserve.cluster.restarts import DEGRADED_STARTS
 
 
 class UnitStanding:
-    """Of the models and engines of one unit.
+    """Standing of the models and engines of one unit.
 
     Args:
         retired: models that are declared in the unit and not served there.

@@ -92,7 +92,7 @@ class Part:
 
     @property
     def pid(self) -> int:
-        """Of its process, also when that has ended; 0: it has had none since it was started last."""
+        """The pid of its process, also when that has ended; 0: it has had none since it was started last."""
         return self.process.pid if self.process is not None else 0
 
     def kill(self, because: str = "") -> None:

@@ -455,7 +455,7 @@ def _with_cross_attention(config: Mapping[str, object], sizes: AttentionSizes) -
 
 
 def _decoder(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Of an encoder-decoder's config.json the decoder, under the keys of other models."""
+    """The decoder of an encoder-decoder's config.json, under the keys of other models."""
     if not config.get("is_encoder_decoder"):
         return config
     names = {

@@ -121,7 +121,7 @@ class KernelModel:
         return kernels if isinstance(kernels, str) else ""
 
     def version(self, device_name: str) -> str:
-        """Of which package, and of which engine, the kernels of that device are."""
+        """The package that measured the kernels of that device, and the engine that ran them."""
         tables = self._tables_of(device_name)
         kernels = "" if isinstance(tables, str) else f", {self.backend} {tables.version}"
         return f"{PACKAGE} {package_version()}{kernels}"

@@ -1,6 +1,6 @@
 """The language model inside a multi-modal checkpoint: its configuration and its weights.
 
-Of some only the text is served (`LANGUAGE_MODELS`): what computes images is neither loaded nor counted. Others see
+Some are served as text only (`LANGUAGE_MODELS`): what computes images is neither loaded nor counted. Others see
 images (`SEEING`): all of them is loaded, and requests hold their pages for the language model's tokens.
 """
 

@@ -48,7 +48,7 @@ class OwnCache:
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """Of all layers with attention: their number, and per layer query heads, KV heads, and numbers of a key."""
+    """Layers with attention: how many there are, and per layer query heads, KV heads, and the size of a key."""
 
     layers: int
     heads: int

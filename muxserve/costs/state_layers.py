@@ -44,7 +44,7 @@ class StateLayers:
     """The `count` layers that keep a state of a sequence instead of K and V of its tokens: Mamba-2 (arXiv:2405.21060)
     or gated delta nets (arXiv:2412.06464).
 
-    Of each sequence a layer keeps `inputs` numbers, the last inputs of a convolution, in the type that is computed in,
+    A layer keeps `inputs` numbers of each sequence, the last inputs of a convolution, in the type that is computed in,
     and a `state` of so many numbers in the type `kept_as` ("": the one that is computed in), which on GPUs is
     `kept_on_gpus`: as stock vLLM has it. Its linear layers have `weights` weights. A token takes `flops` operations on
     the state.

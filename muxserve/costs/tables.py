@@ -98,7 +98,7 @@ class PrefillTable:
         self._curve = Curve(totals, values, _slope(totals, values))
 
     def seconds(self, tokens: int, pairs: int, sequences: int) -> float:
-        """Of one prefill step."""
+        """Seconds of one prefill step."""
         return self._curve(tokens) + self.per_pair * pairs + self.per_sequence * sequences
 
     def parts(self, tokens: int, pairs: int, sequences: int) -> tuple[float, float, float, float]:

@@ -103,7 +103,7 @@ class SleepingMemory:
 
 
 def _private_bytes() -> int:
-    """Of this process, that no other has and that would have to be written."""
+    """Bytes of memory that only this process has, and that would have to be written."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
         name, value = line.split()[:2]
         if name == "Private_Dirty:":

@@ -197,7 +197,7 @@ class GpuUnit:
         return max((each.engine_count for each in self.sleeping), default=1)
 
     def _clients(self, models: Collection[str]) -> int:
-        """Of the MPS server on each GPU, when these models are awake."""
+        """Clients of the MPS server on each GPU when these models are awake."""
         if self.sharing == "off":
             return 0
         counts = {each.model: each.engine_count for each in (*self.sleeping, *self.needs)}

@@ -151,7 +151,7 @@ class Planner:
 
     @property
     def seed(self) -> int:
-        """Of the local search and the simulations."""
+        """The seed of the local search and of the simulations."""
         return self.options.local.seed
 
     def _surroundings(self, pool: CpuPool | None = None) -> Surroundings:

@@ -275,7 +275,7 @@ class RequestQueue:
         return self._requests[tenants[tenant].keys[0]]
 
     def _next_tenant(self, rank: QueueRank, tenants: dict[str, TenantQueue]) -> str | None:
-        """Of a rank's `tenants`, who is served next."""
+        """The tenant among a rank's `tenants` that is served next."""
         several = self._several.get(rank)
         return next(iter(tenants), None) if several is None else several.least()
 

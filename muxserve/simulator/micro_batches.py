@@ -34,7 +34,7 @@ class StageStep(NamedTuple):
 
 
 class CountSpread(NamedTuple):
-    """Of a count over micro-batches: mean, standard deviation, and the second over the first (0 when the mean is)."""
+    """A count over micro-batches: mean, standard deviation, and the second over the first (0 when the mean is)."""
 
     mean: float
     deviation: float

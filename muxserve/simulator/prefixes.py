@@ -3,7 +3,7 @@
 A block that is full can be found by others once the step that filled it is over. One that is held is counted
 once, however many hold it. When the last lets go it stays, *cached*, and its pages count against no quota. They go
 when somebody needs pages: those of the model that asks first, then those of the others, the least recently used first.
-Of two blocks with the same content the one that was published first is found.
+If two blocks have the same content, the one that was published first is found.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PrefixIndex:
         return next(iter(self._cached.values())) if self._cached else 0
 
     def keys(self, request: SimRequest, blocks: int) -> list[Key]:
-        """Of the request's first `blocks` blocks. Its answer goes on with the last piece of its prompt."""
+        """Keys of the request's first `blocks` blocks. Its answer goes on with the last piece of its prompt."""
         found = request.keys
         extend_keys(found, request.content, blocks, self.block_tokens)
         return found if len(found) == blocks else found[:blocks]

@@ -23,7 +23,7 @@ class EngineUse:
 
 @dataclass(slots=True)
 class ResidencyResult:
-    """Of a unit whose models are not all awake: wakes, times that a model was put to sleep, requests that waited for a
+    """A unit whose models are not all awake: wakes, times that a model was put to sleep, requests that waited for a
     wake, and the most bytes that were taken on a device, those of models being woken included. `switches` are the times
     that a model was stopped while it had requests, to have its next turn later."""
 

@@ -238,7 +238,7 @@ class GatewaySpec(msgspec.Struct, frozen=True):
 
     @property
     def scheme(self) -> str:
-        """Of the endpoint's URL."""
+        """The scheme of the endpoint's URL."""
         return "http" if self.tls is None else "https"
 
 

@@ -84,7 +84,7 @@ class UnitCosts:
         return {str(phase): structs.asdict(each) for phase, each in learnt.items() if each.steps}
 
     def stages(self, model: str) -> list[float]:
-        """Of a pipeline: seconds that each stage computed, over the mean of all."""
+        """Seconds that each stage of a pipeline computed, over the mean of all stages."""
         known = self._models.get(model)
         if known is None or not sum(known.stages):
             return []

@@ -76,7 +76,7 @@ class EngineTable:
 
     @property
     def bubbles(self) -> dict[str, list[float]]:
-        """Of models on several stages, seconds of each in which it had nothing to compute."""
+        """Seconds without anything to compute, for each stage of each model."""
         return {peer.model.name: peer.bubbles for peer in self._engines.values() if peer.bubbles}
 
     def tick(self, now: float) -> None:

@@ -93,7 +93,7 @@ def _model(model: ModelState, policy: Policy, now: float) -> dict[str, object]:
 
 
 def _both(model: ModelState, bubbles: list[float]) -> dict[str, object]:
-    """Of models with an engine of both phases: requests that waited for it to decode again after they had their first
+    """For models with one engine of both phases: requests that waited for it to decode again after they had their first
     token, how long together, and the bubbles of its stages."""
     if not model.both:
         return {}

@@ -164,7 +164,7 @@ class Contract:
                 self._say(f"{where} no longer has {', '.join(missing)}")
 
     def _overrides(self, cls: Definition) -> None:
-        """Of the names that the class and its mixins replace: vLLM's bodies, and whether vLLM can call ours."""
+        """Compare the bodies that the class and its mixins replace, and see whether vLLM can call ours."""
         line = self._sources.ancestors(cls)
         for number, mine in enumerate(line):
             for name in self._declared.get(mine.name, ()):
@@ -335,7 +335,7 @@ def _is_wrapped(node: Function) -> bool:
 
 
 def read_facts() -> dict[str, Facts]:
-    """Of each version, what somebody has read."""
+    """The bodies and declarations of each version that somebody has read."""
     kept = json.loads(READ.read_text())
     return {
         version: Facts(

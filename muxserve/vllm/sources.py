@@ -87,8 +87,8 @@ class Definition:
         return f"lines {node.lineno} to {node.end_lineno} of {self.module.file}"
 
     def digest(self) -> str:
-        """Of a function's source without its comments and docstring. Of the text, since syntax trees and what Python
-        writes of them differ between its versions."""
+        """A digest of a function's source text without comments and docstring. Syntax trees, and the text that Python
+        writes of them, differ between its versions."""
         node = self.node
         assert isinstance(node, Function)
         skipped: set[int] = set()
@@ -278,7 +278,7 @@ class Sources:
         return tuple(each for number, each in enumerate(line) if last[each.name] == number)
 
     def signature(self, found: Definition) -> Signature | None:
-        """Of a function, a method or a class's constructor; None where the source does not tell."""
+        """The signature of a function, a method or a class's constructor; None where the source does not tell."""
         node = found.node
         if isinstance(node, Function):
             static = any(isinstance(each, ast.Name) and each.id == "staticmethod" for each in node.decorator_list)
@@ -371,7 +371,7 @@ def _signature(node: Function, bound: bool) -> Signature:
 
 
 def _fields(cls: Definition) -> Iterator[tuple[str, bool]]:
-    """Of dataclasses, structs and named tuples: each field, and whether it must be given."""
+    """Fields of dataclasses, structs and named tuples: each one, and whether it must be given."""
     assert isinstance(cls.node, ast.ClassDef)
     for node in cls.node.body:
         match node:

@@ -89,7 +89,7 @@ class Conversations:
 
 
 class _Turn(NamedTuple):
-    """Of a conversation, the `number`-th in its place: `said` tokens were said before it, `more` turns follow."""
+    """The `number`-th conversation in its place: `said` tokens were said before it, `more` turns follow."""
 
     when: float
     conversation: int

@@ -46,7 +46,7 @@ class TraceRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 def cut_content(content: Content, tokens: int) -> Content:
-    """Of the first `tokens` tokens."""
+    """The content of the first `tokens` tokens."""
     kept: list[tuple[str, int]] = []
     for name, length in content:
         if tokens <= 0:

@@ -1,6 +1,6 @@
 """Multi-head latent attention (MLA) over the unified pool, on vLLM's Triton kernels for it.
 
-Of vLLM's kernels these take every GPU and any block size that is a multiple of 16. They read pages (`engine.latent`)
+These kernels of vLLM take every GPU and any block size that is a multiple of 16. They read pages (`engine.latent`)
 by the layer's block table, which is gathered as that of FlashAttention is (`tables.py`): a latent is one KV head.
 """
 

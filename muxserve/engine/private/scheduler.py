@@ -82,7 +82,7 @@ class PrivateScheduler(LeasedScheduler):
 
 
 class PrivateAheadScheduler(PrivateScheduler, AsyncScheduler):
-    """Of those that schedule a step before the last one's tokens are back."""
+    """The scheduler of engines that schedule a step before the tokens of the last one are back."""
 
     @property
     def in_turn(self) -> bool:

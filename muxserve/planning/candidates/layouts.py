@@ -426,7 +426,7 @@ def simulated_words(model: str, units: Sequence[UnitResult]) -> str:
 
 
 def _bubbles(unit: UnitResult) -> list[float]:
-    """Of each stage, the part of the time with something in flight in which it does nothing."""
+    """The part of the time with requests in flight in which each stage is idle."""
     return [1.0 - busy / unit.active if unit.active else 0.0 for busy in unit.stages]
 
 

@@ -162,12 +162,12 @@ def _with_sleeping(unit: GpuUnit, sleeping: Sequence[str], fleet: Fleet) -> GpuU
 
 
 def copier_bytes(memory: MemorySection, rules: MemoryRules) -> int:
-    """Of each GPU, for the context of what copies weights back; nothing where they are loaded."""
+    """Bytes of each GPU for the context of the process that copies weights back; nothing where weights are loaded."""
     return 0 if memory.host_copies == "off" else rules.context_bytes
 
 
 def resting_bytes(memory: MemorySection) -> int | None:
-    """Of each GPU, for engines that stay while their models sleep, as the fleet file says; None: see
+    """Bytes of each GPU for engines that stay while their models sleep, as the fleet file says; None: see
     `gpu.budget.resting_room`. Without copies of weights in the host's memory none stay."""
     asked = memory.resting_engines
     if memory.host_copies == "off" or asked == "off":
@@ -176,7 +176,7 @@ def resting_bytes(memory: MemorySection) -> int | None:
 
 
 def resident_rules(fleet: Fleet, gpus: Sequence[Gpu]) -> MemoryRules:
-    """Of a fleet in which memory decides who is awake: what models are taken to need, when they are divided among GPUs.
+    """Memory that models of a fleet with `memory` are taken to need when they are divided among GPUs.
 
     Raises:
         FleetError: `memory.limit` is more than a GPU has.

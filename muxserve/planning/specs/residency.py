@@ -267,7 +267,7 @@ def _mib(size: int) -> str:
 
 
 def _most(limit: int) -> int:
-    """Of the memory of a CPU's fleet, what is given away."""
+    """Bytes of a CPU fleet's memory limit that models may take."""
     return int((1 - HEADROOM) * limit)
 
 

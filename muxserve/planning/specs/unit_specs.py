@@ -167,7 +167,8 @@ def _engine_args(model: Model, architecture: ModelArchitecture) -> dict[str, obj
 
 
 def _caches_prefixes(model: Model, architecture: ModelArchitecture) -> bool:
-    """Of models with states where it is asked for: a snapshot of states takes as many pages as thousands of tokens."""
+    """Whether prefixes are cached. With states only if the file asks for it: a snapshot takes the pages of thousands
+    of tokens."""
     asked = "prefix_caching" in model.model_fields_set
     return model.prefix_caching and (asked or architecture.states is None)
 
