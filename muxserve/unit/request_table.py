@@ -385,7 +385,8 @@ class UnitRequestTable:
         return ""
 
     def give_up_hand_offs(self, request_ids: Iterable[str], model: ModelState) -> None:
-        """Give up the hand-offs of requests that are about to be lost: a decode engine may have died before it adopted them."""
+        """Give up the hand-offs of requests that are about to be lost. A decode engine may have died before it adopted
+        them."""
         for request_id in request_ids:
             held = self.held.get(request_id)
             if held is not None and held.key:
