@@ -10,7 +10,7 @@
 # make soak        real fleets under load and faults for an hour (SOAK_ARGS); docs/reliability.md has what came of it
 # make gpu-test    every test that needs a GPU, with GPU_PYTHON; says so where there is none
 # make gpu-trial   fifteen minutes on a GPU, the most decisive first; TRIAL_ARGS="--list" says what (docs/gpu.md)
-# make gpu-trial-stub  the same list with little work, on stand-ins of the driver: whether every step runs
+# make gpu-trial-stub  the same list with little work, on stand-ins of the driver: whether every step runs (STUB_ARGS)
 # make gpu-bench   every benchmark that needs a GPU
 # make gpu-native  the memory manager for NATIVE_PYTHON, beside the sources: for a GPU machine that cannot build
 SHELL := /bin/bash
@@ -134,7 +134,8 @@ gpu-trial:
 	@$(GPU_PYTHON) -m tests.gpu.trial $(TRIAL_ARGS)
 
 gpu-trial-stub: build/cuda-stub/.installed
-	@$(BIN)/python -m tests.cuda_stub.stand_ins $(BIN)/python -m tests.gpu.trial --small --minutes 60 --out build/trial.json
+	@$(BIN)/python -m tests.cuda_stub.stand_ins $(BIN)/python -m tests.gpu.trial --rehearse --minutes 90 \
+	  --out build/trial.json $(STUB_ARGS)
 
 gpu-bench:
 	@$(GPU_PYTHON) benchmarks/gpu/run.py

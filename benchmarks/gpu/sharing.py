@@ -26,22 +26,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from report import write_report
 
 from gpu import checkpoints
+from tests.gpu.trial.runner import finding
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT, BATCHES, CONTEXT = 1024, (1, 32, 128), 512
-PAIR_SECONDS = 3.0
 PAIR = (60, 40)
 PAIR_DECODE = "decode-32"
 RESULT = "result: "
-KV_BYTES = 12 << 30  # 128 requests of 700 tokens of an 8B model
-PROCESS_BYTES = 31 << 30  # KV, weights of an 8B model, activations, graphs, context
+# Beside its KV memory: weights of an 8B model, activations, graphs, context.
+PROCESS_BYTES = 19 << 30
 GROWTH = 20_000  # so many tokens all requests of a batch grow by, at most
 
 
-def role(model: str) -> None:
-    """A process with its share. It reads phases, `prefill` or `decode-` and the batch, each with its seconds; says when
-    steps of that phase are about to be measured; and after one more line of input measures them and prints what one
-    took."""
+def role(model: str, kv_bytes: int, eager: bool) -> None:
+    """A process with its share and so much KV memory. It reads phases, `prefill` or `decode-` and the batch, each with
+    its seconds; says when steps of that phase are about to be measured; and after one more line of input measures them
+    and prints what one took."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import torch
     from vllm import LLM, SamplingParams
@@ -54,7 +54,8 @@ def role(model: str) -> None:
         max_num_seqs=max(BATCHES),
         max_num_batched_tokens=2048,
         # Fixed: vLLM's own way looks at what is free, and processes that start together disturb each other.
-        kv_cache_memory_bytes=KV_BYTES,
+        kv_cache_memory_bytes=kv_bytes,
+        enforce_eager=eager,
         enable_prefix_caching=False,
         async_scheduling=False,
     )
@@ -109,13 +110,13 @@ def role(model: str) -> None:
 
 
 class Sharer:
-    """A process with `share` percent of the SMs."""
+    """A process with `share` percent of the SMs. `arguments` are those of `--role` and more."""
 
-    def __init__(self, share: int, environment: dict[str, str], model: Path) -> None:
+    def __init__(self, share: int, environment: dict[str, str], arguments: list[str]) -> None:
         self.share = share
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- as long as the process
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--role", str(model)],
+            [sys.executable, __file__, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -163,7 +164,7 @@ class Sharer:
 
 
 def measure(
-    shape: str, shares: list[int], environment: dict[str, str], model: Path, seconds: float, at_once: int
+    shape: str, shares: list[int], environment: dict[str, str], arguments: list[str], seconds: float, at_once: int
 ) -> dict[str, Any]:
     """Steps alone at every share, and prefill beside decode. `at_once` processes fit on the GPU: these start together,
     and are measured one after another."""
@@ -171,14 +172,14 @@ def measure(
     alone: list[dict[str, Any]] = []
     pair: dict[str, Any] = {}
     for first in range(0, len(shares), at_once):
-        sharers = [Sharer(share, environment, model) for share in shares[first : first + at_once]]
+        sharers = [Sharer(share, environment, arguments) for share in shares[first : first + at_once]]
         try:
             for sharer in sharers:
                 sharer.answer()
             for sharer in sharers:
                 alone.append(measure_alone(shape, sharer, seconds))
             if first == 0:
-                pair = measure_pair(sharers[0], sharers[1])
+                pair = measure_pair(sharers[0], sharers[1], 1.5 * seconds)
         finally:
             for sharer in sharers:
                 sharer.end()
@@ -199,17 +200,18 @@ def measure_alone(shape: str, sharer: Sharer, seconds: float) -> dict[str, Any]:
     return row
 
 
-def measure_pair(prefill: Sharer, decode: Sharer) -> dict[str, Any]:
+def measure_pair(prefill: Sharer, decode: Sharer, seconds: float) -> dict[str, Any]:
     """Prefill in one process beside decode in another, and each of them alone just before."""
     phases = ((prefill, "prefill"), (decode, PAIR_DECODE))
-    single = [sharer.measure(phase, PAIR_SECONDS) for sharer, phase in phases]
+    single = [sharer.measure(phase, seconds) for sharer, phase in phases]
     for sharer, phase in phases:
-        sharer.prepare(phase, PAIR_SECONDS)
+        sharer.prepare(phase, seconds)
     for sharer, _ in phases:
         sharer.go()
     together = [sharer.answer() for sharer, _ in phases]
     slower = [b["seconds"] / a["seconds"] for a, b in zip(single, together, strict=True)]
-    print(f"{PAIR[0]} % prefill beside {PAIR[1]} % decode: {slower[0]:.2f} and {slower[1]:.2f} times as long as alone")
+    words = f"{slower[0]:.2f} and {slower[1]:.2f} times as long as alone"
+    finding(f"{PAIR[0]} % prefill beside {PAIR[1]} % decode: {words}")
     return {"shares": PAIR, "alone": single, "together": together, "slowdown": slower}
 
 
@@ -218,7 +220,8 @@ def as_profile(shape: str, gpu_type: str, measured: dict[str, Any], path: Path) 
     from muxserve.costs.profile import DecodeCell, EngineProfile, PrefillCell, Profile, ProfiledModel, save_profile
     from muxserve.planning.demand.known_models import planned_architecture
 
-    model = ProfiledModel.of(planned_architecture(str(checkpoints.SHAPES / f"{shape}.json"), Path()))
+    source = Path(shape) if Path(shape).is_dir() else checkpoints.SHAPES / f"{shape}.json"
+    model = ProfiledModel.of(planned_architecture(str(source.resolve()), Path()))
     engines = [
         EngineProfile(
             shape,
@@ -238,15 +241,19 @@ def as_profile(shape: str, gpu_type: str, measured: dict[str, Any], path: Path) 
 def main() -> int:
     """Exit code 1 if a process failed."""
     parser = argparse.ArgumentParser(description="Steps against the share of SMs, and beside each other.")
-    parser.add_argument("--shape", default="llama-8b")
+    parser.add_argument("--shape", default="llama-8b", help="of configs/gpu, or a checkpoint's directory")
+    # 128 requests of 700 tokens of an 8B model.
+    parser.add_argument("--kv-gib", type=float, default=12.0, help="KV memory of each process")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--shares", nargs="+", type=int, default=[10, 20, 40, 60, 80, 100])
     default = Path(os.environ.get("OUT", ROOT / "benchmarks/results/gpu"))
     parser.add_argument("--out", type=Path, default=default / "sharing.json")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each phase")
     parser.add_argument("--role", metavar="MODEL", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    kv_bytes = int(options.kv_gib * (1 << 30))
     if options.role:
-        role(options.role)
+        role(options.role, kv_bytes, options.eager)
         return 0
     from muxserve.gpu import mps, nvml
 
@@ -258,7 +265,9 @@ def main() -> int:
     (gpu,) = nvml.choose(found, 1)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="mps-") as folder:
-        model = checkpoints.make(Path(folder), "model", options.shape)
+        given = Path(options.shape)
+        model = given.resolve() if given.is_dir() else checkpoints.make(Path(folder), "model", options.shape)
+        arguments = ["--role", str(model), "--kv-gib", str(options.kv_gib), *(["--eager"] if options.eager else [])]
         directory = Path(folder) / "mps"
         directory.mkdir()
         server = mps.MpsServer(directory, [gpu.uuid], control)
@@ -269,9 +278,9 @@ def main() -> int:
                 options.shape,
                 options.shares,
                 environment,
-                model,
+                arguments,
                 options.seconds,
-                max(len(PAIR), gpu.free_bytes // PROCESS_BYTES),
+                max(len(PAIR), gpu.free_bytes // (PROCESS_BYTES + kv_bytes)),
             )
         except (RuntimeError, mps.MpsError) as error:
             print(error, file=sys.stderr)

@@ -30,6 +30,8 @@ from wakes import asked, summary
 from gpu import checkpoints
 from muxserve.config.values import parse_size
 from muxserve.gpu import nvml
+from tests.gpu.run import STAND_INS
+from tests.gpu.trial.runner import finding
 
 START_SECONDS = 900.0
 
@@ -73,8 +75,7 @@ def main() -> int:
     report: dict[str, Any] = {
         "machine": machine(),
         "gpus": [gpu.name for gpu in found.gpus],
-        # Of the driver (`tests/cuda_stub`): there is no GPU.
-        "stand_ins": "FAKE_CUDA_DEVICES" in os.environ,
+        "stand_ins": STAND_INS,
         "systems": {},
     }
     with tempfile.TemporaryDirectory(prefix="wakes-") as name:
@@ -90,7 +91,7 @@ def main() -> int:
                     questions = asyncio.run(asked(server.url, server.pid, names, 1, options.rounds))
                 later = [each for each in questions if not each["first_wakes"] and each["round"]]
                 report["systems"][system] = {"later": summary(later), "questions": questions}
-                print(f"engines {system}: {json.dumps(report['systems'][system]['later'])}", flush=True)
+                finding(f"engines {system}: later wakes {json.dumps(summary(later))}")
                 write_report(options.out, report)
         except ServerError as error:
             print(error, file=sys.stderr)

@@ -6,6 +6,7 @@ Without a GPU it says so and ends well.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -20,6 +21,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 ENABLED = "MUXSERVE_GPU_TESTS"
 NATIVE = "muxserve.memory._native"
+# Whether the driver is a stand-in (`tests/cuda_stub`), over which kernels compute nothing: tokens mean nothing there.
+STAND_INS = "FAKE_CUDA_DEVICES" in os.environ
 
 
 def no_gpu() -> str:
@@ -48,6 +51,21 @@ def about() -> dict[str, Any]:
         "python": platform.python_version(),
         **versions,
     }
+
+
+def way_of_sharing(pid: int) -> str:
+    """How the engines of the fleet whose controller has this pid share its GPUs: `mps`, `green_contexts` or `off`, in
+    which case they alternate. `deploy` may have taken another way than the fleet file names."""
+    import psutil
+
+    root = psutil.Process(pid)
+    for process in (root, *root.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            line = process.cmdline()
+            if "--unit-spec" in line:
+                spec = json.loads((Path(line[line.index("--unit-spec") + 1]).parent / "unit.json").read_text())
+                return str(spec["gpu"]["sm_sharing"])
+    raise LookupError(f"process {pid} has no unit below it")
 
 
 def build() -> None:

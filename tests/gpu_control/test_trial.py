@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.trial import needs, runner
-from tests.gpu.trial.runner import ROOT, Step, Trial, listing
+from tests.gpu.trial import fleets, needs, runner, stock_percent
+from tests.gpu.trial.runner import ROOT, Rehearsal, Step, Trial, listing, summary
 from tests.gpu.trial.steps import STEPS
 from tests.support.patience import PATIENCE, eventually
 
@@ -142,10 +142,40 @@ def test_steps_whose_needs_are_missing_are_left_out(tmp_path: Path) -> None:
     assert listing(steps, trial.missing)[-1] == "0.2 minutes in all, by these estimates"
 
 
-def test_a_rehearsal_adds_what_makes_a_step_small(tmp_path: Path) -> None:
-    trial = again(tmp_path, small=True)
-    assert trial.run([step("said", "printf '[%s]' > {out}", small="7"), step("as it is", "true")])
+def test_a_rehearsal_has_little_work_and_says_what_it_does_not_show(tmp_path: Path) -> None:
+    trial = again(tmp_path, rehearses=True)
+    said: list[str] = []
+    trial.say = said.append
+    little = Rehearsal("$SAID", {"SAID": "7"}, unseen="how fast it is")
+    assert trial.run([step("said", "printf '[%s]' > {out}", rehearsal=little), step("as it is", "true")])
     assert trial.results["said"]["results"] == {"said.json": [7]}
+    assert trial.results["said"]["unseen"] == "how fast it is"
+    assert any("stand-ins do not show how fast it is" in line for line in said)
+
+
+def test_what_steps_find_is_printed_and_kept(trial: Trial) -> None:
+    said: list[str] = []
+    trial.say = said.append
+    assert trial.run([step("first", "echo 'finding: all is well'; echo 'something else'")])
+    assert trial.results["first"]["findings"] == ["all is well"]
+    assert said[-1] == "first: done after 1 s\n  all is well"
+
+
+def test_a_new_trial_begins_without_the_files_of_an_earlier_one(tmp_path: Path) -> None:
+    first = again(tmp_path)
+    assert first.run([step("left", "touch {state}/left")])
+    second = again(tmp_path)
+    second.begin()
+    assert not (second.state / "left").exists()
+
+
+def test_the_summary_has_a_line_for_each_step(trial: Trial) -> None:
+    assert not trial.run([step("good", "true"), step("bad", "false")])
+    assert [line.split() for line in summary(trial.results)] == [
+        ["good", "done", "1", "s"],
+        ["bad", "failed", "1", "s"],
+        ["1", "of", "2", "steps", "done,", "0.0", "minutes"],
+    ]
 
 
 def test_a_missing_wheel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,3 +212,41 @@ def test_without_a_gpu_the_list_says_so_and_nothing_runs(tmp_path: Path) -> None
     assert "missing, gpu: " in done.stdout
     assert all(each.name in done.stdout for each in STEPS)
     assert not (tmp_path / "trial.json").exists()
+
+
+def answer(tokens: int, top: dict[str, float]) -> dict[str, object]:
+    """A reference whose prompt has that many tokens, and whose one answered token is 5."""
+    return {"prompt": list(range(tokens)), "tokens": [5], "top": [{"5": -0.1, **top}]}
+
+
+def test_wrong_answers_are_counted_by_model_and_length_of_the_prompt() -> None:
+    reference = {
+        "atlas": [answer(20, {"6": -2.0}), answer(40, {"6": -0.2})],
+        "frontdesk": [answer(130, {}), answer(64, {})],
+    }
+    found = fleets.judged(
+        [("atlas", 0, [6]), ("atlas", 1, [6]), ("frontdesk", 0, [7]), ("frontdesk", 1, [5])], reference
+    )
+    assert (found["answers"], found["wrong"], found["at_first_token"]) == (4, 2, 2), "a near tie is not wrong"
+    assert found["by_model"] == {"atlas": 1, "frontdesk": 1}
+    assert found["by_prompt_tokens"] == {"below 32": 1, "128 and more": 1}
+
+
+def test_a_fleet_is_summed_up_over_its_passes() -> None:
+    wrong = {"answers": 72, "wrong": 2, "by_model": {"atlas": 2}, "by_prompt_tokens": {"below 32": 2}}
+    row = {"sharing": "mps", **{name: wrong for name, _ in fleets.PASSES}}
+    assert "wrong answers: 2 of 72 one at a time, " in fleets.said_of("percentages", row)
+    assert "{'atlas': 8}; by tokens of the prompt: {'below 32': 8}" in fleets.said_of("percentages", row)
+    assert fleets.said_of("percentages", {"error": "no"}) == "percentages: it did not serve"
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"wrong": 0, "wrong_alone": 1}, {"wrong": 0, "wrong_alone": 0}], "stock vLLM is wrong by itself"),
+        ([{"wrong": 0, "wrong_alone": 0}, {"error": "no"}], "stock vLLM was right as far as it answered"),
+        ([{"wrong": 0, "wrong_alone": 0}], "stock vLLM is right with percentages"),
+    ],
+)
+def test_stock_answers_say_whose_fault_it_is(rows: list[dict[str, object]], words: str) -> None:
+    assert stock_percent.verdict({str(n): row for n, row in enumerate(rows)}).startswith(words)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.gpu.run import ROOT, about
 from tests.gpu.trial.needs import missing
-from tests.gpu.trial.runner import Trial, listing
+from tests.gpu.trial.runner import Trial, listing, summary
 from tests.gpu.trial.steps import STEPS
 
 
@@ -28,7 +28,7 @@ def parse() -> argparse.Namespace:
         "--list", action="store_true", help="print the steps, and what is missing for them; run nothing"
     )
     parser.add_argument("--only", nargs="+", choices=names, metavar="STEP")
-    parser.add_argument("--small", action="store_true", help="as little work as tries every way: for stand-ins")
+    parser.add_argument("--rehearse", action="store_true", help="over stand-ins of the driver, with little work")
     default = Path(os.environ.get("OUT", ROOT / "benchmarks/results/gpu")) / "trial.json"
     parser.add_argument("--out", type=Path, default=default)
     return parser.parse_args()
@@ -40,8 +40,9 @@ def main() -> int:
     steps = [step for step in STEPS if not options.only or step.name in options.only]
     lacking = missing({need for step in steps for need in step.needs})
     machine = {} if options.list or "gpu" in lacking else about()
+    command = "make gpu-trial-stub" if options.rehearse else "make gpu-trial"
     trial = Trial(
-        options.out.resolve(), {**machine, "command": "make gpu-trial"}, options.minutes * 60, lacking, options.small
+        options.out.resolve(), {**machine, "command": command}, options.minutes * 60, lacking, options.rehearse
     )
     if options.resume:
         try:
@@ -57,11 +58,14 @@ def main() -> int:
     if "gpu" in lacking:
         print("nothing was tried")
         return 0
+    if not options.resume:
+        trial.begin()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         complete = trial.run(steps)
     except KeyboardInterrupt:
         complete = False
+    print("\n".join(summary(trial.results)))
     print(f"written to {trial.file}" + ("" if complete else "; --resume goes on with what is not done"))
     return 0 if complete else 1
 

@@ -3,7 +3,8 @@
     python -m tests.gpu.trial.flash FILE.json
 
 Nothing of MuxServe is in the path: pages hold all heads of a block. Each case is compared with ordinary attention in
-float32, and called several times on the same inputs: results that differ from each other are a race.
+float32, which the host computes, and called several times on the same inputs: results that differ from each other are a
+race.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 
 from muxserve.gpu.sm import PERCENTAGE
 from tests.gpu.test_attention import QUICKSTART
+from tests.gpu.trial.runner import finding
 
 BLOCK, TIMES = 16, 20
 # New tokens and tokens in the cache of each request.
@@ -52,17 +54,17 @@ def case(heads: int, kv_heads: int, dim: int, batch: list[tuple[int, int]], spli
     generator = torch.Generator().manual_seed(1)
 
     def some(tokens: int, count: int) -> torch.Tensor:
-        return torch.randn((tokens, count, dim), generator=generator).bfloat16().cuda()
+        return torch.randn((tokens, count, dim), generator=generator).bfloat16()
 
     lengths = [new + cached for new, cached in batch]
     columns = -(-max(lengths) // BLOCK)
     table = 1 + torch.randperm(len(batch) * columns, generator=generator).view(len(batch), columns)
-    keys, values = torch.zeros((2, 1 + table.numel(), BLOCK, kv_heads, dim), dtype=torch.bfloat16, device="cuda")
+    keys, values = torch.zeros((2, 1 + table.numel(), BLOCK, kv_heads, dim), dtype=torch.bfloat16)
     queries, expected = [], []
     for row, (new, cached) in enumerate(batch):
         query, key, value = some(new, heads), some(new + cached, kv_heads), some(new + cached, kv_heads)
         places = torch.arange(new + cached)
-        pages, offsets = table[row, places // BLOCK].cuda(), (places % BLOCK).cuda()
+        pages, offsets = table[row, places // BLOCK], places % BLOCK
         keys[pages, offsets], values[pages, offsets] = key, value
         queries.append(query)
         expected.append(plain(query, key, value, cached))
@@ -76,15 +78,16 @@ def case(heads: int, kv_heads: int, dim: int, batch: list[tuple[int, int]], spli
             causal=True, num_splits=splits,
         )  # fmt: skip
 
+    q, k, v, block_table = (each.cuda() for each in (torch.cat(queries), keys, values, table.int()))
+
     def attend() -> torch.Tensor:
         return flash_attn_varlen_func(
-            q=torch.cat(queries), k=keys, v=values, max_seqlen_q=longest, cu_seqlens_q=starts, seqused_k=used,
-            max_seqlen_k=max(lengths), causal=True, block_table=table.int().cuda(), scheduler_metadata=metadata,
-            num_splits=number, fa_version=3,
+            q=q, k=k, v=v, max_seqlen_q=longest, cu_seqlens_q=starts, seqused_k=used, max_seqlen_k=max(lengths),
+            causal=True, block_table=block_table, scheduler_metadata=metadata, num_splits=number, fa_version=3,
         )  # fmt: skip
 
     first = attend()
-    error = (first.float() - torch.cat(expected)).abs()
+    error = (first.cpu().float() - torch.cat(expected)).abs()
     return {
         "largest": float(error.max()),
         "mean": float(error.mean()),
@@ -108,7 +111,7 @@ def main() -> int:
                 rows[key] = {"error": str(error)[:300]}
         out.write_text(json.dumps(report, indent=1))
     wrong = [key for key, row in rows.items() if not row.get("largest", float("inf")) < 2e-2 or row["other_results"]]
-    print(f"{len(rows)} cases on {sms} SMs, wrong or different: {wrong}")
+    finding(f"FlashAttention on {sms} SMs: {len(wrong)} of {len(rows)} cases are wrong: {'; '.join(wrong) or 'none'}")
     return 0
 
 

@@ -5,6 +5,9 @@
 A fleet is asked all requests of the reference one at a time, then 32 at once, each twice: the second time prompts are
 in the prefix cache. A wrong answer has its model, its prompt's length, its place, and whose token came. The file is
 written after each pass; what it has by now is not done again.
+
+Fleets with percentages or green contexts get them whatever probes have found: `deploy` would take another way where
+they were found to compute wrongly, which is what is looked at here.
 """
 
 from __future__ import annotations
@@ -18,21 +21,29 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.e2e.fleet import fleet_file, running
 from tests.gpu import stock
 from tests.gpu.load import CLUSTER, MODEL, NEAR_TIE, all_answers
+from tests.gpu.run import way_of_sharing
+from tests.gpu.trial.runner import finding
 
 PERCENTAGES = {**CLUSTER, "mps": "on", "sm_sharing": "mps"}
+# As the fleets had them that answered wrongly.
+SHARES = {**MODEL, "sm": {"prefill": 0.7, "decode": 0.1}}
 ONLY = "arithmetic"
 GRAPHS = {**MODEL, "engine_args": {"enforce_eager": False}}
 WAYS: dict[str, dict[str, Any]] = {
-    "percentages": {"cluster": PERCENTAGES},
-    "percentages-without-prefixes": {"cluster": PERCENTAGES, "model_changes": {**MODEL, "prefix_caching": False}},
-    "percentages-one-model": {"cluster": PERCENTAGES, "without": [each for each in stock.MODELS if each != ONLY]},
+    "percentages": {"cluster": PERCENTAGES, "model_changes": SHARES},
+    "percentages-without-prefixes": {"cluster": PERCENTAGES, "model_changes": {**SHARES, "prefix_caching": False}},
+    "percentages-one-model": {
+        "cluster": PERCENTAGES,
+        "model_changes": SHARES,
+        "without": [each for each in stock.MODELS if each != ONLY],
+    },
     "percentages-70-each": {
         "cluster": PERCENTAGES,
         "model_changes": {**MODEL, "sm": {"prefill": 0.7, "decode": 0.7}},
@@ -42,11 +53,15 @@ WAYS: dict[str, dict[str, Any]] = {
     "green-contexts": {"cluster": {**CLUSTER, "mps": "on", "sm_sharing": "green_contexts"}},
     "graphs": {"cluster": {**CLUSTER, "mps": "on", "sm_sharing": "green_contexts"}, "model_changes": GRAPHS},
 }
+# Of tokens of a prompt, where the next class begins.
+LENGTHS = (32, 64, 128)
+# Fleets that do what was found to work, such as graphs with attention.
+FOUND = ("graphs",)
 PASSES = (("one at a time", 1), ("one at a time again", 1), ("32 at once", 32), ("32 at once again", 32))
 
 
 def judged(answers: Sequence[tuple[str, int, list[int]]], reference: dict[str, Any]) -> dict[str, Any]:
-    """Which answers are wrong, in the order in which they came; how many by model and by place of the prompt."""
+    """Which answers are wrong, in the order in which they came; how many by model and by length of the prompt."""
     wrong = []
     for order, (model, index, tokens) in enumerate(answers):
         expected = reference[model][index]
@@ -65,8 +80,29 @@ def judged(answers: Sequence[tuple[str, int, list[int]]], reference: dict[str, A
         "wrong": len(wrong),
         "at_first_token": sum(each["place"] == 0 for each in wrong),
         "by_model": dict(Counter(each["model"] for each in wrong)),
+        "by_prompt_tokens": dict(Counter(class_of(each["prompt_tokens"]) for each in wrong)),
         "rows": wrong,
     }
+
+
+def class_of(tokens: int) -> str:
+    """The class of a prompt's length."""
+    longer = [each for each in LENGTHS if each > tokens]
+    return f"below {longer[0]}" if longer else f"{LENGTHS[-1]} and more"
+
+
+def said_of(way: str, row: Mapping[str, Any]) -> str:
+    """What came of a fleet, in words."""
+    if "error" in row:
+        return f"{way}: it did not serve"
+    passes = {name: row[name] for name, _ in PASSES}
+    each = ", ".join(f"{found['wrong']} of {found['answers']} {name}" for name, found in passes.items())
+    total = {
+        by: dict(sum((Counter(found[by]) for found in passes.values()), Counter()))
+        for by in ("by_model", "by_prompt_tokens")
+    }
+    more = f"; {total['by_model']}; by tokens of the prompt: {total['by_prompt_tokens']}" if total["by_model"] else ""
+    return f"{way} (SMs shared by {row['sharing']}), wrong answers: {each}{more}"
 
 
 def main() -> int:
@@ -81,19 +117,23 @@ def main() -> int:
     kept = os.environ.get("MUXSERVE_GPU_REFERENCE")
     reference = stock.reference_answers(Path(kept or tempfile.mkdtemp()))
     for way in options.ways:
-        if len(report.get(way, {})) > len(PASSES) and "error" not in report[way]:
+        if all(name in report.get(way, {}) for name, _ in PASSES) and "error" not in report[way]:
             continue
         row: dict[str, Any] = {}
         report[way] = row
         changes = dict(WAYS[way])
+        chosen = changes["cluster"].get("sm_sharing")
         without = changes.pop("without", ())
         asked = {model: rows for model, rows in reference.items() if model not in without}
         with tempfile.TemporaryDirectory(prefix="fleet-") as folder:
             began = time.monotonic()
             file = fleet_file(Path(folder), changes.pop("model_changes", MODEL), without=without, **changes)
+            # Findings lie there, and what vLLM and Triton have compiled.
+            nothing_found = {"XDG_CACHE_HOME": folder} if chosen and way not in FOUND else {}
             try:
-                with running(file, seconds=options.start) as fleet:
+                with running(file, options.start, nothing_found, options=["--no-probe"]) as fleet:
                     row["ready_after"] = round(time.monotonic() - began, 1)
+                    row["sharing"] = way_of_sharing(fleet.process.pid)
                     for name, concurrency in PASSES:
                         row[name] = judged(asyncio.run(all_answers(fleet, asked, concurrency=concurrency)), asked)
                         options.out.write_text(json.dumps(report, indent=1))
@@ -102,6 +142,7 @@ def main() -> int:
                 row["error"] = f"{type(error).__name__}: {error}"[-1500:]
                 print(way, row["error"], flush=True)
             options.out.write_text(json.dumps(report, indent=1))
+        finding(said_of(way, row))
     return 1 if any("error" in each for each in report.values()) else 0
 
 

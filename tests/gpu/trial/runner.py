@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,10 +26,27 @@ ROOT = Path(__file__).resolve().parents[3]
 # Seconds in which a step that was asked to end ends what it has started.
 GRACE = 12.0
 LAST_LINES = 12
-# So many times its limit has a step of a rehearsal, which runs on whatever machine is there.
-SLOW = 3
+# A rehearsal runs on whatever machine is there, and its steps have so many times their limits.
+SLOW = 6
+# How lines of a step's output begin that are for people.
+FINDING = "finding: "
 
 Wait = Callable[[subprocess.Popen[bytes], float], int | None]
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """How a step is tried over stand-ins of the driver, where kernels compute nothing.
+
+    Args:
+        arguments: added to the command, so that there is little work.
+        environment: of the step, beside that of the others.
+        unseen: what stand-ins cannot show, in words; empty if the step shows all that it would.
+    """
+
+    arguments: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    unseen: str = "what kernels compute, and how fast"
 
 
 @dataclass(frozen=True)
@@ -44,7 +62,7 @@ class Step:
         estimate: seconds that it is thought to take.
         limit: seconds after which it is ended.
         needs: names of what must be there (`needs.NEEDS`).
-        small: what is added to the command where only the way is tried, on stand-ins.
+        rehearsal: how it is tried over stand-ins.
         results: files below the state directory that are taken in with the step's own.
     """
 
@@ -55,7 +73,7 @@ class Step:
     estimate: float
     limit: float
     needs: tuple[str, ...] = ("gpu",)
-    small: str = ""
+    rehearsal: Rehearsal = field(default_factory=Rehearsal)
     results: tuple[str, ...] = field(default=())
 
 
@@ -76,22 +94,26 @@ class Trial:
         about: what is written of the machine.
         seconds: time for all steps together.
         missing: why a need is not met, by its name.
-        small: commands are those of a rehearsal.
+        rehearses: over stand-ins of the driver.
     """
 
     file: Path
     about: Mapping[str, Any]
     seconds: float
     missing: Mapping[str, str] = field(default_factory=dict)
-    small: bool = False
+    rehearses: bool = False
     python: str = sys.executable
     clock: Callable[[], float] = time.monotonic
     wait: Wait = wait_for
     say: Callable[[str], None] = lambda text: print(text, flush=True)
 
     def __post_init__(self) -> None:
-        self.state = self.file.with_suffix("")
+        self.state = self.file.with_suffix(".state")
         self.results: dict[str, dict[str, Any]] = {}
+
+    def begin(self) -> None:
+        """Begin from empty: what steps of an earlier run have left for themselves counts no more."""
+        shutil.rmtree(self.state, ignore_errors=True)
 
     def resume(self) -> None:
         """Take over what an earlier run has finished; what it has not is done again.
@@ -119,7 +141,7 @@ class Trial:
             if why := self._why_not(step, left):
                 self._note(step, outcome="left out", why=why)
                 continue
-            self._one(step, min(step.limit * (SLOW if self.small else 1), left))
+            self._one(step, min(step.limit * (SLOW if self.rehearses else 1), left))
         return all(self.results[step.name]["outcome"] == "done" for step in steps)
 
     def _why_not(self, step: Step, left: float) -> str:
@@ -135,7 +157,7 @@ class Trial:
         self.say(f"{step.name}: about {step.estimate:.0f} s, ended after {limit:.0f} s; {step.decides}")
         self._note(step, outcome="running", quiet=True)
         began, log = self.clock(), self.state / f"{step.name}.log"
-        line = step.command + (f" {step.small}" if self.small and step.small else "")
+        line = f"{step.command} {step.rehearsal.arguments}" if self.rehearses else step.command
         out = self.state / f"{step.name}.json"
         # Braces of JSON stay as they are.
         for word, value in (("{python}", self.python), ("{out}", str(out)), ("{state}", str(self.state))):
@@ -144,12 +166,13 @@ class Trial:
             process = subprocess.Popen(
                 ["bash", "-c", line],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                cwd=ROOT, env=environment(self.state), start_new_session=True,
+                cwd=ROOT, env=self._environment(step), start_new_session=True,
             )  # fmt: skip
             try:
                 code = self.wait(process, limit)
             finally:
                 _end(process)
+        lines = log.read_text(errors="replace").splitlines()
         outcome = "out of time" if code is None else "done" if code == 0 else "failed"
         found = {
             name: figures for name in (out.name, *step.results) if (figures := read(self.state / name)) is not None
@@ -159,17 +182,31 @@ class Trial:
             outcome=outcome,
             code=code,
             seconds=round(self.clock() - began, 1),
+            findings=[line.removeprefix(FINDING) for line in lines if line.startswith(FINDING)],
             results=found,
-            last_lines=[] if outcome == "done" else log.read_text(errors="replace").splitlines()[-LAST_LINES:],
+            last_lines=[] if outcome == "done" else lines[-LAST_LINES:],
         )
 
+    def _environment(self, step: Step) -> dict[str, str]:
+        found = environment(self.state)
+        if not self.rehearses:
+            return found
+        # What probes find is to be there when a rehearsal goes on.
+        return {**found, "XDG_CACHE_HOME": str(self.state / "cache"), **step.rehearsal.environment}
+
     def _note(self, step: Step, quiet: bool = False, **row: Any) -> None:
-        self.results[step.name] = {"section": step.section, "decides": step.decides, **row}
+        unseen = {"unseen": step.rehearsal.unseen} if self.rehearses and step.rehearsal.unseen else {}
+        self.results[step.name] = {"section": step.section, "decides": step.decides, **row, **unseen}
         self.write()
-        if not quiet:
-            seconds = f" after {row['seconds']:.0f} s" if "seconds" in row else ""
-            self.say("\n  ".join([f"{step.name}: {row['outcome']}{seconds} {row.get('why', '')}".rstrip(),
-                                  *row.get("last_lines", ())]))  # fmt: skip
+        if quiet:
+            return
+        seconds = f" after {row['seconds']:.0f} s" if "seconds" in row else ""
+        lines = [f"{step.name}: {row['outcome']}{seconds} {row.get('why', '')}".rstrip()]
+        if not self.rehearses:
+            lines += row.get("findings", ())
+        elif unseen:
+            lines.append(f"stand-ins do not show {step.rehearsal.unseen}")
+        self.say("\n  ".join([*lines, *row.get("last_lines", ())]))
 
     def write(self) -> None:
         """Write all results, whole or not at all."""
@@ -186,6 +223,11 @@ def environment(state: Path) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     # Stock vLLM compiles kernels with the CUDA toolkit where it is not told that there is none.
     return {**without_compiler(), **os.environ, "PYTHONPATH": path, "MUXSERVE_GPU_REFERENCE": str(reference)}
+
+
+def finding(words: str) -> None:
+    """Print what a step has found, for the one who runs the trial and for its file."""
+    print(f"{FINDING}{words}", flush=True)
 
 
 def read(file: Path) -> Any:
@@ -225,3 +267,14 @@ def listing(steps: Sequence[Step], missing: Mapping[str, str], done: Collection[
         lines.append(f"({step.section}) {step.name:22s} {step.estimate:4.0f} s, at most {step.limit:4.0f} s  "
                      f"{step.decides}{note}")  # fmt: skip
     return [*lines, f"{total / 60:.1f} minutes in all, by these estimates"]
+
+
+def summary(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line for each step: what came of it, and how long it took."""
+    lines, total = [], 0.0
+    for name, row in results.items():
+        seconds = row.get("seconds", 0.0)
+        total += seconds
+        lines.append(f"{name:22s} {row['outcome']:11s} {seconds:5.0f} s")
+    done = sum(row["outcome"] == "done" for row in results.values())
+    return [*lines, f"{done} of {len(results)} steps done, {total / 60:.1f} minutes"]
