@@ -13,8 +13,10 @@
 
 All get the same requests. Reported are the throughput weighted by rates, the part of requests within 8 times their
 latency alone (measured first, on the stock servers while the others have nothing to do), p99 of TTFT and TPOT, tokens
-per second, and what the GPU's memory has before, with everything started, and after the load. Results are added to
-those that the file has, whose latencies alone count for other systems, too.
+per second, and what the GPU's memory has before, with everything started, and after the load; of that the KV pool, the
+weights, and the rest, which is contexts, graphs and activations. Results are added to those that the file has, whose
+latencies alone count for other systems, too. `decision` in the file says what `engines: auto` and `sm_sharing: auto`
+should be by all of them.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ import asyncio
 import contextlib
 import json
 import os
+import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -45,8 +48,12 @@ from serving_cpu import Alone, drive, fit_alone, make_calls, show
 from stock_vllm import StockSettings, stock_server
 
 from gpu import checkpoints
+from muxserve.cli.http import get_json
 from muxserve.gpu import nvml
+from muxserve.planning.demand.known_models import planned_architecture
 from muxserve.workload import power_law_rates
+from tests.gpu.run import way_of_sharing
+from tests.gpu.trial.runner import finding
 from tests.gpu.trial.under_mps import mps_server
 
 STOCK = ("stock-alone", "stock-mps", "stock")
@@ -59,7 +66,17 @@ FLEETS: dict[str, tuple[dict[str, Any], str]] = {
     "split-turns": ({"cluster": {"gpus": 1, "mps": "off"}, "policy": "fcfs"}, "split"),
 }
 SYSTEMS = (*STOCK, *FLEETS)
+# What the keys of a fleet file would be that is served so, and how its engines have to share the GPU for that.
+KEYS = {
+    "split-green": ("engines: split, sm_sharing: green_contexts", "green_contexts"),
+    "one-free": ("engines: one, policy: free under MPS without percentages", "mps"),
+    "one-turns": ("engines: one, one at a time", "off"),
+    "split-turns": ("engines: split, one at a time", "off"),
+}
 START_SECONDS = 900.0
+# Of all requests within their objective: less is no difference.
+CLEAR = 0.02
+SCALE = "8"
 
 
 def shares_of(names: list[str], alpha: float) -> dict[str, float]:
@@ -122,7 +139,7 @@ def serving(
             return
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         file = fleet_file(folder, paths, rates, system, settings)
-        fleet = stack.enter_context(muxserve_fleet(file, timeout=START_SECONDS))
+        fleet = stack.enter_context(muxserve_fleet(file, timeout=START_SECONDS, options=["--no-probe"]))
         yield dict.fromkeys(paths, fleet.url), [fleet]
 
 
@@ -133,9 +150,10 @@ def alone_by_model(shapes: dict[str, str], urls: dict[str, str], longest: int) -
         ServerError: a request failed.
     """
     of_shape: dict[str, Alone] = {}
+    prompts = tuple(min(each, longest) for each in (16, 64, 256, longest))
     for name, shape in shapes.items():
         if shape not in of_shape:
-            calls = [Call(name, p, 48, seed=-100 - i) for i, p in enumerate((16, 64, 256, longest) * 3)]
+            calls = [Call(name, p, 48, seed=-100 - i) for i, p in enumerate(prompts * 3)]
             asyncio.run(closed_loop(urls[name], [replace(call, seed=-10) for call in calls[:4]], 1))
             of_shape[shape] = fit_alone(asyncio.run(closed_loop(urls[name], calls, 1)))
     return {name: of_shape[shape] for name, shape in shapes.items()}
@@ -159,9 +177,62 @@ def compare(report: dict[str, Any]) -> None:
                 print(f"{system}, {point}: {report['ahead'][system][point]:.2f} times the best stock servers'")
 
 
+def attained(points: Mapping[str, dict[str, Any]]) -> float:
+    """The part of the requests of all points that met 8 times their latency alone."""
+    return statistics.mean(each["slo_attainment"]["e2e"][SCALE] for each in points.values())
+
+
+def decision(report: Mapping[str, Any]) -> list[str]:
+    """What `engines: auto` and `sm_sharing: auto` should be by these results, in sentences.
+
+    Ways are compared by attainment over the points that all of them have, and where that is no clear difference by
+    tokens per second. A fleet that `deploy` has made share the GPU otherwise than its name says does not count.
+    """
+    results: Mapping[str, dict[str, Any]] = report["results"]
+    words, ways = [], {}
+    for system, points in results.items():
+        how = report.get("sharing", {}).get(system)
+        if system in KEYS and how != KEYS[system][1]:
+            words.append(f"{system} does not count: its engines shared the GPU by {how}")
+        elif system in KEYS or system == "stock-mps":
+            ways[system] = points
+    common = [point for point in next(iter(ways.values()), {}) if all(point in points for points in ways.values())]
+    shown = {
+        system: (
+            attained({point: points[point] for point in common}),
+            statistics.mean(points[point].get("output_tokens_per_second", 0.0) for point in common),
+        )
+        for system, points in ways.items()
+        if common
+    }
+    for system, (part, speed) in shown.items():
+        objective = f"{SCALE} times their latency alone"
+        words.append(f"{system}: {part:.0%} of the requests within {objective}, {speed:.0f} tokens/s")
+    fleets = {system: each for system, each in shown.items() if system in KEYS}
+    if len(fleets) < 2:
+        return words
+    most = max(part for part, _ in fleets.values())
+    best = max((system for system in fleets if fleets[system][0] >= most - CLEAR), key=lambda name: fleets[name][1])
+    words.append(f"best of the fleets is {best}: {KEYS[best][0]}; that `auto` should be")
+    if "stock-mps" in shown and shown["stock-mps"][0] > fleets[best][0] + CLEAR:
+        words.append("stock servers under MPS attain more than any fleet")
+    return words
+
+
 def used_bytes() -> int:
     """Memory that is taken of all visible GPUs."""
     return sum(gpu.used_bytes for gpu in nvml.visible(nvml.machine(), os.environ).gpus)
+
+
+def memory_of(
+    system: str, urls: Mapping[str, str], settings: StockSettings, paths: Mapping[str, Path]
+) -> dict[str, int]:
+    """Bytes of the KV memory and of one copy of all weights; the first as the fleet has measured it."""
+    pool = settings.kv_bytes
+    if system in FLEETS:
+        pool = min(int(gpu["pool_bytes"]) for gpu in get_json(next(iter(urls.values())), "/fleet")[1]["gpus"])
+    weights = sum(planned_architecture(str(path), Path()).weight_bytes(settings.dtype) for path in paths.values())
+    return {"pool": pool, "weights": int(weights)}
 
 
 def checkpoints_of(folder: Path, shapes: dict[str, str]) -> dict[str, Path]:
@@ -225,6 +296,10 @@ def main() -> int:
                     before = used_bytes()
                     with serving(system, paths, rates, settings) as (urls, servers):
                         memory = {"before": before, "started": used_bytes()}
+                        memory |= memory_of(system, urls, settings, paths)
+                        memory["engines"] = memory["started"] - before - memory["pool"] - memory["weights"]
+                        if system in FLEETS:
+                            report.setdefault("sharing", {})[system] = way_of_sharing(servers[0].pid)
                         starts = report.setdefault("start_seconds", {}).setdefault(system, [])
                         starts.append(max(server.start_seconds for server in servers))
                         if not alone:
@@ -246,6 +321,9 @@ def main() -> int:
             return 1
         finally:
             compare(report)
+            report["decision"] = decision(report)
+            for words in report["decision"]:
+                finding(words)
             write_report(options.out, report)
     return 0
 
