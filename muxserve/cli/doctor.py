@@ -282,7 +282,8 @@ def _gpu(found: Callable[[], nvml.GpuMachine] = nvml.machine) -> Iterator[Check]
 def _probed(machine: nvml.GpuMachine) -> Check:
     tried = findings(machine)
     if tried is None:
-        return Check("GPU probes", "note", "not made", "`muxserve doctor --gpu` tries what these GPUs can do, once")
+        advice = "`muxserve deploy` makes the quick ones, and `muxserve doctor --gpu` all"
+        return Check("GPU probes", "note", "not made", advice)
     instead = ", ".join(FALLBACK_WORDS[each] for each in sorted(tried.fallbacks))
     return Check("GPU probes", "note" if instead else "ok", f"made on {tried.date}", instead)
 

@@ -70,8 +70,9 @@ def probe_quickly() -> None:
     if not gpus or findings() is not None:
         return
     console.print(
-        f"these GPUs are new to MuxServe: it tries what they can do, once, for at most {lab.QUICK_SECONDS:.0f} s "
-        "(`--no-probe` does without, and engines alternate; `muxserve doctor --gpu` tries everything)"
+        "MuxServe does not know these GPUs with this driver yet: it probes once what they can do, for at most "
+        f"{lab.QUICK_SECONDS:.0f} s. `--no-probe` skips that: engines that share a GPU then alternate, one computes "
+        "while the others wait. `muxserve doctor --gpu` makes all probes"
     )
     found = _found(machine, gpus, [probes_of(machine)[0], *lab.QUICK], lab.QUICK_SECONDS)
     for each in found.findings:
@@ -84,7 +85,10 @@ def probe_shapes(plan: ResolvedUnit, unit: GpuUnit) -> ProbeFinding | None:
     shapes = shapes_by_percentage([plan.with_gpu(unit)])
     if not shapes:
         return None
-    console.print("computing the models' shapes with the percentages of their engines")
+    console.print(
+        "checking whether these models compute right with the percentages of the SMs that their engines will have, for "
+        f"at most {lab.QUICK_SECONDS:.0f} s"
+    )
     with tempfile.TemporaryDirectory(prefix="mux-") as directory:
         made = lab.Lab(unit.gpus, Path(directory), mps.binary())
         (found,) = lab.run(made, [lab.shapes_probe(shapes)], seconds=lab.QUICK_SECONDS)
@@ -150,9 +154,9 @@ def _found(
 def _remembered(found: Findings) -> bool:
     """Write it down, and say where; whether that went well."""
     try:
-        console.print(f"`muxserve deploy` acts on this; written to {remember(found)}")
+        console.print(f"`muxserve deploy` follows these findings; they are kept in {remember(found)}")
     except OSError as error:
-        print_error(f"the findings cannot be stored: {error}; `muxserve deploy` does not act on it")
+        print_error(f"the findings cannot be stored: {error}; `muxserve deploy` cannot follow them")
         return False
     return True
 

@@ -88,18 +88,18 @@ def tried(
     """
     found = machine.findings(whole)
     if found is None:
-        notes = ["note: nobody has tried what these GPUs can do; `muxserve doctor --gpu` does, in three minutes"]
+        notes = ["note: these GPUs have not been probed; `muxserve doctor --gpu` does it, in a few minutes"]
         if not unit.named and wish == "auto":
             unit = replace(unit, sharing="off")
-            notes[0] += "; until then engines alternate on a GPU"
+            notes[0] += "; until then engines alternate on a GPU: one computes while the others wait"
     elif found.refused:
-        raise SharingError(f"`muxserve doctor --gpu` has found on {found.date} that these GPUs cannot serve: "
-                           f"{found.refused}; run it again when that is mended")  # fmt: skip
+        raise SharingError(f"these GPUs cannot serve, by the probes of {found.date}: {found.refused}; run "
+                           "`muxserve doctor --gpu` again when that is mended")  # fmt: skip
     else:
         unit = unit.as_found(found)
-        notes = [f"as found by `muxserve doctor --gpu`: {FALLBACK_WORDS[each]}" for each in sorted(found.fallbacks)]
+        notes = [f"as the probes have found: {FALLBACK_WORDS[each]}" for each in sorted(found.fallbacks)]
     no_mps = found is not None and "mps_off" in found.fallbacks
-    known = "so `muxserve doctor --gpu` has found" if no_mps else ""
+    known = "a probe has found that it does not work (`muxserve doctor --gpu` probes again)" if no_mps else ""
     sharing, more = settle(unit.gpus, wish, unit.sharing, directory, ours, known)
     if not unit.has_percentages:
         more = [note for note in more if note != PERCENTAGES_NOTE]

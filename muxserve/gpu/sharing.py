@@ -13,7 +13,7 @@ from muxserve.spec import SmSharing
 # Seen on the one GPU that this was tried on, with other MPS servers beside (docs/gpu.md); why is not known.
 PERCENTAGES_NOTE = (
     "note: engines share the SMs by percentages of MPS; on an H200 (driver 580.159.04) such fleets answered wrongly, "
-    "and those with green contexts or alternately rightly: compare answers before you rely on them"
+    "and fleets with green contexts, or whose engines alternate, did not: compare answers before you rely on them"
 )
 
 MpsWish = Literal["auto", "on", "off"]
@@ -46,7 +46,7 @@ def settle(
     if wish == "off":
         why_not = "it is switched off in the fleet file"
     elif sharing == "off":
-        why_not = "`muxserve doctor --gpu` has not found that engines compute right side by side"
+        why_not = "no probe has found that engines compute right side by side (`muxserve doctor --gpu` makes all)"
     elif known:
         why_not = known
     else:
@@ -62,5 +62,5 @@ def settle(
             f"used: {why_not}; `nvidia-smi -c 0` allows several"
         )
     if wish == "auto" and sharing != "off":
-        notes.append(f"without MPS: {why_not}; engines alternate on the GPU, which serves noticeably less")
+        notes.append(f"without MPS: {why_not}; engines alternate on the GPU: one computes while the others wait")
     return "off", notes

@@ -311,7 +311,8 @@ class GpuUnit:
         engines = sum(each.engine_count for each in needs)
         words = [f"{tightest.gpu}: {by_kind} (estimated); {engines} engines, {sum(processes)} contexts"]
         awake = len(self._awake_at_once)
-        return [*words, f"{awake} of {len(self.shares)} models fit awake at once beside the smallest pool"]
+        at_once = f"{awake} of {len(self.shares)} models can be awake at once (weights and engines on the GPU)"
+        return [*words, f"{at_once}, beside the smallest KV pool"]
 
     def _budgets(self, page_bytes: int) -> list[Budget]:
         return [

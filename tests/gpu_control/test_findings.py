@@ -160,7 +160,7 @@ class TestDeploy:
             "legacy", True, False, True,
         )  # fmt: skip
         assert len([note for note in notes if note != PERCENTAGES_NOTE]) == 4
-        assert f"as found by `muxserve doctor --gpu`: {FALLBACK_WORDS['nvls_off']}" in notes
+        assert f"as the probes have found: {FALLBACK_WORDS['nvls_off']}" in notes
 
     @pytest.mark.parametrize(
         ("fallbacks", "exported", "contexts"),
@@ -187,7 +187,7 @@ class TestDeploy:
     def test_without_mps_engines_take_turns(self, monkeypatch: pytest.MonkeyPatch) -> None:
         made, notes = self.tried(monkeypatch, findings("mps_off"), unit())
         assert (made.sharing, made.one_at_a_time) == ("off", True)
-        assert any("so `muxserve doctor --gpu` has found" in note for note in notes)
+        assert any("a probe has found that it does not work" in note for note in notes)
 
     def test_ranks_that_cannot_share_take_turns(self, monkeypatch: pytest.MonkeyPatch) -> None:
         made, _ = self.tried(monkeypatch, findings("fcfs"), unit())
@@ -218,6 +218,6 @@ class TestDeploy:
 
     def test_what_cannot_serve_is_refused_with_its_figures(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(
-            SharingError, match=r"found on 2026-01-02 03:04 that .* cannot serve: probe refuse: it says 3\.5"
+            SharingError, match=r"cannot serve, by the probes of 2026-01-02 03:04: probe refuse: it says 3\.5"
         ):
             self.tried(monkeypatch, findings("refuse"), unit())
