@@ -298,6 +298,17 @@ def test_models_with_sinks_and_with_latents_share_gpus(deploy: Start, ranks: int
         assert computed[0] - computed[1] == 192
 
 
+def test_a_model_that_answers_with_vectors_shares_a_gpu(deploy: Start) -> None:
+    """Prompts of one step and of three; what the vectors are nobody knows."""
+    options = {"engine_args": {**EAGER, "runner": "pooling"}, "max_num_batched_tokens": 128}
+    embedder = model("embedder", path=str(tiny_checkpoint("qwen3")), **options)
+    with deploy(embedder, model("atlas"), gpus=1, mps="off") as fleet:
+        answer = fleet.client.embeddings.create(model="embedder", input=["a", "all work and no play " * 15])
+        first, second = (len(each.embedding) for each in answer.data)
+        assert first == second > 0
+        assert length(stream(fleet, "atlas", 4)) == 4
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_models_with_states_share_gpus(deploy: Start, ranks: int) -> None:
     """With graphs of whole decode batches; the text of a multi-modal one, as Qwen3.5 is published. A prompt that is
