@@ -17,7 +17,8 @@ from muxserve.probes.shape import AttentionShape
 BLOCK = 16
 # Rows of a product: a decode step, small ones, a prompt, a prefill step.
 _ROWS = (1, 24, 111, 512)
-_PREFILL = AttentionBatch(contexts=(0, 0, 32, 0), new=(46, 111, 19, 84))
+# Rows of attention in a prefill step: more tiles than any GPU has SMs, so that some of them belong to a second wave.
+_ROWS_OF_PREFILL = 160
 _DECODE = AttentionBatch(contexts=(130, 1, 64, 300), new=(1, 1, 1, 1))
 
 
@@ -31,7 +32,7 @@ class ShapeError(msgspec.Struct, frozen=True):
 def errors_of(shape: AttentionShape, device: str = DEVICE, dtype: torch.dtype = torch.bfloat16) -> ShapeError:
     """How far attention and products of a shape are from those in float32 on the host's numbers."""
     attention = 0.0
-    for batch in (_PREFILL, _DECODE):
+    for batch in (_prefill(shape.kv_heads), _DECODE):
         folded = FoldedAttention(shape.heads, shape.kv_heads, shape.dim, BLOCK, 2, dtype, device)
         attention = _larger(attention, _error(*folded.run(batch)))
     sides = {
@@ -42,6 +43,15 @@ def errors_of(shape: AttentionShape, device: str = DEVICE, dtype: torch.dtype = 
         (shape.hidden, shape.vocabulary),
     }
     return ShapeError(attention, _products(sides, device, dtype))
+
+
+def _prefill(kv_heads: int) -> AttentionBatch:
+    """Prompts of some lengths, every fourth one behind cached tokens."""
+    requests = max(4, -(-_ROWS_OF_PREFILL // kv_heads))
+    return AttentionBatch(
+        contexts=tuple((0, 0, 32, 0)[number % 4] for number in range(requests)),
+        new=tuple((46, 111, 19, 84)[number % 4] for number in range(requests)),
+    )
 
 
 def _products(sides: Collection[tuple[int, int]], device: str, dtype: torch.dtype) -> float:

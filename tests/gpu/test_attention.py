@@ -14,6 +14,8 @@ BATCHES = {
     "decode": AttentionBatch(contexts=(130, 1, 64, 700), new=(1, 1, 1, 1)),
     "prefill": AttentionBatch(contexts=(0, 0, 0), new=(5, 300, 64)),
     "chunks": AttentionBatch(contexts=(256, 64), new=(128, 100)),
+    # More rows than SMs: a second wave of tiles, on a part of the SMs as well as on all.
+    "many prompts": AttentionBatch(contexts=(0,) * 48, new=tuple(19 + 13 * number % 93 for number in range(48))),
     "mixed": AttentionBatch(contexts=(300, 0, 33, 128), new=(1, 200, 1, 60)),
 }
 

@@ -23,10 +23,13 @@ from tests.gpu.test_attention import QUICKSTART
 from tests.gpu.trial.runner import finding
 
 BLOCK, TIMES = 16, 20
-# New tokens and tokens in the cache of each request.
+# New tokens and tokens in the cache of each request. 24 prompts with 4 heads are 96 tiles: one wave on 132 SMs, two on
+# 92, and the second one's come from a counter in the metadata.
 BATCHES = {
     "one prompt": [(46, 0)],
     "prompts": [(46, 0), (111, 0), (19, 0), (84, 0)],
+    "24 prompts": [(19 + 13 * number % 93, 0) for number in range(24)],
+    "48 prompts": [(19 + 13 * number % 93, 0) for number in range(48)],
     "a hit in the prefix cache": [(14, 32), (46, 64), (19, 0)],
     "decode": [(1, 130), (1, 20), (1, 64), (1, 300)],
 }
