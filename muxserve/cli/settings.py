@@ -75,7 +75,7 @@ class DeploySettings:
         Path | None, typer.Option(help="Serve as this plan has it (`muxserve plan -o`).", show_default=False)
     ] = None
     probe: Annotated[
-        bool, typer.Option(help="Try what GPUs can do if nobody has (a minute, once per machine and driver).")
+        bool, typer.Option(help="Probe GPUs that have not been probed yet (a minute, once per machine and driver).")
     ] = True
     log_dir: Annotated[
         Path | None,
