@@ -235,8 +235,8 @@ def test_wrong_answers_are_counted_by_model_and_length_of_the_prompt() -> None:
 def test_a_fleet_is_summed_up_over_its_passes() -> None:
     wrong = {"answers": 72, "wrong": 2, "by_model": {"atlas": 2}, "by_prompt_tokens": {"below 32": 2}}
     row = {"sharing": "mps", **{name: wrong for name, _ in fleets.PASSES}}
-    assert "wrong answers: 2 of 72 one at a time, " in fleets.said_of("percentages", row)
-    assert "{'atlas': 8}; by tokens of the prompt: {'below 32': 8}" in fleets.said_of("percentages", row)
+    assert "wrong answers: 2 of 72 in batches, 2 of 72 one at a time, " in fleets.said_of("percentages", row)
+    assert "{'atlas': 6}; by tokens of the prompt: {'below 32': 6}" in fleets.said_of("percentages", row)
     assert fleets.said_of("percentages", {"error": "no"}) == "percentages: it did not serve"
 
 

@@ -2,9 +2,9 @@
 
     python -m tests.gpu.trial.fleets --out FILE.json WAY ...
 
-A fleet is asked all requests of the reference one at a time, then 32 at once, each twice: the second time prompts are
-in the prefix cache. A wrong answer has its model, its prompt's length, its place, and whose token came. The file is
-written after each pass; what it has by now is not done again.
+A fleet is asked all requests of the reference 32 at once, one at a time, and 32 at once again: from the second pass on
+prompts are in the prefix cache. A wrong answer has its model, its prompt's length, its place, and whose token came. The
+file is written after each pass; what it has by now is not done again.
 
 Fleets with percentages or green contexts get them whatever probes have found: `deploy` would take another way where
 they were found to compute wrongly, which is what is looked at here.
@@ -57,7 +57,7 @@ WAYS: dict[str, dict[str, Any]] = {
 LENGTHS = (32, 64, 128)
 # Fleets that do what was found to work, such as graphs with attention.
 FOUND = ("graphs",)
-PASSES = (("one at a time", 1), ("one at a time again", 1), ("32 at once", 32), ("32 at once again", 32))
+PASSES = (("in batches", 32), ("one at a time", 1), ("in batches again", 32))
 
 
 def judged(answers: Sequence[tuple[str, int, list[int]]], reference: dict[str, Any]) -> dict[str, Any]:

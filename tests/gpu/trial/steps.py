@@ -29,7 +29,7 @@ _RIGHT = {"CUDA_STUB_TRUE": "1", "CUDA_STUB_FLOAT": "0.001"}
 
 def _serving(name: str, system: str, decides: str, estimate: float, *needs: str) -> Step:
     return Step(
-        name, "c", decides, f"{_SERVING} --systems {system} {_SHAPES}", estimate, 2 * estimate, (*_FLEET, *needs),
+        name, "c", decides, f"{_SERVING} --systems {system} {_SHAPES}", estimate, 180, (*_FLEET, *needs),
         rehearsal=_LITTLE_SERVING, results=("serving.json",),
     )  # fmt: skip
 
@@ -58,7 +58,7 @@ STEPS: Sequence[Step] = (
     ),
     Step(
         "fleet-percent", "a", "wrong answers of a fleet with percentages, alone on the GPU, by model and prompt",
-        f"{_MODULE}.fleets --out {{out}} percentages", 75, 110, (*_FLEET, "mps"), rehearsal=_LITTLE_FLEET,
+        f"{_MODULE}.fleets --out {{out}} percentages", 75, 130, (*_FLEET, "mps"), rehearsal=_LITTLE_FLEET,
     ),
     Step(
         "doctor", "b", "what the probes find, for every fleet after this one; whether they find wrong percentages",
