@@ -275,7 +275,7 @@ ResponsesFile = Annotated[
 
 BatchingChoice = Literal["auto", "vllm", "fixed", "throttled"]
 # The engines, by device, of models that leave these open and that no plan says more of.
-DEFAULT_SHAPES: dict[Literal["cpu", "cuda"], ShapeName] = {"cpu": "split", "cuda": "split"}
+DEFAULT_SHAPES: dict[Literal["cpu", "cuda"], ShapeName] = {"cpu": "one", "cuda": "split"}
 
 
 def _batching(value: object) -> object:

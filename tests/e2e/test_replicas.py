@@ -27,6 +27,7 @@ FLEET = {
             "name": MODEL,
             "path": str(ROOT / "configs/models" / MODEL),
             "dtype": "float32",
+            "engines": "split",
             "replicas": 4,
             "max_len": 2048,
             "prefix_caching": False,

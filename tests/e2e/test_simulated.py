@@ -395,7 +395,7 @@ def various(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     models.append(without_weights(directory, SEEING, tiny_checkpoint("idefics3"), limit_mm_per_prompt={"image": 2}))
     adapted = without_weights(directory, GENERATING, QUICKSTART.parent / "models" / GENERATING)
     models.append({**adapted, "adapters": {"one": str(adapter("one"))}})
-    path = fleet_file(directory, models=models)
+    path = fleet_file(directory, models=[{**model, "engines": "split"} for model in models])
     with running(path, start=preloaded.start, options=("--simulated",)) as deployed:
         yield deployed
 

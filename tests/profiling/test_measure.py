@@ -49,7 +49,7 @@ class Run:
     def __init__(self, path: Path, run_dir: RunDir, profile: Profile) -> None:
         fleet = path / "fleet.yaml"
         fleet.write_text(FLEET)
-        plan = resolve_unit(load_fleet(fleet), this_machine())
+        plan = resolve_unit(load_fleet(fleet).as_split(), this_machine())
         self.architecture: ModelArchitecture = plan.architectures[0]
         self.said: list[str] = []
         self.cells = 0

@@ -19,7 +19,7 @@ _POISON = "tests.soak.poison:Poison"
 @dataclass(frozen=True)
 class Topology:
     """One fleet. `poisoned` is the model whose engines can be made to throw. `memory`: its models sleep and are woken
-    within that, so that its engines come and go."""
+    within that, so that its engines come and go. Models whose file says nothing of their engines have two."""
 
     name: str
     config: str
@@ -40,6 +40,8 @@ class Topology:
         fleet: dict[str, Any] = yaml.safe_load(source.read_text())
         for model in fleet["models"]:
             model["path"] = str((source.parent / model["path"]).resolve())
+            if not model.keys() & {"engines", "dispatch", "stages"}:
+                model["engines"] = "split"
             if model["name"] == self.poisoned:
                 model.setdefault("engine_args", {})["logits_processors"] = [_POISON]
         if self.memory is not None:
