@@ -132,6 +132,8 @@ def test_what_is_never_private_keeps_no_kv(tmp_path: Path) -> None:
     encoder = {**LLAMA, "architectures": ["BertModel"], "model_type": "bert", "max_position_embeddings": 512}
     other = spec_of(unit(tmp_path, config=encoder))
     assert (other.kv, other.engines) == ("pool", ("prefill",))
+    with pytest.raises(FleetError, match=r"models\[1\].kv: other keeps no KV, in the pool or elsewhere; leave kv out"):
+        unit(tmp_path, "  kv: private\n", encoder)
 
 
 def test_the_type_of_a_cache_with_scales(tmp_path: Path) -> None:

@@ -401,6 +401,9 @@ def _private_problems(
     fleet: Fleet, model: Model, architecture: ModelArchitecture, ranks: int, on_gpus: bool
 ) -> list[Problem]:
     """What a model with a cache of its own is asked for that it cannot have."""
+    if not architecture.causal:
+        message = f"{model.name} keeps no KV, in the pool or elsewhere; leave kv out"
+        return [fleet.model_problem(model.name, "kv", message)]
     if on_gpus and fleet.memory is not None:
         message = "on GPUs `memory` does not decide over models with caches of their own; leave one of the two out"
         return [fleet.model_problem(model.name, "kv", message)]
