@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.e2e.fleet import fleet_file, running
-from tests.e2e.load import ask_each
+from tests.e2e.load import ask_each, stream_chat
+from tests.e2e.reference import requests_for
 from tests.support import preloaded
 from tests.support.thoroughness import THOROUGH, cases
 
@@ -16,18 +19,20 @@ ROUNDS = 4 if THOROUGH else 2
 TIGHT = "chunked prefill in a tight pool"
 MIX, ONE = "a tight pool of models with one engine and with two", "a tight pool of models with one engine"
 IN_CHUNKS = {"max_len": 320, "max_num_batched_tokens": 64}
+A_MIX: dict[str, Any] = {
+    "model_changes": IN_CHUNKS,
+    "changes_of": {name: {"engines": "one"} for name in ("arithmetic", "frontdesk")},
+    "kv_pool": {"size": "6MiB"},
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     # Each model's quota holds two or three of the longer requests, so decode engines preempt.
     TIGHT: {
         "model_changes": IN_CHUNKS,
         "kv_pool": {"size": "6MiB"},
     },
-    MIX: {
-        "model_changes": IN_CHUNKS,
-        "changes_of": {name: {"engines": "one"} for name in ("arithmetic", "frontdesk")},
-        "kv_pool": {"size": "6MiB"},
-    },
+    MIX: A_MIX,
     ONE: {"model_changes": {**IN_CHUNKS, "engines": "one"}, "kv_pool": {"size": "6MiB"}},
+    **{f"{MIX}, under {policy}": {**A_MIX, "policy": policy} for policy in ("adbs", "fcfs")},
     "models with one engine that no lease is withheld from": {"model_changes": {"engines": "one"}, "policy": "free"},
     # When thorough. One of them compiled: that takes a quarter of a minute of two cores for each.
     "no prefix caching, one model compiled": {
@@ -57,3 +62,21 @@ async def test_answers_are_those_of_stock_vllm(name: str, tmp_path: Path, refere
         hits = sum(model["hits"] for stats in fleet.memory() for model in stats["models"])
         assert (hits == 0) == ("no prefix caching" in name)
         fleet.wait_pages_free()
+
+
+@pytest.mark.thorough
+async def test_ten_models_with_one_engine_each(tmp_path: Path, reference: dict[str, Any]) -> None:
+    """In one unit, all asked at once."""
+    model = "arithmetic"
+    path = fleet_file(tmp_path, {"engines": "one", "max_len": 512}, without=["atlas", "frontdesk"])
+    declared = yaml.safe_load(path.read_text())
+    names = [f"{model}-{number}" for number in range(10)]
+    declared["models"] = [{**declared["models"][0], "name": name} for name in names]
+    path.write_text(yaml.safe_dump(declared))
+    asked, wanted = requests_for(model)[:6], reference[model][:6]
+    with running(path, start=preloaded.start) as fleet:
+        async with fleet.async_client() as client:
+            answers = [asyncio.gather(*(stream_chat(client, name, each) for each in asked)) for name in names]
+            assert await asyncio.gather(*answers) == [wanted] * len(names)
+        assert set(fleet.get("/fleet").json()["unit"]["state"]["engines"]) == {f"{name}/both" for name in names}
+        await asyncio.to_thread(fleet.wait_pages_free)
