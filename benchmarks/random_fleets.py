@@ -2,6 +2,8 @@
 
     python benchmarks/random_fleets.py [--seeds 40] [--first-seed 0] [--loads 0.3 0.6 0.9] [--out FILE]
 
+The file is written after each point, and points that it has are not measured again.
+
 Each fleet has 3 to 24 models on 2 to 32 GPUs of one of eight kinds. Its requests arrive in one of five patterns: as
 declared, in clumps (gamma, cv 4), with rates and lengths off by up to 30 %, with one model at three times its rate, and
 in groups of models that take turns with the whole load. Each fleet is planned at three loads, with `muxserve plan` as a
@@ -193,7 +195,7 @@ def point(seed: int, load: float, folder: Path) -> dict[str, object]:
         "pattern": pattern,
         "models": len(fleet["models"]),
         "gpus": f"{cluster['gpus']} x {cluster['gpu_type']}",
-        "way": planned["notes"][:1],
+        "way": planned["candidates"][0]["way"] if planned["candidates"] else "",
         "missing": len(planned["missing"]),
         "plan_seconds": round(seconds, 2),
         "results": results,
@@ -234,8 +236,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/random_fleets.json")
     options = parser.parse_args()
     points: list[dict[str, object]] = []
+    if options.out.exists():
+        points = json.loads(options.out.read_text())["points"]
+    known = {(each["seed"], each["load"]) for each in points}
     for seed in range(options.first_seed, options.first_seed + options.seeds):
         for load in options.loads:
+            if (seed, load) in known:
+                continue
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     points.append(point(seed, load, Path(folder)))
@@ -247,9 +254,8 @@ def main() -> None:
                 f"{name} {value['slo']:.3f} {value['rate']:.2f}/s" for name, value in last["results"].items()
             )
             print(f"{seed:3} {load} {last['pattern']:9} {last['models']:2} on {last['gpus']:15} {shown}", flush=True)
-    summary = verdict(points)
-    print(json.dumps(summary))
-    write_report(options.out, {"machine": machine(), "summary": summary, "points": points})
+            write_report(options.out, {"machine": machine(), "summary": verdict(points), "points": points})
+    print(json.dumps(verdict(points)))
 
 
 if __name__ == "__main__":
