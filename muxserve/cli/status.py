@@ -233,9 +233,9 @@ def _private(fleet: dict[str, Any]) -> dict[str, int]:
 
 
 def _shapes(fleet: dict[str, Any]) -> dict[str, str]:
-    """The models' engines, by model; nothing if all have one for each phase."""
+    """The models' engines, by model; nothing if all have the same, without stages or rolling prefill."""
     shapes = {str(model.get("name")): _shape(model) for model in fleet.get("models") or []}
-    return shapes if set(shapes.values()) - {"split"} else {}
+    return {} if set(shapes.values()) <= {"split"} or set(shapes.values()) <= {"one"} else shapes
 
 
 def _shape(model: Mapping[str, Any]) -> str:

@@ -328,6 +328,12 @@ def test_status_of_phases_in_time(endpoint: Endpoint) -> None:
     assert rows["u1"].index("?") == lines[1].index("state")
 
 
+@pytest.mark.parametrize("shape", ["split", "one"])
+def test_status_does_not_name_the_engines_that_all_have(endpoint: Endpoint, shape: str) -> None:
+    lines = status_of(endpoint, {**FLEET, "models": [{"name": "one", "shape": shape}]})
+    assert lines[1].split()[:2] == ["model", "state"]
+
+
 def test_status_as_json(endpoint: Endpoint) -> None:
     endpoint.answers = {"/health": (200, HEALTH), "/fleet": (200, FLEET)}
     result = runner.invoke(app, ["status", "--url", endpoint.url + "/", "--json"])
