@@ -27,8 +27,8 @@ FLEET = """\
 kv_pool: {size: 32MiB}
 gateway: {drain_seconds: 5}
 models:
-  - {name: one, path: one, engines: split, demo: "What are you?"}
-  - {name: two, path: two, engines: split, rate: 3}
+  - {name: one, path: one, demo: "What are you?"}
+  - {name: two, path: two, rate: 3}
 """
 
 

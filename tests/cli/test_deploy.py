@@ -88,7 +88,7 @@ def test_it_shows_everything_serves_and_drains(fleet_file: Path, runtime: Path) 
     deploy = Deploy(runtime, str(fleet_file), "--port", "0", "--demo")
     url = deploy.until("serving at").split()[2].removesuffix("/v1")
     text = "".join(deploy.lines)
-    assert re.search(r"engine two/decode: up \(pid \d+", text)
+    assert re.search(r"engine two/both: up \(pid \d+", text)
     assert "ready after" in text
     assert re.search(r"two +float32 +2 x 2 \(head 64\) +pool0", text)
     # the demo's control character does not reach the terminal
@@ -144,7 +144,7 @@ def test_sigterm_drains_too_and_a_second_signal_ends_at_once(fleet_file: Path, r
 
 
 def test_a_model_that_cannot_start_is_said_and_the_others_serve(fleet_file: Path, runtime: Path) -> None:
-    (runtime / "fail-two-prefill").write_text("")
+    (runtime / "fail-two-both").write_text("")
     deploy = Deploy(runtime, str(fleet_file), "--port", "0")
     deploy.until("the weights are of cheese")
     deploy.until("ready after")

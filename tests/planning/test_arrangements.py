@@ -195,7 +195,8 @@ class TestStages:
         assert plan(only(ROLLING))[0].notes[0] == (
             "arithmetic has one engine of both phases, and prefill rolls over its replicas"
         )
-        assert plan(only("engines: split"))[0].notes[0].startswith("pool0")
+        assert plan(only("engines: split"))[0].notes[0] == "arithmetic has an engine for each phase"
+        assert plan(only("engines: one"))[0].notes[0].startswith("pool0")
 
     @pytest.mark.parametrize(("stages", "layers"), [(1, 4), (2, 2), (3, 2), (4, 1)])
     def test_layers_are_those_of_the_longest(self, stages: int, layers: int) -> None:

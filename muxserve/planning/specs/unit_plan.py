@@ -233,13 +233,14 @@ class ResolvedUnit:
         return (*how, *self.unit.notes, *lost, *estimated_in_words(self.demands), *templates)
 
     def _on_cpu(self) -> Iterator[str]:
-        names = [demand.name for demand in self.demands if demand.one_engine]
-        if names:
-            model, stages = self.fleet.models[0], self.demands[0].stages
-            split = f", its layers over {stages} processes" if stages > 1 else ""
-            rolling = ", and prefill rolls over its replicas" if model.rolls else ""
-            verb = "has" if len(names) == 1 else "have"
-            yield f"{enumerate_words(names)} {verb} one engine of both phases{split}{rolling}"
+        model, stages = self.fleet.models[0], self.demands[0].stages
+        if stages > 1:
+            yield f"{model.name} has one engine of both phases, its layers over {stages} processes"
+        if model.rolls:
+            yield f"{model.name} has one engine of both phases, and prefill rolls over its replicas"
+        generating = [demand for demand in self.demands if not demand.architecture.pooling]
+        if names := [demand.name for demand in generating if not demand.one_engine]:
+            yield f"{enumerate_words(names)} {'has' if len(names) == 1 else 'have'} an engine for each phase"
 
     @property
     def policy(self) -> PolicyName:
