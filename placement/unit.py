@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from muxserve.costs.architecture import ModelArchitecture
 from placement.demand import splits_evenly
@@ -249,8 +249,8 @@ def plan_unit(
 ) -> UnitPlan:
     """Plan all `models` onto `machine`.
 
-    The pools hold the longest sequence of every model that does not sleep, and of as many of those that do as can be
-    awake together: whoever sleeps has no pages.
+    A model's longest sequence is what its pool can hold, whoever shares it. Its floor is what it can count on beside
+    those that can be awake together: whoever sleeps has no pages.
 
     Args:
         models: all split over the same number of ranks, and for the same device. The memory of GPUs is the budget's
@@ -279,15 +279,16 @@ def plan_unit(
     if together is None and device == "cpu":
         together = awake_together(models, machine.memory_bytes)
     private = [model for model in models if model.private]
-    needed = [*_needed(models, groups, together), *map(_private_needed, private)]
-    total = _pool_size(models, machine, pool_bytes, sum(needed), units)
-    check_pool(models, total, sum(needed))
+    least = [*_least_sizes(models, groups, together), *map(_private_needed, private)]
+    needed = sum(_sizes_of_all(models, groups, together)) + sum(map(_private_needed, private))
+    total = _pool_size(models, machine, pool_bytes, needed, units)
+    check_pool(models, total, sum(least))
     weights = [sum(by_name[name].demand for name in group.models) for group in groups]
     weights += [model.demand for model in private]
-    sizes = share_out(total, weights, needed) if needed else []
+    sizes = share_out(total, weights, least) if least else []
     caches = dict(zip([model.name for model in private], sizes[len(groups) :], strict=True))
     if device == "cpu":
-        check_memory(models, machine, total, sum(needed), pool_bytes, sum(caches.values()))
+        check_memory(models, machine, total, needed, pool_bytes, sum(caches.values()))
 
     notes: list[str] = []
     pools, plans = [], {}
@@ -301,10 +302,9 @@ def plan_unit(
         pools.append(pool)
         if num_pages == most:
             notes.append(f"{pool.name} takes no more: a page table has at most {MAX_BLOCKS} blocks")
-        lengths = _lengths(members, group, num_pages - 1, together)
-        floors = [
-            _pages(m, group, tokens, n) for m, tokens, n in zip(members, group.block_tokens, lengths, strict=True)
-        ]
+        each = zip(members, group.block_tokens, strict=True)
+        lengths = [_length(member, group, tokens, num_pages - 1) for member, tokens in each]
+        floors = _floors(members, group, num_pages - 1, together)
         zeroed = any(member.state_bytes and group.dtype != "float32" for member in members)
         quotas = share_out(num_pages - 1, [member.demand for member in members], _begin_with(members, floors))
         for member, length, floor, quota in zip(members, lengths, floors, quotas, strict=True):
@@ -406,9 +406,10 @@ def pool_groups(models: Sequence[ModelDemand]) -> list[PoolGroup]:
 
 
 def least_pool_bytes(models: Sequence[ModelDemand], together: int | None = None) -> int:
-    """Bytes of all pools and private caches together, on each rank, that hold one sequence of every model; `together`
-    as of `plan_unit`."""
-    return sum(_needed(models, pool_groups(models), together)) + sum(_private_needed(m) for m in models if m.private)
+    """Bytes of all pools and private caches together, on each rank, with which the models can be served; `together` as
+    of `plan_unit`."""
+    pools = _least_sizes(models, pool_groups(models), together)
+    return sum(pools) + sum(_private_needed(m) for m in models if m.private)
 
 
 def awake_together(models: Sequence[ModelDemand], room: int) -> int:
@@ -431,17 +432,27 @@ def _begin_with(models: Sequence[ModelDemand], floors: Sequence[int]) -> list[in
     return [0 if model.sleeps else floor for model, floor in zip(models, floors, strict=True)]
 
 
-def _needed(models: Sequence[ModelDemand], groups: Sequence[PoolGroup], together: int | None) -> list[int]:
+def _sizes_of_all(models: Sequence[ModelDemand], groups: Sequence[PoolGroup], together: int | None) -> list[int]:
+    """Bytes of each pool that hold one sequence of every model, or of those that can be awake together."""
+    return [_size(models, group, together, lambda m: m.max_len or _least_auto(m))[0] for group in groups]
+
+
+def _least_sizes(models: Sequence[ModelDemand], groups: Sequence[PoolGroup], together: int | None) -> list[int]:
+    """Bytes of each pool that hold a short sequence of all those models, and any one of the lengths asked for."""
+    short = [_size(models, group, together, lambda m: min(m.context, MIN_AUTO_LEN))[0] for group in groups]
+    asked = [_size(models, group, together, lambda m: m.max_len or _least_auto(m))[1] for group in groups]
+    return [max(both) for both in zip(short, asked, strict=True)]
+
+
+def _size(
+    models: Sequence[ModelDemand], group: PoolGroup, together: int | None, length: Callable[[ModelDemand], int]
+) -> tuple[int, int]:
+    """Bytes of a pool that holds a sequence of that length of all models that can be awake together, and of one that
+    holds any one of these."""
     by_name = {model.name: model for model in models}
-    sizes = []
-    for group in groups:
-        members = [by_name[name] for name in group.models]
-        pages = [
-            _pages(member, group, tokens, member.max_len or _least_auto(member))
-            for member, tokens in zip(members, group.block_tokens, strict=True)
-        ]
-        sizes.append((1 + _pages_together(members, pages, together)) * group.page_bytes)
-    return sizes
+    members = [by_name[name] for name in group.models]
+    pages = [_pages(m, group, tokens, length(m)) for m, tokens in zip(members, group.block_tokens, strict=True)]
+    return (1 + _pages_together(members, pages, together)) * group.page_bytes, (1 + max(pages)) * group.page_bytes
 
 
 def _least_auto(model: ModelDemand) -> int:
@@ -470,31 +481,27 @@ def _pool_size(models: Sequence[ModelDemand], machine: Machine, asked: int | Non
     return math.ceil(size / _MIB) * _MIB
 
 
-def _lengths(models: Sequence[ModelDemand], group: PoolGroup, pages: int, together: int | None) -> list[int]:
-    """Longest sequence of each model of a pool.
+def _length(model: ModelDemand, group: PoolGroup, block_tokens: int, pages: int) -> int:
+    """Longest sequence of a model of a pool of so many `pages`: its context if the pool holds that, else as many whole
+    steps of tokens as it does."""
+    if _pages(model, group, block_tokens, model.context) <= pages:
+        return model.context
+    blocks = pages // model.pages_per_block - model.state_blocks(group.page_bytes)
+    return max(_least_auto(model), blocks * block_tokens // BLOCK_STEP * BLOCK_STEP)
 
-    What is auto gets the model's own length if all such sequences together take at most half of what the others leave,
-    so that quotas can still move; otherwise all of them are cut to the longest length that does. `together` as of
-    `plan_unit`.
-    """
-    of = list(zip(models, group.block_tokens, strict=True))
 
-    def needed(cap: int) -> int:
-        lengths = (m.max_len or min(cap, m.architecture.default_max_len) for m in models)
-        found = [_pages(m, group, tokens, n) if n else 0 for (m, tokens), n in zip(of, lengths, strict=True)]
-        return _pages_together(models, found, together)
+def _floors(models: Sequence[ModelDemand], group: PoolGroup, pages: int, together: int | None) -> list[int]:
+    """Pages of each model of a pool that it can count on: for one sequence of its longest length, if all such sequences
+    together take at most half of the pool, so that quotas can still move; otherwise of the longest common length with
+    which they do. `together` as of `plan_unit`."""
 
-    taken = needed(0)
+    def floors(cap: int) -> list[int]:
+        each = zip(models, group.block_tokens, strict=True)
+        return [_pages(model, group, tokens, min(cap, model.context)) for model, tokens in each]
 
-    def fits(cap: int) -> bool:
-        return needed(cap) - taken <= (pages - taken) // 2
-
-    longest = max((m.architecture.default_max_len for m in models if not m.max_len), default=0)
-    cap = longest
-    if not fits(longest):
-        steps = range(1, longest // BLOCK_STEP + 1)
-        cap = max(MIN_AUTO_LEN, BLOCK_STEP * bisect.bisect_left(steps, True, key=lambda n: not fits(n * BLOCK_STEP)))
-    return [m.max_len or min(cap, m.architecture.default_max_len) for m in models]
+    steps = range(BLOCK_STEP, max(model.context for model in models) + BLOCK_STEP, BLOCK_STEP)
+    fitting = bisect.bisect_right(steps, pages // 2, key=lambda n: _pages_together(models, floors(n), together))
+    return floors(max(MIN_AUTO_LEN, BLOCK_STEP * fitting))
 
 
 def _describe(pools: Sequence[PoolPlan], groups: Sequence[PoolGroup]) -> list[str]:

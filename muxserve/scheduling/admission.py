@@ -42,7 +42,7 @@ def admissible(
         return None
     seated = model.in_engines
     blocks_left = room(model, seated, limit)
-    if not _fits(model, seated, blocks_left):
+    if not _fits(model, seated, blocks_left, limit):
         return None
     chosen: list[str] = []
     tokens = 0
@@ -69,15 +69,25 @@ def head_fits(ledger: UnitLedger, model: ModelState, limit: int | None = None) -
     if not model.queue or not ledger.memory_up:
         return False
     seated = model.in_engines
-    return _fits(model, seated, room(model, seated, limit))
+    return _fits(model, seated, room(model, seated, limit), limit)
 
 
-def _fits(model: ModelState, seated: int, blocks_left: int) -> bool:
+def missing_pages(model: ModelState, limit: int | None = None) -> int:
+    """Pages that the oldest request of `model` waits for, which others hold or may still take; 0: for none."""
+    if not model.queue or not model.pages_per_block:
+        return 0
+    blocks, seated = model.queue.head().blocks, model.in_engines
+    if not seated and _fits_alone(blocks, model, limit):
+        return 0
+    return max(0, blocks - room(model, seated, limit)) * model.pages_per_block
+
+
+def _fits(model: ModelState, seated: int, blocks_left: int, limit: int | None) -> bool:
     """Whether the oldest request finds a seat and its blocks."""
     if seated >= model.max_seqs or not model.up:
         return False
     blocks = model.queue.head().blocks
-    return blocks <= blocks_left or (not seated and _fits_alone(blocks, model))
+    return blocks <= blocks_left or (not seated and _fits_alone(blocks, model, limit))
 
 
 def room(model: ModelState, seated: int, limit: int | None = None) -> int:
@@ -92,10 +102,11 @@ def room(model: ModelState, seated: int, limit: int | None = None) -> int:
     return (in_quota if in_quota < in_pool else in_pool) // model.pages_per_block - seated
 
 
-def _fits_alone(blocks: int, model: ModelState) -> bool:
-    """An otherwise empty model may use its whole quota, whatever a policy would rather leave to others."""
+def _fits_alone(blocks: int, model: ModelState, limit: int | None) -> bool:
+    """An otherwise empty model may take all that it may have, also what requests that were cancelled still hold."""
     pages = blocks * model.pages_per_block
-    return pages <= model.quota and pages <= model.pool.available - model.pool.promised
+    quota = model.quota if limit is None or limit > model.quota else limit
+    return pages <= quota and pages <= model.pool.available - model.pool.promised
 
 
 def wants_prefill(ledger: UnitLedger, model: ModelState, now: float, limit: int | None = None) -> bool:

@@ -45,7 +45,7 @@ class Fcfs(Policy):
             current = self._current = min(others, key=self._waits_since)
             self._slice_ends = now + self.slice_seconds
         decodes_first = self._prefilled and self._short(current) and current.decode.ready(now)
-        self._prefilled = not decodes_first and wants_prefill(ledger, current, now)
+        self._prefilled = not decodes_first and wants_prefill(ledger, current, now, self.limit(current))
         if self._prefilled:
             return [self._prefill_job(ledger, current, share=WHOLE)]
         return [self._decode_job(ledger, current, contended=bool(others), share=WHOLE)]
@@ -54,9 +54,9 @@ class Fcfs(Policy):
         """Models with work that do not have the unit."""
         return [m for m in ledger.models if m is not self._current and self._has_work(ledger, m, now)]
 
-    @staticmethod
-    def _has_work(ledger: UnitLedger, model: ModelState, now: float) -> bool:
-        return wants_decode(ledger, model, now) or wants_prefill(ledger, model, now)
+    def _has_work(self, ledger: UnitLedger, model: ModelState, now: float) -> bool:
+        limit = self.limit(model)
+        return wants_decode(ledger, model, now, limit) or wants_prefill(ledger, model, now, limit)
 
     @staticmethod
     def _short(model: ModelState) -> bool:
@@ -75,7 +75,7 @@ class Fcfs(Policy):
         if model.decode.lease is None:
             prefills = model.prefill.lease is not None and not over
             return self._prefill_goes_on(ledger, model, WHOLE) if prefills else None
-        prefills = wants_prefill(ledger, model, now)
+        prefills = wants_prefill(ledger, model, now, self.limit(model))
         if over or (prefills and not self._short(model)):
             return self._recall(model)
         if prefills:

@@ -52,7 +52,7 @@ class Policy(ABC):
         return self.quotas.limit(model)
 
     def capacity(self, model: ModelState) -> int:
-        """Most pages that `model` can ever be given; a request that needs more can never be served."""
+        """Most pages that `model` can ever be given: all of its pool. A request that needs more can never be served."""
         return self.quotas.capacity(model)
 
     # ------------------------------------------------------------ shared by the policies

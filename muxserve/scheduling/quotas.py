@@ -7,23 +7,25 @@ where R is a model's use of token blocks normalised by its request rate.
 Here both follow from one rule, weighted max-min fairness. With w_i the demand weight of a model (request rate x layers
 x KV heads x tokens of a request), a model gets what it can use, but no more than `level` x w_i, with the one level at
 which the quotas fill the pool. So models that want more than they can have end up with the same quota per weight, which
-is Eq. 2 with R_i = pages_i / w_i, and what the others leave unused goes to them in that proportion.
+is Eq. 2 with R_i = pages_i / w_i, and what the others leave unused goes to them in that proportion. Where a request
+needs more than that, others make room for it (`long_requests.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from muxserve.scheduling.ledger import UnitLedger
+from muxserve.scheduling.long_requests import fitting, head_pages, long_request_floors
 from muxserve.scheduling.state import ModelState, PoolState
 from muxserve.scheduling.types import ModelProfile, QuotaChange
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One model's claim on a pool: its weight, the pages it never falls below, and the most it can use."""
+    """One model's claim on a pool: its weight, the pages that it gets at least, and the most it can use."""
 
     weight: float
     floor: int
@@ -98,15 +100,6 @@ def _whole(pages: int, shares: Sequence[float]) -> list[int]:
     return whole
 
 
-def with_fitting_floors(pages: int, claims: Sequence[Claim]) -> list[Claim]:
-    """The claims, with lower floors where all of these together exceed the pool: as when more models are awake than it
-    was planned for."""
-    floors = sum(claim.floor for claim in claims)
-    if floors <= pages:
-        return list(claims)
-    return [Claim(claim.weight, claim.floor * pages // floors, claim.most) for claim in claims]
-
-
 def initial_quotas(profiles: Sequence[ModelProfile], pages: int) -> dict[str, int]:
     """Quotas of the models of one pool in proportion to their demand weights, no less than their floors.
 
@@ -126,9 +119,11 @@ def normalised_usage(pool: PoolState, profiles: Sequence[ModelProfile], used: Se
 
 @dataclass(slots=True)
 class QuotaConfig:
-    """How quickly quotas follow the load. Fractions are of the pool."""
+    """How quickly quotas follow the load. Fractions are of the pool. Every `period` seconds demand is looked at; for a
+    request that needs more pages than its model may take, they follow after `hurried` seconds."""
 
     period: float = 0.5
+    hurried: float = 0.02
     step: float = 0.1
     hysteresis: float = 0.02
     decay: float = 0.5
@@ -140,7 +135,8 @@ class QuotaAdapter:
     A quota is never lowered below what its model holds plus a block for each of its sequences, so that lowering one
     preempts nobody; `target` is where it is going, and admissions beyond the target wait. One move is at most a `step`
     of the pool per model, and moves smaller than the `hysteresis` are not made unless a model's oldest request waits
-    for one. A retired model gives away all that it does not hold; one that is back gets its floor first.
+    for one. A retired model gives away all that it does not hold; one that is back gets its floor first. Floors give
+    way to requests that need more than their model would get.
     """
 
     def __init__(self, pool: PoolState, config: QuotaConfig) -> None:
@@ -156,25 +152,20 @@ class QuotaAdapter:
         model, pages = self._pool.models[0], self._pool.profile.pages
         return len(self.targets) == 1 and not model.retired and model.quota == self.targets[0] == pages
 
-    def adapt(self) -> list[QuotaChange]:
-        """The changes to make now."""
+    def adapt(self, between: bool = False) -> list[QuotaChange]:
+        """The changes to make now. `between`: a request cannot wait for the next period, in which demand is looked at
+        again."""
         pool, models, config = self._pool, self._pool.models, self._config
         pages = pool.profile.pages
-        claims = []
-        serving: list[int] = []
-        for index, model in enumerate(models):
-            wanted = float(self._wanted(model))
-            demand = self._demand[index] = max(wanted, config.decay * self._demand[index] + (1 - config.decay) * wanted)
-            model.peak = model.used
-            if not model.retired:
-                serving.append(index)
-                claims.append(Claim(self._weights[index], model.profile.floor_pages, demand))
-        claims = with_fitting_floors(pages, claims)
+        if not between:
+            self._look_at_demand()
+        serving = [index for index, model in enumerate(models) if not model.retired]
         self.targets = targets = [0] * len(models)
         floors = [0] * len(models)
-        for index, target, claim in zip(serving, max_min(pages, claims), claims, strict=True):
-            targets[index], floors[index] = target, claim.floor
-        step = max(1, int(config.step * pages))
+        for index, target, floor in zip(serving, *self._division(serving), strict=True):
+            targets[index], floors[index] = target, floor
+        # What nobody holds is given at once to a request that cannot wait.
+        step = pages if between else max(1, int(config.step * pages))
         quotas = [model.quota for model in models]
         for index, model in enumerate(models):
             held = model.used + model.promised + model.in_engines * model.pages_per_block
@@ -199,6 +190,28 @@ class QuotaAdapter:
         return [
             QuotaChange(model.name, quota) for quota, model in zip(quotas, models, strict=True) if quota != model.quota
         ]
+
+    def _look_at_demand(self) -> None:
+        decay = self._config.decay
+        for index, model in enumerate(self._pool.models):
+            wanted = float(self._wanted(model))
+            self._demand[index] = max(wanted, decay * self._demand[index] + (1 - decay) * wanted)
+            model.peak = model.used
+
+    def _division(self, serving: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Where the quotas of the models in service are going, and their floors."""
+        pages = self._pool.profile.pages
+        models = [self._pool.models[index] for index in serving]
+        demands = [max(self._demand[index], float(self._wanted(self._pool.models[index]))) for index in serving]
+
+        def divided(floors: Sequence[int]) -> list[int]:
+            weights = (self._weights[index] for index in serving)
+            return max_min(pages, [Claim(*each) for each in zip(weights, floors, demands, strict=True)])
+
+        floors = fitting(pages, [model.profile.floor_pages for model in models])
+        targets = divided(floors)
+        for_long = long_request_floors(pages, models, targets)
+        return (targets, floors) if for_long is None else (divided(for_long), for_long)
 
     @staticmethod
     def _wanted(model: ModelState) -> int:
@@ -234,40 +247,66 @@ class Quotas(Protocol):
         ...
 
     def capacity(self, model: ModelState) -> int:
-        """Most pages that `model` can ever be given."""
+        """Most pages that `model` can ever be given, whoever shares its pool."""
         ...
 
 
-class FixedQuotas:
-    """Every model keeps the quota that it was planned with; those of retired models are lent."""
+def quota_when_back(model: ModelState) -> int:
+    """The quota of a model that is back in service: as planned, as far as others have not been given it. They give it
+    back by and by."""
+    others = sum(other.quota for other in model.pool.models if other is not model)
+    return max(model.quota, min(model.profile.quota_pages, model.pool.profile.pages - others))
 
-    due = float("inf")
+
+# Between two changes of fixed quotas, seconds: what was lent comes back page by page.
+LEND_SECONDS = 0.1
+
+
+class FixedQuotas:
+    """Every model keeps the quota that it was planned with; those of retired models are lent. Only for a request that
+    needs more do the others give up a part of theirs, for as long as that takes."""
 
     def __init__(self) -> None:
+        self.due = float("inf")
         self._lend_at = 0.0
+        # By name of the model; empty while quotas are as planned.
+        self._targets: dict[str, int] = {}
 
     def rebalance(self, ledger: UnitLedger, now: float) -> list[QuotaChange]:
         """See `Quotas`."""
-        if now < self._lend_at or not ledger.memory_up:
+        self.due = float("inf")
+        if not ledger.memory_up or not (self._targets or any(map(_away_from_plan, ledger.models))):
             return []
-        if all(model.quota == model.profile.quota_pages and not model.retired for model in ledger.models):
+        if now < self._lend_at:
+            self.due = self._lend_at
             return []
-        changes = [change for pool in ledger.pools.values() for change in lend(pool)]
+        pools = [pool for pool in ledger.pools.values() if pool.models]
+        self._targets = {name: pages for pool in pools for name, pages in fixed_targets(pool).items()}
+        changes = [change for pool in pools for change in lend(pool, self._targets)]
         if changes:
             self._lend_at = now + LEND_SECONDS
+        elif all(model.profile.quota_pages == self._targets[model.name] for model in ledger.models):
+            self._targets = {}
         return changes
 
     def limit(self, model: ModelState) -> int:
         """See `Quotas`."""
-        return model.quota
+        return min(model.quota, self._targets.get(model.name, model.quota))
 
     def capacity(self, model: ModelState) -> int:
-        """See `Quotas`. What is lent does not count, since its owner will have it back; the model's floor does."""
-        return max(model.profile.floor_pages, min(model.quota, model.profile.quota_pages))
+        """See `Quotas`."""
+        return model.pool.profile.pages
+
+
+def _away_from_plan(model: ModelState) -> bool:
+    """The model's quota is not the planned one, or should not be."""
+    planned = model.profile.quota_pages
+    return model.quota != planned or model.retired or head_pages(model) > planned
 
 
 class AdaptiveQuotas:
-    """Quotas follow the load, at most every `QuotaConfig.period` seconds."""
+    """Quotas follow the load, at most every `QuotaConfig.period` seconds; sooner for a request that needs more pages
+    than its model may take now."""
 
     def __init__(self, config: QuotaConfig | None = None) -> None:
         self._config = config or QuotaConfig()
@@ -275,23 +314,34 @@ class AdaptiveQuotas:
         # By index of the model; empty until the first move.
         self._limits: list[int] = []
         self.due = 0.0
+        # When the next period begins; from when on quotas may change before.
+        self._period = self._between = 0.0
 
     def rebalance(self, ledger: UnitLedger, now: float) -> list[QuotaChange]:
         """See `Quotas`."""
-        if now < self.due or not ledger.memory_up:
+        between = now < self._period
+        if not ledger.memory_up or (between and not self._short(ledger)):
             return []
-        self.due = now + self._config.period
+        if now < self._between:
+            self.due = self._between
+            return []
+        self._between = now + self._config.hurried
+        if not between:
+            self._period = now + self._config.period
+        self.due = self._period
         pools = [pool for pool in ledger.pools.values() if pool.models]
         if not self._adapters:
             self._adapters = [QuotaAdapter(pool, self._config) for pool in pools]
         if all(adapter.settled for adapter in self._adapters):
             return []
-        changes = [change for adapter in self._adapters for change in adapter.adapt()]
+        changes = [change for adapter in self._adapters for change in adapter.adapt(between)]
         changed = {change.model: change.pages for change in changes}
         self._limits = [0] * len(ledger.models)
         for pool, adapter in zip(pools, self._adapters, strict=True):
             for model, target in zip(pool.models, adapter.targets, strict=True):
                 self._limits[model.index] = min(target, changed.get(model.name, model.quota))
+        if any(not model.retired and head_pages(model) > self._limits[model.index] for model in ledger.models):
+            self.due = min(self._period, self._between)
         return changes
 
     def limit(self, model: ModelState) -> int:
@@ -299,38 +349,51 @@ class AdaptiveQuotas:
         return min(model.quota, self._limits[model.index]) if self._limits else model.quota
 
     def capacity(self, model: ModelState) -> int:
-        """See `Quotas`. The pool, without the other models' floors."""
-        others = sum(m.profile.floor_pages for m in model.pool.models if m is not model and not m.retired)
-        return max(model.quota, model.profile.floor_pages, model.pool.profile.pages - others)
+        """See `Quotas`."""
+        return model.pool.profile.pages
+
+    def _short(self, ledger: UnitLedger) -> bool:
+        """A request waits that its model could not even take alone."""
+        for model in ledger.models:
+            if model.queue and not model.retired and head_pages(model) > self.limit(model):
+                return True
+        return False
 
 
-# Between two changes of fixed quotas: what was lent comes back page by page.
-LEND_SECONDS = 0.1
+def fixed_targets(pool: PoolState) -> dict[str, int]:
+    """Where fixed quotas belong: each model's own quota and, in proportion to it, what retired models have no use for;
+    its floor at least. Where a request needs more, its model gets that, and the others less."""
+    serving = [model for model in pool.models if not model.retired]
+    planned = [model.profile.quota_pages for model in serving]
+    floors = [model.profile.floor_pages for model in serving]
+
+    def divided(pages: int, floors: Sequence[int]) -> list[int]:
+        return max_min(pages, [Claim(max(1, own), floor) for own, floor in zip(planned, floors, strict=True)])
+
+    whole = sum(model.profile.quota_pages for model in pool.models)
+    targets = planned if len(serving) == len(pool.models) else divided(whole, fitting(whole, floors))
+    for_long = long_request_floors(pool.profile.pages, serving, targets)
+    if for_long is not None:
+        targets = divided(pool.profile.pages, for_long)
+    return dict.fromkeys((model.name for model in pool.models), 0) | {
+        model.name: pages for model, pages in zip(serving, targets, strict=True)
+    }
 
 
-def lend(pool: PoolState) -> list[QuotaChange]:
-    """The changes that bring the pool's quotas towards where they belong; nothing when they are there.
+def lend(pool: PoolState, targets: Mapping[str, int]) -> list[QuotaChange]:
+    """The changes that bring the pool's quotas towards their `targets`; nothing when they are there.
 
-    That is each model's own quota and, in proportion to it, what retired models have no use for; its floor at least.
     What was lent comes back as soon as its borrowers do not hold it any more: no quota is lowered under what its model
     holds and needs to grow, so that nobody is preempted for it.
     """
-    serving = [model for model in pool.models if not model.retired]
-    whole = sum(model.profile.quota_pages for model in pool.models)
-    claims = [Claim(max(1, model.profile.quota_pages), model.profile.floor_pages) for model in serving]
-    if len(serving) == len(pool.models):
-        targets = {model.name: model.profile.quota_pages for model in serving}
-    else:
-        shares = max_min(whole, with_fitting_floors(whole, claims))
-        targets = {model.name: pages for model, pages in zip(serving, shares, strict=True)}
-    if all(model.quota == targets.get(model.name, 0) for model in pool.models):
+    if all(model.quota == targets[model.name] for model in pool.models):
         return []
     quotas: dict[str, int] = {}
     for model in pool.models:
         held = model.used + model.promised + model.in_engines * model.pages_per_block
-        quotas[model.name] = min(model.quota, max(targets.get(model.name, 0), held))
+        quotas[model.name] = min(model.quota, max(targets[model.name], held))
     slack = pool.profile.pages - sum(quotas.values())
-    for model in sorted(serving, key=lambda model: quotas[model.name] / max(1, targets[model.name])):
+    for model in sorted(pool.models, key=lambda model: quotas[model.name] / max(1, targets[model.name])):
         raised = max(0, min(targets[model.name] - quotas[model.name], slack))
         quotas[model.name] += raised
         slack -= raised

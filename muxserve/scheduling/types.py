@@ -83,7 +83,8 @@ class ModelProfile:
     """What scheduling needs to know of a model.
 
     `rate` is its expected load in requests per second, relative to the other models. `quota_pages` is where its quota
-    starts, `floor_pages` what it never falls below: enough for its longest sequence. Shares are fractions of the unit.
+    starts, `floor_pages` what it never falls below
+    but for requests that need more of the pool (`long_requests`). Shares are fractions of the unit.
 
     With `both` it has one engine of both phases, whose share is `decode_share`, in which up to `depth` micro-batches
     are under way; `waiting_tokens` of prompts may be in it that are not computed yet (0: as many as two steps take).

@@ -113,7 +113,7 @@ def units_of(
     """The units of a placement as `mode` runs them; `share_steps` as of `sim_unit`.
 
     Raises:
-        SimulationError: the placement names an unknown model, or a unit has no room for one sequence of each model.
+        SimulationError: the placement names an unknown model, or a unit has no room for a block of each model alone.
     """
     return [adapt(sim_unit(unit, models, share_steps), mode) for unit in placement.units]
 
@@ -152,7 +152,7 @@ def sim_unit(unit: PlacedUnit, models: Mapping[str, Demand], share_steps: int | 
             _profile(models[name], placed[name], tp, pool, tokens, len(group.models), share_steps != 0)
             for name, tokens in zip(group.models, group.block_tokens, strict=True)
         ]
-        if pool.pages < sum(member.floor_pages for member in members):
+        if pool.pages < max(member.pages_per_block for member in members):
             raise SimulationError(
                 f"unit {unit.name}: {size} bytes of KV cache per device are too few for {', '.join(group.models)}"
             )
@@ -244,8 +244,8 @@ def _profile(
     state_blocks = math.ceil(architecture.state_bytes(model.dtype, tp) / block_bytes) if per_block else 0
     longest = math.ceil(model.context / block_tokens) + state_blocks
     longest *= per_block
-    # The longest sequence at least, but no more than half of an equal part, so that quotas can move.
-    floor = max(per_block, min(longest, pool.pages // (2 * members)))
+    # The longest sequence, but no more than half of an equal part, so that quotas can move. It is no bound to lengths.
+    floor = min(longest, pool.pages // (2 * members))
     return ModelProfile(
         name=model.name,
         pool=pool.name,

@@ -52,6 +52,8 @@ class ResidentModels:
         # Whose engines stay while they sleep: each has been awake once. Who slept last is at the end.
         asleep = [name for name in residency.models if name not in residency.awake]
         self._resting = asleep[: residency.resting]
+        for name in asleep:
+            scheduler.retire(name)
 
     # ------------------------------------------------------------ requests
 
@@ -141,6 +143,7 @@ class ResidentModels:
         """What the model had on the devices is gone, if nothing of it has come since."""
         if model.residence is Residence.LEAVING and not model.running:
             model.become(Residence.ASLEEP, now)
+            self.scheduler.retire(model.name)
             model.hibernated |= model.moves
             self._resting = [*self._resting, model.name][-self.residency.resting :] if self.residency.resting else []
             self.awake.times.slept(now - model.idle_since)
@@ -199,6 +202,7 @@ class ResidentModels:
     def _woke(self, model: ResidentModel, now: float) -> None:
         self.awake.woke(model.name, now - model.since)
         model.become(Residence.AWAKE, now)
+        self.scheduler.revive(model.name)
         self._serve_waiting(model, now)
         self._decide(now)
 

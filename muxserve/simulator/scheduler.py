@@ -15,6 +15,7 @@ from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.loads import load_of, view_of
 from muxserve.scheduling.policies import make_policy
 from muxserve.scheduling.policy import AGAIN_SECONDS, Policy
+from muxserve.scheduling.quotas import quota_when_back
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.types import BOTH, DECODE, PREFILL, Grant, Phase, QueuedRequest
 from muxserve.simulator.events import TimedEvent
@@ -118,12 +119,8 @@ class LeaseScheduler:
         return True
 
     def capacity(self, model: ModelState) -> int:
-        """Pages that the model can count on."""
-        if not self.spec.adapt_quotas:
-            return model.quota
-        # Quotas never fall below the floor, and nothing promises that they ever rise above it.
-        alone = model.pool.profile.pages if len(model.pool.models) == 1 else 0
-        return min(self.policy.capacity(model), max(model.profile.floor_pages, alone))
+        """Most pages that the model can ever be given."""
+        return self.policy.capacity(model) if self.spec.adapt_quotas else model.quota
 
     # ------------------------------------------------------------ engines
 
@@ -275,9 +272,7 @@ class LeaseScheduler:
         changes = self.policy.rebalance(self.ledger, now)
         if changes:
             for change in changes:
-                pages = self.machine.pages.of[change.model]
-                pages.quota = change.pages
-                self.ledger.pages(change.model, pages.held, 0, pages.quota)
+                self._set_quota(change.model, change.pages)
             for pool in self.machine.pages.pools.values():
                 pool.check(now)
 
@@ -286,6 +281,23 @@ class LeaseScheduler:
         if wakeup < self._wake_at or (self._wake_at <= now and wakeup != float("inf")):
             self._wake_at = wakeup if wakeup > now else now + AGAIN_SECONDS
             self.clock.at(self._wake_at, _PolicyDue(self))
+
+    def retire(self, name: str) -> None:
+        """The model sleeps, and others have the use of its pages."""
+        self.ledger.by_name[name].retired = True
+        self._set_quota(name, 0)
+
+    def revive(self, name: str) -> None:
+        """The model is awake, and has pages again."""
+        model = self.ledger.by_name[name]
+        model.retired = False
+        self._set_quota(name, quota_when_back(model))
+
+    def _set_quota(self, name: str, quota: int) -> None:
+        if self.spec.adapt_quotas:
+            pages = self.machine.pages.of[name]
+            pages.quota = quota
+            self.ledger.pages(name, pages.held, 0, quota)
 
     def policy_due(self, now: float) -> None:
         """The policy wanted to be asked now, unless it has named another time since."""

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 
+from muxserve.scheduling.quotas import quota_when_back
 from muxserve.scheduling.state import ModelState
 from muxserve.unit.moving import Departures
 from muxserve.unit.request_table import UnitRequestTable
@@ -49,11 +50,9 @@ class PageQuotas:
         self._set({model.name: 0})
 
     def revive(self, model: ModelState) -> None:
-        """A model gets its quota back, as far as others have not been given it; from them it comes by and by."""
+        """A model gets its quota back."""
         model.retired = False
-        others = sum(other.quota for other in model.pool.models if other is not model)
-        spare = model.pool.profile.pages - others
-        self._set({model.name: max(model.quota, min(model.profile.quota_pages, spare))})
+        self._set({model.name: quota_when_back(model)})
 
     def plan(self) -> None:
         """Begin with the quotas that the unit's models are planned with."""

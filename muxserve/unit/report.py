@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from muxserve.scheduling.admission import missing_pages
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.quotas import normalised_usage
 from muxserve.scheduling.state import EngineState, ModelState
@@ -85,6 +86,7 @@ def _model(model: ModelState, policy: Policy, now: float) -> dict[str, object]:
         "quota_pages": model.quota,
         "limit_pages": policy.limit(model),
         "floor_pages": model.profile.floor_pages,
+        "missing_pages": missing_pages(model, policy.limit(model)),
         "pages_per_block": model.pages_per_block,
         "used_pages": model.used,
         "cached_pages": model.cached,

@@ -136,8 +136,7 @@ class UnitRequestTable:
             self._state.send(peer, Elsewhere([submit.request_id], [submit.attempt]))
             return
         done = len(submit.output_tokens)
-        # The last token is not computed upon, so it needs no place; one token is generated whatever was asked for.
-        most = submit.prompt_tokens + max(submit.max_tokens, done + 1) - 1
+        most = most_tokens(model, submit.prompt_tokens, submit.max_tokens, done)
         if self.too_long(peer, submit.request_id, submit.attempt, model, most):
             return
         self.held[submit.request_id] = RequestEntry(
@@ -190,7 +189,7 @@ class UnitRequestTable:
             self._state.send(gateway, Elsewhere(ids, attempts))
 
     def too_long(self, gateway: bytes, request_id: str, attempt: int, model: ModelState, tokens: int) -> bool:
-        """Refuse a request for which the pool has not enough pages even when the model has all it can get."""
+        """Refuse a request for which the pool has not enough pages even if its model has all of them."""
         capacity = self._state.policy.capacity(model)
         pages = pages_for(model, tokens)
         if pages <= capacity:
@@ -329,7 +328,8 @@ class UnitRequestTable:
         held.key = ""
         self.staged(message.request_id, QUEUE, now)
         live = self._state.ledger.requests[message.request_id]
-        if self.too_long(held.gateway, live.request_id, held.attempt, live.model, live.tokens):
+        most = most_tokens(live.model, live.prompt_tokens, 0, live.output_tokens)
+        if self.too_long(held.gateway, live.request_id, held.attempt, live.model, most):
             self.drop([live.request_id], now)
 
     def take_over(self, message: TakeOver, now: float) -> str:
@@ -344,7 +344,7 @@ class UnitRequestTable:
         if not self._state.ledger.memory_up:
             return "the memory manager is not up"
         done = len(request.output_tokens)
-        most = request.prompt_tokens + max(request.max_tokens, done + 1) - 1
+        most = most_tokens(model, request.prompt_tokens, request.max_tokens, done)
         if pages_for(model, most) > self._state.policy.capacity(model):
             return f"it can grow to {most} tokens, for which there is no room here"
         known = self.held.get(request.request_id)
@@ -414,6 +414,12 @@ class UnitRequestTable:
             computed_tokens=held.computed_tokens if adopts else 0,
             foreign=held.foreign and adopts,
         )
+
+
+def most_tokens(model: ModelState, prompt: int, most: int, done: int) -> int:
+    """Tokens that a request needs pages for when it is longest. It generates at most `most` tokens and has `done` of
+    them. The last one is not computed upon, so it needs no place; but a prompt is admitted with room for one token."""
+    return prompt + (0 if model.pooling else max(most - 1, done + 1))
 
 
 def pages_for(model: ModelState, tokens: int) -> int:

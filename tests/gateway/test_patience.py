@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from muxserve.gateway.routing.patience import MARGIN_SECONDS, STUCK_SECONDS, UNPLACED_SECONDS, Patience, Wait
+from muxserve.gateway.routing.patience import (
+    MARGIN_SECONDS,
+    STUCK_SECONDS,
+    UNPLACED_SECONDS,
+    Patience,
+    Wait,
+    say_missing_pages,
+)
 from muxserve.gateway.routing.requests import Failure, Tracked
 from muxserve.wire import Cancel, Placed, Unplace, Waits
 from tests.gateway.test_routing import Told
@@ -48,6 +55,16 @@ def test_what_each_request_waits_for_has_a_name() -> None:
     second.first_token_at = second.last_token_at = 1.5
     told.router.unit_up("a", "a2", told.now)
     assert [wait.requests for wait in told.reasons()] == [1], "one that has tokens is served"
+
+
+def test_who_waits_for_pages_of_others_hears_for_how_many() -> None:
+    waits = [Wait("the queue of unit a", 2), Wait("the queue of unit b", 1), Wait("a replica of its model", 1)]
+    say_missing_pages(waits, {"a": 624, "b": 0})
+    assert [wait.reason for wait in waits] == [
+        "the queue of unit a, the oldest one for 624 pages of the pool that others hold",
+        "the queue of unit b",
+        "a replica of its model",
+    ]
 
 
 @pytest.mark.parametrize("scheduler", [False, True])

@@ -64,8 +64,9 @@ def check(plan: UnitPlan, models: list[ModelDemand]) -> None:
     for wanted, model in zip(models, plan.models, strict=True):
         shape, pool = wanted.architecture, pools[model.pool]
         assert pool.page_bytes == 2 * model.block_tokens * shape.head_dim * (2 if model.dtype == "bfloat16" else 4)
-        assert model.floor_pages == math.ceil(model.max_len / model.block_tokens) * shape.pages_per_block
-        assert model.quota_pages >= model.floor_pages, "one sequence of max_len must fit the quota"
+        longest = math.ceil(model.max_len / model.block_tokens) * shape.pages_per_block
+        assert model.floor_pages <= longest <= pool.num_pages - 1, "the pool must hold one sequence of max_len"
+        assert model.quota_pages >= model.floor_pages > 0
         assert 1 <= model.max_len <= shape.max_len
         assert wanted.max_len in (None, model.max_len)
         assert (model.num_blocks - 1) * shape.pages_per_block <= pool.num_pages - 1
@@ -110,7 +111,7 @@ def test_the_size_that_an_error_asks_for_is_enough(models: list[ModelDemand]) ->
 def test_of_models_that_sleep_those_awake_together_have_room(
     models: list[ModelDemand], together: int, awake: int
 ) -> None:
-    """Whichever they are: for one sequence of each. The fewer, the longer their sequences may be."""
+    """Whichever they are: for a sequence of each. The fewer, the longer it is; the longest one is as long as before."""
     machine, size = Machine(8, 512 * GIB, 256 * GIB), 64 * GIB
     models = [dataclasses.replace(model, sleeps=index >= awake) for index, model in enumerate(models)]
     plan = plan_unit(models, machine, pool_bytes=size, together=together)
@@ -124,15 +125,27 @@ def test_of_models_that_sleep_those_awake_together_have_room(
         assert sum(model.quota_pages for model in members) == pool.num_pages - 1
     every = plan_unit(models, machine, pool_bytes=size, together=len(models))
     for one, other in zip(plan.models, every.models, strict=True):
-        assert one.max_len >= other.max_len
+        assert one.floor_pages >= other.floor_pages
+        assert one.max_len == other.max_len
 
 
-def test_lengths_of_models_that_sleep_are_those_of_fewer() -> None:
-    models = [dataclasses.replace(demand(f"m{n}", max_len=131072), sleeps=True) for n in range(24)]
-    few = plan_unit(models[:3], MACHINE, pool_bytes=256 * MIB)
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_nobodys_length_depends_on_who_is_declared(sleeps: bool) -> None:
+    models = [dataclasses.replace(demand(f"m{n}", max_len=131072), sleeps=sleeps) for n in range(24)]
+    (alone,) = plan_unit(models[:1], MACHINE, pool_bytes=256 * MIB).models
     many = plan_unit(models, MACHINE, pool_bytes=256 * MIB, together=3)
-    assert [model.max_len for model in many.models] == [few.models[0].max_len] * 24
-    assert plan_unit(models, MACHINE, pool_bytes=256 * MIB).models[0].max_len < few.models[0].max_len // 7
+    assert [model.max_len for model in many.models] == [alone.max_len] * 24
+    pages = math.ceil(alone.max_len / alone.block_tokens) * models[0].architecture.pages_per_block
+    assert (
+        0
+        <= many.pools[0].num_pages - 1 - pages
+        < models[0].architecture.pages_per_block * (1 + 32 // alone.block_tokens)
+    )
+    # What a model can count on is for those that are awake together.
+    few = plan_unit(models[:3], MACHINE, pool_bytes=256 * MIB)
+    every = many if not sleeps else plan_unit(models, MACHINE, pool_bytes=256 * MIB)
+    assert every.models[0].floor_pages < few.models[0].floor_pages // 7
+    assert not sleeps or [model.floor_pages for model in many.models] == [few.models[0].floor_pages] * 24
 
 
 def test_as_many_are_awake_as_their_weights_have_room() -> None:
@@ -197,6 +210,7 @@ def test_auto_lengths_are_cut_to_what_the_pool_holds_and_it_is_told() -> None:
     assert 2048 <= long.max_len < 131072
     assert long.max_len % 32 == 0
     assert any(f"max_len of long is {long.max_len} tokens instead of 131072" in note for note in plan.notes)
+    assert (plan.pools[0].num_pages - 1) // long.block_tokens < long.max_len <= plan.pools[0].num_pages * 32
     # both floors take at most half, so that quota can move
     assert short.floor_pages + long.floor_pages <= plan.pools[0].num_pages // 2
 

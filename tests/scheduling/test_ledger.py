@@ -364,14 +364,15 @@ def test_admission_leaves_room_for_what_runs_and_what_was_promised() -> None:
     assert admissible(book, model) is not None, "cached pages can be evicted"
 
 
-def test_a_model_that_holds_nothing_may_use_its_whole_quota() -> None:
+def test_a_model_that_runs_nothing_may_use_its_whole_quota_and_no_more_than_its_limit() -> None:
     book = ledger(quota_pages=80)
     model = book.by_name["a"]
     arrive(book, "r", prompt=310)
     book.pages("a", 4, 0, 80)  # counts lag behind
-    chosen = admissible(book, model, limit=20)
+    chosen = admissible(book, model, limit=80)
     assert chosen is not None
     assert chosen.request_ids == ("r",)
+    assert admissible(book, model, limit=79) is None, "others make room for somebody else"
 
 
 def test_admission_needs_memory_and_both_engines_and_a_seat() -> None:

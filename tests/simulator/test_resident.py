@@ -114,6 +114,30 @@ def test_a_unit_must_know_what_its_models_take() -> None:
         SimulatedUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
 
 
+@pytest.mark.parametrize("policy", ["adbs", "slack", "free", "fcfs"])
+@pytest.mark.parametrize("declared", [1, 3, 24])
+def test_nobodys_length_depends_on_who_is_declared(policy: str, declared: int) -> None:
+    """A request that takes nearly all of the pool: others that sleep have no pages, and those that are awake give
+    way."""
+    names = [f"m{n}" for n in range(declared)]
+    costs = {name: WakeCosts(40, seconds=WAKE, ttft=2.0) for name in names}
+    profiles = [profile(name, quota_pages=1200 // declared, floor_pages=1200 // (2 * declared)) for name in names]
+    residency = SimResidency(ResidencyRules(100), costs)
+    world = SimulatedUnit(unit(profiles, 1200, policy, residency=residency), Analytic())
+    rows = [(0.0, "m0", 4000, 100), (0.1, names[-1], 40, 10), (1.5, names[-1], 4500, 10), (1.6, "m0", 40, 10)]
+    result = run(world, requests(*rows))
+    assert [record.error for record in result.records] == [""] * 4
+    assert [record.output_tokens for record in result.records] == [100, 10, 10, 10]
+
+
+def test_models_that_sleep_have_no_pages() -> None:
+    world = resident(200)
+    run(world, requests((0.0, "a", 40, 4)))
+    quotas = {pages.model: pages.quota for pages in world.machine.pages.models}
+    assert (quotas["b"], quotas["c"]) == (0, 0)
+    assert quotas["a"] > 400, "others have the use of what sleeping models have none for"
+
+
 def taking_turns(turns: TurnRules | None, options: Options | None = None) -> SimulatedUnit:
     """Room for one model of three; a token is due every 100 ms, and takes a tenth of that."""
     costs = {name: WakeCosts(40, seconds=0.1, ttft=1.0, tpot=0.1) for name in NAMES}

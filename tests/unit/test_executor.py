@@ -659,19 +659,33 @@ def test_one_expired_hand_over_costs_nobody_else_theirs() -> None:
 
 def test_what_can_never_fit_is_refused_with_figures() -> None:
     bench = Bench(model("a", quota_pages=200), model("b", floor_pages=800, quota_pages=800))
-    (refused,) = to(GATEWAY, Refused, bench.submit("r", prompt=900, attempt=3))
+    (refused,) = to(GATEWAY, Refused, bench.submit("r", prompt=4000, attempt=3))
     assert refused.attempt == 3
-    assert "949 tokens" in refused.message
+    assert "4049 tokens" in refused.message
     assert "'a' has room for" in refused.message
     assert "kv_pool.size" in refused.message
     assert not bench.unit.request_table.held
     assert to(GATEWAY, Refused, bench.submit("s", prompt=700, max_tokens=20)) == []
 
 
+def test_a_request_that_is_too_long_for_now_waits_for_the_pages_of_others() -> None:
+    bench = Bench(model("a", quota_pages=400), model("b", quota_pages=400))
+    bench.memory.used["b"] = 600
+    assert to(GATEWAY, Refused, bench.submit("r", prompt=2500)) == []
+    bench.turn(after=0.1)
+    assert bench.state()["models"]["a"]["missing_pages"] > 200
+    assert bench.admitted("a/prefill") == []
+    bench.memory.used["b"] = 0
+    for _ in range(10):
+        bench.turn(after=0.1)
+    assert [admit.request_id for admit in bench.admitted("a/prefill")] == ["r"]
+    assert bench.state()["models"]["a"]["missing_pages"] == 0
+
+
 def test_a_request_that_outgrew_the_pool_is_refused_when_it_returns() -> None:
     bench = Bench(model("a", max_num_seqs=1, quota_pages=100), model("b", floor_pages=900, quota_pages=900))
     admit = bench.decoding("r")
-    sent = bench.report("a/decode", returned=[Returned("r", admit.incarnation, [1] * 800)], running=0)
+    sent = bench.report("a/decode", returned=[Returned("r", admit.incarnation, [1] * 4000)], running=0)
     assert [m.request_id for m in to(GATEWAY, Refused, sent)] == ["r"]
     assert not bench.unit.request_table.held
 

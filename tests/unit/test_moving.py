@@ -635,8 +635,8 @@ def test_replicas_are_reported_when_greeted_and_when_something_changes() -> None
     b = bench()
     first = loads(b.say(SCHEDULER, SchedulerHello("s1")))
     assert set(first) == {"a", "b"}
-    # 400 pages are the quota, and 900 the most: the other model keeps its floor. A block has 4 pages and 16 tokens.
-    assert first["a"] == InstanceLoad("unit", 900 // 4 * 16, "a", layout=first["a"].layout)
+    # 400 pages are the quota, and 1,000 the most: all of the pool. A block has 4 pages and 16 tokens.
+    assert first["a"] == InstanceLoad("unit", 1000 // 4 * 16, "a", layout=first["a"].layout)
     assert "16t" in first["a"].layout
     b.now += 1
     b.memory.used["a"] = 40

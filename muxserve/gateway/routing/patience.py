@@ -8,7 +8,7 @@ start an engine), and what nobody has answered is answered here.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from muxserve.gateway.routing.requests import Failure, Tracked
@@ -91,4 +91,16 @@ class Patience:
     def _reason(self, request: Tracked) -> str:
         if not request.unit:
             return self._router.placing.waits_for(request)
-        return f"the queue of unit {request.unit}" if self._has_unit(request) else f"unit {request.unit} to come back"
+        return _queue_of(request.unit) if self._has_unit(request) else f"unit {request.unit} to come back"
+
+
+def _queue_of(unit: str) -> str:
+    return f"the queue of unit {unit}"
+
+
+def say_missing_pages(waits: Iterable[Wait], missing: Mapping[str, int]) -> None:
+    """Say which queues of one model are for pages: `missing`, by unit, are those that its oldest request waits for."""
+    for wait in waits:
+        for unit, pages in missing.items():
+            if pages and wait.reason == _queue_of(unit):
+                wait.reason += f", the oldest one for {pages} pages of the pool that others hold"

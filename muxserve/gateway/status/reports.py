@@ -10,7 +10,7 @@ from muxserve.costs.correction import corrected_profile
 from muxserve.costs.profile import Overheads, Profile
 from muxserve.gateway.grammars.compilers import GrammarCompilers
 from muxserve.gateway.limits.concurrency_limiter import ConcurrencyLimiter
-from muxserve.gateway.routing.patience import Wait
+from muxserve.gateway.routing.patience import Wait, say_missing_pages
 from muxserve.gateway.routing.placing import ITS_MODEL
 from muxserve.gateway.status.fleet_status import FleetStatus, UnitStatus
 from muxserve.spec import ModelSpec
@@ -106,6 +106,9 @@ class Reports:
         for wait in found:
             if wait.reason == ITS_MODEL:
                 wait.reason = str(status.resident(name).get("waits_for") or ITS_MODEL)
+        say_missing_pages(
+            found, {unit.name: unit.models().get(name, {}).get("missing_pages", 0) for unit in status.replicas(name)}
+        )
         before = ("its grammar to be compiled", self._grammars.waiting[name]), ("a place in service", gate.waiting)
         return found + [Wait(reason, count) for reason, count in before if count]
 
