@@ -7,9 +7,11 @@ where they can be awake together, evenly by the work that they are expected to b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from placement.balance import STARTS, balanced
 from placement.demand import Demand
 from placement.format import format_size
 from placement.memory import MemoryRules, model_bytes
@@ -18,38 +20,30 @@ from placement.memory import MemoryRules, model_bytes
 SHARED_PART = 0.4
 # A first token, and a token after another, within these times, seconds, where a model has no objectives.
 TTFT_SECONDS, TPOT_SECONDS = 5.0, 0.1
+# Swaps that are tried at most, about: a second's worth. Those of a start grow with the cube of the models.
+_TRIES = 5_000_000
 
 
 class NoUnitError(ValueError):
     """No unit can have the models; the message says why."""
 
 
-@dataclass(slots=True)
-class ResidentUnit:
-    """Models that share the memory of `gpus` GPUs, of each of which they take `bytes` together; `awake` are those of
-    models that never sleep, `most` those of the largest that does. `part` adds up the parts of its models in all work
-    and in all weights."""
+class ResidentUnit(NamedTuple):
+    """Models that share the memory of `gpus` GPUs, of each of which those that never sleep take `awake` bytes."""
 
     gpus: int
-    models: list[str] = field(default_factory=list)
-    part: float = 0.0
-    bytes: int = 0
-    awake: int = 0
-    most: int = 0
+    models: tuple[str, ...]
+    awake: int
 
-    def needed_with(self, size: int, sleeps: bool) -> int:
-        """Bytes of each GPU that have to be there, when a model that takes `size` comes, too."""
-        return self.awake + max(self.most, size) if sleeps else self.awake + size + self.most
 
-    def add(self, name: str, size: int, sleeps: bool, part: float) -> None:
-        """Have the model, too."""
-        self.models.append(name)
-        self.part += part
-        self.bytes += size
-        if sleeps:
-            self.most = max(self.most, size)
-        else:
-            self.awake += size
+class _Resident(NamedTuple):
+    """A model in a unit: the bytes that it takes of each GPU, whether it sleeps, and its parts in all work and in all
+    weights together."""
+
+    name: str
+    bytes: int
+    sleeps: bool
+    part: float
 
 
 def resident_units(
@@ -75,21 +69,51 @@ def resident_units(
     room = whole - pool_bytes
     by_tp = _by_split(demands, whole, room, gpus, rules)
     counts = _unit_counts(by_tp, room, gpus, rules)
-    units = [ResidentUnit(tp) for tp in sorted(counts, reverse=True) for _ in range(counts[tp])]
     work = {each.name: _work(each) for each in demands}
     weights = {each.name: each.architecture.weight_bytes(each.dtype) for each in demands}
     parts = {name: work[name] / sum(work.values()) + weights[name] / sum(weights.values()) for name in work}
-    for tp, models in by_tp.items():
-        places = [unit for unit in units if unit.gpus == tp]
-        # Those that never sleep have to find room; then the largest first, each where there is least.
-        for each in sorted(models, key=lambda each: (each.name not in always, -parts[each.name], each.name)):
-            sleeps, size = each.name not in always, model_bytes(each, tp, rules)
-            fitting = [unit for unit in places if unit.needed_with(size, sleeps) <= room]
-            if not fitting:
-                raise NoUnitError(f"{each.name} has no room beside models that never sleep, on {gpus} GPUs")
-            place = min(fitting, key=lambda unit: (max(0, unit.bytes + size - room), unit.part))
-            place.add(each.name, size, sleeps, parts[each.name])
+    units = []
+    for tp in sorted(counts, reverse=True):
+        members = [
+            _Resident(each.name, model_bytes(each, tp, rules), each.name not in always, parts[each.name])
+            for each in by_tp[tp]
+        ]
+        # Those that never sleep have to find room; then the largest first.
+        members.sort(key=lambda each: (each.sleeps, -each.part, each.name))
+        for place in _spread(members, counts[tp], room, gpus):
+            unit = [members[number] for number in place]
+            units.append(ResidentUnit(tp, tuple(each.name for each in unit), _awake(unit)))
     return [unit for unit in units if unit.models]
+
+
+def _spread(members: Sequence[_Resident], units: int, room: int, gpus: int) -> list[list[int]]:
+    """Which of the members, by number, are in which unit: each at first where there is least, and then as evenly as is
+    found.
+
+    Raises:
+        NoUnitError: one that never sleeps has no room.
+    """
+
+    def cost(numbers: Sequence[int]) -> tuple[float, ...]:
+        """Whether the models cannot all be awake together, and how much they have to do."""
+        unit = [members[number] for number in numbers]
+        most = max((each.bytes for each in unit if each.sleeps), default=0)
+        if _awake(unit) + most > room:
+            return (math.inf,)
+        return float(sum(each.bytes for each in unit) > room), sum(each.part for each in unit)
+
+    places: list[list[int]] = [[] for _ in range(units)]
+    for number, member in enumerate(members):
+        place = min(places, key=lambda numbers: cost([*numbers, number]))
+        if cost([*place, number]) == (math.inf,):
+            raise NoUnitError(f"{member.name} has no room beside models that never sleep, on {gpus} GPUs")
+        place.append(number)
+    return balanced(places, cost, max(1, min(STARTS, _TRIES // len(members) ** 3)))
+
+
+def _awake(unit: Sequence[_Resident]) -> int:
+    """Bytes that are taken all the time."""
+    return sum(each.bytes for each in unit if not each.sleeps)
 
 
 def _split(demand: Demand, whole: int, most: int, rules: MemoryRules) -> int:
