@@ -3,10 +3,16 @@
     pip install --no-deps --target build/plan -r requirements/plan.txt
     PYTHONPATH=$PWD:$PWD/build/plan python benchmarks/costs_runs.py --out benchmarks/results/costs_runs.json
 
-The cells are the package's own (`silicon_sample.csv` of aiconfigurator-core): time per output token of vLLM, SGLang and
-TensorRT-LLM under a constant number of requests. Taken are those of A100, H100 and H200 with one engine for both phases
-and tensor parallelism only. A cell is predicted as a steady state: while a request is answered, every other request's
-prompt is computed once, in chunks beside the decoding sequences.
+The cells are the package's own (`silicon_sample.csv` of aiconfigurator-core): mean time to the first token (TTFT) and
+per output token (TPOT) of vLLM, SGLang and TensorRT-LLM under a constant number of requests. Taken are those of the
+GPUs that have kernel tables, with one engine for both phases and tensor parallelism only.
+
+TPOT is predicted as a steady state: while a request is answered, every other request's prompt is computed once, in
+chunks beside the decoding sequences. TTFT is predicted by a replay, since requests wait for each other: all come at
+once, each that is answered is followed by another one, until there were ten times as many.
+
+SGLang, TensorRT-LLM and vLLM from 0.14 on schedule a step while the device computes the one before; in older versions
+of vLLM the device waits for the host.
 
 Nothing was fitted to these cells. Errors are `predicted / measured - 1`.
 """
@@ -17,9 +23,10 @@ import argparse
 import csv
 import json
 import sys
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from pathlib import Path
 from statistics import median
 
@@ -27,15 +34,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import percentile, write_report
 from muxserve.costs.architecture import ModelArchitecture, read_architecture
-from muxserve.costs.calibration import GPU
 from muxserve.costs.devices import device
 from muxserve.costs.kernels import SYSTEMS, KernelModel
 from muxserve.costs.language_models import language_model
-from muxserve.costs.latency import CostError, EngineShape, LatencyModel
+from muxserve.costs.latency import EngineShape, LatencyModel
 from muxserve.costs.roofline import Roofline
 from muxserve.costs.step_costs import StepCosts, StepWork
 
-DEVICES = {system: name for name, system in SYSTEMS.items() if name.startswith(("A100", "H100", "H200"))}
+DEVICES = {system: name for name, system in SYSTEMS.items()}
 # Names of the cells for which the package has the config.json under another one.
 SAME = {
     "meta-llama/Llama-3.1-8B-Instruct": "meta-llama/Meta-Llama-3.1-8B",
@@ -45,29 +51,44 @@ SAME = {
 }
 # Prompt tokens of a step at most: vLLM's `max_num_batched_tokens` for an API server on these GPUs.
 CHUNK = 8192
-# These engines schedule a step while the device computes the one before.
-HIDDEN = replace(GPU, host_step=0.0, host_sequence=0.0)
+# Requests of a run for each that is served at a time.
+ROUNDS = 10
+# The first version of vLLM that schedules ahead unless it is told otherwise (its pull request 27614).
+AHEAD = (0, 14)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A cell: `batch` requests at a time of `prompt` and `answer` tokens, on `tp` devices; seconds per output token."""
+    """A cell: `batch` requests at a time of `prompt` and `answer` tokens, on `tp` devices, and seconds."""
 
     model: str
     device: str
     backend: str
+    version: str
     tp: int
     batch: int
     prompt: int
     answer: int
-    precision: str
-    seconds: float
+    ttft: float
+    tpot: float
     architecture: ModelArchitecture
 
     @property
     def family(self) -> str:
         """The model without its maker."""
         return SAME.get(self.model, self.model).rpartition("/")[2]
+
+    @property
+    def kind(self) -> str:
+        """Of the model's layers."""
+        a = self.architecture
+        return "latent attention" if a.latent else "mixture of experts" if a.experts > 1 else "dense"
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the engine schedules a step ahead. Cells without a version are of late 2025."""
+        found = tuple(int(each) for each in self.version.split(".")[:2] if each.isdigit())
+        return self.backend != "vllm" or found >= AHEAD
 
     @property
     def fits(self) -> bool:
@@ -79,11 +100,53 @@ class Run:
         return held < 0.9 * self.tp * device(self.device).memory_bytes
 
     @property
+    def was_served(self) -> bool:
+        """Whether that many requests were really served at a time: others waited for longer than they were answered."""
+        return self.ttft <= self.answer * self.tpot
+
+    @property
     def shape(self) -> EngineShape:
         """The engine."""
-        return EngineShape(self.device, self.tp, 1.0, "bfloat16", "full")
+        return EngineShape(self.device, self.tp, 1.0, "bfloat16", "full", ahead=self.ahead)
 
-    def predicted(self, latency: LatencyModel) -> float:
+    def predicted_ttft(self, latency: LatencyModel) -> float:
+        """Mean seconds to the first token: prompts are computed in order, beside the sequences that decode."""
+        costs = StepCosts(latency.engine(self.architecture, self.shape))
+        waiting = deque((0.0, self.prompt) for _ in range(self.batch))  # arrival, and tokens to compute
+        running: list[int] = []  # the step after which each sequence has ended
+        came, step, now, context, waits = self.batch, 0, 0.0, 0, 0.0
+        while waiting or running:
+            if waiting:
+                work, room = StepWork(decode=len(running), context=context), CHUNK - len(running)
+                through = []
+                while waiting and room > 0:
+                    arrival, left = waiting.popleft()
+                    chunk = min(room, left)
+                    work.add_prompt(chunk, self.prompt - left)
+                    room -= chunk
+                    if chunk < left:
+                        waiting.appendleft((arrival, left - chunk))
+                    else:
+                        through.append(arrival)
+                now, step, context = now + costs.seconds(work), step + 1, context + len(running)
+                waits += sum(now - arrival for arrival in through)
+                for _ in through:
+                    heappush(running, step + self.answer - 1)
+                context += len(through) * self.prompt
+            else:
+                steps, batch = running[0] - step, len(running)
+                middle = context + batch * steps // 2
+                now += steps * costs.seconds(StepWork(decode=batch, context=middle))
+                step, context = step + steps, context + batch * steps
+            while running and running[0] <= step:
+                heappop(running)
+                context -= self.prompt + self.answer - 1
+                if came < ROUNDS * self.batch:
+                    came += 1
+                    waiting.append((now, self.prompt))
+        return waits / came
+
+    def predicted_tpot(self, latency: LatencyModel) -> float:
         """Seconds per output token."""
         costs = StepCosts(latency.engine(self.architecture, self.shape))
         context = self.batch * (self.prompt + self.answer // 2)
@@ -128,6 +191,8 @@ def runs() -> Iterator[Run]:
                 continue
             if tp > 8 or not row["batch_size"] or int(float(row["moe_ep_size"] or 1)) > 1:
                 continue
+            if row["moe_quant_mode"] and int(float(row["moe_tp_size"] or tp)) not in (1, tp):
+                continue  # experts are over more devices than attention, of which there are several copies
             checkpoint = (row["model_path"], row["gemm_quant_mode"])
             if checkpoint not in known:
                 known[checkpoint] = architecture_of(*checkpoint)
@@ -135,9 +200,9 @@ def runs() -> Iterator[Run]:
             if architecture is None:
                 continue
             batch, prompt, answer = (int(float(row[key])) for key in ("batch_size", "isl", "osl"))
-            seconds = float(row["silicon_tpot_ms"]) / 1e3
-            model = row["model_path"]
-            yield Run(model, name, row["backend"], tp, batch, prompt, answer, row["precision"], seconds, architecture)
+            ttft, tpot = (float(row[key]) / 1e3 for key in ("silicon_ttft_ms", "silicon_tpot_ms"))
+            engine = row["backend"], row["backend_version"]
+            yield Run(row["model_path"], name, *engine, tp, batch, prompt, answer, ttft, tpot, architecture)
 
 
 def architecture_of(model: str, gemm: str) -> ModelArchitecture | None:
@@ -162,36 +227,42 @@ def figures(errors: Iterable[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Predict every cell twice, and print the errors by backend and model."""
+    """Predict every cell by both kinds of costs, and print the errors."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
     out = parser.parse_args().out
-    roofline = Roofline(HIDDEN)
-    kernels = {backend: KernelModel(backend=backend, calibration=HIDDEN) for backend in ("vllm", "sglang", "trtllm")}
-    found: defaultdict[tuple[str, str, str], list[float]] = defaultdict(list)
+    roofline = Roofline()
+    kernels = {backend: KernelModel(backend=backend) for backend in ("vllm", "sglang", "trtllm")}
+    found: defaultdict[tuple[str, str, str, str], list[float]] = defaultdict(list)
     unknown: defaultdict[str, int] = defaultdict(int)
     for run in runs():
         if not run.fits:
             unknown["more requests than there is memory for"] += 1
             continue
-        try:
-            after = run.predicted(kernels[run.backend])
-        except CostError as error:
-            unknown[f"{run.family} on {run.device}, {run.backend}: {error}"] += 1
+        if not run.was_served:
+            unknown["requests that waited for longer than they were answered"] += 1
             continue
-        before = run.predicted(roofline)
-        groups = (
-            ("all", "all"), ("all", run.backend), (run.family, "all"), (run.family, run.backend),
-            (run.device, run.backend), (f"{run.family} {run.device}", run.backend),
-        )  # fmt: skip
-        for group in groups:
-            found[(*group, "roofline")].append(before / run.seconds - 1)
-            found[(*group, "kernels")].append(after / run.seconds - 1)
+        if why := kernels[run.backend].why_not(run.architecture, run.shape):
+            unknown[f"{run.family} on {run.device}, {run.backend}: {why}"] += 1
+            continue
+        hopper = run.device.startswith(("H100", "H200"))
+        groups = [(run.device, "all"), (run.device, run.kind), (run.device, run.backend)]
+        if hopper:
+            groups += [("Hopper", "all"), ("Hopper", run.backend), ("Hopper", run.kind), ("Hopper", run.family)]
+            groups.append(("Hopper", "steps ahead" if run.ahead else "host waited for"))
+            groups += [("Hopper", "8 requests at most")] * (run.batch <= 8)
+        models: dict[str, LatencyModel] = {"roofline": roofline, "kernels": kernels[run.backend]}
+        for costs, latency in models.items():
+            tpot = run.predicted_tpot(latency) / run.tpot - 1
+            ttft = run.predicted_ttft(latency) / run.ttft - 1
+            for on, of in groups:
+                found[on, of, "TPOT", costs].append(tpot)
+                found[on, of, "TTFT", costs].append(ttft)
     rows = [
-        {"of": of, "backend": backend, "costs": costs, **figures(errors)}
-        for (of, backend, costs), errors in sorted(found.items())
+        {"on": on, "of": of, "phase": phase, "costs": costs, **figures(errors)}
+        for (on, of, phase, costs), errors in sorted(found.items())
     ]
-    words = "{of:44} {backend:7} {costs:9} {cells:5} bias {bias:+.1%} median {median:.1%} p90 {p90:.1%}"
+    words = "{on:14} {of:24} {phase} {costs:9} {cells:5} bias {bias:+.1%} median {median:.1%} p90 {p90:.1%}"
     for row in rows:
         print(words.format(**row))
     for why, count in unknown.items():

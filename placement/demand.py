@@ -14,8 +14,9 @@ from placement.cluster import ShapeName
 class Demand:
     """One model and its load: what the planner places, and what the simulator serves.
 
-    `max_len` is its longest sequence in tokens (None: as the architecture says), `graphs` is as of `EngineShape`. With
-    `prefix_caching` it keeps full blocks for prompts that begin with the same tokens.
+    `max_len` is its longest sequence in tokens (None: as the architecture says), `graphs` and `ahead` (of one device,
+    and not of prefill engines) are as of `EngineShape`. With `prefix_caching` it keeps full blocks for prompts that
+    begin with the same tokens.
 
     `rate` is requests per second of the whole fleet, `prompt_tokens` and `output_tokens` are means. `slo_ttft` and
     `slo_tpot` are seconds (None: no objective). `weight` is what a served request counts in the throughput objective.
@@ -32,6 +33,7 @@ class Demand:
     max_len: int | None = None
     graphs: Graphs = "piecewise"
     prefix_caching: bool = True
+    ahead: bool = False
     _: KW_ONLY
     rate: float = 1.0
     prompt_tokens: int = 512

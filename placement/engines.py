@@ -85,7 +85,7 @@ class Engines:
             demand = self.demands[model]
             try:
                 self._decode[key] = self._curves.decode(
-                    demand.architecture, self._shape(demand, mesh, share), self._lengths[model]
+                    demand.architecture, self._shape(demand, mesh, share, demand.ahead), self._lengths[model]
                 )
             except CostError as error:
                 self.unknown[demand.name] = str(error)
@@ -99,15 +99,18 @@ class Engines:
             demand = self.demands[model]
             try:
                 self._prefill[key] = self._curves.prefill(
-                    demand.architecture, self._shape(demand, mesh, share), self._lengths[model]
+                    demand.architecture,
+                    self._shape(demand, mesh, share, demand.ahead and self.shapes[model] == "one"),
+                    self._lengths[model],
                 )
             except CostError as error:
                 self.unknown[demand.name] = str(error)
                 self._prefill[key] = None
         return self._prefill[key]
 
-    def _shape(self, demand: Demand, mesh: Mesh, share: float) -> EngineShape:
-        shape = EngineShape(mesh.device, mesh.size, share, demand.dtype, demand.graphs)
+    def _shape(self, demand: Demand, mesh: Mesh, share: float, ahead: bool) -> EngineShape:
+        alone = mesh.size == 1
+        shape = EngineShape(mesh.device, mesh.size, share, demand.dtype, demand.graphs, ahead=ahead and alone)
         under = 1 if self._machines is None else self._machines.under(mesh)
         if self._machines is None or self._machines.network is None or under == 1:
             return shape

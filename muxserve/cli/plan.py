@@ -8,6 +8,7 @@ import time
 from muxserve.cli.options import NoEffectError, check_effect
 from muxserve.cli.output import command_line, errors, escape, print_error, print_problems, working
 from muxserve.cli.plan_tables import (
+    show_basis,
     show_plan,
     show_policies,
     show_residency,
@@ -15,12 +16,11 @@ from muxserve.cli.plan_tables import (
     show_scales,
     show_sleeping,
     show_spare,
-    show_sureness,
 )
 from muxserve.cli.settings import PlanSettings
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.costs.latency import CostError
-from muxserve.costs.sources import CostsUsed, chosen_costs
+from muxserve.costs.sources import chosen_costs
 from muxserve.net.exit_codes import ExitCode
 from muxserve.planning.candidates.layouts import may_be_dedicated
 from muxserve.planning.demand.demands import ClusterError, cluster_of
@@ -31,7 +31,7 @@ from muxserve.planning.planner import (
     UsageError,
     options_of,
 )
-from muxserve.planning.report.costs_used import costs_used
+from muxserve.planning.report.basis import Basis, bottlenecks, costs_used
 from muxserve.planning.report.document import document, parse_sweep, residency_document, sleeping_document
 from muxserve.planning.report.what_if import check_beside, most_met, parse_scales, save_fleet, with_rates
 from muxserve.planning.specs.plan_file import save_plan
@@ -99,7 +99,8 @@ def _plan(settings: PlanSettings) -> int:
             if workload is not None:
                 made.sleeping = planner.with_sleeping_models(made, workload)
     costs = costs_used(latency, made.plan.demands, made.plan.placement)
-    _tell(settings, fleet, made, costs, time.monotonic() - began)
+    basis = Basis(costs, bottlenecks(made.plan, fleet.cluster.network), made.sureness)
+    _tell(settings, fleet, made, basis, time.monotonic() - began)
     if settings.save is not None:
         save_fleet(settings.fleet, settings.save, made.plan.placement.cluster if cluster is not None else None, fleet)
         errors.print(f"fleet file written to {escape(str(settings.save))}")
@@ -109,11 +110,11 @@ def _plan(settings: PlanSettings) -> int:
     return ExitCode.NO if made.plan.missing else ExitCode.DONE
 
 
-def _tell(settings: PlanSettings, fleet: Fleet, made: PlannedFleet, costs: CostsUsed, seconds: float) -> None:
+def _tell(settings: PlanSettings, fleet: Fleet, made: PlannedFleet, basis: Basis, seconds: float) -> None:
     """Print the plan, and write it where it was asked for."""
-    about = f"{settings.fleet.name}, objective {made.plan.objective.name}, costs: {costs}"
+    about = f"{settings.fleet.name}, objective {made.plan.objective.name}, costs: {basis.costs}"
     if settings.as_json:
-        data = document(made.plan, str(settings.fleet), costs, seconds, made.simulated, made.points, made.rivals)
+        data = document(made.plan, str(settings.fleet), basis, seconds, made.simulated, made.points, made.rivals)
         data["search"]["contest_seconds"] = made.contest_seconds
         if made.residency is not None:
             data["residency"] = residency_document(made.residency)
@@ -127,7 +128,7 @@ def _tell(settings: PlanSettings, fleet: Fleet, made: PlannedFleet, costs: Costs
     else:
         show_scales(made.scales)
         show_plan(made.plan, made.simulated, made.points, seconds, about)
-        show_sureness(made.sureness)
+        show_basis(basis)
         show_policies(fleet, made.plan)
         if made.residency is not None:
             show_residency(made.residency)
@@ -148,7 +149,7 @@ def _tell(settings: PlanSettings, fleet: Fleet, made: PlannedFleet, costs: Costs
         from muxserve.metrics.page import write_page
         from muxserve.planning.report.html import plan_page
 
-        page = plan_page(made.plan, about, made.simulated, made.points, command_line())
+        page = plan_page(made.plan, about, basis, made.simulated, made.points, command_line())
         write_page(settings.html, page)
         errors.print(f"page written to {escape(str(settings.html))}")
 

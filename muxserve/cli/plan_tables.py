@@ -15,8 +15,8 @@ from muxserve.planning.candidates.ways import SIMPLEST, WAYS
 from muxserve.planning.place.contest import Rival, why
 from muxserve.planning.place.prediction import Prediction, ResidencyForecast, shares_per_lease
 from muxserve.planning.place.sleeping import SleepingForecast
+from muxserve.planning.report.basis import Basis
 from muxserve.planning.report.document import SweepPoint, needed, warnings_of
-from muxserve.planning.report.sureness import Sureness
 from muxserve.planning.report.what_if import ScalePoint, most_met
 from placement.format import enumerate_words, format_part, format_seconds, format_size
 from placement.planner import ClusterPlan
@@ -201,9 +201,12 @@ def show_scales(points: Sequence[ScalePoint]) -> None:
         console.print(f"{words}; the plan for that:")
 
 
-def show_sureness(sureness: Sureness | None) -> None:
-    """Print how far predictions of this kind were off, and what that would do to the plan."""
-    for words in sureness.words if sureness is not None else ():
+def show_basis(basis: Basis) -> None:
+    """Print what models wait for, how far predictions of this kind were off, and what that would do to the plan."""
+    if basis.bottlenecks:
+        waiting = "; ".join(f"{what} for {enumerate_words(models)}" for what, models in basis.waiting.items())
+        console.print(escape(f"bottleneck: {waiting}"))
+    for words in basis.sureness.words if basis.sureness is not None else ():
         console.print(escape(words))
 
 
@@ -264,9 +267,17 @@ def show_policies(fleet: Fleet, plan: ClusterPlan) -> None:
     elif any(unit.device != CPU for unit in plan.placement.units):
         how = f"for their life (sm_sharing: {fleet.cluster.sm_sharing})"
     console.print(f"policy {escape(enumerate_words(list(policies)))}; engines have their shares {escape(how)}")
-    on_gpus = any(unit.device != CPU and not unit.alone for unit in plan.placement.units)
-    if on_gpus and fleet.cluster.mps != "off":
-        console.print("`muxserve deploy` needs MPS for these shares; `muxserve doctor --gpu` tries it on the machine")
+    on_gpus = [unit for unit in plan.placement.units if unit.device != CPU and not unit.alone]
+    beside = any(
+        (unit.policy or fleet.policy) == "free" or min(model.prefill_share, model.decode_share) < 1.0
+        for unit in on_gpus
+        for model in unit.models
+    )
+    if beside and fleet.cluster.mps != "off":
+        what = "MPS and green contexts" if shares_per_lease(fleet, plan.placement) else "MPS"
+        console.print(f"`muxserve deploy` needs {what} for that; `muxserve doctor --gpu` tries it on the machine")
+    elif on_gpus:
+        console.print("jobs take turns on all SMs, for which `muxserve deploy` needs nothing of the GPUs")
 
 
 def show_spare(spare: Mapping[str, float]) -> None:

@@ -28,7 +28,7 @@ from muxserve.net.exit_codes import ExitCode
 from muxserve.planning.candidates.layouts import simulated_keys, simulated_words
 from muxserve.planning.demand.demands import ClusterError, contexts_of
 from muxserve.planning.place.prediction import Simulated
-from muxserve.planning.report.costs_used import costs_used
+from muxserve.planning.report.basis import costs_used
 from muxserve.planning.specs.unit_specs import levels_of
 from muxserve.replicas.priorities import Levels, PriorityError
 from muxserve.simulator import (

@@ -44,8 +44,8 @@ class Calibration:
     compute or bandwidth.
 
     `launches` are the host's, by how steps are launched; a step takes the device at least as long as they do together.
-    Between two steps the device waits for `host_step` seconds, and `host_sequence` for each sequence of the batch:
-    scheduling, preparing inputs, sampling, outputs.
+    Between two steps the host needs `host_step` seconds, and `host_sequence` for each sequence of the batch, for
+    scheduling, inputs, sampling and outputs (`costs.host` says whether the device waits meanwhile).
     """
 
     compute_efficiency: float

@@ -19,7 +19,8 @@ class EngineShape:
     """Where an engine runs: on `tp` devices of type `device` (a name of `costs.devices`), with `share` in (0, 1] of the
     compute of each (SMs of a GPU, cores of a CPU), in `dtype`. `graphs` says how a GPU's steps are launched: kernel by
     kernel, in CUDA graphs between attention, or decode steps in one graph each. The devices are equally many on each of
-    `machines`, between which `network` bytes per second go."""
+    `machines`, between which `network` bytes per second go. `ahead`: the host schedules a step while the device
+    computes the one before (vLLM's `async_scheduling`)."""
 
     device: str
     tp: int = 1
@@ -28,6 +29,7 @@ class EngineShape:
     graphs: Graphs = "piecewise"
     machines: int = 1
     network: float = 0.0
+    ahead: bool = False
 
 
 class Load(NamedTuple):
@@ -52,6 +54,14 @@ class Decode(NamedTuple):
     def run(self, batch: int, context: float, steps: int) -> float:
         """Seconds of `steps` steps in a row, the first at `context`, each sequence growing by a token a step."""
         return steps * (self.fixed + self.per_token * (context + batch * (steps - 1) / 2))
+
+
+def piece_at(pieces: Sequence[Decode], context: float) -> Decode:
+    """The piece of a decode step that holds at that context."""
+    for piece in pieces[:-1]:
+        if context <= piece.until:
+            return piece
+    return pieces[-1]
 
 
 class EngineCosts(Protocol):

@@ -9,7 +9,8 @@ gives (both times an efficiency), norm p:
     decode  = linear + kv_bytes context / B_kv + reduce(batch)
     reduce  = 2 L (2 (n-1)/n * t * hidden bytes / link + log2(n) latency)
               and the same again between m machines, with m for n and the network for the link
-    step    = max(that, launches) + host_step + host_sequence * sequences
+    step    = max(that, launches) + host                          host = host_step + host_sequence * sequences
+              max(that, launches + host) where steps are scheduled ahead (costs/host.py)
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from typing import NamedTuple
 from muxserve.costs.architecture import ITEM_BYTES, ModelArchitecture
 from muxserve.costs.calibration import LINKS, Calibration, calibration_of
 from muxserve.costs.devices import Device, device
+from muxserve.costs.host import Host
 from muxserve.costs.interference import Interference, slowdowns
-from muxserve.costs.latency import CostError, Decode, EngineShape, Load
+from muxserve.costs.latency import CostError, Decode, EngineShape, Load, piece_at
 from muxserve.costs.work import LayerWork, layer_work
 
 
@@ -69,6 +71,16 @@ class DeviceWork(NamedTuple):
         return Load(min(1.0, self.memory / seconds), min(1.0, self.compute / seconds))
 
 
+class StepParts(NamedTuple):
+    """Seconds of a step by what the engine waits for: a step whose operations take longer than its bytes waits for
+    compute, another one for the memory's bandwidth; both may wait for the other devices, and then for the host."""
+
+    compute: float
+    bandwidth: float
+    communication: float
+    host: float
+
+
 class RooflineCosts:
     """`EngineCosts` of one engine."""
 
@@ -84,12 +96,10 @@ class RooflineCosts:
         self._bandwidth = self._full_bandwidth * by.bandwidth_share(shape.share)
         self._attention_speed = peak * by.attention_efficiency * by.compute_share(shape.share)
         self._kv_bandwidth = on.bandwidth * by.kv_efficiency * by.bandwidth_share(shape.share)
-        parallel = shape.tp > 1
         beside = shape.tp // shape.machines  # devices of one machine
         layers = architecture.layers
-        self._prefill_floor, self._decode_floor = by.launch_seconds(shape.graphs, layers, parallel)
+        self.host = Host.of(shape, layers, by)
         self._layer_seconds = layers * by.layer_seconds
-        self._host_step, self._host_sequence = by.host_step, by.host_sequence
         link = LINKS[on.link]
         token = 2.0 * layers * architecture.hidden * ITEM_BYTES[shape.dtype]
         self._reduce_token = token * 2.0 * (beside - 1) / beside / (on.link_bandwidth * link.efficiency)
@@ -114,9 +124,6 @@ class RooflineCosts:
         """Seconds of all that one step over `tokens` tokens sums up between devices."""
         return tokens * self._reduce_token + self._reduce_fixed
 
-    def _host(self, sequences: int) -> float:
-        return self._host_step + sequences * self._host_sequence
-
     def linear(self, tokens: int, rows: int) -> float:
         """Seconds of the layers as above and of the LM head for `rows` tokens."""
         work, p = self.work, self._overlap
@@ -125,41 +132,33 @@ class RooflineCosts:
 
     def prefill(self, tokens: int, pairs: int, sequences: int) -> float:
         """See `EngineCosts.prefill`."""
+        return self.host.prefill(self._prefill(tokens, pairs, sequences), sequences)
+
+    def _prefill(self, tokens: int, pairs: int, sequences: int) -> float:
+        """What the device computes of a prefill step."""
         attention = self.work.seen_pairs(pairs, tokens) * self.work.flops_per_pair / self._attention_speed
         states = sequences * self._state_second
-        busy = self.linear(tokens, sequences) + attention + states + self.all_reduces(tokens)
-        return max(busy, self._prefill_floor) + self._host(sequences)
+        return self.linear(tokens, sequences) + attention + states + self.all_reduces(tokens)
 
     def decode(self, batch: int, context: int) -> Decode:
         """See `EngineCosts.decode`: flat while the host is slower than the device, then affine, and less steep where
         sequences are longer than a window."""
         pieces = self._batches.get(batch)
         if pieces is None:
-            pieces = self._batches[batch] = self._pieces(batch)
-        for piece in pieces[:-1]:
-            if context <= piece.until:
-                return piece
-        return pieces[-1]
+            pieces = self._batches[batch] = self.host.decode(self._decode(batch), batch)
+        return piece_at(pieces, context)
 
-    def _pieces(self, batch: int) -> tuple[Decode, ...]:
+    def _decode(self, batch: int) -> list[Decode]:
+        """What the device computes of a decode step."""
         fixed = self.linear(batch, batch) + batch * self._state_second + self.all_reduces(batch)
         windowed = self._kv_second * self.work.windowed
-        device = [Decode(fixed, self._kv_second)]
-        if windowed:
-            filled = float(batch * self.work.window)
-            device = [
-                Decode(fixed, self._kv_second, filled),
-                Decode(fixed + windowed * filled, self._kv_second - windowed),
-            ]
-        host, floor, pieces = self._host(batch), self._decode_floor, []
-        for piece in device:
-            reached = piece.fixed >= floor
-            until = (floor - piece.fixed) / piece.per_token if piece.per_token and not reached else float("inf")
-            if not reached:
-                pieces.append(Decode(floor + host, 0.0, min(until, piece.until)))
-            if reached or until < piece.until:
-                pieces.append(Decode(piece.fixed + host, piece.per_token, piece.until))
-        return tuple(pieces)
+        if not windowed:
+            return [Decode(fixed, self._kv_second)]
+        filled = float(batch * self.work.window)
+        return [
+            Decode(fixed, self._kv_second, filled),
+            Decode(fixed + windowed * filled, self._kv_second - windowed),
+        ]
 
     def prefill_work(self, tokens: int, pairs: int, sequences: int) -> DeviceWork:
         """What a prefill step asks of the whole device."""
@@ -177,6 +176,25 @@ class RooflineCosts:
         moved = work.weight_bytes(batch) + work.head_bytes + batch * work.activation_bytes
         flops = batch * (work.flops_per_token + work.head_flops)
         return DeviceWork(moved / self._full_bandwidth + kv, flops / self._full_speed)
+
+    def prefill_parts(self, tokens: int, pairs: int, sequences: int) -> StepParts:
+        """What that prefill step waits for."""
+        work, device = self.prefill_work(tokens, pairs, sequences), self._prefill(tokens, pairs, sequences)
+        return self._parts(work, device, tokens, self.host.prefill(device, sequences))
+
+    def decode_parts(self, batch: int, context: int) -> StepParts:
+        """What that decode step waits for."""
+        device = piece_at(self._decode(batch), context).seconds(context)
+        return self._parts(
+            self.decode_work(batch, context), device, batch, self.decode(batch, context).seconds(context)
+        )
+
+    def _parts(self, work: DeviceWork, device: float, tokens: int, seconds: float) -> StepParts:
+        reduces = self.all_reduces(tokens)
+        memory = work.memory * self._full_bandwidth / self._bandwidth
+        computes = work.compute * self._full_speed / self._speed > memory
+        own = device - reduces
+        return StepParts(own if computes else 0.0, 0.0 if computes else own, reduces, seconds - device)
 
     def prefill_load(self, tokens: int, pairs: int, sequences: int) -> Load:
         """See `EngineCosts.prefill_load`; 1 is what the device really reaches, not its peak."""

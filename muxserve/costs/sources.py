@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.devices import device
@@ -54,10 +55,23 @@ class MeasuredError:
 
 
 # docs/costs.md; benchmarks/results/costs_runs.json. Profiles of this machine have none that is known beforehand.
+_HOPPER, _B200 = "1,093 whole runs on H100 and H200", "256 whole runs of vLLM on B200"
 ERRORS = {
-    MEASURED: MeasuredError(0.099, 0.31, "1,115 whole runs on H100 and H200"),
-    ROOFLINE: MeasuredError(0.198, 0.535, "1,115 whole runs on H100 and H200"),
+    MEASURED: MeasuredError(0.081, 0.289, _HOPPER),
+    ROOFLINE: MeasuredError(0.203, 0.522, _HOPPER),
 }
+ERRORS_ON_BLACKWELL = {
+    MEASURED: MeasuredError(0.223, 0.692, _B200),
+    ROOFLINE: MeasuredError(0.252, 0.877, _B200),
+}
+BLACKWELL = ("B200", "B300", "GB200", "GB300", "RTX-PRO-6000")
+
+
+class Doubt(NamedTuple):
+    """Costs of a kind, and how far they were off."""
+
+    kind: str
+    error: MeasuredError
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +87,19 @@ class CostSource:
         """For JSON; what is empty is left out."""
         return {key: value for key, value in asdict(self).items() if value}
 
+    def error_on(self, on: str) -> MeasuredError | None:
+        """How far costs of this kind were off on others' devices; None for profiles, and on a CPU."""
+        where = device(on)
+        errors = ERRORS_ON_BLACKWELL if where.name.startswith(BLACKWELL) else ERRORS
+        return errors.get(self.kind) if where.kind == "gpu" else None
+
+    @property
+    def name(self) -> str:
+        """Its kind in words."""
+        return {MEASURED: "measured kernels"}.get(self.kind, self.kind)
+
     def __str__(self) -> str:
-        names = {MEASURED: "measured kernels"}
-        return f"{names.get(self.kind, self.kind)}{f' ({self.version})' if self.version else ''}"
+        return f"{self.name}{f' ({self.version})' if self.version else ''}"
 
 
 def source_of(latency: LatencyModel, architecture: ModelArchitecture, shape: EngineShape) -> CostSource:
@@ -113,14 +137,25 @@ class CostsUsed:
         return "; ".join(f"{_with_why(source)} for {', '.join(names)}" for source, names in groups.items())
 
     @property
-    def doubtful(self) -> CostSource | None:
-        """The source with the largest error, of those of models on GPUs; None if all of them have a profile."""
-        known = [source for _, on, source in self.engines if source.kind in ERRORS and device(on).kind == "gpu"]
-        return max(known, key=lambda source: ERRORS[source.kind].median, default=None)
+    def doubtful(self) -> Doubt | None:
+        """The costs with the largest error, of those of models on GPUs; None if all of them have a profile."""
+        known = [Doubt(source.kind, error) for _, on, source in self.engines if (error := source.error_on(on))]
+        return max(known, key=lambda doubt: doubt.error.median, default=None)
 
-    def as_list(self) -> list[dict[str, str]]:
+    def of(self, model: str, on: str) -> str:
+        """What predicts a model on a device, in a few words, with the median of its error."""
+        source = next(each for name, device, each in self.engines if (name, device) == (model, on))
+        error = source.error_on(on)
+        return source.name if error is None else f"{source.name}, ±{error.median:.0%}"
+
+    def as_list(self) -> list[dict[str, str | float]]:
         """For JSON."""
-        return [{"model": model, "device": on, **source.as_dict()} for model, on, source in self.engines]
+        found = []
+        for model, on, source in self.engines:
+            error = source.error_on(on)
+            errors = {} if error is None else {"error_median": error.median, "error_p90": error.p90}
+            found.append({"model": model, "device": on, **source.as_dict(), **errors})
+        return found
 
 
 def _with_why(source: CostSource) -> str:

@@ -12,12 +12,11 @@ from muxserve.cluster.machine import this_machine
 from muxserve.config import Fleet, load_fleet
 from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.costs.slower import Slower
-from muxserve.costs.sources import ERRORS
 from muxserve.planning.candidates.dedicated_units import divide_cpu, divide_gpus, is_alone, open_units
 from muxserve.planning.candidates.device_pool import CpuPool, cpu_pool
 from muxserve.planning.candidates.layouts import NoPlaceError
 from muxserve.planning.candidates.resident_units import NoUnitError
-from muxserve.planning.candidates.ways import SIMPLEST, WAYS, as_way, ways_of
+from muxserve.planning.candidates.ways import SIMPLEST, WAYS, as_way, planned_mode, ways_of
 from muxserve.planning.demand.demands import check_lengths, contexts_of, demands_of, equal_nodes, memory_of
 from muxserve.planning.place.contest import LONG_LOOK, LOOK, Contest, Rival
 from muxserve.planning.place.prediction import (
@@ -43,7 +42,7 @@ from muxserve.planning.place.sleeping import (
 from muxserve.planning.place.this_machine import plan_this_machine, residency_here
 from muxserve.planning.place.window import ANSWERS, usual_seconds
 from muxserve.planning.place.workloads import DECLARED, WORKLOADS, Variation
-from muxserve.planning.report.costs_used import costs_used
+from muxserve.planning.report.basis import costs_used
 from muxserve.planning.report.document import SweepPoint
 from muxserve.planning.report.sureness import Sureness, newly_short
 from muxserve.planning.report.what_if import ScalePoint, most_met, with_rates
@@ -61,6 +60,8 @@ _GROUPS, _GROUPS_SECONDS = Variation("bursty groups", active=True), 120.0
 # A longer window is for answers that take `_SPARE` times as long as those of the shorter one. One that proves too short
 # is made longer up to `_LONGER` times.
 _LONGER, _SPARE = 3, 1.25
+# How long steps may take for an answer to hold is searched for in so many halvings of the error of their costs.
+_HALVINGS = 2
 
 
 # What `muxserve plan` does unless it is told otherwise, which is also what `muxserve simulate` places by.
@@ -245,23 +246,34 @@ class Planner:
         """What becomes of the plan, or of the sweep over `sizes`, if steps take longer than predicted by the error of
         the costs; None where that is not known, or nothing was simulated."""
         plan = made.plan
-        source = costs_used(self.latency, plan.demands, plan.placement).doubtful
-        if source is None or made.simulated is None:
+        doubt = costs_used(self.latency, plan.demands, plan.placement).doubtful
+        if doubt is None or made.simulated is None:
             return None
-        slower = replace(self, latency=Slower(self.latency, 1.0 + ERRORS[source.kind].median))
+        longer = doubt.error.median
         least = next((point.gpus for point in made.points if point.enough), None)
         if least is None:
+            slower = replace(self, latency=Slower(self.latency, 1.0 + longer))
             simulated, _ = slower._simulated(plan, seconds=made.simulated.seconds)
             now = falls_short(plan, simulated) if simulated else []
-            return Sureness(source, simulated, newly_short(falls_short(plan, made.simulated), now))
+            return Sureness(doubt, simulated, newly_short(falls_short(plan, made.simulated), now))
         cluster = plan.placement.cluster
-        for size in (each for each in sizes if each >= least):
+
+        def enough(size: int, longer: float) -> bool:
+            slower = replace(self, latency=Slower(self.latency, 1.0 + longer))
             here = equal_nodes(size, cluster.nodes[0].device, self.fleet.cluster.gpus_per_node)
-            first = slower._place(plan.demands, here, max(0.5, self.seconds / len(sizes)), f"{size} GPUs, slower: ")
+            seconds, told = max(0.5, self.seconds / len(sizes)), f"{size} GPUs, steps {longer:.0%} longer: "
+            first = slower._place(plan.demands, here, seconds, told)
             last = slower._borne_out(first, plan.demands, here) if first.meets else None
-            if last is not None and SweepPoint(last.plan, last.simulated).enough:
-                return Sureness(source, needed=least, slower=size)
-        return Sureness(source, needed=least)
+            return last is not None and SweepPoint(last.plan, last.simulated).enough
+
+        if enough(least, longer):
+            return Sureness(doubt, needed=least, slower=least, bears=longer)
+        bears, too_long = 0.0, longer
+        for _ in range(_HALVINGS):
+            middle = (bears + too_long) / 2
+            bears, too_long = (middle, too_long) if enough(least, middle) else (bears, middle)
+        more = (size for size in sizes if size > least and enough(size, longer))
+        return Sureness(doubt, needed=least, slower=next(more, None), bears=bears)
 
     def with_sleeping_models(self, made: PlannedFleet, workload: Workload) -> SleepingForecast:
         """What models that sleep would bring on the GPUs of a plan, or on each number of them of a sweep.
@@ -299,15 +311,17 @@ class Planner:
         options: PlanOptions | None = None,
     ) -> ClusterPlan:
         until = time.monotonic() + (self.seconds if seconds is None else seconds)
-        return plan_cluster(
+        options = options or self.options
+        found = plan_cluster(
             demands,
             cluster,
             self.latency,
             memory_of(cluster),
-            options or self.options,
+            replace(options, mode=planned_mode(self.fleet, options.mode)),
             lambda: time.monotonic() >= until,
             lambda text: self.told(before + text),
         )
+        return replace(found, mode=options.mode)
 
     def _best(self, shared: ClusterPlan, demands: Sequence[Demand], cluster: Cluster) -> PlannedFleet:
         """The best of all ways to serve, by simulation; `shared`, with its spare, where there is no choice: nothing is

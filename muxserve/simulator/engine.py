@@ -51,7 +51,7 @@ class Engine(Job):
         if share != self.share:
             self.share = share
             self.machine.compute.changed |= self.active
-        self._costs = self.machine.costs(self.model, share)
+        self._costs = self.machine.costs(self.model, share, self.phase)
 
     def _runs(self, load: Load, seconds: float, now: float) -> None:
         """A job with this load begins, or goes on, whose step takes so many seconds alone."""

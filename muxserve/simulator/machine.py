@@ -77,7 +77,7 @@ class UnitMachine:
         self.record = UnitRecord(clock.now)
         self._kicks: list[Job] = []
         self._looks: list[Job] = []
-        self._costs: dict[tuple[str, float], StepCosts] = {}
+        self._costs: dict[tuple[str, float, Phase], StepCosts] = {}
         clock.join(self)
         self.compute.units.append(self)
         if options.sample_seconds > 0.0:
@@ -116,11 +116,12 @@ class UnitMachine:
             return model.profile.prefill_share if phase is PREFILL else model.profile.decode_share
         return share / WHOLE
 
-    def costs(self, model: SimModel, part: float) -> StepCosts:
-        """Costs of the model's engine on that part of the devices."""
-        key = (model.name, part)
+    def costs(self, model: SimModel, part: float, phase: Phase) -> StepCosts:
+        """Costs of the model's engine of that phase on that part of the devices."""
+        key = (model.name, part, phase)
         if key not in self._costs:
-            self._costs[key] = StepCosts(self.latency.engine(model.architecture, self.spec.shape_of(model, part)))
+            shape = self.spec.shape_of(model, part, phase)
+            self._costs[key] = StepCosts(self.latency.engine(model.architecture, shape))
         return self._costs[key]
 
     def touch(self) -> None:

@@ -171,6 +171,7 @@ def sim_unit(unit: PlacedUnit, models: Mapping[str, Demand], share_steps: int | 
             max_len=models[name].context,
             graphs=models[name].graphs,
             prefix_caching=models[name].prefix_caching,
+            ahead=models[name].ahead,
         )
         for name in placed
     )
@@ -216,7 +217,7 @@ def lone_unit(
         waiting_tokens=waiting_tokens,
     )
     simulated = SimModel(
-        profile, model.architecture, model.dtype, share, model.max_len, model.graphs, model.prefix_caching
+        profile, model.architecture, model.dtype, share, model.max_len, model.graphs, model.prefix_caching, model.ahead
     )
     return SimUnit(name, device, devices, (simulated,), (pool,), policy, pipeline=pipeline)
 

@@ -14,7 +14,7 @@ from muxserve.scheduling.policies import DEFAULT_POLICY
 from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts
 from muxserve.scheduling.token_throttling import TokenBudget, TokenThrottling
 from muxserve.scheduling.turns import TurnRules
-from muxserve.scheduling.types import ModelProfile, PoolProfile
+from muxserve.scheduling.types import ModelProfile, Phase, PoolProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class SimModel:
 
     `profile.prefill_share` and `decode_share` are what a lease takes of the unit. `cost_share`, if given, is the share
     of each device on which jobs really run, whatever lease they run under. Requests whose prompt and output together
-    are longer than `max_len` tokens (None: no limit of its own) are refused. `graphs` is as of `EngineShape`. With
-    `prefix_caching` full blocks are kept for requests whose prompts begin with the same tokens.
+    are longer than `max_len` tokens (None: no limit of its own) are refused. `graphs` and `ahead` are as of `Demand`.
+    With `prefix_caching` full blocks are kept for requests whose prompts begin with the same tokens.
     """
 
     profile: ModelProfile
@@ -34,6 +34,7 @@ class SimModel:
     max_len: int | None = None
     graphs: Graphs = "piecewise"
     prefix_caching: bool = True
+    ahead: bool = False
 
     @property
     def name(self) -> str:
@@ -169,9 +170,10 @@ class SimUnit:
     machines: int = 1
     network: float = 0.0
 
-    def shape_of(self, model: SimModel, share: float) -> EngineShape:
+    def shape_of(self, model: SimModel, share: float, phase: Phase = Phase.BOTH) -> EngineShape:
         """Where an engine of one of its models runs, with that share of the compute."""
-        return EngineShape(self.device, self.tp, share, model.dtype, model.graphs, self.machines, self.network)
+        ahead = model.ahead and self.tp == 1 and phase is not Phase.PREFILL
+        return EngineShape(self.device, self.tp, share, model.dtype, model.graphs, self.machines, self.network, ahead)
 
     @property
     def one_engine(self) -> bool:

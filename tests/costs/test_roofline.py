@@ -100,7 +100,7 @@ def test_decode_s_pieces_are_the_slower_of_launching_and_reading(
     batch: int, context: int, window: int, windowed: int, floor: float
 ) -> None:
     made = costs(replace(SEVEN_B, window=window, windowed_layers=windowed), by=IDEAL)
-    made._decode_floor = floor
+    made.host = replace(made.host, decode_launches=floor)
     found = made.decode(batch, context)
     assert context <= found.until
     reading = made.work.seen_context(batch, context) * made._kv_second
@@ -187,6 +187,49 @@ def test_the_host_adds_to_each_step_and_for_each_sequence() -> None:
     assert busy.prefill(512, 0, 4) - idle.prefill(512, 0, 4) == pytest.approx(2.4e-3)
     # While the host works the device does not: neighbours have it.
     assert busy.decode_load(8, 100).bandwidth < idle.decode_load(8, 100).bandwidth
+
+
+@pytest.mark.parametrize("host", [1e-4, 2e-2])
+def test_a_step_that_is_scheduled_ahead_takes_as_long_as_the_slower_of_device_and_host(host: float) -> None:
+    by = replace(IDEAL, host_step=host, host_sequence=1e-5, launches={"piecewise": Launches(1e-4, 1e-4)})
+    ahead, device = costs(by=by, ahead=True), costs(by=IDEAL)
+    for context in (100, 200_000):
+        own = 32 * 1e-4 + host + 8 * 1e-5
+        assert ahead.decode(8, context).seconds(context) == pytest.approx(
+            max(device.decode(8, context).seconds(context), own)
+        )
+    assert ahead.prefill(4096, 0, 2) == pytest.approx(max(device.prefill(4096, 0, 2), 32 * 1e-4 + host + 2 * 1e-5))
+
+
+@given(
+    st.sampled_from(["A100", "L20", "CPU"]),
+    st.sampled_from([1, 2, 8]),
+    st.floats(0.1, 1.0),
+    st.integers(1, 256),
+    st.integers(1, 100_000),
+    st.booleans(),
+)
+def test_the_parts_of_a_step_are_its_seconds(
+    name: str, tp: int, share: float, batch: int, context: int, ahead: bool
+) -> None:
+    made = costs(device=name, tp=tp, share=share, dtype="float32" if name == "CPU" else "float16", ahead=ahead)
+    step, prompt = made.decode_parts(batch, context), made.prefill_parts(context, context * context // 2, 1)
+    assert sum(step) == pytest.approx(made.decode(batch, context).seconds(context))
+    assert sum(prompt) == pytest.approx(made.prefill(context, context * context // 2, 1))
+    assert min(*step, *prompt) >= -1e-9
+    assert (step.communication > 0) == (tp > 1)
+
+
+def test_what_a_step_waits_for() -> None:
+    small = llama(hidden=512, heads=8, kv_heads=8, intermediate=1408)
+    cases = {
+        "compute": costs(device="H100").prefill_parts(8192, 8192 * 4096, 1),
+        "bandwidth": costs(device="H100").decode_parts(8, 8 * 1000),
+        "communication": costs(device="L20", tp=8).prefill_parts(8192, 8192 * 4096, 1),
+        "host": costs(small, device="H100", graphs="eager").decode_parts(1, 100),
+    }
+    for part, parts in cases.items():
+        assert getattr(parts, part) == max(parts)
 
 
 def test_graphs_take_the_launches_off_the_host() -> None:

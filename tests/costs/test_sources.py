@@ -11,7 +11,7 @@ from muxserve.costs.latency import CostError, EngineShape
 from muxserve.costs.measured import ProfileModel
 from muxserve.costs.profile import DecodeCell, EngineProfile, PrefillCell, Profile, ProfiledModel, save_profile
 from muxserve.costs.roofline import Roofline
-from muxserve.costs.sources import CostSource, CostsUsed, chosen_costs, profile_of, source_of
+from muxserve.costs.sources import ERRORS, CostSource, CostsUsed, chosen_costs, profile_of, source_of
 from tests.costs.models import SEVEN_B, llama
 
 A100 = EngineShape("A100-80GB", dtype="float16")
@@ -62,4 +62,7 @@ def test_a_plan_names_each_source_once() -> None:
     used = CostsUsed((("a", "L20", roofline), ("b", "A100", file), ("c", "L20", roofline)))
     assert str(used) == "roofline, since nothing was measured for a, c; profile (a.json) for b"
     assert str(CostsUsed(used.engines[1:2])) == "profile (a.json)"
-    assert used.as_list()[0] == {"model": "a", "device": "L20", "kind": "roofline", "why": "nothing was measured"}
+    told = {"model": "a", "device": "L20", "kind": "roofline", "why": "nothing was measured"}
+    error = ERRORS["roofline"]
+    assert used.as_list()[0] == told | {"error_median": error.median, "error_p90": error.p90}
+    assert [used.of(model, on) for model, on, _ in used.engines[:2]] == ["roofline, ±20%", "profile"]

@@ -72,6 +72,16 @@ def test_demands_say_how_steps_are_launched(fleet: Fleet, engine_args: dict[str,
     assert demand.graphs == graphs
 
 
+@pytest.mark.parametrize(("gpus", "ahead"), [((("A100", 80 << 30),), True), ((), False)])
+def test_demands_say_whether_steps_are_scheduled_ahead(
+    fleet: Fleet, gpus: tuple[tuple[str, int], ...], ahead: bool
+) -> None:
+    models = [fleet.models[0].model_copy(update={"engine_args": args}) for args in ({"async_scheduling": True}, {})]
+    for model, expected in zip(models, (ahead, False), strict=True):
+        (demand,) = demands_of(fleet.with_models([model]), ROOT / "configs", gpus=gpus)
+        assert demand.ahead == expected
+
+
 def test_a_share_of_less_than_a_core_is_one_thread(fleet: Fleet, tmp_path: Path) -> None:
     planned = plan(fleet, saved(tmp_path / "plan.yaml", share=0.2), cores=2)
     assert {model.threads for model in planned.unit.models} == {1}

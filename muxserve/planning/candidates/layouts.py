@@ -311,7 +311,7 @@ def single_stage(pool: GpuDevices, wanted: LayoutRequest, layout: ReplicaLayout,
     free = pool.usable - own
     room = int(free / token_bytes(demand, tp))
     pool.check_room(wanted, room, layout, own)
-    shape = EngineShape(pool.kind, tp, 1.0, demand.dtype, demand.graphs)
+    shape = EngineShape(pool.kind, tp, 1.0, demand.dtype, demand.graphs, ahead=demand.ahead and tp == 1)
     return SimulatedLayout(layout, shape, tokens, (room // tokens,), free, own)
 
 

@@ -82,16 +82,24 @@ def ways_of(fleet: Fleet, short: bool, elastic: bool) -> Iterator[str]:
         short: the first plan does not bear out what is wanted.
         elastic: engines can change their share of the compute from one lease to the next.
     """
-    yield from shared_ways(fleet, elastic)
+    own = shared_ways(fleet, elastic)
+    yield from own
     is_small = len(fleet.models) <= _MOST_LAID_OUT
     again = short or (is_small and any(model.is_open for model in fleet.models))
     for name, way in WAYS.items():
-        if way.mode != "muxserve" and (way.layout is None or again):
+        if way.mode != "muxserve" and name not in own and (way.layout is None or again):
             yield name
 
 
+def planned_mode(fleet: Fleet, mode: ModeName) -> ModeName:
+    """How models that share GPUs are placed where `mode` is asked for: without MPS no engine has a share of the SMs."""
+    return "temporal" if mode == "muxserve" and fleet.cluster.mps == "off" else mode
+
+
 def shared_ways(fleet: Fleet, elastic: bool) -> tuple[str, ...]:
-    """Those ways of which the placement is MuxServe's own."""
+    """Those ways of which the placement is MuxServe's own: without MPS, `planned_mode`."""
+    if fleet.cluster.mps == "off":
+        return ("turns",)
     if not elastic:
         return ("shared",)
     return ("shares per lease", "shared") if fleet.policy == "slack" else ("shared", "shares per lease")

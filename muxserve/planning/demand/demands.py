@@ -170,12 +170,20 @@ def demand_of(model: Model, architecture: ModelArchitecture, gpu: bool, batch: B
         own_batch=isinstance(model.max_num_seqs, int),
         max_num_batched_tokens=batch.tokens,
         graphs=graphs_of(model.engine_args),
+        ahead=gpu and schedules_ahead(model, architecture),
         # The simulator knows no snapshots of states.
         prefix_caching=model.prefix_caching and architecture.causal and architecture.states is None,
         max_len=max_len,
         shape=_shape(model, architecture),
         **_replicas(model),
     )
+
+
+def schedules_ahead(model: Model, architecture: ModelArchitecture) -> bool:
+    """Whether engines of the model that decode on one GPU schedule a step while the one before is computed."""
+    asked = bool(model.engine_args.get("async_scheduling")) and not architecture.pooling
+    unlike = architecture.states is not None or architecture.sees_images
+    return asked and (not unlike or bool(private_because(model, architecture)))
 
 
 def _shape(model: Model, architecture: ModelArchitecture) -> ShapeName | None:

@@ -1,5 +1,5 @@
 """A plan for people and programs.
 
 - `document`, `html`: the plan as JSON, and as a page
-- `costs_used`, `sureness`: which costs it was made with, and what becomes of it if they are off
+- `basis`, `sureness`: which costs it was made with, what its models wait for, and what becomes of it if costs are off
 """

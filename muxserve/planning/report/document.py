@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from muxserve.costs.sources import CostsUsed
 from muxserve.metrics.summary import Summary
 from muxserve.planning.candidates.ways import WAYS
 from muxserve.planning.place.contest import Rival, why
 from muxserve.planning.place.prediction import Prediction, ResidencyForecast, falls_short
 from muxserve.planning.place.sleeping import Outcome, SleepingForecast
 from muxserve.planning.place.window import ANSWERS, longest_of
+from muxserve.planning.report.basis import Basis
 from muxserve.simulator import ResidencyResult
 from placement.cluster import PlacedUnit
 from placement.estimator import ModelEstimate, UnitEstimate
@@ -181,7 +181,7 @@ def sleeping_document(forecast: SleepingForecast) -> dict[str, Any]:
 def document(
     plan: ClusterPlan,
     fleet: str,
-    costs: CostsUsed,
+    basis: Basis,
     seconds: float,
     simulated: Prediction | None = None,
     sweep: Sequence[SweepPoint] = (),
@@ -193,8 +193,8 @@ def document(
     return {
         "muxserve_plan": VERSION,
         "fleet": fleet,
-        "costs": str(costs),
-        "cost_sources": costs.as_list(),
+        "costs": str(basis.costs),
+        "cost_sources": basis.costs.as_list(),
         "objective": plan.objective.name,
         "attainment_target": plan.objective.attainment,
         "mode": plan.mode,
@@ -214,7 +214,7 @@ def document(
                 "device": unit.device,
                 "devices": list(unit.devices),
                 "stages": unit.stages,
-                **_unit(plan, unit, estimate, simulated),
+                **_unit(plan, unit, estimate, simulated, basis),
             }
             for unit, estimate in units
         ],
@@ -262,7 +262,9 @@ def document(
     }
 
 
-def _unit(plan: ClusterPlan, unit: PlacedUnit, estimate: UnitEstimate, simulated: Prediction | None) -> dict[str, Any]:
+def _unit(
+    plan: ClusterPlan, unit: PlacedUnit, estimate: UnitEstimate, simulated: Prediction | None, basis: Basis
+) -> dict[str, Any]:
     # Engines of both phases are simulated, not estimated: how busy their devices are with either is not known.
     known = unit.split
     return {
@@ -277,7 +279,13 @@ def _unit(plan: ClusterPlan, unit: PlacedUnit, estimate: UnitEstimate, simulated
             "pool": estimate.pool_bytes,
             "pool_used": estimate.kv_bytes,
         },
-        "models": [_model(plan, unit, model, estimate.prefill_share, simulated) for model in estimate.models],
+        "models": [
+            {
+                **_model(plan, unit, model, estimate.prefill_share, simulated),
+                "bottleneck": basis.bottlenecks[unit.name, plan.demands[model.member.model].name],
+            }
+            for model in estimate.models
+        ],
     }
 
 

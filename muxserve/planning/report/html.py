@@ -20,6 +20,7 @@ from muxserve.metrics.page import (
 )
 from muxserve.planning.candidates.layouts import shape_words
 from muxserve.planning.place.prediction import Prediction
+from muxserve.planning.report.basis import Basis
 from muxserve.planning.report.document import SweepPoint, needed, warnings_of
 from placement.cluster import PlacedUnit
 from placement.estimator import UnitEstimate
@@ -32,17 +33,20 @@ _ASKED = "#c5cad2"
 def plan_page(
     plan: ClusterPlan,
     about: str,
+    basis: Basis,
     simulated: Prediction | None = None,
     sweep: Sequence[SweepPoint] = (),
     command: str = "",
 ) -> Page:
-    """The page: the verdict, the placement, what each model gets by the estimate and in simulation, the sweep;
-    units and notes are folded away. `command` is the command that made the page.
+    """The page: the verdict and how sure it is, the placement, what each model gets by the estimate and in simulation,
+    the sweep; units and notes are folded away. `command` is the command that made the page.
     """
     colours = colours_of(demand.name for demand in plan.demands)
     sections = [
         _placement(plan, colours),
-        PageSection("Models", [_models(plan, simulated)], notes=[_MODELS_NOTE if simulated else "By the estimate."]),
+        PageSection(
+            "Models", [_models(plan, simulated, basis)], notes=[_MODELS_NOTE if simulated else "By the estimate."]
+        ),
         *([_sweep(sweep)] if sweep else []),
         _throughput(plan, simulated, colours),
         PageSection("Units", [_units(plan)], collapsed=True),
@@ -51,6 +55,7 @@ def plan_page(
     verdicts = [_verdict(plan, simulated, sweep)]
     verdicts += [Headline(f"{name} is placed nowhere: {why}", "bad") for name, why in plan.missing.items()]
     verdicts += [Headline(warning, "bad") for warning in warnings_of(plan, simulated, sweep)]
+    verdicts += [Headline(words) for words in (basis.sureness.words if basis.sureness is not None else ())]
     return Page("Placement plan", verdicts, sections, about, command, colours)
 
 
@@ -202,11 +207,11 @@ def _units(plan: ClusterPlan) -> PageTable:
     return PageTable(["unit", "devices", "models", "served", "pool", "used", "limit"], rows)
 
 
-def _models(plan: ClusterPlan, simulated: Prediction | None) -> PageTable:
+def _models(plan: ClusterPlan, simulated: Prediction | None, basis: Basis) -> PageTable:
     columns = ["model", "unit", "rate", "objectives TTFT / TPOT"]
     if simulated is not None:
         columns += ["sim. req/s", "sim. TTFT", "sim. TTFT p99", "sim. TPOT", "sim. SLO"]
-    columns += ["served", "TTFT", "TPOT", "SLO", "engines, or SMs"]
+    columns += ["served", "TTFT", "TPOT", "SLO", "engines, or SMs", "waits for", "costs"]
     rows = []
     for unit, estimate in zip(plan.placement.units, plan.estimates, strict=True):
         for model in estimate.models:
@@ -224,6 +229,8 @@ def _models(plan: ClusterPlan, simulated: Prediction | None) -> PageTable:
                     format_seconds(model.tpot),
                     f"{model.attainment:.1%}",
                     shape_words(unit, demand.name) or f"{estimate.prefill_share:.0%} / {model.decode_share:.0%}",
+                    basis.bottlenecks[unit.name, demand.name],
+                    basis.costs.of(demand.name, unit.device),
                 ]
             )
     return PageTable(columns, rows)

@@ -7,39 +7,42 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from muxserve.costs.sources import ERRORS, CostSource
+from muxserve.costs.sources import Doubt
 from muxserve.planning.place.prediction import Prediction
 from placement.format import enumerate_words
 
 
 @dataclass(frozen=True, slots=True)
 class Sureness:
-    """A plan whose steps take longer than `source` predicts, by the median of its errors.
+    """A plan whose steps take longer than predicted, by the median of its errors.
 
     `simulated` is the simulation of it then, `short` the models that fall short of their objectives then and not
-    otherwise. Of a sweep `needed` is the fewest GPUs that are enough, and `slower` those that are enough then (None:
-    none of the sizes is).
+    otherwise. Of a sweep `needed` is the fewest GPUs that are enough, `bears` the longest steps that were found to
+    leave them enough, as a part beyond the predicted ones, and `slower` the GPUs that are enough for steps as long as
+    above (None: none of the sizes is).
     """
 
-    source: CostSource
+    doubt: Doubt
     simulated: Prediction | None = None
     short: tuple[str, ...] = ()
     needed: int | None = None
     slower: int | None = None
+    bears: float = 0.0
 
     @property
     def longer(self) -> float:
         """By which part steps take longer."""
-        return ERRORS[self.source.kind].median
+        return self.doubt.error.median
 
     @property
     def words(self) -> list[str]:
         """A sentence each: where the error is from, and what it does to the plan."""
-        error = ERRORS[self.source.kind]
-        were = {"measured": "measured kernels were", "roofline": "the roofline was"}[self.source.kind]
+        error = self.doubt.error
+        were = {"measured": "measured kernels were", "roofline": "the roofline was"}[self.doubt.kind]
         found = [
             f"no GPU of yours was measured: {were} {error.median:.0%} off in the median, and up to {error.p90:.0%} in "
-            f"nine of ten, of {error.of} (docs/costs.md)"
+            f"nine of ten, of {error.of} (docs/costs.md); a fleet that serves measures yours (`muxserve profile "
+            "--from-fleet`)"
         ]
         if self.needed is not None:
             found.append(self._range())
@@ -57,14 +60,15 @@ class Sureness:
         are = f"{self.needed} GPU is" if self.needed == 1 else f"{self.needed} GPUs are"
         if self.slower == self.needed:
             return f"{are} enough also if steps take {longer}"
+        at_most = f"at most {self.bears:.0%} longer than" if self.bears else "as long as"
         otherwise = "none of these sizes is" if self.slower is None else f"{self.slower} are"
-        return f"{are} enough if steps take as long as predicted; {otherwise} if they take {longer}"
+        return f"{are} enough if steps take {at_most} predicted; {otherwise} if they take {self.longer:.0%} longer"
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        error, overall = ERRORS[self.source.kind], self.simulated.summary.overall if self.simulated else None
+        error, overall = self.doubt.error, self.simulated.summary.overall if self.simulated else None
         return {
-            "costs": self.source.kind,
+            "costs": self.doubt.kind,
             "error_median": error.median,
             "error_p90": error.p90,
             "if_steps_take_longer": {
@@ -73,6 +77,7 @@ class Sureness:
                 "throughput": self.simulated.throughput if self.simulated else None,
                 "falls_short": list(self.short),
                 "gpus_needed": self.slower,
+                "gpus_enough_up_to": self.bears if self.needed is not None else None,
             },
         }
 
