@@ -9,7 +9,7 @@ import importlib.util
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -39,6 +39,7 @@ from muxserve.gpu.sharing import SharingError
 from muxserve.net.exit_codes import ExitCode
 from muxserve.net.sockets import new_keys
 from muxserve.planning.candidates.device_pool import CPU
+from muxserve.planning.specs.as_planned import unlike_planned
 from muxserve.planning.specs.fleet_planner import FleetPlanner, ScaleOut, notes_of
 from muxserve.planning.specs.gpus import pretended_gpus
 from muxserve.planning.specs.residency import residency_of
@@ -46,6 +47,7 @@ from muxserve.planning.specs.unit_plan import ResolvedUnit
 from muxserve.planning.specs.unit_specs import fleet_spec_of, planned_unit
 from muxserve.spec import FleetSpec, ResidencySpec, SimulatedSpec
 from muxserve.spec.run_dir import LogDirError, RunDir, RunDirError, why_not_runtime
+from placement.format import enumerate_words
 
 _CAUSES = {
     signal.SIGINT: "Ctrl-C",
@@ -102,8 +104,7 @@ def deploy(settings: DeploySettings) -> int:
                 probe_quickly()
             plans = [_with_sharing(plan, run_dir, settings.probe) for plan in plans]
             if settings.plan is not None:
-                for words in _unlike_planned(plans):
-                    errors.print(f"[yellow]{settings.plan.name}:[/] {escape(words)}")
+                _check_as_planned(plans, settings.plan, planner.latency)
             # Engines need other memory if they share the GPUs in another way.
             residency = residency_of(planner.fleet, plans, planner.machine)
     except DeployRefused as error:
@@ -299,17 +300,21 @@ def _with_sharing(plan: ResolvedUnit, run_dir: RunDir, probe: bool = False) -> R
     return plan.with_gpu(unit)
 
 
-def _unlike_planned(plans: Sequence[ResolvedUnit]) -> Iterator[str]:
-    """What a plan that was made for shares of the SMs does not get here, a sentence for each unit."""
-    for plan in plans:
-        several = len(plan.demands) > 1 or not all(demand.one_engine for demand in plan.demands)
-        here = plan.gpu is not None and not plan.gpu.elsewhere and plan.gpu.sharing == "off"
-        if here and several and plan.fleet.cluster.mps != "off":
-            yield (
-                f"{plan.name} was planned with shares of the SMs for its engines; here they alternate on the whole "
-                "GPU, so that it serves less than the plan says. `muxserve doctor --gpu` tries what these GPUs can do; "
-                "plan again with `cluster.mps: off` for figures without shares"
+def _check_as_planned(plans: Sequence[ResolvedUnit], file: Path, latency: LatencyModel) -> None:
+    """Warn of what GPUs do otherwise than the plan has it.
+
+    Raises:
+        DeployRefused: the plan does not hold so.
+    """
+    for found in filter(None, (unlike_planned(plan, latency) for plan in plans)):
+        if found.short:
+            models = enumerate_words(found.short)
+            raise DeployRefused(
+                f"{file.name} does not hold on these GPUs: by the estimate {models} would not be served at the rates "
+                f"of the plan. {found.words}",
+                ExitCode.NOT_DONE,
             )
+        errors.print(f"[yellow]{file.name}:[/] {escape(found.words)}")
 
 
 def _check_installation(on_gpus: bool) -> None:

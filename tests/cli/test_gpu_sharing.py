@@ -13,12 +13,17 @@ from muxserve.cli import deploy
 from muxserve.cli.deploy import DeployRefused
 from muxserve.cli.output import errors
 from muxserve.cluster import machine
+from muxserve.costs.roofline import Roofline
 from muxserve.gpu import mps, nvml
 from muxserve.gpu.findings import GREEN, PERCENTAGES, SHAPES, Findings, ProbeFinding, place_of
+from muxserve.gpu.unit import SmShares
+from muxserve.net.exit_codes import ExitCode
+from muxserve.planning.specs.as_planned import unlike_planned
+from muxserve.planning.specs.unit_plan import ResolvedUnit
 from muxserve.probes import lab
 from muxserve.spec import SmSharing
 from muxserve.spec.run_dir import RunDir
-from tests.cluster.test_gpu_plan import gpus, plan
+from tests.cluster.test_gpu_plan import MODELS, gpus, plan
 
 
 @pytest.fixture
@@ -72,18 +77,55 @@ def test_without_mps_engines_take_turns_with_a_warning(
     assert "without MPS: not installed [x]; engines alternate" in told
 
 
-@pytest.mark.parametrize(
-    ("mps", "sharing", "warned"), [("auto", "off", True), ("auto", "mps", False), ("off", "off", False)]
-)
-def test_a_plan_with_shares_is_warned_about_where_engines_alternate(
-    tmp_path: Path, mps: str, sharing: SmSharing, warned: bool
-) -> None:
-    planned = plan(tmp_path, f"{{gpus: 2, mps: {mps}}}", found=gpus(2))
+SHARED = {"a": SmShares(0.4, 0.3), "b": SmShares(0.4, 0.3)}
+TURNS = {"a": SmShares(1.0, 1.0), "b": SmShares(1.0, 1.0)}
+# Models so small that their steps are the host's time: beside each other they serve twice as much as in turns.
+BUSY = """
+  - {name: a, path: a, rate: 5, max_len: 512, max_num_seqs: 4}
+  - {name: b, path: b, rate: 5, max_len: 512, max_num_seqs: 4}
+"""
+
+
+def planned_with(tmp_path: Path, shares: dict[str, SmShares], sharing: SmSharing, models: str) -> ResolvedUnit:
+    planned = plan(tmp_path, "{gpus: 1}", models, found=gpus(1))
     assert planned.gpu is not None
-    planned = planned.with_gpu(replace(planned.gpu, sharing=sharing))
-    found = list(deploy._unlike_planned([planned]))
-    assert len(found) == warned
-    assert all("was planned with shares of the SMs for its engines; here they alternate" in words for words in found)
+    return planned.with_gpu(replace(planned.gpu, sharing=sharing, shares=shares))
+
+
+@pytest.mark.parametrize(
+    ("shares", "sharing", "models", "told"),
+    [
+        (SHARED, "off", MODELS, "was planned with shares of the SMs; here engines alternate on the whole GPU"),
+        (SHARED, "mps", MODELS, ""),
+        (TURNS, "off", BUSY, ""),
+    ],
+)
+def test_a_plan_with_shares_is_warned_about_where_it_holds_in_turns(
+    tmp_path: Path, shares: dict[str, SmShares], sharing: SmSharing, models: str, told: str
+) -> None:
+    planned = planned_with(tmp_path, shares, sharing, models)
+    with errors.capture() as printed:
+        deploy._check_as_planned([planned], Path("plan.yaml"), Roofline())
+    words = " ".join(printed.get().split())
+    assert told in words
+    assert bool(told) == bool(words)
+
+
+def test_a_plan_with_shares_is_refused_where_it_does_not_hold_in_turns(tmp_path: Path) -> None:
+    planned = planned_with(tmp_path, SHARED, "off", BUSY)
+    why = "plan.yaml does not hold on these GPUs: by the estimate a and b would not be served .* `cluster.mps: off`"
+    with pytest.raises(DeployRefused, match=why) as refused:
+        deploy._check_as_planned([planned], Path("plan.yaml"), Roofline())
+    assert refused.value.code == ExitCode.NOT_DONE
+
+
+def test_shares_that_were_to_follow_the_load_are_warned_about_where_they_stay(tmp_path: Path) -> None:
+    planned = plan(tmp_path, "{gpus: 1, sm_sharing: green_contexts}", found=gpus(1))
+    assert planned.gpu is not None
+    found = unlike_planned(planned.with_gpu(replace(planned.gpu, sharing="mps")), Roofline())
+    assert found is not None
+    assert "that follow the load; here engines keep theirs" in found.words
+    assert found.short == ()
 
 
 def test_mps_off_is_not_tried_and_not_warned_about(
