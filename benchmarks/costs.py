@@ -37,11 +37,12 @@ from benchmarks.report import percentile, write_report
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.calibration import GPU, LINKS, Calibration, Launches
 from muxserve.costs.devices import device
-from muxserve.costs.latency import EngineShape
+from muxserve.costs.kernels import KernelModel, package_version
+from muxserve.costs.latency import EngineShape, LatencyModel
 from muxserve.costs.llama_tables import read_llama_tables
 from muxserve.costs.measured import ProfileModel
 from muxserve.costs.profile import EngineProfile, PrefillCell
-from muxserve.costs.roofline import Roofline
+from muxserve.costs.roofline import Roofline, RooflineCosts
 
 KERNELS, TABLES = "VIDUR_PROFILING", "MUXSERVE_A100_PROFILE"
 FITTED_ON = ("llama-7b", "llama-30b")
@@ -85,7 +86,7 @@ class Measured:
         """Tokens that the step computes."""
         return self.place[0] * self.place[1] if self.phase == "prefill" else self.place[0]
 
-    def roofline(self, model: Roofline) -> float:
+    def predicted(self, model: LatencyModel) -> float:
         """Seconds, launched kernel by kernel."""
         shape = dataclasses.replace(self.engine.where, graphs="eager")
         costs = model.engine(self.engine.shape.architecture(self.engine.model), shape)
@@ -106,10 +107,12 @@ class Kernels:
     tokens: int
     seconds: float
 
-    def roofline(self, model: Roofline) -> float:
+    def predicted(self, model: LatencyModel) -> float:
         """Seconds."""
         shape = EngineShape(DEVICES[self.device], self.tp, dtype="float16")
-        return model.engine(self.architecture, shape).layers(self.tokens)
+        costs = model.engine(self.architecture, shape)
+        assert isinstance(costs, RooflineCosts), "only the roofline knows layers alone"
+        return costs.layers(self.tokens)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -209,7 +212,7 @@ def fit_kernels(kernels: Iterable[Kernels]) -> Calibration:
 
     def errors(values: Sequence[float]) -> list[float]:
         model = Roofline(dataclasses.replace(GPU, **dict(zip(names, values, strict=True))))
-        return [math.log(k.roofline(model) / k.seconds) for k in train]
+        return [math.log(k.predicted(model) / k.seconds) for k in train]
 
     values = fitted([getattr(GPU, name) for name in names], errors)
     return dataclasses.replace(GPU, **dict(zip(names, values, strict=True)))
@@ -253,7 +256,7 @@ def fit_steps(cells: Iterable[Measured], kernels: Calibration) -> Calibration:
 
     def errors(values: Sequence[float]) -> list[float]:
         model = Roofline(build(values))
-        return [math.log(cell.roofline(model) / cell.seconds) for cell in train]
+        return [math.log(cell.predicted(model) / cell.seconds) for cell in train]
 
     start = OF_2023.compute_shape, OF_2023.bandwidth_shape, OF_2023.host_step, OF_2023.host_sequence
     return build(fitted([*start, *OF_2023.launches["eager"]], errors))
@@ -280,11 +283,11 @@ def summary(errors: Sequence[float]) -> dict[str, float]:
     return {"cells": len(sizes)} | {key: round(value, 4) for key, value in shown.items()}
 
 
-def by(cells: Iterable[T], model: Roofline, name: Callable[[T], str]) -> dict[str, dict[str, float]]:
+def by(cells: Iterable[T], model: LatencyModel, name: Callable[[T], str]) -> dict[str, dict[str, float]]:
     """Errors by name."""
     errors: defaultdict[str, list[float]] = defaultdict(list)
     for cell in cells:
-        errors[name(cell)].append(cell.roofline(model) / cell.seconds - 1)
+        errors[name(cell)].append(cell.predicted(model) / cell.seconds - 1)
     return {key: summary(values) for key, values in sorted(errors.items())}
 
 
@@ -323,10 +326,15 @@ def report_steps(path: str, refit: bool) -> dict[str, object]:
     def part(cell: Measured) -> str:
         return "fitted on: 7B, 30B" if cell.engine.model in FITTED_ON else "held out: 13B, 65B"
 
+    whole = [cell for cell in good if cell.engine.share == 1.0]
+    by_costs = by(whole, model, lambda c: f"roofline, {c.phase}")
+    if package_version():
+        by_costs |= by(whole, KernelModel(calibration=OF_2023), lambda c: f"kernels, {c.phase}")
     return {
         "steps_outliers": len(profile.outliers),
         "steps_by_part": by(good, model, lambda c: f"{part(c)}, {c.phase}"),
         "steps_by_model_and_tp": by(good, model, lambda c: f"{c.engine.model} tp{c.engine.tp}, {c.phase}"),
+        "steps_on_whole_gpus": by_costs,
         "steps_by_share": by(good, model, lambda c: f"{c.engine.share:.1f}, {c.phase}"),
         "steps_with_outliers": by(cells, model, lambda c: c.phase),
     }
