@@ -58,7 +58,7 @@ def add(file: Path, unit: str, fleet: str | None, as_json: bool) -> int:
     return change(messages.Add(text, str(file), str(file.parent.absolute()), unit), fleet, as_json)
 
 
-def apply(file: Path, fleet: str | None, dry_run: bool, as_json: bool) -> int:
+def apply(file: Path, fleet: str | None, dry_run: bool, in_place: bool, as_json: bool) -> int:
     """Have a fleet become what a fleet file says, or only say what that takes; returns the exit code."""
     try:
         text = read_text(file, "fleet file")
@@ -66,7 +66,8 @@ def apply(file: Path, fleet: str | None, dry_run: bool, as_json: bool) -> int:
         return _wrong(str(error), as_json)
     # The fleet may have been started where these are not set, or are others.
     environ = {name: os.environ[name] for name in re.findall(r"env:(\w+)", text) if name in os.environ}
-    return change(messages.Apply(text, str(file), str(file.parent.absolute()), environ, dry_run), fleet, as_json)
+    command = messages.Apply(text, str(file), str(file.parent.absolute()), environ, dry_run, in_place)
+    return change(command, fleet, as_json)
 
 
 def change(command: messages.Command, fleet: str | None, as_json: bool) -> int:

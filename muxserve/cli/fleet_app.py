@@ -78,15 +78,22 @@ def remove(
 def apply(
     file: Annotated[Path, typer.Argument(metavar="FLEETFILE", help="The fleet file.", show_default=False)],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be changed.")] = False,
+    in_place: Annotated[
+        bool,
+        typer.Option(
+            "--in-place",
+            help="Where memory has no room for both versions of a model, end the old one before the new one is loaded.",
+        ),
+    ] = False,
     fleet: Which = None,
     json: Json = False,
 ) -> None:
-    """Have the running fleet become what a fleet file says, and interrupt nothing: models come and go, keys, tenants,
-    limits, objectives and numbers of replicas change. What needs a start is named with a ! and left as it is. If a step
-    fails, those before it stay; apply again goes on from there."""
+    """Have the running fleet become what a fleet file says, and interrupt nothing: models come, go and get other
+    versions; names, keys, tenants, limits, objectives and numbers of replicas change. What needs a start of the fleet
+    is named with a ! and left as it is. If a step fails, those before it stay; apply again goes on from there."""
     from muxserve.cli.change import apply as run
 
-    raise typer.Exit(run(file, fleet, dry_run, json))
+    raise typer.Exit(run(file, fleet, dry_run, in_place, json))
 
 
 @app.command()

@@ -186,6 +186,8 @@ class Controller:
         for part in self._own_parts():
             await part.up.wait()
         self.units.served = True
+        self.units.change(takes_over=False)
+        self.units.publish()
         if self._control is not None:
             self._control.start()
         self.ready.set()

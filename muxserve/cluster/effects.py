@@ -24,6 +24,9 @@ class FleetEffects(PartEffects, Protocol):
     def failed(self, error: BaseException) -> None:
         """The fleet cannot go on."""
 
+    def stop(self, cause: str = "") -> None:
+        """Drain the fleet and end it, because of `cause`."""
+
     def tell_scheduler(self, message: wire.Message) -> None:
         """Send something to the global scheduler, if there is one."""
 

@@ -17,12 +17,12 @@ from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.unit_set import RunningUnit, UnitSet
 from muxserve.cluster.units import PlannedUnit
 from muxserve.config import Fleet
-from muxserve.control.changes import ChangeError, Tell
+from muxserve.control.changes import ChangeError, NoRoomError, Tell
 from muxserve.gpu.budget import Needs
 from muxserve.gpu.unit import SizingError
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
-from muxserve.spec import FleetSpec, ModelSpec, ResidencySpec, UnitSpec
+from muxserve.spec import FleetSpec, FollowedFleet, ModelSpec, ResidencySpec, UnitSpec, public_name
 
 # Where a request can be in a unit (`muxserve.scheduling`).
 _PLACES = ("queued", "prefilling", "handed", "decoding", "moving")
@@ -76,11 +76,17 @@ class BrokenModelError(ChangeError):
     """The engines of a model failed at their start; it is not for want of room."""
 
 
-def _not_started(failure: GaveUp, part: PartId) -> ChangeError:
-    """Why a change could not be made for which `part` was to be started."""
-    lacks_room = isinstance(failure.__cause__, SizingError)
-    kind = BrokenModelError if part.model and not lacks_room else ChangeError
-    return kind(f"{part} cannot start: {failure}")
+def _not_started(failure: GaveUp, part: PartId, words: str = "") -> ChangeError:
+    """Why a change could not be made for which `part` was to be started; in `words`, if these say more."""
+    kind: type[ChangeError] = BrokenModelError if part.model else ChangeError
+    if isinstance(failure.__cause__, SizingError):
+        kind = NoRoomError
+    return kind(words or f"{part} cannot start: {failure}")
+
+
+def _not_joined(model: str, unit: RunningUnit, failure: GaveUp) -> ChangeError:
+    words = f"{model} cannot join {unit.name}: {failure.part}: {failure}"
+    return _not_started(failure, failure.part, words)
 
 
 class UnitPlanner(Protocol):
@@ -90,32 +96,38 @@ class UnitPlanner(Protocol):
         """A unit `name` with a replica of that model alone.
 
         Raises:
-            ChangeError: there is no room, in words.
+            NoRoomError: there is no room, in words.
         """
 
     def addition(self, declared: Fleet, names: Callable[[], str], fleet: FleetSpec, tell: Tell) -> Addition:
         """What it takes to serve the only model of `declared`, too; from `names` come names for its units.
 
         Raises:
-            ChangeError: there is no room, or the model cannot be served, in words.
+            NoRoomError: there is no room, in words.
+            ChangeError: the model cannot be served, in words.
         """
 
     def joined(self, declared: Fleet, unit: PlannedUnit, fleet: FleetSpec, tell: Tell) -> JoinedUnit:
-        """What it takes to serve the only model of `declared` in that running unit, too.
+        """What it takes to serve the only model of `declared` in that running unit, too; as the next version if the
+        unit has had another model of that name.
 
         Raises:
-            ChangeError: its pools or the machine have no room, or the model cannot be served there, in words.
+            NoRoomError: its pools or the machine have no room, in words.
+            ChangeError: the model cannot be served there, in words.
         """
 
     def forget(self, model: str) -> None:
         """The model is not served any more."""
 
+    def trying(self, without: str = "") -> contextlib.AbstractContextManager[None]:
+        """What is planned meanwhile is not kept; it is planned as if the model `without` were not served any more."""
+
     def without(self, model: str, fleet: FleetSpec) -> dict[str, ResidencySpec]:
         """By what memory decides in the units of `fleet`, by name, when it does not have that model any more."""
 
     def settings(self, wanted: Fleet, fleet: FleetSpec) -> FleetSpec:
-        """`fleet` with what gateways and the global scheduler read of `wanted`: keys, tenants, rules by which memory
-        decides, and of the models that both have limits, objectives and bounds of replicas.
+        """`fleet` with what gateways and the global scheduler read of `wanted`: keys, tenants, shared names, rules by
+        which memory decides, and of the models that both have limits, objectives, aliases and bounds of replicas.
 
         Raises:
             ChangeError: what it may take of the memory is too little, or more than there is.
@@ -192,9 +204,9 @@ class FleetSteps:
         units = self._units.units.values()
         return [u for u in units if u.announced and model in u.serves and not self.is_leaving(model, u.name)]
 
-    def is_leaving(self, model: str, unit: str = "") -> bool:
-        """Whether the replica of `model` in `unit` (or, without one, any replica of it) is about to end."""
-        return (model, unit) in self._leaving if unit else any(each == model for each, _ in self._leaving)
+    def is_leaving(self, model: str, unit: str) -> bool:
+        """Whether the replica of `model` in `unit` is about to end."""
+        return (model, unit) in self._leaving
 
     @contextlib.contextmanager
     def leaving(self, models: Iterable[str], unit: RunningUnit, whole: bool = False) -> Iterator[None]:
@@ -211,10 +223,14 @@ class FleetSteps:
             self._left.set()
 
     async def until_left(self, model: str, tell: Tell) -> None:
-        """Wait until no replica of `model` is about to end."""
-        if self.is_leaving(model):
+        """Wait until no replica of any version of `model` is about to end."""
+
+        def leaving() -> bool:
+            return any(public_name(each) == model for each, _ in self._leaving)
+
+        if leaving():
             tell(f"waiting for the {model} that is still being removed")
-        while self.is_leaving(model):
+        while leaving():
             self._left.clear()
             await self._left.wait()
 
@@ -234,6 +250,24 @@ class FleetSteps:
                     await asyncio.sleep(_LOOK_SECONDS)
                 return True
         return False
+
+    async def until_unused(self, model: str, seconds: float, tell: Tell) -> None:
+        """Wait until the last request of a version has ended to which the fleet of now sends no new ones. Clients that
+        read their answers slowly are not waited for: after `seconds`, and again and again, it is enough that units have
+        none."""
+        generation = self._units.fleet.generation
+
+        def unused(followed: FollowedFleet) -> bool:
+            return followed.generation >= generation and model not in followed.leaving
+
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(seconds, _LOOK_SECONDS)):
+                    await self._effects.until_followed(unused)
+                    return
+            if await self.until_empty(model, self.replicas(model), _ANSWER_SECONDS):
+                return
+            tell(f"{model} still has requests")
 
     def drained(self, model: str, unit: str) -> bool:
         """The global scheduler says that a replica has nothing left; whether somebody has waited for that."""
@@ -326,7 +360,7 @@ class FleetSteps:
         try:
             await unit.handle.start_model(name)
         except GaveUp as failure:
-            raise ChangeError(f"{name} cannot join {unit.name}: {failure.part}: {failure}") from None
+            raise _not_joined(name, unit, failure) from None
         unit.serves.add(name)
         return unit
 
@@ -344,7 +378,7 @@ class FleetSteps:
         try:
             await unit.handle.join(joined.unit_spec, name, joined.needs, asleep)
         except GaveUp as failure:
-            raise ChangeError(f"{name} cannot join {unit.name}: {failure.part}: {failure}") from None
+            raise _not_joined(name, unit, failure) from None
         unit.planned = joined.planned
         return unit
 

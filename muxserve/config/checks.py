@@ -280,6 +280,7 @@ def check(source: Source, base: Path, environ: Mapping[str, str], serving: bool 
         *check_replicas(source, serving),
         *check_shapes(source),
         *_tenants(source),
+        *_shared_names(source),
         *(_secrets(source, base, environ) if serving else ()),
     ]
 
@@ -579,10 +580,38 @@ def _speculation(
             yield source.problem(at, f"cannot be had together with {name}; remove one of them")
 
 
-def _tenants(source: Source) -> Iterator[Problem]:
-    tenants, models = source.data.get("tenants"), source.data.get("models")
+def _model_names(source: Source) -> list[str]:
+    models = source.data.get("models")
     names = [m.get("name") for m in models if isinstance(m, dict)] if isinstance(models, list) else []
-    known = [name for name in names if isinstance(name, str)]
+    return [name for name in names if isinstance(name, str)]
+
+
+def _shared_names(source: Source) -> Iterator[Problem]:
+    """Names of no model, for models that are there, of which one at least has a part."""
+    given, known = source.data.get("aliases"), _model_names(source)
+    models = source.data.get("models")
+    taken = set(known)
+    for model in models if isinstance(models, list) else ():
+        for key in ("aliases", "adapters"):
+            own = model.get(key) if isinstance(model, dict) else None
+            taken |= {name for name in (own if isinstance(own, (list, dict)) else ()) if isinstance(name, str)}
+    for alias, shares in given.items() if isinstance(given, dict) else ():
+        at = ("aliases", str(alias))
+        if alias in taken:
+            yield source.problem(at, f"a model or an adapter has the name {shown(alias)} already")
+        weights = {shares: 1} if isinstance(shares, str) else shares
+        if not isinstance(weights, dict):
+            continue
+        for model in weights:
+            if isinstance(model, str) and model not in known:
+                message = f"there is no model {shown(model)}{did_you_mean(model, known)}"
+                yield source.problem(at if isinstance(shares, str) else (*at, model), message)
+        if weights and all(weight == 0 for weight in weights.values()):
+            yield source.problem(at, "no model has a part of its requests; one weight must be more than 0")
+
+
+def _tenants(source: Source) -> Iterator[Problem]:
+    tenants, known = source.data.get("tenants"), _model_names(source)
     for tenant, given in tenants.items() if isinstance(tenants, dict) else ():
         allowed = given.get("models") if isinstance(given, dict) else None
         for index, model in enumerate(allowed if isinstance(allowed, list) else ()):

@@ -249,6 +249,17 @@ def _watchdog(value: object) -> object:
     return switched == "on"
 
 
+def _weights(value: object) -> object:
+    """One model's name stands for all of the requests."""
+    if isinstance(value, str) and value:
+        return {value: 1.0}
+    if not isinstance(value, dict):
+        raise ValueError(
+            f'must be a model\'s name, or models with weights such as "{{v1: 90, v2: 10}}", not {shown(value)}'
+        )
+    return value
+
+
 def _responses(value: object) -> object:
     switched = switch(value)
     if isinstance(value, dict):
@@ -260,6 +271,15 @@ def _responses(value: object) -> object:
 
 ReplicasOrNumber = Annotated[Replicas, BeforeValidator(_replicas)]
 ApiKeys = Annotated[list[Annotated[ApiKey, BeforeValidator(_key)]], BeforeValidator(_keys)]
+Weight = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
+_WEIGHTS_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "object", "additionalProperties": {"type": "number", "minimum": 0}, "minProperties": 1},
+    ]
+}
+Weights = Annotated[dict[str, Weight], BeforeValidator(_weights), Field(min_length=1), WithJsonSchema(_WEIGHTS_SCHEMA)]
+SharedNames = dict[Annotated[str, Field(pattern=ALIAS_PATTERN)], Weights]
 Tenants = dict[Annotated[str, Field(pattern=NAME_PATTERN)], Tenant]
 Priorities = dict[Annotated[str, Field(pattern=NAME_PATTERN)], Priority]
 MigrationOrSwitch = Annotated[Migration | None, _or_mapping({"on": {}, "off": None}, "{bandwidth: 1GiB}")]
@@ -591,6 +611,10 @@ class Fleet(Section):
     kv_pool: KVPool = Field(default=KVPool(), description="The shared KV page pool")
     gateway: GatewaySection = Field(default=GatewaySection(), description="The OpenAI endpoint")
     tenants: Tenants = Field(default_factory=dict, description="Who shares the endpoint, by name")
+    aliases: SharedNames = Field(
+        default_factory=dict,
+        description="Names that several models share: the models of each, with the weights of their parts of requests",
+    )
     priorities: Priorities = Field(
         default=DEFAULT_PRIORITIES,
         min_length=1,
@@ -616,6 +640,11 @@ class Fleet(Section):
     def with_models(self, models: Sequence[Model]) -> Fleet:
         """The same fleet with these models only; mistakes are reported at their places in the file."""
         return self.model_copy(update={"models": list(models)})
+
+    def with_name(self, name: str) -> Fleet:
+        """The same fleet, whose only model is called `name`."""
+        (model,) = self.models
+        return self.with_models([model.model_copy(update={"name": name})])
 
     def as_split(self) -> Fleet:
         """The same fleet with an engine for each phase of every model, whatever it says."""

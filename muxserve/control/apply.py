@@ -1,7 +1,8 @@
-"""What has to be changed so that a running fleet becomes what a fleet file says. Pure.
+"""What has to be changed so that a running fleet becomes what a fleet file says. Pure, but for reading adapters' ranks.
 
 A file is compared with what the fleet was declared as, key by key, and with how many replicas there are. Some keys can
-be followed at once, models come and go; the others are named together with what has to be started again for it.
+be followed at once, models come, go and get other versions; the keys left are named, since the fleet would have to be
+deployed again for them.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from enum import StrEnum
 from typing import Any
 
 from muxserve.config import Fleet, Model
-from muxserve.spec import FleetSpec
+from muxserve.config.adapters import AdapterError, check_rank
+from muxserve.spec import FleetSpec, ModelSpec
 from placement.format import format_size
 
 
 class Effect(StrEnum):
-    """What following a difference takes: nothing but telling the gateways and the global scheduler; a model's end and
-    start; the whole fleet's."""
+    """What following a difference takes: nothing but telling the gateways and the global scheduler; another version of
+    a model; the whole fleet's end and start."""
 
     NOW = "now"
     MODEL = "model"
@@ -26,9 +28,9 @@ class Effect(StrEnum):
 
 
 # Of the fleet, and of a model: what is followed while they serve, with all that is below.
-_FLEET_KEYS = {("tenants",), ("gateway", "api_keys")}
+_FLEET_KEYS = {("tenants",), ("gateway", "api_keys"), ("aliases",)}
 _MEMORY_KEYS = {"min_residence", "turns"}
-_MODEL_KEYS = {"limits", "slo", "replicas"}
+_MODEL_KEYS = {"limits", "slo", "replicas", "aliases"}
 # What only planning or the start looks at.
 _UNUSED = {"demo", "workload", "architecture"}
 # In bytes.
@@ -57,8 +59,8 @@ class Difference:
             what = f"{what} ({self._shown(value)})" if not isinstance(value, dict) else what
         else:
             what = f"{self._shown(self.before)} -> {self._shown(self.after)}"
-        sign = "~" if self.effect is Effect.NOW else "!"
-        return f"{sign} {where}: {what}{self._needs}"
+        needs = "; needs the fleet deployed again" if self.effect is Effect.FLEET else ""
+        return f"{'!' if needs else '~'} {where}: {what}{needs}"
 
     def _shown(self, value: object) -> str:
         if self.path[-1] in _SIZES and type(value) is int:
@@ -66,33 +68,51 @@ class Difference:
         text = str(value)
         return text if len(text) <= 60 else f"{text[:57]}..."
 
-    @property
-    def _needs(self) -> str:
-        if self.effect is Effect.MODEL:
-            return f"; needs {self.model} started again: muxserve remove {self.model}, then apply once more"
-        return "; needs the fleet deployed again" if self.effect is Effect.FLEET else ""
-
 
 @dataclass
 class ChangePlan:
-    """What `muxserve apply` does. `scale`: replicas that models are to have, and have not. What needs a start of the
-    fleet or of a model (`restarts`) is named only."""
+    """What `muxserve apply` does. `replace`: models that get another version, each with its differences. `adapters`:
+    directories of LoRA adapters, by model and name; empty: it is served no longer. `scale`: replicas that models are to
+    have, and have not. What needs a start of the fleet (`restarts`) is named only. `refused`: models that are not
+    replaced, and why."""
 
     settings: list[Difference] = field(default_factory=list)
     restarts: list[Difference] = field(default_factory=list)
+    replace: dict[str, list[Difference]] = field(default_factory=dict)
+    adapters: dict[tuple[str, str], str] = field(default_factory=dict)
     add: list[str] = field(default_factory=list)
     remove: list[str] = field(default_factory=list)
     scale: dict[str, tuple[int, int]] = field(default_factory=dict)
+    in_place: set[str] = field(default_factory=set)
+    refused: dict[str, str] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """One per change, such as a diff has."""
+        """One per change, such as a diff has, without those of `left`."""
         return [
             *(f"- model {name}" for name in self.remove),
             *(f"+ model {name}" for name in self.add),
             *(f"~ {name}: {before} -> {after} replicas" for name, (before, after) in self.scale.items()),
             *map(str, self.settings),
-            *map(str, self.restarts),
+            *(f"{'~' if path else '-'} adapter {name} of {model}" for (model, name), path in self.adapters.items()),
+            *(
+                f"{each}; {_IN_PLACE if name in self.in_place else _BESIDE}"
+                for name, differences in self.replace.items()
+                if name not in self.refused
+                for each in differences
+            ),
         ]
+
+    def left(self) -> list[str]:
+        """One per change that is not made."""
+        refused = [
+            f"! {str(each)[2:]}; {reason}" for name, reason in self.refused.items() for each in self.replace[name]
+        ]
+        return [*refused, *map(str, self.restarts)]
+
+
+# What becomes of a model that is replaced.
+_BESIDE = "loaded beside the version that serves"
+_IN_PLACE = "loaded in place of the version that serves, which ends first"
 
 
 def plan_changes(running: FleetSpec, declared: Fleet, wanted: Fleet) -> ChangePlan:
@@ -108,7 +128,7 @@ def plan_changes(running: FleetSpec, declared: Fleet, wanted: Fleet) -> ChangePl
 
 def _planned(running: FleetSpec, declared: Fleet, wanted: Fleet) -> ChangePlan:
     plan = ChangePlan()
-    names = [model.name for model in running.models]
+    names = running.served_names
     plan.remove = [name for name in names if all(name != model.name for model in wanted.models)]
     for difference in _fleet_differences(running, declared, wanted):
         (plan.settings if difference.effect is Effect.NOW else plan.restarts).append(difference)
@@ -116,12 +136,33 @@ def _planned(running: FleetSpec, declared: Fleet, wanted: Fleet) -> ChangePlan:
         if model.name not in names:
             plan.add.append(model.name)
             continue
-        for difference in _model_differences(declared.model(model.name), model):
-            (plan.settings if difference.effect is Effect.NOW else plan.restarts).append(difference)
-        count, have = wanted_replicas(model, len(running.replicas(model.name)))
+        version, before = running.serving(model.name), declared.model(model.name)
+        (spec,) = (each for each in running.models if each.name == version)
+        adapters = _adapters_followed(spec, before, model)
+        for difference in _model_differences(before, model):
+            if difference.effect is Effect.NOW:
+                plan.settings.append(difference)
+            elif adapters is None or difference.path[0] != "adapters":
+                plan.replace.setdefault(model.name, []).append(difference)
+        if model.name not in plan.replace:
+            plan.adapters |= {(model.name, name): path for name, path in (adapters or {}).items()}
+        count, have = wanted_replicas(model, len(running.replicas(version)))
         if count != have:
             plan.scale[model.name] = have, count
     return plan
+
+
+def _adapters_followed(spec: ModelSpec, before: Model, after: Model) -> dict[str, str] | None:
+    """The adapters that change, of a model whose engines have room for those of `after`; None if they have not."""
+    if spec.adapter_slots is None or before.adapters is None or after.adapters is None:
+        return None
+    changed = {name: path for name, path in after.adapters.items() if before.adapters.get(name) != path}
+    try:
+        for path in changed.values():
+            check_rank(path, spec.adapter_slots)
+    except AdapterError:
+        return None
+    return changed | {name: "" for name in before.adapters if name not in after.adapters}
 
 
 def wanted_replicas(model: Model, have: int) -> tuple[int, int]:
@@ -131,8 +172,19 @@ def wanted_replicas(model: Model, have: int) -> tuple[int, int]:
     return (min(max(have, bounds.min), bounds.max) if bounds.scales else bounds.at_start), have
 
 
+def with_declared_adapter(declared: Fleet, model: str, name: str, path: str) -> Fleet:
+    """`declared` with the adapter in `path` of a model under that name; "": without it."""
+    models = []
+    for each in declared.models:
+        if each.name == model:
+            others = {key: where for key, where in (each.adapters or {}).items() if key != name}
+            each = each.model_copy(update={"adapters": {**others, name: path} if path else others})
+        models.append(each)
+    return declared.with_models(models)
+
+
 def followed(declared: Fleet, wanted: Fleet) -> Fleet:
-    """`declared` with all that is followed at once; what needs a start stays as it was."""
+    """`declared` with all that is followed at once; what needs another version or a start stays as it was."""
     models = []
     for model in declared.models:
         new = next((each for each in wanted.models if each.name == model.name), None)
@@ -146,6 +198,7 @@ def followed(declared: Fleet, wanted: Fleet) -> Fleet:
     return declared.model_copy(
         update={
             "tenants": wanted.tenants,
+            "aliases": wanted.aliases,
             "gateway": declared.gateway.model_copy(update=gateway),
             "models": models,
             "memory": memory,

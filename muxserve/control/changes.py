@@ -16,6 +16,10 @@ class ChangeError(Exception):
     says why and what to do."""
 
 
+class NoRoomError(ChangeError):
+    """What is wanted more does not fit beside what is there."""
+
+
 class WrongCommandError(ChangeError):
     """The command itself is wrong: it names what the fleet does not have, or has a file with mistakes."""
 
@@ -38,8 +42,8 @@ class FleetControl(Protocol):
         """What it is to be: the fleet file, with the changes that were made since."""
 
     async def adopt(self, wanted: Fleet, tell: Tell) -> None:
-        """Follow `wanted` in all that does not need anything started again: keys, tenants, and of the models that the
-        fleet has limits, objectives and bounds of replicas.
+        """Follow `wanted` in all that does not need anything started again: keys, tenants, shared names, and of the
+        models that the fleet has limits, objectives, aliases and bounds of replicas.
 
         Raises:
             ChangeError: nothing can be changed in this fleet.
@@ -67,6 +71,29 @@ class FleetControl(Protocol):
 
         Raises:
             ChangeError: there is no room, or it could not be started.
+        """
+
+    async def hand_over(self, tell: Tell) -> None:
+        """Another fleet listens at the endpoint's address: take no more connections, and end the fleet when the
+        requests that it has are finished."""
+
+    async def room_for(self, declared: Fleet, tell: Tell, in_place: bool = False) -> None:
+        """Whether the only model of `declared` would fit beside the version of it that serves; `in_place`: instead of
+        that. On GPUs the unit may find less room than was planned.
+
+        Raises:
+            NoRoomError: it would not.
+            ChangeError: it cannot be served.
+        """
+
+    async def replace(self, declared: Fleet, tell: Tell, in_place: bool = False) -> None:
+        """Serve the only model of `declared` in place of the one of that name: it is started beside it and checked with
+        a request; then new requests go to it, and the old version ends with its last request. `in_place`: the old
+        version ends before, and requests are answered with 503 until the new one has been checked.
+
+        Raises:
+            NoRoomError: there is no room for both.
+            ChangeError: it cannot be started, or has not answered; the old version serves as before.
         """
 
     async def set_adapter(self, model: str, name: str, path: str) -> None:

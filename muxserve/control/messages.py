@@ -48,7 +48,8 @@ class Remove(ControlMessage):
 
 
 class Apply(ControlMessage):
-    """Become what the text of a fleet file says; with `dry_run` only say what that takes. `environ` has the variables
+    """Become what the text of a fleet file says; with `dry_run` only say what that takes; with `in_place` end models
+    that get another version first, where there is no room for both. `environ` has the variables
     whose keys the file names, as the command's user has them; None: those of the controller. `file` and `base` are as
     in `Add`."""
 
@@ -57,6 +58,11 @@ class Apply(ControlMessage):
     base: str
     environ: dict[str, str] | None = {}
     dry_run: bool = False
+    in_place: bool = False
+
+
+class HandOver(ControlMessage):
+    """Another fleet has taken over the endpoint's address: end with the requests that there are."""
 
 
 class SetAdapter(ControlMessage):
@@ -117,7 +123,7 @@ class CommandRefused(ControlMessage):
 # `failed`: the fleet cannot do it, or it went wrong.
 Result = Literal["done", "planned", "left", "refused", "failed"]
 
-Command = Union[Who, Scale, DrainUnit, Add, Remove, Apply, SetAdapter]
+Command = Union[Who, Scale, DrainUnit, Add, Remove, Apply, SetAdapter, HandOver]
 Answer = Union[Here, ChangeProgress, Done, CommandRefused]
 
 

@@ -17,7 +17,7 @@ from muxserve.config.schema import MOST_SERVED
 from muxserve.config.source import parse_yaml
 from muxserve.config.values import ALIAS_PATTERN
 from muxserve.control.changes import ChangeError, WrongCommandError
-from muxserve.spec import FleetSpec
+from muxserve.spec import FleetSpec, public_name
 from placement.format import enumerate_words
 
 
@@ -33,7 +33,7 @@ def check_scale(fleet: FleetSpec, replicas: Mapping[str, int]) -> None:
         _check_model(fleet, model)
         if fleet.residency:
             raise ChangeError(f"memory decides in this fleet whether {model} is awake; a request wakes it")
-        rules = fleet.scaling.get(model)
+        rules = fleet.scaling.get(fleet.serving(model))
         if rules is not None and not rules.minimum <= count <= rules.maximum:
             raise ChangeError(
                 f"{model} has between {rules.minimum} and {rules.maximum} replicas, not {count}; "
@@ -62,9 +62,10 @@ def check_drain(fleet: FleetSpec, unit: str) -> None:
     serves = fleet.unit(unit).serves
     alone = [model for model in serves if len(fleet.replicas(model)) == 1 and not _may_sleep(fleet, model)]
     if alone:
-        more = " ".join(f"{model}=2" for model in alone)
+        names = [public_name(model) for model in alone]
+        more = " ".join(f"{name}=2" for name in names)
         raise ChangeError(
-            f"{unit} has the only replica of {enumerate_words(alone)}; start another one first: muxserve scale {more}"
+            f"{unit} has the only replica of {enumerate_words(names)}; start another one first: muxserve scale {more}"
         )
 
 
@@ -75,7 +76,7 @@ def check_remove(fleet: FleetSpec, model: str) -> None:
         ChangeError: it is unknown, or the only one.
     """
     _check_model(fleet, model)
-    if len(fleet.models) == 1:
+    if len(fleet.served_names) == 1:
         raise ChangeError(f"{model} is the fleet's only model; stop the fleet instead (Ctrl-C where it was deployed)")
 
 
@@ -86,7 +87,7 @@ def check_adapter(fleet: FleetSpec, model: str, name: str, path: str) -> None:
         ChangeError: the model or the adapter is unknown, its name is taken, or its engines have no room for it.
     """
     _check_model(fleet, model)
-    spec = next(each for each in fleet.models if each.name == model)
+    spec = next(each for each in fleet.models if each.name == fleet.serving(model))
     if not path:
         if name not in spec.adapters:
             raise WrongCommandError(f"{model} has no adapter {name}{did_you_mean(name, spec.adapters)}")
@@ -97,7 +98,7 @@ def check_adapter(fleet: FleetSpec, model: str, name: str, path: str) -> None:
         )
     if not re.fullmatch(ALIAS_PATTERN, name):
         raise WrongCommandError(f"{name!r} is no name: letters, digits, '.', '_', ':', '/' and '-' only, at most 128")
-    if name in {taken for each in fleet.models for taken in (each.name, *each.aliases, *each.adapters)}:
+    if name in _taken(fleet) and name not in spec.adapters:
         raise WrongCommandError(f"the fleet has a model or an adapter {name!r} already")
     try:
         check_rank(path, spec.adapter_slots)
@@ -125,7 +126,7 @@ def check_add(fleet: FleetSpec, text: str, file: str, base: str, unit: str = "",
     if len(declared.models) != 1:
         problem = source.problem(("models",), f"has {len(declared.models)} models; add one at a time")
         raise WrongCommandError(str(problem))
-    taken = {name for model in fleet.models for name in (model.name, *model.aliases, *model.adapters)}
+    taken = _taken(fleet)
     for name, key in [(declared.models[0].name, "name"), *((alias, "aliases") for alias in declared.models[0].aliases)]:
         if name in taken:
             raise WrongCommandError(str(source.problem(("models", 0, key), f"the fleet has a model {name!r} already")))
@@ -177,8 +178,12 @@ def check_apply(text: str, file: str, base: str, environ: Mapping[str, str], loc
         raise WrongCommandError(str(error)) from None
 
 
+def _taken(fleet: FleetSpec) -> set[str]:
+    return {name for model in fleet.models for name in (*fleet.names_of(model), *model.adapters)} | {*fleet.aliases}
+
+
 def _check_model(fleet: FleetSpec, model: str) -> None:
-    names = [each.name for each in fleet.models]
+    names = fleet.served_names
     if model not in names:
         raise WrongCommandError(f"the fleet has no model {model}{did_you_mean(model, names)}")
 

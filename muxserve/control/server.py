@@ -13,13 +13,13 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from muxserve.config import FleetError
+from muxserve.config import Fleet, FleetError
 from muxserve.config.loader import read_text
 from muxserve.control import messages, rules
-from muxserve.control.apply import plan_changes
-from muxserve.control.changes import ChangeError, FleetControl, Tell, WrongCommandError
+from muxserve.control.apply import ChangePlan, plan_changes
+from muxserve.control.changes import ChangeError, FleetControl, NoRoomError, Tell, WrongCommandError
 from muxserve.net.sockets import bind_local
-from muxserve.spec import FleetSpec
+from muxserve.spec import FleetSpec, UnitEntry, public_name
 from placement.format import enumerate_words
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,8 @@ class ControlServer:
         async with self._changing:
             match command:
                 case messages.Scale(replicas):
-                    return messages.Done(await self._scale(replicas, tell))
+                    asked = {self._named(model): count for model, count in replicas.items()}
+                    return messages.Done(await self._scale(asked, tell))
                 case messages.DrainUnit(unit):
                     rules.check_drain(self._control.fleet, unit)
                     await self._control.drain(unit, tell)
@@ -137,10 +138,15 @@ class ControlServer:
                 case messages.Apply():
                     return await self._apply(command, tell)
                 case messages.SetAdapter(model, name, path):
+                    model = self._named(model)
                     rules.check_adapter(self._control.fleet, model, name, path)
                     await self._control.set_adapter(model, name, path)
                     return messages.Done(f"{name} is served {'with ' + model if path else 'no longer'}")
+                case messages.HandOver():
+                    await self._control.hand_over(tell)
+                    return messages.Done("the fleet takes no more connections, and ends with its last request")
                 case messages.Remove(model):
+                    model = self._named(model)
                     rules.check_remove(self._control.fleet, model)
                     await self._control.remove(model, tell)
                     return messages.Done(f"{model} is served no longer")
@@ -155,23 +161,30 @@ class ControlServer:
         )
         plan = await asyncio.to_thread(plan_changes, control.fleet, control.declared, wanted)
         if not command.base:
-            rules.check_from_elsewhere(wanted, plan.add)
-        lines, left = plan.lines(), [str(each) for each in plan.restarts]
+            rules.check_from_elsewhere(wanted, [*plan.add, *plan.replace])
+        for name in plan.replace:
+            await self._look_for_room(plan, wanted.with_models([wanted.model(name)]), command.in_place, tell)
+        lines, left = plan.lines(), plan.left()
         if command.dry_run:
-            return messages.Done("\n".join(lines) or SAME, left)
-        if not lines:
+            return messages.Done("\n".join([*lines, *left]) or SAME, left)
+        if not lines and not left:
             return messages.Done(SAME)
-        for line in lines:
+        for line in [*lines, *left]:
             tell(line)
         if plan.settings:
             await control.adopt(wanted, tell)
+        for (model, name), path in plan.adapters.items():
+            await control.set_adapter(model, name, path)
         # Never without a model at all.
-        last = plan.remove.pop() if len(plan.remove) == len(control.fleet.models) else None
+        last = plan.remove.pop() if len(plan.remove) == len(control.fleet.served_names) else None
         for name in plan.remove:
             await control.remove(name, tell)
         down = [name for name, (before, after) in plan.scale.items() if after < before]
         for name in down:
             await control.scale(name, plan.scale[name][1], tell)
+        for name in plan.replace:
+            if name not in plan.refused:
+                await self._replace(plan, wanted.with_models([wanted.model(name)]), command.in_place, tell)
         for name in plan.add:
             await control.add(wanted.with_models([wanted.model(name)]), tell)
         for name in plan.scale:
@@ -179,10 +192,35 @@ class ControlServer:
                 await control.scale(name, plan.scale[name][1], tell)
         if last is not None:
             await control.remove(last, tell)
-        made = len(lines) - len(left)
-        parts = [f"{_changes(made)} made"] if made else []
+        parts = [f"{_changes(len(lines))} made"] if lines else []
         parts += [f"{_changes(len(left))} marked ! not made"] if left else []
         return messages.Done("; ".join(parts), left)
+
+    async def _look_for_room(self, plan: ChangePlan, model: Fleet, in_place: bool, tell: Tell) -> None:
+        """Whether there is room for another version of a model beside the one that serves; only where there is none is
+        it loaded in its place, and only if that is asked for (`in_place`)."""
+        name = model.models[0].name
+        try:
+            await self._control.room_for(model, tell)
+        except NoRoomError as error:
+            if not in_place:
+                plan.refused[name] = f"no room for both versions ({error}); `apply --in-place` ends the old one first"
+                return
+            plan.in_place.add(name)
+            await self._control.room_for(model, tell, in_place=True)
+
+    async def _replace(self, plan: ChangePlan, model: Fleet, in_place: bool, tell: Tell) -> None:
+        """Give a model another version. A unit on GPUs may have less room than was planned."""
+        if model.models[0].name in plan.in_place:
+            await self._control.replace(model, tell, in_place=True)
+            return
+        try:
+            await self._control.replace(model, tell)
+        except NoRoomError as error:
+            if not in_place:
+                raise NoRoomError(f"{error}; `apply --in-place` ends the old version first") from None
+            tell(f"no room for both versions: {error}")
+            await self._control.replace(model, tell, in_place=True)
 
     async def reload(self, file: Path, told: Tell) -> None:
         """Have the fleet become what `file` says, with the variables of this process, and tell how that went."""
@@ -197,19 +235,24 @@ class ControlServer:
             log.exception("the fleet file could not be followed")
             told(f"{file} could not be followed: {type(error).__name__}: {error}")
 
+    def _named(self, asked: str) -> str:
+        """The model that a command means, which may name the version that answers, as `status` shows it."""
+        name = public_name(asked)
+        return name if self._control.fleet.serving(name) == asked else asked
+
     def _here(self) -> messages.Here:
         fleet = self._control.fleet
         units = [messages.UnitSummary(unit.name, list(unit.serves)) for unit in fleet.units]
-        return messages.Here(self._url(), [model.name for model in fleet.models], units)
+        return messages.Here(self._url(), fleet.served_names, units)
 
     async def _scale(self, replicas: dict[str, int], tell: Tell) -> str:
         """All of them or none: what may fail comes first, and what was done is undone if something does."""
         control = self._control
         rules.check_scale(control.fleet, replicas)
-        before = {model: len(control.fleet.replicas(model)) for model in replicas}
+        before = {model: len(_replicas_of(control.fleet, model)) for model in replicas}
         changed: list[str] = []
         for model in sorted(replicas, key=lambda model: before[model] - replicas[model]):
-            if replicas[model] == len(control.fleet.replicas(model)):
+            if replicas[model] == len(_replicas_of(control.fleet, model)):
                 continue
             try:
                 await control.scale(model, replicas[model], tell)
@@ -226,14 +269,18 @@ class ControlServer:
         words = []
         for model, count in replicas.items():
             already = "" if model in changed else " already"
-            own = fleet.scaling.get(model)
+            own = fleet.scaling.get(fleet.serving(model))
             goes_on = f"; from here it scales by itself between {own.minimum} and {own.maximum}" if own else ""
             words.append(f"{model} has {_replicas(count)}{already}{_where(fleet, model)}{goes_on}")
         return "\n".join(words)
 
 
+def _replicas_of(fleet: FleetSpec, model: str) -> list[UnitEntry]:
+    return fleet.replicas(fleet.serving(model))
+
+
 def _where(fleet: FleetSpec, model: str) -> str:
-    units = [unit.name for unit in fleet.replicas(model)]
+    units = [unit.name for unit in _replicas_of(fleet, model)]
     return f" ({enumerate_words(units)})" if units else ""
 
 

@@ -28,6 +28,7 @@ from muxserve.gateway.limits.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.limits.priorities import Priorities
 from muxserve.gateway.limits.tenants import Tenancy
 from muxserve.gateway.routing.broker import Broker
+from muxserve.gateway.routing.model_names import ModelNames
 from muxserve.gateway.routing.predicted_wait import PredictedWaits
 from muxserve.gateway.status.collector import FleetCollector, GatewayCollector
 from muxserve.gateway.status.fleet_status import FleetStatus
@@ -39,7 +40,15 @@ from muxserve.gateway.status.ui import LivePage
 from muxserve.gateway.status.vllm_metrics import JoinedMetrics, VllmGauges
 from muxserve.net.process import words
 from muxserve.net.sockets import NetworkError
-from muxserve.spec import FleetSpec, FollowedFleet, ModelSpec, followed_file, load_fleet, save_followed
+from muxserve.spec import (
+    FleetSpec,
+    FollowedFleet,
+    ModelSpec,
+    followed_file,
+    load_fleet,
+    public_name,
+    save_followed,
+)
 from muxserve.vllm.pin import VLLM_VERSION
 
 if TYPE_CHECKING:
@@ -82,7 +91,7 @@ class Gateway:
         self.responses = ResponseStore(kept, index, fleet.gateway.count) if kept is not None else None
         images = RequestImages(Path(fleet.run_dir) / "images", index)
         self.offered = OfferedModels(
-            self.broker, self.limiter, self.grammars, images, self._has_left, index, self.responses
+            fleet, self.broker, self.limiter, self.grammars, images, self._has_left, index, self.responses
         )
         self._endpoint: GatewayApp | None = None
         self._changed = asyncio.Event()
@@ -96,7 +105,9 @@ class Gateway:
         self.broker.start()
         self.grammars.begin()
         for model in self.fleet.models:
-            await self._offer(model)
+            if self.fleet.answers(model.name):
+                await self._offer(model)
+        self._to_offer.set()
         if not self.offered.models:
             raise ValueError("; ".join(reason for _, reason in self._refused.values()))
         seam.settle()
@@ -142,8 +153,9 @@ class Gateway:
             self.measures,
             self.fleet.gateway,
             self.tracing,
-            ResponseRoutes(self.responses, self.index, self.offered.models, peers),
+            ResponseRoutes(self.responses, self.index, self.offered.apps, peers),
         )
+        self._endpoint.names = ModelNames.of(self.fleet)
         self._endpoint.models_sleep = bool(self.fleet.residency)
         self._endpoint.refused = self.status.refused
         self._tell_followed()
@@ -152,6 +164,12 @@ class Gateway:
             tasks.append(self.responses.keep())
         self._tasks = [asyncio.ensure_future(task) for task in tasks]
         return self._endpoint
+
+    async def is_ready(self) -> bool:
+        """Whether every model has been up."""
+        await self.status.refresh(0.0)
+        ready, _ = self.status.look()
+        return ready and all(unit.answered for unit in self.status.units.values())
 
     def fleet_changed(self) -> None:
         """Read the fleet's file again, as soon as everything is built."""
@@ -190,7 +208,8 @@ class Gateway:
         """Be the gateway of `fleet` from now on. Front ends that this takes are built by and by."""
         assert self._endpoint is not None
         self.fleet = fleet
-        self._withdraw_outdated()
+        self.offered.learn(fleet)
+        self._endpoint.names = ModelNames.of(fleet)
         for model in fleet.models:
             self.limiter.add(model)
             self.measures.add(model)
@@ -202,6 +221,7 @@ class Gateway:
             self.broker.learn(fleet)
         except NetworkError as error:
             log.error("units of other machines cannot reach this gateway: %s", error)
+        self._forget_models()
         self._refused = {}
         self._tell_refused()
         self._tell_followed()
@@ -215,11 +235,11 @@ class Gateway:
         while True:
             await self._to_offer.wait()
             self._to_offer.clear()
-            await self.offered.follow_adapters(self.fleet.models)
             while True:
-                self._withdraw_outdated()
+                self.offered.learn(self.fleet)
+                await self.offered.follow_names()
                 self._tell_followed()
-                model = self._next_to_offer()
+                model = next((each for each in self.offered.unbuilt() if not self._is_refused(each)), None)
                 if model is None:
                     break
                 await self._offer(model)
@@ -227,7 +247,7 @@ class Gateway:
     async def _offer(self, model: ModelSpec) -> None:
         """Build a model's front end. The others are offered without one that vLLM refuses."""
         try:
-            await self.offered.build([model])
+            await self.offered.build(model)
         except Exception as error:
             self._refused[model.name] = model, str(error) if _is_plain(error) else words(error)
             log.error("%s cannot be offered: %s", model.name, error, exc_info=not _is_refusal(error))
@@ -243,34 +263,29 @@ class Gateway:
     def _tell_followed(self) -> None:
         """The author of a change waits until all gateways go by it."""
         refused = self.status.refused
-        followed = FollowedFleet(os.getpid(), self.fleet.generation, self.offered.adapters(), refused)
+        offered = self.offered
+        followed = FollowedFleet(os.getpid(), self.fleet.generation, offered.adapters(), refused, offered.leaving)
         try:
             save_followed(followed, followed_file(self.fleet.run_dir, self.index))
         except OSError as error:
             log.warning("nobody will know which models this gateway offers: %s", error)
 
-    def _next_to_offer(self) -> ModelSpec | None:
-        for model in self.fleet.models:
-            name = model.name
-            # One that comes back as something else can do so when it is gone, see `_has_left`.
-            if name in self.offered.models or self.offered.is_leaving(name):
-                continue
-            if name not in self._refused or self._refused[name][0] != model:
-                return model
-        return None
-
-    def _withdraw_outdated(self) -> None:
-        for name in self.offered.outdated(self.fleet.models):
-            self.offered.withdraw(name)
+    def _is_refused(self, model: ModelSpec) -> bool:
+        return model.name in self._refused and self._refused[model.name][0] == model
 
     def _has_left(self) -> None:
         """The last request of a model that was withdrawn has ended. It may be offered again by now."""
         for model in self.fleet.models:
             self.limiter.add(model)
-        for name in self.measures.models - {model.name for model in self.fleet.models}:
-            self.measures.remove(name)
-            self.tenancy.forget(name)
+        self._forget_models()
         self._to_offer.set()
+
+    def _forget_models(self) -> None:
+        """Show nothing of models that the fleet has no longer and that have no request any more."""
+        for name in self.measures.models - {model.name for model in self.fleet.models} - self.offered.apps.keys():
+            self.measures.remove(name)
+            if all(public_name(name) != public_name(model.name) for model in self.fleet.models):
+                self.tenancy.forget(public_name(name))
 
 
 def _tracing() -> Tracing | None:

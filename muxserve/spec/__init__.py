@@ -42,6 +42,7 @@ from muxserve.spec.unit import (
     load,
     save,
 )
+from muxserve.spec.versions import next_version, public_name
 
 __all__ = [
     "DECODE_NICENESS",
@@ -78,7 +79,9 @@ __all__ = [
     "load",
     "load_fleet",
     "load_followed",
+    "next_version",
     "offered",
+    "public_name",
     "save",
     "save_fleet",
     "save_followed",

@@ -22,6 +22,7 @@ from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts
 from muxserve.scheduling.turns import TurnRules
 from muxserve.spec.network import Keys
 from muxserve.spec.unit import GatewaySpec, ModelSpec, UnitSpec, WatchdogRules, levels_of_model, write
+from muxserve.spec.versions import public_name
 
 FILE = "fleet.json"
 
@@ -99,6 +100,10 @@ class FleetSpec(msgspec.Struct, frozen=True):
     requests stay where they are; `dispatch` says which replica gets a new one. `key_levels` gives API keys a priority
     level; `usage_file` keeps what `tenants` used. `tokens_host` is the address under which engines of other machines
     reach the gateways. `generation` grows with every change.
+
+    A model that was replaced has several versions among `models`, each under a name of its own
+    (`muxserve.spec.versions`): one answers requests, `candidates` are being checked, and the others finish the requests
+    that they have.
     """
 
     run_dir: str
@@ -124,6 +129,45 @@ class FleetSpec(msgspec.Struct, frozen=True):
     hangs: dict[str, int] = {}
     # By unit, where memory decides; else models sleep when nobody has asked for them for some time, if they may at all.
     residency: dict[str, ResidencySpec] = {}
+    # It takes the endpoint's address over from another fleet: gateways listen when all models have been up.
+    takes_over: bool = False
+    # Another fleet has it: gateways take no more connections, and end with those that they have.
+    handed_over: bool = False
+    # Which version answers, by the model's name for clients, where it is not the one of that very name; empty: none.
+    versions: dict[str, str] = {}
+    # Versions that no client's request goes to yet.
+    candidates: tuple[str, ...] = ()
+    # Other names that clients ask for, each with the models that share its requests, by weight.
+    aliases: dict[str, dict[str, float]] = {}
+
+    def serving(self, name: str) -> str:
+        """The version that answers requests for the model that clients call `name`; empty: none at present."""
+        return self.versions.get(name, name)
+
+    def answers(self, model: str) -> bool:
+        """Whether clients' requests go to that version of a model."""
+        return self.serving(public_name(model)) == model
+
+    def is_retired(self, model: str) -> bool:
+        """Whether that version only finishes the requests that it has."""
+        return not self.answers(model) and model not in self.candidates
+
+    def names_of(self, model: ModelSpec) -> tuple[str, ...]:
+        """The names that clients may ask for `model` by, its own first; without its adapters."""
+        name = public_name(model.name)
+        shared = (alias for alias, weights in self.aliases.items() if name in weights)
+        return tuple(dict.fromkeys((name, *model.aliases, *shared)))
+
+    @property
+    def served_names(self) -> list[str]:
+        """The models that clients can ask for, by the names that they have for them."""
+        return [public_name(model.name) for model in self.models if self.answers(model.name)]
+
+    @property
+    def version_names(self) -> set[str]:
+        """The names of all versions that the fleet has, and of those of which a unit keeps the page table."""
+        kept = (model.name for unit in self.units for model in unit.unit_spec.models)
+        return {*kept, *(model.name for model in self.models)}
 
     def is_resident(self, model: str) -> bool:
         """Whether memory decides if `model` is awake."""
@@ -161,7 +205,7 @@ class FleetSpec(msgspec.Struct, frozen=True):
     @property
     def needs_scheduler(self) -> bool:
         """Whether there is anything for a global scheduler to decide."""
-        return any(self.placed_by_scheduler(model.name) for model in self.models)
+        return any(self.placed_by_scheduler(each.name) for each in self.models if not self.is_retired(each.name))
 
     def priority_levels(self, model: str | None = None) -> Levels:
         """The levels as the policies of that model want them."""

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from muxserve.spec import ModelSpec, UnitSpec
+from muxserve.spec import ModelSpec, UnitSpec, public_name
 from muxserve.spec.unit import EnginePhase
 from muxserve.vllm.expert_groups import OneGroup
 from muxserve.vllm.language_models import TextOnly
@@ -120,7 +120,7 @@ def frontend_args(model: ModelSpec) -> dict[str, Any]:
         **({"hf_overrides": OneGroup(_overrides(model))} if model.latent and not model.text_only else {}),
         **_pool_args(model),
         "model": model.path,
-        "served_model_name": [model.name, *model.aliases],
+        "served_model_name": [public_name(model.name), *model.aliases],
         **_adapter_args(model),
         "dtype": model.dtype,
         "max_model_len": model.max_len,

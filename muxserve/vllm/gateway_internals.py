@@ -83,6 +83,7 @@ INTERNALS: list[Internal] = [
         ("engine_client", "state", "args", "supported_tasks"),
     ),
     ("vllm.entrypoints.openai.models.serving", "OpenAIServingModels.show_available_models", ()),
+    ("vllm.entrypoints.openai.models.protocol", "BaseModelPath", ("name", "model_path")),
     (
         "vllm.entrypoints.openai.responses.serving",
         "OpenAIServingResponses.create_responses",

@@ -60,6 +60,9 @@ class FakeFleetEffects(FakeEffects, FleetEffects):
     def failed(self, error: BaseException) -> None:
         self.failures.append(error)
 
+    def stop(self, cause: str = "") -> None:
+        pass
+
     def tell_scheduler(self, message: wire.Message) -> None:
         self.to_scheduler.append(message)
 

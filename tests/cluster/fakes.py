@@ -330,8 +330,11 @@ class Vllm(Parent):
         fleet = read(self.file)
         names = [model["name"] for model in fleet["models"]]
         refused = {each: "its tokenizer is of cheese" for each in names if told(self.run_dir, f"refuse-{each}")}
-        offers: dict[str, dict[str, str]] = {each: {} for each in names if each not in refused}
+        versions, candidates = fleet.get("versions", {}), fleet.get("candidates", ())
+        retired = [n for n in names if versions.get(n.split("@")[0], n) != n and n not in candidates]
+        offers: dict[str, dict[str, str]] = {each: {} for each in names if each not in [*refused, *retired]}
         followed = {"pid": os.getpid(), "generation": fleet["generation"], "offers": offers, "refused": refused}
+        followed["leaving"] = [each for each in retired if told(self.run_dir, f"in-use-{each}")]
         (new := self.run_dir / f"{name}.new").write_text(json.dumps(followed))
         new.replace(self.run_dir / f"{name}.json")
 

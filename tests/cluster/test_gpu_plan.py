@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from muxserve.config import FleetError, Model, parse_fleet
+from muxserve.control.changes import NoRoomError
 from muxserve.costs.architecture import read_architecture
 from muxserve.gpu import unit
 from muxserve.gpu.budget import Needs
@@ -19,7 +20,7 @@ from muxserve.gpu.nvml import GpuMachine as GpuMachine
 from muxserve.gpu.unit import GpuPlan, GpuUnit, PoolSizer, SizingError, SmShares, from_json
 from muxserve.planning.demand.checkpoints import architecture_of
 from muxserve.planning.specs.fleet_planner import FleetPlanner
-from muxserve.planning.specs.joining import JoinedModel, NoRoomError
+from muxserve.planning.specs.joining import JoinedModel
 from muxserve.planning.specs.residency import residency_of
 from muxserve.planning.specs.unit_plan import ResolvedUnit
 from muxserve.planning.specs.unit_specs import fleet_spec_of, planned_unit, unit_spec_of

@@ -6,18 +6,21 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from muxserve.cluster import changes, steps
+from muxserve.cluster import models, steps
 from muxserve.cluster.controller import EXIT_START
 from muxserve.cluster.events import Failed, PartId, Progress, Starting, Up
-from muxserve.cluster.steps import Addition
+from muxserve.cluster.steps import Addition, JoinedUnit
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import PlannedUnit
-from muxserve.control.changes import ChangeError
+from muxserve.config import parse_fleet
+from muxserve.control.changes import ChangeError, NoRoomError
 from muxserve.planning.specs.unit_specs import settings_of
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.scaling import ScalingRules
@@ -58,6 +61,12 @@ class FakePlanner:
         (model,) = declared.models
         planned = self.unit(model.name, names(), fleet)
         return Addition(planned.unit_spec.models[0], (planned,), ScalingRules(1, 3))
+
+    def joined(self, declared: Any, unit: PlannedUnit, fleet: FleetSpec, tell: Any) -> JoinedUnit:
+        raise NoRoomError(f"{unit.name} has no room")
+
+    def trying(self, without: str = "") -> AbstractContextManager[None]:
+        return nullcontext()
 
     def forget(self, model: str) -> None:
         self.forgotten.append(model)
@@ -474,7 +483,7 @@ async def test_a_gateway_that_is_not_there_or_hangs_holds_up_no_change(
     await single.changes.add(declared("three"), said([]))
     die.unlink()
     await single.until(lambda: single.ups(GATEWAY) == 2)
-    monkeypatch.setattr(changes, "_FOLLOW_SECONDS", 0.05)
+    monkeypatch.setattr(models, "FOLLOW_SECONDS", 0.05)
     deaf = single.tell("deaf-gateway")
     steps: list[str] = []
     await single.changes.remove("three", said(steps))
@@ -496,6 +505,118 @@ async def test_a_model_that_cannot_be_offered_or_started_is_not_added(single: Fl
         await single.changes.add(declared("three"), said([]))
     assert [model.name for model in single.controller.fleet.models] == ["one", "two"]
     assert single.serves == {"u0": ["one", "two"]}
+
+
+def of_one(dtype: str) -> Any:
+    """A fleet file in which model `one` has weights of that type."""
+    return parse_fleet(f"models: [{{name: one, hub: org/one, dtype: {dtype}, replicas: 2}}]", "fleet.yaml", Path("/"))
+
+
+@pytest.fixture
+def replaced(single: Fleet) -> Fleet:
+    single.changes._models.follow(of_one("float32"))
+    return single
+
+
+def versions(fleet: Fleet) -> tuple[list[str], dict[str, str], tuple[str, ...]]:
+    """The models of the fleet's file, which versions answer, and the candidates."""
+    written = load_fleet(fleet.controller.fleet.file)
+    return [model.name for model in written.models], written.versions, written.candidates
+
+
+BEFORE: Any = (["one", "two"], {}, ())
+
+
+async def test_a_model_gets_another_version_and_the_old_one_ends_with_its_last_request(
+    replaced: Fleet, planner: FakePlanner
+) -> None:
+    fleet, steps = replaced, list[str]()
+    in_use = fleet.tell("in-use-one")
+    replacing = asyncio.create_task(fleet.changes.replace(of_one("bfloat16"), said(steps)))
+    await fleet.until(lambda: "new requests for one go to one@2" in steps)
+    assert steps.index("one@2 has answered a request") < steps.index("new requests for one go to one@2")
+    assert versions(fleet) == (["one", "one@2", "two"], {"one": "one@2"}, ())
+    assert fleet.controller.fleet.is_retired("one")
+    assert fleet.serves == {"u0": ["one", "two"], "u1": ["one@2"]}
+    assert not replacing.done()
+    in_use.unlink()
+    os.kill(fleet.pid(GATEWAY), signal.SIGHUP)
+    await replacing
+    assert versions(fleet) == (["one@2", "two"], {"one": "one@2"}, ())
+    assert fleet.serves == {"u0": ["two"], "u1": ["one@2"]}
+    assert fleet.changes.declared.model("one").dtype == "bfloat16"
+    assert planner.forgotten == ["one"]
+    # Commands name the model, whichever version it has.
+    await fleet.changes.scale("one", 2, said([]))
+    assert fleet.serves == {"u0": ["two"], "u1": ["one@2"], "u2": ["one@2"]}
+    # Each replica of the old version has one of the new.
+    await fleet.changes.replace(of_one("float32"), said([]))
+    assert fleet.serves == {"u0": ["two"], "u3": ["one@3"], "u4": ["one@3"]}
+    await fleet.changes.remove("one", said([]))
+    assert versions(fleet) == (["two"], {}, ())
+    assert fleet.changes.declared.models == []
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("refuse-one@2", "one@2 does not answer: its tokenizer is of cheese"),
+        ("fail-one@2-prefill", "weights are of cheese"),
+    ],
+)
+async def test_a_version_that_does_not_serve_changes_nothing(replaced: Fleet, file: str, words: str) -> None:
+    replaced.tell(file)
+    with pytest.raises(ChangeError, match=words):
+        await replaced.changes.replace(of_one("bfloat16"), said([]))
+    assert versions(replaced) == BEFORE
+    assert replaced.serves == {"u0": ["one", "two"]}
+    assert replaced.changes.declared.model("one").dtype == "float32"
+
+
+async def test_without_room_for_both_versions_the_old_one_ends_first_where_that_is_asked_for(
+    replaced: Fleet, planner: FakePlanner
+) -> None:
+    fleet, room, steps = replaced, planner.room, list[str]()
+    planner.room, planner.full = 0, NoRoomError("the machine is full")
+    for in_place in (False, True):
+        with pytest.raises(NoRoomError, match="u0 has no room; the machine is full"):
+            await fleet.changes.room_for(of_one("bfloat16"), said([]), in_place)
+    with pytest.raises(NoRoomError, match="the machine is full"):
+        await fleet.changes.replace(of_one("bfloat16"), said([]))
+    assert versions(fleet) == BEFORE
+    planner.room = room
+    in_use = fleet.tell("in-use-one")
+    replacing = asyncio.create_task(fleet.changes.replace(of_one("bfloat16"), said(steps), in_place=True))
+    held = "requests for one are answered with 503 until its next version serves"
+    await fleet.until(lambda: held in steps)
+    # Gateways know its names all the time, and what it has is finished.
+    assert versions(fleet) == (["one", "two"], {"one": ""}, ())
+    assert fleet.serves == {"u0": ["one", "two"]}
+    in_use.unlink()
+    os.kill(fleet.pid(GATEWAY), signal.SIGHUP)
+    await replacing
+    assert versions(fleet) == (["one@2", "two"], {"one": "one@2"}, ())
+    (new,) = fleet.serves.keys() - {"u0"}
+    assert fleet.serves == {"u0": ["two"], new: ["one@2"]}
+    assert steps.index("one is not served by u0 any more") < steps.index(f"starting {new} with one@2")
+
+
+@pytest.mark.parametrize("again", [True, False])
+async def test_a_version_that_fails_in_place_gives_its_place_back(replaced: Fleet, again: bool) -> None:
+    fleet, steps = replaced, list[str]()
+    fleet.tell("refuse-one@2")
+    if not again:
+        fleet.tell("refuse-one@3")
+    with pytest.raises(ChangeError, match="one@2 does not answer"):
+        await fleet.changes.replace(of_one("bfloat16"), said(steps), in_place=True)
+    assert "one is started as it was before" in steps
+    if again:
+        assert versions(fleet) == (["one@3", "two"], {"one": "one@3"}, ())
+        assert fleet.changes.declared.model("one").dtype == "float32"
+    else:
+        assert "one is served no longer: one@3 does not answer: its tokenizer is of cheese" in steps
+        assert versions(fleet) == (["two"], {}, ())
+        assert fleet.changes.declared.models == []
 
 
 async def test_the_global_scheduler_starts_and_stops_replicas(pair: Fleet) -> None:

@@ -258,6 +258,13 @@ def test_what_models_share_stands_in_a_place_of_its_own(tmp_path: Path) -> None:
     jsonschema.validate(yaml.safe_load(text), fleet_schema())
 
 
+def test_names_that_several_models_share(tmp_path: Path) -> None:
+    text = "aliases: {chat: {a: 90, b: 10}, old/name: a}\nmodels: [{name: a, hub: x/y}, {name: b, hub: x/y}]\n"
+    fleet = parse_fleet(text, "f", tmp_path, {})
+    assert fleet.aliases == {"chat": {"a": 90.0, "b": 10.0}, "old/name": {"a": 1.0}}
+    jsonschema.validate(yaml.safe_load(text), fleet_schema())
+
+
 def test_the_committed_schema_is_up_to_date() -> None:
     committed = (ROOT / "configs/fleet.schema.json").read_text()
     assert committed == fleet_schema_text(), "run: muxserve schema > configs/fleet.schema.json"

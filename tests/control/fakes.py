@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from muxserve.config import Fleet, parse_fleet
-from muxserve.control.apply import followed
+from muxserve.control.apply import followed, with_declared_adapter
 from muxserve.control.changes import ChangeError, Tell
 from muxserve.control.server import ControlServer
 from muxserve.replicas.scaling import ScalingRules
@@ -67,6 +67,8 @@ class FakeControl:
         self.calls: list[tuple[object, ...]] = []
         # What goes wrong, by call.
         self.fails: dict[tuple[object, ...], Exception] = {}
+        # Why there is no room for another version of a model, by its name and whether the old one is to end first.
+        self.full: dict[tuple[str, bool], Exception] = {}
         self.hold: threading.Event | None = None
         self.declared = declared
         self.adopted: list[Fleet] = []
@@ -114,6 +116,21 @@ class FakeControl:
 
     async def set_adapter(self, model: str, name: str, path: str) -> None:
         await self._called("set_adapter", model, name, path)
+        self.declared = with_declared_adapter(self.declared, model, name, path)
+
+    async def hand_over(self, tell: Tell) -> None:
+        await self._called("hand_over")
+
+    async def room_for(self, declared: Fleet, tell: Tell, in_place: bool = False) -> None:
+        reason = self.full.get((declared.models[0].name, in_place))
+        if reason is not None:
+            raise reason
+
+    async def replace(self, declared: Fleet, tell: Tell, in_place: bool = False) -> None:
+        (model,) = declared.models
+        await self._called("replace", model.name, in_place)
+        others = [model if each.name == model.name else each for each in self.declared.models]
+        self.declared = self.declared.with_models(others)
 
     async def remove(self, model: str, tell: Tell) -> None:
         await self._called("remove", model)

@@ -129,13 +129,13 @@ def test_adapters_that_can_come_and_go(tmp_path: Path) -> None:
     fleet = msgspec.structs.replace(fleet, models=[chat, fleet.models[1]])
     check_adapter(fleet, "chat", "clerk", str(path))
     check_adapter(fleet, "chat", "poet", "")
+    check_adapter(fleet, "chat", "poet", str(path))
     assert with_adapter(chat, "clerk", "/c").adapters == {"poet": "/p", "clerk": "/c"}
     assert with_adapter(chat, "poet", "").adapters == {}
     for model, name, where, said in (
         ("nobody", "clerk", str(path), "no model nobody"),
         ("bare", "clerk", str(path), "started without room for adapters"),
         ("chat", "bare", str(path), "a model or an adapter 'bare' already"),
-        ("chat", "poet", str(path), "a model or an adapter 'poet' already"),
         ("chat", "a b", str(path), "is no name"),
         ("chat", "clerk", str(tmp_path), "has no adapter_config.json"),
         ("chat", "clerk", str(adapter(tmp_path / "y", r=64)), "has rank 64"),

@@ -12,11 +12,13 @@ import zmq
 
 from muxserve.config import parse_fleet
 from muxserve.control import messages
+from muxserve.control.changes import NoRoomError
 from muxserve.control.client import ControlClient, FleetEndedError, NoFleetError, RunningFleet, find, running_fleets
 from muxserve.net import sockets
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.scheduling.residency_types import ResidencyRules
-from muxserve.spec import ResidencySpec
+from muxserve.spec import AdapterSlots, ResidencySpec
+from tests.config.test_adapters import adapter
 from tests.control.fakes import Controller, broken, running
 from tests.support.checkpoint_files import write_checkpoint
 from tests.support.patience import PATIENCE
@@ -133,7 +135,7 @@ models:
         "+ model new",
         "~ chat: 2 -> 3 replicas",
         "~ models.chat.limits.max_queue: 1024 -> 7",
-        "! models.chat.max_len: auto -> 512; needs chat started again: muxserve remove chat, then apply once more",
+        "~ models.chat.max_len: auto -> 512; loaded beside the version that serves",
     ]
     with running(base, UNITS) as controller:
         control = controller.control
@@ -143,19 +145,102 @@ models:
         assert "s3cret" not in planned.text
         assert steps == control.calls == []
         answer, steps = apply(base, text, environ={"KEY": "s3cret"})
-        assert answer == messages.Done("5 changes made; 1 change marked ! not made", lines[-1:])
+        assert answer == messages.Done("6 changes made")
         assert [call[:2] for call in control.calls] == [
             ("adopt",),
             ("remove", "code"),
+            ("replace", "chat"),
             ("add", "new"),
             ("scale", "chat"),
         ]
         assert control.adopted[0].tenants["team"].keys == ["s3cret"]
-        # Once more: only what needs a start is left.
+        # Once more: nothing is left.
         control.declared = control.declared.with_models([*control.declared.models, control.adopted[0].model("new")])
-        answer, steps = apply(base, text, environ={"KEY": "s3cret"})
-        assert answer == messages.Done("1 change marked ! not made", lines[-1:])
-        assert steps == lines[-1:]
+        assert apply(base, text, environ={"KEY": "s3cret"}) == (messages.Done("the fleet is as the file says"), [])
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_a_model_gets_another_version_in_place_only_where_that_is_asked_for(base: Path, memory: bool) -> None:
+    fleet = "memory: {limit: 4GiB}\n" if memory else ""
+    before, after = "{name: code, hub: org/code}", "{name: code, hub: org/code, revision: v2}"
+    models = f"[{{name: chat, hub: org/chat{'' if memory else ', replicas: 2'}}}, MODEL]"
+    with running(base, UNITS) as controller:
+        control = controller.control
+        control.declared = parse_fleet(f"{fleet}models: {models}".replace("MODEL", before), "f.yaml", Path("/"), {})
+        if memory:
+            residency = {"u0": ResidencySpec(ResidencyRules(1 << 30), {})}
+            control.fleet = msgspec.structs.replace(control.fleet, residency=residency)
+        control.full["code", False] = NoRoomError("1 GiB is left")
+        text = f"{fleet}models: {models}".replace("MODEL", after)
+        left = [
+            "! models.code.revision: set (v2); no room for both versions (1 GiB is left); `apply --in-place` ends the "
+            "old one first"
+        ]
+        for dry_run in (True, False):
+            answer, _ = apply(base, text, dry_run=dry_run)
+            assert isinstance(answer, messages.Done)
+            assert answer.left == left
+        planned, _ = apply(base, text, dry_run=True, in_place=True)
+        line = "~ models.code.revision: set (v2); loaded in place of the version that serves, which ends first"
+        assert planned == messages.Done(line)
+        assert control.calls == []
+        assert apply(base, text, in_place=True) == (messages.Done("1 change made"), [line])
+        assert control.calls == [("replace", "code", True)]
+        # One that has no room even alone is left as it is.
+        control.full["code", True] = NoRoomError("nothing is left")
+        refused, _ = apply(base, text.replace("v2", "v3"), in_place=True)
+        assert refused == messages.CommandRefused("nothing is left", mistake=False, after=messages.APPLIED_STAYS)
+        assert control.calls == [("replace", "code", True)]
+
+
+def test_commands_and_files_name_a_model_and_not_its_version(base: Path) -> None:
+    with running(base, UNITS) as controller:
+        control = controller.control
+        units = [
+            msgspec.structs.replace(each, serves=["code@3"] if each.name == "u0" else [])
+            for each in control.fleet.units
+        ]
+        models = [control.fleet.models[0], msgspec.structs.replace(control.fleet.models[1], name="code@3")]
+        control.fleet = msgspec.structs.replace(control.fleet, units=units, models=models, versions={"code": "code@3"})
+        with ControlClient(find(None, base)) as client:
+            assert client.who().models == ["chat", "code"]
+        assert do(base, messages.Scale({"code": 1}))[0] == messages.Done("code has 1 replica already (u0)")
+        refused, _ = do(base, messages.DrainUnit("u0"))
+        assert "u0 has the only replica of code; start another one first: muxserve scale code=2" in refused.text
+        assert do(base, messages.Scale({"code@3": 1}))[0] == messages.Done("code has 1 replica already (u0)")
+        unknown, _ = do(base, messages.Remove("code@2"))
+        assert unknown.text == 'the fleet has no model code@2; did you mean "code"?'
+        planned, _ = apply(base, f"models: [{CHAT.replace(', replicas: 2', '')}, {CODE}]", dry_run=True)
+        assert planned.text == "~ chat: 0 -> 1 replicas"
+
+
+def test_names_and_adapters_are_followed_at_once(base: Path, tmp_path: Path) -> None:
+    old, new, large = (adapter(tmp_path / name, r=rank) for name, rank in (("a", 8), ("b", 8), ("c", 64)))
+    with running(base, UNITS) as controller:
+        control = controller.control
+        chat = f"{{name: chat, hub: org/chat, replicas: 2, aliases: [ALIAS], adapters: {{poet: POET, clerk: {old}}}}}"
+        text = f"aliases: {{both: {{chat: 90, code: 10}}}}\nmodels: [{chat}, {CODE}]"
+        control.declared = parse_fleet(text.replace("ALIAS", "one").replace("POET", str(old)), "f.yaml", Path("/"), {})
+        room = msgspec.structs.replace(control.fleet.models[0], adapter_slots=AdapterSlots(2, 16))
+        control.fleet = msgspec.structs.replace(control.fleet, models=[room, *control.fleet.models[1:]])
+        wanted = text.replace("ALIAS", "two").replace("code: 10", "code: 20").replace(f", clerk: {old}", "")
+        answer, steps = apply(base, wanted.replace("POET", str(new)))
+        assert answer == messages.Done("4 changes made")
+        assert steps == [
+            "~ aliases.both.code: 10.0 -> 20.0",
+            "~ models.chat.aliases: ['one'] -> ['two']",
+            "~ adapter poet of chat",
+            "- adapter clerk of chat",
+        ]
+        assert control.calls == [
+            ("adopt",),
+            ("set_adapter", "chat", "poet", str(new)),
+            ("set_adapter", "chat", "clerk", ""),
+        ]
+        assert apply(base, wanted.replace("POET", str(new)))[0] == messages.Done("the fleet is as the file says")
+        # Engines were started with room for smaller ones.
+        planned, _ = apply(base, wanted.replace("POET", str(large)), dry_run=True)
+        assert "loaded beside the version that serves" in planned.text
 
 
 def test_a_file_that_says_what_there_is_changes_nothing(base: Path) -> None:

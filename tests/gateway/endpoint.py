@@ -23,7 +23,9 @@ def endpoint_of(
     registry = registry or CollectorRegistry()
     measures = Measures(fleet.models, registry)
     return GatewayApp(
-        models={model.name: ServedApp(app, {model.name: {"id": model.name}}) for model in fleet.models},
+        models={
+            model.name: ServedApp(app, {model.name: {"id": model.name}}, model=model.name) for model in fleet.models
+        },
         access=Access(
             ApiKeys(fleet.gateway.api_keys, {}, fleet.tenants),
             Priorities(Levels(DEFAULT_LEVELS, NORMAL)),

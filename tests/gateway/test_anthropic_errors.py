@@ -84,7 +84,7 @@ async def test_a_full_gate_says_when_to_come_back() -> None:
 )
 async def test_errors_of_vllms_routes(status: int, body: bytes, expected: tuple[str, str]) -> None:
     served = endpoint(failing)
-    served.models = {"m": ServedApp(answering(status, body), {"m": {}})}
+    served.models = {"m": ServedApp(answering(status, body), {"m": {}}, model="m")}
     assert error_of(await ask(served, "/v1/messages")) == (status, *expected)
     # Other routes keep OpenAI's.
     other = await ask(served)
@@ -154,7 +154,7 @@ async def test_a_stream_that_begins_with_an_error_is_none(code: int, kind: str) 
         await send({"type": "http.response.body", "body": b""})
 
     served = endpoint(failing)
-    served.models = {"m": ServedApp(app, {"m": {}})}
+    served.models = {"m": ServedApp(app, {"m": {}}, model="m")}
     assert error_of(await ask(served, "/v1/messages")) == (code, kind, "the reason")
 
 

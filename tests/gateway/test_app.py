@@ -16,6 +16,7 @@ from muxserve.gateway.http.app import GatewayApp, OwnPaths
 from muxserve.gateway.http.errors import App, Message, Receive, Scope, Send
 from muxserve.gateway.http.served_app import ServedApp
 from muxserve.gateway.limits.admission import ApiKeys
+from muxserve.gateway.routing.model_names import ModelNames
 from muxserve.spec import FleetSpec, GatewaySpec
 from tests.gateway.endpoint import endpoint_of
 from tests.gateway.unit_specs import model
@@ -212,7 +213,7 @@ async def test_an_alias_with_slashes_is_a_model_of_a_path(raw: str, model: str, 
 
     served = endpoint(app)
     aliases = ("m", "short", "org/A:latest", "org/A/B", "org/A")
-    served.models = {"m": ServedApp(app, {alias: {"id": alias} for alias in aliases})}
+    served.models = {"m": ServedApp(app, {alias: {"id": alias} for alias in aliases}, model="m")}
     content = f'{{"model": "{model}"}}'.encode()
     answer = await ask(served, unquote(raw), content, raw_path=raw.encode())
     assert answer.status == 200
@@ -228,7 +229,73 @@ async def test_a_model_that_cannot_be_offered_is_not_unknown() -> None:
         raise AssertionError("it is not asked")
 
     served = endpoint(app)
+    served.names = ModelNames({"broken": {"broken"}})
     served.refused = {"broken": "its tokenizer is of cheese"}
     answer = await ask(served, content=b'{"model": "broken"}')
     assert answer.status == 503
     assert answer.error["message"] == "broken cannot be served: its tokenizer is of cheese"
+
+
+async def test_a_model_that_is_replaced_is_not_unknown() -> None:
+    """A client comes again, whichever of its names it has asked for, and by whatever path."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("it is not asked")
+
+    served = endpoint(app)
+    served.models = {}
+    served.names = ModelNames({"m": {"m"}, "alias": {"m"}})
+    for path, content in (
+        ("/v1/completions", b'{"model": "m"}'),
+        ("/v1/completions", b'{"model": "alias"}'),
+        ("/models/m/v1/completions", b"{}"),
+    ):
+        answer = await ask(served, path, content)
+        assert answer.status == 503
+        assert (b"retry-after", b"2") in answer.messages[0]["headers"]
+        assert "is being started or replaced; try again in a moment" in answer.error["message"]
+    assert (await ask(served, content=b'{"model": "other"}')).status == 404
+
+
+async def test_a_name_that_models_share_is_served_by_its_parts(caplog: pytest.LogCaptureFixture) -> None:
+    """And metrics, the access log and limits have the version that served."""
+    asked: list[str] = []
+
+    def app_of(name: str) -> App:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            asked.append(name)
+            await send(dict(BEGIN))
+
+        return app
+
+    models = [model("v1"), model("v2@3")]
+    gateway = GatewaySpec("127.0.0.1", 0, access_log=True)
+    served = endpoint_of(FleetSpec("", gateway, models, units=[]), failing)
+    served.models = {
+        name: ServedApp(app_of(version), {each: {"id": each} for each in (name, "chat")}, model=version)
+        for name, version in (("v1", "v1"), ("v2", "v2@3"))
+    }
+    served.names = ModelNames({"chat": {"v1", "v2"}}, {"chat": {"v1": 1, "v2": 1}})
+    with caplog.at_level("INFO", logger="muxserve.access"):
+        for number in range(40):
+            headers = [(b"x-request-id", f"id-{number}".encode())]
+            assert (await ask(served, content=b'{"model": "chat"}', headers=headers)).status == 200
+    first = asked[:]
+    assert set(first) == {"v1", "v2@3"}
+    logged = [record.getMessage().split("model=")[1].split()[0] for record in caplog.records]
+    assert logged == first
+    # The same requests go to the same models.
+    asked.clear()
+    for number in range(40):
+        headers = [(b"x-request-id", f"id-{number}".encode())]
+        await ask(served, content=b'{"model": "chat"}', headers=headers)
+    assert asked == first
+    # Without one of them, the other one has all.
+    asked.clear()
+    del served.models["v1"]
+    for _ in range(5):
+        assert (await ask(served, content=b'{"model": "chat"}')).status == 200
+    assert set(asked) == {"v2@3"}
+    listed = await ask(served, "/v1/models", b"", "GET")
+    cards = json.loads(b"".join(m.get("body", b"") for m in listed.messages[1:]))["data"]
+    assert [card["id"] for card in cards] == ["v2", "chat"]

@@ -9,6 +9,7 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -20,6 +21,7 @@ from muxserve.gateway.limits.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.routing.requests import RequestTable, Tracked
 from muxserve.gateway.status.measure import Measures
 from muxserve.gateway.status.vllm_metrics import JoinedMetrics, Lean
+from muxserve.spec import FleetSpec, GatewaySpec
 from tests.gateway.unit_specs import model
 from tests.support.thoroughness import examples
 from tests.support.tiny_checkpoint import tiny_checkpoint
@@ -87,14 +89,16 @@ async def test_models_that_come_and_go_leave_nothing() -> None:
     broker: Any = AnsweringBroker()
     grammars: Any = NoGrammars()
     images: Any = SimpleNamespace()
-    offered = OfferedModels(broker, limiter, grammars, images, gone.set, 0, None)
+    empty = FleetSpec("", GatewaySpec("127.0.0.1", 0), [], [])
+    offered = OfferedModels(empty, broker, limiter, grammars, images, gone.set, 0, None)
 
     async def round_of(number: int) -> dict[str, weakref.ref[Any]]:
         """Add a model, ask it, remove it; what stood for it."""
         spec = model(f"m{number}", path=tiny_checkpoint(), max_len=256)
         limiter.add(spec)
         measures.add(spec)
-        await offered.build([spec])
+        offered.learn(msgspec.structs.replace(empty, models=[spec]))
+        await offered.build(spec)
         app = offered.models[spec.name].app
         await post(app, "/v1/completions", {"model": spec.name, "prompt": "hello", "max_tokens": 2})
         messages = [{"role": "user", "content": "hello"}]
@@ -109,7 +113,7 @@ async def test_models_that_come_and_go_leave_nothing() -> None:
         seen = {name: weakref.ref(part) for name, part in parts.items()}
         del app, front_end, llm, parts
         gone.clear()
-        offered.withdraw(spec.name)
+        offered.learn(empty)
         await gone.wait()
         measures.remove(spec.name)
         return seen

@@ -74,7 +74,7 @@ class Pages:
         asked: Any = self.asked
         peers: Any = NoPeers()
         app: Any = None
-        self.models = {"m": ServedApp(app, {}, self.asked.openapi)}
+        self.models = {"m": ServedApp(app, {}, self.asked.openapi, model="m")}
         self.routes = StatusRoutes(asked, asked, self.fleet, self.own, peers, "0", self.models)
 
     async def get(self, path: str) -> bytes:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from muxserve.config import Fleet, FleetError, load_fleet, parse_fleet
 from muxserve.config.schema import DEFAULT_SHAPES
+from muxserve.control.changes import NoRoomError
 from muxserve.costs.architecture import read_architecture
 from muxserve.costs.latency import EngineShape
 from muxserve.costs.roofline import Roofline
@@ -22,7 +23,7 @@ from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import GpuMachine as GpuMachine
 from muxserve.gpu.sm import has_share
 from muxserve.planning.demand.known_models import BUILT_IN
-from muxserve.planning.specs.fleet_planner import FleetPlanner, NoRoomError, ScaleOut, notes_of
+from muxserve.planning.specs.fleet_planner import FleetPlanner, ScaleOut, notes_of
 from muxserve.planning.specs.plan_file import load_plan, save_plan
 from muxserve.planning.specs.unit_plan import ResolvedUnit, possible_units, resolve_unit, units_at_start
 from muxserve.planning.specs.unit_specs import fleet_spec_of, planned_unit, prefill_seconds

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muxserve.config import Fleet, FleetError, Replicas, parse_fleet
+from muxserve.config import AUTO, Fleet, FleetError, Replicas, parse_fleet
+from muxserve.control.changes import NoRoomError
 from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.nvml import GpuMachine as GpuMachine
 from muxserve.gpu.unit import GpuUnit
 from muxserve.planning.demand.demands import demands_of
-from muxserve.planning.specs.fleet_planner import FleetPlanner, NoRoomError, notes_of
+from muxserve.planning.specs.fleet_planner import FleetPlanner, ScaleOut, notes_of
 from muxserve.planning.specs.gpus import pretended_gpus
 from muxserve.planning.specs.plan_file import save_plan
 from muxserve.planning.specs.unit_plan import ResolvedUnit, possible_units, units_at_start
@@ -510,6 +511,40 @@ def test_what_has_left_a_unit_takes_nothing_of_it() -> None:
     assert sum(quotas.values()) == joined.unit_spec.pools[0].num_pages - 1
     # Started again, the unit is without it.
     assert set(quotas) - {each.name for each in joined.planned.unit_spec.models} == {"atlas"}
+
+
+def test_another_version_of_a_model_joins_beside_the_one_that_serves() -> None:
+    """Under a name of its own, and for sequences as long, where the file leaves their length open."""
+    planner = FleetPlanner(fleet(), MACHINE, lambda: NONE)
+    plans = planner.at_start()
+    running, unit, scale_out = deployed(planner.fleet, plans), planned_unit(plans[0], "/run"), ScaleOut(planner)
+    model = planner.fleet.model("atlas")
+    joined = scale_out.joined(fleet().with_models([model]).with_name("atlas@2"), unit, running, print)
+    before, after = (joined.unit_spec.model(name) for name in ("atlas", "atlas@2"))
+    assert joined.model == after
+    assert model.max_len == AUTO
+    assert after.max_len == before.max_len
+    assert min(before.quota_pages, after.quota_pages) > 0
+    # No engine is started again with other threads.
+    assert {each.name: each.threads for each in running.unit("u0").unit_spec.models} == {
+        each.name: each.threads for each in joined.unit_spec.models if each.name != "atlas@2"
+    }
+    assert after.threads == before.threads
+    with scale_out.trying(without="atlas"):
+        assert [each.name for each in planner.fleet.models] == ["arithmetic", "frontdesk", "atlas@2"]
+    assert [each.name for each in planner.fleet.models] == ["arithmetic", "atlas", "frontdesk", "atlas@2"]
+
+
+def test_a_unit_keeps_the_page_table_of_a_model_and_its_name() -> None:
+    """What comes back as another model is another version, and what comes back as it was finds its table again."""
+    planner = FleetPlanner(fleet(), MACHINE, lambda: NONE)
+    plans = planner.at_start()
+    running, unit, scale_out = deployed(planner.fleet, plans), planned_unit(plans[0], "/run"), ScaleOut(planner)
+    same, other = (planner.fleet.model(name).model_copy(update={"name": "atlas"}) for name in ("atlas", "arithmetic"))
+    for model, version in ((same, "atlas"), (other, "atlas@2")):
+        planner.forget("atlas")
+        assert scale_out.joined(fleet().with_models([model]), unit, running, print).model.name == version
+        assert version in [each.name for each in planner.fleet.models]
 
 
 # ---------------------------------------------------------------- GPUs that are pretended

@@ -20,10 +20,15 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.envs import enable_envs_cache
+from vllm.exceptions import GracefulHTTPError
+from vllm.inputs import TokensPrompt
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.registry import _LazyRegisteredModel, _RegisteredModel
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -50,13 +55,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class ModelFrontEnd:
-    """One model's stock front end: `llm` makes requests of text, `models` knows vLLM's names (once there are)."""
+    """One model's stock front end: `llm` makes requests of text, `models` knows vLLM's names (once there are). `names`
+    are those that clients may ask for the model by, its own first."""
 
     model: ModelSpec
     client: UnitEngineClient
     llm: AsyncLLM
     args: Namespace
     registry: CollectorRegistry
+    names: tuple[str, ...] = ()
     models: OpenAIServingModels | None = None
 
 
@@ -113,16 +120,46 @@ async def serve(front_end: ModelFrontEnd, texts: LongTexts, gateway: int, store:
     front_end.models = app.state.openai_serving_models
     sees = front_end.model.sees_images
     most = TOO_MANY * longest(front_end.llm.model_config)
-    return await with_adapters(front_end, ServedApp(app, {}, app.openapi, posts, sees, most))
+    made = ServedApp(app, {}, app.openapi, posts, sees, most, front_end.model.name)
+    return await with_names(front_end, made)
 
 
-async def with_adapters(front_end: ModelFrontEnd, served: ServedApp) -> ServedApp:
-    """`served` with the adapters that `front_end.model` has now, each with a card of its own. Requests that run keep
-    theirs."""
-    assert front_end.models is not None
-    front_end.models.lora_requests = adapter_requests(front_end.model.name, front_end.model.adapters)
-    listed = await front_end.models.show_available_models()
-    return dataclasses.replace(served, cards={card.id: card.model_dump() for card in listed.data})
+async def with_names(front_end: ModelFrontEnd, served: ServedApp) -> ServedApp:
+    """`served` under the names that the model has now, and with its adapters of now, each with a card of its own.
+    Requests that run, or wait for their turn, keep the name or the adapter that they came with."""
+    models, names, adapters = front_end.models, front_end.names, front_end.model.adapters
+    assert models is not None
+    known = [each.name for each in models.base_model_paths]
+    new = [each for each in (*names, front_end.model.name) if each not in known]
+    models.base_model_paths += [BaseModelPath(each, front_end.args.model) for each in dict.fromkeys(new)]
+    models.lora_requests = adapter_requests(names[0], adapters)
+    listed = {card.id: card.model_dump() for card in (await models.show_available_models()).data}
+    return dataclasses.replace(served, cards={name: listed[name] for name in (*names, *adapters)})
+
+
+async def check(front_end: ModelFrontEnd) -> None:
+    """Have the model answer a request, such as no client has sent.
+
+    Raises:
+        ValueError: it has not answered, or with nothing.
+    """
+    llm, name = front_end.llm, front_end.model.name
+    prompt = TokensPrompt(prompt_token_ids=[0])
+    tasks = front_end.client.get_supported_tasks()
+    try:
+        if "generate" in tasks:
+            # Both phases have something to do where the model has room for two tokens.
+            tokens = min(2, front_end.model.max_len - 1)
+            params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+            made = [output async for output in llm.generate(prompt, params, f"check-{name}")]
+            whole = bool(made) and made[-1].finished and bool(made[-1].outputs[0].token_ids)
+        else:
+            vectors = [each async for each in llm.encode(prompt, PoolingParams(task=tasks[0]), f"check-{name}")]
+            whole = bool(vectors) and vectors[-1].finished
+    except GracefulHTTPError as error:
+        raise ValueError(str(error)) from None
+    if not whole:
+        raise ValueError("the answer to its first request is empty")
 
 
 async def end(front_end: ModelFrontEnd) -> None:

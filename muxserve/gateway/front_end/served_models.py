@@ -17,15 +17,17 @@ from muxserve.gateway.http.responses import ResponseStore
 from muxserve.gateway.http.served_app import ServedApp
 from muxserve.gateway.limits.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.routing.broker import Broker
-from muxserve.spec import ModelSpec
+from muxserve.spec import FleetSpec, ModelSpec, public_name
 
 log = logging.getLogger(__name__)
 
 
 class OfferedModels:
-    """The front ends of one gateway.
+    """The front ends of one gateway: `models` has those that clients reach, by the names that they ask for, and `apps`
+    all of them, by version; some are candidates, or leave.
 
     Args:
+        fleet: says which version of a model answers, and under which names.
         broker: what they send requests to.
         limiter: says when a model's last request has ended.
         grammars: checks what structured outputs ask for.
@@ -37,6 +39,7 @@ class OfferedModels:
 
     def __init__(
         self,
+        fleet: FleetSpec,
         broker: Broker,
         limiter: ConcurrencyLimiter,
         grammars: GrammarCompilers,
@@ -46,6 +49,8 @@ class OfferedModels:
         responses: ResponseStore | None,
     ) -> None:
         self.models: dict[str, ServedApp] = {}
+        self.apps: dict[str, ServedApp] = {}
+        self._fleet = fleet
         self._broker = broker
         self._limiter = limiter
         self._grammars = grammars
@@ -63,64 +68,98 @@ class OfferedModels:
         return [front_end.registry for front_end in list(self._front_ends.values())]
 
     def adapters(self) -> dict[str, dict[str, str]]:
-        """The models that are offered, each with the directories of its adapters by name."""
-        return {name: self._front_ends[name].model.adapters for name in self.models}
+        """The versions that are offered, or could be, each with the directories of its adapters by name."""
+        return {name: self._front_ends[name].model.adapters for name in self.apps if name not in self._leaving}
 
-    async def build(self, models: Iterable[ModelSpec]) -> None:
-        """Offer these models, none of which `is_leaving`; in the order in which they are given. One call at a time.
+    @property
+    def leaving(self) -> tuple[str, ...]:
+        """The versions that were withdrawn and still have requests."""
+        return tuple(self._leaving)
+
+    def learn(self, fleet: FleetSpec) -> None:
+        """From now on offer what `fleet` has, as far as its front ends are built. One that it has not, has otherwise or
+        has retired takes no more requests, and goes when those that it has are finished."""
+        self._fleet = fleet
+        wanted = {each.name: _front_end_part(each) for each in fleet.models if not fleet.is_retired(each.name)}
+        outdated = [
+            name
+            for name in self.apps
+            if name not in self._leaving and wanted.get(name) != _front_end_part(self._front_ends[name].model)
+        ]
+        for name in outdated:
+            self._leaving[name] = asyncio.ensure_future(self._leave(name))
+        self._offer()
+
+    def unbuilt(self) -> list[ModelSpec]:
+        """The models of the fleet that have no front end and are to have one. One that comes back as something else has
+        to wait until it is gone."""
+        there, models = self.apps.keys() | self._leaving.keys(), self._fleet.models
+        return [each for each in models if each.name not in there and not self._fleet.is_retired(each.name)]
+
+    async def build(self, model: ModelSpec) -> None:
+        """Build a front end of `model`, which has none, and offer it; a candidate is offered to nobody before the fleet
+        says so, and has to answer a request. One call at a time.
 
         Raises:
-            ValueError: vLLM refuses a model or its options.
+            ValueError: vLLM refuses the model or its options, or it has not answered.
             OSError: a checkpoint cannot be read.
         """
-        models = list(models)
-        seam.register_architectures(model.path for model in models)
-        for model in models:
-            client = UnitEngineClient(model, self._broker, self._grammars, self._images)
+        seam.register_architectures([model.path])
+        client = UnitEngineClient(model, self._broker, self._grammars, self._images)
+        try:
+            # Reads files and compiles templates: others' streams must not wait for it.
+            front_end = await asyncio.to_thread(seam.make_llm, model, client, self._texts)
+            front_end.names = self._fleet.names_of(model)
+            served = await seam.serve(front_end, self._texts, self._gateway, self._responses)
+        except BaseException:
+            self._broker.detach(model.name)
+            raise
+        seam.go_on(front_end)
+        if model.name in self._fleet.candidates:
             try:
-                # Reads files and compiles templates: others' streams must not wait for it.
-                front_end = await asyncio.to_thread(seam.make_llm, model, client, self._texts)
-                served = await seam.serve(front_end, self._texts, self._gateway, self._responses)
+                await seam.check(front_end)
             except BaseException:
                 self._broker.detach(model.name)
+                await seam.end(front_end)
                 raise
-            seam.go_on(front_end)
-            self._front_ends[model.name] = front_end
-            self.models[model.name] = served
-            log.info("front end of %s is ready", model.name)
+        self._front_ends[model.name] = front_end
+        self.apps[model.name] = served
+        self._offer()
+        log.info("front end of %s is ready", model.name)
 
     def close(self) -> None:
         """Begin to read no more long texts."""
         self._texts.close()
 
-    def outdated(self, models: Iterable[ModelSpec]) -> list[str]:
-        """The models that are offered and not among `models`, or no longer as they are there."""
-        wanted = {model.name: _front_end_part(model) for model in models}
-        return [name for name in self.models if wanted.get(name) != _front_end_part(self._front_ends[name].model)]
+    async def follow_names(self) -> None:
+        """Offer models under the names, and with the adapters, that the fleet gives them now."""
+        for model in self._fleet.models:
+            if model.name not in self.apps or model.name in self._leaving:
+                continue
+            front_end, names = self._front_ends[model.name], self._fleet.names_of(model)
+            if front_end.model.adapters != model.adapters or front_end.names != names:
+                front_end.model, front_end.names = model, names
+                self.apps[model.name] = await seam.with_names(front_end, self.apps[model.name])
+                self._offer()
+                log.info("%s is served as %s", model.name, ", ".join([*names, *model.adapters]))
 
-    async def follow_adapters(self, models: Iterable[ModelSpec]) -> None:
-        """Offer the adapters that the models have now, of those that are offered already."""
-        for model in models:
-            front_end = self._front_ends.get(model.name)
-            if model.name in self.models and front_end is not None and front_end.model.adapters != model.adapters:
-                front_end.model = model
-                self.models[model.name] = await seam.with_adapters(front_end, self.models[model.name])
-                log.info("adapters of %s: %s", model.name, ", ".join(model.adapters) or "none")
-
-    def withdraw(self, model: str) -> None:
-        """Take no more requests of `model`; its front end goes when those that it has are finished."""
-        del self.models[model]
-        self._leaving[model] = asyncio.ensure_future(self._leave(model))
-
-    def is_leaving(self, model: str) -> bool:
-        """Whether a front end of that model was withdrawn and still has requests."""
-        return model in self._leaving
+    def _offer(self) -> None:
+        """Have clients reach the versions that the fleet says, and no others."""
+        offered = {
+            public_name(name): served
+            for name, served in self.apps.items()
+            if name not in self._leaving and self._fleet.answers(name)
+        }
+        for name in self.models.keys() - offered.keys():
+            del self.models[name]
+        self.models.update(offered)
 
     async def _leave(self, model: str) -> None:
         try:
             await self._limiter.empty(model)
         finally:
             self._broker.detach(model)
+            del self.apps[model]
             await seam.end(self._front_ends.pop(model))
             await seam.forget_models()
             del self._leaving[model]
@@ -131,5 +170,5 @@ class OfferedModels:
 
 
 def _front_end_part(model: ModelSpec) -> tuple[object, ...]:
-    """What a front end depends on; all else is about engines, which may differ between replicas."""
-    return model.path, model.dtype, model.engine_args, model.engines, model.aliases, model.adapter_slots
+    """What a front end depends on; all else is about engines, which may differ between replicas, or can change."""
+    return model.path, model.dtype, model.engine_args, model.engines, model.adapter_slots

@@ -68,9 +68,10 @@ from muxserve.gateway.limits.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.limits.engine_requests import check_engine_requests, engine_requests
 from muxserve.gateway.limits.priorities import Priorities
 from muxserve.gateway.limits.tenants import NOBODY, RATE_HEADERS, RATE_KINDS, USAGE_PATH, Tenancy
+from muxserve.gateway.routing.model_names import ModelNames
 from muxserve.gateway.status.measure import Measures
 from muxserve.net.logs import of_request, request_id
-from muxserve.spec import GatewaySpec
+from muxserve.spec import GatewaySpec, public_name
 
 if TYPE_CHECKING:
     from muxserve.gateway.status.tracing import Tracing
@@ -83,6 +84,8 @@ REQUEST_ID = b"x-request-id"
 _PLAIN_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # So often the client of a stream hears something while its request waits; proxies take half a minute for a failure.
 SIGN_SECONDS = 2.0
+# When a client may ask again for a model that is being started or replaced.
+SOON_SECONDS = 2
 
 ModelPage = Callable[[str, Scope, Send], Awaitable[None]]
 
@@ -156,6 +159,8 @@ class GatewayApp:
         self.models_sleep = False
         # Models of the fleet that cannot be offered, and why.
         self.refused: Mapping[str, str] = {}
+        # What may be asked for, also where it cannot be reached at the moment.
+        self.names = ModelNames()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -212,7 +217,7 @@ class GatewayApp:
                 headers=[(b"www-authenticate", b"Bearer")],
             )
         if name is not None:
-            name = self._known(name, caller)
+            name = self._known(name, caller, http.request_id)
             if model_page is not None:
                 only_get(scope)
                 await model_page(name, scope, send)
@@ -233,8 +238,9 @@ class GatewayApp:
             return
         elif path == "/v1/models":
             only_get(scope)
-            cards = [card for name in self._offered_to(caller) for card in self.models[name].cards.values()]
-            await respond_json(send, {"object": "list", "data": cards})
+            # A name that several models share is one entry.
+            cards = {of: card for name in self._offered_to(caller) for of, card in self.models[name].cards.items()}
+            await respond_json(send, {"object": "list", "data": [*cards.values()]})
             return
         elif path.startswith("/v1/models/"):
             only_get(scope)
@@ -261,7 +267,7 @@ class GatewayApp:
         if self.refusing:
             raise self._shutting_down(name)
         if self.crowded():
-            self._measures.rejected(name or "", "connections")
+            self._measures.rejected(self._version(name), "connections")
             raise RequestError(
                 HTTPStatus.SERVICE_UNAVAILABLE,
                 "this server has as many connections as it may have; try again in a moment",
@@ -272,16 +278,16 @@ class GatewayApp:
                 body = await read_body(receive, scope["headers"], self._settings.max_body_bytes, claim)
             except RequestError as error:
                 if error.status is HTTPStatus.SERVICE_UNAVAILABLE:
-                    self._measures.rejected(name or "", "memory")
+                    self._measures.rejected(self._version(name), "memory")
                 raise
             asked = asked_by(body)
             if name is None:
-                name = self._model(asked.model, caller)
-            http.model = name
+                name = self._model(asked.model, caller, http.request_id)
             replay = BodyReplay(receive, body, http)
-            served = self.models.get(name)  # to its end, also if the model is removed meanwhile
+            served = self.models.get(name)  # to its end, also if the model is removed or replaced meanwhile
             if served is None:  # removed while the body was read
-                raise self._unknown_model(name, caller)
+                raise self._not_offered(name, caller)
+            model = http.model = served.model
             if path not in served.posts:
                 raise RequestError(
                     HTTPStatus.NOT_FOUND, f"the model {name!r} does not serve {path}; it has {_listed(served.posts)}"
@@ -289,12 +295,12 @@ class GatewayApp:
             check_tokens(asked, served.most_tokens)
             check_media(body, served.sees_images)
             requests = engine_requests(path, asked, reads_pairs="/classify" in served.posts)
-            check_engine_requests(requests, self._limiter.gates[name].largest, name)
+            check_engine_requests(requests, self._limiter.gates[model].largest, name)
             inner = {**scope, "path": path, "raw_path": path.encode()} if path != scope["path"] else scope
             try:
                 if path not in COMPUTE:
                     with self.access.tenancy.serving(caller.tenant, name) as http.tenant:
-                        async with self._limiter.hold(name, replay, requests):
+                        async with self._limiter.hold(model, replay, requests):
                             if self.ended:  # while it waited for its place
                                 raise self._shutting_down(name)
                             claim.release()  # how many are in service is bounded
@@ -347,7 +353,7 @@ class GatewayApp:
         below = (app for start, app in self._own.apps.items() if start.endswith("/") and path.startswith(start))
         return self._own.apps.get(path) or next(below, None)
 
-    def _model(self, asked: str | None, caller: Caller) -> str:
+    def _model(self, asked: str | None, caller: Caller, request_id: str) -> str:
         if asked is None:
             offered = self._offered_to(caller)
             if len(offered) == 1:
@@ -357,27 +363,51 @@ class GatewayApp:
                 f"'model' is missing; this server has {self._names(caller)}",
                 param="model",
             )
-        return self._known(asked, caller)
+        return self._known(asked, caller, request_id)
 
-    def _known(self, asked: str, caller: Caller | None) -> str:
-        """The name of the model that is called so, which may be one of its aliases. What `caller` may not use is not
-        there for it, as with OpenAI."""
-        for name in self._offered_to(caller):
-            if asked == name or asked in self.models[name].cards:
-                return name
-        if asked in self.refused and (caller is None or caller.may_use(asked)):
-            raise RequestError(HTTPStatus.SERVICE_UNAVAILABLE, f"{asked} cannot be served: {self.refused[asked]}")
-        raise self._unknown_model(asked, caller)
+    def _known(self, asked: str, caller: Caller | None, request_id: str = "") -> str:
+        """The name of the model that is called so, which may be its version, one of its aliases, or a name that it
+        shares. What `caller` may not use is not there for it, as with OpenAI."""
+        offered = [(name, self.models[name]) for name in self._offered_to(caller)]
+        called = [name for name, served in offered if asked in (name, served.model) or asked in served.cards]
+        if asked in self.names.shared:
+            chosen = self.names.choose(asked, request_id, called)
+        else:
+            chosen = next(iter(called), None)
+        if chosen is None:
+            raise self._not_offered(asked, caller)
+        return chosen
 
     async def _card(self, asked: str, caller: Caller | None, send: Send) -> None:
-        await respond_json(send, self.models[self._known(asked, caller)].cards[asked])
+        name = self._known(asked, caller)
+        cards = self.models[name].cards
+        await respond_json(send, cards[asked if asked in cards else name])
+
+    def _not_offered(self, asked: str, caller: Caller | None) -> RequestError:
+        """Nobody serves `asked` here: for a while, or because `caller` cannot have it."""
+        behind = [name for name in self.names.models.get(asked, ()) if caller is None or caller.may_use(name)]
+        if not behind:
+            return self._unknown_model(asked, caller)
+        reason = next((why for model, why in self.refused.items() if public_name(model) in behind), None)
+        if reason is not None:
+            return RequestError(HTTPStatus.SERVICE_UNAVAILABLE, f"{asked} cannot be served: {reason}")
+        self._measures.rejected("", "not_ready")
+        return RequestError(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            f"{asked} is being started or replaced; try again in a moment",
+            headers=[retry_after(SOON_SECONDS)],
+        )
 
     def _offered_to(self, caller: Caller | None) -> list[str]:
         return [name for name in self.models if caller is None or caller.may_use(name)]
 
     def _shutting_down(self, name: str | None) -> RequestError:
-        self._measures.rejected(name or "", "draining")
+        self._measures.rejected(self._version(name), "draining")
         return RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "this server is shutting down", headers=[retry_after(5)])
+
+    def _version(self, name: str | None) -> str:
+        """The model that is offered under `name`, as metrics have it; empty: none."""
+        return self.models[name].model if name is not None and name in self.models else ""
 
     def _unknown_model(self, name: str, caller: Caller | None) -> RequestError:
         self._measures.rejected("", "unknown_model")

@@ -5,7 +5,7 @@
     POST   /admin/remove        {"model": NAME}
     POST   /admin/models        a fleet file with one model, YAML or JSON; ?unit=UNIT: it joins that unit
     DELETE /admin/models/NAME
-    POST   /admin/apply         a fleet file; ?dry_run=true: only what it takes
+    POST   /admin/apply         a fleet file; ?dry_run=true: only what it takes; ?in_place=true: see `muxserve apply`
 
 Paths in such a file are relative to the fleet's own file, and variables are those of `muxserve deploy`.
 Only with a key of an admin: whoever reaches the port of a fleet without keys may ask its models, but not change it.
@@ -77,7 +77,13 @@ _ABOUT: dict[str, dict[str, tuple[str, Sequence[str]]]] = {
     "/admin/remove": {"post": ("Serve a model no longer", ())},
     MODELS: {"post": ("Serve the model of a fleet file, in a running unit if one is named", ("unit",))},
     f"{MODELS}/{{model}}": {"delete": ("Serve a model no longer", ())},
-    APPLY: {"post": ("Become what a fleet file says, or with dry_run=true only say what that takes", ("dry_run",))},
+    APPLY: {
+        "post": (
+            "Become what a fleet file says, or with dry_run=true only say what that takes; with in_place=true end "
+            "models that get another version first, where there is no room for both",
+            ("dry_run", "in_place"),
+        )
+    },
 }
 
 
@@ -152,11 +158,13 @@ class ChangeRoutes:
         await self._make(messages.Remove(scope["path"].removeprefix(f"{MODELS}/")), send)
 
     async def _apply(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = _query(scope, "dry_run").get("dry_run", "false")
-        if asked not in ("true", "false"):
-            raise RequestError(HTTPStatus.BAD_REQUEST, f"dry_run is true or false, not {asked!r}", param="dry_run")
+        asked = _query(scope, "dry_run", "in_place")
+        for name, value in asked.items():
+            if value not in ("true", "false"):
+                raise RequestError(HTTPStatus.BAD_REQUEST, f"{name} is true or false, not {value!r}", param=name)
         text = await self._text(scope, receive)
-        await self._make(messages.Apply(text, BODY, "", environ=None, dry_run=asked == "true"), send)
+        dry_run, in_place = (asked.get(name) == "true" for name in ("dry_run", "in_place"))
+        await self._make(messages.Apply(text, BODY, "", None, dry_run, in_place), send)
 
     async def _text(self, scope: Scope, receive: Receive) -> str:
         try:

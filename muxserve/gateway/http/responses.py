@@ -31,7 +31,7 @@ from muxserve.gateway.http.errors import (
 )
 from muxserve.gateway.http.peers import OtherGateways
 from muxserve.gateway.http.served_app import ServedApp
-from muxserve.spec import ResponsesSpec
+from muxserve.spec import ResponsesSpec, public_name
 
 log = logging.getLogger(__name__)
 
@@ -223,7 +223,7 @@ class ResponseRoutes:
     Args:
         store: has them; None where none are kept.
         index: which gateway this is.
-        models: the applications of the models that they come from.
+        models: the applications of the models that they come from, by version.
         peers: the other gateways.
     """
 
@@ -255,7 +255,7 @@ class ResponseRoutes:
         if self._store is None:
             raise not_kept(name)
         found = self._store.find(owner, name)
-        if found is None or model not in (None, found.model):
+        if found is None or model not in (None, public_name(found.model)):
             raise RequestError(HTTPStatus.NOT_FOUND, f"there is no response {shortened(name)}", param="response_id")
         if scope["method"] == "DELETE":
             if found.is_running:

@@ -45,7 +45,7 @@ POSTS = GENERATE | POOLING | COMPUTE
 class ServedApp:
     """A model that is offered: vLLM's application, its entries in `/v1/models` by name, its aliases after it, the
     OpenAPI document of all that the application has, those of the paths for POST that it serves, whether messages may
-    have images, and how many tokens a list of them may have."""
+    have images, how many tokens a list of them may have, and which version of the model it is."""
 
     app: App
     cards: Mapping[str, object]
@@ -53,3 +53,4 @@ class ServedApp:
     posts: frozenset[str] = POSTS
     sees_images: bool = False
     most_tokens: int = sys.maxsize
+    model: str = ""

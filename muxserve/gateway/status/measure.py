@@ -16,7 +16,7 @@ from muxserve.gateway.limits.tenants import Used
 from muxserve.gateway.routing.requests import Tracked
 from muxserve.metrics import Objectives, time_per_token
 from muxserve.metrics.live import LATENCY_WINDOW_SECONDS, RecentLoad
-from muxserve.spec import ModelSpec
+from muxserve.spec import ModelSpec, public_name
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
@@ -137,7 +137,7 @@ class Measures:
         name = request.model
         self._requests.labels(name, outcome.value).inc()
         if request.context is not None and request.context.tenant is not None:
-            request.context.tenant.ended(name, outcome.value, _used(request))
+            request.context.tenant.ended(public_name(name), outcome.value, _used(request))
         if outcome is not RequestOutcome.COMPLETED or request.first_token_at is None or request.last_token_at is None:
             return
         ttft = request.first_token_at - request.arrival

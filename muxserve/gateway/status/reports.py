@@ -81,6 +81,8 @@ class Reports:
         return "up" if unit.model_up(model) else "down"
 
     def _word(self, name: str) -> str:
+        if self._status.fleet.is_retired(name):
+            return "leaving"
         residence = self._status.resident(name).get("residence")
         if residence in ("waking", "leaving"):
             return str(residence)

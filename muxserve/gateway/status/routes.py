@@ -201,7 +201,8 @@ class StatusRoutes:
 
     async def _render_model(self, model: str) -> RenderedAnswer:
         others, _ = await asyncio.gather(self._peers.metrics(full=False), self._status.refresh())
-        return RenderedAnswer(await asyncio.to_thread(self._model_text, model, [*others.values()]), _PROMETHEUS)
+        version = self._models[model].model if model in self._models else model
+        return RenderedAnswer(await asyncio.to_thread(self._model_text, version, [*others.values()]), _PROMETHEUS)
 
     def _model_text(self, model: str, others: list[str]) -> bytes:
         parsed = [_Families(text_string_to_metric_families(text)) for text in others]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +19,8 @@ import msgspec
 
 from muxserve.cluster.steps import Addition, JoinedUnit
 from muxserve.cluster.units import PlannedUnit
-from muxserve.config import Fleet, FleetError
-from muxserve.control.changes import ChangeError, Tell
+from muxserve.config import AUTO, Fleet, FleetError, Model
+from muxserve.control.changes import ChangeError, NoRoomError, Tell
 from muxserve.costs.latency import LatencyModel
 from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import Gpu, GpuChoiceError, choose
@@ -39,7 +39,7 @@ from muxserve.planning.demand.checkpoints import (
 )
 from muxserve.planning.demand.demands import demands_of
 from muxserve.planning.specs.gpus import gpu_unit, resident_rules
-from muxserve.planning.specs.joining import JoinedModel, Joining, NoRoomError, remaining_capacity, same_table
+from muxserve.planning.specs.joining import JoinedModel, Joining, remaining_capacity, same_table
 from muxserve.planning.specs.plan_file import load_plan
 from muxserve.planning.specs.residency import (
     NoMemoryError,
@@ -68,7 +68,16 @@ from muxserve.planning.specs.unit_plan import (
     wrong,
 )
 from muxserve.planning.specs.unit_specs import planned_unit, scaling_of, settings_of
-from muxserve.spec import FleetSpec, ResidencySpec, SimulatedSpec, UnitEntry, UnitSpec
+from muxserve.spec import (
+    FleetSpec,
+    ModelSpec,
+    ResidencySpec,
+    SimulatedSpec,
+    UnitEntry,
+    UnitSpec,
+    next_version,
+    public_name,
+)
 from placement import Machine, pool_groups
 from placement.cluster import PlacedUnit
 from placement.format import enumerate_words
@@ -353,7 +362,7 @@ class FleetPlanner:
 
     def joined(self, planned: PlannedUnit, model: str, running: FleetSpec) -> JoinedModel:
         """A running unit, started as `planned`, that has the declared model, too (`joining`). A model that is
-        served elsewhere is as it is there.
+        served elsewhere is as it is there; a version of one that serves takes sequences as long as that, if it can.
 
         Raises:
             NoRoomError: no pool of the unit suits it, or pool, memory or MPS have no room.
@@ -362,11 +371,14 @@ class FleetPlanner:
             message = "on pretended GPUs no model joins a unit that runs; add it to the fleet's file and deploy again"
             raise NoRoomError(f"{model} cannot join {planned.name}: {message}")
         others = [entry.unit_spec for entry in running.units if entry.name != planned.name]
-        offered = next((each for each in running.models if each.name == model), None)
+        offered = {each.name: each for each in running.models}
+        before = offered.get(running.serving(public_name(model)))
+        if model in offered:
+            declared = like(self.fleet.model(model), offered[model])
+        else:
+            declared = self._as_long(self.fleet.model(model), before)
         joining = Joining(
-            fleet=self.fleet.with_models(
-                [like(each, offered) if each.name == model else each for each in self.fleet.models]
-            ),
+            fleet=self.fleet.with_models([declared if each.name == model else each for each in self.fleet.models]),
             model=model,
             planned=planned,
             unit=running.unit(planned.name).unit_spec,
@@ -375,8 +387,19 @@ class FleetPlanner:
             machine=self.machine,
             hub=self._hub,
             latency=self.latency,
+            before="" if before is None else before.name,
         )
         return joining.on_cpu() if planned.gpu is None else joining.on_gpu(self._gpus())
+
+    def _as_long(self, model: Model, before: ModelSpec | None) -> Model:
+        """`model` for sequences as long as those of the version `before`, where the file leaves that open."""
+        if before is None or model.max_len != AUTO:
+            return model
+        try:
+            longest = architecture_of(model, self._hub).default_max_len
+        except CheckpointError:
+            return model  # planning says so
+        return model.model_copy(update={"max_len": min(before.max_len, longest)})
 
     def residency(self, running: FleetSpec, joined: JoinedModel, model: str) -> ResidencySpec | None:
         """By what memory decides in a unit that the model joins; None where it decides nothing.
@@ -442,8 +465,10 @@ class FleetPlanner:
     # ------------------------------------------------------------ what is declared
 
     def declare(self, added: Fleet) -> None:
-        """The fleet has the models of `added` from now on."""
-        self.fleet = self.fleet.with_models([*self.fleet.models, *added.models])
+        """The fleet has the models of `added` from now on; of those that it has, as declared there."""
+        new = {model.name for model in added.models}
+        others = [each for each in self.fleet.models if each.name not in new]
+        self.fleet = self.fleet.with_models([*others, *added.models])
 
     def forget(self, model: str) -> None:
         """The fleet has that model no longer."""
@@ -484,34 +509,22 @@ def _without_weights(machine: Machine, fleet: Fleet, hub: Hub) -> Machine:
 
 
 class ScaleOut:
-    """A `muxserve.cluster.changes.Planner` for the fleet that `planner` has planned."""
+    """A `muxserve.cluster.steps.UnitPlanner` for the fleet that `planner` has planned."""
 
     def __init__(self, planner: FleetPlanner) -> None:
         self._planner = planner
 
     def unit(self, model: str, name: str, fleet: FleetSpec) -> PlannedUnit:
-        """See `Planner.unit`."""
+        """See `UnitPlanner.unit`."""
         gateway = fleet.gateway
-        try:
-            plan = self._planner.unit(name, [model], fleet)
-        except NoRoomError as error:
-            raise ChangeError(str(error)) from None
+        plan = self._planner.unit(name, [model], fleet)
         simulated, latency = self._planner.simulated, self._planner.latency
         return planned_unit(plan, fleet.run_dir, gateway.host, gateway.port, fleet.keys, simulated, latency)
 
     def addition(self, declared: Fleet, names: Callable[[], str], fleet: FleetSpec, tell: Tell) -> Addition:
-        """See `Planner.addition`."""
-        told = len(self._planner.reasons)
-        try:
-            declared = self._planner.fetched(declared, tell)
-            self._planner.tell_engines(declared)
-        except FleetError as error:
-            raise ChangeError("; ".join(problem.message for problem in error.problems)) from None
-        for reason in self._planner.reasons[told:]:
-            tell(reason)
+        """See `UnitPlanner.addition`."""
+        declared = self._fetched(declared, tell)
         (model,) = declared.models
-        if note := without_chat_template(model):
-            tell(note)
         self._planner.declare(declared)
         units: list[PlannedUnit] = []
         try:
@@ -525,44 +538,64 @@ class ScaleOut:
 
     def joined(self, declared: Fleet, unit: PlannedUnit, fleet: FleetSpec, tell: Tell) -> JoinedUnit:
         """See `UnitPlanner.joined`."""
+        declared = self._fetched(declared, tell)
+        (model,) = declared.models
+        before = self._planner.fleet
+        self._planner.declare(declared)
+        try:
+            joined = self._planner.joined(unit, model.name, fleet)
+            made = joined.unit_spec.model(model.name)
+            known = next((each for each in fleet.unit(unit.name).unit_spec.models if each.name == model.name), None)
+            if known is not None and not same_table(known, made):
+                # The unit keeps the page table of the model that was called so: this one is another version.
+                self._planner.fleet = before
+                version = declared.with_name(next_version(model.name, fleet.version_names))
+                return self.joined(version, unit, fleet, tell)
+            residency = self._planner.residency(fleet, joined, model.name)
+        except BaseException:
+            self._planner.fleet = before
+            raise
+        return JoinedUnit(made, *joined, scaling_of(declared).get(model.name), residency)
+
+    def _fetched(self, declared: Fleet, tell: Tell) -> Fleet:
+        """`declared`, whose only model is at hand; says what was decided of it.
+
+        Raises:
+            ChangeError: a download failed.
+        """
+        told = len(self._planner.reasons)
         try:
             declared = self._planner.fetched(declared, tell)
             self._planner.tell_engines(declared)
         except FleetError as error:
             raise ChangeError("; ".join(problem.message for problem in error.problems)) from None
-        (model,) = declared.models
-        if note := without_chat_template(model):
+        for reason in self._planner.reasons[told:]:
+            tell(reason)
+        if note := without_chat_template(declared.models[0]):
             tell(note)
-        known = next((each for each in fleet.unit(unit.name).unit_spec.models if each.name == model.name), None)
-        self._planner.declare(declared)
-        try:
-            joined = self._planner.joined(unit, model.name, fleet)
-            made = joined.unit_spec.model(model.name)
-            if known is not None and not same_table(known, made):
-                raise NoRoomError(
-                    f"{unit.name} has had another model called {model.name}, and keeps its page table; give this one "
-                    "another name, or leave --unit out"
-                )
-            residency = self._planner.residency(fleet, joined, model.name)
-        except NoRoomError as error:
-            self._planner.forget(model.name)
-            raise ChangeError(str(error)) from None
-        return JoinedUnit(made, *joined, scaling_of(declared).get(model.name), residency)
+        return declared
 
     def forget(self, model: str) -> None:
-        """See `Planner.forget`."""
+        """See `UnitPlanner.forget`."""
         self._planner.forget(model)
 
+    @contextlib.contextmanager
+    def trying(self, without: str = "") -> Iterator[None]:
+        """See `UnitPlanner.trying`."""
+        before = self._planner.fleet
+        self._planner.forget(without)
+        try:
+            yield
+        finally:
+            self._planner.fleet = before
+
     def without(self, model: str, fleet: FleetSpec) -> dict[str, ResidencySpec]:
-        """See `Planner.without`."""
+        """See `UnitPlanner.without`."""
         return {unit: without_model(spec, model) for unit, spec in fleet.residency.items()}
 
     def settings(self, wanted: Fleet, fleet: FleetSpec) -> FleetSpec:
-        """See `Planner.settings`."""
-        try:
-            return self._planner.settings(wanted, fleet)
-        except NoRoomError as error:
-            raise ChangeError(str(error)) from None
+        """See `UnitPlanner.settings`."""
+        return self._planner.settings(wanted, fleet)
 
 
 def _with(fleet: FleetSpec, units: list[PlannedUnit]) -> FleetSpec:

@@ -15,6 +15,7 @@ import msgspec
 
 from muxserve.cluster.units import PlannedUnit
 from muxserve.config import AUTO, Fleet, FleetError, Model
+from muxserve.control.changes import NoRoomError
 from muxserve.costs.latency import LatencyModel
 from muxserve.costs.profile import EngineProfile
 from muxserve.gpu.budget import Needs
@@ -31,10 +32,6 @@ from placement.format import enumerate_words, format_size
 from placement.pools import BLOCK_STEP, KVShape, block_in
 
 _LEAST_SHARE = 0.01
-
-
-class NoRoomError(Exception):
-    """What is wanted more does not fit; the message says why and what to do."""
 
 
 class JoinedModel(NamedTuple):
@@ -55,6 +52,8 @@ class Joining:
         others: units that take memory of the same machine.
         machine: that of the unit, before anything was started.
         latency: what steps are predicted to cost.
+        before: the version of the model that serves now and goes afterwards; empty: none. Until then both have its
+            threads or shares, so that nothing of the others changes.
     """
 
     fleet: Fleet
@@ -65,6 +64,7 @@ class Joining:
     machine: Machine
     hub: Hub
     latency: LatencyModel
+    before: str = ""
 
     def on_cpu(self) -> JoinedModel:
         """The unit with the model, of which all else is on a CPU, too.
@@ -73,7 +73,7 @@ class Joining:
             NoRoomError: no pool of the unit suits it, or pool or memory have no room.
         """
         here = self._here
-        threads = max(1, self.unit.cores // (2 + len(here)) // self.unit.ranks)
+        threads = max(1, self.unit.cores // (2 + len(here.keys() - {self.before})) // self.unit.ranks)
         spare = threads if self.fleet.policy != "fcfs" else AUTO
         for pool, block in self._pools(self._demand(None)):
             mates = [each for each in here.values() if each.pool == pool.name and not each.private]
@@ -210,6 +210,8 @@ class Joining:
         prefill = max((share.prefill for share in had.values()), default=own.prefill)
         free = 1.0 - prefill - sum(share.decode for share in had.values())
         decode = max(free, own.decode, _LEAST_SHARE)
+        if self.before in had:
+            prefill, decode = had[self.before].prefill, had[self.before].decode
         return had | {
             self.model: SmShares(
                 prefill if asked.prefill is None else asked.prefill, decode if asked.decode is None else asked.decode

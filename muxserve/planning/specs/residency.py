@@ -26,7 +26,7 @@ from muxserve.planning.specs.unit_plan import ResolvedUnit
 from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts
 from muxserve.scheduling.turns import TurnRules
 from muxserve.simulator import SimResidency, SimUnit
-from muxserve.spec import DECODE_NICENESS, ResidencySpec
+from muxserve.spec import DECODE_NICENESS, ResidencySpec, public_name
 from placement import Machine
 from placement.format import format_size
 
@@ -401,10 +401,10 @@ def as_declared(spec: ResidencySpec, fleet: Fleet, limit: int) -> ResidencySpec:
     most = spec.rules.limit if spec.on_gpus else _most(limit)
     rules = replace(spec.rules, limit=most, min_residence=memory.min_residence)
     declared = {model.name: _objectives(model) for model in fleet.models}
-    models = {
-        name: replace(costs, ttft=declared[name].ttft, tpot=declared[name].tpot) if name in declared else costs
-        for name, costs in spec.models.items()
-    }
+    models = {}
+    for name, costs in spec.models.items():
+        objectives = declared.get(public_name(name))
+        models[name] = costs if objectives is None else replace(costs, ttft=objectives.ttft, tpot=objectives.tpot)
     made = msgspec.structs.replace(spec, rules=rules, models=models)
     _check_room(made)
     return msgspec.structs.replace(made, turns=_turns(made, memory))

@@ -46,6 +46,7 @@ from muxserve.spec import (
     UnitSpec,
     WatchdogRules,
     offered,
+    public_name,
 )
 from placement.unit import MAX_BLOCKS
 from placement.unit_types import Device
@@ -138,13 +139,12 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         threads=plan.threads,
         prefill_share=plan.share,
         decode_share=plan.share,
-        **_limits(model),
+        **_followed(model),
         engine_args=_engine_args(model, a),
         shape="one" if demand.one_engine else "split",
         stages=demand.stages,
         rolling=model.rolls,
         batching=model.step_batching if demand.one_engine else "vllm",
-        aliases=tuple(model.aliases),
         target_load=target_load(Roofline().engine(demand.architecture, _shape(unit, index))),
         pooling=demand.architecture.pooling,
         text_only=demand.architecture.text_only,
@@ -296,18 +296,23 @@ def fleet_spec_of(
         watchdog=watchdog_of(fleet),
         # Replicas of a model are alike, so that any of them says how long prefills take.
         residency=dict(residency or {}),
+        aliases=fleet.aliases,
         rolling={model.name: unit.rolling for unit in units if unit.rolling for model in unit.unit_spec.models},
     )
 
 
 def settings_of(wanted: Fleet, fleet: FleetSpec) -> FleetSpec:
-    """`fleet` with keys, tenants, limits, objectives and bounds of replicas of `wanted`."""
-    models = []
+    """`fleet` with keys, tenants, shared names, and of models limits, objectives, aliases and bounds of replicas of
+    `wanted`."""
+    declared = {model.name: model for model in wanted.models}
+    rules, models, scaling = scaling_of(wanted), [], {}
     for model in fleet.models:
-        new = next((each for each in wanted.models if each.name == model.name), None)
-        models.append(msgspec.structs.replace(model, **_limits(new)) if new is not None else model)
-    scaling = {name: rules for name, rules in scaling_of(wanted).items() if any(m.name == name for m in models)}
-    others = {name: rules for name, rules in fleet.scaling.items() if all(m.name != name for m in wanted.models)}
+        name = public_name(model.name)
+        new = declared.get(name)
+        models.append(msgspec.structs.replace(model, **_followed(new)) if new is not None else model)
+        known = rules.get(name) if new is not None else fleet.scaling.get(model.name)
+        if known is not None:
+            scaling[model.name] = known
     return msgspec.structs.replace(
         fleet,
         gateway=msgspec.structs.replace(fleet.gateway, api_keys=wanted.gateway.keys),
@@ -315,13 +320,15 @@ def settings_of(wanted: Fleet, fleet: FleetSpec) -> FleetSpec:
         tenants=tenants_of(wanted),
         usage_file=fleet.usage_file or (wanted.gateway.usage_file if wanted.tenants else ""),
         models=models,
-        scaling=fleet.scaling if fleet.residency else {**others, **scaling},
+        scaling=fleet.scaling if fleet.residency else scaling,
+        aliases=wanted.aliases,
     )
 
 
-def _limits(model: Model) -> dict[str, Any]:
+def _followed(model: Model) -> dict[str, Any]:
     """What of a model can change while it is served."""
     return {
+        "aliases": tuple(model.aliases),
         "max_concurrency": model.limits.max_concurrency,
         "max_queue": model.limits.max_queue,
         "max_wait": model.limits.max_wait,
