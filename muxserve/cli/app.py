@@ -63,6 +63,24 @@ def deploy(settings: DeploySettings) -> int:
     return run(settings)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def upgrade(
+    context: typer.Context,
+    file: FleetFile,
+    fleet: Annotated[
+        str | None,
+        typer.Option("--fleet", metavar="ID", help="Which fleet, where several run here.", show_default=False),
+    ] = None,
+) -> None:
+    """Deploy a fleet file anew in place of the running fleet, and lose no request: with this version of MuxServe.
+
+    The new fleet starts in the background. When all its models are up, it listens at the same port, and the one before
+    ends with its last request. Options of `deploy` are passed on."""
+    from muxserve.cli.upgrade import upgrade as run
+
+    raise typer.Exit(run(file, fleet, context.args))
+
+
 @app.command()
 def validate(
     fleet: FleetFile,

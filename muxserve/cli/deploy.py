@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from muxserve.cli import ready
 from muxserve.cli.gpu_probes import probe_quickly, probe_shapes
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
@@ -30,13 +32,15 @@ from muxserve.cluster.ray.units import RayUnits
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import LocalUnits, PlannedUnit, UnitLauncher
 from muxserve.config import Fleet, FleetError, load_fleet
-from muxserve.control.client import running_fleets
+from muxserve.control.client import ControlClient, NoFleetError, RunningFleet, running_fleets
+from muxserve.control.messages import HandOver
 from muxserve.control.server import ControlServer
 from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.costs.measured import latency_model
 from muxserve.gpu import nvml
 from muxserve.gpu.sharing import SharingError
 from muxserve.net.exit_codes import ExitCode
+from muxserve.net.service import notify_service
 from muxserve.net.sockets import new_keys
 from muxserve.planning.candidates.device_pool import CPU
 from muxserve.planning.specs.as_planned import unlike_planned
@@ -76,7 +80,9 @@ def deploy(settings: DeploySettings) -> int:
         residency = residency_of(planner.fleet, plans, planner.machine)
         gateway = fleet.gateway
         host = gateway.host if settings.host is None else settings.host
-        port = _usable_port(host, gateway.port if settings.port is None else settings.port)
+        port = gateway.port if settings.port is None else settings.port
+        before = _taken_over(port) if settings.take_over else None
+        port = _usable_port(host, port if before is None else before.port, shared=before is not None)
         _check_installation(simulated is None and plans[0].gpu is not None and not plans[0].gpu.elsewhere)
         planner.fleet = planner.fetched(planner.fleet, lambda text: console.print(escape(text)))
     except FleetError as error:
@@ -111,7 +117,8 @@ def deploy(settings: DeploySettings) -> int:
         run_dir.remove()
         print_error(str(error))
         return error.code
-    return _run(planner, plans, run_dir, host, port, settings.demo, FleetFile(settings.fleet, fleet), residency)
+    file = FleetFile(settings.fleet, fleet, None if before is None else before.fleet)
+    return _run(planner, plans, run_dir, host, port, settings.demo, file, residency)
 
 
 def _predictions(profile: Path | None) -> LatencyModel:
@@ -132,10 +139,34 @@ def _simulated_cpu(profile: Path | None) -> SimulatedSpec:
 
 
 class FleetFile(NamedTuple):
-    """Where the fleet file is, and what it says."""
+    """Where the fleet file is, and what it says; `before` is the running fleet that its fleet takes over from."""
 
     path: Path
     declared: Fleet
+    before: RunningFleet | None = None
+
+
+class FleetAtPort(NamedTuple):
+    """A running fleet, and the port that it listens at."""
+
+    fleet: RunningFleet
+    port: int
+
+
+def _taken_over(port: int) -> FleetAtPort:
+    """The running fleet at that port; 0: the only one.
+
+    Raises:
+        DeployRefused: there is none.
+    """
+    specs = [(fleet, fleet.spec()) for fleet in running_fleets()]
+    there = [FleetAtPort(fleet, spec.gateway.port) for fleet, spec in specs if spec is not None]
+    found = [each for each in there if port in (0, each.port)]
+    if len(found) != 1:
+        which = f"no fleet of yours listens at port {port}" if port else f"{len(found)} fleets of yours run here"
+        listed = enumerate_words([str(each.fleet) for each in there]) or "none"
+        raise DeployRefused(f"--take-over: {which}; running: {listed}", ExitCode.WRONG)
+    return found[0]
 
 
 def _run(
@@ -155,6 +186,7 @@ def _run(
         planned_unit(plan, path, host, port, simulated=planner.simulated, latency=planner.latency) for plan in plans
     ]
     fleet = fleet_spec_of(planner.fleet, units, path, host, port, residency=residency)
+    fleet = msgspec.structs.replace(fleet, takes_over=file.before is not None)
     for note in [*planner.reasons, *notes_of(plans)]:
         console.print(f"- {escape(note)}")
     code: int = ExitCode.NOT_DONE
@@ -212,7 +244,7 @@ async def _serve(
             controller.reload(file.path, lambda text: console.print(f"- {escape(text)}"))
 
     loop.add_signal_handler(signal.SIGHUP, hung_up)
-    announcing = asyncio.create_task(_announce(controller, planner.fleet, demo))
+    announcing = asyncio.create_task(_announce(controller, planner.fleet, demo, file.before))
     try:
         return await controller.run()
     finally:
@@ -231,13 +263,26 @@ def _has_terminal() -> bool:
     return True
 
 
-async def _announce(controller: Controller, declared: Fleet, demo: bool) -> None:
+async def _announce(controller: Controller, declared: Fleet, demo: bool, before: RunningFleet | None) -> None:
     await controller.ready.wait()
+    notify_service("READY=1", f"MAINPID={os.getpid()}")
+    if before is not None:
+        console.print(f"- {escape(await asyncio.to_thread(_end_other, before))}")
     await ready.announce(declared, controller.fleet, demo)
 
 
-def _usable_port(host: str, port: int) -> int:
-    """`port`, or a free one for 0.
+def _end_other(before: RunningFleet) -> str:
+    """Have the fleet that was taken over from end with its last request; what it answers."""
+    try:
+        with ControlClient(before) as client:
+            answer = client.do(HandOver(), lambda _: None)
+    except NoFleetError as error:
+        return str(error)
+    return f"{before.name}: {answer.text}"
+
+
+def _usable_port(host: str, port: int, shared: bool = False) -> int:
+    """`port`, or a free one for 0; `shared` with another fleet of this user.
 
     Raises:
         Refused: it cannot be listened on.
@@ -248,6 +293,8 @@ def _usable_port(host: str, port: int) -> int:
         )[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             probe.bind(address)
             return int(probe.getsockname()[1])
     except socket.gaierror as error:
@@ -256,7 +303,8 @@ def _usable_port(host: str, port: int) -> int:
         ) from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            message = f"port {port} on {host} is taken by {_holder_of(port)}; stop it, or give another one with --port"
+            message = f"port {port} on {host} is taken by {_holder_of(port)}; stop it, give another one with --port"
+            message += ", or take over from a fleet with --take-over"
         elif error.errno == errno.EACCES:
             message = f"port {port} needs more rights than this user has; give one above 1023 with --port"
         elif error.errno == errno.EADDRNOTAVAIL:

@@ -34,6 +34,12 @@ OF_COMMANDS: Mapping[str, Mapping[ExitCode, str]] = {
         ExitCode.NOT_DONE: "something could not start",
         ExitCode.INTERRUPTED: "ended by a second Ctrl-C",
     },
+    "upgrade": {
+        ExitCode.DONE: "the new fleet serves, and the one before has ended",
+        ExitCode.WRONG: "the fleet file or an option is wrong, or no fleet runs here; the fleet serves on",
+        ExitCode.NOT_DONE: "the new fleet could not start, and the one before serves on",
+        ExitCode.INTERRUPTED: "Ctrl-C; the new fleet is stopped",
+    },
     "validate": {
         ExitCode.DONE: "the fleet can be deployed",
         ExitCode.WRONG: "it cannot",

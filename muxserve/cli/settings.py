@@ -71,6 +71,14 @@ class DeploySettings:
     ] = None
     host: Annotated[str | None, typer.Option(help="Address to listen on instead of the file's.")] = None
     demo: Annotated[bool, typer.Option("--demo", help="Ask each model its demo question when ready.")] = False
+    take_over: Annotated[
+        bool,
+        typer.Option(
+            "--take-over",
+            help="Listen at the port of the fleet that runs there as soon as all models are up, and let that one end "
+            "with its last request.",
+        ),
+    ] = False
     plan: Annotated[
         Path | None, typer.Option(help="Serve as this plan has it (`muxserve plan -o`).", show_default=False)
     ] = None

@@ -60,8 +60,9 @@ def bind(gateway: GatewaySpec, stall_seconds: float = STALL_SECONDS) -> socket.s
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_SECONDS)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_SECONDS)
-        if gateway.count > 1:  # each has a socket of its own there, over which the kernel spreads the connections
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        # Each gateway has a socket of its own there, over which the kernel spreads the connections; so has the fleet
+        # that takes over from this one.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
     except OSError as error:
         raise OSError(error.errno, f"cannot listen on {where}: {error.strerror or error}") from None
@@ -105,6 +106,8 @@ KEEP_ALIVE_SECONDS = 60
 CLOSE_SECONDS = 2.0
 # What a client gets for its handshake that is accepted last.
 HANDSHAKE_SECONDS = 5.0
+# So often a gateway that takes over looks whether all models have been up.
+READY_SECONDS = 0.2
 # So often it is looked whether the certificate was renewed.
 CERTIFICATE_SECONDS = 2.0
 
@@ -156,6 +159,8 @@ async def _serve(
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             loop.add_signal_handler(signal.SIGINT, drain.begin)
         following = loop.create_task(server.follow_certificate())
+        while gateway.fleet.takes_over and not server.should_exit and not await gateway.is_ready():
+            await asyncio.sleep(READY_SECONDS)
         await server.serve_at(listener, beside)
     finally:
         gateway.close()
@@ -213,6 +218,8 @@ class GatewayServer(uvicorn.Server):
 
     async def stop_listening(self) -> None:
         """Take no further connection at the endpoint's address, the first socket; those that are there go on."""
+        if not self._listeners:
+            return  # it has not begun
         listener, server = self._listeners[0], self.servers[0]
         # The kernel resets what has connected and was not accepted yet when the last descriptor is closed, so another
         # one is kept until the loop's is, and the queue is emptied just before.
@@ -269,9 +276,9 @@ def _changed(files: Iterable[Path]) -> list[int]:
 class ServerDrain:
     """Ends the server: no new requests, running ones get time to finish. A second call ends it at once.
 
-    Where other gateways listen at the same address (`beside`), new connections are left to them, and what still comes
-    over one that is there is served, as its last. A gateway that is alone goes on to listen, and answers that the
-    server is shutting down.
+    Where other gateways listen at the same address (`beside`, or those of a fleet that has taken over), new connections
+    are left to them, and what still comes over one that is there is served, as its last. A gateway that is alone goes
+    on to listen, and answers that the server is shutting down.
     """
 
     def __init__(
@@ -287,6 +294,7 @@ class ServerDrain:
     def begin(self) -> None:
         """Start to drain."""
         if self._task is None:
+            self._beside |= self._gateway.fleet.handed_over
             self._endpoint.draining = self._gateway.reports.draining = True
             self._endpoint.refusing = not self._beside
             log.info("draining: %d requests in service or waiting", self._gateway.limiter.occupied)

@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from muxserve.cli.app import app
+from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = """
@@ -82,6 +83,27 @@ def runtime() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="mux", dir="/tmp"))
     yield path
     shutil.rmtree(path)
+
+
+def test_a_fleet_takes_over_from_the_one_at_its_port(fleet_file: Path, runtime: Path) -> None:
+    assert (
+        "--take-over: no fleet of yours listens at port 8000; running: none"
+        in Deploy(runtime, str(fleet_file), "--take-over").end()[1]
+    )
+    first = Deploy(runtime, str(fleet_file), "--port", "0")
+    port = first.until("serving at").split()[2].removesuffix("/v1").rpartition(":")[2]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as service:
+        service.bind(address := str(runtime / "notify"))
+        service.settimeout(PATIENCE)
+        second = Deploy(runtime, str(fleet_file), "--port", port, "--take-over", env={"NOTIFY_SOCKET": address})
+        second.until("the fleet takes no more connections, and ends with its last request")
+        assert service.recv(4096).decode().split() == ["READY=1", f"MAINPID={second.process.pid}"]
+    code, text = first.end()
+    assert code == 0, text
+    assert "stopping (another fleet has taken over)" in text
+    second.process.send_signal(signal.SIGINT)
+    code, text = second.end()
+    assert code == 0, text
 
 
 def test_it_shows_everything_serves_and_drains(fleet_file: Path, runtime: Path) -> None:
