@@ -28,6 +28,8 @@ FLEET ?= configs/quickstart.yaml
 PORT ?= 8000
 PYTEST_ARGS ?=
 VLLM ?= 0.32.0 0.33.0
+# Where vLLM's CUDA build is for the stand-ins: of the version that requirements pin, or of another one.
+STUB := build/cuda-stub$(if $(filter-out 0.32.0,$(firstword $(VLLM))),-$(firstword $(VLLM)))
 SOAK_ARGS ?= --minutes 60
 TRIAL_ARGS ?= --minutes 14
 # Of what pip says, the packages of 10 MB and more: where most of the time goes.
@@ -119,13 +121,13 @@ soak: setup
 	@$(BIN)/python -m tests.soak.run $(SOAK_ARGS)
 
 # vLLM's CUDA build on stand-ins of the driver and NVML; installed beside the environment, whose vLLM is the CPU's.
-build/cuda-stub/.installed: requirements/cuda-stub.txt | setup
-	@echo "Installing vLLM's CUDA build into build/cuda-stub (3.2 GB to download, 5.6 GB on disk, a few minutes)"
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --quiet --no-deps --no-compile --upgrade --target build/cuda-stub -r $<
+$(STUB)/.installed: requirements/$(notdir $(STUB)).txt | setup
+	@echo "Installing vLLM's CUDA build into $(@D) (3.2 GB to download, 5.6 GB on disk, a few minutes)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --quiet --no-deps --no-compile --upgrade --target $(@D) -r $<
 	@touch $@
 
-cuda-stub: build/cuda-stub/.installed
-	@$(BIN)/python -m pytest tests/cuda_stub $(PYTEST_ARGS)
+cuda-stub: $(STUB)/.installed
+	@CUDA_STUB_WHEELS=$(STUB) $(BIN)/python -m pytest tests/cuda_stub $(PYTEST_ARGS)
 
 gpu-test:
 	@$(GPU_PYTHON) -m tests.gpu.run $(PYTEST_ARGS)
@@ -133,9 +135,9 @@ gpu-test:
 gpu-trial:
 	@$(GPU_PYTHON) -m tests.gpu.trial $(TRIAL_ARGS)
 
-gpu-trial-stub: build/cuda-stub/.installed
-	@$(BIN)/python -m tests.cuda_stub.stand_ins $(BIN)/python -m tests.gpu.trial --rehearse --minutes 90 \
-	  --out build/trial.json $(STUB_ARGS)
+gpu-trial-stub: $(STUB)/.installed
+	@CUDA_STUB_WHEELS=$(STUB) $(BIN)/python -m tests.cuda_stub.stand_ins $(BIN)/python -m tests.gpu.trial --rehearse \
+	  --minutes 90 --out build/trial.json $(STUB_ARGS)
 
 gpu-bench:
 	@$(GPU_PYTHON) benchmarks/gpu/run.py

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from vllm.distributed import parallel_state
+from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from muxserve.engine import binding
@@ -109,7 +110,9 @@ class RankWorker(WorkerWrapperBase):
     def _step(self, run: Callable[[], Any]) -> Any:
         try:
             with self._counting():
-                return run()
+                output = run()
+                # vLLM's second runner returns before the GPU has written the step's KV.
+                return output.get_output() if isinstance(output, AsyncModelRunnerOutput) else output
         except Exception:
             # The other ranks wait for this one, and vLLM hears of a failure from one of them only.
             log.exception("a step failed; this worker ends, and with it the engine")

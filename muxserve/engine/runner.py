@@ -1,5 +1,6 @@
-"""What our model runners do alike on every device: start a request with output tokens that it already has; on the
-shared pool also keep a windowed layer's blocks like those of any other layer, and know where states of sequences are.
+"""What our model runners do alike on every device: on the shared pool they keep a windowed layer's blocks like those of
+any other layer, and know where states of sequences are. Over vLLM's first runner they also start a request with output
+tokens that it already has; the second one does so itself.
 """
 
 from __future__ import annotations
@@ -20,19 +21,23 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from muxserve.engine.states import StateSlots, split
+from muxserve.engine.states import STATE_NEWS, StateSlots, split
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Base
+
+    # A base of both runners.
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin as AnyBase
 else:
     Base = object
+    AnyBase = object
 
 # Attribute that `LeasedScheduler` sets on vLLM's `NewRequestData`: tokens that the request came here with.
 RESUMED_OUTPUT = "muxserve_output_token_ids"
 
 
 class ResumingRunner(Base):
-    """Mixed in before a runner of vLLM. A request known to the runner before its first step takes vLLM's path of
+    """Mixed in before vLLM's first runner. A request known to the runner before its first step takes vLLM's path of
     streaming sessions, which asks `_update_streaming_request` for its state."""
 
     def forget_step(self) -> None:
@@ -83,8 +88,8 @@ class ResumingRunner(Base):
         )
 
 
-class PooledRunner(ResumingRunner):
-    """A runner whose layers keep K and V, latents and states in the shared pool."""
+class PooledLayers(AnyBase):
+    """Mixed in before a runner of vLLM, whose layers then keep K and V, latents and states in the shared pool."""
 
     # Of the model's layers those that keep a state, and where the states are.
     state_specs: dict[str, MambaSpec]
@@ -119,16 +124,24 @@ class PooledRunner(ResumingRunner):
         raise NotImplementedError
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Keeps snapshots of the states as they are behind this step."""
+        """Keeps snapshots of the states as they are behind this step; one that vLLM makes to warm up has none."""
         result = super().execute_model(scheduler_output, *args, **kwargs)
-        if self.states is not None:
+        if self.states is not None and hasattr(scheduler_output, STATE_NEWS):
             self.states.keep(scheduler_output)
         return result
 
-    def _update_states(self, scheduler_output: Any) -> Any:
+    def follow(self, scheduler_output: Any) -> None:
+        """Know of the blocks and states of a step's requests, before vLLM is told of them."""
         if self.states is not None:
             self.states.follow(scheduler_output)
             self.states.restore(scheduler_output)
+
+
+class PooledRunner(ResumingRunner, PooledLayers):
+    """The same of vLLM's first runner."""
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        self.follow(scheduler_output)
         return super()._update_states(scheduler_output)
 
 

@@ -56,7 +56,7 @@ def preload(device: str) -> None:
         import muxserve.engine.loop
         import muxserve.engine.ranks
         import muxserve.engine.support
-        from muxserve.vllm import engine_internals
+        from muxserve.vllm import engine_internals, engine_seam
 
         if device == "cuda":
             from muxserve.engine.cuda.worker import prepare
@@ -68,6 +68,7 @@ def preload(device: str) -> None:
 
             prepare_workers()
         engine_internals.check(device)
+        os.environ.update(engine_seam.runner_choice(device))
     refuse_cuda(imports.after)
     # Imports leave nothing to collect, and looking for it before the first fork takes a third of a second.
     gc.freeze()

@@ -9,6 +9,7 @@ _LOADER = "vllm.model_executor.model_loader"
 _QUANTISED = "vllm.model_executor.layers.quantization"
 _MLA = "vllm.model_executor.layers.attention.mla_attention"
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
+_SECOND = "vllm.v1.worker.gpu"
 _TRITON_MLA = "vllm.v1.attention.backends.mla.triton_mla"
 _SAMPLING = "vllm.v1.sample.ops.topk_topp_sampler"
 
@@ -90,12 +91,37 @@ INTERNALS: list[Internal] = [
     ("vllm.utils.torch_utils", "canonicalize_singleton_dim_strides", ()),
     # runner
     (_RUNNER, "GPUModelRunner.initialize_kv_cache_tensors", ("kernel_block_sizes", "kv_cache_allocation_context")),
-    (_RUNNER, "GPUModelRunner._attn_group_iterator", ()),
     (_RUNNER, "GPUModelRunner._zero_block_ids", ("block_ids",)),
     (_RUNNER, "GPUModelRunner._init_kv_zero_meta", ()),
     (_RUNNER, "GPUModelRunner.capture_model", ()),
     (_RUNNER, "GPUModelRunner.profile_run", ()),
     (_RUNNER, "GPUModelRunner.profile_cudagraph_memory", ()),
+    # the second runner
+    (
+        f"{_SECOND}.model_runner",
+        "init_kv_cache",
+        ("forward_context", "kv_cache_config", "kernel_block_sizes", "attn_groups"),
+    ),
+    (f"{_SECOND}.model_runner", "init_model_state", ("vllm_config", "model", "device")),
+    (f"{_SECOND}.model_runner", "freeze_gc_for_cudagraph_capture", ()),
+    (f"{_SECOND}.model_runner", "GPUModelRunner.add_requests", ("scheduler_output",)),
+    (f"{_SECOND}.model_runner", "GPUModelRunner.execute_model", ("scheduler_output",)),
+    (f"{_SECOND}.model_runner", "GPUModelRunner.initialize_kv_cache", ("kv_cache_config", "is_profiling")),
+    (f"{_SECOND}.model_runner", "GPUModelRunner.capture_model", ("profile_only",)),
+    (f"{_SECOND}.model_runner", "GPUModelRunner.profile_run", ()),
+    (f"{_SECOND}.model_runner", "GPUModelRunner.profile_cudagraph_memory", ()),
+    (f"{_SECOND}.model_runner", "GPUModelRunner.reset_encoder_cache", ()),
+    (f"{_SECOND}.block_table", "BlockTables.redirect_writes_to_null_block", ()),
+    (f"{_SECOND}.block_table", "BlockTables.apply_staged_writes", ()),
+    (f"{_SECOND}.states", "RequestState.apply_staged_writes", ()),
+    (f"{_SECOND}.model_states.interface", "ModelState.apply_staged_writes", ()),
+    (f"{_SECOND}.sample.sampler", "Sampler.apply_staged_writes", ()),
+    (f"{_SECOND}.cudagraph_utils", "CudaGraphManager.release_graphs", ()),
+    (f"{_SECOND}.pp_utils", "PPHandler.get_prev_sampled_outputs", ()),
+    (f"{_SECOND}.pp_utils", "PendingRecv", ("idx_mapping_np", "need_sampled_mask")),
+    ("vllm.v1.worker.utils", "KVBlockZeroer.zero_block_ids", ("block_ids",)),
+    ("vllm.v1.worker.utils", "KVBlockZeroer.warmup", ("num_kv_blocks",)),
+    ("vllm.v1.outputs", "AsyncModelRunnerOutput.get_output", ()),
     ("vllm.compilation.cuda_graph", "CUDAGraphWrapper.clear_all_graphs", ()),
     ("vllm.compilation.cuda_graph", "CUDAGraphWrapper._all_instances", ()),
     ("vllm.compilation.cuda_graph", "CUDAGraphWrapper.__init__", ("runnable", "vllm_config", "runtime_mode")),

@@ -8,6 +8,12 @@ from vllm.v1.request import Request
 from muxserve.vllm.since import since
 
 
+def runner_choice(device: str) -> dict[str, str]:
+    """What vLLM must find in the environment of engines on `device` (cpu or cuda) when it makes their configuration. On
+    CPUs its second runner needs a Triton for CPUs, which is not on PyPI."""
+    return {"VLLM_USE_V2_MODEL_RUNNER": str(int(device == "cuda" and since("0.33.0")))}
+
+
 def fail_for_grammar(scheduler: Scheduler, request: Request, reason: str) -> None:
     """Have a waiting request end with an error at the next step, because its grammar does not hold its tokens."""
     if since("0.33.0"):

@@ -275,6 +275,12 @@ E cudaGraphLaunch(void* executable, void* stream) {
   replayed = 1;
   return DRIVER(int, stub_replay, void*)(executable);
 }
+// What a graph keeps until it is destroyed, and memory that graphs allocate, of which there is none.
+E cudaUserObjectCreate(void** made, void* of, void* destroy, unsigned count, unsigned flags) {
+  (void)of; (void)destroy; (void)count; (void)flags;
+  return number(made);
+}
+E cudaDeviceGetGraphMemAttribute(int of, int which, void* value) { (void)of; (void)which; *(uint64_t*)value = 0; return 0; }
 E cudaGraphDestroy(void* graph) { DRIVER(void, stub_destroy, void*)(graph); return 0; }
 E cudaGraphExecDestroy(void* executable) { DRIVER(void, stub_drop, void*)(executable); return 0; }
 
@@ -348,6 +354,7 @@ E cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* of, void** p
 
 #define NOTHING(name) E name(void) { return 0; }
 NOTHING(__cudaGetKernel) NOTHING(cudaDeviceEnablePeerAccess) NOTHING(cudaDeviceGetDefaultMemPool)
+NOTHING(cudaDeviceSetGraphMemAttribute) NOTHING(cudaGraphRetainUserObject) NOTHING(cudaUserObjectRelease)
 NOTHING(cudaEventDestroy) NOTHING(cudaEventQuery) NOTHING(cudaEventSynchronize) NOTHING(cudaFuncSetAttribute)
 NOTHING(cudaGetLastError) NOTHING(cudaHostRegister) NOTHING(cudaHostUnregister)
 NOTHING(cudaKernelSetAttributeForDevice) NOTHING(cudaMemPoolSetAttribute) NOTHING(cudaMemPoolTrimTo)

@@ -54,9 +54,11 @@ NOTHING(ncclGroupStart)
 
 // Not stood in for: 3 is an internal error.
 #define MISSING(name) R name(void) { return 3; }
-MISSING(ncclCommCount) MISSING(ncclCommInitAll) MISSING(ncclCommInitRankScalable) MISSING(ncclCommMemStats)
-MISSING(ncclCommResume) MISSING(ncclCommShrink) MISSING(ncclCommSuspend) MISSING(ncclCommUserRank)
-MISSING(ncclCommWindowDeregister) MISSING(ncclCommWindowRegister) MISSING(ncclDevCommCreate)
-MISSING(ncclDevCommDestroy) MISSING(ncclGetLsaMultimemDevicePointer) MISSING(ncclGetPeerDevicePointer)
+MISSING(ncclCommCount) MISSING(ncclCommGetUniqueId) MISSING(ncclCommGrow) MISSING(ncclCommInitAll)
+MISSING(ncclCommInitRankScalable) MISSING(ncclCommMemStats) MISSING(ncclCommResume) MISSING(ncclCommRevoke)
+MISSING(ncclCommShrink) MISSING(ncclCommSuspend) MISSING(ncclCommUserRank) MISSING(ncclCommWindowDeregister)
+MISSING(ncclCommWindowRegister) MISSING(ncclDevCommCreate) MISSING(ncclDevCommDestroy) MISSING(ncclGather)
+MISSING(ncclGetLsaMultimemDevicePointer) MISSING(ncclGetPeerDevicePointer)
 MISSING(ncclGroupSimulateEnd) MISSING(ncclMemAlloc) MISSING(ncclMemFree) MISSING(ncclPutSignal)
 MISSING(ncclRedOpCreatePreMulSum) MISSING(ncclRedOpDestroy) MISSING(ncclSignal) MISSING(ncclWaitSignal)
+MISSING(ncclWinGetUserPtr)

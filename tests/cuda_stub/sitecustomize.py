@@ -1,44 +1,69 @@
-"""What Python imports first in an environment of stand-ins (`stand_ins.py` copies it there).
-
-vLLM tries the kernels of gated delta nets when it measures memory, on numbers that it computes on the GPU and reads
-back. Here nothing is computed, and as many chunks as such a number says would not fit into any memory.
+"""What Python imports first in an environment of stand-ins (`stand_ins.py` copies it there): vLLM's modules that go by
+numbers which are computed on the GPU and read back. Here nothing is computed.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-NAME = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
+
+def without_trial(module: Any) -> None:
+    """vLLM tries the kernels of gated delta nets when it measures memory. As many chunks as a number says that was
+    never computed would not fit into any memory."""
+    module.QwenGatedDeltaNetAttention._warmup_prefill_kernels = lambda *_: None
+
+
+def with_tokens(module: Any) -> None:
+    """vLLM's second runner counts on the GPU whether a request has a token in this step: when its prompt is through."""
+    import torch
+
+    stock = module.Sampler.__call__
+
+    def sample(self: Any, logits: Any, batch: Any) -> Any:
+        output = stock(self, logits, batch)
+        through = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens >= batch.prefill_len_np
+        output.num_sampled = torch.from_numpy(through.astype("int32")).to(output.num_sampled.device)
+        output.sampled_token_ids.zero_()
+        return output
+
+    module.Sampler.__call__ = sample
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn": without_trial,
+    "vllm.v1.worker.gpu.sample.sampler": with_tokens,
+}
 
 
 class Finder(MetaPathFinder):
-    """Finds that module where others do, and leaves its trial out."""
+    """Finds those modules where others do, and changes them when they are there."""
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != NAME:
+        change = CHANGES.pop(name, None)
+        if change is None:
             return None
-        sys.meta_path.remove(self)
         found = importlib.util.find_spec(name)
         if found is not None and found.loader is not None:
-            found.loader = WithoutTrial(found.loader)
+            found.loader = Changed(found.loader, change)
         return found
 
 
-class WithoutTrial(Loader):
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
+class Changed(Loader):
+    def __init__(self, loader: Loader, change: Callable[[Any], None]) -> None:
+        self._loader, self._change = loader, change
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        module.QwenGatedDeltaNetAttention._warmup_prefill_kernels = lambda *_: None
+        self._change(module)
 
 
 sys.meta_path.insert(0, Finder())

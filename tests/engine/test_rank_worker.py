@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from muxserve.engine import binding, rank_worker
 from muxserve.engine.binding import Binding
@@ -94,6 +95,20 @@ def test_a_step_is_guarded_until_its_tokens_are_there(worker: RankWorker, of: Un
         assert guarded(of)
         assert worker.sample_tokens(None) == "tokens"
         assert not guarded(of)
+
+
+def test_tokens_that_are_still_on_their_way_are_waited_for(worker: RankWorker, of: UnitSpec) -> None:
+    """vLLM's second runner returns while the GPU still writes."""
+
+    class OnTheirWay(AsyncModelRunnerOutput):
+        def get_output(self) -> Any:
+            assert guarded(of)
+            return "tokens"
+
+    assert worker.execute_model(None) is None
+    worker.worker.sample_tokens = lambda grammar_output: OnTheirWay()
+    assert worker.sample_tokens(None) == "tokens"
+    assert not guarded(of)
 
 
 def test_a_step_without_sampling_is_guarded_until_it_returns(worker: RankWorker, of: UnitSpec) -> None:

@@ -34,6 +34,7 @@ QUESTIONS = ["What is 12 + 7?", "hello", "What is 3 + 4? " * 20, "What is 9 - 2?
 TOKENS = [20, 33, 9, 25, 14]
 # Far more than all of them take.
 MOST_STEPS = 5000
+WORKER = "tests.engine_cuda.cpu_stand_in.StandInWorker"
 # Models whose attention has sinks, or latents in place of K and V; and those with states.
 STATEFUL: tuple[Kind, ...] = ("granite_hybrid", "nemotron_h", "qwen3_5")
 OTHERS: tuple[Kind, ...] = ("gpt_oss", "deepseek_v3", *STATEFUL)
@@ -175,7 +176,7 @@ def serving(
             place = Binding(model, phase, client, client.map("m"))
             bind(place)
             options = engine_args(unit_spec, "m", phase) | (map_held_weights(held_at) if held_at else {})
-            config = config_of({**options, "worker_cls": "tests.engine_cuda.cpu_stand_in.StandInWorker"})
+            config = config_of({**options, "worker_cls": WORKER})
             # Which vLLM's platform for CPUs switches off for latent attention.
             config.scheduler_config.enable_chunked_prefill = True
             config.cache_config.enable_prefix_caching = model.prefix_caching

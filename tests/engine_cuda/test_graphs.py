@@ -79,10 +79,10 @@ def test_a_pool_that_moved_has_the_graphs_of_all_contexts_captured_anew(
     fake: FakeDriver, graphs: ContextGraphs, wrapper: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner: Any = PooledGPUModelRunner.__new__(PooledGPUModelRunner)
-    runner.graphs, runner.kv_cache_config = graphs, None
+    runner.graphs = graphs
     runner.compilation_config = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL)
     runner.kv_caches = [torch.zeros(1)]
-    runner._bind_pool = lambda _: runner.kv_caches.append(torch.zeros(2))
+    runner._bind_pool = lambda: setattr(runner, "kv_caches", [torch.zeros(2)])
     monkeypatch.setattr(GPUModelRunner, "capture_model", capturing(fake, wrapper))
     assert runner.capture_model() == 30
     graphs.use(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import os
@@ -21,7 +22,7 @@ from vllm.config import CompilationConfig
 
 from muxserve.engine import ranks, support
 from muxserve.engine.cuda import weight_holder, worker
-from muxserve.engine.cuda.runner import PooledGPUModelRunner
+from muxserve.engine.cuda.graphs import without_collecting
 from muxserve.engine.cuda.weight_holder import HolderWorker
 from muxserve.engine.cuda.worker import PooledGPUWorker
 from muxserve.gpu import environment
@@ -87,14 +88,19 @@ def test_a_worker_sees_to_it_that_its_sms_are_its_own(tmp_path: Path, monkeypatc
     looked: list[int] = []
     ran: list[object] = []
     monkeypatch.setattr(worker.gpu_worker.Worker, "execute_model", lambda self, output: ran.append(output))
-    monkeypatch.setattr(worker.gpu_worker.Worker, "compile_or_warm_up_model", lambda self: "times")
+    monkeypatch.setattr(
+        worker.gpu_worker.Worker, "compile_or_warm_up_model", lambda self: self.execute_model("to warm up") or "times"
+    )
     made._run_largest_batch = lambda: None
+    made.model_runner = SimpleNamespace(warming_up=contextlib.nullcontext)
     entered: list[int] = []
     made._contexts = SimpleNamespace(
         check=lambda: looked.append(len(ran)), enter_again=lambda: entered.append(len(ran))
     )
     assert made.compile_or_warm_up_model() == "times"
-    assert entered == [0], "what was compiled may have made another context current"
+    assert looked == []
+    ran.clear()
+    assert entered == [1], "what was compiled may have made another context current"
     for step in range(worker.CHECKED_STEPS + 1):
         made.execute_model(step)
     assert looked == [0, worker.CHECKED_STEPS]
@@ -308,6 +314,25 @@ def test_ranks_are_not_forked_where_cuda_was_touched(
         engine._init_executor()
 
 
+def test_what_a_runner_makes_of_requests_is_none_of_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's second runner makes it behind the weights, and each engine has its own."""
+    made: Any = HolderWorker.__new__(HolderWorker)
+    monkeypatch.setattr(weight_holder.binding, "place_of", lambda _: (unit_spec(tmp_path), "m", "prefill"))
+    monkeypatch.setattr(weight_holder._native, "exports_memory", lambda uuid: False)
+    monkeypatch.setattr(weight_holder, "fingerprint", lambda *_: {})
+    reserved, allocated = [100, 1130], [90, 1110]
+    monkeypatch.setattr(weight_holder, "_reserved", lambda _: reserved.pop(0))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: allocated.pop(0))
+    monkeypatch.setattr(worker.gpu_worker.Worker, "load_model", lambda self, load_dummy_weights: None)
+    made.vllm_config = made.model_config = made.cache_config = None
+    made.device, made.rank, made._exported = torch.device("cuda", 0), 0, None
+    made.model_runner = SimpleNamespace(get_model=torch.nn.Module, request_bytes=30)
+    made.load_model()
+    assert made._weights_bytes == 1000
+
+
 def test_a_holder_serves_no_requests() -> None:
     with pytest.raises(NotImplementedError):
         HolderWorker.__new__(HolderWorker).compile_or_warm_up_model()
@@ -361,7 +386,7 @@ def test_nothing_is_collected_while_graphs_are_captured() -> None:
     gc.freeze()
     frozen = gc.get_freeze_count()
     try:
-        with PooledGPUModelRunner._freeze_gc():
+        with without_collecting():
             assert not gc.isenabled()
         assert gc.isenabled()
         assert gc.get_freeze_count() >= frozen > 0, "what was frozen stays so"

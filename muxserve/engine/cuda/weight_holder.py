@@ -34,7 +34,8 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from muxserve.engine import binding
 from muxserve.engine.cuda import attention, latent, states
 from muxserve.engine.cuda.page_table import STAGED_ROWS, table_bytes
-from muxserve.engine.cuda.runner import PooledGPUModelRunner, token_numbers
+from muxserve.engine.cuda.pooled import token_numbers
+from muxserve.engine.cuda.runner import PooledGPUModelRunner
 from muxserve.engine.cuda.splits import MAX_PARTIAL_BYTES
 from muxserve.engine.cuda.weight_loader import fingerprint
 from muxserve.engine.cuda.weight_memory import ExportedWeights, on_gpu
@@ -83,6 +84,8 @@ def page_bytes_of(vllm_config: VllmConfig) -> int:
 class HolderWorker(PooledGPUWorker):
     """`worker_cls` of a holder: loads from disk what engines map from it."""
 
+    runner_class = HolderModelRunner
+
     def _bind(self) -> None:
         """A holder needs no memory manager; there is none yet."""
 
@@ -97,9 +100,6 @@ class HolderWorker(PooledGPUWorker):
         self._fingerprint: dict[str, str] = {}
         self._server: WeightServer | None = None
         self._exported: ExportedWeights | None = None
-
-    def _make_model_runner(self) -> PooledGPUModelRunner:
-        return HolderModelRunner(self.vllm_config, self.device)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         self._fingerprint = fingerprint(self.model_config, self.cache_config)
@@ -123,7 +123,9 @@ class HolderWorker(PooledGPUWorker):
         self._after_weights = _reserved(self.device)
         # A very small model fits into what torch had taken before.
         allocated = torch.cuda.memory_allocated(self.device) - allocated
-        self._weights_bytes = max(allocated, self._after_weights - self._before_weights) + self._exported_bytes
+        taken = max(allocated, self._after_weights - self._before_weights)
+        # Each engine has those of its own.
+        self._weights_bytes = taken - self.model_runner.request_bytes + self._exported_bytes
 
     @property
     def _exported_bytes(self) -> int:
@@ -161,11 +163,14 @@ class HolderWorker(PooledGPUWorker):
         return {
             "rank": self.rank,
             "weights_bytes": self._weights_bytes + stays * context,
-            # With the buffers that a runner has from the start, and what attention needs, which was left out: folded
-            # tables, partial results, staged rows. Before its first step an engine rebuilds its modules there.
+            # With the buffers that a runner has from the start and makes of requests, and what attention needs, which
+            # was left out: folded tables, partial results, staged rows. Before its first step an engine rebuilds its
+            # modules there.
             "activation_bytes": (
                 max(peak, self._rebuilding)
                 + self._before_weights
+                + self.model_runner.request_bytes
+                + self.model_runner.table_bytes
                 + tables.bytes
                 + partial
                 + STAGED_ROWS * row_bytes

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import vllm.v1.worker.gpu_worker as gpu_worker
@@ -15,7 +15,6 @@ from vllm.platforms import current_platform
 
 from muxserve.engine import binding
 from muxserve.engine.cuda import attention, latent, mapped_weights
-from muxserve.engine.cuda.graphs import ContextGraphs
 from muxserve.engine.cuda.runner import PooledGPUModelRunner
 from muxserve.engine.cuda.weight_loader import register_loader
 from muxserve.gpu import green, sm
@@ -59,7 +58,9 @@ class PooledGPUWorker(gpu_worker.Worker):
     memory manager, and what an engine needs beyond them was measured and set aside before the pool was made.
     """
 
+    runner_class: ClassVar[type[Any]] = PooledGPUModelRunner
     _contexts: green.ContextSet | None = None
+    _warm = False
     _steps = 0
 
     def init_device(self) -> None:
@@ -109,9 +110,9 @@ class PooledGPUWorker(gpu_worker.Worker):
             )
 
     def _make_model_runner(self) -> Any:
-        made = PooledGPUModelRunner(self.vllm_config, self.device)
+        made = self.runner_class(self.vllm_config, self.device)
         if self._contexts is not None:
-            made.graphs = ContextGraphs(self._contexts, self.device)
+            made.compute_in(self._contexts)
         return made
 
     @torch.inference_mode()
@@ -129,16 +130,20 @@ class PooledGPUWorker(gpu_worker.Worker):
 
     def compile_or_warm_up_model(self) -> Any:
         spare_imports()
-        times = super().compile_or_warm_up_model()
+        with self.model_runner.warming_up():
+            times = super().compile_or_warm_up_model()
         # Capturing graphs has given the memory of activations back.
         self._run_largest_batch()
         self._enter_again()
+        self._warm = True
         return times
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        if self._steps % CHECKED_STEPS == 0:
-            self._check_sm_share()
-        self._steps += 1
+        # vLLM's second runner warms up with steps.
+        if self._warm:
+            if self._steps % CHECKED_STEPS == 0:
+                self._check_sm_share()
+            self._steps += 1
         return super().execute_model(scheduler_output)
 
     def _enter_again(self) -> None:
@@ -170,11 +175,11 @@ class PooledGPUWorker(gpu_worker.Worker):
             graphs.use(sm.step_of(region, len(graphs.contexts.contexts)))
 
     def forget_step(self) -> None:
-        """See `ResumingRunner.forget_step`."""
+        """See the runner's."""
         self.model_runner.forget_step()
 
     def rebind_pool(self) -> None:
-        """See `PooledGPUModelRunner.rebind_pool`."""
+        """See `PooledOnDevice.rebind_pool`."""
         self.model_runner.rebind_pool()
 
     def release_weights(self) -> None:
