@@ -94,6 +94,7 @@ class TestCommand:
         assert small["slo"] == {"ttft": 0.5, "tpot": 0.06}
         assert small["simulated"]["throughput"] == pytest.approx(4.0, rel=0.2)
         assert data["simulated"]["requests"] > 100
+        assert {m["bottleneck"] for unit in data["units"] for m in unit["models"]} == {"memory bandwidth"}
 
     def test_a_sweep_answers_how_many_gpus(self, fleet: Path) -> None:
         code, out, _ = run(fleet, "--sweep", "gpus=1..4", "--simulate", 0, "--json")
@@ -160,6 +161,9 @@ class TestCommand:
             "unit0",
             "sim. TTFT p99",
             "sim. SLO",
+            "waits for",
+            "memory bandwidth",
+            "no GPU of yours was measured",
         ):
             assert words in text
         # What came of it comes before everything else.

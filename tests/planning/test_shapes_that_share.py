@@ -23,14 +23,14 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 MODEL = "architecture: llama-2-7b, rate: 1, slo: {{ ttft_ms: 1000, tpot_ms: 80 }}{more}"
 
 
-def planned(tmp_path: Path, *engines: str, gpus: int = 1, robust: bool = False) -> PlannedFleet:
+def planned(tmp_path: Path, *engines: str, gpus: int = 1, robust: bool = False, keys: str = "") -> PlannedFleet:
     """A plan for 7B models with these `engines`; empty: the file says nothing."""
     models = [
         f"  - {{ name: m{number}, {MODEL.format(more=f', engines: {shape}' if shape else '')} }}\n"
         for number, shape in enumerate(engines)
     ]
     file = tmp_path / "fleet.yaml"
-    file.write_text(f"cluster: {{ gpus: {gpus}, gpu_type: A100-80GB }}\nmodels:\n{''.join(models)}")
+    file.write_text(f"cluster: {{ gpus: {gpus}, gpu_type: A100-80GB{keys} }}\nmodels:\n{''.join(models)}")
     fleet = load_fleet(file, serving=False)
     cluster = cluster_of(fleet)
     assert cluster is not None
@@ -49,6 +49,21 @@ def test_what_the_file_says_of_engines_holds_in_a_shared_unit(tmp_path: Path, en
     assert shapes(found) == [{f"m{number}": shape for number, shape in enumerate(engines)}]
     assert found.simulated is not None
     assert found.simulated.summary.overall.slo["all"] > 0.99
+
+
+def test_without_mps_no_engine_has_a_share_of_the_sms(tmp_path: Path) -> None:
+    found = planned(tmp_path, "split", "split", keys=", mps: off")
+    shares = [
+        share
+        for rival in found.rivals
+        for unit in rival.plan.placement.units
+        for model in unit.models
+        for share in (model.prefill_share, model.decode_share)
+    ]
+    assert set(shares) == {1.0}
+    ways = {way for rival in found.rivals for way in (rival.way, *rival.alike)}
+    assert "turns" in ways
+    assert not {"shared", "shares per lease"} & ways
 
 
 def test_models_of_which_the_file_says_nothing_are_tried_with_one_engine_on_shared_gpus(tmp_path: Path) -> None:
