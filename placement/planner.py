@@ -236,28 +236,16 @@ def describe(values: Values, layout: Layout, options: PlanOptions, greedy_value:
     units = sorted(layout.units.values(), key=lambda unit: (-unit.mesh.size, unit.mesh.device, unit.members))
     devices = layout.machines.assign([unit.mesh for unit in units])
     assert devices is not None, "layouts only have meshes that fit"
-    estimates = tuple(values.estimate(unit.mesh, unit.members) for unit in units)
-    demands, shapes = values.demands, values.estimator.engines.shapes
-    placed = tuple(
-        PlacedUnit(
-            name=f"unit{index}",
-            device=unit.mesh.device,
-            devices=numbers,
-            models=tuple(
-                PlacedModel(
-                    demands[m.member.model].name, m.rate, estimate.prefill_share, m.decode_share, shapes[m.member.model]
-                )
-                for m in estimate.models
-            ),
-            kv_bytes=estimate.pool_bytes,
-        )
-        for index, (unit, numbers, estimate) in enumerate(zip(units, devices, estimates, strict=True))
-    )
+    demands = values.demands
+    placed = [
+        placed_unit(values, f"unit{index}", numbers, unit)
+        for index, (unit, numbers) in enumerate(zip(units, devices, strict=True))
+    ]
     missing = {demands[model].name: why_missing(values, layout.machines, model) for model in sorted(layout.missing)}
     plan = ClusterPlan(
         demands=demands,
-        placement=Placement(layout.machines.cluster, placed),
-        estimates=estimates,
+        placement=Placement(layout.machines.cluster, tuple(unit for unit, _ in placed)),
+        estimates=tuple(estimate for _, estimate in placed),
         missing=missing,
         objective=options.objective,
         mode=options.mode,
@@ -266,6 +254,23 @@ def describe(values: Values, layout: Layout, options: PlanOptions, greedy_value:
         evaluations=values.evaluations,
     )
     return replace(plan, placement=replace(plan.placement, notes=notes_of(plan)))
+
+
+def placed_unit(values: Values, name: str, devices: tuple[int, ...], unit: Unit) -> tuple[PlacedUnit, UnitEstimate]:
+    """A unit on devices with these numbers, at the best shares, and its estimate.
+
+    Raises:
+        ValueError: its models do not fit.
+    """
+    estimate = values.estimate(unit.mesh, unit.members)
+    shapes = values.estimator.engines.shapes
+    models = tuple(
+        PlacedModel(
+            values.demands[m.member.model].name, m.rate, estimate.prefill_share, m.decode_share, shapes[m.member.model]
+        )
+        for m in estimate.models
+    )
+    return PlacedUnit(name, unit.mesh.device, devices, models, estimate.pool_bytes), estimate
 
 
 def why_missing(values: Values, machines: Machines, model: int) -> str:

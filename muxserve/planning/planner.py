@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from muxserve.cluster.machine import this_machine
@@ -15,10 +16,12 @@ from muxserve.costs.slower import Slower
 from muxserve.planning.candidates.dedicated_units import divide_cpu, divide_gpus, is_alone, open_units
 from muxserve.planning.candidates.device_pool import CpuPool, cpu_pool
 from muxserve.planning.candidates.layouts import NoPlaceError
+from muxserve.planning.candidates.mixed import alternatives, unit_ways
 from muxserve.planning.candidates.resident_units import NoUnitError
-from muxserve.planning.candidates.ways import SIMPLEST, WAYS, as_way, planned_mode, ways_of
+from muxserve.planning.candidates.ways import MIXED, SIMPLEST, WAYS, as_way, planned_mode, ways_of
 from muxserve.planning.demand.demands import check_lengths, contexts_of, demands_of, equal_nodes, memory_of
 from muxserve.planning.place.contest import LONG_LOOK, LOOK, Contest, Rival
+from muxserve.planning.place.mixing import mixed
 from muxserve.planning.place.prediction import (
     Prediction,
     ResidencyForecast,
@@ -360,7 +363,7 @@ class Planner:
         known: dict[object, Prediction | None] = {}
 
         def simulate(plan: ClusterPlan, part: float, varied: Variation) -> Prediction | None:
-            key = (id(plan), part, varied, answers)
+            key = (plan.placement, part, varied, answers)
             if key not in known:
                 # What differs from what is declared is only compared, which takes less.
                 longest = dict.fromkeys(names, answers) if whole and varied is DECLARED else None
@@ -368,7 +371,8 @@ class Planner:
                 known[key] = self._tried(plan, trial)[0]
             return known[key]
 
-        ranked = Contest(simulate, workloads, part).ranked(rivals, SIMPLEST)
+        contest = Contest(simulate, workloads, part)
+        ranked = contest.ranked(rivals, SIMPLEST)
         for _ in range(_LONGER):
             # Answers of one way take longer than those of another.
             longer = _SPARE * max(
@@ -378,8 +382,17 @@ class Planner:
             if not whole or self.simulate is not None or enough:
                 break
             answers, rivals = longer, [replace(each, prediction=None) for each in rivals]
-            ranked = Contest(simulate, workloads, part).ranked(rivals, SIMPLEST)
-        return ranked
+            ranked = contest.ranked(rivals, SIMPLEST)
+        # A part of the requests does not show how many are served per second.
+        return ranked if whole else self._with_mixed(ranked, contest)
+
+    def _with_mixed(self, ranked: Sequence[Rival], contest: Contest) -> list[Rival]:
+        """The plans of the final, and the first of them with each of its units served as it is best."""
+        first = ranked[0].plan
+        ways = unit_ways(self.fleet, shares_per_lease(self.fleet, first.placement))
+        others = partial(alternatives, first, ways, self._surroundings(), self.latency)
+        plan = mixed(first, others, contest)
+        return list(ranked) if plan is None else contest.joined(ranked, Rival(MIXED, plan))
 
     def _rivals(self, found: PlannedFleet, demands: Sequence[Demand], cluster: Cluster) -> list[Rival]:
         """The plan that was found, first, and those of all other ways to serve that differ from each other."""

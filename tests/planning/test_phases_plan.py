@@ -21,7 +21,7 @@ from muxserve.planning.candidates.dedicated_units import (
 )
 from muxserve.planning.candidates.device_pool import Surroundings
 from muxserve.planning.candidates.layouts import ReplicaLayout
-from muxserve.planning.candidates.ways import WAYS, as_way, ways_of
+from muxserve.planning.candidates.ways import MIXED, WAYS, as_way, ways_of
 from muxserve.planning.place.prediction import Trial, predict, simulated_of
 from muxserve.planning.specs.plan_file import load_plan
 from placement.cluster import Cluster, Node
@@ -213,7 +213,7 @@ class TestCommand:
             "cluster: { cores: 1 }\nkv_pool: { size: 64MiB }\nmodels:\n"
             f"  - {{ name: a, path: {path}, dtype: float32, engines: one, dispatch: rolling, replicas: 2, rate: 5,\n"
             "      workload: { prompt_tokens: 40, output_tokens: 20 }, slo: { ttft_ms: 1000, tpot_ms: 100 } }\n"
-            f"  - {{ name: b, path: {path}, dtype: float32 }}\n"
+            f"  - {{ name: b, path: {path}, dtype: float32, engines: split }}\n"
         )
         plan = tmp_path / "plan.yaml"
         code, out, err = run(fleet, "-o", plan)
@@ -352,7 +352,7 @@ models:
             fleet.write_text(FLEET.format(engines=engines, more=others))
             ways = set(ways_of(load_fleet(fleet, serving=False), short, elastic=False))
             assert (ways >= more) == compete, (engines, short)
-            assert ways - more == set(WAYS) - more - {"shares per lease"}
+            assert ways - more == set(WAYS) - more - {"shares per lease", MIXED}
 
     def test_engines_of_each_phase_have_the_planner_s_shares(self, fleet: Path) -> None:
         fleet.write_text(FLEET.format(engines=AUTO, more=OTHER))

@@ -9,7 +9,7 @@ import pytest
 from muxserve.config import load_fleet, parse_fleet
 from muxserve.costs.roofline import Roofline
 from muxserve.gpu.nvml import Gpu, GpuMachine
-from muxserve.planning.candidates.ways import WAYS, ways_of
+from muxserve.planning.candidates.ways import MIXED, WAYS, ways_of
 from muxserve.planning.demand.demands import cluster_of
 from muxserve.planning.planner import PlannedFleet, Planner, options_of
 from muxserve.planning.specs.fleet_planner import FleetPlanner
@@ -100,7 +100,7 @@ def test_the_fleets_own_way_comes_first_and_layouts_only_where_they_may_help(tmp
     ways = list(ways_of(fleet, short=False, elastic=True))
     assert ways[:2] == ["shares per lease", "shared"]
     assert all(WAYS[way].layout is None for way in ways)
-    assert set(ways_of(fleet, short=True, elastic=False)) == set(WAYS) - {"shares per lease"}
+    assert set(ways_of(fleet, short=True, elastic=False)) == set(WAYS) - {"shares per lease", MIXED}
 
 
 def test_a_plan_of_models_of_one_engine_that_share_a_gpu_is_what_is_deployed(tmp_path: Path) -> None:

@@ -34,8 +34,9 @@ from placement.cluster import ROLLING, Cluster, Node, PlacedModel, PlacedUnit, P
 from placement.demand import Demand, Member, Mesh
 from placement.engines import Engines
 from placement.estimator import Estimator, UnitEstimate
+from placement.layout import Unit
 from placement.objective import Objective
-from placement.planner import ClusterPlan, notes_of
+from placement.planner import ClusterPlan, notes_of, placed_unit
 from placement.values import Values
 
 # Layouts that serve this much less than another are as good as it.
@@ -457,24 +458,12 @@ def _split(
     """
     kind, tp = units[0].device, len(units[0].devices)
     engines = Engines(plan.demands, latency, {kind: device(kind).memory_bytes}, around.rules)
+    values = Values(Estimator(Candidates(engines)), plan.objective)
     try:
-        estimate = Values(Estimator(Candidates(engines)), plan.objective).estimate(Mesh(kind, tp), (member,))
+        found = [placed_unit(values, each.name, each.devices, Unit(Mesh(kind, tp), (member,))) for each in units]
     except ValueError as error:
         raise NoPlaceError(str(error)) from None
-    (model,) = estimate.models
-    found = [
-        replace(
-            unit,
-            models=tuple(
-                replace(each, prefill_share=estimate.prefill_share, decode_share=model.decode_share, shape="split")
-                for each in unit.models
-            ),
-            kv_bytes=estimate.pool_bytes,
-            stages=1,
-        )
-        for unit in units
-    ]
-    return found, [estimate] * len(found)
+    return [unit for unit, _ in found], [estimate for _, estimate in found]
 
 
 def open_units(plan: ClusterPlan, fleet: Fleet) -> Mapping[str, PlacedUnit]:

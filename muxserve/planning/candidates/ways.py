@@ -48,9 +48,12 @@ WAYS: dict[str, Way] = {
     "rolling": Way(
         "alone", "as one engine, and prefill of models with `engines: auto` rolls", "", OpenLayout(rolling=True)
     ),
+    "mixed": Way("muxserve", "as the best other way, and each unit with the engines and the policy that serve it best"),
 }
 # Models of which all are laid out anew. Of a larger fleet the contest would take half as long again.
 _MOST_LAID_OUT = 8
+# Made of the plan that wins (`planning.candidates.mixed`).
+MIXED = "mixed"
 # What everybody would do without a plan.
 SIMPLEST = "even"
 

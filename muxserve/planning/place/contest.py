@@ -178,19 +178,28 @@ class Contest:
         ]
         return ranked([each for each in final if each.prediction is not None]) or list(rivals[:1])
 
+    def joined(self, final: Sequence[Rival], another: Rival) -> list[Rival]:
+        """The plans of a final and another one, the best first."""
+        for workload in self.workloads:
+            another = self._look(another, workload)
+        another = self._in_final(another, None)
+        return list(final) if another.prediction is None else ranked([*final, another])
+
     def _looks(self, heat: Sequence[Rival], always: str) -> dict[int, Rival]:
         """The plans that are not far behind, by their number in `heat`."""
         looks = {number: replace(each, prediction=None, kept={}) for number, each in enumerate(heat)}
         for place, workload in enumerate(self.workloads[:1] if self.whole else self.workloads):
             looks = self._best(looks, _MOST[min(place, len(_MOST) - 1)], always)
             for number, look in looks.items():
-                if workload.is_less and look.kept.get(DECLARED.name, 0.0) >= _ALL:
-                    looks[number] = replace(look, kept={**look.kept, workload.name: 1.0})
-                    continue
                 known = heat[number].prediction if self.whole and workload is DECLARED else None
-                made = known or self.simulate(look.plan, self.look, workload)
-                looks[number] = look.looked_at(workload, made)
+                looks[number] = self._look(look, workload, known)
         return looks
+
+    def _look(self, look: Rival, workload: Variation, known: Prediction | None = None) -> Rival:
+        """The plan with a part of the requests of one workload more."""
+        if workload.is_less and look.kept.get(DECLARED.name, 0.0) >= _ALL:
+            return replace(look, kept={**look.kept, workload.name: 1.0})
+        return look.looked_at(workload, known or self.simulate(look.plan, self.look, workload))
 
     @staticmethod
     def _best(looks: Mapping[int, Rival], count: int, always: str) -> dict[int, Rival]:
