@@ -1,15 +1,16 @@
 """Many models whose weights do not fit into the memory together, under bursty groups: who meets the objective.
 
     python benchmarks/density.py [--models 24] [--seconds 60] [--limit 4GiB] [--tokens 16] [--seeds 0 1 2] [--add]
-                                 [--out FILE]
+                                 [--trace FILE --speed 0.4] [--out FILE]
 
 The same requests go to (proxy) one stock vLLM server per model under a proxy that swaps them, as many at a time as the
 limit holds; (timer) a fleet whose models sleep after an idle time, `replicas: {min: 0}`; (memory) a fleet with
 `memory: {limit: ...}`; (hibernating) the same with the memory of sleeping models in files; (turns, turns-hibernating)
 the same two whose busy models stop for others, `turns: true`. In each phase of ten seconds a few models are active, and
-the others silent. Each seed is another workload, and a run of its own. Checkpoints are made anew, and removed at the
-end. TTFT counts from when a request was sent, with every wait; what has not ended when the grace after the last arrival
-is over has missed the objective.
+the others silent. Each seed is another workload, and a run of its own. With `--trace` it is that of Prism's 18 models
+(`benchmarks/paper/prism_trace.py`), so many times as fast, and with prompts and answers cut to what these models take.
+Checkpoints are made anew, and removed at the end. TTFT counts from when a request was sent, with every wait; what has
+not ended when the grace after the last arrival is over has missed the objective.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import json
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -29,9 +31,12 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent / "paper"))
+
 import psutil
 import yaml
 from load import Call, Outcome, client, send
+from prism_trace import MODELS, workload
 from report import machine, percentiles, write_report
 from servers import ROOT, end_cleanly, muxserve_fleet
 from stock_vllm import StockSettings, stock_server
@@ -52,7 +57,7 @@ MEMORY: dict[str, dict[str, object]] = {
     "turns-hibernating": {"turns": True, "hibernate": "auto"},
 }
 SYSTEMS = (*MEMORY, "timer", "proxy")
-PROMPT = 16
+PROMPT, LONGEST_PROMPT = 16, 64
 KV_BYTES = 128 << 20
 # A sample takes the kernel a hundredth of a second for each process with vLLM: of the machine that is measured it gets
 # no more than this part of a core.
@@ -68,6 +73,23 @@ def bursty_groups(models: Sequence[str], seconds: float, rate: float, tokens: in
     return [
         Call(request.model, PROMPT, tokens, seed=number, at=request.arrival, last_token=200)
         for number, request in enumerate(open_workload(text, models))
+    ]
+
+
+def published(trace: Path, models: Sequence[str], seconds: float, speed: float, tokens: int) -> list[Call]:
+    """Prism's own trace, for as many of these models as it has."""
+    names = dict(zip(MODELS, models, strict=False))
+    return [
+        Call(
+            names[request.model],
+            min(request.prompt_tokens, LONGEST_PROMPT),
+            min(request.output_tokens, tokens),
+            seed=number,
+            at=request.arrival,
+            last_token=200,
+        )
+        for number, request in enumerate(workload(trace, speed))
+        if request.model in names and request.arrival <= seconds
     ]
 
 
@@ -291,6 +313,8 @@ def main() -> None:
     parser.add_argument("--rest", type=float, default=0.0, help="seconds for which fleets have nothing to do at first")
     parser.add_argument("--grace", type=float, default=20.0, help="after the last arrival")
     parser.add_argument("--rate", type=float, default=1.5, help="requests per second of all models together")
+    parser.add_argument("--trace", type=Path, help="Prism's real_trace.pkl")
+    parser.add_argument("--speed", type=float, default=0.4, help="how many times as fast as it was")
     parser.add_argument("--tokens", type=int, default=16, help="of each answer, at most 240")
     parser.add_argument("--slo", type=float, default=2.0, help="seconds to the first token")
     parser.add_argument("--idle", type=float, default=5.0, help="seconds, of the fleet with idle timers")
@@ -305,11 +329,16 @@ def main() -> None:
     parameters = {
         key: getattr(args, key) for key in ("models", "rest", "seconds", "rate", "tokens", "slo", "idle", "limit")
     }
+    if args.trace is not None:
+        parameters |= {"trace": args.trace.name, "speed": args.speed}
     with made(args.models, args.layers) as paths, tempfile.TemporaryDirectory(prefix="density-") as name:
         folder = Path(name)
         weights = (next(iter(paths.values())) / "model.safetensors").stat().st_size
         for seed, system in itertools.product(args.seeds, args.systems):
-            calls = bursty_groups(list(paths), args.seconds, args.rate, args.tokens, seed)
+            if args.trace is not None:
+                calls = published(args.trace, list(paths), args.seconds, args.speed, args.tokens)
+            else:
+                calls = bursty_groups(list(paths), args.seconds, args.rate, args.tokens, seed)
             if system == "proxy":
                 slots = max(1, args.limit // (STOCK_BYTES + weights))
                 outcomes, meter, extra = swapped(paths, slots, calls, args.grace)

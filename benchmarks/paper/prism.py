@@ -124,9 +124,11 @@ def meshes(gpus: int, demands: Sequence[Demand]) -> list[Mesh]:
     return made
 
 
-def unit(mesh: Mesh, way: str, fixed: float, objective: float) -> tuple[SimUnit | None, list[str]]:
+def unit(
+    mesh: Mesh, way: str, fixed: float, objective: float, rules: MemoryRules | None = None
+) -> tuple[SimUnit | None, list[str]]:
     """The mesh as it serves in that way; None if nothing fits. Also the models that have no room in it."""
-    rules, tp = MemoryRules(), len(mesh.gpus)
+    rules, tp = rules or MemoryRules(), len(mesh.gpus)
     whole = int(device(DEVICE).memory_bytes * rules.utilisation)
     needs = {each.name: model_bytes(each, tp, rules) for each in mesh.models}
     models, missing = list(mesh.models), []
