@@ -25,7 +25,7 @@ LATENT = (512, 64)  # latent and rotated part that the kernels for latent attent
 FLASH_STEP, FLASH_MOST = 8, 256  # head sizes of FlashAttention: multiples of 8 up to 256
 FORCED_MEMORY = 0.50  # of the machine's memory: what a pool of size auto may take if one sequence per model needs it
 _TABLE_ENTRY = 4  # bytes of a page table per page
-_LEAST_PAGE = 1 << 12  # bytes of a page that nobody takes, and of the machine's pages
+_LEAST_PAGE = 1 << 12  # bytes of a page that nobody takes
 
 
 def check_models(models: Sequence[ModelDemand], machine: Machine, cores: int) -> None:
@@ -105,8 +105,8 @@ def _split_parts(architecture: ModelArchitecture) -> str:
 
 def _unmappable(group: PoolGroup, model: ModelDemand) -> PlanProblem:
     message = (
-        f"its states would lie in pages of {group.page_bytes} bytes, and engines can map multiples of {_LEAST_PAGE} "
-        "only (heads of another size, or float32, have others)"
+        f"its states would lie in pages of {group.page_bytes} bytes, and engines can map multiples of "
+        f"{model.machine_page} only (heads of another size, or float32, have others)"
     )
     return PlanProblem(message, "path", model.name)
 
@@ -296,8 +296,9 @@ def plan_unit(
         members = [by_name[name] for name in group.models]
         most = 1 + (MAX_BLOCKS - 1) * min(member.pages_per_block for member in members)
         num_pages = min(size // group.page_bytes, most)
-        if device == "cpu" and group.page_bytes % _LEAST_PAGE and any(member.state_bytes for member in members):
-            raise PlanError([_unmappable(group, member) for member in members if member.state_bytes])
+        stateful = [member for member in members if member.state_bytes] if device == "cpu" else []
+        if any(group.page_bytes % member.machine_page for member in stateful):
+            raise PlanError([_unmappable(group, member) for member in stateful])
         pool = PoolPlan(f"pool{index}", group.dtype, group.page_bytes, num_pages, group.models)
         pools.append(pool)
         if num_pages == most:

@@ -11,18 +11,22 @@ from placement.demand import Demand
 
 # Pieces of memory that an engine may map for states: Linux allows a process 65,530 unless it is told otherwise.
 STATE_MAPPINGS = 48_000
+# Bytes of a page of most machines' memory.
+MACHINE_PAGE = 1 << 12
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is: cores that may be used, bytes of memory, bytes of free shared memory (None: not limited), and
-    whether its cores have AVX-512 (or AMX, which includes it) and AMX: some of vLLM's kernels need one of them."""
+    """What there is: cores that may be used, bytes of memory, bytes of free shared memory (None: not limited), whether
+    its cores have AVX-512 (or AMX, which includes it) and AMX: some of vLLM's kernels need one of them. `page_bytes` is
+    the size of a page of its memory: 4 KiB on x86-64, up to 64 KiB on arm64."""
 
     cores: int
     memory_bytes: int
     shared_memory_bytes: int | None = None
     avx512: bool = True
     amx: bool = True
+    page_bytes: int = MACHINE_PAGE
 
 
 # Tokens of a block of vLLM's own cache, and what groups of layers take beyond those that they have, both at most.
@@ -38,6 +42,7 @@ class ModelDemand(Demand):
     `block_tokens` is given where other units have replicas of the model: KV moves between units only if its blocks are
     equally large in both. One that `sleeps` takes memory for its weights only while it is awake. `device` is what its
     engines run on. `private` says why it has a cache of its own, in place of pages of the pool (empty: it has not).
+    `machine_page` is the bytes of a page of the machine's memory: an engine maps multiples of it.
     """
 
     _: KW_ONLY
@@ -48,6 +53,7 @@ class ModelDemand(Demand):
     sleeps: bool = False
     device: Device = "cpu"
     private: str = ""
+    machine_page: int = MACHINE_PAGE
 
     @classmethod
     def of(cls, demand: Demand) -> ModelDemand:
@@ -88,7 +94,9 @@ class ModelDemand(Demand):
     @property
     def least_page_bytes(self) -> int:
         """Bytes of pages that are so large that an engine on CPU can map the states of all sequences of a batch."""
-        return self.state_bytes * self.max_num_seqs // STATE_MAPPINGS if self.device == "cpu" else 0
+        if self.device != "cpu" or not self.state_bytes:
+            return 0
+        return max(self.machine_page, self.state_bytes * self.max_num_seqs // STATE_MAPPINGS)
 
     def state_blocks(self, page_bytes: int) -> int:
         """Blocks that hold one sequence's states, where pages have so many bytes: each rank has the states of its

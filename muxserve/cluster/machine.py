@@ -26,7 +26,8 @@ def this_machine() -> Machine:
     features = core_features()
     amx = features is None or "amx_tile" in features
     avx512 = amx or (features is not None and "avx512f" in features)
-    return Machine(usable_cores(), usable_memory(), free_shared_memory(), avx512=avx512, amx=amx)
+    page = os.sysconf("SC_PAGE_SIZE")
+    return Machine(usable_cores(), usable_memory(), free_shared_memory(), avx512=avx512, amx=amx, page_bytes=page)
 
 
 def this_machines_gpus() -> nvml.GpuMachine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import signal
 import sys
@@ -257,6 +258,7 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     here = machine.this_machine()
     assert 1 <= here.cores <= (os.cpu_count() or 1)
     assert here.memory_bytes > 1 << 28
+    assert here.page_bytes == mmap.PAGESIZE
     monkeypatch.setattr(machine, "_CGROUP", tmp_path)
     (tmp_path / "cpu.max").write_text("150000 100000")
     (tmp_path / "memory.max").write_text(str(1 << 30))

@@ -353,6 +353,14 @@ class TestStates:
         with pytest.raises(FleetError, match="pages of 10240 bytes, and engines can map multiples of 4096 only"):
             resolved(tmp_path, {**STATEFUL, "head_dim": 80})
 
+    @pytest.mark.parametrize("size", [1 << 14, 1 << 16])
+    def test_engines_can_map_the_pages_where_those_of_the_machine_are_larger(self, tmp_path: Path, size: int) -> None:
+        machine = replace(MACHINE, page_bytes=size)
+        (pool,) = resolved(tmp_path, {**STATEFUL, "head_dim": 64}, machine=machine).unit.pools
+        assert pool.page_bytes % size == 0
+        with pytest.raises(FleetError, match=f"engines can map multiples of {size} only"):
+            resolved(tmp_path, {**STATEFUL, "head_dim": 96}, machine=machine)
+
     def test_in_float32_nothing_needs_zeroing(self, tmp_path: Path) -> None:
         unit = resolved(tmp_path, STATEFUL, ", dtype: float32", beside=", {name: b, hub: org/b}")
         assert not any(model.zeroed for model in unit.unit.models)

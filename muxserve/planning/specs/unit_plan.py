@@ -359,6 +359,7 @@ def model_demands(
             sleeps=fleet.memory is not None and model.keep == "auto",
             device=device,
             private=private,
+            machine_page=machine.page_bytes,
         )
         demands.append(demand)
         if gpu is not None and demand.dtype == "float32":
