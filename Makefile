@@ -12,6 +12,7 @@
 # make gpu-trial   fifteen minutes on a GPU, the most decisive first; TRIAL_ARGS="--list" says what (docs/gpu.md)
 # make gpu-trial-stub  the same list with little work, on stand-ins of the driver: whether every step runs (STUB_ARGS)
 # make gpu-bench   every benchmark that needs a GPU
+# make arm64       the C++ tests compiled for arm64 and run by QEMU
 # make gpu-native  the memory manager for NATIVE_PYTHON, beside the sources: for a GPU machine that cannot build
 SHELL := /bin/bash
 # The first Python that fits: one of these versions, which can make virtual environments and build C++ modules. 3.11 is
@@ -40,7 +41,7 @@ PINS = $(if $(LOCKED),--require-hashes -r requirements/cpu-$(shell $(PYTHON) -c 
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 NATIVE_PYTHON ?= python3.12
 
-.PHONY: setup quickstart test thorough quick lint contract unit cpp docs bench soak gpu-test gpu-trial gpu-trial-stub gpu-bench gpu-native cuda-stub clean
+.PHONY: setup quickstart test thorough quick lint contract unit cpp docs bench soak gpu-test gpu-trial gpu-trial-stub gpu-bench gpu-native cuda-stub arm64 clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.built
@@ -85,6 +86,9 @@ contract: setup
 
 cpp: setup
 	@PATH="$(abspath $(BIN)):$$PATH" memory_manager/run_tests.sh
+
+arm64:
+	@memory_manager/run_tests.sh arm64
 
 build/triton/.installed: requirements/kernels.txt | setup
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --quiet --no-deps --upgrade --target build/triton -r $<

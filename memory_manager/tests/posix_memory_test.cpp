@@ -135,9 +135,11 @@ TEST(PosixPoolMemory, IsSparseAndRemoved) {
   EXPECT_EQ(status.st_blocks, 0);
   EXPECT_EQ(status.st_mode & 0777, 0600u);
   Mapping mapping(name, 64u << 20, true);
-  static_cast<char*>(mapping.data())[4096] = 1;
+  const long page = sysconf(_SC_PAGESIZE);
+  static_cast<char*>(mapping.data())[page] = 1;
   ASSERT_EQ(stat(("/dev/shm/" + name).c_str(), &status), 0);
-  EXPECT_EQ(status.st_blocks * 512, 4096);
+  EXPECT_GT(status.st_blocks, 0);
+  EXPECT_LE(status.st_blocks * 512, page);
   pool.destroy();
   EXPECT_FALSE(exists(name));
 }

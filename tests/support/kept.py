@@ -24,6 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "build" / "kept"
 _OURS = ("muxserve", "placement", "tests")
+# Of /proc/cpuinfo: what x86-64 and what arm64 say of the kind of processor.
+_PROCESSOR = ("vendor_id", "model", "stepping", "flags", "CPU ", "Features")
 # As this process was started with them: importing vLLM changes some. How much the tests try says nothing of an answer.
 _SETTINGS = sorted(
     (name, value)
@@ -112,7 +114,7 @@ def _around() -> str:
     models = (path for path in (ROOT / "configs/models").rglob("*") if path.is_file())
     there = [
         sorted(path.name for path in Path(sysconfig.get_path("purelib")).glob("*.dist-info")),
-        [line for line in processor if line.startswith(("vendor_id", "model", "stepping", "flags"))],
+        [line for line in processor if line.startswith(_PROCESSOR)],
         os.cpu_count(),
         _SETTINGS,
         _hashes(map(str, models)),
