@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import runpy
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from muxserve.cli.app import app
@@ -44,6 +47,37 @@ def test_no_field_has_a_type_that_compiled_modules_cannot_import(path: Path) -> 
     tree = ast.parse(path.read_text())
     unknown = names_for_types_only(tree)
     assert [f"{name}: {kind}" for name, kind in field_types(tree) if kind in unknown] == []
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules that a source imports, wherever in it, and the names that it imports from them."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_the_build_has_the_packages_whose_types_compiled_modules_need() -> None:
+    todo, seen, foreign = list(COMPILED), set(COMPILED), set()
+    while todo:
+        for name in imported(todo.pop()):
+            root = name.partition(".")[0]
+            if root not in ("muxserve", "placement"):
+                foreign.add(root)
+                continue
+            place = ROOT / name.replace(".", "/")
+            for source in (place / "__init__.py", place.with_suffix(".py")):
+                if source.is_file() and source not in seen:
+                    seen.add(source)
+                    todo.append(source)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    present = {Requirement(each).name for each in project["build-system"]["requires"]}
+    for override in project["tool"]["mypy"]["overrides"]:
+        if override.get("ignore_missing_imports"):
+            present |= {module.partition(".")[0] for module in override["module"]}
+    assert foreign - sys.stdlib_module_names <= present
 
 
 @pytest.mark.parametrize(("origin", "shown"), [("ledger.cpython-311-x86_64-linux-gnu.so", True), ("ledger.py", False)])
