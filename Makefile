@@ -1,5 +1,5 @@
 # make setup       .venv with everything pinned, and the build
-#                  (LOCKED=1: only files with the hashes of requirements/cpu-3.11.lock)
+#                  (LOCKED=1: only files with the hashes of the lock, requirements/cpu-3.*.lock)
 # make quickstart  three tiny models behind one OpenAI endpoint (sets up first)
 # make test        the checks and tests, beside each other (sets up first)
 # make thorough    the same with every model, option, fault and example; CI runs it
@@ -12,6 +12,7 @@
 # make gpu-trial   fifteen minutes on a GPU, the most decisive first; TRIAL_ARGS="--list" says what (docs/gpu.md)
 # make gpu-trial-stub  the same list with little work, on stand-ins of the driver: whether every step runs (STUB_ARGS)
 # make gpu-bench   every benchmark that needs a GPU
+# make wheel       dist/*.whl for machines without a compiler, with PYTHON (docs/vllm.md)
 # make arm64       the C++ tests compiled for arm64 and run by QEMU
 # make gpu-native  the memory manager for NATIVE_PYTHON, beside the sources: for a GPU machine that cannot build
 SHELL := /bin/bash
@@ -36,12 +37,13 @@ TRIAL_ARGS ?= --minutes 14
 # Of what pip says, the packages of 10 MB and more: where most of the time goes.
 LARGE := sed -unE -e 's~^ *(Downloading|Using cached) ([^ ]*/)?([^ /]+) \(([0-9]{2,}\.[0-9] MB|[0-9.]+ GB)\).*~  \1 \3 (\4)~p' \
 	-e 's~^Installing collected packages.*~  Unpacking all of them~p'
+PYTHON_VERSION = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 # LOCKED=1 installs only files whose hashes the lock of this Python has (tools/lock.py).
-PINS = $(if $(LOCKED),--require-hashes -r requirements/cpu-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').lock,-r requirements/cpu.txt)
+PINS = $(if $(LOCKED),--require-hashes -r requirements/cpu-$(PYTHON_VERSION).lock,-r requirements/cpu.txt)
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 NATIVE_PYTHON ?= python3.12
 
-.PHONY: setup quickstart test thorough quick lint contract unit cpp docs bench soak gpu-test gpu-trial gpu-trial-stub gpu-bench gpu-native cuda-stub arm64 clean
+.PHONY: setup quickstart test thorough quick lint contract unit cpp docs bench soak gpu-test gpu-trial gpu-trial-stub gpu-bench gpu-native cuda-stub wheel arm64 clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.built
@@ -89,6 +91,13 @@ cpp: setup
 
 arm64:
 	@memory_manager/run_tests.sh arm64
+
+WHEEL_ENVIRONMENT = build/wheel/environment-$(PYTHON_VERSION)
+wheel:
+	@test -x $(WHEEL_ENVIRONMENT)/bin/python || $(PYTHON) -m venv $(WHEEL_ENVIRONMENT)
+	@$(WHEEL_ENVIRONMENT)/bin/python -m pip install --disable-pip-version-check --progress-bar off --quiet --no-deps -r requirements/wheel.txt
+	@rm -f build/wheel/*.whl && $(WHEEL_ENVIRONMENT)/bin/python -m pip wheel --disable-pip-version-check --quiet --no-deps -w build/wheel .
+	@PATH="$(abspath $(WHEEL_ENVIRONMENT))/bin:$$PATH" auditwheel repair --wheel-dir dist build/wheel/*.whl
 
 build/triton/.installed: requirements/kernels.txt | setup
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --quiet --no-deps --upgrade --target build/triton -r $<
