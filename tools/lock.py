@@ -3,8 +3,8 @@
     .venv/bin/python tools/lock.py                 # all of them: requirements/cpu-3.11.lock and so on
     .venv/bin/python tools/lock.py --python 3.12   # one of them
 
-pip says which files it would install, and fetches their metadata only. `make setup LOCKED=1` installs what the lock has,
-and nothing with another hash.
+pip says which files it would install, and fetches their metadata only. `make setup LOCKED=1` installs what the lock
+has, and nothing with another hash.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def locked(pins: Iterable[Requirement], python: str, reports: Mapping[str, Itera
             licences.setdefault(package, licence(each["metadata"]))
             hashes.setdefault(package, []).append(each["download_info"]["archive_info"]["hashes"]["sha256"])
     lines = [
-        f"# Written by tools/lock.py from {PINS.name}: files for Python {python} on Linux, x86-64 and arm64, with licences",
-        "# where packages name theirs. Not to be edited.",
+        f"# Written by tools/lock.py from {PINS.name}: files for Python {python} on Linux, x86-64 and arm64, with",
+        "# licences where packages name theirs. Not to be edited.",
     ]
     for name, version in sorted(hashes, key=lambda package: package[0].lower()):
         line = f"{name}=={version}"

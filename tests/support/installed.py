@@ -1,4 +1,4 @@
-"""To be run with an installed MuxServe, without anything else of this repository: do its extension module and its memory
+"""To be run with an installed MuxServe, and nothing else of this repository: do its extension module and its memory
 manager work?"""
 
 from __future__ import annotations
