@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.gpu.trial import fleets, needs, runner, stock_percent
+from tests.gpu.trial import fleets, needs, operators, runner, stock_percent
 from tests.gpu.trial.runner import ROOT, Rehearsal, Step, Trial, listing, summary
 from tests.gpu.trial.steps import STEPS
 from tests.support.patience import PATIENCE, eventually
@@ -238,6 +239,14 @@ def test_a_fleet_is_summed_up_over_its_passes() -> None:
     assert "wrong answers: 2 of 72 in batches, 2 of 72 one at a time, " in fleets.said_of("percentages", row)
     assert "{'atlas': 6}; by tokens of the prompt: {'below 32': 6}" in fleets.said_of("percentages", row)
     assert fleets.said_of("percentages", {"error": "no"}) == "percentages: it did not serve"
+
+
+def test_tensors_are_kept_with_their_strides_and_expanded_ones_as_numbers() -> None:
+    numbers = torch.arange(6.0).view(2, 3)
+    turned, expanded = operators.kept(numbers.t()), operators.kept(numbers[:, :1].expand(2, 3))
+    assert turned.values.stride() == (1, 3)
+    assert torch.equal(turned.values, numbers.t())
+    assert expanded.values.tolist() == [[0.0] * 3, [3.0] * 3]
 
 
 @pytest.mark.parametrize(
