@@ -150,7 +150,7 @@ gpu-trial:
 
 gpu-trial-stub: $(STUB)/.installed
 	@CUDA_STUB_WHEELS=$(STUB) $(BIN)/python -m tests.cuda_stub.stand_ins $(BIN)/python -m tests.gpu.trial --rehearse \
-	  --minutes 90 --out build/trial.json $(STUB_ARGS)
+	  --minutes 240 --out build/trial.json $(STUB_ARGS)
 
 gpu-bench:
 	@$(GPU_PYTHON) benchmarks/gpu/run.py

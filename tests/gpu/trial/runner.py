@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[3]
 GRACE = 12.0
 LAST_LINES = 12
 # A rehearsal runs on whatever machine is there, and its steps have so many times their limits.
-SLOW = 6
+SLOW = 20
 # How lines of a step's output begin that are for people.
 FINDING = "finding: "
 
