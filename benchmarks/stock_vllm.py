@@ -79,12 +79,12 @@ def _plugin(body: str) -> Iterator[dict[str, str]]:
 
 @contextlib.contextmanager
 def stock_server(
-    model: Path, name: str, settings: StockSettings | None = None, port: int | None = None
+    model: Path, name: str, settings: StockSettings | None = None, port: int | None = None, timeout: float = 300.0
 ) -> Iterator[Server]:
     """A stock vLLM OpenAI server of one model for the length of the block; stopped by its pid.
 
     Raises:
-        ServerError: it did not come up.
+        ServerError: it did not come up within `timeout` seconds.
     """
     settings = settings or StockSettings()
     port = port or free_port()
@@ -114,7 +114,7 @@ def stock_server(
         body = ("" if settings.polls else _SLEEPING) + (_TEXT_OF_QWEN3_5 if settings.text_of_qwen3_5 else "")
         if body:
             env |= stack.enter_context(_plugin(body))
-        yield stack.enter_context(server(command, port, env=env))
+        yield stack.enter_context(server(command, port, env=env, timeout=timeout))
 
 
 def _calls(model: str, count: int, turn: int) -> list[Call]:

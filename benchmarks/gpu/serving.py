@@ -129,7 +129,11 @@ def serving(
                     name: starts.submit(
                         stack.enter_context,
                         stock_server(
-                            path, name, replace(settings, kv_bytes=int(settings.kv_bytes * rates[name] / total)), port
+                            path,
+                            name,
+                            replace(settings, kv_bytes=int(settings.kv_bytes * rates[name] / total)),
+                            port,
+                            START_SECONDS,
                         ),
                     )
                     for (name, path), port in zip(paths.items(), ports, strict=True)
