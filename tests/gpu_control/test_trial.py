@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -86,6 +87,23 @@ def test_a_step_out_of_time_is_asked_to_end_and_keeps_its_figures(trial: Trial) 
     assert (row["outcome"], row["results"]) == ("out of time", {"slow.json": {"figure": 7}})
     assert (trial.state / "ended").exists()
     assert asked == [20]
+
+
+def test_what_a_step_has_started_in_another_session_ends_with_it(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server whose benchmark is too slow to end it would keep its memory of the GPU."""
+    monkeypatch.setattr(runner, "GRACE", 0.0)
+
+    def wait(process: subprocess.Popen[bytes], seconds: float) -> None:
+        eventually((trial.state / "stays.json").exists, "it has started")
+
+    trial.wait = wait
+    assert not trial.run([step("stays", "trap '' TERM; setsid sleep 1000 & echo $! > {out}; wait; wait")])
+    pid = trial.results["stays"]["results"]["stays.json"]
+
+    def gone() -> bool:
+        return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+    eventually(gone, "it has ended")
 
 
 def test_what_has_no_time_left_is_left_out_with_the_reason(tmp_path: Path) -> None:

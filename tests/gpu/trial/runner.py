@@ -239,13 +239,30 @@ def read(file: Path) -> Any:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Have a step end what it started, and end what is left of it."""
+    """Have a step end what it started, and end what is left of it, also what has a session of its own: servers, fleets,
+    which would keep their part of the GPU."""
+    started = _below(process.pid)
     if process.poll() is None:
         _signal(process, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE)
+    started += _below(process.pid)
     _signal(process, signal.SIGKILL)
+    for each in started:
+        # Not if another process has its number by now.
+        with contextlib.suppress(Exception):
+            each.kill()
     process.wait()
+
+
+def _below(pid: int) -> list[Any]:
+    """All processes that this one has started, and those that these have; none where nobody can tell."""
+    try:
+        import psutil
+
+        return list(psutil.Process(pid).children(recursive=True))
+    except Exception:
+        return []
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
