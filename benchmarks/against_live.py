@@ -82,5 +82,5 @@ def show(title: str, live: Summary, rows: dict[str, dict[str, float]]) -> None:
 
 
 def worst_error(rates: dict[str, dict[str, Any]]) -> float:
-    """Of throughput and means, at any rate."""
+    """The largest error of throughput and means, at any rate."""
     return max(abs(rows[key]["error"]) for rows in rates.values() for key in JUDGED)

@@ -224,7 +224,8 @@ def fitted_kernel(kernel: Kernels) -> bool:
 
 
 def kv_efficiency(cells: Iterable[Measured]) -> float:
-    """Of the growth of decode steps with their context: 7B on one whole GPU, batches whose step is no launch's."""
+    """The efficiency of KV by the growth of decode steps with their context: 7B on one whole GPU, batches whose step is
+    no launch's."""
     rows: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)
     for cell in cells:
         where = cell.engine.where

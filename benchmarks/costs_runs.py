@@ -215,7 +215,7 @@ def architecture_of(model: str, gemm: str) -> ModelArchitecture | None:
 
 
 def figures(errors: Iterable[float]) -> dict[str, float]:
-    """Of relative errors: how many, the mean, the median and the 90th percentile of their size."""
+    """How many relative errors there are, and the mean, the median and the 90th percentile of their size."""
     found = list(errors)
     sizes = sorted(abs(each) for each in found)
     return {

@@ -90,12 +90,12 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=24)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--rate", type=float, default=1.5, help="requests per second of all models together")
-    parser.add_argument("--tokens", type=int, default=16, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens of each answer")
     parser.add_argument("--slo", type=float, default=2.0, help="seconds to the first token")
     parser.add_argument("--limit", type=parse_size, default=4 << 30)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--wake", type=float, help="seconds that a wake takes alone, in place of the expected ones")
-    parser.add_argument("--drag", type=float, help="in place of the expected one")
+    parser.add_argument("--drag", type=float, help="drag of wakes, in place of the expected one")
     parser.add_argument("--rest", type=float, default=0.0, help="seconds of nothing before the load")
     parser.add_argument("--unprepared", action="store_true", help="hibernating models are not woken ahead")
     parser.add_argument("--within", action="store_true", help="idle timers wait for memory")
@@ -109,12 +109,12 @@ def main() -> None:
         wakes = {name: replace(each, seconds=args.wake) for name, each in residency.models.items()}
         residency = replace(residency, models=wakes)
     if args.drag is not None:
-        residency = replace(residency, wake_drag=args.drag)
+        residency = replace(residency, contention=replace(residency.contention, drag=args.drag))
     unit = replace(unit, residency=residency)
     of_one = next(iter(residency.models.values()))
     print(
         f"limit {format_size(residency.rules.limit)}, not of models {format_size(residency.rules.fixed)}, "
-        f"a model {format_size(of_one.bytes)}, a wake {of_one.seconds:.2f} s alone, drag {residency.wake_drag:g}"
+        f"a model {format_size(of_one.bytes)}, a wake {of_one.seconds:.2f} s alone, drag {residency.contention.drag:g}"
     )
     names = list(residency.models)
     latency = latency_model(None)
@@ -125,13 +125,14 @@ def main() -> None:
             f"seed={seed}"
         )
         for system in SYSTEMS:
+            ahead, contention = "hibernating" in system and not args.unprepared, residency.contention
             way = replace(
                 residency,
-                rules=replace(residency.rules, wakes_ahead="hibernating" in system and not args.unprepared),
+                rules=replace(residency.rules, wakes=replace(residency.rules.wakes, ahead=ahead)),
                 hibernated=dict.fromkeys(names, hibernated_seconds(of_one)) if "hibernating" in system else {},
-                turns=TurnRules(cores=residency.rules.cores) if "turns" in system else None,
+                turns=TurnRules(cores=residency.rules.wakes.cores) if "turns" in system else None,
                 # Live, decoding gives way only where memory decides.
-                decode_weight=1.0 if system == "timers" else residency.decode_weight,
+                contention=replace(contention, decode_weight=1.0) if system == "timers" else contention,
             )
             played = SimulatedUnit(replace(unit, residency=way), latency)
             if system == "timers":

@@ -183,7 +183,7 @@ def decisions(replicas: int, requests: int, rounds: int) -> dict[str, object]:
     for number in range((count + WARM_UP) * replicas):
         unit = units[number % replicas]
         took = hear(ToUnit(unit), speak[unit]())[1]
-        place = Place(f"g{number}", "m", 501, time.monotonic(), "normal", "normal", 500, 400)
+        place = Place(f"g{number}", "m", 501, time.monotonic(), max_tokens=400)
         answers, asked = hear(gateway, place)
         placed = [each for each in answers if isinstance(each, Placed)]
         if len(placed) != 1:
@@ -202,7 +202,7 @@ def decisions(replicas: int, requests: int, rounds: int) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=256, help="of each replica")
+    parser.add_argument("--requests", type=int, default=256, help="requests of each replica")
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/handles.json"))
     args = parser.parse_args()

@@ -249,8 +249,8 @@ def main() -> None:
     """Measure and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="256 and 1,024 tokens, three moves; to no file")
-    parser.add_argument("--rounds", type=int, default=4, help="over all lengths")
-    parser.add_argument("--moves", type=int, default=5, help="of each kind, length and round")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds over all lengths")
+    parser.add_argument("--moves", type=int, default=5, help="moves of each kind, length and round")
     parser.add_argument("--beside", type=int, default=12, help="moves beside other requests, three times")
     parser.add_argument("--limit", type=int, default=128, help="bandwidth of the limited moves, MiB/s")
     options = parser.parse_args()

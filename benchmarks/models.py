@@ -40,7 +40,7 @@ from tests.engine.harness import FAMILIES, LATENT, STATEFUL, TINY
 # Tokens of a tiny checkpoint's vocabulary that are plain bytes.
 FIRST_BYTE, LAST_BYTE = 5, 260
 MAX_LEN = 1024
-# Of a step: the longest prompts take several. Latent prompts are computed in one piece.
+# Tokens of a step: the longest prompts take several. Latent prompts are computed in one piece.
 CHUNK = 256
 # The pool holds so many sequences of MAX_LEN tokens of each model.
 SEQUENCES = 2
@@ -186,7 +186,9 @@ def main() -> int:
     """Run everything; exit code 1 if a server does not come up, a request fails or a token differs."""
     kinds = TINY | FAMILIES
     parser = argparse.ArgumentParser(description="Compare tiny models of each family with a stock server.")
-    parser.add_argument("--families", default=",".join(kinds), help=f"some of {', '.join(kinds)}")
+    parser.add_argument(
+        "--families", default=",".join(kinds), help=f"families to run, with commas, of {', '.join(kinds)}"
+    )
     parser.add_argument("--requests", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/models.json")

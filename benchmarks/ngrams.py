@@ -101,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="n-gram speculation beside the same engine without it.")
     parser.add_argument("--checkpoint", type=Path, default=ROOT / "configs/models/arithmetic")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=256, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of each answer")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/ngrams.json")
     options = parser.parse_args()
     end_cleanly()

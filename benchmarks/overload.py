@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--times", type=float, default=5.0, help="how many times the capacity")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--rest", type=float, default=20.0, help="seconds before memory is looked at again")
-    parser.add_argument("--clients", type=int, default=48, help="of the closed loop that measures the capacity")
+    parser.add_argument("--clients", type=int, default=48, help="clients of the closed loop that measures the capacity")
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=["queue", "predicted"])
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()

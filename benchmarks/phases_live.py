@@ -165,11 +165,11 @@ def parse() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("rolling", "pipeline"))
-    parser.add_argument("--systems", nargs="+", help="only these")
+    parser.add_argument("--systems", nargs="+", help="systems to run (default: all)")
     parser.add_argument("--rates", nargs="+", type=float, default=[2.0, 3.0, 4.0, 5.0, 6.0], help="requests/s")
     parser.add_argument("--duration", type=float, default=30.0, help="seconds of load at each rate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seeds", type=int, default=1, help="so many seeds, from --seed on")
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds, from --seed on")
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--ttft-ms", type=float, default=1000.0)
     parser.add_argument("--tpot-ms", type=float, default=60.0)
@@ -180,7 +180,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-len", type=int, default=1024)
     parser.add_argument("--batch-tokens", type=int, default=512)
     parser.add_argument("--kv-mib", type=int, default=256, help="KV memory of a unit, or stage")
-    parser.add_argument("--out", type=Path, help="else results/rolling_live.json or results/pipeline_live.json")
+    parser.add_argument(
+        "--out", type=Path, help="result file (default: results/rolling_live.json or results/pipeline_live.json)"
+    )
     options = parser.parse_args()
     for side in (options.prompt, options.output):
         side[2:] = [int(side[2]), int(side[3])]

@@ -247,9 +247,9 @@ def plot(rows: list[dict[str, object]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--muxserve", type=Path, help="a checkout of MuxServe")
-    parser.add_argument("--profile", type=Path, help="its step times (examples/placement/llama.json)")
+    parser.add_argument("--profile", type=Path, help="step times (examples/placement/llama.json)")
     parser.add_argument("--fleets", type=int, default=50, help="random fleets for the gap")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of local search for each size")
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds of local search for each size")
     parser.add_argument("--sections", nargs="+", help="measure only these: small growth gap estimates muxserve")
     parser.add_argument("--output", type=Path, default=RESULTS / "placement.json")
     arguments = parser.parse_args()

@@ -258,8 +258,8 @@ def shaped(unit: SimUnit, one: bool, fixed: bool) -> SimUnit:
     part = 1.0 / len(unit.models)
 
     def changed(profile: ModelProfile) -> ModelProfile:
-        profile = replace(profile, elastic=False) if fixed else profile
-        return replace(profile, both=True, prefill_share=part, decode_share=part) if one else profile
+        profile = profile.with_engines(elastic=False) if fixed else profile
+        return profile.with_engines(both=True, prefill_share=part, decode_share=part) if one else profile
 
     return replace(unit, models=tuple(replace(model, profile=changed(model.profile)) for model in unit.models))
 
@@ -303,7 +303,7 @@ def main() -> int:
     parser.add_argument("--scenarios", nargs="+", choices=list(made), default=list(made))
     parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
     parser.add_argument(
-        "--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="others stay as --out has them"
+        "--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="ways to run; results of others stay in --out"
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[3, 4, 5])
     parser.add_argument("--friction", nargs="+", type=float, default=[0.0, 0.15, 0.3])

@@ -230,7 +230,7 @@ def verdict(points: Sequence[Mapping[str, object]]) -> dict[str, object]:
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=40, help="fleets")
+    parser.add_argument("--seeds", type=int, default=40, help="number of fleets")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--loads", type=float, nargs="+", default=[0.3, 0.6, 0.9])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/random_fleets.json")

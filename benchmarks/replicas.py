@@ -72,7 +72,14 @@ def view(name: str, live: int, rng: random.Random) -> InstanceView:
         for n in range(count - queued)
     ]
     waiting = [RequestView(f"{name}/w{n}", demand=16 * rng.randint(1, 200), queued=True) for n in range(queued)]
-    return InstanceView(name, CAPACITY, "m", running, waiting)
+    return InstanceView(name, CAPACITY, running, waiting)
+
+
+def reported(view: InstanceView) -> InstanceLoad:
+    """What the instance reports to the global scheduler."""
+    load = view.load()
+    load.model = "m"
+    return load
 
 
 def timed(times: int, call: Callable[[int], object]) -> dict[str, float]:
@@ -100,7 +107,7 @@ def measure(instances: int, live: int, seed: int) -> dict[str, object]:
         scheduler = GlobalScheduler("m", dispatch=policy(), migration=rules, scaling=scaling)
         loads: dict[str, InstanceLoad] = {}
         for each in views:
-            loads[each.name] = each.load()
+            loads[each.name] = reported(each)
             scheduler.up(loads[each.name])
         gc.collect()
         gc.freeze()
@@ -115,11 +122,11 @@ def measure(instances: int, live: int, seed: int) -> dict[str, object]:
             took.append(timed(1, lambda _, number=number: send(number))["mean"])  # type: ignore[misc]
             # The request has started and another has ended: the instance stands where it stood.
             index = int(sent[-1][1:])
-            loads[sent[-1]] = views[index].load()
+            loads[sent[-1]] = reported(views[index])
             scheduler.report(loads[sent[-1]])
         dispatch[name] = percentiles(took)
     result["dispatch_us"] = dispatch
-    reports = [each.load() for each in views]
+    reports = [reported(each) for each in views]
     result["report_us"] = timed(2000, lambda n: scheduler.report(reports[n % instances]))
     # One instance above all others and another below, so that pairs change in every round.
     result["round_us"] = timed(200, lambda n: scheduler.tick(n / 10))
@@ -197,7 +204,7 @@ def measure_process(units: int, times: int = 2000) -> dict[str, object]:
                 took = []
                 for number in range(times + 100):
                     start = time.perf_counter_ns()
-                    gateway.send(encode(Place(str(number), "m", 512, 0.0, "normal", "normal")))
+                    gateway.send(encode(Place(str(number), "m", 512, 0.0)))
                     if not isinstance(decode(gateway.recv()), Placed):
                         raise SystemExit("a request was not placed")
                     if number >= 100:

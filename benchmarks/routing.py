@@ -38,8 +38,8 @@ from muxserve.gateway.routing.router import Router
 from muxserve.gateway.status.measure import Measures
 from muxserve.gateway.status.tracing import Tracing
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL, Levels
-from muxserve.spec import FleetSpec, GatewaySpec, ModelSpec, TenantSpec
-from muxserve.wire import Place, Placed, encode
+from muxserve.spec import FleetSpec, GatewaySpec, HttpSpec, ModelSpec, TenantSpec
+from muxserve.wire import Place, Placed, RequestSpec, encode
 
 RESULTS = Path(__file__).parent / "results" / "routing.json"
 SIZES = {"200 B": 200, "4 KiB": 4096, "64 KiB": 65536, "1 MiB": 1 << 20}
@@ -64,7 +64,7 @@ def endpoint(
         for n in range(models)
     ]  # fmt: skip
     measures = Measures(deployed, CollectorRegistry())
-    settings = GatewaySpec("127.0.0.1", 0, access_log=access_log)
+    settings = GatewaySpec("127.0.0.1", 0, http=HttpSpec(access_log=access_log))
     fleet = FleetSpec("", settings, deployed, [], tenants=tuple(tenants), usage_file=usage_file)
     return GatewayApp(
         models={model.name: ServedApp(answer, {model.name: {}}) for model in deployed},
@@ -158,7 +158,7 @@ def through_units(units: int, scheduler: bool, requests: int) -> list[float]:
         began = time.perf_counter()
         batch = []
         for n in range(start, start + IN_FLIGHT):
-            request = Tracked(table.new_id(), f"front-{n}", "m", body, 500, OUTPUT_TOKENS, 0.0)
+            request = Tracked(table.new_id(), f"front-{n}", RequestSpec("m", body, 500, OUTPUT_TOKENS), 0.0)
             batch.append(request)
             router.submit(request, 0.0)
             flush()

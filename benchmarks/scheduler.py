@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from muxserve.replicas.migration import MigrationRules, choose_request
-from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels
+from muxserve.replicas.priorities import DEFAULT_LEVELS, Levels, ServiceClass
 from muxserve.replicas.views import InstanceLoad
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.loads import load_of, view_of
 from muxserve.scheduling.policies import POLICIES, make_policy
-from muxserve.scheduling.types import ModelProfile, Phase, PoolProfile, QueuedRequest, StepsDone
+from muxserve.scheduling.types import EngineSetup, KvLayout, ModelProfile, Phase, PoolProfile, QueuedRequest, StepsDone
 
 TARGET_P99_US = 100.0
 
@@ -47,17 +47,11 @@ def unit(models: int, live: int) -> tuple[UnitLedger, int]:
     profiles = [
         ModelProfile(
             name=f"model-{index:02d}",
-            pool="pool",
             rate=20.0 / (index + 1) ** 0.9,
-            layers=32,
-            kv_heads=8,
-            block_tokens=tokens,
+            kv=KvLayout("pool", layers=32, kv_heads=8, block_tokens=tokens),
+            engines=EngineSetup(0.5, 0.1 + 0.4 / (index + 1), 256, 2048),
             quota_pages=pages // models,
             floor_pages=min(floor, pages // models),
-            prefill_share=0.5,
-            decode_share=0.1 + 0.4 / (index + 1),
-            max_num_seqs=256,
-            max_num_batched_tokens=2048,
         )
         for index in range(models)
     ]
@@ -102,7 +96,7 @@ class Run:
         self._left[request_id] = output
         self._todo[request_id] = prompt
         tenant = f"tenant-{self._serial % self.tenants}"
-        request = QueuedRequest(request_id, name, prompt, output, self.now, tenant=tenant)
+        request = QueuedRequest(request_id, name, prompt, output, self.now, ServiceClass(tenant=tenant))
         began = time.perf_counter_ns()
         self.ledger.arrived(request, self.now)
         self.events.append(time.perf_counter_ns() - began)
@@ -238,7 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=int, default=16)
     parser.add_argument("--live", type=int, default=1000)
-    parser.add_argument("--tenants", type=int, default=1, help="whose requests come in turn")
+    parser.add_argument("--tenants", type=int, default=1, help="tenants whose requests come in turn")
     parser.add_argument("--decisions", type=int, default=20_000)
     parser.add_argument("--warm", type=int, default=2_000, help="decisions that are not counted")
     parser.add_argument("--seed", type=int, default=0)

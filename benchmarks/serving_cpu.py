@@ -176,7 +176,12 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare ways of serving three models on one machine.")
     parser.add_argument("--fleet", type=Path, default=ROOT / "configs/quickstart.yaml")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--models", type=int, default=0, help="so many, under names of their own; 0: the fleet's")
+    parser.add_argument(
+        "--models",
+        type=int,
+        default=0,
+        help="number of copies of the fleet's models, under names of their own; 0: the fleet's models",
+    )
     parser.add_argument("--rates", nargs="+", type=float, default=[6.0, 12.0, 18.0, 24.0], help="requests/s in all")
     parser.add_argument("--alpha", type=float, default=2.1, help="skew of the rates over the models")
     parser.add_argument("--duration", type=float, default=30.0, help="seconds of load at each rate")

@@ -31,7 +31,7 @@ from routing import IN_FLIGHT, endpoint, seconds
 from muxserve.gateway.status.tracing import Tracing
 from muxserve.scheduling.fairness import TenantCounters
 from muxserve.scheduling.state import RequestQueue
-from muxserve.spec import TenantSpec
+from muxserve.spec import TenantLimits, TenantSpec
 
 RESULTS = Path(__file__).parent / "results" / "sharing.json"
 
@@ -47,7 +47,7 @@ def sharing(requests: int, usage_file: str) -> list[dict[str, object]]:
     """What limits, an access log and traces add to a request of 200 bytes; all take turns, ten times."""
     many = 1 << 30  # no request is refused
     hashes = (sha256(b"key").hexdigest(),)
-    tenant = TenantSpec("team", hashes, requests_per_minute=many, tokens_per_minute=many, max_concurrency=many)
+    tenant = TenantSpec("team", hashes, limits=TenantLimits(many, many, many))
     access = logging.getLogger("muxserve.access")
     access.propagate = False
     access.setLevel(logging.INFO)

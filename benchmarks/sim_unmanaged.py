@@ -22,7 +22,7 @@ from benchmarks.report import machine, write_report
 from muxserve.costs.architecture import read_architecture
 from muxserve.costs.measured import latency_model, overheads_on
 from muxserve.metrics.summary import summarise
-from muxserve.scheduling.types import ModelProfile, PoolProfile
+from muxserve.scheduling.types import EngineSetup, KvLayout, ModelProfile, PoolProfile
 from muxserve.simulator import AloneSimulation, Options, SimModel, SimUnit, simulate
 from muxserve.workload import LogNormalLengths, ModelLoad, generate
 
@@ -64,19 +64,11 @@ def unit(way: Way) -> SimUnit:
         architecture = read_architecture(json.loads((ROOT / "configs/models" / name / "config.json").read_text()))
         profile = ModelProfile(
             name=name,
-            pool="pool0",
             rate=1.0,
-            layers=architecture.layers,
-            kv_heads=architecture.kv_heads,
-            block_tokens=16,
+            kv=KvLayout("pool0", architecture.layers, architecture.kv_heads, block_tokens=16),
+            engines=EngineSetup(0.5, 0.5, 64, 2048, both=way.both, elastic=False),
             quota_pages=PAGES // len(PARTS),
             floor_pages=PAGES // 10,
-            prefill_share=0.5,
-            decode_share=0.5,
-            max_num_seqs=64,
-            max_num_batched_tokens=2048,
-            both=way.both,
-            elastic=False,
         )
         models.append(SimModel(profile, architecture, "float32", max_len=2048))
     return SimUnit("unit0", "CPU", (0,), tuple(models), (PoolProfile("pool0", PAGES),), way.policy)

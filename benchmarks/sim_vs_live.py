@@ -2,7 +2,7 @@
 
     python benchmarks/sim_vs_live.py [--fleets eager compiled rolling] [--parts 0.3 0.6 0.9] [--duration 30] [--times 2]
 
-Of each fleet, in one run, since a shared machine is not as fast at all times: `muxserve replay` sends as many requests
+For each fleet, in one run, since a shared machine is not as fast at all times: `muxserve replay` sends as many requests
 as it takes at once (its capacity), then workloads to learn from (`--learn-at`, parts of the capacity). The fleet is
 asked for the profile that `muxserve profile --from-fleet` writes. Other requests (`--parts`) are then served `--times`
 times, and simulated with that profile, which knows nothing of these runs. The client is measured in the workloads to
@@ -89,7 +89,7 @@ def workload(names: Sequence[str], rate: float, duration: float, seed: int) -> l
 
 
 def first_requests(names: Sequence[str]) -> list[TraceRequest]:
-    """Of each model in turn, so many seconds apart that each is alone on the fleet."""
+    """Requests of one model after the other, so many seconds apart that each is alone on the fleet."""
     models = [names[number % len(names)] for number in range(FIRST)]
     return [TraceRequest(FIRST_APART * i, model, FIRST_INPUT, FIRST_OUTPUT) for i, model in enumerate(models)]
 
@@ -117,7 +117,7 @@ def serve(
 
 
 def first_tokens(server: Server) -> tuple[float, float]:
-    """Of all requests so far: seconds to the first token that the gateway measured, summed up, and how many."""
+    """The sum of the seconds to the first token that the gateway measured so far, and how many requests they are of."""
     families = text_string_to_metric_families(server.metrics())
     samples = [sample for family in families if family.name == FIRST_TOKENS for sample in family.samples]
     seconds, count = (
@@ -205,7 +205,7 @@ def main() -> int:
     """Run everything; exit code 1 if a figure is beyond its bar."""
     parser = argparse.ArgumentParser(description="The simulator against this machine.")
     parser.add_argument("--fleets", nargs="+", choices=[*FLEETS], default=[*FLEETS])
-    parser.add_argument("--parts", nargs="+", type=float, default=[0.3, 0.6, 0.9], help="of the capacity")
+    parser.add_argument("--parts", nargs="+", type=float, default=[0.3, 0.6, 0.9], help="parts of the capacity")
     parser.add_argument(
         "--learn-at",
         nargs="+",
@@ -215,7 +215,7 @@ def main() -> int:
     )
     parser.add_argument("--duration", type=float, default=30.0)
     parser.add_argument("--learn-for", type=float, default=30.0, help="seconds of each workload to learn from")
-    parser.add_argument("--times", type=int, default=2, help="that each judged workload is served")
+    parser.add_argument("--times", type=int, default=2, help="times that each judged workload is served")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/sim_vs_live.json")
     options = parser.parse_args()

@@ -135,7 +135,7 @@ def sparse_requests(rounds: int, like: Round) -> list[TraceRequest]:
 def main() -> int:
     """Run everything; exit code 1 if a mean or a throughput is off by more than the target."""
     parser = argparse.ArgumentParser(description="deploy --simulated against the simulator.")
-    parser.add_argument("--gpus", action="store_true", help="pretended ones, instead of this machine's CPU")
+    parser.add_argument("--gpus", action="store_true", help="pretended GPUs, instead of this machine's CPU")
     parser.add_argument("--rates", nargs="+", type=float, default=[1.0, 2.0], help="requests/s in all")
     parser.add_argument("--duration", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)

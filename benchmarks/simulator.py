@@ -129,7 +129,7 @@ def load(rate: dict[str, float], count: int, seed: int = 1) -> list[TraceRequest
 
 
 def digest(result: FleetResult) -> str:
-    """Of all that came of the requests and engines, to the last bit."""
+    """A digest of all that came of the requests and engines, to the last bit."""
     told: list[object] = [
         tuple(getattr(record, name) for name in record.__struct_fields__) for record in result.records
     ]

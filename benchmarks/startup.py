@@ -73,7 +73,7 @@ def show(name: str, found: dict[str, object]) -> None:
 def main() -> None:
     """Run everything in turns and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=3, help="of each")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each kind of start")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/startup.json")
     args = parser.parse_args()
     end_cleanly()

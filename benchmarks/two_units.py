@@ -28,6 +28,7 @@ from muxserve.cluster.host_link import ControllerEnd, HostEvent
 from muxserve.costs.architecture import ITEM_BYTES
 from muxserve.net import sockets
 from muxserve.profiling.jobs import Bodies
+from muxserve.replicas.priorities import ServiceClass
 from muxserve.replicas.views import InstanceLoad
 from muxserve.spec import GatewaySpec, ModelSpec, PoolSpec, UnitSpec
 from muxserve.wire import (
@@ -38,6 +39,7 @@ from muxserve.wire import (
     Message,
     Paired,
     Refused,
+    RequestSpec,
     SchedulerHello,
     Submit,
     Terminating,
@@ -319,9 +321,9 @@ class TwoUnits:
         self._count += 1
         name = f"r{self._count}"
         self.requests[name] = Seen(unit, time.monotonic(), prompt_tokens)
-        message = Submit(
-            name, MODEL, 0, prompt_tokens, max_tokens, time.monotonic(), body, scheduling=level, execution=level
-        )
+        service = ServiceClass(scheduling=level, execution=level)
+        request = RequestSpec(MODEL, body, prompt_tokens, max_tokens, service)
+        message = Submit(name, 0, request, time.monotonic())
         self.send(unit, "gateway", message)
         return name
 

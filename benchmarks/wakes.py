@@ -34,7 +34,7 @@ PAUSE_SECONDS = 2.5
 
 
 def cpu_seconds(root: int) -> float:
-    """Of all processes below `root`, those that have ended included."""
+    """CPU seconds of all processes below `root`, those that have ended included."""
     total = 0.0
     for process in [psutil.Process(root), *psutil.Process(root).children(recursive=True)]:
         try:
@@ -79,7 +79,7 @@ async def asked(url: str, root: int, names: list[str], together: int, rounds: in
 
 
 def summary(questions: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Of questions that woke their models."""
+    """Figures of questions that woke their models."""
     if not questions:
         return None
     return {
@@ -94,7 +94,7 @@ def main() -> None:
     """Run both and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=8, help="of 35 MB each")
+    parser.add_argument("--layers", type=int, default=8, help="layers of each model, of 35 MB each")
     parser.add_argument("--limit", type=parse_size, default="2500MiB")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/wakes.json")

@@ -5,9 +5,20 @@ plan = plan_unit(demands, Machine(...))             # pools, quotas and shares o
 
 from placement.pools import KVShape, PoolGroup, group_pools
 from placement.unit import awake_together, least_pool_bytes, plan_unit, pool_groups
-from placement.unit_types import Machine, ModelDemand, ModelPlan, PlanError, PlanProblem, PoolPlan, UnitPlan
+from placement.unit_types import (
+    HostMemory,
+    Machine,
+    ModelDemand,
+    ModelPlan,
+    PlanError,
+    PlanProblem,
+    PoolPlan,
+    TablePlan,
+    UnitPlan,
+)
 
 __all__ = [
+    "HostMemory",
     "KVShape",
     "Machine",
     "ModelDemand",
@@ -16,6 +27,7 @@ __all__ = [
     "PlanProblem",
     "PoolGroup",
     "PoolPlan",
+    "TablePlan",
     "UnitPlan",
     "awake_together",
     "group_pools",

@@ -101,5 +101,5 @@ def splits_evenly(architecture: ModelArchitecture, tp: int) -> bool:
         architecture.heads % tp == 0
         and (kv % tp == 0 or tp % kv == 0)
         and (architecture.intermediate % tp == 0 or architecture.experts > 1)
-        and (states is None or states.splits_over(tp))
+        and (states is None or states.heads.split_over(tp))
     )

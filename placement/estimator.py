@@ -29,10 +29,27 @@ def waiting(runners: Sequence[Runner], state: Steady) -> float:
     return square / (1.0 - busy)
 
 
-def latencies(
+class ServiceLevel(NamedTuple):
+    """How soon a replica serves. Latencies are means in seconds; `ttft` is infinite where more is asked than can be
+    served, `tpot` None where an answer has one token or is a vector. `attainment` is the part of requests that meets
+    the objectives (that is answered, where there are none)."""
+
+    ttft: float
+    tpot: float | None
+    attainment: float
+
+
+class ReplicaMemory(NamedTuple):
+    """Bytes of a replica on each device: its `own`, without KV, and `kv` that is in use on average."""
+
+    own: int
+    kv: float
+
+
+def service_level(
     demand: Demand, runner: Runner, batch: float, rate: float, state: Steady, wait: float
-) -> tuple[float, float, float]:
-    """TTFT and TPOT (means, seconds) and attainment of one model.
+) -> ServiceLevel:
+    """How soon one model's requests are served.
 
     The wait for prefill is taken as exponential with probability U of not being zero. The batch is taken as normal; its
     variance is the mean, as of a Poisson distribution, over the elasticity of capacity in the batch: where larger
@@ -61,7 +78,7 @@ def latencies(
             attainment = 0.0
         elif within < runner.decode.batch[-1]:
             attainment *= _normal((within + 0.5 - batch) / _deviation(runner, batch))
-    return ttft, step, attainment
+    return ServiceLevel(ttft, step if demand.decode_steps else None, attainment)
 
 
 def _deviation(runner: Runner, batch: float) -> float:
@@ -84,25 +101,18 @@ _NEGLIGIBLE = 1.005  # a slowdown below this is not worth settling again
 class ModelEstimate:
     """A replica in a unit.
 
-    `rate` is asked of it, `throughput` served, both in requests per second. Latencies are means in seconds; `ttft` is
-    infinite where more is asked than can be served, `tpot` None where an answer has one token or is a vector.
-    `attainment` is the part of requests that meets the objectives
-    (that is answered, where there are none). `limit` is what holds the replica back, or would next: "memory",
-    "compute", "slo", "sequences" (`max_num_seqs`), or "batch" where that is vLLM's default. `own_bytes` is on each
-    device without KV, `kv_bytes` KV in use on average.
+    `rate` is asked of it, `throughput` served, both in requests per second. `limit` is what holds the replica back, or
+    would next: "memory", "compute", "slo", "sequences" (`max_num_seqs`), or "batch" where that is vLLM's default.
     """
 
     member: Member
     rate: float
     throughput: float
     batch: float
-    ttft: float
-    tpot: float | None
-    attainment: float
+    level: ServiceLevel
     decode_share: float
     limit: str
-    own_bytes: int
-    kv_bytes: float
+    memory: ReplicaMemory
 
     @property
     def meets_rate(self) -> bool:
@@ -110,21 +120,26 @@ class ModelEstimate:
         return self.throughput >= MEETS * self.rate
 
 
+class UnitLoad(NamedTuple):
+    """How busy a unit is: `prefill` is the part of time in which a prefill runs, `decode` the compute that decode asks
+    for (above 1: it takes turns), `progress` the part of its full speed at which it goes on."""
+
+    prefill: float
+    decode: float
+    progress: float
+
+
 @dataclass(frozen=True, slots=True)
 class UnitEstimate:
-    """A unit. `pool_bytes` is what each device has for pages, `kv_bytes` what of it is in use on average.
-    `prefill_load` is the part of time in which a prefill runs, `decode_load` the compute that decode asks for (above 1:
-    it takes turns), `progress` the part of its full speed at which it goes on. `headroom` is the factor by which all
-    rates may grow before a model is short, and `next_limit` what of; at most 64."""
+    """A unit. Each device has `pool_bytes` for pages, of which `kv_bytes` are in use on average. `headroom` is the
+    factor by which all rates may grow before a model falls short, at most 64; `next_limit` is what it lacks then."""
 
     mesh: Mesh
     prefill_share: float
     models: tuple[ModelEstimate, ...]
     pool_bytes: int
     kv_bytes: float
-    prefill_load: float
-    decode_load: float
-    progress: float
+    load: UnitLoad
     headroom: float = 1.0
     next_limit: str = ""
 
@@ -132,6 +147,11 @@ class UnitEstimate:
     def throughput(self) -> float:
         """Requests per second of all models."""
         return sum(model.throughput for model in self.models)
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of all models on each device, without KV."""
+        return sum(model.memory.own for model in self.models)
 
 
 class Shares(NamedTuple):
@@ -291,20 +311,16 @@ class Estimator:
         for i, (member, runner) in enumerate(zip(members, runners, strict=True)):
             demand = self.demands[member.model]
             batch, rate = state.batches[i], state.rates[i]
-            ttft, tpot, attainment = latencies(demand, runner, batch, rate, state, waits)
             models.append(
                 ModelEstimate(
                     member=member,
                     rate=runner.rate,
                     throughput=rate,
                     batch=batch,
-                    ttft=ttft,
-                    tpot=tpot if demand.decode_steps else None,
-                    attainment=attainment,
+                    level=service_level(demand, runner, batch, rate, state, waits),
                     decode_share=shares.decode[i],
                     limit=_limit(demand, runner, batch, rate, state, pool, i),
-                    own_bytes=self.engines.footprint(member.model, mesh).own,
-                    kv_bytes=batch * runner.sequence,
+                    memory=ReplicaMemory(self.engines.footprint(member.model, mesh).own, batch * runner.sequence),
                 )
             )
         return UnitEstimate(
@@ -313,9 +329,7 @@ class Estimator:
             models=tuple(models),
             pool_bytes=pool,
             kv_bytes=state.pool_used,
-            prefill_load=state.prefill,
-            decode_load=state.decode,
-            progress=state.progress,
+            load=UnitLoad(state.prefill, state.decode, state.progress),
         )
 
 

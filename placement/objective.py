@@ -8,11 +8,13 @@ from typing import Literal
 
 from placement.candidates import MEETS
 from placement.demand import Demand
+from placement.estimator import ServiceLevel
 
 ObjectiveName = Literal["throughput", "slo", "gpus"]
 OBJECTIVES: tuple[ObjectiveName, ...] = ("throughput", "slo", "gpus")
 
-# Of two placements that serve the same, the one with the shorter latencies; worth at most this part of a request.
+# Shorter latencies are worth at most this part of a request, so that they decide between placements that serve the
+# same.
 _TIE = 1e-3
 _TYPICAL_STEP = 0.05
 _TYPICAL_TTFT = 1.0
@@ -28,19 +30,20 @@ class Objective:
     name: ObjectiveName = "throughput"
     attainment: float = 0.95
 
-    def member(self, demand: Demand, asked: float, served: float, ttft: float, tpot: float, attainment: float) -> float:
-        """What one replica adds: `asked` and `served` in requests per second, latencies in seconds."""
+    def member(self, demand: Demand, asked: float, served: float, level: ServiceLevel) -> float:
+        """What one replica adds: `asked` and `served` in requests per second."""
         # All bounded, so that no latency outweighs a request.
-        late = (ttft + demand.decode_steps * tpot) / (_TYPICAL_TTFT + demand.decode_steps * _TYPICAL_STEP)
+        steps = demand.decode_steps * (level.tpot or 0.0)
+        late = (level.ttft + steps) / (_TYPICAL_TTFT + demand.decode_steps * _TYPICAL_STEP)
         tie = _TIE if math.isinf(late) else _TIE * late / (1.0 + late)
         if self.name == "throughput":
             return demand.weight * served * (1.0 - tie)
         if self.name == "slo":
             # A little for what is served late, so that there is a way up from nowhere.
-            return demand.weight * (asked * attainment * (1.0 - tie) + 0.01 * served)
+            return demand.weight * (asked * level.attainment * (1.0 - tie) + 0.01 * served)
         share = asked / demand.rate
-        meets = served >= MEETS * asked and attainment >= self.attainment
-        goal = 1.0 if meets else 0.5 * min(1.0, served / asked) * (0.5 + 0.5 * attainment)
+        meets = served >= MEETS * asked and level.attainment >= self.attainment
+        goal = 1.0 if meets else 0.5 * min(1.0, served / asked) * (0.5 + 0.5 * level.attainment)
         return share * (_MET * goal - tie)
 
     def content(self, asked: float, served: float, attainment: float) -> bool:

@@ -122,10 +122,22 @@ class PlanOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class SearchRecord:
+    """What the search for a placement came to. `value` is the objective's, `greedy_value` what the placement was worth
+    before the local search; `evaluations` counts the units that were estimated. `gap` is the part by which an optimal
+    placement would be better, and `greedy_gap` that part before the local search, if the program was solved exactly."""
+
+    value: float = 0.0
+    greedy_value: float = 0.0
+    evaluations: int = 0
+    gap: float | None = None
+    greedy_gap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterPlan:
     """A fleet on a cluster. `estimates` are those of `placement.units`, in their order; `missing` names models that no
-    place was found for, with the reason. `value` is the objective's; `gap` the part by which an optimal placement would
-    be better, if that was worked out. `greedy_value` is what the placement was worth before the local search."""
+    place was found for, with the reason."""
 
     demands: tuple[Demand, ...]
     placement: Placement
@@ -133,11 +145,7 @@ class ClusterPlan:
     missing: Mapping[str, str]
     objective: Objective
     mode: ModeName
-    value: float = 0.0
-    greedy_value: float = 0.0
-    evaluations: int = 0
-    gap: float | None = None
-    greedy_gap: float | None = None
+    search: SearchRecord = SearchRecord()
 
     @property
     def asked(self) -> float:
@@ -161,7 +169,7 @@ class ClusterPlan:
     @property
     def attainment(self) -> float:
         """Part of all requests that meets its model's objectives."""
-        met = sum(model.rate * model.attainment for unit in self.estimates for model in unit.models)
+        met = sum(model.rate * model.level.attainment for unit in self.estimates for model in unit.models)
         return met / self.asked
 
     @property
@@ -173,7 +181,7 @@ class ClusterPlan:
     def meets(self) -> bool:
         """Every model is placed, meets its rate, and its objectives as often as the objective asks."""
         return not self.missing and all(
-            model.meets_rate and model.attainment >= self.objective.attainment
+            model.meets_rate and model.level.attainment >= self.objective.attainment
             for unit in self.estimates
             for model in unit.models
         )
@@ -228,7 +236,7 @@ def plan_cluster(
             final = best.layout
             gap = best.gap(final)
     plan = describe(values, final, options, first.value)
-    return replace(plan, gap=gap, greedy_gap=greedy_gap)
+    return replace(plan, search=replace(plan.search, gap=gap, greedy_gap=greedy_gap))
 
 
 def describe(values: Values, layout: Layout, options: PlanOptions, greedy_value: float) -> ClusterPlan:
@@ -249,9 +257,7 @@ def describe(values: Values, layout: Layout, options: PlanOptions, greedy_value:
         missing=missing,
         objective=options.objective,
         mode=options.mode,
-        value=layout.value,
-        greedy_value=greedy_value,
-        evaluations=values.evaluations,
+        search=SearchRecord(layout.value, greedy_value, values.evaluations),
     )
     return replace(plan, placement=replace(plan.placement, notes=notes_of(plan)))
 
@@ -312,9 +318,9 @@ def limits_in_words(plan: ClusterPlan, estimate: UnitEstimate) -> str:
             "slo": "SLO: larger batches would miss the TPOT objective",
         }
         return "; ".join(f"{words[limit]} ({', '.join(who)} of the rate)" for limit, who in by_limit.items())
-    late = [m for m in estimate.models if m.attainment < plan.objective.attainment]
+    late = [m for m in estimate.models if m.level.attainment < plan.objective.attainment]
     if late:
-        parts = [f"{names[m.member]} {m.attainment:.0%}" for m in late]
+        parts = [f"{names[m.member]} {m.level.attainment:.0%}" for m in late]
         return f"SLO: objectives missed ({', '.join(parts)} met)"
     names_of = {
         "memory": "the page pool",

@@ -16,7 +16,17 @@ from muxserve.costs.architecture import ModelArchitecture
 from placement.demand import splits_evenly
 from placement.format import enumerate_words, format_size
 from placement.pools import BLOCK_STEP, KVShape, PoolGroup, group_pools
-from placement.unit_types import Machine, ModelDemand, ModelPlan, PlanError, PlanProblem, PoolPlan, UnitPlan
+from placement.unit_types import (
+    Machine,
+    ModelDemand,
+    ModelPlan,
+    PlanError,
+    PlanProblem,
+    PoolPlan,
+    TablePlan,
+    UnitPlan,
+    kept_weights,
+)
 
 HEAD_DIMS = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})  # of the CPU attention kernel
 # By head without the rotated part: sizes of a key and of a value with which prompts are computed on GPUs.
@@ -44,8 +54,8 @@ def check_models(models: Sequence[ModelDemand], machine: Machine, cores: int) ->
         if device == "cuda" and not architecture.causal and not model.private:
             message = "its tokens see what comes after them, and attention of that kind is served on CPU only"
             problems.append(PlanProblem(message, "path", model.name))
-        if architecture.adapter_slots and (device == "cuda" or model.ranks > 1):
-            message = "LoRA adapters are served on CPU, by engines of one rank; here they cannot be"
+        if architecture.adapter_slots and model.ranks > 1:
+            message = f"LoRA adapters are served by engines of one rank, not of {model.ranks}; leave them out"
             problems.append(PlanProblem(message, "adapters", model.name))
         if architecture.latent is not None and not model.private:
             problems += _latent_problems(model)
@@ -89,9 +99,6 @@ def _latent_problems(model: ModelDemand) -> list[PlanProblem]:
     if model.ranks > 1 and device == "cpu":
         message = "latent attention is served by engines of one rank on CPU; here there would be several"
         problems.append(PlanProblem(message, "path", model.name))
-    if model.architecture.adapter_slots:
-        message = "LoRA adapters are not served with latent attention; leave them out"
-        problems.append(PlanProblem(message, "adapters", model.name))
     return problems
 
 
@@ -99,7 +106,8 @@ def _split_parts(architecture: ModelArchitecture) -> str:
     """What is split over ranks, in words."""
     parts = [f"{architecture.heads} heads", f"{architecture.kv_heads} KV heads"]
     if architecture.states is not None:
-        parts.append(f"{architecture.states.heads} heads with states in {architecture.states.groups} groups")
+        split = architecture.states.heads
+        parts.append(f"{split.heads} heads with states in {split.groups} groups")
     return enumerate_words([*parts, f"MLP of {architecture.intermediate} columns"])
 
 
@@ -165,10 +173,7 @@ def check_memory(
             f"({format_size(machine.memory_bytes)}); lower max_len, or set kv_pool.size yourself"
         )
         problems.append(PlanProblem(message, "kv_pool.size"))
-    each = [(model.sleeps, model.architecture.weight_bytes(model.dtype)) for model in models]
-    # Of those that sleep there is room for one, whose files are mapped while they are copied.
-    weights = sum(size for sleeps, size in each if not sleeps)
-    weights += 2 * max((size for sleeps, size in each if sleeps), default=0)
+    weights = kept_weights(models)
     if weights + total > machine.memory_bytes:
         message = (
             f"the weights (about {format_size(weights)}) and the pool ({format_size(total)}) do not fit into the "
@@ -185,7 +190,7 @@ def check_tables(models: Sequence[ModelDemand], plans: Mapping[str, ModelPlan], 
     Raises:
         PlanError: they do not.
     """
-    tables = sum(_TABLE_ENTRY * plans[model.name].num_blocks * model.pages_per_block for model in models)
+    tables = sum(_TABLE_ENTRY * plans[model.name].table.num_blocks * model.pages_per_block for model in models)
     shared = machine.shared_memory_bytes
     if shared is not None and tables > shared:
         message = (
@@ -259,8 +264,8 @@ def plan_unit(
         pool_bytes: memory of all pools together on each rank; None: from the models' demand, within a tenth of the
             memory. For GPUs it must be given: it is what their budget leaves.
         units: how many such units the machine's memory is for; without `pool_bytes` this one takes its part.
-        together: so many of the models that sleep can be awake at a time; None: as many as have room for their weights
-            in the machine's memory, or all on GPUs.
+        together: how many of the models that sleep can be awake at a time; None: as many as have room for their
+            weights in the machine's memory, or all on GPUs.
 
     Raises:
         PlanError: the models do not fit; every reason found, and what to change.
@@ -320,20 +325,18 @@ def plan_unit(
                     "its tokens; its prefixes are cached with `prefix_caching: true` only"
                 )
             threads = _threads(member, models, cores)
+            # Any block that the pool could ever hold for this model, and the null block.
+            num_blocks = (num_pages - 1) // member.pages_per_block + 1
+            states = member.state_blocks(group.page_bytes)
             plans[member.name] = ModelPlan(
                 name=member.name,
                 pool=pool.name,
-                dtype=member.dtype,
-                block_tokens=block_tokens[member.name],
-                # Any block that the pool could ever hold for this model, and the null block.
-                num_blocks=(num_pages - 1) // member.pages_per_block + 1,
-                quota_pages=quota,
-                floor_pages=floor,
+                table=TablePlan(block_tokens[member.name], num_blocks, states, zeroed),
                 max_len=length,
                 threads=threads,
                 share=min(1.0, threads * member.ranks / cores),
-                state_blocks=member.state_blocks(group.page_bytes),
-                zeroed=zeroed,
+                quota_pages=quota,
+                floor_pages=floor,
             )
     described = _describe(pools, groups)
     if not pools:  # a memory manager has at least one, of the null page and another
@@ -377,11 +380,7 @@ def _without_pages(model: ModelDemand, pool: str, threads: int, cores: int, cach
     return ModelPlan(
         name=model.name,
         pool=pool,
-        dtype=model.dtype,
-        block_tokens=model.block_tokens or BLOCK_STEP,
-        num_blocks=2,
-        quota_pages=0,
-        floor_pages=0,
+        table=TablePlan(model.block_tokens or BLOCK_STEP, num_blocks=2),
         max_len=model.max_len or length,
         threads=threads,
         share=min(1.0, threads * model.ranks / cores),
@@ -414,8 +413,8 @@ def least_pool_bytes(models: Sequence[ModelDemand], together: int | None = None)
 
 
 def awake_together(models: Sequence[ModelDemand], room: int) -> int:
-    """How many of the models that sleep can be awake at a time at most: the weights of so many have `room`, bytes of
-    each rank, beside those of the models that never sleep, whatever engines take."""
+    """The most models that sleep which can be awake at a time: their weights have `room`, bytes of each rank, beside
+    those of the models that never sleep, whatever engines take."""
     weights = [model.architecture.weight_bytes(model.dtype) // model.ranks for model in models]
     room -= sum(size for model, size in zip(models, weights, strict=True) if not model.sleeps)
     taken = itertools.accumulate(sorted(size for model, size in zip(models, weights, strict=True) if model.sleeps))

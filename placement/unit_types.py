@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Literal
 
 from placement.demand import Demand
@@ -162,24 +162,30 @@ class PoolPlan:
 
 
 @dataclass(frozen=True)
+class TablePlan:
+    """A model's page table: `num_blocks` blocks, of `block_tokens` tokens each. The states of a sequence take
+    `state_blocks` of its blocks. With `zeroed` pages are zeroed when the model takes them, since states of another type
+    may be in them."""
+
+    block_tokens: int
+    num_blocks: int
+    state_blocks: int = 0
+    zeroed: bool = False
+
+
+@dataclass(frozen=True)
 class ModelPlan:
     """One placed model. Pages are of its pool on each rank, lengths in tokens, `threads` those of each rank, shares of
-    the machine's cores in (0, 1]. `state_blocks` of its blocks hold the states of a sequence, and with `zeroed` pages
-    are zeroed when it takes them, since states of another type may be in them. A private cache has `cache_bytes` on
-    each rank."""
+    the machine's cores in (0, 1]. A private cache has `cache_bytes` on each rank."""
 
     name: str
     pool: str
-    dtype: str
-    block_tokens: int
-    num_blocks: int
-    quota_pages: int
-    floor_pages: int
+    table: TablePlan
     max_len: int
     threads: int
     share: float
-    state_blocks: int = 0
-    zeroed: bool = False
+    quota_pages: int = 0
+    floor_pages: int = 0
     cache_bytes: int = 0
 
 
@@ -205,6 +211,52 @@ class UnitPlan:
     def kv_bytes(self) -> int:
         """All pools and private caches together, on each rank."""
         return self.pool_bytes + sum(model.cache_bytes for model in self.models)
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of a machine's memory that units on its CPU take, all ranks together: weights, pools (which lie in shared
+    memory), and private caches."""
+
+    weights: int = 0
+    pools: int = 0
+    caches: int = 0
+
+    @classmethod
+    def of(cls, unit: UnitPlan, models: Sequence[ModelDemand]) -> HostMemory:
+        """What the unit of these models is planned to take."""
+        ranks, pools = models[0].ranks, unit.pool_bytes
+        return cls(kept_weights(models), pools * ranks, (unit.kv_bytes - pools) * ranks)
+
+    def __add__(self, other: HostMemory) -> HostMemory:
+        return HostMemory(self.weights + other.weights, self.pools + other.pools, self.caches + other.caches)
+
+    @property
+    def kv(self) -> int:
+        """Pools and private caches."""
+        return self.pools + self.caches
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.kv
+
+    def left_of(self, machine: Machine) -> Machine:
+        """The machine without it."""
+        shared = machine.shared_memory_bytes
+        return replace(
+            machine,
+            memory_bytes=max(0, machine.memory_bytes - self.total),
+            shared_memory_bytes=None if shared is None else max(0, shared - self.pools),
+        )
+
+
+def kept_weights(models: Sequence[ModelDemand]) -> int:
+    """Bytes of the weights of models that never sleep. There is room for the largest of the others besides, twice:
+    its files are mapped while they are copied."""
+    each = [(model.sleeps, model.architecture.weight_bytes(model.dtype)) for model in models]
+    kept = sum(size for sleeps, size in each if not sleeps)
+    return kept + 2 * max((size for sleeps, size in each if sleeps), default=0)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from placement.demand import Member, Members, Mesh
-from placement.estimator import Estimator, Shares, UnitEstimate, latencies, waiting
+from placement.estimator import Estimator, Shares, UnitEstimate, service_level, waiting
 from placement.objective import Objective
 
 IMPOSSIBLE = -math.inf
@@ -101,9 +101,9 @@ class Values:
             for i, runner in enumerate(runners):
                 demand = self.demands[members[i].model]
                 rate = state.rates[i]
-                times = latencies(demand, runner, state.batches[i], rate, state, wait)
-                value += self.objective.member(demand, runner.rate, rate, *times)
-                content = content and self.objective.content(runner.rate, rate, times[2])
+                level = service_level(demand, runner, state.batches[i], rate, state, wait)
+                value += self.objective.member(demand, runner.rate, rate, level)
+                content = content and self.objective.content(runner.rate, rate, level.attainment)
             if value > best:
                 best, best_shares = value, shares
             if content and not thorough:

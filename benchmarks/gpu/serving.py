@@ -253,7 +253,9 @@ def main() -> int:
     parser.add_argument("--alphas", nargs="+", type=float, default=[0.9, 2.1])
     parser.add_argument("--rates", nargs="+", type=float, default=[8.0, 16.0, 32.0], help="requests/s of all models")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--shapes", nargs="+", help="of configs/gpu, or directories; most popular first (default: 7)")
+    parser.add_argument(
+        "--shapes", nargs="+", help="names in configs/gpu, or directories; most popular first (default: 7)"
+    )
     parser.add_argument("--duration", type=float, default=30.0)
     parser.add_argument("--quick", action="store_true", help="one alpha, two rates, 15 s each")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")

@@ -248,7 +248,7 @@ def main() -> int:
     parser.add_argument("--shares", nargs="+", type=int, default=[10, 20, 40, 60, 80, 100])
     default = Path(os.environ.get("OUT", ROOT / "benchmarks/results/gpu"))
     parser.add_argument("--out", type=Path, default=default / "sharing.json")
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each phase")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds of each phase")
     parser.add_argument("--role", metavar="MODEL", help=argparse.SUPPRESS)
     options = parser.parse_args()
     kv_bytes = int(options.kv_gib * (1 << 30))

@@ -59,9 +59,9 @@ def main() -> int:
     """Exit code 1 if a fleet does not come up."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=int, default=6)
-    parser.add_argument("--shape", default="llama-1b", help="of configs/gpu, or a checkpoint's directory")
+    parser.add_argument("--shape", default="llama-1b", help="name in configs/gpu, or a checkpoint's directory")
     parser.add_argument("--limit", type=parse_size, default="30GiB", help="memory of everything on the GPU")
-    parser.add_argument("--resting", type=parse_size, default="12GiB", help="of which engines that rest may take")
+    parser.add_argument("--resting", type=parse_size, default="12GiB", help="memory that engines which rest may take")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     default = Path(os.environ.get("OUT", ROOT / "benchmarks/results/gpu"))

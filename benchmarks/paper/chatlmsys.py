@@ -286,10 +286,9 @@ def overloaded(unit: SimUnit) -> SimUnit:
     models = [
         replace(
             model,
-            profile=replace(
-                model.profile,
-                prefill_share=model.profile.prefill_share / OVERLOAD,
-                decode_share=model.profile.decode_share / OVERLOAD,
+            profile=model.profile.with_engines(
+                prefill_share=model.profile.engines.prefill_share / OVERLOAD,
+                decode_share=model.profile.engines.decode_share / OVERLOAD,
             ),
         )
         for model in unit.models
@@ -300,7 +299,7 @@ def overloaded(unit: SimUnit) -> SimUnit:
 def unlimited(unit: SimUnit) -> SimUnit:
     """Every model may have all pages of its pool."""
     pages = {pool.name: pool.pages for pool in unit.pools}
-    models = [replace(m, profile=replace(m.profile, quota_pages=pages[m.profile.pool])) for m in unit.models]
+    models = [replace(m, profile=replace(m.profile, quota_pages=pages[m.profile.kv.pool])) for m in unit.models]
     return replace(unit, models=tuple(models))
 
 
@@ -359,9 +358,11 @@ def main() -> int:
     """Simulate all six; exit code 1 if a winner is wrong, 2 without the published files."""
     parser = argparse.ArgumentParser(description="Simulated against measured ChatLMSYS runs.")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--systems", default=",".join(SYSTEMS), help="which of them, with commas between")
+    parser.add_argument("--systems", default=",".join(SYSTEMS), help="systems to run, with commas between")
     parser.add_argument("--fit", action="store_true", help="fit the host's seconds again, and use those")
-    parser.add_argument("--host", type=float, nargs=2, help="others: for each step, for each sequence")
+    parser.add_argument(
+        "--host", type=float, nargs=2, help="other seconds of the host: for each step, for each sequence"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/paper_chatlmsys.json")
     options = parser.parse_args()
     paths = [os.environ.get(variable) for variable in ("MUXSERVE_CHATLMSYS", LENGTHS)]

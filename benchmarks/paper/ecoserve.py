@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from inputs import llama
 from msgspec import structs
+from one_phase import OnePhase
 from report import machine, write_report
 from split import Split, SplitOptions, division
 
@@ -47,7 +48,7 @@ from muxserve.replicas.views import InstanceLoad
 from muxserve.rolling.member import LatencyTargets as RollingObjectives
 from muxserve.rolling.mitosis import Bounds
 from muxserve.rolling.scaling import RollingScalingRules
-from muxserve.scheduling.token_throttling import FixedBudget, OnePhase, TokenBudget
+from muxserve.scheduling.token_throttling import FixedBudget, TokenBudget
 from muxserve.simulator import (
     Link,
     Options,
@@ -106,7 +107,7 @@ class Dataset:
     ttft: float
 
     def means(self) -> tuple[int, int]:
-        """Of prompts and answers, tokens, of 4,000 draws."""
+        """Means of prompts and answers, tokens, of 4,000 draws."""
         requests = list(generate({"m": ModelLoad(40.0, self.prompt, self.output)}, 100.0, 7))
         return (
             round(statistics.mean(r.prompt_tokens for r in requests)),
@@ -162,7 +163,7 @@ def unit_of(cluster: Cluster, model: str, number: int = 0, pipeline: Pipeline | 
 
 
 def costs_of(cluster: Cluster, model: str) -> EngineCosts:
-    """Of an instance."""
+    """Costs of an instance."""
     return COSTS.engine(MODELS[model], EngineShape(cluster.device, cluster.tp[model], 1.0, DTYPE))
 
 
@@ -238,7 +239,7 @@ def rolling(
     most: int = 0,
     **more: Any,
 ) -> System:
-    """EcoServe: one macro instance, of at most so many with scaling."""
+    """EcoServe: one macro instance, with scaling of at most `instances`."""
     count = instances or cluster.instances(model)
     rules = RingRules(
         limits or RollingObjectives(DATASETS[dataset].ttft, TPOT, spared),
@@ -261,7 +262,7 @@ def independent(cluster: Cluster, model: str, budget: int | None = None) -> Syst
 
 
 def split(cluster: Cluster, model: str, dataset: str, within_node: bool) -> System:
-    """DistServe or MoonCake. Of the divisions around what `division` says the one is taken that meets the objectives
+    """DistServe or MoonCake. Among the divisions around what `division` says, it has the one that meets the objectives
     best in a trial of a minute, at the rate that `division` expects of it."""
     if not within_node and cluster.device.startswith("L20") and MODELS[model].heads % 8 == 0:
         # One instance per node, so that all KV crosses the network. Llama-30B's 52 heads cannot be divided by eight.
@@ -634,11 +635,15 @@ PARTS = {
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas")
-    parser.add_argument("--systems", default="", help="of goodput, with slashes")
-    parser.add_argument("--settings", default="", help='of goodput, with slashes: "L20, Llama-30B, Alpaca/..."')
-    parser.add_argument("--missing", action="store_true", help="of goodput and pipelines: only what has no result")
-    parser.add_argument("--seconds", type=float, default=1.0, help="factor on how long requests come")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts to run, with commas")
+    parser.add_argument("--systems", default="", help="systems whose goodput is measured, with slashes")
+    parser.add_argument(
+        "--settings",
+        default="",
+        help='settings in which goodput is measured, with slashes: "L20, Llama-30B, Alpaca/..."',
+    )
+    parser.add_argument("--missing", action="store_true", help="only cases of goodput and pipelines without a result")
+    parser.add_argument("--seconds", type=float, default=1.0, help="factor on the seconds of arrivals")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--step", type=float, default=1.07, help="factor between two rates of the grid")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "paper_ecoserve.json")

@@ -60,7 +60,7 @@ from placement.demand import Demand
 ROOT = Path(__file__).resolve().parent.parent.parent
 COSTS = Roofline()
 DTYPE = "bfloat16"
-# Of each GPU's memory: gLLM's release takes 0.9 of what the weights leave, vLLM 0.9 of all.
+# Part of each GPU's memory: gLLM's release takes 0.9 of what the weights leave, vLLM 0.9 of all.
 UTILISATION = 0.9
 MODELS = {
     # layers, heads, KV heads, head size, hidden, MLP, vocabulary: config.json of the Hugging Face checkpoints.
@@ -110,7 +110,7 @@ RATES: dict[tuple[str, str], tuple[float, ...]] = {
 
 @dataclass(frozen=True)
 class Place:
-    """`gpus` of a kind, in one machine or one in each of so many; what they can do of four L20's rates."""
+    """`gpus` of a kind, in one machine or each in a machine of its own; what they can do of four L20's rates."""
 
     device: str
     network: bool = False
@@ -168,7 +168,7 @@ class System:
     def capacity(self) -> int:
         """Tokens of KV."""
         (model,), (pool,) = self.unit.models, self.unit.pools
-        return pool.pages // model.profile.pages_per_block * model.profile.block_tokens
+        return pool.pages // model.profile.kv.pages_per_block * model.profile.kv.block_tokens
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class OverNetwork:
     costs: Roofline
 
     def engine(self, architecture: ModelArchitecture, shape: EngineShape) -> NetworkCosts:
-        """Of that engine."""
+        """Costs of that engine."""
         inside = self.costs.engine(architecture, shape)
         on = device(shape.device)
         link = LINKS[on.link]
@@ -552,10 +552,12 @@ PARTS: dict[str, Callable[[Effort, Callable[[str], bool]], Rows]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=128.0, help="of arrivals, as long as in the paper")
-    parser.add_argument("--seeds", type=int, default=3, help="of all parts but iterations, which has one")
+    parser.add_argument("--seconds", type=float, default=128.0, help="seconds of arrivals, as in the paper")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of all parts but iterations, which has one")
     parser.add_argument("--only", default=",".join(PARTS))
-    parser.add_argument("--rows", default="", help='only these, with slashes, e.g. "L20 in one machine, 14B, Azure"')
+    parser.add_argument(
+        "--rows", default="", help='only these rows, with slashes, e.g. "L20 in one machine, 14B, Azure"'
+    )
     parser.add_argument("--missing", action="store_true", help="only rows that the result file has not yet")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "paper_gllm.json")
     args = parser.parse_args()

@@ -198,7 +198,7 @@ def priorities(count: int, report: Row, missing: Callable[[str], bool]) -> Itera
 
 
 def means_of(rows: Sequence[Row]) -> Row:
-    """Of each figure over the seeds; None where one has none."""
+    """The mean of each figure over the seeds; None where one has none."""
     return {
         key: round(statistics.mean(each[key] for each in rows), 2) if all(each[key] for each in rows) else None
         for key in rows[0]
@@ -266,7 +266,7 @@ def thresholds(count: int, report: Row, missing: Callable[[str], bool]) -> Itera
         yield name, rows
 
 
-# Of p99 prefill under INFaaS++, seconds: the rates of the paper are those where its requests queue for tens of seconds.
+# Seconds of p99 prefill under INFaaS++: the rates of the paper are those where its requests queue for tens of seconds.
 QUEUED = (20.0, 60.0)
 SEEDS = 3
 
@@ -342,10 +342,10 @@ PARTS_OF_IT: dict[str, Callable[[int, Row, Callable[[str], bool]], Iterator[tupl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=10_000, help="of a run")
+    parser.add_argument("--requests", type=int, default=10_000, help="requests of a run")
     parser.add_argument("--only", default=",".join(PARTS_OF_IT))
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "paper_llumnix.json")
-    parser.add_argument("--rows", default="", help='only these, with slashes, e.g. "M-M, Poisson/L-L, Poisson"')
+    parser.add_argument("--rows", default="", help='only these rows, with slashes, e.g. "M-M, Poisson/L-L, Poisson"')
     parser.add_argument("--missing", action="store_true", help="only rows that the result file has not yet")
     args = parser.parse_args()
     # Parts and rows that are not run keep their figures.

@@ -138,7 +138,7 @@ def run(scenario: Scenario, placement: Placement, mode: str, latency: LatencyMod
 
 def _without_quotas(unit: SimUnit) -> SimUnit:
     pages = {pool.name: pool.pages for pool in unit.pools}
-    models = (replace(m, profile=replace(m.profile, quota_pages=pages[m.profile.pool])) for m in unit.models)
+    models = (replace(m, profile=replace(m.profile, quota_pages=pages[m.profile.kv.pool])) for m in unit.models)
     return replace(unit, models=tuple(models), adapt_quotas=False)
 
 

@@ -187,7 +187,7 @@ class Split:
 
     def _send(self, source: PrefillEngine, request: SimRequest, tokens: int, now: float, computed: float) -> bool:
         """Send that much KV, which is complete at `computed`; False: nobody has room."""
-        split, seats = self.split, self._model.profile.max_num_seqs
+        split, seats = self.split, self._model.profile.engines.max_num_seqs
         able = [each for each in self._decode if not self._apart(source, each)]
         able = [each for each in able if len(each.batch.running) + len(each.arrived) < seats]
         target = min(able, key=lambda each: each.pages.held, default=None)
@@ -203,7 +203,7 @@ class Split:
         else:
             start = max(now, sender.sends, receiver.receives)
             sender.sends = receiver.receives = start + seconds
-        # Of a stream the last layer is sent when it is computed.
+        # The last layer of a stream is sent when it is computed.
         last = computed + seconds / self._model.architecture.layers if computed > now else computed
         there_at = max(start + seconds, last) + link.latency
         self._going[request] = target
@@ -221,7 +221,7 @@ class Split:
         target.join(request, now)
 
     def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self._model.profile.block_tokens)
+        return -(-tokens // self._model.profile.kv.block_tokens)
 
 
 @dataclass
@@ -251,10 +251,10 @@ def division(
     largest batch that has room and keeps `tpot` seconds per step.
     """
     (model,), (pool,) = unit.models, unit.pools
-    capacity = pool.pages // model.profile.pages_per_block * model.profile.block_tokens
+    capacity = pool.pages // model.profile.kv.pages_per_block * model.profile.kv.block_tokens
     prefill = costs.prefill(prompt, prompt * (prompt + 1) // 2, 1) + step_seconds
     length = prompt + output // 2
-    batch = max(1, min(model.profile.max_num_seqs, capacity // (prompt + output)))
+    batch = max(1, min(model.profile.engines.max_num_seqs, capacity // (prompt + output)))
     while batch > 1 and costs.decode(batch, batch * length).seconds(batch * length) + step_seconds > tpot:
         batch -= 1
     decode = output * (costs.decode(batch, batch * length).seconds(batch * length) + step_seconds) / batch

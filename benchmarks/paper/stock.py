@@ -26,7 +26,7 @@ class StockEngine(StepEngine):
         (model,), (pages,) = machine.spec.models, machine.pages.models
         super().__init__(machine, model, Phase.BOTH, pages)
         self.waiting: deque[SimRequest] = deque()
-        self._computes_on(model.profile.decode_share)
+        self._computes_on(model.profile.engines.decode_share)
         machine.add(self)
 
     def arrive(self, request: SimRequest, now: float) -> None:
@@ -34,10 +34,12 @@ class StockEngine(StepEngine):
         self.machine.record.requests.append(request)
         request.unit = self.machine.spec.name
         profile = self.model.profile
-        blocks = -(-(request.prompt + request.output - 1) // profile.block_tokens)
+        blocks = -(-(request.prompt + request.output - 1) // profile.kv.block_tokens)
         most = self.pages.pool.profile.pages // self.pages.per_block
         if blocks > most:
-            self.machine.refuse(request, now, f"longer than the {most * profile.block_tokens} tokens of the instance")
+            self.machine.refuse(
+                request, now, f"longer than the {most * profile.kv.block_tokens} tokens of the instance"
+            )
         else:
             self.submit(request, now)
 
@@ -98,23 +100,23 @@ class StockEngine(StepEngine):
     def _prefill(self, now: float) -> bool:
         """Begin a prefill step, if a waiting prompt finds a seat and pages."""
         profile, pages = self.model.profile, self.pages
-        seats = profile.max_num_seqs - len(self.batch.running)
+        seats = profile.engines.max_num_seqs - len(self.batch.running)
         tokens = pairs = 0
         for request in self.waiting:
             length = request.prompt + request.made
-            if tokens >= profile.max_num_batched_tokens or seats <= 0:
+            if tokens >= profile.engines.max_num_batched_tokens or seats <= 0:
                 break
             if not request.computed:
                 if request.content:
                     self._find(request, now)
                 # Room for the whole prompt at once, or it waits: nobody overtakes it.
-                blocks = -(-length // profile.block_tokens) + profile.state_blocks
+                blocks = -(-length // profile.kv.block_tokens) + profile.kv.state_blocks
                 if not pages.take(blocks - request.blocks, now, self.order):
                     if request.blocks:
                         self._lose(request)
                     break
                 request.blocks = blocks
-            chunk = min(length - request.computed, profile.max_num_batched_tokens - tokens)
+            chunk = min(length - request.computed, profile.engines.max_num_batched_tokens - tokens)
             seats -= 1
             self.chunks.append((request, chunk))
             tokens += chunk

@@ -293,12 +293,12 @@ def _one_gpu(gpu: nvml.Gpu) -> Check:
     if gpu.fault:
         return Check(name, "note", gpu.name, gpu.fault)
     text = f"{gpu.name}, {format_size(gpu.free_bytes)} of {format_size(gpu.memory_bytes)} free"
-    if gpu.mig:
+    if gpu.modes.mig:
         return Check(name, "note", text, "divided by MIG: not used; nvidia-smi -mig 0 makes it whole")
-    if gpu.compute_mode != "default":
-        return Check(name, "note", f"{text}, compute mode {gpu.compute_mode}", "only MPS lets several processes in")
+    if gpu.modes.compute != "default":
+        return Check(name, "note", f"{text}, compute mode {gpu.modes.compute}", "only MPS lets several processes in")
     if gpu.used_bytes > gpu.memory_bytes // 10:
-        pids = ", ".join(str(process.pid) for process in gpu.processes)
+        pids = ", ".join(str(process.pid) for process in gpu.activity.processes)
         return Check(name, "note", text, f"others use its memory{f' (pid {pids})' if pids else ''}; the pool gets less")
     if nvml.device_name(gpu) is None:
         return Check(name, "note", text, "its speed is not known: muxserve plan needs a profile, shares are defaults")

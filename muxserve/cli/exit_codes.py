@@ -26,7 +26,7 @@ _WORKLOADS = {
     ExitCode.DONE: "written, or shown",
     ExitCode.WRONG: "the workload, a file or an option is wrong",
 }
-# Of each command beside those of all commands, which `OF_ALL` has.
+# Exit codes of each command, beside those of all commands, which `OF_ALL` has.
 OF_COMMANDS: Mapping[str, Mapping[ExitCode, str]] = {
     "deploy": {
         ExitCode.DONE: "stopped as asked",

@@ -53,7 +53,7 @@ def doctor_gpu(fleet: Path | None = None) -> int:
             probes.append(lab.shapes_probe(shapes))
         else:
             console.print("no engine of this fleet has a percentage of the SMs: its models' shapes are not computed")
-    found = _found(machine, gpus, probes)
+    found = _found(gpus, probes)
     _print_findings(found)
     written = _remembered(found)
     if found.refused:
@@ -74,7 +74,7 @@ def probe_quickly() -> None:
         f"{lab.QUICK_SECONDS:.0f} s. `--no-probe` skips that: engines that share a GPU then alternate, one computes "
         "while the others wait. `muxserve doctor --gpu` makes all probes"
     )
-    found = _found(machine, gpus, [probes_of(machine)[0], *lab.QUICK], lab.QUICK_SECONDS)
+    found = _found(gpus, [probes_of(machine)[0], *lab.QUICK], lab.QUICK_SECONDS)
     for each in found.findings:
         console.print(f"  {each.verdict}: {each.probe}: {escape(each.detail)}")
     _remembered(found)
@@ -99,7 +99,7 @@ def alike(machine: nvml.GpuMachine) -> list[nvml.Gpu]:
     """The usable GPUs of the kind that there is most of."""
     kinds: dict[str, list[nvml.Gpu]] = {}
     for gpu in machine.gpus:
-        if not (gpu.fault or gpu.mig):
+        if not (gpu.fault or gpu.modes.mig):
             kinds.setdefault(gpu.name, []).append(gpu)
     return max(kinds.values(), key=len, default=[])
 
@@ -143,9 +143,7 @@ def _shape(demand: ModelDemand, ranks: int) -> AttentionShape | None:
     )  # fmt: skip
 
 
-def _found(
-    machine: nvml.GpuMachine, gpus: Sequence[nvml.Gpu], probes: Sequence[lab.Probe], seconds: float = float("inf")
-) -> Findings:
+def _found(gpus: Sequence[nvml.Gpu], probes: Sequence[lab.Probe], seconds: float = float("inf")) -> Findings:
     with tempfile.TemporaryDirectory(prefix="mux-") as directory:
         tried = lab.run(lab.Lab(gpus, Path(directory), mps.binary()), probes, _trying, seconds)
     return Findings(place_of(nvml.machine(), packages()), time.strftime("%Y-%m-%d %H:%M"), tuple(tried))

@@ -10,8 +10,7 @@ import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
-# Of endpoints of this machine, by URL: the file with the certificate that they have, whoever signed it and whatever
-# their names in it are.
+# By URL of an endpoint of this machine: the file with its certificate, whoever signed it and whatever names it has.
 trusted: dict[str, str] = {}
 
 

@@ -57,7 +57,7 @@ def replay(settings: ReplaySettings) -> int:
     """Send a workload to an endpoint at its own pace and report what clients see.
 
     Open loop: every request leaves at its time, whatever became of the others. The first Ctrl-C sends nothing more and
-    waits for what is under way, the second gives that up; both report what was done.
+    waits for what is under way, the second gives that up; both report how far it came.
     """
     from muxserve.cli.replay import replay as run
 

@@ -35,13 +35,13 @@ from muxserve.planning.report.basis import Basis, bottlenecks, costs_used
 from muxserve.planning.report.document import document, parse_sweep, residency_document, sleeping_document
 from muxserve.planning.report.what_if import check_beside, most_met, parse_scales, save_fleet, with_rates
 from muxserve.planning.specs.plan_file import save_plan
-from muxserve.planning.specs.unit_plan import estimated_in_words
+from muxserve.planning.specs.unit_demands import estimated_in_words
 from muxserve.simulator import SimulationError
 from muxserve.workload import Workload, WorkloadError, open_workload
 from placement.exact import TooLargeError
 from placement.planner import PlanOptions
 
-# Of a fleet with `memory` on GPUs, where none is named: at the rates of its models.
+# The workload of a fleet with `memory` on GPUs, where none is named: at the rates of its models.
 _ANY_WORKLOAD = "bursty-groups:duration=120"
 
 

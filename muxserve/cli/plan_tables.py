@@ -54,11 +54,11 @@ def plan_table(plan: ClusterPlan, simulated: Prediction | None) -> FigureTable:
                 shape_words(unit, demand.name) or f"{estimate.prefill_share:.0%} / {model.decode_share:.0%}",
                 f"{model.rate:.2f}/s",
                 served if model.meets_rate else f"[red]{served}[/]",
-                "grows" if math.isinf(model.ttft) else format_seconds(model.ttft),
-                format_seconds(model.tpot),
-                attainment_words(model.attainment, plan.objective.attainment),
+                "grows" if math.isinf(model.level.ttft) else format_seconds(model.level.ttft),
+                format_seconds(model.level.tpot),
+                attainment_words(model.level.attainment, plan.objective.attainment),
                 f"{model.batch:.1f}",
-                format_size(model.own_bytes),
+                format_size(model.memory.own),
             ]
             if simulated:
                 row += _simulated(simulated, demand.name)
@@ -73,7 +73,7 @@ def units_table(plan: ClusterPlan) -> FigureTable:
         table.add_row(
             escape(unit.name),
             escape(note.partition(": ")[2]),
-            format_size(sum(model.own_bytes for model in estimate.models)),
+            format_size(estimate.own_bytes),
             format_size(estimate.pool_bytes),
             f"{estimate.kv_bytes / estimate.pool_bytes:.0%}" if estimate.pool_bytes else "-",
             f"{estimate.headroom:.1f}x" if estimate.next_limit else "-",
@@ -170,9 +170,9 @@ def show_plan(
         )
     for warning in warnings_of(made, simulated, points):
         console.print(f"[red]{escape(warning)}[/]")
-    search = f"{made.evaluations} units estimated in {seconds:.1f} s"
-    if made.gap is not None:
-        search += f"; optimality gap {made.gap:.2%} (greedy alone: {made.greedy_gap:.2%})"
+    search = f"{made.search.evaluations} units estimated in {seconds:.1f} s"
+    if made.search.gap is not None:
+        search += f"; optimality gap {made.search.gap:.2%} (greedy alone: {made.search.greedy_gap:.2%})"
     console.print(search)
 
 

@@ -110,7 +110,7 @@ async def _replay(settings: ReplaySettings) -> int:
         if not described.models:
             raise WorkloadError(f"{workload.about} has no requests")
         errors.print(escape(workload.about))
-        _tell_mapping(settings, workload, given is not None, served)
+        _tell_mapping(settings, workload, given is not None)
         print_left_out(workload)
         # A server may still have the KV of prompts that it was sent before.
         seed = secrets.randbits(32) if settings.prompt_seed is None else settings.prompt_seed
@@ -144,7 +144,7 @@ def _count(described: Description) -> int:
     return described.overall.requests if described.overall else 0
 
 
-def _tell_mapping(settings: ReplaySettings, workload: Workload, given: bool, served: list[str]) -> None:
+def _tell_mapping(settings: ReplaySettings, workload: Workload, given: bool) -> None:
     foreign = [name for name in workload.source_models if name not in workload.models]
     spec = parse_spec(settings.workload)
     if foreign and isinstance(spec, TraceSpec) and spec.map == "auto":

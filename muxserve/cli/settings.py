@@ -184,7 +184,7 @@ class PlanSettings:
             "scale=1..3:0.5."
         ),
     ] = None
-    scale: Annotated[float, typer.Option(min=0.001, help="Plan for so many times the rates of the file.")] = 1.0
+    scale: Annotated[float, typer.Option(min=0.001, help="Factor on the rates of the file.")] = 1.0
     costs: _Costs = "auto"
     seconds: Annotated[float, typer.Option(min=0, help="How long the local search may take.")] = 10.0
     exact: Annotated[bool, typer.Option("--exact", help="Also solve exactly and tell the gap (small fleets only).")] = (

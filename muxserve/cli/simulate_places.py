@@ -21,7 +21,8 @@ from muxserve.planning.place.this_machine import as_served, plan_machine, reside
 from muxserve.planning.planner import SEARCH_SECONDS, Planner, options_of
 from muxserve.planning.specs.fleet_planner import FleetPlanner
 from muxserve.planning.specs.plan_file import load_plan
-from muxserve.planning.specs.unit_plan import arranged, resolve_unit, units_at_start
+from muxserve.planning.specs.unit_models import arranged, units_at_start
+from muxserve.planning.specs.unit_plan import resolve_unit
 from muxserve.simulator import Mode
 from muxserve.spec import ResidencySpec
 from placement.cluster import Cluster, Placement

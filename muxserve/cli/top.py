@@ -45,7 +45,7 @@ def top(url: str | None, key: str | None, once: bool) -> int:
     screen = TopScreen(found)
     try:
         if once or not console.is_terminal:
-            # Of tokens per second nothing is known before the second frame.
+            # Tokens per second are not known before the second frame.
             for _, frame in zip(range(2), _follow(found, key), strict=False):
                 screen.take(frame)
             if not screen.begun:

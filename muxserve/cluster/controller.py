@@ -60,7 +60,7 @@ class Controller:
         launcher: starts the processes that belong to no unit.
         unit_launcher: makes what starts units, of what their warm parents can be forked from and who collects the
             reaper of this machine.
-        emit: told what happens.
+        emit: called with each event.
         planner: makes units that come later; None: there are none.
         control: makes what takes users' commands, to be started when the fleet serves and closed before it ends.
         declared: the fleet file, which may be another one later; None: that cannot be followed.

@@ -41,8 +41,8 @@ _STOPPED = "its model is not served here any more"
 
 @dataclass(frozen=True)
 class MemoryParents:
-    """Of one unit: by model the process that loaded it, and what those were forked from, with our end of its socket if
-    it takes orders."""
+    """The parents of one unit's processes: by model the process that loaded it, and what those were forked from, with
+    our end of its socket if it takes orders."""
 
     models: Mapping[str, int] = field(default_factory=dict)
     warm: int | None = None

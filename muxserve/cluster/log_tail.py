@@ -15,7 +15,7 @@ from muxserve.gpu import faults, nvml
 from muxserve.spec import GpuSpec
 
 TAIL_LINES = 15
-# Of a line that becomes part of a reason.
+# Longest line that becomes part of a reason.
 _MOST_CHARACTERS = 500
 Said = tuple[Path | None, tuple[str, ...]]
 
@@ -30,7 +30,7 @@ class LogTail:
         self._began: dict[tuple[PartId, str], tuple[int, int]] = {}
 
     def note(self, event: Event) -> None:
-        """To be told all events, as they happen."""
+        """Takes all events, as they happen."""
         if isinstance(event, Starting):
             for name in event.part.log_names:
                 with contextlib.suppress(OSError):

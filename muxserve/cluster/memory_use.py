@@ -2,7 +2,7 @@
 measured when their models were loaded.
 
 PSS (proportional set size) shares a page among those that map it, so the sum over all processes is what they take
-together. Of a model it says too much: its processes share the pages of the vLLM that they were forked from, which stay
+together. It says too much of a model: its processes share the pages of the vLLM that they were forked from, which stay
 when the model goes. What comes free with a model is its PSS less its part of those pages, and less shared memory, which
 is the KV pool's.
 """

@@ -45,7 +45,7 @@ _CALL_MEMORY = ("engine", "unit", "migrator")
 
 
 class UnitPeer:
-    """Messages wait for a unit scheduler that is being started again. Made inside a running event loop."""
+    """The way to a unit scheduler. Messages wait while it is being started again. Needs a running event loop."""
 
     def __init__(self, address: str) -> None:
         self._waiting: set[asyncio.Future[dict[str, object]]] = set()

@@ -60,7 +60,7 @@ class UnitHandle(Protocol):
 
     @property
     def parts(self) -> Collection[PartId]:
-        """Its processes, not told apart from those of other units."""
+        """Its processes, under names that other units have as well."""
 
     def up(self, model: str) -> bool:
         """Whether its unit scheduler and the engines of `model` are up now."""

@@ -1,5 +1,5 @@
-"""Who hangs. Pure: told how often each process's main loop has come round, and the time; answers who is well again, who
-is suspect, and who hangs and has to be killed.
+"""Which processes hang. Pure: it takes how often each process's main loop has come round, and the time, and answers
+which are well again, which are suspect, and which hang and have to be killed.
 
 What counts is *silence*: time in which the beats of a process have not risen while the watcher itself ran.
 

@@ -241,7 +241,7 @@ def _objectives(source: Source, at: KeyPath, slo: object) -> Iterator[Problem]:
 
 
 _FILE = "file:"
-# Of a file with keys.
+# Largest file with keys.
 _MOST_KEY_BYTES = 1 << 20
 # What vLLM's loader does not take for weights, or not this version of it, and what to do then.
 _FOREIGN_WEIGHTS = {

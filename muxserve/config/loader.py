@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from muxserve.config.checks import check, resolve
-from muxserve.config.earlier import read_earlier
+from muxserve.config.earlier import read_earlier, removed_key
 from muxserve.config.problems import (
     MOST_PROBLEMS,
     FleetError,
@@ -25,7 +25,6 @@ from muxserve.config.problems import (
     format_path,
     shown,
 )
-from muxserve.config.removed import removed_key
 from muxserve.config.schema import Fleet
 from muxserve.config.source import Source, parse_yaml
 from muxserve.config.variables import fill_in

@@ -27,7 +27,7 @@ class Effect(StrEnum):
     FLEET = "fleet"
 
 
-# Of the fleet, and of a model: what is followed while they serve, with all that is below.
+# Keys of the fleet and of a model that are followed while they serve, with all keys below them.
 _FLEET_KEYS = {("tenants",), ("gateway", "api_keys"), ("aliases",)}
 _MEMORY_KEYS = {"min_residence", "turns"}
 _MODEL_KEYS = {"limits", "slo", "replicas", "aliases"}

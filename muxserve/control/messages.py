@@ -19,7 +19,7 @@ class Who(ControlMessage):
 
 
 class Scale(ControlMessage):
-    """Have so many replicas of each of these models."""
+    """Have this number of replicas of each of these models."""
 
     replicas: dict[str, int]
 

@@ -22,7 +22,7 @@ from placement.format import enumerate_words
 
 
 def check_scale(fleet: FleetSpec, replicas: Mapping[str, int]) -> None:
-    """Whether models can be told to have so many replicas.
+    """Whether models can have these numbers of replicas.
 
     Raises:
         ChangeError: a model is unknown, or its number not allowed.

@@ -24,7 +24,7 @@ from placement.format import enumerate_words
 
 log = logging.getLogger(__name__)
 
-# Of one command: a fleet file, and the variables of who sends it.
+# Largest command: a fleet file, and the environment of its sender.
 _MOST_BYTES = 16 << 20
 
 SAME = "the fleet is as the file says"

@@ -132,7 +132,7 @@ class ModelArchitecture:
     each prompt as a whole and keeps no KV.
 
     `max_len` is the longest sequence in tokens that the checkpoint allows; `default_max_len` what it is meant for when
-    nobody asks for more (smaller for longrope models). `dtype` is the checkpoint's own. Of a mixture of experts each
+    nobody asks for more (smaller for longrope models). `dtype` is the checkpoint's own. In a mixture of experts each
     token takes `active_experts` of `experts` and the MLP of width `shared_intermediate` that all share (0: none).
     Each layer has an MLP, unless `mlp_layers` of them are an MLP and nothing else (Nemotron-H). An MLP has
     `mlp_matrices` matrices: 2 if nothing gates it.

@@ -37,7 +37,7 @@ from muxserve.costs.latency import Load
 Sharing = Literal["mps", "time_slices"]
 # Jobs whose shares are more than that together are not separated. Shares are fractions that were rounded.
 WHOLE = 1.0 + 1e-6
-# Of larger teams nothing is measured.
+# Larger teams were not measured.
 _LARGEST_TEAM = 2
 
 

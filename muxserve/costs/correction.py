@@ -35,7 +35,7 @@ PARTS: dict[PhaseName, tuple[str, ...]] = {
 }
 # Standard deviations before anything was measured: of the factor that all parts have in common, and of each part's own.
 _COMMON, _OWN = 0.7, 0.3
-# Of one step beside what the factors explain, and how many steps are remembered.
+# Standard deviation of one step beside what the factors explain, and how many steps are remembered.
 _NOISE, _MEMORY_STEPS = 0.1, 5_000.0
 # A report of more steps counts as so many: their errors are not independent.
 _MOST_STEPS = 8
@@ -47,10 +47,10 @@ _MUCH_CONTEXT = 1 << 30
 
 
 class Correction(msgspec.Struct, frozen=True):
-    """What was learnt of a phase of a model: a factor of each part of the prediction (`PARTS`), measured over predicted
-    seconds of the last steps, and how far a step is from the corrected costs, relatively. `steps` were measured in all,
-    and took `seconds`. `level` is measured over expected seconds of the last steps: what the least squares, which give
-    little weight to single slow steps, leave out of the mean."""
+    """The learnt correction of a phase of a model: a factor of each part of the prediction (`PARTS`), measured over
+    predicted seconds of the last steps, and how far a step is from the corrected costs, relatively. `steps` were
+    measured in all, and took `seconds`. `level` is measured over expected seconds of the last steps: what the least
+    squares, which give little weight to single slow steps, leave out of the mean."""
 
     factors: tuple[float, ...]
     ratio: float

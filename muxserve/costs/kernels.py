@@ -68,8 +68,8 @@ def package_version() -> str:
 
 @dataclass(frozen=True, slots=True)
 class KernelSteps:
-    """What the kernels of an engine's steps take on a whole device, in seconds: a prefill of so many prompts of so many
-    tokens each, and a decode step of so many sequences with so many tokens of context each."""
+    """Seconds of the kernels of an engine's steps on a whole device: of a prefill by the number of prompts and their
+    tokens, of a decode step by the number of sequences and the tokens of their contexts."""
 
     prefill: Step
     decode: Step

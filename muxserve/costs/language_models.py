@@ -106,7 +106,7 @@ TENSORS: dict[str, str | None] = {
     # Layers that propose several tokens.
     "mtp.": None,
 }
-# Of the whole, where the language model does not say it itself.
+# Keys of the whole model, where the language model does not have them itself.
 _SHARED = ("dtype", "torch_dtype", "quantization_config", "compression_config")
 # Where a multi-modal config.json has its language model.
 _ENCODERS = ("vision_config", "audio_config", "vit_config", "audio_encoder_config")

@@ -128,7 +128,7 @@ def non_negative(information: Matrix, vector: Sequence[float]) -> list[float]:
 
 
 def inverse(matrix: Matrix) -> Matrix:
-    """Of a positive definite matrix."""
+    """The inverse of a positive definite matrix."""
     size = len(matrix)
     columns = [_solve(matrix, [1.0 if i == j else 0.0 for i in range(size)]) for j in range(size)]
     return [[columns[j][i] for j in range(size)] for i in range(size)]

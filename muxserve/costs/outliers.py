@@ -2,8 +2,8 @@
 
 Two tests, both robust against what they look for:
 
-* **order**: a step that does more on less of the device cannot be faster. Of every two cells that contradict this by
-  more than `TOLERANCE` one is wrong; the cells with the most contradictions are taken out until none is left.
+* **order**: a step that does more on less of the device cannot be faster. Where two cells contradict this by more than
+  `TOLERANCE`, one is wrong; the cells with the most contradictions are taken out until none is left.
 * **neighbours**: the ratio to the roofline changes slowly over the grid. A cell whose ratio is further from the middle
   one of its neighbours' than `LIMIT` times their spread, and than `LEAST` in any case, is wrong.
 """

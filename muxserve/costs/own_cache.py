@@ -115,7 +115,7 @@ def _compressed(config: Mapping[str, object], sizes: AttentionSizes, layer_types
         + query * width
         + width * output
         + _number(config, "o_groups", 1) * output * sizes.hidden
-        # Of the layers that compress, and choose.
+        # Weights of the layers that compress, and choose.
         + 2 * sizes.hidden * sizes.head_dim
         + query * _number(config, "index_n_heads") * _number(config, "index_head_dim") // 2
     )

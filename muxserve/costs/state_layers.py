@@ -39,6 +39,23 @@ _ATTENTION = {"attention", "full_attention"}
 _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 
+class StateHeads(NamedTuple):
+    """What ranks that split tensors have whole of a layer: `heads`, and `groups` of heads with the same keys. A single
+    group, of `group_inputs` inputs, is on all ranks; 0: it cannot be, and there are at least as many groups as ranks.
+    """
+
+    heads: int = 1
+    groups: int = 1
+    group_inputs: int = 0
+
+    def split_over(self, tp: int) -> bool:
+        """Whether `tp` ranks can share a layer, as in vLLM."""
+        return self.heads % tp == 0 and (self.groups % tp == 0 or (self.groups == 1 and self.group_inputs > 0))
+
+
+_ONE_HEAD = StateHeads()
+
+
 @dataclass(frozen=True)
 class StateLayers:
     """The `count` layers that keep a state of a sequence instead of K and V of its tokens: Mamba-2 (arXiv:2405.21060)
@@ -48,9 +65,6 @@ class StateLayers:
     and a `state` of so many numbers in the type `kept_as` ("": the one that is computed in), which on GPUs is
     `kept_on_gpus`: as stock vLLM has it. Its linear layers have `weights` weights. A token takes `flops` operations on
     the state.
-
-    Ranks that split tensors have whole `heads`, and whole `groups` of heads with the same keys. A single group, of
-    `group_inputs` inputs, is on all of them; 0: it cannot be, and there are at least as many groups as ranks.
     """
 
     count: int
@@ -60,17 +74,11 @@ class StateLayers:
     flops: int
     kept_on_gpus: str = ""
     kept_as: str = "float32"
-    heads: int = 1
-    groups: int = 1
-    group_inputs: int = 0
-
-    def splits_over(self, tp: int) -> bool:
-        """Whether `tp` ranks can share a layer, as in vLLM."""
-        return self.heads % tp == 0 and (self.groups % tp == 0 or (self.groups == 1 and self.group_inputs > 0))
+    heads: StateHeads = _ONE_HEAD
 
     def layer_bytes(self, dtype: str, tp: int = 1) -> int:
         """Bytes of one layer's state of one sequence on each of `tp` ranks when the model is computed in `dtype`."""
-        inputs = self.inputs + self.group_inputs * max(0, tp - self.groups)
+        inputs = self.inputs + self.heads.group_inputs * max(0, tp - self.heads.groups)
         one = (inputs * ITEM_BYTES[dtype] + self.state * ITEM_BYTES[self.kept_as or dtype]) // tp
         return -(-one // STATE_ALIGNMENT) * STATE_ALIGNMENT
 
@@ -150,7 +158,7 @@ def _states(kind: str, config: Mapping[str, object], count: int, hidden: int) ->
         return _delta_net(kind, config, count, hidden), True
     if kind in ("lfm2", "lfm2_moe"):
         inputs = hidden * (_number(config, "conv_L_cache", 3) - 1)
-        return StateLayers(count, inputs, 0, 4 * hidden * hidden, 0, kept_as="", heads=hidden), True
+        return StateLayers(count, inputs, 0, 4 * hidden * hidden, 0, kept_as="", heads=StateHeads(hidden)), True
     if kind in ("mamba", "falcon_mamba", "jamba"):
         return _selective(config, count, hidden), True
     if config.get("attn_type_list") or config.get("layer_group_size"):
@@ -158,7 +166,12 @@ def _states(kind: str, config: Mapping[str, object], count: int, hidden: int) ->
         width = _number(config, "head_dim", hidden // heads)
         return (
             StateLayers(
-                count, 0, heads * width * width, 4 * hidden * heads * width, 4 * heads * width * width, heads=heads
+                count,
+                0,
+                heads * width * width,
+                4 * hidden * heads * width,
+                4 * heads * width * width,
+                heads=StateHeads(heads),
             ),
             True,
         )
@@ -180,8 +193,7 @@ def _delta_net(kind: str, config: Mapping[str, object], count: int, hidden: int)
         # vLLM does not ask Qwen3-Next's for it.
         kept_on_gpus=_kept(config, "mamba_ssm_dtype", "") if kind != "qwen3_next" else "",
         kept_as="float32" if kind in POOLED else _kept(config, "mamba_ssm_dtype", ""),
-        heads=heads,
-        groups=_number(config, "linear_num_key_heads", 16),
+        heads=StateHeads(heads, _number(config, "linear_num_key_heads", 16)),
     )
 
 
@@ -198,8 +210,7 @@ def _delta_attention(config: Mapping[str, object], count: int, hidden: int) -> S
         weights=4 * hidden * inner + 2 * (hidden * width + width * inner) + hidden * heads,
         flops=7 * inner * width,
         kept_on_gpus="float32",
-        heads=heads,
-        groups=heads,
+        heads=StateHeads(heads, heads),
     )
 
 
@@ -216,8 +227,7 @@ def _selective(config: Mapping[str, object], count: int, hidden: int) -> StateLa
         weights=hidden * 2 * inner + inner * (rank + 2 * size) + rank * inner + inner * hidden,
         flops=5 * inner * size,
         kept_as="",
-        heads=inner,
-        groups=inner,
+        heads=StateHeads(inner, inner),
     )
 
 
@@ -246,9 +256,7 @@ def _mamba2(kind: str, config: Mapping[str, object], count: int, hidden: int) ->
         flops=5 * inner * size,
         kept_on_gpus=_kept(config, "mamba_ssm_cache_dtype", "float32") if kind == "nemotron_h" else "",
         kept_as="float32" if pooled else "",
-        heads=heads,
-        groups=groups,
-        group_inputs=2 * size * (convolution - 1),
+        heads=StateHeads(heads, groups, 2 * size * (convolution - 1)),
     )
 
 

@@ -45,7 +45,7 @@ class LayerWork:
         return context - self.windowed * max(0, context - batch * self.window)
 
     def weight_bytes(self, tokens: int) -> float:
-        """Bytes of weights that a step over `tokens` tokens reads, LM head apart. Of the experts only those that some
+        """Bytes of weights that a step over `tokens` tokens reads, LM head apart. It reads only the experts that some
         token is routed to: with even routing a fraction `1 - (1 - active/experts)^tokens` of them."""
         if self.experts <= 1:
             return self.dense_bytes + self.expert_bytes
@@ -71,7 +71,7 @@ def layer_work(architecture: ModelArchitecture, tp: int, dtype: str) -> LayerWor
         raise CostError(f"{a.name}: {a.heads} attention heads cannot be split over {tp} devices")
     item, weight = ITEM_BYTES[dtype], architecture.linear_bytes(dtype)
     local_kv = max(1.0, a.kv_heads / tp)
-    # Of a layer on average, as all weights here.
+    # Weights of a layer on average, as everywhere here.
     mixer, mlps = a.mixer_weights(tp) / a.layers, a.mlps / a.layers
     expert = mlps * a.expert_weights / tp
     lone = a.dense_layers / a.layers * a.mlp_matrices * a.hidden * a.dense_intermediate / tp

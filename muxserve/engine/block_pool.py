@@ -56,7 +56,7 @@ class PooledBlockPool(BlockPool):
         Raises:
             MemoryManagerGone: the memory manager died.
         """
-        # Of a step that failed; blocks that are given back now may soon be another request's.
+        # What a failed step left; blocks that are given back now may soon be another request's.
         self._leave_window()
         need -= len(self._reserved)
         if need <= 0 and not lookups:

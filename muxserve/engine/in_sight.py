@@ -32,7 +32,7 @@ def one_phase(scheduler: Scheduler, phase: Literal["prefill", "decode"], prompts
         # Whoever waits and holds blocks was adopted: its first step here is a decode step.
         scheduler.kv_holding_waiting = create_request_queue(SchedulingPolicy.FCFS)
     else:
-        # Of those that wait, only these.
+        # Only these of the waiting requests are in sight.
         scheduler._pause_state = PauseState.PAUSED_NEW
     try:
         yield

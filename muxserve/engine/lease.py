@@ -51,7 +51,7 @@ class HeldLease:
         self._counts = counts
         self._every_step = every_step
         self._stages = stages
-        # Of the last one; kept when it is dropped.
+        # Number and share of the last lease; kept when it is dropped.
         self.lease_id = 0
         self.share = 0
         self._phase = "both"

@@ -158,8 +158,8 @@ class EngineLoop:
         )
 
     def _connected(self) -> Peer:
-        """Its connection to the unit scheduler, which is told that there is a new engine."""
-        # A restarted unit scheduler knows no engine. What was meant for the one before does it no harm, and may name
+        """Its connection to the unit scheduler, which hears that there is a new engine."""
+        # A restarted unit scheduler knows no engine. Messages to the one before do it no harm, and may name
         # hand-offs that it is to give up.
         name, phase = self.binding.model.name, self.binding.phase
         return Peer(
@@ -272,7 +272,7 @@ class EngineLoop:
             return
         internal = self._requests.add(admit)
         try:
-            blocks = self.scheduler.pool.adopt(admit.adopt) if admit.adopt else None
+            blocks = None if admit.hand_off is None else self.scheduler.pool.adopt(admit.hand_off.key)
         except MemoryManagerError as error:
             self._requests.forget(internal)
             self._send(EngineLost([admit.request_id], f"the prefilled blocks are gone: {error}"))

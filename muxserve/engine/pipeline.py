@@ -86,7 +86,7 @@ class StepPipeline:
         self._open()
 
     def take_stages(self) -> StageSeconds:
-        """Of each stage since the last call; empty without a pipeline."""
+        """The seconds of each stage since the last call; empty without a pipeline."""
         return NO_STAGES if self._clocks is None else self._clocks.take()
 
     def _working(self) -> bool:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.tasks import POOLING_TASKS
-from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
 from muxserve.engine.leased_scheduler import LeasedScheduler
+from muxserve.engine.synthetic import tokens_request
 
 _PROMPT_TOKENS = 8
 # A probe that finds no pages for so long says nothing.
@@ -37,17 +36,9 @@ def probe(core: EngineCore, max_tokens: int, writing: Callable[[], AbstractConte
         task = next(task for task in core.get_supported_tasks() if task in POOLING_TASKS)
         pooling = PoolingParams(task=task)
         pooling.verify(config)
-    request = EngineCoreRequest(
-        request_id="probe",
-        prompt_token_ids=[i % vocabulary for i in range(_PROMPT_TOKENS)],
-        mm_features=None,
-        sampling_params=None if pooling else SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
-        pooling_params=pooling,
-        arrival_time=time.time(),
-        lora_request=None,
-        cache_salt="probe",
-        data_parallel_rank=None,
-    )
+    sampling = None if pooling else SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    prompt = [i % vocabulary for i in range(_PROMPT_TOKENS)]
+    request = tokens_request("probe", prompt, sampling, pooling, cache_salt="probe")
     before, scheduler.alone = scheduler.alone, request.request_id
     holding, scheduler.holding = scheduler.holding, False
     try:

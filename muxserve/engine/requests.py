@@ -41,7 +41,7 @@ class EngineRequests:
         self._scheduler = core.scheduler
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._there: dict[str, AdmittedRequest] = {}
-        # Of each request its last life.
+        # By request id: the internal id of its last life.
         self._last: dict[str, str] = {}
 
     @property
@@ -87,8 +87,8 @@ class EngineRequests:
         request, wave = self._core.preprocess_add_request(wire_request)
         if admit.output_tokens:
             scheduler.resume(request, admit.output_tokens)
-        if blocks is not None:
-            scheduler.adopt(request, blocks, admit.computed_tokens, admit.foreign)
+        if blocks is not None and admit.hand_off is not None:
+            scheduler.adopt(request, blocks, admit.hand_off.computed_tokens, admit.hand_off.foreign)
         try:
             self._core.add_request(request, wave)
         except Exception:

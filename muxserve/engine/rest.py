@@ -20,7 +20,7 @@ class RestOrders:
 
     Args:
         orders: the socket.
-        on_rest: told when the engine rests.
+        on_rest: called when the engine rests.
     """
 
     def __init__(self, orders: socket.socket, on_rest: Callable[[], None]) -> None:

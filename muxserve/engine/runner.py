@@ -91,7 +91,7 @@ class ResumingRunner(Base):
 class PooledLayers(AnyBase):
     """Mixed in before a runner of vLLM, whose layers then keep K and V, latents and states in the shared pool."""
 
-    # Of the model's layers those that keep a state, and where the states are.
+    # The layers that keep a state, by name, and where the states are.
     state_specs: dict[str, MambaSpec]
     states: StateSlots | None = None
     _block_tokens: int
@@ -104,8 +104,8 @@ class PooledLayers(AnyBase):
         """As vLLM's, but a layer with a sliding window keeps the blocks of the whole sequence: all layers share one
         table of blocks. What the layer computes does not change.
 
-        Without the layers that keep a state: of these the scheduler knows no tokens, but so many blocks of each
-        sequence. A block has as many tokens as was planned; vLLM would have made a page as large as a state."""
+        Without the layers that keep a state: the scheduler counts blocks of each sequence for them, and no tokens. A
+        block has as many tokens as was planned; vLLM would have made a page as large as a state."""
         self.cache_config.block_size = self._block_tokens
         self.cache_config.mamba_page_size_padded = None
         specs, self.state_specs = split(super().get_kv_cache_spec())

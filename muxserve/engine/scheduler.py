@@ -51,9 +51,9 @@ def demand_of_step(
     most_entering: int = sys.maxsize,
 ) -> tuple[int, dict[str, list[bytes]]]:
     """Blocks that the next step of `scheduler` can take at most, beside those that its requests have (`held`, by id,
-    and those of their `states`), and the hashes, by prompt, of whose cached blocks nothing is known and which it can
-    use. `found` says how many cached blocks prompts begin with, where that is known. Of those that wait,
-    `most_entering` are looked at."""
+    and those of their `states`), and by prompt the hashes that it can use and whose cached blocks are not known.
+    `found` says how many cached blocks prompts begin with, where that is known. At most `most_entering` waiting
+    requests are looked at."""
     need, budget = 0, scheduler.max_num_scheduled_tokens
     size = scheduler.block_size
     for request in scheduler.running:
@@ -127,8 +127,8 @@ class PhaseScheduler(LeasedScheduler):
         (self._blocks_of,) = coordinator.single_type_managers or (None,)
         if self._blocks_of is not None:
             self._blocks_of._null_block = self.pool.null_block
-        # Tokens that the layers with a window see, where pages behind it are given back; else 0. Of each request: how
-        # many of its first blocks have been.
+        # Tokens that the layers with a window see, where pages behind it are given back; else 0. By
+        # request id: how many of its first blocks have been given back.
         self._window: int = current().model.window if current().model.windowed_layers else 0
         self._behind: dict[str, int] = {}
         self._prefilled: list[Leaving] = []
@@ -239,7 +239,7 @@ class PhaseScheduler(LeasedScheduler):
         self._started.clear()
         self._preempted.clear()
         self.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
-        # Of the images in it nobody knows which the runner has computed.
+        # Nobody knows which of the images in it the runner has computed.
         self.encoder_cache_manager.reset()
         self._in_vain = False
         return ids
@@ -282,7 +282,7 @@ class PhaseScheduler(LeasedScheduler):
             wanted = any(takes_proposals(self.requests[each]) for each in output.num_scheduled_tokens)
             output.num_spec_tokens_to_schedule = self._proposals if wanted else 0
         self._deciding = False
-        # Of those preempted since then the blocks belong to others by now.
+        # The blocks of requests that were preempted since then belong to others by now.
         zeroed = output.new_block_ids_to_zero
         if zeroed:
             output.new_block_ids_to_zero = [each for each in zeroed if self.pool.blocks[each].ref_cnt]

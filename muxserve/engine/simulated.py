@@ -49,7 +49,7 @@ _SHORTEST_SECONDS = 1e-6
 # No engine needs so long for its own work.
 _MOST_BETWEEN = 0.005
 _FIELDS = 2 + len(Load._fields)
-# So many tokens take turns in an answer.
+# Number of different tokens in an answer, which take turns.
 _DIFFERENT = 7
 # In the run directory of a unit with a device of its own.
 DEVICE_FILE = "device"
@@ -60,7 +60,7 @@ _CACHE_BYTES = 64 << 20
 @dataclass(slots=True)
 class _Sequence:
     """A request in this engine: its tokens that are known, the output tokens among them, and whether it goes on behind
-    the end of an answer. Of one that is answered with vectors, what is asked for, and its tokens."""
+    the end of an answer. A request for vectors has what is asked for, and its tokens."""
 
     tokens: int
     output: int
@@ -99,7 +99,7 @@ class SharedDevice:
 class SimulatedWorker(WorkerBase):
     """`worker_cls` of simulated engines."""
 
-    # Of a pipeline: what counts the seconds of its stages, and the micro-batch whose tokens are asked for next.
+    # In a pipeline: what counts the seconds of its stages, and the micro-batch whose tokens are asked for next.
     clocks: StageClocks | None = None
     _begun: Future[None] | None = None
 
@@ -209,7 +209,7 @@ class SimulatedWorker(WorkerBase):
         return output
 
     def _on_device(self) -> SharedDevice:
-        """Made in the engine's own process: the one that it is forked from has others as well."""
+        """The device, opened in the engine's own process: the one that it is forked from has others as well."""
         if self._device is None:
             latency, shape = self._latency_on()
             self._costs = StepCosts(latency.engine(self._architecture(), shape))

@@ -73,7 +73,7 @@ class MadeUpVectors:
 
 
 def _of_steps(params: PoolingParams, prompt: Sequence[int], found: torch.Tensor) -> torch.Tensor:
-    """Of a model that rewards steps: the rows of the tokens that end one, and the columns that are asked for."""
+    """What a model that rewards steps answers: rows of tokens that end a step, columns that are asked for."""
     if params.returned_token_ids:
         found = found[:, params.returned_token_ids]
     if params.step_tag_id is not None:

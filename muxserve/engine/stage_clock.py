@@ -21,7 +21,7 @@ Counts = npt.NDArray[np.int64]
 
 class StageSeconds(NamedTuple):
     """Seconds of each stage: in which it had nothing to compute although something was in flight, and in which it
-    computed. The latter are told when a micro-batch is through the stage."""
+    computed. The latter are counted when a micro-batch is through the stage."""
 
     bubbles: list[float]
     computed: list[float]
@@ -54,14 +54,14 @@ class StageClocks:
         self._told_busy = [0.0] * len(self._told)
 
     def in_flight(self, something: bool) -> None:
-        """Told by the engine after each step: whether a micro-batch is in flight."""
+        """After a step: whether a micro-batch is in flight."""
         now = self._now()
         if self._since is not None:
             self._active += now - self._since
         self._since = now if something else None
 
     def take(self) -> StageSeconds:
-        """Of each stage since the last call."""
+        """The seconds of each stage since the last call."""
         busy = [int(count) / 1e9 for count in self._counts[:, 0]]
         computed = [now - before for now, before in zip(busy, self._told_busy, strict=True)]
         self._told_busy = busy

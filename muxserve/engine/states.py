@@ -52,7 +52,7 @@ class StatefulBlocks(FullAttentionManager):
         self.states: dict[str, list[KVCacheBlock]] = {}
         # Requests that have taken blocks for their states in this step.
         self._fresh: set[str] = set()
-        # Of prompts, by request id: how many of their first blocks are cached, where no snapshot is behind the last of
+        # By request id: how many of the prompt's first blocks are cached, where no snapshot is behind the last of
         # these. Another prompt has begun like them, so that a third may.
         self.junctions: dict[str, int] = {}
 

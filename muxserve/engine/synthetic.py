@@ -10,9 +10,14 @@ from __future__ import annotations
 import os
 import random
 import sys
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
+
+if TYPE_CHECKING:
+    from vllm.pooling_params import PoolingParams
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
 
 _LENGTH_BYTES = 4
 
@@ -32,6 +37,29 @@ class RequestBodies(msgspec.Struct):
     """vLLM's encoding of each request."""
 
     bodies: list[bytes]
+
+
+def tokens_request(
+    request_id: str,
+    prompt: list[int],
+    sampling: SamplingParams | None,
+    pooling: PoolingParams | None = None,
+    cache_salt: str | None = None,
+) -> EngineCoreRequest:
+    """vLLM's request for a prompt of tokens and nothing else."""
+    from vllm.v1.engine import EngineCoreRequest
+
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        mm_features=None,
+        sampling_params=sampling,
+        pooling_params=pooling,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=cache_salt,
+        data_parallel_rank=None,
+    )
 
 
 def frame(message: msgspec.Struct) -> bytes:
@@ -74,24 +102,14 @@ class Encoder:
 
     def make(self, wanted: RequestsWanted) -> RequestBodies:
         from vllm.sampling_params import SamplingParams
-        from vllm.v1.engine import EngineCoreRequest
 
         draw = random.Random(wanted.seed)
         bodies = []
         for number in range(wanted.count):
             params = SamplingParams(temperature=0.0, max_tokens=wanted.max_tokens, ignore_eos=True)
             params.update_from_generation_config({}, None)
-            request = EngineCoreRequest(
-                request_id=f"synthetic-{number}",
-                prompt_token_ids=[draw.randrange(wanted.vocabulary) for _ in range(wanted.prompt_tokens)],
-                mm_features=None,
-                sampling_params=params,
-                pooling_params=None,
-                arrival_time=0.0,
-                lora_request=None,
-                cache_salt=None,
-                data_parallel_rank=None,
-            )
+            prompt = [draw.randrange(wanted.vocabulary) for _ in range(wanted.prompt_tokens)]
+            request = tokens_request(f"synthetic-{number}", prompt, params)
             bodies.append(b"".join(bytes(part) for part in self._encoder.encode(request)))
         return RequestBodies(bodies)
 

@@ -21,7 +21,7 @@ from muxserve.memory import Hibernation
 from muxserve.net.page_cache import read_ahead, write_out
 from muxserve.net.process import trim
 
-# Memory moves in pieces of so many bytes at least: single pages, too. Of a process 6 MiB stay in memory; with pieces of
+# Memory moves in pieces of so many bytes at least: single pages, too. 6 MiB of a process stay in memory; with pieces of
 # 16 KiB 24 MiB would.
 MIN_BYTES = 4 << 10
 # So much of the file system stays free.

@@ -138,7 +138,7 @@ class Gateway:
         changes = ChangeRoutes(
             self.fleet.run_dir, lambda: self._endpoint is not None and bool(self._endpoint.access.keys)
         )
-        shown = self.fleet.gateway.ui
+        shown = self.fleet.gateway.http.ui
         files = page.pages() if shown else {}
         self._endpoint = GatewayApp(
             self.offered.models,

@@ -175,7 +175,7 @@ class GatewayServer(uvicorn.Server):
 
     def __init__(self, endpoint: GatewayApp, on_up: Callable[[], None], room: Room, settings: GatewaySpec) -> None:
         self._tls = settings.tls
-        application: Any = with_cors(endpoint, settings.cors_origins)
+        application: Any = with_cors(endpoint, settings.http.cors_origins)
         super().__init__(
             uvicorn.Config(
                 application,

@@ -63,7 +63,7 @@ class MemoryBalance:
         self._copies, self._resting = message.copies, set(message.resting)
         for name, scheduler in schedulers.items():
             held = message.models.get(name)
-            # What was read of it before it was awake is not what it takes.
+            # Memory that was read before the model was awake is not what it takes.
             whole = scheduler.residence is Residence.AWAKE and scheduler.since < now - message.seconds
             if held is not None and whole:
                 self.policy.sizes.measured(name, held, message.wake_peaks.get(name, 0))

@@ -97,7 +97,8 @@ class ModelScheduler(ModelSchedulerBase):
         """See `ModelSchedulerBase`."""
         key = request_key(peer, place.request_id)
         prefix = keys_of(place.prefix)
-        request = NewRequest(key, place.demand, place.arrival, place.scheduling, place.execution, prefix)
+        service = place.service
+        request = NewRequest(key, place.demand, place.since, service.scheduling, service.execution, prefix)
         self._waits(key, peer, place, now)
         self._scheduler.starting = self._starting(now)
         try:

@@ -99,7 +99,7 @@ class ResidentScheduler(ModelScheduler):
         as waiting whose clients have tokens already; None: as all others."""
         running = self._running()
         self._failed = [until for until in self._failed if now < until]
-        waiting = [asker.since for asker in self._askers.values() if stopped is None or not asker.place.emitted]
+        waiting = [asker.since for asker in self._askers.values() if stopped is None or not asker.place.before]
         # After a start that failed it is tried again later.
         return Standing(
             self.model, self.residence, self.since, running, [] if self._failed else [*waiting, *(stopped or ())], held
@@ -108,14 +108,14 @@ class ResidentScheduler(ModelScheduler):
     @property
     def asked_anew(self) -> bool:
         """Whether it sleeps, and requests wait of which nothing was computed yet."""
-        return self.residence is Residence.ASLEEP and any(not asker.place.emitted for asker in self._askers.values())
+        return self.residence is Residence.ASLEEP and any(not asker.place.before for asker in self._askers.values())
 
     def stopped(self, ttft: float, tpot: float) -> list[StoppedRequest]:
         """The requests that wait for it and were served before, of a model with these objectives, seconds."""
         return [
-            StoppedRequest(asker.since, next_due(asker.place.begun, asker.place.emitted, ttft, tpot))
+            StoppedRequest(asker.since, next_due(before.arrival, before.emitted, ttft, tpot))
             for asker in self._askers.values()
-            if asker.place.emitted
+            if (before := asker.place.before)
         ]
 
     def turn(self, model: TurnModel) -> TurnStanding:
@@ -256,7 +256,7 @@ class ResidentScheduler(ModelScheduler):
         """See `ModelSchedulerBase`."""
         key = request_key(peer, place.request_id)
         # One whose turn was over has been counted.
-        self._news.arrivals += key not in self._askers and not place.emitted
+        self._news.arrivals += key not in self._askers and not place.before
         super().place(peer, place, now)
         if key in self._askers:
             self.changed = True

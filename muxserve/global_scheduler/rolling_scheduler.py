@@ -300,8 +300,8 @@ class RollingModelScheduler(ModelSchedulerBase):
         """Place the request of somebody who asks, or have it wait, or refuse it."""
         place = self._askers[key].place
         try:
-            self.rules.levels[place.execution]
-            rank = self.rules.levels[place.scheduling].rank
+            self.rules.levels[place.service.execution]
+            rank = self.rules.levels[place.service.scheduling].rank
         except PriorityError as error:
             self._answer(key, str(error), late=False)
             return
@@ -312,9 +312,9 @@ class RollingModelScheduler(ModelSchedulerBase):
             else:
                 self._refuse_too_long(key, place.demand)
             return
-        tokens = place.tokens or place.demand
+        tokens = place.demand - 1
         promised = promise(tokens, place.max_tokens, largest, self._answers.expected)
-        arrival = min(now, place.arrival)
+        arrival = min(now, place.since)
         demand = PrefillDemand(key, self._rolling.prefill_seconds(tokens), promised, arrival, rank)
         if self._scaler is not None:
             self._scaler.came(key, arrival)

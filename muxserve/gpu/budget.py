@@ -18,7 +18,7 @@ from placement.memory import MemoryRules, activation_bytes, weight_bytes
 _MIB = 1 << 20
 # Pools are a multiple of this, the granularity of the driver's memory on all GPUs so far.
 GRANULARITY = 2 * _MIB
-# Of a GPU's memory, for engines that stay while their models sleep.
+# Part of a GPU's memory for engines that stay while their models sleep.
 RESTING_PART = 0.5
 # What a weight holder says while others load and measure: they do so one after another.
 WAITING = "waiting for the GPU"
@@ -128,8 +128,8 @@ def budget(
     Args:
         gpu: its name, for people.
         total_bytes: its memory.
-        others_bytes: what was taken before anything of ours ran; if it is more than `rules` leave free, the rest is
-            ours to lose.
+        others_bytes: bytes that were taken before anything of ours ran; if it is more than `rules` leave free, the rest
+            is ours to lose.
         needs: of every model of the unit, on this GPU.
         page_bytes: of the smallest page of the unit's pools; each page takes an entry of a page table in every
             engine of a model, too.

@@ -126,7 +126,7 @@ def place_of(found: GpuMachine, packages: Mapping[str, str]) -> ProbedMachine:
 
 
 def remembered(place: ProbedMachine, file: Path | None = None) -> Findings | None:
-    """What was found at `place`; None if nothing was, or not with these GPUs, this driver, these packages."""
+    """The findings at `place`; None if there are none with these GPUs, this driver and these packages."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
         found = msgspec.json.decode((file or default_file()).read_bytes(), type=Findings)
         if covers(found.place, place):

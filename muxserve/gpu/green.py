@@ -6,8 +6,8 @@ begins where it is told to.
 
 A thread can have several of which one is current. Memory, modules, events and handles of libraries are those of the
 device's primary context in all of them; streams and what is captured from streams belong to one. Work of the default
-stream goes to that of the current context, so that a switch needs nothing of those who launch; but what was launched
-before and after it has no order of its own, and the switch waits for what was before.
+stream goes to that of the current context, so that a switch needs nothing of those who launch; but work that
+was launched before and after it has no order of its own, and the switch waits for the earlier work.
 """
 
 from __future__ import annotations

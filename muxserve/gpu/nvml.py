@@ -1,6 +1,6 @@
 """What GPUs a machine has and what they are doing, by NVML (package nvidia-ml-py).
 
-Everything that can go wrong is told in words, and a GPU that cannot be asked does not hide the others.
+Every failure has its words, and a GPU that cannot be asked does not hide the others.
 """
 
 from __future__ import annotations
@@ -40,8 +40,25 @@ class GpuProcess:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuActivity:
+    """What runs on a GPU. `utilisation` is the part of the last second in which a kernel ran, None where it is not
+    known."""
+
+    utilisation: float | None = None
+    processes: tuple[GpuProcess, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GpuModes:
+    """How a GPU is set: whether it is divided (MIG), and which processes may compute on it."""
+
+    mig: bool = False
+    compute: str = "default"
+
+
+@dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU now. `utilisation` is the part of the last second in which a kernel ran, None where it is not known.
+    """One GPU now.
 
     `fault` says in words why it cannot be used (lost, uncorrectable memory errors); what is not known is 0 or empty.
     """
@@ -51,11 +68,8 @@ class Gpu:
     name: str
     memory_bytes: int = 0
     used_bytes: int = 0
-    utilisation: float | None = None
-    processes: tuple[GpuProcess, ...] = ()
-    mig: bool = False
-    compute_mode: str = "default"
-    capability: tuple[int, int] = (0, 0)
+    activity: GpuActivity = GpuActivity()
+    modes: GpuModes = GpuModes()
     fault: str = ""
 
     @property
@@ -155,11 +169,11 @@ def _gpu(nvml: Nvml, index: int) -> Gpu:
         name=name,
         memory_bytes=int(memory.total),
         used_bytes=int(memory.used),
-        utilisation=utilisation,
-        processes=_processes(nvml, handle),
-        mig=bool(_ask(nvml, (0, 0), lambda: nvml.nvmlDeviceGetMigMode(handle))[0]),
-        compute_mode=_COMPUTE_MODES.get(_ask(nvml, 0, lambda: nvml.nvmlDeviceGetComputeMode(handle)), "unknown"),
-        capability=_ask(nvml, (0, 0), lambda: tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))),
+        activity=GpuActivity(utilisation, _processes(nvml, handle)),
+        modes=GpuModes(
+            bool(_ask(nvml, (0, 0), lambda: nvml.nvmlDeviceGetMigMode(handle))[0]),
+            _COMPUTE_MODES.get(_ask(nvml, 0, lambda: nvml.nvmlDeviceGetComputeMode(handle)), "unknown"),
+        ),
         fault=_memory_fault(nvml, handle),
     )
 
@@ -281,8 +295,8 @@ def _named(found: GpuMachine, ids: Sequence[int | str]) -> tuple[Gpu, ...]:
 def _unusable(gpu: Gpu) -> str:
     if gpu.fault:
         return gpu.fault
-    if gpu.mig:
+    if gpu.modes.mig:
         return "it is divided by MIG; switch that off (nvidia-smi -mig 0)"
-    if gpu.compute_mode == "prohibited":
+    if gpu.modes.compute == "prohibited":
         return "its compute mode forbids computing (nvidia-smi -c 0 allows it)"
     return ""

@@ -55,10 +55,10 @@ def settle(
         return sharing, [*notes, *([PERCENTAGES_NOTE] if sharing == "mps" else [])]
     if wish == "on":
         raise SharingError(f"cluster.mps is on, but MPS does not work here: {why_not}")
-    exclusive = [gpu for gpu in gpus if gpu.compute_mode.startswith("exclusive")]
+    exclusive = [gpu for gpu in gpus if gpu.modes.compute.startswith("exclusive")]
     if exclusive:
         raise SharingError(
-            f"GPU {exclusive[0].index} lets one process compute only ({exclusive[0].compute_mode}), and MPS cannot be "
+            f"GPU {exclusive[0].index} lets one process compute only ({exclusive[0].modes.compute}), and MPS cannot be "
             f"used: {why_not}; `nvidia-smi -c 0` allows several"
         )
     if wish == "auto" and sharing != "off":

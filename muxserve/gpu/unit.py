@@ -47,7 +47,7 @@ from placement.memory import MemoryRules
 MOST_CLIENTS = 48
 # Bytes of a page that nobody takes.
 LEAST_PAGE = 1 << 12
-# Of what may be used of a GPU's memory, the pools have so much at least where models come and go in the remainder.
+# Least part of a GPU's usable memory that the pools have where models come and go in the remainder.
 LEAST_POOL_PART = 0.05
 
 
@@ -163,7 +163,7 @@ class GpuUnit:
 
     @property
     def _keepers_in_mps(self) -> bool:
-        exclusive = any(gpu.compute_mode.startswith("exclusive") for gpu in self.gpus)
+        exclusive = any(gpu.modes.compute.startswith("exclusive") for gpu in self.gpus)
         return exclusive or "keepers_in_mps" in self.fallbacks
 
     @property
@@ -616,8 +616,8 @@ def resized(unit_spec: UnitSpec, unit: UnitPlan) -> UnitSpec:
         msgspec.structs.replace(
             model,
             pool=plan.pool,
-            block_tokens=plan.block_tokens,
-            num_blocks=plan.num_blocks,
+            block_tokens=plan.table.block_tokens,
+            num_blocks=plan.table.num_blocks,
             quota_pages=plan.quota_pages,
             floor_pages=plan.floor_pages,
             max_len=plan.max_len,

@@ -32,7 +32,7 @@ def states(unit_spec: UnitSpec, machine: GpuMachine) -> list[dict[str, object]]:
                 "memory_bytes": gpu.memory_bytes if gpu else None,
                 "used_bytes": gpu.used_bytes if gpu else None,
                 "pool_bytes": pool_bytes,
-                "utilization": gpu.utilisation if gpu else None,
+                "utilization": gpu.activity.utilisation if gpu else None,
                 "fault": gpu.fault if gpu else machine.why_none or "it is no longer there",
             }
         )

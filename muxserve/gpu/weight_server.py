@@ -45,7 +45,8 @@ class WeightServer:
         path: of the socket; what somebody left there is replaced.
         fingerprint: what an asker must have in common with `weights`.
         weights: what is handed out; None until somebody has these kept.
-        on_lost: told (in the thread) why what was kept has been lost. Without it nothing is taken to be kept.
+        on_lost: called (in the thread) with why the kept weights have been lost. Without it nothing is taken to be
+            kept.
         copy: what is known of the weights in the host's memory, for who copies them back; another one that comes with
             what is kept takes its place. `close` leaves it to the caller.
     """

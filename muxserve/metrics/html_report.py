@@ -21,7 +21,7 @@ from muxserve.metrics.summary import CURVE, Distribution, Summary
 from muxserve.metrics.tables import comparison, model_columns, model_rows, seconds_words
 
 _LATENCIES = {"ttft": "time to first token", "tpot": "time per output token", "latency": "end-to-end latency"}
-# Of requests within their objectives; fewer are marked.
+# Share of requests within their objectives; a smaller one is marked.
 _GOOD = 0.95
 
 

@@ -34,8 +34,9 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of all requests, or of one model's. Tokens and latencies are of completed requests; rates are per second of
-    `seconds`, the span of the whole run, for one model as for all, and None where that is 0: nothing was measured then.
+    """Figures of all requests, or of one model's. Tokens and latencies are of completed requests; rates are per second
+    of `seconds`, the span of the whole run, for one model as for all, and None where that is 0: nothing was measured
+    then.
 
     `latency_per_token` is the latency divided by the output tokens. `slo` holds the share of all requests that met the
     models' objectives (ttft, tpot, all). `attainment` holds for each criterion (latency, ttft_tpot) the share of all

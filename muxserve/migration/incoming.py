@@ -240,7 +240,7 @@ class Incoming:
         if arrival.key:
             return
         there = shape.state_blocks < count <= arrival.until and arrival.written == arrival.writes
-        if request.model != arrival.model or not there:
+        if request.request.model != arrival.model or not there:
             self._refuse(arrival, f"{count} blocks were to be handed over, and {arrival.until} are here")
             return
         try:
@@ -315,7 +315,7 @@ class Incoming:
                     self._end(arrival)
         self._show()
 
-    def wakeup(self, now: float) -> float:
+    def wakeup(self) -> float:
         """When `tick` is due although nothing happened."""
         due = math.inf
         for arrival in self.arrivals.values():

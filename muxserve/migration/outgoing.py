@@ -128,7 +128,7 @@ class Outgoing:
             self._enter(move, MoveState.COMMITTING, now)
             self._tell(move, PeerCommit(move.move, message.request), now)
 
-    def abort(self, message: MoveAbort, now: float) -> None:
+    def abort(self, message: MoveAbort) -> None:
         """The unit scheduler wants the move undone. Once handed over, it is not in our hands."""
         move = self.moves.get(message.move)
         if move is not None and move.state is not MoveState.COMMITTING:
@@ -160,7 +160,7 @@ class Outgoing:
             case PeerRefused():
                 self._end(move, tell_peer=False, reason=message.reason, uncertain=message.uncertain)
 
-    def peer_lost(self, address: str, reason: str, now: float) -> None:
+    def peer_lost(self, address: str, reason: str) -> None:
         """Nobody is at `address` any more."""
         for move in [m for m in self.moves.values() if m.address == address]:
             # It may have handed over the request of an earlier order.

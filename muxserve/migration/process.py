@@ -90,7 +90,7 @@ class Migrator:
         """Serve until SIGTERM."""
         while True:
             now = time.monotonic()
-            due = min(self._outgoing.wakeup(now), self._incoming.wakeup(now), self._memory_at, self._tidy_at)
+            due = min(self._outgoing.wakeup(now), self._incoming.wakeup(), self._memory_at, self._tidy_at)
             ready = self._loop.wait(now if self._migrators.failed else due)
             if ready is None:
                 return
@@ -156,7 +156,7 @@ class Migrator:
         for address, message in self._migrators.messages(ready):
             handle(message, address, self._outgoing.heard, address, message, now)
         for address, reason in self._migrators.lost(ready):
-            self._outgoing.peer_lost(address, reason, now)
+            self._outgoing.peer_lost(address, reason)
         if self._unit.socket in ready:
             for message in self._unit.messages():
                 handle(message, self._unit.at.name, self._of_unit, message, now)
@@ -176,7 +176,7 @@ class Migrator:
             case MoveCommit():
                 self._outgoing.commit(message, now)
             case MoveAbort():
-                self._outgoing.abort(message, now)
+                self._outgoing.abort(message)
             case TakenOver():
                 self._incoming.taken_over(message)
             case _:

@@ -16,7 +16,7 @@ import msgspec
 
 M = TypeVar("M")
 
-# Of each kind one line is logged, then none for so long.
+# After a line about one kind of message no other is logged for so many seconds.
 QUIET_SECONDS = 10.0
 
 

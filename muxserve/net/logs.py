@@ -34,7 +34,7 @@ MOST_BYTES = 64 << 20
 KEPT = 3
 _LOOK_SECONDS = 10.0
 
-# Of the HTTP request that a task works for; empty elsewhere.
+# The id of the HTTP request that a task works for; empty elsewhere.
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 

@@ -12,7 +12,7 @@ from muxserve.spec.unit import WEIGHT_FILES
 
 # Kernels read no more for one call than they would read ahead by themselves: by default 128 KiB, often some MiB.
 _STEP_BYTES = 128 << 10
-# Of sync_file_range(2): write what is not being written yet, and do not wait for it.
+# Flag of sync_file_range(2): write what is not being written yet, and do not wait for it.
 _WRITE = 2
 # A call waits until the disk has taken its orders, on a slow disk almost until they are carried out.
 _WRITE_BYTES = 16 << 20

@@ -13,7 +13,7 @@ from muxserve.cluster.machine import this_machine
 from muxserve.config import Fleet, load_fleet
 from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.costs.slower import Slower
-from muxserve.planning.candidates.dedicated_units import divide_cpu, divide_gpus, is_alone, open_units
+from muxserve.planning.candidates.dedicated_units import divide_gpus, open_units
 from muxserve.planning.candidates.device_pool import CpuPool, cpu_pool
 from muxserve.planning.candidates.layouts import NoPlaceError
 from muxserve.planning.candidates.mixed import alternatives, unit_ways
@@ -67,7 +67,7 @@ _LONGER, _SPARE = 3, 1.25
 _HALVINGS = 2
 
 
-# What `muxserve plan` does unless it is told otherwise, which is also what `muxserve simulate` places by.
+# Defaults of `muxserve plan`, by which `muxserve simulate` places as well.
 SEARCH_SECONDS = 10.0
 ATTAINMENT = 0.95
 NO_SLEEPING = "--workload is for models that sleep: give the fleet `memory:` and one unit, or GPUs (--gpus)"
@@ -179,7 +179,7 @@ class Planner:
         """A plan for a cluster. Baselines know nothing but models of two engines."""
         demands = self._demands(cluster)
         made = self._place(demands, cluster)
-        if self.options.mode != "muxserve" or not any(map(is_alone, self.fleet.models)):
+        if self.options.mode != "muxserve" or not any(model.has_own_unit for model in self.fleet.models):
             found = self._best(made, demands, cluster)
         else:
             divided = divide_gpus(self.fleet, demands, made, self._surroundings(), self.latency)
@@ -446,9 +446,8 @@ class Planner:
         resolved, own = load_fleet(self.file), self.fleet.cluster
         demands = self._demands()
         pool = cpu_pool(this_machine(), own.cores, self.fleet.kv_pool.size, own.ranks)
-        found = divide_cpu(self.fleet, demands, pool, self.latency)
         try:
-            made = plan_this_machine(resolved, demands, found, pool, self.latency, self.options.objective)
+            made = plan_this_machine(resolved, demands, pool, self.latency, self.options.objective)
         except ValueError as error:
             raise UsageError(str(error)) from None
         check_lengths(self.fleet, made.demands)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -42,15 +42,24 @@ def settings(requests: int, longest: int, full_graphs: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Requests with so many tokens in the cache, that compute so many new ones."""
+    """Requests, by the tokens that each has in the cache, and the `new` tokens that it computes."""
 
     contexts: tuple[int, ...]
     new: tuple[int, ...]
 
 
+class PoolPages(NamedTuple):
+    """Pages of `pool` [pages, 1, block, 2*dim] from page `first` on; without a pool those of one to be made."""
+
+    pool: torch.Tensor | None = None
+    first: int = 0
+
+
+_NEW_POOL = PoolPages()
+
+
 class FoldedAttention:
-    """Builder and attention class of the CUDA engine over pages in random order: of a pool of its own, or of `pool`
-    [pages, 1, block, 2*dim] from page `first_page` on. With `sinks` each layer has its own."""
+    """Builder and attention class of the CUDA engine over `pages` in random order. With `sinks` each layer has one."""
 
     def __init__(
         self,
@@ -61,13 +70,12 @@ class FoldedAttention:
         layers: int,
         dtype: torch.dtype,
         device: str = DEVICE,
-        pool: torch.Tensor | None = None,
-        first_page: int = 0,
+        pages: PoolPages = _NEW_POOL,
         sinks: bool = False,
     ) -> None:
         self.heads, self.kv_heads, self.dim, self.block, self.layers = heads, kv_heads, dim, block, layers
         self.dtype, self.device = dtype, torch.device(device)
-        self.pool, self.first_page = pool, first_page
+        self.pages = pages
         self.generator = torch.Generator().manual_seed(1)
         self.sinks: list[torch.Tensor | None] = [None] * layers
         if sinks:
@@ -97,12 +105,12 @@ class FoldedAttention:
         longest = max(c + n for c, n in zip(batch.contexts, batch.new, strict=True))
         blocks = 1 + len(batch.new) * -(-longest // self.block)
         pages = blocks * self.layers * self.kv_heads
-        order = self.first_page + torch.randperm(pages, generator=self.generator).to(torch.int32)
+        order = self.pages.first + torch.randperm(pages, generator=self.generator).to(torch.int32)
         table = order.view(blocks, self.layers, self.kv_heads).clone()
         table[0] = -1
-        pool = self.pool
+        pool = self.pages.pool
         if pool is None:
-            shape = (self.first_page + pages, 1, self.block, 2 * self.dim)
+            shape = (self.pages.first + pages, 1, self.block, 2 * self.dim)
             pool = torch.zeros(shape, dtype=self.dtype, device=self.device)
         builder, impls = self._engine(table.to(self.device), longest, len(batch.new), replayed)
         ids = 1 + torch.arange(blocks - 1).view(len(batch.new), -1)
@@ -258,57 +266,3 @@ class FoldedAttention:
                 attended = torch.cat([scores, nothing], dim=-1).softmax(-1)[..., :-1] @ v
             found.append(attended.transpose(0, 1))
         return torch.cat(found)
-
-
-RANK, ROPE = 512, 64
-
-
-def decoded_from_latents(
-    lengths: Sequence[int], heads: int, layers: int, block: int, dtype: torch.dtype, device: str = DEVICE
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A decode step with latent attention over pages in random order, one request for each length: what the CUDA engine
-    computes and plain attention, [layers, requests, heads, rank] each."""
-    from muxserve.engine.cuda.latent import PooledLatentImpl
-    from muxserve.engine.cuda.tables import FoldedTables, TableShape
-
-    on = torch.device(device)
-    generator = torch.Generator().manual_seed(1)
-    requests, longest = len(lengths), max(lengths)
-    columns = -(-longest // block)
-    ids = 1 + torch.arange(requests * columns, dtype=torch.int32).view(requests, columns)
-    pages = (1 + ids.numel()) * layers
-    table = torch.randperm(pages, generator=generator).to(torch.int32).view(-1, layers, 1).to(on)
-    tables = FoldedTables(TableShape(layers, requests, columns), block, on)
-    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=on)
-    tables.begin(table, ids.to(on), seq_lens, requests, longest, head_major=False)
-    pool = torch.zeros((pages, block, RANK + ROPE), dtype=dtype, device=on)
-    places = [(r, p) for r, length in enumerate(lengths) for p in range(length)]
-    slots = torch.tensor([int(ids[r, p // block]) * block + p % block for r, p in places], device=on)
-    whole = SimpleNamespace(_k_scale=torch.ones((), device=on))
-    found = []
-    for layer in range(layers):
-        impl = PooledLatentImpl.__new__(PooledLatentImpl)
-        multiprocessors = torch.cuda.get_device_properties(on).multi_processor_count if on.type == "cuda" else 1
-        values = {"kv_lora_rank": RANK, "scale": (RANK + ROPE) ** -0.5, "_sm_count": multiprocessors}
-        for name, value in {**values, "page_table": table, "layer_index": layer, "dcp_world_size": 1}.items():
-            setattr(impl, name, value)
-
-        def some(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator).to(dtype).to(on)
-
-        latents, query = some(len(places), RANK + ROPE), some(requests, heads, RANK + ROPE)
-        impl.do_kv_cache_update(latents[:, :RANK], latents[:, None, RANK:], pool, slots, "auto", whole._k_scale)
-        meta: Any = SimpleNamespace(
-            decode=SimpleNamespace(block_table=None, seq_lens=seq_lens),
-            num_decodes=requests,
-            max_seq_len=longest,
-            causal=True,
-            tables=tables,
-        )
-        output, _ = impl.forward_mqa(query, pool, meta, whole)
-        rows = torch.split(latents.float(), list(lengths))
-        scores = [(q.float() @ each.T * impl.scale).softmax(-1) for q, each in zip(query, rows, strict=True)]
-        plain = torch.stack([s @ each[:, :RANK] for s, each in zip(scores, rows, strict=True)])
-        found.append((output, plain))
-    outputs, expected = zip(*found, strict=True)
-    return torch.stack(outputs), torch.stack(expected)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from muxserve.probes.attention import DEVICE, AttentionBatch, FoldedAttention
+from muxserve.probes.attention import DEVICE, AttentionBatch, FoldedAttention, PoolPages
 
 HEADS, KV_HEADS, DIM, BLOCK, LAYERS = 8, 4, 64, 16, 2
 _WIDE = 4
@@ -56,7 +56,7 @@ def same_steps(
     """Steps of a phase of `BATCHES` on up to 2,000 pages of `pool` [pages, 1, BLOCK, 2*DIM] from `first_page` on."""
     batch = BATCHES[phase]
     folded = FoldedAttention(
-        HEADS, KV_HEADS, DIM, block=BLOCK, layers=LAYERS, dtype=dtype, device=device, pool=pool, first_page=first_page
+        HEADS, KV_HEADS, DIM, block=BLOCK, layers=LAYERS, dtype=dtype, device=device, pages=PoolPages(pool, first_page)
     )
     attend, expected = folded.repeated(batch)
     multiply, product = _products(sum(batch.new), device, dtype)

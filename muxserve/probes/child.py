@@ -250,7 +250,7 @@ def _green_part(phase: str, part: float) -> ContextSet:
     return ContextSet(driver, [make_context(driver, device, division, where)])
 
 
-# So many times as long as for marks: milliseconds, beside which launching them is nothing.
+# Factor on the time of kernels that mark: milliseconds, beside which launching them is nothing.
 _TIMED = 60
 _SIDE_BY_SIDE = 1.5
 _MEASURABLE = 2e-3

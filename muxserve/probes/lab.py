@@ -33,7 +33,7 @@ from muxserve.probes.shape import AttentionShape
 CHILD = (sys.executable, "-m", "muxserve.probes.child")
 # Importing torch and making a context take some seconds, compiling kernels some more.
 LIMIT = 120.0
-# So many times that for what the CUDA toolkit compiles.
+# Factor on that limit for probes whose kernels the CUDA toolkit compiles.
 _COMPILES = 5
 _TOLERANCE = 0.15  # of a share of SMs, which GPUs divide only so finely
 _SAID = 400
@@ -443,7 +443,8 @@ def _side_by_side(lab: Lab, shares: Sequence[tuple[str, int | None, float | None
     )
 
 
-# Of the largest value. bfloat16 has a step of 2^-8 at 1, and a sum of thousands of products comes to a few of them.
+# Part of the largest value. bfloat16 has a step of 2^-8 at 1, and a sum of thousands of products comes to a few of
+# them.
 _MOST_SHAPE_ERROR = 3e-2
 
 
@@ -468,7 +469,7 @@ def shapes_probe(shapes: Mapping[int, Sequence[AttentionShape]]) -> Probe:
     return Probe(SHAPES, attempt, "no_percentages")
 
 
-# Of some thousand draws of a token that has half of the probability, a share deviates by less than a third of this.
+# The share of a token that has half of the probability deviates by less than a third of this in some thousand draws.
 _MOST_DIFFERENCE = 0.03
 
 

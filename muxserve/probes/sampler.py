@@ -23,7 +23,7 @@ _LIMITS: Sequence[tuple[int | None, float | None]] = ((3, None), (None, 0.9), (5
 
 @dataclass(frozen=True)
 class SamplerBatch:
-    """So many rows are sampled in one call, so many times."""
+    """Each of `calls` calls samples `rows` rows."""
 
     rows: int
     calls: int

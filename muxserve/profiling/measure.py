@@ -106,7 +106,7 @@ class Session:
         return found
 
     def share(self, threads: int) -> float:
-        """Of the cores."""
+        """The part of the cores that `threads` threads have."""
         return round(min(1.0, threads / self.unit_spec.cores), 4)
 
     def pair_jobs(self, threads: int) -> list[tuple[tuple[int, PairedJob], tuple[int, PairedJob]]]:

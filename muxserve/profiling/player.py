@@ -144,8 +144,7 @@ class Player:
             self._reply_to,
             body,
             hand_over.output_tokens,
-            hand_over.key,
-            hand_over.computed_tokens,
+            wire.HandOff(hand_over.key, hand_over.computed_tokens),
         )
 
     async def send(self, line: PlayedEngine, message: wire.Message) -> None:

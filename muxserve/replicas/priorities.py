@@ -9,12 +9,27 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 NORMAL = "normal"
 HIGH = "high"
 AUTO: Literal["auto"] = "auto"
 # Llumnix's target load for its high level, of LLaMA-7B on an A10. Where a latency model is at hand, it says what the
 # same is elsewhere (`costs.target_load`).
 TARGET_LOAD = 1600
+
+
+class ServiceClass(msgspec.Struct, omit_defaults=True, gc=False, frozen=True):
+    """How a request is served among others. `priority` follows vLLM: lower is served earlier. `scheduling` and
+    `execution` name the request's levels; the gateway has put the rank of the former into `priority`. Prompts and
+    choices that a client asked for at once are of one `group`. Service is fair among tenants, by their `weight`."""
+
+    priority: int = 0
+    scheduling: str = NORMAL
+    execution: str = NORMAL
+    group: str = ""
+    tenant: str = ""
+    weight: float = 1.0
 
 
 class PriorityError(ValueError):

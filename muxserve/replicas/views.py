@@ -38,7 +38,6 @@ class InstanceView:
 
     name: str
     capacity: int
-    model: str = ""
     running: Sequence[RequestView] = ()
     waiting: Sequence[RequestView] = ()
     reserved: int = 0
@@ -54,7 +53,6 @@ class InstanceView:
         return InstanceLoad(
             name=self.name,
             capacity=self.capacity,
-            model=self.model,
             used=self.reserved + sum(request.usage for request in self.running),
             running=len(self.running),
             waiting=len(self.waiting),

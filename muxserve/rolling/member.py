@@ -188,8 +188,8 @@ class MacroMember:
     # ------------------------------------------------------------ events
 
     def admitted(self, request_id: str, tokens: int, prefill_seconds: float, now: float) -> None:
-        """A request was sent there. The first one after a decode phase opens the prefill window. What was there under
-        the same id is its former life, which is over.
+        """A request was sent there. The first one after a decode phase opens the prefill window. A request of
+        the same id that was there is its former life, which is over.
 
         Args:
             tokens: KV that it holds in the end at most.

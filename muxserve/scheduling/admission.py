@@ -60,8 +60,8 @@ def admissible(
 
 def entering(ledger: UnitLedger, model: ModelState, limit: int | None = None) -> Admission | None:
     """What may enter the engine of both phases of `model`, beside its sequences: prompts that its steps will take soon,
-    as many as `ModelProfile.waiting_tokens` says."""
-    return admissible(ledger, model, limit, ahead=True, most=model.profile.waiting_tokens)
+    as many as `EngineSetup.waiting_tokens` says."""
+    return admissible(ledger, model, limit, ahead=True, most=model.profile.engines.waiting_tokens)
 
 
 def head_fits(ledger: UnitLedger, model: ModelState, limit: int | None = None) -> bool:

@@ -49,4 +49,4 @@ class Free(Policy):
 
 def _share(model: ModelState, engine: EngineState) -> int:
     """The share that the engine computes on: everything, where it can change its share."""
-    return WHOLE if model.profile.elastic else engine.share
+    return WHOLE if model.profile.engines.elastic else engine.share

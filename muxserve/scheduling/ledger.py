@@ -70,12 +70,12 @@ class UnitLedger:
         return new
 
     def _enter_model(self, profile: ModelProfile) -> ModelState:
-        if profile.pool not in self.pools:
-            raise ValueError(f"model {profile.name!r} names the unknown pool {profile.pool!r}")
-        model = ModelState(len(self.models), profile, self.pools[profile.pool])
+        if profile.kv.pool not in self.pools:
+            raise ValueError(f"model {profile.name!r} names the unknown pool {profile.kv.pool!r}")
+        model = ModelState(len(self.models), profile, self.pools[profile.kv.pool])
         self.models.append(model)
         self.by_name[profile.name] = model
-        if profile.pages_per_block:  # others have no part in it
+        if profile.kv.pages_per_block:  # others have no part in it
             model.pool.models.append(model)
         return model
 
@@ -400,7 +400,7 @@ class UnitLedger:
         model.fresh.clear()
 
     def stepped(self, name: str, phase: Phase, done: StepsDone, now: float) -> None:
-        """An engine reports steps. To be told after what they finished, handed over, prefilled and returned.
+        """An engine reports steps. Comes after the requests that they finished, handed over, prefilled and returned.
 
         Whatever is left, a lease is over when the engine is empty or the time is up. A step that computed nothing with
         requests at hand means that they wait for pages (or a grammar): the engine is tried again after a short while,
@@ -435,8 +435,8 @@ class UnitLedger:
 
     @staticmethod
     def _worked(model: ModelState, done: StepsDone) -> None:
-        """An engine of both phases has run steps. Those of two leases may be told together: then the last one did
-        nothing but prefill, since these are told one by one."""
+        """An engine of both phases has run steps. A report may have those of two leases: then the last one did nothing
+        but prefill, since such steps are reported one by one."""
         engine, prefills = model.decode, model.decode.prefills
         assert prefills is not None
         seconds, steps = done.seconds - done.prefill_seconds, done.steps

@@ -85,7 +85,6 @@ def view_of(
     return InstanceView(
         name=load.name,
         capacity=load.capacity,
-        model=model.name,
         running=running,
         waiting=[RequestView("", demand=load.head_demand, queued=True)] if load.waiting else [],
         # Negative where requests share blocks: what they hold together is less than the sum.

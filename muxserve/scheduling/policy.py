@@ -94,7 +94,7 @@ class Policy(ABC):
     ) -> Grant:
         """A lease for the decode engine, which takes in everything handed over to it. `steps` overrides its length."""
         engine = model.decode
-        length = self.quanta.decode(engine.step_seconds, contended, model.profile.depth)
+        length = self.quanta.decode(engine.step_seconds, contended, model.profile.engines.depth)
         return Grant(
             model.name,
             engine.phase,

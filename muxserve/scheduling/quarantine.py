@@ -19,10 +19,10 @@ import msgspec
 
 from muxserve.wire import Cause, Failures
 
-# A suspect was in the batch at so many crashes, or so many failures of either kind.
+# Crashes, or failures of either kind, at which a suspect was in the batch.
 SUSPECT_CRASHES = 2
 SUSPECT_FAILURES = 3
-# Alone, it takes one crash to tell, or so many kills.
+# A request that was computed alone is the culprit after one crash, or this many kills.
 CULPRIT_KILLS = 3
 # A suspect is cleared when it has decoded alone for so many steps; twice as many each time it was cleared before.
 PROBATION_STEPS = 16

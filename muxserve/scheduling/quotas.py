@@ -35,9 +35,10 @@ class Claim:
 def demand_weight(profile: ModelProfile) -> float:
     """Pages per second of load: rate x blocks of a request x layers x KV heads, where the blocks are tokens / tokens
     per block and those of its states; without what is given back behind a window."""
-    blocks = profile.tokens / profile.block_tokens + profile.state_blocks
-    behind = max(0.0, profile.tokens - profile.window) / profile.block_tokens * profile.windowed_pages
-    return profile.rate * (blocks * profile.pages_per_block - behind)
+    kv = profile.kv
+    blocks = profile.tokens / kv.block_tokens + kv.state_blocks
+    behind = max(0.0, profile.tokens - kv.window) / kv.block_tokens * kv.windowed_pages
+    return profile.rate * (blocks * kv.pages_per_block - behind)
 
 
 def max_min(pages: int, claims: Sequence[Claim]) -> list[int]:

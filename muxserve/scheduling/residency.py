@@ -95,7 +95,7 @@ class Residency:
         """Other rules or models; the measurements of models whose costs are the same are kept."""
         self.rules, self._models = rules, models
         self.sizes.change(models)
-        self.times.change(rules.cores, models)
+        self.times.change(rules.wakes.cores, models)
         self.rates.change(rules.windows, models)
         self._wake_order = WakeOrder(rules, models, self.times)
         self._concurrency = WakeConcurrency(rules, models, self.times)
@@ -252,7 +252,7 @@ class Residency:
         woken = {change.model for change in this.changes if isinstance(change, Wake)}
         allowed: dict[str, int] = {}
         spare = this.spare
-        for model in [name for name in this.queue if name not in woken][: self.rules.wakes]:
+        for model in [name for name in this.queue if name not in woken][: self.rules.wakes.most]:
             allowed[model] = min(self.sizes.needs(model), max(0, spare))
             spare -= allowed[model]
         asleep = [each for each in this.standings.values() if each.residence is Residence.ASLEEP]

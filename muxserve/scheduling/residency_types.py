@@ -8,6 +8,24 @@ from enum import Enum
 
 
 @dataclass(frozen=True, slots=True)
+class WakeRules:
+    """At most `most` models are woken at a time, on a machine of so many `cores`; fewer if that serves more requests in
+    time. `ahead`: a model that was awake before is woken faster, so that each one is woken once before anybody asks.
+
+    Raises:
+        ValueError: a number that makes no sense.
+    """
+
+    most: int = 1
+    cores: int = 1
+    ahead: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.most, self.cores) < 1:
+            raise ValueError("wakes at a time and cores must be positive")
+
+
+@dataclass(frozen=True, slots=True)
 class ResidencyRules:
     """Everything together takes at most `limit` bytes. What is no model counts as `fixed` bytes until it was measured,
     and then as what was measured and `fixed_margin`.
@@ -16,9 +34,7 @@ class ResidencyRules:
     waking takes a bounded part of the time. A request that has waited for `max_wait` seconds goes before all that have
     not, and nobody takes memory that it needs. A model with running requests is put to sleep only when another has
     waited for `patience` seconds. Rates of arrivals are averages over each of the `windows`, seconds; the largest
-    counts. At most `wakes` models are woken at a time, on a machine of so many `cores`; fewer if that serves more
-    requests in time. Putting an idle model to sleep takes `sleep_seconds` until that was measured. `wakes_ahead`: a
-    model that was awake before is woken faster, so that each one is woken once before anybody asks.
+    counts. Putting an idle model to sleep takes `sleep_seconds` until that was measured.
 
     `ceiling`, bytes: a model that never has room below `limit` is woken beyond it, up to this; None: without end. With
     the limit itself, as of a GPU's memory, nothing is woken beyond it.
@@ -33,17 +49,15 @@ class ResidencyRules:
     max_wait: float = 10.0
     patience: float = 0.5
     windows: tuple[float, ...] = (5.0, 60.0, 600.0)
-    wakes: int = 1
-    cores: int = 1
+    wakes: WakeRules = WakeRules()
     sleep_seconds: float = 0.0
     fixed: int = 0
     fixed_margin: int = 0
-    wakes_ahead: bool = False
     ceiling: int | None = None
 
     def __post_init__(self) -> None:
-        if min(self.limit, self.wakes, self.cores) < 1 or not self.windows or min(self.windows) <= 0:
-            raise ValueError("limit, wakes, cores and windows must be positive")
+        if self.limit < 1 or not self.windows or min(self.windows) <= 0:
+            raise ValueError("limit and windows must be positive")
         if min(self.min_residence, self.residence_factor, self.max_wait, self.patience, self.sleep_seconds) < 0:
             raise ValueError("times must not be negative")
 

@@ -48,7 +48,7 @@ class RoomAhead:
         rates, gains = self._gains(now, asleep, s)
         changes: list[Sleep] = []
         need, likely = 0, 1.0
-        for number, model in enumerate(asleep[: self._rules.wakes]):
+        for number, model in enumerate(asleep[: self._rules.wakes.most]):
             need += self._sizes.needs(model)
             missing = need - balance.available
             if missing > 0:

@@ -15,7 +15,7 @@ What differs from `adbs` (MuxServe, arXiv:2404.02015, Algorithm 3, whose text ha
   slowed. Then a prefill of less than `worth` of a step is held back for up to `slack` seconds while decode runs. At
   light load nothing is held back.
 
-Units whose engines cannot change their share (`ModelProfile.elastic`) keep to the planned ones and alternate as under
+Units whose engines cannot change their share (`EngineSetup.elastic`) keep to the planned ones and alternate as under
 `adbs`; prefill is batched there too.
 """
 
@@ -255,7 +255,7 @@ class SmallPrefills:
         if admission is None or admission.tokens >= self._rules.worth * model.batch_tokens:
             return False
         # With shares for life a prefill takes little from decode, however large the batch is.
-        crowded = model.profile.elastic and model.in_engines >= self._rules.crowd * model.max_seqs
+        crowded = model.profile.engines.elastic and model.in_engines >= self._rules.crowd * model.max_seqs
         if len(admission.request_ids) == len(model.queue) and not crowded:
             return False
         return now < self._since.setdefault(model.index, now) + self._rules.slack
@@ -278,15 +278,15 @@ class SmallPrefills:
 def _elastic(ledger: UnitLedger) -> bool:
     """All engines can change their share."""
     for model in ledger.models:  # noqa: SIM110 - generators are slow, and every decision asks
-        if not model.profile.elastic:
+        if not model.profile.engines.elastic:
             return False
     return True
 
 
 def _among(chosen: list[ModelState], bases: list[int], planned: int, part: int) -> dict[int, int]:
     """Divide `part` of the unit among decode engines with `planned` shares in all: each has its least, which `bases`
-    are, and what is left goes to the sequences of their batches, as much to each. Of their number only the order of
-    magnitude counts, so that shares do not change with every request."""
+    are, and what is left goes to the sequences of their batches, as much to each. Only the order of magnitude of
+    their number counts, so that shares do not change with every request."""
     spare = part - sum(bases)
     if spare < 0:
         bases = [model.decode.share * part // planned for model in chosen]

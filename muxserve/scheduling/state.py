@@ -35,9 +35,9 @@ class Event(StrEnum):
 
 
 class Note(NamedTuple):
-    """One event. Of a request that came: the `tokens` that it has, how many more it may generate at most, and whether
-    it brought its KV with it. One that is preempted leaves, and comes again; one that left is
-    `over` if nobody serves it any more."""
+    """One event. A request that came has so many `tokens`, may generate `max_tokens` more at most, and perhaps brought
+    its KV with it (`with_kv`). A preempted request leaves, and comes again. A request that left is `over` if nobody
+    serves it any more."""
 
     event: Event
     request_id: str
@@ -83,12 +83,13 @@ class LiveRequest:
         self.output_tokens = request.output_tokens
         self.max_tokens = request.max_tokens
         self.arrival = request.arrival
-        self.priority = request.priority
         self.resumed = request.resumed
-        self.execution = request.execution
-        self.group = request.group
-        self.tenant = request.tenant
-        self.weight = request.weight
+        service = request.service
+        self.priority = service.priority
+        self.execution = service.execution
+        self.group = service.group
+        self.tenant = service.tenant
+        self.weight = service.weight
         self.place = QUEUED
         self.lease_id = 0
         self.entered_at = 0.0
@@ -150,7 +151,7 @@ class FairTags:
     client's request is a flow and each of its prompts costs one. `now` is the tag of the last one that was taken."""
 
     now: int = 0
-    # Of each group that waits: its last tag, and how many of it wait.
+    # By group that waits: its last tag, and the number of its requests that wait.
     groups: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def enter(self, group: str) -> int:
@@ -339,8 +340,8 @@ class PoolState:
 
 @dataclass(slots=True, eq=False)
 class Tally:
-    """What became of a model's requests. Of those that waited in an engine of both phases, with their first token, for
-    it to decode: `phase_switches` counts them, `phase_switch_seconds` is how long they waited together."""
+    """What became of a model's requests. `phase_switches` counts the requests that waited in an engine of both phases,
+    with their first token, for it to decode; together they waited for `phase_switch_seconds`."""
 
     arrived: int = 0
     finished: int = 0
@@ -409,14 +410,14 @@ class ModelState:
         self.profile = profile
         self.name = profile.name
         self.pool = pool
-        self.pages_per_block = profile.pages_per_block
-        self.block_tokens = profile.block_tokens
-        self.state_blocks = profile.state_blocks
-        self.windowed_pages = profile.windowed_pages
-        self._seen = profile.seen_blocks(1)
-        self._seen_in_prompt = profile.seen_blocks(profile.max_num_batched_tokens)
-        self.max_seqs = profile.max_num_seqs
-        self.batch_tokens = profile.max_num_batched_tokens
+        self.pages_per_block = profile.kv.pages_per_block
+        self.block_tokens = profile.kv.block_tokens
+        self.state_blocks = profile.kv.state_blocks
+        self.windowed_pages = profile.kv.windowed_pages
+        self._seen = profile.kv.seen_blocks(1)
+        self._seen_in_prompt = profile.kv.seen_blocks(profile.engines.max_num_batched_tokens)
+        self.max_seqs = profile.engines.max_num_seqs
+        self.batch_tokens = profile.engines.max_num_batched_tokens
         self.counters = TenantCounters(lambda: self.rounds)
         self.queue = RequestQueue(self.counters)
         self.prefilling: dict[str, LiveRequest] = {}
@@ -425,19 +426,19 @@ class ModelState:
         self.moving: dict[str, LiveRequest] = {}
         self.levels: dict[str, int] = {}
         self.retired = False
-        self.both = profile.both
+        self.both = profile.engines.both
         self.pooling = profile.pooling
-        share = share_units(profile.decode_share)
+        share = share_units(profile.engines.decode_share)
         self.prefill: EngineState
         self.engines: tuple[EngineState, ...]
-        if profile.both:
+        if profile.engines.both:
             inside = ChainMap(self.decoding, self.prefilling)
             self.decode = self.prefill = EngineState(
                 BOTH, share, inside, self.handed, prefills=Work(), queue=self.queue
             )
             self.engines = (self.decode,)
         else:
-            self.prefill = EngineState(PREFILL, share_units(profile.prefill_share), self.prefilling, {})
+            self.prefill = EngineState(PREFILL, share_units(profile.engines.prefill_share), self.prefilling, {})
             self.decode = EngineState(DECODE, share, self.decoding, self.handed)
             self.engines = (self.prefill,) if profile.pooling else (self.prefill, self.decode)
         self.fresh: dict[str, float] = {}
@@ -456,8 +457,8 @@ class ModelState:
         """Its rate, quota and shares are those of `profile` from now on; leases that run keep the shares that they
         have."""
         self.profile = profile
-        self.prefill.share = share_units(profile.prefill_share)
-        self.decode.share = share_units(profile.decode_share)
+        self.prefill.share = share_units(profile.engines.prefill_share)
+        self.decode.share = share_units(profile.engines.decode_share)
 
     def engine(self, phase: Phase) -> EngineState:
         """The engine that does that phase."""

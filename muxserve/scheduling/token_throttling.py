@@ -8,16 +8,15 @@ every sequence that is ready to decode. Token Throttling budgets the two kinds a
     decode  = #RD / #PP_depth
     prefill = max(min(#WP / #T, #MaxP * (KV_free - KV_thresh) / (1 - KV_thresh)), #MinP)              (Eq. 3)
 
-Pure: it is told what the engine holds and answers a budget. One stage is a pipeline of depth 1: all decode in each
+Pure: it takes what the engine holds and answers a budget. One stage is a pipeline of depth 1: all decode in each
 step, and only the prefill half throttles.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 
 class BudgetInputs(NamedTuple):
@@ -94,8 +93,6 @@ def prompt_tokens_ahead(stages: int, step_tokens: int, throttle: Throttle | None
 class TokenBudget(ABC):
     """Decides before each micro-batch of one engine how large it may be. May remember what it decided."""
 
-    name: ClassVar[str]
-
     @abstractmethod
     def next(self, state: BudgetInputs) -> StepBudget:
         """The budget of the micro-batch that is made now. While no prompt waits and one micro-batch may be in flight,
@@ -109,16 +106,15 @@ class TokenThrottling(TokenBudget):
     in a row hold every sequence once. Where there are fewer sequences than micro-batches each gets its own.
     """
 
-    name = "token_throttling"
-
     def __init__(self, throttle: Throttle | None = None) -> None:
         self.throttle = throttle or Throttle()
         self._owed = 0
 
     def next(self, state: BudgetInputs) -> StepBudget:
-        return StepBudget(self.throttle.prefill(state), self._decode(state))
+        return StepBudget(self.throttle.prefill(state), self.decode(state))
 
-    def _decode(self, state: BudgetInputs) -> int:
+    def decode(self, state: BudgetInputs) -> int:
+        """The sequences of the next micro-batch."""
         if not state.decoding:
             self._owed = 0
             return 0
@@ -126,28 +122,9 @@ class TokenThrottling(TokenBudget):
         return max(1, share)
 
 
-class OnePhase(TokenThrottling):
-    """Prompts alone while any wait, then sequences alone: what a replica does whose prefill rolls (EcoServe,
-    arXiv:2504.18154), in micro-batches that hold the same part of all sequences. Prompts take `tokens` at most; with
-    no cache left only sequences can go on."""
-
-    name = "one_phase"
-
-    def __init__(self, tokens: int = 2048) -> None:
-        super().__init__()
-        self.tokens = tokens
-
-    def next(self, state: BudgetInputs) -> StepBudget:
-        if state.waiting_tokens and (state.kv_free > 0.0 or not state.decoding):
-            return StepBudget(self.tokens, 0)
-        return StepBudget(0, self._decode(state))
-
-
 class FixedBudget(TokenBudget):
     """Sarathi-Serve's: all that are ready decode, prompts take what is left of `tokens` (its token budget, vLLM's
     max_num_batched_tokens)."""
-
-    name = "fixed"
 
     def __init__(self, tokens: int = 2048) -> None:
         if tokens < 1:
@@ -157,8 +134,3 @@ class FixedBudget(TokenBudget):
     def next(self, state: BudgetInputs) -> StepBudget:
         decode = min(state.ready, self.tokens)
         return StepBudget(self.tokens - decode, decode)
-
-
-TOKEN_BUDGETS: dict[str, Callable[[], TokenBudget]] = {
-    budget.name: budget for budget in (TokenThrottling, FixedBudget, OnePhase)
-}

@@ -5,7 +5,7 @@ on later where they stopped (Aegaeon, SOSP'25: switching between models at the l
 longer than those who wait can wait. Here is decided when it stops before that: its turn is over. A turn is as long as
 its tokens last at the pace that clients are promised: meanwhile the others have their turns, and no client notices.
 
-Pure: told of the models and of the time, it answers whose turns are over.
+Pure: it takes the models and the time, and answers whose turns are over.
 """
 
 from __future__ import annotations

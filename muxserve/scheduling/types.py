@@ -6,9 +6,11 @@ times leaves nothing over. Times are seconds of one monotonic clock, real or vir
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from muxserve.replicas.priorities import ServiceClass
 
 WHOLE = 1_000_000
 
@@ -79,40 +81,15 @@ class PoolProfile:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelProfile:
-    """What scheduling needs to know of a model.
+class KvLayout:
+    """How the KV of a model lies in the pages of a pool. Without `kv_heads` it takes none. The states that a sequence
+    has take `state_blocks` blocks, whatever its length. In `windowed_layers` of the layers pages behind the last
+    `window` tokens are given back."""
 
-    `rate` is its expected load in requests per second, relative to the other models. `quota_pages` is where its quota
-    starts, `floor_pages` what it never falls below
-    but for requests that need more of the pool (`long_requests`). Shares are fractions of the unit.
-
-    With `both` it has one engine of both phases, whose share is `decode_share`, in which up to `depth` micro-batches
-    are under way; `waiting_tokens` of prompts may be in it that are not computed yet (0: as many as two steps take).
-    The requests of a `pooling` model are finished by their prefill: it has no decode engine. Without `kv_heads` it
-    needs no pages. `elastic` engines can compute on another share from one lease to the next; of others every lease
-    names the planned share. `tokens` is the mean length of its requests, prompt and answer, relative to the other
-    models' (1 for all: they are alike, or unknown). The states that a sequence has take `state_blocks` blocks, whatever
-    its length. In `windowed_layers` of the layers pages behind the last `window` tokens are given back.
-    """
-
-    name: str
     pool: str
-    rate: float
     layers: int
     kv_heads: int
     block_tokens: int
-    quota_pages: int
-    floor_pages: int
-    prefill_share: float
-    decode_share: float
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    both: bool = False
-    depth: int = 1
-    waiting_tokens: int = 0
-    elastic: bool = True
-    pooling: bool = False
-    tokens: float = 1.0
     state_blocks: int = 0
     window: int = 0
     windowed_layers: int = 0
@@ -133,24 +110,62 @@ class ModelProfile:
         return -(-(self.window - 1 + tokens) // self.block_tokens) + 1
 
 
+@dataclass(frozen=True, slots=True)
+class EngineSetup:
+    """The engines of a model. Shares are fractions of the unit.
+
+    With `both` it has one engine of both phases, whose share is `decode_share`, in which up to `depth` micro-batches
+    are under way; `waiting_tokens` of prompts may be in it that are not computed yet (0: as many as two steps take).
+    `elastic` engines can compute on another share from one lease to the next; for others every lease names the planned
+    share.
+    """
+
+    prefill_share: float
+    decode_share: float
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    both: bool = False
+    depth: int = 1
+    waiting_tokens: int = 0
+    elastic: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProfile:
+    """What scheduling needs to know of a model.
+
+    `rate` is its expected load in requests per second, relative to the other models. `quota_pages` is where its quota
+    starts, `floor_pages` what it never falls below but for requests that need more of the pool (`long_requests`).
+    `tokens` is the mean length of its requests, prompt and answer, relative to the other models' (1 for all: they are
+    alike, or unknown). The requests of a `pooling` model are finished by their prefill: it has no decode engine.
+    """
+
+    name: str
+    rate: float
+    kv: KvLayout
+    engines: EngineSetup
+    quota_pages: int
+    floor_pages: int
+    tokens: float = 1.0
+    pooling: bool = False
+
+    def with_engines(self, **changes: Any) -> ModelProfile:
+        """The same with other values of its `engines`."""
+        return replace(self, engines=replace(self.engines, **changes))
+
+
 class QueuedRequest(NamedTuple):
     """A request as it arrives. `output_tokens` counts tokens already generated in an earlier life, which must be
-    computed again like the prompt; `resumed` puts it before those that were never started. `execution` is the level of
-    its execution priority. Requests of one `group`, which a client sent as one, alternate with others. Service is fair
-    among tenants, by their `weight`."""
+    computed again like the prompt; `resumed` puts it before those that were never started."""
 
     request_id: str
     model: str
     prompt_tokens: int
     max_tokens: int
     arrival: float
-    priority: int = 0
+    service: ServiceClass = ServiceClass()
     output_tokens: int = 0
     resumed: bool = False
-    execution: str = "normal"
-    group: str = ""
-    tenant: str = ""
-    weight: float = 1.0
 
 
 class Grant(NamedTuple):

@@ -62,7 +62,7 @@ class WakeOrder:
         starved, hopeless = [], []
         jobs: list[TimedJob] = []
         standings = list(standings)
-        pace, wakes = self._times.pace, self._rules.wakes
+        pace, wakes = self._times.pace, self._rules.wakes.most
         busy, waking = busy_models(standings), sum(each.residence is Residence.WAKING for each in standings)
         alone = pace.slowdown(waking + busy)
         # Parallel wakes count as one machine that is so many times as fast.
@@ -93,8 +93,8 @@ class WakeConcurrency:
     def at_a_time(self, now: float, queue: Sequence[str], standings: Mapping[str, Standing]) -> int:
         """The number of parallel wakes that serves most waiting requests in time; among equal ones, the number with the
         least waiting time."""
-        if self._rules.wakes == 1 or not queue:
-            return self._rules.wakes
+        if self._rules.wakes.most == 1 or not queue:
+            return self._rules.wakes.most
         waking = [each for each in standings.values() if each.residence is Residence.WAKING]
         left = [self._times.left(each.model) for each in waking]
         first = [standings[model] for model in queue[:_LOOKED_AT]]
@@ -108,4 +108,4 @@ class WakeConcurrency:
             in_time = sum(end <= by for end, each in groups for by in deadlines(each, self._models[each.model]))
             return in_time, -sum(end * len(each.waiting) for end, each in groups)
 
-        return max(range(1, self._rules.wakes + 1), key=served)
+        return max(range(1, self._rules.wakes.most + 1), key=served)

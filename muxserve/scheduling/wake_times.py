@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from muxserve.scheduling.residency_types import Residence, Standing, WakeCosts
 
-# A wake alone takes what was declared, and twice as long when as much else runs as there are cores: so much do these
-# two beliefs count, in wakes, and a wake counts so much less after each later one.
+# A wake alone takes its declared seconds, and twice as long when as much else runs as there are cores: so much do
+# these two beliefs count, in wakes, and a wake counts so much less after each later one.
 _BELIEF, _FORGETTING = 2.0, 0.97
 # One wake counts as at most so many times faster or slower than was expected: it may have met something else.
 _OUTLIER = 4.0
@@ -37,11 +37,11 @@ class WakePace:
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
 
     def slowdown(self, others: float) -> float:
-        """How many times as long as alone a wake takes beside so many."""
+        """How many times as long as alone a wake takes beside `others`."""
         return 1.0 + self.drag * max(0.0, others) / self.cores
 
     def learn(self, ratio: float, others: float) -> None:
-        """A wake beside `others` on average took `ratio` times what was declared."""
+        """A wake beside `others` on average took `ratio` times its declared seconds."""
         x, expected = others / self.cores, self.scale * self.slowdown(others)
         y = min(max(ratio, expected / _OUTLIER), expected * _OUTLIER)
         new = (1.0, x, x * x, y, x * y)

@@ -30,7 +30,7 @@ class WakesAhead:
     ) -> None:
         """Other rules or models; a model whose costs are the same is not woken once more."""
         self._rules, self._models, self._sizes, self._rates, self._order = rules, models, sizes, rates, order
-        self.preparing = rules.wakes_ahead
+        self.preparing = rules.wakes.ahead
         self._woken = {name: costs for name, costs in self._woken.items() if models.get(name) == costs}
 
     def note(self, changes: Iterable[Change]) -> None:
@@ -42,7 +42,7 @@ class WakesAhead:
     def changes(self, now: float, free: int, standings: Collection[Standing]) -> list[Change]:
         """The next change, if nobody waits, nothing runs, and no model comes or goes. A model that was never awake is
         woken, once. Memory for another wake stays free."""
-        if not self._rules.wakes_ahead:
+        if not self._rules.wakes.ahead:
             return []
         asleep = [each.model for each in standings if each.residence is Residence.ASLEEP]
         model = min((name for name in asleep if name not in self._woken), default=None)

@@ -12,7 +12,7 @@ from muxserve.simulator.moves import MigrationCosts
 from muxserve.simulator.replicas import ReplicaRules
 from muxserve.simulator.result import FleetResult, ReplicasResult, ResidencyResult, UnitResult
 from muxserve.simulator.ring import RingRules
-from muxserve.simulator.setup import Link, Options, Pipeline, SimModel, SimResidency, SimUnit
+from muxserve.simulator.setup import Link, Options, Pipeline, SimModel, SimResidency, SimUnit, WakeContention
 from muxserve.simulator.timeline import write_timeline
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "SimUnit",
     "SimulationError",
     "UnitResult",
+    "WakeContention",
     "adapt",
     "coupled",
     "lone_unit",

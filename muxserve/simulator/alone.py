@@ -83,4 +83,4 @@ class AloneSimulation:
 
 
 def _costs(unit: SimUnit, model: SimModel, latency: LatencyModel) -> tuple[EngineCosts, int]:
-    return latency.engine(model.architecture, unit.shape_of(model, 1.0)), model.profile.max_num_batched_tokens
+    return latency.engine(model.architecture, unit.shape_of(model, 1.0)), model.profile.engines.max_num_batched_tokens

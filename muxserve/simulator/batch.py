@@ -35,11 +35,11 @@ class BlockCounts:
     @classmethod
     def of(cls, profile: ModelProfile) -> BlockCounts:
         """How the blocks of a model are counted."""
-        behind = profile.windowed_pages
+        behind = profile.kv.windowed_pages
         if not behind:
-            return cls(profile.state_blocks)
-        seen, in_prompt = profile.seen_blocks(1), profile.seen_blocks(profile.max_num_batched_tokens)
-        return cls(profile.state_blocks, profile.pages_per_block, behind, seen, in_prompt)
+            return cls(profile.kv.state_blocks)
+        seen, in_prompt = profile.kv.seen_blocks(1), profile.kv.seen_blocks(profile.engines.max_num_batched_tokens)
+        return cls(profile.kv.state_blocks, profile.kv.pages_per_block, behind, seen, in_prompt)
 
     def held(self, blocks: int, request: SimRequest, prompt: bool = False) -> int:
         """What a sequence holds that has filled so many blocks; `prompt`: while its prompt is computed."""
@@ -95,7 +95,7 @@ class DecodeBatch:
         self.context = 0
         self.generated = 0
         self._ending: list[tuple[int, int, SimRequest]] = []
-        # Of sequences that will fill blocks behind their window: from which step on. Those that do are in the set.
+        # Sequences that will fill blocks behind their window, and from which step on. Those that do are in the set.
         self._nearing: list[tuple[int, int, SimRequest]] = []
         self._behind: set[SimRequest] = set()
         # Sequences move between batches, so the numbers that say when they joined are different in all of them.
@@ -234,7 +234,7 @@ class DecodeBatch:
         return (self._linear + self._growth * (2 * steps + 1)) * self.slow
 
     def done_by(self, now: float) -> int:
-        """Steps that are done at `now`, which is not before what was told last."""
+        """Steps that are done at `now`, which is not before the last such moment."""
         # The moments are compared by the very formula of `time_of`; in place, since this is asked most of all.
         at, done, slow, linear, growth, first = self._at, self._work, self.slow, self._linear, self._growth, self.first
         counter = self.floor

@@ -38,14 +38,14 @@ class Compute:
         self.units: list[Occupant] = []
         self.changed = False
         self._slowdowns = latency.slowdowns
-        # Models that are woken, each on a core of its own as far as there are so many, and how much less of a core a
-        # decode job gets that shares it with one of them or with a prefill job.
+        # Models that are woken, each on a core of its own as far as there are enough cores, and how much less of a core
+        # a decode job gets that shares it with one of them or with a prefill job.
         self.waking = 0
         self._cores = 1
         self._decode_weight = 1.0
 
     def beside_wakes(self, waking: int, cores: int, decode_weight: float) -> None:
-        """So many models are woken on the CPU's `cores` from now on."""
+        """`waking` models are woken on the CPU's `cores` from now on."""
         self.waking, self._cores, self._decode_weight = waking, cores, decode_weight
         self.changed = True
 

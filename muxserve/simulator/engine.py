@@ -90,7 +90,7 @@ class StepEngine(Engine):
         super().__init__(machine, model, phase, pages)
         if phase is not PREFILL:
             pages.grower = self
-        self.batch = self.make_batch(model.profile.block_tokens)
+        self.batch = self.make_batch(model.profile.kv.block_tokens)
         self.batch.counts = pages.counts
         # Joined, and have not been in a decode step yet.
         self.joined: list[SimRequest] = []
@@ -135,7 +135,7 @@ class StepEngine(Engine):
         machine = self.machine
         finished: list[SimRequest] = []
         through: list[SimRequest] = []
-        tokens, size = 0, self.model.profile.block_tokens
+        tokens, size = 0, self.model.profile.kv.block_tokens
         for request, chunk in self.chunks:
             tokens += chunk
             request.computed += chunk
@@ -185,7 +185,7 @@ class StepEngine(Engine):
     def _find(self, request: SimRequest, now: float) -> None:
         """Nothing of the prompt is computed: begin behind what is cached of it."""
         found = self.pages.find(request, now, self.order)
-        request.blocks, request.computed = found * self.pages.counts.block, found * self.model.profile.block_tokens
+        request.blocks, request.computed = found * self.pages.counts.block, found * self.model.profile.kv.block_tokens
         if request.first_token is None and not request.preemptions:
             request.cached = request.computed
 

@@ -119,7 +119,7 @@ class LeasedEngine(StepEngine):
             return False
         self._granted_share = lease.share
         profile = self.model.profile
-        own = profile.prefill_share if self.phase is PREFILL else profile.decode_share
+        own = profile.engines.prefill_share if self.phase is PREFILL else profile.engines.decode_share
         self._computes_on(self.machine.share(self.model, lease.share, share_units(own), self.phase))
         return True
 
@@ -250,7 +250,7 @@ class PhaseEngine(LeasedEngine):
         if not self.prompts or self._left <= 0 or now >= self._deadline:
             self._idle(now)
             return
-        tokens, pairs = self._choose(self.model.profile.max_num_batched_tokens, now)
+        tokens, pairs = self._choose(self.model.profile.engines.max_num_batched_tokens, now)
         if not tokens:
             self._stall(now)
             return
@@ -260,7 +260,7 @@ class PhaseEngine(LeasedEngine):
 
     def _choose(self, budget: int, now: float) -> tuple[int, int]:
         """Fill a step of `budget` tokens with chunks that find pages; returns its tokens and attention pairs."""
-        chunks, size, counts = self.chunks, self.model.profile.block_tokens, self.pages.counts
+        chunks, size, counts = self.chunks, self.model.profile.kv.block_tokens, self.pages.counts
         tokens = pairs = 0
         for request in self.prompts:
             if tokens >= budget:
@@ -380,7 +380,7 @@ class PhaseEngine(LeasedEngine):
         tokens = pairs = 0
         # A prompt would take back at once what a sequence has just given up for the others.
         if prompts and not short:
-            tokens, pairs = self._choose(self.model.profile.max_num_batched_tokens - len(batch.running), now)
+            tokens, pairs = self._choose(self.model.profile.engines.max_num_batched_tokens - len(batch.running), now)
         if not batch.running and not tokens:
             self._stall(now)
             return
@@ -452,7 +452,7 @@ class PhaseEngine(LeasedEngine):
         # Leases are bounded in time as well, and half of that is to be told of too.
         look = self._deadline if self._half_told else (self._begun + self._deadline) / 2
         if time >= look and self._planned > self._synced:
-            # Of steps that are done already only the number is known.
+            # Only the number of steps that are done already is known.
             first = max(self._synced, batch.floor + 1, batch.done_by(look))
             while batch.time_of(first) < look:
                 first += 1

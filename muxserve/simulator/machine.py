@@ -7,7 +7,7 @@ asks once per moment.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappush
 from operator import attrgetter
 
@@ -20,32 +20,11 @@ from muxserve.simulator.events import TimedEvent
 from muxserve.simulator.job import BOUNDARY, STEPPING, Job
 from muxserve.simulator.pages import UnitPages
 from muxserve.simulator.requests import SimRequest
+from muxserve.simulator.result import UnitRecord
 from muxserve.simulator.setup import Options, SimModel, SimUnit
 from muxserve.simulator.timeline import JobTimeline
 
 _ORDER = attrgetter("order")
-
-
-@dataclass(slots=True)
-class UnitRecord:
-    """What happened in a unit since it `began`, until it `ended`: the `requests` that came, when the last of those
-    ended, pages in use over time, and the seconds in which some job ran, of which those since `since` are not counted
-    while one is `running`."""
-
-    began: float
-    ended: float | None = None
-    requests: list[SimRequest] = field(default_factory=list)
-    last_end: float = 0.0
-    samples: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
-    busy: float = 0.0
-    running: bool = False
-    since: float = 0.0
-
-    def works(self, running: bool, now: float) -> None:
-        """Some job of the unit runs from now on, or none."""
-        if self.running:
-            self.busy += now - self.since
-        self.running, self.since = running, now
 
 
 class UnitMachine:
@@ -113,7 +92,7 @@ class UnitMachine:
         if model.cost_share is not None:
             return model.cost_share
         if share == own:
-            return model.profile.prefill_share if phase is PREFILL else model.profile.decode_share
+            return model.profile.engines.prefill_share if phase is PREFILL else model.profile.engines.decode_share
         return share / WHOLE
 
     def costs(self, model: SimModel, part: float, phase: Phase) -> StepCosts:

@@ -51,14 +51,14 @@ class MicroBatches:
         self._prompts = array("q")
         self._prefill = array("q")
         self._decode = array("q")
-        # Of each stage, for each micro-batch, when it begins and how long it takes.
+        # By stage: when each micro-batch begins, and how long it takes.
         self._begins = [array("d") for _ in range(stages)]
         self._works = [array("d") for _ in range(stages)]
         # When the pipeline had something in flight, from and to.
         self._from = array("d")
         self._to = array("d")
 
-    # ------------------------------------------------------------ told by the pipeline
+    # ------------------------------------------------------------ events of the pipeline
 
     def made(self, now: float, prompts: int, prefill: int, decode: int) -> None:
         """A micro-batch starts, with so many prompts, tokens of these, and sequences that decode."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from muxserve.costs.architecture import KV_ITEM_BYTES
 from muxserve.scheduling.policies import DEFAULT_POLICY
 from muxserve.scheduling.quotas import initial_quotas
-from muxserve.scheduling.types import ModelProfile, PoolProfile
+from muxserve.scheduling.types import EngineSetup, KvLayout, ModelProfile, PoolProfile
 from muxserve.simulator.clock import SimulationError
 from muxserve.simulator.setup import Pipeline, SimModel, SimUnit
 from placement.cluster import PlacedModel, PlacedUnit, Placement
@@ -78,11 +78,11 @@ def adapt(unit: SimUnit, mode: Mode) -> SimUnit:
     """The unit as `mode` runs it."""
     models = unit.models
     if mode.one_engine:
-        whole = sum(model.profile.decode_share for model in models)
-        shares = [1.0] if len(models) == 1 else [m.profile.decode_share / max(1.0, whole) for m in models]
+        whole = sum(model.profile.engines.decode_share for model in models)
+        shares = [1.0] if len(models) == 1 else [m.profile.engines.decode_share / max(1.0, whole) for m in models]
         models = tuple(_with_one_engine(model, share) for model, share in zip(models, shares, strict=True))
     if mode.elastic:
-        models = tuple(replace(model, profile=replace(model.profile, elastic=True)) for model in models)
+        models = tuple(replace(model, profile=model.profile.with_engines(elastic=True)) for model in models)
     if not mode.managed:
         # Leases of all engines fit beside each other, so that nobody waits for compute, and each job takes all of it.
         models = tuple(_shared(model, 1.0 / (2 * len(models)), 1.0) for model in models)
@@ -98,12 +98,12 @@ def _with_one_engine(model: SimModel, share: float) -> SimModel:
     profile = model.profile
     if profile.pooling:
         return _shared(model, share, None)
-    both = replace(profile, both=True, elastic=False, prefill_share=share, decode_share=share)
+    both = profile.with_engines(both=True, elastic=False, prefill_share=share, decode_share=share)
     return replace(model, profile=both)
 
 
 def _shared(model: SimModel, share: float, cost_share: float | None) -> SimModel:
-    profile = replace(model.profile, prefill_share=share, decode_share=share)
+    profile = model.profile.with_engines(prefill_share=share, decode_share=share)
     return replace(model, profile=profile, cost_share=cost_share)
 
 
@@ -152,7 +152,7 @@ def sim_unit(unit: PlacedUnit, models: Mapping[str, Demand], share_steps: int | 
             _profile(models[name], placed[name], tp, pool, tokens, len(group.models), share_steps != 0)
             for name, tokens in zip(group.models, group.block_tokens, strict=True)
         ]
-        if pool.pages < max(member.pages_per_block for member in members):
+        if pool.pages < max(member.kv.pages_per_block for member in members):
             raise SimulationError(
                 f"unit {unit.name}: {size} bytes of KV cache per device are too few for {', '.join(group.models)}"
             )
@@ -199,7 +199,7 @@ def lone_unit(
     policy: str = "free",
 ) -> SimUnit:
     """A unit of one model with one engine of both phases. `blocks` of `block_tokens` tokens are its KV cache, `share`
-    is the part of each device on which it runs (None: all of it); `waiting_tokens` as in `ModelProfile`. A replica
+    is the part of each device on which it runs (None: all of it); `waiting_tokens` as in `EngineSetup`. A replica
     whose prefill rolls has the policy `rolling`."""
     stages = pipeline.stages if pipeline is not None else 1
     tp = max(1, len(devices) // stages)
@@ -208,13 +208,12 @@ def lone_unit(
     kv_heads = max(1, model.architecture.kv_heads // tp)
     pages = blocks * layers * kv_heads
     pool, placed = PoolProfile("pool0", pages), PlacedModel(model.name, 1.0, 1.0, 1.0, "one")
+    profile = _profile(model, placed, tp, pool, block_tokens, 1, elastic=False)
     profile = replace(
-        _profile(model, placed, tp, pool, block_tokens, 1, elastic=False),
-        layers=layers,
+        profile.with_engines(depth=pipeline.in_flight if pipeline is not None else 1, waiting_tokens=waiting_tokens),
+        kv=replace(profile.kv, layers=layers),
         quota_pages=pages,
         floor_pages=pages,
-        depth=pipeline.in_flight if pipeline is not None else 1,
-        waiting_tokens=waiting_tokens,
     )
     simulated = SimModel(
         profile, model.architecture, model.dtype, share, model.max_len, model.graphs, model.prefix_caching, model.ahead
@@ -249,20 +248,18 @@ def _profile(
     floor = min(longest, pool.pages // (2 * members))
     return ModelProfile(
         name=model.name,
-        pool=pool.name,
         rate=placed.rate,
-        layers=layers,
-        kv_heads=kv_heads,
-        block_tokens=block_tokens,
+        kv=KvLayout(pool.name, layers, kv_heads, block_tokens, state_blocks),
+        engines=EngineSetup(
+            placed.prefill_share,
+            placed.decode_share,
+            model.max_num_seqs,
+            model.max_num_batched_tokens,
+            both=placed.shape == "one",
+            elastic=elastic,
+        ),
         quota_pages=0,
         floor_pages=floor,
-        prefill_share=placed.prefill_share,
-        decode_share=placed.decode_share,
-        max_num_seqs=model.max_num_seqs,
-        max_num_batched_tokens=model.max_num_batched_tokens,
-        both=placed.shape == "one",
-        elastic=elastic,
         tokens=model.sequence_tokens,
         pooling=architecture.pooling,
-        state_blocks=state_blocks,
     )

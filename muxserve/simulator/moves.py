@@ -71,7 +71,7 @@ class SimulatedMove:
         self._downtimes = downtimes
         self._engine = source.decoder(request.model)
         model = self._engine.model
-        self._block_tokens = model.profile.block_tokens
+        self._block_tokens = model.profile.kv.block_tokens
         self._token_bytes = float(model.architecture.kv_bytes_per_token(model.dtype))
         self._state_bytes = float(model.architecture.state_bytes(model.dtype))
         self._counts = self._engine.pages.counts
@@ -102,7 +102,7 @@ class SimulatedMove:
         self._clock.at(now + seconds, _StageCopied(self))
 
     def stage_copied(self, now: float) -> None:
-        """What was computed before the stage is at the destination."""
+        """The blocks that were computed before the stage are at the destination."""
         if not self._alive():
             self._end(False, now)
             return

@@ -27,8 +27,8 @@ class Grower(Protocol):
     """An engine that commits pages."""
 
     def sync(self, now: float, viewer: int) -> None:
-        """Account for the blocks of all steps begun by `now`. Of a step that begins at this very moment: those of
-        engines in an earlier place than `viewer`."""
+        """Account for the blocks of all steps begun by `now`. Steps that begin at this very moment count where their
+        engines have an earlier place than `viewer`."""
         ...
 
     def publish(self, now: float) -> None:
@@ -152,7 +152,7 @@ class ModelPages:
         self.pool.cached -= self.block_pages
 
     def _keep(self, blocks: int) -> None:
-        """So many held blocks stay as cached ones (negative: cached ones are held again)."""
+        """This many held blocks stay as cached ones (negative: cached blocks are held again)."""
         pages, pool = blocks * self.block_pages, self.pool
         self.held -= pages
         pool.held -= pages
@@ -251,10 +251,10 @@ class UnitPages:
             ModelPages(
                 index,
                 model.name,
-                self.pools[model.profile.pool],
-                model.profile.pages_per_block,
+                self.pools[model.profile.kv.pool],
+                model.profile.kv.pages_per_block,
                 model.profile.quota_pages,
-                model.profile.block_tokens if model.prefix_caching else 0,
+                model.profile.kv.block_tokens if model.prefix_caching else 0,
                 BlockCounts.of(model.counted),
             )
             for index, model in enumerate(spec.models)

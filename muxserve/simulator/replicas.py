@@ -171,7 +171,7 @@ class Dispatched(ReplicaSet):
         self.scheduler = GlobalScheduler(
             model, rules.levels, rules.dispatch(rules.levels), rules.migration, rules.scaling
         )
-        self._block_tokens = next(m for m in units[0].spec.models if m.name == model).profile.block_tokens
+        self._block_tokens = next(m for m in units[0].spec.models if m.name == model).profile.kv.block_tokens
         self._waiting: dict[str, SimRequest] = {}
         self._draining: set[str] = set()
         self._reported = -1.0

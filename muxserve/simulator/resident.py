@@ -137,7 +137,7 @@ class ResidentModels:
         """A model that leaves has gone when nothing of it runs."""
         if model.residence is Residence.LEAVING and not model.running:
             model.idle_since = now
-            self.machine.clock.at(now + self.residency.sleep_seconds, _SleepEnds(self, model))
+            self.machine.clock.at(now + self.residency.rules.sleep_seconds, _SleepEnds(self, model))
 
     def asleep(self, model: ResidentModel, now: float) -> None:
         """What the model had on the devices is gone, if nothing of it has come since."""
@@ -169,8 +169,8 @@ class ResidentModels:
     def _slowdown(self) -> float:
         """How many times as long as alone the wakes that go on take."""
         busy = sum(each.running > 0 for each in self.models.values())
-        others = self._waking() - 1 + self.residency.decode_weight * busy
-        return 1.0 + self.residency.wake_drag * max(0, others) / self.residency.rules.cores
+        others = self._waking() - 1 + self.residency.contention.decode_weight * busy
+        return 1.0 + self.residency.contention.drag * max(0, others) / self.residency.rules.wakes.cores
 
     def _follow(self, now: float) -> None:
         """How far wakes have come."""
@@ -183,8 +183,10 @@ class ResidentModels:
     def _expect(self, now: float) -> None:
         """The next wake ends then if nothing else begins or ends before."""
         self._expected += 1
-        if self.residency.wake_drag and self.machine.compute.waking != (count := self._waking()):
-            self.machine.compute.beside_wakes(count, self.residency.rules.cores, self.residency.decode_weight)
+        if self.residency.contention.drag and self.machine.compute.waking != (count := self._waking()):
+            self.machine.compute.beside_wakes(
+                count, self.residency.rules.wakes.cores, self.residency.contention.decode_weight
+            )
             self.machine.decide_again()
         waking = [each.left for each in self.models.values() if each.residence is Residence.WAKING]
         if waking:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from muxserve.metrics.records import RequestRecord
 from muxserve.simulator.micro_batches import MicroBatches
 from muxserve.simulator.requests import SimRequest
+from muxserve.simulator.setup import SimUnit
 from muxserve.simulator.timeline import JobTimeline
 
 
@@ -35,36 +36,95 @@ class ResidencyResult:
 
 
 @dataclass(slots=True)
+class UnitRecord:
+    """What happened in a unit since it `began`, until it `ended`: the `requests` that came, when the last of those
+    ended, pages in use over time, and the seconds in which some job ran, of which those since `since` are not counted
+    while one is `running`."""
+
+    began: float
+    ended: float | None = None
+    requests: list[SimRequest] = field(default_factory=list)
+    last_end: float = 0.0
+    samples: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+    busy: float = 0.0
+    running: bool = False
+    since: float = 0.0
+
+    def works(self, running: bool, now: float) -> None:
+        """Some job of the unit runs from now on, or none."""
+        if self.running:
+            self.busy += now - self.since
+        self.running, self.since = running, now
+
+
+@dataclass(slots=True)
 class UnitResult:
-    """What happened in a unit. `seconds` is from the start of the workload to the end of the last request;
-    `busy_seconds` those in which any job ran, of a pipeline the mean of its stages. `requests` are those that came to
-    it. `pages` samples pages in use: time and counts in the order of `models`; `peak_pages` is the most that
-    each held. `shapes` has the engines of each model, split or one. `turns` counts the scheduler's decisions, `looks`
-    the events simulated.
+    """What happened in a unit. `peak_pages` is the most that each of its models held. `turns` counts the scheduler's
+    decisions, `looks` the events simulated. An engine over stages has `micro_batches`."""
 
-    An engine over stages has `micro_batches`. A replica that came later, or went, did so when it `began` and `ended`.
-    """
-
-    unit: str
-    device: str
-    devices: int
-    models: tuple[str, ...]
-    shapes: tuple[str, ...]
-    rolling: bool
-    seconds: float
-    busy_seconds: float
-    requests: list[SimRequest]
+    spec: SimUnit
+    record: UnitRecord
     engines: list[EngineUse]
     pool_pages: dict[str, int]
-    pages: list[tuple[float, tuple[int, ...]]]
     peak_pages: tuple[int, ...]
     turns: int
     looks: int
     timelines: list[JobTimeline] = field(default_factory=list, repr=False)
     micro_batches: MicroBatches | None = None
     residency: ResidencyResult | None = None
-    began: float = 0.0
-    ended: float | None = None
+
+    @property
+    def unit(self) -> str:
+        """Its name."""
+        return self.spec.name
+
+    @property
+    def device(self) -> str:
+        """The type of its devices."""
+        return self.spec.device
+
+    @property
+    def devices(self) -> int:
+        """How many devices it has."""
+        return len(self.spec.devices)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The names of its models."""
+        return tuple(model.name for model in self.spec.models)
+
+    @property
+    def shapes(self) -> tuple[str, ...]:
+        """The engines of each model, split or one."""
+        return tuple("one" if model.profile.engines.both else "split" for model in self.spec.models)
+
+    @property
+    def rolling(self) -> bool:
+        """Whether prefill rolls over it and others."""
+        return self.spec.policy == "rolling"
+
+    @property
+    def requests(self) -> list[SimRequest]:
+        """Those that came to it."""
+        return self.record.requests
+
+    @property
+    def seconds(self) -> float:
+        """From the start of the workload to the end of the last request."""
+        return max(self.record.last_end, self.requests[-1].arrival if self.requests else 0.0)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds in which any job ran, of a pipeline the mean of its stages."""
+        if self.micro_batches is None:
+            return self.record.busy
+        stages = self.stages
+        return sum(stages) / len(stages)
+
+    @property
+    def pages(self) -> list[tuple[float, tuple[int, ...]]]:
+        """Samples of pages in use: time and counts in the order of `models`."""
+        return self.record.samples
 
     @property
     def waits(self) -> list[float]:
@@ -152,8 +212,8 @@ class FleetResult:
     @property
     def gpu_seconds(self) -> float:
         """Device-seconds that the fleet occupied: every device for as long as its unit was there."""
-        ends = ((unit, self.seconds if unit.ended is None else unit.ended) for unit in self.units)
-        return sum(unit.devices * max(0.0, end - unit.began) for unit, end in ends)
+        ends = ((unit, self.seconds if unit.record.ended is None else unit.record.ended) for unit in self.units)
+        return sum(unit.devices * max(0.0, end - unit.record.began) for unit, end in ends)
 
     @property
     def busy_gpu_seconds(self) -> float:

@@ -80,7 +80,7 @@ class Ring(ReplicaSet):
         self.scheduler = RollingScheduler(rules.objectives, rules.bounds)
         self.answers = AnswerLengths(rules.expected_output)
         spec, (first,) = units[0].spec, units[0].spec.models
-        share = first.profile.decode_share if first.cost_share is None else first.cost_share
+        share = first.profile.engines.decode_share if first.cost_share is None else first.cost_share
         shape = spec.shape_of(first, share)
         # Prompts follow each other through a pipeline, so that each takes the time of the slowest stage.
         how = spec.pipeline or Pipeline((first.architecture.layers,), ())
@@ -92,7 +92,7 @@ class Ring(ReplicaSet):
         self._pairs: dict[str, str] = {}
         self._ticking = False
         self._attainment = Attainment(rules.scaling) if rules.scaling else None
-        # Of prefill, since the objectives were last looked at.
+        # Seconds of prefill, since the objectives were last looked at.
         self._busy = self._looked = 0.0
         # Who waits for a first token, in order of arrival.
         self._unanswered: deque[SimRequest] = deque()
@@ -209,7 +209,7 @@ class Ring(ReplicaSet):
         unit.scheduler.watcher = self._told
         (model,) = unit.spec.models
         pages = unit.machine.pages.of[self.model]
-        capacity = min(pages.quota, pages.pool.profile.pages) // pages.per_block * model.profile.block_tokens
+        capacity = min(pages.quota, pages.pool.profile.pages) // pages.per_block * model.profile.kv.block_tokens
         self._coming = max(0, self._coming - 1)
         member = MacroMember(unit.spec.name, capacity, self.rules.objectives.tpot)
         sent = self.scheduler.grow(member, now)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from muxserve.replicas.priorities import NORMAL, Levels
+from muxserve.replicas.priorities import NORMAL, Levels, ServiceClass
 from muxserve.replicas.views import InstanceLoad, InstanceView
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.loads import load_of, view_of
@@ -67,10 +67,10 @@ class LeaseScheduler:
             if spec.pipeline is not None:
                 self._enter(stages(machine, self, model, spec.pipeline, pages))
             else:
-                self._enter(steps(machine, self, model, BOTH if model.profile.both else DECODE, pages))
+                self._enter(steps(machine, self, model, BOTH if model.profile.engines.both else DECODE, pages))
         # Decode steps come before prefill steps that begin at the same moment, since prefill takes whatever is left.
         for model, pages in zip(spec.models, machine.pages.models, strict=True):
-            if not model.profile.both:
+            if not model.profile.engines.both:
                 self._enter(steps(machine, self, model, PREFILL, pages))
 
     def _enter(self, engine: LeasedEngine) -> None:
@@ -101,11 +101,9 @@ class LeaseScheduler:
             request.prompt,
             request.output,
             request.arrival,
-            request.priority,
+            ServiceClass(request.priority, execution=request.execution or NORMAL, tenant=request.tenant),
             request.made,
             request.made > 0,
-            request.execution or NORMAL,
-            tenant=request.tenant,
         )
 
     def _too_long(self, request: SimRequest, tokens: int, now: float) -> bool:

@@ -21,10 +21,11 @@ from muxserve.scheduling.types import ModelProfile, Phase, PoolProfile
 class SimModel:
     """One model of a unit: what scheduling knows of it, and what its jobs cost.
 
-    `profile.prefill_share` and `decode_share` are what a lease takes of the unit. `cost_share`, if given, is the share
-    of each device on which jobs really run, whatever lease they run under. Requests whose prompt and output together
-    are longer than `max_len` tokens (None: no limit of its own) are refused. `graphs` and `ahead` are as of `Demand`.
-    With `prefix_caching` full blocks are kept for requests whose prompts begin with the same tokens.
+    A lease takes `prefill_share` or `decode_share` of the unit, which the profile's engines have. `cost_share`, if
+    given, is the share of each device on which jobs really run, whatever lease they run under. Requests whose prompt
+    and output together are longer than `max_len` tokens (None: no limit of its own) are refused. `graphs` and `ahead`
+    are as of `Demand`. With `prefix_caching` full blocks are kept for requests whose prompts begin with the same
+    tokens.
     """
 
     profile: ModelProfile
@@ -46,7 +47,9 @@ class SimModel:
         """The profile by which admission and engine both count blocks: engines of both phases are simulated with whole
         ones. If admission counted less, it would let in again and again what the engine has no pages for."""
         profile = self.profile
-        return replace(profile, window=0, windowed_layers=0) if profile.both else profile
+        if not profile.engines.both:
+            return profile
+        return replace(profile, kv=replace(profile.kv, window=0, windowed_layers=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +120,24 @@ class Pipeline:
 
 
 @dataclass(frozen=True, slots=True)
+class WakeContention:
+    """How wakes and steps slow each other on a CPU, where a wake takes a core: it is longer by `drag` of its seconds
+    for each other wake or busy model per core. Decoding gets `decode_weight` times as much as a wake of a core that
+    both share. On GPUs weights are copied while the others compute."""
+
+    drag: float = 0.0
+    decode_weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class SimResidency:
     """By which rules models are awake, what each takes, and which are awake at first. Bytes are those of one device of
     the unit.
 
-    A wake takes `WakeCosts.seconds`, and a sleep `sleep_seconds`. On a CPU a wake takes a core besides, and is longer
-    by `wake_drag` of its seconds for each other wake or busy model per core of the rules. Of a core that it shares with
-    a wake, decoding gets `decode_weight` times as much as that. A model that was put to sleep when nobody waited for
-    its memory is woken in its `hibernated` seconds from then on, if it has such. On GPUs the engines of so many models
-    as `resting` stay while they sleep, those of who slept last; woken, such a model takes `started_seconds` less.
+    A wake takes `WakeCosts.seconds`, and a sleep the rules' `sleep_seconds`. A model that was put to sleep when nobody
+    waited for its memory is woken in its `hibernated` seconds from then on, if it has such. On GPUs the engines of as
+    many models as `resting` says stay while they sleep, those of the models that slept last; a wake of such a model
+    takes `started_seconds` less.
 
     With `turns` a model that has to go may stop before what it runs has ended; its KV stays as that of cached prefixes
     does."""
@@ -133,10 +145,8 @@ class SimResidency:
     rules: ResidencyRules
     models: dict[str, WakeCosts]
     awake: tuple[str, ...] = ()
-    sleep_seconds: float = 0.0
-    wake_drag: float = 0.0
+    contention: WakeContention = WakeContention()
     turns: TurnRules | None = None
-    decode_weight: float = 1.0
     hibernated: Mapping[str, float] = field(default_factory=dict)
     resting: int = 0
     started_seconds: float = 0.0
@@ -148,7 +158,7 @@ class SimUnit:
     of them, and page counts are per device.
 
     `policy` is a name of `muxserve.scheduling.policies`. Without `adapt_quotas` quotas stay as they are. Each model has
-    an engine for each phase, or one of both (`ModelProfile.both`), in any mix. With a `pipeline` the engine of the
+    an engine for each phase, or one of both (`EngineSetup.both`), in any mix. With a `pipeline` the engine of the
     unit's one model is split over groups of the devices, those of the first stage first; then pages are counted on a
     device of the stage with the most layers. With `residency` its models need not all be awake; else they are.
     Shares per lease come in `share_steps` sizes (0: in any). `sharing` is how
@@ -178,7 +188,7 @@ class SimUnit:
     @property
     def one_engine(self) -> bool:
         """Whether its models have one engine of both phases."""
-        return all(model.profile.both for model in self.models)
+        return all(model.profile.engines.both for model in self.models)
 
     @property
     def tp(self) -> int:

@@ -86,7 +86,7 @@ class PipelineEngine(LeasedEngine):
         super().__init__(machine, scheduler, model, Phase.BOTH, pages)
         self.spec = spec
         profile = model.profile
-        self.share = profile.decode_share if model.cost_share is None else model.cost_share
+        self.share = profile.engines.decode_share if model.cost_share is None else model.cost_share
         shape = machine.spec.shape_of(model, self.share)
         self.stages = make_stages(spec, machine.latency, model.architecture, shape)
         self.record = MicroBatches(spec.stages)
@@ -114,7 +114,7 @@ class PipelineEngine(LeasedEngine):
         free = 1.0 - self.pages.held / self.pages.quota
         return Holding(self._waiting_tokens, self._decoding, len(self.ready), free, self.spec.in_flight)
 
-    # ------------------------------------------------------------ told by the unit
+    # ------------------------------------------------------------ events of the unit
 
     def receive(self, lease: SimLease, now: float) -> None:
         self._pending = lease
@@ -321,7 +321,7 @@ class PipelineEngine(LeasedEngine):
         return None
 
     def _decode(self, batch: MicroBatch, most: int, now: float) -> None:
-        ready, tokens = self.ready, self.model.profile.block_tokens
+        ready, tokens = self.ready, self.model.profile.kv.block_tokens
         while ready and len(batch.decodes) < most:
             request = ready[0]
             if request.computed == request.blocks * tokens:
@@ -345,7 +345,7 @@ class PipelineEngine(LeasedEngine):
             if request.computed == request.tokens:
                 self.begun.remove(request)
         waiting = self.waiting
-        while waiting and len(self.running) < self.model.profile.max_num_seqs:
+        while waiting and len(self.running) < self.model.profile.engines.max_num_seqs:
             request = waiting[0]
             chunk = self._chunk(request, budget, now)
             if not chunk:
@@ -359,7 +359,7 @@ class PipelineEngine(LeasedEngine):
 
     def _chunk(self, request: SimRequest, budget: int, now: float) -> int:
         """How much of the prompt goes in now; its blocks are taken."""
-        tokens = self.model.profile.block_tokens
+        tokens = self.model.profile.kv.block_tokens
         begins = bool(request.content) and not request.computed and budget > 0
         if begins:
             self._find(request, now)
@@ -371,7 +371,7 @@ class PipelineEngine(LeasedEngine):
                 self._lose(request)
             return 0
         request.blocks += blocks
-        # What was found does not wait any more.
+        # Cached tokens do not wait any more.
         self._waiting_tokens -= chunk + (request.computed if begins else 0)
         return chunk
 

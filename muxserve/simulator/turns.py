@@ -87,7 +87,7 @@ class TurnTaking:
         self.switches = 0
         self._stopping: set[str] = set()
 
-    # ------------------------------------------------------------ what the policies are told
+    # ------------------------------------------------------------ what the policies take
 
     def waits(self, name: str) -> bool:
         """Whether requests of the model were stopped, and are to go on."""

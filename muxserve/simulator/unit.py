@@ -61,34 +61,24 @@ class SimulatedUnit:
 
     def result(self) -> UnitResult:
         """What happened, once all requests have ended."""
-        machine, spec, record = self.machine, self.spec, self.machine.record
+        machine, record = self.machine, self.machine.record
         record.works(record.running, machine.clock.now)
         engines = self.scheduler.engines
         found = UnitResult(
-            unit=spec.name,
-            device=spec.device,
-            devices=len(spec.devices),
-            models=tuple(model.name for model in spec.models),
-            shapes=tuple("one" if model.profile.both else "split" for model in spec.models),
-            rolling=spec.policy == "rolling",
-            seconds=max(record.last_end, record.requests[-1].arrival if record.requests else 0.0),
-            busy_seconds=record.busy,
-            requests=record.requests,
+            spec=self.spec,
+            record=record,
             engines=[EngineUse(e.model.name, str(e.phase), e.jobs, e.tokens, e.busy_seconds) for e in engines],
             pool_pages={pool.profile.name: pool.profile.pages for pool in machine.pages.pools.values()},
-            pages=record.samples,
             peak_pages=tuple(pages.peak for pages in machine.pages.models),
             turns=self.scheduler.turns,
             looks=sum(engine.looks for engine in engines),
-            began=record.began,
-            ended=record.ended,
             timelines=[machine.timeline] if machine.timeline is not None else [],
         )
         if self.residents is not None:
             found.residency = self.residents.result()
         for engine in engines:
             if isinstance(engine, PipelineEngine):
-                found.micro_batches, stages = engine.record, engine.record.busy()
-                found.busy_seconds = found.engines[0].busy_seconds = sum(stages) / len(stages)
+                found.micro_batches = engine.record
+                found.engines[0].busy_seconds = found.busy_seconds
                 found.timelines = engine.timelines() if machine.options.timeline else []
         return found

@@ -56,19 +56,27 @@ class Suspect(msgspec.Struct, frozen=True):
     models: tuple[str, ...] = ()
 
 
+class TenantLimits(msgspec.Struct, frozen=True):
+    """What a tenant may ask for, of all gateways together; 0: as much as it wants."""
+
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    max_concurrency: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.requests_per_minute or self.tokens_per_minute or self.max_concurrency)
+
+
 class TenantSpec(msgspec.Struct, frozen=True):
     """Who comes with one of some keys, which are known by their SHA-256 (hex) only. `models` are those that it may use,
-    None: all. Limits of 0 are none; they hold for all gateways together. `weight` is its share of a model
-    beside other tenants that wait for it. Whoever `shares_prefixes` finds the KV of prompts that others who do so have
-    sent; all else is found by its own tenant only."""
+    None: all. `weight` is its share of a model beside other tenants that wait for it. Whoever `shares_prefixes` finds
+    the KV of prompts that others who do so have sent; all else is found by its own tenant only."""
 
     name: str
     key_hashes: tuple[str, ...]
     models: tuple[str, ...] | None = None
     priority: str | None = None
-    requests_per_minute: int = 0
-    tokens_per_minute: int = 0
-    max_concurrency: int = 0
+    limits: TenantLimits = TenantLimits()
     weight: float = 1.0
     admin: bool = False
     shares_prefixes: bool = False
@@ -82,7 +90,7 @@ class ResidencySpec(msgspec.Struct, frozen=True):
     """Memory decides which models are awake: by these rules, and with what each model is expected to take. Models that
     are not in it are served as without. With `turns` a model that has to go may stop before it has finished. Where it
     `hibernates`, a sleeping model's memory is in a file. `on_gpus`: the memory is that of each
-    GPU, and not this machine's; the engines of about so many models as `resting` stay while these sleep."""
+    GPU, and not this machine's; the engines of about `resting` models stay while these sleep."""
 
     rules: ResidencyRules
     models: dict[str, WakeCosts]
@@ -255,23 +263,6 @@ def load_fleet(path: str | os.PathLike[str]) -> FleetSpec:
         msgspec.ValidationError: the file is not a fleet.
     """
     return msgspec.json.decode(Path(path).read_bytes(), type=FleetSpec)
-
-
-def fleet_of(unit_spec: UnitSpec, gateway: GatewaySpec) -> FleetSpec:
-    """The fleet that consists of one unit of this machine."""
-    return FleetSpec(
-        run_dir=unit_spec.run_dir,
-        gateway=gateway,
-        models=unit_spec.models,
-        units=[
-            UnitEntry(
-                unit_spec,
-                unit_spec.unit_address,
-                unit_spec.migrator_address,
-                [model.name for model in unit_spec.models],
-            )
-        ],
-    )
 
 
 def offered(units: Iterable[Iterable[ModelSpec]], order: Sequence[str]) -> list[ModelSpec]:

@@ -1,5 +1,5 @@
-"""What a gateway has taken in of the fleet's file. It writes so into a file of its own, which the controller reads: a
-change is complete only when no gateway goes by what was before.
+"""Which generation of the fleet's file a gateway follows. It writes that into a file of its own, which the controller
+reads: a change is complete only when no gateway follows an earlier generation.
 """
 
 from __future__ import annotations

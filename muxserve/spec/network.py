@@ -27,5 +27,5 @@ class Listen(msgspec.Struct, frozen=True):
     host: str
     unit_port: int
     migrator_port: int
-    # Of the unit's host, if that is a process of its own.
+    # The port of the unit's host, if that is a process of its own.
     host_port: int = 0

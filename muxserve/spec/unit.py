@@ -215,22 +215,27 @@ class TlsSpec(msgspec.Struct, frozen=True):
     key: str
 
 
+class HttpSpec(msgspec.Struct, frozen=True):
+    """What the endpoint makes of HTTP requests: the largest body, origins of web pages that may call it ("*": any),
+    whether each request has a line in the log, and whether there is a live page at /ui."""
+
+    max_body_bytes: int = 4 << 20
+    cors_origins: tuple[str, ...] = ()
+    access_log: bool = False
+    ui: bool = True
+
+
 class GatewaySpec(msgspec.Struct, frozen=True):
     """Where the OpenAI endpoint listens and whom it lets in. No keys: anyone who can connect."""
 
     host: str
     port: int
     api_keys: list[str] = []
-    max_body_bytes: int = 4 << 20
+    http: HttpSpec = HttpSpec()
     drain_seconds: float = 30.0
     # Gateway processes at that address; the kernel spreads connections over them.
     count: int = 1
     grammars: GrammarLimits = GrammarLimits()
-    # Origins of web pages that may call it; "*": any.
-    cors_origins: tuple[str, ...] = ()
-    access_log: bool = False
-    # Whether there is a live page at /ui.
-    ui: bool = True
     # None: plain HTTP.
     tls: TlsSpec | None = None
     # None: responses are not kept.
@@ -325,8 +330,8 @@ class UnitSpec(msgspec.Struct, frozen=True):
 
     @property
     def share_steps(self) -> int:
-        """Of how many equal steps the share of the SMs consists that an engine computes on, which it can change from
-        one lease to the next; 0: it has one share for its life."""
+        """The number of equal steps in the share of the SMs that an engine computes on, which it can change from one
+        lease to the next; 0: it has one share for its life."""
         return 0 if self.gpu is None else share_steps(self.gpu.sm_sharing, self.policy)
 
     @property

@@ -13,7 +13,8 @@ from muxserve.scheduling.types import WHOLE
 from muxserve.spec import UnitSpec
 from muxserve.wire import StepReport
 
-# Steps of a pipeline that are looked at together: what a stage computed is told some micro-batches after they began.
+# Steps of a pipeline that are looked at together: what a stage computed is reported some micro-batches after they
+# began.
 PIPELINE_STEPS = 32
 
 
@@ -76,7 +77,7 @@ class UnitCosts:
             _observe(model, prefills, decodes, share)
 
     def state(self, model: str) -> dict[str, dict[str, object]]:
-        """What was learnt of a model, JSON-ready, by phase; of phases without a step nothing."""
+        """Learnt corrections of a model, JSON-ready, by phase; phases without a step are left out."""
         known = self._models.get(model)
         if known is None:
             return {}

@@ -71,7 +71,7 @@ class EngineTable:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Of the engines that are there, by MODEL/PHASE."""
+        """Pids of the engines that are there, by MODEL/PHASE."""
         return {peer.name: peer.pid for peer in self._engines.values() if peer.pid is not None}
 
     @property

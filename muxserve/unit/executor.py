@@ -99,7 +99,7 @@ class UnitExecutor:
 
     @property
     def ledger(self) -> UnitLedger:
-        """Of the unit."""
+        """The unit's ledger."""
         return self._state.ledger
 
     # ------------------------------------------------------------ the two sides

@@ -37,6 +37,7 @@ from muxserve.wire import (
     Blocks,
     Detach,
     Detached,
+    HandOff,
     Lost,
     Message,
     MoveAbort,
@@ -489,8 +490,8 @@ class Departures:
                 self._state.ledger.lease_void(name, Phase.DECODE, now)
             return
         held = self._table.held[request_id]
-        held.key, held.output_tokens, held.foreign = message.key, message.output_tokens, False
-        held.computed_tokens = message.computed_tokens
+        held.hand_off = HandOff(message.key, message.computed_tokens)
+        held.output_tokens = message.output_tokens
         self._table.staged(request_id, MOVE, now)
         if move is None or message.since != move.until:
             # The move was given up meanwhile.
@@ -506,24 +507,16 @@ class Departures:
         live, held = move.live, self._table.held[move.live.request_id]
         gateway = self._table.gateways[held.gateway]
         move.step, move.deadline = MoveStep.COMMITTING, now + SILENCE_SECONDS
+        assert held.hand_off is not None, "its engine has detached it"
         request = Moving(
             request_id=live.request_id,
-            model=live.model.name,
             attempt=held.attempt,
             gateway_epoch=gateway.epoch,
-            body=held.body,
-            prompt_tokens=live.prompt_tokens,
-            max_tokens=live.max_tokens,
+            request=held.request,
             waited=max(0.0, now - live.arrival),
-            priority=live.priority,
-            scheduling=held.scheduling,
-            execution=live.execution,
             output_tokens=held.output_tokens,
-            computed_tokens=held.computed_tokens,
+            computed_tokens=held.hand_off.computed_tokens,
             moves=held.moves + 1,
-            tenant=live.tenant,
-            weight=live.weight,
-            traced=held.stages is not None,
         )
         self._state.send(MIGRATOR, MoveCommit(move.name, request))
 
@@ -536,8 +529,7 @@ class Departures:
             return  # cancelled in the same batch of messages
         held = self._table.held[live.request_id]
         self._table.forget(live.request_id)
-        if held.key:
-            self._state.memory.drop(model.name, held.key)
+        self._table.drop_hand_off(held, model)
         self._departed.append((now + FAREWELL_SECONDS, live.request_id, held.attempt, held.gateway))
         downtime = self.downtimes.setdefault(model.name, Downtime())
         downtime.add(now - move.detached_at)
@@ -557,12 +549,11 @@ class Departures:
         if not (expected and detached):
             return  # it is in its engine, or not here at all
         held = self._table.held[request_id]
-        if not uncertain and held.key:
+        if not uncertain and held.hand_off is not None:
             self._state.ledger.stays(request_id, now)
             self._table.staged(request_id, HAND_OVER, now)
             return
-        if held.key:
-            self._state.memory.drop(model.name, held.key)
+        self._table.drop_hand_off(held, model)
         why = f"its unit did not hear whether {move.destination} has it" if uncertain else "the memory manager died"
         self._table.tell_lost(self._state.ledger.lost([request_id], now), why)
 

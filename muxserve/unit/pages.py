@@ -102,7 +102,7 @@ class PageQuotas:
         An engine that dies between handing over and saying so leaves one, and so does a unit scheduler that dies. What
         is met for the first time may be on its way, so it goes only when it is still unknown at the next look.
         """
-        known = {held.key for held in self._table.held.values()}
+        known = {held.hand_off.key for held in self._table.held.values() if held.hand_off is not None}
         unknown = {
             (model, key)
             for model, keys in waiting.items()

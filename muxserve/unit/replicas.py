@@ -17,7 +17,7 @@ from muxserve.wire import Loads, MovingIn, SchedulerHello, Terminating
 
 log = logging.getLogger(__name__)
 
-# Changes within this time are told together; without any, the global scheduler hears that the unit lives.
+# Changes within this time are reported together; without any, the global scheduler hears that the unit lives.
 REPORT_SECONDS = 0.02
 SILENCE_SECONDS = 1.0
 # A report that differs from the last one only in `used`, and by less than this part of the capacity, is not worth it.
@@ -71,7 +71,7 @@ class UnitReplicas:
         self._state.moving_in = dict(message.moves)
 
     def migrator_new(self) -> None:
-        """What was on its way in is not any more."""
+        """Requests that were on their way in are not any more."""
         self._state.moving_in = {}
 
     def drain(self, message: Terminating, now: float) -> None:

@@ -29,7 +29,7 @@ def unit_state(
     return {
         "unit": unit_spec.unit,
         "policy": policy.name,
-        "shares": "per lease" if all(model.profile.elastic for model in ledger.models) else "fixed",
+        "shares": "per lease" if all(model.profile.engines.elastic for model in ledger.models) else "fixed",
         "epoch": state.epoch,
         "uptime_seconds": round(now - state.started, 3),
         "cores": unit_spec.cores,

@@ -21,11 +21,13 @@ from muxserve.wire import (
     Cancel,
     Elsewhere,
     GatewayHello,
+    HandOff,
     HandOver,
     Lost,
     Prefilled,
     Refused,
     RequestFailed,
+    RequestSpec,
     RequestTrace,
     Returned,
     Submit,
@@ -44,20 +46,16 @@ QUEUE, PREFILL_STAGE, HAND_OVER, DECODE_STAGE, MOVE = "queue", "prefill", "hand_
 
 @dataclass(slots=True)
 class RequestEntry:
-    """What the ledger need not know of a live request. `key` is its hand-off, as long as it may be there."""
+    """What the ledger need not know of a live request. Its `hand_off` is kept for as long as it may be there."""
 
     gateway: bytes
     attempt: int
-    body: bytes
+    request: RequestSpec
     output_tokens: list[int]
-    key: str = ""
-    computed_tokens: int = 0
-    scheduling: str = "normal"
-    # Its blocks came from another unit, and are in no prefix index here until an engine has adopted them.
-    foreign: bool = False
+    hand_off: HandOff | None = None
     # Migrations within this attempt.
     moves: int = 0
-    # Of one that is traced: what it began to go through, and when.
+    # Stages that a traced request began, and when.
     stages: list[tuple[str, float]] | None = None
 
 
@@ -128,39 +126,34 @@ class UnitRequestTable:
             if known.attempt >= submit.attempt:
                 return
             self.drop([submit.request_id], now)
-        model = self._state.ledger.by_name.get(submit.model)
+        request = submit.request
+        model = self._state.ledger.by_name.get(request.model)
         if model is None:
-            self._refuse(peer, submit.request_id, submit.attempt, f"this unit has no model {submit.model!r}")
+            self._refuse(peer, submit.request_id, submit.attempt, f"this unit has no model {request.model!r}")
             return
         if model.retired:
             self._state.send(peer, Elsewhere([submit.request_id], [submit.attempt]))
             return
         done = len(submit.output_tokens)
-        most = most_tokens(model, submit.prompt_tokens, submit.max_tokens, done)
+        most = most_tokens(model, request.prompt_tokens, request.max_tokens, done)
         if self.too_long(peer, submit.request_id, submit.attempt, model, most):
             return
-        self.held[submit.request_id] = RequestEntry(
-            peer, submit.attempt, submit.body, submit.output_tokens, scheduling=submit.scheduling
-        )
-        if submit.traced:
+        self.held[submit.request_id] = RequestEntry(peer, submit.attempt, request, submit.output_tokens)
+        if request.traced:
             self._trace(submit.request_id, QUEUE, now)
         self.quarantine.came(submit.request_id, submit.failures, done)
         self._state.ledger.arrived(
             QueuedRequest(
                 submit.request_id,
-                submit.model,
-                submit.prompt_tokens,
-                submit.max_tokens,
+                request.model,
+                request.prompt_tokens,
+                request.max_tokens,
                 # Another machine's clock says nothing here.
                 now if gateway.reply_to.startswith("tcp://") else submit.arrival,
-                submit.priority,
+                request.service,
                 done,
                 # One that was begun before has waited already.
                 submit.attempt > 0 or done > 0,
-                submit.execution,
-                submit.group,
-                submit.tenant,
-                submit.weight,
             ),
             now,
         )
@@ -179,8 +172,8 @@ class UnitRequestTable:
         running = [*model.prefilling, *model.handed, *model.decoding, *model.moving]
         for request_id in running:
             held = self.held[request_id]
-            if self._state.ledger.cancelled(request_id, now) in (RequestPlace.HANDED, RequestPlace.MOVING) and held.key:
-                self._state.memory.drop(model.name, held.key)
+            if self._state.ledger.cancelled(request_id, now) in (RequestPlace.HANDED, RequestPlace.MOVING):
+                self.drop_hand_off(held, model)
         self._elsewhere(running, model)
 
     def _elsewhere(self, request_ids: Iterable[str], model: ModelState) -> None:
@@ -226,8 +219,7 @@ class UnitRequestTable:
             model = live.model
             place = self._state.ledger.cancelled(request_id, now)
             if place in (RequestPlace.HANDED, RequestPlace.MOVING):
-                if held.key:
-                    self._state.memory.drop(model.name, held.key)
+                self.drop_hand_off(held, model)
             elif place in (RequestPlace.PREFILLING, RequestPlace.DECODING):
                 engine = model.prefill if place is RequestPlace.PREFILLING else model.decode
                 aborts[f"{model.name}/{engine.phase}".encode()].append(request_id)
@@ -264,7 +256,7 @@ class UnitRequestTable:
         return held
 
     def leased(self, grant: Grant, now: float) -> None:
-        """An engine has a lease. Only to be told while some requests are `traced`."""
+        """An engine has a lease. Called only while some requests are `traced`."""
         model = self._state.ledger.by_name[grant.model]
         for request_id in grant.admit if grant.phase is Phase.DECODE else {**model.prefilling, **model.decoding}:
             held = self.held[request_id]
@@ -307,10 +299,8 @@ class UnitRequestTable:
             self._state.memory.drop(name, message.key)  # cancelled while it was prefilled
             return
         held = self.held[message.request_id]
-        held.key = message.key
-        held.computed_tokens = message.computed_tokens
+        held.hand_off = HandOff(message.key, message.computed_tokens)
         held.output_tokens = message.output_tokens
-        held.foreign = False
         self.staged(message.request_id, HAND_OVER, now)
 
     def prefilled(self, message: Prefilled, now: float) -> None:
@@ -325,7 +315,7 @@ class UnitRequestTable:
             return
         held = self.held[message.request_id]
         held.output_tokens = message.output_tokens
-        held.key = ""
+        held.hand_off = None
         self.staged(message.request_id, QUEUE, now)
         live = self._state.ledger.requests[message.request_id]
         most = most_tokens(live.model, live.prompt_tokens, 0, live.output_tokens)
@@ -334,54 +324,44 @@ class UnitRequestTable:
 
     def take_over(self, message: TakeOver, now: float) -> str:
         """A request comes from another unit with its KV, under a hand-off. Returns why not, or nothing."""
-        request = message.request
-        address = next((a for a, g in self.gateways.items() if g.epoch == request.gateway_epoch), None)
+        moving, request = message.request, message.request.request
+        address = next((a for a, g in self.gateways.items() if g.epoch == moving.gateway_epoch), None)
         if address is None:
-            return f"its gateway {request.gateway_epoch} is not known here"
+            return f"its gateway {moving.gateway_epoch} is not known here"
         model = self._state.ledger.by_name.get(request.model)
         if model is None or model.retired or not model.up:
             return f"model {request.model!r} is not up here"
         if not self._state.ledger.memory_up:
             return "the memory manager is not up"
-        done = len(request.output_tokens)
+        done = len(moving.output_tokens)
         most = most_tokens(model, request.prompt_tokens, request.max_tokens, done)
         if pages_for(model, most) > self._state.policy.capacity(model):
             return f"it can grow to {most} tokens, for which there is no room here"
-        known = self.held.get(request.request_id)
+        known = self.held.get(moving.request_id)
         if known is not None:
-            if known.attempt >= request.attempt:
+            if known.attempt >= moving.attempt:
                 return "it is here already"
-            self.drop([request.request_id], now)
-        self.held[request.request_id] = RequestEntry(
-            address,
-            request.attempt,
-            request.body,
-            request.output_tokens,
-            message.key,
-            request.computed_tokens,
-            request.scheduling,
-            foreign=True,
-            moves=request.moves,
+            self.drop([moving.request_id], now)
+        hand_off = HandOff(message.key, moving.computed_tokens, foreign=True)
+        self.held[moving.request_id] = RequestEntry(
+            address, moving.attempt, request, moving.output_tokens, hand_off, moving.moves
         )
         if request.traced:
-            self._trace(request.request_id, HAND_OVER, now)
+            self._trace(moving.request_id, HAND_OVER, now)
         self._state.ledger.taken_over(
             QueuedRequest(
-                request.request_id,
+                moving.request_id,
                 request.model,
                 request.prompt_tokens,
                 request.max_tokens,
-                now - request.waited,
-                request.priority,
+                now - moving.waited,
+                request.service,
                 done,
                 True,
-                request.execution,
-                tenant=request.tenant,
-                weight=request.weight,
             ),
             now,
         )
-        self._state.send(address, TookOver(request.request_id, request.attempt, request.moves))
+        self._state.send(address, TookOver(moving.request_id, moving.attempt, moving.moves))
         return ""
 
     def give_up_hand_offs(self, request_ids: Iterable[str], model: ModelState) -> None:
@@ -389,30 +369,32 @@ class UnitRequestTable:
         them."""
         for request_id in request_ids:
             held = self.held.get(request_id)
-            if held is not None and held.key:
-                self._state.memory.drop(model.name, held.key)
+            if held is not None:
+                self.drop_hand_off(held, model)
+
+    def drop_hand_off(self, held: RequestEntry, model: ModelState) -> None:
+        """Nobody will adopt the request's blocks, if any wait."""
+        if held.hand_off is not None:
+            self._state.memory.drop(model.name, held.hand_off.key)
 
     def void_hand_offs(self, request_ids: Iterable[str]) -> None:
         """The memory manager died, and these hand-offs with it."""
         for request_id in request_ids:
-            self.held[request_id].key = ""
+            self.held[request_id].hand_off = None
 
     def admit(self, live: LiveRequest) -> Admit:
         """What tells the engine that the ledger has put the request into to take it in."""
         held = self.held[live.request_id]
         gateway = self.gateways[held.gateway]
-        adopts = live.place is RequestPlace.DECODING
         return Admit(
             request_id=live.request_id,
             incarnation=live.lease_id,
             attempt=held.attempt,
             gateway_epoch=gateway.epoch,
             reply_to=gateway.reply_to,
-            body=held.body,
+            body=held.request.body,
             output_tokens=held.output_tokens,
-            adopt=held.key if adopts else "",
-            computed_tokens=held.computed_tokens if adopts else 0,
-            foreign=held.foreign and adopts,
+            hand_off=held.hand_off if live.place is RequestPlace.DECODING else None,
         )
 
 

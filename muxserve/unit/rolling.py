@@ -17,7 +17,7 @@ from muxserve.wire import RollingReport, RollingRequest
 
 log = logging.getLogger(__name__)
 
-# What is not urgent (arrivals, decode steps) is told together after this time.
+# News that is not urgent (arrivals, decode steps) is reported together after this time.
 REPORT_SECONDS = 0.02
 
 

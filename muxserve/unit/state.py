@@ -10,7 +10,7 @@ from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import Policy
 from muxserve.scheduling.state import ModelState
 from muxserve.scheduling.token_throttling import Throttle, prompt_tokens_ahead
-from muxserve.scheduling.types import ModelProfile, PoolProfile
+from muxserve.scheduling.types import EngineSetup, KvLayout, ModelProfile, PoolProfile
 from muxserve.spec import ModelSpec, UnitSpec
 from muxserve.unit.memory import Memory
 from muxserve.unit.timeline import UnitTimeline
@@ -21,9 +21,9 @@ from muxserve.wire import Message
 class UnitState:
     """One unit, as its scheduler has it: the ledger, who decides, who is asked, and what is to be sent.
 
-    `epoch` is this process, which came up at `started`; `levels` are those of each model. Of the models as replicas:
-    `terminating` are being drained; `moving_in` and `moving_out` count requests on their way from and to other units.
-    `timeline` is what was computed last.
+    `epoch` is this process, which came up at `started`; `levels` are those of each model. Replicas of the
+    `terminating` models are being drained; `moving_in` and `moving_out` count requests on their way from and to other
+    units. `timeline` is what was computed last.
 
     Raises:
         ValueError: the unit's spec contradicts itself.
@@ -73,26 +73,30 @@ def model_profile(model: ModelSpec, elastic: bool = False) -> ModelProfile:
     """The profile of a deployed model, whose engines' shares may change (`elastic`)."""
     return ModelProfile(
         name=model.name,
-        pool=model.pool,
         rate=model.rate,
-        layers=model.layers,
-        kv_heads=model.kv_heads,
-        block_tokens=model.block_tokens,
+        kv=KvLayout(
+            model.pool,
+            model.layers,
+            model.kv_heads,
+            model.block_tokens,
+            state_blocks=model.state_blocks,
+            window=model.window,
+            windowed_layers=len(model.windowed_layers),
+        ),
+        engines=EngineSetup(
+            model.prefill_share,
+            model.decode_share,
+            model.max_num_seqs,
+            model.max_num_batched_tokens,
+            both=model.shape == "one",
+            depth=model.stages,
+            waiting_tokens=_waiting_tokens(model),
+            elastic=elastic,
+        ),
         quota_pages=model.quota_pages,
         floor_pages=model.floor_pages,
-        prefill_share=model.prefill_share,
-        decode_share=model.decode_share,
-        max_num_seqs=model.max_num_seqs,
-        max_num_batched_tokens=model.max_num_batched_tokens,
-        both=model.shape == "one",
-        depth=model.stages,
-        waiting_tokens=_waiting_tokens(model),
-        elastic=elastic,
-        pooling=model.pooling,
         tokens=model.request_tokens,
-        state_blocks=model.state_blocks,
-        window=model.window,
-        windowed_layers=len(model.windowed_layers),
+        pooling=model.pooling,
     )
 
 

@@ -31,7 +31,7 @@ class _Job:
 
 
 class UnitTimeline:
-    """Told of every report, so what it does per report is to extend the engine's last job, or to append one."""
+    """The jobs of engines. It hears every report, and so extends only the engine's last job, or appends one."""
 
     def __init__(self) -> None:
         self._jobs: deque[_Job] = deque(maxlen=MOST_JOBS)

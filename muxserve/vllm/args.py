@@ -24,8 +24,8 @@ LOAD_FORMAT = "muxserve_held"
 SCHEDULER = "muxserve.engine.scheduler.PhaseScheduler"
 AHEAD_SCHEDULER = "muxserve.engine.ahead.AheadScheduler"
 SIMULATED_WORKER = "muxserve.engine.simulated.SimulatedWorker"
-# Of a model that sees images: how many a prompt may have if its `engine_args` do not say, and what a gateway keeps of
-# them in memory, so that a conversation's are not processed with each turn.
+# Images that a prompt may have if its model's `engine_args` do not say, and memory in which a gateway keeps images, so
+# that those of a conversation are not processed with each of its messages.
 IMAGES_PER_PROMPT = 8
 IMAGE_CACHE_GIB = 0.25
 # So many prompts are in a step of an engine whose layers keep states: theirs are copied for it, and the memory for that
@@ -84,7 +84,7 @@ RESERVED = frozenset(
         "mamba_block_size",
         "mamba_cache_mode",
         "worker_extension_cls",
-        # Of the OpenAI server: one gateway listens for all models.
+        # Options of the OpenAI server: one gateway listens for all models.
         "host",
         "port",
         "uds",
@@ -97,7 +97,7 @@ RESERVED = frozenset(
         "ssl_cert_reqs",
         "lora_modules",
         "enable_lora",
-        # Of images: what they are known by, and where they may come from.
+        # Options of images: what they are known by, and where they may come from.
         "mm_processor_cache_gb",
         "mm_processor_cache_type",
         "enable_mm_embeds",
@@ -126,7 +126,7 @@ def frontend_args(model: ModelSpec) -> dict[str, Any]:
         "max_model_len": model.max_len,
         "max_num_seqs": model.max_num_seqs,
         "max_num_batched_tokens": model.max_num_batched_tokens,
-        # Not every pooling model can have it; of these vLLM knows which. Of models with states engines switch it on
+        # Not every pooling model can have it; vLLM knows which can. For models with states engines switch it on
         # when they start: vLLM would have kept states in a way of its own.
         "enable_prefix_caching": _caches_prefixes(model),
         # The hash must not depend on the process: prefill and decode engines share one index.
@@ -360,7 +360,7 @@ def environment() -> dict[str, str]:
         # Which variant of a kernel is the fastest is tried once, and not by each engine that starts.
         "TRITON_CACHE_AUTOTUNING": os.environ.get("TRITON_CACHE_AUTOTUNING", "1"),
         "VLLM_MAX_IMAGE_PIXELS": os.environ.get("VLLM_MAX_IMAGE_PIXELS", str(MOST_PIXELS)),
-        # Of compiled grammars, in each engine; vLLM's own 512 MiB may be more than all else in a small one.
+        # MiB of compiled grammars in each engine; vLLM's own 512 MiB may be more than all else in a small one.
         "VLLM_XGRAMMAR_CACHE_MB": os.environ.get("VLLM_XGRAMMAR_CACHE_MB", "64"),
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PRIMITIVE_CACHE)),
         # vLLM salts its block hashes with this; engines that share a prefix index must agree, also after a restart.

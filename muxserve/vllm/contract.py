@@ -111,7 +111,7 @@ class Contract:
 
     @property
     def facts(self) -> Facts:
-        """Of this version."""
+        """The facts of this version."""
         return Facts(
             {name: found.digest() for name, (found, _) in sorted(self._bodies.items())},
             {name: form(found) for name, found in sorted(self._attributes.items())},

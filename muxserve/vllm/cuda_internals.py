@@ -183,7 +183,7 @@ INTERNALS: list[Internal] = [
 ]
 
 _LAYERS = "vllm.model_executor.layers.mamba"
-# Of layers that keep states. Importing them touches CUDA, so they are looked at when such a model is loaded.
+# Internals of layers that keep states. Importing them touches CUDA, so they are looked at when such a model is loaded.
 STATES: list[Internal] = [
     (
         f"{_LAYERS}.gdn.qwen_gdn_linear_attn",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 # vLLM begins all block hashes of an engine with this variable. Python wants a number of 32 bits there.
 SEED = "PYTHONHASHSEED"
+ADAPTER_FILES = "adapter_*"
 
 
 def identity(path: str, pattern: str = "*") -> bytes:
@@ -30,6 +31,17 @@ def identity(path: str, pattern: str = "*") -> bytes:
         stat = file.stat()
         digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}\n".encode())
     return digest.digest()
+
+
+def adapter_number(name: str, path: str) -> int:
+    """The number by which engines know the LoRA adapter `name`, whose files are in the directory `path`, as they are
+    now; above 0.
+
+    Raises:
+        OSError: the files cannot be looked at, or there is none.
+    """
+    digest = hashlib.sha256(f"{name}\n{path}\n".encode() + identity(path, ADAPTER_FILES)).digest()
+    return 1 + int.from_bytes(digest[:6], "big")
 
 
 def salt_block_hashes(path: str) -> None:

@@ -15,7 +15,7 @@ import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-# Of a tensor that is encoded with what it belongs to; larger ones would go into frames of their own.
+# Largest tensor that is encoded with its request; larger ones would go into frames of their own.
 LARGEST = 1 << 40
 
 

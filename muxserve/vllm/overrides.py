@@ -59,7 +59,7 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
         "speculative_config",
         "uniform_decode_query_len",
     ),
-    "muxserve.engine.cpu.worker.PooledCPUWorker": ("init_device",),
+    "muxserve.engine.cpu.worker.HostWorker": ("init_device",),
     "muxserve.engine.cuda.attention.PooledFlashBackend": (
         "forward_includes_kv_cache_update",
         "get_builder_cls",

@@ -9,7 +9,8 @@ scheduler of A decides everything; until `MoveCommit` is sent, it can take every
 
 from __future__ import annotations
 
-from muxserve.wire.base import Count, Message, Seconds
+from muxserve.wire.base import Message, Seconds
+from muxserve.wire.unit import RequestSpec
 
 # ---------------------------------------------------------------- unit scheduler <-> decode engine
 
@@ -210,22 +211,13 @@ class Moving(Message):
     attempt, this one included."""
 
     request_id: str
-    model: str
     attempt: int
     gateway_epoch: str
-    body: bytes
-    prompt_tokens: Count
-    max_tokens: Count
+    request: RequestSpec
     waited: Seconds
-    priority: int
-    scheduling: str
-    execution: str
     output_tokens: list[int]
     computed_tokens: int
     moves: int = 0
-    tenant: str = ""
-    weight: float = 1.0
-    traced: bool = False
 
 
 class TakeOver(Message):

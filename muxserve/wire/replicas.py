@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from muxserve.replicas.priorities import ServiceClass
 from muxserve.replicas.views import InstanceLoad
 from muxserve.wire.base import Message
 
@@ -124,23 +125,26 @@ class TookOver(Message):
 # ---------------------------------------------------------------- gateway <-> global scheduler
 
 
+class ServedBefore(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request came at `arrival`, seconds of the machine's monotonic clock, and its client has `emitted` tokens."""
+
+    arrival: float
+    emitted: int
+
+
 class Place(Message):
-    """Where to send a request? `demand` is the tokens of KV that it needs to start. `arrival` is seconds of the
-    machine's monotonic clock. `tokens` are those to be prefilled, `max_tokens` the most that it may generate. `prefix`
-    has keys of the prompt's beginnings, one after the other, each of `replicas.prefixes.KEY_BYTES`. A request that
-    has been served before came at `begun`, and its client has `emitted` tokens."""
+    """Where to send a request? `demand` is the tokens of KV that it needs to start: those to be prefilled, and one.
+    It waits since `since`, seconds of the machine's monotonic clock. `max_tokens` is the most that it may generate.
+    `prefix` has keys of the prompt's beginnings, one after the other, each of `replicas.prefixes.KEY_BYTES`."""
 
     request_id: str
     model: str
     demand: int
-    arrival: float
-    scheduling: str
-    execution: str
-    tokens: int = 0
+    since: float
+    service: ServiceClass = ServiceClass()
     max_tokens: int = 0
     prefix: bytes = b""
-    begun: float = 0.0
-    emitted: int = 0
+    before: ServedBefore | None = None
 
 
 class Unplace(Message):

@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from muxserve.costs.steps import StepSums
+from muxserve.replicas.priorities import ServiceClass
 from muxserve.wire.base import Count, Message, Seconds
 
 
@@ -45,6 +46,27 @@ class Failures(msgspec.Struct, omit_defaults=True, gc=False, frozen=True):
     tokens: Count = 0
 
 
+class RequestSpec(msgspec.Struct, omit_defaults=True, gc=False, frozen=True):
+    """What a request asks for, in all of its attempts. `body` is vLLM's own msgpack encoding of its
+    `EngineCoreRequest`. A unit tells the gateway what a `traced` request went through (`RequestTrace`)."""
+
+    model: str
+    body: bytes
+    prompt_tokens: Count
+    max_tokens: Count
+    service: ServiceClass = ServiceClass()
+    traced: bool = False
+
+
+class HandOff(msgspec.Struct, omit_defaults=True, gc=False, frozen=True):
+    """Blocks of a request that wait in the memory manager under `key`; they hold the KV of its first `computed_tokens`
+    tokens. Blocks that came by migration (`foreign`) are in no prefix index yet."""
+
+    key: str
+    computed_tokens: Count
+    foreign: bool = False
+
+
 # ---------------------------------------------------------------- gateway -> unit scheduler
 
 
@@ -60,31 +82,15 @@ class GatewayHello(Message):
 
 
 class Submit(Message):
-    """A request to serve. `body` is vLLM's own msgpack encoding of its `EngineCoreRequest`.
-
-    `output_tokens` are the tokens already sent to the client; they stay output tokens when the request is prefilled
-    again. `priority` follows vLLM: lower is served earlier. `scheduling` and `execution` name the request's levels
-    (`muxserve.replicas.priorities`); the gateway has put the rank of the former into `priority`. Prompts and choices
-    that a client asked for at once are of one `group`. Service is fair among tenants, by their `weight`. Of
-    those that are `traced` the unit tells what they went through (`RequestTrace`).
-    """
+    """A request to serve. `output_tokens` are the tokens already sent to the client; they stay output tokens when the
+    request is prefilled again."""
 
     request_id: str
-    model: str
     attempt: Count
-    prompt_tokens: Count
-    max_tokens: Count
+    request: RequestSpec
     arrival: Seconds
-    body: bytes
     output_tokens: list[int] = []
-    priority: int = 0
-    scheduling: str = "normal"
-    execution: str = "normal"
-    group: str = ""
-    tenant: str = ""
-    weight: float = 1.0
     failures: Failures = Failures()
-    traced: bool = False
 
 
 class Cancel(Message):
@@ -161,9 +167,7 @@ class Refused(Message):
 class Admit(Message):
     """One request entering an engine with a lease.
 
-    With `adopt` the engine takes over the blocks that the prefill engine handed to the memory manager under that key:
-    they hold the KV of the first `computed_tokens` tokens. Without it the engine computes everything itself. Blocks
-    that came by migration (`foreign`) are in no prefix index yet.
+    With a `hand_off` the engine takes over its blocks. Without it the engine computes everything itself.
     `output_tokens` count as output in penalties, usage, logprobs, stop conditions and structured output.
     """
 
@@ -174,9 +178,7 @@ class Admit(Message):
     reply_to: str
     body: bytes
     output_tokens: list[int] = []
-    adopt: str = ""
-    computed_tokens: Count = 0
-    foreign: bool = False
+    hand_off: HandOff | None = None
 
 
 class Lease(Message):

@@ -26,9 +26,9 @@ class LengthSummary(msgspec.Struct, frozen=True):
 
 
 class WorkloadSummary(msgspec.Struct, frozen=True):
-    """Of one model, or of all. `rate` is requests per second of the span (None: it has no length), `cv` the coefficient
-    of variation of the gaps (1: Poisson), `peak` the busiest sixtieth of the span over the mean; both None below two
-    requests."""
+    """The workload of one model, or of all. `rate` is requests per second of the span (None: it has no length), `cv`
+    the coefficient of variation of the gaps (1: Poisson), `peak` the busiest sixtieth of the span over the mean; both
+    None below two requests."""
 
     requests: int
     rate: float | None

@@ -54,7 +54,7 @@ def sharing(
     monkeypatch.setattr(mps, "foreign", lambda **_: "")
     found = gpus(2)
     if mode:
-        found = replace(found, gpus=tuple(replace(gpu, compute_mode=mode) for gpu in found.gpus))
+        found = replace(found, gpus=tuple(replace(gpu, modes=nvml.GpuModes(compute=mode)) for gpu in found.gpus))
     with errors.capture() as told:
         made = deploy._with_sharing(plan(tmp_path, f"{{gpus: 2{keys}}}", found=found), run_dir)
     assert made.gpu is not None

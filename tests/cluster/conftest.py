@@ -35,7 +35,7 @@ from muxserve.spec import (
     load_fleet,
 )
 from muxserve.spec.run_dir import RunDir
-from placement import ModelPlan, PoolPlan, UnitPlan
+from placement import ModelPlan, PoolPlan, TablePlan, UnitPlan
 from tests.cluster import fakes
 from tests.support.patience import PATIENCE
 from tests.support.unit_specs import model_spec, unit_spec_of
@@ -93,9 +93,7 @@ class FakePlan:
             ModelPlan(
                 m.name,
                 pool=m.pool,
-                dtype=m.dtype,
-                block_tokens=m.block_tokens,
-                num_blocks=m.num_blocks,
+                table=TablePlan(m.block_tokens, m.num_blocks),
                 quota_pages=m.quota_pages,
                 floor_pages=m.floor_pages,
                 max_len=m.max_len // 2,

@@ -15,8 +15,7 @@ from muxserve.control.changes import NoRoomError
 from muxserve.costs.architecture import read_architecture
 from muxserve.gpu import unit
 from muxserve.gpu.budget import Needs
-from muxserve.gpu.nvml import Gpu
-from muxserve.gpu.nvml import GpuMachine as GpuMachine
+from muxserve.gpu.nvml import Gpu, GpuMachine, GpuModes
 from muxserve.gpu.unit import GpuPlan, GpuUnit, PoolSizer, SizingError, SmShares, from_json
 from muxserve.planning.demand.checkpoints import architecture_of
 from muxserve.planning.specs.fleet_planner import FleetPlanner
@@ -147,6 +146,11 @@ def test_heads_with_which_no_kernel_computes_prompts_from_latents_are_refused(tm
         plan(tmp_path, "{gpus: 1}", config={**LATENT, "qk_nope_head_dim": 64, "v_head_dim": 64})
 
 
+def test_adapters_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FleetError, match=r"f.yaml:2: models\[0\]\.adapters: LoRA adapters are served on CPU only"):
+        plan(tmp_path, "{gpus: 1}", " [{name: a, path: a, adapters: {}}]")
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_latents_lie_whole_on_every_rank_and_prompts_come_in_chunks(tmp_path: Path, ranks: int) -> None:
     models = " [{name: a, path: a, max_len: 4096, max_num_batched_tokens: 2048}]"
@@ -230,7 +234,7 @@ def test_more_clients_than_mps_takes_are_refused(tmp_path: Path) -> None:
     assert words(24, sharing="off") == ""
     one = [Needs(f"m{n}", 0, GIB, GIB, GIB, GIB, engine_count=1) for n in range(48)]
     assert (words(47, needs=tuple(one)), bool(words(48, needs=tuple(one)))) == ("", True)
-    exclusive = (replace(unit.gpus[0], compute_mode="exclusive_process"),)
+    exclusive = (replace(unit.gpus[0], modes=GpuModes(compute="exclusive_process")),)
     assert (words(15, gpus=exclusive), bool(words(16, gpus=exclusive))) == ("", True)
 
 
@@ -330,7 +334,7 @@ class TestJoining:
 class TestTypes:
     def test_float32_checkpoints_become_bfloat16_with_a_note(self, tmp_path: Path) -> None:
         made = plan(tmp_path, "{gpus: 1}", config={**CONFIG, "num_hidden_layers": 32, "dtype": "float32"})
-        assert {model.dtype for model in made.unit.models} == {"bfloat16"}
+        assert {demand.dtype for demand in made.demands} == {"bfloat16"}
         assert any(note.startswith("a is served in bfloat16") for note in made.notes)
 
     def test_explicit_float32_is_refused_with_its_line(self, tmp_path: Path) -> None:
@@ -575,7 +579,7 @@ class TestSleeping:
 
 def test_a_pool_is_no_larger_than_a_page_table_can_name(tmp_path: Path) -> None:
     made = plan(tmp_path, "{gpus: 1}", found=gpus(1, gib=1400))
-    assert max(model.num_blocks for model in made.unit.models) == MAX_BLOCKS
+    assert max(model.table.num_blocks for model in made.unit.models) == MAX_BLOCKS
     (pool,) = made.unit.pools
     assert pool.num_pages == 1 + (MAX_BLOCKS - 1) * made.demands[0].pages_per_block
     assert "pool0 takes no more: a page table has at most 1048576 blocks" in made.notes

@@ -127,7 +127,7 @@ models:
     assert unit_spec.cores == 4
     gateway = unit_spec.gateway
     assert (gateway.host, gateway.port, gateway.api_keys) == ("0.0.0.0", 9001, ["k"])
-    assert (gateway.max_body_bytes, gateway.drain_seconds) == (1 << 20, 7.0)
+    assert (gateway.http.max_body_bytes, gateway.drain_seconds) == (1 << 20, 7.0)
     a, b = unit_spec.models
     assert a.path == str(tmp_path / "org-a")
     assert (a.layers, a.kv_heads, a.head_dim, a.dtype, b.dtype) == (2, 2, 128, "float32", "bfloat16")
@@ -190,7 +190,7 @@ def test_a_repository_without_weights_that_can_be_loaded_is_refused(tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["atlas-int8", "atlas-int4"])
 def test_quantised_models_are_served_in_sixteen_bits(name: str) -> None:
-    (served,) = model_of(CONFIGS / name).unit.models
+    (served,) = model_of(CONFIGS / name).demands
     assert served.dtype == "bfloat16"
     words = r"models\[0\].dtype: weights quantised by compressed-tensors W.* computed in 16 bits on a CPU"
     with pytest.raises(FleetError, match=words):
@@ -242,13 +242,14 @@ def test_an_fp8_cache_has_pages_of_a_quarter_of_float32(tmp_path: Path) -> None:
     hub = FakeHub(tmp_path)
     models = "{name: a, hub: org/a, dtype: float32}, {name: b, hub: org/b, dtype: float32, engine_args: {K: fp8}}"
     text = f"kv_pool: {{size: 64MiB}}\nmodels: [{models.replace('K', 'kv_cache_dtype')}]\n"
-    plan = resolve_unit(fleet(text), MACHINE, hub).unit
+    made = resolve_unit(fleet(text), MACHINE, hub)
+    plan = made.unit
     a, b = plan.models
     full, small = (next(pool for pool in plan.pools if pool.name == model.pool) for model in (a, b))
     # Types do not share a pool: what is a number in one may be no number in the other.
     assert full is not small
-    assert full.page_bytes / a.block_tokens == 4 * small.page_bytes / b.block_tokens
-    assert b.dtype == "float32"
+    assert full.page_bytes / a.table.block_tokens == 4 * small.page_bytes / b.table.block_tokens
+    assert made.demands[1].dtype == "float32"
     plain, cached = demands_of(fleet(text), tmp_path, hub)
     assert sequence_bytes(plain, 1) == 4 * sequence_bytes(cached, 1)
     work, less = (layer_work(each.architecture, 1, "float32") for each in (plain, cached))
@@ -288,9 +289,9 @@ class TestLatentAttention:
         unit = resolved(tmp_path, LATENT, beside=", {name: b, hub: org/b}")
         (pool,) = unit.unit.pools
         latent, by_head = unit.unit.models
-        assert pool.page_bytes == latent.block_tokens * 576 * 2
+        assert pool.page_bytes == latent.table.block_tokens * 576 * 2
         assert unit_spec_of(unit.with_fleet(fetch(unit.fleet, print, FakeHub(tmp_path))), "/x").models[0].prefix_caching
-        assert by_head.block_tokens > latent.block_tokens
+        assert by_head.table.block_tokens > latent.table.block_tokens
 
     @pytest.mark.parametrize(
         ("options", "words"),
@@ -329,16 +330,16 @@ class TestStates:
         plan, beside = unit.unit.models
         states = 2 * (3 * (1024 + 2 * 64) * 2 + 1024 * 64 * 4)
         block = 2 * 2 * pool.page_bytes
-        assert (plan.state_blocks, beside.state_blocks) == (-(-states // block), 0)
-        assert plan.floor_pages == (plan.state_blocks + -(-512 // plan.block_tokens)) * 4
+        assert (plan.table.state_blocks, beside.table.state_blocks) == (-(-states // block), 0)
+        assert plan.floor_pages == (plan.table.state_blocks + -(-512 // plan.table.block_tokens)) * 4
         # The other model may find float32 in a page of its own.
-        assert plan.zeroed
-        assert beside.zeroed
+        assert plan.table.zeroed
+        assert beside.table.zeroed
         model = unit_spec_of(unit.with_fleet(fetch(unit.fleet, print, FakeHub(tmp_path))), "/x").models[0]
-        assert (model.layers, model.state_blocks, model.zeroed) == (2, plan.state_blocks, True)
+        assert (model.layers, model.state_blocks, model.zeroed) == (2, plan.table.state_blocks, True)
         assert not model.prefix_caching
         profile = model_profile(model)
-        assert profile.state_blocks == plan.state_blocks
+        assert profile.kv.state_blocks == plan.table.state_blocks
         state = ModelState(0, profile, PoolState(PoolProfile("pool0", 100), 100, 100))
         assert pages_for(state, 512) == plan.floor_pages
 
@@ -363,7 +364,7 @@ class TestStates:
 
     def test_in_float32_nothing_needs_zeroing(self, tmp_path: Path) -> None:
         unit = resolved(tmp_path, STATEFUL, ", dtype: float32", beside=", {name: b, hub: org/b}")
-        assert not any(model.zeroed for model in unit.unit.models)
+        assert not any(model.table.zeroed for model in unit.unit.models)
 
     @pytest.mark.parametrize(
         ("options", "words"),
@@ -411,6 +412,26 @@ class TestSpeculation:
         assert "speculative_config" not in frontend_args(unit.models[0])
         pretended = msgspec.structs.replace(unit, simulated=SimulatedSpec("CPU"))
         assert "speculative_config" not in engine_args(pretended, "a", phase)
+
+
+class TestAdapters:
+    def test_their_room_counts_with_the_weights(self, tmp_path: Path) -> None:
+        (without,), (with_room,) = (resolved(tmp_path, CONFIG, each).architectures for each in ("", ", adapters: {}"))
+        assert (with_room.adapter_slots, with_room.adapter_rank) == (2, 16)
+        assert with_room.weight_bytes("bfloat16") - without.weight_bytes("bfloat16") == with_room.adapter_bytes(
+            "bfloat16"
+        )
+
+    @pytest.mark.parametrize(
+        ("options", "top", "words"),
+        [
+            (", adapters: {}", "cluster: {ranks: 2}\n", "LoRA adapters are served by engines of one rank, not of 2"),
+            (", adapters: {}, engine_args: {runner: pooling}", "", "this one answers with vectors"),
+        ],
+    )
+    def test_what_it_cannot_have_is_refused(self, tmp_path: Path, options: str, top: str, words: str) -> None:
+        with pytest.raises(FleetError, match=rf"adapters: .*{words}"):
+            resolved(tmp_path, CONFIG, options, top=top)
 
 
 class TestImages:

@@ -18,7 +18,7 @@ from muxserve.config import FleetError, load_fleet, parse_fleet
 from muxserve.config.loader import fleet_schema, fleet_schema_text
 from muxserve.config.values import parse_duration, parse_size, parse_speed
 from muxserve.planning.specs.unit_specs import gateway_of, tenants_of
-from muxserve.spec import ResponsesSpec
+from muxserve.spec import ResponsesSpec, TenantLimits
 from tests.support.checkpoint_files import write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,10 +50,8 @@ tenants:
     assert fleet.tenants["research"].keys == ["k1", "k2", "k3", "k4"]
     assert fleet.gateway.usage_file == str(tmp_path / "usage.sqlite")
     research, support = tenants_of(fleet)
-    assert (research.models, research.priority, research.requests_per_minute, research.tokens_per_minute) == (
-        ("one",), "high", 60, 1000,
-    )  # fmt: skip
-    assert (support.models, support.max_concurrency, support.admin, support.requests_per_minute) == (None, 4, True, 0)
+    assert (research.models, research.priority, research.limits) == (("one",), "high", TenantLimits(60, 1000))
+    assert (support.models, support.limits, support.admin) == (None, TenantLimits(max_concurrency=4), True)
     assert (research.shares_prefixes, support.shares_prefixes) == (False, True)
     assert research.key_hashes[0] == hashlib.sha256(b"k1").hexdigest()
     assert "k1" not in str(research)

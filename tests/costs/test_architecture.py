@@ -465,7 +465,7 @@ class TestStates:
     def test_ranks_have_whole_heads_and_whole_groups_or_a_copy_of_the_only_one(self) -> None:
         states = {name: read_architecture(config).states for name, config in STATEFUL.items()}
         ways = {
-            name: [tp for tp in (1, 2, 3, 4, 8, 16, 32) if each.splits_over(tp)]
+            name: [tp for tp in (1, 2, 3, 4, 8, 16, 32) if each.heads.split_over(tp)]
             for name, each in states.items()
             if each
         }

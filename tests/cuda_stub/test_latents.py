@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not (WHEELS / ".installed").exists(), reason="ne
 # Blocks of 32 and 64 tokens; contexts of less than a block, of several, and of a whole number of them.
 SCRIPT = """
 import torch
-from muxserve.probes.attention import decoded_from_latents
+from tests.engine_cuda.latent_step import decoded_from_latents
 
 for block in (32, 64):
     found = decoded_from_latents((100, 1, 64), heads=16, layers=2, block=block, dtype=torch.float16, device="cpu")

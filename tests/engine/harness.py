@@ -35,6 +35,7 @@ from muxserve.wire import (
     Detached,
     EngineHello,
     EngineLost,
+    HandOff,
     HandOver,
     Lease,
     Message,
@@ -280,10 +281,8 @@ class Engines:
         return self.admit(
             request_id,
             body,
-            adopt=left.key,
-            computed_tokens=left.computed_tokens,
             output_tokens=left.output_tokens,
-            foreign=foreign,
+            hand_off=HandOff(left.key, left.computed_tokens, foreign),
         )
 
     def lease(

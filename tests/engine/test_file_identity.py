@@ -14,8 +14,7 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core import kv_cache_utils
 
 from muxserve.engine.cpu.adapters import OtherAdapterError, check_files
-from muxserve.vllm.adapter_number import adapter_number
-from muxserve.vllm.file_identity import identity, salt_block_hashes
+from muxserve.vllm.file_identity import adapter_number, identity, salt_block_hashes
 
 
 @pytest.fixture

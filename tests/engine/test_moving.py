@@ -13,6 +13,7 @@ from muxserve.wire import (
     Blocks,
     Detach,
     Detached,
+    HandOff,
     HeldRequests,
     ShowBlocks,
     ShowRequests,
@@ -78,7 +79,7 @@ def resume(
     foreign: bool = False,
 ) -> dict[str, int]:
     admits = [
-        family.admit(name, bodies[name], adopt=key, computed_tokens=computed, output_tokens=tokens, foreign=foreign)
+        family.admit(name, bodies[name], output_tokens=tokens, hand_off=HandOff(key, computed, foreign))
         for name, (key, computed, tokens) in states.items()
     ]
     lease = family.lease(DECODE, admits, steps=steps)

@@ -19,7 +19,7 @@ from muxserve.engine.scheduler import PhaseScheduler
 from muxserve.engine.stage_clock import StageClocks
 from muxserve.engine.states import StatefulBlocks
 from muxserve.scheduling.token_throttling import FixedBudget, Throttle, TokenThrottling
-from muxserve.wire import Admit
+from muxserve.wire import Admit, HandOff
 
 
 @dataclass
@@ -211,7 +211,7 @@ def test_of_a_request_that_is_refused_after_it_adopted_blocks_nothing_is_kept() 
         arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None,
     )  # fmt: skip
     body = b"".join(bytes(frame) for frame in MsgpackEncoder().encode(request))
-    admit = Admit("r", 1, 1, gateway_epoch="g", reply_to="", body=body, adopt="key", computed_tokens=20)
+    admit = Admit("r", 1, 1, gateway_epoch="g", reply_to="", body=body, hand_off=HandOff("key", 20))
     requests = EngineRequests(Refusing())  # type: ignore[arg-type]
     internal = requests.add(admit)
     with pytest.raises(ValueError, match="it is refused"):

@@ -9,8 +9,9 @@ pytest.importorskip("vllm")
 
 from vllm.v1.attention.backends.mla import triton_mla
 
-from muxserve.probes.attention import AttentionBatch, FoldedAttention, decoded_from_latents
+from muxserve.probes.attention import AttentionBatch, FoldedAttention
 from tests.engine_cuda import paged_reference
+from tests.engine_cuda.latent_step import decoded_from_latents
 
 
 @pytest.mark.usefixtures("reference_flash")

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from muxserve.spec import GrammarLimits
+from muxserve.spec import GrammarLimits, HttpSpec
 from tests.gateway.rig import Rig, Running
 from tests.gateway.unit_specs import model, unit_spec
 from tests.support.patience import PATIENCE
@@ -55,9 +55,7 @@ def gateway(rig: Rig) -> Running:
             ],
             unit="main",
             port=free_port(),
-            max_body_bytes=200_000,
-            cors_origins=(PAGE,),
-            access_log=True,
+            http=HttpSpec(max_body_bytes=200_000, cors_origins=(PAGE,), access_log=True),
             grammars=GrammarLimits(compile_seconds=COMPILE_SECONDS, compile_bytes=256 << 20),
         )
     )

@@ -26,6 +26,7 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import zmq
@@ -179,7 +180,7 @@ class FakeUnit:
                 self.answer(gateway, TimelineReply(self.epoch, NOW, jobs if message.since < NOW else [], []))
 
     def submit(self, gateway: bytes, message: Submit) -> None:
-        request: EngineCoreRequest = self.decoder.decode(message.body)
+        request: EngineCoreRequest = self.decoder.decode(message.request.body)
         text = bytes(token_byte(t) for t in request.prompt_token_ids or () if t >= len(SPECIAL_TOKENS)).decode(
             errors="replace"
         )
@@ -191,23 +192,18 @@ class FakeUnit:
             "submit",
             id=message.request_id,
             attempt=message.attempt,
-            model=message.model,
-            prompt_tokens=message.prompt_tokens,
-            max_tokens=message.max_tokens,
+            model=message.request.model,
+            prompt_tokens=message.request.prompt_tokens,
+            max_tokens=message.request.max_tokens,
             output_tokens=message.output_tokens,
             body_id=request.request_id,
-            priority=message.priority,
-            scheduling=message.scheduling,
-            tenant=message.tenant,
-            weight=message.weight,
-            execution=message.execution,
-            group=message.group,
+            **msgspec.structs.asdict(message.request.service),
             body_priority=request.priority,
             cache_salt=request.cache_salt,
             structured=params.structured_outputs is not None,
             script=script,
         )
-        if message.traced:
+        if message.request.traced:
             stages = [TraceStage("queue", 0.02), TraceStage("prefill", 0.01)]
             self.answer(gateway, RequestTrace(message.request_id, message.attempt, 0, stages))
         if "refuse" in script:
@@ -263,7 +259,7 @@ class FakeUnit:
             finish = None
             if token == END:
                 finish = FinishReason.STOP
-            elif at + 1 == submit.max_tokens:
+            elif at + 1 == submit.request.max_tokens:
                 finish = FinishReason.LENGTH
             self.emit(play, [token], finish)
             if finish is not None:
@@ -286,7 +282,7 @@ class FakeUnit:
         """Send, or queue if they are to be sent in another order, these next tokens."""
         script, offset = play.script, play.at
         first = play.sent == 0
-        both = self.unit_spec.model(play.submit.model).engines == ("both",)
+        both = self.unit_spec.model(play.submit.request.model).engines == ("both",)
         engine = 0 if first and not both else 1
         play.sent += 1
         play.at += len(tokens)
@@ -335,7 +331,7 @@ class FakeUnit:
             push.linger = 0
             sockets.connect(push, reply_to)
         submit = play.submit
-        header = TokensHeader(epoch, submit.model, engine, [(submit.request_id, submit.attempt, offset)])
+        header = TokensHeader(epoch, submit.request.model, engine, [(submit.request_id, submit.attempt, offset)])
         push.send_multipart([encode(header), *self.encoder.encode(batch)])
 
 

@@ -17,7 +17,7 @@ from muxserve.gateway.http.errors import App, Message, Receive, Scope, Send
 from muxserve.gateway.http.served_app import ServedApp
 from muxserve.gateway.limits.admission import ApiKeys
 from muxserve.gateway.routing.model_names import ModelNames
-from muxserve.spec import FleetSpec, GatewaySpec
+from muxserve.spec import FleetSpec, GatewaySpec, HttpSpec
 from tests.gateway.endpoint import endpoint_of
 from tests.gateway.unit_specs import model
 
@@ -50,7 +50,7 @@ def endpoint(
     model_page: Callable[[str, Scope, Send], Any] | None = None,
 ) -> GatewayApp:
     models = [model("m", max_concurrency=1, max_queue=1)]
-    fleet = FleetSpec("", GatewaySpec("127.0.0.1", 0, max_body_bytes=1000), models, units=[])
+    fleet = FleetSpec("", GatewaySpec("127.0.0.1", 0, http=HttpSpec(max_body_bytes=1000)), models, units=[])
     own = OwnPaths(
         pages={"/health": page} if page is not None else {},
         model_pages={"/metrics": model_page} if model_page is not None else {},

@@ -24,6 +24,7 @@ from muxserve.wire import GatewayHello, Message, Place, Submit, TokensHeader, Un
 from tests.gateway.unit_specs import model, unit_spec
 from tests.gateway.world import Out
 from tests.support.patience import PATIENCE
+from tests.support.requests import asking
 
 KEYS = new_keys()
 HOST = "127.0.0.1"
@@ -125,7 +126,7 @@ async def test_a_unit_of_another_machine_is_reached_with_keys(directory: Path, p
         assert other.reply_to.startswith("ipc://")
         # Only the far one answers, so that it is the one that is up.
         await router.send_multipart([peer, encode(UnitHello("far1"))])
-        broker.submit(Tracked("me-1", "front", "m", body=b"", prompt_tokens=3, max_tokens=9, arrival=0.0))
+        broker.submit(Tracked("me-1", "front", asking("m", 3, 9), arrival=0.0))
         _, submit = await receive(router)
         assert isinstance(submit, Submit)
         header = encode(TokensHeader("me", "m", 0, [("me-1", 0, 0)]))
@@ -150,7 +151,7 @@ async def test_a_unit_that_moved_to_another_address_is_linked_anew(directory: Pa
     try:
         peer, _ = await receive(first)
         await first.send_multipart([peer, encode(UnitHello("one"))])
-        broker.submit(Tracked("me-1", "front", "m", body=b"", prompt_tokens=3, max_tokens=9, arrival=0.0))
+        broker.submit(Tracked("me-1", "front", asking("m", 3, 9), arrival=0.0))
         assert (await receive(first))[1].request_id == "me-1"  # type: ignore[union-attr]
         at_second = fleet(directory, msgspec.structs.replace(entry(directory, "u0"), unit_address=addresses[1]))
         broker.learn(at_second)
@@ -181,7 +182,7 @@ async def test_of_units_that_cannot_be_linked_the_others_do_not_suffer(directory
         await router.send_multipart([peer, encode(UnitHello("one"))])
         while not broker.unit_is_up("near"):
             await asyncio.sleep(0)
-        broker.submit(Tracked("me-1", "front", "m", body=b"", prompt_tokens=3, max_tokens=9, arrival=0.0))
+        broker.submit(Tracked("me-1", "front", asking("m", 3, 9), arrival=0.0))
         while isinstance(asked := (await receive(router))[1], GatewayHello):
             pass
         assert isinstance(asked, Submit)
@@ -201,7 +202,7 @@ async def test_the_global_scheduler_is_linked_while_it_is_needed(directory: Path
         broker.learn(both)
         while broker.scheduler_word == "down":
             await asyncio.sleep(0)
-        broker.submit(Tracked("me-1", "front", "m", body=b"", prompt_tokens=3, max_tokens=9, arrival=0.0))
+        broker.submit(Tracked("me-1", "front", asking("m", 3, 9), arrival=0.0))
         peer, place = await receive(router)
         assert peer == b"gateway/me"
         assert isinstance(place, Place)

@@ -23,6 +23,7 @@ from muxserve.spec import (
     FleetSpec,
     GatewaySpec,
     ModelSpec,
+    TenantLimits,
     TenantSpec,
     UnitEntry,
     UnitSpec,
@@ -175,7 +176,7 @@ def test_the_scheduler_chooses(rig: Rig, fleet: Running, http: httpx.Client) -> 
             assert said(complete(http, f"to x1, {n}")) == f"to x1, {n}"
         assert http.get("/fleet").json()["scheduler"] == "up"
         place = scheduler.places[-1]
-        assert (place.model, place.scheduling, place.execution) == ("alpha", "normal", "normal")
+        assert (place.model, place.service.scheduling, place.service.execution) == ("alpha", "normal", "normal")
         assert place.demand == submits(rig, mark, 3)[-1]["prompt_tokens"] + 1
     assert [e["unit"] for e in submits(rig, mark, 3)] == ["x1"] * 3
     # It is gone, and nobody waits for it.
@@ -479,7 +480,12 @@ def test_tenants_come_and_go(rig: Rig, fleet: Running, http: httpx.Client, tmp_p
     """Their limits hold, and what they use is what the client is told, down to cached tokens."""
     before = fleet.fleet
     team = TenantSpec(
-        "team", (sha256(b"of-the-team").hexdigest(),), ("alpha",), "low", tokens_per_minute=600, weight=2.0
+        "team",
+        (sha256(b"of-the-team").hexdigest(),),
+        ("alpha",),
+        "low",
+        TenantLimits(tokens_per_minute=600),
+        weight=2.0,
     )
     usage_file = str(tmp_path / "usage.sqlite")
     fleet.change(msgspec.structs.replace(before, tenants=(team,), usage_file=usage_file, generation=22))

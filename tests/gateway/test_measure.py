@@ -7,12 +7,11 @@ from muxserve.gateway.http.http_request import HttpRequest
 from muxserve.gateway.routing.requests import Tracked
 from muxserve.gateway.status.measure import Measures, RequestOutcome
 from tests.gateway.unit_specs import model
+from tests.support.requests import asking
 
 
 def ended(first: float | None, last: float | None, tokens: int) -> Tracked:
-    request = Tracked(
-        "id", "front", "m", body=b"", prompt_tokens=1, max_tokens=10, arrival=10.0, emitted=list(range(tokens))
-    )
+    request = Tracked("id", "front", asking("m", 1, 10), arrival=10.0, emitted=list(range(tokens)))
     request.first_token_at, request.last_token_at = first, last
     return request
 

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from muxserve.gateway.http import body, protocol
 from muxserve.gateway.http.errors import App, Receive, Scope, Send, respond
 from muxserve.gateway.process import BACKLOG, OTHER_FILES, GatewayServer, bind, loop_factory, room
-from muxserve.spec import FleetSpec, GatewaySpec
+from muxserve.spec import FleetSpec, GatewaySpec, HttpSpec
 from tests.gateway.endpoint import endpoint_of
 from tests.gateway.unit_specs import model
 from tests.support.patience import PATIENCE
@@ -31,7 +31,7 @@ class Serving:
 
     def __init__(self, app: App, queue: int = 8, files: int = 20_000) -> None:
         models = [model("m", max_concurrency=1, max_queue=queue)]
-        fleet = FleetSpec("", GatewaySpec("127.0.0.1", 0, max_body_bytes=2 << 20), models, [])
+        fleet = FleetSpec("", GatewaySpec("127.0.0.1", 0, http=HttpSpec(max_body_bytes=2 << 20)), models, [])
         self.registry = CollectorRegistry()
         self.endpoint = endpoint_of(fleet, app, registry=self.registry)
         self.limiter = self.endpoint._limiter

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from muxserve.gateway.routing.requests import RequestTable, Tracked, cut
 from muxserve.vllm.pin import FINISH_ABORT
 from tests.gateway.world import Out
+from tests.support.requests import asking
 
 STOP, ERROR = 0, 3
 
@@ -26,7 +27,7 @@ class Rows:
 
 
 def add(table: RequestTable, front_id: str = "front", model: str = "m") -> Tracked:
-    request = Tracked(table.new_id(), front_id, model, body=b"body", prompt_tokens=7, max_tokens=100, arrival=1.0)
+    request = Tracked(table.new_id(), front_id, asking(model, 7, 100, b"body"), arrival=1.0)
     table.add(request)
     table.assign(request, "u0")
     return request
@@ -73,7 +74,7 @@ def test_lost_requests_go_on_from_what_was_emitted(table: RequestTable) -> None:
     give(table, request.request_id, 0, 0, Out(request.request_id, [5, 6]))
     assert lose(table, request)
     submit = request.submit()
-    assert (submit.attempt, submit.output_tokens, submit.body, submit.prompt_tokens) == (1, [5, 6], b"body", 7)
+    assert (submit.attempt, submit.output_tokens, submit.request) == (1, [5, 6], asking("m", 7, 100, b"body"))
     assert give(table, request.request_id, 0, 2, Out(request.request_id, [99])) == []
     (out,) = give(table, request.request_id, 1, 2, Out(request.request_id, [7]))
     assert out.new_token_ids == [7]

@@ -15,11 +15,11 @@ import pytest
 
 from muxserve.gateway.http.errors import RequestError
 from muxserve.gateway.http.responses import ResponseStore, StoredResponse
-from muxserve.spec import GatewaySpec, ResponsesSpec, TenantSpec, fleet_of
+from muxserve.spec import GatewaySpec, ResponsesSpec, TenantSpec
 from tests.gateway.playing import play
 from tests.gateway.rig import Rig, Running
 from tests.gateway.test_tenants import tenant
-from tests.gateway.unit_specs import model, unit_spec
+from tests.gateway.unit_specs import fleet_of, model, unit_spec
 from tests.support.patience import PATIENCE
 from tests.support.ports import free_port
 from tests.support.tiny_checkpoint import tiny_checkpoint

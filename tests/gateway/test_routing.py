@@ -23,6 +23,7 @@ from muxserve.wire import (
     Placed,
     Refused,
     RequestFailed,
+    ServedBefore,
     StateReply,
     StateRequest,
     Submit,
@@ -31,6 +32,7 @@ from muxserve.wire import (
     Waits,
 )
 from tests.gateway.world import MODEL, World
+from tests.support.requests import asking
 
 
 class Told:
@@ -56,9 +58,7 @@ class Told:
         )
 
     def submit(self, front_id: str = "r") -> Tracked:
-        request = Tracked(
-            self.table.new_id(), front_id, MODEL, body=b"", prompt_tokens=10, max_tokens=100, arrival=self.now
-        )
+        request = Tracked(self.table.new_id(), front_id, asking(MODEL, 10, 100), arrival=self.now)
         self.router.submit(request, self.now)
         return request
 
@@ -447,7 +447,7 @@ def test_a_question_may_be_lost() -> None:
     (again,) = told.router.out.scheduler
     # Not taken back before: the global scheduler counts how long it has waited.
     assert isinstance(again, Place)
-    assert again.arrival == 0.0
+    assert again.since == 0.0
     told.asked()
     told.placing.retry(3.0)
     assert told.asked() == []
@@ -457,7 +457,7 @@ def test_who_is_told_to_wait_waits_for_as_long_as_the_global_scheduler_answers()
     told = Told("ab", scheduler=True)
     request = told.submit()
     (place,) = told.router.out.scheduler
-    assert (place.tokens, place.max_tokens) == (10, 100)
+    assert (place.demand, place.max_tokens, place.before) == (11, 100, None)
     told.asked()
     told.placing.waits(Waits(request.request_id))
     assert told.placing.next_deadline is None
@@ -517,7 +517,7 @@ def test_what_is_left_of_a_request_is_what_is_asked_for() -> None:
     request = told.submit()
     request.emitted += [1, 2, 3]
     place = request.place(0.0)
-    assert (place.demand, place.tokens, place.max_tokens) == (14, 13, 97)
+    assert (place.demand, place.max_tokens, place.before) == (14, 97, ServedBefore(told.now, 3))
 
 
 def test_a_request_that_goes_away_is_not_placed() -> None:
@@ -548,7 +548,7 @@ def test_a_stream_that_has_begun_waits_on() -> None:
     told.router.take("a", Lost([request.request_id], [request.attempt], "died"), 100.0)
     place = told.router.out.scheduler[-1]
     assert isinstance(place, Place)
-    assert (place.arrival, place.demand) == (100.0, 14)
+    assert (place.since, place.demand) == (100.0, 14)
     told.asked()
     told.placing.not_placed(NotPlaced(request.request_id, "no", True), 130.0)
     assert told.failed() == []

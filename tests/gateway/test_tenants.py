@@ -22,16 +22,18 @@ from muxserve.gateway.http.http_request import current_http
 from muxserve.gateway.limits.tenants import LimitExceededError, MinuteBucket, SharedLimits, Tenancy, Used
 from muxserve.gateway.routing.requests import Tracked
 from muxserve.gateway.status.measure import RequestOutcome
-from muxserve.spec import FleetSpec, GatewaySpec, TenantSpec
+from muxserve.spec import FleetSpec, GatewaySpec, TenantLimits, TenantSpec
 from tests.gateway.endpoint import endpoint_of
 from tests.gateway.unit_specs import model
+from tests.support.requests import asking
 
 OPERATOR = "of-the-operator"
+FREE = TenantLimits()
 
 
-def tenant(name: str, **limits: Any) -> TenantSpec:
+def tenant(name: str, limits: TenantLimits = FREE, **more: Any) -> TenantSpec:
     """A tenant whose key is its name."""
-    return TenantSpec(name, (hashlib.sha256(name.encode()).hexdigest(),), **limits)
+    return TenantSpec(name, (hashlib.sha256(name.encode()).hexdigest(),), limits=limits, **more)
 
 
 class Endpoint:
@@ -63,16 +65,13 @@ class Endpoint:
         request = Tracked(
             "r",
             front_id="f",
-            model=http.model,
-            body=b"",
-            prompt_tokens=10,
-            max_tokens=5,
+            spec=asking(http.model, 10, 5),
             arrival=http.arrival,
             context=http,
             cached_tokens=3,
         )
         if http.tenant is not None:
-            http.tenant.prompted(request.prompt_tokens)
+            http.tenant.prompted(request.spec.prompt_tokens)
         request.emitted, request.first_token_at, request.last_token_at = [1, 2, 3, 4, 5], http.arrival, http.arrival
         self.app._measures.ended(request, RequestOutcome.COMPLETED, http.arrival)
         await respond(send, 200, b"{}")
@@ -137,7 +136,7 @@ async def test_the_fleets_state_is_for_admins(tmp_path: Path, closing: list[Endp
 
 
 async def test_requests_per_minute(tmp_path: Path, closing: list[Endpoint]) -> None:
-    endpoint = Endpoint(tmp_path, tenant("one", requests_per_minute=2), tenant("other"))
+    endpoint = Endpoint(tmp_path, tenant("one", TenantLimits(requests_per_minute=2)), tenant("other"))
     closing.append(endpoint)
     first, second, third = [await ask(endpoint, "one") for _ in range(3)]
     assert (first.status_code, second.status_code, third.status_code) == (200, 200, 429)
@@ -158,7 +157,7 @@ async def test_requests_per_minute(tmp_path: Path, closing: list[Endpoint]) -> N
 
 
 async def test_tokens_per_minute_may_be_overdrawn_once(tmp_path: Path, closing: list[Endpoint]) -> None:
-    endpoint = Endpoint(tmp_path, tenant("one", tokens_per_minute=20))
+    endpoint = Endpoint(tmp_path, tenant("one", TenantLimits(tokens_per_minute=20)))
     closing.append(endpoint)
     first, second, third = [await ask(endpoint, "one") for _ in range(3)]
     assert (first.status_code, second.status_code, third.status_code) == (200, 200, 429)
@@ -170,7 +169,7 @@ async def test_tokens_per_minute_may_be_overdrawn_once(tmp_path: Path, closing: 
 
 
 async def test_concurrency(tmp_path: Path, closing: list[Endpoint]) -> None:
-    endpoint = Endpoint(tmp_path, tenant("one", max_concurrency=1))
+    endpoint = Endpoint(tmp_path, tenant("one", TenantLimits(max_concurrency=1)))
     closing.append(endpoint)
     endpoint.hold = asyncio.Event()
     running = asyncio.create_task(ask(endpoint, "one"))
@@ -186,7 +185,7 @@ async def test_concurrency(tmp_path: Path, closing: list[Endpoint]) -> None:
 async def test_a_limits_file_that_fails_lets_everybody_in(
     tmp_path: Path, closing: list[Endpoint], caplog: pytest.LogCaptureFixture
 ) -> None:
-    endpoint = Endpoint(tmp_path, tenant("one", requests_per_minute=1))
+    endpoint = Endpoint(tmp_path, tenant("one", TenantLimits(requests_per_minute=1)))
     closing.append(endpoint)
     assert [(await ask(endpoint, "one")).status_code for _ in range(2)] == [200, 429]
     with sqlite3.connect(tmp_path / "tenants.sqlite", isolation_level=None) as db:
@@ -198,7 +197,7 @@ async def test_a_limits_file_that_fails_lets_everybody_in(
 def test_gateways_share_limits_and_one_that_died_holds_nothing(tmp_path: Path) -> None:
     now = 0.0
     pair = [SharedLimits(str(tmp_path / "limits"), index, lambda: now) for index in range(2)]
-    limited = tenant("one", requests_per_minute=3, max_concurrency=2)
+    limited = tenant("one", TenantLimits(requests_per_minute=3, max_concurrency=2))
     pair[0].enter(limited)
     pair[0].enter(limited)
     with pytest.raises(LimitExceededError) as refused:

@@ -25,6 +25,7 @@ from tests.gateway.rig import Rig, Running
 from tests.gateway.unit_specs import model, unit_spec
 from tests.support.patience import PATIENCE
 from tests.support.ports import free_port
+from tests.support.requests import asking
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -36,13 +37,9 @@ def request_of(trace: HttpTrace, now: float) -> Tracked:
     request = Tracked(
         "gw-1",
         front_id="front",
-        model="m",
-        body=b"",
-        prompt_tokens=20,
-        max_tokens=8,
+        spec=asking("m", 20, 8, traced=True),
         arrival=now - 1.0,
         context=http,
-        traced=True,
     )
     request.emitted = [1, 2, 3]
     request.first_token_at, request.last_token_at, request.cached_tokens = now - 0.6, now - 0.2, 16

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from muxserve.spec import GatewaySpec, ModelSpec, PoolSpec, UnitSpec
+from muxserve.spec import FleetSpec, GatewaySpec, ModelSpec, PoolSpec, UnitEntry, UnitSpec
 from tests.support.unit_specs import model_spec, unit_spec_of
 
 
@@ -30,3 +30,20 @@ def unit_spec(run_dir: Path | str, models: list[ModelSpec], unit: str = "test", 
     """A deployment of `models` with its gateway on a loopback port."""
     at = GatewaySpec(**{"host": "127.0.0.1", "port": 0, **gateway})
     return unit_spec_of(run_dir, models, PoolSpec("main", 32768, 2000), unit=unit, gateway=at)
+
+
+def fleet_of(unit_spec: UnitSpec, gateway: GatewaySpec) -> FleetSpec:
+    """The fleet that consists of one unit of this machine."""
+    return FleetSpec(
+        run_dir=unit_spec.run_dir,
+        gateway=gateway,
+        models=unit_spec.models,
+        units=[
+            UnitEntry(
+                unit_spec,
+                unit_spec.unit_address,
+                unit_spec.migrator_address,
+                [model.name for model in unit_spec.models],
+            )
+        ],
+    )

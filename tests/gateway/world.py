@@ -26,6 +26,7 @@ from muxserve.wire import (
     Waits,
 )
 from tests.support.chance import one_of
+from tests.support.requests import asking
 
 STOP = 0
 MODEL = "m"
@@ -120,10 +121,7 @@ class World:
         request = Tracked(
             self.table.new_id(),
             f"f{len(self.streamed)}",
-            MODEL,
-            body=b"",
-            prompt_tokens=7,
-            max_tokens=100,
+            asking(MODEL, 7, 100),
             arrival=self.now,
         )
         self.length[request.front_id] = self.random.randint(1, 12)

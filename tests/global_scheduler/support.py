@@ -9,6 +9,7 @@ import msgspec
 
 from muxserve.global_scheduler.core import SchedulerCore
 from muxserve.global_scheduler.outbox import Destination, ToClient, ToUnit
+from muxserve.replicas.priorities import ServiceClass
 from muxserve.replicas.views import InstanceLoad
 from muxserve.spec import (
     FleetSpec,
@@ -19,6 +20,7 @@ from muxserve.spec import (
     UnitEntry,
 )
 from muxserve.wire import ControllerHello, Loads, Message, Place, Placed, decode, encode
+from tests.support.requests import without
 from tests.support.unit_specs import unit_spec_of
 from tests.unit.support import model
 
@@ -63,9 +65,8 @@ def load(name: str = "m", used: int = 0, running: int = 0, **more: Any) -> Insta
 
 
 def place(request_id: str, name: str = "m", demand: int = 100, arrival: float = 0.0, **more: Any) -> Place:
-    more = {"tokens": demand - 1, "max_tokens": 16, **more}
-    levels = more.pop("scheduling", "normal"), more.pop("execution", "normal")
-    return Place(request_id, name, demand, arrival, *levels, **more)
+    service = ServiceClass(**without(more, "scheduling", "execution"))
+    return Place(request_id, name, demand, arrival, service, **{"max_tokens": 16, **more})
 
 
 class World:

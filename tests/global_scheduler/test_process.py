@@ -248,7 +248,7 @@ def test_a_rolling_model_is_known_again_by_what_units_report(running: Running) -
     running.start()
     assert running.process is not None
     gateway = running.client("gateway/a")
-    gateway.say(place("r", tokens=60, arrival=time.monotonic() + 60))
+    gateway.say(place("r", demand=61, arrival=time.monotonic() + 60))
     assert gateway.hear(Waits) == Waits("r")
     for unit in (u0, u1):
         unit.hear(SchedulerHello)
@@ -256,7 +256,7 @@ def test_a_rolling_model_is_known_again_by_what_units_report(running: Running) -
         unit.report(load())
     first = gateway.hear(Placed).unit
     later = time.monotonic() + 3600  # of which nothing becomes overdue
-    assert gateway.asks("s", tokens=60, arrival=later) != first
+    assert gateway.asks("s", demand=61, arrival=later) != first
     running.stop(signal.SIGKILL)
     running.start()
     # What units have counts, although nobody has placed it.
@@ -266,11 +266,11 @@ def test_a_rolling_model_is_known_again_by_what_units_report(running: Running) -
         unit.roll(whole=True, requests=requests)
         unit.report(load(waiting=len(requests)))
     until(gateway, lambda units: units["u0"]["up"] and units["u1"]["up"])
-    assert gateway.asks("s", tokens=60, arrival=later) != first
+    assert gateway.asks("s", demand=61, arrival=later) != first
     # Rules that cannot be kept are not taken over, nor anything else of that file.
     running.write({**TWO, "u2": ["m"]}, rolling={"m": msgspec.structs.replace(rules, upper=4)}, generation=2)
     running.process.send_signal(signal.SIGHUP)
-    assert gateway.asks("t", tokens=10, arrival=later) != first
+    assert gateway.asks("t", demand=11, arrival=later) != first
     until(gateway, lambda units: set(units) == {"u0", "u1"})
     code, words = running.stop()
     assert code == 0

@@ -10,7 +10,7 @@ import pytest
 
 from muxserve.global_scheduler.outbox import ToUnit
 from muxserve.replicas.scaling import ScalingRules
-from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts
+from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts, WakeRules
 from muxserve.scheduling.turns import TurnRules
 from muxserve.spec import FleetSpec, ResidencySpec
 from muxserve.wire import (
@@ -19,6 +19,7 @@ from muxserve.wire import (
     Placed,
     PrefetchModel,
     ReplicaEnded,
+    ServedBefore,
     StartFailed,
     StartReplicas,
     StopReplica,
@@ -36,7 +37,7 @@ WAKES = 2
 
 def balance(names: list[str], limit: int) -> ResidencySpec:
     return ResidencySpec(
-        ResidencyRules(limit, min_residence=0.5, residence_factor=1.0, wakes=WAKES),
+        ResidencyRules(limit, min_residence=0.5, residence_factor=1.0, wakes=WakeRules(WAKES)),
         {name: WakeCosts(MODEL, LOADING, WAKE_SECONDS) for name in names},
     )
 
@@ -378,7 +379,7 @@ def test_who_has_had_a_turn_gives_the_next_one_to_somebody_new(made: int, first:
     world.change(FleetSpec(**{**fields, "residency": {"u0": ResidencySpec(spec.rules, spec.models, TurnRules())}}))
     world.controller()
     for name in names:
-        more = {"begun": world.now - 3.0, "emitted": made} if name == "old" and made else {}
+        more = {"before": ServedBefore(world.now - 3.0, made)} if name == "old" and made else {}
         world.say(G0, place(f"{name}-0", name, **more))
         world.wait(0.1)
     world.say(CONTROLLER, MemoryReport("u0", FIXED, {}))

@@ -18,7 +18,6 @@ from muxserve.wire import (
     Message,
     NotPlaced,
     Paired,
-    Place,
     Placed,
     RollingReport,
     RollingRequest,
@@ -235,7 +234,7 @@ def test_an_unknown_priority_is_refused_in_words() -> None:
     world = rolling()
     world.say(
         G0,
-        Place("r", "m", demand=41, arrival=world.now, scheduling="hihg", execution="normal", tokens=40, max_tokens=10),
+        place("r", demand=41, arrival=world.now, scheduling="hihg", max_tokens=10),
     )
     assert [m.message for m in world.heard(NotPlaced)] == ["there is no priority level 'hihg'; did you mean 'high'?"]
 
@@ -669,9 +668,7 @@ def test_a_sleeping_model_is_woken_and_put_to_sleep() -> None:
     world.controller()
     world.say(
         G0,
-        Place(
-            "r", "m", demand=41, arrival=world.now, scheduling="normal", execution="normal", tokens=40, max_tokens=10
-        ),
+        place("r", demand=41, arrival=world.now, max_tokens=10),
     )
     assert world.heard(StartReplicas) == [StartReplicas("m", 1)]
     world.wait(21)

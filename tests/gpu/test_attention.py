@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from muxserve.probes.attention import AttentionBatch, FoldedAttention, decoded_from_latents
+from muxserve.probes.attention import AttentionBatch, FoldedAttention
+from tests.engine_cuda.latent_step import decoded_from_latents
 
 # Heads, KV heads and head size of the quickstart's models.
 QUICKSTART = [(4, 4, 64), (6, 2, 64), (4, 2, 128)]

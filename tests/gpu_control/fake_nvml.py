@@ -73,7 +73,6 @@ class FakeNvml:
             "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=gpu.busy),
             "nvmlDeviceGetMigMode": lambda gpu: [gpu.mig, gpu.mig],
             "nvmlDeviceGetComputeMode": lambda gpu: gpu.mode,
-            "nvmlDeviceGetCudaComputeCapability": lambda gpu: (9, 0),
             "nvmlDeviceGetTotalEccErrors": lambda gpu: gpu.ecc,
             "nvmlDeviceGetRemappedRows": lambda gpu: (0, 0, 0, 0),
             "nvmlDeviceGetComputeRunningProcesses": lambda gpu: [

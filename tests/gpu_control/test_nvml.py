@@ -6,12 +6,22 @@ import pytest
 
 from muxserve.gpu import nvml
 from muxserve.gpu.faults import explain
-from muxserve.gpu.nvml import Gpu, GpuChoiceError, GpuMachine, GpuProcess, choose, device_name, visible
+from muxserve.gpu.nvml import (
+    Gpu,
+    GpuActivity,
+    GpuChoiceError,
+    GpuMachine,
+    GpuModes,
+    GpuProcess,
+    choose,
+    device_name,
+    visible,
+)
 from tests.gpu_control.fake_nvml import GIB, OLDER, FakeGpu, FakeNvml
 
 OPTIONAL = [
     "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetMigMode", "nvmlDeviceGetComputeMode",
-    "nvmlDeviceGetCudaComputeCapability", "nvmlDeviceGetTotalEccErrors", "nvmlDeviceGetRemappedRows",
+    "nvmlDeviceGetTotalEccErrors", "nvmlDeviceGetRemappedRows",
     "nvmlDeviceGetComputeRunningProcesses",
 ]  # fmt: skip
 
@@ -31,9 +41,9 @@ def test_everything_that_is_known_of_a_gpu() -> None:
     assert (found.driver_version, found.cuda_version, found.why_none) == ("580.95.05", "13.0", "")
     (gpu,) = found.gpus
     assert (gpu.index, gpu.uuid, gpu.name) == (0, "GPU-00000000-0000-0000-0000-000000000000", "NVIDIA H200")
-    assert (gpu.memory_bytes, gpu.used_bytes, gpu.utilisation) == (143771 << 20, GIB, 0.4)
-    assert gpu.processes == (GpuProcess(7, 7), GpuProcess(-1, None))
-    assert (gpu.mig, gpu.compute_mode, gpu.capability, gpu.fault) == (False, "default", (9, 0), "")
+    assert (gpu.memory_bytes, gpu.used_bytes) == (143771 << 20, GIB)
+    assert gpu.activity == GpuActivity(0.4, (GpuProcess(7, 7), GpuProcess(-1, None)))
+    assert (gpu.modes, gpu.fault) == (GpuModes(), "")
     assert library.sessions == 0
     assert found.by_uuid(gpu.uuid) is gpu
     assert found.by_uuid("GPU-x") is None
@@ -42,7 +52,7 @@ def test_everything_that_is_known_of_a_gpu() -> None:
 @pytest.mark.parametrize("error", [3, OLDER])  # 3 is NVML_ERROR_NOT_SUPPORTED
 def test_a_gpu_need_not_answer_everything(error: int) -> None:
     (gpu,) = nvml.machine(FakeNvml(FakeGpu(errors=dict.fromkeys(OPTIONAL, error)))).gpus
-    assert (gpu.utilisation, gpu.processes, gpu.mig, gpu.capability, gpu.fault) == (None, (), False, (0, 0), "")
+    assert (gpu.activity, gpu.modes, gpu.fault) == (GpuActivity(), GpuModes(), "")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +95,7 @@ class TestChoice:
     )
     def test_what_cannot_be_had_is_named(self, ids: list[int | str], words: str) -> None:
         good, other = fleet(1, 1).gpus
-        divided = Gpu(other.index, other.uuid, other.name, other.memory_bytes, mig=True)
+        divided = Gpu(other.index, other.uuid, other.name, other.memory_bytes, modes=GpuModes(mig=True))
         with pytest.raises(GpuChoiceError, match=words) as caught:
             choose(GpuMachine((good, divided)), len(ids), ids)
         assert caught.value.key == "gpu_ids"
@@ -100,7 +110,7 @@ class TestChoice:
             choose(mixed, 2, [0, 1])
 
     def test_forbidden_by_compute_mode(self) -> None:
-        gpu = Gpu(0, uuid(0), "NVIDIA H200", GIB, compute_mode="prohibited")
+        gpu = Gpu(0, uuid(0), "NVIDIA H200", GIB, modes=GpuModes(compute="prohibited"))
         with pytest.raises(GpuChoiceError, match="GPU 0 is out: its compute mode forbids"):
             choose(GpuMachine((gpu,)), 1)
 

@@ -33,6 +33,7 @@ from muxserve.wire import (
 )
 from tests.memory.support import model, unit_spec
 from tests.support.patience import PATIENCE, eventually
+from tests.support.requests import ASKED, asking, without
 
 M = TypeVar("M", bound=Message)
 
@@ -221,20 +222,14 @@ class Unit:
 def moving(tokens: int, **changes: Any) -> Moving:
     values: dict[str, Any] = {
         "request_id": "r",
-        "model": MODEL,
         "attempt": 0,
         "gateway_epoch": "g",
-        "body": b"body",
-        "prompt_tokens": 5,
-        "max_tokens": 100,
+        "model": MODEL,
         "waited": 0.5,
-        "priority": 0,
-        "scheduling": "normal",
-        "execution": "normal",
         "output_tokens": [1, 2],
         "computed_tokens": tokens,
-    }
-    return Moving(**{**values, **changes})
+    } | changes
+    return Moving(request=asking(**without(values, *ASKED)), **values)
 
 
 def stage(move: str, target: Unit | str, since: int, blocks: list[int], reserve: int = 0) -> MoveStage:

@@ -39,6 +39,7 @@ from muxserve.wire import (
 from tests.migration.conftest import BY_HEAD, CLASSES, LATENTS, STATES, STRUCK
 from tests.migration.live import find, limit, process, used
 from tests.support.patience import PATIENCE
+from tests.support.requests import asking
 from tests.support.thoroughness import cases
 
 _, PROMPT, OUTPUT = STRUCK
@@ -172,12 +173,9 @@ class Gateway(TwoUnits):
             self.again.append(name)
             message: Message = Submit(
                 name,
-                model=MODEL,
                 attempt=self.attempts[name],
-                prompt_tokens=PROMPT,
-                max_tokens=OUTPUT,
+                request=asking(MODEL, PROMPT, OUTPUT, self.bodies[name]),
                 arrival=time.monotonic(),
-                body=self.bodies[name],
                 output_tokens=seen.tokens,
             )
             self.send(seen.unit, "gateway", message)

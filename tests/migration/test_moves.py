@@ -154,7 +154,7 @@ def test_an_abort_ends_it_without_a_word(world: World) -> None:
     world.deliver_to_b(), world.deliver_to_a()
     world.work_a()
     world.turn()
-    world.outgoing.abort(MoveAbort(MOVE), world.now)
+    world.outgoing.abort(MoveAbort(MOVE))
     world.settle()
     nothing_left(world)
     assert world.unit_a == []
@@ -168,7 +168,7 @@ def test_blocks_are_not_given_back_while_they_are_written() -> None:
     world.turn()
     while world.work_a():
         world.turn()
-    world.outgoing.abort(MoveAbort(MOVE), world.now)
+    world.outgoing.abort(MoveAbort(MOVE))
     while world.deliver_to_b():
         pass
     assert not world.incoming.arrivals
@@ -337,7 +337,7 @@ def test_orders_for_a_move_that_is_over() -> None:
     world = World()
     staged(world, 3, 5)
     commit(world, 5, move="a:1:2")
-    world.outgoing.abort(MoveAbort("a:1:3"), world.now)
+    world.outgoing.abort(MoveAbort("a:1:3"))
     assert [(m.move, m.uncertain) for m in world.unit_a if isinstance(m, MoveFailed)] == [
         (MOVE, False),
         ("a:1:2", False),
@@ -396,7 +396,7 @@ def one_history(draw: random.Random) -> Counter[str]:
                 world.answer_take_over("not wanted")
             case "abort":
                 if current is not None and current.state is not MoveState.COMMITTING:
-                    world.outgoing.abort(MoveAbort(moves[-1]), world.now)
+                    world.outgoing.abort(MoveAbort(moves[-1]))
                     unheard.add(moves[-1])
             case "restart b":
                 world.disconnect()

@@ -201,7 +201,7 @@ class World:
         end = self.now + seconds
         while self.now < end:
             self.settle()
-            due = min(self.outgoing.wakeup(self.now), self.incoming.wakeup(self.now), end)
+            due = min(self.outgoing.wakeup(self.now), self.incoming.wakeup(), end)
             self.turn(max(due - self.now, 1e-6))
         self.settle()
 
@@ -240,7 +240,7 @@ class World:
             holders.discard("b")
         self.unit_b.clear()
         self.begin_b()
-        self.outgoing.peer_lost(ADDRESS, "the connection has ended", self.now)
+        self.outgoing.peer_lost(ADDRESS, "the connection has ended")
 
     def kill_memory_b(self) -> None:
         self.store.die()

@@ -156,10 +156,10 @@ class TestUnits:
         before = one.unit(TWO, (Member(0),), Shares(1.0, (0.4,)))
         assert beside is not None
         assert before is not None
-        assert beside.progress == pytest.approx(1.0)
-        assert before.progress < 1.0
-        assert beside.models[0].tpot < before.models[0].tpot
-        assert beside.models[0].ttft > before.models[0].ttft
+        assert beside.load.progress == pytest.approx(1.0)
+        assert before.load.progress < 1.0
+        assert beside.models[0].level.tpot < before.models[0].level.tpot
+        assert beside.models[0].level.ttft > before.models[0].level.ttft
 
     def test_jobs_that_do_not_fit_beside_each_other_take_turns(self) -> None:
         many = estimator([demand(f"m{i}", rate=4.0) for i in range(3)], interference=False)
@@ -168,7 +168,7 @@ class TestUnits:
         slim = many.unit(EIGHT, members, Shares(1.0, (0.3, 0.3, 0.3)))
         assert wide is not None
         assert slim is not None
-        assert wide.progress < 0.4 < slim.progress
+        assert wide.load.progress < 0.4 < slim.load.progress
 
     def test_neighbours_on_the_memory_bus_slow_each_other_down(self) -> None:
         apart, together = (
@@ -179,7 +179,7 @@ class TestUnits:
         )
         assert apart is not None
         assert together is not None
-        assert together.models[0].tpot > apart.models[0].tpot
+        assert together.models[0].level.tpot > apart.models[0].level.tpot
 
     def test_a_full_pool_is_divided_by_demand_and_named_as_the_limit(self) -> None:
         tight = estimator([demand("a", B65, rate=8.0), demand("b", B65, rate=2.0)])
@@ -189,7 +189,7 @@ class TestUnits:
         first, second = unit.models
         assert first.limit == second.limit == "memory"
         assert first.batch == pytest.approx(4 * second.batch)
-        assert math.isinf(first.ttft)
+        assert math.isinf(first.level.ttft)
 
     @pytest.mark.parametrize(("own", "limit"), [(True, "sequences"), (False, "batch")])
     def test_a_full_batch_is_named_by_who_has_set_it(self, own: bool, limit: str) -> None:
@@ -228,7 +228,7 @@ class TestUnits:
         def met(**slo: float) -> float:
             unit = estimator([demand("a", rate=4.0, **slo)]).unit(ONE, (Member(0),), Shares(1.0, (1.0,)))
             assert unit is not None
-            return unit.models[0].attainment
+            return unit.models[0].level.attainment
 
         assert met() == 1.0
         assert met(slo_ttft=1e-4) == 0.0
@@ -264,13 +264,13 @@ class TestUnits:
             return
         for unit in (less, more):
             assert 0 <= unit.kv_bytes <= unit.pool_bytes * (1 + 1e-9)
-            assert 0 < unit.progress <= 1
+            assert 0 < unit.load.progress <= 1
             for model in unit.models:
                 assert 0 < model.throughput <= model.rate * (1 + 1e-9)
-                assert 0 <= model.attainment <= 1
+                assert 0 <= model.level.attainment <= 1
                 assert 0 < model.batch <= 256
                 # Little's law, of what is decoded.
-                assert model.batch == pytest.approx(model.throughput * 337 * model.tpot, rel=0.02)
+                assert model.batch == pytest.approx(model.throughput * 337 * model.level.tpot, rel=0.02)
         if all(model.meets_rate for model in more.models):
             assert all(model.meets_rate for model in less.models)
 

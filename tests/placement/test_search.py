@@ -348,9 +348,9 @@ class TestPlans:
         plan = plan_cluster(
             random_fleet(5, 3, 5.0), cluster(("big", 4)), Analytic(), MEMORY, PlanOptions(exact=True, local=QUICK)
         )
-        assert plan.gap is not None
-        assert plan.greedy_gap is not None
-        assert 0 <= plan.gap <= plan.greedy_gap + 1e-9
+        assert plan.search.gap is not None
+        assert plan.search.greedy_gap is not None
+        assert 0 <= plan.search.gap <= plan.search.greedy_gap + 1e-9
 
     def test_nothing_to_plan(self) -> None:
         with pytest.raises(ValueError, match="at least one model"):

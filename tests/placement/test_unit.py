@@ -63,14 +63,15 @@ def check(plan: UnitPlan, models: list[ModelDemand]) -> None:
         assert sum(model.quota_pages for model in members) == pool.num_pages - 1
     for wanted, model in zip(models, plan.models, strict=True):
         shape, pool = wanted.architecture, pools[model.pool]
-        assert pool.page_bytes == 2 * model.block_tokens * shape.head_dim * (2 if model.dtype == "bfloat16" else 4)
-        longest = math.ceil(model.max_len / model.block_tokens) * shape.pages_per_block
+        item = 2 if wanted.dtype == "bfloat16" else 4
+        assert pool.page_bytes == 2 * model.table.block_tokens * shape.head_dim * item
+        longest = math.ceil(model.max_len / model.table.block_tokens) * shape.pages_per_block
         assert model.floor_pages <= longest <= pool.num_pages - 1, "the pool must hold one sequence of max_len"
         assert model.quota_pages >= model.floor_pages > 0
         assert 1 <= model.max_len <= shape.max_len
         assert wanted.max_len in (None, model.max_len)
-        assert (model.num_blocks - 1) * shape.pages_per_block <= pool.num_pages - 1
-        assert (model.num_blocks - 1) * shape.pages_per_block >= model.floor_pages
+        assert (model.table.num_blocks - 1) * shape.pages_per_block <= pool.num_pages - 1
+        assert (model.table.num_blocks - 1) * shape.pages_per_block >= model.floor_pages
         assert 0 < model.share <= 1
         assert model.threads == round(model.share * plan.cores)
 
@@ -135,11 +136,11 @@ def test_nobodys_length_depends_on_who_is_declared(sleeps: bool) -> None:
     (alone,) = plan_unit(models[:1], MACHINE, pool_bytes=256 * MIB).models
     many = plan_unit(models, MACHINE, pool_bytes=256 * MIB, together=3)
     assert [model.max_len for model in many.models] == [alone.max_len] * 24
-    pages = math.ceil(alone.max_len / alone.block_tokens) * models[0].architecture.pages_per_block
+    pages = math.ceil(alone.max_len / alone.table.block_tokens) * models[0].architecture.pages_per_block
     assert (
         0
         <= many.pools[0].num_pages - 1 - pages
-        < models[0].architecture.pages_per_block * (1 + 32 // alone.block_tokens)
+        < models[0].architecture.pages_per_block * (1 + 32 // alone.table.block_tokens)
     )
     # What a model can count on is for those that are awake together.
     few = plan_unit(models[:3], MACHINE, pool_bytes=256 * MIB)
@@ -166,7 +167,7 @@ def test_quickstart() -> None:
     plan = plan_unit(QUICKSTART, MACHINE, pool_bytes=256 * MIB)
     check(plan, QUICKSTART)
     assert len(plan.pools) == 1
-    assert [model.block_tokens for model in plan.models] == [64, 64, 32]
+    assert [model.table.block_tokens for model in plan.models] == [64, 64, 32]
     assert [model.max_len for model in plan.models] == [2048] * 3
     assert [(model.threads, model.share) for model in plan.models] == [(1, 0.5)] * 3
     assert "256 MiB in 8192 pages of 32 KiB" in plan.notes[0]
@@ -210,7 +211,7 @@ def test_auto_lengths_are_cut_to_what_the_pool_holds_and_it_is_told() -> None:
     assert 2048 <= long.max_len < 131072
     assert long.max_len % 32 == 0
     assert any(f"max_len of long is {long.max_len} tokens instead of 131072" in note for note in plan.notes)
-    assert (plan.pools[0].num_pages - 1) // long.block_tokens < long.max_len <= plan.pools[0].num_pages * 32
+    assert (plan.pools[0].num_pages - 1) // long.table.block_tokens < long.max_len <= plan.pools[0].num_pages * 32
     # both floors take at most half, so that quota can move
     assert short.floor_pages + long.floor_pages <= plan.pools[0].num_pages // 2
 
@@ -273,12 +274,12 @@ def test_a_part_of_a_fleet_can_have_the_blocks_of_the_whole(models: list[ModelDe
     whole = {model.name: model for model in plan_unit(models, machine).models}
     pages = {pool.name: pool.page_bytes for pool in plan_unit(models, machine).pools}
     some = data.draw(st.lists(st.sampled_from(models), min_size=1, unique_by=lambda model: model.name))
-    part = [dataclasses.replace(model, block_tokens=whole[model.name].block_tokens) for model in some]
+    part = [dataclasses.replace(model, block_tokens=whole[model.name].table.block_tokens) for model in some]
     plan = plan_unit(part, machine)
     check(plan, part)
     of = {pool.name: pool.page_bytes for pool in plan.pools}
     for model in plan.models:
-        assert model.block_tokens == whole[model.name].block_tokens
+        assert model.table.block_tokens == whole[model.name].table.block_tokens
         assert of[model.pool] == pages[whole[model.name].pool]
 
 

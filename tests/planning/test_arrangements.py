@@ -19,13 +19,13 @@ from muxserve.control.changes import NoRoomError
 from muxserve.costs.architecture import read_architecture
 from muxserve.costs.latency import EngineShape
 from muxserve.costs.roofline import Roofline
-from muxserve.gpu.nvml import Gpu
-from muxserve.gpu.nvml import GpuMachine as GpuMachine
+from muxserve.gpu.nvml import Gpu, GpuMachine
 from muxserve.gpu.sm import has_share
 from muxserve.planning.demand.known_models import BUILT_IN
 from muxserve.planning.specs.fleet_planner import FleetPlanner, ScaleOut, notes_of
 from muxserve.planning.specs.plan_file import load_plan, save_plan
-from muxserve.planning.specs.unit_plan import ResolvedUnit, possible_units, resolve_unit, units_at_start
+from muxserve.planning.specs.unit_models import possible_units, units_at_start
+from muxserve.planning.specs.unit_plan import ResolvedUnit, resolve_unit
 from muxserve.planning.specs.unit_specs import fleet_spec_of, planned_unit, prefill_seconds
 from muxserve.spec import FleetSpec, ShapeName, UnitSpec
 from placement import Machine, ModelDemand, PlanError, plan_unit
@@ -36,9 +36,7 @@ from placement.memory import weight_bytes
 ROOT = Path(__file__).resolve().parent.parent.parent
 MACHINE = Machine(8, 16 << 30, 4 << 30)
 NONE = GpuMachine(why_none="the NVIDIA driver is not installed")
-H200 = GpuMachine(
-    tuple(Gpu(i, f"GPU-{i}", "NVIDIA H200", 143771 << 20, (500 + i) << 20, capability=(9, 0)) for i in range(8))
-)
+H200 = GpuMachine(tuple(Gpu(i, f"GPU-{i}", "NVIDIA H200", 143771 << 20, (500 + i) << 20) for i in range(8)))
 SLO = "slo: {ttft_ms: 1000, tpot_ms: 100}"
 # Configurations of the checkpoints: head sizes 64, 64 and 128; 4, 3 and 2 layers; 4, 2 and 2 KV heads.
 ROLLING = f"engines: one, dispatch: rolling, {SLO}"
@@ -96,9 +94,9 @@ class TestUnits:
     def test_models_that_share_keep_what_they_have_without_the_others(self) -> None:
         """The head size of frontdesk (128) has no say in the blocks of the others when it has a unit to itself."""
         declared = fleet("replicas: 2", "", ROLLING)
-        blocks = {model.name: model.block_tokens for each in plan(declared) for model in each.unit.models}
+        blocks = {model.name: model.table.block_tokens for each in plan(declared) for model in each.unit.models}
         assert blocks == dict.fromkeys(blocks, 32)
-        assert {model.block_tokens for model in plan(fleet("replicas: 2"))[1].unit.models} == {64}
+        assert {model.table.block_tokens for model in plan(fleet("replicas: 2"))[1].unit.models} == {64}
 
     def test_a_model_that_sleeps_has_a_unit_that_serves_nothing(self) -> None:
         declared = fleet(f"{ROLLING}, replicas: {{min: 0, max: 2, start: 0}}")
@@ -184,7 +182,8 @@ class TestStages:
         unit = unit_of(plan(only("engines: one, stages: 2, max_len: 256")))
         (model,) = unit.models
         assert (unit.ranks, unit.stages, model.layers, model.kv_heads) == (2, 2, 2, 4)
-        # Pages are of one stage: a block of 32 tokens has 2 layers x 4 heads of them, a sequence of 256 tokens 8 blocks.
+        # Pages are of one stage: a block of 32 tokens has 2 layers x 4 heads of them, a sequence of 256 tokens 8
+        # blocks.
         assert (model.pages_per_block, model.floor_pages) == (8, 64)
         assert model.batching == "throttled"
         assert unit.layout("arithmetic").endswith(".2r.2s")
@@ -266,7 +265,7 @@ class TestRolling:
         )
 
     def test_a_gpu_that_nobody_knows_does_not_stand_in_the_way(self) -> None:
-        unknown = GpuMachine((Gpu(0, "GPU-0", "NVIDIA Quux 9000", 80 << 30, 0, capability=(9, 0)),))
+        unknown = GpuMachine((Gpu(0, "GPU-0", "NVIDIA Quux 9000", 80 << 30, 0),))
         declared = only(f"{ROLLING}, max_len: 1024", head="cluster: {gpus: 1}")
         assert deployed(declared, plan(declared, gpus=unknown)).rolling["arithmetic"].prefill[-1][1] > 0
 
@@ -344,7 +343,7 @@ class TestGpus:
         )
         declared = parse_fleet(text, "fleet.yaml", tmp_path, {}, serving=False)
         models = [model.model_copy(update={"path": str(tmp_path)}) for model in declared.models]
-        gpu = Gpu(0, "GPU-0", "NVIDIA H100 80GB HBM3", 81559 << 20, 600 << 20, capability=(9, 0))
+        gpu = Gpu(0, "GPU-0", "NVIDIA H100 80GB HBM3", 81559 << 20, 600 << 20)
         (made,) = plan(declared.with_models(models), gpus=GpuMachine((gpu,)))
         assert least <= made.unit.pool_bytes / 2**30 < least + 1
 

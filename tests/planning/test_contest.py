@@ -27,13 +27,13 @@ from muxserve.planning.place.window import RateWindow
 from muxserve.planning.place.workloads import DECLARED, WORKLOADS, Variation
 from muxserve.planning.planner import PlannedFleet, Planner, options_of
 from muxserve.planning.specs.plan_file import load_plan, save_plan
-from muxserve.planning.specs.unit_plan import arranged, as_placed
+from muxserve.planning.specs.unit_models import arranged, as_placed
 from muxserve.simulator import SimUnit, simulate
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand
 from placement.memory import MemoryRules
 from placement.objective import Objective, ObjectiveName
-from placement.planner import ClusterPlan
+from placement.planner import ClusterPlan, SearchRecord
 from tests.support.thoroughness import cases
 
 SIZES = ("llama-2-7b", "llama-3.1-8b", "qwen2.5-7b", "llama-2-13b", "qwen2.5-14b")
@@ -101,9 +101,6 @@ def plan_of(*units: PlacedUnit, missing: int = 0, objective: ObjectiveName = "th
         missing=nowhere,
         objective=Objective(objective),
         mode="muxserve",
-        value=0.0,
-        greedy_value=0.0,
-        evaluations=0,
     )
 
 
@@ -112,14 +109,14 @@ def contest(rates: dict[float, dict[str, float]], looks: list[tuple[float, float
 
     def simulate(plan: ClusterPlan, part: float, varied: Variation) -> Prediction:
         if looks is not None:
-            looks.append((plan.value, part, varied.name))
-        return ended(rates[plan.value].get(varied.name, 1.0))
+            looks.append((plan.search.value, part, varied.name))
+        return ended(rates[plan.search.value].get(varied.name, 1.0))
 
     return Contest(simulate)
 
 
 def rivals(*names: str) -> list[Rival]:
-    return [Rival(name, replace(plan_of(), value=float(number))) for number, name in enumerate(names)]
+    return [Rival(name, replace(plan_of(), search=SearchRecord(float(number)))) for number, name in enumerate(names)]
 
 
 class TestContest:
@@ -194,7 +191,7 @@ class TestWays:
         simulated: set[tuple[str, bool]] = set()
 
         def watched(units: Sequence[SimUnit], *arguments: Any, **more: Any) -> Any:
-            simulated.update((unit.policy, unit.models[0].profile.elastic) for unit in units)
+            simulated.update((unit.policy, unit.models[0].profile.engines.elastic) for unit in units)
             return simulate(units, *arguments, **more)
 
         monkeypatch.setattr(simulations, "simulate", watched)

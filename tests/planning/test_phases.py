@@ -143,7 +143,7 @@ class TestRule:
 
     def test_an_objective_that_one_device_misses_takes_more_of_them(self) -> None:
         step = OneEngine.of(wanted(), gpus(2).place(wanted(), ReplicaLayout(2, 1, 1, True)), COSTS)
-        tight = wanted(rolling=True, tpot=0.7 * (step.estimate(Member(0, 1), 0.01, 1.0, 0).tpot or 0.0))
+        tight = wanted(rolling=True, tpot=0.7 * (step.estimate(Member(0, 1), 0.01, 1.0, 0).level.tpot or 0.0))
         assert best_place(tight, gpus(8), COSTS)[0].layout.tp > 1
 
     def test_weights_that_need_all_devices_leave_nothing_to_roll_over(self) -> None:
@@ -165,7 +165,7 @@ class TestRule:
         half = engine.capacity / 2
         told, times = engine.estimate(Member(0, 1), half, 1.0, 0), played(asked, place, half).requests
         tpots = [(r.finish - r.first_token) / (r.made - 1) for r in times if r.finish and r.first_token]
-        assert told.tpot == pytest.approx(sum(tpots) / len(tpots), rel=0.25)
+        assert told.level.tpot == pytest.approx(sum(tpots) / len(tpots), rel=0.25)
         assert told.throughput == half
         # More than it can: it is the capacity that comes out.
         ends = [r.finish for r in played(asked, place, 3 * engine.capacity).requests if r.finish]
@@ -177,14 +177,14 @@ class TestRule:
             (place, *_) = places_of(asked, gpus(2))
             engine = OneEngine.of(asked, place, COSTS)
             assert engine.within_objectives == 0.0
-            assert engine.estimate(Member(0, 1), 1.0, 1.0, 0).attainment == 0.0
+            assert engine.estimate(Member(0, 1), 1.0, 1.0, 0).level.attainment == 0.0
             assert engine.limit == "slo"
 
     def test_an_answer_of_one_token_has_no_steps(self) -> None:
         asked = with_demand(wanted(**STAGES), output_tokens=1)
         (place, *_) = places_of(asked, gpus(2))
         told = OneEngine.of(asked, place, COSTS).estimate(Member(0, 1), 1.0, 1.0, 0)
-        assert (told.tpot, told.batch) == (None, 0.0)
+        assert (told.level.tpot, told.batch) == (None, 0.0)
 
 
 class TestMeasuredCosts:

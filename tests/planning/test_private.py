@@ -26,7 +26,7 @@ from tests.support.checkpoint_files import write_checkpoint
 
 MACHINE = Machine(4, 16 << 30, 8 << 30)
 NONE = GpuMachine(why_none="the NVIDIA driver is not installed")
-H200 = GpuMachine((Gpu(0, "GPU-0", "NVIDIA H200", 143771 << 20, 500 << 20, capability=(9, 0)),))
+H200 = GpuMachine((Gpu(0, "GPU-0", "NVIDIA H200", 143771 << 20, 500 << 20),))
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -71,8 +71,8 @@ def test_auto_is_private_where_the_pool_cannot_hold_the_cache(tmp_path: Path) ->
     # Both are asked for alike: each has half of what there is.
     assert other.kv_bytes == found.unit.pool_bytes == 256 << 20
     profile = model_profile(other)
-    assert profile.both
-    assert not profile.pages_per_block
+    assert profile.engines.both
+    assert not profile.kv.pages_per_block
     assert quota_words(other) == "256 MiB, private"
     (why,) = [note for note in found.notes if "of its own (kv: private)" in note]
     assert why.endswith("it uses chunked attention (attention_chunk_size)")
@@ -173,7 +173,7 @@ def test_what_answers_with_vectors_has_an_engine_that_prefills(tmp_path: Path) -
     found = unit(tmp_path, f"{vectors}  kv: private\n", LLAMA)
     spec = spec_of(found)
     assert spec.engines == ("prefill",)
-    assert not model_profile(spec).both
+    assert not model_profile(spec).engines.both
     for kv in ("pool", "private"):
         with pytest.raises(FleetError, match=r"fleet.yaml:\d+: models\[1\].engines: the model answers with vectors"):
             unit(tmp_path, f"{vectors}  kv: {kv}\n  engines: one\n", LLAMA)

@@ -212,7 +212,7 @@ class TestWhileItServes:
         assert anew is not None
         assert changed.rules == replace(spec.rules, limit=anew.rules.limit, min_residence=1.0)
         assert {each.ttft for each in changed.models.values()} == {0.7}
-        assert (spec.turns, changed.turns) == (None, TurnRules(cores=spec.rules.cores))
+        assert (spec.turns, changed.turns) == (None, TurnRules(cores=spec.rules.wakes.cores))
         with pytest.raises(NoMemoryError, match=r"raise memory\.limit"):
             as_declared(spec, wanted, spec.rules.fixed)
         # Of GPUs the pools were sized by the limit, which stays.

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from muxserve.config import Fleet, FleetError, load_fleet
-from muxserve.gpu.nvml import Gpu
-from muxserve.gpu.nvml import GpuMachine as GpuMachine
+from muxserve.gpu.nvml import Gpu, GpuMachine
 from muxserve.planning.demand.checkpoints import CheckpointError, HuggingFaceHub
 from muxserve.planning.demand.demands import batch_of, demands_of, gpu_batch, least_batch
 from muxserve.planning.specs.fleet_planner import FleetPlanner
@@ -34,9 +33,7 @@ def saved(path: Path, device: str = "CPU", share: float = 0.5) -> Path:
     return path
 
 
-H200 = GpuMachine(
-    tuple(Gpu(i, f"GPU-{i}", "NVIDIA H200", 143771 << 20, (500 + i) << 20, capability=(9, 0)) for i in range(3))
-)
+H200 = GpuMachine(tuple(Gpu(i, f"GPU-{i}", "NVIDIA H200", 143771 << 20, (500 + i) << 20) for i in range(3)))
 NONE = GpuMachine(why_none="the NVIDIA driver is not installed")
 
 

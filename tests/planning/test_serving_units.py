@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from muxserve.config import AUTO, Fleet, FleetError, Replicas, parse_fleet
 from muxserve.control.changes import NoRoomError
 from muxserve.costs.roofline import Roofline
-from muxserve.gpu.nvml import Gpu
-from muxserve.gpu.nvml import GpuMachine as GpuMachine
+from muxserve.gpu.nvml import Gpu, GpuMachine
 from muxserve.gpu.unit import GpuUnit
 from muxserve.planning.demand.demands import demands_of
 from muxserve.planning.specs.fleet_planner import FleetPlanner, ScaleOut, notes_of
 from muxserve.planning.specs.gpus import pretended_gpus
 from muxserve.planning.specs.plan_file import save_plan
-from muxserve.planning.specs.unit_plan import ResolvedUnit, possible_units, units_at_start
+from muxserve.planning.specs.unit_models import possible_units, units_at_start
+from muxserve.planning.specs.unit_plan import ResolvedUnit
 from muxserve.planning.specs.unit_specs import fleet_spec_of, planned_unit
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.scaling import ScalingRules
@@ -37,9 +37,7 @@ from tests.support.checkpoint_files import write_files
 ROOT = Path(__file__).resolve().parent.parent.parent
 MACHINE = Machine(4, 16 << 30, 4 << 30)
 NONE = GpuMachine(why_none="the NVIDIA driver is not installed")
-H200 = GpuMachine(
-    tuple(Gpu(i, f"GPU-{i}", "NVIDIA H200", 143771 << 20, (500 + i) << 20, capability=(9, 0)) for i in range(4))
-)
+H200 = GpuMachine(tuple(Gpu(i, f"GPU-{i}", "NVIDIA H200", 143771 << 20, (500 + i) << 20) for i in range(4)))
 
 
 def fleet(arithmetic: str = "1", atlas: str = "1", frontdesk: str = "1", head: str = "kv_pool: {size: 64MiB}") -> Fleet:
@@ -103,7 +101,7 @@ def test_lengths_of_requests_reach_the_quotas_of_a_unit() -> None:
 def test_replicas_can_exchange_what_they_hold() -> None:
     """Alone, arithmetic (head size 64) would have blocks of 32 tokens; beside frontdesk (128) it has 64."""
     alone = plan(fleet().with_models([fleet().model("arithmetic")]))
-    assert alone[0].unit.models[0].block_tokens == 32
+    assert alone[0].unit.models[0].table.block_tokens == 32
     units = deployed(fleet("3"), plan(fleet("3"))).units
     assert [unit.unit_spec.model("arithmetic").block_tokens for unit in units] == [64, 64, 64]
     assert len({unit.unit_spec.layout("arithmetic") for unit in units}) == 1
@@ -230,7 +228,7 @@ def test_a_model_that_is_added_has_a_unit_of_its_own_kind() -> None:
     planner.declare(fleet().with_models([fleet().model("atlas")]))
     assert [model.name for model in planner.fleet.models] == ["arithmetic", "frontdesk", "atlas"]
     first = planner.unit("u2", ["atlas"], told)
-    assert first.unit.models[0].block_tokens == 32
+    assert first.unit.models[0].table.block_tokens == 32
     entry = deployed(planner.fleet, [first]).units[0]
     both = msgspec.structs.replace(told, units=[*told.units, entry])
     second = planned_unit(planner.unit("u3", ["atlas"], both), "/run").unit_spec

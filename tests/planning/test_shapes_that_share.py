@@ -81,7 +81,7 @@ def test_models_of_which_the_file_says_nothing_are_tried_with_one_engine_on_shar
 
 def test_one_engine_leaves_more_memory_than_two(tmp_path: Path) -> None:
     one, two = planned(tmp_path, "one", "one"), planned(tmp_path, "split", "split")
-    own = [found.plan.estimates[0].models[0].own_bytes for found in (one, two)]
+    own = [found.plan.estimates[0].models[0].memory.own for found in (one, two)]
     # A context and graphs of 500 MiB each, and activations.
     assert own[1] - own[0] >= 1000 << 20
     assert one.plan.placement.units[0].kv_bytes - two.plan.placement.units[0].kv_bytes == 2 * (own[1] - own[0])
@@ -108,7 +108,7 @@ def test_a_plan_of_models_of_one_engine_that_share_a_gpu_is_what_is_deployed(tmp
         f"  - {{ name: {name}, path: models/{name}, rate: 4 }}\n" for name in ("arithmetic", "atlas")
     )
     declared = parse_fleet(text, "fleet.yaml", ROOT / "configs", {})
-    gpu = Gpu(0, "GPU-0", "NVIDIA H200", 143771 << 20, 500 << 20, capability=(9, 0))
+    gpu = Gpu(0, "GPU-0", "NVIDIA H200", 143771 << 20, 500 << 20)
     placed = tuple(PlacedModel(name, 4.0, 1.0, 1.0, "one") for name in ("arithmetic", "atlas"))
     unit = PlacedUnit("unit0", "H200-141GB", (0,), placed, 1 << 30, policy="free")
     save_plan(Placement(Cluster((Node("H200-141GB", 1),)), (unit,)), tmp_path / "plan.yaml")

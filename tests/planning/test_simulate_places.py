@@ -254,4 +254,4 @@ def test_units_are_simulated_under_the_fleet_s_policy_with_what_their_engines_ca
         file.write_text(f"policy: {policy}\n{head}{model}")
         found = places_of(file, None, None, None, tmp_path / "plan.yaml", Roofline()).placed("muxserve")
         (unit,) = found.units(mode_of("muxserve"))
-        assert (unit.policy, unit.models[0].profile.elastic, unit.share_steps > 0) == (policy, elastic, elastic)
+        assert (unit.policy, unit.models[0].profile.engines.elastic, unit.share_steps > 0) == (policy, elastic, elastic)

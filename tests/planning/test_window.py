@@ -61,7 +61,7 @@ def test_at_any_rate_it_holds_several_of_the_longest_answers_and_some_requests(r
     # Of log-normal lengths with a mean of 256 and a sigma of 0.8 one in a hundred is longer than 1,196.
     tokens = longest_tokens(loads_of(plan.demands, {"m": 8192}, 300.0)["m"].output)
     assert tokens == pytest.approx(1196, rel=0.2)
-    longest = tokens * (plan.estimates[0].models[0].tpot or 0.0)
+    longest = tokens * (plan.estimates[0].models[0].level.tpot or 0.0)
     seconds = longer_seconds(usual_seconds(plan), longest, rate)
     assert seconds >= ANSWERS * longest
     assert seconds * rate >= 199.999

@@ -52,7 +52,7 @@ def test_taking_a_request_away_never_makes_an_instance_less_free_when_it_has_roo
     before = freeness_of(view, THREE)
     for index in range(len(view.running)):
         kept = [each for n, each in enumerate(view.running) if n != index]
-        after = freeness_of(InstanceView("i", view.capacity, "", kept, view.waiting, view.reserved), THREE)
+        after = freeness_of(InstanceView("i", view.capacity, kept, view.waiting, view.reserved), THREE)
         if before >= 0:
             assert after >= before - ROUNDING
         else:

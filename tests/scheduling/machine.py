@@ -9,14 +9,18 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+from muxserve.replicas.priorities import ServiceClass
 from muxserve.scheduling.admission import wants_decode, wants_prefill
 from muxserve.scheduling.free import Free
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.policy import AGAIN_SECONDS, Policy
 from muxserve.scheduling.types import (
     WHOLE,
+    EngineSetup,
     Grant,
+    KvLayout,
     ModelProfile,
     Phase,
     PoolProfile,
@@ -24,6 +28,7 @@ from muxserve.scheduling.types import (
     RequestPlace,
     StepsDone,
 )
+from tests.support.requests import without
 
 # Policies that run one prefill job at a time.
 ONE_PREFILL = ("adbs", "slack")
@@ -55,7 +60,7 @@ class Job:
             prompt_tokens=self.prompt,
             max_tokens=self.output,
             arrival=self.arrival,
-            priority=self.priority,
+            service=ServiceClass(self.priority),
             output_tokens=self.made,
             resumed=resumed,
         )
@@ -97,8 +102,7 @@ class Done:
 
 def profile(name: str, **changes: object) -> ModelProfile:
     """A small model; the pool is called `pool`."""
-    values: dict[str, object] = {
-        "name": name,
+    values: dict[str, Any] = {
         "pool": "pool",
         "rate": 1.0,
         "layers": 2,
@@ -110,8 +114,10 @@ def profile(name: str, **changes: object) -> ModelProfile:
         "decode_share": 0.5,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
-    }
-    return ModelProfile(**{**values, **changes})  # type: ignore[arg-type]
+    } | changes
+    kv = KvLayout(**without(values, *KvLayout.__match_args__))
+    engines = EngineSetup(**without(values, *EngineSetup.__match_args__))
+    return ModelProfile(name, kv=kv, engines=engines, **values)
 
 
 class Machine:
@@ -135,7 +141,7 @@ class Machine:
         self.decode_seconds = decode_seconds
         self.quotas = {p.name: p.quota_pages for p in profiles}
         self.profiles = {p.name: p for p in profiles}
-        phases = {p.name: (Phase.BOTH,) if p.both else (Phase.PREFILL, Phase.DECODE) for p in profiles}
+        phases = {p.name: (Phase.BOTH,) if p.engines.both else (Phase.PREFILL, Phase.DECODE) for p in profiles}
         self.engines = {(name, phase): Engine(name, phase) for name, has in phases.items() for phase in has}
         # Under this policy leases overlap.
         self.overlap = isinstance(policy, Free)
@@ -160,7 +166,7 @@ class Machine:
             self.ledger.engine_up(model, phase, 0.0)
 
     def engine(self, model: str, phase: Phase) -> Engine:
-        return self.engines[model, Phase.BOTH if self.profiles[model].both else phase]
+        return self.engines[model, Phase.BOTH if self.profiles[model].engines.both else phase]
 
     # ------------------------------------------------------------ clock
 
@@ -312,14 +318,14 @@ class Machine:
     # ------------------------------------------------------------ pages
 
     def used(self, model: str) -> int:
-        return self.blocks[model] * self.profiles[model].pages_per_block
+        return self.blocks[model] * self.profiles[model].kv.pages_per_block
 
     def _grow(self, job: Job, tokens: int) -> bool:
         p = self.profiles[job.model]
-        need = -(-tokens // p.block_tokens) - job.blocks
+        need = -(-tokens // p.kv.block_tokens) - job.blocks
         if need <= 0:
             return True
-        pages = need * p.pages_per_block
+        pages = need * p.kv.pages_per_block
         if self.used(job.model) + pages > self.quotas[job.model]:
             return False
         if sum(self.used(m) for m in self.profiles) + pages > self.pages:
@@ -361,7 +367,7 @@ class Machine:
         self.at(self.now + seconds, lambda: self._stepped(engine, life, work, done, returned))
 
     def _take_prefill(self, engine: Engine, decoded: int) -> list[tuple[Job, int]]:
-        left, work = self.profiles[engine.model].max_num_batched_tokens - decoded, []
+        left, work = self.profiles[engine.model].engines.max_num_batched_tokens - decoded, []
         for job in engine.jobs:
             if job.decodes and engine.phase is Phase.BOTH:
                 continue

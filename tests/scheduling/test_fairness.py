@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from muxserve.replicas.priorities import ServiceClass
 from muxserve.scheduling.admission import admissible
 from muxserve.scheduling.fairness import INPUT, OUTPUT, QueueKey, TenantCounters, TenantService, WaitingTenants
 from muxserve.scheduling.ledger import UnitLedger
@@ -40,7 +41,10 @@ class Batching:
         request_id = f"{tenant}{len(self.left)}"
         self.left[request_id] = answer
         self.ledger.arrived(
-            QueuedRequest(request_id, "a", prompt, answer, self.now, priority, tenant=tenant, weight=weight), self.now
+            QueuedRequest(
+                request_id, "a", prompt, answer, self.now, ServiceClass(priority, tenant=tenant, weight=weight)
+            ),
+            self.now,
         )
 
     def step(self) -> None:

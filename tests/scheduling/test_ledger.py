@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from muxserve.replicas.priorities import ServiceClass
 from muxserve.scheduling.adbs import Adbs
 from muxserve.scheduling.admission import admissible, prefill_steps, wants_prefill
 from muxserve.scheduling.ledger import UnitLedger
@@ -21,6 +22,7 @@ from muxserve.scheduling.types import (
     share_units,
 )
 from tests.scheduling.machine import profile
+from tests.support.requests import without
 
 
 def ledger(**changes: object) -> UnitLedger:
@@ -34,7 +36,8 @@ def ledger(**changes: object) -> UnitLedger:
 def arrive(
     book: UnitLedger, request_id: str, model: str = "a", prompt: int = 20, at: float = 0.0, **more: object
 ) -> None:
-    book.arrived(QueuedRequest(request_id, model, prompt, 10, at, **more), at)  # type: ignore[arg-type]
+    service = ServiceClass(**without(more, *ServiceClass.__struct_fields__))
+    book.arrived(QueuedRequest(request_id, model, prompt, 10, at, service, **more), at)  # type: ignore[arg-type]
 
 
 def prefill(book: UnitLedger, *ids: str, model: str = "a", lease: int = 1, steps: int = 2, now: float = 0.0) -> None:
@@ -566,10 +569,9 @@ def test_a_request_that_comes_waits_for_the_decode_engine_and_is_no_arrival() ->
             prompt_tokens=20,
             max_tokens=10,
             arrival=0.5,
-            priority=0,
+            service=ServiceClass(execution="high"),
             output_tokens=4,
             resumed=True,
-            execution="high",
         ),
         1.0,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -23,6 +23,7 @@ from muxserve.scheduling.residency_types import (
     Stay,
     Wake,
     WakeCosts,
+    WakeRules,
 )
 from muxserve.scheduling.wake_order import TimedJob, moore_hodgson
 from tests.support.thoroughness import examples
@@ -217,7 +218,7 @@ def test_who_can_still_be_in_time_goes_first_and_who_has_starved_before_all() ->
 
 
 def ahead(limit: int, sleep_seconds: float = 0.3, wakes: int = 1, **models: WakeCosts) -> Residency:
-    rules = ResidencyRules(limit, residence_factor=1.0, sleep_seconds=sleep_seconds, wakes=wakes)
+    rules = ResidencyRules(limit, residence_factor=1.0, sleep_seconds=sleep_seconds, wakes=WakeRules(wakes))
     return Residency(rules, models)
 
 
@@ -271,7 +272,7 @@ def test_what_putting_to_sleep_takes_is_learnt_and_makes_room_ahead_worth_more()
 
 def test_of_two_wakes_one_after_the_other_comes_first_where_that_serves_more_in_time() -> None:
     costs = WakeCosts(10, seconds=1.0, ttft=1.7)
-    policy = Movements(ResidencyRules(1000, wakes=2, cores=2), {"a": costs, "b": costs})
+    policy = Movements(ResidencyRules(1000, wakes=WakeRules(2, cores=2)), {"a": costs, "b": costs})
     policy.times.pace.drag = 1.0
     both = [Standing("a", ASLEEP, 0.0, waiting=[10.0]), Standing("b", ASLEEP, 0.0, waiting=[10.0])]
     assert policy.decide(10.0, 10, both) == [Wake("a"), Wake("b")]  # both after 1.5 s
@@ -286,7 +287,9 @@ def test_of_two_wakes_one_after_the_other_comes_first_where_that_serves_more_in_
 
 def test_what_runs_beside_a_wake_is_not_held_against_its_model() -> None:
     costs = WakeCosts(10, seconds=1.0)
-    alone, beside = (Residency(ResidencyRules(1000, wakes=2, cores=2), {"a": costs, "b": costs}) for _ in range(2))
+    alone, beside = (
+        Residency(ResidencyRules(1000, wakes=WakeRules(2, cores=2)), {"a": costs, "b": costs}) for _ in range(2)
+    )
     waking = Standing("a", WAKING, 0.0)
     alone.decide(0.0, 0, [waking])
     alone.decide(1.0, 0, [waking])
@@ -371,18 +374,24 @@ def test_beyond_what_there_can_be_requests_are_refused_and_others_go_on() -> Non
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"limit": 0}, {"limit": 1, "wakes": 0}, {"limit": 1, "max_wait": -1.0}, {"limit": 1, "cores": 0}]
+    "wrong",
+    [
+        lambda: ResidencyRules(0),
+        lambda: ResidencyRules(1, max_wait=-1.0),
+        lambda: WakeRules(most=0),
+        lambda: WakeRules(cores=0),
+    ],
 )
-def test_rules_that_make_no_sense(wrong: dict[str, float]) -> None:
+def test_rules_that_make_no_sense(wrong: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match="must"):
-        ResidencyRules(**wrong)  # type: ignore[arg-type]
+        wrong()
 
 
 # ---------------------------------------------------------------- prefetched weights
 
 
 def prefetching(limit: int, wakes: int = 1, **models: WakeCosts) -> Residency:
-    return Residency(ResidencyRules(limit, min_residence=2.0, residence_factor=1.0, wakes=wakes), models)
+    return Residency(ResidencyRules(limit, min_residence=2.0, residence_factor=1.0, wakes=WakeRules(wakes)), models)
 
 
 def test_who_waits_for_memory_is_prefetched_into_what_is_free_of_it() -> None:
@@ -555,10 +564,8 @@ def worlds(draw: st.DrawFn) -> tuple[Memory, list[tuple[float, str, float]]]:
         limit,
         min_residence=draw(st.sampled_from([0.5, 2.0])),
         max_wait=6.0,
-        wakes=draw(st.integers(1, 2)),
-        cores=2,
+        wakes=WakeRules(draw(st.integers(1, 2)), cores=2, ahead=draw(st.booleans())),
         sleep_seconds=draw(st.sampled_from([0.0, 0.1, 1.0])),
-        wakes_ahead=draw(st.booleans()),
     )
     arrivals = draw(
         st.lists(
@@ -593,7 +600,7 @@ def test_memory_is_kept_everybody_is_served_and_nobody_thrashes(
         now += ROUND
     assert len(memory.waits) == len(arrivals)
     assert not memory.short, "a model was put to sleep before it had its time"
-    ahead = models if memory.rules.wakes_ahead else 0
+    ahead = models if memory.rules.wakes.ahead else 0
     assert memory.wakes <= len(arrivals) + ahead, "a wake that served nobody"
     for name, at in memory.woken.items():
         if name in memory.beyond:
@@ -654,10 +661,8 @@ def mismeasured(draw: st.DrawFn) -> tuple[Mismeasured, list[tuple[float, str, fl
         min_residence=0.5,
         residence_factor=1.0,
         max_wait=3.0,
-        wakes=draw(st.integers(1, 2)),
-        cores=2,
+        wakes=WakeRules(draw(st.integers(1, 2)), cores=2, ahead=draw(st.booleans())),
         sleep_seconds=draw(st.sampled_from([0.0, 0.3])),
-        wakes_ahead=draw(st.booleans()),
         ceiling=draw(st.sampled_from([None, limit, 2 * limit])),
     )
     asked = st.tuples(st.floats(0.0, 10.0), st.sampled_from(sorted(costs)), st.sampled_from([0.1, 1.0, 3.0]))
@@ -696,7 +701,7 @@ def test_whatever_is_measured_nobody_waits_for_ever(
 
 @pytest.mark.parametrize("limit", [130, 150, 400])
 def test_every_model_is_woken_once_before_it_is_asked_for(limit: int) -> None:
-    rules = ResidencyRules(limit, min_residence=0.5, residence_factor=1.0, cores=2, wakes_ahead=True)
+    rules = ResidencyRules(limit, min_residence=0.5, residence_factor=1.0, wakes=WakeRules(cores=2, ahead=True))
     memory = Memory(rules, 10, {f"m{n}": WakeCosts(30, 5, seconds=0.6) for n in range(8)})
     memory.arrive(0.0, "m5", 0.3)
     for step in range(round(15.0 / ROUND)):
@@ -721,7 +726,7 @@ def test_every_model_is_woken_once_before_it_is_asked_for(limit: int) -> None:
 )
 def test_nothing_is_woken_ahead_beside_other_work(other: Standing) -> None:
     costs = WakeCosts(40)
-    policy = Residency(ResidencyRules(200, wakes_ahead=True), {"a": costs, "b": costs})
+    policy = Residency(ResidencyRules(200, wakes=WakeRules(ahead=True)), {"a": costs, "b": costs})
     assert policy.preparing
     assert Wake("a") not in policy.decide(10.0, 10, [Standing("a", ASLEEP, 0.0), other])
     idle = [Standing("a", ASLEEP, 0.0), Standing("b", AWAKE, 0.0)]
@@ -735,7 +740,7 @@ def test_nothing_is_woken_ahead_beside_other_work(other: Standing) -> None:
 
 
 def test_a_model_that_nobody_asked_for_sleeps_while_another_is_woken_ahead() -> None:
-    rules = ResidencyRules(100, min_residence=2.0, residence_factor=1.0, wakes_ahead=True)
+    rules = ResidencyRules(100, min_residence=2.0, residence_factor=1.0, wakes=WakeRules(ahead=True))
     policy = Residency(rules, {name: WakeCosts(40) for name in "abc"})
     policy.arrived("b", 0.0)
     awake = [Standing("a", AWAKE, 0.0), Standing("b", AWAKE, 0.0), Standing("c", ASLEEP, 0.0)]
@@ -748,7 +753,7 @@ def test_a_model_that_nobody_asked_for_sleeps_while_another_is_woken_ahead() -> 
 
 
 def test_where_all_have_room_all_are_awake_before_anybody_asks() -> None:
-    rules = ResidencyRules(200, min_residence=0.5, residence_factor=1.0, cores=2, wakes_ahead=True)
+    rules = ResidencyRules(200, min_residence=0.5, residence_factor=1.0, wakes=WakeRules(cores=2, ahead=True))
     memory = Memory(rules, 10, {f"m{n}": WakeCosts(40, seconds=0.6) for n in range(4)})
     for step in range(round(5.0 / ROUND)):
         memory.step(step * ROUND)

@@ -172,5 +172,5 @@ def stepping(simulated: SimUnit, latency: LatencyModel, options: Options | None 
 
 def one_engine(simulated: SimUnit, policy: str = "free", **changes: object) -> SimUnit:
     """The unit with one engine of both phases for each model."""
-    models = tuple(replace(m, profile=replace(m.profile, both=True, elastic=False)) for m in simulated.models)
+    models = tuple(replace(m, profile=m.profile.with_engines(both=True, elastic=False)) for m in simulated.models)
     return replace(simulated, models=models, policy=policy, **changes)  # type: ignore[arg-type]

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.paper.one_phase import OnePhase
 from muxserve.costs.architecture import split_layers
 from muxserve.costs.profile import Overheads
 from muxserve.costs.roofline import Roofline
 from muxserve.planning.demand.known_models import planned_architecture
 from muxserve.rolling.member import LatencyTargets
 from muxserve.rolling.scheduler import RollingScheduler
-from muxserve.scheduling.token_throttling import OnePhase
-from muxserve.scheduling.types import ModelProfile, PoolProfile
+from muxserve.scheduling.types import EngineSetup, KvLayout, ModelProfile, PoolProfile
 from muxserve.simulator import (
     AloneSimulation,
     Link,
@@ -46,20 +46,11 @@ def replicas(name: str, policy: str, first: int, stages: int = 1) -> list[SimUni
     pages = 4000 * max(layers) * LLAMA_7B.kv_heads
     profile = ModelProfile(
         name,
-        pool="pool0",
         rate=4.0,
-        layers=max(layers),
-        kv_heads=LLAMA_7B.kv_heads,
-        block_tokens=16,
+        kv=KvLayout("pool0", max(layers), LLAMA_7B.kv_heads, block_tokens=16),
+        engines=EngineSetup(1.0, 1.0, 256, 2048, both=True, depth=stages, waiting_tokens=16384),
         quota_pages=pages,
         floor_pages=pages,
-        prefill_share=1.0,
-        decode_share=1.0,
-        max_num_seqs=256,
-        max_num_batched_tokens=2048,
-        both=True,
-        depth=stages,
-        waiting_tokens=16384,
     )
     pipeline = Pipeline(layers, (Link(),) * (stages - 1)) if policy == "free" else None
     return [
@@ -239,7 +230,7 @@ def test_the_yardstick_of_other_arrangements() -> None:
 def test_tight_memory_preempts_and_everything_is_answered() -> None:
     for units in BOTH:
         profile = units[0].models[0].profile
-        pages = 110 * profile.pages_per_block
+        pages = 110 * profile.kv.pages_per_block
         tight = [
             replace(
                 unit,

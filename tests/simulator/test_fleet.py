@@ -63,18 +63,18 @@ def test_modes_differ_as_they_say() -> None:
     units = {name: units_of(where, MODELS, mode)[0] for name, mode in MODES.items()}
     assert (units["muxserve"].policy, units["adbs"].policy) == ("slack", "adbs")
     assert units["temporal"].policy == units["fcfs"].policy == "fcfs"
-    assert all(model.profile.both for model in units["spatial"].models)
+    assert all(model.profile.engines.both for model in units["spatial"].models)
     assert not units["spatial"].adapt_quotas
     (unmanaged,) = units_of(where, MODELS, Mode("unmanaged", "every job on all of the compute", managed=False))
     assert [model.cost_share for model in unmanaged.models] == [1.0, 1.0]
-    assert sum(m.profile.prefill_share + m.profile.decode_share for m in unmanaged.models) <= 2.0 + 1e-9
+    assert sum(m.profile.engines.prefill_share + m.profile.engines.decode_share for m in unmanaged.models) <= 2.0 + 1e-9
 
 
 def test_engines_change_their_share_where_the_fleet_can_or_the_mode_says_so() -> None:
     where = placement(("b", "c"))
 
     def elastic(steps: int | None, mode: str) -> set[bool]:
-        return {model.profile.elastic for model in units_of(where, MODELS, mode_of(mode), steps)[0].models}
+        return {model.profile.engines.elastic for model in units_of(where, MODELS, mode_of(mode), steps)[0].models}
 
     assert elastic(None, "muxserve") == elastic(10, "muxserve") == elastic(0, "slack") == {True}
     assert elastic(0, "muxserve") == {False}
@@ -84,7 +84,7 @@ def test_a_unit_of_several_devices_has_a_part_of_the_heads_on_each() -> None:
     one = units_of(placement(("a",)), MODELS, mode_of("muxserve"))[0]
     two = units_of(placement(("a",), devices=2), MODELS, mode_of("muxserve"))[0]
     many = units_of(placement(("a",), devices=16), MODELS, mode_of("muxserve"))[0]
-    assert [u.models[0].profile.kv_heads for u in (one, two, many)] == [8, 4, 1]
+    assert [u.models[0].profile.kv.kv_heads for u in (one, two, many)] == [8, 4, 1]
     assert one.pools[0].pages == two.pools[0].pages
 
 

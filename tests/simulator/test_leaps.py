@@ -118,7 +118,7 @@ def test_a_leap_is_many_steps(scene: tuple[SimUnit, LatencyModel, Options, list[
 def rolling_scenes(draw: st.DrawFn) -> tuple[SimUnit, LatencyModel, Options, list[TraceRequest]]:
     simulated, latency, options, _ = draw(scenes())
     first = simulated.models[0]
-    one = replace(first, profile=replace(first.profile, both=True, decode_share=1.0))
+    one = replace(first, profile=first.profile.with_engines(both=True, decode_share=1.0))
     return replace(simulated, models=(one,), policy="rolling"), latency, options, workload(draw, 1)
 
 
@@ -137,7 +137,7 @@ def mixed_scenes(draw: st.DrawFn) -> tuple[SimUnit, LatencyModel, Options, list[
     """Some models with an engine for each phase, others with one of both."""
     simulated, latency, options, load = draw(scenes())
     models = [
-        replace(model, profile=replace(model.profile, both=draw(st.booleans()), elastic=draw(st.booleans())))
+        replace(model, profile=model.profile.with_engines(both=draw(st.booleans()), elastic=draw(st.booleans())))
         for model in simulated.models
     ]
     policy = draw(st.sampled_from(["adbs", "slack", "fcfs", "free"]))

@@ -3,21 +3,20 @@ workloads that nobody chose."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.paper.one_phase import OnePhase
 from muxserve.costs import Decode, EngineShape, LatencyModel, Load, ModelArchitecture
 from muxserve.costs.architecture import split_layers
 from muxserve.costs.profile import Overheads
 from muxserve.costs.roofline import Roofline
 from muxserve.scheduling.token_throttling import (
-    TOKEN_BUDGETS,
     FixedBudget,
-    OnePhase,
     Throttle,
     TokenBudget,
     TokenThrottling,
@@ -249,7 +248,7 @@ def test_what_can_never_fit_is_refused() -> None:
 
 def test_the_stage_with_most_layers_has_most_pages() -> None:
     (model,), (pool,) = spec(stages=3, blocks=10).models, spec(stages=3, blocks=10).pools
-    assert model.profile.pages_per_block == 2 * 2
+    assert model.profile.kv.pages_per_block == 2 * 2
     assert pool.pages == 10 * 4
 
 
@@ -348,7 +347,7 @@ def test_decoding_sequences_are_dealt_out_evenly() -> None:
     seats=st.integers(1, 20),
     ahead=st.booleans(),
     chunk_ahead=st.booleans(),
-    name=st.sampled_from(sorted(TOKEN_BUDGETS)),
+    kind=st.sampled_from([TokenThrottling, FixedBudget, OnePhase]),
 )
 def test_every_request_is_answered_and_the_books_are_right(
     requests: list[tuple[float, int, int]],
@@ -358,7 +357,7 @@ def test_every_request_is_answered_and_the_books_are_right(
     seats: int,
     ahead: bool,
     chunk_ahead: bool,
-    name: str,
+    kind: Callable[[], TokenBudget],
 ) -> None:
     of = spec(stages, blocks, depth=depth, max_num_seqs=seats, ahead=ahead, chunk_ahead=chunk_ahead)
     workload = [TraceRequest(a, "tiny", p, o) for a, p, o in sorted(requests)]
@@ -377,7 +376,7 @@ def test_every_request_is_answered_and_the_books_are_right(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simulated_unit, "EngineTypes", lambda: EngineTypes(stages=Watched))
-        result = Played(of, PerLayerModel(), TOKEN_BUDGETS[name](), workload)
+        result = Played(of, PerLayerModel(), kind(), workload)
     for request in result.requests:
         if request.error:
             assert request.prompt + request.output - 1 > blocks * 16
@@ -390,7 +389,7 @@ def test_every_request_is_answered_and_the_books_are_right(
     wanted = sum(r.prompt + r.output - 1 for r in result.requests if not r.error)
     assert computed == wanted if not result.preemptions else computed > wanted
     assert all(bubble >= -1e-9 for bubble in result.made.bubbles())
-    again = Played(of, PerLayerModel(), TOKEN_BUDGETS[name](), workload)
+    again = Played(of, PerLayerModel(), kind(), workload)
     assert [r.finish for r in again.requests] == [r.finish for r in result.requests]
 
 

@@ -158,7 +158,7 @@ WORLDS = [alone(), *(replace(alone(both=True, decode_share=1.0), policy=policy) 
 
 @pytest.mark.parametrize("simulated", WORLDS, ids=["split", "rolling", "one engine"])
 def test_a_turn_finds_what_was_said_before_it(simulated: SimUnit) -> None:
-    block = simulated.models[0].profile.block_tokens
+    block = simulated.models[0].profile.kv.block_tokens
     result = run(SimulatedUnit(simulated, Analytic()), turns(3))
     # Of the last token of an answer nothing is computed, and the block that is not full is nobody's.
     assert [r.cached_tokens for r in result.records] == [0, *((140 + 60 * n + 19) // block * block for n in range(2))]
@@ -190,14 +190,14 @@ def test_shared_blocks_are_counted_once() -> None:
     single = SimulatedUnit(simulated, Analytic())
     run(single, long[:1])
     # Beside those of the first: what the second has for its answer, and for the last token of its prompt.
-    more = -(-200 // simulated.models[0].profile.block_tokens) + 2
+    more = -(-200 // simulated.models[0].profile.kv.block_tokens) + 2
     (one,), (two,) = single.machine.pages.models, both.machine.pages.models
     assert one.peak < two.peak <= one.peak + more * two.per_block
 
 
 def test_what_is_cached_goes_when_pages_are_needed() -> None:
-    per_block = alone().models[0].profile.pages_per_block
-    size = alone().models[0].profile.block_tokens
+    per_block = alone().models[0].profile.kv.pages_per_block
+    size = alone().models[0].profile.kv.block_tokens
     # Room for one conversation, not for what two have left behind.
     small = alone(pages=(400 // size) * per_block)
     load = [

@@ -141,7 +141,7 @@ def test_by_scheduling_priority_then_by_arrival() -> None:
 
 def _seats(unit: SimUnit, count: int) -> SimModel:
     (model,) = unit.models
-    return replace(model, profile=replace(model.profile, max_num_seqs=count))
+    return replace(model, profile=model.profile.with_engines(max_num_seqs=count))
 
 
 def test_low_execution_priority_is_preempted_first() -> None:

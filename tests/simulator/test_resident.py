@@ -11,9 +11,9 @@ import pytest
 from muxserve.costs.measured import TURN_SECONDS
 from muxserve.costs.profile import Overheads
 from muxserve.scheduling.residency import Residency
-from muxserve.scheduling.residency_types import Change, Residence, ResidencyRules, Sleep, Standing, WakeCosts
+from muxserve.scheduling.residency_types import Change, Residence, ResidencyRules, Sleep, Standing, WakeCosts, WakeRules
 from muxserve.scheduling.turns import TurnRules
-from muxserve.simulator import Options, SimResidency, simulate
+from muxserve.simulator import Options, SimResidency, WakeContention, simulate
 from muxserve.simulator.compute import fair_shares
 from muxserve.simulator.result import ResidencyResult, UnitResult
 from muxserve.simulator.unit import SimulatedUnit
@@ -24,7 +24,7 @@ NAMES = ("a", "b", "c")
 WAKE = 0.5
 
 
-def resident(limit: int, awake: tuple[str, ...] = (), **rules: float) -> SimulatedUnit:
+def resident(limit: int, awake: tuple[str, ...] = (), **rules: object) -> SimulatedUnit:
     costs = {name: WakeCosts(40, load_bytes=10, seconds=WAKE, ttft=2.0) for name in NAMES}
     residency = SimResidency(ResidencyRules(limit, **rules), costs, awake)  # type: ignore[arg-type]
     return SimulatedUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
@@ -71,9 +71,9 @@ def test_a_sleeping_model_answers_later_by_its_wake() -> None:
 
 def test_wakes_take_longer_beside_each_other() -> None:
     def waited(drag: float, wakes: int) -> list[float]:
-        world = resident(200, wakes=wakes, cores=2)
+        world = resident(200, wakes=WakeRules(wakes, cores=2))
         assert world.residents is not None
-        world.residents.residency = replace(world.residents.residency, wake_drag=drag)
+        world.residents.residency = replace(world.residents.residency, contention=WakeContention(drag))
         world.residents.awake.times.pace.drag = drag
         return first_tokens(run(world, requests((0.0, "a", 40, 1), (0.0, "b", 40, 1))))
 
@@ -209,7 +209,7 @@ def test_decoding_waits_for_wakes_where_it_gives_way_to_them() -> None:
 
     def ends(weight: float, drag: float = 0.001) -> tuple[float, float]:
         costs = {name: WakeCosts(40, seconds=WAKE, ttft=2.0) for name in NAMES}
-        residency = SimResidency(ResidencyRules(200), costs, ("a",), wake_drag=drag, decode_weight=weight)
+        residency = SimResidency(ResidencyRules(200), costs, ("a",), WakeContention(drag, weight))
         world = SimulatedUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
         result = run(world, requests((0.0, "a", 40, 250), (0.2, "b", 40, 1)))
         a, b = result.records

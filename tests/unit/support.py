@@ -12,6 +12,7 @@ from muxserve.scheduling.policies import make_policy
 from muxserve.spec import ModelSpec, PoolSpec, UnitSpec
 from muxserve.unit.executor import UnitExecutor
 from muxserve.wire import Admit, EngineHello, GatewayHello, HandOver, Lease, Message, StepReport, Submit, decode, encode
+from tests.support.requests import ASKED, asking, without
 from tests.support.unit_specs import model_spec, unit_spec_of
 
 M = TypeVar("M", bound=Message)
@@ -133,8 +134,9 @@ class Bench:
     def submit(
         self, request_id: str, model: str = "a", prompt: int = 20, gateway: bytes = GATEWAY, **more: Any
     ) -> Sent:
-        values: dict[str, Any] = {"attempt": 0, "max_tokens": 50, "arrival": self.now, "body": request_id.encode()}
-        return self.say(gateway, Submit(request_id, model, prompt_tokens=prompt, **{**values, **more}))
+        values: dict[str, Any] = {"attempt": 0, "arrival": self.now, "body": request_id.encode()} | more
+        request = asking(model, prompt, **without(values, *ASKED))
+        return self.say(gateway, Submit(request_id, request=request, **values))
 
     def lease(self, engine: str) -> Lease:
         """The last lease sent to that engine."""

@@ -18,6 +18,7 @@ from muxserve.wire import (
     EngineDown,
     EngineHello,
     EngineLost,
+    HandOff,
     Lease,
     Loads,
     Lost,
@@ -39,6 +40,7 @@ from muxserve.wire import (
     TakenOver,
     TakeOver,
 )
+from tests.support.requests import asking
 from tests.unit.support import GATEWAY, Bench, Sent, model, to, unit_spec
 
 ENGINE = b"a/both"
@@ -88,7 +90,7 @@ def test_a_request_is_prefilled_and_decodes_in_one_engine() -> None:
     (lease,) = to(ENGINE, Lease, bench.submit("r"))
     assert lease.phase == "prefill"
     (admit,) = lease.admit
-    assert (admit.request_id, admit.adopt, admit.output_tokens) == ("r", "", [])
+    assert (admit.request_id, admit.hand_off, admit.output_tokens) == ("r", None, [])
     (lease,) = to(ENGINE, Lease, prefill(bench, "r"))
     assert (lease.phase, lease.admit) == ("decode", [])
     assert bench.unit.request_table.held["r"].output_tokens == [7]
@@ -191,7 +193,7 @@ def test_what_an_engine_is_to_have_waiting_follows_the_budget() -> None:
 
     def waiting(**changes: Any) -> int:
         made = unit_spec(model("a", shape="one", stages=3, **changes), policy="free")
-        return unit_ledger(made).models[0].profile.waiting_tokens
+        return unit_ledger(made).models[0].profile.engines.waiting_tokens
 
     assert waiting() == 4 * 64, "three micro-batches under way and one more"
     assert waiting(batching="fixed") == 4 * 64
@@ -249,21 +251,7 @@ MOVES_IN = TakeOver(
     "m",
     "key",
     2,
-    Moving(
-        "in",
-        "a",
-        attempt=0,
-        gateway_epoch="g1",
-        body=b"in",
-        prompt_tokens=20,
-        max_tokens=50,
-        waited=0.0,
-        priority=0,
-        scheduling="normal",
-        execution="normal",
-        output_tokens=[1, 2],
-        computed_tokens=21,
-    ),
+    Moving("in", 0, gateway_epoch="g1", request=asking("a"), waited=0.0, output_tokens=[1, 2], computed_tokens=21),
 )
 
 
@@ -275,7 +263,7 @@ def test_a_request_moves_in_and_is_adopted_by_the_next_decode_lease() -> None:
     (lease,) = to(ENGINE, Lease, prefill(bench, "prompt"))
     assert lease.phase == "decode"
     (admit,) = lease.admit
-    assert (admit.request_id, admit.adopt, admit.foreign, admit.computed_tokens) == ("in", "key", True, 21)
+    assert (admit.request_id, admit.hand_off) == ("in", HandOff("key", 21, foreign=True))
 
 
 # ---------------------------------------------------------------- reports to the global scheduler

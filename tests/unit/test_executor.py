@@ -19,6 +19,7 @@ from muxserve.wire import (
     EngineSuspect,
     GatewayDown,
     GatewayHello,
+    HandOff,
     HandOver,
     HeldRequests,
     Joined,
@@ -38,6 +39,7 @@ from muxserve.wire import (
     Submit,
     UnitHello,
 )
+from tests.support.requests import asking
 from tests.unit.support import GATEWAY, REPLY_TO, Bench, Sent, model, to, unit_spec
 
 
@@ -76,7 +78,7 @@ def test_a_request_goes_from_queue_to_prefill_to_decode_to_its_end(policy: str) 
     bench = Bench(policy=policy)
     (lease,) = to("a/prefill", Lease, bench.submit("r", output_tokens=[], body=b"opaque"))
     (admit,) = lease.admit
-    assert (admit.request_id, admit.body, admit.adopt, admit.output_tokens) == ("r", b"opaque", "", [])
+    assert (admit.request_id, admit.body, admit.hand_off, admit.output_tokens) == ("r", b"opaque", None, [])
     assert (admit.gateway_epoch, admit.reply_to, admit.attempt) == ("g1", REPLY_TO, 0)
     handed = HandOver("r", admit.incarnation, key="key", blocks=2, computed_tokens=20, output_tokens=[7])
     sent = bench.say(
@@ -84,7 +86,7 @@ def test_a_request_goes_from_queue_to_prefill_to_decode_to_its_end(policy: str) 
     )
     (lease,) = to("a/decode", Lease, sent)
     (adopted,) = lease.admit
-    assert (adopted.adopt, adopted.computed_tokens, adopted.output_tokens) == ("key", 20, [7])
+    assert (adopted.hand_off, adopted.output_tokens) == (HandOff("key", 20), [7])
     assert adopted.incarnation > admit.incarnation
     bench.say(b"a/decode", StepReport(lease.lease_id, 7, seconds=0.01, tokens=1, running=1, waiting=0))
     bench.say(b"a/decode", StepReport(lease.lease_id, 6, seconds=0.01, tokens=1, running=0, waiting=0, finished=["r"]))
@@ -184,7 +186,7 @@ def test_a_returned_request_is_prefilled_again_before_others_with_its_tokens() -
     sent = bench.report("a/decode", returned=[returned], running=0)
     (lease,) = to("a/prefill", Lease, sent)
     (again,) = lease.admit
-    assert (again.request_id, again.output_tokens, again.adopt) == ("r", [7, 8, 9], "")
+    assert (again.request_id, again.output_tokens, again.hand_off) == ("r", [7, 8, 9], None)
     assert again.incarnation > admit.incarnation
     assert bench.state()["models"]["a"]["returned"] == 1
 
@@ -702,10 +704,7 @@ def test_strangers_and_senseless_messages_change_nothing() -> None:
     assert bench.say(b"x/y", EngineHello("x", "y", 1)) == []
     assert bench.say(b"a/prefill", EngineHello("b", "decode", 1)) == []
     assert bench.say(b"\xff\xfe", StepReport(1, 1, seconds=0.1, tokens=1, running=1, waiting=1)) == []
-    assert (
-        bench.say(b"\xff\xfe", Submit("r", model="a", attempt=0, prompt_tokens=1, max_tokens=1, arrival=0.0, body=b""))
-        == []
-    )
+    assert bench.say(b"\xff\xfe", Submit("r", attempt=0, request=asking("a"), arrival=0.0)) == []
     assert bench.say(b"\xff\xfe", EngineLost(["r"], "")) == []
     assert bench.say(b"controller/1", EngineDown("x", "y", "")) == []
     assert bench.say(GATEWAY, Stop()) == []

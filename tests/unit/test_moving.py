@@ -21,6 +21,7 @@ from muxserve.wire import (
     EngineHello,
     EngineLost,
     GatewayHello,
+    HandOff,
     Lease,
     Loads,
     Lost,
@@ -46,6 +47,7 @@ from muxserve.wire import (
     TookOver,
     Unpaired,
 )
+from tests.support.requests import ASKED, asking, without
 from tests.unit.support import GATEWAY, REPLY_TO, Bench, Sent, model, to
 
 MIGRATOR = "migrator"
@@ -172,7 +174,7 @@ def test_the_course_of_a_move() -> None:
     assert to(DECODE, Lease, sent) == []
     course.committing()
     moving = course.commit.request
-    assert (moving.request_id, moving.attempt, moving.gateway_epoch, moving.body) == ("r", 0, "g1", b"r")
+    assert (moving.request_id, moving.attempt, moving.gateway_epoch, moving.request.body) == ("r", 0, "g1", b"r")
     assert (moving.output_tokens, moving.computed_tokens, moving.moves) == (list(range(16)), 35, 1)
     assert 0.0 <= moving.waited < 1.0
     b.say(b"migrator", MoveCommitted(course.stage.move), after=0.01)
@@ -344,8 +346,7 @@ def test_a_move_that_fails_leaves_the_request_here_or_has_it_served_again(step: 
     elif step in Course.STILL:
         (lease,) = to(DECODE, Lease, sent)
         (admit,) = lease.admit
-        assert (admit.adopt, admit.computed_tokens, admit.output_tokens) == (course.detach.key, 35, list(range(16)))
-        assert not admit.foreign
+        assert (admit.hand_off, admit.output_tokens) == (HandOff(course.detach.key, 35), list(range(16)))
         assert b.memory.dropped == []
     else:
         assert in_engine(b)
@@ -358,7 +359,7 @@ def test_a_move_that_fails_leaves_the_request_here_or_has_it_served_again(step: 
                 "r", d.incarnation, d.key, since=d.since, blocks=[7], computed_tokens=35, output_tokens=list(range(16))
             ),
         )
-        assert [a.adopt for lease in to(DECODE, Lease, sent) for a in lease.admit] == [d.key]
+        assert [a.hand_off.key for lease in to(DECODE, Lease, sent) for a in lease.admit] == [d.key]
 
 
 @pytest.mark.parametrize("step", Course.STEPS)
@@ -515,22 +516,18 @@ def test_answers_of_earlier_lives_are_not_believed() -> None:
 
 def take_over(request_id: str = "in", **changes: Any) -> TakeOver:
     values: dict[str, Any] = {
-        "request_id": request_id,
-        "model": "a",
         "attempt": 0,
         "gateway_epoch": "g1",
+        "model": "a",
         "body": b"body",
-        "prompt_tokens": 20,
-        "max_tokens": 50,
         "waited": 3.0,
-        "priority": 0,
-        "scheduling": "normal",
         "execution": "high",
         "output_tokens": [5, 6, 7],
         "computed_tokens": 22,
         "moves": 1,
-    }
-    return TakeOver("u9:aa:1", "key-in", 2, Moving(**{**values, **changes}))
+    } | changes
+    request = asking(**without(values, *ASKED))
+    return TakeOver("u9:aa:1", "key-in", 2, Moving(request_id, request=request, **values))
 
 
 def test_a_request_that_comes_goes_straight_to_the_decode_engine() -> None:
@@ -540,8 +537,7 @@ def test_a_request_that_comes_goes_straight_to_the_decode_engine() -> None:
     assert to(GATEWAY, TookOver, sent) == [TookOver("in", 0, 1)]
     (lease,) = to(DECODE, Lease, sent)
     (admit,) = lease.admit
-    assert (admit.adopt, admit.computed_tokens, admit.output_tokens) == ("key-in", 22, [5, 6, 7])
-    assert admit.foreign
+    assert (admit.hand_off, admit.output_tokens) == (HandOff("key-in", 22, foreign=True), [5, 6, 7])
     assert (admit.reply_to, admit.gateway_epoch, admit.body) == (REPLY_TO, "g1", b"body")
     assert counted(b) == (1, 0, 0)
     live = b.unit.ledger.requests["in"]

@@ -55,6 +55,7 @@ from muxserve.wire import (
 )
 from tests.support.patience import PATIENCE, until_ended
 from tests.support.ports import free_port
+from tests.support.requests import ASKED, asking, without
 from tests.unit.support import REPLY_TO, model
 from tests.unit.support import unit_spec as small_deployment
 
@@ -131,7 +132,7 @@ class FakeEngine(Peer):
     def finish(self, lease: Lease) -> None:
         """Adopt, run one step, end everything."""
         for admit in lease.admit:
-            self.memory.step(self.model, release=self.memory.adopt(self.model, admit.adopt))
+            self.memory.step(self.model, release=self.memory.adopt(self.model, admit.hand_off.key))
         finished = [admit.request_id for admit in lease.admit]
         self.say(
             StepReport(
@@ -247,14 +248,8 @@ def unit() -> Iterator[Unit]:
 
 
 def submit(request_id: str, name: str = "a", **changes: Any) -> Submit:
-    values: dict[str, Any] = {
-        "attempt": 0,
-        "prompt_tokens": 20,
-        "max_tokens": 50,
-        "arrival": time.monotonic(),
-        "body": b"opaque",
-    }
-    return Submit(request_id, name, **{**values, **changes})
+    values: dict[str, Any] = {"attempt": 0, "arrival": time.monotonic(), "body": b"opaque"} | changes
+    return Submit(request_id, request=asking(name, **without(values, *ASKED)), **values)
 
 
 def test_a_request_from_end_to_end(unit: Unit) -> None:

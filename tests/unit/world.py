@@ -66,6 +66,7 @@ from muxserve.wire import (
     decode,
     encode,
 )
+from tests.support.requests import asking
 from tests.unit.support import model, unit_spec
 
 # Whatever runs is to move as soon as a pair is there.
@@ -151,13 +152,14 @@ class Engine:
             case Lease():
                 self.lease, self.left, self.doing = message.lease_id, message.steps, message.phase
                 for admit in message.admit:
-                    if admit.adopt and admit.adopt not in self.unit.store.keys:
+                    if admit.hand_off is not None and admit.hand_off.key not in self.unit.store.keys:
                         self.tell(EngineLost([admit.request_id], "the blocks are gone"))
                         continue
-                    self.unit.store.keys.discard(admit.adopt)
+                    if admit.hand_off is not None:
+                        self.unit.store.keys.discard(admit.hand_off.key)
                     asked = self.world.asked[admit.request_id]
                     known = list(admit.output_tokens)
-                    self.running[admit.request_id] = Running(admit, known, PROMPT, asked, bool(admit.adopt))
+                    self.running[admit.request_id] = Running(admit, known, PROMPT, asked, admit.hand_off is not None)
                 self.alone = message.alone
                 if self.alone:
                     self.mind_alone()
@@ -556,15 +558,11 @@ class World:
             self.units[client.unit],
             Submit(
                 request_id,
-                model="a",
                 attempt=client.attempt,
-                prompt_tokens=PROMPT,
-                max_tokens=client.most,
+                request=asking("a", PROMPT, client.most, traced=self.traced),
                 arrival=self.now,
-                body=b"body",
                 output_tokens=known,
                 failures=client.failures,
-                traced=self.traced,
             ),
         )
 

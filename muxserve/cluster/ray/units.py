@@ -32,7 +32,7 @@ PLACE_SECONDS = 300.0
 INFEASIBLE_SECONDS = 10.0
 # An actor waits for its place on the node, and for the host before it to end.
 _FIND_SECONDS = 1800.0
-# Of an actor that is there, beyond the time that it takes by intent.
+# An actor that is there answers within so long, beyond the time that it takes by intent.
 _ANSWER_SECONDS = 10.0
 
 

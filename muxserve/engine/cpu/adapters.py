@@ -13,7 +13,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.platforms.cpu import CpuPlatform
 
-from muxserve.vllm.adapter_number import adapter_number
+from muxserve.vllm.file_identity import adapter_number
 
 
 class MaskedPunica(PunicaWrapperCPU):

@@ -27,7 +27,7 @@ else:
 class ThreadedExecutor(UniProcExecutor):
     """vLLM's executor of one process, whose worker can be given a thread. Calls keep their order."""
 
-    # Of the stages of an engine that computes nothing.
+    # Clocks of the stages of an engine that computes nothing.
     clocks: StageClocks | None = None
     _thread: ThreadPoolExecutor | None = None
 

@@ -90,7 +90,7 @@ def _map(view: ModelView, page: int, count: int, at: int) -> int:
         OSError: the kernel refuses.
     """
     size = count * view.pool.shape[1]
-    # Of a shared mapping the length 0 stands for: let the old one be.
+    # For a shared mapping the length 0 means: let the old one be.
     if _libc.mremap(view.pool.ctypes.data + page * view.pool.shape[1], 0, size, _MAYMOVE_FIXED, at) == _FAILED:
         raise OSError(ctypes.get_errno(), "a sequence's state cannot be mapped")
     return size

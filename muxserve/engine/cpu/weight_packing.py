@@ -91,7 +91,7 @@ class _Layer:
             # A checkpoint that has it twice finds the packed one.
             packed: Any = self._layer.weight
             packed.weight_loader = _nothing
-            # What was packed is a copy.
+            # The packed weights are a copy.
             self._weight.data = torch.empty(0, dtype=self._weight.dtype)
             self._buffers.give(self._buffer)
         self._buffer = None

@@ -129,12 +129,14 @@ class PooledCPUModelRunner(ResumingOnHost, PooledRunner, AheadOnHost, CPUModelRu
             view.pool[view.page_table[block].reshape(-1)] = 0
 
 
-class PooledCPUWorker(cpu_worker.CPUWorker):
-    """`worker_cls` of engines on CPU."""
+class HostWorker(cpu_worker.CPUWorker):
+    """A worker on CPU, of one rank or several, with a model runner of ours."""
+
+    runner_class: type[CPUModelRunner]
 
     def init_device(self) -> None:
         # CPUWorker names its runner class; there is no hook to choose another.
-        cpu_worker.CPUModelRunner = PooledCPUModelRunner
+        cpu_worker.CPUModelRunner = self.runner_class
         ranks = self.parallel_config.world_size
         if ranks > 1:
             # Not later: vLLM lets nobody change it once a worker is up.
@@ -145,26 +147,32 @@ class PooledCPUWorker(cpu_worker.CPUWorker):
             torch.compiler.set_stance("force_eager")
         super().init_device()
         if ranks > 1:
-            unlink_shared_memory()
+            _unlink_shared_memory()
 
     def schedule_ahead(self) -> None:
         """See `AheadOnHost.schedule_ahead`."""
         self.model_runner.schedule_ahead()
 
-    def propose_nothing(self) -> None:
-        """See `PooledCPUModelRunner.propose_nothing`."""
-        self.model_runner.propose_nothing()
-
     def forget_step(self) -> None:
         """See `ResumingRunner.forget_step`."""
         self.model_runner.forget_step()
+
+
+class PooledCPUWorker(HostWorker):
+    """`worker_cls` of engines on CPU."""
+
+    runner_class = PooledCPUModelRunner
+
+    def propose_nothing(self) -> None:
+        """See `PooledCPUModelRunner.propose_nothing`."""
+        self.model_runner.propose_nothing()
 
     def rebind_pool(self) -> None:
         """See `PooledCPUModelRunner.rebind_pool`."""
         self.model_runner.rebind_pool()
 
 
-def unlink_shared_memory() -> None:
+def _unlink_shared_memory() -> None:
     """Take away the names of the memory in which ranks exchange activations: all of them have it open, and after a kill
     nobody would."""
     for path in Path("/dev/shm").glob(f"{glob.escape(os.environ['VLLM_DIST_IDENT'])}-*"):

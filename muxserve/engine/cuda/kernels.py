@@ -501,7 +501,7 @@ def _places(
 
 
 def _warps(numbers: int) -> int:
-    """Of a program that works on so many at a time."""
+    """Warps of a program that works on so many numbers at a time."""
     return max(1, min(4, numbers // 2048))
 
 

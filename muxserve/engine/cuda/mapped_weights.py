@@ -32,7 +32,7 @@ class MappedWeights:
     def __init__(self, weights: Weights, fetch: Fetch) -> None:
         self._weights = weights
         self._fetch = fetch
-        # Of exported memory, in the order of the allocations.
+        # Mappings of exported memory, in the order of the allocations.
         self._mappings: list[_native.CudaMapping] = []
 
     def opener(self, device: torch.device) -> Open:

@@ -204,7 +204,7 @@ class DeltaNetCore(StateCore):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Of the convolution, [channels, inputs]."""
+        """The convolution's weight, [channels, inputs]."""
         weight: torch.Tensor = self.layer.conv1d.weight
         return weight.view(weight.size(0), -1)
 

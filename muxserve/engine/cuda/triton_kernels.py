@@ -81,7 +81,7 @@ def gather_tables_kernel(
         block = tl.load(block_table_ptr + request.to(tl.int64) * table_stride + column, mask=column < used, other=0)
         source = block.to(tl.int64)[:, None] * WIDTH + (first_layer * HEADS + pair)[None, :]
         page = tl.load(page_table_ptr + source, mask=inside, other=0)
-        # Of a block that was never uploaded the page is -1. Only rows that pad a batch have such blocks; what they
+        # The page of a block that was never uploaded is -1. Only rows that pad a batch have such blocks; what they
         # read is thrown away, but it must be readable.
         page = tl.maximum(page, 0)
         layer = pair // HEADS

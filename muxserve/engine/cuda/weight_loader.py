@@ -115,7 +115,7 @@ def follow(model: torch.nn.Module, before: Mapping[int, str]) -> None:
 def as_held(model: torch.nn.Module) -> Iterator[None]:
     """What vLLM does after loading is done to modules of which nothing that it makes is held."""
     methods = [(module, module.quant_method) for module in model.modules() if processed(module)]
-    # Of the projection from latents it makes those that attention computes with.
+    # From the projection of latents vLLM makes the matrices that attention computes with.
     derived = [module for module in model.modules() if isinstance(module, MLAAttention) and hasattr(module, "W_UV")]
     for module, _ in methods:
         module.quant_method = None

@@ -92,7 +92,7 @@ def kept_by(name: str, module: torch.nn.Module) -> Iterator[WeightTensor]:
 
 
 _OF_MODULES = vars(torch.nn.Module())
-# Made for the cache, whatever the weights are.
+# Attributes that are made for the cache, whatever the weights are.
 _OF_ATTENTION = ("kv_cache", "impl")
 
 

@@ -75,7 +75,7 @@ class PrivateScheduler(LeasedScheduler):
         self._started.clear()
         self.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
         self.kv_cache_manager.evict_blocks(named)
-        # Of the images in it nobody knows which the runner has computed.
+        # Nobody knows which of the images in it the runner has computed.
         self.encoder_cache_manager.reset()
         self._in_vain = False
         return ids

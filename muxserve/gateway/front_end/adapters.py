@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 
-from muxserve.vllm.adapter_number import adapter_number
+from muxserve.vllm.file_identity import adapter_number
 
 
 def adapter_requests(model: str, adapters: Mapping[str, str]) -> dict[str, LoRARequest]:

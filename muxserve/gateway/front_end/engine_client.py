@@ -28,8 +28,10 @@ from muxserve.gateway.routing.prefix_keys import prefix_keys
 from muxserve.gateway.routing.requests import Failure, Output, Tracked
 from muxserve.gateway.status.measure import RequestOutcome
 from muxserve.gateway.status.vllm_metrics import engine_indexes
+from muxserve.replicas.priorities import ServiceClass
 from muxserve.spec import ModelSpec
 from muxserve.vllm.image_files import LARGEST
+from muxserve.wire import RequestSpec
 
 
 class UnitEngineClient(EngineCoreClient):
@@ -90,23 +92,28 @@ class UnitEngineClient(EngineCoreClient):
         plain = not images and (params is None or params.structured_outputs is None)
         if plain and http is not None and not http.waited:
             self.broker.request_delays.append(time.monotonic() - http.arrival)
+        service = ServiceClass(
+            priority.queue(request.priority),
+            priority.scheduling,
+            priority.execution,
+            group=http.group_of(wire_id) if http is not None else "",
+            tenant=tenant.name if tenant is not None else "",
+            weight=tenant.weight if tenant is not None else 1.0,
+        )
         self.broker.submit(
             Tracked(
                 request_id=wire_id,
                 front_id=front_id,
-                model=self.model,
-                body=body,
-                prompt_tokens=len(prompt),
-                max_tokens=1 if params is None else params.max_tokens or 0,
+                spec=RequestSpec(
+                    model=self.model,
+                    body=body,
+                    prompt_tokens=len(prompt),
+                    max_tokens=1 if params is None else params.max_tokens or 0,
+                    service=service,
+                    traced=http is not None and http.trace is not None,
+                ),
                 arrival=http.arrival if http is not None else time.monotonic(),
-                priority=priority.queue(request.priority),
-                scheduling=priority.scheduling,
-                execution=priority.execution,
-                tenant=tenant.name if tenant is not None else "",
-                weight=tenant.weight if tenant is not None else 1.0,
-                traced=http is not None and http.trace is not None,
                 choice=self._choice(front_id),
-                group=http.group_of(wire_id) if http is not None else "",
                 prefix=self._prefix(request, prompt, salt, adapter),
                 images=images,
                 context=http,

@@ -431,7 +431,7 @@ async def _ended(helper: Helper) -> None:
 
 
 class Answers:
-    """What was said of the grammars that came last."""
+    """The results of the last grammars."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[bytes, tuple[CompileResult, int]] = OrderedDict()

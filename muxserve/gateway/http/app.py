@@ -148,7 +148,7 @@ class GatewayApp:
         self._tracing = tracing
         self._responses = responses
         self._settings = settings
-        self.bodies = BodyMemory(settings.max_body_bytes)
+        self.bodies = BodyMemory(settings.http.max_body_bytes)
         # Connections end with the answers that they have at present; no request is taken; those that wait get no place.
         self.draining = False
         self.refusing = False
@@ -180,7 +180,7 @@ class GatewayApp:
             if http.trace is not None:
                 tenant = http.tenant.name if http.tenant is not None else ""
                 http.trace.finish(http.model, tenant, answer.status, time.monotonic())
-            if self._settings.access_log:
+            if self._settings.http.access_log:
                 host, port = scope.get("client") or ("-", 0)
                 took = time.monotonic() - http.arrival
                 access.info(
@@ -275,7 +275,7 @@ class GatewayApp:
             )
         with self.bodies.claim() as claim:
             try:
-                body = await read_body(receive, scope["headers"], self._settings.max_body_bytes, claim)
+                body = await read_body(receive, scope["headers"], self._settings.http.max_body_bytes, claim)
             except RequestError as error:
                 if error.status is HTTPStatus.SERVICE_UNAVAILABLE:
                     self._measures.rejected(self._version(name), "memory")

@@ -2,7 +2,7 @@
 
 The gateways of a fleet run on one machine, and the kernel spreads connections over them, so that a tenant's requests
 may all come to one of them. So they keep what is left of each limit together, in a SQLite file of the run directory,
-which goes with the run. What was used is added up in a file of its own, which stays.
+which goes with the run. Usage is added up in a file of its own, which stays.
 """
 
 from __future__ import annotations
@@ -147,18 +147,18 @@ class SharedLimits:
         Raises:
             LimitExceededError: it may not; then nothing has changed.
         """
-        if not (tenant.requests_per_minute or tenant.tokens_per_minute or tenant.max_concurrency):
+        if not tenant.limits:
             return Allowance()
         with self._transaction():
             allowance = self._read(tenant)
-            if tenant.max_concurrency:
+            if tenant.limits.max_concurrency:
                 query = "SELECT sum(requests) FROM running WHERE tenant = ?"
-                if (self._db.execute(query, (tenant.name,)).fetchone()[0] or 0) >= tenant.max_concurrency:
+                if (self._db.execute(query, (tenant.name,)).fetchone()[0] or 0) >= tenant.limits.max_concurrency:
                     raise LimitExceededError("concurrency", 1.0, allowance)
             for kind, bucket in allowance.buckets.items():
                 if bucket.level < 1:
                     raise LimitExceededError(kind, bucket.seconds_until(1), allowance)
-            if tenant.max_concurrency:
+            if tenant.limits.max_concurrency:
                 self._count(tenant, 1)
             return self._spend(tenant, allowance, "requests", 1)
         return Allowance()
@@ -171,7 +171,7 @@ class SharedLimits:
 
     def leave(self, tenant: TenantSpec) -> None:
         """A request that had entered is done."""
-        if tenant.max_concurrency:
+        if tenant.limits.max_concurrency:
             with self._transaction():
                 self._count(tenant, -1)
 
@@ -202,7 +202,9 @@ class SharedLimits:
                 "SELECT kind, level, at FROM buckets WHERE tenant = ?", (tenant.name,)
             )
         }
-        limits = dict(zip(RATE_KINDS, (tenant.requests_per_minute, tenant.tokens_per_minute), strict=True))
+        limits = dict(
+            zip(RATE_KINDS, (tenant.limits.requests_per_minute, tenant.limits.tokens_per_minute), strict=True)
+        )
         return Allowance(
             {
                 kind: MinuteBucket(limit, *stored.get(kind, (float(limit), now))).filled(now)
@@ -280,7 +282,7 @@ class UsageLog:
             log.error("what tenants used cannot be written to %s: %s", self._file, error)
 
     def read(self, since: str, until: str, tenant: str | None) -> list[dict[str, object]]:
-        """What was used from day `since` to day `until`, both included; by `tenant` alone, if it is given.
+        """The usage from day `since` to day `until`, both included; by `tenant` alone, if it is given.
 
         Raises:
             sqlite3.Error: it cannot be read.
@@ -342,7 +344,7 @@ class TenantRequest:
         self._tenancy.count(self.name, model, outcome, used)
 
     def _spend(self, tokens: int) -> None:
-        if self._spec is not None and self._spec.tokens_per_minute and tokens:
+        if self._spec is not None and self._spec.limits.tokens_per_minute and tokens:
             self.allowance = self._tenancy.limits.spend(self._spec, tokens)
 
 
@@ -463,9 +465,9 @@ class Tenancy:
         except LimitExceededError as limit:
             self._refused.labels(tenant.name, model, limit.kind).inc()
             most = {
-                "requests": f"{tenant.requests_per_minute} requests per minute",
-                "tokens": f"{tenant.tokens_per_minute} tokens per minute",
-                "concurrency": f"{tenant.max_concurrency} requests at once",
+                "requests": f"{tenant.limits.requests_per_minute} requests per minute",
+                "tokens": f"{tenant.limits.tokens_per_minute} tokens per minute",
+                "concurrency": f"{tenant.limits.max_concurrency} requests at once",
             }[limit.kind]
             after = max(1, math.ceil(limit.seconds))
             raise RequestError(

@@ -208,11 +208,11 @@ class Broker:
 
     def submit(self, request: Tracked) -> None:
         """Serve a new request."""
-        self.waits[request.model].submitted(request.context, request.prompt_tokens)
+        self.waits[request.model].submitted(request.context, request.spec.prompt_tokens)
         if request.choice == 0 and request.context is not None and request.context.tenant is not None:
-            request.context.tenant.prompted(request.prompt_tokens)
+            request.context.tenant.prompted(request.spec.prompt_tokens)
         now = time.monotonic()
-        if request.traced and self.tracing is not None:
+        if request.spec.traced and self.tracing is not None:
             self.tracing.submitted(request, now)
         self.router.submit(request, now)
         self._flush()
@@ -330,7 +330,7 @@ class Broker:
         for request, output in taken.ready:
             ready.append(output)
             if request.first_token_at == now:
-                self.waits[request.model].answered(request.context, request.prompt_tokens, now)
+                self.waits[request.model].answered(request.context, request.spec.prompt_tokens, now)
             if output.finish_reason is not None:
                 self._ended(request, RequestOutcome.of_finish(output.finish_reason), now)
                 self.router.finished(request)
@@ -343,7 +343,7 @@ class Broker:
 
     def _ended(self, request: Tracked, outcome: RequestOutcome, now: float) -> None:
         self.measures.ended(request, outcome, now)
-        if request.traced and self.tracing is not None:
+        if request.spec.traced and self.tracing is not None:
             self.tracing.ended(request, outcome.value, now)
 
     def _flush(self) -> None:
@@ -363,12 +363,12 @@ class Broker:
             for request, why in again:
                 self.measures.resubmitted(request.model, why)
                 self.waits[request.model].interrupted()
-                if request.traced:
+                if request.spec.traced:
                     request.context.trace.repeated(why)
             moved, out.moved = out.moved, []
             for request, source, destination in moved:
                 self.measures.moved(request.model, source, destination)
-                if request.traced:
+                if request.spec.traced:
                     request.context.trace.moved(source, destination)
             failed, out.failed = out.failed, []
             for request, text, failure in failed:

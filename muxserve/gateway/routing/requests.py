@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from muxserve.replicas.priorities import NORMAL
 from muxserve.vllm.pin import FINISH_ABORT
-from muxserve.wire import Failures, Message, Place, Submit
+from muxserve.wire import Failures, Message, Place, RequestSpec, ServedBefore, Submit
 
 # Nothing was heard of a request for this long: its unit is asked again, see `RequestTable.quiet`.
 QUIET_SECONDS = 5.0
@@ -43,25 +42,15 @@ class Tracked:
     gave it back because they are drained or too small; `repeated_at` are units that were sent this attempt twice.
     `prefix` has the keys of its prompt's beginnings (`prefix_keys`), where anybody wants them. `images` are its images'
     files, which stay as long as it refers to them. It is without a unit that is up since `stalled_at`.
-    Requests of one `group` come from one HTTP request; `choice` numbers those of one prompt. Times are
-    seconds of the monotonic clock. `context` belongs to the caller.
+    `choice` numbers the requests for one prompt that come from one HTTP request. Times are seconds of the monotonic
+    clock. `context` belongs to the caller.
     """
 
     request_id: str
     front_id: str
-    model: str
-    body: bytes
-    prompt_tokens: int
-    max_tokens: int
+    spec: RequestSpec
     arrival: float
-    priority: int = 0
-    scheduling: str = NORMAL
-    execution: str = NORMAL
-    group: str = ""
     choice: int = 0
-    tenant: str = ""
-    weight: float = 1.0
-    traced: bool = False
     prefix: bytes = b""
     images: Sequence[object] = ()
     context: Any = None
@@ -84,43 +73,28 @@ class Tracked:
     # How often engines failed with it, as its last unit said.
     failures: Failures = field(default_factory=Failures)
 
+    @property
+    def model(self) -> str:
+        """The name of the model that it asks for."""
+        return self.spec.model
+
     def submit(self) -> Submit:
         """The message that asks a unit to serve the request, or what is left of it."""
-        return Submit(
-            request_id=self.request_id,
-            model=self.model,
-            attempt=self.attempt,
-            prompt_tokens=self.prompt_tokens,
-            max_tokens=self.max_tokens,
-            arrival=self.arrival,
-            body=self.body,
-            output_tokens=list(self.emitted),
-            priority=self.priority,
-            scheduling=self.scheduling,
-            execution=self.execution,
-            group=self.group,
-            tenant=self.tenant,
-            weight=self.weight,
-            traced=self.traced,
-            failures=self.failures,
-        )
+        return Submit(self.request_id, self.attempt, self.spec, self.arrival, list(self.emitted), self.failures)
 
     def place(self, since: float) -> Place:
         """The message that asks the global scheduler for a unit, which the request has been without for so long."""
         # Not since it came: what it has been through must not count as waiting for a replica.
-        demand = self.prompt_tokens + len(self.emitted) + 1
+        demand = self.spec.prompt_tokens + len(self.emitted) + 1
         return Place(
             self.request_id,
             self.model,
             demand,
             since,
-            self.scheduling,
-            self.execution,
-            tokens=demand - 1,
-            max_tokens=max(1, self.max_tokens - len(self.emitted)),
+            self.spec.service,
+            max_tokens=max(1, self.spec.max_tokens - len(self.emitted)),
             prefix=self.prefix,
-            begun=self.arrival,
-            emitted=len(self.emitted),
+            before=ServedBefore(self.arrival, len(self.emitted)) if self.emitted else None,
         )
 
 

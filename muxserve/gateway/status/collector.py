@@ -263,7 +263,7 @@ class FleetCollector(Collector):
         }
 
     def _costs(self, key: str) -> Values:
-        """What was learnt of the steps' costs; phases without a step, and engines of both phases, have what they do."""
+        """Learnt costs of steps, by unit, model and phase; `both` stands for an engine of both phases."""
         return {
             (unit, name, phase): float(learnt[key])
             for unit, name, model in self._status.replica_states()

@@ -107,7 +107,7 @@ class Measures:
             self.add(model)
 
     def add(self, model: ModelSpec) -> None:
-        """Count for `model` as well, or to its objectives of now. What was counted for a model stays."""
+        """Count for `model` as well, or to its objectives of now. A model's counts stay."""
         name = model.name
         objectives = Objectives.of_milliseconds(model.slo_ttft_ms, model.slo_tpot_ms)
         self._objectives[name] = objectives
@@ -182,7 +182,7 @@ def _used(request: Tracked) -> Used:
     """What is counted of `request`: its prompt if there was an answer, and once for all choices of it."""
     prompted = request.choice == 0 and request.first_token_at is not None
     return Used(
-        prompt_tokens=request.prompt_tokens if prompted else 0,
+        prompt_tokens=request.spec.prompt_tokens if prompted else 0,
         cached_tokens=request.cached_tokens if prompted else 0,
         output_tokens=len(request.emitted),
     )

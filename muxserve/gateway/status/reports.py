@@ -57,7 +57,7 @@ class Reports:
             "suspects": [
                 {"part": each.part, **({"unit": each.unit} if each.unit else {})} for each in status.fleet.suspects
             ],
-            # Of a fleet with one unit, its state; otherwise whether there is any.
+            # In a fleet with one unit its state, otherwise whether any unit is up.
             "unit": "up" if any(unit.answered for unit in status.units.values()) else "down",
         }
         return (200 if word in ("ok", "degraded") else 503), body
@@ -143,7 +143,7 @@ class Reports:
                 "uptime_seconds": round(time.monotonic() - self._started, 3),
                 "requests_in_flight": len(broker.table),
                 "draining": self.draining,
-                "max_body_bytes": fleet.gateway.max_body_bytes,
+                "max_body_bytes": fleet.gateway.http.max_body_bytes,
                 "needs_key": fleet.needs_key,
                 "generation": fleet.generation,
             },

@@ -70,7 +70,7 @@ class HttpTrace:
 
     def ended(self, request: Tracked, outcome: str, now: float) -> None:
         """One of its answers has ended."""
-        self._prompt_tokens += request.prompt_tokens if request.choice == 0 else 0
+        self._prompt_tokens += request.spec.prompt_tokens if request.choice == 0 else 0
         self._completion_tokens += len(request.emitted)
         attributes: dict[str, str | int | float] = {
             "gen_ai.usage.input_tokens": self._prompt_tokens,
@@ -80,8 +80,8 @@ class HttpTrace:
             "muxserve.outcome": outcome,
             "muxserve.attempts": request.attempt + 1,
         }
-        if request.max_tokens:
-            attributes["gen_ai.request.max_tokens"] = request.max_tokens
+        if request.spec.max_tokens:
+            attributes["gen_ai.request.max_tokens"] = request.spec.max_tokens
         if request.first_token_at is not None and request.last_token_at is not None:
             attributes["gen_ai.server.time_to_first_token"] = request.first_token_at - request.arrival
             tpot = time_per_token(request.first_token_at, request.last_token_at, len(request.emitted))

@@ -1,14 +1,14 @@
 """Models whose replicas have GPUs, or a part of the CPU, to themselves: those of one engine.
 
 The layout of such a model follows a rule: of the layouts that leave the fewest devices idle, the one that serves most
-by the costs of its steps, and of equal ones the one with the fewest devices per replica. `divide_gpus` and `divide_cpu`
-give devices to the models whose file says so. `rearranged` lays out models that leave their engines open on the
-GPUs that they have in a plan, for the contest of `planning.place.contest`.
+by the costs of its steps, and of equal ones the one with the fewest devices per replica. `divide_gpus` gives GPUs to
+the models whose file says so. `rearranged` lays out models that leave their engines open on the GPUs that they have in
+a plan, for the contest of `planning.place.contest`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from muxserve.config import Fleet, Model
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.devices import device
 from muxserve.costs.latency import CostError, LatencyModel
-from muxserve.planning.candidates.device_pool import CpuPool, GpuPool, Surroundings
+from muxserve.planning.candidates.device_pool import GpuPool, Surroundings
 from muxserve.planning.candidates.layouts import (
     DevicePool,
     LayoutRequest,
@@ -33,7 +33,7 @@ from placement.candidates import Candidates
 from placement.cluster import ROLLING, Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand, Member, Mesh
 from placement.engines import Engines
-from placement.estimator import Estimator, UnitEstimate
+from placement.estimator import Estimator, UnitEstimate, UnitLoad
 from placement.layout import Unit
 from placement.objective import Objective
 from placement.planner import ClusterPlan, notes_of, placed_unit
@@ -88,10 +88,8 @@ class DedicatedModel:
             prefill_share=self.share,
             models=(model,),
             pool_bytes=self.place.kv_bytes,
-            kv_bytes=model.kv_bytes,
-            prefill_load=0.0,
-            decode_load=0.0,
-            progress=1.0,
+            kv_bytes=model.memory.kv,
+            load=UnitLoad(prefill=0.0, decode=0.0, progress=1.0),
             headroom=self.engine.within_objectives / rate,
             next_limit=self.engine.limit,
         )
@@ -298,12 +296,6 @@ class Divided:
         return replace(whole, placement=replace(whole.placement, notes=notes_of(whole)))
 
 
-def is_alone(model: Model) -> bool:
-    """Whether a model has GPUs to itself by what the fleet file says: its layers are in stages, or prefill rolls over
-    its replicas."""
-    return model.stage_count > 1 or model.rolls
-
-
 def divide_gpus(
     fleet: Fleet, demands: Sequence[Demand], made: ClusterPlan, around: Surroundings, latency: LatencyModel
 ) -> Divided:
@@ -312,72 +304,49 @@ def divide_gpus(
     Args:
         made: the plan as if all models had two engines: a model has as many GPUs as there, or as its file takes.
     """
-    cluster = made.placement.cluster
+    cluster, found = made.placement.cluster, ArrangedFleet()
     free = FreeDevices(cluster)
-
-    def pool_of(wanted: LayoutRequest) -> GpuPool:
-        kind, nodes = part_of(made, wanted.demand.name)
-        part = GpuPool(kind, nodes, device(kind).memory_bytes, around.rules, around.network)
-        for count in range(part.devices, sum(n.count for n in cluster.nodes if n.device == kind) + 1):
-            pool = replace(part, nodes=nodes_of(cluster, kind, count))
-            with suppress(NoPlaceError):
-                places_of(wanted, pool)
-                return pool
-        return part
-
-    def take(pool: DevicePool, layout: ReplicaLayout) -> tuple[tuple[int, ...], ...] | None:
-        return free.take(pool.kind, layout)
-
-    found = _arrange(fleet, demands, pool_of, take, latency, free=True)
+    for model, demand in zip(fleet.models, demands, strict=True):
+        if not model.has_own_unit:
+            found.shared.append(demand)
+            continue
+        wanted = wanted_of(model, demand, free=True)
+        try:
+            found.arranged.append(_dedicated(wanted, _own_pool(wanted, made, around), free, latency))
+        except NoPlaceError as error:
+            found.missing[model.name] = str(error)
+            found.impossible.append(demand)
     left, numbers = free.rest()
     return Divided(cluster, found, left, numbers)
 
 
-def divide_cpu(fleet: Fleet, demands: Sequence[Demand], pool: CpuPool, latency: LatencyModel) -> ArrangedFleet:
-    """The models of one engine on the CPU of one machine, each as if it were there alone. The machine stands
-    for as many devices as there are units; which those are is not said yet (`planning.place.this_machine`)."""
+def _own_pool(wanted: LayoutRequest, made: ClusterPlan, around: Surroundings) -> GpuPool:
+    """The GPUs that a model has by its load, or the fewest more that it can be laid out on."""
+    cluster = made.placement.cluster
+    kind, nodes = part_of(made, wanted.demand.name)
+    part = GpuPool(kind, nodes, device(kind).memory_bytes, around.rules, around.network)
+    for count in range(part.devices, sum(n.count for n in cluster.nodes if n.device == kind) + 1):
+        pool = replace(part, nodes=nodes_of(cluster, kind, count))
+        with suppress(NoPlaceError):
+            places_of(wanted, pool)
+            return pool
+    return part
 
-    def take(_: DevicePool, layout: ReplicaLayout) -> tuple[tuple[int, ...], ...]:
-        return ((0,),) * layout.replicas
 
-    return _arrange(fleet, demands, lambda *_: pool, take, latency, free=False)
+def _dedicated(wanted: LayoutRequest, pool: GpuPool, free: FreeDevices, latency: LatencyModel) -> DedicatedModel:
+    """The model in its best layout on such a pool, with devices that are free.
 
-
-def _arrange(
-    fleet: Fleet,
-    demands: Sequence[Demand],
-    pool_of: Callable[[LayoutRequest], DevicePool],
-    take: Callable[[DevicePool, ReplicaLayout], tuple[tuple[int, ...], ...] | None],
-    latency: LatencyModel,
-    free: bool,
-) -> ArrangedFleet:
+    Raises:
+        NoPlaceError: no layout is possible, or the devices that the best one needs are not there any more.
     """
-    Args:
-        pool_of: the devices for a model.
-        take: takes devices for each replica of a layout; None: they are not there any more.
-        free: see `wanted_of`.
-    """
-    found = ArrangedFleet()
-    for model, demand in zip(fleet.models, demands, strict=True):
-        if not (model.has_own_unit if not free else is_alone(model)):
-            found.shared.append(demand)
-            continue
-        wanted = wanted_of(model, demand, free)
-        pool = pool_of(wanted)
-        try:
-            place, engine = best_place(wanted, pool, latency)
-            devices = take(pool, place.layout)
-            if devices is None:
-                raise NoPlaceError(
-                    f"its engine needs {place.layout.devices} {pool.kind} for it alone ({place.layout.words}), which "
-                    "the other models do not leave"
-                )
-        except NoPlaceError as error:
-            found.missing[model.name] = str(error)
-            found.impossible.append(demand)
-            continue
-        found.arranged.append(DedicatedModel(demand, place, engine, devices))
-    return found
+    place, engine = best_place(wanted, pool, latency)
+    devices = free.take(pool.kind, place.layout)
+    if devices is None:
+        raise NoPlaceError(
+            f"its engine needs {place.layout.devices} {pool.kind} for it alone ({place.layout.words}), which the other "
+            "models do not leave"
+        )
+    return DedicatedModel(wanted.demand, place, engine, devices)
 
 
 # ---------------------------------------------------------------- models that leave it open
@@ -427,12 +396,9 @@ def _model_rearranged(
         rolling=how.rolling,
     )
     try:
-        place, engine = best_place(wanted, pool, latency)
-        devices = free.take(kind, place.layout)
-        if devices is None:
-            return plan
-        member = Member(index, place.layout.replicas)
-        found = DedicatedModel(demand, place, engine, devices).units(0, member)
+        own_devices = _dedicated(wanted, pool, free, latency)
+        member = Member(index, own_devices.place.layout.replicas)
+        found = own_devices.units(0, member)
         if how.split:
             found = _split(plan, found[0], member, around, latency)
     except NoPlaceError:

@@ -22,7 +22,7 @@ from muxserve.planning.candidates.layouts import (
     place_on_gpus,
 )
 from muxserve.simulator import Link
-from placement import Machine, ModelDemand, PlanError, plan_unit
+from placement import HostMemory, Machine, ModelDemand, PlanError, UnitPlan, plan_unit
 from placement.demand import splits_evenly
 from placement.format import format_size
 from placement.memory import MemoryRules
@@ -130,36 +130,39 @@ class CpuPool:
 
     def place(self, wanted: LayoutRequest, layout: ReplicaLayout) -> SimulatedLayout:
         """See `DevicePool`."""
-        demand, replicas = wanted.demand, layout.replicas
-        units = replicas + self.others
+        units = layout.replicas + self.others
         ranks = layout.stages * self.ranks
-        asked = replace(ModelDemand.of(demand), ranks=ranks, stages=layout.stages)
+        # Engines of both phases have as many threads as leave the others as many, but one at least. Where that is more
+        # than there are cores, units slow each other down while they compute; the ranks of one unit always do.
+        threads = max(1, self.cores // units // ranks)
+        asked = replace(ModelDemand.of(wanted.demand), ranks=ranks, stages=layout.stages, threads=threads)
         try:
             plan = plan_unit([asked], self.machine, self.cores, self.pool, units=units)
         except PlanError as error:
             raise NoPlaceError(str(error)) from None
-        weights = replicas * demand.architecture.weight_bytes(demand.dtype)
-        pools = replicas * ranks * plan.pool_bytes
-        if weights + pools > self.machine.memory_bytes:
+        memory = sum([HostMemory.of(plan, [asked])] * layout.replicas, HostMemory())
+        if memory.total > self.machine.memory_bytes:
             raise NoPlaceError(
-                f"{layout.words} need {format_size(weights)} for weights and {format_size(pools)} for KV, and the "
-                f"memory is {format_size(self.machine.memory_bytes)}"
+                f"{layout.words} need {format_size(memory.weights)} for weights and {format_size(memory.kv)} for KV, "
+                f"and the memory is {format_size(self.machine.memory_bytes)}"
             )
-        (model,) = plan.models
-        # Engines of both phases have as many threads as leave the others as many, but one at least. Where that is more
-        # than there are cores, units slow each other down while they compute; the ranks of one unit always do.
-        threads = max(1, self.cores // units // ranks)
-        each = min(threads / self.cores, 1.0 / ranks)
-        return SimulatedLayout(
-            layout,
-            EngineShape(CPU, self.ranks, each, demand.dtype),
-            model.block_tokens,
-            (model.num_blocks - 1,) * layout.stages,
-            plan.pool_bytes,
-            weights // (replicas * ranks),
-            links=(link_of(device(CPU), 1),) * (layout.stages - 1),
-            max_len=model.max_len,
-        )
+        return on_cores(layout, asked, plan)
+
+
+def on_cores(layout: ReplicaLayout, demand: ModelDemand, unit: UnitPlan) -> SimulatedLayout:
+    """A layout in detail, each replica of which has a unit that is planned so."""
+    (model,) = unit.models
+    weights = demand.architecture.weight_bytes(demand.dtype)
+    return SimulatedLayout(
+        layout,
+        EngineShape(CPU, demand.tensor_parallel, model.share / demand.ranks, demand.dtype),
+        model.table.block_tokens,
+        (model.table.num_blocks - 1,) * layout.stages,
+        unit.pool_bytes,
+        weights // demand.ranks,
+        links=(link_of(device(CPU), 1),) * (layout.stages - 1),
+        max_len=model.max_len,
+    )
 
 
 def cpu_pool(machine: Machine, cores: int | str, pool: int | str, ranks: int = 1) -> CpuPool:

@@ -326,7 +326,7 @@ def block_tokens(demand: Demand) -> int:
 def token_bytes(demand: Demand, tp: int) -> float:
     """KV bytes of a token on each of `tp` devices; those beyond the KV heads hold copies."""
     copies = max(1.0, tp / demand.architecture.kv_heads)
-    # Of a model that keeps states alone tokens take nothing.
+    # Tokens of a model that keeps only states take nothing.
     return max(1.0, demand.architecture.kv_bytes_per_token(demand.dtype) * copies / tp)
 
 

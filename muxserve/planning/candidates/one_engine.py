@@ -15,7 +15,7 @@ from muxserve.costs.step_costs import StepCosts, StepWork
 from muxserve.planning.candidates.layouts import LayoutRequest, SimulatedLayout
 from placement.candidates import MEETS
 from placement.demand import Demand, Member
-from placement.estimator import ModelEstimate
+from placement.estimator import ModelEstimate, ReplicaMemory, ServiceLevel
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +139,12 @@ class OneEngine:
             rate=rate,
             throughput=served,
             batch=batch,
-            ttft=self.ttft(rate) if served >= MEETS * rate else math.inf,
-            tpot=self._tpot_at(served, max(1, round(batch))) if self.demand.decode_steps else None,
-            attainment=min(1.0, within / rate),
+            level=ServiceLevel(
+                self.ttft(rate) if served >= MEETS * rate else math.inf,
+                self._tpot_at(served, max(1, round(batch))) if self.demand.decode_steps else None,
+                min(1.0, within / rate),
+            ),
             decode_share=share,
             limit=self.limit,
-            own_bytes=own_bytes,
-            kv_bytes=batch * self.demand.sequence_tokens * self.token_bytes,
+            memory=ReplicaMemory(own_bytes, batch * self.demand.sequence_tokens * self.token_bytes),
         )

@@ -50,7 +50,7 @@ WAYS: dict[str, Way] = {
     ),
     "mixed": Way("muxserve", "as the best other way, and each unit with the engines and the policy that serve it best"),
 }
-# Models of which all are laid out anew. Of a larger fleet the contest would take half as long again.
+# In a fleet of at most so many models all are laid out anew. With more the contest would take half as long again.
 _MOST_LAID_OUT = 8
 # Made of the plan that wins (`planning.candidates.mixed`).
 MIXED = "mixed"

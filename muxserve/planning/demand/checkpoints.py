@@ -83,7 +83,7 @@ class HuggingFaceHub:
 
 @contextlib.contextmanager
 def _said_by_us() -> Iterator[None]:
-    """What goes wrong at the hub is told once, in the error, and not by its library at each try."""
+    """The error says once what goes wrong at the hub; its library does not at each try."""
     library = logging.getLogger("huggingface_hub")
     level = library.level
     library.setLevel(logging.ERROR)

@@ -89,7 +89,7 @@ def demands_of(
         try:
             architecture = found.result()
             key = "adapters" if model.adapters is not None else key
-            architecture = _with_adapters(model, architecture)
+            architecture = with_adapters(model, architecture, bool(gpus))
         except (CheckpointError, ValueError) as error:
             problems.append(fleet.problem(("models", index, key), str(error)))
             continue
@@ -102,16 +102,19 @@ def demands_of(
     return demands
 
 
-def _with_adapters(model: Model, architecture: ModelArchitecture) -> ModelArchitecture:
-    """
+def with_adapters(model: Model, architecture: ModelArchitecture, on_gpus: bool) -> ModelArchitecture:
+    """The architecture with the room that the model's engines keep for LoRA adapters.
+
     Raises:
-        AdapterError: the model cannot have the adapters that it is to have.
+        AdapterError: the fleet file gives the model adapters that it cannot have.
     """
     slots = slots_of(model)
     if slots is None:
         return architecture
     if architecture.pooling:
         raise AdapterError("adapters are served with models that generate text, and this one answers with vectors")
+    if on_gpus:
+        raise AdapterError("LoRA adapters are served on CPU only; leave them out, or serve the model on a CPU")
     return replace(architecture, adapter_slots=slots.count, adapter_rank=slots.rank)
 
 
@@ -276,7 +279,7 @@ def cluster_of(
     """The GPUs to plan for: those of the fleet file, or those given instead. None: no GPUs, the CPU of this machine.
 
     Args:
-        gpus: so many, in machines of the file's `gpus_per_node`.
+        gpus: their number, in machines of the file's `gpus_per_node`.
         gpu_type: their type.
         nodes: machines, as `4x8:A100-80GB,2x4:L20` (count, GPUs of each, type).
 

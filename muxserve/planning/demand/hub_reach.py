@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 # For so long an answer is waited for, the first part of it without a word.
 SECONDS, SILENT_SECONDS = 5.0, 1.0
-# What was found holds so long: a network may come back, and go.
+# An answer holds for so many seconds: a network may come back, and go.
 KEPT_SECONDS = 60.0
 
 

@@ -22,9 +22,9 @@ LOOK, LONG_LOOK = 0.15, 0.4
 EQUAL = 0.005
 # A plan whose kept parts, added up over the workloads so far, are so far behind the best is left out.
 _BEHIND = 0.3
-# So many plans are tried under each workload at most, the best so far; of the last of them again and again.
+# The most plans that are tried under each workload, the best so far; the last number holds for all later workloads.
 _MOST = (99, 99, 6, 5, 4)
-# So many of the best plans are in the final, and as many of those with the highest means.
+# The number of best plans in the final, beside which it has as many of those with the highest means.
 _FINALISTS = 2
 # A plan that keeps this part of what is declared keeps all of less.
 _ALL = 0.999

@@ -37,7 +37,7 @@ from muxserve.planning.place.simulations import Simulations
 from muxserve.planning.place.window import ANSWERS, RateWindow, longer_seconds, longest_of, longest_tokens
 from muxserve.planning.place.workloads import DECLARED, Variation, loads_of
 from muxserve.planning.specs.residency import with_residency
-from muxserve.planning.specs.unit_plan import as_unit_has
+from muxserve.planning.specs.unit_models import as_unit_has
 from muxserve.planning.specs.unit_specs import levels_of, migration_of, scaling_of
 from muxserve.replicas.prefixes import dispatch_policy
 from muxserve.replicas.priorities import Levels
@@ -472,8 +472,9 @@ def _expected_answers(plan: ClusterPlan, loads: Mapping[str, ModelLoad]) -> dict
     for unit in plan.estimates:
         for model in unit.models:
             name = plan.demands[model.member.model].name
-            if model.tpot is not None and math.isfinite(model.tpot):
-                seconds = (longest_tokens(loads[name].output) - 1) * model.tpot
+            tpot = model.level.tpot
+            if tpot is not None and math.isfinite(tpot):
+                seconds = (longest_tokens(loads[name].output) - 1) * tpot
                 found[name] = max(found.get(name, 0.0), seconds)
     return found
 

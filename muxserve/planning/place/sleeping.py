@@ -31,7 +31,7 @@ from placement.cluster import Cluster, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand
 from placement.memory import model_bytes
 
-# Of the machine that has the GPUs.
+# Cores of the machine that has the GPUs.
 _CORES = 16
 
 # How far it is: which way, requests done, and all of them.

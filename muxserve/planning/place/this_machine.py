@@ -4,16 +4,16 @@ will deliver."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from muxserve.cluster.machine import this_machine
 from muxserve.config import Fleet
 from muxserve.costs.latency import LatencyModel
 from muxserve.planning.candidates.dedicated_units import ArrangedFleet, DedicatedModel, Divided
-from muxserve.planning.candidates.device_pool import CPU, CpuPool
-from muxserve.planning.candidates.layouts import wanted_of
+from muxserve.planning.candidates.device_pool import CPU, CpuPool, on_cores
+from muxserve.planning.candidates.layouts import LayoutRequest, NoPlaceError, ReplicaLayout, wanted_of
 from muxserve.planning.candidates.one_engine import OneEngine
 from muxserve.planning.specs.fleet_planner import FleetPlanner, notes_of
 from muxserve.planning.specs.residency import residency_of
@@ -27,34 +27,41 @@ from placement.engines import Engines
 from placement.estimator import Estimator, Shares, UnitEstimate
 from placement.memory import MemoryRules
 from placement.objective import Objective
-from placement.planner import ClusterPlan
+from placement.planner import ClusterPlan, SearchRecord
 
 
 def plan_this_machine(
-    fleet: Fleet,
-    demands: Sequence[Demand],
-    found: ArrangedFleet,
-    pool: CpuPool,
-    latency: LatencyModel,
-    objective: Objective,
+    fleet: Fleet, demands: Sequence[Demand], pool: CpuPool, latency: LatencyModel, objective: Objective
 ) -> ClusterPlan:
     """Plan as many units as the fleet begins with; the plan has one device for each.
 
     Args:
         fleet: as declared.
         demands: of its models, in their order.
-        found: which of them have units to themselves.
         pool: the machine.
 
     Raises:
         FleetError: the units do not fit.
         ValueError: the costs of a model are not known.
     """
-    plans = _served(fleet, found, pool.machine)
+    found, alone = ArrangedFleet(), list[_OwnUnits]()
+    for model, demand in zip(fleet.models, demands, strict=True):
+        if not model.has_own_unit:
+            found.shared.append(demand)
+            continue
+        wanted = wanted_of(model, demand, free=False)
+        try:
+            (layout,) = pool.layouts(wanted)
+        except NoPlaceError as error:
+            found.missing[model.name] = str(error)
+            found.impossible.append(demand)
+            continue
+        alone.append(_OwnUnits(wanted, layout))
+    plans = _served(fleet, {each.wanted.demand.name: each.layout for each in alone}, found.missing, pool.machine)
     shared = [plan for plan in plans if not plan.fleet.models[0].has_own_unit]
     found.shared = [as_served(demand, shared) for demand in found.shared]
     made = plan_machine(shared, found.shared, latency, objective, len(plans)) if shared else None
-    found.arranged = _placed(fleet, found.arranged, plans[len(shared) :], len(shared), pool, latency)
+    found.arranged = _placed(alone, plans[len(shared) :], len(shared), latency)
     machine = Cluster((Node(CPU, max(1, len(plans))),))
     left = Cluster((Node(CPU, max(1, len(shared))),))
     whole = made
@@ -67,18 +74,31 @@ def plan_this_machine(
 
 def as_served(demand: Demand, units: Sequence[ResolvedUnit]) -> Demand:
     """A demand with the type and the length, tokens, that all of these units have its model in."""
-    models = [model for unit in units for model in unit.unit.models if model.name == demand.name]
-    if not models:
+    found = [
+        (needs.dtype, model.max_len)
+        for unit in units
+        for needs, model in zip(unit.demands, unit.unit.models, strict=True)
+        if model.name == demand.name
+    ]
+    if not found:
         return demand
-    return replace(demand, dtype=models[0].dtype, max_len=min(model.max_len for model in models))
+    return replace(demand, dtype=found[0][0], max_len=min(length for _, length in found))
 
 
-def _served(fleet: Fleet, found: ArrangedFleet, machine: Machine) -> list[ResolvedUnit]:
+class _OwnUnits(NamedTuple):
+    """A model whose replicas have units to themselves."""
+
+    wanted: LayoutRequest
+    layout: ReplicaLayout
+
+
+def _served(
+    fleet: Fleet, layouts: Mapping[str, ReplicaLayout], missing: Collection[str], machine: Machine
+) -> list[ResolvedUnit]:
     """The units that `muxserve deploy` would begin with."""
-    layouts = {each.demand.name: each.place.layout for each in found.arranged}
     models = []
     for model in fleet.models:
-        if model.name in found.missing:
+        if model.name in missing:
             continue
         layout = layouts.get(model.name)
         models.append(model.with_engines("one", layout.stages, layout.rolling) if layout else model)
@@ -86,24 +106,17 @@ def _served(fleet: Fleet, found: ArrangedFleet, machine: Machine) -> list[Resolv
 
 
 def _placed(
-    fleet: Fleet,
-    arranged: Sequence[DedicatedModel],
-    plans: Sequence[ResolvedUnit],
-    first: int,
-    pool: CpuPool,
-    latency: LatencyModel,
+    alone: Sequence[_OwnUnits], plans: Sequence[ResolvedUnit], first: int, latency: LatencyModel
 ) -> list[DedicatedModel]:
-    """The same with devices of their own, from number `first` on, and what the live planner gives them there."""
+    """The models with devices of their own, from number `first` on, as their units are planned."""
     found, number = [], 0
     units = first + len(plans)
-    for each in arranged:
-        layout = each.place.layout
-        here = replace(pool, others=units - layout.replicas, pool=plans[number].unit.pool_bytes)
-        wanted = wanted_of(fleet.model(each.demand.name), each.demand, free=False)
-        place = here.place(wanted, layout)
+    for wanted, layout in alone:
+        plan = plans[number]
+        place = on_cores(layout, plan.demands[0], plan.unit)
         devices = tuple((first + number + n,) for n in range(layout.replicas))
         engine = OneEngine.of(wanted, place, latency)
-        found.append(DedicatedModel(each.demand, place, engine, devices, 1.0 / units))
+        found.append(DedicatedModel(wanted.demand, place, engine, devices, 1.0 / units))
         number += layout.replicas
     return found
 
@@ -171,7 +184,7 @@ def plan_machine(
         missing={},
         objective=objective,
         mode="muxserve",
-        evaluations=len(plans),
+        search=SearchRecord(evaluations=len(plans)),
     )
     return replace(made, placement=replace(made.placement, notes=planner.notes_of(made)))
 

@@ -96,15 +96,15 @@ def _placement(plan: ClusterPlan, colours: Mapping[str, str]) -> PageSection:
 
 
 def _memory(plan: ClusterPlan, estimate: UnitEstimate, colours: Mapping[str, str]) -> Strip:
-    total = (sum(model.own_bytes for model in estimate.models) + estimate.pool_bytes) or 1
+    total = (estimate.own_bytes + estimate.pool_bytes) or 1
     parts = []
     for pale in (False, True):
         for model in estimate.models:
             name = plan.demands[model.member.model].name
-            size = model.kv_bytes if pale else model.own_bytes
+            size = model.memory.kv if pale else model.memory.own
             words = f"{name}: {format_size(round(size))} of {'pages in use' if pale else 'weights and workspace'}"
             parts.append(StripPart(words, size / total, colours[name], pale))
-    own = format_size(sum(model.own_bytes for model in estimate.models))
+    own = format_size(estimate.own_bytes)
     pool = format_size(estimate.pool_bytes)
     return Strip(f"memory: {own} for models, {pool} pool ({_used(estimate)} in use)", parts)
 
@@ -225,9 +225,9 @@ def _models(plan: ClusterPlan, simulated: Prediction | None, basis: Basis) -> Pa
                     " / ".join(objectives),
                     *(_in_simulation(simulated, demand.name) if simulated is not None else ()),
                     f"{model.throughput:.2f}",
-                    "grows" if math.isinf(model.ttft) else format_seconds(model.ttft),
-                    format_seconds(model.tpot),
-                    f"{model.attainment:.1%}",
+                    "grows" if math.isinf(model.level.ttft) else format_seconds(model.level.ttft),
+                    format_seconds(model.level.tpot),
+                    f"{model.level.attainment:.1%}",
                     shape_words(unit, demand.name) or f"{estimate.prefill_share:.0%} / {model.decode_share:.0%}",
                     basis.bottlenecks[unit.name, demand.name],
                     basis.costs.of(demand.name, unit.device),

@@ -17,7 +17,7 @@ class Sureness:
     """A plan whose steps take longer than predicted, by the median of its errors.
 
     `simulated` is the simulation of it then, `short` the models that fall short of their objectives then and not
-    otherwise. Of a sweep `needed` is the fewest GPUs that are enough, `bears` the longest steps that were found to
+    otherwise. In a sweep `needed` is the fewest GPUs that are enough, `bears` the longest steps that were found to
     leave them enough, as a part beyond the predicted ones, and `slower` the GPUs that are enough for steps as long as
     above (None: none of the sizes is).
     """

@@ -52,7 +52,7 @@ def parse_scales(text: str) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class ScalePoint:
-    """So many times the rates, and what the same devices make of them."""
+    """A `scale` of the rates, and what the same devices make of them."""
 
     scale: float
     point: SweepPoint

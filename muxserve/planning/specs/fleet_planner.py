@@ -23,8 +23,7 @@ from muxserve.config import AUTO, Fleet, FleetError, Model
 from muxserve.control.changes import ChangeError, NoRoomError, Tell
 from muxserve.costs.latency import LatencyModel
 from muxserve.costs.roofline import Roofline
-from muxserve.gpu.nvml import Gpu, GpuChoiceError, choose
-from muxserve.gpu.nvml import GpuMachine as GpuMachine
+from muxserve.gpu.nvml import Gpu, GpuChoiceError, GpuMachine, choose
 from muxserve.gpu.unit import LEAST_POOL_PART, GpuUnit
 from muxserve.planning.candidates.device_pool import CPU
 from muxserve.planning.candidates.layouts import asks_for_choice
@@ -37,7 +36,7 @@ from muxserve.planning.demand.checkpoints import (
     fetch,
     without_chat_template,
 )
-from muxserve.planning.demand.demands import demands_of
+from muxserve.planning.demand.demands import demands_of, with_adapters
 from muxserve.planning.specs.gpus import gpu_unit, resident_rules
 from muxserve.planning.specs.joining import JoinedModel, Joining, remaining_capacity, same_table
 from muxserve.planning.specs.plan_file import load_plan
@@ -50,23 +49,21 @@ from muxserve.planning.specs.residency import (
     within_limit,
     without_model,
 )
-from muxserve.planning.specs.unit_plan import (
-    ResolvedUnit,
+from muxserve.planning.specs.unit_demands import model_demands
+from muxserve.planning.specs.unit_models import (
     UnitModels,
     arranged,
     as_placed,
     check_replicas,
-    check_together,
     like,
-    model_demands,
     on_gpus,
     parts_of,
     possible_units,
-    resolve_unit,
     together,
     who_replicates,
     wrong,
 )
+from muxserve.planning.specs.unit_plan import ResolvedUnit, check_together, resolve_unit
 from muxserve.planning.specs.unit_specs import planned_unit, scaling_of, settings_of
 from muxserve.spec import (
     FleetSpec,
@@ -411,7 +408,8 @@ class FleetPlanner:
         if spec is None:
             return None
         declared, dtype = self.fleet.model(model), joined.unit_spec.model(model).dtype
-        architecture, plan = architecture_of(declared, self._hub), joined.planned.gpu
+        plan = joined.planned.gpu
+        architecture = with_adapters(declared, architecture_of(declared, self._hub), plan is not None)
         if plan is None:
             costs = cpu_wake_costs(declared, architecture, dtype)
         else:

@@ -31,7 +31,7 @@ from placement.values import Values
 
 # Where nothing is known of a GPU's speed: a prefill beside decode, as in MuxServe's examples.
 UNPLANNED = SmShares(prefill=0.6, decode=0.4)
-# Of an engine of both phases that is the only one of its unit, or that no lease is withheld from.
+# Shares of an engine of both phases that is the only one of its unit, or that no lease is withheld from.
 ALL_SMS = SmShares(prefill=1.0, decode=1.0)
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from muxserve.cluster.units import PlannedUnit
 from muxserve.config import AUTO, Fleet, FleetError, Model
+from muxserve.config.adapters import AdapterError
 from muxserve.control.changes import NoRoomError
 from muxserve.costs.latency import LatencyModel
 from muxserve.costs.profile import EngineProfile
@@ -22,12 +23,14 @@ from muxserve.gpu.budget import Needs
 from muxserve.gpu.nvml import GpuMachine
 from muxserve.gpu.unit import GpuPlan, GpuUnit, SmShares
 from muxserve.planning.demand.checkpoints import CheckpointError, Hub, architecture_of
-from muxserve.planning.demand.demands import batch_of, least_batch
+from muxserve.planning.demand.demands import batch_of, least_batch, with_adapters
 from muxserve.planning.specs.gpus import gpu_unit
-from muxserve.planning.specs.unit_plan import ResolvedUnit, like, model_demands, on_gpus, resolve_unit, with_batch
+from muxserve.planning.specs.unit_demands import model_demands
+from muxserve.planning.specs.unit_models import like, on_gpus
+from muxserve.planning.specs.unit_plan import ResolvedUnit, resolve_unit, with_batch
 from muxserve.planning.specs.unit_specs import predicted_costs, unit_spec_of
 from muxserve.spec import ModelSpec, PoolSpec, UnitSpec
-from placement import Machine, ModelDemand, PlanError, plan_unit
+from placement import HostMemory, Machine, ModelDemand, PlanError, plan_unit
 from placement.format import enumerate_words, format_size
 from placement.pools import BLOCK_STEP, KVShape, block_in
 
@@ -166,7 +169,7 @@ class Joining:
 
     @property
     def _here(self) -> dict[str, ModelSpec]:
-        """The models that it joins. Of those that the fleet has no longer, the unit keeps the page table alone."""
+        """The models that it joins. Where the fleet has a model no longer, the unit keeps only its page table."""
         declared = {each.name for each in self.fleet.models} - {self.model}
         return {each.name: each for each in self.unit.models if each.name in declared}
 
@@ -226,7 +229,7 @@ class Joining:
         needs: tuple[Needs, ...] = (),
     ) -> JoinedModel:
         declared = {each.name for each in self.fleet.models} - {self.model}
-        # What was predicted of the others stays: factors that were learnt belong to it.
+        # Predictions for the other models stay: learnt factors belong to them.
         predicted = {**costs, **self.unit.costs}
         unit_spec = msgspec.structs.replace(_with_models(self.unit, made, declared), costs=predicted)
         if gpu is not None:
@@ -257,8 +260,8 @@ def _with_pages(model: ModelSpec, made: ModelSpec) -> ModelSpec:
 
 
 def _with_models(unit: UnitSpec, planned: Sequence[ModelSpec], declared: Collection[str]) -> UnitSpec:
-    """A unit with models that were planned anew. Of its other ones those that are not `declared` any more get nothing,
-    and those in other pools stay as they are."""
+    """A unit with models that were planned anew. Its other models stay as they are, but those that are not `declared`
+    any more get nothing."""
     new = {model.name: model for model in planned}
     models = []
     for model in unit.models:
@@ -282,15 +285,12 @@ def _table(model: ModelSpec) -> tuple[object, ...]:
 
 def remaining_capacity(machine: Machine, fleet: Fleet, units: Sequence[UnitSpec], hub: Hub) -> Machine:
     """The machine without what the weights, pools and private caches of `units` take; `fleet` declares their models."""
-    caches = sum(model.kv_bytes * unit.ranks for unit in units for model in unit.models)
-    pools = sum(pool.num_pages * pool.page_bytes * unit.ranks for unit in units for pool in unit.pools)
-    weights = sum(_weights(fleet, unit, hub) for unit in units)
-    shared = machine.shared_memory_bytes
-    return replace(
-        machine,
-        memory_bytes=max(0, machine.memory_bytes - pools - caches - weights),
-        shared_memory_bytes=None if shared is None else max(0, shared - pools),
+    taken = HostMemory(
+        weights=sum(_weights(fleet, unit, hub) for unit in units),
+        pools=sum(pool.num_pages * pool.page_bytes * unit.ranks for unit in units for pool in unit.pools),
+        caches=sum(model.kv_bytes * unit.ranks for unit in units for model in unit.models),
     )
+    return taken.left_of(machine)
 
 
 def _weights(fleet: Fleet, unit: UnitSpec, hub: Hub) -> int:
@@ -298,8 +298,8 @@ def _weights(fleet: Fleet, unit: UnitSpec, hub: Hub) -> int:
     for model in unit.models:
         try:
             declared = fleet.model(model.name)
-            architecture = architecture_of(declared, hub)
-        except (KeyError, CheckpointError):
+            architecture = with_adapters(declared, architecture_of(declared, hub), unit.gpu is not None)
+        except (KeyError, CheckpointError, AdapterError):
             continue  # removed meanwhile: its weights are gone
         if fleet.memory is None or declared.keep == "always":  # for others there is room when they are woken
             total += architecture.weight_bytes(model.dtype)

@@ -23,9 +23,9 @@ from muxserve.gpu.budget import at_rest
 from muxserve.gpu.nvml import device_name
 from muxserve.gpu.unit import GpuUnit
 from muxserve.planning.specs.unit_plan import ResolvedUnit
-from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts
+from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts, WakeRules
 from muxserve.scheduling.turns import TurnRules
-from muxserve.simulator import SimResidency, SimUnit
+from muxserve.simulator import SimResidency, SimUnit, WakeContention
 from muxserve.spec import DECODE_NICENESS, ResidencySpec, public_name
 from placement import Machine
 from placement.format import format_size
@@ -78,7 +78,7 @@ MOST_WAKES = 4
 GPU_WAKES = 2
 GPU_WAKE_SECONDS, GPU_RESTED_SECONDS = 2.5, 0.1
 GPU_SLEEP_SECONDS = 1.0
-# Of the host's memory, for the weights of models that sleep on GPUs.
+# Part of the host's memory for the weights of models that sleep on GPUs.
 HOST_COPIES_PART = 0.5
 
 
@@ -89,17 +89,14 @@ def with_residency(unit: SimUnit, spec: ResidencySpec) -> SimUnit:
         spec = _learnt(spec)
     models = {model.name: spec.models.get(model.name) or WakeCosts(0, pinned=True) for model in unit.models}
     awake = [name for name, costs in models.items() if costs.pinned]
-    if spec.on_gpus and spec.rules.wakes_ahead:
+    if spec.on_gpus and spec.rules.wakes.ahead:
         awake += _awake_ahead(spec)
     residency = SimResidency(
         spec.rules,
         models,
         tuple(awake),
-        sleep_seconds=spec.rules.sleep_seconds,
-        # On GPUs weights are copied while the others compute.
-        wake_drag=0.0 if spec.on_gpus else WAKE_DRAG,
-        turns=spec.turns,
-        decode_weight=1.0 if spec.on_gpus else _WEIGHT_OF_A_LEVEL**DECODE_NICENESS,
+        WakeContention() if spec.on_gpus else WakeContention(WAKE_DRAG, _WEIGHT_OF_A_LEVEL**DECODE_NICENESS),
+        spec.turns,
         hibernated={name: hibernated_seconds(each) for name, each in spec.models.items()} if spec.hibernates else {},
         resting=spec.resting,
         started_seconds=GPU_WAKE_SECONDS - GPU_RESTED_SECONDS if spec.on_gpus else 0.0,
@@ -248,12 +245,10 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
         most,
         min_residence=fleet.memory.min_residence,
         # Loading is work of one core.
-        wakes=max(1, min(machine.cores, MOST_WAKES)),
-        cores=max(1, machine.cores),
+        wakes=WakeRules(max(1, min(machine.cores, MOST_WAKES)), max(1, machine.cores), hibernates),
         sleep_seconds=SLEEP_SECONDS,
         fixed=fixed,
         fixed_margin=FIXED_MARGIN,
-        wakes_ahead=hibernates,
         # The limit is what the user wants; beyond this the kernel ends processes.
         ceiling=max(most, usable_memory()),
     )
@@ -285,7 +280,7 @@ def _objectives(model: Model) -> _Objectives:
 
 
 def cpu_wake_costs(model: Model, architecture: ModelArchitecture, dtype: str, cache: int = 0) -> WakeCosts:
-    """Of a model that is served from a CPU in that type, with a `cache` of so many bytes of its own."""
+    """The costs of a model that a CPU serves in that type, with a `cache` of so many bytes of its own."""
     weights, objectives = architecture.weight_bytes(dtype), _objectives(model)
     return WakeCosts(
         bytes=weights + cache + MODEL_BYTES,
@@ -301,13 +296,13 @@ def cpu_wake_costs(model: Model, architecture: ModelArchitecture, dtype: str, ca
 def gpu_wake_costs(
     size: int, weights: int, device: str, ttft: float = TTFT_SECONDS, tpot: float = TPOT_SECONDS
 ) -> WakeCosts:
-    """Of a model that takes `size` bytes of each of its GPUs, of type `device`, of which `weights` are copied there, if
-    its engines have ended."""
+    """The costs of a model that takes `size` bytes of each of its GPUs, of type `device`, if its engines have ended; so
+    many of them are `weights`, which are copied there."""
     return WakeCosts(size, seconds=GPU_WAKE_SECONDS + weights / host_bandwidth(device), ttft=ttft, tpot=tpot)
 
 
 def resident_costs(model: Model, architecture: ModelArchitecture, dtype: str, gpu: GpuUnit, size: int) -> WakeCosts:
-    """Of a model that takes `size` bytes of each GPU of a unit, in that type."""
+    """The costs of a model that takes `size` bytes of each GPU of a unit, in that type."""
     kind = device_name(gpu.gpus[0]) or gpu.gpus[0].name
     return gpu_wake_costs(size, architecture.weight_bytes(dtype) // gpu.ranks, kind, *_objectives(model))
 
@@ -323,11 +318,9 @@ def gpu_residency(
         min_residence=memory.min_residence,
         # Those that wait for an idle model to leave wait long enough for the wake itself.
         residence_factor=1.0,
-        wakes=min(max(1, cores), GPU_WAKES),
-        cores=max(1, cores),
+        wakes=WakeRules(min(max(1, cores), GPU_WAKES), max(1, cores), memory.host_copies != "off"),
         sleep_seconds=GPU_SLEEP_SECONDS,
         fixed=fixed,
-        wakes_ahead=memory.host_copies != "off",
         ceiling=limit,
     )
     spec = ResidencySpec(rules, dict(models), on_gpus=True, resting=resting)
@@ -340,7 +333,7 @@ def _turns(spec: ResidencySpec, memory: MemorySection) -> TurnRules | None:
     wanted = spec.resting > 0 if memory.turns == AUTO else memory.turns
     if not wanted:
         return None
-    return TurnRules() if spec.on_gpus else TurnRules(cores=spec.rules.cores)
+    return TurnRules() if spec.on_gpus else TurnRules(cores=spec.rules.wakes.cores)
 
 
 def _on_gpus(memory: MemorySection, plan: ResolvedUnit, gpu: GpuUnit, machine: Machine) -> ResidencySpec:

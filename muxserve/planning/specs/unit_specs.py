@@ -34,12 +34,14 @@ from muxserve.rolling.rules import RollingRules
 from muxserve.spec import (
     FleetSpec,
     GatewaySpec,
+    HttpSpec,
     Keys,
     ModelSpec,
     PoolSpec,
     ResidencySpec,
     ResponsesSpec,
     SimulatedSpec,
+    TenantLimits,
     TenantSpec,
     TlsSpec,
     UnitEntry,
@@ -97,12 +99,9 @@ def gateway_of(fleet: Fleet, host: str | None = None, port: int | None = None) -
         host=gateway.host if host is None else host,
         port=gateway.port if port is None else port,
         api_keys=gateway.keys,
-        max_body_bytes=gateway.max_body,
+        http=HttpSpec(gateway.max_body, tuple(gateway.cors_origins), gateway.access_log, gateway.ui),
         drain_seconds=gateway.drain_seconds,
         count=gateway.count,
-        cors_origins=tuple(gateway.cors_origins),
-        access_log=gateway.access_log,
-        ui=gateway.ui,
         tls=TlsSpec(gateway.tls.cert, gateway.tls.key) if gateway.tls is not None else None,
         responses=ResponsesSpec(gateway.responses) if gateway.responses else None,
     )
@@ -114,7 +113,7 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
     batch, latent = batch_of(model, CPU_BATCH), demand.architecture.latent
     a = demand.architecture
     device: Device = "cpu" if unit.gpu is None else "cuda"
-    pages = demand.pages_per_block > 0
+    pages, blocks = demand.pages_per_block > 0, plan.table.num_blocks
     windowed = a.windowed if a.window < plan.max_len and demand.gives_back else ()
     # vLLM computes no prompt in chunks whose tokens see what comes after them, nor, on CPU, with latent attention.
     in_one_piece = not demand.architecture.causal or (latent is not None and device == "cpu")
@@ -122,12 +121,12 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         name=model.name,
         path=model.path,
         pool=plan.pool,
-        dtype=plan.dtype,
+        dtype=demand.dtype,
         layers=demand.layers,
         kv_heads=demand.kv_heads if pages else 0,
         head_dim=demand.architecture.head_dim,
-        block_tokens=plan.block_tokens,
-        num_blocks=_block_ids(plan.num_blocks, a.layers, a.layers - len(windowed)) if pages else plan.num_blocks,
+        block_tokens=plan.table.block_tokens,
+        num_blocks=_block_ids(blocks, a.layers, a.layers - len(windowed)) if pages else blocks,
         quota_pages=plan.quota_pages,
         floor_pages=plan.floor_pages,
         max_len=plan.max_len,
@@ -154,15 +153,15 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         latent=latent.width if latent is not None and pages else 0,
         window=a.window if windowed else 0,
         windowed_layers=windowed,
-        state_blocks=plan.state_blocks,
-        zeroed=plan.zeroed,
+        state_blocks=plan.table.state_blocks,
+        zeroed=plan.table.zeroed,
         kv="private" if demand.private else "pool",
         kv_bytes=plan.cache_bytes,
     )
 
 
 def _engine_args(model: Model, architecture: ModelArchitecture) -> dict[str, object]:
-    """vLLM's options. Of a multi-modal model what computes images or sound is not loaded, unless it is asked for."""
+    """vLLM's options. The encoders of a multi-modal model are not loaded, unless the fleet file asks for them."""
     return {**({"language_model_only": True} if architecture.multi_modal else {}), **model.engine_args}
 
 
@@ -174,8 +173,8 @@ def _caches_prefixes(model: Model, architecture: ModelArchitecture) -> bool:
 
 
 def _block_ids(whole: int, layers: int, full: int) -> int:
-    """Size of the page table of a model, where its pool holds `whole` blocks of all `layers`. Of blocks behind a window
-    it holds more, which have pages of the `full` layers only; up to what the memory manager allows for a pool."""
+    """Size of the page table of a model, where its pool holds `whole` blocks of all `layers`. A pool holds more blocks
+    behind a window, which have pages of the `full` layers only; up to what the memory manager allows for a pool."""
     return min(MAX_BLOCKS, whole * min(MOST_BLOCKS, -(-layers // full) if full else MOST_BLOCKS))
 
 
@@ -231,8 +230,8 @@ def pretended(unit_spec: UnitSpec, gpu: GpuUnit | None, simulated: SimulatedSpec
 
 
 def predicted_costs(plan: ResolvedUnit, unit_spec: UnitSpec, latency: LatencyModel) -> dict[str, list[EngineProfile]]:
-    """What steps of the unit's models are predicted to take, at each share that engines can have. Of models that answer
-    with vectors, and of those that `latency` does not know, nothing."""
+    """The predicted costs of steps of the unit's models, at each share that engines can have. Models that answer with
+    vectors, and models that `latency` does not know, are left out."""
     found: dict[str, list[EngineProfile]] = {}
     steps = unit_spec.share_steps
     for index, model in enumerate(unit_spec.models):
@@ -348,9 +347,9 @@ def tenants_of(fleet: Fleet) -> tuple[TenantSpec, ...]:
             key_hashes=tuple(hashlib.sha256(key.encode()).hexdigest() for key in tenant.keys),
             models=None if tenant.models is None else tuple(tenant.models),
             priority=tenant.priority,
-            requests_per_minute=tenant.requests_per_minute or 0,
-            tokens_per_minute=tenant.tokens_per_minute or 0,
-            max_concurrency=tenant.max_concurrency or 0,
+            limits=TenantLimits(
+                tenant.requests_per_minute or 0, tenant.tokens_per_minute or 0, tenant.max_concurrency or 0
+            ),
             weight=tenant.weight,
             admin=tenant.admin,
             shares_prefixes=tenant.share_prefixes,
