@@ -17,6 +17,7 @@ from muxserve.planning.place.prediction import Prediction, ResidencyForecast, sh
 from muxserve.planning.place.sleeping import SleepingForecast
 from muxserve.planning.report.basis import Basis
 from muxserve.planning.report.document import SweepPoint, needed, warnings_of
+from muxserve.planning.report.sureness import gpus_are
 from muxserve.planning.report.what_if import ScalePoint, most_met
 from placement.format import enumerate_words, format_part, format_seconds, format_size
 from placement.planner import ClusterPlan
@@ -150,7 +151,7 @@ def show_plan(
             console.print(f"not even {points[-1].gpus} GPUs meet all rates and objectives; the plan for {most}:")
         else:
             by = "" if simulated is not None else " by the estimate"
-            console.print(f"[bold]{enough} GPUs[/] are enough{by}; the plan for that many:")
+            console.print(f"[bold]{gpus_are(enough)}[/] enough{by}; the plan for that many:")
     console.print(plan_table(made, simulated))
     console.print()
     console.print(units_table(made))

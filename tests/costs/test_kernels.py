@@ -152,6 +152,14 @@ class TestTables:
     ) -> None:
         assert why in tables.why_not(architecture, shape)
 
+    def test_tables_of_kernels_that_nobody_serves_with_do_not_count(self, tables: KernelModel) -> None:
+        """Of block-wise FP8 on Blackwell, which docs/costs.md tells of."""
+        blocks = architecture_of("Qwen/Qwen3-32B-FP8")
+        assert "times what the roofline says of Qwen3ForCausalLM" in tables.why_not(blocks, EngineShape("B200"))
+        assert (
+            tables.why_not(blocks, H100) == tables.why_not(architecture_of("Qwen/Qwen3-32B"), EngineShape("B200")) == ""
+        )
+
     def test_stages_share_what_the_whole_model_takes(self, tables: KernelModel) -> None:
         stages = costs_of_stages((16, 16), tables, EIGHT_B, replace(H100, graphs=graphs_of({})))
         whole = tables.engine(EIGHT_B, H100)

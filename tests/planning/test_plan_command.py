@@ -16,6 +16,7 @@ from muxserve.planning.demand.demands import ClusterError, cluster_of, demands_o
 from muxserve.planning.demand.known_models import BUILT_IN, planned_architecture
 from muxserve.planning.planner import UsageError
 from muxserve.planning.report.document import parse_sweep
+from muxserve.planning.report.sureness import gpus_are
 from muxserve.planning.specs.plan_file import load_plan, plan_text, save_plan
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
@@ -105,7 +106,7 @@ class TestCommand:
         assert data["gpus_needed"] == min(meets)
         assert sum(node["gpus"] for node in data["cluster"]) == min(meets)
         _, table, _ = run(fleet, "--sweep", "gpus=1..4", "--simulate", 0)
-        assert f"{min(meets)} GPUs are enough" in table
+        assert f"{gpus_are(min(meets))} enough" in table
 
     @pytest.mark.slow
     def test_a_size_is_enough_only_if_its_simulation_says_so(self, tmp_path: Path) -> None:
@@ -137,7 +138,7 @@ class TestCommand:
         (warning,) = json.loads(out)["warnings"]
         assert "which was not simulated" in warning
         _, table, _ = run(fleet, "--sweep", "gpus=1..4", "--simulate", 0)
-        assert "are enough by the estimate" in table
+        assert "enough by the estimate" in table
 
     def test_gpus_of_the_command_line_replace_those_of_the_file(self, fleet: Path) -> None:
         _, out, _ = run(fleet, "--nodes", "1x2:h100,2x1:L40S", "--json", "--simulate", 0)

@@ -22,6 +22,7 @@ from muxserve.planning.candidates.layouts import shape_words
 from muxserve.planning.place.prediction import Prediction
 from muxserve.planning.report.basis import Basis
 from muxserve.planning.report.document import SweepPoint, needed, warnings_of
+from muxserve.planning.report.sureness import gpus_are
 from placement.cluster import PlacedUnit
 from placement.estimator import UnitEstimate
 from placement.format import format_seconds, format_size
@@ -69,9 +70,9 @@ def _verdict(plan: ClusterPlan, simulated: Prediction | None, sweep: Sequence[Sw
     enough = needed(sweep) if sweep else None
     words = "Rates and objectives are met" if plan.meets else "Rates or objectives are not met"
     if enough is not None:
-        words = f"{enough} GPUs are enough"
+        words = f"{gpus_are(enough)} enough"
     elif sweep:
-        words = f"Not even {sweep[-1].gpus} GPUs are enough"
+        words = f"Not even {gpus_are(sweep[-1].gpus)} enough"
     figures = (
         f"{plan.throughput:.2f} of {plan.asked:.2f} requests/s served, {plan.attainment:.1%} within their objectives"
         f"{'' if met is None else f' ({met:.1%} in simulation)'}, "

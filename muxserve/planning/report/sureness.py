@@ -57,7 +57,8 @@ class Sureness:
 
     def _range(self) -> str:
         longer = f"{self.longer:.0%} longer than predicted"
-        are = f"{self.needed} GPU is" if self.needed == 1 else f"{self.needed} GPUs are"
+        assert self.needed is not None, "of a sweep that has an answer"
+        are = gpus_are(self.needed)
         if self.slower == self.needed:
             return f"{are} enough also if steps take {longer}"
         at_most = f"at most {self.bears:.0%} longer than" if self.bears else "as long as"
@@ -80,6 +81,11 @@ class Sureness:
                 "gpus_enough_up_to": self.bears if self.needed is not None else None,
             },
         }
+
+
+def gpus_are(count: int) -> str:
+    """How a sentence about so many GPUs begins."""
+    return "1 GPU is" if count == 1 else f"{count} GPUs are"
 
 
 def newly_short(before: Sequence[str], now: Sequence[str]) -> tuple[str, ...]:
