@@ -150,11 +150,12 @@ class CostsUsed:
 
     def as_list(self) -> list[dict[str, str | float]]:
         """For JSON."""
-        found = []
+        found: list[dict[str, str | float]] = []
         for model, on, source in self.engines:
-            error = source.error_on(on)
-            errors = {} if error is None else {"error_median": error.median, "error_p90": error.p90}
-            found.append({"model": model, "device": on, **source.as_dict(), **errors})
+            told: dict[str, str | float] = {"model": model, "device": on, **source.as_dict()}
+            if (error := source.error_on(on)) is not None:
+                told |= {"error_median": error.median, "error_p90": error.p90}
+            found.append(told)
         return found
 
 
