@@ -33,7 +33,7 @@ from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import LocalUnits, PlannedUnit, UnitLauncher
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.control.client import ControlClient, NoFleetError, RunningFleet, running_fleets
-from muxserve.control.messages import HandOver
+from muxserve.control.messages import YieldEndpoint
 from muxserve.control.server import ControlServer
 from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.costs.measured import latency_model
@@ -275,7 +275,7 @@ def _end_other(before: RunningFleet) -> str:
     """Have the fleet that was taken over from end with its last request; what it answers."""
     try:
         with ControlClient(before) as client:
-            answer = client.do(HandOver(), lambda _: None)
+            answer = client.do(YieldEndpoint(), lambda _: None)
     except NoFleetError as error:
         return str(error)
     return f"{before.name}: {answer.text}"

@@ -61,7 +61,7 @@ class Apply(ControlMessage):
     in_place: bool = False
 
 
-class HandOver(ControlMessage):
+class YieldEndpoint(ControlMessage):
     """Another fleet has taken over the endpoint's address: end with the requests that there are."""
 
 
@@ -123,7 +123,7 @@ class CommandRefused(ControlMessage):
 # `failed`: the fleet cannot do it, or it went wrong.
 Result = Literal["done", "planned", "left", "refused", "failed"]
 
-Command = Union[Who, Scale, DrainUnit, Add, Remove, Apply, SetAdapter, HandOver]
+Command = Union[Who, Scale, DrainUnit, Add, Remove, Apply, SetAdapter, YieldEndpoint]
 Answer = Union[Here, ChangeProgress, Done, CommandRefused]
 
 

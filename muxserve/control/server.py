@@ -142,7 +142,7 @@ class ControlServer:
                     rules.check_adapter(self._control.fleet, model, name, path)
                     await self._control.set_adapter(model, name, path)
                     return messages.Done(f"{name} is served {'with ' + model if path else 'no longer'}")
-                case messages.HandOver():
+                case messages.YieldEndpoint():
                     await self._control.hand_over(tell)
                     return messages.Done("the fleet takes no more connections, and ends with its last request")
                 case messages.Remove(model):
