@@ -41,8 +41,9 @@ BACKLOG = 2048
 OTHER_FILES = 256
 
 
-def bind(gateway: GatewaySpec, stall_seconds: float = STALL_SECONDS) -> socket.socket:
-    """A socket bound to the endpoint's address, not listening yet: clients are refused until all is ready.
+def bind(gateway: GatewaySpec, stall_seconds: float = STALL_SECONDS, taking_over: bool = False) -> socket.socket:
+    """A socket bound to the endpoint's address, not listening yet: clients are refused until all is ready. A fleet that
+    is `taking_over` shares the address with the one that has it; no other fleet can have an address that is in use.
 
     Its connections inherit how long a client may take nothing, `stall_seconds`.
 
@@ -60,10 +61,12 @@ def bind(gateway: GatewaySpec, stall_seconds: float = STALL_SECONDS) -> socket.s
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_SECONDS)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_SECONDS)
-        # Each gateway has a socket of its own there, over which the kernel spreads the connections; so has the fleet
-        # that takes over from this one.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        # Each gateway has a socket of its own there, over which the kernel spreads the connections.
+        shared = gateway.count > 1 or taking_over
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
         listener.bind(address)
+        # So has the fleet that takes over from this one.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     except OSError as error:
         raise OSError(error.errno, f"cannot listen on {where}: {error.strerror or error}") from None
     return listener
@@ -124,7 +127,7 @@ def serve(fleet: FleetSpec, index: int, lifeline_fd: int | None, on_up: Callable
     disable_created_metrics()  # a third of all series, and nobody reads them
     room = raise_file_limit()
     nurseries = [compiler_process.fork_nursery() for _ in range(2)]  # one to spare, while there is one thread
-    listener = bind(fleet.gateway)
+    listener = bind(fleet.gateway, taking_over=fleet.takes_over)
     with asyncio.Runner(loop_factory=loop_factory()) as runner, listener:
         runner.run(_serve(fleet, index, nurseries, listener, room, lifeline_fd, on_up))
 

@@ -93,6 +93,19 @@ def test_a_deployment_that_cannot_be_read(tmp_path: Path, capsys: pytest.Capture
     assert all("cannot read" in error and str(tmp_path) in error for error in errors)
 
 
+def test_only_who_takes_over_shares_an_address() -> None:
+    with bind(GatewaySpec("127.0.0.1", 0)) as first:
+        first.listen()
+        at = GatewaySpec("127.0.0.1", first.getsockname()[1])
+        with pytest.raises(OSError, match="cannot listen on"):
+            bind(at)
+        with bind(at, taking_over=True) as second:
+            second.listen()
+            first.close()
+            with socket.create_connection(second.getsockname()), second.accept()[0]:
+                pass
+
+
 def test_an_address_that_cannot_be_had() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
