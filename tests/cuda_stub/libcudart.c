@@ -205,6 +205,7 @@ E cudaDeviceGetAttribute(int* value, int which, int of) {
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = (int)found.sharedMemPerBlockOptin; break;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = (int)found.sharedMemPerMultiprocessor; break;
     case cudaDevAttrMaxThreadsPerBlock: *value = 1024; break;
+    case cudaDevAttrMaxGridDimX: *value = 2147483647; break;
     case cudaDevAttrWarpSize: *value = 32; break;
     default: *value = 0;
   }
