@@ -206,7 +206,7 @@ def _packages() -> Iterator[Check]:
         if version == VLLM_VERSION:
             yield Check("vLLM", "ok", detail)
         elif version in SUPPORTED:
-            yield Check("vLLM", "note", f"{detail}, which fits by its sources: no engine has run with it", advice)
+            yield Check("vLLM", "note", f"{detail}, which has run over stand-ins of a GPU only", advice)
         else:
             yield Check("vLLM", "missing", f"{detail}, but MuxServe is written for {' and '.join(SUPPORTED)}", advice)
     torch = version_of("torch")

@@ -11,7 +11,7 @@ from typing import Any
 FINISH_ABORT = 2
 # The version that requirements pin and every test runs with.
 VLLM_VERSION = "0.32.0"
-# Those that the contract passes for (docs/vllm.md). With those after the first no engine has run.
+# Those that the contract passes for. Those after the first have run over stand-ins of a GPU only (docs/vllm.md).
 SUPPORTED = (VLLM_VERSION, "0.33.0")
 
 # Module, attribute path in it, and names that must be parameters (of a function) or fields (of a struct or dataclass).

@@ -9,11 +9,7 @@ if since("0.33.0"):
     from muxserve.engine.cuda.second_runner import SecondPooledRunner as PooledGPUModelRunner
     from muxserve.engine.cuda.second_runner import SecondPrivateRunner as PrivateGPUModelRunner
 else:
-    from muxserve.engine.cuda.first_runner import (  # type: ignore[assignment]
-        FirstPooledRunner as PooledGPUModelRunner,
-    )
-    from muxserve.engine.cuda.first_runner import (  # type: ignore[assignment]
-        FirstPrivateRunner as PrivateGPUModelRunner,
-    )
+    from muxserve.engine.cuda.first_runner import FirstPooledRunner as PooledGPUModelRunner
+    from muxserve.engine.cuda.first_runner import FirstPrivateRunner as PrivateGPUModelRunner
 
 __all__ = ["PooledGPUModelRunner", "PrivateGPUModelRunner"]
