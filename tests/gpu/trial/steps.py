@@ -18,7 +18,7 @@ _SERVING = (
 )
 _SHAPES = "--shapes llama-1b llama-3b llama-8b"
 _LITTLE_SERVING = Rehearsal(
-    f"--shapes configs/models/{MODELS[0]} configs/models/{MODELS[1]} --kv-gib 0.25 --rates 2 --duration 2 --longest 256"
+    f"--shapes configs/models/{MODELS[0]} configs/models/{MODELS[1]} --kv-gib 0.25 --rates 4 --duration 4 --longest 256"
     " --eager",
     unseen="how fast anything is: which way of serving is best",
 )
