@@ -107,6 +107,9 @@ check = gateway_internals.check
 MOST_CHOICES = "128"
 KEEP_ALIVE_SECONDS = 60
 CLOSE_SECONDS = 2.0
+# After its last answer a gateway beside others waits so long for the next request of a client whose stream had begun
+# before: it does not know that its connection is to end, and would send the request as that is closed.
+QUIET_SECONDS = 1.0
 # What a client gets for its handshake that is accepted last.
 HANDSHAKE_SECONDS = 5.0
 # So often a gateway that takes over looks whether all models have been up.
@@ -310,7 +313,11 @@ class ServerDrain:
             await self._server.stop_listening()
         empty = self._gateway.limiter.empty
         try:
-            await asyncio.wait_for(empty(), self._seconds)
+            async with asyncio.timeout(self._seconds):
+                await empty()
+                if self._beside:
+                    await asyncio.sleep(min(QUIET_SECONDS, self._seconds / 2))
+                    await empty()
         except TimeoutError:
             limiter, broker = self._gateway.limiter, self._gateway.broker
             log.warning("%d requests did not finish within %.0f s", limiter.occupied, self._seconds)

@@ -49,6 +49,7 @@ async def test_a_fleet_takes_over_and_every_stream_ends(tmp_path: Path) -> None:
                     await until(lambda: streams.asked(1), "asked anew")
                 except BaseException:
                     print((tmp_path / "next.log").read_text()[-4000:], file=sys.stderr)
+                    print([[generation for generation, _ in each] for each in streams.answers], file=sys.stderr)
                     os.killpg(new.pid, signal.SIGKILL)
                     raise
         try:

@@ -94,6 +94,7 @@ class Streams:
         self._stop = asyncio.Event()
         # The generation of questions: after a change they are others.
         self.generation = 0
+        self._tasks: list[asyncio.Task[None]] = []
         # Of each stream: when it was begun, and its answer.
         self.answers: list[list[tuple[int, str]]] = [[] for _ in range(STREAMS)]
 
@@ -110,7 +111,10 @@ class Streams:
         return sum(model[place] for models in states for model in models for place in places)
 
     def asked(self, generation: int) -> bool:
-        """Whether each stream has been answered to a question of that generation."""
+        """Whether each stream has been answered to a question of that generation; what fails is raised at once."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
         return all(any(asked == generation for asked, _ in answers) for answers in self.answers)
 
     @classmethod
@@ -119,13 +123,13 @@ class Streams:
         """While the block runs; those that are begun are waited for at its end."""
         streams = cls(fleet)
         async with fleet.async_client() as client:
-            tasks = [asyncio.create_task(streams.keep_asking(number, client)) for number in range(STREAMS)]
+            streams._tasks = [asyncio.create_task(streams.keep_asking(number, client)) for number in range(STREAMS)]
             try:
                 yield streams
             finally:
                 streams._stop.set()
-                failures = [each for each in await asyncio.gather(*tasks, return_exceptions=True) if each is not None]
-                assert failures == []
+                ended = await asyncio.gather(*streams._tasks, return_exceptions=True)
+                assert [each for each in ended if each is not None] == []
 
 
 def apply(fleet: Fleet, wanted: dict[str, Any], *options: str) -> tuple[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import re
@@ -10,10 +11,13 @@ import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 
+from muxserve.gateway import process
 from muxserve.gateway.main import main
 from muxserve.gateway.process import bind, raise_file_limit
 from muxserve.spec import GatewaySpec, UnitSpec
@@ -91,6 +95,38 @@ def test_a_deployment_that_cannot_be_read(tmp_path: Path, capsys: pytest.Capture
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2
     assert all("cannot read" in error and str(tmp_path) in error for error in errors)
+
+
+async def test_a_request_over_the_connection_of_a_stream_that_has_just_ended_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its client could not know that the connection was to end, whether other gateways or another fleet listen."""
+    monkeypatch.setattr(process, "QUIET_SECONDS", 0.0)
+    empty = [asyncio.get_running_loop().create_future() for _ in range(2)]
+    turns = iter(empty)
+
+    async def until_empty() -> None:
+        await next(turns)
+
+    async def stop_listening() -> None: ...
+
+    limiter = SimpleNamespace(empty=until_empty, occupied=1)
+    gateway: Any = SimpleNamespace(
+        limiter=limiter, reports=SimpleNamespace(draining=False), fleet=SimpleNamespace(handed_over=True)
+    )
+    endpoint: Any = SimpleNamespace(draining=False, refusing=False)
+    server: Any = SimpleNamespace(should_exit=False, force_exit=False, stop_listening=stop_listening)
+    drain = process.ServerDrain(gateway, endpoint, server, PATIENCE, beside=False)
+    drain.begin()
+    assert (endpoint.draining, endpoint.refusing) == (True, False)
+    empty[0].set_result(None)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not server.should_exit
+    empty[1].set_result(None)
+    assert drain._task is not None
+    await drain._task
+    assert server.should_exit
 
 
 def test_only_who_takes_over_shares_an_address() -> None:
