@@ -72,7 +72,7 @@ def test_units_of_all_shapes_together(tmp_path: Path) -> None:
     file = fleet_file(
         tmp_path,
         f"ring arithmetic engines: one, dispatch: rolling, replicas: 2, {slo}",
-        "shared atlas replicas: 2",
+        "shared atlas engines: split, replicas: 2",
         "pipe arithmetic engines: one, stages: 2",
         more="kv_pool: { size: 32MiB }",
     )
