@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ REQUESTS = 10
 Kept = dict[tuple[str, str], dict[str, int]]
 
 
-def demand(name: str, **changes: object) -> Demand:
+def demand(name: str, **changes: Any) -> Demand:
     return replace(Demand(name, planned_architecture("llama-2-7b", Path()), rate=1.0), **changes)
 
 
