@@ -150,7 +150,7 @@ def muxserve(*arguments: str) -> str:
         RuntimeError: it failed; the message is its own.
     """
     command = [str(Path(sys.executable).with_name("muxserve")), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=3600)
     # 1: some model has no place, or some request was not answered; the figures say how many.
     if done.returncode not in (0, 1):
         raise RuntimeError(f"{' '.join(arguments)}: {done.stderr[-800:]}")
