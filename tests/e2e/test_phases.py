@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +12,12 @@ import yaml
 from muxserve.control.client import ControlClient, RunningFleet
 from muxserve.control.messages import Done, DrainUnit
 from tests.e2e.fleet import ROOT, START_SECONDS, Fleet, fleet_file, running
-from tests.e2e.load import Load, ask_each, greedy, stream_chat, until
+from tests.e2e.load import Load, ask_each, until
 from tests.e2e.several import busy_unit, command, kill_all, of_model, processes_of, run_directory, units
 from tests.support import preloaded
 from tests.support.fresh_metrics import fresh_metrics
 from tests.support.patience import PATIENCE
 from tests.support.thoroughness import cases
-from tests.support.tiny_checkpoint import tiny_checkpoint
 
 MODEL = "arithmetic"
 # More than one replica holds, and enough to see that all is well again.
@@ -156,26 +154,6 @@ async def test_decodes_of_a_drained_replica_move_within_the_ring(rolling: Fleet)
     # Some have moved, and most have not.
     assert all(len(each) == 1 for each in texts), texts
     await asyncio.to_thread(rolling.wait_pages_free)
-
-
-@pytest.mark.thorough
-async def test_models_with_states_roll(tmp_path: Path) -> None:
-    """In pools that hold a few requests, chunk by chunk: the texts of those that were asked alone."""
-    model = {"path": str(tiny_checkpoint("granite_hybrid", layers=4)), "max_len": 512, "max_num_batched_tokens": 64}
-    source = ROOT / "configs/rolling.yaml"
-    path = fleet_file(tmp_path, model, source=source, kv_pool={"size": "4MiB"})
-    questions = [f"{number}: where does the river end? " * 4 for number in range(12)]
-    with running(path, start=preloaded.start) as fleet:
-        async with fleet.async_client() as client:
-
-            async def ask(question: str) -> str:
-                return str((await stream_chat(client, MODEL, greedy(question, 60)))["text"])
-
-            alone = [await ask(question) for question in questions]
-            assert await asyncio.gather(*(ask(question) for question in questions)) == alone
-        switches = of_model(fleet, MODEL, "phase_switches")
-        assert sum(map(bool, switches.values())) > 1, f"only one replica has had requests: {switches}"
-        await asyncio.to_thread(fleet.wait_pages_free)
 
 
 @pytest.fixture(scope="module")
