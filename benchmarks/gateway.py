@@ -28,6 +28,9 @@ from stock_vllm import StockSettings, stock_server
 
 KV_MIB = 256
 SIDES = ("stock", "stock-compiled", "muxserve", "muxserve-compiled")
+# A stock server polls without a pause for up to a second after its last message. Without this wait the next side in
+# turn would share the cores with it.
+SETTLE_SECONDS = 1.5
 
 
 async def tokenize_latencies(url: str, model: str, count: int) -> list[float]:
@@ -63,6 +66,7 @@ def compare(urls: dict[str, str], model: str, rounds: int, concurrency: int, str
             count = max(8, 3 * concurrency)
             calls = [Call(model, 64, output, seed=first + i, stream=stream) for i in range(count)]
             outcomes[side].append(asyncio.run(closed_loop(urls[side], calls, concurrency)))
+            time.sleep(SETTLE_SECONDS)
     result: dict = {}
     for side, turns in outcomes.items():
         every = [outcome for turn in turns for outcome in turn]
