@@ -136,7 +136,7 @@ def test_findings_that_are_not_kept_are_not_done(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gpu_probes, "remember", no_room)
     result = runner.invoke(cli.app, ["doctor", "--gpu"])
     assert result.exit_code == 3, result.output
-    assert "`muxserve deploy` does not act on it" in result.stderr
+    assert "`muxserve deploy` cannot follow them" in result.stderr
 
 
 @pytest.mark.parametrize(
