@@ -144,7 +144,7 @@ async def check(front_end: ModelFrontEnd) -> None:
         ValueError: it has not answered, or with nothing.
     """
     llm, name = front_end.llm, front_end.model.name
-    prompt = TokensPrompt(prompt_token_ids=[0])
+    prompt: TokensPrompt = {"prompt_token_ids": [0]}
     tasks = front_end.client.get_supported_tasks()
     try:
         if "generate" in tasks:
