@@ -269,7 +269,7 @@ async def test_a_name_that_models_share_is_served_by_its_parts(caplog: pytest.Lo
         return app
 
     models = [model("v1"), model("v2@3")]
-    gateway = GatewaySpec("127.0.0.1", 0, access_log=True)
+    gateway = GatewaySpec("127.0.0.1", 0, http=HttpSpec(access_log=True))
     served = endpoint_of(FleetSpec("", gateway, models, units=[]), failing)
     served.models = {
         name: ServedApp(app_of(version), {each: {"id": each} for each in (name, "chat")}, model=version)
