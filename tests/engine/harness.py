@@ -406,31 +406,36 @@ class Engines:
         self.until(progress)
 
     def serve_both(self, model: str, requests: dict[str, bytes], mixed: bool = False) -> None:
-        """Let an engine of both phases serve them: prompts first as long as there are pages for them, then decoding, or
-        with `mixed` both in every step."""
+        """Let an engine of both phases serve them: prompts first as long as there are pages for them, then decoding if
+        there is something to decode, or with `mixed` both in every step."""
         engine = f"{model}/both"
         seen = len(self.reports)
         reported: set[str] = set()
         prompts = set(requests)
+        decoding: set[str] = set()
         stuck = False
         phase = "both" if mixed else "prefill"
         self.lease(engine, [self.admit(r, body) for r, body in requests.items()], phase=phase)
 
         def progress() -> bool:
-            nonlocal seen, phase, stuck
+            nonlocal seen, phase, stuck, prompts, decoding
             new, seen = self.reports[seen:], len(self.reports)
             for _, report in new:
                 if not isinstance(report, StepReport):
                     continue
                 reported.update(report.finished)
-                prompts.difference_update(report.finished, [p.request_id for p in report.prefilled])
+                returned = {r.request_id for r in report.returned}
+                prefilled = {p.request_id for p in report.prefilled}
+                in_vain = bool(returned & prompts) or (report.steps > 0 and not report.tokens)
+                left = decoding & returned.union(report.finished)
+                decoding = (decoding | prefilled) - returned.union(report.finished)
+                prompts = (prompts | returned) - prefilled.union(report.finished)
                 again = [
                     self.admit(r.request_id, requests[r.request_id], output_tokens=r.output_tokens)
                     for r in report.returned
                 ]
-                prompts.update(r.request_id for r in report.returned)
-                in_vain = report.steps > 0 and not report.tokens
-                stuck = (stuck or in_vain) and not (report.finished or report.returned)
+                # Only what decodes gives pages back.
+                stuck = (stuck or in_vain) and bool(decoding) and not left
                 wanted = "both" if mixed else "prefill" if prompts and not stuck else "decode"
                 if again or wanted != phase or (report.lease_left <= 0 and report.running + report.waiting):
                     phase = wanted
