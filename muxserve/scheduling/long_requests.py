@@ -27,6 +27,13 @@ def head_pages(model: ModelState) -> int:
     return model.queue.head().blocks * model.pages_per_block if model.queue else 0
 
 
+def prompt_pages(model: ModelState) -> int:
+    """Pages of the longest prompt in an engine that prefills, whole: pages behind a window are given back only after
+    the step that has computed beyond them."""
+    longest = max((live.tokens for live in model.prefilling.values()), default=0)
+    return model.whole_blocks_of(longest) * model.pages_per_block if longest else 0
+
+
 def fitting(pages: int, wanted: Sequence[int]) -> list[int]:
     """What each gets of `pages`: what it wants, or where that is more than there is, less in proportion."""
     whole = sum(wanted)
@@ -37,7 +44,7 @@ def long_request_floors(pages: int, models: Sequence[ModelState], parts: Sequenc
     """The floors under which the models of a pool of so many `pages` make room for requests longer than `parts`, the
     pages that each would get otherwise; None: there is no such request."""
     running = [
-        _longest_running(model, pages) if model.used + model.promised > part else 0
+        _longest_running(model, pages) if max(model.used + model.promised, prompt_pages(model)) > part else 0
         for model, part in zip(models, parts, strict=True)
     ]
     running = [longest if longest > part else 0 for longest, part in zip(running, parts, strict=True)]
@@ -57,7 +64,7 @@ def long_request_floors(pages: int, models: Sequence[ModelState], parts: Sequenc
 def _longest_running(model: ModelState, pages: int) -> int:
     """Pages that the longest sequence with a seat takes when it has grown."""
     seated = (*model.prefilling.values(), *model.handed.values(), *model.decoding.values(), *model.moving.values())
-    return max((_grown_pages(model, live, pages) for live in seated), default=0)
+    return min(pages, max((prompt_pages(model), *(_grown_pages(model, live, pages) for live in seated))))
 
 
 def _grown_pages(model: ModelState, live: LiveRequest, pages: int) -> int:

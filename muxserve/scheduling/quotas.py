@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from muxserve.scheduling.ledger import UnitLedger
-from muxserve.scheduling.long_requests import fitting, head_pages, long_request_floors
+from muxserve.scheduling.long_requests import fitting, head_pages, long_request_floors, prompt_pages
 from muxserve.scheduling.state import ModelState, PoolState
 from muxserve.scheduling.types import ModelProfile, QuotaChange
 
@@ -300,9 +300,12 @@ class FixedQuotas:
 
 
 def _away_from_plan(model: ModelState) -> bool:
-    """The model's quota is not the planned one, or should not be."""
+    """The model's quota is not the planned one, or should not be: also for a long request that is in an engine without
+    pages, since it had to give them up and computes its prompt again."""
     planned = model.profile.quota_pages
-    return model.quota != planned or model.retired or head_pages(model) > planned
+    if model.quota != planned or model.retired:
+        return True
+    return max(head_pages(model), prompt_pages(model), model.used + model.promised) > planned
 
 
 class AdaptiveQuotas:

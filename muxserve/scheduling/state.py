@@ -483,6 +483,10 @@ class ModelState:
         """The same, and what the last step of a prompt of so many tokens needs behind its window."""
         return self._blocks(tokens, self._seen_in_prompt)
 
+    def whole_blocks_of(self, tokens: int) -> int:
+        """Blocks of so many tokens and the next one, with what is behind windows."""
+        return (tokens - self.pooling) // self.block_tokens + 1 + self.state_blocks
+
     def _blocks(self, tokens: int, seen: int) -> int:
         blocks = (tokens - self.pooling) // self.block_tokens + 1
         if self.windowed_pages and blocks > seen:
