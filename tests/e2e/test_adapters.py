@@ -132,7 +132,6 @@ def test_files_overwritten_in_place_are_served_and_find_no_prefix_of_before(
 def test_what_cannot_be_an_adapter_is_refused_in_words(fleet: Fleet) -> None:
     for code, words, reason in (
         (2, (GENERATING, "four", "/nowhere"), "/nowhere has no adapter_config.json"),
-        (2, (GENERATING, "one", str(adapter("three"))), "the fleet has a model or an adapter 'one' already"),
         (1, ("encoder", "four", str(adapter("three"))), "were started without room for adapters"),
         (2, (GENERATING, "four"), "has no adapter four"),
     ):

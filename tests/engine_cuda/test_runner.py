@@ -16,7 +16,6 @@ pytest.importorskip("vllm")
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from muxserve.cluster.machine import this_machine
-from muxserve.engine.cuda import runner as runners
 from muxserve.engine.cuda.runner import PooledGPUModelRunner
 from tests.engine_cuda.serve_on_cpu import OTHERS, STATEFUL
 
@@ -86,7 +85,7 @@ def runner_without_a_model(per_token: int | None) -> Any:
 
 
 def test_a_request_s_generator_is_as_after_so_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runners.torch, "Generator", lambda device: FakeGenerator())
+    monkeypatch.setattr(torch, "Generator", lambda device: FakeGenerator())
     generator = runner_without_a_model(8)._generator_after(SimpleNamespace(seed=42), 5)
     assert (generator.seed, generator.offset) == (42, 40)
 
