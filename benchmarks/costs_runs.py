@@ -80,7 +80,7 @@ class Run:
 
     @property
     def kind(self) -> str:
-        """Of the model's layers."""
+        """The kind of the model's layers, as the tables of errors name it."""
         a = self.architecture
         return "latent attention" if a.latent else "mixture of experts" if a.experts > 1 else "dense"
 

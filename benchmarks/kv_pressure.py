@@ -37,7 +37,7 @@ class Case(NamedTuple):
     demands: list[float]
 
     def pressure(self, models: Sequence[int]) -> tuple[float, ...]:
-        """Of a GPU with those models."""
+        """The KV pressure of a GPU with those models: demand over free memory."""
         free = MEMORY - sum(self.sizes[model] for model in models)
         return (sum(self.demands[model] for model in models) / free if free > 0 else float("inf"),)
 

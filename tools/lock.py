@@ -52,7 +52,7 @@ def pinned() -> list[Requirement]:
 def licence(metadata: Mapping[str, Any]) -> str:
     """As the package's metadata has it, in a line; empty where it does not say."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        # Of the installed package, since old pips leave out what the newest metadata has.
+        # From the installed package, since old pips leave out what the newest metadata has.
         expression = importlib.metadata.metadata(metadata["name"]).get("License-Expression")
         if expression:
             return str(expression)

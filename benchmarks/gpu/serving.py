@@ -74,7 +74,7 @@ KEYS = {
     "split-turns": ("engines: split, one at a time", "off"),
 }
 START_SECONDS = 900.0
-# Of all requests within their objective: less is no difference.
+# A smaller part of all requests within their objective is no difference.
 CLEAR = 0.02
 SCALE = "8"
 

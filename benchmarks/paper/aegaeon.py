@@ -47,7 +47,7 @@ MACHINES, GPUS, DEVICE = 2, 8, "H100-80GB"
 PUBLISHED_BANDWIDTH = 16e9
 SLOWER_SECONDS = 0.0054
 WAYS = ("deployed", "published wakes", "slower steps", "without turns")
-# Of ten models in a row, and the longest sequence of each, tokens.
+# Architectures of ten models in a row, and the longest sequence of each, tokens.
 ARCHITECTURES = ("qwen2.5-7b",) * 6 + ("yi-1.5-9b.json",) * 2 + ("llama-2-13b",) * 2
 CONTEXTS = {"qwen2.5-7b": 32768, "yi-1.5-9b.json": 4096, "llama-2-13b": 4096}
 # As in its public checkpoint.

@@ -44,7 +44,7 @@ from placement.demand import Demand
 from placement.memory import MemoryRules, model_bytes
 
 SCALE = 5.0
-# Of each model: its adapter, and alone the seconds to its first token and the milliseconds between tokens.
+# By model: its adapter, and alone the seconds to its first token and the milliseconds between tokens.
 MODELS = {
     "model_1": (5, 0.03867427111, 6.938047111),
     "model_2": (10, 0.03222719193, 6.70813661),

@@ -485,7 +485,7 @@ def _intermediate(config: Mapping[str, object], hidden: int, experts: int) -> in
         return sum(_ffn_width(block, hidden) for block in blocks) // len(blocks)
     return (
         (_count(config, ("moe_intermediate_size",)) if experts > 1 else None)
-        # Of Granite 4 without experts the MLP is what the experts would share.
+        # In Granite 4 without experts the MLP is what the experts would share.
         or (_count(config, ("shared_intermediate_size",)) if experts == 1 else None)
         or _count(config, _INTERMEDIATE)
         or 4 * hidden

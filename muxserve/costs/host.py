@@ -27,7 +27,7 @@ class Host:
 
     @staticmethod
     def of(shape: EngineShape, layers: int, by: Calibration) -> Host:
-        """Of an engine of that shape with so many layers."""
+        """The host's work for an engine of that shape whose model has `layers` layers."""
         prefill, decode = by.launch_seconds(shape.graphs, layers, shape.tp > 1)
         return Host(prefill, decode, by.host_step, by.host_sequence, shape.ahead)
 

@@ -231,7 +231,7 @@ class Gateway:
     # ------------------------------------------------------------ front ends, one after the other
 
     async def _keep_offering(self) -> None:
-        """Offer what the fleet of now has. Whatever takes long here holds up nothing else."""
+        """Offer the models that the fleet has now. Whatever takes long here holds up nothing else."""
         while True:
             await self._to_offer.wait()
             self._to_offer.clear()

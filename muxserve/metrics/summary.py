@@ -23,7 +23,7 @@ CURVE = tuple(share / 100 for share in range(101))
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """Of `count` values in seconds. Percentiles are interpolated linearly between the two nearest values."""
+    """How `count` values in seconds are distributed. Percentiles are interpolated linearly between two values."""
 
     count: int
     mean: float

@@ -17,8 +17,8 @@ class FollowedFleet(msgspec.Struct, frozen=True):
 
     `pid` is its process. It goes by the fleet's file of that `generation`: keys, limits, units, and no model that has
     left. `offers` are the models that it answers for, each with the directories of its adapters by name; one that has
-    come is among them as soon as its front end is built, and a candidate when it has answered a request. `refused` says
-    of others why that cannot be. Of those that are `leaving`, the last requests have not ended.
+    come is among them as soon as its front end is built, and a candidate when it has answered a request. `refused`
+    gives the reason why it cannot offer another model. Models that are `leaving` still have requests.
     """
 
     pid: int

@@ -67,7 +67,7 @@ SCHEDULER = "vllm.v1.sched.Scheduler"
 
 
 def contract(folder: Path, version: str, changes: dict[str, tuple[str, str]] | None = None) -> Contract:
-    """Of `OURS` with `OLD`, in whose files each text is replaced by another; no text stands for all of a file."""
+    """The findings on `OURS` with `OLD`, in whose files each text is replaced by another; no text: the whole file."""
     vllm, ours = folder / version / "vllm", folder / "ours"
     for root, files in ((vllm, OLD), (ours, OURS)):
         for name, text in files.items():

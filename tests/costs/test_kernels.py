@@ -153,7 +153,7 @@ class TestTables:
         assert why in tables.why_not(architecture, shape)
 
     def test_tables_of_kernels_that_nobody_serves_with_do_not_count(self, tables: KernelModel) -> None:
-        """Of block-wise FP8 on Blackwell, which docs/costs.md tells of."""
+        """The tables of block-wise FP8 on Blackwell do not count (docs/costs.md)."""
         blocks = architecture_of("Qwen/Qwen3-32B-FP8")
         assert "times what the roofline says of Qwen3ForCausalLM" in tables.why_not(blocks, EngineShape("B200"))
         assert (

@@ -95,7 +95,7 @@ class Streams:
         # The generation of questions: after a change they are others.
         self.generation = 0
         self._tasks: list[asyncio.Task[None]] = []
-        # Of each stream: when it was begun, and its answer.
+        # By stream: when it began, and its answer.
         self.answers: list[list[tuple[int, str]]] = [[] for _ in range(STREAMS)]
 
     async def keep_asking(self, number: int, client: openai.AsyncOpenAI) -> None:

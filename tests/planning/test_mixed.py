@@ -31,7 +31,7 @@ AROUND = Surroundings(MemoryRules.served())
 FLEET = parse_fleet("models: [{name: a, hub: org/a}]\n", "fleet.yaml", Path(), {})
 ELASTIC = unit_ways(FLEET, elastic=True)
 BURSTS = Variation("bursts", cv=4.0)
-# Of so many requests to each model.
+# Requests to each model.
 REQUESTS = 10
 # (engines, policy) of a unit: requests that are answered under each workload.
 Kept = dict[tuple[str, str], dict[str, int]]

@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "build" / "kept"
 _OURS = ("muxserve", "placement", "tests")
-# Of /proc/cpuinfo: what x86-64 and what arm64 say of the kind of processor.
+# Lines of /proc/cpuinfo: what x86-64 and what arm64 say of the kind of processor.
 _PROCESSOR = ("vendor_id", "model", "stepping", "flags", "CPU ", "Features")
 # As this process was started with them: importing vLLM changes some. How much the tests try says nothing of an answer.
 _SETTINGS = sorted(

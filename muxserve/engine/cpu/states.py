@@ -24,7 +24,7 @@ from muxserve.memory.view import ModelView
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mremap.restype = ctypes.c_void_p
 _libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
-# Of <sys/mman.h>; this version of Python has no names for them.
+# From <sys/mman.h>; this version of Python has no names for them.
 _MAYMOVE_FIXED, _NO_RESERVE = 3, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
 _MOST_MAPPINGS = Path("/proc/sys/vm/max_map_count")

@@ -106,8 +106,8 @@ class SecondPooledRunner(SecondRunner, PooledOnDevice, GPUModelRunner):
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
-        """vLLM gives its own requests the first blocks of the cache, in which others' KV is: they write nowhere. Of a
-        model with states as many prompts are in a step as memory was set aside for."""
+        """vLLM gives its own requests the first blocks of the cache, in which others' KV lies: they write nowhere. A
+        step of a model with states has as many prompts as memory was set aside for."""
         tables, scheduling = self.block_tables, self.scheduler_config
         most = scheduling.max_num_seqs
         tables.redirect_writes_to_null_block = True

@@ -53,7 +53,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "green-contexts": {"cluster": {**CLUSTER, "mps": "on", "sm_sharing": "green_contexts"}},
     "graphs": {"cluster": {**CLUSTER, "mps": "on", "sm_sharing": "green_contexts"}, "model_changes": GRAPHS},
 }
-# Of tokens of a prompt, where the next class begins.
+# Tokens of a prompt at which the next class begins.
 LENGTHS = (32, 64, 128)
 # Fleets that do what was found to work, such as graphs with attention.
 FOUND = ("graphs",)

@@ -69,7 +69,7 @@ def kept(value: Any) -> Any:
         return value
     if max(value.untyped_storage().nbytes(), value.numel() * value.element_size()) > LARGEST:
         return NotKept(f"{tuple(value.shape)} {value.dtype}")
-    # Of an expanded tensor several elements are one number, into which nothing can be copied.
+    # Several elements of an expanded tensor are one number, into which nothing can be copied.
     expanded = any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True))
     strides = torch.empty(value.shape, device="meta").stride() if expanded else value.stride()
     host = torch.empty_strided(value.shape, strides, dtype=value.dtype)
