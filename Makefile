@@ -125,6 +125,7 @@ build/docs/.installed: requirements/docs.txt
 
 docs: build/docs/.installed
 	@NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict --quiet
+	@cp configs/fleet.schema.json build/site/
 	@echo "Open build/site/index.html"
 
 bench: setup

@@ -13,7 +13,8 @@ from typing import Literal
 
 from muxserve.cli.output import console, errors, escape, print_error
 from muxserve.config import FleetError
-from muxserve.config.loader import read_text
+from muxserve.config.include import files_of
+from muxserve.config.source import read_text
 from muxserve.control import messages
 from muxserve.control.client import ControlClient, FleetEndedError, NoFleetError, find
 from muxserve.net.exit_codes import ExitCode
@@ -65,7 +66,9 @@ def apply(file: Path, fleet: str | None, dry_run: bool, in_place: bool, as_json:
     except FleetError as error:
         return _wrong(str(error), as_json)
     # The fleet may have been started where these are not set, or are others.
-    environ = {name: os.environ[name] for name in re.findall(r"env:(\w+)", text) if name in os.environ}
+    texts = [text, *(part.read_text(errors="replace") for part in files_of(file, os.environ) if part.is_file())]
+    named = re.findall(r"env:(\w+)", "\n".join(texts))
+    environ = {name: os.environ[name] for name in named if name in os.environ}
     command = messages.Apply(text, str(file), str(file.parent.absolute()), environ, dry_run, in_place)
     return change(command, fleet, as_json)
 

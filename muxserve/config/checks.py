@@ -26,7 +26,7 @@ from muxserve.config.schema import (
 )
 from muxserve.config.source import Source
 from muxserve.config.values import AUTO, switch
-from muxserve.config.variables import ENV
+from muxserve.config.variables import ENV, FILE
 from muxserve.replicas.priorities import DEFAULT_LEVELS, NORMAL
 from muxserve.spec.unit import WEIGHT_FILES
 from muxserve.vllm.args import NGRAM, NGRAM_NUMBERS, RESERVED, SPECULATION
@@ -240,7 +240,6 @@ def _objectives(source: Source, at: KeyPath, slo: object) -> Iterator[Problem]:
         yield source.problem(where, message)
 
 
-_FILE = "file:"
 # Largest file with keys.
 _MOST_KEY_BYTES = 1 << 20
 # What vLLM's loader does not take for weights, or not this version of it, and what to do then.
@@ -330,9 +329,9 @@ def _values(key: str, base: Path, environ: Mapping[str, str]) -> list[str]:
     """The keys that an entry of the file stands for; none if they cannot be read."""
     if key.startswith(ENV):
         parts = environ.get(key[len(ENV) :], "").split(",")
-    elif key.startswith(_FILE):
+    elif key.startswith(FILE):
         try:
-            with opened(_directory(base, key[len(_FILE) :])) as file:
+            with opened(_directory(base, key[len(FILE) :])) as file:
                 parts = file.read(_MOST_KEY_BYTES).decode().splitlines()
         except (CheckpointError, ValueError):
             parts = []
@@ -392,8 +391,8 @@ def _models(source: Source, base: Path, serving: bool) -> Iterator[Problem]:
         for name, path in names:
             if isinstance(name, str):
                 if name in first:
-                    line = source.line(first[name])
-                    yield source.problem(path, f"{shown(name)} is already the name of the model on line {line}")
+                    line = source.line_from(first[name], path)
+                    yield source.problem(path, f"{shown(name)} is already the name of the model on {line}")
                 first.setdefault(name, path)
         if serving and isinstance(adapters, dict):
             yield from _adapters(source, (*at, "adapters"), adapters, base)
@@ -622,7 +621,7 @@ def _tenants(source: Source) -> Iterator[Problem]:
 
 def _secrets(source: Source, base: Path, environ: Mapping[str, str]) -> Iterator[Problem]:
     """Keys that are not there, or are given twice."""
-    known: dict[str, tuple[tuple[str, str | None], int | None]] = {}
+    known: dict[str, tuple[tuple[str, str | None], KeyPath]] = {}
     for path, key, tenant, priority in [
         *((path, key, "", priority) for path, key, priority in api_keys(source)),
         *tenant_keys(source),
@@ -633,17 +632,18 @@ def _secrets(source: Source, base: Path, environ: Mapping[str, str]) -> Iterator
         if key.startswith(ENV) and not values:
             name = key[len(ENV) :]
             yield source.problem(path, f"the environment variable {name} is not set; export it, or remove the key")
-        elif key.startswith(_FILE) and not values:
-            file = _directory(base, key[len(_FILE) :])
+        elif key.startswith(FILE) and not values:
+            file = _directory(base, key[len(FILE) :])
             yield source.problem(path, f"{file} has no key, or cannot be read; write one in each line")
         elif not all(value.isascii() and value.isprintable() and value == value.strip() for value in values):
             yield source.problem(path, "a key must be printable ASCII without spaces around it")
         for value in values:
-            (whose, level), line = known.setdefault(value, ((tenant, priority), source.line(path)))
+            (whose, level), first = known.setdefault(value, ((tenant, priority), path))
+            line = source.line_from(first, path)
             if whose != tenant:
-                yield source.problem(path, f"line {line} has this key, too; it can belong to one tenant only")
+                yield source.problem(path, f"{line} has this key, too; it can belong to one tenant only")
             elif level != priority:
-                yield source.problem(path, f"this key has another priority on line {line}; keep one of the two")
+                yield source.problem(path, f"this key has another priority on {line}; keep one of the two")
     given = source.data.get("gateway")
     gateway = given if isinstance(given, dict) else {}
     if source.data.get("tenants"):

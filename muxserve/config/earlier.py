@@ -38,7 +38,8 @@ def read_earlier(source: Source) -> tuple[list[Problem], list[Problem]]:
             continue
         keys = _today(value, model, gpus)
         for key in keys:
-            source.lines.setdefault(("models", index, key), source.line(at) or 1)
+            if place := source.place(at):
+                source.places.setdefault(("models", index, key), place._replace(path=(*place.path[:-1], key)))
         model.update(keys)
         words = ", ".join(f"{key}: {of}" for key, of in keys.items())
         notes.append(source.problem(at, f"is a key of earlier versions; write `{words}` instead of `phases: {value}`"))

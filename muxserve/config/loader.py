@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from muxserve.config.checks import check, resolve
 from muxserve.config.earlier import read_earlier, removed_key
+from muxserve.config.include import DEFAULTS, parse_whole, spread_defaults
 from muxserve.config.problems import (
     MOST_PROBLEMS,
     FleetError,
@@ -25,11 +27,11 @@ from muxserve.config.problems import (
     format_path,
     shown,
 )
-from muxserve.config.schema import Fleet
-from muxserve.config.source import Source, parse_yaml
+from muxserve.config.schema import Fleet, ModelSettings
+from muxserve.config.source import Source, is_extension, read_text
+from muxserve.config.values import ALIAS_PATTERN
 from muxserve.config.variables import fill_in
 
-_MAX_FILE_BYTES = 4 << 20
 _KINDS = {
     "string_type": "a text",
     "int_type": "a whole number",
@@ -48,7 +50,7 @@ def load_fleet(
 ) -> Fleet:
     """Read and check a fleet file.
 
-    Paths in it are relative to the file; `env:NAME` API keys are looked up in `environ` (the process's own by default).
+    Paths in it are relative to the file; `env:NAME` is looked up in `environ` (the process's own by default).
     Without `serving`, for planning and simulating, models need no weights and the gateway no keys.
 
     Raises:
@@ -56,30 +58,6 @@ def load_fleet(
     """
     text = read_text(path, "fleet file")
     return parse_fleet(text, str(path), Path(path).parent, environ, serving=serving)
-
-
-def read_text(path: str | os.PathLike[str], kind: str) -> str:
-    """The text of a file that a user wrote, called `kind` in what is said about it.
-
-    Raises:
-        FleetError: it cannot be read, is too large or no text.
-    """
-    file = Path(path)
-    try:
-        if file.is_dir():
-            raise FleetError([Problem(f"is a directory; give the {kind} itself", str(path))])
-        data = file.read_bytes()
-    except FileNotFoundError:
-        raise FleetError([Problem("there is no such file", str(path))]) from None
-    except OSError as error:
-        raise FleetError([Problem(f"cannot be read: {error.strerror}", str(path))]) from None
-    if len(data) > _MAX_FILE_BYTES:
-        raise FleetError([Problem(f"is too large for a {kind} (over 4 MiB)", str(path))])
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise FleetError([Problem("is not UTF-8 text", str(path), line)]) from None
 
 
 def parse_fleet(
@@ -93,35 +71,35 @@ def parse_fleet(
     local: bool = True,
 ) -> Fleet:
     """Like `load_fleet`, for text; paths in it are relative to `base`. `others` are keys of the fleet that its models
-    are to join, which the text has not. Paths may name variables of `environ` if the text is `local`."""
+    are to join, which the text has not. A `local` text may include files, and name variables of `environ` in paths."""
     environ = os.environ if environ is None else environ
-    source = parse_yaml(text, file)
+    source = parse_whole(text, file, base, environ, local)
     if not isinstance(source.data, dict):
         raise FleetError([Problem(f"must be a mapping with `models:`, not {_a(source.data)}", file, 1)])
     source.data = {**(others or {}), **source.data}
+    spread_defaults(source, frozenset(ModelSettings.model_fields))
     problems = list(fill_in(source, environ, local))
     notes, mistakes = read_earlier(source)
     problems += mistakes
-    unfilled = {problem.path for problem in problems}
-    problems += [each for each in check(source, base, environ, serving) if each.path not in unfilled]
+    unfilled = {(problem.file, problem.path) for problem in problems}
+    problems += [each for each in check(source, base, environ, serving) if (each.file, each.path) not in unfilled]
     fleet = None
     try:
         fleet = Fleet.model_validate({key: of for key, of in source.data.items() if not is_extension(key)})
     except ValidationError as error:
         # Where a value has the wrong type altogether, the checks above stay silent and this speaks.
-        said = {problem.path for problem in problems}
-        problems += [p for p in problems_of(source, error, Fleet) if p.path not in said]
+        said = {(problem.file, problem.path) for problem in problems}
+        for problem in problems_of(source, error, Fleet):
+            if (problem.file, problem.path) not in said:
+                problems.append(problem)
+                if problem.path[:1] == (DEFAULTS,):  # each model has the mistake, and it is one
+                    said.add((problem.file, problem.path))
     if problems or fleet is None:
         raise FleetError(problems)
     fleet = resolve(fleet, base, environ)
     fleet._source, fleet._notes = source, tuple(notes)
     fleet._places = {model.name: index for index, model in enumerate(fleet.models)}
     return fleet
-
-
-def is_extension(key: object) -> bool:
-    """Whether a key at the top is the user's own, as in Compose files: a place for what YAML anchors repeat."""
-    return isinstance(key, str) and key.startswith("x-")
 
 
 def problems_of(source: Source, error: ValidationError, root: type[BaseModel]) -> list[Problem]:
@@ -157,7 +135,7 @@ def _message(path: KeyPath, details: ErrorDetails, root: type[BaseModel], hints:
         path[-1] == "name" or (path[0] in ("priorities", "tenants") and "keys" not in path)
     ):
         words = "must be letters, digits, '.', '_' and '-' only, at most 64, starting with a letter or digit"
-        return f"{words}: {shown(value)}"
+        return f"{words}: {shown(value)}{_alias_hint(value) if path[0] == 'models' else ''}"
     if kind == "string_pattern_mismatch" and "tenants" in path and "keys" in path:
         return 'must say where the key is, "env:NAME" or "file:PATH", and never be the key itself'
     if kind == "string_pattern_mismatch" and "aliases" in path:
@@ -186,20 +164,26 @@ def _message(path: KeyPath, details: ErrorDetails, root: type[BaseModel], hints:
     return details["msg"]
 
 
+def _alias_hint(value: object) -> str:
+    """What to write for a name that only aliases can be, such as org/name or name:tag."""
+    if not isinstance(value, str) or not re.match(ALIAS_PATTERN, value):
+        return ""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", value.rpartition("/")[2]).strip("-")
+    return f"; write `name: {name}`, and `aliases: [{value}]` for clients that ask for it so" if name else ""
+
+
 def _unknown_key(path: KeyPath, root: type[BaseModel]) -> str:
     """`unknown key`, with the key that was probably meant, here or elsewhere in the file's schema."""
     key = str(path[-1])
     at = _section_at(path[:-1], root)
     here = list(at.model_fields)
-    if closest(key, here) is None:
-        for place, section in _sections(root, ""):
-            near = closest(key, section.model_fields)
-            if near is not None and section is not at:
-                return (
-                    f"unknown key; `{near}` belongs under `{place}`"
-                    if place
-                    else f"unknown key; `{near}` belongs at the top"
-                )
+    elsewhere = [(place, list(section.model_fields)) for place, section in _sections(root, "") if section is not at]
+    found = next(((place, key) for place, keys in elsewhere if key in keys), None)
+    if found is None and closest(key, here) is None:
+        found = next(((place, near) for place, keys in elsewhere if (near := closest(key, keys))), None)
+    if found is not None:
+        place, near = found
+        return f"unknown key; `{near}` belongs " + (f"under `{place}`" if place else "at the top")
     return f"unknown key{did_you_mean(key, here)}"
 
 
@@ -262,8 +246,16 @@ def fleet_schema() -> dict[str, Any]:
     keys["anyOf"] = [*key["anyOf"], {"type": "array", "items": key}]
     migration = schema["properties"]["migration"]
     migration["anyOf"] = [{"enum": ["on", "off", True, False]}, migration["anyOf"][0]]
-    model["anyOf"] = [{"required": ["path"]}, {"required": ["hub"]}, {"required": ["architecture"]}]
-    model["not"] = {"required": ["path", "hub"]}
+    # What every model has to say, `model_defaults` cannot; else they have the same keys.
+    schema["properties"]["models"]["items"] |= {
+        "required": model.pop("required"),
+        "anyOf": [{"required": ["path"]}, {"required": ["hub"]}, {"required": ["architecture"]}],
+        "not": {"required": ["path", "hub"]},
+    }
+    del schema["$defs"]["ModelSettings"]
+    own = [key for key in model["properties"] if key not in ModelSettings.model_fields]
+    defaults = schema["properties"]["model_defaults"]
+    defaults |= {"$ref": "#/$defs/Model", "properties": dict.fromkeys(own, False)}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "MuxServe fleet file",

@@ -31,7 +31,8 @@ class FleetError(Exception):
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         unique = dict.fromkeys(problems)
-        ordered = sorted(unique, key=lambda problem: (problem.line or 0, list(map(str, problem.path))))
+        files = list(dict.fromkeys(problem.file for problem in unique))
+        ordered = sorted(unique, key=lambda each: (files.index(each.file), each.line or 0, list(map(str, each.path))))
         self.problems = ordered[:MOST_PROBLEMS]
         if more := len(ordered) - len(self.problems):
             self.problems.append(Problem(f"{more:,} mistakes more", ordered[-1].file))

@@ -204,6 +204,10 @@ def _keys(value: object) -> object:
     return [value] if isinstance(value, (str, dict)) else value
 
 
+def _files(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
 def _key(value: object) -> object:
     if value == "":
         raise ValueError("must not be empty")
@@ -279,6 +283,8 @@ _WEIGHTS_SCHEMA: dict[str, Any] = {
     ]
 }
 Weights = Annotated[dict[str, Weight], BeforeValidator(_weights), Field(min_length=1), WithJsonSchema(_WEIGHTS_SCHEMA)]
+_FILE_SCHEMA = {"type": "string", "minLength": 1}
+_FILES_SCHEMA: dict[str, Any] = {"anyOf": [_FILE_SCHEMA, {"type": "array", "items": _FILE_SCHEMA}]}
 SharedNames = dict[Annotated[str, Field(pattern=ALIAS_PATTERN)], Weights]
 Tenants = dict[Annotated[str, Field(pattern=NAME_PATTERN)], Tenant]
 Priorities = dict[Annotated[str, Field(pattern=NAME_PATTERN)], Priority]
@@ -426,27 +432,9 @@ class Limits(Section):
     )
 
 
-class Model(Section):
-    """One model of the fleet."""
+class ModelSettings(Section):
+    """What models of a fleet may have in common."""
 
-    name: str = Field(pattern=NAME_PATTERN, description="Name in the API's `model` field and in URLs")
-    aliases: list[Annotated[str, Field(pattern=ALIAS_PATTERN)]] = Field(
-        default_factory=list, description="Other names under which requests may ask for it, e.g. gpt-4o"
-    )
-    adapters: dict[Annotated[str, Field(pattern=ALIAS_PATTERN)], Annotated[str, Field(min_length=1)]] | None = Field(
-        default=None,
-        description="LoRA adapters: directories by the names that requests ask for them with; `{}`: none yet",
-    )
-    path: str | None = Field(default=None, min_length=1, description="Checkpoint directory, relative to the fleet file")
-    hub: str | None = Field(
-        default=None, pattern=r"^[\w.-]+(/[\w.-]+)?$", description="Hugging Face hub id, e.g. org/name"
-    )
-    revision: str | None = Field(default=None, min_length=1, description="Revision of the hub id")
-    architecture: str | None = Field(
-        default=None,
-        min_length=1,
-        description="For planning without a checkpoint: a config.json, or a name such as Qwen/Qwen3-32B",
-    )
     rate: float = Field(
         default=1.0, gt=0, allow_inf_nan=False, description="Expected requests per second; weighs the quotas"
     )
@@ -505,6 +493,29 @@ class Model(Section):
     limits: Limits = Field(default=Limits(), description="Admission limits")
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="vLLM engine options passed through, e.g. trust_remote_code: true"
+    )
+
+
+class Model(ModelSettings):
+    """One model of the fleet."""
+
+    name: str = Field(pattern=NAME_PATTERN, description="Name in the API's `model` field and in URLs")
+    aliases: list[Annotated[str, Field(pattern=ALIAS_PATTERN)]] = Field(
+        default_factory=list, description="Other names under which requests may ask for it, e.g. gpt-4o"
+    )
+    adapters: dict[Annotated[str, Field(pattern=ALIAS_PATTERN)], Annotated[str, Field(min_length=1)]] | None = Field(
+        default=None,
+        description="LoRA adapters: directories by the names that requests ask for them with; `{}`: none yet",
+    )
+    path: str | None = Field(default=None, min_length=1, description="Checkpoint directory, relative to the fleet file")
+    hub: str | None = Field(
+        default=None, pattern=r"^[\w.-]+(/[\w.-]+)?$", description="Hugging Face hub id, e.g. org/name"
+    )
+    revision: str | None = Field(default=None, min_length=1, description="Revision of the hub id")
+    architecture: str | None = Field(
+        default=None,
+        min_length=1,
+        description="For planning without a checkpoint: a config.json, or a name such as Qwen/Qwen3-32B",
     )
     demo: str | None = Field(default=None, min_length=1, description="Question that `muxserve deploy --demo` asks")
 
@@ -631,6 +642,15 @@ class Fleet(Section):
         default=True, description="Processes that hang are killed and started again; off: nobody looks"
     )
     models: list[Model] = Field(min_length=1, max_length=MOST_MODELS, description="The models to serve")
+    # These two are resolved before (`include.py`), and are nothing that a fleet does.
+    include: Annotated[list[str], BeforeValidator(_files), WithJsonSchema(_FILES_SCHEMA)] = Field(
+        default_factory=list,
+        exclude=True,
+        description="Files with other parts of the fleet, relative to this one; patterns such as teams/*.yaml",
+    )
+    model_defaults: ModelSettings = Field(
+        default=ModelSettings(), exclude=True, description="What models have that do not say it themselves"
+    )
 
     _source: Source | None = PrivateAttr(None)
     # Where each model stands in the file, also when this has become a fleet of some of them.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import yaml
 
 from muxserve.config.problems import FleetError, KeyPath, Problem
 
+_MAX_FILE_BYTES = 4 << 20
 _MAX_DEPTH = 64
 _MAX_NODES = 20_000
 _MAX_REPEATED = 100_000  # aliases can make a small file a huge one
@@ -16,24 +19,74 @@ _MAX_REPEATED = 100_000  # aliases can make a small file a huge one
 _Events: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
+class Place(NamedTuple):
+    """Where a key or value stands: its file, the 1-based line, and its key path in that file."""
+
+    file: str
+    line: int
+    path: KeyPath
+
+
 @dataclass
 class Source:
-    """Parsed YAML. `lines` has the 1-based line of each key path (of the key, for what stands in a mapping)."""
+    """Parsed YAML. `places` has the place of each key path (of the key, for what stands in a mapping): in `file`, or in
+    a file that it includes."""
 
     file: str
     data: Any = None
-    lines: dict[KeyPath, int] = field(default_factory=dict)
+    places: dict[KeyPath, Place] = field(default_factory=dict)
 
-    def line(self, path: KeyPath) -> int | None:
-        """The line of `path`, or of its nearest parent that is in the file."""
+    def place(self, path: KeyPath) -> Place | None:
+        """The place of `path`, on the line of its nearest parent that is in a file."""
         for end in range(len(path), -1, -1):
-            if path[:end] in self.lines:
-                return self.lines[path[:end]]
+            if found := self.places.get(path[:end]):
+                return found._replace(path=(*found.path, *path[end:]))
         return None
 
     def problem(self, path: KeyPath, message: str) -> Problem:
         """A problem at `path`."""
-        return Problem(message, self.file, self.line(path), path)
+        place = self.place(path)
+        return Problem(message, *place) if place else Problem(message, self.file, None, path)
+
+    def where(self, path: KeyPath) -> str:
+        """File and line of `path`."""
+        place = self.place(path)
+        return f"{place.file}:{place.line}" if place else self.file
+
+    def line_from(self, path: KeyPath, other: KeyPath) -> str:
+        """Where `path` stands, for a sentence about `other`: "line 5", with its file where that is another one."""
+        place, own = self.place(path), self.place(other)
+        same = place and own and place.file == own.file
+        return f"line {place.line}" if place and same else self.where(path)
+
+
+def is_extension(key: object) -> bool:
+    """Whether a key at the top is the user's own, as in Compose files: a place for what YAML anchors repeat."""
+    return isinstance(key, str) and key.startswith("x-")
+
+
+def read_text(path: str | os.PathLike[str], kind: str) -> str:
+    """The text of a file that a user wrote, called `kind` in what is said about it.
+
+    Raises:
+        FleetError: it cannot be read, is too large or no text.
+    """
+    file = Path(path)
+    try:
+        if file.is_dir():
+            raise FleetError([Problem(f"is a directory; give the {kind} itself", str(path))])
+        data = file.read_bytes()
+    except FileNotFoundError:
+        raise FleetError([Problem("there is no such file", str(path))]) from None
+    except OSError as error:
+        raise FleetError([Problem(f"cannot be read: {error.strerror}", str(path))]) from None
+    if len(data) > _MAX_FILE_BYTES:
+        raise FleetError([Problem(f"is too large for a {kind} (over 4 MiB)", str(path))])
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise FleetError([Problem("is not UTF-8 text", str(path), line)]) from None
 
 
 def parse_yaml(text: str, file: str) -> Source:
@@ -90,8 +143,8 @@ def _check_size(text: str, source: Source) -> None:
 def _walk(node: yaml.Node, path: KeyPath, source: Source, problems: list[Problem]) -> None:
     """Note the lines of `node` and all below it, and the keys given twice."""
     if node.start_mark is not None:
-        source.lines.setdefault(path, node.start_mark.line + 1)
-    if len(path) > _MAX_DEPTH or len(source.lines) > _MAX_REPEATED:
+        source.places.setdefault(path, Place(source.file, node.start_mark.line + 1, path))
+    if len(path) > _MAX_DEPTH or len(source.places) > _MAX_REPEATED:
         if not problems or "nested" not in problems[-1].message:
             problems.append(source.problem(path[:_MAX_DEPTH], "nested too deeply, or repeated too often"))
         return
@@ -108,5 +161,5 @@ def _walk(node: yaml.Node, path: KeyPath, source: Source, problems: list[Problem
                 message = f"given twice (first on line {seen[name]}); keep one"
                 problems.append(Problem(message, source.file, line, where))
             seen.setdefault(name, line)
-            source.lines.setdefault(where, line)
+            source.places.setdefault(where, Place(source.file, line, where))
             _walk(value, where, source, problems)

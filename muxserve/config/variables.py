@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from muxserve.config.problems import KeyPath, Problem
 from muxserve.config.source import Source
 
-ENV = "env:"
+ENV, FILE = "env:", "file:"
 _SHELL = re.compile(r"\$\{(\w*)")
 # By key, `*` for each entry of a list or mapping.
 _SECRETS = (
@@ -21,22 +22,31 @@ _SECRETS = (
     ("gateway", "api_keys", "*"),
     ("gateway", "api_keys", "*", "key"),
     ("tenants", "*", "keys", "*"),
-    ("models", "*", "engine_args", "hf_token"),
 )
-_PATHS = (
+# Relative to the file that they stand in.
+_RELATIVE = (
     ("models", "*", "path"),
     ("models", "*", "architecture"),
     ("models", "*", "adapters", "*"),
-    ("models", "*", "engine_args", "chat_template"),
-    ("models", "*", "engine_args", "tokenizer"),
-    ("models", "*", "engine_args", "download_dir"),
-    ("models", "*", "engine_args", "hf_token"),
     ("gateway", "usage_file"),
     ("gateway", "tls", "cert"),
     ("gateway", "tls", "key"),
     ("gateway", "responses"),
     ("memory", "hibernate"),
 )
+# Options of vLLM: any of them may be a path or a secret.
+_PATHS = (
+    *_RELATIVE,
+    ("models", "*", "engine_args", "*"),
+    ("models", "*", "engine_args", "speculative_config", "model"),
+)
+# No paths, where these may stand.
+_WORDS = ("auto", "on", "off")
+
+
+def unset(name: str) -> str:
+    """What is said of a variable that is not set, where a path may stand."""
+    return f"the environment variable {name} is not set; export it, or write its value here"
 
 
 def fill_in(source: Source, environ: Mapping[str, str], local: bool) -> Iterator[Problem]:
@@ -59,7 +69,7 @@ def fill_in(source: Source, environ: Mapping[str, str], local: bool) -> Iterator
             if not local:
                 yield source.problem(path, "names a variable, which a file from elsewhere may do for keys only")
             elif not environ.get(name):
-                yield source.problem(path, f"the environment variable {name} is not set; export it, or write the path")
+                yield source.problem(path, unset(name))
             else:
                 container[key] = environ[name]
 
@@ -79,3 +89,25 @@ def _found(data: Any, pattern: tuple[str, ...], at: KeyPath = ()) -> Iterator[tu
             yield from _found(data[key], rest, path)
         elif isinstance(data[key], str):
             yield data, key, data[key], path
+
+
+def anchor(data: Any, directory: Path) -> None:
+    """Make relative paths in the data of a file absolute, which stands in `directory`."""
+    for pattern in _RELATIVE:
+        for container, key, value, _ in _found(data, pattern):
+            path = directory / Path(value).expanduser()
+            # An architecture may be a name instead, such as Qwen/Qwen3-32B.
+            if value not in _WORDS and not value.startswith(ENV) and (key != "architecture" or path.exists()):
+                container[key] = str(path)
+    for pattern in _SECRETS:
+        for container, key, value, _ in _found(data, pattern):
+            if value.startswith(FILE):
+                container[key] = f"{FILE}{directory / Path(value.removeprefix(FILE)).expanduser()}"
+
+
+def key_files(data: Any, directory: Path) -> Iterator[Path]:
+    """The files that hold keys, of a fleet file in `directory`."""
+    for pattern in _SECRETS:
+        for _, _, value, _ in _found(data, pattern):
+            if value.startswith(FILE):
+                yield directory / Path(value.removeprefix(FILE)).expanduser()

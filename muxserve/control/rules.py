@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from muxserve.config import AUTO, Fleet, FleetError, Model, parse_fleet
 from muxserve.config.adapters import AdapterError, check_rank
-from muxserve.config.loader import is_extension
+from muxserve.config.include import DEFAULTS, INCLUDE, parse_whole
 from muxserve.config.problems import did_you_mean
 from muxserve.config.schema import MOST_SERVED
-from muxserve.config.source import parse_yaml
+from muxserve.config.source import is_extension
 from muxserve.config.values import ALIAS_PATTERN
 from muxserve.control.changes import ChangeError, WrongCommandError
 from muxserve.spec import FleetSpec, public_name
@@ -116,10 +117,10 @@ def check_add(fleet: FleetSpec, text: str, file: str, base: str, unit: str = "",
     try:
         # Where memory decides who is awake, it does so of this model, too.
         declared = parse_fleet(text, file, Path(base), others={"memory": AUTO} if fleet.residency else {}, local=local)
-        source = parse_yaml(text, file)
+        source = parse_whole(text, file, Path(base), os.environ, local)
     except FleetError as error:
         raise WrongCommandError(str(error)) from None
-    others = [key for key in source.data if key != "models" and not is_extension(key)]
+    others = [key for key in source.data if key not in ("models", INCLUDE, DEFAULTS) and not is_extension(key)]
     if others:
         message = "belongs to the fleet, which runs already; leave it out here"
         raise WrongCommandError("\n".join(str(source.problem((key,), message)) for key in others))

@@ -14,7 +14,7 @@ import zmq
 import zmq.asyncio
 
 from muxserve.config import Fleet, FleetError
-from muxserve.config.loader import read_text
+from muxserve.config.source import read_text
 from muxserve.control import messages, rules
 from muxserve.control.apply import ChangePlan, plan_changes
 from muxserve.control.changes import ChangeError, FleetControl, NoRoomError, Tell, WrongCommandError

@@ -83,7 +83,7 @@ ONE = "models:\n  - name: one\n    path: a\n"
             "models:\n  - name: one\n    hub: ftp://x\n",
             "fleet.yaml:3: models[0].hub: must be a hub id such as org/name, not the address 'ftp://x'",
         ),
-        (f"quux: 80\n{ONE}", "fleet.yaml:1: quux: unknown key; known here: cluster, policy, memory, kv_pool, gateway, tenants, aliases, priorities, migration, dispatch, watchdog, models"),
+        (f"quux: 80\n{ONE}", "fleet.yaml:1: quux: unknown key; known here: cluster, policy, memory, kv_pool, gateway, tenants, aliases, priorities, migration, dispatch, watchdog, models, include, model_defaults"),
         (f"cluster:\n  gpu: 1\n{ONE}", 'fleet.yaml:2: cluster.gpu: unknown key; did you mean "gpus"?'),
         (f"cluster: many\n{ONE}", 'fleet.yaml:1: cluster: must be auto, or a mapping such as "{cores: 2}", not \'many\''),
         (f"cluster: {{cores: 0}}\n{ONE}", "fleet.yaml:1: cluster.cores: must be a whole number of at least 1, or auto, not 0"),

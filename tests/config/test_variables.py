@@ -61,7 +61,7 @@ models:
 
 def test_a_variable_that_is_not_set() -> None:
     (said,) = problems("models:\n  - {name: a, path: env:NOWHERE}\n")
-    told = "models[0].path: the environment variable NOWHERE is not set; export it, or write the path"
+    told = "models[0].path: the environment variable NOWHERE is not set; export it, or write its value here"
     assert said == f"fleet.yaml:2: {told}"
 
 

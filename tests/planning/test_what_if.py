@@ -106,3 +106,15 @@ def test_an_answer_is_saved_beside_its_fleet_file(fleet: Path, tmp_path: Path) -
     assert result.exit_code == 2
     assert "--save: " in result.stderr
     assert "must be in the directory of fleet.yaml" in result.stderr
+
+
+def test_a_fleet_of_several_files_is_saved_as_one(tmp_path: Path) -> None:
+    (tmp_path / "fleet.yaml").write_text("include: one.yaml\nmodel_defaults: {rate: 3}\n")
+    (tmp_path / "one.yaml").write_text(
+        "models:\n  - {name: a, architecture: llama-7b}\n  - {name: b, architecture: llama-7b, rate: 1}\n"
+    )
+    own = load_fleet(tmp_path / "fleet.yaml", serving=False)
+    save_fleet(tmp_path / "fleet.yaml", tmp_path / "saved.yaml", None, with_rates(own, 1 / 3))
+    (tmp_path / "one.yaml").unlink()
+    again = load_fleet(tmp_path / "saved.yaml", serving=False)
+    assert [model.rate for model in again.models] == [pytest.approx(1, abs=1e-5), pytest.approx(1 / 3, abs=1e-5)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from typing import Any
 import yaml
 
 from muxserve.config import Fleet
+from muxserve.config.include import DEFAULTS, INCLUDE, parse_whole
+from muxserve.config.source import read_text
 from muxserve.planning.report.document import SweepPoint
 from placement.cluster import Cluster
 
@@ -92,12 +95,15 @@ def check_beside(file: Path, out: Path) -> None:
 
 
 def save_fleet(file: Path, out: Path, cluster: Cluster | None, fleet: Fleet) -> None:
-    """Write the fleet file `file` with the GPUs of `cluster` and the rates of `fleet`; comments are not kept.
+    """Write the fleet file `file` with the GPUs of `cluster` and the rates of `fleet`, as one file; comments are
+    not kept.
 
     Raises:
         OSError: `out` cannot be written.
     """
-    data = yaml.safe_load(file.read_text())
+    data = parse_whole(read_text(file, "fleet file"), str(file), file.parent, os.environ).data
+    data.pop(INCLUDE, None)
+    usual = data.get(DEFAULTS, {}).get("rate", 1.0)
     if cluster is not None:
         own = data.setdefault("cluster", {})
         for key in ("gpus", "gpu_type", "nodes"):
@@ -112,6 +118,6 @@ def save_fleet(file: Path, out: Path, cluster: Cluster | None, fleet: Fleet) -> 
             counts = Counter((node.device, node.count) for node in cluster.nodes)
             own["nodes"] = [{"count": count, "gpus": gpus, "gpu_type": kind} for (kind, gpus), count in counts.items()]
     for declared, model in zip(data["models"], fleet.models, strict=True):
-        if declared.get("rate", 1.0) != model.rate:
+        if declared.get("rate", usual) != model.rate:
             declared["rate"] = round(model.rate, 6)
     out.write_text(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120))

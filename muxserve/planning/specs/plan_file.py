@@ -11,9 +11,9 @@ import yaml
 from pydantic import Field, ValidationError
 
 from muxserve.config import Fleet, FleetError, Problem
-from muxserve.config.loader import problems_of, read_text
+from muxserve.config.loader import problems_of
 from muxserve.config.problems import KeyPath, did_you_mean
-from muxserve.config.source import Source, parse_yaml
+from muxserve.config.source import Source, parse_yaml, read_text
 from muxserve.config.values import NAME_PATTERN, PolicyName, Section
 from muxserve.planning.candidates.device_pool import CPU
 from muxserve.spec import ShapeName
