@@ -34,7 +34,7 @@ VLLM ?= 0.32.0 0.33.0
 STUB := build/cuda-stub$(if $(filter-out 0.32.0,$(firstword $(VLLM))),-$(firstword $(VLLM)))
 SOAK_ARGS ?= --minutes 60
 TRIAL_ARGS ?= --minutes 14
-# Of what pip says, the packages of 10 MB and more: where most of the time goes.
+# The packages of 10 MB and more that pip names: where most of the time goes.
 LARGE := sed -unE -e 's~^ *(Downloading|Using cached) ([^ ]*/)?([^ /]+) \(([0-9]{2,}\.[0-9] MB|[0-9.]+ GB)\).*~  \1 \3 (\4)~p' \
 	-e 's~^Installing collected packages.*~  Unpacking all of them~p'
 PYTHON_VERSION = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')

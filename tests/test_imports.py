@@ -33,7 +33,7 @@ def packages() -> dict[str, Path]:
 
 
 def rows() -> dict[str, tuple[bool, set[str]]]:
-    """Of each row of the table, whether the package is pure, and what it says that is imported."""
+    """Each row of the table: whether the package is pure, and what the table says that it imports."""
     found = {}
     for row in ROW.finditer(TABLE.read_text()):
         name = Path(row["name"].removeprefix("muxserve/")).stem

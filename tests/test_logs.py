@@ -108,7 +108,7 @@ def test_the_last_lines(run_dir: Path) -> None:
     path = run_dir / "logs/gateway-0.log"
     assert tail(path, 2) == ["logs/gateway-0.log 3", "logs/gateway-0.log 4"]
     assert tail(path, 0) == []
-    # Of a long log only its end is read, and no half line of it is shown.
+    # Only the end of a long log is read, and no half line of it is shown.
     assert tail(path, 9, most_bytes=30) == ["logs/gateway-0.log 4"]
 
 

@@ -92,7 +92,7 @@ ALL = {
     "serviceMonitor": {"enabled": True},
     "inferencePool": {"enabled": True, "endpointPicker": "picker"},
 }
-# Of these Kubernetes itself has no schema.
+# Kubernetes itself has no schema of these.
 EXTENSIONS = {"ServiceMonitor", "InferencePool"}
 
 

@@ -20,7 +20,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def summary(factor: float) -> Summary:
-    """Of requests that all took so many times as long."""
+    """A summary of requests that all took `factor` times as long."""
     return summarise(
         [RequestRecord("m", float(n), 64, 11, first_token=n + 0.1 * factor, finish=n + 1.1 * factor) for n in range(9)]
     )

@@ -74,12 +74,12 @@ class FakePlan:
         self.unit_spec = unit_spec
         self.asked: list[list[Needs]] = []
         self.refuse = False
-        # Of models that came later: which, beside which, and whether they had been loaded; and whether they fit then.
+        # Models that came later: which, beside which, and whether they had been loaded; and whether they fit then.
         self.joining: list[tuple[str, set[str], bool]] = []
         self.fits = {False: True, True: True}
-        # So often the driver still has what has just ended.
+        # How often the driver still holds memory of a process that has just ended.
         self.busy = 0
-        # Of models that sleep: what they are estimated to need.
+        # Bytes that sleeping models are estimated to need.
         self.sleeping: tuple[Needs, ...] = ()
         # Before anything is measured.
         self.estimated: tuple[Needs, ...] = ()

@@ -226,7 +226,7 @@ async def test_a_model_that_cannot_be_started_any_more_is_degraded_and_comes_bac
     degraded = {"one": "engine one/decode cannot start: the weights are of cheese"}
     await fleet.until(lambda: len(fleet.downs(ENGINES[1])) > 10)
     counts = [down.failed_starts for down in fleet.downs(ENGINES[1])]
-    # Of which nobody knows how it ended counts half.
+    # A death of unknown cause counts half.
     assert counts[0] == 0
     assert counts == sorted(counts)
     assert counts[-1] >= 5

@@ -164,7 +164,7 @@ async def test_a_model_that_sleeps_is_loaded_when_it_is_woken(sleeping_fleet: Fl
     assert await kept(fleet, "two", 1) == b"two"
     assert sources(fleet) == ["loading weights", "copying weights back"]
     assert gpu_memory(fleet).models == {"one": 100, "two": 100}
-    # Of what never sleeps there is no copy.
+    # A model that never sleeps has no copy.
     path = host.unit_spec.weights_socket("one", 0)
     with pytest.raises(RuntimeError, match="there is no copy of the weights"):
         await asyncio.to_thread(wire.fetch_copy, path)

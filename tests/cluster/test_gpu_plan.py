@@ -52,7 +52,7 @@ def planner(
     top: str = "",
     shared_memory: int = 16 * GIB,
 ) -> FleetPlanner:
-    """Of a fleet file with these models and `top` above them; `config` is model a's, which has 32 layers otherwise."""
+    """A fleet file with these models and `top` above them; `config` is model a's, which has 32 layers otherwise."""
     usual = {**CONFIG, "num_hidden_layers": 32}
     write_checkpoint(directory / "a", config or usual)
     write_checkpoint(directory / "b", usual)

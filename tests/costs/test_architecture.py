@@ -469,7 +469,7 @@ class TestStates:
             for name, each in states.items()
             if each
         }
-        # Of 48 heads in one group, of 32 heads in 16 groups, and of 128 heads in 8 groups.
+        # 48 heads in one group, 32 heads in 16 groups, and 128 heads in 8 groups.
         assert ways == {
             "granite": [1, 2, 3, 4, 8, 16],
             "qwen3_next": [1, 2, 4, 8, 16],
@@ -480,7 +480,7 @@ class TestStates:
         assert nemotron_h.state_bytes("bfloat16", 4) == nemotron_h.state_bytes("bfloat16") / 4
 
     def test_experts_without_a_gate_are_for_gpus(self) -> None:
-        """Of Nemotron 3 Nano, which has 31.6 billion weights."""
+        """Nemotron 3 Nano has 31.6 billion weights."""
         experts = {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 1}
         widths = {"moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712}
         sizes = {"hidden_size": 2688, "num_attention_heads": 32, "num_key_value_heads": 2, "mamba_num_heads": 64}

@@ -126,7 +126,7 @@ def test_a_factor_that_all_have_in_common_is_found_from_steps_of_one_size() -> N
     for _ in range(20):
         served.decodes(1, most=1)
         served.prompts(1, most=16)
-    # Of long prompts and large batches nothing was seen.
+    # No long prompts and no large batches were seen.
     assert far_off(served.learnt, true) < 0.1
     assert served.decode.correction.ratio == pytest.approx(1.5, rel=0.05)
 

@@ -111,7 +111,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> KernelModel:
 
 
 def architecture_of(name: str) -> ModelArchitecture:
-    """Of a config.json in the package."""
+    """The architecture of a config.json in the package."""
     import aiconfigurator_core
 
     folder = Path(aiconfigurator_core.__file__).parent / "model_configs"

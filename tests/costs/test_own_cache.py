@@ -9,7 +9,7 @@ import pytest
 from muxserve.costs.architecture import read_architecture
 from tests.costs.test_architecture import DEEPSEEK, LLAMA, QWEN3
 
-# Of each layer of LLAMA: K and V of 8 heads with 128 numbers of 16 bits.
+# Each layer of LLAMA: K and V of 8 heads with 128 numbers of 16 bits.
 LAYER = 2 * 8 * 128 * 2
 SPARSE = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
 V4 = {

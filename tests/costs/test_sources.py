@@ -19,7 +19,7 @@ A100 = EngineShape("A100-80GB", dtype="float16")
 
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
-    """Of LLaMA-7B on one A100, beside the fleet's file."""
+    """A profile of LLaMA-7B on one A100, beside the fleet's file."""
     cells = [PrefillCell(1, tokens, 0, tokens * 1e-4) for tokens in (64, 512)]
     steps = [DecodeCell(batch, context, 0.02) for batch in (1, 8) for context in (64, 512)]
     where = {"device": "A100-80GB", "dtype": "float16", "tp": 1, "share": 1.0}

@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 WHEELS = ROOT / os.environ.get("CUDA_STUB_WHEELS", "build/cuda-stub")
-# Of the CUDA toolkit, as two of the wheels bring them.
+# Parts of the CUDA toolkit, as two of the wheels bring them.
 HEADERS = (WHEELS / "nvidia/cu13/include", WHEELS / "triton/backends/nvidia/include")
 DRIVER = ROOT / "memory_manager/tests/fake_cuda/fake_cuda.cpp"
 

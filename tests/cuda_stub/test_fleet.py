@@ -422,7 +422,7 @@ def test_shares_of_leases_choose_the_context(deploy: Start, tmp_path: Path) -> N
         whole = (0, 132)
         for name in names:
             decode, prefill = (engine_trace(fleet, f"{name}/{phase}") for phase in ("decode", "prefill"))
-            # Of 16 parts of 8 SMs: decode from the end, prefill from the front.
+            # There are 16 parts of 8 SMs: decode from the end, prefill from the front.
             assert decode.made == [(96, 32), (64, 64), (32, 96)]
             assert prefill.made == [(0, 32), (0, 64), (0, 96)]
             # In each of them the same graphs.

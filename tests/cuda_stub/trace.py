@@ -12,7 +12,7 @@ WHOLE: Place = (0, 132)
 
 @dataclass
 class Trace:
-    """Of one process. `made`: green contexts; `chosen`: contexts that became current; `captured`: where, by graph;
+    """Calls of one process. `made`: green contexts; `chosen`: contexts that became current; `captured`: place by graph;
     `replayed` and `dropped`: graphs; `refused`: calls that would have broken a capture; `astray`: graphs and kernels of
     another context than the current one; `asked`: how often it looked which context is current."""
 
@@ -28,7 +28,7 @@ class Trace:
 
     @classmethod
     def of(cls, path: Path, pid: int) -> Trace:
-        """Of the process with this number, so far."""
+        """The record of the process with this number, so far."""
         trace, current = cls(), WHOLE
         for line in path.read_text().splitlines():
             number, event, *rest = line.split()

@@ -120,7 +120,7 @@ class Fleet:
         """The processes that run, with their command lines."""
         found = []
         for process in self.processes():
-            # Of a zombie, and of one that has just ended, there is none.
+            # A zombie, and one that has just ended, has none.
             with contextlib.suppress(psutil.Error):
                 found.append((process, process.cmdline()))
         return found

@@ -374,7 +374,7 @@ def test_a_change_that_fails_changes_nothing(fleet: Fleet, tmp_path: Path) -> No
         assert refused.returncode == code, words
         assert refused.stderr.startswith("error: "), words
     assert units(fleet) == before
-    # Of those that ran before, some may only have been ending.
+    # Some of those that ran before may only have been ending.
 
     def more() -> list[str]:
         return [" ".join(line) for process, line in fleet.commands() if process.pid not in running_before]

@@ -154,6 +154,6 @@ async def test_a_gateway_that_hangs_is_started_again(fleet: Fleet, reference: di
 
 
 def hangs(fleet: Fleet) -> float:
-    """Of gateways, so far."""
+    """How many hangs of gateways were counted so far."""
     lines = fresh_metrics(lambda: fleet.get("/metrics").text).splitlines()
     return sum(float(line.split()[-1]) for line in lines if 'muxserve_hangs_total{kind="gateway"}' in line)

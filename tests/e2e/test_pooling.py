@@ -46,7 +46,7 @@ def test_embeddings_with_the_official_client(fleet: Fleet, pooled: dict[str, Any
     for text, expected in zip(TEXTS, pooled[model]["data"], strict=True):
         answer = fleet.client.embeddings.create(model=model, input=text)
         assert same(answer.data[0].embedding, expected)
-    # Of several at once the floats depend on what else is in the step, by rounding.
+    # When several run at once, their floats depend on what else is in the step, by rounding.
     answer = fleet.client.embeddings.create(model=model, input=TEXTS)
     assert [each.index for each in answer.data] == list(range(len(TEXTS)))
     for each, expected in zip(answer.data, pooled[model]["data"], strict=True):

@@ -95,7 +95,7 @@ def _decoding(fleet: Fleet, model: str = OWN) -> int:
 
 @pytest.mark.thorough
 async def test_it_sleeps_and_wakes(tmp_path: Path, reference: dict[str, Any]) -> None:
-    """Of two models only one has room at a time, so that each request wakes one."""
+    """Only one of two models has room at a time, so that each request wakes one."""
     path = fleet_file(
         tmp_path,
         {"replicas": {"max": 1, "wake": 4 * PATIENCE}},

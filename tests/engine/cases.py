@@ -45,8 +45,8 @@ GROWN: dict[str, tuple[str, dict[str, Any]]] = {
     "grown": ("What is 12 + 7?", {"max_tokens": 200, "ignore_eos": True}),
     "grown-seed": ("Tell me something.", {"max_tokens": 200, "temperature": 1.0, "seed": 3, "ignore_eos": True}),
 }
-# Of a model that sees images: a prompt, the sizes of its images (width, height in pixels; of one size there is one
-# image), and sampling parameters. The first and the last size become five pieces of 16 tokens, the second one.
+# Requests to a model that sees images: a prompt, the sizes of its images (width, height in pixels; one image per size),
+# and sampling parameters. The first and the last size become five pieces of 16 tokens, the second one.
 WIDE, SMALL, TALL = (100, 80), (40, 30), (60, 110)
 SEEN: dict[str, tuple[str, list[tuple[int, int]], dict[str, Any]]] = {
     "image": ("Look: <image> What is it?", [WIDE], {"max_tokens": 40, "ignore_eos": True}),

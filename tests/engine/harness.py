@@ -99,8 +99,8 @@ PRIVATE_KINDS = cases(PRIVATE, ["llama4"])
 LATENT = TINY.keys() & {"deepseek_v2", "deepseek_v3"}
 # Those of `TINY` that keep a state of a sequence in some layers.
 STATEFUL = TINY.keys() & {"granite_hybrid", "nemotron_h", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
-# Of those, such that are computed in 16 bits, where what else is in a batch, and how many ranks there are, changes the
-# last bits, and now and then a token.
+# Those among them that are computed in 16 bits: what else is in a batch, and how many ranks there are, changes the last
+# bits, and now and then a token.
 ROUNDED = TINY.keys() & {"qwen3_next", "qwen3_5", "qwen3_5_moe"}
 # The same weights with 8 and with 4 bits. On CPUs without AVX-512 vLLM has no kernels for `INT4`, nor for an FP8 cache.
 INT4 = "atlas-int4"
@@ -164,7 +164,7 @@ def private_model(name: str, path: Path, **changes: Any) -> ModelSpec:
         "kv_heads": 0,
         "quota_pages": 0,
         "num_blocks": 2,
-        # Of those with states it is off unless it is asked for.
+        # With states it is off unless it is asked for.
         "prefix_caching": architecture.states is None,
     }
     return model_spec(name, **{**values, **changes})

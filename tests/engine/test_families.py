@@ -53,7 +53,7 @@ def families() -> Iterator[Engines]:
 
 @pytest.mark.parametrize("kind", [kind for kind in SERVED if kind.values[0] in FAMILIES | TEXTS])
 def test_tokens_are_those_of_stock_vllm(families: Engines, stock_families: dict[str, Any], kind: str) -> None:
-    """Of a multi-modal one: those of its language model alone, which is all that stock vLLM can load without
+    """A multi-modal model has the tokens of its language model alone, which is all that stock vLLM can load without
     torchvision."""
     same_as_stock(families, kind, stock_families[LANGUAGE_MODEL_OF.get(kind, kind)], ASKED)
 

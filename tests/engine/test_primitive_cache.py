@@ -17,7 +17,7 @@ import torch
 import vllm._custom_ops as ops
 from vllm.platforms import current_platform
 
-# Of vLLM's builds the one for this processor.
+# The one among vLLM's builds that is for this processor.
 current_platform.import_kernels()
 
 def dirty():

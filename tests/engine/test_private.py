@@ -28,7 +28,7 @@ ENGINE = f"{OWN}/both"
 DRAFTED, AHEAD = "drafted", "ahead"
 # Room for some sequences of it only.
 FEW = 14 << 20
-# Of LFM2 stock vLLM on CPU has other tokens, too, when several prompts are in a step. Zamba 2 was tried so only.
+# Stock vLLM on CPU has other tokens for LFM2, too, when several prompts are in a step. Zamba 2 was tried so only.
 ALONE = {"lfm2", "zamba2"}
 
 

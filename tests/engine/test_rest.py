@@ -104,7 +104,7 @@ def test_what_an_engine_has_when_it_is_told_to_rest_is_lost_to_it(family: Engine
 
 
 def test_what_was_stopped_goes_on_with_the_kv_that_it_had(family: Engines) -> None:
-    """Of its prompt and of its answer the full blocks are found as cached prefixes after the rest."""
+    """The full blocks of its prompt and of its answer are found as cached prefixes after the rest."""
     family.forget_prefixes(MODEL)
     tokens, block = 400, family.unit_spec.model(MODEL).block_tokens
     body = family.body("stopped", PROMPTS[2], max_tokens=tokens, ignore_eos=True)

@@ -65,7 +65,7 @@ def test_jobs_slow_each_other_down_while_they_run(tmp_path: Path, monkeypatch: p
     one.run(0.1, Load(0.0, 0.5))
     assert clock.now == pytest.approx(100.5, abs=0.003)
     other._rows[other._mine, 1] = 0.0
-    # Of an engine that died, the last job counts for a moment only, and its row is another's.
+    # The last job of an engine that died counts for a moment only, and its row is another's.
     other._rows[other._mine] = (2**22 + 1, clock.now + 0.008, *Load(0.0, 1.0))
     began = clock.now
     one.run(0.1, Load(0.0, 0.5))

@@ -110,7 +110,7 @@ def _context(pages: torch.Tensor, blocks: torch.Tensor, used: int) -> torch.Tens
 
 
 def get_scheduler_metadata(**kwargs: Any) -> torch.Tensor:
-    """Of the size that FlashAttention 3 gives, filled with what it was asked for."""
+    """Scheduler metadata of FlashAttention 3's size, filled with the arguments."""
     batch = kwargs["batch_size"]
     assert kwargs["cache_seqlens"].shape == (batch,)
     assert kwargs["cu_seqlens_q"].shape == (batch + 1,)

@@ -36,7 +36,7 @@ def test_tokens_are_those_of_stock_vllm(served: Path) -> None:
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_so_are_those_of_other_kinds(served: Path, kind: str) -> None:
-    """Of sinks, latents and states; prompts that begin alike go on behind a snapshot of the states."""
+    """Sinks, latents and states; prompts that begin alike go on behind a snapshot of the states."""
     expected = json.loads((served / f"stock-{kind}.json").read_text())
     for weights in (kind, f"held-{kind}"):
         answers = json.loads((served / f"{weights}.json").read_text())

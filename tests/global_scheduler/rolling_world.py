@@ -103,7 +103,7 @@ class RollingWorld:
         self.now = 1000.0
         self.units = {f"u{n}": FakeUnit(f"u{n}") for n in range(units)}
         self.serving = set(self.units)
-        # Of which nobody wants all: then requests are refused, and rightly.
+        # Units that a drain or scaling takes away. If these are all units, requests are refused, and rightly.
         self.unwanted: set[str] = set()
         self.ordered = False
         self.requests: dict[str, Asked] = {}

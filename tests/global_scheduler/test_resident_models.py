@@ -371,7 +371,7 @@ def test_a_question_that_is_repeated_waits_since_it_was_asked_first() -> None:
 
 @pytest.mark.parametrize(("made", "first"), [(400, "new"), (1, "new"), (0, "old")])
 def test_who_has_had_a_turn_gives_the_next_one_to_somebody_new(made: int, first: str) -> None:
-    """Of two models one has room. Requests for both have waited since before memory was measured, the older ones for
+    """One of two models has room. Requests for both have waited since before memory was measured, the older ones for
     one that has been served before."""
     world = World(deployed(names := ["old", "new"], FIXED + MODEL + LOADING))
     spec = world.core.fleet.residency["u0"]

@@ -23,7 +23,7 @@ class FakeDriver:
         self.calls: list[str] = []
         self.current = 0
         self.chosen: list[int] = []
-        # Of each context that was made, by its handle: the parts of the GPU; of each stream, its context.
+        # The parts of the GPU of each context, by its handle; the context of each stream.
         self.contexts: dict[int, list[int]] = {}
         self.streams: dict[int, int] = {}
 

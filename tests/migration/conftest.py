@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _kind(item: pytest.Item) -> str:
-    """Of the test's units, if it has any."""
+    """The kind of model that the test's units serve; "" where it has none."""
     callspec = getattr(item, "callspec", None)
     asked: str = callspec.params.get("kind", "") if callspec is not None and item.path.parent == HERE else ""
     return asked

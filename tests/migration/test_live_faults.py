@@ -46,7 +46,7 @@ _, PROMPT, OUTPUT = STRUCK
 # Bytes per second; a token has 2 KiB by head, and a little more as latents or beside states.
 BANDWIDTH = 3e6
 STEPS = ("showing", "copying", "last", "committing")
-# Of a model that keeps states, too.
+# Also with a model that keeps states.
 STATE = "state"
 PARTS = ("decode", "prefill", "migrator", "memory", "scheduler")
 # Whoever is stopped for a step not to end. The last stage has to wait for the bandwidth of the first.

@@ -113,7 +113,7 @@ def test_memory_is_let_go_of(
         with open(f"/proc/{os.getpid()}/maps") as maps:
             return {line for line in maps if "muxserve-" in line and ".pool." in line}
 
-    # Of other tests in this process.
+    # Pools of other tests in this process.
     before = pools()
 
     def mapped() -> bool:

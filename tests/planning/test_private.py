@@ -137,7 +137,7 @@ def test_what_is_never_private_keeps_no_kv(tmp_path: Path) -> None:
 
 
 def test_the_type_of_a_cache_with_scales(tmp_path: Path) -> None:
-    """Of which the checkpoint says that it has 8 bits."""
+    """The checkpoint says that its cache has 8 bits."""
     quantised = {**LLAMA, "quantization_config": {"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}}}
     found = unit(tmp_path, config=quantised)
     assert found.demands[1].bytes_per_token == TOKEN // 2

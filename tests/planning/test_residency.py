@@ -215,7 +215,7 @@ class TestWhileItServes:
         assert (spec.turns, changed.turns) == (None, TurnRules(cores=spec.rules.wakes.cores))
         with pytest.raises(NoMemoryError, match=r"raise memory\.limit"):
             as_declared(spec, wanted, spec.rules.fixed)
-        # Of GPUs the pools were sized by the limit, which stays.
+        # On GPUs the limit sized the pools, and it stays.
         gpus = msgspec.structs.replace(spec, on_gpus=True, resting=2)
         assert as_declared(gpus, wanted, GIB).rules.limit == spec.rules.limit
         assert as_declared(gpus, declared("auto", *[""] * 3), GIB).turns == TurnRules()

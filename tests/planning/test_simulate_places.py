@@ -93,7 +93,7 @@ def test_a_fleet_of_all_shapes(mixed: Path, plan_of_mixed: Path, tmp_path: Path)
 
 @pytest.mark.slow
 def test_words_of_each_shape(mixed: Path, plan_of_mixed: Path) -> None:
-    """Of a plan, which is simulated as it is, and with the same report every time."""
+    """A plan is simulated as it is, and with the same report every time."""
     given = (mixed, "--workload", LOAD, "--plan", plan_of_mixed)
     words = " ".join(simulate(*given).stdout.split())
     assert "ring is rolling over 2 replicas; after its first token a request waits" in words

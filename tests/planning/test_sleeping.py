@@ -61,7 +61,7 @@ def test_fewer_gpus_are_enough_for_models_that_sleep(fleet: Path) -> None:
     assert 0 < len(found[1]["all_awake"]["without_place"]) < 10
     needed = told["sleeping"]["gpus_needed"]
     assert needed["with_memory"] < needed["all_awake"] <= 4
-    # Of a plan for one number of GPUs it is the same figure.
+    # A plan for one number of GPUs has the same figure.
     alone = json.loads(run(*asked, "--gpus", 1)[1])
     assert sizes(alone)[1]["with_memory"] == found[1]["with_memory"]
 

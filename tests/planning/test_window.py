@@ -58,7 +58,7 @@ def planned(file: Path, *arguments: str) -> Mapping[str, Any]:
 @pytest.mark.parametrize("rate", [0.001, 0.1, 1.0, 30.0, 200.0])
 def test_at_any_rate_it_holds_several_of_the_longest_answers_and_some_requests(rate: float) -> None:
     plan = plan_for(rate)
-    # Of log-normal lengths with a mean of 256 and a sigma of 0.8 one in a hundred is longer than 1,196.
+    # One in a hundred log-normal lengths with a mean of 256 and a sigma of 0.8 is longer than 1,196.
     tokens = longest_tokens(loads_of(plan.demands, {"m": 8192}, 300.0)["m"].output)
     assert tokens == pytest.approx(1196, rel=0.2)
     longest = tokens * (plan.estimates[0].models[0].level.tpot or 0.0)

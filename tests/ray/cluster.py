@@ -39,7 +39,7 @@ class Nodes:
 
     @property
     def address(self) -> str:
-        """Of the cluster."""
+        """Where nodes and drivers reach the cluster's head."""
         return str(self._cluster.address)
 
     def add(self, host: str, cpus: int, **more: Any) -> None:

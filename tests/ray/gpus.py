@@ -77,7 +77,7 @@ class Node:
         return [line.split()[1] for line in self.journal() if line.startswith("daemon")]
 
     def pids(self, what: str) -> list[int]:
-        """Of daemons (pid) or servers (server), in order."""
+        """Process numbers of daemons (`pid`) or servers (`server`), in order of their starts."""
         return [int(line.split()[1]) for line in self.journal() if line.startswith(f"{what} ")]
 
     def tell(self, name: str) -> None:

@@ -219,7 +219,7 @@ def test_long_prefills_weigh_more_than_short_ones() -> None:
         member.admitted("a", 10, seconds, now=0.0)
         member.measured(seconds + 0.1, ["a"])
         member.left("a", 0.0)
-    # Of each two prefills 1.21 s were measured and 1.01 s predicted; the mean of the ratios is 6.05.
+    # Each two prefills took 1.21 s, and 1.01 s were predicted; the mean of the ratios is 6.05.
     assert member.bias == pytest.approx(1.21 / 1.01, rel=0.02)
 
 

@@ -516,7 +516,7 @@ class Machine:
             smaller = grant.share < engine.share
             engine.lease_id, engine.steps, engine.share = lease_id, grant.steps, grant.share
             if smaller and not engine.stepping:
-                # Of a step that runs the report comes at its end.
+                # The report of a running step comes at its end.
                 remaining = len(engine.jobs)
                 told = StepsDone(lease_id, grant.steps, 0.0, 0, remaining)
                 self.at(

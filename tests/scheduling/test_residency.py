@@ -409,10 +409,10 @@ def test_prefetched_weights_give_way() -> None:
     policy = prefetching(100, a=WakeCosts(60), b=WakeCosts(60), c=WakeCosts(20, ttft=1.0))
     busy, b = Standing("a", AWAKE, 0.0, running=1), Standing("b", ASLEEP, 0.0, waiting=[9.9], held=30)
     policy.decide(10.0, 10, [busy, b, Standing("c", ASLEEP, 0.0)])
-    # Of a model that is woken: what nothing takes is less by then.
+    # While a model is woken: there is less free memory by then.
     c = Standing("c", ASLEEP, 0.0, waiting=[10.1])
     assert policy.decide(10.1, 10, [busy, b, c]) == [Prefetch("b", 10), Wake("c")]
-    # Of caches that grow.
+    # Caches grow.
     grown = Standing("a", AWAKE, 0.0, running=1, held=85)
     assert policy.decide(10.2, 10, [grown, b, Standing("c", ASLEEP, 0.0)]) == [Prefetch("b", 5)]
     # And when nobody waits for the model any more.

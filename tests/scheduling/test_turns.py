@@ -159,7 +159,7 @@ class TestWaitingSince:
     TTFT, TPOT, SWITCH = 1.0, 0.1, 0.3
 
     def since(self, now: float, *stopped: tuple[float, int], others: bool = False) -> list[float]:
-        """Of requests that came at 10, were stopped when they had so many tokens, at that time."""
+        """Requests that came at 10, and were stopped at the given time with the given number of tokens."""
         requests = [StoppedRequest(at, next_due(10.0, made, self.TTFT, self.TPOT)) for at, made in stopped]
         return waiting_since(now, requests, TurnRules(standstill=30.0), self.TTFT, self.SWITCH, others)
 

@@ -48,7 +48,7 @@ def test_all_layers_are_somewhere(layers: int, stages: int) -> None:
 def test_the_parts_add_up_to_the_model() -> None:
     parts = stage_architectures(MODEL, split_layers(48, 4))
     assert [part.layers for part in parts] == [12] * 4
-    # Of the two matrices of the vocabulary, embeddings are looked up and cost nothing.
+    # The vocabulary has two matrices: embeddings are looked up and cost nothing.
     assert sum(part.parameters for part in parts) == MODEL.parameters
     assert [part.vocab for part in parts] == [0, 0, 0, MODEL.vocab]
 

@@ -160,7 +160,7 @@ WORLDS = [alone(), *(replace(alone(both=True, decode_share=1.0), policy=policy) 
 def test_a_turn_finds_what_was_said_before_it(simulated: SimUnit) -> None:
     block = simulated.models[0].profile.kv.block_tokens
     result = run(SimulatedUnit(simulated, Analytic()), turns(3))
-    # Of the last token of an answer nothing is computed, and the block that is not full is nobody's.
+    # Nothing is computed for the last token of an answer, and the block that is not full is nobody's.
     assert [r.cached_tokens for r in result.records] == [0, *((140 + 60 * n + 19) // block * block for n in range(2))]
     off = replace(simulated, models=(replace(simulated.models[0], prefix_caching=False),))
     plain = run(SimulatedUnit(off, Analytic()), turns(3))

@@ -133,7 +133,7 @@ def test_states_take_blocks_whatever_the_length(kind: int) -> None:
 
 
 def test_what_is_behind_a_window_is_given_back() -> None:
-    """Of 20 blocks of a sequence a layer with a window of 40 tokens keeps 4 while it decodes, and 5 while a chunk of
+    """A layer with a window of 40 tokens keeps 4 of a sequence's 20 blocks while it decodes, and 5 while a chunk of
     its prompt of at most 16 tokens is computed: 40 - 1 + 16 tokens in a row, which begin anywhere in a block."""
     changes: dict[str, Any] = {
         "pages": 160,

@@ -36,7 +36,7 @@ class Step:
 
     @property
     def longest_seconds(self) -> float:
-        """Of its requests, to their end."""
+        """The longest request of either load, from start to end, in seconds."""
         return max(self.load.longest_seconds, self.own.longest_seconds)
 
     def as_json(self) -> dict[str, Any]:

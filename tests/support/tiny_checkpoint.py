@@ -27,10 +27,10 @@ Kind = Literal[
     "idefics3",
     "qwen3-classifier", "bert", "bert-reranker",
 ]  # fmt: skip
-# Of those with sliding windows, in tokens: more than a block, and no multiple of one.
+# Size of sliding windows in tokens: more than a block, and no multiple of one.
 WINDOW = 100
 
-# Of a multi-modal kind, the kind of its language model, and what computes its images.
+# A multi-modal kind: the kind of its language model, and what computes its images.
 LANGUAGE_MODEL_OF: dict[str, Kind] = {
     "gemma3-mm": "gemma3",
     "mistral3": "mistral",
@@ -39,7 +39,7 @@ LANGUAGE_MODEL_OF: dict[str, Kind] = {
     "qwen3_5-mm": "qwen3_5",
 }
 
-# Of kinds whose configuration has another name than their model.
+# Kinds whose configuration has another name than their model.
 TEXT_CONFIGS = {"gemma3": "Gemma3Text", "qwen3_5": "Qwen3_5Text", "qwen3_5_moe": "Qwen3_5MoeText"}
 CACHE = Path(__file__).resolve().parents[2] / "build" / "tiny-checkpoints"
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -53,7 +53,7 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 VERSION = 6
-# Of a model that sees images. Each piece of 56 x 56 pixels becomes 16 tokens; a larger image is divided into up to
+# A model that sees images. Each piece of 56 x 56 pixels becomes 16 tokens; a larger image is divided into up to
 # 2 x 2 pieces, beside the whole in small.
 PIECE, PATCH, SCALE, LONGEST_EDGE = 56, 7, 2, 112
 IMAGE_TOKENS = [

@@ -315,7 +315,7 @@ class Engine:
 
 
 class Migrator:
-    """Of one unit: both directions, without pages. Messages between migrators are tuples."""
+    """The migrator of one unit: both directions, without pages. Messages between migrators are tuples."""
 
     def __init__(self, world: World, unit: Unit) -> None:
         self.world, self.unit = world, unit

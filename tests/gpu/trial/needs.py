@@ -78,7 +78,7 @@ NEEDS: dict[str, Callable[[], str]] = {
 
 
 def missing(names: Collection[str]) -> dict[str, str]:
-    """Of these needs, the ones that are not met, and why."""
+    """The needs that are not met, and why."""
     found = {}
     for name, need in NEEDS.items():
         if name not in names:
