@@ -13,6 +13,7 @@ from muxserve.cli.fleet_app import app as fleet_app
 from muxserve.cli.offline_app import app as offline_app
 from muxserve.cli.options import takes
 from muxserve.cli.settings import DeploySettings, FleetFile
+from muxserve.cli.teams_app import app as teams_app
 from muxserve.net.process import close_inherited
 
 # Plain help and no rich tracebacks: both would import much for little.
@@ -27,6 +28,7 @@ app = typer.Typer(
 
 app.add_typer(fleet_app)
 app.add_typer(offline_app)
+app.add_typer(teams_app)
 
 
 def _version(value: bool) -> None:

@@ -26,6 +26,11 @@ _WORKLOADS = {
     ExitCode.DONE: "written, or shown",
     ExitCode.WRONG: "the workload, a file or an option is wrong",
 }
+_KEYS = {
+    ExitCode.DONE: "done",
+    ExitCode.NO: "there is no such key",
+    ExitCode.WRONG: f"the command line is wrong, {_NO_FLEET_THERE}, or it refused the API key",
+}
 # Exit codes of each command, beside those of all commands, which `OF_ALL` has.
 OF_COMMANDS: Mapping[str, Mapping[ExitCode, str]] = {
     "deploy": {
@@ -53,6 +58,13 @@ OF_COMMANDS: Mapping[str, Mapping[ExitCode, str]] = {
         ExitCode.DONE: "ended",
         ExitCode.WRONG: f"{_NO_FLEET_THERE}, it refused the API key, or it shows nothing",
     },
+    "usage": {
+        ExitCode.DONE: "printed",
+        ExitCode.WRONG: f"a day is none, {_NO_FLEET_THERE}, or it refused the API key",
+    },
+    "keys create": _KEYS,
+    "keys list": _KEYS,
+    "keys revoke": _KEYS,
     "logs": {
         ExitCode.DONE: "printed",
         ExitCode.WRONG: "there is no such log, or no fleet runs here",

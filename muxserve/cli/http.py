@@ -30,14 +30,31 @@ def get_json(url: str, path: str, key: str | None = None, timeout: float = 10.0)
     """
     with _connection(url, timeout) as (connection, base):
         connection.request("GET", base + path, headers=_headers(key))
-        response = connection.getresponse()
-        body = response.read()
-        try:
-            return response.status, json.loads(body)
-        except ValueError:
-            raise HTTPFailure(
-                f"{url}{path} answered {response.status} with something that is not JSON; is this a MuxServe endpoint?"
-            ) from None
+        return _answer(connection.getresponse(), url, path)
+
+
+def send_json(
+    url: str, method: str, path: str, body: object = None, key: str | None = None, timeout: float = 10.0
+) -> tuple[int, Any]:
+    """Status and JSON body of the answer to `method url/path`, with `body` as JSON if there is one.
+
+    Raises:
+        HTTPFailure: no connection, or an answer that is not JSON.
+    """
+    with _connection(url, timeout) as (connection, base):
+        text = None if body is None else json.dumps(body)
+        connection.request(method, base + path, text, {**_headers(key), "Content-Type": "application/json"})
+        return _answer(connection.getresponse(), url, path)
+
+
+def _answer(response: http.client.HTTPResponse, url: str, path: str) -> tuple[int, Any]:
+    body = response.read()
+    try:
+        return response.status, json.loads(body)
+    except ValueError:
+        raise HTTPFailure(
+            f"{url}{path} answered {response.status} with something that is not JSON; is this a MuxServe endpoint?"
+        ) from None
 
 
 def stream_chat(url: str, model: str, question: str, key: str | None = None, timeout: float = 60.0) -> Iterator[str]:

@@ -89,6 +89,7 @@ class Changes:
                 scaling=fleet.scaling,
                 residency=fleet.residency,
                 aliases=fleet.aliases,
+                fallbacks=fleet.fallbacks,
             )
             self._units.publish()
             self._models.follow(followed(declared, wanted))

@@ -7,10 +7,11 @@ Importing this package loads pydantic; the command line does so only in the comm
 
 from muxserve.config.loader import load_fleet, parse_fleet
 from muxserve.config.problems import FleetError, Problem
-from muxserve.config.schema import NETWORK, Fleet, MemorySection, Model, Replicas
+from muxserve.config.schema import ALL_MODELS, NETWORK, Fleet, MemorySection, Model, Replicas
 from muxserve.config.values import AUTO
 
 __all__ = [
+    "ALL_MODELS",
     "AUTO",
     "NETWORK",
     "Fleet",

@@ -16,6 +16,8 @@ from muxserve.config.adapters import AdapterError, rank_of
 from muxserve.config.checkpoint_files import CheckpointError, check_directory, opened
 from muxserve.config.problems import KeyPath, Problem, closest, did_you_mean, shown
 from muxserve.config.schema import (
+    ALL_MODELS,
+    BATCHES_DIRECTORY,
     MOST_REPLICAS,
     MOST_SERVED,
     RESPONSES_FILE,
@@ -280,6 +282,7 @@ def check(source: Source, base: Path, environ: Mapping[str, str], serving: bool 
         *check_shapes(source),
         *_tenants(source),
         *_shared_names(source),
+        *_fallbacks(source),
         *(_secrets(source, base, environ) if serving else ()),
     ]
 
@@ -289,7 +292,10 @@ def resolve(fleet: Fleet, base: Path, environ: Mapping[str, str]) -> Fleet:
 
     A variable may hold several keys, separated by commas; a file one in each line.
     """
-    models = [model.model_copy(update=_absolute(model, base)) for model in fleet.models]
+    models = [
+        model.model_copy(update={**_absolute(model, base), **_fallback_key(model, base, environ)})
+        for model in fleet.models
+    ]
     # The first mention of a key counts; that two of them differ in priority has been refused.
     keys = list({key.key: key for key in _resolved_keys(fleet.gateway.api_keys, base, environ)}.values())
     kept, tls = fleet.gateway.responses, fleet.gateway.tls
@@ -299,6 +305,7 @@ def resolve(fleet: Fleet, base: Path, environ: Mapping[str, str]) -> Fleet:
             "usage_file": str(_directory(base, fleet.gateway.usage_file)),
             "tls": tls and tls.model_copy(update={key: str(_directory(base, getattr(tls, key))) for key in _TLS_FILES}),
             "responses": kept and str(_directory(base, kept)),
+            "batches": fleet.gateway.batches and str(_directory(base, fleet.gateway.batches)),
         }
     )
     tenants = {
@@ -348,6 +355,14 @@ def _absolute(model: Model, base: Path) -> dict[str, object]:
     if model.adapters:
         found["adapters"] = {name: str(_directory(base, path)) for name, path in model.adapters.items()}
     return found
+
+
+def _fallback_key(model: Model, base: Path, environ: Mapping[str, str]) -> dict[str, object]:
+    """The fallback of a model with the key of its endpoint, if that wants one."""
+    if model.fallback is None or model.fallback.key is None:
+        return {}
+    values = _values(model.fallback.key, base, environ)
+    return {"fallback": model.fallback.model_copy(update={"key": values[0] if values else None})}
 
 
 def _directory(base: Path, path: str) -> Path:
@@ -617,6 +632,54 @@ def _tenants(source: Source) -> Iterator[Problem]:
             if isinstance(model, str) and model not in known:
                 message = f"there is no model {shown(model)}{did_you_mean(model, known)}"
                 yield source.problem(("tenants", str(tenant), "models", index), message)
+        budgets = given.get("budgets") if isinstance(given, dict) else None
+        for period, budget in budgets.items() if isinstance(budgets, dict) else ():
+            for model in budget if isinstance(budget, dict) else ():
+                if isinstance(model, str) and model != ALL_MODELS and model not in known:
+                    message = f"there is no model {shown(model)}{did_you_mean(model, known)}"
+                    yield source.problem(("tenants", str(tenant), "budgets", str(period), model), message)
+    if isinstance(tenants, dict) and tenants and not _has_admin(source):
+        for tenant, given in tenants.items():
+            if isinstance(given, dict) and not given.get("keys"):
+                message = "has no keys, and nobody could make some: give it `keys`, or set `gateway.api_keys`"
+                yield source.problem(("tenants", str(tenant)), message)
+
+
+def _has_admin(source: Source) -> bool:
+    """Whether somebody has a key that may make others."""
+    tenants = source.data.get("tenants")
+    named = [each for each in tenants.values() if isinstance(each, dict)] if isinstance(tenants, dict) else []
+    return any(key for _, key, _ in api_keys(source)) or any(each.get("admin") and each.get("keys") for each in named)
+
+
+def _fallbacks(source: Source) -> Iterator[Problem]:
+    """What answers in place of a model: one that there is, not the model itself, and with a key only elsewhere."""
+    models, known = source.data.get("models"), _model_names(source)
+    after: dict[str, str] = {}
+    for index, model in enumerate(models if isinstance(models, list) else ()):
+        given = model.get("fallback") if isinstance(model, dict) else None
+        at: KeyPath = ("models", index, "fallback")
+        own = {"model": given} if isinstance(given, str) else given
+        if not isinstance(own, dict) or own.get("url"):
+            continue
+        other = own.get("model")
+        where = at if isinstance(given, str) else (*at, "model")
+        if own.get("key"):
+            yield source.problem((*at, "key"), "is for another endpoint; set `url`, or leave the key out")
+        elif other is None:
+            yield source.problem(at, "needs the name of a `model`, or the `url` of an OpenAI endpoint")
+        elif isinstance(other, str) and other not in known:
+            yield source.problem(where, f"there is no model {shown(other)}{did_you_mean(other, known)}")
+        elif isinstance(other, str):
+            after[str(model.get("name"))] = other
+            seen, name = [str(model.get("name"))], other
+            while name in after and name not in seen:
+                seen.append(name)
+                name = after[name]
+            if name in seen:
+                yield source.problem(
+                    where, f"{shown(name)} would fall back to itself; end the chain with another model"
+                )
 
 
 def _secrets(source: Source, base: Path, environ: Mapping[str, str]) -> Iterator[Problem]:
@@ -660,6 +723,19 @@ def _secrets(source: Source, base: Path, environ: Mapping[str, str]) -> Iterator
         if not _writable(file):
             message = f"responses cannot be kept in {file}; set `gateway.responses` to a file that can be written"
             yield source.problem(("gateway", "responses"), message)
+    kept = switch(gateway.get("batches", "off"))
+    if isinstance(kept, str) and kept != "off":
+        directory = _directory(base, BATCHES_DIRECTORY if kept == "on" else kept)
+        if (directory.exists() and not directory.is_dir()) or not os.access(_nearest(directory), os.W_OK):
+            message = f"batches cannot be kept in {directory}; set `gateway.batches` to a directory to write to"
+            yield source.problem(("gateway", "batches"), message)
+    models = source.data.get("models")
+    for index, model in enumerate(models if isinstance(models, list) else ()):
+        fallback = model.get("fallback") if isinstance(model, dict) else None
+        key = fallback.get("key") if isinstance(fallback, dict) else None
+        if isinstance(key, str) and key.startswith((ENV, FILE)) and not _values(key, base, environ):
+            message = f"{key} has no key; set the variable, or write the key into the file"
+            yield source.problem(("models", index, "fallback", "key"), message)
 
 
 def _tls(source: Source, base: Path, given: object) -> Iterator[Problem]:
@@ -680,6 +756,11 @@ def _tls(source: Source, base: Path, given: object) -> Iterator[Problem]:
         if error.reason == "KEY_VALUES_MISMATCH":
             reason = "the key is not that of the certificate"
         yield source.problem(where, reason)
+
+
+def _nearest(directory: Path) -> Path:
+    """`directory`, or the one above it where it is to be made."""
+    return directory if directory.exists() else directory.parent
 
 
 def _writable(file: Path) -> bool:

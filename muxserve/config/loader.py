@@ -136,10 +136,14 @@ def _message(path: KeyPath, details: ErrorDetails, root: type[BaseModel], hints:
     ):
         words = "must be letters, digits, '.', '_' and '-' only, at most 64, starting with a letter or digit"
         return f"{words}: {shown(value)}{_alias_hint(value) if path[0] == 'models' else ''}"
-    if kind == "string_pattern_mismatch" and "tenants" in path and "keys" in path:
+    if kind == "string_pattern_mismatch" and (
+        ("tenants" in path and "keys" in path) or path[-2:] == ("fallback", "key")
+    ):
         return 'must say where the key is, "env:NAME" or "file:PATH", and never be the key itself'
     if kind == "string_pattern_mismatch" and "aliases" in path:
         return f"must be letters, digits, '.', '_', ':', '/' and '-' only, at most 128: {shown(value)}"
+    if kind == "string_pattern_mismatch" and path[-2:] == ("fallback", "url"):
+        return f'must be the URL of an OpenAI endpoint, such as "https://api.example.com/v1", not {shown(value)}'
     if kind == "string_pattern_mismatch" and "cors_origins" in path:
         return f'must be "*" or an origin such as "https://chat.example.org", without a path, not {shown(value)}'
     if kind == "string_pattern_mismatch" and path[-1] == "hub":

@@ -12,6 +12,7 @@ from muxserve.config.source import Source
 from muxserve.config.values import (
     ALIAS_PATTERN,
     AUTO,
+    ENDPOINT_PATTERN,
     GPU_IDS_SCHEMA,
     NAME_PATTERN,
     ORIGIN_PATTERN,
@@ -46,6 +47,8 @@ from muxserve.spec import BatchingName, ShapeName
 _SCALING, _RESIDENCY = ScalingRules(), ResidencyRules(1)
 # Where answers of `/v1/responses` are kept by `responses: on`.
 RESPONSES_FILE = "responses.sqlite"
+# Where `/v1/batches` and their files are kept by `batches: on`.
+BATCHES_DIRECTORY = "batches"
 
 # Nobody means more: with a slip of the finger planning would take for ever, and all memory.
 MOST_GPUS, MOST_REPLICAS, MOST_MODELS = 16_384, 1024, 1000
@@ -54,6 +57,9 @@ MOST_SERVED = 64
 # For everything else that is counted: requests, tokens.
 MOST = 1_000_000_000
 Count = Annotated[int, Field(ge=1, le=MOST)]
+BudgetTokens = Annotated[int, Field(ge=1, le=1_000_000 * MOST)]
+# In budgets: all models together.
+ALL_MODELS = "*"
 GpuCount = Annotated[int, Field(ge=1, le=MOST_GPUS)]
 ReplicaCount = Annotated[int, Field(ge=1, le=MOST_REPLICAS)]
 ReplicasOrNone = Annotated[int, Field(ge=0, le=MOST_REPLICAS)]
@@ -91,11 +97,42 @@ class ApiKey(Section):
     priority: str | None = Field(default=None, description="Priority level of its requests; else the default one")
 
 
+def _budget(value: object) -> object:
+    """One number stands for all models."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {ALL_MODELS: value}
+    if not isinstance(value, dict):
+        raise ValueError(
+            f'must be a number of tokens, or models with theirs such as "{{atlas: 100000}}", not {shown(value)}'
+        )
+    return value
+
+
+_BUDGET_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1},
+        {"type": "object", "additionalProperties": {"type": "integer", "minimum": 1}, "minProperties": 1},
+    ]
+}
+TokenBudget = Annotated[
+    dict[str, BudgetTokens], BeforeValidator(_budget), Field(min_length=1), WithJsonSchema(_BUDGET_SCHEMA)
+]
+
+
+class Budgets(Section):
+    """Most tokens of prompts and answers: a number, or numbers by model, where `*` stands for all together."""
+
+    day: TokenBudget | None = Field(default=None, description="In a day (UTC)")
+    month: TokenBudget | None = Field(default=None, description="In a calendar month (UTC)")
+
+
 class Tenant(Section):
     """Whoever comes with one of these keys. What is left out is not limited."""
 
     keys: list[Annotated[str, Field(pattern=SECRET_PATTERN)]] = Field(
-        min_length=1, description='Where its keys are, never the keys themselves: "env:NAME" or "file:PATH"'
+        default_factory=list,
+        description='Where its keys are, never the keys themselves: "env:NAME" or "file:PATH"; `muxserve keys` makes '
+        "others while the fleet serves",
     )
     models: list[str] | None = Field(default=None, min_length=1, description="Models that it may use; else all")
     priority: str | None = Field(default=None, description="Highest priority level of its requests; else the default")
@@ -104,6 +141,7 @@ class Tenant(Section):
         default=None, description="Tokens of prompts and answers per minute, over all gateways"
     )
     max_concurrency: Count | None = Field(default=None, description="Requests at once, over all gateways")
+    budgets: Budgets = Field(default=Budgets(), description="Most tokens in a day and in a month, over all restarts")
     weight: float = Field(
         default=1.0, gt=0, allow_inf_nan=False, description="Its share of a model, beside others that wait for it"
     )
@@ -273,6 +311,22 @@ def _responses(value: object) -> object:
     return {"on": RESPONSES_FILE, "off": None}.get(switched, switched)
 
 
+def _batches(value: object) -> object:
+    switched = switch(value)
+    if not isinstance(switched, str) or not switched:
+        raise ValueError(f"must be on, off or a directory, not {shown(value)}")
+    return {"on": BATCHES_DIRECTORY, "off": None}.get(switched, switched)
+
+
+def _fallback(value: object) -> object:
+    if isinstance(value, str) and value:
+        return {"model": value}
+    if not isinstance(value, (dict, Section)):
+        wrong = 'must be a model\'s name, or a mapping such as "{url: https://api.example.com/v1, key: env:NAME}"'
+        raise ValueError(f"{wrong}, not {shown(value)}")
+    return value
+
+
 ReplicasOrNumber = Annotated[Replicas, BeforeValidator(_replicas)]
 ApiKeys = Annotated[list[Annotated[ApiKey, BeforeValidator(_key)]], BeforeValidator(_keys)]
 Weight = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
@@ -295,6 +349,13 @@ Watchdog = Annotated[bool, BeforeValidator(_watchdog), WithJsonSchema(_SWITCH_SC
 ResponsesFile = Annotated[
     str | None,
     BeforeValidator(_responses),
+    WithJsonSchema({"anyOf": [_SWITCH_SCHEMA, {"type": "string", "minLength": 1}]}),
+]
+
+
+BatchesDirectory = Annotated[
+    str | None,
+    BeforeValidator(_batches),
     WithJsonSchema({"anyOf": [_SWITCH_SCHEMA, {"type": "string", "minLength": 1}]}),
 ]
 
@@ -432,6 +493,23 @@ class Limits(Section):
     )
 
 
+class Fallback(Section):
+    """What answers in place of a model that is degraded or at a limit: another model, or another OpenAI endpoint."""
+
+    model: str | None = Field(
+        default=None, min_length=1, description="A model of this fleet, or of the endpoint; there the same name if none"
+    )
+    url: str | None = Field(
+        default=None, pattern=ENDPOINT_PATTERN, description='An OpenAI endpoint, e.g. "https://api.example.com/v1"'
+    )
+    key: str | None = Field(
+        default=None, pattern=SECRET_PATTERN, description='The API key that it wants: "env:NAME" or "file:PATH"'
+    )
+
+
+FallbackOrModel = Annotated[Fallback, BeforeValidator(_fallback)]
+
+
 class ModelSettings(Section):
     """What models of a fleet may have in common."""
 
@@ -517,6 +595,10 @@ class Model(ModelSettings):
         min_length=1,
         description="For planning without a checkpoint: a config.json, or a name such as Qwen/Qwen3-32B",
     )
+    fallback: FallbackOrModel | None = Field(
+        default=None,
+        description="What answers while it is degraded or at a limit: a model of this fleet, or an OpenAI endpoint",
+    )
     demo: str | None = Field(default=None, min_length=1, description="Question that `muxserve deploy --demo` asks")
 
     @property
@@ -596,6 +678,11 @@ class GatewaySection(Section):
     responses: ResponsesFile = Field(
         default=None,
         description="Keeps the answers of `/v1/responses`: a file, relative to the fleet file; on: responses.sqlite",
+    )
+
+    batches: BatchesDirectory = Field(
+        default=None,
+        description="Keeps `/v1/batches` and their files: a directory, relative to the fleet file; on: batches",
     )
 
     @property

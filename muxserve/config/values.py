@@ -113,6 +113,7 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 ALIAS_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
 # A secret stands in a variable or a file.
 SECRET_PATTERN = r"^(env|file):.+$"
+ENDPOINT_PATTERN = r"^https?://[^\s?#]+$"
 ORIGIN_PATTERN = r"^(\*|https?://[^/\s]+)$"
 
 

@@ -22,6 +22,7 @@ _SECRETS = (
     ("gateway", "api_keys", "*"),
     ("gateway", "api_keys", "*", "key"),
     ("tenants", "*", "keys", "*"),
+    ("models", "*", "fallback", "key"),
 )
 # Relative to the file that they stand in.
 _RELATIVE = (
@@ -32,6 +33,7 @@ _RELATIVE = (
     ("gateway", "tls", "cert"),
     ("gateway", "tls", "key"),
     ("gateway", "responses"),
+    ("gateway", "batches"),
     ("memory", "hibernate"),
 )
 # Options of vLLM: any of them may be a path or a secret.

@@ -30,13 +30,13 @@ class Effect(StrEnum):
 # Keys of the fleet and of a model that are followed while they serve, with all keys below them.
 _FLEET_KEYS = {("tenants",), ("gateway", "api_keys"), ("aliases",)}
 _MEMORY_KEYS = {"min_residence", "turns"}
-_MODEL_KEYS = {"limits", "slo", "replicas", "aliases"}
+_MODEL_KEYS = {"limits", "slo", "replicas", "aliases", "fallback"}
 # What only planning or the start looks at.
 _UNUSED = {"demo", "workload", "architecture"}
 # In bytes.
 _SIZES = {"limit", "size", "host_copies", "resting_engines"}
 # Never shown.
-_SECRET = {"keys", "api_keys"}
+_SECRET = {"keys", "api_keys", "key"}
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from muxserve.gateway.grammars.compiler_process import Helper
 from muxserve.gateway.grammars.compilers import GrammarCompilers
 from muxserve.gateway.http.app import Access, GatewayApp, OwnPaths
 from muxserve.gateway.http.changes import ChangeRoutes
+from muxserve.gateway.http.keys import KeyRoutes
 from muxserve.gateway.http.peers import OtherGateways
 from muxserve.gateway.http.responses import ResponseRoutes, ResponseStore
 from muxserve.gateway.limits.admission import ApiKeys
@@ -138,16 +139,17 @@ class Gateway:
         changes = ChangeRoutes(
             self.fleet.run_dir, lambda: self._endpoint is not None and bool(self._endpoint.access.keys)
         )
+        keys = KeyRoutes(self.tenancy, lambda: [tenant.name for tenant in self.fleet.tenants])
         shown = self.fleet.gateway.http.ui
         files = page.pages() if shown else {}
         self._endpoint = GatewayApp(
             self.offered.models,
-            Access(_keys(self.fleet), Priorities(self.fleet.priority_levels()), self.tenancy),
+            Access(self._keys(), Priorities(self.fleet.priority_levels()), self.tenancy),
             OwnPaths(
                 pages=pages.table() | files,
                 open=pages.OPEN | files.keys(),
                 model_pages={"/metrics": pages.model_metrics},
-                apps=(page.apps() if shown else {}) | changes.apps(),
+                apps=(page.apps() if shown else {}) | changes.apps() | keys.apps(),
             ),
             self.limiter,
             self.measures,
@@ -214,7 +216,7 @@ class Gateway:
             self.limiter.add(model)
             self.measures.add(model)
         self.tenancy.learn(fleet)
-        self._endpoint.access.keys = _keys(fleet)
+        self._endpoint.access.keys = self._keys()
         self._endpoint.access.priorities = Priorities(fleet.priority_levels())
         self.status.learn(fleet)
         try:
@@ -273,6 +275,11 @@ class Gateway:
     def _is_refused(self, model: ModelSpec) -> bool:
         return model.name in self._refused and self._refused[model.name][0] == model
 
+    def _keys(self) -> ApiKeys:
+        issued = self.tenancy.keys
+        own = (self.fleet.gateway.api_keys, self.fleet.key_levels, self.fleet.tenants)
+        return ApiKeys(*own) if issued is None else ApiKeys(*own, issued.find)
+
     def _has_left(self) -> None:
         """The last request of a model that was withdrawn has ended. It may be offered again by now."""
         for model in self.fleet.models:
@@ -310,7 +317,3 @@ def _is_plain(error: Exception) -> bool:
 def _is_refusal(error: Exception) -> bool:
     """Whether the words of `error` are for the user."""
     return isinstance(error, (OSError, ValueError))
-
-
-def _keys(fleet: FleetSpec) -> ApiKeys:
-    return ApiKeys(fleet.gateway.api_keys, fleet.key_levels, fleet.tenants)

@@ -1,10 +1,12 @@
 """What the controller decided and every process is told: units, the fleet of them, addresses and keys.
 
-Written as JSON before anything starts. The files hold no secrets of clients other than `gateway.api_keys`, and are
-readable by their owner only.
+Written as JSON before anything starts. The files hold no secrets other than `gateway.api_keys` and the keys of
+fallback endpoints, and are readable by their owner only.
 """
 
 from muxserve.spec.fleet import (
+    BudgetSpec,
+    FallbackSpec,
     FleetSpec,
     ResidencySpec,
     Suspect,
@@ -22,6 +24,7 @@ from muxserve.spec.unit import (
     SHARES_PER_LEASE,
     UNIT_FILE,
     AdapterSlots,
+    BatchesSpec,
     BatchingName,
     EnginePhase,
     GatewaySpec,
@@ -50,8 +53,11 @@ __all__ = [
     "SHARES_PER_LEASE",
     "UNIT_FILE",
     "AdapterSlots",
+    "BatchesSpec",
     "BatchingName",
+    "BudgetSpec",
     "EnginePhase",
+    "FallbackSpec",
     "FleetSpec",
     "FollowedFleet",
     "GatewaySpec",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -67,6 +68,28 @@ class TenantLimits(msgspec.Struct, frozen=True):
         return bool(self.requests_per_minute or self.tokens_per_minute or self.max_concurrency)
 
 
+class BudgetSpec(msgspec.Struct, frozen=True):
+    """Most `tokens` of prompts and answers in a calendar day or month (UTC), of one model or, without, of all."""
+
+    period: Literal["day", "month"]
+    tokens: int
+    model: str = ""
+
+
+class FallbackSpec(msgspec.Struct, frozen=True):
+    """What answers in place of a model that is degraded or at a limit: another `model` of the fleet or, with a `url`,
+    of that OpenAI endpoint, which gets `key`."""
+
+    model: str
+    url: str = ""
+    key: str = ""
+
+    @property
+    def words(self) -> str:
+        """What answers' headers call it."""
+        return f"{self.url} {self.model}" if self.url else self.model
+
+
 class TenantSpec(msgspec.Struct, frozen=True):
     """Who comes with one of some keys, which are known by their SHA-256 (hex) only. `models` are those that it may use,
     None: all. `weight` is its share of a model beside other tenants that wait for it. Whoever `shares_prefixes` finds
@@ -77,6 +100,7 @@ class TenantSpec(msgspec.Struct, frozen=True):
     models: tuple[str, ...] | None = None
     priority: str | None = None
     limits: TenantLimits = TenantLimits()
+    budgets: tuple[BudgetSpec, ...] = ()
     weight: float = 1.0
     admin: bool = False
     shares_prefixes: bool = False
@@ -147,6 +171,8 @@ class FleetSpec(msgspec.Struct, frozen=True):
     candidates: tuple[str, ...] = ()
     # Other names that clients ask for, each with the models that share its requests, by weight.
     aliases: dict[str, dict[str, float]] = {}
+    # What answers in place of a model, by its name for clients.
+    fallbacks: dict[str, FallbackSpec] = {}
 
     def serving(self, name: str) -> str:
         """The version that answers requests for the model that clients call `name`; empty: none at present."""

@@ -225,6 +225,15 @@ class HttpSpec(msgspec.Struct, frozen=True):
     ui: bool = True
 
 
+class BatchesSpec(msgspec.Struct, frozen=True):
+    """Batches of requests and their files are kept in `directory`: at most `max_bytes` of files, each for
+    `keep_seconds`."""
+
+    directory: str
+    max_bytes: int = 10 << 30
+    keep_seconds: float = 30 * 86400.0
+
+
 class GatewaySpec(msgspec.Struct, frozen=True):
     """Where the OpenAI endpoint listens and whom it lets in. No keys: anyone who can connect."""
 
@@ -240,6 +249,8 @@ class GatewaySpec(msgspec.Struct, frozen=True):
     tls: TlsSpec | None = None
     # None: responses are not kept.
     responses: ResponsesSpec | None = None
+    # None: there are no batches.
+    batches: BatchesSpec | None = None
 
     @property
     def scheme(self) -> str:

@@ -116,7 +116,7 @@ ONE = "models:\n  - name: one\n    path: a\n"
         (f"gateway:\n  api_keys: file:not-there\n{ONE}", "not-there has no key, or cannot be read; write one in each line"),
         (f"tenants:\n  a:\n    keys: [secret]\n{ONE}", "fleet.yaml:3: tenants.a.keys[0]: must say where the key is, \"env:NAME\" or \"file:PATH\", and never be the key itself"),
         (f"tenants:\n  a: {{keys: [env:NOT_THERE]}}\n{ONE}", "fleet.yaml:2: tenants.a.keys[0]: the environment variable NOT_THERE is not set"),
-        (f"tenants:\n  a:\n    keys: []\n{ONE}", "fleet.yaml:3: tenants.a.keys: needs at least one entry"),
+        (f"tenants:\n  a:\n    keys: []\n{ONE}", "fleet.yaml:2: tenants.a: has no keys, and nobody could make some"),
         (f"tenants:\n  a: {{keys: [env:SET], models: [oen]}}\n{ONE}", "fleet.yaml:2: tenants.a.models[0]: there is no model 'oen'; did you mean \"one\"?"),
         (f"tenants:\n  a: {{keys: [env:SET], priority: hihg}}\n{ONE}", "fleet.yaml:2: tenants.a.priority: there is no priority level 'hihg'; did you mean \"high\"?"),
         (f"tenants:\n  a: {{keys: [env:SET]}}\n  b: {{keys: [env:SET]}}\n{ONE}", "fleet.yaml:3: tenants.b.keys[0]: line 2 has this key, too; it can belong to one tenant only"),

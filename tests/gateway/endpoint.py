@@ -22,14 +22,15 @@ def endpoint_of(
     """The endpoint of that fleet, whose models are all served by `app`; its metrics are in `registry`."""
     registry = registry or CollectorRegistry()
     measures = Measures(fleet.models, registry)
+    tenancy = Tenancy(fleet, 0, registry)
     return GatewayApp(
         models={
             model.name: ServedApp(app, {model.name: {"id": model.name}}, model=model.name) for model in fleet.models
         },
         access=Access(
-            ApiKeys(fleet.gateway.api_keys, {}, fleet.tenants),
+            ApiKeys(fleet.gateway.api_keys, {}, fleet.tenants, tenancy.keys.find if tenancy.keys else lambda _: None),
             Priorities(Levels(DEFAULT_LEVELS, NORMAL)),
-            Tenancy(fleet, 0, registry),
+            tenancy,
         ),
         own=own or OwnPaths(),
         limiter=ConcurrencyLimiter(fleet.models, 0, 1, measures),

@@ -19,9 +19,11 @@ from prometheus_client import CollectorRegistry
 from muxserve.gateway.http.app import OwnPaths
 from muxserve.gateway.http.errors import Receive, Scope, Send, respond, respond_json
 from muxserve.gateway.http.http_request import current_http
-from muxserve.gateway.limits.tenants import LimitExceededError, MinuteBucket, SharedLimits, Tenancy, Used
+from muxserve.gateway.limits.admission import Caller
+from muxserve.gateway.limits.tenants import LimitExceededError, MinuteBucket, SharedLimits, Tenancy
 from muxserve.gateway.routing.requests import Tracked
 from muxserve.gateway.status.measure import RequestOutcome
+from muxserve.gateway.usage.usage_log import Used
 from muxserve.spec import FleetSpec, GatewaySpec, TenantLimits, TenantSpec
 from tests.gateway.endpoint import endpoint_of
 from tests.gateway.unit_specs import model
@@ -272,6 +274,8 @@ async def test_usage_that_cannot_be_written_is_kept_for_later(
     usage = endpoint.tenancy.usage
     assert usage is not None
     usage.add("one", "a", Used(output_tokens=7))
+    for each in tmp_path.glob("usage.sqlite*"):
+        each.unlink()
     (tmp_path / "usage.sqlite").mkdir()
     await usage.flush()
     assert "cannot be written" in caplog.text
@@ -295,8 +299,11 @@ async def test_a_model_that_was_removed_has_no_series(tmp_path: Path, closing: l
 
 
 async def test_nothing_is_counted_without_tenants(tmp_path: Path) -> None:
-    alone = msgspec.structs.replace(Endpoint(tmp_path).fleet, usage_file="")
+    declared = Endpoint(tmp_path).fleet
+    for each in tmp_path.glob("usage.sqlite*"):
+        each.unlink()
+    alone = msgspec.structs.replace(declared, usage_file="")
     tenancy = Tenancy(alone, 0, CollectorRegistry())
-    with tenancy.serving(None, "a") as turn:
+    with tenancy.serving(Caller(), "a") as turn:
         assert turn is None
     assert not (tmp_path / "usage.sqlite").exists()

@@ -299,7 +299,8 @@ class GatewayApp:
             inner = {**scope, "path": path, "raw_path": path.encode()} if path != scope["path"] else scope
             try:
                 if path not in COMPUTE:
-                    with self.access.tenancy.serving(caller.tenant, name) as http.tenant:
+                    with self.access.tenancy.serving(caller, name) as http.tenant:
+                        self.access.tenancy.check_budgets(caller, name)
                         async with self._limiter.hold(model, replay, requests):
                             if self.ended:  # while it waited for its place
                                 raise self._shutting_down(name)

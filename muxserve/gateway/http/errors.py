@@ -46,6 +46,7 @@ class RequestError(Exception):
         message: what is wrong and what to do, for the user.
         param: the offending field, if it is one.
         headers: more headers of the answer.
+        kind: OpenAI's name for it, where programs look for that; else vLLM's names.
     """
 
     def __init__(
@@ -54,20 +55,22 @@ class RequestError(Exception):
         message: str,
         param: str | None = None,
         headers: Iterable[Header] = (),
+        kind: str = "",
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.headers = list(headers)
+        self.kind = kind
 
     def body(self) -> bytes:
         """The answer's JSON."""
         error = {
             "message": self.message,
-            "type": TYPES.get(self.status, self.status.phrase),
+            "type": self.kind or TYPES.get(self.status, self.status.phrase),
             "param": self.param,
-            "code": int(self.status),
+            "code": self.kind or int(self.status),
         }
         return msgspec.json.encode({"error": error})
 

@@ -1,15 +1,16 @@
-"""Who may send requests, and how many of each model are in service at once. Pure: no socket, no clock."""
+"""Who may send requests, and how many of each model are in service at once. No socket, no clock."""
 
 from __future__ import annotations
 
 import hmac
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import sha256
 
+from muxserve.gateway.usage.issued_keys import IssuedKey, fingerprint
 from muxserve.spec import TenantSpec
 
 # A client that should come back later than this would rather go elsewhere.
@@ -27,6 +28,8 @@ class Caller:
 
     level: str | None = None
     tenant: TenantSpec | None = None
+    # What usage calls the key; empty without one.
+    key: str = ""
 
     @property
     def is_admin(self) -> bool:
@@ -45,31 +48,56 @@ class ApiKeys:
         keys: the keys.
         levels: the priority levels of those that have one.
         tenants: whose keys open it as well.
+        issued: finds keys of `tenants` that were made while the fleet served.
     """
 
     def __init__(
-        self, keys: Iterable[str], levels: Mapping[str, str] | None = None, tenants: Iterable[TenantSpec] = ()
+        self,
+        keys: Iterable[str],
+        levels: Mapping[str, str] | None = None,
+        tenants: Iterable[TenantSpec] = (),
+        issued: Callable[[bytes], IssuedKey | None] = lambda _: None,
     ) -> None:
         self._anyone = Caller()
-        self._callers = [(sha256(key.encode()).digest(), Caller((levels or {}).get(key))) for key in keys]
-        for tenant in tenants:
-            caller = Caller(tenant.priority, tenant)
-            self._callers += [(bytes.fromhex(known), caller) for known in tenant.key_hashes]
+        self._tenants = {tenant.name: tenant for tenant in tenants}
+        self._issued = issued
+        self._callers: list[tuple[bytes, Caller]] = []
+        for key in keys:
+            digest = sha256(key.encode()).digest()
+            self._callers.append((digest, Caller((levels or {}).get(key), key=fingerprint(digest.hex()))))
+        for tenant in self._tenants.values():
+            for known in tenant.key_hashes:
+                self._callers.append((bytes.fromhex(known), Caller(tenant.priority, tenant, fingerprint(known))))
 
     def __bool__(self) -> bool:
-        return bool(self._callers)
+        return bool(self._callers or self._tenants)
 
     def admit(self, presented: bytes | None) -> Caller | None:
         """Who comes with the key `presented`; None if it is none of ours. Takes the same time whichever it is, and
         wherever it differs."""
-        if not self._callers:
+        if not self:
             return self._anyone
-        digest = sha256(presented or b"").digest()
+        if presented is None:
+            return None
+        digest = sha256(presented).digest()
         found = None
         for known, caller in self._callers:
             if hmac.compare_digest(digest, known):
                 found = caller
-        return found if presented is not None else None
+        return found if found is not None else self._issued_to(digest)
+
+    def of(self, tenant: str, key: str) -> Caller | None:
+        """Who came with `key` as `tenant`, empty for a key of none, when a batch was made; None if it is gone."""
+        if not tenant:
+            return Caller(key=key)
+        spec = self._tenants.get(tenant)
+        return Caller(spec.priority, spec, key) if spec is not None else None
+
+    def _issued_to(self, digest: bytes) -> Caller | None:
+        """Whose key that was made later this is; none where its tenant is no longer there."""
+        issued = self._issued(digest) if self._tenants else None
+        tenant = self._tenants.get(issued.tenant) if issued is not None else None
+        return Caller(tenant.priority, tenant, issued.id) if issued is not None and tenant is not None else None
 
 
 def presented_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:

@@ -2,7 +2,7 @@
 
 The gateways of a fleet run on one machine, and the kernel spreads connections over them, so that a tenant's requests
 may all come to one of them. So they keep what is left of each limit together, in a SQLite file of the run directory,
-which goes with the run. Usage is added up in a file of its own, which stays.
+which goes with the run. Usage and budgets are in a database, which stays (`muxserve.gateway.usage`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import math
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import parse_qs
@@ -25,12 +25,18 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter
 
 from muxserve.gateway.http.errors import RequestError, Send, respond_json, retry_after
+from muxserve.gateway.limits.admission import Caller
+from muxserve.gateway.usage.budgets import BudgetStatus, spent, statuses
+from muxserve.gateway.usage.issued_keys import IssuedKeys
+from muxserve.gateway.usage.usage_log import COLUMNS, UsageLog, Used, today
 from muxserve.net.sockets import local_secret
 from muxserve.spec import FleetSpec, TenantSpec
 
 log = logging.getLogger(__name__)
 
 USAGE_PATH = "/admin/usage"
+# OpenAI's name for a budget that is used up.
+INSUFFICIENT_QUOTA = "insufficient_quota"
 RATE_KINDS = ("requests", "tokens")
 RATE_HEADERS = ("limit", "remaining", "reset")
 # What is used by keys that belong to no tenant.
@@ -48,17 +54,6 @@ CREATE TABLE IF NOT EXISTS buckets (
 CREATE TABLE IF NOT EXISTS running (
     tenant TEXT, gateway INTEGER, requests INTEGER, PRIMARY KEY (tenant, gateway)) WITHOUT ROWID;
 """
-_USAGE = """
-CREATE TABLE IF NOT EXISTS usage (
-    day TEXT, tenant TEXT, model TEXT, requests INTEGER, prompt_tokens INTEGER, cached_tokens INTEGER,
-    output_tokens INTEGER, PRIMARY KEY (day, tenant, model)) WITHOUT ROWID;
-"""
-_ADD = """
-INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET
-    requests = requests + excluded.requests, prompt_tokens = prompt_tokens + excluded.prompt_tokens,
-    cached_tokens = cached_tokens + excluded.cached_tokens, output_tokens = output_tokens + excluded.output_tokens
-"""
-FIELDS = ("day", "tenant", "model", "requests", "prompt_tokens", "cached_tokens", "output_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,86 +224,6 @@ class SharedLimits:
         )
 
 
-@dataclass(slots=True)
-class Used:
-    """What a tenant used of a model."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-
-    def add(self, other: Used) -> None:
-        """`other` as well."""
-        self.requests += other.requests
-        self.prompt_tokens += other.prompt_tokens
-        self.cached_tokens += other.cached_tokens
-        self.output_tokens += other.output_tokens
-
-
-UsageRows = dict[tuple[str, str, str], Used]
-
-
-class UsageLog:
-    """What every tenant used of every model by day (UTC), in a SQLite file that several gateways add to.
-
-    What a gateway has not written yet, that of a second, goes with it when it is killed.
-    """
-
-    def __init__(self, file: str) -> None:
-        self._file = file
-        self._new: UsageRows = {}
-
-    def add(self, tenant: str, model: str, used: Used) -> None:
-        """Add to today's."""
-        day = datetime.now(UTC).date().isoformat()
-        self._new.setdefault((day, tenant, model), Used()).add(used)
-
-    async def flush(self) -> None:
-        """Write what is new; what cannot be written is kept for the next time."""
-        rows, self._new = self._new, {}
-        try:
-            await asyncio.to_thread(self._write, rows)
-        except sqlite3.Error as error:
-            log.error("what tenants used cannot be written to %s: %s", self._file, error)
-            for (day, tenant, model), used in rows.items():
-                self._new.setdefault((day, tenant, model), Used()).add(used)
-
-    def close(self) -> None:
-        """Write what is new for the last time."""
-        try:
-            self._write(self._new)
-        except sqlite3.Error as error:
-            log.error("what tenants used cannot be written to %s: %s", self._file, error)
-
-    def read(self, since: str, until: str, tenant: str | None) -> list[dict[str, object]]:
-        """The usage from day `since` to day `until`, both included; by `tenant` alone, if it is given.
-
-        Raises:
-            sqlite3.Error: it cannot be read.
-        """
-        query = "SELECT * FROM usage WHERE day BETWEEN ? AND ? AND (? IS NULL OR tenant = ?) ORDER BY 1, 2, 3"
-        with closing(self._open()) as db:
-            return [dict(zip(FIELDS, row, strict=True)) for row in db.execute(query, (since, until, tenant, tenant))]
-
-    def _write(self, rows: UsageRows) -> None:
-        if not rows:
-            return
-        with closing(self._open()) as db, db:
-            db.executemany(
-                _ADD,
-                [
-                    (*key, used.requests, used.prompt_tokens, used.cached_tokens, used.output_tokens)
-                    for key, used in rows.items()
-                ],
-            )
-
-    def _open(self) -> sqlite3.Connection:
-        db = sqlite3.connect(self._file)
-        db.execute(_USAGE)
-        return db
-
-
 def prefix_salt(secret: bytes, tenant: str, own: str | None) -> str:
     """What keeps the prefixes of `tenant` apart from all others', and those with the salt `own` from its other ones.
     Nobody who does not know `secret` can send a salt that comes to the same."""
@@ -316,21 +231,26 @@ def prefix_salt(secret: bytes, tenant: str, own: str | None) -> str:
 
 
 class TenantRequest:
-    """A request of a tenant while it is served: what it uses is taken from the limits and added up."""
+    """A request of a tenant while it is served: what it uses is taken from the limits and added up. `model` is what it
+    is counted for, which may be another than it asked for."""
 
-    __slots__ = ("_spec", "_tenancy", "allowance", "name", "weight")
+    __slots__ = ("_caller", "_limited", "_tenancy", "allowance", "model", "name", "weight")
 
-    def __init__(self, tenancy: Tenancy, spec: TenantSpec | None, allowance: Allowance) -> None:
+    def __init__(self, tenancy: Tenancy, caller: Caller, model: str, allowance: Allowance, limited: bool) -> None:
         self._tenancy = tenancy
-        self._spec = spec
-        self.name = spec.name if spec is not None else NOBODY
-        self.weight = spec.weight if spec is not None else 1.0
+        self._caller = caller
+        self._limited = limited
+        tenant = caller.tenant
+        self.model = model
+        self.name = tenant.name if tenant is not None else NOBODY
+        self.weight = tenant.weight if tenant is not None else 1.0
         self.allowance = allowance
 
     def cache_salt(self, own: str | None) -> str | None:
         """The salt of vLLM's block hashes for a request that came with the salt `own`: its KV is found only by requests
         with the same one."""
-        if self._spec is None or self._spec.shares_prefixes:
+        tenant = self._caller.tenant
+        if tenant is None or tenant.shares_prefixes:
             return own
         return prefix_salt(self._tenancy.secret, self.name, own)
 
@@ -341,11 +261,12 @@ class TenantRequest:
     def ended(self, model: str, outcome: str, used: Used) -> None:
         """One of its answers is done, with what it used in all."""
         self._spend(used.output_tokens)
-        self._tenancy.count(self.name, model, outcome, used)
+        self._tenancy.count(self._caller, model, outcome, used)
 
     def _spend(self, tokens: int) -> None:
-        if self._spec is not None and self._spec.limits.tokens_per_minute and tokens:
-            self.allowance = self._tenancy.limits.spend(self._spec, tokens)
+        tenant = self._caller.tenant
+        if self._limited and tenant is not None and tenant.limits.tokens_per_minute and tokens:
+            self.allowance = self._tenancy.limits.spend(tenant, tokens)
 
 
 class Tenancy:
@@ -364,6 +285,7 @@ class Tenancy:
         self._index = index
         self.secret = b""
         self.usage: UsageLog | None = None
+        self.keys: IssuedKeys | None = None
         by = ["tenant", "model_name"]
         self._requests = Counter(
             "muxserve_tenant_requests", "Answers that ended, by outcome.", [*by, "outcome"], registry=registry
@@ -376,7 +298,7 @@ class Tenancy:
         )
         self._refused = Counter(
             "muxserve_tenant_requests_refused",
-            "Requests refused since the tenant was at a limit: requests, tokens, concurrency.",
+            "Requests refused since the tenant was at a limit: requests, tokens, concurrency, or a budget.",
             [*by, "limit"],
             registry=registry,
         )
@@ -390,6 +312,9 @@ class Tenancy:
             self.secret = local_secret(self._run_dir, binding=True) or b""
         if fleet.usage_file and self.usage is None:
             self.usage = UsageLog(fleet.usage_file)
+            self.usage.load()
+            self.keys = IssuedKeys(fleet.usage_file)
+        self._tenants = fleet.tenants
 
     def forget(self, model: str) -> None:
         """Show nothing of `model` any more: the fleet has it no longer. What is kept of its usage stays."""
@@ -403,32 +328,65 @@ class Tenancy:
         return self._limits
 
     @contextmanager
-    def serving(self, tenant: TenantSpec | None, model: str) -> Iterator[TenantRequest | None]:
-        """A request for `model` while it is served; None where nothing is counted.
+    def serving(self, caller: Caller, model: str, limited: bool = True) -> Iterator[TenantRequest | None]:
+        """A request for `model` while it is served; None where nothing is counted. The limits by the minute and at once
+        are for those that are `limited`.
 
         Raises:
-            RequestError: `tenant` is at one of its limits (429).
+            RequestError: the tenant is at one of its limits (429).
         """
+        tenant = caller.tenant
         if self.usage is None and tenant is None:
             yield None
             return
-        request = TenantRequest(self, tenant, self._enter(tenant, model) if tenant is not None else Allowance())
+        limited = limited and tenant is not None
+        allowance = self._enter(tenant, model) if limited and tenant is not None else Allowance()
+        request = TenantRequest(self, caller, model, allowance, limited)
         try:
             yield request
         finally:
-            if tenant is not None:
+            if limited and tenant is not None:
                 self.limits.leave(tenant)
             if self.usage is not None:
-                self.usage.add(request.name, model, Used(requests=1))
+                self.usage.add(request.name, request.model, Used(requests=1), caller.key)
 
-    def count(self, tenant: str, model: str, outcome: str, used: Used) -> None:
+    def check_budgets(self, caller: Caller, model: str) -> None:
+        """Let a request for `model` pass unless a budget of its tenant is used up.
+
+        Raises:
+            RequestError: one is (429, `insufficient_quota`).
+        """
+        if caller.tenant is None or not caller.tenant.budgets:
+            return
+        used_up = spent(model, self.budgets(caller.tenant))
+        if used_up is not None:
+            self._refused.labels(caller.tenant.name, model, f"{used_up.period}_budget").inc()
+            raise RequestError(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                used_up.words,
+                headers=[
+                    retry_after(max(1, math.ceil(used_up.resets_at - time.time()))),
+                    # OpenAI's clients would ask again at once.
+                    (b"x-should-retry", b"false"),
+                ],
+                kind=INSUFFICIENT_QUOTA,
+            )
+
+    def budgets(self, tenant: TenantSpec) -> list[BudgetStatus]:
+        """The budgets of `tenant`, with what is used of each."""
+        if self.usage is None:
+            return []
+        return [*statuses(tenant.name, tenant.budgets, today(), self.usage.sums, self.usage.unwritten(tenant.name))]
+
+    def count(self, caller: Caller, model: str, outcome: str, used: Used) -> None:
         """An answer has ended."""
+        tenant = caller.tenant.name if caller.tenant is not None else NOBODY
         self._requests.labels(tenant, model, outcome).inc()
         tokens = {"prompt": used.prompt_tokens, "cached": used.cached_tokens, "output": used.output_tokens}
         for kind, count in tokens.items():
             self._tokens.labels(tenant, model, kind).inc(count)
         if self.usage is not None:
-            self.usage.add(tenant, model, used)
+            self.usage.add(tenant, model, used, caller.key)
 
     async def keep(self) -> None:
         """Write the usage, again and again."""
@@ -441,21 +399,32 @@ class Tenancy:
         """Answer `USAGE_PATH`: of all tenants, or of `tenant` alone if it is no admin.
 
         Raises:
-            RequestError: `query` has no two days.
+            RequestError: `query` has something else than days, a tenant, and what the rows are by (400).
         """
         asked = {name: values[-1] for name, values in parse_qs(query.decode("latin-1")).items()}
         since, until = _day(asked, "since", "0001-01-01"), _day(asked, "until", "9999-12-31")
+        by = asked.get("by", "model")
+        if by not in COLUMNS:
+            raise RequestError(HTTPStatus.BAD_REQUEST, f"'by' is model or key, not {by[:40]!r}", param="by")
+        of = tenant.name if tenant is not None and not tenant.admin else asked.get("tenant")
         rows: list[dict[str, object]] = []
+        budgets: list[BudgetStatus] = []
         if self.usage is not None:
             await self.usage.flush()
-            of = tenant.name if tenant is not None and not tenant.admin else asked.get("tenant")
-            rows = await asyncio.to_thread(self.usage.read, since, until, of)
-        await respond_json(send, {"object": "list", "data": rows})
+            try:
+                rows = await asyncio.to_thread(self.usage.read, since, until, of, by)
+            except sqlite3.Error as error:
+                log.error("what tenants used cannot be read: %s", error)
+                raise RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "the usage database cannot be read") from None
+            budgets = [each for spec in self._tenants if of in (None, spec.name) for each in self.budgets(spec)]
+        await respond_json(send, {"object": "list", "data": rows, "budgets": budgets})
 
     def close(self) -> None:
         """Write what is left to write."""
         if self.usage is not None:
             self.usage.close()
+        if self.keys is not None:
+            self.keys.close()
         if self._limits is not None:
             self._limits.close()
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from muxserve.gateway.limits.tenants import Used
 from muxserve.gateway.routing.requests import Tracked
+from muxserve.gateway.usage.usage_log import Used
 from muxserve.metrics import Objectives, time_per_token
 from muxserve.metrics.live import LATENCY_WINDOW_SECONDS, RecentLoad
 from muxserve.spec import ModelSpec, public_name

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from muxserve.cluster.units import PlannedUnit
-from muxserve.config import AUTO, Fleet, Model
+from muxserve.config import ALL_MODELS, AUTO, Fleet, Model
 from muxserve.config.adapters import slots_of
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.calibration import graphs_of
@@ -32,6 +32,9 @@ from muxserve.replicas.priorities import Level
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
 from muxserve.spec import (
+    BatchesSpec,
+    BudgetSpec,
+    FallbackSpec,
     FleetSpec,
     GatewaySpec,
     HttpSpec,
@@ -104,6 +107,7 @@ def gateway_of(fleet: Fleet, host: str | None = None, port: int | None = None) -
         count=gateway.count,
         tls=TlsSpec(gateway.tls.cert, gateway.tls.key) if gateway.tls is not None else None,
         responses=ResponsesSpec(gateway.responses) if gateway.responses else None,
+        batches=BatchesSpec(gateway.batches) if gateway.batches else None,
     )
 
 
@@ -296,6 +300,7 @@ def fleet_spec_of(
         # Replicas of a model are alike, so that any of them says how long prefills take.
         residency=dict(residency or {}),
         aliases=fleet.aliases,
+        fallbacks=fallbacks_of(fleet),
         rolling={model.name: unit.rolling for unit in units if unit.rolling for model in unit.unit_spec.models},
     )
 
@@ -321,6 +326,7 @@ def settings_of(wanted: Fleet, fleet: FleetSpec) -> FleetSpec:
         models=models,
         scaling=fleet.scaling if fleet.residency else scaling,
         aliases=wanted.aliases,
+        fallbacks=fallbacks_of(wanted),
     )
 
 
@@ -350,12 +356,26 @@ def tenants_of(fleet: Fleet) -> tuple[TenantSpec, ...]:
             limits=TenantLimits(
                 tenant.requests_per_minute or 0, tenant.tokens_per_minute or 0, tenant.max_concurrency or 0
             ),
+            budgets=tuple(
+                BudgetSpec(period, tokens, "" if model == ALL_MODELS else model)
+                for period, budget in (("day", tenant.budgets.day), ("month", tenant.budgets.month))
+                for model, tokens in (budget or {}).items()
+            ),
             weight=tenant.weight,
             admin=tenant.admin,
             shares_prefixes=tenant.share_prefixes,
         )
         for name, tenant in fleet.tenants.items()
     )
+
+
+def fallbacks_of(fleet: Fleet) -> dict[str, FallbackSpec]:
+    """What answers in place of a model, by its name."""
+    return {
+        model.name: FallbackSpec(model.fallback.model or model.name, model.fallback.url or "", model.fallback.key or "")
+        for model in fleet.models
+        if model.fallback is not None
+    }
 
 
 def scaling_of(fleet: Fleet) -> dict[str, ScalingRules]:

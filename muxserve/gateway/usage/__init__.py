@@ -1,0 +1,1 @@
+"""What tenants and keys have used: the database, budgets of tokens, keys that are made while the fleet serves."""
