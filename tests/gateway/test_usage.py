@@ -210,8 +210,7 @@ def test_a_key_opens_every_gateway_until_it_is_revoked_or_expires(tmp_path: Path
     assert keys.first.revoke("key_none") is None
     assert [key.status(keys.now) for key in keys.first.all()] == ["revoked", "expired"]
     # The file has no key, only what it comes to.
-    for each in tmp_path.glob("usage.sqlite*"):
-        assert text.encode() not in each.read_bytes()
+    assert not [file for file in tmp_path.glob("usage.sqlite*") if text.encode() in file.read_bytes()]
     assert (tmp_path / "usage.sqlite").stat().st_mode & 0o077 == 0
     keys.first.close()
     keys.second.close()
@@ -224,7 +223,7 @@ async def admin(endpoint: Endpoint, method: str, path: str, key: str = OPERATOR,
         routes = KeyRoutes(endpoint.tenancy, lambda: [each.name for each in endpoint.fleet.tenants])
         endpoint.app._own.apps.update(routes.apps())  # type: ignore[attr-defined]
     async with endpoint.client(key) as http:
-        return await http.request(method, path, **({"json": body} if body else {}))
+        return await http.request(method, path, json=body or None)
 
 
 async def test_keys_are_made_and_revoked_over_http(tmp_path: Path) -> None:
@@ -234,12 +233,13 @@ async def test_keys_are_made_and_revoked_over_http(tmp_path: Path) -> None:
     assert (made["tenant"], made["status"], made["hint"]) == ("one", "active", made["key"][-4:])
     assert (await ask(endpoint, made["key"], "a")).status_code == 200
     assert (await ask(endpoint, made["key"], "b")).status_code == 404  # its tenant may not use it
-    for wrong, words in [
+    wrongs: list[tuple[dict[str, Any], str]] = [
         ({"tenant": "on"}, "there is no tenant 'on'; did you mean 'one'?"),
         ({"tenant": "one", "expires_in": -1}, "'expires_in' is a number of seconds"),
         ({"tenant": "one", "name": "x" * 65}, "'name' has at most 64"),
         ({"name": "ci"}, "missing required field `tenant`"),
-    ]:
+    ]
+    for wrong, words in wrongs:
         refused = await admin(endpoint, "POST", "/admin/keys", "boss", **wrong)
         assert refused.status_code == 400
         assert words in refused.json()["error"]["message"]
