@@ -90,6 +90,11 @@ OF_COMMANDS: Mapping[str, Mapping[ExitCode, str]] = {
     "schema": {
         ExitCode.DONE: "printed",
     },
+    "import": {
+        ExitCode.DONE: "the fleet file is written",
+        ExitCode.NO: "it is written, and has mistakes that were named",
+        ExitCode.WRONG: "nothing was written: the file or an option is wrong, or none of its models can be served",
+    },
     "plan": {
         ExitCode.DONE: "every model has a place",
         ExitCode.NO: "some model has none",

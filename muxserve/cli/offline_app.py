@@ -82,6 +82,19 @@ def profile(settings: ProfileSettings) -> int:
     return run(settings)
 
 
+@app.command("import")
+def import_file(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A llama-swap or LiteLLM configuration file.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option("-o", "--out", "--output", help="Fleet file to write.")] = Path("fleet.yaml"),
+) -> None:
+    """Write a fleet file of a llama-swap or LiteLLM file, and say of each of its keys whether it was taken."""
+    from muxserve.cli.import_file import run
+
+    raise typer.Exit(run(file, out))
+
+
 @workload.command(cls=OfflineCommand)
 def generate(
     source: Annotated[

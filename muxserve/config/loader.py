@@ -29,7 +29,7 @@ from muxserve.config.problems import (
 )
 from muxserve.config.schema import Fleet, ModelSettings
 from muxserve.config.source import Source, is_extension, read_text
-from muxserve.config.values import ALIAS_PATTERN
+from muxserve.config.values import ALIAS_PATTERN, plain_name
 from muxserve.config.variables import fill_in
 
 _KINDS = {
@@ -172,7 +172,7 @@ def _alias_hint(value: object) -> str:
     """What to write for a name that only aliases can be, such as org/name or name:tag."""
     if not isinstance(value, str) or not re.match(ALIAS_PATTERN, value):
         return ""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", value.rpartition("/")[2]).strip("-")
+    name = plain_name(value)
     return f"; write `name: {name}`, and `aliases: [{value}]` for clients that ask for it so" if name else ""
 
 

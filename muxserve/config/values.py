@@ -117,6 +117,11 @@ ENDPOINT_PATTERN = r"^https?://[^\s?#]+$"
 ORIGIN_PATTERN = r"^(\*|https?://[^/\s]+)$"
 
 
+def plain_name(asked: str) -> str:
+    """A model's name for what clients call it, such as org/name or name:tag; empty if nothing is left."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", asked.rpartition("/")[2]).strip("-._")[:64]
+
+
 def _size_or_auto(value: object) -> object:
     if value == AUTO:
         return value
