@@ -158,6 +158,7 @@ class Gateway:
             ResponseRoutes(self.responses, self.index, self.offered.apps, peers),
         )
         self._endpoint.names = ModelNames.of(self.fleet)
+        self._endpoint.fallbacks = self.fleet.fallbacks
         self._endpoint.models_sleep = bool(self.fleet.residency)
         self._endpoint.refused = self.status.refused
         self._tell_followed()
@@ -212,6 +213,7 @@ class Gateway:
         self.fleet = fleet
         self.offered.learn(fleet)
         self._endpoint.names = ModelNames.of(fleet)
+        self._endpoint.fallbacks = fleet.fallbacks
         for model in fleet.models:
             self.limiter.add(model)
             self.measures.add(model)

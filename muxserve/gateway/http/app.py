@@ -33,9 +33,11 @@ from starlette.middleware.cors import CORSMiddleware
 from muxserve.gateway.http.anthropic_errors import PATHS as ANTHROPIC
 from muxserve.gateway.http.anthropic_errors import AnthropicErrors
 from muxserve.gateway.http.body import (
+    BodyClaim,
     BodyMemory,
     BodyReplay,
     ClientGoneError,
+    RequestFields,
     asked_by,
     check_media,
     check_tokens,
@@ -59,6 +61,15 @@ from muxserve.gateway.http.errors import (
     retry_after,
     shortened,
 )
+from muxserve.gateway.http.fallback import (
+    FALLBACK_HEADER,
+    REFUSALS,
+    EndpointError,
+    HeldAnswer,
+    chain,
+    for_model,
+    relay,
+)
 from muxserve.gateway.http.http_request import HttpRequest, current_http
 from muxserve.gateway.http.responses import PATH as RESPONSES
 from muxserve.gateway.http.responses import ResponseRoutes
@@ -69,9 +80,9 @@ from muxserve.gateway.limits.engine_requests import check_engine_requests, engin
 from muxserve.gateway.limits.priorities import Priorities
 from muxserve.gateway.limits.tenants import NOBODY, RATE_HEADERS, RATE_KINDS, USAGE_PATH, Tenancy
 from muxserve.gateway.routing.model_names import ModelNames
-from muxserve.gateway.status.measure import Measures
+from muxserve.gateway.status.measure import Measures, RequestOutcome
 from muxserve.net.logs import of_request, request_id
-from muxserve.spec import GatewaySpec, public_name
+from muxserve.spec import FallbackSpec, GatewaySpec, public_name
 
 if TYPE_CHECKING:
     from muxserve.gateway.status.tracing import Tracing
@@ -113,6 +124,19 @@ class OwnPaths:
     open: frozenset[str] = frozenset()
     model_pages: Mapping[str, ModelPage] = field(default_factory=dict)
     apps: Mapping[str, App] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Incoming:
+    """A request that is to be served, with its body, and the fields of that which are looked at here."""
+
+    path: str
+    caller: Caller
+    scope: Scope
+    body: bytes
+    fields: RequestFields
+    replay: BodyReplay
+    claim: BodyClaim
 
 
 class GatewayApp:
@@ -161,6 +185,8 @@ class GatewayApp:
         self.refused: Mapping[str, str] = {}
         # What may be asked for, also where it cannot be reached at the moment.
         self.names = ModelNames()
+        # What answers in place of a model, by the model's name.
+        self.fallbacks: Mapping[str, FallbackSpec] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -217,7 +243,7 @@ class GatewayApp:
                 headers=[(b"www-authenticate", b"Bearer")],
             )
         if name is not None:
-            name = self._known(name, caller, http.request_id)
+            name = self._known(name, caller, http.request_id, path in POSTS)
             if model_page is not None:
                 only_get(scope)
                 await model_page(name, scope, send)
@@ -283,36 +309,101 @@ class GatewayApp:
             asked = asked_by(body)
             if name is None:
                 name = self._model(asked.model, caller, http.request_id)
-            replay = BodyReplay(receive, body, http)
-            served = self.models.get(name)  # to its end, also if the model is removed or replaced meanwhile
-            if served is None:  # removed while the body was read
-                raise self._not_offered(name, caller)
-            model = http.model = served.model
-            if path not in served.posts:
-                raise RequestError(
-                    HTTPStatus.NOT_FOUND, f"the model {name!r} does not serve {path}; it has {_listed(served.posts)}"
-                )
-            check_tokens(asked, served.most_tokens)
-            check_media(body, served.sees_images)
-            requests = engine_requests(path, asked, reads_pairs="/classify" in served.posts)
-            check_engine_requests(requests, self._limiter.gates[model].largest, name)
-            inner = {**scope, "path": path, "raw_path": path.encode()} if path != scope["path"] else scope
+            incoming = _Incoming(path, caller, scope, body, asked, BodyReplay(receive, body, http), claim)
             try:
-                if path not in COMPUTE:
-                    with self.access.tenancy.serving(caller, name) as http.tenant:
-                        self.access.tenancy.check_budgets(caller, name)
-                        async with self._limiter.hold(model, replay, requests):
-                            if self.ended:  # while it waited for its place
-                                raise self._shutting_down(name)
-                            claim.release()  # how many are in service is bounded
-                            async with self._signs_of_life(send, name):
-                                await served.app(inner, replay, send)
-                            if http.background is not None:  # the client has its answer, and the model still works
-                                await asyncio.wait([http.background])
+                if path in COMPUTE:
+                    served = self._checked(name, incoming)
+                    await served.app(_below(scope, path), incoming.replay, send)
                 else:
-                    await served.app(inner, replay, send)
+                    self.access.tenancy.check_budgets(caller, name)
+                    with self.access.tenancy.serving(caller, name) as http.tenant:
+                        await self._serve_or_fall_back(name, incoming, send, http)
             finally:
-                replay.unwatch()
+                incoming.replay.unwatch()
+
+    async def _serve_or_fall_back(self, name: str, incoming: _Incoming, send: Send, http: HttpRequest) -> None:
+        """Let the model answer, or what stands in for it while it is degraded or at its limit."""
+        steps = chain(self.fallbacks, name)
+        if len(steps) == 1:
+            await self._attempt(name, incoming, send, http)
+            return
+        first: HeldAnswer | RequestError | None = None
+        for step in steps:
+            held = HeldAnswer(send)
+            if step is not steps[0]:
+                if not step.url and not incoming.caller.may_use(step.model):
+                    continue
+                http.fallback, http.retry_after = step.words, None
+                incoming.replay.again(incoming.body if step.url else for_model(incoming.body, step.model))
+            refused: HeldAnswer | RequestError = held
+            try:
+                if step.url:
+                    self.access.tenancy.check_budgets(incoming.caller, name)
+                    await self._relay(name, step, incoming, held, http)
+                else:
+                    self.access.tenancy.check_budgets(incoming.caller, step.model)
+                    await self._attempt(step.model, incoming, EarlyErrors(held), http)
+            except RequestError as error:
+                if held.begun or (first is None and error.status not in REFUSALS):
+                    raise
+                refused = error
+            except EndpointError as error:
+                log.warning("model %s has no fallback at present: %s", name, error)
+                refused = RequestError(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+            if refused is held and not held.refused:
+                if first is not None:
+                    self._measures.fell_back(name, step.words)
+                return
+            first = first or refused
+            if self.ended:
+                break
+        http.fallback = ""
+        if isinstance(first, HeldAnswer):
+            await first.release()
+        elif first is not None:
+            raise first
+
+    async def _relay(self, name: str, step: FallbackSpec, incoming: _Incoming, send: Send, http: HttpRequest) -> None:
+        """Let another endpoint answer a request for the model `name`, which it counts for."""
+        http.model = self._version(name) or name
+        used = await relay(step, incoming.path, incoming.body, incoming.replay, send)
+        if http.tenant is not None:
+            http.tenant.prompted(used.prompt_tokens)
+            http.tenant.ended(name, RequestOutcome.COMPLETED.value, used)
+
+    async def _attempt(self, name: str, incoming: _Incoming, send: Send, http: HttpRequest) -> None:
+        """Let the model `name` answer."""
+        served = self._checked(name, incoming)
+        model = http.model = served.model
+        if http.tenant is not None:
+            http.tenant.model = name
+        async with self._limiter.hold(model, incoming.replay, _engine_requests(incoming, served)):
+            if self.ended:  # while it waited for its place
+                raise self._shutting_down(name)
+            incoming.claim.release()  # how many are in service is bounded
+            async with self._signs_of_life(send, name):
+                await served.app(_below(incoming.scope, incoming.path), incoming.replay, send)
+            if http.background is not None:  # the client has its answer, and the model still works
+                await asyncio.wait([http.background])
+
+    def _checked(self, name: str, incoming: _Incoming) -> ServedApp:
+        """The model `name`, to its end, also if it is removed or replaced meanwhile.
+
+        Raises:
+            RequestError: it is not there, or cannot take such a request.
+        """
+        served = self.models.get(name)
+        if served is None:  # removed while the body was read, or cannot be offered
+            raise self._not_offered(name, incoming.caller)
+        if incoming.path not in served.posts:
+            raise RequestError(
+                HTTPStatus.NOT_FOUND,
+                f"the model {name!r} does not serve {incoming.path}; it has {_listed(served.posts)}",
+            )
+        check_tokens(incoming.fields, served.most_tokens)
+        check_media(incoming.body, served.sees_images)
+        check_engine_requests(_engine_requests(incoming, served), self._limiter.gates[served.model].largest, name)
+        return served
 
     @asynccontextmanager
     async def _signs_of_life(self, send: Send, model: str) -> AsyncIterator[None]:
@@ -364,17 +455,21 @@ class GatewayApp:
                 f"'model' is missing; this server has {self._names(caller)}",
                 param="model",
             )
-        return self._known(asked, caller, request_id)
+        return self._known(asked, caller, request_id, serving=True)
 
-    def _known(self, asked: str, caller: Caller | None, request_id: str = "") -> str:
+    def _known(self, asked: str, caller: Caller | None, request_id: str = "", serving: bool = False) -> str:
         """The name of the model that is called so, which may be its version, one of its aliases, or a name that it
-        shares. What `caller` may not use is not there for it, as with OpenAI."""
+        shares. What `caller` may not use is not there for it, as with OpenAI. For `serving` a model that cannot be
+        offered is one, too, if there is a fallback for it."""
         offered = [(name, self.models[name]) for name in self._offered_to(caller)]
         called = [name for name, served in offered if asked in (name, served.model) or asked in served.cards]
         if asked in self.names.shared:
             chosen = self.names.choose(asked, request_id, called)
         else:
             chosen = next(iter(called), None)
+        if chosen is None and serving:
+            behind = [name for name in self.names.models.get(asked, ()) if caller is None or caller.may_use(name)]
+            chosen = next((name for name in behind if name in self.fallbacks), None)
         if chosen is None:
             raise self._not_offered(asked, caller)
         return chosen
@@ -430,6 +525,7 @@ def with_cors(app: GatewayApp, origins: Sequence[str]) -> App:
     exposed = [
         "retry-after",
         REQUEST_ID.decode(),
+        FALLBACK_HEADER.decode(),
         *(f"x-ratelimit-{what}-{kind}" for what in RATE_HEADERS for kind in RATE_KINDS),
     ]
     return CORSMiddleware(
@@ -461,6 +557,9 @@ class _Answer:
             after = self._http.retry_after
             if after is not None:
                 message["headers"] = [*message.get("headers", ()), retry_after(after)]
+            if self._http.fallback:
+                named = (FALLBACK_HEADER, self._http.fallback.encode("latin-1", "replace"))
+                message["headers"] = [*message.get("headers", ()), named]
             if self._http.tenant is not None:
                 message["headers"] = [*message.get("headers", ()), *self._http.tenant.allowance.headers()]
             if (self._endpoint.draining or self._endpoint.crowded()) and CLOSE not in message.get("headers", ()):
@@ -472,6 +571,15 @@ def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """The client's own name for its request, if it can stand in a log; else a new one."""
     given = next((value for name, value in headers if name == REQUEST_ID), b"").decode("latin-1")
     return given if _PLAIN_ID.fullmatch(given) else secrets.token_hex(8)
+
+
+def _engine_requests(incoming: _Incoming, served: ServedApp) -> int:
+    return engine_requests(incoming.path, incoming.fields, reads_pairs="/classify" in served.posts)
+
+
+def _below(scope: Scope, path: str) -> Scope:
+    """`scope` as the application of one model has it."""
+    return {**scope, "path": path, "raw_path": path.encode()} if path != scope["path"] else scope
 
 
 def _listed(paths: frozenset[str]) -> str:

@@ -357,6 +357,10 @@ class BodyReplay:
             self.http.disconnected = True
         return message
 
+    def again(self, body: bytes) -> None:
+        """Give `body` to whoever asks next: another one serves the request."""
+        self._body = body
+
     def watch(self) -> asyncio.Task[Message]:
         """A task that ends when the client closes the connection; for whoever has to wait before the body is used."""
         if self._after is None:

@@ -30,6 +30,8 @@ class HttpRequest:
     tenant: TenantRequest | None = None
     trace: HttpTrace | None = None
     request_id: str = ""
+    # What answers in place of its model, if that is something else.
+    fallback: str = ""
     # Whose responses it may see and leaves; the messages before the one that it asks for, where that is kept; and what
     # makes it after the client has been answered.
     owner: str = NOBODY

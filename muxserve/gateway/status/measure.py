@@ -101,8 +101,14 @@ class Measures:
             ["model_name", "source", "destination"],
             registry=registry,
         )
+        self._fallbacks = Counter(
+            "muxserve_fallbacks",
+            "HTTP requests that a fallback answered, since the model was degraded or at its limit.",
+            ["model_name", "fallback"],
+            registry=registry,
+        )
         self._times = (self._ttft, self._tpot, self._latency)
-        self._counts = (self._requests, self._resubmitted, self._rejected, self._slo, self._moved)
+        self._counts = (self._requests, self._resubmitted, self._rejected, self._slo, self._moved, self._fallbacks)
         for model in models:
             self.add(model)
 
@@ -172,6 +178,10 @@ class Measures:
     def moved(self, model: str, source: str, destination: str) -> None:
         """Count a request that another unit has taken over."""
         self._moved.labels(model, source, destination).inc()
+
+    def fell_back(self, model: str, fallback: str) -> None:
+        """Count a request for `model` that `fallback` has answered."""
+        self._fallbacks.labels(model, fallback).inc()
 
     def rejected(self, model: str, reason: str) -> None:
         """Count a request that was turned away; `model` is empty if it named none that we know."""
