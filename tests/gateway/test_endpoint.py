@@ -235,7 +235,8 @@ def test_every_request_that_ended_is_in_the_access_log(client: openai.OpenAI, ga
         model="org/beta", prompt=play("logged"), extra_headers={"x-request-id": "mine-1"}
     )
     assert asked.headers["x-request-id"] == "mine-1"
-    line = r"127.0.0.1:\d+ POST /v1/completions model=beta status=200 seconds=\d+\.\d{3} request=mine-1 served_as=\w"
+    who = r"127.0.0.1:\d+ POST /v1/completions tenant=- model=beta"
+    line = who + r" status=200 seconds=\d+\.\d{3} request=mine-1 served_as=\w"
     eventually(lambda: re.search(line, gateway.log) is not None, lambda: f"{line} in {gateway.log}")
 
 

@@ -24,7 +24,7 @@ from muxserve.gateway.limits.tenants import LimitExceededError, MinuteBucket, Sh
 from muxserve.gateway.routing.requests import Tracked
 from muxserve.gateway.status.measure import RequestOutcome
 from muxserve.gateway.usage.usage_log import Used
-from muxserve.spec import FleetSpec, GatewaySpec, TenantLimits, TenantSpec
+from muxserve.spec import FleetSpec, GatewaySpec, HttpSpec, TenantLimits, TenantSpec
 from tests.gateway.endpoint import endpoint_of
 from tests.gateway.unit_specs import model
 from tests.support.requests import asking
@@ -45,7 +45,7 @@ class Endpoint:
         self.registry = CollectorRegistry()
         self.fleet = FleetSpec(
             run_dir=str(directory),
-            gateway=GatewaySpec("127.0.0.1", 0, [OPERATOR]),
+            gateway=GatewaySpec("127.0.0.1", 0, [OPERATOR], http=HttpSpec(access_log=True)),
             models=[model("a"), model("b")],
             units=[],
             tenants=tenants,
@@ -125,6 +125,22 @@ async def test_a_tenant_has_its_own_models_only(tmp_path: Path, closing: list[En
         assert (await http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
     assert (await ask(endpoint, "nobody")).status_code == 401
     assert (await ask(endpoint, OPERATOR)).status_code == 200
+
+
+async def test_the_access_log_names_the_tenant(
+    tmp_path: Path, closing: list[Endpoint], caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint = Endpoint(tmp_path, tenant("first", models=("b",)))
+    closing.append(endpoint)
+    with caplog.at_level("INFO", logger="muxserve.access"):
+        for key in ("first", OPERATOR, "nobody"):
+            await ask(endpoint, key, "b")
+        await ask(endpoint, "first", "a")
+        await get(endpoint, "first", "/fleet")
+    said = [dict(part.split("=", 1) for part in each.getMessage().split() if "=" in part) for each in caplog.records]
+    assert [(each["tenant"], each["status"]) for each in said] == [
+        *(("first", "200"), ("-", "200"), ("-", "401"), ("first", "404"), ("first", "403"))
+    ]
 
 
 async def test_the_fleets_state_is_for_admins(tmp_path: Path, closing: list[Endpoint]) -> None:

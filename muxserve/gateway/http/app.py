@@ -78,7 +78,7 @@ from muxserve.gateway.limits.admission import ApiKeys, Caller, presented_key
 from muxserve.gateway.limits.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.limits.engine_requests import check_engine_requests, engine_requests
 from muxserve.gateway.limits.priorities import Priorities
-from muxserve.gateway.limits.tenants import NOBODY, RATE_HEADERS, RATE_KINDS, USAGE_PATH, Tenancy
+from muxserve.gateway.limits.tenants import RATE_HEADERS, RATE_KINDS, USAGE_PATH, Tenancy
 from muxserve.gateway.routing.model_names import ModelNames
 from muxserve.gateway.status.measure import Measures, RequestOutcome
 from muxserve.net.logs import of_request, request_id
@@ -210,9 +210,9 @@ class GatewayApp:
                 host, port = scope.get("client") or ("-", 0)
                 took = time.monotonic() - http.arrival
                 access.info(
-                    "%s:%s %s %s model=%s status=%s seconds=%.3f request=%s served_as=%s",
-                    *(host, port, scope["method"], scope["path"], http.model or "-", answer.status or "-", took),
-                    *(http.request_id, http.group or "-"),
+                    "%s:%s %s %s tenant=%s model=%s status=%s seconds=%.3f request=%s served_as=%s",
+                    *(host, port, scope["method"], scope["path"], http.owner or "-", http.model or "-"),
+                    *(answer.status or "-", took, http.request_id, http.group or "-"),
                     extra=of_request(http.group),
                 )
 
@@ -234,6 +234,8 @@ class GatewayApp:
     async def _route(self, scope: Scope, receive: Receive, send: Send, http: HttpRequest) -> None:
         name, path = self._divided(scope)
         caller = self.access.keys.admit(presented_key(scope["headers"]))
+        if caller is not None and caller.tenant is not None:
+            http.owner = caller.tenant.name
         model_page = self._own.model_pages.get(path) if name is not None else None
         if caller is None and (name is not None or path not in self._own.open) and model_page is None:
             self._measures.rejected("", "key")
@@ -277,7 +279,6 @@ class GatewayApp:
             await self.access.tenancy.report(scope.get("query_string", b""), caller.tenant if caller else None, send)
             return
         assert caller is not None, "no path that serves is open"
-        http.owner = caller.tenant.name if caller.tenant is not None else NOBODY
         if path.startswith(RESPONSES) and self._responses is not None:
             await self._responses.answer(http.owner, name, path, scope, receive, send)
             return
