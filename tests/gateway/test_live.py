@@ -203,6 +203,16 @@ def test_the_page_is_served(http: httpx.Client) -> None:
     assert http.post("/ui/events").status_code == 405
 
 
+def test_a_browser_is_sent_to_the_page(http: httpx.Client, guarded: Running) -> None:
+    browser = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+    sent = http.get("/", headers=browser)
+    assert (sent.status_code, sent.headers["location"]) == (307, "ui")
+    assert http.get("/", headers=browser, follow_redirects=True).text == http.get("/ui").text
+    assert httpx.get(guarded.url, headers=browser, timeout=PATIENCE).status_code == 307  # the page asks for the key
+    assert http.get("/", headers={"accept": "*/*"}).status_code == 404
+    assert http.post("/", headers=browser).status_code == 405
+
+
 def test_a_frame_of_a_real_gateway(gateway: Running, http: httpx.Client) -> None:
     answer = http.post("/v1/completions", json={"model": "beta", "prompt": play("hello")})
     assert answer.status_code == 200

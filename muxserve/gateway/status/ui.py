@@ -1,4 +1,5 @@
-"""The live page: its files at `/ui`, the stream of frames that it draws at `/ui/events`, and logs at `/ui/logs`.
+"""The live page: its files at `/ui`, the stream of frames that it draws at `/ui/events`, and logs at `/ui/logs`. A
+browser that asks for `/` is sent there.
 
 The files hold nothing about the fleet, so that a browser may load them without a key; whoever opens the page is asked
 for one there, and the stream wants it.
@@ -21,7 +22,9 @@ from muxserve.gateway.http.errors import (
     RequestError,
     Scope,
     Send,
+    no_such_path,
     only_get,
+    respond,
     respond_json,
     retry_after,
 )
@@ -65,7 +68,7 @@ class LivePage:
         files = {f"{PAGE}/{path.relative_to(FILES)}": path for path in FILES.rglob("*") if path.suffix in _TYPES}
         files[PAGE] = files.pop(f"{PAGE}/index.html")
         answers = {name: RenderedAnswer(path.read_bytes(), _TYPES[path.suffix]).pack() for name, path in files.items()}
-        return {name: partial(_file, answer) for name, answer in answers.items()} | {OWN_LOAD: self._own}
+        return {name: partial(_file, answer) for name, answer in answers.items()} | {OWN_LOAD: self._own, "/": _home}
 
     def apps(self) -> dict[str, App]:
         """By path, what wants a key where there are some."""
@@ -123,6 +126,16 @@ class LivePage:
 
 async def _file(answer: RenderedAnswer, scope: Scope, send: Send) -> None:
     await answer.send(scope, send, *_HEADERS)
+
+
+async def _home(scope: Scope, send: Send) -> None:
+    """Send browsers to the page; for others there is nothing at `/`."""
+    accepted = b",".join(value for name, value in scope["headers"] if name == b"accept")
+    if b"text/html" not in accepted:
+        raise no_such_path(scope)
+    # Relative, for a proxy that serves the endpoint below a path of its own.
+    headers = (b"location", PAGE.removeprefix("/").encode()), (b"vary", b"accept")
+    await respond(send, HTTPStatus.TEMPORARY_REDIRECT, b"", b"text/html; charset=utf-8", headers)
 
 
 async def _disconnected(receive: Receive) -> None:
