@@ -126,7 +126,7 @@ def _print(url: str, health: dict[str, Any], fleet: dict[str, Any]) -> None:
             if total == 1:
                 continue  # of private caches alone: it has the null page
             console.print(f"{escape(whose + str(name))}: {free} of {total} pages free")
-        for line in [*_in_time(unit), *_costs(unit, health["models"])]:
+        for line in [*_in_time(unit, health["models"]), *_costs(unit, health["models"])]:
             console.print(escape(whose + line))
         if several and not unit.get("serves"):
             console.print(f"{escape(whose)}serves nothing at present")
@@ -195,11 +195,16 @@ def _turns(turns: dict[str, Any]) -> str:
     return f"turns: {'; '.join(there) or 'nobody'}; next: {after}; {turns['ended']} ended before their requests"
 
 
-def _in_time(unit: dict[str, Any]) -> list[str]:
+def _served(unit: dict[str, Any], served: Container[str]) -> list[tuple[str, dict[str, Any]]]:
+    """What the unit says of the models that are `served`; it remembers those that were removed from the fleet."""
+    return [(name, model) for name, model in _models(unit).items() if name in served]
+
+
+def _in_time(unit: dict[str, Any], served: Container[str]) -> list[str]:
     """What one engine of both phases costs each model of the unit: waits for a phase, and stages with nothing to do."""
     lines = []
     up = float(_state(unit).get("uptime_seconds") or 0.0)
-    for name, model in _models(unit).items():
+    for name, model in _served(unit, served):
         switches, bubbles = model.get("phase_switches"), model.get("bubbles")
         if switches:
             wait = 1000 * float(model.get("phase_switch_seconds", 0.0)) / switches
@@ -213,12 +218,9 @@ def _in_time(unit: dict[str, Any]) -> list[str]:
 
 
 def _costs(unit: dict[str, Any], served: Container[str]) -> list[str]:
-    """How long steps take, over their predictions of the deployment. Models that were removed from the fleet are left
-    out, though their units remember them."""
+    """How long steps take, over their predictions of the deployment."""
     lines = []
-    for name, model in _models(unit).items():
-        if name not in served:
-            continue
+    for name, model in _served(unit, served):
         learnt: dict[str, dict[str, Any]] = model.get("costs") or {}
         found = [f"{phase} {each['ratio']:.2f} ({each['steps']:,} steps)" for phase, each in learnt.items()]
         if found:

@@ -114,7 +114,8 @@ class TopScreen:
         for job in frame.jobs:
             self._jobs[job.unit, job.key] = job
         oldest = frame.time - JOBS_WINDOW_SECONDS
-        self._jobs = {key: job for key, job in self._jobs.items() if job.end >= oldest}
+        served = {model.name for model in frame.models}
+        self._jobs = {key: job for key, job in self._jobs.items() if job.end >= oldest and job.model in served}
         for move in frame.moves:
             self._moved.setdefault(move.unit, []).append(move.at)
         self._moved = {unit: [at for at in moves if at >= oldest] for unit, moves in self._moved.items()}

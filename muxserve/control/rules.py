@@ -32,15 +32,15 @@ def check_scale(fleet: FleetSpec, replicas: Mapping[str, int]) -> None:
         raise WrongCommandError("no model is named; write MODEL=N")
     for model, count in replicas.items():
         _check_model(fleet, model)
-        if fleet.residency:
+        bounds = fleet.replica_bounds(fleet.serving(model))
+        if bounds is None:
             raise ChangeError(f"memory decides in this fleet whether {model} is awake; a request wakes it")
-        rules = fleet.scaling.get(fleet.serving(model))
-        if rules is not None and not rules.minimum <= count <= rules.maximum:
+        fewest, most = bounds
+        if most is not None and not fewest <= count <= most:
             raise ChangeError(
-                f"{model} has between {rules.minimum} and {rules.maximum} replicas, not {count}; "
-                "`replicas` in the fleet file says so"
+                f"{model} has between {fewest} and {most} replicas, not {count}; `replicas` in the fleet file says so"
             )
-        if rules is None and count < 1:
+        if count < fewest:
             raise ChangeError(
                 f"{model} needs at least 1 replica; `muxserve remove {model}` takes it out of the fleet, and with "
                 "`replicas: {min: 0, max: N}` in the fleet file it may have none while nobody asks for it"

@@ -5,7 +5,7 @@ Times are seconds, shares fractions of a unit's compute, and pages those of a po
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -40,13 +40,15 @@ class LiveModel(msgspec.Struct, frozen=True):
     """A model of the fleet; `status` is as `/health` has it, `reason` why it is degraded.
 
     `running` and `waiting` are at the gateways, the counts after them in the units; `tokens` are all that its engines
-    computed, prompts included. `met` is the share of requests that met all objectives."""
+    computed, prompts included. `met` is the share of requests that met all objectives. `bounds` are the fewest and the
+    most replicas that can be asked for (None: no limit); None in place of both where memory decides."""
 
     name: str
     status: str
     reason: str
     shape: str
     replicas: list[str]
+    bounds: tuple[int, int | None] | None
     running: int
     waiting: int
     queued: int
@@ -147,6 +149,8 @@ def live_frame(
     """
     each = list(loads)
     units: list[Mapping[str, Any]] = fleet["units"]
+    # Units remember models that were removed from the fleet.
+    names = {model["name"] for model in fleet["models"]}
     return LiveFrame(
         at,
         fleet["status"],
@@ -155,9 +159,9 @@ def live_frame(
             _model(model, units, [load[model["name"]] for load in each if model["name"] in load])
             for model in fleet["models"]
         ],
-        [_unit(unit) for unit in units],
-        jobs,
-        moves,
+        [_unit(unit, names) for unit in units],
+        [job for job in jobs if job.model in names],
+        [move for move in moves if move.model in names],
     )
 
 
@@ -173,6 +177,7 @@ def _model(model: Mapping[str, Any], units: Sequence[Mapping[str, Any]], loads: 
         reason=model.get("degraded") or "",
         shape=model["shape"],
         replicas=model["replicas"],
+        bounds=model["replica_bounds"],
         running=sum(load.running for load in loads),
         waiting=sum(load.waiting for load in loads),
         queued=sum(each.get("queued", 0) for each in said),
@@ -188,8 +193,9 @@ def _model(model: Mapping[str, Any], units: Sequence[Mapping[str, Any]], loads: 
     )
 
 
-def _unit(unit: Mapping[str, Any]) -> LiveUnit:
-    state, models = unit.get("state") or {}, _models(unit)
+def _unit(unit: Mapping[str, Any], names: Collection[str]) -> LiveUnit:
+    state = unit.get("state") or {}
+    models = {name: of for name, of in _models(unit).items() if name in names}
     spoken: Mapping[str, Mapping[str, Any]] = state.get("pools") or {}
     pools = []
     for pool in unit["pools"]:

@@ -207,6 +207,14 @@ class FleetSpec(msgspec.Struct, frozen=True):
         """Whether memory decides if `model` is awake."""
         return any(model in each.models for each in self.residency.values())
 
+    def replica_bounds(self, model: str) -> tuple[int, int | None] | None:
+        """Fewest and most replicas of that version of a model that can be asked for, None: as many as there is room
+        for. None in place of both where memory decides."""
+        if self.residency:
+            return None
+        rules = self.scaling.get(model)
+        return (1, None) if rules is None else (rules.minimum, rules.maximum)
+
     @property
     def needs_key(self) -> bool:
         """Whether the endpoint wants a key."""

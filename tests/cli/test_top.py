@@ -29,7 +29,15 @@ def recorded(at: float = 1000.0, tokens: int = 5000) -> LiveFrame:
     """Two models that are up and one that sleeps, on a unit each of the former is on."""
     chat = LiveModel(
         **{"name": "chat-with-a-rather-long-name", "status": "up", "reason": "", "shape": "split"},
-        **{"replicas": ["u0"], "running": 3, "waiting": 1, "queued": 2, "prefilling": 1, "decoding": 2},
+        **{
+            "replicas": ["u0"],
+            "bounds": (1, None),
+            "running": 3,
+            "waiting": 1,
+            "queued": 2,
+            "prefilling": 1,
+            "decoding": 2,
+        },
         **{"tokens": tokens, "requests": 40, "ttft": Spread(0.0591, 0.226), "tpot": Spread(0.0051, 0.033)},
         **{"slo_ttft": 0.3, "slo_tpot": 0.03, "met": 0.875},
     )

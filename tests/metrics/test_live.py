@@ -29,6 +29,7 @@ def model(name: str, replicas: list[str], **more: Any) -> dict[str, Any]:
         "health": "up",
         "degraded": None,
         "replicas": replicas,
+        "replica_bounds": (1, None),
         "shape": "split",
         "slo": slo,
     } | more
@@ -69,11 +70,24 @@ def test_why_a_model_cannot_be_served_is_said() -> None:
 
 def test_pages_of_a_unit() -> None:
     parts = {"used_pages": 100, "cached_pages": 20, "quota_pages": 400}
-    (shown,) = frame([unit("u0", a=parts, b={"pool": "other"}, c={"terminating": True})], []).units
+    served = [model(name, ["u0"]) for name in "abc"]
+    (shown,) = frame([unit("u0", a=parts, b={"pool": "other"}, c={"terminating": True})], served).units
     (pool,) = shown.pools
     assert (pool.pages, pool.free, pool.page_bytes) == (999, 500, 4096)
     assert pool.models == [PoolPart("a", 100, 20, 400), PoolPart("c", 0, 0, 0)]
     assert (shown.draining, shown.share_used, shown.policy) == (["c"], 0.75, "adbs")
+
+
+def test_a_model_that_was_removed_is_gone() -> None:
+    """Units remember it, and its jobs are in their timelines for a while."""
+    left = unit("u0", m={"used_pages": 1}, gone={"used_pages": 2, "terminating": True})
+    fleet = {"status": "ok", "units": [left], "models": [model("m", ["u0"])], "gateway": {"count": 1}}
+    jobs = [LiveJob("u0", name, name, "decode", 0.5, 1.0, 2.0, 1, 1) for name in ("m", "gone")]
+    moves = [LiveMove("u0", 1.0, name, "u1", 0.0) for name in ("m", "gone")]
+    shown = live_frame(5.0, fleet, [], jobs, moves)
+    assert [part.model for part in shown.units[0].pools[0].models] == ["m"]
+    assert shown.units[0].draining == []
+    assert [each.model for each in (*shown.jobs, *shown.moves)] == ["m", "m"]
 
 
 def test_a_unit_that_has_not_spoken_yet() -> None:

@@ -197,6 +197,7 @@ class Reports:
             "health": self._word(model.name),
             "degraded": status.why_degraded(model.name) or None,
             "replicas": [unit.name for unit in status.replicas(model.name)],
+            "replica_bounds": status.fleet.replica_bounds(model.name),
             "shape": "one" if len(model.engines) == 1 else "split",
             "stages": model.stages,
             "rolling": model.rolling,
