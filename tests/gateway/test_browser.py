@@ -28,7 +28,7 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
-@pytest.fixture(params=[(1400, "light"), (800, "dark")], ids=["wide", "narrow"])
+@pytest.fixture(params=[(1400, "light"), (800, "dark"), (390, "light")], ids=["wide", "narrow", "phone"])
 def page(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     """An empty page, on which nothing may go wrong and which no other server may be asked for anything."""
     width, scheme = request.param
@@ -60,23 +60,52 @@ def test_the_fleet_is_drawn(page: Any, gateway: Running) -> None:
     assert fits(page)
     assert page.locator("text=changes need a key").count() == 1
     assert page.locator("button[title='remove the model']").count() == 0
+    assert row.locator("td:visible").evaluate_all("all => all.every((td) => td.scrollWidth <= td.clientWidth + 1)")
     dark = page.evaluate("document.documentElement.dataset.theme")
     page.click("text=light / dark")
     assert page.evaluate("document.documentElement.dataset.theme") != dark
 
 
-def test_the_playground_streams(page: Any, gateway: Running) -> None:
-    page.goto(f"{gateway.url}/ui")
-    page.select_option("select", "beta")
+def test_the_chat_streams(page: Any, gateway: Running) -> None:
+    page.goto(f"{gateway.url}/ui#chat")
+    page.select_option("select[aria-label=Model]", "beta")
     mark = gateway.mark()
     page.fill("textarea", play("streamed to the page", hold=4))
-    page.click("button.main")
+    page.keyboard.press("Enter")
     gateway.wait("held", mark)
-    page.locator("pre.answer", has_text="str").wait_for()  # before the answer has ended
+    answer = page.locator(".turn.assistant")
+    answer.locator(".text", has_text="str").wait_for()  # before the answer has ended
     assert page.locator("button:text-is('Stop')").count() == 1
     gateway.tell_unit("go")
-    page.locator("pre.answer", has_text="streamed to the page").wait_for()
-    page.locator("text=first token after").wait_for()
+    answer.locator(".text", has_text="streamed to the page").wait_for()
+    answer.locator("text=first token after").wait_for()
+    assert fits(page)
+    # What was said before is part of what is asked next.
+    mark = gateway.mark()
+    page.fill("textarea", play("and again", hold=2))
+    page.click("button:text-is('Send')")
+    gateway.wait("held", mark)
+    page.click("button:text-is('Stop')")
+    page.locator("text=stopped").wait_for()
+    gateway.tell_unit("go")
+    page.click("text=Fleet")
+    page.locator("tr[data-model=beta]").wait_for()
+    page.click("text=Chat")
+    assert page.locator(".turn").count() == 4
+    page.click("text=New chat")
+    assert page.locator(".turn").count() == 0
+
+
+def test_a_tenant_that_is_no_admin_may_chat(page: Any, guarded: Running) -> None:
+    page.goto(f"{guarded.url}/ui#chat")
+    page.fill("input[type=password]", "wrong")
+    page.click("button.main")
+    page.locator("text=This key does not open the page.").wait_for()
+    page.fill("input[type=password]", "second-key")
+    page.click("button.main")
+    page.fill("textarea", play("with a key"))
+    page.keyboard.press("Enter")
+    page.locator(".turn.assistant .text", has_text="with a key").wait_for()
     assert fits(page)
 
 

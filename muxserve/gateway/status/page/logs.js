@@ -1,12 +1,12 @@
 // The last lines of what a process of the fleet has written.
 
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/htm-preact.js";
-import { errorOf, headers } from "./stream.js";
+import { ask, errorOf } from "./stream.js";
 
 const SECONDS = 2;
 
-async function ask(part) {
-  const response = await fetch(`ui/logs?part=${encodeURIComponent(part)}`, { headers: headers(), cache: "no-store" });
+async function linesOf(part) {
+  const response = await ask(`ui/logs?part=${encodeURIComponent(part)}`);
   if (!response.ok) throw new Error(await errorOf(response));
   return response.json();
 }
@@ -19,7 +19,7 @@ export function Logs() {
   useEffect(() => {
     if (!open) return undefined;
     let gone = false;
-    const look = () => ask(part).then(
+    const look = () => linesOf(part).then(
       (answer) => gone || (setSaid(answer), setTrouble("")),
       (error) => gone || setTrouble(error.message),
     );

@@ -1,4 +1,4 @@
-// The stream of frames, over fetch: EventSource cannot send a key.
+// What the page asks the fleet, over fetch: EventSource cannot send a key.
 
 const KEY = "muxserve-key";
 
@@ -9,6 +9,14 @@ export const key = {
 
 export function headers(more = {}) {
   return key.get() ? { ...more, Authorization: `Bearer ${key.get()}` } : more;
+}
+
+// The response to GET `path`, or to POST where there is an `order`.
+export function ask(path, order, signal) {
+  const how = order === undefined ? { headers: headers(), cache: "no-store" } : {
+    method: "POST", headers: headers({ "Content-Type": "application/json" }), body: JSON.stringify(order),
+  };
+  return fetch(path, { ...how, signal });
 }
 
 // The data of the server-sent events of `response`, as strings.
@@ -36,11 +44,12 @@ export async function errorOf(response) {
   }
 }
 
-// Follows the fleet for ever: tells each frame, and what is wrong in between ("key" if the server wants another one).
-export async function follow(onFrame, onTrouble) {
-  for (let wait = 1; ; wait = Math.min(wait * 2, 15)) {
+// Follows the fleet until `signal`: tells each frame, and what is wrong in between ("key" if the server wants another
+// one).
+export async function follow(onFrame, onTrouble, signal) {
+  for (let wait = 1; !signal.aborted; wait = Math.min(wait * 2, 15)) {
     try {
-      const response = await fetch("ui/events", { headers: headers(), cache: "no-store" });
+      const response = await ask("ui/events", undefined, signal);
       if (response.status === 401 || response.status === 403) {
         onTrouble("key");
         return;
@@ -55,6 +64,7 @@ export async function follow(onFrame, onTrouble) {
       }
       onTrouble("the connection has ended; trying again");
     } catch (error) {
+      if (signal.aborted) return;
       onTrouble(`no connection to the fleet (${error.message}); trying again`);
     }
     await new Promise((done) => setTimeout(done, wait * 1000));
@@ -63,20 +73,15 @@ export async function follow(onFrame, onTrouble) {
 
 // Asks the fleet for a change; returns what there is then, or throws why there is none.
 export async function change(what, order) {
-  const response = await fetch(`admin/${what}`, {
-    method: "POST", headers: headers({ "Content-Type": "application/json" }), body: JSON.stringify(order),
-  });
+  const response = await ask(`admin/${what}`, order);
   if (!response.ok) throw new Error(await errorOf(response));
   return (await response.json()).text;
 }
 
 // A model that sleeps is woken by whoever asks it something: one that generates by a prompt, others by a text to embed.
 export async function wake(model) {
-  const ask = (path, order) => fetch(path, {
-    method: "POST", headers: headers({ "Content-Type": "application/json" }), body: JSON.stringify({ model, ...order }),
-  });
-  let response = await ask("v1/completions", { prompt: "a", max_tokens: 1 });
-  if (response.status === 400 || response.status === 404) response = await ask("pooling", { input: "a" });
+  let response = await ask("v1/completions", { model, prompt: "a", max_tokens: 1 });
+  if (response.status === 400 || response.status === 404) response = await ask("pooling", { model, input: "a" });
   if (!response.ok) throw new Error(await errorOf(response));
   return `${model} is awake`;
 }

@@ -6,7 +6,8 @@ import { colour, theme } from "./colours.js";
 const SECONDS = 30;
 // Frames come once a second: the right edge is that much behind, so that what is drawn there is known.
 const LAG = 1.3;
-const LEFT = 148;
+// Where names of lanes end; narrow windows leave them less.
+const leftOf = (width) => (width < 520 ? 104 : 148);
 const AXIS = 20;
 const PHASES = ["prefill", "decode", "both"];
 const SHARE_OF_A_LANE = 0.12;
@@ -72,7 +73,8 @@ function lanesOf(unit, jobs) {
 }
 
 function timeAt(x, width, now) {
-  return now - LAG - SECONDS * (1 - (x - LEFT) / (width - LEFT));
+  const left = leftOf(width);
+  return now - LAG - SECONDS * (1 - (x - left) / (width - left));
 }
 
 function draw(canvas, { lanes, laneHeight, jobs, moves, clock, models }) {
@@ -88,13 +90,16 @@ function draw(canvas, { lanes, laneHeight, jobs, moves, clock, models }) {
   pen.clearRect(0, 0, width, height);
   const { line, text, dim } = theme();
   const now = clock() - LAG;
-  const plot = width - LEFT;
-  const x = (at) => LEFT + plot * (1 - (now - at) / SECONDS);
+  const left = leftOf(width);
+  const plot = width - left;
+  const x = (at) => left + plot * (1 - (now - at) / SECONDS);
   const bottom = height - AXIS;
   pen.font = "11px system-ui, 'DejaVu Sans', sans-serif";
   pen.textBaseline = "middle";
   pen.fillStyle = dim;
-  for (let ago = SECONDS; ago >= 0; ago -= 5) {
+  // Marks have room for their words.
+  const step = plot < 420 ? 15 : 5;
+  for (let ago = SECONDS; ago >= 0; ago -= step) {
     const at = Math.min(x(now - ago), width - 0.5);
     pen.strokeStyle = line;
     pen.beginPath();
@@ -117,29 +122,29 @@ function draw(canvas, { lanes, laneHeight, jobs, moves, clock, models }) {
     const middle = (n + 0.5) * laneHeight;
     pen.textAlign = "right";
     pen.fillStyle = dim;
-    pen.fillText(lane.phase, LEFT - 8, middle);
+    pen.fillText(lane.phase, left - 8, middle);
     if (lane.first) {
       pen.textAlign = "left";
       pen.fillStyle = text;
-      pen.fillText(fit(pen, lane.model, LEFT - 52), 0, middle);
+      pen.fillText(fit(pen, lane.model, left - 52), 0, middle);
     }
   });
   pen.save();
   pen.beginPath();
-  pen.rect(LEFT, 0, plot, bottom);
+  pen.rect(left, 0, plot, bottom);
   pen.clip();
   for (const job of jobs.values()) {
     const top = row.get(key(job));
     if (top === undefined || job.end < now - SECONDS) continue;
     const high = (laneHeight - 3) * Math.max(SHARE_OF_A_LANE, Math.min(1, job.share));
-    const left = x(job.start);
+    const from = x(job.start);
     pen.fillStyle = colour(models, job.model);
     // Jobs that follow one another stay apart where there is room for that.
-    pen.fillRect(left, top + laneHeight - 1 - high, Math.max(1, x(job.end) - left - 0.6), high);
+    pen.fillRect(from, top + laneHeight - 1 - high, Math.max(1, x(job.end) - from - 0.6), high);
   }
   for (const move of moves) {
     const at = x(move.at);
-    if (at < LEFT) continue;
+    if (at < left) continue;
     pen.strokeStyle = pen.fillStyle = text;
     pen.setLineDash([3, 3]);
     pen.beginPath();
