@@ -12,6 +12,7 @@ let kept = [];
 export function Chat() {
   const [models, setModels] = useState(null);
   const [trouble, setTrouble] = useState("");
+  const [, looked] = useState(0);
   const [wanted, setWanted] = useState("");
   const [options, setOptions] = useState({ system: "", tokens: 512, heat: 0.7 });
   const [said, draw] = useState(kept);
@@ -27,6 +28,8 @@ export function Chat() {
       return setTrouble("");
     } catch (error) {
       return setTrouble(`no connection to the fleet (${error.message})`);
+    } finally {
+      looked((n) => n + 1); // another wrong key is no other trouble
     }
   };
   useEffect(() => {
