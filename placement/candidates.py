@@ -53,6 +53,10 @@ class Candidates:
         """One candidate per kind of mesh on which the member can run: the output of Algorithm 2."""
         return [found for mesh in meshes if (found := self.of(member, mesh)) is not None]
 
+    def whole(self, member: Member, mesh: Mesh) -> Candidate | None:
+        """What a member does with all SMs of a kind of mesh; None if it cannot run there."""
+        return self._alone(member, mesh, 1.0) if self.engines.fits(member.model, mesh) else None
+
     def _search(self, member: Member, mesh: Mesh, reserve: float) -> Candidate | None:
         tried: dict[float, Candidate | None] = {}
 

@@ -186,13 +186,14 @@ class Estimator:
 
         With a `reserve` s is for so many times the rates: the fewest SMs that meet a rate leave large batches.
         """
+        whole = tuple(1.0 for _ in members)
+        if self.turns:
+            fit = all(self.engines.fits(member.model, mesh) for member in members)
+            return [Shares(1.0, whole)] if fit else []
         found = [self.candidates.of(member, mesh, reserve) for member in members]
         least = tuple(candidate.share for candidate in found if candidate is not None)
         if len(least) < len(members):
             return []
-        whole = tuple(1.0 for _ in least)
-        if self.turns:
-            return [Shares(1.0, whole)]
         choices = []
         left = 1.0 - sum(least) + 1e-9
         beside = max((share for share in self.candidates.shares if share <= left), default=0.0)

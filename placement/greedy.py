@@ -74,11 +74,11 @@ def replicas_needed(values: Values, machines: Machines, meshes: list[Mesh]) -> l
         most = max(demand.least, devices if demand.most is None else min(devices, demand.most))
         count = demand.least
         while count < most:
-            found = values.estimator.candidates.all(Member(model, count), meshes)
-            if not found or any(candidate.meets for candidate in found):
+            found = [values.estimator.candidates.whole(Member(model, count), mesh) for mesh in meshes]
+            if not any(found) or any(candidate.meets for candidate in found if candidate):
                 break
             # Each replica serves at most that much.
-            best = max(candidate.throughput for candidate in found)
+            best = max(candidate.throughput for candidate in found if candidate)
             count = max(count + 1, int(demand.rate / best)) if best > 0 else most
         needed.append(min(count, most))
     return needed

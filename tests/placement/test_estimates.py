@@ -106,7 +106,7 @@ class TestCandidates:
         found = candidates.of(Member(0), ONE)
         assert found is not None
         assert not found.meets
-        whole = candidates._alone(Member(0), ONE, 1.0)
+        whole = candidates.whole(Member(0), ONE)
         assert whole is not None
         assert found.throughput == pytest.approx(whole.throughput)
 
