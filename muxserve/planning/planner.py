@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from muxserve.cluster.machine import this_machine
@@ -56,7 +56,7 @@ from placement.demand import Demand
 from placement.improve import ImproveLimits
 from placement.memory import MemoryRules
 from placement.objective import OBJECTIVES, Objective
-from placement.planner import MODES, ClusterPlan, PlanOptions, plan_cluster
+from placement.planner import MODES, ClusterPlan, ModeName, PlanOptions, plan_cluster
 
 # For long enough that each model is active.
 _GROUPS, _GROUPS_SECONDS = Variation("bursty groups", active=True), 120.0
@@ -329,21 +329,70 @@ class Planner:
     def _best(self, shared: ClusterPlan, demands: Sequence[Demand], cluster: Cluster) -> PlannedFleet:
         """The best of all ways to serve, by simulation; `shared`, with its spare, where there is no choice: nothing is
         simulated, or the program is solved exactly."""
-        found = self._borne_out(shared, demands, cluster)
-        if found.simulated is None:
-            return found
-        if self.options.mode != "muxserve" or self.options.exact:
-            found.simulated = self._measured(found.plan, found.simulated)
-            return found
-        throughput = self.options.objective.name == "throughput"
-        # Where requests per second are compared, a part of a window shows nothing, and where queues grow little.
-        part = 1.0 if throughput else LOOK if found.plan.meets else LONG_LOOK
-        if throughput:
-            found.simulated = self._measured(found.plan, found.simulated, alike=True)
-            if not found.simulated.is_long_enough:
-                return found
+        found: PlannedFleet | None = None
+        if self.options.mode == "muxserve" and not self.options.exact and self.simulate != 0.0:
+
+            @cache
+            def placed(mode: ModeName) -> ClusterPlan:
+                options = replace(self.options, mode=mode, exact=False)
+                return self._place(demands, cluster, self.seconds / 4, f"{mode}: ", options)
+
+            if self.options.objective.name == "throughput":
+                return self._most_served(shared, placed)
+            found = self._most_kept(shared, placed, partial(self._borne_out, shared, demands, cluster))
+        if found is None:
+            found = self._borne_out(shared, demands, cluster)
+            found.simulated = found.simulated and self._measured(found.plan, found.simulated)
+        return found
+
+    def _most_kept(
+        self, shared: ClusterPlan, placed: Callable[[ModeName], ClusterPlan], borne_out: Callable[[], PlannedFleet]
+    ) -> PlannedFleet | None:
+        """The plan that keeps most requests within their objectives; None: nothing can be simulated.
+
+        More plans compete where the first ones leave something to be gained: `shared` as its simulation bears it out,
+        other layouts of models, and the best plan with units that are served in different ways."""
         began = time.monotonic()
-        ranked = self._contest(self._rivals(found, demands, cluster), found.simulated, part)
+        seconds = usual_seconds(shared) if self.simulate is None else self.simulate
+        # Where queues grow a small part of a window shows little.
+        contest = self._contest(shared.demands, seconds, LOOK if shared.meets else LONG_LOOK)
+        found = PlannedFleet(shared)
+        ranked = contest.ranked(self._rivals(found, placed), SIMPLEST)
+        if ranked[0].prediction is None:
+            return None
+        if not ranked[0].keeps_all or self.options.objective.name == "gpus":
+            found = borne_out()
+            ranked = contest.ranked(self._rivals(found, placed, every=True), SIMPLEST)
+            ranked = self._with_mixed(ranked, contest)
+        return self._won(found, ranked, began)
+
+    def _most_served(self, shared: ClusterPlan, placed: Callable[[ModeName], ClusterPlan]) -> PlannedFleet:
+        """The plan that serves most requests per second, which a part of a window does not show; `shared` where its
+        simulation is too short for that."""
+        simulated, why_not = self._simulated(shared)
+        simulated = simulated and self._measured(shared, simulated, alike=True)
+        found = PlannedFleet(shared, simulated, why_not)
+        if simulated is None or not simulated.is_long_enough:
+            return found
+        began = time.monotonic()
+        short = not shared.meets or bool(falls_short(shared, simulated))
+        rivals = self._rivals(found, placed, every=short)
+        # All models of all plans are simulated for several answers of so many seconds, or their rates say nothing.
+        longer = max((window.seconds for window in simulated.windows.values()), default=0.0) / ANSWERS
+        for _ in range(1 + _LONGER):
+            answers = longer
+            contest = self._contest(shared.demands, simulated.seconds, 1.0, answers)
+            ranked = contest.ranked(rivals, SIMPLEST)
+            # Answers of one way take longer than those of another.
+            longest = (each.prediction.longest_answer or 0.0 for each in ranked if each.prediction)
+            longer = _SPARE * max(longest, default=0.0)
+            if self.simulate is not None or longer <= answers or all(each.is_measured for each in ranked):
+                break
+            rivals = [replace(each, prediction=None) for each in rivals]
+        return self._won(found, ranked, began)
+
+    def _won(self, found: PlannedFleet, ranked: list[Rival], began: float) -> PlannedFleet:
+        """What comes of a contest that began then; `found` is the plan of models that share GPUs."""
         first = ranked[0]
         if first.plan is not found.plan:
             found = PlannedFleet(first.plan)
@@ -351,40 +400,24 @@ class Planner:
         found.rivals, found.contest_seconds = ranked, time.monotonic() - began
         return found
 
-    def _contest(self, rivals: Sequence[Rival], first: Prediction, part: float) -> list[Rival]:
-        """The plans of the final, the best first; `first` is the prediction of the first one, and `part` that of the
-        requests which all plans are looked at with."""
-        names, seconds = [demand.name for demand in rivals[0].plan.demands], first.seconds
-        # All models of all plans are simulated for several answers of so many seconds, or their rates say nothing.
-        answers = max((window.seconds for window in first.windows.values()), default=0.0) / ANSWERS
+    def _contest(self, demands: Sequence[Demand], seconds: float, part: float, answers: float | None = None) -> Contest:
+        """A contest in which plans are tried for so many seconds, and looked at for a part of these. With `answers`,
+        the declared workload lasts for several answers of so many seconds."""
+        names = [demand.name for demand in demands]
         # A model alone has nobody to take turns with.
         others = [each for each in WORKLOADS if len(names) > 1 or not each.turns]
-        workloads, whole = others if self.robust else [DECLARED], part == 1.0
         known: dict[object, Prediction | None] = {}
 
         def simulate(plan: ClusterPlan, part: float, varied: Variation) -> Prediction | None:
-            key = (plan.placement, part, varied, answers)
+            key = (plan.placement, part, varied)
             if key not in known:
                 # What differs from what is declared is only compared, which takes less.
-                longest = dict.fromkeys(names, answers) if whole and varied is DECLARED else None
+                longest = dict.fromkeys(names, answers) if answers is not None and varied is DECLARED else None
                 trial = Trial(part * varied.span * seconds, self.seed, varied, longest=longest)
                 known[key] = self._tried(plan, trial)[0]
             return known[key]
 
-        contest = Contest(simulate, workloads, part)
-        ranked = contest.ranked(rivals, SIMPLEST)
-        for _ in range(_LONGER):
-            # Answers of one way take longer than those of another.
-            longer = _SPARE * max(
-                (each.prediction.longest_answer or 0.0 for each in ranked if each.prediction), default=0
-            )
-            enough = longer <= answers or all(each.is_measured for each in ranked)
-            if not whole or self.simulate is not None or enough:
-                break
-            answers, rivals = longer, [replace(each, prediction=None) for each in rivals]
-            ranked = contest.ranked(rivals, SIMPLEST)
-        # A part of the requests does not show how many are served per second.
-        return ranked if whole else self._with_mixed(ranked, contest)
+        return Contest(simulate, others if self.robust else [DECLARED], part)
 
     def _with_mixed(self, ranked: Sequence[Rival], contest: Contest) -> list[Rival]:
         """The plans of the final, and the first of them with each of its units served as it is best."""
@@ -394,18 +427,17 @@ class Planner:
         plan = mixed(first, others, contest)
         return list(ranked) if plan is None else contest.joined(ranked, Rival(MIXED, plan))
 
-    def _rivals(self, found: PlannedFleet, demands: Sequence[Demand], cluster: Cluster) -> list[Rival]:
-        """The plan that was found, first, and those of all other ways to serve that differ from each other."""
-        assert found.simulated is not None, "ways are compared by simulation"
-        short = not found.plan.meets or bool(falls_short(found.plan, found.simulated))
-        own, *others = ways_of(self.fleet, short, shares_per_lease(self.fleet, found.plan.placement))
-        rivals, plans = [Rival(own, found.plan, found.simulated)], {WAYS[own].mode: found.plan}
+    def _rivals(
+        self, found: PlannedFleet, placed: Callable[[ModeName], ClusterPlan], every: bool = False
+    ) -> list[Rival]:
+        """The plan that was found, first, and those of other ways to serve that differ from each other: of `every` one,
+        or of those that take little time."""
+        own, *others = ways_of(self.fleet, every, shares_per_lease(self.fleet, found.plan.placement))
+        rivals = [Rival(own, found.plan, found.simulated)]
         for way in others:
             mode = WAYS[way].mode
-            if mode not in plans:
-                options = replace(self.options, mode=mode, exact=False)
-                plans[mode] = self._place(demands, cluster, self.seconds / 4, f"{mode}: ", options)
-            plan = as_way(way, plans[mode], self.fleet, self._surroundings(), self.latency)
+            planned = found.plan if mode == WAYS[own].mode else placed(mode)
+            plan = as_way(way, planned, self.fleet, self._surroundings(), self.latency)
             for number, rival in enumerate(rivals):
                 if rival.plan.placement.units == plan.placement.units:
                     rivals[number] = replace(rival, alike=(*rival.alike, way))

@@ -156,6 +156,22 @@ class TestContest:
         contest(rates, looks).ranked(rivals("shared", "turns", "dedicated"))
         assert [look for look in looks if look[1] != LOOK] == [(0.0, 1.0, "as declared"), (1.0, 1.0, "as declared")]
 
+    def test_where_the_best_keeps_all_under_every_workload_the_others_are_not_tried(self) -> None:
+        looks: list[tuple[float, float, str]] = []
+        rates: dict[float, dict[str, float]] = {n: {} for n in (0.0, 1.0, 2.0, 3.0)}
+        ranked = contest(rates, looks).ranked(rivals("shared", "turns", "dedicated", "even"), always="even")
+        assert [each.way for each in ranked] == ["shared", "turns", "even"]
+        assert [list(each.kept) for each in ranked] == [[each.name for each in WORKLOADS]] * 3
+        assert [look for look in looks if look[0] == 2.0] == [(2.0, LOOK, "as declared")]
+        assert [look for look in looks if look[1] == 1.0] == [(n, 1.0, "as declared") for n in (0.0, 1.0, 3.0)]
+
+    def test_what_a_part_of_the_requests_does_not_show_is_seen_with_all(self) -> None:
+        def simulate(plan: ClusterPlan, part: float, varied: Variation) -> Prediction:
+            return ended(0.9 if plan.search.value == 0.0 and part == 1.0 else 0.99 if plan.search.value else 1.0)
+
+        ranked = Contest(simulate).ranked(rivals("shared", "turns"))
+        assert [(each.way, each.kept["as declared"]) for each in ranked] == [("turns", 0.99), ("shared", 0.9)]
+
     def test_who_keeps_all_of_what_is_declared_keeps_all_of_less(self) -> None:
         looks: list[tuple[float, float, str]] = []
         (only,) = contest({0.0: {}}, looks).ranked(rivals("shared"))

@@ -79,10 +79,10 @@ def _under(policy: str, unit: PlacedUnit) -> PlacedUnit:
 
 def ways_of(fleet: Fleet, short: bool, elastic: bool) -> Iterator[str]:
     """The ways that compete, that of the fleet's own policy first. Models are laid out anew if they are few, or the
-    first plan falls short.
+    other ways leave something to be gained.
 
     Args:
-        short: the first plan does not bear out what is wanted.
+        short: they do.
         elastic: engines can change their share of the compute from one lease to the next.
     """
     own = shared_ways(fleet, elastic)

@@ -1,8 +1,10 @@
 """Plans that compete: all are tried under all workloads (`workloads`), and the best in the mean is taken.
 
 Estimates of different ways to serve are not comparable enough to choose by them, so simulation decides. All plans are
-simulated on a small part of the requests of one workload after another, and those that are far behind are left out on
-the way. The best of the others are simulated on all requests of the declared workload.
+looked at: simulated on a small part of the declared requests. Where the best of them keeps about all requests under
+every workload, no other can be noticeably better, and only the next one competes with it. Elsewhere plans are looked at
+under one workload after another, those that are far behind are left out on the way, and the best of the others are
+simulated on all requests of the declared workload.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ LOOK, LONG_LOOK = 0.15, 0.4
 EQUAL = 0.005
 # A plan whose kept parts, added up over the workloads so far, are so far behind the best is left out.
 _BEHIND = 0.3
-# The most plans that are tried under each workload, the best so far; the last number holds for all later workloads.
-_MOST = (99, 99, 6, 5, 4)
+# The most plans that are tried under each workload but the declared one, the best so far; the last number holds for all
+# later workloads.
+_MOST = (99, 6, 5, 4)
 # The number of best plans in the final, beside which it has as many of those with the highest means.
 _FINALISTS = 2
 # A plan that keeps this part of what is declared keeps all of less.
@@ -51,6 +54,11 @@ class Rival:
     def mean(self) -> float:
         """The part of the requests that count, over all workloads; 0 without any."""
         return fmean(self.kept.values()) if self.kept else 0.0
+
+    @property
+    def keeps_all(self) -> bool:
+        """No other plan can be noticeably better."""
+        return not self.short and self.mean >= 1.0 - EQUAL
 
     @property
     def score(self) -> float:
@@ -167,7 +175,11 @@ class Contest:
         """
         fewest = min(len(each.plan.missing) for each in rivals)
         heat = [each for each in rivals if len(each.plan.missing) == fewest]
-        looks = self._looks(heat, always)
+        looks = self._declared(heat)
+        settled = self._settled([*looks.values()], always)
+        if settled:
+            return settled
+        looks = self._looks(looks, always)
         order = ranked([each for each in looks.values() if each.prediction])
         number_of = {id(look): number for number, look in looks.items()}
         first = order[:_FINALISTS] + sorted(order, key=lambda look: -look.mean)[:_FINALISTS]
@@ -180,23 +192,49 @@ class Contest:
 
     def joined(self, final: Sequence[Rival], another: Rival) -> list[Rival]:
         """The plans of a final and another one, the best first."""
-        for workload in self.workloads:
-            another = self._look(another, workload)
-        another = self._in_final(another, None)
+        another = self._in_final(self._everywhere(another), None)
         return list(final) if another.prediction is None else ranked([*final, another])
 
-    def _looks(self, heat: Sequence[Rival], always: str) -> dict[int, Rival]:
-        """The plans that are not far behind, by their number in `heat`."""
-        looks = {number: replace(each, prediction=None, kept={}) for number, each in enumerate(heat)}
-        for place, workload in enumerate(self.workloads[:1] if self.whole else self.workloads):
-            looks = self._best(looks, _MOST[min(place, len(_MOST) - 1)], always)
-            for number, look in looks.items():
-                known = heat[number].prediction if self.whole and workload is DECLARED else None
-                looks[number] = self._look(look, workload, known)
-        return looks
+    def _declared(self, heat: Sequence[Rival]) -> dict[int, Rival]:
+        """The plans with a part of the declared requests, by their number in `heat`."""
+        looks = (replace(each, prediction=None, kept={}) for each in heat)
+        known = (each.prediction if self.whole else None for each in heat)
+        return {n: self._look(look, DECLARED, seen) for n, (look, seen) in enumerate(zip(looks, known, strict=True))}
+
+    def _settled(self, looks: Sequence[Rival], always: str) -> list[Rival]:
+        """The final of the plan that is best by the part of the declared requests, the next one, and that of the way
+        `always`, if the best one keeps about all requests under every workload: no other can be noticeably better.
+        Where it does not, or the fewest devices are asked for: none."""
+        order = ranked([each for each in looks if each.prediction])
+        if self.whole or not order or order[0].plan.objective.name == "gpus":
+            return []
+        first = self._everywhere(order[0], as_long_as_all=True)
+        if not first.keeps_all or not (first := self._in_final(first, None)).keeps_all:
+            return []
+        others = [each for place, each in enumerate(order) if place == 1 or (place > 1 and each.is_way(always))]
+        final = [first, *(self._in_final(self._everywhere(each), None) for each in others)]
+        return ranked([each for each in final if each.prediction is not None])
+
+    def _everywhere(self, look: Rival, as_long_as_all: bool = False) -> Rival:
+        """The plan with a part of the requests of every workload, or of one after another while it keeps about all."""
+        for workload in self.workloads:
+            if as_long_as_all and look.kept and not look.keeps_all:
+                break
+            look = self._look(look, workload)
+        return look
+
+    def _looks(self, looks: Mapping[int, Rival], always: str) -> dict[int, Rival]:
+        """Those of the plans that are not far behind, by their number."""
+        found = dict(looks)
+        for place, workload in enumerate(() if self.whole else self.workloads[1:]):
+            found = self._best(found, _MOST[min(place, len(_MOST) - 1)], always)
+            found = {number: self._look(look, workload) for number, look in found.items()}
+        return found
 
     def _look(self, look: Rival, workload: Variation, known: Prediction | None = None) -> Rival:
         """The plan with a part of the requests of one workload more."""
+        if workload.name in look.kept:
+            return look
         if workload.is_less and look.kept.get(DECLARED.name, 0.0) >= _ALL:
             return replace(look, kept={**look.kept, workload.name: 1.0})
         return look.looked_at(workload, known or self.simulate(look.plan, self.look, workload))
