@@ -56,9 +56,9 @@ class Helm:
         result = self._ask("tools/call", name=tool, arguments=arguments)["result"]
         return "\n".join(each["text"] for each in result["content"]), not result.get("isError", False)
 
-    def render(self, **values: Any) -> list[dict[str, Any]]:
-        """The chart's manifests with these values."""
-        said, able = self.call("helm_template", release_name="prod", chart=str(CHART), values=values)
+    def render(self, release: str = "prod", **values: Any) -> list[dict[str, Any]]:
+        """The manifests of a release of the chart with these values."""
+        said, able = self.call("helm_template", release_name=release, chart=str(CHART), values=values)
         assert able, said
         return [each for each in yaml.safe_load_all(said) if each]
 
@@ -88,6 +88,9 @@ ALL = {
     "extraVolumes": [{"name": "own", "emptyDir": {}}],
     "extraVolumeMounts": [{"name": "own", "mountPath": "/own"}],
     "modelCache": {"existingClaim": "models"},
+    "data": {"size": "5Gi", "storageClassName": "fast"},
+    "group": "chat",
+    "service": {"name": "chat"},
     "podDisruptionBudget": {"enabled": True},
     "serviceMonitor": {"enabled": True},
     "inferencePool": {"enabled": True, "endpointPicker": "picker"},
@@ -112,7 +115,7 @@ def test_kubernetes_accepts_the_manifests(helm: Helm, values: dict[str, Any]) ->
     kinds = {each["kind"] for each in manifests}
     assert {"ConfigMap", "Deployment", "Service"} <= kinds
     if values:
-        assert {"PodDisruptionBudget", "PersistentVolumeClaim", *EXTENSIONS} - kinds == {"PersistentVolumeClaim"}
+        assert {"PodDisruptionBudget", "PersistentVolumeClaim", *EXTENSIONS} <= kinds
     known = [each for each in manifests if each["kind"] not in EXTENSIONS]
     check = (
         "import json, kubernetes_validate as k, sys\nfor m in json.load(sys.stdin): k.validate(m, '1.31', strict=True)"
@@ -141,6 +144,8 @@ def test_values_that_cannot_serve_are_refused(helm: Helm) -> None:
     for values, word in (
         ({"fleet": {"models": []}}, "models"),
         ({"gpus": 2}, "gpus"),
+        ({"group": "a b"}, "group"),
+        ({"data": {"sise": "1Gi"}}, "sise"),
         ({"inferencePool": {"enabled": True}}, "endpointPicker"),
     ):
         said, able = helm.call("helm_template", release_name="prod", chart=str(CHART), values=values)
@@ -148,14 +153,85 @@ def test_values_that_cannot_serve_are_refused(helm: Helm) -> None:
         assert word in said, said
 
 
-@needs_tools
-def test_another_fleet_starts_another_pod(helm: Helm) -> None:
-    def checksum(**values: Any) -> str:
-        (found,) = [each for each in helm.render(**values) if each["kind"] == "Deployment"]
-        return str(found["spec"]["template"]["metadata"]["annotations"]["checksum/fleet"])
+def kind(manifests: list[dict[str, Any]], wanted: str) -> dict[str, Any]:
+    (found,) = [each for each in manifests if each["kind"] == wanted]
+    return found
 
-    assert checksum() == checksum()
-    assert checksum() != checksum(fleet={"policy": "free"})
+
+def fleet_of(manifests: list[dict[str, Any]]) -> dict[str, Any]:
+    fleet: dict[str, Any] = yaml.safe_load(kind(manifests, "ConfigMap")["data"]["fleet.yaml"])
+    return fleet
+
+
+@needs_tools
+def test_another_fleet_file_is_applied_and_starts_no_other_pod(helm: Helm) -> None:
+    before, after = helm.render(), helm.render(fleet={"policy": "free"})
+    assert fleet_of(before) | {"policy": "free"} == fleet_of(after)
+    assert [each for each in before if each["kind"] != "ConfigMap"] == [
+        each for each in after if each["kind"] != "ConfigMap"
+    ]
+    (container,) = kind(after, "Deployment")["spec"]["template"]["spec"]["containers"]
+    assert "--watch" in container["args"]
+    # Mounted as a whole: a file that is mounted alone is never replaced.
+    (mount,) = [each for each in container["volumeMounts"] if each["name"] == "fleet"]
+    assert "subPath" not in mount
+
+
+@needs_tools
+def test_what_a_fleet_keeps_lies_in_a_volume(helm: Helm) -> None:
+    given = {"tenants": {"a": {"keys": ["env:K"], "tokens_per_minute": 2_000_000}}}
+    manifests = helm.render(fleet=given | {"gateway": {"responses": True, "batches": "on"}})
+    fleet = fleet_of(manifests)
+    kept = {"usage_file": "/data/usage.sqlite", "responses": "/data/responses.sqlite", "batches": "/data/batches"}
+    assert fleet["gateway"] == kept
+    assert fleet["tenants"] == given["tenants"]
+    pod = kind(manifests, "Deployment")["spec"]["template"]["spec"]
+    assert {"name": "data", "mountPath": "/data"} in pod["containers"][0]["volumeMounts"]
+    claims = {each["metadata"]["name"]: each for each in manifests if each["kind"] == "PersistentVolumeClaim"}
+    assert set(claims) == {"prod-data", "prod-models"}
+    assert claims["prod-data"]["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    own = helm.render(fleet={"gateway": {"usage_file": "/mine/u.sqlite"}}, data={"existingClaim": "mine"})
+    assert fleet_of(own)["gateway"] == {"usage_file": "/mine/u.sqlite"}
+    assert "prod-data" not in {each["metadata"]["name"] for each in own}
+
+
+@needs_tools
+def test_two_releases_answer_behind_one_service(helm: Helm) -> None:
+    values = {"group": "chat", "podDisruptionBudget": {"enabled": True}, "serviceMonitor": {"enabled": True}}
+    blue = helm.render("blue", **values, service={"name": "chat"})
+    green = helm.render("green", **values, service={"create": False})
+    service, budget = kind(blue, "Service"), kind(blue, "PodDisruptionBudget")
+    assert service["metadata"]["name"] == "chat"
+    assert budget["spec"]["minAvailable"] == 1
+    pods = [kind(each, "Deployment")["spec"]["template"]["metadata"]["labels"] for each in (blue, green)]
+    for selector in (service["spec"]["selector"], budget["spec"]["selector"]["matchLabels"]):
+        assert all(selector.items() <= labels.items() for labels in pods)
+    monitor = kind(blue, "ServiceMonitor")["spec"]["selector"]["matchLabels"]
+    assert monitor.items() <= service["metadata"]["labels"].items()
+    # One has what all share, and each keeps to its own pod.
+    assert not {"Service", "PodDisruptionBudget", "ServiceMonitor"} & {each["kind"] for each in green}
+    selectors = [kind(each, "Deployment")["spec"]["selector"]["matchLabels"] for each in (blue, green)]
+    assert [[selector.items() <= labels.items() for labels in pods] for selector in selectors] == [
+        [True, False],
+        [False, True],
+    ]
+
+
+@needs_tools
+def test_a_release_alone_has_a_service_and_a_budget_of_its_own(helm: Helm) -> None:
+    manifests = helm.render(podDisruptionBudget={"enabled": True})
+    labels = kind(manifests, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert kind(manifests, "Service")["spec"]["selector"].items() <= labels.items()
+    assert kind(manifests, "PodDisruptionBudget")["spec"]["maxUnavailable"] == 0
+
+
+@needs_tools
+def test_a_pod_ends_after_its_last_request(helm: Helm) -> None:
+    pod = kind(helm.render(), "Deployment")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    *_, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
+    drain = parse_fleet("models: [{name: a, hub: x/y}]", "f", ROOT, {}).gateway.drain_seconds
+    assert pod["terminationGracePeriodSeconds"] > float(seconds) + drain
 
 
 def test_the_chart_has_a_fleet_that_is_one() -> None:

@@ -66,7 +66,7 @@ def apply(file: Path, fleet: str | None, dry_run: bool, in_place: bool, as_json:
     except FleetError as error:
         return _wrong(str(error), as_json)
     # The fleet may have been started where these are not set, or are others.
-    texts = [text, *(part.read_text(errors="replace") for part in files_of(file, os.environ) if part.is_file())]
+    texts = [text, *(part.read_text(errors="replace") for part in files_of(file, os.environ).read if part.is_file())]
     named = re.findall(r"env:(\w+)", "\n".join(texts))
     environ = {name: os.environ[name] for name in named if name in os.environ}
     command = messages.Apply(text, str(file), str(file.parent.absolute()), environ, dry_run, in_place)

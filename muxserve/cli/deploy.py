@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import importlib.util
 import os
@@ -35,6 +34,7 @@ from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.control.client import ControlClient, NoFleetError, RunningFleet, running_fleets
 from muxserve.control.messages import YieldEndpoint
 from muxserve.control.server import ControlServer
+from muxserve.control.watch import FileWatch
 from muxserve.costs.latency import CostError, LatencyModel
 from muxserve.costs.measured import latency_model
 from muxserve.gpu import nvml
@@ -71,6 +71,7 @@ class DeployRefused(Exception):  # noqa: N818
 def deploy(settings: DeploySettings) -> int:
     """Deploy a fleet; returns the exit code when it has ended."""
     simulated = _simulated_cpu(settings.profile) if settings.simulated else None
+    watch = FileWatch(settings.fleet, os.environ) if settings.watch else None
     try:
         fleet = load_fleet(settings.fleet)
         latency = _predictions(settings.profile)
@@ -117,7 +118,7 @@ def deploy(settings: DeploySettings) -> int:
         run_dir.remove()
         print_error(str(error))
         return error.code
-    file = FleetFile(settings.fleet, fleet, None if before is None else before.fleet)
+    file = FleetFile(settings.fleet, fleet, None if before is None else before.fleet, watch)
     return _run(planner, plans, run_dir, host, port, settings.demo, file, residency)
 
 
@@ -139,11 +140,13 @@ def _simulated_cpu(profile: Path | None) -> SimulatedSpec:
 
 
 class FleetFile(NamedTuple):
-    """Where the fleet file is, and what it says; `before` is the running fleet that its fleet takes over from."""
+    """Where the fleet file is, and what it says; `before` is the running fleet that its fleet takes over from. It is
+    followed if there is a `watch`."""
 
     path: Path
     declared: Fleet
     before: RunningFleet | None = None
+    watch: FileWatch | None = None
 
 
 class FleetAtPort(NamedTuple):
@@ -237,21 +240,29 @@ async def _serve(
         loop.add_signal_handler(number, controller.stop, cause)
     terminal = _has_terminal()
 
+    def tell(text: str) -> None:
+        console.print(f"- {escape(text)}")
+
     def hung_up() -> None:
         if terminal and not _has_terminal():
             controller.stop(_HANGUP)
         else:
-            controller.reload(file.path, lambda text: console.print(f"- {escape(text)}"))
+            controller.reload(file.path, tell)
 
     loop.add_signal_handler(signal.SIGHUP, hung_up)
-    announcing = asyncio.create_task(_announce(controller, planner.fleet, demo, file.before))
+    beside = [asyncio.create_task(_announce(controller, planner.fleet, demo, file.before))]
+    if file.watch is not None:
+        beside.append(asyncio.create_task(controller.follow(file.path, file.watch, tell)))
     try:
         return await controller.run()
     finally:
-        announcing.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await announcing
+        for task in beside:
+            task.cancel()
+        ended = await asyncio.gather(*beside, return_exceptions=True)
         show.close()
+        for each in ended:
+            if isinstance(each, Exception):
+                raise each
 
 
 def _has_terminal() -> bool:

@@ -79,6 +79,10 @@ class DeploySettings:
             "with its last request.",
         ),
     ] = False
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="Apply the fleet file whenever it, or a file that it includes, has changed."),
+    ] = False
     plan: Annotated[
         Path | None, typer.Option(help="Serve as this plan has it (`muxserve plan -o`).", show_default=False)
     ] = None

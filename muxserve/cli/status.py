@@ -130,9 +130,15 @@ def _print(url: str, health: dict[str, Any], fleet: dict[str, Any]) -> None:
             console.print(escape(whose + line))
         if several and not unit.get("serves"):
             console.print(f"{escape(whose)}serves nothing at present")
-    for line in [*_waits(fleet), *_memory(fleet.get("memory") or {})]:
+    for line in [*_unfollowed(fleet), *_waits(fleet), *_memory(fleet.get("memory") or {})]:
         console.print(escape(line))
     _print_gpus(fleet.get("gpus") or [])
+
+
+def _unfollowed(fleet: dict[str, Any]) -> list[str]:
+    """What of the fleet file is not so."""
+    lines = str(fleet.get("unfollowed") or "").splitlines()
+    return ["the fleet is not in all as its file says:", *(f"  {line}" for line in lines)] if lines else []
 
 
 def _waits(fleet: dict[str, Any]) -> list[str]:

@@ -96,6 +96,12 @@ class Changes:
         await self._models.until_followed(tell)
         tell("keys, tenants, names, limits, objectives and rules of memory are as the file says")
 
+    def unfollowed(self, words: str) -> None:
+        """See `FleetControl.unfollowed`."""
+        if words != self.fleet.unfollowed:
+            self._units.change(unfollowed=words)
+            self._units.publish()
+
     async def scale(self, model: str, replicas: int, tell: Tell) -> None:
         """See `FleetControl.scale`."""
         with contextlib.ExitStack() as leaving:

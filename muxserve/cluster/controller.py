@@ -31,6 +31,7 @@ from muxserve.cluster.warm_link import WarmLink
 from muxserve.cluster.watch import Watch
 from muxserve.config import Fleet
 from muxserve.control.server import ControlServer
+from muxserve.control.watch import FileWatch
 from muxserve.net.exit_codes import ExitCode
 from muxserve.net.logs import keep_bounded
 from muxserve.net.peer import Address, AsyncPeer
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 
 # What a fleet takes is measured so often, and seldom enough that it takes a small part of a core.
 _WEIGH_SECONDS, _WEIGH_PART, _WEIGH_MOST = 2.0, 20.0, 5.0
+# How often a fleet file is looked at that is followed.
+_LOOK_SECONDS = 1.0
 # Kinds of the processes that belong to no unit.
 _OWN = ("vllm", "gateway", "scheduler")
 
@@ -119,6 +122,14 @@ class Controller:
             for part in self._own_parts():
                 part.kill()
             self.units.kill()
+
+    async def follow(self, file: Path, watch: FileWatch, told: Callable[[str], None]) -> None:
+        """Become what `file` says whenever `watch` sees that it has changed, until the fleet ends."""
+        await self.ready.wait()
+        while not self._stopping.is_set():
+            await asyncio.sleep(_LOOK_SECONDS)
+            if await asyncio.to_thread(watch.changed):
+                self.reload(file, told)
 
     def reload(self, file: Path, told: Callable[[str], None]) -> None:
         """Become what `file` says now; `told` hears what is done for that."""

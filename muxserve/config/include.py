@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import glob
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from muxserve.config.problems import FleetError, KeyPath, Problem, shown
 from muxserve.config.source import Source, is_extension, parse_yaml, read_text
@@ -34,16 +34,23 @@ def parse_whole(text: str, file: str, base: Path, environ: Mapping[str, str], lo
     return _Files(environ, local).whole(text, file, base)
 
 
-def files_of(file: Path, environ: Mapping[str, str]) -> list[Path]:
-    """The fleet file and every file that it includes or has keys in, with the directories that patterns are looked up
-    in; as far as they can be read now."""
+class FleetFiles(NamedTuple):
+    """The files that make a fleet: the fleet file, those that it includes, and those with keys; and the patterns that
+    included files were looked up by."""
+
+    read: Sequence[Path]
+    patterns: Sequence[str] = ()
+
+
+def files_of(file: Path, environ: Mapping[str, str]) -> FleetFiles:
+    """The files of a fleet, as far as they can be read now."""
     files, keys = _Files(environ, local=True), list[Path]()
     try:
         source = files.whole(read_text(file, _KIND), str(file), file.parent)
         keys += key_files(source.data, file.parent)
     except FleetError:
         pass  # whoever reads the file to serve it says so
-    return list(dict.fromkeys([file, *files.read, *keys]))
+    return FleetFiles(list(dict.fromkeys([file, *files.read, *keys])), files.patterns)
 
 
 class _Files:
@@ -55,6 +62,7 @@ class _Files:
         self._chain: list[Path] = []
         self.places: dict[Path, str] = {}
         self.read: list[Path] = []
+        self.patterns: list[str] = []
 
     def whole(self, text: str, file: str, base: Path) -> Source:
         source = parse_yaml(text, file)
@@ -70,7 +78,7 @@ class _Files:
         names = [given] if isinstance(given, str) else given
         if given is None:
             return
-        if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        if not isinstance(names, list) or not all(map(_is_path, names)):
             yield source.problem((INCLUDE,), f"must be a file or a list of files, not {shown(given)}")
             return
         if not self._local:
@@ -94,7 +102,7 @@ class _Files:
             found = sorted(glob.glob(name, root_dir=base))
             if not found:
                 yield source.problem(at, f"{shown(name)} matches no file")
-            self.read += dict.fromkeys(base / Path(each).parent for each in (name, *found))
+            self.patterns.append(os.path.join(glob.escape(str(base)), name))
         for each in found:
             # Shown as the command was given the first file.
             yield from self._merge(source, at, Path(source.file).parent / each, base / each)
@@ -130,6 +138,10 @@ class _Files:
         self._chain.pop()
         anchor(other.data, path.parent.absolute())
         yield from _merged(source, other)
+
+
+def _is_path(name: object) -> bool:
+    return isinstance(name, str) and bool(name) and "\0" not in name
 
 
 def _merged(into: Source, other: Source) -> Iterator[Problem]:

@@ -49,6 +49,9 @@ class FleetControl(Protocol):
             ChangeError: nothing can be changed in this fleet.
         """
 
+    def unfollowed(self, words: str) -> None:
+        """Have the fleet's status say what of its file is not so, and why; empty: it is as its file says."""
+
     async def scale(self, model: str, replicas: int, tell: Tell) -> None:
         """Have `replicas` replicas of `model` that serve, 0 included: start engines in units that declare it and serve
         it not, else new units; or drain those with the least load and stop them.

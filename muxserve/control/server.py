@@ -136,7 +136,10 @@ class ControlServer:
                     await self._control.add(declared, tell, unit)
                     return messages.Done(f"{name} is served{_where(self._control.fleet, name)}")
                 case messages.Apply():
-                    return await self._apply(command, tell)
+                    done = await self._apply(command, tell)
+                    if not command.dry_run:
+                        self._control.unfollowed("\n".join(done.left))
+                    return done
                 case messages.SetAdapter(model, name, path):
                     model = self._named(model)
                     rules.check_adapter(self._control.fleet, model, name, path)
@@ -223,17 +226,22 @@ class ControlServer:
             await self._control.replace(model, tell, in_place=True)
 
     async def reload(self, file: Path, told: Tell) -> None:
-        """Have the fleet become what `file` says, with the variables of this process, and tell how that went."""
+        """Have the fleet become what `file` says, with the variables of this process, and tell how that went; what it
+        does not become stands in its status."""
         try:
             text = await asyncio.to_thread(read_text, file, "fleet file")
             command = messages.Apply(text, str(file), str(file.parent.absolute()), dict(os.environ))
             async with self._changing:
-                told((await self._apply(command, told)).text)
+                done = await self._apply(command, told)
+            told(f"{file}: {done.text}")
+            self._control.unfollowed("\n".join(done.left))
         except (FleetError, ChangeError) as error:
             told(f"{file} is not followed: {error}")
+            self._control.unfollowed(str(error))
         except Exception as error:
             log.exception("the fleet file could not be followed")
             told(f"{file} could not be followed: {type(error).__name__}: {error}")
+            self._control.unfollowed(f"failed: {type(error).__name__}: {error}")
 
     def _named(self, asked: str) -> str:
         """The model that a command means, which may name the version that answers, as `status` shows it."""

@@ -169,6 +169,8 @@ class FleetSpec(msgspec.Struct, frozen=True):
     versions: dict[str, str] = {}
     # Versions that no client's request goes to yet.
     candidates: tuple[str, ...] = ()
+    # What of the fleet file is not so, and why; empty: it is as its file says.
+    unfollowed: str = ""
     # Other names that clients ask for, each with the models that share its requests, by weight.
     aliases: dict[str, dict[str, float]] = {}
     # What answers in place of a model, by its name for clients.

@@ -103,9 +103,11 @@ def test_a_text_from_elsewhere_reads_no_file(base: Path) -> None:
 
 def test_every_file_that_counts_is_known_also_of_a_broken_fleet(base: Path) -> None:
     def names() -> set[str]:
-        return {str(file.relative_to(base)) for file in files_of(base / "fleet.yaml", {})}
+        files = files_of(base / "fleet.yaml", {})
+        assert files.patterns == [f"{base}/teams/*.yaml"]
+        return {str(file.relative_to(base)) for file in files.read}
 
-    whole = {"fleet.yaml", "teams", "teams/blue.yaml", "teams/red.yaml", "keys.yaml", "teams/key", "keys"}
+    whole = {"fleet.yaml", "teams/blue.yaml", "teams/red.yaml", "keys.yaml", "teams/key", "keys"}
     assert names() == whole
     (base / "teams/blue.yaml").write_text("models: [\n")
     assert names() >= whole - {"keys", "teams/key"}

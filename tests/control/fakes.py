@@ -91,6 +91,9 @@ class FakeControl:
         self.adopted.append(wanted)
         self.declared = followed(self.declared, wanted)
 
+    def unfollowed(self, words: str) -> None:
+        self.fleet = msgspec.structs.replace(self.fleet, unfollowed=words)
+
     async def scale(self, model: str, replicas: int, tell: Tell) -> None:
         tell(f"{model}: to {replicas}")
         await self._called("scale", model, replicas)

@@ -14,12 +14,13 @@ from muxserve.config import parse_fleet
 from muxserve.control import messages
 from muxserve.control.changes import NoRoomError
 from muxserve.control.client import ControlClient, FleetEndedError, NoFleetError, RunningFleet, find, running_fleets
+from muxserve.control.server import ControlServer
 from muxserve.net import sockets
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.scheduling.residency_types import ResidencyRules
 from muxserve.spec import AdapterSlots, ResidencySpec
 from tests.config.test_adapters import adapter
-from tests.control.fakes import Controller, broken, running
+from tests.control.fakes import Controller, FakeControl, broken, declared_of, fleet_of, running
 from tests.support.checkpoint_files import write_checkpoint
 from tests.support.patience import PATIENCE
 
@@ -481,3 +482,42 @@ def test_a_command_that_is_far_too_large_ends_its_connection_alone(base: Path) -
         events.close()
         with ControlClient(find(None, base)) as other:
             assert other.who().models == ["chat", "code"]
+
+
+async def test_the_status_says_what_of_its_file_a_fleet_is_not(tmp_path: Path) -> None:
+    control = FakeControl(fleet_of(str(tmp_path), UNITS), declared_of(fleet_of(str(tmp_path), UNITS)))
+    server, told = ControlServer(control, lambda: ""), list[str]()
+    file = tmp_path / "fleet.yaml"
+
+    async def reload(text: str) -> str:
+        file.write_text(text)
+        told.clear()
+        await server.reload(file, told.append)
+        return control.fleet.unfollowed
+
+    good = f"models: [{CHAT}, {CODE}]\n"
+    assert await reload(good) == ""
+    assert told == [f"{file}: the fleet is as the file says"]
+    assert await reload(good + "polici: fcfs\n") == f'{file}:2: polici: unknown key; did you mean "policy"?'
+    assert control.calls == []
+    assert await reload(good + "policy: fcfs\n") == "! policy: slack -> fcfs; needs the fleet deployed again"
+    control.fails["adopt",] = broken("a disk is full")
+    assert await reload(good + "aliases: {front: chat}\n") == "a disk is full"
+    assert await reload(good) == ""
+    control.fails["adopt",] = RuntimeError("odd")
+    assert await reload(good + "aliases: {front: chat}\n") == "failed: RuntimeError: odd"
+    file.unlink()
+    await server.reload(file, told.append)
+    assert control.fleet.unfollowed == f"{file}: there is no such file"
+    await server.close()
+
+
+def test_a_file_applied_by_command_clears_or_sets_what_the_status_says(base: Path) -> None:
+    with running(base, UNITS) as controller:
+        text = f"models: [{CHAT}, {CODE}]\n"
+        apply(base, text + "policy: fcfs\n", dry_run=True)
+        assert controller.control.fleet.unfollowed == ""
+        apply(base, text + "policy: fcfs\n")
+        assert "policy: slack -> fcfs" in controller.control.fleet.unfollowed
+        apply(base, text)
+        assert controller.control.fleet.unfollowed == ""

@@ -191,6 +191,12 @@ class FleetCollector(Collector):
             ["unit", "part"],
             {(each.unit, each.part): 1.0 for each in fleet.suspects},
         )
+        yield _gauge(
+            "muxserve_file_unfollowed",
+            "1 while the fleet is not in all as its fleet file says.",
+            [],
+            {(): float(bool(fleet.unfollowed))},
+        )
         yield _family(
             True,
             "muxserve_hangs",

@@ -136,6 +136,7 @@ class Reports:
             ],
             "default_level": fleet.priority_levels().default,
             "memory": status.memory or None,
+            "unfollowed": fleet.unfollowed or None,
             "gateway": {
                 "index": self._index,
                 "count": fleet.gateway.count,
