@@ -197,7 +197,8 @@ def test_what_a_fleet_keeps_lies_in_a_volume(helm: Helm) -> None:
 
 @needs_tools
 def test_two_releases_answer_behind_one_service(helm: Helm) -> None:
-    values = {"group": "chat", "podDisruptionBudget": {"enabled": True}, "serviceMonitor": {"enabled": True}}
+    on = {"enabled": True}
+    values: dict[str, Any] = {"group": "chat", "podDisruptionBudget": on, "serviceMonitor": on}
     blue = helm.render("blue", **values, service={"name": "chat"})
     green = helm.render("green", **values, service={"create": False})
     service, budget = kind(blue, "Service"), kind(blue, "PodDisruptionBudget")
