@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e.fleet import Fleet, fleet_file, running
 from tests.gpu.load import CLUSTER, MODEL, all_answers, check
+from tests.gpu.trial.runner import finding
 
 WAYS: dict[str, dict[str, Any]] = {
     "mps": {"cluster": {**CLUSTER, "mps": "on", "sm_sharing": "mps"}},
@@ -94,7 +95,7 @@ def test_requests_survive(fleet: Fleet, reference: dict[str, Any], part: str) ->
         killed.set()
         return await load
 
-    print(part, check(asyncio.run(scenario()), reference))
+    finding(f"requests survive the death of the {part}: {check(asyncio.run(scenario()), reference)}")
     fleet.wait_healthy(300)
     fleet.wait_pages_free()
 

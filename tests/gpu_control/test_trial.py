@@ -31,7 +31,8 @@ class Time:
 
 
 def step(name: str, command: str, **more: object) -> Step:
-    return Step(name, "a", f"what {name} decides", command, 10.0, 20.0, **more)  # type: ignore[arg-type]
+    found = f"echo 'finding: {name} ran'; {command}"
+    return Step(name, "a", f"what {name} decides", found, 10.0, 20.0, **more)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_a_step_that_fails_says_its_last_lines_and_the_next_one_runs(trial: Tria
     trial.say = said.append
     assert not trial.run([step("broken", f"{FIGURES}; echo no kernel image >&2; exit 3"), step("next", "true")])
     row = json.loads(trial.file.read_text())["steps"]["broken"]
-    assert (row["outcome"], row["code"], row["last_lines"]) == ("failed", 3, ["no kernel image"])
+    assert (row["outcome"], row["code"], row["last_lines"][-1]) == ("failed", 3, "no kernel image")
     assert row["results"] == {"broken.json": {"figure": 7}}
     assert any("no kernel image" in line for line in said)
     assert outcomes(trial)["next"] == "done"
@@ -176,8 +177,13 @@ def test_what_steps_find_is_printed_and_kept(trial: Trial) -> None:
     said: list[str] = []
     trial.say = said.append
     assert trial.run([step("first", "echo 'finding: all is well'; echo 'something else'")])
-    assert trial.results["first"]["findings"] == ["all is well"]
-    assert said[-1] == "first: done after 1 s\n  all is well"
+    assert trial.results["first"]["findings"] == ["first ran", "all is well"]
+    assert said[-1] == "first: done after 1 s\n  first ran\n  all is well"
+
+
+def test_a_step_without_a_finding_has_decided_nothing(trial: Trial) -> None:
+    assert not trial.run([Step("silent", "a", "nothing", "true", 10.0, 20.0)])
+    assert outcomes(trial) == {"silent": "no finding"}
 
 
 def test_a_new_trial_begins_without_the_files_of_an_earlier_one(tmp_path: Path) -> None:

@@ -136,7 +136,8 @@ def record(directory: Path, model: str) -> None:
     params.max_tokens = 2
     llm.generate(prompts[:1], params, use_tqdm=False)
     stages = {name: getattr(runner, name) for name in ("execute_model", "sample_tokens")}
-    for number, chosen in enumerate((prompts[:1], prompts[7:8], prompts[:4], prompts)):
+    longest = max(prompts, key=lambda each: len(each["prompt_token_ids"]))
+    for number, chosen in enumerate((prompts[:1], [longest], prompts[:4], prompts)):
         calls: list[Call] = []
         first = [True]
 

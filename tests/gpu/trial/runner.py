@@ -173,7 +173,14 @@ class Trial:
             finally:
                 _end(process)
         lines = log.read_text(errors="replace").splitlines()
-        outcome = "out of time" if code is None else "done" if code == 0 else "failed"
+        findings = [line.removeprefix(FINDING) for line in lines if line.startswith(FINDING)]
+        if code is None:
+            outcome = "out of time"
+        elif code:
+            outcome = "failed"
+        else:
+            # What ends well without a finding has decided nothing.
+            outcome = "done" if findings else "no finding"
         found = {
             name: figures for name in (out.name, *step.results) if (figures := read(self.state / name)) is not None
         }
@@ -182,7 +189,7 @@ class Trial:
             outcome=outcome,
             code=code,
             seconds=round(self.clock() - began, 1),
-            findings=[line.removeprefix(FINDING) for line in lines if line.startswith(FINDING)],
+            findings=findings,
             results=found,
             last_lines=[] if outcome == "done" else lines[-LAST_LINES:],
         )

@@ -11,7 +11,7 @@ from tests.gpu.trial.runner import Rehearsal, Step
 
 _STOCK = ("gpu", "vllm", "compiler", "models")
 _FLEET = (*_STOCK, "native", "fleet")
-_TESTS = f"{ENABLED}=1 {{python}} -m pytest -x -q -p no:cacheprovider -o timeout=600"
+_TESTS = f"{ENABLED}=1 {{python}} -m pytest -x -q -rP -p no:cacheprovider -o timeout=600"
 _MODULE = "{python} -m tests.gpu.trial"
 _SERVING = (
     "{python} benchmarks/gpu/serving.py --out {state}/serving.json --alphas 2.1 --kv-gib 24 --rates 8 24 --duration 10"
@@ -46,15 +46,18 @@ STEPS: Sequence[Step] = (
         "operators", "a", "the first operator of a prefill that computes otherwise on 70 % of the SMs",
         f"{_MODULE}.operators record {{state}}/operators {' '.join(MODELS)}"
         f" && {_MODULE}.under_mps 70 {_MODULE}.operators replay {{state}}/operators {{out}}", 60, 100, (*_STOCK, "mps"),
-        rehearsal=Rehearsal(unseen="which operator is wrong"),
+        rehearsal=Rehearsal(environment={"TRIAL_MODELS": MODELS[0]}, unseen="which operator is wrong"),
     ),
     Step(
         "attention-shapes", "a", "FlashAttention of the quickstart's heads on 70 % and 10 %, and on our pages",
-        f"for part in none 70 10; do {_MODULE}.under_mps $part {_MODULE}.flash {{out}} || exit 1; done;"
-        f" for part in 70 10; do {ENABLED}=1 {_MODULE}.under_mps $part {{python}} -m pytest -q -p no:cacheprovider"
-        " tests/gpu/test_attention.py -k quickstart || code=1; done; exit ${code:-0}", 70, 110,
+        f"for part in ${{TRIAL_PARTS:-none 70 10}}; do"
+        f" {_MODULE}.under_mps $part {_MODULE}.flash {{out}} || exit 1; done;"
+        f" for part in ${{TRIAL_PARTS:-70 10}}; do {ENABLED}=1 {_MODULE}.under_mps $part {{python}} -m pytest -q"
+        " -p no:cacheprovider tests/gpu/test_attention.py -k quickstart || code=1; done; exit ${code:-0}", 70, 110,
         ("gpu", "vllm", "compiler", "mps", "pytest"),
-        rehearsal=Rehearsal(environment=_RIGHT, unseen="whether attention is right: they say that it is"),
+        rehearsal=Rehearsal(
+            environment={**_RIGHT, "TRIAL_PARTS": "70"}, unseen="whether attention is right: they say that it is"
+        ),
     ),
     Step(
         "fleet-percent", "a", "wrong answers of a fleet with percentages, alone on the GPU, by model and prompt",
