@@ -272,8 +272,8 @@ def _compilation(own: object, unit_spec: UnitSpec, latent: bool = False) -> obje
     The rotary embeddings of models with `latent` attention are left to torch: where it does not compile the model, vLLM
     would have FlashInfer compile a kernel for them at the first step, which needs the CUDA toolkit.
 
-    To see whether it can fuse all-reduce with normalisation, vLLM imports flashinfer, which initialises CUDA; the
-    processes of several ranks could not be forked any more.
+    To see whether it can fuse all-reduce with normalisation, vLLM imports FlashInfer. With 0.32.0 that initialises
+    CUDA, and the processes of several ranks could not be forked any more. With 0.33.0 nobody has tried to fuse.
     """
     full = None if unit_spec.gpu is None else unit_spec.gpu.full_graphs
     config = {} if own is None else own
