@@ -141,7 +141,7 @@ $(STUB)/.installed: requirements/$(notdir $(STUB)).txt | setup
 	@touch $@
 
 cuda-stub: $(STUB)/.installed
-	@CUDA_STUB_WHEELS=$(STUB) $(BIN)/python -m pytest tests/cuda_stub $(PYTEST_ARGS)
+	@CUDA_STUB_WHEELS=$(STUB) $(BIN)/python -m pytest -o timeout=5000 tests/cuda_stub $(PYTEST_ARGS)
 
 gpu-test:
 	@$(GPU_PYTHON) -m tests.gpu.run $(PYTEST_ARGS)

@@ -120,7 +120,7 @@ class Lab:
     directory: Path
     control: str | None
     command: Sequence[str] = CHILD
-    limit: float = LIMIT
+    limit: float = field(default_factory=lambda: LIMIT)
     # When children are ended whatever their limit.
     until: float = float("inf")
     # What is done differently by now.

@@ -42,7 +42,7 @@ def doctor(environment: Environment, lies: Mapping[str, str]) -> tuple[int, str]
     """What `muxserve doctor --gpu` ends with, and says."""
     line = [sys.executable, "-m", "muxserve.cli.app", "doctor", "--gpu"]
     done = subprocess.run(
-        line, cwd=ROOT, env={**environment, **TRUTH, **lies}, capture_output=True, text=True, timeout=10 * PATIENCE
+        line, cwd=ROOT, env={**environment, **TRUTH, **lies}, capture_output=True, text=True, timeout=40 * PATIENCE
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -123,7 +123,7 @@ def test_what_a_driver_refuses_or_lies_about_has_a_way_out(
         else:
             monkeypatch.delenv(name, raising=False)
     gpus = [Gpu(rank, uuid, "NVIDIA H200") for rank, uuid in enumerate(UUIDS)]
-    lab = Lab(gpus, tmp_path_factory.mktemp("m"), mps.binary())
+    lab = Lab(gpus, tmp_path_factory.mktemp("m"), mps.binary(), limit=10 * PATIENCE)
     (found,) = run(lab, [each for each in PROBES if each.name == probe])
     assert (found.verdict, found.fallbacks) == ("failed", (fallback,)), found.detail
     assert words in found.detail
