@@ -26,8 +26,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from muxserve.gateway.http.app import Access, GatewayApp, OwnPaths
+from muxserve.gateway.http.app import Access, GatewayApp
 from muxserve.gateway.http.errors import App, Message, Receive, Scope, Send
+from muxserve.gateway.http.own_paths import OwnPaths
 from muxserve.gateway.http.served_app import ServedApp
 from muxserve.gateway.limits.admission import ApiKeys
 from muxserve.gateway.limits.concurrency_limiter import ConcurrencyLimiter

@@ -14,14 +14,18 @@ import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.registry import Collector
 
+from muxserve.gateway.batches.loads import FleetLoads
+from muxserve.gateway.batches.routes import apps as batch_apps
+from muxserve.gateway.batches.work import GatewayBatches
 from muxserve.gateway.front_end import seam
 from muxserve.gateway.front_end.images import RequestImages
 from muxserve.gateway.front_end.served_models import OfferedModels
 from muxserve.gateway.grammars.compiler_process import Helper
 from muxserve.gateway.grammars.compilers import GrammarCompilers
-from muxserve.gateway.http.app import Access, GatewayApp, OwnPaths
+from muxserve.gateway.http.app import Access, GatewayApp
 from muxserve.gateway.http.changes import ChangeRoutes
 from muxserve.gateway.http.keys import KeyRoutes
+from muxserve.gateway.http.own_paths import OwnPaths
 from muxserve.gateway.http.peers import OtherGateways
 from muxserve.gateway.http.responses import ResponseRoutes, ResponseStore
 from muxserve.gateway.limits.admission import ApiKeys
@@ -72,7 +76,7 @@ class Gateway:
         nurseries: what forks grammar compilers, if that was forked already.
 
     Raises:
-        OSError: responses are to be kept in a file that cannot be written.
+        OSError: responses or batches are to be kept in a place that cannot be written.
     """
 
     def __init__(self, fleet: FleetSpec, index: int, nurseries: Iterable[Helper] = ()) -> None:
@@ -90,6 +94,10 @@ class Gateway:
         self.reports = Reports(self.status, index, self.limiter, self.grammars)
         kept = fleet.gateway.responses
         self.responses = ResponseStore(kept, index, fleet.gateway.count) if kept is not None else None
+        self.batches: GatewayBatches | None = None
+        if fleet.gateway.batches is not None:
+            loads = FleetLoads(self.status, self.limiter, self.measures)
+            self.batches = GatewayBatches(fleet.gateway.batches, self._built, loads)
         images = RequestImages(Path(fleet.run_dir) / "images", index)
         self.offered = OfferedModels(
             fleet, self.broker, self.limiter, self.grammars, images, self._has_left, index, self.responses
@@ -150,6 +158,7 @@ class Gateway:
                 open=pages.OPEN | files.keys(),
                 model_pages={"/metrics": pages.model_metrics},
                 apps=(page.apps() if shown else {}) | changes.apps() | keys.apps(),
+                caller_apps=batch_apps(self.batches.routes if self.batches is not None else None),
             ),
             self.limiter,
             self.measures,
@@ -165,6 +174,8 @@ class Gateway:
         tasks = [self._follow(), self._keep_offering(), self.tenancy.keep()]
         if self.responses is not None:
             tasks.append(self.responses.keep())
+        if self.batches is not None:
+            self.batches.start()
         self._tasks = [asyncio.ensure_future(task) for task in tasks]
         return self._endpoint
 
@@ -182,6 +193,8 @@ class Gateway:
         """Cancel what is left at the units, and close the sockets."""
         for task in self._tasks:
             task.cancel()
+        if self.batches is not None:
+            self.batches.close()
         self.grammars.close()
         self.offered.close()
         self.broker.close()
@@ -276,6 +289,10 @@ class Gateway:
 
     def _is_refused(self, model: ModelSpec) -> bool:
         return model.name in self._refused and self._refused[model.name][0] == model
+
+    def _built(self) -> GatewayApp:
+        assert self._endpoint is not None, "batches run when it is built"
+        return self._endpoint
 
     def _keys(self) -> ApiKeys:
         issued = self.tenancy.keys

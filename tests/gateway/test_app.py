@@ -12,8 +12,9 @@ from urllib.parse import unquote
 import pytest
 
 from muxserve.gateway.http import body
-from muxserve.gateway.http.app import GatewayApp, OwnPaths
+from muxserve.gateway.http.app import GatewayApp
 from muxserve.gateway.http.errors import App, Message, Receive, Scope, Send
+from muxserve.gateway.http.own_paths import OwnPaths
 from muxserve.gateway.http.served_app import ServedApp
 from muxserve.gateway.limits.admission import ApiKeys
 from muxserve.gateway.routing.model_names import ModelNames

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from muxserve.gateway.http.app import OwnPaths
 from muxserve.gateway.http.errors import Receive, Scope, Send, respond, respond_json
 from muxserve.gateway.http.http_request import current_http
+from muxserve.gateway.http.own_paths import OwnPaths
 from muxserve.gateway.limits.admission import Caller
 from muxserve.gateway.limits.tenants import LimitExceededError, MinuteBucket, SharedLimits, Tenancy
 from muxserve.gateway.routing.requests import Tracked

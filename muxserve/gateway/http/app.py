@@ -21,9 +21,9 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
@@ -48,7 +48,6 @@ from muxserve.gateway.http.errors import (
     CLOSE,
     App,
     Message,
-    Page,
     Receive,
     RequestError,
     Scope,
@@ -70,7 +69,8 @@ from muxserve.gateway.http.fallback import (
     for_model,
     relay,
 )
-from muxserve.gateway.http.http_request import HttpRequest, current_http
+from muxserve.gateway.http.http_request import BATCH, HttpRequest, current_http
+from muxserve.gateway.http.own_paths import OwnPaths, app_at
 from muxserve.gateway.http.responses import PATH as RESPONSES
 from muxserve.gateway.http.responses import ResponseRoutes
 from muxserve.gateway.http.served_app import COMPUTE, POSTS, ServedApp
@@ -98,8 +98,6 @@ SIGN_SECONDS = 2.0
 # When a client may ask again for a model that is being started or replaced.
 SOON_SECONDS = 2
 
-ModelPage = Callable[[str, Scope, Send], Awaitable[None]]
-
 
 @dataclass(slots=True)
 class Access:
@@ -109,21 +107,6 @@ class Access:
     keys: ApiKeys
     priorities: Priorities
     tenancy: Tenancy
-
-
-@dataclass(frozen=True, slots=True)
-class OwnPaths:
-    """What the gateway answers itself.
-
-    `pages` are about the server, for GET: those that are `open` need no key, the others one of an admin. `model_pages`
-    are below `/models/NAME`, for GET and without a key, and are given the name. `apps` answer at paths of their own or,
-    where one ends with a slash, below it; for admins.
-    """
-
-    pages: Mapping[str, Page] = field(default_factory=dict)
-    open: frozenset[str] = frozenset()
-    model_pages: Mapping[str, ModelPage] = field(default_factory=dict)
-    apps: Mapping[str, App] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +175,7 @@ class GatewayApp:
         if scope["type"] != "http":
             await _decline(scope, receive, send)
             return
-        http = HttpRequest(time.monotonic(), request_id=_request_id(scope["headers"]))
+        http = HttpRequest(time.monotonic(), request_id=_request_id(scope["headers"]), batch=scope.get(BATCH))
         current_http.set(http)
         request_id.set(http.request_id)
         if self._tracing is not None and scope["method"] == "POST":
@@ -233,7 +216,8 @@ class GatewayApp:
 
     async def _route(self, scope: Scope, receive: Receive, send: Send, http: HttpRequest) -> None:
         name, path = self._divided(scope)
-        caller = self.access.keys.admit(presented_key(scope["headers"]))
+        batch = http.batch
+        caller = self.access.keys.admit(presented_key(scope["headers"])) if batch is None else batch.caller
         if caller is not None and caller.tenant is not None:
             http.owner = caller.tenant.name
         model_page = self._own.model_pages.get(path) if name is not None else None
@@ -260,9 +244,12 @@ class GatewayApp:
                 _only_admins(path, caller)
             await self._own.pages[path](scope, send)
             return
-        elif (app := self._app_at(path)) is not None:
+        elif (app := app_at(self._own.apps, path)) is not None:
             _only_admins(path, caller)
             await app(scope, receive, send)
+            return
+        elif caller is not None and (own := app_at(self._own.caller_apps, path)) is not None:
+            await own(caller, scope, receive, send)
             return
         elif path == "/v1/models":
             only_get(scope)
@@ -285,7 +272,9 @@ class GatewayApp:
         if path not in POSTS:
             raise no_such_path(scope)
         check_method(scope, "POST")
-        http.priority = self.access.priorities.of(scope["headers"], caller.level)
+        http.priority = (
+            self.access.priorities.of(scope["headers"], caller.level) if batch is None else self.access.priorities.last
+        )
         await self._serve(name, path, caller, scope, receive, send, http)
 
     async def _serve(
@@ -309,7 +298,7 @@ class GatewayApp:
                 raise
             asked = asked_by(body)
             if name is None:
-                name = self._model(asked.model, caller, http.request_id)
+                name = self.model_of(asked.model, caller, http.request_id)
             incoming = _Incoming(path, caller, scope, body, asked, BodyReplay(receive, body, http), claim)
             try:
                 if path in COMPUTE:
@@ -317,15 +306,16 @@ class GatewayApp:
                     await served.app(_below(scope, path), incoming.replay, send)
                 else:
                     self.access.tenancy.check_budgets(caller, name)
-                    with self.access.tenancy.serving(caller, name) as http.tenant:
+                    with self.access.tenancy.serving(caller, name, limited=http.batch is None) as http.tenant:
                         await self._serve_or_fall_back(name, incoming, send, http)
             finally:
                 incoming.replay.unwatch()
 
     async def _serve_or_fall_back(self, name: str, incoming: _Incoming, send: Send, http: HttpRequest) -> None:
         """Let the model answer, or what stands in for it while it is degraded or at its limit."""
-        steps = chain(self.fallbacks, name)
-        if len(steps) == 1:
+        # A batch can wait until the model serves.
+        steps = chain(self.fallbacks, name) if http.batch is None else []
+        if len(steps) <= 1:
             await self._attempt(name, incoming, send, http)
             return
         first: HeldAnswer | RequestError | None = None
@@ -442,11 +432,12 @@ class GatewayApp:
         name = written or below.partition("/")[0]
         return name, f"/{below.removeprefix(name).removeprefix('/')}"
 
-    def _app_at(self, path: str) -> App | None:
-        below = (app for start, app in self._own.apps.items() if start.endswith("/") and path.startswith(start))
-        return self._own.apps.get(path) or next(below, None)
+    def model_of(self, asked: str | None, caller: Caller, request_id: str) -> str:
+        """The model that a request for `asked` is for; the only one that there is if it names none.
 
-    def _model(self, asked: str | None, caller: Caller, request_id: str) -> str:
+        Raises:
+            RequestError: there is none for `caller`.
+        """
         if asked is None:
             offered = self._offered_to(caller)
             if len(offered) == 1:

@@ -7,11 +7,23 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from muxserve.gateway.limits.admission import Caller
 from muxserve.gateway.limits.priorities import RequestLevels
 from muxserve.gateway.limits.tenants import NOBODY, TenantRequest
 
 if TYPE_CHECKING:
     from muxserve.gateway.status.tracing import HttpTrace
+
+
+# The key of a scope under which a request of a batch has who asked for it; clients set no keys of scopes.
+BATCH = "muxserve.batch"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCaller:
+    """Whose batch a request is of."""
+
+    caller: Caller
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +44,8 @@ class HttpRequest:
     request_id: str = ""
     # What answers in place of its model, if that is something else.
     fallback: str = ""
+    # Who has asked for it in a batch.
+    batch: BatchCaller | None = None
     # Whose responses it may see and leaves; the messages before the one that it asks for, where that is kept; and what
     # makes it after the client has been answered.
     owner: str = NOBODY

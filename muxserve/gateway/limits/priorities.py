@@ -45,6 +45,15 @@ class Priorities:
         self._levels = levels
         self._order = {level.name: place for place, level in enumerate(levels)}
         self._plain = self._of(levels.default, levels.default)
+        self._last = [*levels][-1].name
+
+    @property
+    def last(self) -> RequestLevels:
+        """For requests that go behind all others."""
+        lowest = self._of(self._last, self._last)
+        return RequestLevels(
+            self._last, self._last, scheduling_step=lowest.scheduling_step + 1, execution_step=lowest.execution_step + 1
+        )
 
     def of(self, headers: Iterable[tuple[bytes, bytes]], key_level: str | None) -> RequestLevels:
         """The priority of a request.

@@ -144,6 +144,8 @@ class Measures:
         self._requests.labels(name, outcome.value).inc()
         if request.context is not None and request.context.tenant is not None:
             request.context.tenant.ended(public_name(name), outcome.value, _used(request))
+        if request.context is not None and request.context.batch is not None:
+            return  # nobody waits for it
         if outcome is not RequestOutcome.COMPLETED or request.first_token_at is None or request.last_token_at is None:
             return
         ttft = request.first_token_at - request.arrival
