@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from muxserve.cli.options import check_effect
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
+from muxserve.cli.progress import downloads
 from muxserve.cli.settings import ProfileSettings
 from muxserve.cluster.machine import this_machine
 from muxserve.config import FleetError, load_fleet
@@ -18,7 +19,7 @@ from muxserve.costs.measured import ProfileModel
 from muxserve.costs.profile import Profile, load_profile
 from muxserve.costs.sources import profile_of
 from muxserve.net.exit_codes import ExitCode
-from muxserve.planning.demand.checkpoints import fetch
+from muxserve.planning.demand.checkpoints import HuggingFaceHub, fetch
 from muxserve.planning.specs.unit_plan import ResolvedUnit, resolve_unit
 from muxserve.planning.specs.unit_specs import unit_spec_of
 from muxserve.profiling.contention import disturbance
@@ -51,7 +52,9 @@ def profile(settings: ProfileSettings) -> int:
         known = load_profile(out) if out.exists() else None
         _check(known, out)
         out.parent.mkdir(parents=True, exist_ok=True)
-        plan = plan.with_fleet(fetch(plan.fleet, lambda text: console.print(escape(text))))
+        with downloads() as on_bytes:
+            fetched = fetch(plan.fleet, lambda text: console.print(escape(text)), HuggingFaceHub(on_bytes=on_bytes))
+            plan = plan.with_fleet(fetched)
     except FleetError as error:
         print_problems(error, "nothing was measured")
         return ExitCode.WRONG

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Protocol
 
 from rich.console import Console
 from rich.live import Live
+from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as Bars
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from muxserve.cli.output import escape
+from muxserve.cli.output import console, escape
 from muxserve.cluster.events import (
     Down,
     Draining,
@@ -28,6 +32,25 @@ from muxserve.cluster.events import (
     Up,
 )
 from muxserve.cluster.restarts import DEGRADED_STARTS
+from muxserve.planning.demand.downloads import OnBytes, in_lines
+
+
+@contextlib.contextmanager
+def downloads() -> Iterator[OnBytes]:
+    """Shows downloads: bars on a terminal, lines elsewhere."""
+    if console.is_terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        with Bars(*columns, TimeRemainingColumn(), console=console) as bars:
+            tasks: dict[str, TaskID] = {}
+
+            def draw(repo: str, done: int, size: int) -> None:
+                if repo not in tasks:
+                    tasks[repo] = bars.add_task(escape(repo), total=size)
+                bars.update(tasks[repo], completed=done)
+
+            yield draw
+        return
+    yield in_lines(lambda text: console.print(escape(text)))
 
 
 class Renderer(Protocol):

@@ -25,6 +25,7 @@ from muxserve.config.checks import KV_CACHE_TYPES, lacks_weights
 from muxserve.config.problems import closest, shown
 from muxserve.costs.architecture import ModelArchitecture, StoredWeights, UnsupportedModelError, read_architecture
 from muxserve.costs.language_models import is_of_language_model, language_model
+from muxserve.planning.demand.downloads import OnBytes, check_room, following, missing_bytes
 from muxserve.planning.demand.hub_reach import reachable
 from muxserve.vllm.known import unknown
 from muxserve.vllm.pin import VLLM_VERSION
@@ -46,12 +47,15 @@ class Hub(Protocol):
 class HuggingFaceHub:
     """The Hugging Face hub, through its own library and cache; without `weights`, all else of checkpoints.
 
-    Where it cannot be reached, as `reaches` says, only the cache is looked at.
+    Where it cannot be reached, as `reaches` says, only the cache is looked at. `on_bytes` is called during downloads.
     """
 
-    def __init__(self, weights: bool = True, reaches: Callable[[], bool] = reachable) -> None:
+    def __init__(
+        self, weights: bool = True, reaches: Callable[[], bool] = reachable, on_bytes: OnBytes | None = None
+    ) -> None:
         self.weights = weights
         self._reaches = reaches
+        self._on_bytes = on_bytes
 
     def config(self, repo: str, revision: str | None) -> Path:
         """See `Hub.config`."""
@@ -72,25 +76,37 @@ class HuggingFaceHub:
         from huggingface_hub import snapshot_download
 
         left_out = ["*.pth", "original/*", "*.gguf", *([] if self.weights else ["*.safetensors", "*.bin", "*.pt"])]
+        cached = not self._reaches()
         try:
             with _said_by_us():
-                cached = not self._reaches()
-                found = snapshot_download(repo, revision=revision, ignore_patterns=left_out, local_files_only=cached)
+                size = 0 if cached else missing_bytes(repo, revision, left_out)
+                check_room(repo, size)
+                with following(repo, size, self._on_bytes):
+                    found = snapshot_download(
+                        repo, revision=revision, ignore_patterns=left_out, local_files_only=cached
+                    )
                 return Path(found)
+        except CheckpointError:
+            raise
         except Exception as error:
             raise CheckpointError(_hub_error(repo, error)) from None
 
 
 @contextlib.contextmanager
 def _said_by_us() -> Iterator[None]:
-    """The error says once what goes wrong at the hub; its library does not at each try."""
+    """The error says once what goes wrong at the hub; its library does not at each try. Its bars are ours, too."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
     library = logging.getLogger("huggingface_hub")
-    level = library.level
+    level, had_bars = library.level, not are_progress_bars_disabled()
     library.setLevel(logging.ERROR)
+    disable_progress_bars()
     try:
         yield
     finally:
         library.setLevel(level)
+        if had_bars:
+            enable_progress_bars()
 
 
 def architecture_of(model: Model, hub: Hub) -> ModelArchitecture:
@@ -212,13 +228,15 @@ def without_chat_template(model: Model) -> str:
     )
 
 
+_INSTEAD = "look at the network (HTTPS_PROXY names a proxy), or give a directory with the checkpoint"
 _HUB_ERRORS = {
     "GatedRepoError": "access to it must be asked for on its page, and HF_TOKEN must be set",
     "RepositoryNotFoundError": "there is no such repository, or it is private and HF_TOKEN is not set",
     "RevisionNotFoundError": "it has no such revision",
     "EntryNotFoundError": "it has no config.json",
     "RemoteEntryNotFoundError": "it has no config.json",
-    "LocalEntryNotFoundError": "it is not in the local cache, and the hub cannot be reached",
+    "LocalEntryNotFoundError": f"it is not in the local cache, and the hub cannot be reached; {_INSTEAD}",
+    "IncompleteSnapshotError": f"a part of it is in the local cache, and the hub cannot be reached; {_INSTEAD}",
 }
 
 

@@ -37,6 +37,7 @@ from muxserve.planning.demand.checkpoints import (
     without_chat_template,
 )
 from muxserve.planning.demand.demands import demands_of, with_adapters
+from muxserve.planning.demand.downloads import OnBytes, in_lines
 from muxserve.planning.specs.gpus import gpu_unit, resident_rules
 from muxserve.planning.specs.joining import JoinedModel, Joining, remaining_capacity, same_table
 from muxserve.planning.specs.plan_file import load_plan
@@ -121,13 +122,18 @@ class FleetPlanner:
         self._chosen: tuple[Gpu, ...] = ()
         self._per_unit = 0
 
-    def fetched(self, fleet: Fleet, tell: Callable[[str], None]) -> Fleet:
+    def fetched(self, fleet: Fleet, tell: Callable[[str], None], on_bytes: OnBytes | None = None) -> Fleet:
         """`fleet`, of which models were declared anew, with a local directory for every model.
+
+        Args:
+            tell: called when the download of a model begins.
+            on_bytes: called while it goes on.
 
         Raises:
             FleetError: a download failed.
         """
-        return fetch(fleet, tell, weights=self.simulated is None)
+        weights = self.simulated is None
+        return fetch(fleet, tell, HuggingFaceHub(weights, on_bytes=on_bytes), weights)
 
     @property
     def _on_ray(self) -> bool:
@@ -563,7 +569,7 @@ class ScaleOut:
         """
         told = len(self._planner.reasons)
         try:
-            declared = self._planner.fetched(declared, tell)
+            declared = self._planner.fetched(declared, tell, in_lines(tell))
             self._planner.tell_engines(declared)
         except FleetError as error:
             raise ChangeError("; ".join(problem.message for problem in error.problems)) from None
