@@ -18,7 +18,7 @@ import msgspec
 from muxserve.cli import ready
 from muxserve.cli.gpu_probes import probe_quickly, probe_shapes
 from muxserve.cli.output import console, errors, escape, print_error, print_problems
-from muxserve.cli.progress import renderer
+from muxserve.cli.progress import downloads, renderer
 from muxserve.cli.settings import DeploySettings
 from muxserve.cluster.controller import Controller
 from muxserve.cluster.fleet_starts import FleetLauncher, fleet_commands_for
@@ -70,10 +70,22 @@ class DeployRefused(Exception):  # noqa: N818
 
 def deploy(settings: DeploySettings) -> int:
     """Deploy a fleet; returns the exit code when it has ended."""
+    try:
+        return serve(load_fleet(settings.fleet), settings)
+    except FleetError as error:
+        print_problems(error, "nothing was started")
+        return ExitCode.WRONG
+
+
+def serve(fleet: Fleet, settings: DeploySettings) -> int:
+    """Deploy the fleet that `settings.fleet` declares; returns the exit code when it has ended.
+
+    Raises:
+        FleetError: it cannot be served here; nothing was started.
+    """
     simulated = _simulated_cpu(settings.profile) if settings.simulated else None
     watch = FileWatch(settings.fleet, os.environ) if settings.watch else None
     try:
-        fleet = load_fleet(settings.fleet)
         latency = _predictions(settings.profile)
         gpus = gpus_for(fleet, start=True) if simulated is None else partial(pretended_gpus, fleet)
         planner = FleetPlanner(fleet, this_machine(), gpus, simulated=simulated, latency=latency)
@@ -85,10 +97,8 @@ def deploy(settings: DeploySettings) -> int:
         before = _taken_over(port) if settings.take_over else None
         port = _usable_port(host, port if before is None else before.port, shared=before is not None)
         _check_installation(simulated is None and plans[0].gpu is not None and not plans[0].gpu.elsewhere)
-        planner.fleet = planner.fetched(planner.fleet, lambda text: console.print(escape(text)))
-    except FleetError as error:
-        print_problems(error, "nothing was started")
-        return ExitCode.WRONG
+        with downloads() as on_bytes:
+            planner.fleet = planner.fetched(planner.fleet, lambda text: console.print(escape(text)), on_bytes)
     except DeployRefused as error:
         print_error(str(error))
         return error.code

@@ -33,6 +33,9 @@ async def announce(declared: Fleet, fleet: FleetSpec, demo: bool) -> None:
     console.print()
     console.print(_how_to(declared, fleet, url), markup=False)
     console.print(f"\n[bold]serving at {url}/v1[/]  (Ctrl-C to stop)")
+    if fleet.gateway.http.ui:
+        console.print(f"in a browser: {url}/ui has the fleet, {url}/ui#chat a chat")
+    console.print("in another terminal: `muxserve status`, `muxserve top`, `muxserve stop`")
 
 
 def _key_for(model: str, declared: Fleet) -> str | None:
