@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
+from muxserve.cli import completion
 from muxserve.cli.exit_codes import add_exit_codes
 from muxserve.cli.fleet_app import app as fleet_app
 from muxserve.cli.offline_app import app as offline_app
 from muxserve.cli.options import takes
-from muxserve.cli.settings import DeploySettings, FleetFile
+from muxserve.cli.settings import DeploySettings, EndpointKey, FleetFile, Json, RunSettings, Which
 from muxserve.cli.teams_app import app as teams_app
 from muxserve.net.process import close_inherited
 
@@ -65,14 +66,22 @@ def deploy(settings: DeploySettings) -> int:
     return run(settings)
 
 
+@app.command("run")
+@takes(RunSettings)
+def run_models(settings: RunSettings) -> int:
+    """Serve models by name until Ctrl-C: what is not here is downloaded from the Hugging Face hub.
+
+    No fleet file is needed; `--write` writes the one that was used, to go on from there."""
+    from muxserve.cli.run import run
+
+    return run(settings)
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def upgrade(
     context: typer.Context,
     file: FleetFile,
-    fleet: Annotated[
-        str | None,
-        typer.Option("--fleet", metavar="ID", help="Which fleet, where several run here.", show_default=False),
-    ] = None,
+    fleet: Which = None,
 ) -> None:
     """Deploy a fleet file anew in place of the running fleet, and lose no request: with this version of MuxServe.
 
@@ -89,49 +98,35 @@ def validate(
     file_only: Annotated[
         bool, typer.Option("--file-only", help="Check the file alone, not whether it fits this machine.")
     ] = False,
+    json: Json = False,
 ) -> None:
     """Check a fleet file and show what would be deployed."""
     from muxserve.cli.validate import validate as run
 
-    raise typer.Exit(run(fleet, file_only=file_only))
-
-
-EndpointUrl = Annotated[
-    str | None,
-    typer.Option(
-        "--url",
-        envvar="MUXSERVE_URL",
-        help="The endpoint; else that of the fleet which runs on this machine, or http://127.0.0.1:8000.",
-        show_default=False,
-    ),
-]
-EndpointKey = Annotated[
-    str | None, typer.Option("--api-key", envvar="MUXSERVE_API_KEY", help="API key, if the fleet wants one.")
-]
+    raise typer.Exit(run(fleet, file_only=file_only, as_json=json))
 
 
 @app.command()
-def status(
-    url: EndpointUrl = None,
-    key: EndpointKey = None,
-    json: Annotated[bool, typer.Option("--json", help="Print what the endpoint answered, as JSON.")] = False,
-) -> None:
+def status(fleet: Which = None, key: EndpointKey = None, json: Json = False) -> None:
     """Show a running fleet: models, queues, pages."""
     from muxserve.cli.status import status as run
 
-    raise typer.Exit(run(url, key=key, as_json=json))
+    raise typer.Exit(run(fleet, key=key, as_json=json))
 
 
 @app.command()
 def top(
-    url: EndpointUrl = None,
+    fleet: Which = None,
     key: EndpointKey = None,
     once: Annotated[bool, typer.Option("--once", help="Print one screen and end.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print a line of JSON per second (muxserve/metrics/live.py).")
+    ] = False,
 ) -> None:
     """Watch a running fleet, once per second: models, latencies, pages, jobs. Ctrl-C ends it."""
     from muxserve.cli.top import top as run
 
-    raise typer.Exit(run(url, key=key, once=once))
+    raise typer.Exit(run(fleet, key=key, once=once, as_json=json))
 
 
 @app.command()
@@ -139,15 +134,15 @@ def logs(
     part: Annotated[
         str,
         typer.Argument(
-            metavar="[PART]", help="Such as gateway-0, u0/unit, u0 or engine; all by default.", show_default=False
+            metavar="[PART]",
+            help="Such as gateway-0, u0/unit, u0 or engine; all by default.",
+            show_default=False,
+            autocompletion=completion.logs,
         ),
     ] = "",
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on with what is written, until Ctrl-C.")] = False,
     lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="So many lines of each log.")] = 20,
-    fleet: Annotated[
-        str | None,
-        typer.Option("--fleet", metavar="ID", help="Which fleet, where several run here.", show_default=False),
-    ] = None,
+    fleet: Which = None,
 ) -> None:
     """Print the logs of the fleet that runs on this machine."""
     from muxserve.cli.logs import logs as run
@@ -173,6 +168,7 @@ def doctor(
         bool,
         typer.Option("--gpu", help="Try what the GPUs can do (one to two minutes); `deploy` acts on what is found."),
     ] = False,
+    json: Json = False,
 ) -> None:
     """Check what this machine can do."""
     if ray is not None and gpu:
@@ -182,14 +178,14 @@ def doctor(
     if ray is not None:
         from muxserve.cli.doctor import doctor_nodes
 
-        raise typer.Exit(doctor_nodes(ray))
+        raise typer.Exit(doctor_nodes(ray, json))
     if gpu:
         from muxserve.cli.gpu_probes import doctor_gpu
 
-        raise typer.Exit(doctor_gpu(fleet))
+        raise typer.Exit(doctor_gpu(fleet, json))
     from muxserve.cli.doctor import doctor as run
 
-    raise typer.Exit(run())
+    raise typer.Exit(run(json))
 
 
 @app.command()
@@ -205,7 +201,7 @@ add_exit_codes(app)
 
 def main() -> None:
     """The entry point."""
-    if sys.argv[1:2] == ["deploy"]:
+    if sys.argv[1:2] in (["deploy"], ["run"]):
         close_inherited(sys.argv)
     app()
 

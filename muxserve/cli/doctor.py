@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import platform
 import resource
@@ -13,7 +14,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,7 +44,7 @@ from muxserve.spec.run_dir import RunDirError, default_base
 from placement.format import format_size
 
 
-def doctor_nodes(address: str) -> int:
+def doctor_nodes(address: str, as_json: bool = False) -> int:
     """Print what each node can do; returns the exit code."""
     try:
         ray = join(address, start=False)
@@ -55,6 +56,10 @@ def doctor_nodes(address: str) -> int:
         print_error("no node of the cluster has CPUs for units (`ray start --num-cpus=...`)")
         return ExitCode.NO
     answers = ask_nodes(ray, list(nodes), examine)
+    if as_json:
+        found = [_node_report(node, answers[name]) for name, node in nodes.items()]
+        print(json.dumps({"ok": all(node["ok"] for node in found), "nodes": found}, indent=2))
+        return ExitCode.DONE if all(node["ok"] for node in found) else ExitCode.NO
     unable = [words_for(node) for name, node in nodes.items() if not _show(node, answers[name])]
     if unable:
         console.print(f"\n[bold red]units cannot be served there yet[/]: {escape(', '.join(unable))}")
@@ -81,6 +86,19 @@ def words_for(node: Mapping[str, Any]) -> str:
     return f"{node['NodeManagerAddress']} ({node['NodeManagerHostname']})"
 
 
+def _node_report(node: Mapping[str, Any], answer: bytes | str) -> dict[str, object]:
+    """What `--json` says of a node."""
+    about = {"node": words_for(node), "offers": offers(node["Resources"])}
+    if isinstance(answer, str):
+        return {**about, "ok": False, "error": answer, "checks": []}
+    return {**about, **report_of(msgspec.json.decode(answer, type=list[Check]))}
+
+
+def report_of(checks: Sequence[Check]) -> dict[str, object]:
+    """What `--json` says of these findings."""
+    return {"ok": all(check.verdict != "missing" for check in checks), "checks": [asdict(check) for check in checks]}
+
+
 def _show(node: Mapping[str, Any], answer: bytes | str) -> bool:
     """Print the findings of a node; returns whether units can be served there."""
     console.print(f"\n[bold]{escape(words_for(node))}[/]: {offers(node['Resources'])} for units")
@@ -104,9 +122,14 @@ class Check:
     advice: str = ""
 
 
-def doctor() -> int:
+def doctor(as_json: bool = False) -> int:
     """Print all checks; returns the exit code."""
-    missing = print_checks(list(all_checks()))
+    checks = list(all_checks())
+    if as_json:
+        report = report_of(checks)
+        print(json.dumps(report, indent=2))
+        return ExitCode.DONE if report["ok"] else ExitCode.NO
+    missing = print_checks(checks)
     if missing:
         console.print(f"\n[bold red]a fleet cannot be served here yet[/]: {escape(', '.join(missing))}")
         return ExitCode.NO

@@ -39,6 +39,13 @@ OF_COMMANDS: Mapping[str, Mapping[ExitCode, str]] = {
         ExitCode.NOT_DONE: "something could not start",
         ExitCode.INTERRUPTED: "ended by a second Ctrl-C",
     },
+    "run": {
+        ExitCode.DONE: "stopped as asked",
+        ExitCode.WRONG: "a model cannot be served here, the command line is wrong, or the port is taken; nothing was "
+        "started",
+        ExitCode.NOT_DONE: "something could not start",
+        ExitCode.INTERRUPTED: "ended by a second Ctrl-C",
+    },
     "upgrade": {
         ExitCode.DONE: "the new fleet serves, and the one before has ended",
         ExitCode.WRONG: "the fleet file or an option is wrong, or no fleet runs here; the fleet serves on",
@@ -81,6 +88,14 @@ OF_COMMANDS: Mapping[str, Mapping[ExitCode, str]] = {
         ExitCode.INTERRUPTED: "Ctrl-C; the change goes on in the fleet, and is not waited for",
     },
     "adapter": _CHANGES,
+    "stop": {
+        ExitCode.DONE: "the fleet has ended",
+        ExitCode.WRONG: "no such fleet runs here",
+        ExitCode.INTERRUPTED: "Ctrl-C; the fleet goes on ending, and is not waited for",
+    },
+    "list": {
+        ExitCode.DONE: "listed, also if there is none",
+    },
     "doctor": {
         ExitCode.DONE: "a fleet can be served here; with --ray: on all nodes; with --gpu: on the GPUs",
         ExitCode.NO: "something needed is missing; with --ray also: no cluster or node answers",

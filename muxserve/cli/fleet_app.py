@@ -7,18 +7,28 @@ from typing import Annotated
 
 import typer
 
+from muxserve.cli import completion
+from muxserve.cli.settings import Json, Which
+
 app = typer.Typer(rich_markup_mode=None)
 
-Which = Annotated[
-    str | None,
-    typer.Option("--fleet", metavar="ID", help="Which fleet, where several run on this machine.", show_default=False),
+ModelName = Annotated[
+    str, typer.Argument(metavar="MODEL", help="The model's name.", show_default=False, autocompletion=completion.models)
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print what happened as JSON.")]
+UnitName = Annotated[
+    str,
+    typer.Argument(metavar="UNIT", help="The unit, such as u1.", show_default=False, autocompletion=completion.units),
+]
 
 
 @app.command()
 def scale(
-    targets: Annotated[list[str], typer.Argument(metavar="MODEL=N...", help="Models and how many replicas each.")],
+    targets: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL=N...", help="Models and how many replicas each.", autocompletion=completion.scales
+        ),
+    ],
     fleet: Which = None,
     json: Json = False,
 ) -> None:
@@ -30,7 +40,7 @@ def scale(
 
 @app.command()
 def drain(
-    unit: Annotated[str, typer.Argument(metavar="UNIT", help="The unit, such as u1.", show_default=False)],
+    unit: UnitName,
     fleet: Which = None,
     json: Json = False,
 ) -> None:
@@ -50,6 +60,7 @@ def add(
             metavar="UNIT",
             help="A running unit that it joins, with its pool; else it gets a unit of its own.",
             show_default=False,
+            autocompletion=completion.units,
         ),
     ] = "",
     fleet: Which = None,
@@ -63,7 +74,7 @@ def add(
 
 @app.command()
 def remove(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model's name.", show_default=False)],
+    model: ModelName,
     fleet: Which = None,
     json: Json = False,
 ) -> None:
@@ -98,8 +109,16 @@ def apply(
 
 @app.command()
 def adapter(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model's name.", show_default=False)],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What requests call the adapter.", show_default=False)],
+    model: ModelName,
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="What requests call the adapter.",
+            show_default=False,
+            autocompletion=completion.adapters,
+        ),
+    ],
     path: Annotated[
         Path | None,
         typer.Argument(metavar="[DIRECTORY]", help="Where it is; without, it is served no longer.", show_default=False),
@@ -112,3 +131,22 @@ def adapter(
     from muxserve.control.messages import SetAdapter
 
     raise typer.Exit(change(SetAdapter(model, name, str(path.absolute()) if path else ""), fleet, json))
+
+
+@app.command()
+def stop(
+    fleet: Which = None,
+    now: Annotated[bool, typer.Option("--now", help="Do not let running requests finish.")] = False,
+) -> None:
+    """Stop a fleet that runs on this machine, as Ctrl-C does where it was deployed, and wait for its end."""
+    from muxserve.cli.stop import stop as run
+
+    raise typer.Exit(run(fleet, now))
+
+
+@app.command("list")
+def list_fleets(json: Json = False) -> None:
+    """List the fleets that you run on this machine."""
+    from muxserve.cli.fleets import list_fleets as run
+
+    raise typer.Exit(run(json))

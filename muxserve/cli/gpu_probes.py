@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import time
@@ -29,7 +30,7 @@ from placement import ModelDemand
 _GREEN = "[green]a fleet can be served on these GPUs[/]"
 
 
-def doctor_gpu(fleet: Path | None = None) -> int:
+def doctor_gpu(fleet: Path | None = None, as_json: bool = False) -> int:
     """Make the probes of this machine's GPUs, print and remember what they found; returns the exit code.
 
     Args:
@@ -53,7 +54,16 @@ def doctor_gpu(fleet: Path | None = None) -> int:
             probes.append(lab.shapes_probe(shapes))
         else:
             console.print("no engine of this fleet has a percentage of the SMs: its models' shapes are not computed")
-    found = _found(gpus, probes)
+    found = _found(gpus, probes, quiet=as_json)
+    if as_json:
+        kept = _remembered(found, quiet=True)
+        rows = [dict(zip(("verdict", "probe", "found"), row, strict=True)) for row in report(found)]
+        print(
+            json.dumps(
+                {"ok": not found.refused, "gpus": found.place.gpus, "date": found.date, "probes": rows}, indent=2
+            )
+        )
+        return ExitCode.NO if found.refused else ExitCode.DONE if kept else ExitCode.NOT_DONE
     _print_findings(found)
     written = _remembered(found)
     if found.refused:
@@ -143,16 +153,21 @@ def _shape(demand: ModelDemand, ranks: int) -> AttentionShape | None:
     )  # fmt: skip
 
 
-def _found(gpus: Sequence[nvml.Gpu], probes: Sequence[lab.Probe], seconds: float = float("inf")) -> Findings:
+def _found(
+    gpus: Sequence[nvml.Gpu], probes: Sequence[lab.Probe], seconds: float = float("inf"), quiet: bool = False
+) -> Findings:
+    trying = (lambda _: None) if quiet else _trying
     with tempfile.TemporaryDirectory(prefix="mux-") as directory:
-        tried = lab.run(lab.Lab(gpus, Path(directory), mps.binary()), probes, _trying, seconds)
+        tried = lab.run(lab.Lab(gpus, Path(directory), mps.binary()), probes, trying, seconds)
     return Findings(place_of(nvml.machine(), packages()), time.strftime("%Y-%m-%d %H:%M"), tuple(tried))
 
 
-def _remembered(found: Findings) -> bool:
-    """Write it down, and say where; whether that went well."""
+def _remembered(found: Findings, quiet: bool = False) -> bool:
+    """Write it down, and say where unless `quiet`; whether that went well."""
     try:
-        console.print(f"`muxserve deploy` follows these findings; they are kept in {remember(found)}")
+        kept = remember(found)
+        if not quiet:
+            console.print(f"`muxserve deploy` follows these findings; they are kept in {kept}")
     except OSError as error:
         print_error(f"the findings cannot be stored: {error}; `muxserve deploy` cannot follow them")
         return False

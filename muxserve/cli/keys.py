@@ -11,8 +11,8 @@ import typer
 
 from muxserve.cli.http import HTTPFailure, send_json
 from muxserve.cli.output import console, escape, print_error
-from muxserve.cli.status import endpoint_of
 from muxserve.cli.usage import refusal
+from muxserve.cli.which import endpoint_of
 from muxserve.metrics.figure_table import FigureTable
 from muxserve.net.exit_codes import ExitCode
 

@@ -11,7 +11,7 @@ from muxserve.cli.http import HTTPFailure, get_json
 from muxserve.cli.options import NoEffectError, check_effect
 from muxserve.cli.output import console, escape, print_error
 from muxserve.cli.settings import ProfileSettings
-from muxserve.cli.status import endpoint_of
+from muxserve.cli.which import endpoint_of
 from muxserve.costs.latency import CostError
 from muxserve.costs.profile import Overheads, Profile, load_profile, save_profile
 from muxserve.net.exit_codes import ExitCode
@@ -28,7 +28,7 @@ def learnt_profile(settings: ProfileSettings) -> int:
     except NoEffectError as error:
         print_error(str(error))
         return ExitCode.WRONG
-    url = endpoint_of(settings.url)
+    url = endpoint_of(settings.running)
     if url is None:
         return ExitCode.WRONG
     try:

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from muxserve.cli import completion
+
 SOURCE_HELP = (
     "A trace file, with keys such as trace.csv:map=rates,duration=600; or a generator such as "
     "poisson:rate=8,duration=60."
@@ -21,8 +23,30 @@ Models = Annotated[
     str | None,
     typer.Option("--models", help="Models, most popular first: a,b or with rates a=4,b=1.", show_default=False),
 ]
+# Of every command for a fleet that runs.
+Which = Annotated[
+    str | None,
+    typer.Option(
+        "--url",
+        "--fleet",
+        envvar="MUXSERVE_URL",
+        metavar="FLEET",
+        help="Which running fleet: its URL; on this machine also its port or ID (`muxserve list`). Else the only one.",
+        show_default=False,
+        autocompletion=completion.fleets,
+    ),
+]
+EndpointKey = Annotated[
+    str | None, typer.Option("--api-key", envvar="MUXSERVE_API_KEY", help="API key, if the fleet wants one.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 _Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs instead of the file's.", show_default=False)]
-_GpuType = Annotated[str | None, typer.Option(help="Their type, e.g. A100-80GB, H100, L40S.", show_default=False)]
+_GpuType = Annotated[
+    str | None,
+    typer.Option(
+        help="Their type, e.g. A100-80GB, H100, L40S.", show_default=False, autocompletion=completion.gpu_types
+    ),
+]
 _Nodes = Annotated[
     str | None,
     typer.Option(help="Machines instead, e.g. 4x8:A100-80GB,2x4:L20 (count, GPUs, type).", show_default=False),
@@ -33,6 +57,7 @@ _Costs = Annotated[
         metavar="auto|roofline|measured|FILE",
         help="What predicts steps: a profile (FILE), measured kernels, the roofline; auto: the first of these that "
         "knows a model.",
+        autocompletion=lambda: ["auto", "roofline", "measured"],
     ),
 ]
 _Page = Annotated[Path | None, typer.Option(help="Write one page with plots.", show_default=False)]
@@ -43,6 +68,12 @@ _Report = Annotated[
 _Objective = Annotated[
     float | None, typer.Option(help="Objective for all models instead of the fleet's.", show_default=False)
 ]
+
+
+Port = Annotated[
+    int | None, typer.Option(min=0, max=65535, help="Port of the endpoint (else the file's, or 8000); 0: any free one.")
+]
+Host = Annotated[str | None, typer.Option(help="Address to listen on (else the file's, or 127.0.0.1).")]
 
 
 class LogFormat(Enum):
@@ -66,10 +97,8 @@ class DeploySettings:
     """Options of `muxserve deploy`."""
 
     fleet: FleetFile
-    port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Port of the endpoint instead of the file's; 0: any free one.")
-    ] = None
-    host: Annotated[str | None, typer.Option(help="Address to listen on instead of the file's.")] = None
+    port: Port = None
+    host: Host = None
     demo: Annotated[bool, typer.Option("--demo", help="Ask each model its demo question when ready.")] = False
     take_over: Annotated[
         bool,
@@ -111,6 +140,34 @@ class DeploySettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """Options of `muxserve run`."""
+
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL...",
+            help="Names of the Hugging Face hub, such as Qwen/Qwen3-0.6B, or directories with checkpoints.",
+            show_default=False,
+        ),
+    ]
+    port: Port = None
+    host: Host = None
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="GPUs of this machine; 0: the CPU. Else one if this vLLM can use it.",
+            show_default=False,
+        ),
+    ] = None
+    write: Annotated[
+        Path | None, typer.Option(help="Write the fleet file that this uses; a new file.", show_default=False)
+    ] = None
+    given: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSettings:
     """Options of `muxserve profile`. `given` are those on the command line."""
 
@@ -139,18 +196,8 @@ class ProfileSettings:
     from_fleet: Annotated[
         bool, typer.Option("--from-fleet", help="Start nothing: write what a fleet that serves has learnt.")
     ] = False
-    url: Annotated[
-        str | None,
-        typer.Option(
-            "--url",
-            envvar="MUXSERVE_URL",
-            help="With --from-fleet: its endpoint; else that of the fleet which runs on this machine.",
-            show_default=False,
-        ),
-    ] = None
-    key: Annotated[
-        str | None, typer.Option("--api-key", envvar="MUXSERVE_API_KEY", help="With --from-fleet: API key.")
-    ] = None
+    running: Which = None
+    key: EndpointKey = None
     given: frozenset[str] = frozenset()
 
 
@@ -174,10 +221,17 @@ class PlanSettings:
         str,
         typer.Option(
             help="throughput; slo: requests within their objectives; gpus: as few as meet rates and objectives; "
-            "auto: slo if the file has objectives, else throughput."
+            "auto: slo if the file has objectives, else throughput.",
+            autocompletion=lambda: ["auto", "throughput", "slo", "gpus"],
         ),
     ] = "auto"
-    mode: Annotated[str, typer.Option(help="muxserve, or a baseline: spatial, temporal, memory.")] = "muxserve"
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="muxserve, or a baseline: spatial, temporal, memory.",
+            autocompletion=lambda: ["muxserve", "spatial", "temporal", "memory"],
+        ),
+    ] = "muxserve"
     attainment: Annotated[
         float, typer.Option(min=0, max=1, help="Part of a model's requests that must meet its objectives.")
     ] = 0.95
@@ -220,6 +274,7 @@ class PlanSettings:
             is_eager=True,
             help="Print the models, or the types of GPUs, that are known by name, and end.",
             show_default=False,
+            autocompletion=lambda: ["models", "gpus"],
         ),
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON (docs/plan.md).")] = False
@@ -243,7 +298,8 @@ class SimulateSettings:
     mode: Annotated[
         str,
         typer.Option(
-            help="One or several of muxserve (the plan), spatial, temporal; policies: slack, adbs, free, fcfs."
+            help="One or several of muxserve (the plan), spatial, temporal; policies: slack, adbs, free, fcfs.",
+            autocompletion=lambda: ["muxserve", "spatial", "temporal", "slack", "adbs", "free", "fcfs"],
         ),
     ] = "muxserve"
     plan: Annotated[

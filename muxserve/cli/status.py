@@ -9,18 +9,15 @@ from typing import Any
 
 from muxserve.cli.http import HTTPFailure, get_json
 from muxserve.cli.output import console, escape, print_error
-from muxserve.cli.ready import endpoint, trust
-from muxserve.control.client import running_fleets
+from muxserve.cli.which import endpoint_of
 from muxserve.metrics.figure_table import FigureTable
 from muxserve.net.exit_codes import ExitCode
 from placement.format import format_size
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 
-
-def status(url: str | None, key: str | None, as_json: bool) -> int:
-    """Print the state of the fleet at `url`, or of the one that runs here; returns the exit code."""
-    url = endpoint_of(url)
+def status(wanted: str | None, key: str | None, as_json: bool) -> int:
+    """Print the state of the fleet `wanted`, or of the one that runs here; returns the exit code."""
+    url = endpoint_of(wanted)
     if url is None:
         return ExitCode.WRONG
     try:
@@ -48,27 +45,6 @@ def status(url: str | None, key: str | None, as_json: bool) -> int:
         return serves
     print_error(f"{url} refused the API key, so queues and pages are not known; give an admin's with --api-key")
     return ExitCode.WRONG
-
-
-def endpoint_of(url: str | None) -> str | None:
-    """`url`, else that of the fleet which runs here; None, after it was said, if there are several."""
-    found = _running_here()
-    if url is None:
-        if len(found) > 1:
-            fleets = ", ".join(f"{place} ({', '.join(models)})" for place, models in found.items())
-            print_error(f"several fleets run here; say which with --url: {fleets}")
-            return None
-        url = next(iter(found), DEFAULT_URL)
-    return url.rstrip("/")
-
-
-def _running_here() -> dict[str, list[str]]:
-    """The endpoints of this user's fleets on this machine, and their models."""
-    deployed = [fleet.spec() for fleet in running_fleets()]
-    for fleet in deployed:
-        if fleet is not None:
-            trust(fleet.gateway)
-    return {endpoint(fleet.gateway): [model.name for model in fleet.models] for fleet in deployed if fleet is not None}
 
 
 # What the units say of a model: the column, and the key in a unit's state.

@@ -7,26 +7,13 @@ from typing import Annotated
 
 import typer
 
+from muxserve.cli.settings import EndpointKey, Json, Which
+
 app = typer.Typer(rich_markup_mode=None)
 keys = typer.Typer(
     name="keys", help="Make, list and revoke API keys of a running fleet.", no_args_is_help=True, rich_markup_mode=None
 )
 app.add_typer(keys)
-
-Url = Annotated[
-    str | None,
-    typer.Option(
-        "--url",
-        envvar="MUXSERVE_URL",
-        help="The endpoint; else that of the fleet which runs on this machine, or http://127.0.0.1:8000.",
-        show_default=False,
-    ),
-]
-Key = Annotated[
-    str | None,
-    typer.Option("--api-key", envvar="MUXSERVE_API_KEY", help="API key: an admin's, or for usage a tenant's own."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print what the endpoint answered, as JSON.")]
 
 
 class By(StrEnum):
@@ -46,8 +33,8 @@ def usage(
     by: Annotated[By, typer.Option(help="A row for each model, or for each key and model.")] = By.MODEL,
     csv: Annotated[bool, typer.Option("--csv", help="Print a row for each day as CSV, for a spreadsheet.")] = False,
     json: Json = False,
-    url: Url = None,
-    key: Key = None,
+    url: Which = None,
+    key: EndpointKey = None,
 ) -> None:
     """Show what tenants have used, and what is left of their budgets."""
     from muxserve.cli.usage import UsageQuery
@@ -68,8 +55,8 @@ def create(
         str, typer.Option(metavar="TIME", help="How long it is good, such as 12h or 30d; else until it is revoked.")
     ] = "",
     json: Json = False,
-    url: Url = None,
-    key: Key = None,
+    url: Which = None,
+    key: EndpointKey = None,
 ) -> None:
     """Make a key of a tenant, and print it: it is shown this once."""
     from muxserve.cli.keys import create as run
@@ -81,8 +68,8 @@ def create(
 def list_keys(
     tenant: Annotated[str, typer.Option(metavar="NAME", help="Of one tenant; else of all.")] = "",
     json: Json = False,
-    url: Url = None,
-    key: Key = None,
+    url: Which = None,
+    key: EndpointKey = None,
 ) -> None:
     """List the keys that were made, without their text."""
     from muxserve.cli.keys import listed as run
@@ -94,8 +81,8 @@ def list_keys(
 def revoke(
     name: Annotated[str, typer.Argument(metavar="ID", help="As `muxserve keys list` has it.", show_default=False)],
     json: Json = False,
-    url: Url = None,
-    key: Key = None,
+    url: Which = None,
+    key: EndpointKey = None,
 ) -> None:
     """Have a key open nothing any more. Requests that run with it are finished."""
     from muxserve.cli.keys import revoke as run

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from muxserve.cli.http import HTTPFailure, stream_events
 from muxserve.cli.output import console, escape, print_error
-from muxserve.cli.status import endpoint_of
+from muxserve.cli.which import endpoint_of
 from muxserve.metrics.colours import COLOURS, GREY
 from muxserve.metrics.figure_table import FigureTable
 from muxserve.metrics.live import JOBS_WINDOW_SECONDS, LiveFrame, LiveJob, LiveModel, LivePool, LiveUnit, Spread
@@ -37,13 +37,19 @@ _SILENCE_SECONDS = 10.0
 _frames = msgspec.json.Decoder(LiveFrame)
 
 
-def top(url: str | None, key: str | None, once: bool) -> int:
-    """Show the fleet at `url`, or the one that runs here, until Ctrl-C; returns the exit code."""
-    found = endpoint_of(url)
+def top(wanted: str | None, key: str | None, once: bool, as_json: bool = False) -> int:
+    """Show the fleet `wanted`, or the one that runs here, until Ctrl-C; returns the exit code."""
+    found = endpoint_of(wanted)
     if found is None:
         return ExitCode.WRONG
     screen = TopScreen(found)
     try:
+        if as_json:
+            for frame in _follow(found, key):
+                print(msgspec.json.encode(frame).decode(), flush=True)
+                if once:
+                    return ExitCode.DONE
+            raise HTTPFailure(f"{found} has ended the connection")
         if once or not console.is_terminal:
             # Tokens per second are not known before the second frame.
             for _, frame in zip(range(2), _follow(found, key), strict=False):

@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 
 from muxserve.cli.http import HTTPFailure, get_json
 from muxserve.cli.output import console, escape, print_error
-from muxserve.cli.status import endpoint_of
+from muxserve.cli.which import endpoint_of
 from muxserve.metrics.figure_table import FigureTable
 from muxserve.net.exit_codes import ExitCode
 

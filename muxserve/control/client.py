@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 import zmq
@@ -21,6 +23,7 @@ from muxserve.spec.run_dir import default_base
 from placement.format import enumerate_words
 
 _LOCK = "lock"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _POLL_MS = 500
 # A controller answers at once that it is there, whatever else it does; a busy machine may take its time.
 _THERE_SECONDS = 10.0
@@ -60,6 +63,21 @@ class RunningFleet:
             os.close(lock)
         return False
 
+    @property
+    def pid(self) -> int | None:
+        """The controller's process, as long as it lives; None if it does not say that."""
+        with contextlib.suppress(OSError, ValueError):
+            return int((self.path / _LOCK).read_text())
+        return None
+
+    @property
+    def began(self) -> float:
+        """When it was started (Unix time); 0 once it has ended."""
+        try:
+            return (self.path / _LOCK).stat().st_mtime
+        except OSError:
+            return 0.0
+
     def spec(self) -> FleetSpec | None:
         """What its file says; None if it cannot be read (any more)."""
         with contextlib.suppress(OSError, msgspec.DecodeError):
@@ -85,10 +103,10 @@ def running_fleets(base: Path | None = None) -> list[RunningFleet]:
 
 
 def find(wanted: str | None, base: Path | None = None) -> RunningFleet:
-    """The fleet called `wanted`, or the only one.
+    """The fleet `wanted`, by its ID, its port, or the URL of its endpoint; or the only one.
 
     Raises:
-        NoFleetError: there is no such fleet, or there are several.
+        NoFleetError: there is no such fleet here, or there are several.
     """
     fleets = running_fleets(base)
     if not fleets:
@@ -98,13 +116,27 @@ def find(wanted: str | None, base: Path | None = None) -> RunningFleet:
         )
     listed = enumerate_words([str(fleet) for fleet in fleets])
     if wanted is not None:
-        for fleet in fleets:
-            if fleet.name == wanted:
-                return fleet
-        raise NoFleetError(f"there is no fleet {wanted}; running: {listed}")
+        named = [fleet for fleet in fleets if fleet.name == wanted] or _listening(fleets, wanted)
+        if not named:
+            raise NoFleetError(f"there is no fleet {wanted} on this machine; running: {listed}")
+        # While one takes over from another, both listen at the same port.
+        fleets, listed = named, enumerate_words([str(fleet) for fleet in named])
     if len(fleets) > 1:
         raise NoFleetError(f"several fleets run here; say which with --fleet: {listed}")
     return fleets[0]
+
+
+def _listening(fleets: Sequence[RunningFleet], wanted: str) -> list[RunningFleet]:
+    """Those of the fleets that listen at a port, or at the port of a URL of this machine."""
+    try:
+        host = wanted if ":" in wanted else f"127.0.0.1:{wanted}"
+        url = urlsplit(wanted if "://" in wanted else f"http://{host}")
+        port = url.port or {"http": 80, "https": 443}.get(url.scheme)
+    except ValueError:
+        return []
+    specs = [(fleet, spec) for fleet in fleets if (spec := fleet.spec()) is not None and spec.gateway.port == port]
+    here = {*_LOOPBACK, socket.gethostname().lower()}
+    return [fleet for fleet, spec in specs if url.hostname in {*here, spec.gateway.host.lower()}]
 
 
 class ControlClient:

@@ -57,6 +57,7 @@ class RunDir:
             self.logs.symlink_to(_kept_log_dir(log_dir, self.path.name))
         self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(self._lock, str(os.getpid()).encode())
 
     def remove(self) -> None:
         """Delete it with all that is in it."""

@@ -83,6 +83,22 @@ def test_drain_add_and_remove(controller: Controller, fleet_file: Path) -> None:
     assert (result.exit_code, result.stdout) == (0, "done: code is served no longer\n")
 
 
+@pytest.mark.parametrize("which", ["8123", "localhost:8123", "http://127.0.0.1:8123/v1"])
+@pytest.mark.parametrize("option", ["--url", "--fleet"])
+def test_a_fleet_is_named_by_port_or_url(controller: Controller, option: str, which: str) -> None:
+    assert run("scale", "code=2", option, which).exit_code == 0
+    assert controller.control.calls == [("scale", "code", 2)]
+
+
+@pytest.mark.parametrize("which", ["8124", "http://127.0.0.1:8124", "http://elsewhere.example:8123", "http://[:1"])
+def test_a_fleet_elsewhere_is_not_changed(controller: Controller, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MUXSERVE_URL", which)
+    result = run("scale", "code=2")
+    assert result.exit_code == 2
+    assert f"there is no fleet {which} on this machine; running: {controller.name} (port 8123" in result.stderr
+    assert controller.control.calls == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -93,7 +109,7 @@ def test_drain_add_and_remove(controller: Controller, fleet_file: Path) -> None:
         (["scale", "chta=2"], 'the fleet has no model chta; did you mean "chat"?'),
         (["remove", "nothing"], "the fleet has no model nothing; known here: chat, code"),
         (["add", "nowhere.yaml"], "nowhere.yaml: there is no such file"),
-        (["scale", "chat=2", "--fleet", "other"], "there is no fleet other; running: "),
+        (["scale", "chat=2", "--fleet", "other"], "there is no fleet other on this machine; running: "),
     ],
 )
 def test_a_wrong_command(controller: Controller, arguments: list[str], said: str) -> None:
@@ -185,8 +201,8 @@ def test_status_asks_the_fleet_that_runs_here(controller: Controller, endpoint: 
     with running(controller.run_dir.base, {"u0": ["other"]}, port=8124):
         result = run("status")
     assert result.exit_code == 2
-    assert "http://127.0.0.1:8123 (chat, code)" in result.stderr
-    assert "several fleets run here; say which with --url: " in result.stderr
+    assert "(port 8123: chat, code)" in result.stderr
+    assert "several fleets run here; say which with --fleet: " in result.stderr
 
 
 def test_without_a_fleet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -52,6 +52,23 @@ def test_validate_shows_the_plan(fleet_file: Path) -> None:
     assert all(name in said for name in ("one", "two", "512 tokens"))
 
 
+def test_validate_as_json(fleet_file: Path) -> None:
+    report = json.loads(runner.invoke(app, ["validate", str(fleet_file), "--json"]).stdout)
+    assert (report["file"], report["ok"], report["problems"]) == (str(fleet_file), True, [])
+    (unit,) = report["units"]
+    assert (unit["name"], unit["gpus"]) == ("u0", 0)
+    assert unit["pools"] == [{"name": "pool0", "page_bytes": 16384, "pages": 2048}]
+    assert [(model["name"], model["max_len"]) for model in unit["models"]] == [("one", 512), ("two", 512)]
+    assert any("32 MiB in 2048 pages" in note for note in report["notes"])
+    alone = json.loads(runner.invoke(app, ["validate", str(fleet_file), "--file-only", "--json"]).stdout)
+    assert alone == {"file": str(fleet_file), "ok": True, "problems": []}
+    fleet_file.write_text(fleet_file.read_text().replace("rate: 3", "rate: -3"))
+    wrong = runner.invoke(app, ["validate", str(fleet_file), "--json"])
+    assert wrong.exit_code == 2
+    problem = {"line": 5, "key": "models[1].rate", "message": "must be more than 0, not -3"}
+    assert json.loads(wrong.stdout) == {"file": str(fleet_file), "ok": False, "problems": [problem]}
+
+
 def test_validate_shows_units_and_replicas(fleet_file: Path) -> None:
     text = fleet_file.read_text().replace("rate: 3", "rate: 3, replicas: {min: 0, max: 3, start: 2}")
     fleet_file.write_text(text)
@@ -367,7 +384,7 @@ def test_status_with_a_wrong_key(endpoint: Endpoint, status: int, flags: list[st
         ("http://127.0.0.1:1", "no answer from http://127.0.0.1:1"),
         ("ftp://x", "is not a URL such as"),
         ("http://127.0.0.1:port", "has no valid port"),
-        ("127.0.0.1:8000", "is not a URL such as"),
+        ("127.0.0.1:1", "no answer from http://127.0.0.1:1"),
     ],
 )
 def test_status_of_nobody(url: str, words: str) -> None:
@@ -402,6 +419,17 @@ def test_doctor_finds_this_machine_able() -> None:
     result = runner.invoke(app, ["doctor"])
     assert result.exit_code == 0, result.output
     assert "a fleet can be served here" in result.stdout
+
+
+def test_doctor_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = doctor.Check("cores", "ok", "2"), doctor.Check("vLLM", "missing", "not installed", "install it")
+    for checks, ok in (([good], True), ([good, bad], False)):
+        monkeypatch.setattr(doctor, "all_checks", lambda checks=checks: iter(checks))
+        result = runner.invoke(app, ["doctor", "--json"])
+        assert result.exit_code == (0 if ok else 1)
+        report = json.loads(result.stdout)
+        assert report["ok"] is ok
+        assert report["checks"][-1] == msgspec.to_builtins(checks[-1])
 
 
 def test_doctor_refuses_a_torchvision_with_which_vllm_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:

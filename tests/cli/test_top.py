@@ -148,6 +148,18 @@ def test_once(endpoint: Endpoint) -> None:
     assert endpoint.seen == [("/ui/events", "Bearer k")]
 
 
+def test_as_json(endpoint: Endpoint) -> None:
+    frames = recorded(), recorded(1001.0, 5250)
+    endpoint.answers["/ui/events"] = 200, stream(*frames)
+    one = CliRunner().invoke(app, ["top", "--url", endpoint.url, "--json", "--once"])
+    assert (one.exit_code, one.stdout) == (0, msgspec.json.encode(frames[0]).decode() + "\n")
+    all_of_them = CliRunner().invoke(app, ["top", "--url", endpoint.url, "--json"])
+    assert [msgspec.json.decode(line, type=LiveFrame) for line in all_of_them.stdout.splitlines()] == [*frames]
+    # A script must not take a broken connection for an end that was asked for.
+    assert all_of_them.exit_code == 2
+    assert "has ended the connection" in all_of_them.stderr
+
+
 @pytest.mark.parametrize(
     ("status", "words"),
     [(404, "`gateway.ui` is off there"), (401, "give an admin's key with --api-key"), (503, "busy")],

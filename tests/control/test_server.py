@@ -429,7 +429,10 @@ def test_which_fleet(base: Path) -> None:
             with pytest.raises(NoFleetError, match=r"say which with --fleet: .*port 8123: (chat, code|other)"):
                 find(None, base)
             assert find(two.name, base).path == two.run_dir.path
-            with pytest.raises(NoFleetError, match="there is no fleet nowhere; running: "):
+            # As while one takes over from the other.
+            with pytest.raises(NoFleetError, match=r"several fleets run here"):
+                find("8123", base)
+            with pytest.raises(NoFleetError, match="there is no fleet nowhere on this machine; running: "):
                 find("nowhere", base)
 
 

@@ -198,7 +198,7 @@ function Unit({ unit, models, names, act }) {
       <div>${unit.pools.map((pool) => html`<${Pool} key=${pool.name} pool=${pool} names=${names} />`)}</div>
       <div>
         <h3>Prefill and decode jobs; a job is as high as its share of the unit</h3>
-        <${Timeline} unit=${unit} models=${names} jobs=${fleet.jobs.get(unit.name) || new Map()}
+        <${Timeline} unit=${unit} models=${names} shapes=${new Map(models.map((model) => [model.name, model.shape]))} jobs=${fleet.jobs.get(unit.name) || new Map()}
           moves=${fleet.moves.get(unit.name) || []} clock=${clock} />
       </div>
     </div>

@@ -12,10 +12,10 @@ const AXIS = 20;
 const PHASES = ["prefill", "decode", "both"];
 const SHARE_OF_A_LANE = 0.12;
 
-export function Timeline({ unit, models, jobs, moves, clock }) {
+export function Timeline({ unit, models, shapes, jobs, moves, clock }) {
   const canvas = useRef(null);
   const [tip, setTip] = useState(null);
-  const lanes = lanesOf(unit, jobs.values());
+  const lanes = lanesOf(unit, shapes, jobs.values());
   const laneHeight = lanes.length > 16 ? 13 : 19;
   const height = Math.max(1, lanes.length) * laneHeight + AXIS;
   const drawn = useRef({});
@@ -56,7 +56,7 @@ export function Timeline({ unit, models, jobs, moves, clock }) {
 const key = (job) => `${job.model}/${job.phase}`;
 
 // A lane for each model that the unit serves and each phase of it that computes, and for what computed lately.
-function lanesOf(unit, jobs) {
+function lanesOf(unit, shapes, jobs) {
   const phases = new Map(unit.serves.map((model) => [model, new Set()]));
   for (const job of jobs) {
     if (!phases.has(job.model)) phases.set(job.model, new Set());
@@ -65,7 +65,7 @@ function lanesOf(unit, jobs) {
   const lanes = [];
   for (const [model, seen] of phases) {
     const shown = PHASES.filter((phase) => seen.has(phase));
-    (shown.length ? shown : ["prefill", "decode"]).forEach((phase, n) => {
+    (shown.length ? shown : shapes.get(model) === "one" ? ["both"] : ["prefill", "decode"]).forEach((phase, n) => {
       lanes.push({ key: `${model}/${phase}`, model, phase, first: n === 0 });
     });
   }
