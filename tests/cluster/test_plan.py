@@ -372,7 +372,6 @@ class TestStates:
             (FP8_CACHE, "models that keep states have a cache in the model's dtype"),
             (", adapters: {}", "LoRA adapters are not served with models with states"),
             (STAGES, "models with states are served in one stage"),
-            (ROLLING, "dispatch: models with states are served without rolling prefill"),
             (SPECULATION, "no speculative_config: with states speculation was not tried"),
         ],
     )
@@ -381,11 +380,8 @@ class TestStates:
             resolved(tmp_path, STATEFUL, options)
 
 
-@pytest.mark.parametrize(
-    ("config", "options", "rolls"),
-    [(LATENT, ONE, False), (LATENT, ROLLING, True), (STATEFUL, ONE, False)],
-    ids=["latents", "latents, rolling", "states"],
-)
+@pytest.mark.parametrize("config", [LATENT, STATEFUL], ids=["latents", "states"])
+@pytest.mark.parametrize(("options", "rolls"), [(ONE, False), (ROLLING, True)], ids=["one", "rolling"])
 def test_one_engine_keeps_latents_and_states(
     tmp_path: Path, config: dict[str, object], options: str, rolls: bool
 ) -> None:

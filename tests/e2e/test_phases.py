@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ import yaml
 from muxserve.control.client import ControlClient, RunningFleet
 from muxserve.control.messages import Done, DrainUnit
 from tests.e2e.fleet import ROOT, START_SECONDS, Fleet, fleet_file, running
-from tests.e2e.load import Load, ask_each, until
+from tests.e2e.load import Load, ask_each, greedy, stream_chat, until
 from tests.e2e.several import busy_unit, command, kill_all, of_model, processes_of, run_directory, units
 from tests.support import preloaded
 from tests.support.fresh_metrics import fresh_metrics
 from tests.support.patience import PATIENCE
 from tests.support.thoroughness import cases
+from tests.support.tiny_checkpoint import tiny_checkpoint
 
 MODEL = "arithmetic"
 # More than one replica holds, and enough to see that all is well again.
@@ -154,6 +156,39 @@ async def test_decodes_of_a_drained_replica_move_within_the_ring(rolling: Fleet)
     # Some have moved, and most have not.
     assert all(len(each) == 1 for each in texts), texts
     await asyncio.to_thread(rolling.wait_pages_free)
+
+
+@pytest.mark.thorough
+async def test_models_with_states_roll(tmp_path: Path) -> None:
+    """In pools that hold a few requests, chunk by chunk: the texts of those that were asked alone, also when a replica
+    is killed."""
+    model = {"path": str(tiny_checkpoint("granite_hybrid", layers=4)), "max_len": 512, "max_num_batched_tokens": 64}
+    source = ROOT / "configs/rolling.yaml"
+    path = fleet_file(tmp_path, model, source=source, kv_pool={"size": "4MiB"})
+    questions = [f"{number}: where does the river end? " * 4 for number in range(12)]
+    with running(path, start=preloaded.start) as fleet:
+        async with fleet.async_client() as client:
+
+            async def ask(question: str) -> str:
+                return str((await stream_chat(client, MODEL, greedy(question, 60)))["text"])
+
+            alone = [await ask(question) for question in questions]
+            assert await asyncio.gather(*(ask(question) for question in questions)) == alone
+            switches = of_model(fleet, MODEL, "phase_switches")
+            assert sum(map(bool, switches.values())) > 1, f"only one replica has had requests: {switches}"
+            again = asyncio.gather(*(ask(question) for question in 2 * questions))
+            counts: dict[str, int] = {}
+
+            def busy() -> bool:
+                counts.update(of_model(fleet, MODEL, "decoding"))
+                return max(counts.values()) > 0
+
+            await until(busy, "decoding")
+            struck = max(counts, key=counts.__getitem__)
+            kill_all(await asyncio.to_thread(processes_of, fleet, struck))
+            assert await again == 2 * alone
+        await until(lambda: engines(fleet) == ALL, "back", START_SECONDS)
+        await asyncio.to_thread(fleet.wait_pages_free)
 
 
 @pytest.fixture(scope="module")

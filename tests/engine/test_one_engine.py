@@ -106,10 +106,10 @@ def test_latents(latents: Engines, stock_tiny: dict[str, Any], kind: str, mixed:
     serve(latents, stock_tiny[kind], kind, mixed)
 
 
+@STEPS
 @pytest.mark.parametrize("kind", sorted(STATEFUL))
-def test_states(stateful: Engines, stock_tiny: dict[str, Any], kind: str) -> None:
-    """Not by phase, since prefill of these does not roll."""
-    serve(stateful, stock_tiny[kind], kind, mixed=True)
+def test_states(stateful: Engines, stock_tiny: dict[str, Any], kind: str, mixed: bool) -> None:
+    serve(stateful, stock_tiny[kind], kind, mixed)
 
 
 @pytest.mark.thorough

@@ -369,10 +369,8 @@ def _is_served(how: OpenLayout, model: Model, architecture: ModelArchitecture) -
     """Whether such a layout of the model can be deployed."""
     if private_because(model, architecture):
         return how.whole and not how.split
-    if how.rolling:
-        return architecture.states is None
     in_one_stage = architecture.latent is not None or architecture.states is not None or architecture.sees_images
-    return how.whole or not in_one_stage
+    return how.whole or how.rolling or not in_one_stage
 
 
 def _model_rearranged(

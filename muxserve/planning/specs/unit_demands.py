@@ -194,9 +194,6 @@ def _kind_problems(fleet: Fleet, model: Model, kind: str) -> list[Problem]:
     if model.stage_count > 1:
         message = f"models with {kind} are served in one stage; leave `stages` out"
         found.append(fleet.model_problem(model.name, "stages", message))
-    if model.rolls and kind == "states":
-        message = "models with states are served without rolling prefill, which was not tried with them"
-        found.append(fleet.model_problem(model.name, "dispatch", message))
     if model.adapters is not None:
         message = f"LoRA adapters are not served with models with {kind}; leave them out"
         found.append(fleet.model_problem(model.name, "adapters", message))
