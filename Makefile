@@ -34,12 +34,12 @@ VLLM ?= 0.32.0 0.33.0
 STUB := build/cuda-stub$(if $(filter-out 0.32.0,$(firstword $(VLLM))),-$(firstword $(VLLM)))
 SOAK_ARGS ?= --minutes 60
 TRIAL_ARGS ?= --minutes 14
-# The packages of 10 MB and more that pip names: where most of the time goes.
-LARGE := sed -unE -e 's~^ *(Downloading|Using cached) ([^ ]*/)?([^ /]+) \(([0-9]{2,}\.[0-9] MB|[0-9.]+ GB)\).*~  \1 \3 (\4)~p' \
-	-e 's~^Installing collected packages.*~  Unpacking all of them~p'
+# Looks at the machine before a download, and shows how far pip and the build are.
+SETUP = $(PYTHON) tools/setup.py
 PYTHON_VERSION = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 # LOCKED=1 installs only files whose hashes the lock of this Python has (tools/lock.py).
-PINS = $(if $(LOCKED),--require-hashes -r requirements/cpu-$(PYTHON_VERSION).lock,-r requirements/cpu.txt)
+PINNED = requirements/$(if $(LOCKED),cpu-$(PYTHON_VERSION).lock,cpu.txt)
+PINS = $(if $(LOCKED),--require-hashes )-r $(PINNED)
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 NATIVE_PYTHON ?= python3.12
 
@@ -51,17 +51,19 @@ setup: $(VENV)/.built
 $(VENV)/.installed: requirements/cpu.txt
 	@test -n "$(PYTHON)" && $(PYTHON) -c '$(FITS)' || { echo "MuxServe needs Python 3.11, 3.12 or 3.13 with venv and Python.h" \
 	  "($(or $(PYTHON),none was found)); set PYTHON=/path/to/python"; exit 1; }
+	@$(SETUP) check
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing pinned packages into $(VENV) (about 2 GB, a few minutes the first time)"
-	@set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-deps $(PINS) | $(LARGE)
+	@echo "Installing pinned packages into $(VENV) (about 2 GB to download, a few minutes the first time)"
+	@$(SETUP) install $$(grep -c == $(PINNED)) $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-deps $(PINS)
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.installed pyproject.toml CMakeLists.txt $(CPP)
 	@echo "Building the memory manager"
-	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-build-isolation --no-deps -e .
+	@PATH="$(abspath $(BIN)):$$PATH" $(SETUP) build $(BIN)/python -m pip install --disable-pip-version-check -v --no-build-isolation --no-deps -e .
 	@printf '#!%s\nfrom muxserve.vllm.command import main\nmain()\n' "$(abspath $(BIN)/python)" > $(BIN)/vllm
 	@chmod +x $(BIN)/vllm
 	@touch $@
+	@echo "MuxServe is installed. For the command muxserve in this shell: source $(BIN)/activate"
 
 quickstart: setup
 	@$(BIN)/muxserve deploy $(FLEET) --port $(PORT) --demo

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
 import time
+from pathlib import Path
 
 from muxserve.cli.http import HTTPFailure, get_json, stream_chat, trusted
 from muxserve.cli.output import console, errors, escape, models_table
@@ -35,7 +37,16 @@ async def announce(declared: Fleet, fleet: FleetSpec, demo: bool) -> None:
     console.print(f"\n[bold]serving at {url}/v1[/]  (Ctrl-C to stop)")
     if fleet.gateway.http.ui:
         console.print(f"in a browser: {url}/ui has the fleet, {url}/ui#chat a chat")
-    console.print("in another terminal: `muxserve status`, `muxserve top`, `muxserve stop`")
+    console.print(f"in another terminal: {_activation()}`muxserve status`, `muxserve top`, `muxserve stop`")
+
+
+def _activation() -> str:
+    """What makes the command `muxserve` known to a shell, where it is not."""
+    script = Path(sys.prefix) / "bin/activate"
+    if shutil.which("muxserve") is not None or not script.exists():
+        return ""
+    here = Path.cwd()
+    return f"`source {script.relative_to(here) if script.is_relative_to(here) else script}`, then "
 
 
 def _key_for(model: str, declared: Fleet) -> str | None:
