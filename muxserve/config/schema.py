@@ -569,6 +569,10 @@ class ModelSettings(Section):
     threads: CoresOrAuto = Field(default=AUTO, description="CPU threads of each engine of this model")
     sm: Sm = Field(default=Sm(), description="On GPUs: shares of the SMs, instead of the planner's")
     limits: Limits = Field(default=Limits(), description="Admission limits")
+    fallback: FallbackOrModel | None = Field(
+        default=None,
+        description="What answers while it is degraded or at a limit: a model of this fleet, or an OpenAI endpoint",
+    )
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="vLLM engine options passed through, e.g. trust_remote_code: true"
     )
@@ -594,10 +598,6 @@ class Model(ModelSettings):
         default=None,
         min_length=1,
         description="For planning without a checkpoint: a config.json, or a name such as Qwen/Qwen3-32B",
-    )
-    fallback: FallbackOrModel | None = Field(
-        default=None,
-        description="What answers while it is degraded or at a limit: a model of this fleet, or an OpenAI endpoint",
     )
     demo: str | None = Field(default=None, min_length=1, description="Question that `muxserve deploy --demo` asks")
 

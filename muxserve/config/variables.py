@@ -23,6 +23,7 @@ _SECRETS = (
     ("gateway", "api_keys", "*", "key"),
     ("tenants", "*", "keys", "*"),
     ("models", "*", "fallback", "key"),
+    ("model_defaults", "fallback", "key"),
 )
 # Relative to the file that they stand in.
 _RELATIVE = (

@@ -57,7 +57,7 @@ model_list:
   - {model_name: zephyr, litellm_params: {model: ollama/zephyr}}
   - {model_name: mine, litellm_params: {model: openai/mine, api_base: "http://d"}}
   - {model_name: "*", litellm_params: {model: "openai/*"}}
-litellm_settings: {drop_params: true, fallbacks: [{chat: [again]}]}
+litellm_settings: {drop_params: true, fallbacks: [{chat: [gpt-4o, zephyr]}, {nobody: [chat]}]}
 router_settings: {model_group_alias: {gpt-4: chat, best: {model: team/mix, hidden: true}, none: gpt-4o}}
 general_settings: {master_key: os.environ/MASTER_KEY, database_url: "postgresql://x"}
 environment_variables: {REDIS_HOST: localhost}
@@ -97,13 +97,14 @@ def test_models_behind_litellm_are_taken_and_providers_are_not() -> None:
     assert fleet["gateway"] == {"api_keys": ["env:MASTER_KEY"]}
     assert fleet["models"] == [
         {"name": "chat", "hub": "Qwen/Qwen3-8B", "limits": {"max_concurrency": 8}, "replicas": 2,
-         "aliases": ["again", "gpt-4"]},
+         "aliases": ["again", "gpt-4"],
+         "fallback": {"url": "https://api.openai.com/v1", "model": "gpt-4o", "key": "env:OPENAI_API_KEY"}},
         {"name": "mix-Qwen3-0.6B", "hub": "Qwen/Qwen3-0.6B"},
         {"name": "mix-other", "hub": "org/other"},
     ]  # fmt: skip
     weights = {"mix-Qwen3-0.6B": 3, "mix-other": 1}
     assert fleet["aliases"] == {"team/mix": weights, "best": weights}
-    assert parse_fleet(imported.text, "fleet.yaml", Path("/"), serving=False).models
+    assert parse_fleet(imported.text, "fleet.yaml", Path("/"), {"MASTER_KEY": "a", "OPENAI_API_KEY": "b"}).models
 
 
 @pytest.mark.parametrize("text", [SWAP, LITELLM], ids=["llama-swap", "litellm"])
@@ -136,6 +137,7 @@ def test_every_key_is_accounted_for(text: str) -> None:
         (LITELLM, 14, "model_list[7]", "openai/mine: the file does not say which checkpoint `mine` is"),
         (LITELLM, 15, "model_list[8]", "openai/*: all models of a provider"),
         (LITELLM, 17, "router_settings.model_group_alias.none", "gpt-4o was not taken"),
+        (LITELLM, 16, "litellm_settings.fallbacks[1].nobody", "nobody is no model of the fleet"),
         (LITELLM, 18, "general_settings.database_url", "no database is needed"),
     ],
 )

@@ -30,7 +30,7 @@ REASONS: Reasons = {
     ("model_list", "*", "litellm_params", "weight"): "replicas of one checkpoint share its requests by their load",
     ("model_list", "*", "litellm_params", "*"): "is for LiteLLM's endpoints",
     ("model_list", "*", "model_info"): "the checkpoint says what a model can do",
-    ("litellm_settings", "fallbacks"): "look for fallbacks in docs/fleet-file.md",
+    ("litellm_settings", "context_window_fallbacks"): "a request that is too long for a model is answered with 400",
     ("litellm_settings", "*"): "is LiteLLM's own",
     ("router_settings", "routing_strategy"): "`dispatch` chooses among replicas, by prefix and load",
     ("router_settings", "*"): "is LiteLLM's own",
@@ -39,6 +39,7 @@ REASONS: Reasons = {
     ("environment_variables",): "export them before `muxserve deploy`",
     ("include",): "import each of these files, and let the fleet file include what came of it",
 }
+_OPENAI_URL = "https://api.openai.com/v1"
 _ENV = re.compile(r"os\.environ/(\w+)")
 
 
@@ -75,6 +76,7 @@ def read_litellm(reading: Reading) -> dict[str, Any]:
     fleet: dict[str, Any] = {}
     _keys(reading, fleet)
     _group_aliases(reading, shared)
+    _fallbacks(reading)
     return fleet | ({"aliases": shared} if shared else {})
 
 
@@ -147,3 +149,39 @@ def _group_aliases(reading: Reading, shared: dict[str, dict[str, float]]) -> Non
             reading.take(at, "aliases")
         else:
             reading.leave(at, f"{name} was not taken")
+
+
+def _fallbacks(reading: Reading) -> None:
+    """The first fallback of each model that can be one: a model of the fleet, or an endpoint like OpenAI's."""
+    for section in ("litellm_settings", "router_settings"):
+        settings = reading.data.get(section)
+        given = settings.get("fallbacks") if isinstance(settings, dict) else None
+        for index, entry in enumerate(given if isinstance(given, list) else ()):
+            for name, targets in entry.items() if isinstance(entry, dict) else ():
+                at: KeyPath = (section, "fallbacks", index, str(name))
+                model = reading.by_name.get(name)
+                found = [each for target in targets or () if (each := _fallback(reading, target)) is not None]
+                if model is None:
+                    reading.leave(at, f"{name} is no model of the fleet")
+                elif not found or found[0] == model["name"]:
+                    reading.leave(at, "none of these is a model of the fleet, or an endpoint that speaks as OpenAI's")
+                else:
+                    model["fallback"] = found[0]
+                    others = " (a model has one)" if len(targets) > 1 else ""
+                    reading.take(at, f"fallback of {model['name']}{others}")
+
+
+def _fallback(reading: Reading, target: object) -> str | dict[str, str] | None:
+    if target in reading.by_name:
+        return str(reading.by_name[str(target)]["name"])
+    for entry in reading.data["model_list"]:
+        params = entry.get("litellm_params") if isinstance(entry, dict) else None
+        if not isinstance(params, dict) or entry.get("model_name") != target or "*" in str(params.get("model")):
+            continue
+        provider, given, model = str(params.get("model")).partition("/")
+        url = params.get("api_base") or (_OPENAI_URL if provider == "openai" or not given else None)
+        key = _ENV.fullmatch(str(params.get("api_key", "")))
+        if isinstance(url, str) and (not given or provider in (*_VLLM, *_OPENAI)):
+            # A key that stands in the file itself would stand in two.
+            return {"url": url, "model": model or provider} | ({"key": f"env:{key[1]}"} if key else {})
+    return None
