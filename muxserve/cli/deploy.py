@@ -31,8 +31,9 @@ from muxserve.cluster.ray.units import RayUnits
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.units import LocalUnits, PlannedUnit, UnitLauncher
 from muxserve.config import Fleet, FleetError, load_fleet
-from muxserve.control.client import ControlClient, NoFleetError, RunningFleet, running_fleets
-from muxserve.control.messages import YieldEndpoint
+from muxserve.control.changes import ChangeError
+from muxserve.control.client import running_fleets
+from muxserve.control.previous import PreviousFleet
 from muxserve.control.server import ControlServer
 from muxserve.control.watch import FileWatch
 from muxserve.costs.latency import CostError, LatencyModel
@@ -95,7 +96,9 @@ def serve(fleet: Fleet, settings: DeploySettings) -> int:
         host = gateway.host if settings.host is None else settings.host
         port = gateway.port if settings.port is None else settings.port
         before = _taken_over(port) if settings.take_over else None
-        port = _usable_port(host, port if before is None else before.port, shared=before is not None)
+        if settings.in_place and before is None:
+            raise DeployRefused("--in-place goes with --take-over", ExitCode.WRONG)
+        port = _usable_port(host, port if before is None else before.spec.gateway.port, shared=before is not None)
         _check_installation(simulated is None and plans[0].gpu is not None and not plans[0].gpu.elsewhere)
         with downloads() as on_bytes:
             planner.fleet = planner.fetched(planner.fleet, lambda text: console.print(escape(text)), on_bytes)
@@ -128,7 +131,7 @@ def serve(fleet: Fleet, settings: DeploySettings) -> int:
         run_dir.remove()
         print_error(str(error))
         return error.code
-    file = FleetFile(settings.fleet, fleet, None if before is None else before.fleet, watch)
+    file = FleetFile(settings.fleet, fleet, before, settings.in_place, watch)
     return _run(planner, plans, run_dir, host, port, settings.demo, file, residency)
 
 
@@ -150,34 +153,28 @@ def _simulated_cpu(profile: Path | None) -> SimulatedSpec:
 
 
 class FleetFile(NamedTuple):
-    """Where the fleet file is, and what it says; `before` is the running fleet that its fleet takes over from. It is
-    followed if there is a `watch`."""
+    """Where the fleet file is, and what it says; `before` is the running fleet that its fleet takes over from,
+    `in_place` one unit after the other. It is followed if there is a `watch`."""
 
     path: Path
     declared: Fleet
-    before: RunningFleet | None = None
+    before: PreviousFleet | None = None
+    in_place: bool = False
     watch: FileWatch | None = None
 
 
-class FleetAtPort(NamedTuple):
-    """A running fleet, and the port that it listens at."""
-
-    fleet: RunningFleet
-    port: int
-
-
-def _taken_over(port: int) -> FleetAtPort:
+def _taken_over(port: int) -> PreviousFleet:
     """The running fleet at that port; 0: the only one.
 
     Raises:
         DeployRefused: there is none.
     """
     specs = [(fleet, fleet.spec()) for fleet in running_fleets()]
-    there = [FleetAtPort(fleet, spec.gateway.port) for fleet, spec in specs if spec is not None]
-    found = [each for each in there if port in (0, each.port)]
+    there = [PreviousFleet(fleet, spec) for fleet, spec in specs if spec is not None]
+    found = [each for each in there if port in (0, each.spec.gateway.port)]
     if len(found) != 1:
         which = f"no fleet of yours listens at port {port}" if port else f"{len(found)} fleets of yours run here"
-        listed = enumerate_words([str(each.fleet) for each in there]) or "none"
+        listed = enumerate_words([str(each.running) for each in there]) or "none"
         raise DeployRefused(f"--take-over: {which}; running: {listed}", ExitCode.WRONG)
     return found[0]
 
@@ -205,6 +202,8 @@ def _run(
     code: int = ExitCode.NOT_DONE
     try:
         code = asyncio.run(_serve(planner, fleet, units, demo, file))
+        if file.in_place and file.before is not None and file.before.running.alive:
+            _give_back(file.before)
     finally:
         # Units remove what is theirs; this is for an end that did not come to that.
         for unit in units:
@@ -215,6 +214,14 @@ def _run(
             errors.print(f"logs are kept below {escape(path)} until the next start")
             run_dir.release()
     return code
+
+
+def _give_back(before: PreviousFleet) -> None:
+    """This fleet has ended before it served: the one before it serves what it had."""
+    try:
+        before.take_back(lambda text: console.print(f"- {escape(text)}"))
+    except ChangeError as error:
+        print_error(f"{error}; `muxserve apply` with its fleet file has it serve all its models again")
 
 
 async def _serve(
@@ -260,11 +267,12 @@ async def _serve(
             controller.reload(file.path, tell)
 
     loop.add_signal_handler(signal.SIGHUP, hung_up)
-    beside = [asyncio.create_task(_announce(controller, planner.fleet, demo, file.before))]
+    waits = None if file.in_place else file.before
+    beside = [asyncio.create_task(_announce(controller, planner.fleet, demo, waits))]
     if file.watch is not None:
         beside.append(asyncio.create_task(controller.follow(file.path, file.watch, tell)))
     try:
-        return await controller.run()
+        return await controller.run(file.before if file.in_place else None)
     finally:
         for task in beside:
             task.cancel()
@@ -284,22 +292,15 @@ def _has_terminal() -> bool:
     return True
 
 
-async def _announce(controller: Controller, declared: Fleet, demo: bool, before: RunningFleet | None) -> None:
+async def _announce(controller: Controller, declared: Fleet, demo: bool, before: PreviousFleet | None) -> None:
     await controller.ready.wait()
     notify_service("READY=1", f"MAINPID={os.getpid()}")
     if before is not None:
-        console.print(f"- {escape(await asyncio.to_thread(_end_other, before))}")
+        try:
+            await asyncio.to_thread(before.hand_over, lambda text: console.print(f"- {escape(text)}"))
+        except ChangeError as error:
+            print_error(str(error))
     await ready.announce(declared, controller.fleet, demo)
-
-
-def _end_other(before: RunningFleet) -> str:
-    """Have the fleet that was taken over from end with its last request; what it answers."""
-    try:
-        with ControlClient(before) as client:
-            answer = client.do(YieldEndpoint(), lambda _: None)
-    except NoFleetError as error:
-        return str(error)
-    return f"{before.name}: {answer.text}"
 
 
 def _usable_port(host: str, port: int, shared: bool = False) -> int:

@@ -112,6 +112,14 @@ class DeploySettings:
         bool,
         typer.Option("--watch", help="Apply the fleet file whenever it, or a file that it includes, has changed."),
     ] = False
+    in_place: Annotated[
+        bool,
+        typer.Option(
+            "--in-place",
+            help="With --take-over where there is no room for both fleets: one unit after the other, and requests for "
+            "its models wait meanwhile.",
+        ),
+    ] = False
     plan: Annotated[
         Path | None, typer.Option(help="Serve as this plan has it (`muxserve plan -o`).", show_default=False)
     ] = None

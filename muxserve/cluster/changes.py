@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 
 import msgspec
@@ -24,10 +25,10 @@ from muxserve.cluster.replacing import Replacing
 from muxserve.cluster.steps import BrokenModelError, FleetSteps, UnitPlanner
 from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.unit_set import RunningUnit, UnitSet
-from muxserve.config import Fleet
+from muxserve.config import Fleet, Model
 from muxserve.control.apply import followed, with_declared_adapter
 from muxserve.control.changes import ChangeError, Tell
-from muxserve.spec import FleetSpec, ModelSpec, public_name
+from muxserve.spec import FleetSpec, ModelSpec, OtherFleet, public_name
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ class Changes:
         self._replacing = Replacing(units, self._steps, self._models, effects)
         # Which life of the global scheduler an order is from: those of one that has died are void.
         self._life = 0
+        # Models that another fleet was to serve, as declared, and the units that served them.
+        self._lent: list[tuple[Model, str]] = []
         # The models that are being started because the global scheduler wants it.
         self.starting: list[str] = []
 
@@ -186,6 +189,30 @@ class Changes:
         self._units.publish()
         await self._models.until_followed(tell)
         self._effects.stop("another fleet has taken over")
+
+    async def lend(self, models: Sequence[str], sockets: Sequence[str], tell: Tell) -> None:
+        """See `FleetControl.lend`."""
+        self._units.change(other_fleet=OtherFleet(tuple(sockets)))
+        self._units.publish()
+        await self._models.until_followed(tell)
+        for name in models:
+            homes = self._steps.replicas(self._models.version(name))
+            self._lent.append((self.declared.model(name), homes[0].name if homes else ""))
+        await asyncio.gather(*(self.remove(name, tell) for name in models))
+
+    async def take_back(self, tell: Tell) -> None:
+        """See `FleetControl.take_back`."""
+        self._units.change(other_fleet=None)
+        self._units.publish()
+        # Models that were in one unit are in one again.
+        now: dict[str, str] = {}
+        while self._lent:
+            model, home = self._lent[0]
+            there = {*self._units.units}
+            to = home if home in there else now.get(home, "")
+            await self.add(self.declared.with_models([model]), tell, to)
+            now.update((home, name) for name in self._units.units.keys() - there)
+            del self._lent[0]
 
     # ------------------------------------------------------------ asked for by the global scheduler
 

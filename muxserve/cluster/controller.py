@@ -24,12 +24,14 @@ from muxserve.cluster.launcher import WarmParents
 from muxserve.cluster.log_tail import LogTail, Said
 from muxserve.cluster.processes import Reaper
 from muxserve.cluster.steps import UnitPlanner
+from muxserve.cluster.succession import Succession
 from muxserve.cluster.supervision import STOP_SECONDS, GaveUp, Part, Supervisor, drain, stop_parts
-from muxserve.cluster.unit_set import RunningUnit, UnitSet
+from muxserve.cluster.unit_set import UnitSet
 from muxserve.cluster.units import PlannedUnit, UnitLauncher
 from muxserve.cluster.warm_link import WarmLink
 from muxserve.cluster.watch import Watch
 from muxserve.config import Fleet
+from muxserve.control.previous import PreviousFleet
 from muxserve.control.server import ControlServer
 from muxserve.control.watch import FileWatch
 from muxserve.net.exit_codes import ExitCode
@@ -140,8 +142,9 @@ class Controller:
 
     # ------------------------------------------------------------ life
 
-    async def run(self) -> int:
-        """Serve until `stop`, or until a part cannot be started at first; returns the exit code."""
+    async def run(self, previous: PreviousFleet | None = None) -> int:
+        """Serve until `stop`, or until a part cannot be started at first; returns the exit code. Units are
+        taken over from `previous`, one group after the other."""
         adopt_orphans()
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self.reaper.reap)
@@ -156,7 +159,7 @@ class Controller:
         try:
             self._spawn(self._watch.keep())
             self._spawn(keep_bounded(Path(self.fleet.run_dir)))
-            self._spawn(self._begin(began))
+            self._spawn(self._begin(began, previous))
             ends: set[asyncio.Future[Any]] = {self._failure, stopping}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             failure = self._failure.exception() if self._failure.done() else None
@@ -180,22 +183,26 @@ class Controller:
             await self._starts.close()
         return code
 
-    async def _begin(self, began: float) -> None:
+    async def _begin(self, began: float, previous: PreviousFleet | None) -> None:
+        succession = Succession(previous, self.units, self) if previous is not None else None
+        if succession is not None:
+            succession.begin()
         # Whoever is started reads it; units may have to wait for a place before they are as it says.
         save_fleet(self.fleet)
         self.emit(Expected((VLLM,)))
         self._keep(self._starts.vllm)
-        for unit in await self._start_units():
-            self.units.keep(unit)
+        if succession is None:
+            await self._start_units(self._planned)
         self.emit(Expected(tuple(self.parts)))
         self.units.publish()
         for part in self._own_parts():
             if part.id not in self._tasks:
                 self._keep(part)
-        for unit in list(self.units.units.values()):
-            await self.units.until_ready(unit)
-        for part in self._own_parts():
-            await part.up.wait()
+        if succession is not None:
+            await self._until_own_parts()
+            await succession.run(self._planned, self._bring_up)
+        await self._until_units()
+        await self._until_own_parts()
         self.units.served = True
         self.units.change(takes_over=False)
         self.units.publish()
@@ -209,15 +216,32 @@ class Controller:
             self.emit(Progress(self._starts.gateways[0].id, f"note: {model} is not offered: {reason}"))
         self.emit(Ready(time.monotonic() - began))
 
-    async def _start_units(self) -> list[RunningUnit]:
+    async def _start_units(self, units: Sequence[PlannedUnit]) -> None:
         """All at once: on other machines each may have to wait for a place."""
-        starts = [asyncio.create_task(self.units.start(planned)) for planned in self._planned]
+        starts = [asyncio.create_task(self.units.start(planned)) for planned in units]
         try:
-            return await asyncio.gather(*starts)
+            for unit in await asyncio.gather(*starts):
+                self.units.keep(unit)
         finally:
             for start in starts:
                 start.cancel()
             await asyncio.gather(*starts, return_exceptions=True)
+
+    async def _bring_up(self, units: Sequence[PlannedUnit]) -> None:
+        """Start some of the units, and wait until they are up."""
+        await self._start_units(units)
+        self.emit(Expected(tuple(self.parts)))
+        self.units.publish()
+        await self.until_sized()
+        await self._until_units()
+
+    async def _until_units(self) -> None:
+        for unit in list(self.units.units.values()):
+            await self.units.until_ready(unit)
+
+    async def _until_own_parts(self) -> None:
+        for part in self._own_parts():
+            await part.up.wait()
 
     def _keep(self, part: Part) -> None:
         task = self._tasks[part.id] = asyncio.create_task(self._supervisor.keep(part))

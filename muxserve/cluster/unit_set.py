@@ -70,6 +70,8 @@ class UnitSet:
         self._launcher = launcher
         self._effects = effects
         self._several = len(fleet.units) > 1
+        # Units that are to be started: gateways know of them, and requests wait for them.
+        self._to_come = {unit.name: unit for unit in fleet.units}
         self._written: FleetSpec | None = None
         # The file could not be written, and somebody tries it again.
         self._unwritten = False
@@ -99,7 +101,8 @@ class UnitSet:
             for unit in list(self.units.values()):
                 await _first_of(unit.handle.sized, unit.left_out)
             # Pools that were measured may hold shorter sequences than those that were planned.
-            sized = (unit.handle.entry.unit_spec.models for unit in self.units.values())
+            entries = [*(unit.handle.entry for unit in self.units.values()), *self._to_come.values()]
+            sized = (entry.unit_spec.models for entry in entries)
             self.change(models=offered(sized, [model.name for model in self.fleet.models]))
         self.publish()
 
@@ -132,6 +135,7 @@ class UnitSet:
         except GaveUp as failure:
             raise GaveUp(failure.part.within(self._label(name)), str(failure)) from None
         unit = self.units[name] = RunningUnit(planned, handle, set(planned.serves), announced)
+        self._to_come.pop(name, None)
         self._ensure_migrators()
         return unit
 
@@ -174,7 +178,7 @@ class UnitSet:
     def publish(self) -> None:
         """Write the fleet's file if anything is not as it says, and have it read. While it cannot be written, as on a
         full disk, what happens goes on, and writing it is tried again and again."""
-        entries = [unit.entry for unit in self.units.values() if unit.announced]
+        entries = [unit.entry for unit in self.units.values() if unit.announced] + [*self._to_come.values()]
         health = {"suspects": self._health.suspects, "hangs": self._health.hangs}
         changed = msgspec.structs.replace(self.fleet, units=entries, **health)
         if self._written is None or msgspec.json.encode(changed) != msgspec.json.encode(self._written):
@@ -220,7 +224,10 @@ class UnitSet:
             await self._start_again(unit, f"{reason.part.within('')}: {reason}")
 
     def _spared(self, unit: RunningUnit, failure: GaveUp) -> bool:
-        """Whether the fleet starts without a unit whose models cannot be started: others may be served."""
+        """Whether the fleet starts without a unit whose models cannot be started: others may be served, unless another
+        fleet still serves them all."""
+        if self.fleet.takes_over:
+            return False
         others = any(not other.left_out.is_set() for other in self.units.values() if other is not unit)
         if not failure.part.model or not others:
             return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from muxserve.config import Fleet
@@ -79,6 +79,21 @@ class FleetControl(Protocol):
     async def hand_over(self, tell: Tell) -> None:
         """Another fleet listens at the endpoint's address: take no more connections, and end the fleet when the
         requests that it has are finished."""
+
+    async def lend(self, models: Sequence[str], sockets: Sequence[str], tell: Tell) -> None:
+        """Another fleet, whose gateways listen at the Unix `sockets`, is to serve these models: new requests go there,
+        those that run are finished, the models' replicas end.
+
+        Raises:
+            ChangeError: one could not be taken out.
+        """
+
+    async def take_back(self, tell: Tell) -> None:
+        """Serve again what was lent.
+
+        Raises:
+            ChangeError: a model could not be started.
+        """
 
     async def room_for(self, declared: Fleet, tell: Tell, in_place: bool = False) -> None:
         """Whether the only model of `declared` would fit beside the version of it that serves; `in_place`: instead of

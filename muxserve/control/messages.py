@@ -65,6 +65,18 @@ class YieldEndpoint(ControlMessage):
     """Another fleet has taken over the endpoint's address: end with the requests that there are."""
 
 
+class Lend(ControlMessage):
+    """Another fleet is to serve these models: end their engines when their requests have ended, and pass requests for
+    them on to the gateways at the Unix `sockets`, which pass requests for the other models back."""
+
+    models: list[str]
+    sockets: list[str]
+
+
+class TakeBack(ControlMessage):
+    """The other fleet has given up: serve again what was lent."""
+
+
 class SetAdapter(ControlMessage):
     """Serve a LoRA adapter of a model under that name, from the directory `path`; "": no longer."""
 
@@ -123,7 +135,7 @@ class CommandRefused(ControlMessage):
 # `failed`: the fleet cannot do it, or it went wrong.
 Result = Literal["done", "planned", "left", "refused", "failed"]
 
-Command = Union[Who, Scale, DrainUnit, Add, Remove, Apply, SetAdapter, YieldEndpoint]
+Command = Union[Who, Scale, DrainUnit, Add, Remove, Apply, SetAdapter, Lend, TakeBack, YieldEndpoint]
 Answer = Union[Here, ChangeProgress, Done, CommandRefused]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from muxserve.config import AUTO, Fleet, FleetError, Model, parse_fleet
@@ -79,6 +79,18 @@ def check_remove(fleet: FleetSpec, model: str) -> None:
     _check_model(fleet, model)
     if len(fleet.served_names) == 1:
         raise ChangeError(f"{model} is the fleet's only model; stop the fleet instead (Ctrl-C where it was deployed)")
+
+
+def check_lend(fleet: FleetSpec, models: Sequence[str]) -> None:
+    """Whether another fleet can have these models.
+
+    Raises:
+        ChangeError: one is unknown, or they are all that there is.
+    """
+    for model in models:
+        _check_model(fleet, model)
+    if not set(fleet.served_names) - set(models):
+        raise ChangeError("these are all models of the fleet; it ends instead when the other one takes over")
 
 
 def check_adapter(fleet: FleetSpec, model: str, name: str, path: str) -> None:

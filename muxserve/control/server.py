@@ -145,6 +145,13 @@ class ControlServer:
                     rules.check_adapter(self._control.fleet, model, name, path)
                     await self._control.set_adapter(model, name, path)
                     return messages.Done(f"{name} is served {'with ' + model if path else 'no longer'}")
+                case messages.Lend(models, sockets):
+                    rules.check_lend(self._control.fleet, models)
+                    await self._control.lend(models, sockets, tell)
+                    return messages.Done(f"{enumerate_words(models)} ended here")
+                case messages.TakeBack():
+                    await self._control.take_back(tell)
+                    return messages.Done("serves as before")
                 case messages.YieldEndpoint():
                     await self._control.hand_over(tell)
                     return messages.Done("the fleet takes no more connections, and ends with its last request")

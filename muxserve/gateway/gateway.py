@@ -170,6 +170,7 @@ class Gateway:
         self._endpoint.fallbacks = self.fleet.fallbacks
         self._endpoint.models_sleep = bool(self.fleet.residency)
         self._endpoint.refused = self.status.refused
+        self._endpoint.other_fleet = self.fleet.other_fleet
         self._tell_followed()
         tasks = [self._follow(), self._keep_offering(), self.tenancy.keep()]
         if self.responses is not None:
@@ -178,6 +179,11 @@ class Gateway:
             self.batches.start()
         self._tasks = [asyncio.ensure_future(task) for task in tasks]
         return self._endpoint
+
+    @property
+    def waits_to_listen(self) -> bool:
+        """Whether another fleet answers at the endpoint's address until all models here have been up."""
+        return self.fleet.takes_over and self.fleet.other_fleet is None
 
     async def is_ready(self) -> bool:
         """Whether every model has been up."""
@@ -233,6 +239,7 @@ class Gateway:
         self.tenancy.learn(fleet)
         self._endpoint.access.keys = self._keys()
         self._endpoint.access.priorities = Priorities(fleet.priority_levels())
+        self._endpoint.other_fleet = fleet.other_fleet
         self.status.learn(fleet)
         try:
             self.broker.learn(fleet)

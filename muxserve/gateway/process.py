@@ -159,13 +159,13 @@ async def _serve(
     try:
         endpoint = await gateway.build()
         server = GatewayServer(endpoint, on_up, room, fleet.gateway)
-        beside = bind_beside(fleet, index) if fleet.gateway.count > 1 else None
+        beside = bind_beside(fleet, index)
         drain = ServerDrain(gateway, endpoint, server, fleet.gateway.drain_seconds, fleet.gateway.count > 1)
         loop.add_signal_handler(signal.SIGTERM, drain.begin)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             loop.add_signal_handler(signal.SIGINT, drain.begin)
         following = loop.create_task(server.follow_certificate())
-        while gateway.fleet.takes_over and not server.should_exit and not await gateway.is_ready():
+        while gateway.waits_to_listen and not server.should_exit and not await gateway.is_ready():
             await asyncio.sleep(READY_SECONDS)
         await server.serve_at(listener, beside)
     finally:
@@ -202,7 +202,7 @@ class GatewayServer(uvicorn.Server):
         self._listeners: list[socket.socket] = []
         self._beside: socket.socket | None = None
 
-    async def serve_at(self, listener: socket.socket, beside: socket.socket | None) -> None:
+    async def serve_at(self, listener: socket.socket, beside: socket.socket) -> None:
         """Serve clients at `listener`, and other gateways, which speak no TLS, at `beside`, until it is to end."""
         self._beside = beside
         await self.serve(sockets=[listener])
@@ -311,7 +311,11 @@ class ServerDrain:
     async def _drain(self) -> None:
         if self._beside:
             await self._server.stop_listening()
-        empty = self._gateway.limiter.empty
+
+        async def empty() -> None:
+            await self._gateway.limiter.empty()
+            await self._endpoint.until_others_answered()
+
         try:
             async with asyncio.timeout(self._seconds):
                 await empty()

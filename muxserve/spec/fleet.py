@@ -124,6 +124,15 @@ class ResidencySpec(msgspec.Struct, frozen=True):
     resting: int = 0
 
 
+class OtherFleet(msgspec.Struct, frozen=True):
+    """Requests that gateways pass on to another fleet's gateways, which listen at the Unix `sockets`: those for the
+    models that clients call `names`; None: those for models that this fleet has no longer. What comes from the other
+    fleet is never passed on."""
+
+    sockets: tuple[str, ...]
+    names: tuple[str, ...] | None = None
+
+
 class FleetSpec(msgspec.Struct, frozen=True):
     """Everything that gateways and the global scheduler need to know.
 
@@ -165,6 +174,8 @@ class FleetSpec(msgspec.Struct, frozen=True):
     takes_over: bool = False
     # Another fleet has it: gateways take no more connections, and end with those that they have.
     handed_over: bool = False
+    # While units go from one fleet to another, one after the other: what the other one answers.
+    other_fleet: OtherFleet | None = None
     # Which version answers, by the model's name for clients, where it is not the one of that very name; empty: none.
     versions: dict[str, str] = {}
     # Versions that no client's request goes to yet.
@@ -268,6 +279,11 @@ class FleetSpec(msgspec.Struct, frozen=True):
     def tokens_address(self, gateway: int) -> str:
         """ZeroMQ PULL of gateway number `gateway`, where engines of this machine push tokens."""
         return f"ipc://{self.socket(f'gateway-{gateway}')}"
+
+    @property
+    def gateway_sockets(self) -> tuple[str, ...]:
+        """Paths of the Unix sockets at which the gateways answer other gateways of this machine."""
+        return tuple(self.socket(f"http-{index}") for index in range(self.gateway.count))
 
     def socket(self, name: str) -> str:
         """Path of a Unix socket of the fleet."""

@@ -71,6 +71,7 @@ from muxserve.gateway.http.fallback import (
 )
 from muxserve.gateway.http.http_request import BATCH, HttpRequest, current_http
 from muxserve.gateway.http.own_paths import OwnPaths, app_at
+from muxserve.gateway.http.peers import ask_other_fleet, is_from_client
 from muxserve.gateway.http.responses import PATH as RESPONSES
 from muxserve.gateway.http.responses import ResponseRoutes
 from muxserve.gateway.http.served_app import COMPUTE, POSTS, ServedApp
@@ -82,7 +83,7 @@ from muxserve.gateway.limits.tenants import RATE_HEADERS, RATE_KINDS, USAGE_PATH
 from muxserve.gateway.routing.model_names import ModelNames
 from muxserve.gateway.status.measure import Measures, RequestOutcome
 from muxserve.net.logs import of_request, request_id
-from muxserve.spec import FallbackSpec, GatewaySpec, public_name
+from muxserve.spec import FallbackSpec, GatewaySpec, OtherFleet, public_name
 
 if TYPE_CHECKING:
     from muxserve.gateway.status.tracing import Tracing
@@ -170,6 +171,10 @@ class GatewayApp:
         self.names = ModelNames()
         # What answers in place of a model, by the model's name.
         self.fallbacks: Mapping[str, FallbackSpec] = {}
+        # Requests that another fleet answers, while units go from one to the other.
+        self.other_fleet: OtherFleet | None = None
+        self._with_other_fleet = 0
+        self._none_with_other_fleet = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -216,6 +221,13 @@ class GatewayApp:
 
     async def _route(self, scope: Scope, receive: Receive, send: Send, http: HttpRequest) -> None:
         name, path = self._divided(scope)
+        if self._is_not_here(name, path):
+            with self.bodies.claim() as claim:
+                body = await self._body(scope, receive, claim, name) if scope["method"] == "POST" else b""
+            if await self._other_fleet_answers(body, scope, receive, send, http):
+                return
+            if name is not None:
+                raise self._not_there(name)
         batch = http.batch
         caller = self.access.keys.admit(presented_key(scope["headers"])) if batch is None else batch.caller
         if caller is not None and caller.tenant is not None:
@@ -290,15 +302,20 @@ class GatewayApp:
                 headers=[CLOSE, retry_after(1)],
             )
         with self.bodies.claim() as claim:
-            try:
-                body = await read_body(receive, scope["headers"], self._settings.http.max_body_bytes, claim)
-            except RequestError as error:
-                if error.status is HTTPStatus.SERVICE_UNAVAILABLE:
-                    self._measures.rejected(self._version(name), "memory")
-                raise
+            body = await self._body(scope, receive, claim, name)
             asked = asked_by(body)
+            if (
+                name is None
+                and self._is_not_here(asked.model)
+                and await self._other_fleet_answers(body, scope, receive, send, http)
+            ):
+                return
             if name is None:
                 name = self.model_of(asked.model, caller, http.request_id)
+            if self._is_elsewhere(name) and path not in COMPUTE and is_from_client(scope):
+                if await self._other_fleet_answers(body, scope, receive, send, http):
+                    return
+                raise self._not_there(name)
             incoming = _Incoming(path, caller, scope, body, asked, BodyReplay(receive, body, http), claim)
             try:
                 if path in COMPUTE:
@@ -396,6 +413,48 @@ class GatewayApp:
         check_engine_requests(_engine_requests(incoming, served), self._limiter.gates[served.model].largest, name)
         return served
 
+    async def _body(self, scope: Scope, receive: Receive, claim: BodyClaim, name: str | None) -> bytes:
+        try:
+            return await read_body(receive, scope["headers"], self._settings.http.max_body_bytes, claim)
+        except RequestError as error:
+            if error.status is HTTPStatus.SERVICE_UNAVAILABLE:
+                self._measures.rejected(self._version(name), "memory")
+            raise
+
+    def _is_elsewhere(self, name: str) -> bool:
+        """Whether another fleet still answers requests for the model that clients call `name`."""
+        return self.other_fleet is not None and self.other_fleet.names is not None and name in self.other_fleet.names
+
+    def _is_not_here(self, asked: str | None, path: str = "") -> bool:
+        """Whether another fleet has, besides the models here, those that went there: asked for by name, or listed."""
+        if self.other_fleet is None or self.other_fleet.names is not None:
+            return False
+        if asked is None:
+            return path == "/v1/models" or path.startswith("/v1/models/")
+        here = any(asked in (name, served.model) or asked in served.cards for name, served in self.models.items())
+        return not here and asked not in self.names.shared
+
+    async def _other_fleet_answers(
+        self, body: bytes, scope: Scope, receive: Receive, send: Send, http: HttpRequest
+    ) -> bool:
+        """Let the other fleet answer, unless it has sent the request; whether it did. A batch waits until its model is
+        here."""
+        if self.other_fleet is None or http.batch is not None or not is_from_client(scope):
+            return False
+        self._with_other_fleet += 1
+        try:
+            return await ask_other_fleet(self.other_fleet, http.request_id, body, scope, receive, send)
+        finally:
+            self._with_other_fleet -= 1
+            if not self._with_other_fleet:
+                self._none_with_other_fleet.set()
+
+    async def until_others_answered(self) -> None:
+        """Until no request is with another fleet."""
+        while self._with_other_fleet:
+            self._none_with_other_fleet.clear()
+            await self._none_with_other_fleet.wait()
+
     @asynccontextmanager
     async def _signs_of_life(self, send: Send, model: str) -> AsyncIterator[None]:
         """While a stream waits for its first event: a comment line now and then."""
@@ -474,15 +533,21 @@ class GatewayApp:
     def _not_offered(self, asked: str, caller: Caller | None) -> RequestError:
         """Nobody serves `asked` here: for a while, or because `caller` cannot have it."""
         behind = [name for name in self.names.models.get(asked, ()) if caller is None or caller.may_use(name)]
+        # It has just gone to another fleet.
+        if not behind and self.other_fleet is not None and self.other_fleet.names is None:
+            return self._not_there(asked)
         if not behind:
             return self._unknown_model(asked, caller)
         reason = next((why for model, why in self.refused.items() if public_name(model) in behind), None)
         if reason is not None:
             return RequestError(HTTPStatus.SERVICE_UNAVAILABLE, f"{asked} cannot be served: {reason}")
+        return self._not_there(asked)
+
+    def _not_there(self, asked: str) -> RequestError:
         self._measures.rejected("", "not_ready")
         return RequestError(
             HTTPStatus.SERVICE_UNAVAILABLE,
-            f"{asked} is being started or replaced; try again in a moment",
+            f"{shortened(asked)} is being started or replaced; try again in a moment",
             headers=[retry_after(SOON_SECONDS)],
         )
 
