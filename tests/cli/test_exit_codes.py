@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -137,6 +138,10 @@ def test_findings_that_are_not_kept_are_not_done(monkeypatch: pytest.MonkeyPatch
     result = runner.invoke(cli.app, ["doctor", "--gpu"])
     assert result.exit_code == 3, result.output
     assert "`muxserve deploy` cannot follow them" in result.stderr
+    as_json = runner.invoke(cli.app, ["doctor", "--gpu", "--json"])
+    assert as_json.exit_code == 3
+    report = json.loads(as_json.stdout)
+    assert (report["ok"], report["gpus"], report["probes"]) == (True, ["NVIDIA H100 80GB HBM3 GPU-0"], [])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from muxserve.cluster.changes import with_adapter
 from muxserve.control.changes import ChangeError
 from muxserve.control.rules import check_adapter, check_add, check_drain, check_remove, check_scale
 from muxserve.replicas.scaling import ScalingRules
-from muxserve.spec import AdapterSlots
+from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts
+from muxserve.spec import AdapterSlots, ResidencySpec
 from tests.config.test_adapters import adapter
 from tests.control.fakes import fleet_of
 from tests.support.checkpoint_files import write_checkpoint
@@ -46,6 +47,15 @@ def test_numbers_that_are_not(replicas: dict[str, int], said: str) -> None:
     with pytest.raises(ChangeError) as caught:
         check_scale(FLEET, replicas)
     assert said in str(caught.value)
+
+
+def test_the_page_offers_what_is_allowed() -> None:
+    assert [FLEET.replica_bounds(name) for name in ("chat", "code", "nap")] == [(1, None), (1, 3), (0, 2)]
+    decides = ResidencySpec(ResidencyRules(1 << 30), {"chat": WakeCosts(1 << 20)})
+    resident = msgspec.structs.replace(FLEET, residency={"u0": decides})
+    assert resident.replica_bounds("chat") is None
+    with pytest.raises(ChangeError, match="memory decides in this fleet whether chat is awake"):
+        check_scale(resident, {"chat": 1})
 
 
 def test_a_unit_with_the_only_replica_of_a_model_is_not_drained() -> None:

@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from muxserve.gateway.status import ui
+from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts
+from muxserve.spec import ResidencySpec
 from tests.gateway.playing import play
 from tests.gateway.rig import Running
 from tests.support.patience import PATIENCE
@@ -130,7 +133,26 @@ def test_a_key_opens_the_page_and_its_buttons(page: Any, guarded: Running) -> No
     page.locator("tr[data-model=alpha]").wait_for()
     page.click("button[title='one replica more']")
     page.locator(".banner.bad", has_text="has ended").wait_for()  # there is no controller behind it
+    # What the fleet would refuse: to have none of its only model, on its only unit.
+    assert page.locator("button[title='one replica less']").is_disabled()
+    assert page.locator("button[title='remove the model'], button:text-is('drain')").count() == 0
     assert fits(page)
+
+
+def test_where_memory_decides_nobody_sets_replicas(page: Any, guarded: Running) -> None:
+    before = guarded.fleet
+    costs = {model.name: WakeCosts(1 << 20, 1 << 20, 1.0) for model in before.models}
+    residency = {unit.name: ResidencySpec(ResidencyRules(1 << 30), costs) for unit in before.units}
+    guarded.change(msgspec.structs.replace(before, residency=residency, generation=before.generation + 1))
+    try:
+        page.goto(f"{guarded.url}/ui")
+        page.fill("input[type=password]", "first-key")
+        page.click("button.main")
+        page.locator("th:text-is('change'), td[data-of='']").first.wait_for(state="attached")
+        assert page.locator("tr[data-model=alpha]").count() == 1
+        assert page.locator("button[title^='one replica'], button:text-is('drain')").count() == 0
+    finally:
+        guarded.change(msgspec.structs.replace(before, generation=before.generation + 2))
 
 
 def test_every_file_of_the_page_is_used(browser: Any, gateway: Running) -> None:

@@ -182,9 +182,9 @@ function Spark({ values, colour: tint }) {
 function Unit({ unit, models, names, act }) {
   const drain = () => confirm(`Empty unit ${unit.name} and end it? Its requests move, or are finished.`) &&
     act(`draining ${unit.name}`, () => change("drain", { unit: unit.name }));
-  // Models that have no other replica, and must have one, would be left without.
-  const drains = models.every((model) => !unit.serves.includes(model.name) ||
-    (model.bounds && (model.replicas.length > 1 || model.bounds[0] === 0)));
+  // Models that have no other replica, and must have one, would be left without; where memory decides, units stay.
+  const drains = models.every(({ name, bounds, replicas }) =>
+    bounds && (!unit.serves.includes(name) || replicas.length > 1 || bounds[0] === 0));
   const about = [unit.policy, unit.remote && "on another machine", `${percent(unit.share_used)} of its compute leased`];
   return html`<section class="card" data-unit=${unit.name}>
     <div class="head">
