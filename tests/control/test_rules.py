@@ -82,6 +82,20 @@ def test_one_model_is_added(tmp_path: Path) -> None:
     assert [(m.name, m.path, m.replicas.at_start) for m in declared.models] == [("new", str(tmp_path / "new"), 2)]
 
 
+def test_an_added_model_may_have_defaults_and_stand_in_another_file(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m")
+    (tmp_path / "more.yaml").write_text("models: [{name: new, path: m}]\n")
+    text = "include: more.yaml\nmodel_defaults: {rate: 3}\n"
+    fleet = fleet_of("/run/x", {"u0": ["chat"]})
+    (model,) = check_add(fleet, text, "f.yaml", str(tmp_path)).models
+    assert (model.name, model.rate, model.path) == ("new", 3, str(tmp_path / "m"))
+    (tmp_path / "more.yaml").write_text("policy: fcfs\nmodels: [{name: new, path: m}]\n")
+    with pytest.raises(ChangeError, match=r"more.yaml:1: policy: belongs to the fleet, which runs already"):
+        check_add(fleet, text, "f.yaml", str(tmp_path))
+    with pytest.raises(ChangeError, match="a file from elsewhere cannot include files"):
+        check_add(fleet, text, "f.yaml", str(tmp_path), local=False)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
