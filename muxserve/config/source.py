@@ -19,7 +19,7 @@ _MAX_REPEATED = 100_000  # aliases can make a small file a huge one
 _Events: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class Place(NamedTuple):
+class SourcePlace(NamedTuple):
     """Where a key or value stands: its file, the 1-based line, and its key path in that file."""
 
     file: str
@@ -34,9 +34,9 @@ class Source:
 
     file: str
     data: Any = None
-    places: dict[KeyPath, Place] = field(default_factory=dict)
+    places: dict[KeyPath, SourcePlace] = field(default_factory=dict)
 
-    def place(self, path: KeyPath) -> Place | None:
+    def place(self, path: KeyPath) -> SourcePlace | None:
         """The place of `path`, on the line of its nearest parent that is in a file."""
         for end in range(len(path), -1, -1):
             if found := self.places.get(path[:end]):
@@ -143,7 +143,7 @@ def _check_size(text: str, source: Source) -> None:
 def _walk(node: yaml.Node, path: KeyPath, source: Source, problems: list[Problem]) -> None:
     """Note the lines of `node` and all below it, and the keys given twice."""
     if node.start_mark is not None:
-        source.places.setdefault(path, Place(source.file, node.start_mark.line + 1, path))
+        source.places.setdefault(path, SourcePlace(source.file, node.start_mark.line + 1, path))
     if len(path) > _MAX_DEPTH or len(source.places) > _MAX_REPEATED:
         if not problems or "nested" not in problems[-1].message:
             problems.append(source.problem(path[:_MAX_DEPTH], "nested too deeply, or repeated too often"))
@@ -161,5 +161,5 @@ def _walk(node: yaml.Node, path: KeyPath, source: Source, problems: list[Problem
                 message = f"given twice (first on line {seen[name]}); keep one"
                 problems.append(Problem(message, source.file, line, where))
             seen.setdefault(name, line)
-            source.places.setdefault(where, Place(source.file, line, where))
+            source.places.setdefault(where, SourcePlace(source.file, line, where))
             _walk(value, where, source, problems)

@@ -9,7 +9,7 @@ from typing import Literal
 import yaml
 
 from muxserve.config.foreign import litellm, llama_swap
-from muxserve.config.foreign.reading import Note, Reading
+from muxserve.config.foreign.reading import KeyNote, Reading
 from muxserve.config.problems import FleetError, Problem
 from muxserve.config.source import parse_yaml
 
@@ -23,7 +23,7 @@ class Imported:
     program: Program
     text: str
     models: list[str]
-    notes: list[Note]
+    notes: list[KeyNote]
 
 
 def import_file(text: str, file: str, environ: Mapping[str, str]) -> Imported:

@@ -15,7 +15,7 @@ Reasons = Mapping[tuple[str, ...], str]
 _UNKNOWN = "MuxServe has no such setting"
 
 
-class Note(NamedTuple):
+class KeyNote(NamedTuple):
     """What became of one key: the key of the fleet file that has it, or why none has."""
 
     line: int
@@ -36,7 +36,7 @@ class Reading:
         self._source = source
         self._reasons = reasons
         self._said: set[KeyPath] = set()
-        self._notes: list[Note] = []
+        self._notes: list[KeyNote] = []
         self.models: list[dict[str, Any]] = []
         self.by_name: dict[str, dict[str, Any]] = {}
 
@@ -58,9 +58,9 @@ class Reading:
         self._said.add(path)
         place = self._source.place(path)
         key = f"{format_path(path)} {part}".rstrip()
-        self._notes.append(Note(place.line if place else 1, key, taken, words))
+        self._notes.append(KeyNote(place.line if place else 1, key, taken, words))
 
-    def notes(self) -> list[Note]:
+    def notes(self) -> list[KeyNote]:
         """What became of every key, in the order of the file."""
         above = {path[:end] for path in self._said for end in range(len(path))}
         for path, why in self._unsaid(self.data, (), above):
