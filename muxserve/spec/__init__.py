@@ -5,6 +5,7 @@ fallback endpoints, and are readable by their owner only.
 """
 
 from muxserve.spec.fleet import (
+    BudgetPeriod,
     BudgetSpec,
     FallbackSpec,
     FleetSpec,
@@ -56,6 +57,7 @@ __all__ = [
     "AdapterSlots",
     "BatchesSpec",
     "BatchingName",
+    "BudgetPeriod",
     "BudgetSpec",
     "EnginePhase",
     "FallbackSpec",

@@ -68,10 +68,13 @@ class TenantLimits(msgspec.Struct, frozen=True):
         return bool(self.requests_per_minute or self.tokens_per_minute or self.max_concurrency)
 
 
+BudgetPeriod = Literal["day", "month"]
+
+
 class BudgetSpec(msgspec.Struct, frozen=True):
     """Most `tokens` of prompts and answers in a calendar day or month (UTC), of one model or, without, of all."""
 
-    period: Literal["day", "month"]
+    period: BudgetPeriod
     tokens: int
     model: str = ""
 

@@ -14,6 +14,7 @@ import msgspec
 from muxserve.cluster.units import PlannedUnit
 from muxserve.config import ALL_MODELS, AUTO, Fleet, Model
 from muxserve.config.adapters import slots_of
+from muxserve.config.schema import Budgets
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.calibration import graphs_of
 from muxserve.costs.correction import predicted_cells
@@ -33,6 +34,7 @@ from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
 from muxserve.spec import (
     BatchesSpec,
+    BudgetPeriod,
     BudgetSpec,
     FallbackSpec,
     FleetSpec,
@@ -345,6 +347,10 @@ def _followed(model: Model) -> dict[str, Any]:
 # ---------------------------------------------------------------- rules
 
 
+def _by_period(budgets: Budgets) -> dict[BudgetPeriod, dict[str, int] | None]:
+    return {"day": budgets.day, "month": budgets.month}
+
+
 def tenants_of(fleet: Fleet) -> tuple[TenantSpec, ...]:
     """Its tenants, with their keys by hash only."""
     return tuple(
@@ -358,7 +364,7 @@ def tenants_of(fleet: Fleet) -> tuple[TenantSpec, ...]:
             ),
             budgets=tuple(
                 BudgetSpec(period, tokens, "" if model == ALL_MODELS else model)
-                for period, budget in (("day", tenant.budgets.day), ("month", tenant.budgets.month))
+                for period, budget in _by_period(tenant.budgets).items()
                 for model, tokens in (budget or {}).items()
             ),
             weight=tenant.weight,
