@@ -326,7 +326,7 @@ def _usable_port(host: str, port: int, shared: bool = False) -> int:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             message = f"port {port} on {host} is taken by {_holder_of(port)}; stop it, give another one with --port"
-            message += ", or take over from a fleet with --take-over"
+            message += ", or take over from a fleet with `deploy --take-over`"
         elif error.errno == errno.EACCES:
             message = f"port {port} needs more rights than this user has; give one above 1023 with --port"
         elif error.errno == errno.EADDRNOTAVAIL:

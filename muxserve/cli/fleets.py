@@ -24,10 +24,10 @@ def list_fleets(as_json: bool) -> int:
     elif not found:
         console.print("no fleet of yours runs here; `muxserve deploy FILE` or `muxserve run MODEL` starts one")
     else:
-        table = FigureTable(["fleet", "state", "URL", "pid", "up for", "models"], words=3)
+        table = FigureTable(["fleet", "state", "URL", "models", "pid", "up for"], words=4)
         for each in found:
             models = ", ".join(each["models"]) if isinstance(each["models"], list) else ""
-            cells = [each["id"], each["status"], each["url"], each["pid"] or "-", _time(each["seconds"]), models]
+            cells = [each["id"], each["status"], each["url"], models, each["pid"] or "-", _time(each["seconds"])]
             table.add_row(*(escape(str(cell)) for cell in cells))
         console.print(table)
     return ExitCode.DONE
