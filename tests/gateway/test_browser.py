@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ import msgspec
 import pytest
 
 from muxserve.gateway.status import ui
+from muxserve.gateway.usage.usage_log import UsageLog, Used
 from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts
-from muxserve.spec import ResidencySpec
+from muxserve.spec import BudgetSpec, ResidencySpec, TenantSpec
 from tests.gateway.playing import play
-from tests.gateway.rig import Running
+from tests.gateway.rig import Rig, Running
+from tests.gateway.unit_specs import fleet_of, model, unit_spec
 from tests.support.patience import PATIENCE
+from tests.support.ports import free_port
+from tests.support.tiny_checkpoint import tiny_checkpoint
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -153,6 +158,67 @@ def test_where_memory_decides_nobody_sets_replicas(page: Any, guarded: Running) 
         assert page.locator("button[title^='one replica'], button:text-is('drain')").count() == 0
     finally:
         guarded.change(msgspec.structs.replace(before, generation=before.generation + 2))
+
+
+@pytest.fixture(scope="module")
+def teams(rig: Rig, gateway: Running) -> Running:
+    """A gateway with tenants, of which one has nearly used up its budget."""
+    directory = rig.directory / "usage"
+    directory.mkdir()
+    spec = unit_spec(
+        directory, [model("alpha", tiny_checkpoint())], unit="usage", port=free_port(), api_keys=["admins-key"]
+    )
+    file = str(directory / "usage.sqlite")
+    usage = UsageLog(file)
+    for day in range(1, 29):
+        usage._new[f"2026-01-{day:02}", "research", "alpha", "file-0123abcd"] = Used(10, 100 * day, 5, 20)
+    usage.add("research", "alpha", Used(3, 700, 0, 250), "file-0123abcd")
+    usage.close()
+    fleet = msgspec.structs.replace(
+        fleet_of(spec, spec.gateway),
+        tenants=(
+            TenantSpec("research", (), budgets=(BudgetSpec("day", 1000), BudgetSpec("month", 50000, "alpha"))),
+            TenantSpec("web", (sha256(b"webs-key").hexdigest(),)),
+        ),
+        usage_file=file,
+    )
+    running = rig.start_fleet(fleet)
+    running.engines()
+    return running
+
+
+def test_usage_budgets_and_keys_are_shown(page: Any, teams: Running) -> None:
+    page.goto(f"{teams.url}/ui#usage")
+    page.fill("input[type=password]", "admins-key")
+    page.click("button.main")
+    row = page.locator("tr[data-tenant=research]")
+    row.locator("text=950").wait_for()
+    budget = page.locator("tr[data-budget=research]").first
+    assert "1,000" in budget.inner_text()
+    page.select_option("select[aria-label=Rows]", "key")
+    row.locator("text=file-0123abcd").wait_for()
+    assert fits(page)
+    # A key is made, shown once, and revoked.
+    page.fill("input[aria-label=Tenant]", "reserch")
+    page.click("text=Make a key")
+    page.locator(".banner.bad", has_text="did you mean 'research'?").wait_for()
+    page.fill("input[aria-label=Tenant]", "research")
+    page.fill("input[aria-label='Name of the key']", "of the page")
+    page.click("text=Make a key")
+    text = page.locator(".banner.good code").inner_text()
+    made = page.locator("tr[data-key]", has_text=text[-4:])
+    made.locator("text=active").wait_for()
+    assert fits(page)
+    page.on("dialog", lambda dialog: dialog.accept())
+    made.locator("button", has_text="revoke").click()
+    made.locator("text=revoked").wait_for()
+    assert text not in page.locator("table").last.inner_text()
+    # A tenant sees its own usage, and no keys.
+    page.evaluate("sessionStorage.setItem('muxserve-key', 'webs-key')")
+    page.reload()
+    page.locator("text=Nothing was used").wait_for()
+    assert page.locator("text=Make a key").count() == 0
+    assert fits(page)
 
 
 def test_every_file_of_the_page_is_used(browser: Any, gateway: Running) -> None:

@@ -4,11 +4,13 @@ import { html, render, useEffect, useState } from "./vendor/htm-preact.js";
 import { Chat } from "./chat.js";
 import { applyTheme, toggleTheme } from "./colours.js";
 import { Fleet } from "./fleet.js";
+import { Usage } from "./usage.js";
 
 // A view more is a line more.
 const VIEWS = [
   { name: "fleet", title: "Fleet", View: Fleet },
   { name: "chat", title: "Chat", View: Chat },
+  { name: "usage", title: "Usage", View: Usage },
 ];
 
 const chosen = () => VIEWS.find(({ name }) => location.hash === `#${name}`) || VIEWS[0];
