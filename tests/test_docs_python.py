@@ -105,6 +105,11 @@ def a_picture(folder: Path) -> Names:
     return {}
 
 
+def questions(folder: Path) -> Names:
+    (folder / "questions.jsonl").write_text("{}\n")
+    return {}
+
+
 # What each block needs that does not say everything itself.
 GIVEN: Mapping[tuple[str, int], Callable[[Path], Names]] = {
     ("docs/costs.md", 1): in_the_repository,
@@ -115,6 +120,7 @@ GIVEN: Mapping[tuple[str, int], Callable[[Path], Names]] = {
     ("docs/replicas.md", 1): of_the_global_scheduler,
     ("docs/replicas.md", 2): of_replicas,
     ("docs/simulator.md", 1): of_the_simulator,
+    ("docs/teams.md", 1): questions,
     ("docs/workload.md", 1): in_the_repository,
 }
 # These ask a fleet, whose start takes a multiple of all tests here, even if it is simulated. OpenAI's own client checks
@@ -124,12 +130,15 @@ SERVED = {
     ("docs/first-fleet.md", 1): "tests/e2e/test_openai.py",
     ("docs/images.md", 1): "tests/e2e/test_images.py",
     ("docs/pooling.md", 1): "tests/e2e/test_pooling.py",
+    ("docs/teams.md", 1): "tests/e2e/test_teams.py",
 }
 
 
 def answer(request: httpx.Request) -> httpx.Response:
     """As an OpenAI endpoint."""
     assert request.url.host == "127.0.0.1"
+    if request.url.path.startswith(("/v1/files", "/v1/batches")):
+        return of_batches(request)
     asked = json.loads(request.content)
     usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
     if request.url.path == "/v1/embeddings":
@@ -141,6 +150,25 @@ def answer(request: httpx.Request) -> httpx.Response:
     choice = {"index": 0, "finish_reason": "stop", "message": message}
     body = {"id": "1", "object": "chat.completion", "created": 0, "model": asked["model"], "choices": [choice]}
     return httpx.Response(200, json={**body, "usage": usage})
+
+
+def of_batches(request: httpx.Request) -> httpx.Response:
+    """A batch of one file that is complete at once."""
+    if request.url.path.endswith("/content"):
+        return httpx.Response(200, text="{}\n")
+    if request.url.path.startswith("/v1/files"):
+        assert b'name="purpose"\r\n\r\nbatch' in request.content
+        file = {"id": "file-1", "object": "file", "bytes": 3, "created_at": 0, "filename": "questions.jsonl"}
+        return httpx.Response(200, json={**file, "purpose": "batch", "status": "processed"})
+    batch = {"id": "batch_1", "object": "batch", "created_at": 0, "completion_window": "24h", "status": "completed"}
+    of = {"endpoint": "/v1/chat/completions", "input_file_id": "file-1", "output_file_id": "file-2"}
+    if request.method == "POST":
+        assert json.loads(request.content) == {
+            "input_file_id": "file-1",
+            "endpoint": "/v1/chat/completions",
+            "completion_window": "24h",
+        }
+    return httpx.Response(200, json={**batch, **of})
 
 
 @pytest.fixture
