@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muxserve.gateway.batches.lines import MOST_LINES, PlannedLine, answered, not_asked, planned_lines
-from muxserve.gateway.batches.pace import QUIET_SECONDS, ModelLoad, room
+from muxserve.gateway.batches.pace import QUIET_SECONDS, ModelTraffic, room
 
-ALONE = ModelLoad(seats=64)
-BUSY = ModelLoad(seats=64, others=3, quiet_seconds=0.0)
+ALONE = ModelTraffic(seats=64)
+BUSY = ModelTraffic(seats=64, others=3, quiet_seconds=0.0)
 
 
 def test_alone_it_takes_half() -> None:
     assert room(ALONE) == 32
     assert room(replace(ALONE, batch=30)) == 2
     assert room(replace(ALONE, batch=40)) == 0
-    assert room(ModelLoad(seats=1)) == 1
+    assert room(ModelTraffic(seats=1)) == 1
 
 
 def test_beside_others_few_are_in_service_in_the_whole_unit() -> None:
@@ -29,7 +29,7 @@ def test_beside_others_few_are_in_service_in_the_whole_unit() -> None:
     # It does not matter whose requests they are.
     assert room(ALONE, [BUSY]) == 4
     assert room(ALONE, [replace(BUSY, batch=3)]) == 1
-    assert room(ModelLoad(seats=4), [BUSY]) == 1
+    assert room(ModelTraffic(seats=4), [BUSY]) == 1
 
 
 def test_others_are_there_for_a_moment_after_their_last_request() -> None:
@@ -54,7 +54,7 @@ def test_a_model_is_not_woken_beside_others() -> None:
 
 
 LOADS = st.builds(
-    ModelLoad,
+    ModelTraffic,
     seats=st.integers(1, 256),
     queued=st.integers(0, 2),
     others=st.integers(0, 50),
@@ -66,7 +66,7 @@ LOADS = st.builds(
 
 
 @given(LOADS, st.lists(LOADS, max_size=3))
-def test_what_begins_never_makes_more_than_its_part(load: ModelLoad, beside: list[ModelLoad]) -> None:
+def test_what_begins_never_makes_more_than_its_part(load: ModelTraffic, beside: list[ModelTraffic]) -> None:
     begins = room(load, beside)
     assert begins >= 0
     if begins:

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from muxserve.gateway.batches import runner as runner_module
-from muxserve.gateway.batches.asking import EndpointAnswer, ask
+from muxserve.gateway.batches.asking import WholeAnswer, ask
 from muxserve.gateway.batches.routes import BatchRoutes, apps
 from muxserve.gateway.batches.runner import BatchRunner
 from muxserve.gateway.batches.store import LEASE_SECONDS, BatchStore, FullError, LeaseLostError, StoredBatch
@@ -68,7 +68,7 @@ class Work:
     def draining(self) -> bool:
         return self.ends
 
-    async def ask(self, batch: StoredBatch, body: bytes) -> EndpointAnswer:
+    async def ask(self, batch: StoredBatch, body: bytes) -> WholeAnswer:
         asked = json.loads(body)
         name = asked["user"]
         self.asked[name] += 1
@@ -77,7 +77,7 @@ class Work:
         if isinstance(answer, asyncio.Event):
             await answer.wait()
             answer = 200
-        return EndpointAnswer(answer, f"r-{name}", b'{"said": "%s"}' % name.encode())
+        return WholeAnswer(answer, f"r-{name}", b'{"said": "%s"}' % name.encode())
 
 
 class Batches:

@@ -13,7 +13,7 @@ LEAVE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class EndpointAnswer:
+class WholeAnswer:
     """A whole answer; `retry_after` in seconds if it says when to ask again."""
 
     status: int
@@ -22,7 +22,7 @@ class EndpointAnswer:
     retry_after: float = 0.0
 
 
-async def ask(app: App, caller: BatchCaller, path: str, body: bytes) -> EndpointAnswer:
+async def ask(app: App, caller: BatchCaller, path: str, body: bytes) -> WholeAnswer:
     """The answer to `body` at the route `path`. When the task is cancelled, the request ends as if its client had gone.
 
     Args:
@@ -68,11 +68,11 @@ async def ask(app: App, caller: BatchCaller, path: str, body: bytes) -> Endpoint
     return _answer(messages)
 
 
-def _answer(messages: list[Message]) -> EndpointAnswer:
+def _answer(messages: list[Message]) -> WholeAnswer:
     if not messages:
-        return EndpointAnswer(503, "", b"")
+        return WholeAnswer(503, "", b"")
     headers = {name.lower(): value for name, value in messages[0].get("headers", ())}
     body = b"".join(message.get("body", b"") for message in messages[1:])
     after = headers.get(b"retry-after", b"0")
     request_id = headers.get(b"x-request-id", b"").decode("latin-1")
-    return EndpointAnswer(messages[0]["status"], request_id, body, float(after) if after.isdigit() else 0.0)
+    return WholeAnswer(messages[0]["status"], request_id, body, float(after) if after.isdigit() else 0.0)

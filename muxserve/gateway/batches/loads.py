@@ -6,7 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
-from muxserve.gateway.batches.pace import ModelLoad, room
+from muxserve.gateway.batches.pace import ModelTraffic, room
 from muxserve.gateway.limits.concurrency_limiter import ConcurrencyLimiter
 from muxserve.gateway.status.fleet_status import FleetStatus
 from muxserve.gateway.status.measure import Measures
@@ -39,7 +39,7 @@ class FleetLoads:
         self.running: Counter[str] = Counter()
         self._ended: deque[tuple[float, str]] = deque()
         self._others_at: dict[str, float] = {}
-        self._loads: dict[str, ModelLoad] = {}
+        self._loads: dict[str, ModelTraffic] = {}
         self._beside: dict[str, set[str]] = {}
 
     def began(self, model: str) -> None:
@@ -47,7 +47,7 @@ class FleetLoads:
         self.running[model] += 1
         load = self._loads.get(model)
         if load is not None:
-            self._loads[model] = ModelLoad(
+            self._loads[model] = ModelTraffic(
                 load.seats, load.queued, load.others, load.batch + 1, load.quiet_seconds, load.met, load.asleep
             )
 
@@ -82,7 +82,7 @@ class FleetLoads:
         beside = [self._loads[name] for name in self._beside.get(model, ()) if name in self._loads]
         return min(room(load, beside), max(1, gate.max_concurrency // 2) - self.running[model])
 
-    def _load(self, name: str, own: int, now: float) -> ModelLoad:
+    def _load(self, name: str, own: int, now: float) -> ModelTraffic:
         status = self._status
         version = status.fleet.serving(name)
         replicas = [unit for unit in status.replicas(version) if unit.answered]
@@ -100,7 +100,7 @@ class FleetLoads:
             queued += 1  # nobody is there to serve it
         recent = self._measures.recent(version, now)
         spec = next((model for model in status.fleet.models if model.name == version), None)
-        return ModelLoad(
+        return ModelTraffic(
             seats=(spec.max_num_seqs if spec is not None else 1) * max(1, len(replicas)),
             queued=queued,
             others=others,

@@ -26,7 +26,7 @@ OBJECTIVES_MET = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class ModelLoad:
+class ModelTraffic:
     """A model as one moment finds it.
 
     Args:
@@ -53,7 +53,7 @@ class ModelLoad:
         return self.others > 0 or self.quiet_seconds < QUIET_SECONDS
 
 
-def room(load: ModelLoad, beside: Iterable[ModelLoad] = ()) -> int:
+def room(load: ModelTraffic, beside: Iterable[ModelTraffic] = ()) -> int:
     """How many more requests of batches may begin.
 
     Args:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from muxserve.gateway.batches.asking import EndpointAnswer
+from muxserve.gateway.batches.asking import WholeAnswer
 from muxserve.gateway.batches.lines import LineError, PlannedLine, answered, not_asked, planned_lines
 from muxserve.gateway.batches.store import LEASE_SECONDS, BatchStore, LeaseLostError, StoredBatch
 
@@ -50,11 +50,11 @@ class BatchWork(Protocol):
     def draining(self) -> bool:
         """Whether this gateway ends, and begins nothing."""
 
-    async def ask(self, batch: StoredBatch, body: bytes) -> EndpointAnswer:
+    async def ask(self, batch: StoredBatch, body: bytes) -> WholeAnswer:
         """The answer to a request of `batch`."""
 
 
-class Loads(Protocol):
+class BatchRoom(Protocol):
     """What says how many requests may begin (`muxserve.gateway.batches.loads`)."""
 
     def began(self, model: str) -> None:
@@ -99,7 +99,7 @@ class RunningBatch:
 class BatchRunner:
     """Takes the lease if nobody has it, and asks the lines of open batches in turns, as far as there is room."""
 
-    def __init__(self, store: BatchStore, work: BatchWork, loads: Loads) -> None:
+    def __init__(self, store: BatchStore, work: BatchWork, loads: BatchRoom) -> None:
         self._store = store
         self._work = work
         self._loads = loads

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from muxserve.gateway.batches.asking import EndpointAnswer, ask
+from muxserve.gateway.batches.asking import WholeAnswer, ask
 from muxserve.gateway.batches.loads import FleetLoads
 from muxserve.gateway.batches.routes import BatchRoutes
 from muxserve.gateway.batches.runner import BatchRunner
@@ -76,12 +76,12 @@ class GatewayBatches:
         """See `BatchWork.draining`."""
         return self._endpoint().draining
 
-    async def ask(self, batch: StoredBatch, body: bytes) -> EndpointAnswer:
+    async def ask(self, batch: StoredBatch, body: bytes) -> WholeAnswer:
         """See `BatchWork.ask`."""
         caller = self._caller(batch)
         if caller is None:
             error = {"message": f"there is no tenant {batch.owner!r} any more", "type": "PermissionDeniedError"}
-            return EndpointAnswer(403, "", msgspec.json.encode({"error": {**error, "param": None, "code": 403}}))
+            return WholeAnswer(403, "", msgspec.json.encode({"error": {**error, "param": None, "code": 403}}))
         return await ask(self._endpoint(), BatchCaller(caller), batch.endpoint, body)
 
     def _caller(self, batch: StoredBatch) -> Caller | None:

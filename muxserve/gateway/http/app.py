@@ -63,7 +63,7 @@ from muxserve.gateway.http.errors import (
 from muxserve.gateway.http.fallback import (
     FALLBACK_HEADER,
     REFUSALS,
-    EndpointError,
+    FallbackError,
     HeldAnswer,
     chain,
     for_model,
@@ -355,7 +355,7 @@ class GatewayApp:
                 if held.begun or (first is None and error.status not in REFUSALS):
                     raise
                 refused = error
-            except EndpointError as error:
+            except FallbackError as error:
                 log.warning("model %s has no fallback at present: %s", name, error)
                 refused = RequestError(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
             if refused is held and not held.refused:

@@ -35,7 +35,7 @@ _EVENT = b"data: "
 _COUNTED = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 
-class EndpointError(Exception):
+class FallbackError(Exception):
     """Another endpoint did not answer; the message says why."""
 
 
@@ -91,7 +91,7 @@ async def relay(endpoint: FallbackSpec, path: str, body: bytes, replay: BodyRepl
         replay: says when the client has gone.
 
     Raises:
-        EndpointError: it does not answer; nothing was sent to the client.
+        FallbackError: it does not answer; nothing was sent to the client.
         ClientGoneError: the client has closed the connection.
     """
     asked = {**json.loads(body), "model": endpoint.model}
@@ -109,7 +109,7 @@ async def relay(endpoint: FallbackSpec, path: str, body: bytes, replay: BodyRepl
             answer = await _or_gone(session.post(url, json=asked), gone)
             async with answer:
                 if answer.status in _NO_ANSWERS:
-                    raise EndpointError(f"{endpoint.words} answered {answer.status}")
+                    raise FallbackError(f"{endpoint.words} answered {answer.status}")
                 kind = answer.headers.get("content-type", "application/json")
                 begun = True
                 start = {"type": "http.response.start", "status": answer.status}
@@ -124,7 +124,7 @@ async def relay(endpoint: FallbackSpec, path: str, body: bytes, replay: BodyRepl
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         if begun:
             raise
-        raise EndpointError(f"{endpoint.words} did not answer: {error or type(error).__name__}") from None
+        raise FallbackError(f"{endpoint.words} did not answer: {error or type(error).__name__}") from None
 
 
 async def _or_gone(doing: Any, gone: asyncio.Future[Message]) -> Any:
