@@ -24,7 +24,7 @@ from report import percentiles
 from muxserve.cli.simulate_places import PlacementSearch, places_of
 from muxserve.config.values import parse_size
 from muxserve.costs.measured import latency_model
-from muxserve.planning.specs.residency import hibernated_seconds
+from muxserve.planning.specs.residency import hibernated_seconds, kv_rules
 from muxserve.scheduling.residency import Residency
 from muxserve.scheduling.residency_types import Change, Residence, Sleep, Standing, Stay, Wake
 from muxserve.scheduling.turns import TurnRules
@@ -51,7 +51,7 @@ class IdleTimers(Residency):
         every = list(standings)
         self.restless = True
         assert fixed is None, "nothing is measured in simulation"
-        free = self.rules.limit - self.rules.fixed - sum(self.sizes.taken(each) for each in every)
+        free = self.rules.limit - self.rules.fixed - KV_BYTES - sum(self.sizes.taken(each) for each in every)
         changes: list[Change] = []
         for each in every:
             if each.residence is Residence.LEAVING and each.waiting:
@@ -80,7 +80,7 @@ def unit_of(models: int, limit: int, slo: float, folder: Path) -> SimUnit:
     (unit,) = places.placed("muxserve").units(mode_of("muxserve"))
     residency = unit.residency
     assert residency is not None, "the fleet has a limit"
-    rules = replace(residency.rules, fixed=residency.rules.fixed - POOL + KV_BYTES)
+    rules = replace(residency.rules, kv=kv_rules(KV_BYTES))
     return replace(unit, residency=replace(residency, rules=rules))
 
 

@@ -91,6 +91,10 @@ void bind_manager(nb::module_& module) {
           },
           nb::arg("quotas"))
       .def(
+          "set_room",
+          [](LocalManager& self, std::uint32_t pool, std::int64_t pages) { self.core().set_room(pool, pages); },
+          nb::arg("pool"), nb::arg("pages"))
+      .def(
           "reset_cache", [](LocalManager& self, std::uint32_t model) { self.core().reset_cache(model); },
           nb::arg("model"))
       .def(

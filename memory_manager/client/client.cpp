@@ -261,6 +261,13 @@ void Client::set_quotas(const std::vector<std::pair<std::uint32_t, std::int64_t>
   call(frame);
 }
 
+void Client::set_room(std::uint32_t pool, std::int64_t pages) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  FrameWriter frame = begin(Operation::kSetRoom);
+  frame.u32(pool).i64(pages);
+  call(frame);
+}
+
 std::string Client::statistics() {
   const std::lock_guard<std::mutex> lock(mutex_);
   FrameWriter frame = begin(Operation::kStatistics);

@@ -51,6 +51,7 @@ class Client {
   std::vector<std::int32_t> adopt(std::uint32_t model, const std::string& key);
   void drop(std::uint32_t model, const std::string& key);
   void set_quotas(const std::vector<std::pair<std::uint32_t, std::int64_t>>& quotas);
+  void set_room(std::uint32_t pool, std::int64_t pages);
   std::string statistics();
   std::string describe();
   void reset_cache(std::uint32_t model);

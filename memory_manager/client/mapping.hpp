@@ -48,6 +48,8 @@ class CountersView {
 
   std::int64_t free_pages() const { return load(pool_->free_pages); }
   std::int64_t pool_cached_pages() const { return load(pool_->cached_pages); }
+  std::int64_t room_pages() const { return load(pool_->room_pages); }
+  std::int64_t backed_pages() const { return load(pool_->backed_pages); }
   std::int64_t used_pages() const { return load(model_->used_pages); }
   std::int64_t cached_pages() const { return load(model_->cached_pages); }
   std::int64_t quota_pages() const { return load(model_->quota_pages); }

@@ -18,6 +18,8 @@ static_assert(Counter::is_always_lock_free && sizeof(Counter) == 8, "counters ar
 struct alignas(64) PoolCounters {
   Counter free_pages;
   Counter cached_pages;
+  Counter room_pages;    // that may be handed out or are: all but those of chunks that are vacated
+  Counter backed_pages;  // that have memory: the same, and those of chunks that are not vacant yet
 };
 
 struct alignas(64) ModelCounters {

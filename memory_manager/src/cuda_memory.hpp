@@ -34,6 +34,8 @@ class VmmPoolMemory final : public PoolMemory {
   // "cuda-vmm:<uuid>:<bytes>:<id>": bytes as mapped, a multiple of the granularity; the id tells allocations apart.
   std::string handle() const override;
   int descriptor() const override { return descriptor_.get(); }
+  void give_back(std::size_t, std::size_t) noexcept override {}
+  void take_again(std::size_t, std::size_t) override {}
   void destroy() override;
 
  private:
@@ -60,6 +62,8 @@ class LegacyPoolMemory final : public PoolMemory {
 
   // "cuda-ipc:<uuid>:<bytes>:<128 hexadecimal digits of the handle>".
   std::string handle() const override;
+  void give_back(std::size_t, std::size_t) noexcept override {}
+  void take_again(std::size_t, std::size_t) override {}
   void destroy() override;
 
  private:

@@ -204,6 +204,13 @@ void Dispatcher::carry_out(Session& session, const Header& header, Reader in, st
       manager_.leave_window(session.client, model, blocks);
       break;
     }
+    case Operation::kSetRoom: {
+      const std::uint32_t pool = in.u32();
+      const std::int64_t pages = in.i64();
+      in.end();
+      manager_.set_room(pool, pages);
+      break;
+    }
     default:
       throw Refused(Code::kUnknownOperation, "there is no operation " + std::to_string(header.operation));
   }

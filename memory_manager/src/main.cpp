@@ -207,6 +207,38 @@ Pools make_pools(const Config& config, FdStore& store) {
   return pools;
 }
 
+// The memory of chunks, on all ranks.
+class PoolChunks final : public ChunkMemory {
+ public:
+  PoolChunks(const Config& config, const Pools& pools) : config_(config), pools_(pools) {}
+
+  void give_back(std::uint32_t pool, std::int64_t first_page, std::int64_t pages) noexcept override {
+    for (std::int64_t rank = 0; rank < config_.ranks; ++rank)
+      memory(pool, rank).give_back(bytes(pool, first_page), bytes(pool, pages));
+  }
+
+  void take_again(std::uint32_t pool, std::int64_t first_page, std::int64_t pages) override {
+    std::int64_t rank = 0;
+    try {
+      for (; rank < config_.ranks; ++rank) memory(pool, rank).take_again(bytes(pool, first_page), bytes(pool, pages));
+    } catch (...) {
+      while (rank-- > 0) memory(pool, rank).give_back(bytes(pool, first_page), bytes(pool, pages));
+      throw;
+    }
+  }
+
+ private:
+  PoolMemory& memory(std::uint32_t pool, std::int64_t rank) const {
+    return *pools_.memory[pool * static_cast<std::size_t>(config_.ranks) + static_cast<std::size_t>(rank)];
+  }
+  std::size_t bytes(std::uint32_t pool, std::int64_t pages) const {
+    return static_cast<std::size_t>(pages * config_.pools[pool].page_bytes);
+  }
+
+  const Config& config_;
+  const Pools& pools_;
+};
+
 // Threads of the CUDA driver and of the export server must not take signals that the server waits for.
 void block_signals() {
   sigset_t set;
@@ -224,7 +256,8 @@ void serve(const Arguments& arguments) {
   PosixSegments segments(config.prefix, std::chrono::milliseconds(arguments.settle_ms));
   check_space(config, segments);
   const Pools pools = make_pools(config, store);
-  Manager manager(config, segments, generation, arguments.limits, random_number());
+  PoolChunks chunks(config, pools);
+  Manager manager(config, segments, generation, arguments.limits, random_number(), &chunks);
   segments.remove_stale(pools.segments);
   Dispatcher dispatcher(manager, pools.handles);
   {

@@ -23,7 +23,7 @@ void check_key(const std::string& key) {
 }  // namespace
 
 Manager::Manager(Config config, Segments& segments, std::uint64_t generation, const Limits& limits,
-                 std::uint64_t hash_seed)
+                 std::uint64_t hash_seed, ChunkMemory* chunks)
     : config_(std::move(config)),
       segments_(segments),
       generation_(generation),
@@ -33,7 +33,8 @@ Manager::Manager(Config config, Segments& segments, std::uint64_t generation, co
   check_config(config_);
   Counters& counters = segments_.counters();
   for (std::size_t i = 0; i < config_.pools.size(); ++i)
-    pools_.push_back(std::make_unique<PagePool>(config_.pools[i], counters.pools[i]));
+    pools_.push_back(
+        std::make_unique<PagePool>(config_.pools[i], counters.pools[i], static_cast<std::uint32_t>(i), chunks));
   for (const ModelConfig& model : config_.models) install(model);
   counters.generation.store(generation_, std::memory_order_release);
 }
@@ -240,6 +241,38 @@ void Manager::set_quotas(Span<std::pair<std::uint32_t, std::int64_t>> quotas) {
   }
 }
 
+void Manager::set_room(std::uint32_t pool, std::int64_t pages) {
+  if (pool >= pools_.size()) throw Refused(Code::kInvalid, "there is no pool with index " + std::to_string(pool));
+  PagePool& wanted = *pools_[pool];
+  if (pages < 1 || pages > wanted.config().num_pages) {
+    throw Refused(Code::kInvalid, "pool \"" + wanted.config().name + "\": room for " + std::to_string(pages) +
+                                      " pages is not between 1 and its " + std::to_string(wanted.config().num_pages));
+  }
+  const std::int64_t chunks = wanted.chunks().chunks_for(pages);
+  if (chunks == wanted.chunks().backed()) return;
+  std::vector<PageUse> uses(static_cast<std::size_t>(wanted.config().num_pages), PageUse::kNone);
+  uses[0] = PageUse::kUsed;
+  const auto each_model = [&](auto&& action) {
+    for (const auto& model : models_)
+      if (model && &model->pool() == &wanted) action(*model);
+  };
+  each_model([&](ModelTable& model) { model.mark(uses); });
+  try {
+    if (chunks > wanted.chunks().backed())
+      wanted.grow(chunks, uses);
+    else
+      wanted.shrink(chunks, uses);
+  } catch (const std::runtime_error& error) {
+    wanted.show();
+    throw Refused(Code::kNoMemory, "pool \"" + wanted.config().name + "\": " + error.what());
+  }
+  each_model([](ModelTable& model) {
+    model.leave_chunks();
+    model.show();
+  });
+  wanted.show();
+}
+
 void Manager::reset_cache(std::uint32_t model) {
   ModelTable& table = get(model);
   table.reset_cache();
@@ -302,6 +335,7 @@ void Manager::remove_model(std::uint32_t model) {
 void Manager::check() const {
   for (std::size_t i = 0; i < pools_.size(); ++i) {
     const PagePool& pool = *pools_[i];
+    const PageChunks& chunks = pool.chunks();
     const std::string where = "pool \"" + pool.config().name + "\": ";
     std::vector<std::uint8_t> seen(static_cast<std::size_t>(pool.config().num_pages), 0);
     seen[0] = 1;
@@ -310,18 +344,49 @@ void Manager::check() const {
       const std::int32_t page = pool.stack()[at];
       if (page <= 0 || page >= pool.config().num_pages || seen[static_cast<std::size_t>(page)]++)
         throw std::logic_error(where + "page " + std::to_string(page) + " is on the free list wrongly");
+      if (chunks.is_vacated(page))
+        throw std::logic_error(where + "page " + std::to_string(page) + " of a vacated chunk is on the free list");
     }
+    std::vector<PageUse> uses(seen.size(), PageUse::kNone);
     for (const auto& model : models_) {
       if (!model || model->pool_index() != i) continue;
       model->check(seen);
+      model->mark(uses);
       sum += model->used_pages() + model->cached_pages();
       cached += model->cached_pages();
       quotas += model->config().quota_pages;
     }
+    sum += check_chunks(pool, uses);
     if (quotas > pool.config().num_pages) throw std::logic_error(where + "the quotas sum to more than the pool");
     if (sum != pool.config().num_pages) throw std::logic_error(where + "free and used pages do not sum to the pool");
     if (cached != pool.cached_pages()) throw std::logic_error(where + "cached pages do not agree");
   }
+}
+
+// Pages of the pool that nobody uses and nobody gets, since their chunks are vacated or vacant.
+std::int64_t Manager::check_chunks(const PagePool& pool, const std::vector<PageUse>& uses) {
+  const PageChunks& chunks = pool.chunks();
+  std::int64_t away = 0, room = 0, backed = 0;
+  for (std::int64_t chunk = 0; chunk < chunks.count(); ++chunk) {
+    const auto begin = uses.begin() + static_cast<std::ptrdiff_t>(chunks.first_page(chunk));
+    const auto end = begin + static_cast<std::ptrdiff_t>(chunks.pages_of(chunk));
+    const std::int64_t used = std::count(begin, end, PageUse::kUsed);
+    const PageChunks::State state = chunks.state(chunk);
+    if (state == PageChunks::State::kBacked) {
+      room += chunks.pages_of(chunk);
+    } else {
+      away += chunks.pages_of(chunk) - used;
+      if (std::count(begin, end, PageUse::kCached) != 0) throw std::logic_error("a page of a vacated chunk is cached");
+      if (state == PageChunks::State::kVacant && used != 0)
+        throw std::logic_error("a page in use has no memory");
+      if (state == PageChunks::State::kVacated && (used == 0 || used != chunks.left(chunk)))
+        throw std::logic_error("the pages in use of a vacated chunk do not agree");
+    }
+    if (state != PageChunks::State::kVacant) backed += chunks.pages_of(chunk);
+  }
+  if (room != chunks.room_pages() || backed != chunks.backed_pages())
+    throw std::logic_error("the pages of the chunks do not sum to the pool");
+  return away;
 }
 
 }  // namespace muxserve::memory

@@ -42,9 +42,10 @@ struct StepReply {
 class Manager {
  public:
   // Throws ConfigError, and what Segments throws. `segments` must outlive the manager. `hash_seed` is what clients must
-  // not know, lest they choose hashes that collide in the prefix indices.
+  // not know, lest they choose hashes that collide in the prefix indices. `chunks` (null: nothing is given back) must
+  // outlive the manager, too.
   Manager(Config config, Segments& segments, std::uint64_t generation, const Limits& limits = {},
-          std::uint64_t hash_seed = 0);
+          std::uint64_t hash_seed = 0, ChunkMemory* chunks = nullptr);
 
   std::uint64_t generation() const { return generation_; }
   const Config& config() const { return config_; }
@@ -85,6 +86,11 @@ class Manager {
   // Sets the quotas (pages) of several models at once.
   void set_quotas(Span<std::pair<std::uint32_t, std::int64_t>> quotas);
 
+  // Has `pages` pages of a pool in use at most, rounded up to whole chunks: more come with memory of their own; where
+  // there were more, chunks are vacated, and their memory goes when nobody uses a page of them. What is cached there is
+  // evicted. Throws Refused(kNoMemory) where memory is missing; the pool is as much larger as there was memory then.
+  void set_room(std::uint32_t pool, std::int64_t pages);
+
   // Forgets every published block of the model.
   void reset_cache(std::uint32_t model);
 
@@ -104,8 +110,9 @@ class Manager {
   // The page table of a model: num_blocks * layers * kv_heads entries. Throws Refused(kUnknownModel).
   const ModelTable& model(std::uint32_t index) const;
 
-  // Throws std::logic_error unless in every pool free + owned + handed + cached pages and the null page are the pool
-  // and no page is in use twice. For tests; takes time in the size of the pools.
+  // Throws std::logic_error unless in every pool free + owned + handed + cached pages, those that vacated chunks have
+  // beside, and the null page are the pool, no page is in use twice, and all in use have memory. For tests; takes time
+  // in the size of the pools.
   void check() const;
 
  private:
@@ -120,6 +127,7 @@ class Manager {
   void check_hand_offs(int client, const ModelTable& model, std::size_t blocks) const;
   std::uint32_t pool_index(const std::string& name) const;
   void show(ModelTable& model);
+  static std::int64_t check_chunks(const PagePool& pool, const std::vector<PageUse>& uses);
 
   Config config_;
   Segments& segments_;

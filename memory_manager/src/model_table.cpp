@@ -94,10 +94,12 @@ void ModelTable::unheld(std::int32_t id) {
 void ModelTable::retire(std::int32_t id) {
   --used_blocks_;
   used_pages_ -= pages_of(block(id));
-  if (prefixes_.contains(id))
+  if (prefixes_.contains(id)) {
     push_cached(id);
-  else
+    if (pool_.vacates(row(id), pages_per_block_)) evict(id);
+  } else {
     free_block(id);
+  }
 }
 
 // The block can be found by its hash no more.
@@ -267,7 +269,8 @@ void ModelTable::leave_window(int client, Span<std::int32_t> blocks) {
     if (entry.holders != mask || entry.hand_offs != 0 || entry.window != Window::kPresent) continue;
     used_pages_ -= window_pages_;
     owned_pages_ -= window_pages_;
-    prefixes_.contains(id) ? push_aside(id) : free_window(id);
+    const bool kept = prefixes_.contains(id) && !pool_.vacates(row(id), pages_per_block_);
+    kept ? push_aside(id) : free_window(id);
   }
 }
 
@@ -378,12 +381,38 @@ void ModelTable::evict_oldest() {
     free_aside(oldest_aside_);
 }
 
-void ModelTable::evict_oldest_block() {
-  const std::int32_t id = oldest_;
+void ModelTable::evict(std::int32_t id) {
   unlink_cached(id);
   prefixes_.erase(id);
   free_block(id);
   ++evictions_;
+}
+
+void ModelTable::mark(std::vector<PageUse>& uses) const {
+  const auto heads = static_cast<std::int32_t>(config_.kv_heads);
+  for (std::int32_t id = 1; id < config_.num_blocks; ++id) {
+    const Block& entry = blocks_[static_cast<std::size_t>(id)];
+    const bool in_use = entry.holders != 0 || entry.hand_offs != 0;
+    if (!in_use && !prefixes_.contains(id)) continue;
+    const std::int32_t* pages = table_ + static_cast<std::size_t>(id) * static_cast<std::size_t>(pages_per_block_);
+    for (std::int32_t i = 0; i < pages_per_block_; ++i) {
+      const bool aside = entry.window == Window::kAside && windowed_[static_cast<std::size_t>(i / heads)] != 0;
+      if (pages[i] == 0) continue;
+      uses[static_cast<std::size_t>(pages[i])] = in_use && !aside ? PageUse::kUsed : PageUse::kCached;
+    }
+  }
+}
+
+void ModelTable::leave_chunks() {
+  const auto vacates = [this](std::int32_t id) { return pool_.vacates(row(id), pages_per_block_); };
+  for (std::int32_t id = oldest_aside_, next = kNone; id != kNone; id = next) {
+    next = asides_[static_cast<std::size_t>(id)].next;
+    if (vacates(id)) free_aside(id);
+  }
+  for (std::int32_t id = oldest_, next = kNone; id != kNone; id = next) {
+    next = block(id).next;
+    if (vacates(id)) evict(id);
+  }
 }
 
 void ModelTable::reset_cache() {

@@ -112,7 +112,12 @@ class ModelTable {
   // Only with has_cached().
   void evict_oldest();
   // Frees the least recently used cached block. Only if there is one.
-  void evict_oldest_block();
+  void evict_oldest_block() { evict(oldest_); }
+
+  // Says in `uses`, by page of the pool, which pages the blocks of the model use.
+  void mark(std::vector<PageUse>& uses) const;
+  // Frees what is cached in chunks of the pool that are vacated.
+  void leave_chunks();
 
   ModelStatistics statistics() const;
   void show();
@@ -163,6 +168,7 @@ class ModelTable {
   void use(std::int32_t id);
   void unheld(std::int32_t id);
   void retire(std::int32_t id);
+  void evict(std::int32_t id);
   void withdraw(std::int32_t id);
   void push_aside(std::int32_t id);
   void unlink_aside(std::int32_t id);

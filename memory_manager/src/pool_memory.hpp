@@ -22,6 +22,12 @@ class PoolMemory {
   // The descriptor by which a client maps it, if the handle alone is not enough; else -1. It stays this object's.
   virtual int descriptor() const { return -1; }
 
+  // Gives the memory of a part of the pool back, whose addresses stay; nobody uses it.
+  virtual void give_back(std::size_t offset, std::size_t bytes) noexcept = 0;
+
+  // Has memory in that part again. Throws std::runtime_error with the reason, and then nothing has changed.
+  virtual void take_again(std::size_t offset, std::size_t bytes) = 0;
+
   // Gives the memory back. Clients that have it mapped keep their mapping.
   virtual void destroy() = 0;
 };

@@ -107,6 +107,11 @@ void PosixSegment::give_up(const std::string& what) {
   fail(what);
 }
 
+void PosixSegment::punch(std::size_t offset, std::size_t bytes) noexcept {
+  const auto begin = static_cast<off_t>(offset), length = static_cast<off_t>(bytes);
+  while (fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, begin, length) != 0 && errno == EINTR) continue;
+}
+
 void PosixSegment::unlink() noexcept { shm_unlink(path_.c_str()); }
 
 PosixSegment::~PosixSegment() {
@@ -153,6 +158,8 @@ PosixSegments::PosixSegments(const std::string& prefix, std::chrono::millisecond
   for (PoolCounters& pool : counters.pools) {
     store(pool.free_pages, 0);
     store(pool.cached_pages, 0);
+    store(pool.room_pages, 0);
+    store(pool.backed_pages, 0);
   }
   for (ModelCounters& model : counters.models) {
     store(model.used_pages, 0);

@@ -45,6 +45,9 @@ class PosixSegment {
   std::size_t bytes() const { return bytes_; }
   const std::string& name() const { return name_; }
   bool existed() const { return existed_; }
+  // Gives the memory of this part back; it reads as zeros then. Both are multiples of a page of the kernel, but for the
+  // end of the segment.
+  void punch(std::size_t offset, std::size_t bytes) noexcept;
   // Takes the name away. Whoever has the segment open or mapped keeps it.
   void unlink() noexcept;
 
@@ -82,6 +85,8 @@ class PosixPoolMemory final : public PoolMemory {
   // Throws MemoryError.
   PosixPoolMemory(const std::string& name, std::size_t bytes) : segment_(name, bytes, PosixSegment::Use::kSparse) {}
   std::string handle() const override { return "posix:" + segment_.name(); }
+  void give_back(std::size_t offset, std::size_t bytes) noexcept override { segment_.punch(offset, bytes); }
+  void take_again(std::size_t, std::size_t) override {}  // where engines write
   void destroy() override { segment_.unlink(); }
 
  private:

@@ -22,6 +22,7 @@
 //   REMOVE_MODEL u32 model
 //   DESCRIBE                                    -> text JSON
 //   LEAVE_WINDOW u32 model, u32 blocks, i32 block[blocks]
+//   SET_ROOM     u32 pool, i64 pages
 // A model is
 //   text name, text pool, i64 layers, i64 kv_heads, i64 num_blocks, i64 quota_pages, i64 window_blocks, u32 windowed,
 //   i64 windowed_layer[windowed]
@@ -67,6 +68,7 @@ enum class Operation : std::uint16_t {
   kDescribe = 12,
   kLeaveWindow = 13,
   kConfiguration = 14,  // in a file only
+  kSetRoom = 15,
 };
 
 struct Header {

@@ -51,6 +51,7 @@ std::string Manager::statistics() const {
     out.open_object().member("name", pool.config().name).member("page_bytes", pool.config().page_bytes);
     out.member("total_pages", pool.config().num_pages).member("free_pages", pool.free_pages());
     out.member("owned_pages", owned).member("handed_pages", handed).member("cached_pages", pool.cached_pages());
+    out.member("room_pages", pool.chunks().room_pages()).member("backed_pages", pool.chunks().backed_pages());
     out.close_object();
   }
   out.close_array();

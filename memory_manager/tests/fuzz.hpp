@@ -127,8 +127,8 @@ class FrameFuzzer {
         Operation::kAdopt, Operation::kAdopt,   Operation::kDrop};
     static constexpr Operation kSeldom[] = {Operation::kHello,      Operation::kSetQuotas, Operation::kStatistics,
                                             Operation::kResetCache, Operation::kAddModel,  Operation::kRemoveModel,
-                                            Operation::kDescribe};
-    return one_in(6) ? kSeldom[pick(7)] : kOften[pick(13)];
+                                            Operation::kDescribe,   Operation::kSetRoom};
+    return one_in(6) ? kSeldom[pick(8)] : kOften[pick(13)];
   }
 
   std::uint32_t model() { return one_in(30) ? static_cast<std::uint32_t>(random_()) : one_in(10) ? pick(6) : pick(2); }
@@ -232,6 +232,9 @@ class FrameFuzzer {
           frame.u32(model()).i64(one_in(10) ? static_cast<std::int64_t>(random_()) : pick(102));
         break;
       }
+      case Operation::kSetRoom:
+        frame.u32(one_in(20) ? count(3) : 0).i64(one_in(10) ? static_cast<std::int64_t>(random_()) : 1 + pick(110));
+        break;
       case Operation::kResetCache:
       case Operation::kRemoveModel:
         // Models that were added; once in a while one of the first two goes, and takes half of the game with it.

@@ -49,7 +49,8 @@ constexpr std::uint32_t kB = 1;
 
 // A manager on the heap with short forms of its operations.
 struct Fixture {
-  explicit Fixture(Config config = small_config()) : manager(std::move(config), segments, 7) {}
+  explicit Fixture(Config config = small_config(), ChunkMemory* memory = nullptr)
+      : manager(std::move(config), segments, 7, {}, 0, memory) {}
 
   StepReply step(int client, std::uint32_t model, const std::vector<std::int32_t>& release, std::uint32_t reserve,
                  bool partial = false) {

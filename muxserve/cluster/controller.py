@@ -303,8 +303,7 @@ class Controller:
         parents = handle.memory_parents()
         models = {model: pid for model, pid in parents.models.items() if model in residency.models}
         warm = [] if parents.warm is None else [parents.warm]
-        pools = sum(pool.num_pages * pool.page_bytes for pool in self.units.units[name].planned.unit_spec.pools)
-        return await asyncio.to_thread(memory_use.measure, name, os.getpid(), models, warm, pools)
+        return await asyncio.to_thread(memory_use.measure, name, os.getpid(), models, warm)
 
     # ------------------------------------------------------------ what its parts ask for (`FleetEffects`)
 

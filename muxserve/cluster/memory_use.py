@@ -56,7 +56,6 @@ def measure(
     root: int,
     model_parents: Mapping[str, int],
     warm_parents: Iterable[int],
-    pools: int,
     proc: Path = Path("/proc"),
 ) -> MemoryReport:
     """What everything below the process `root` takes.
@@ -65,7 +64,6 @@ def measure(
         unit: that has the models.
         model_parents: by model, the process that loaded its weights and forked its engines.
         warm_parents: what those were forked from.
-        pools: bytes of all KV pools when every page has been used.
     """
     tree = process_tree(proc)
     every = {pid: memory_of(pid, proc) for pid in below(tree, root)}
@@ -79,9 +77,9 @@ def measure(
         # It loaded the weights before it forked engines, which have written what is theirs alone since.
         engines = sum(every[pid].private for pid in below(tree, parent)[1:] if pid in every)
         wake_peaks[model] = models[model] - engines + gone_since_peak(parent, proc)
-    used = sum(each.shared_memory for each in every.values())
+    pools = sum(each.shared_memory for each in every.values())
     total = sum(each.pss for each in every.values())
-    return MemoryReport(unit, total, models, max(0, pools - used), wake_peaks=wake_peaks)
+    return MemoryReport(unit, total, models, pools, wake_peaks=wake_peaks)
 
 
 def of_gpus(unit: str, found: GpuMemory | None, residency: ResidencySpec, there: Collection[str]) -> MemoryReport:

@@ -31,6 +31,7 @@ from muxserve.wire import (
     ReplicaEnded,
     RollingReport,
     SchedulerHello,
+    SetRoom,
     StartFailed,
     StateReply,
     StateRequest,
@@ -128,8 +129,10 @@ class SchedulerCore:
         elif now >= self._due_at:
             for model_scheduler in self._model_schedulers.values():
                 model_scheduler.hurry(now)
-        for balance in self._balances.values():
+        for unit, balance in self._balances.items():
             balance.decide(self._residents(balance), now)
+            if (room := balance.room(now)) is not None:
+                self._out.to_unit(unit, SetRoom(room))
         self._due_at = min(
             (model_scheduler.due(now) for model_scheduler in self._model_schedulers.values()), default=math.inf
         )
@@ -276,6 +279,8 @@ class SchedulerCore:
         if seen is None:
             return
         loads = {load.model: load for load in message.loads}
+        if message.pools is not None and (balance := self._balances.get(unit)) is not None:
+            balance.pools_reported(message.pools)
         # What the fleet file does not name is about to go, or its file is about to be read.
         models = {
             name

@@ -11,10 +11,12 @@ from muxserve.scheduling.residency import Residency
 from muxserve.scheduling.residency_types import Prefetch, Refuse, Residence, Sleep, Wake
 from muxserve.scheduling.turns import TurnModel, TurnRules, TurnStanding, turn_round, turns_over, waiting_since
 from muxserve.spec import ResidencySpec
-from muxserve.wire import MemoryReport
+from muxserve.wire import MemoryReport, PoolsLoad
 
 # What is no model comes to take more while it works (a gateway's requests), and counts for so long after it was seen.
 _FIXED_SECONDS = 30.0
+# What a unit was told of its pools was lost if it has not said so after that time.
+AGAIN_SECONDS = 0.5
 
 
 class MemoryBalance:
@@ -30,7 +32,9 @@ class MemoryBalance:
         self._total: int | None = None
         # Measurements of everything that is no model, with their times.
         self._measured: deque[tuple[float, int]] = deque()
-        self._reserved = 0
+        # The pools stand otherwise than when it was decided last; and when they were told what to take.
+        self._pools_changed = False
+        self._told, self._told_at = 0, -math.inf
         self._held: dict[str, int] = {}
         # Models on GPUs: the host's memory of each, bytes, and those whose engines stay while they sleep.
         self._copies: dict[str, int] = {}
@@ -54,8 +58,7 @@ class MemoryBalance:
     def reported(self, message: MemoryReport, schedulers: Mapping[str, ResidentScheduler], now: float) -> None:
         """The controller has measured."""
         self._total = message.total
-        self._reserved = message.reserved
-        fixed = max(0, message.total - sum(message.models.values())) + message.reserved
+        fixed = max(0, message.total - sum(message.models.values()) - message.pools)
         while self._measured and self._measured[0][0] < now - _FIXED_SECONDS:
             self._measured.popleft()
         self._measured.append((now, fixed))
@@ -78,6 +81,24 @@ class MemoryBalance:
                 scheduler.stop_again(now)
             scheduler.changed = True
 
+    def pools_reported(self, load: PoolsLoad) -> None:
+        """The unit has said how its KV pools stand."""
+        if self.policy.rules.kv is not None:
+            self.policy.pools.reported(load)
+            self._pools_changed = True
+
+    def room(self, now: float) -> int | None:
+        """The bytes that the pools are to be told to take; None: they know."""
+        pools = self.policy.pools
+        if (
+            pools.target is None
+            or pools.settled
+            or (pools.target == self._told and now - self._told_at < AGAIN_SECONDS)
+        ):
+            return None
+        self._told, self._told_at = pools.target, now
+        return pools.target
+
     def decide(self, schedulers: Mapping[str, ResidentScheduler], now: float) -> None:
         """Wake models and put them to sleep, if anything has changed or a moment may have come that was waited for."""
         if self._total is None:
@@ -86,8 +107,10 @@ class MemoryBalance:
             return
         if self._turns is not None:
             self._end_turns(schedulers, self._turns, now)
-        if not (self.policy.restless or any(scheduler.changed for scheduler in schedulers.values())):
+        changed = self._pools_changed or any(scheduler.changed for scheduler in schedulers.values())
+        if not (self.policy.restless or changed):
             return
+        self._pools_changed = False
         standings = []
         for name, scheduler in schedulers.items():
             scheduler.changed = False
@@ -139,7 +162,8 @@ class MemoryBalance:
             schedulers[name].end_turn()
 
     def _turn_standings(self, schedulers: Mapping[str, ResidentScheduler]) -> list[TurnStanding]:
-        memory = max(1, self.policy.rules.limit - (self._fixed or 0))
+        kv = self.policy.rules.kv
+        memory = max(1, self.policy.rules.limit - (self._fixed or 0) - (kv.least if kv is not None else 0))
         return [
             scheduler.turn(
                 TurnModel(
@@ -213,7 +237,8 @@ class MemoryBalance:
             "limit_bytes": self.policy.rules.limit,
             "used_bytes": self._total,
             "fixed_bytes": self._fixed or 0,
-            "reserved_bytes": self._reserved,
+            # What the KV pools may take of it, where they take what models leave.
+            "pools_bytes": self.policy.pools.target,
             # What is taken and reserved beyond the limit, since nobody would be served otherwise.
             "excess_bytes": self.policy.excess,
             # What all wakes and sleeps have taught: see `muxserve.scheduling.wake_times`.
@@ -226,7 +251,7 @@ class MemoryBalance:
 
 
 # Figures of a memory that add up over the units of a fleet.
-_SUMS = ("limit_bytes", "used_bytes", "fixed_bytes", "reserved_bytes", "excess_bytes")
+_SUMS = ("limit_bytes", "used_bytes", "fixed_bytes", "pools_bytes", "excess_bytes")
 
 
 def together(units: Mapping[str, dict[str, object]]) -> dict[str, object] | None:

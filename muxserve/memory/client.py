@@ -197,6 +197,19 @@ class MemoryClient:
         """
         self._native.set_quotas([(self._index(model), pages) for model, pages in quotas.items()])
 
+    def set_room(self, pool: str, pages: int) -> None:
+        """Have that many pages of a pool in use at most, rounded up to whole chunks (its null page counts). What is
+        cached in chunks that have to go is evicted; their memory is given back when nobody uses a page of them, which
+        the counter `backed_pages` shows.
+
+        Raises:
+            MemoryManagerError: INVALID for more pages than the pool has, or NO_MEMORY where there is none for more
+                chunks: then the pool has those that there was memory for.
+            KeyError: there is no such pool.
+        """
+        index = {each["name"]: number for number, each in enumerate(self._description["pools"])}[pool]
+        self._native.set_room(index, pages)
+
     def stats(self) -> dict[str, Any]:
         """Pages by state and pool and model, hits, evictions, hand-offs, and what each client holds."""
         result: dict[str, Any] = json.loads(self._native.statistics())

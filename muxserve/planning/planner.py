@@ -513,7 +513,7 @@ class Planner:
             for each in (replace(units, residency=spec), units)
         )
         (only,) = spec.values()
-        every = only.rules.fixed + sum(costs.bytes for costs in only.models.values())
+        every = only.rules.always + sum(costs.bytes for costs in only.models.values())
         return ResidencyForecast(about, resident, awake, only.rules.limit, every)
 
     # ------------------------------------------------------------ simulation

@@ -556,8 +556,11 @@ class UnitLedger:
         if used > model.peak:
             model.peak = used
 
-    def pool_pages(self, name: str, free: int, cached: int) -> None:
-        """The memory manager's counts of one pool: pages free and pages cached, which it evicts when needed."""
+    def pool_pages(self, name: str, free: int, cached: int, room: int | None = None, backed: int | None = None) -> None:
+        """The memory manager's counts of one pool: pages free and pages cached, which it evicts when needed; those that
+        may be in use, and those that have memory (None: as many as before)."""
         pool = self.pools[name]
+        pool.room = pool.room if room is None else room
+        pool.backed = pool.backed if backed is None else backed
         pool.free = free
         pool.available = free + cached

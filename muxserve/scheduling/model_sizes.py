@@ -44,21 +44,36 @@ class _Measured:
 
 @dataclass(slots=True)
 class Balance:
-    """Bytes that are `free`, and those `promised` by models that are leaving. Reserved bytes are in neither."""
+    """Bytes that are `free`, those `promised` by models that are leaving, and those `lent` to KV pools. Reserved bytes
+    are in none of them. `recalled` ones are those that the pools are to give back."""
 
     free: int
     promised: int
+    lent: int = 0
+    recalled: int = 0
 
     @property
     def available(self) -> int:
-        """Bytes that are free, or will be when the leaving models sleep."""
-        return self.free + self.promised
+        """Bytes that are free, or will be when the leaving models sleep and KV pools give back what was lent."""
+        return self.free + self.promised + self.lent
 
     def reserve(self, need: int) -> None:
-        """Set aside the bytes that a waiting model needs."""
-        left = self.available - need
+        """Set aside the bytes that a waiting model needs: free ones first, lent ones last."""
+        left = self.free + self.promised - need
         self.free = max(0, self.free - need)
         self.promised = max(0, left - self.free)
+        self._recall(-left)
+
+    def cover(self) -> None:
+        """Recall lent bytes as far as more is taken than there is."""
+        before = self.recalled
+        self._recall(-self.free - self.promised)
+        self.promised += self.recalled - before
+
+    def _recall(self, missing: int) -> None:
+        back = min(self.lent, max(0, missing))
+        self.lent -= back
+        self.recalled += back
 
 
 class ModelSizes:

@@ -115,7 +115,7 @@ def normalised_usage(pool: PoolState, profiles: Sequence[ModelProfile], used: Se
     """R of Eq. 2 for each model, scaled so that 1.0 is the model's share of the pool by weight."""
     weights = [demand_weight(profile) for profile in profiles]
     whole = sum(weights)
-    return [u * whole / (w * pool.profile.pages) for u, w in zip(used, weights, strict=True)]
+    return [u * whole / (w * max(1, pool.room)) for u, w in zip(used, weights, strict=True)]
 
 
 @dataclass(slots=True)
@@ -150,14 +150,14 @@ class QuotaAdapter:
     @property
     def settled(self) -> bool:
         """There is nothing to adapt: one model has the whole pool."""
-        model, pages = self._pool.models[0], self._pool.profile.pages
+        model, pages = self._pool.models[0], self._pool.room
         return len(self.targets) == 1 and not model.retired and model.quota == self.targets[0] == pages
 
     def adapt(self, between: bool = False) -> list[QuotaChange]:
         """The changes to make now. `between`: a request cannot wait for the next period, in which demand is looked at
         again."""
         pool, models, config = self._pool, self._pool.models, self._config
-        pages = pool.profile.pages
+        pages = pool.room
         if not between:
             self._look_at_demand()
         serving = [index for index, model in enumerate(models) if not model.retired]
@@ -195,15 +195,15 @@ class QuotaAdapter:
     def _look_at_demand(self) -> None:
         decay = self._config.decay
         for index, model in enumerate(self._pool.models):
-            wanted = float(self._wanted(model))
+            wanted = float(self.wanted(model))
             self._demand[index] = max(wanted, decay * self._demand[index] + (1 - decay) * wanted)
             model.peak = model.used
 
     def _division(self, serving: Sequence[int]) -> tuple[list[int], list[int]]:
         """Where the quotas of the models in service are going, and their floors."""
-        pages = self._pool.profile.pages
+        pages = self._pool.room
         models = [self._pool.models[index] for index in serving]
-        demands = [max(self._demand[index], float(self._wanted(self._pool.models[index]))) for index in serving]
+        demands = [max(self._demand[index], float(self.wanted(self._pool.models[index]))) for index in serving]
 
         def divided(floors: Sequence[int]) -> list[int]:
             weights = (self._weights[index] for index in serving)
@@ -215,7 +215,7 @@ class QuotaAdapter:
         return (targets, floors) if for_long is None else (divided(for_long), for_long)
 
     @staticmethod
-    def _wanted(model: ModelState) -> int:
+    def wanted(model: ModelState) -> int:
         """Pages that the model could use now: what it holds, room for its sequences to grow, and its queue as far as
         the decode engine has seats."""
         waiting = len(model.queue)
@@ -256,7 +256,7 @@ def quota_when_back(model: ModelState) -> int:
     """The quota of a model that is back in service: as planned, as far as others have not been given it. They give it
     back by and by."""
     others = sum(other.quota for other in model.pool.models if other is not model)
-    return max(model.quota, min(model.profile.quota_pages, model.pool.profile.pages - others))
+    return max(model.quota, min(model.profile.quota_pages, model.pool.room - others))
 
 
 # Between two changes of fixed quotas, seconds: what was lent comes back page by page.
@@ -320,6 +320,8 @@ class AdaptiveQuotas:
         self.due = 0.0
         # When the next period begins; from when on quotas may change before.
         self._period = self._between = 0.0
+        # Of each pool, when quotas were looked at last.
+        self._rooms: list[int] = []
 
     def rebalance(self, ledger: UnitLedger, now: float) -> list[QuotaChange]:
         """See `Quotas`."""
@@ -330,6 +332,7 @@ class AdaptiveQuotas:
             self.due = self._between
             return []
         self._between = now + self._config.hurried
+        self._rooms = [pool.room for pool in ledger.pools.values()]
         if not between:
             self._period = now + self._config.period
         self.due = self._period
@@ -357,7 +360,9 @@ class AdaptiveQuotas:
         return model.pool.profile.pages
 
     def _short(self, ledger: UnitLedger) -> bool:
-        """A request waits that its model could not even take alone."""
+        """A pool has become larger or smaller, or a request waits that its model could not even take alone."""
+        if self._rooms and self._rooms != [pool.room for pool in ledger.pools.values()]:
+            return True
         for model in ledger.models:
             if model.queue and not model.retired and head_pages(model) > self.limit(model):
                 return True
@@ -374,11 +379,13 @@ def fixed_targets(pool: PoolState) -> dict[str, int]:
     def divided(pages: int, floors: Sequence[int]) -> list[int]:
         return max_min(pages, [Claim(max(1, own), floor) for own, floor in zip(planned, floors, strict=True)])
 
-    whole = sum(model.profile.quota_pages for model in pool.models)
-    targets = planned if len(serving) == len(pool.models) else divided(whole, fitting(whole, floors))
-    for_long = long_request_floors(pool.profile.pages, serving, targets)
+    planned_pages = sum(model.profile.quota_pages for model in pool.models)
+    whole = min(pool.room, planned_pages)
+    as_planned = len(serving) == len(pool.models) and whole == planned_pages
+    targets = planned if as_planned else divided(whole, fitting(whole, floors))
+    for_long = long_request_floors(pool.room, serving, targets)
     if for_long is not None:
-        targets = divided(pool.profile.pages, for_long)
+        targets = divided(pool.room, for_long)
     return dict.fromkeys((model.name for model in pool.models), 0) | {
         model.name: pages for model, pages in zip(serving, targets, strict=True)
     }
@@ -396,7 +403,7 @@ def lend(pool: PoolState, targets: Mapping[str, int]) -> list[QuotaChange]:
     for model in pool.models:
         held = model.used + model.promised + model.in_engines * model.pages_per_block
         quotas[model.name] = min(model.quota, max(targets[model.name], held))
-    slack = pool.profile.pages - sum(quotas.values())
+    slack = pool.room - sum(quotas.values())
     for model in sorted(pool.models, key=lambda model: quotas[model.name] / max(1, targets[model.name])):
         raised = max(0, min(targets[model.name] - quotas[model.name], slack))
         quotas[model.name] += raised

@@ -13,6 +13,7 @@ one wake serves all of them. While a model waits for memory, its weights are pre
 | `sleep_order` | which model sleeps when another one needs its memory |
 | `room_ahead` | which idle models sleep before anybody needs their memory |
 | `wakes_ahead` | which models are woken once before anybody asks for them |
+| `pool_room` | how much of the memory the KV pools may take |
 
 Whatever is measured, nobody waits for ever. A model for which there would be no room if all others slept is woken
 beyond the limit when it has waited for `max_wait` and nobody else is awake, or its requests are refused where that is
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 
 from muxserve.scheduling.arrival_rates import ModelRates
 from muxserve.scheduling.model_sizes import Balance, ModelSizes
+from muxserve.scheduling.pool_room import PoolRoom
 from muxserve.scheduling.residency_types import (
     Change,
     Prefetch,
@@ -80,6 +82,7 @@ class Residency:
         self.sizes = ModelSizes()
         self.times = WakeTimes(rules.sleep_seconds)
         self.rates = ModelRates()
+        self.pools = PoolRoom()
         # Time alone may change what the last decision was: somebody waits, or memory ahead is missing.
         self.restless = False
         # By model that requests wait for, what it waits for itself, in words, as of the last decision.
@@ -132,18 +135,19 @@ class Residency:
             fixed: bytes that are not of models, as measured; None: as declared.
             standings: of all models.
 
-        1. If more is taken than there is, models are put to sleep.
+        1. If more is taken than there is, KV pools give back what was lent to them, and models are put to sleep.
         2. The groups of waiting requests, in the order of `queue`:
            a. if there is room, the model is woken, or waits for the wakes of others;
-           b. if leaving models make room, it waits for them;
+           b. if leaving models and KV pools make room, it waits for them;
            c. otherwise those whose absence costs least are put to sleep;
            d. if that is not enough, it waits, and from `max_wait` on so does everybody behind it;
            e. if there would be no room for it although all others slept, they are put to sleep, and it is woken beyond
               the limit, or refused.
         3. Leaving models that requests wait for stay if their memory is promised to nobody.
-        4. Memory for the next wakes is kept free.
-        5. If nothing else is to be done, a model is woken ahead.
-        6. The first models that still wait are prefetched.
+        4. KV pools get what their requests wait for.
+        5. Memory for the next wakes is kept free, or lent to KV pools.
+        6. If nothing else is to be done, a model is woken ahead.
+        7. The first models that still wait are prefetched.
         """
         by_name = {each.model: each for each in standings}
         self.times.follow(now, by_name.values())
@@ -152,6 +156,12 @@ class Residency:
         self.waits_for = {each.model: _WHILE[each.residence] for each in waiting}
         room = self.rules.limit - (self.rules.fixed if fixed is None else fixed + self.rules.fixed_margin)
         balance = self.sizes.balance(room, by_name.values(), self.times)
+        if (kv := self.rules.kv) is not None:
+            balance.free -= self.pools.taken(kv)
+            balance.promised += self.pools.promised(now)
+            balance.lent = self.pools.lent(kv)
+            balance.cover()
+            room -= kv.least  # when all models sleep
         changes: list[Change] = []
         if balance.available < 0:  # 1
             victims = self._sleep_order.beyond_limit(now, -balance.available, list(by_name.values()))
@@ -163,12 +173,15 @@ class Residency:
         this = _Round(now, by_name, room, balance, balance.free, queue, changes, decided)
         if self._serve_queue(this):  # 2
             self._let_stay(this)  # 3
-            changes += self._room_ahead.sleeps(now, balance, by_name, decided)  # 4
+            self._serve_pools(this)  # 4
+            changes += self._room_ahead.sleeps(now, balance, by_name, decided)  # 5
             self.restless |= self._room_ahead.short
-            if not changes:  # 5
+            if not changes:  # 6
                 changes += self._wakes_ahead.changes(now, balance.free, by_name.values())
+            self._lend(this)
+        self.pools.give(balance.recalled, now)
         self._wakes_ahead.note(changes)
-        return self._prefetch(this) + changes  # 6
+        return self._prefetch(this) + changes  # 7
 
     # ------------------------------------------------------------ inside
 
@@ -209,7 +222,7 @@ class Residency:
                     this.decided.add(victim.model)
                     balance.promised += self.sizes.taken(victim)
                     this.changes.append(Sleep(victim.model, f"memory for {model}"))
-            self.waits_for[model] = "the memory of a model that is about to sleep"  # b
+            self.waits_for[model] = "the memory of a model that is about to sleep, or of KV pools"  # b
             balance.reserve(need)
         return True
 
@@ -245,8 +258,43 @@ class Residency:
                 this.changes.append(Stay(each.model))
                 this.decided.add(each.model)
 
+    def _serve_pools(self, this: _Round) -> None:
+        """Step 4: requests of awake models that wait for pages get free memory, and that of idle models. When they have
+        waited for `max_wait`, busy models leave for the one that has waited longest."""
+        if (kv := self.rules.kv) is None:
+            return
+        balance = this.balance
+        more = min(self.pools.wanting(kv), max(0, balance.free))
+        self.pools.take(more)
+        balance.free -= more
+        missing = self.pools.missing(kv)
+        waited = self.pools.waits(this.now, missing > 0)
+        self.restless |= missing > 0
+        missing -= max(0, balance.promised)
+        if missing <= 0:
+            return
+        oldest = self.pools.oldest
+        candidates = [each for each in this.standings.values() if each.model not in {*this.decided, oldest}]
+        victims = self._sleep_order.victims(this.now, missing, candidates, waited >= self.rules.max_wait)
+        for victim in victims or ():
+            this.decided.add(victim.model)
+            balance.promised += self.sizes.taken(victim)
+            this.changes.append(Sleep(victim.model, f"memory for the KV cache of {oldest}"))
+        balance.promised = max(0, balance.promised - missing)
+
+    def _lend(self, this: _Round) -> None:
+        """Step 5: KV pools get what the next wake leaves, while nobody waits for one."""
+        if (kv := self.rules.kv) is None or this.queue:
+            return
+        asleep = [each.model for each in this.standings.values() if each.residence is Residence.ASLEEP]
+        woken = {change.model for change in this.changes if isinstance(change, Wake)}
+        keep = max((self.sizes.needs(model) for model in (*asleep, *woken)), default=0)
+        more = self.pools.lend(kv, this.balance.free - keep)
+        self.pools.take(more)
+        this.balance.free -= more
+
     def _prefetch(self, this: _Round) -> list[Change]:
-        """Step 6: as many waiting models as may be woken at a time are prefetched into the spare bytes, and no others
+        """Step 7: as many waiting models as may be woken at a time are prefetched into the spare bytes, and no others
         any more. The bytes of prefetched weights count as free elsewhere: if another model needs them, only time is
         lost. These changes are to be carried out before the others."""
         woken = {change.model for change in this.changes if isinstance(change, Wake)}

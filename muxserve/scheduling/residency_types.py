@@ -26,6 +26,15 @@ class WakeRules:
 
 
 @dataclass(frozen=True, slots=True)
+class KvRules:
+    """KV pools that take what models leave: at most `most` bytes, and `least` bytes more than their running requests
+    need."""
+
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
 class ResidencyRules:
     """Everything together takes at most `limit` bytes. What is no model counts as `fixed` bytes until it was measured,
     and then as what was measured and `fixed_margin`.
@@ -35,6 +44,8 @@ class ResidencyRules:
     not, and nobody takes memory that it needs. A model with running requests is put to sleep only when another has
     waited for `patience` seconds. Rates of arrivals are averages over each of the `windows`, seconds; the largest
     counts. Putting an idle model to sleep takes `sleep_seconds` until that was measured.
+
+    `kv`: the memory has KV pools that models get memory from; None: what pools take is `fixed`.
 
     `ceiling`, bytes: a model that never has room below `limit` is woken beyond it, up to this; None: without end. With
     the limit itself, as of a GPU's memory, nothing is woken beyond it.
@@ -53,6 +64,7 @@ class ResidencyRules:
     sleep_seconds: float = 0.0
     fixed: int = 0
     fixed_margin: int = 0
+    kv: KvRules | None = None
     ceiling: int | None = None
 
     def __post_init__(self) -> None:
@@ -60,6 +72,11 @@ class ResidencyRules:
             raise ValueError("limit and windows must be positive")
         if min(self.min_residence, self.residence_factor, self.max_wait, self.patience, self.sleep_seconds) < 0:
             raise ValueError("times must not be negative")
+
+    @property
+    def always(self) -> int:
+        """Bytes that are taken whichever models are awake, as far as was declared."""
+        return self.fixed + (self.kv.least if self.kv is not None else 0)
 
 
 @dataclass(frozen=True, slots=True)

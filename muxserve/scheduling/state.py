@@ -328,14 +328,19 @@ class RequestQueue:
 
 @dataclass(slots=True, eq=False)
 class PoolState:
-    """Counts of one pool. `available` pages could be handed out (free, or cached and evictable); `promised` pages are
-    those that admitted requests have not taken yet."""
+    """Counts of one pool. `room` pages may be in use now, and `backed` ones have memory. `available` pages could be
+    handed out (free, or cached and evictable); `promised` pages are those that admitted requests have not taken yet."""
 
     profile: PoolProfile
     available: int
     free: int
     models: list[ModelState] = field(default_factory=list)
     promised: int = 0
+    room: int = field(init=False)
+    backed: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.room = self.backed = self.profile.pages
 
 
 @dataclass(slots=True, eq=False)

@@ -74,10 +74,12 @@ def share_units(share: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PoolProfile:
-    """One page pool. `pages` is what can be handed out, the null page not counted."""
+    """One page pool. `pages` is what can be handed out, the null page not counted, when all of it has memory; a page
+    has `page_bytes` on each rank."""
 
     name: str
     pages: int
+    page_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

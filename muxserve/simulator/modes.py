@@ -147,7 +147,7 @@ def sim_unit(unit: PlacedUnit, models: Mapping[str, Demand], share_steps: int | 
     profiles: dict[str, ModelProfile] = {}
     for index, (group, size) in enumerate(zip(groups, sizes, strict=True)):
         # Page 0 of a pool belongs to nobody.
-        pool = PoolProfile(f"pool{index}", size // group.page_bytes - 1)
+        pool = PoolProfile(f"pool{index}", size // group.page_bytes - 1, group.page_bytes)
         members = [
             _profile(models[name], placed[name], tp, pool, tokens, len(group.models), share_steps != 0)
             for name, tokens in zip(group.models, group.block_tokens, strict=True)

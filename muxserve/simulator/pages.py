@@ -97,10 +97,10 @@ class ModelPages:
         pages, beside = blocks * self.per_block, spare * self.per_block
         pool = self.pool
         held, whole = self.held + pages, pool.held + pages
-        if held + self.committed + beside > self.quota or whole + pool.committed + beside > pool.profile.pages:
+        if held + self.committed + beside > self.quota or whole + pool.committed + beside > pool.room:
             pool.sync(now, viewer)
             held, whole = self.held + pages, pool.held + pages
-            if held + beside > self.quota or whole + beside > pool.profile.pages:
+            if held + beside > self.quota or whole + beside > pool.room:
                 return False
             self.held, pool.held = held, whole
             pool.check(now)
@@ -183,7 +183,7 @@ class ModelPages:
         """Blocks that may be committed now."""
         pool = self.pool
         mine = self.quota - self.held - self.committed
-        all_ = pool.profile.pages - pool.held - pool.committed - pool.cached
+        all_ = pool.room - pool.held - pool.committed - pool.cached
         # A model that keeps states alone takes no pages for its tokens.
         return max(0, mine if mine < all_ else all_) // self.per_block if self.per_block else sys.maxsize
 
@@ -191,7 +191,7 @@ class ModelPages:
         """Blocks that may be taken now, from what is cached as well."""
         pool = self.pool
         mine = self.quota - self.held - self.committed
-        all_ = pool.profile.pages - pool.held - pool.committed
+        all_ = pool.room - pool.held - pool.committed
         # A model that keeps states alone takes no pages for its tokens.
         return max(0, mine if mine < all_ else all_) // self.per_block if self.per_block else sys.maxsize
 
@@ -199,10 +199,12 @@ class ModelPages:
 class SimPool:
     """One pool; `cached` are the pages of prefixes that nobody holds."""
 
-    __slots__ = ("cached", "committed", "held", "models", "profile", "stamp", "told")
+    __slots__ = ("cached", "committed", "held", "models", "profile", "room", "stamp", "told")
 
     def __init__(self, profile: PoolProfile) -> None:
         self.profile = profile
+        # Pages that may be in use now.
+        self.room = profile.pages
         self.models: list[ModelPages] = []
         self.held = 0
         self.committed = 0
@@ -215,9 +217,17 @@ class SimPool:
         self.stamp += 1
         return self.stamp
 
+    def resize(self, pages: int, now: float) -> None:
+        """So many pages may be in use now, or those that are; what is cached beyond them goes."""
+        self.sync(now, -1)
+        self.room, self.told = min(self.profile.pages, max(pages, self.held)), -1
+        while self.held + self.cached > self.room:
+            min((each for each in self.models if each.oldest), key=_oldest).evict()
+        self.check(now)
+
     def make_room(self, model: ModelPages, now: float, viewer: int) -> None:
         """`model` has taken pages: what is cached goes as far as they were not free, its own first."""
-        pages = self.profile.pages
+        pages = self.room
         if self.held + self.committed + self.cached <= pages:
             return
         self.sync(now, viewer)
@@ -237,7 +247,7 @@ class SimPool:
             if not model.committed or model.grower is None:
                 continue
             whole = self.held + self.committed + self.cached
-            if model.held + model.committed > model.quota or whole > self.profile.pages:
+            if model.held + model.committed > model.quota or whole > self.room:
                 model.grower.shrink(now)
 
 

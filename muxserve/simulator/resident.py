@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from muxserve.scheduling.pool_room import divided, pools_load
 from muxserve.scheduling.residency import Residency
 from muxserve.scheduling.residency_types import Prefetch, Refuse, Residence, Sleep, Standing, Wake
 from muxserve.simulator.events import TimedEvent
@@ -18,6 +19,9 @@ from muxserve.simulator.turns import TurnTaking
 
 # How often the policy is asked while requests wait and nothing else happens: its rules know of times that pass.
 ASKED_SECONDS = 0.1
+# From a decision on the room of KV pools until it is known that they have it: two messages, and the pause between two
+# reports of a unit (`unit.replicas.REPORT_SECONDS`).
+ROOM_SECONDS = 0.02
 
 
 class ResidentModels:
@@ -41,6 +45,12 @@ class ResidentModels:
         }
         turns = residency.turns
         self.turn_taking = TurnTaking(machine, scheduler, self, turns) if turns is not None else None
+        # The bytes that KV pools may take, where they take what models leave, and whether that is about to change.
+        self._room = 0
+        self._changes_room = False
+        if (kv := residency.rules.kv) is not None:
+            taken = residency.rules.fixed + sum(residency.models[name].bytes for name in residency.awake)
+            self._make_room(max(kv.least, min(kv.most, residency.rules.limit - taken)), machine.clock.now)
         self.peak_bytes = self._taken()
         self._there: set[str] = set()
         self._asks = self.awake.preparing
@@ -75,6 +85,8 @@ class ResidentModels:
         self._there.add(request.request_id)
         self._run(model, 1, now)
         self.scheduler.serve(request, now)
+        if self.residency.rules.kv is not None:
+            self._ask_later(now)
 
     def _serve_waiting(self, model: ResidentModel, now: float) -> None:
         if self.turn_taking is not None:
@@ -208,7 +220,29 @@ class ResidentModels:
         self._serve_waiting(model, now)
         self._decide(now)
 
+    def _make_room(self, size: int, now: float) -> None:
+        self._room = size
+        for name, pages in divided(self.scheduler.ledger, size).items():
+            self.machine.pages.pools[name].resize(pages, now)
+        self.scheduler.tell_pages(now)
+
+    def room_due(self, now: float) -> None:
+        """The KV pools have the room that was decided on."""
+        self._changes_room = False
+        target = self.awake.pools.target
+        assert target is not None, "it was decided"
+        self._make_room(target, now)
+        self.machine.decide_again()
+        self._decide(now)
+
+    def _tell_pools(self, now: float) -> None:
+        """Have the policy know how the KV pools stand."""
+        if self.residency.rules.kv is not None:
+            self.scheduler.tell_pages(now)
+            self.awake.pools.reported(pools_load(self.scheduler.ledger, self._room))
+
     def _decide(self, now: float) -> None:
+        self._tell_pools(now)
         for change in self.awake.decide(now, None, self._standings(now)):
             if isinstance(change, Refuse):
                 continue  # refused or never served: neither is within its objectives
@@ -232,6 +266,9 @@ class ResidentModels:
                 model.sleeps -= 1
                 model.become(Residence.AWAKE, now)
                 self._serve_waiting(model, now)
+        if not (self._changes_room or self.awake.pools.settled):
+            self._changes_room = True
+            self.machine.clock.at(now + ROOM_SECONDS, _RoomDue(self))
         if self.turn_taking is not None:
             self.turn_taking.decide(now)
         self.peak_bytes = max(self.peak_bytes, self._taken())
@@ -252,6 +289,8 @@ class ResidentModels:
         """Whether time alone may change what was decided last."""
         if any(map(self.wanted, self.models)):
             return True
+        if self.residency.rules.kv is not None and any(each.running for each in self.models.values()):
+            return True  # what runs may need more pages, or fewer
         # When nothing runs any more, nothing has to be kept free for.
         return self.awake.preparing or (self.awake.restless and any(each.running for each in self.models.values()))
 
@@ -259,7 +298,9 @@ class ResidentModels:
         costs = self.residency.models
         held = sum(costs[n].bytes for n, each in self.models.items() if each.residence is not Residence.ASLEEP)
         waking = (costs[each.name].load_bytes for each in self.models.values() if each.residence is Residence.WAKING)
-        return self.residency.rules.fixed + held + sum(waking)
+        pools = sum(p.room * p.profile.page_bytes for p in self.machine.pages.pools.values())
+        fixed = self.residency.rules.fixed + (pools if self.residency.rules.kv is not None else 0)
+        return fixed + held + sum(waking)
 
     def result(self) -> ResidencyResult:
         """What happened to the models."""
@@ -280,6 +321,16 @@ class _PolicyDue(TimedEvent):
 
     def handle(self, now: float) -> None:
         self.residents.policy_due(now)
+
+
+@dataclass(slots=True)
+class _RoomDue(TimedEvent):
+    """KV pools have another room."""
+
+    residents: ResidentModels
+
+    def handle(self, now: float) -> None:
+        self.residents.room_due(now)
 
 
 @dataclass(slots=True)

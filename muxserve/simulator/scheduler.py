@@ -238,7 +238,7 @@ class LeaseScheduler:
             moving_in=self.moving_in,
             moving_out=self.moving_out,
             used=pages.held,
-            available=pool.profile.pages - pool.held,
+            available=pool.room - pool.held,
         )
 
     def view(self, name: str, load: InstanceLoad, levels: Levels, staying: Collection[str]) -> InstanceView:
@@ -259,7 +259,7 @@ class LeaseScheduler:
     def turn(self, now: float) -> None:
         """Decide what runs."""
         self.turns += 1
-        self._tell_pages(now)
+        self.tell_pages(now)
         if self.spec.adapt_quotas:
             self._rebalance(now)
         for grant in self.policy.decide(self.ledger, now):
@@ -304,7 +304,8 @@ class LeaseScheduler:
 
     # ------------------------------------------------------------ what the scheduler sees and does
 
-    def _tell_pages(self, now: float) -> None:
+    def tell_pages(self, now: float) -> None:
+        """Have the ledger know who holds how many pages."""
         everything, ledger = self.machine.pages, self.ledger
         everything.count(now)
         for pages in everything.models:
@@ -316,7 +317,7 @@ class LeaseScheduler:
             held = pool.held
             if held != pool.told:
                 pool.told = held
-                ledger.pool_pages(name, pool.profile.pages - held, 0)
+                ledger.pool_pages(name, pool.room - held, 0, pool.room, pool.room)
 
     def _lease(self, grant: Grant, now: float) -> SimLease:
         """Carry out a decision, but for telling the engine."""

@@ -115,7 +115,7 @@ class TurnTaking:
                 costs.tpot,
                 self.scheduler.ledger.by_name[name].decode.step_seconds,
                 self.residents.awake.times.seconds(name),
-                costs.bytes / (rules.limit - rules.fixed),
+                costs.bytes / (rules.limit - rules.always),
             ),
             model.awake_since if awake else None,
             model.residence is Residence.LEAVING,

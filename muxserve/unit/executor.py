@@ -49,6 +49,7 @@ from muxserve.wire import (
     Retire,
     Revive,
     SchedulerHello,
+    SetRoom,
     StateRequest,
     StepFailed,
     StepReport,
@@ -153,6 +154,8 @@ class UnitExecutor:
                 self.moving.pairs.unpaired(message.model)
             case Terminating():
                 self.replicas.drain(message, now)
+            case SetRoom():
+                self._pages.set_room(message.bytes)
             case SchedulerHello():
                 self.replicas.greeted(peer, message, now)
             case MigratorHello():

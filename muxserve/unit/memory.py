@@ -38,6 +38,9 @@ class Memory(Protocol):
     def set_quotas(self, quotas: Mapping[str, int]) -> bool:
         """Set quotas (pages) together; whether the manager took them."""
 
+    def set_room(self, pages: Mapping[str, int]) -> bool:
+        """Set how many pages of each pool may be in use; whether the manager took that."""
+
     def drop(self, model: str, key: str) -> None:
         """Give up the hand-off `key`, if there is one."""
 
@@ -94,11 +97,20 @@ class MemoryLink:
         seen = ""
         for _, pool, counters in self._counters:
             if pool != seen:
-                ledger.pool_pages(pool, counters.free_pages, counters.pool_cached_pages)
+                # The null page is nobody's.
+                room, backed = counters.room_pages - 1, counters.backed_pages
+                ledger.pool_pages(pool, counters.free_pages, counters.pool_cached_pages, room, backed)
                 seen = pool
 
     def set_quotas(self, quotas: Mapping[str, int]) -> bool:
         return self._ask(lambda client: client.set_quotas(dict(quotas)))
+
+    def set_room(self, pages: Mapping[str, int]) -> bool:
+        def ask(client: Any) -> None:
+            for pool, count in pages.items():
+                client.set_room(pool, count)
+
+        return self._ask(ask)
 
     def drop(self, model: str, key: str) -> None:
         self._ask(lambda client: client.drop(model, key), expected="UNKNOWN_KEY")

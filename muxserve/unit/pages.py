@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 
+from muxserve.scheduling.pool_room import divided
 from muxserve.scheduling.quotas import quota_when_back
 from muxserve.scheduling.state import ModelState
 from muxserve.unit.moving import Departures
@@ -59,6 +60,17 @@ class PageQuotas:
         models = self._state.ledger.models
         self._set({model.name: 0 if model.retired else model.profile.quota_pages for model in models})
 
+    def set_room(self, size: int) -> None:
+        """The pools may take `size` bytes together."""
+        self._state.room = size
+        if self._state.memory.connected:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        pages = divided(self._state.ledger, self._state.room, self._state.ranks)
+        self._state.memory.set_room({name: count + 1 for name, count in pages.items()})  # with the null page
+        self._state.memory.read(self._state.ledger)
+
     def gone(self, now: float) -> None:
         """The manager died, and its hand-offs with it. What is in engines, the engines report themselves."""
         self._state.ledger.memory_up = False
@@ -85,6 +97,8 @@ class PageQuotas:
                 # meets first has them from an earlier one, or from the unit's spec.
                 if self._quotas is not None:
                     memory.set_quotas(self._quotas)
+                if self._state.room:
+                    self._make_room()
             else:
                 self.due = now + RETRY_SECONDS
                 return

@@ -9,11 +9,12 @@ import msgspec
 
 from muxserve.replicas.views import InstanceLoad
 from muxserve.scheduling.loads import load_of
+from muxserve.scheduling.pool_room import pools_load
 from muxserve.scheduling.state import ModelState
 from muxserve.unit.request_table import UnitRequestTable
 from muxserve.unit.rolling import RollingReports
 from muxserve.unit.state import UnitState
-from muxserve.wire import Loads, MovingIn, SchedulerHello, Terminating
+from muxserve.wire import Loads, MovingIn, PoolsLoad, SchedulerHello, Terminating
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,17 @@ def worth_telling(known: list[InstanceLoad], now: list[InstanceLoad]) -> bool:
     return False
 
 
+def pools_worth_telling(known: PoolsLoad | None, now: PoolsLoad | None) -> bool:
+    """Whether the pools stand differently by more than a little."""
+    if known is None or now is None:
+        return known is not now
+    if (known.target, known.backed, bool(known.model)) != (now.target, now.backed, bool(now.model)):
+        return True
+    little = _WORTH_TELLING * now.backed
+    needs = ((known.needed, now.needed), (known.urgent, now.urgent), (known.wanted, now.wanted))
+    return any(abs(old - new) > little for old, new in needs)
+
+
 class UnitReplicas:
     """The unit's models as replicas."""
 
@@ -55,6 +67,7 @@ class UnitReplicas:
         self._rolling = RollingReports(state)
         self._scheduler: bytes | None = None
         self._told: list[InstanceLoad] = []
+        self._told_pools: PoolsLoad | None = None
         self._told_at = -math.inf
         self._due = math.inf
 
@@ -93,6 +106,10 @@ class UnitReplicas:
             load_of_replica(self._state, model) for model in self._state.ledger.models if model.up and not model.retired
         ]
 
+    def _pools(self) -> PoolsLoad | None:
+        state = self._state
+        return pools_load(state.ledger, state.room, state.ranks) if state.ledger.memory_up else None
+
     def tick(self, now: float) -> None:
         """Report if there is something to report."""
         whole = self._rolling.tick(now)
@@ -107,7 +124,8 @@ class UnitReplicas:
             return
         self._due = self._told_at + SILENCE_SECONDS
         loads = self.loads()
-        if now >= self._due or self._state.came or worth_telling(self._told, loads):
+        pools = pools_worth_telling(self._told_pools, self._pools())
+        if now >= self._due or self._state.came or pools or worth_telling(self._told, loads):
             self._tell(loads, now)
 
     def wakeup(self) -> float:
@@ -117,5 +135,6 @@ class UnitReplicas:
     def _tell(self, loads: list[InstanceLoad], now: float) -> None:
         assert self._scheduler is not None
         came, self._state.came = self._state.came, []
-        self._state.send(self._scheduler, Loads(self._state.unit_spec.unit, self._state.epoch, loads, came))
+        pools = self._told_pools = self._pools()
+        self._state.send(self._scheduler, Loads(self._state.unit_spec.unit, self._state.epoch, loads, came, pools))
         self._told, self._told_at, self._due = loads, now, now + SILENCE_SECONDS

@@ -45,11 +45,18 @@ class UnitState:
     # Requests that gateways gave since the global scheduler was told of loads.
     came: list[str] = field(default_factory=list)
     timeline: UnitTimeline = field(default_factory=UnitTimeline)
+    # Bytes that the pools may take, as the global scheduler has said; 0: nothing yet.
+    room: int = 0
 
     def __post_init__(self) -> None:
         self.ledger = unit_ledger(self.unit_spec)
         self.ledger.memory_up = False
         self.levels = levels_of(self.unit_spec)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of which each has the pools in the same memory."""
+        return self.unit_spec.ranks if self.unit_spec.gpu is None else 1
 
     def join(self, unit_spec: UnitSpec, policy: Policy) -> list[ModelState]:
         """The unit is as `unit_spec` has it from now on, with models more, which are returned; `policy` begins anew,
@@ -113,7 +120,7 @@ def unit_ledger(unit_spec: UnitSpec) -> UnitLedger:
         ValueError: the unit's spec contradicts itself.
     """
     # The null page of a pool is never handed out.
-    pools = [PoolProfile(pool.name, pool.num_pages - 1) for pool in unit_spec.pools]
+    pools = [PoolProfile(pool.name, pool.num_pages - 1, pool.page_bytes) for pool in unit_spec.pools]
     return UnitLedger(profiles_of(unit_spec), pools)
 
 

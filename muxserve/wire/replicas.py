@@ -22,15 +22,38 @@ class SchedulerHello(Message):
     epoch: str
 
 
+class PoolsLoad(msgspec.Struct, omit_defaults=True, gc=False):
+    """How the KV pools of a unit stand together, bytes of one device, or of the machine's memory on a CPU. They are to
+    take `target`, as the unit was told last (0: nothing), and `backed` of them have memory. What runs has them or takes
+    them next: `needed`; with the oldest requests that wait that is `urgent`, and with all that there are seats for
+    `wanted`. `model` is the one whose oldest request waits for longest; empty if none waits."""
+
+    target: int = 0
+    backed: int = 0
+    needed: int = 0
+    urgent: int = 0
+    wanted: int = 0
+    model: str = ""
+
+
 class Loads(Message):
     """How the replicas of a unit stand; sent when asked (`SchedulerHello`), when they have changed by more than a
     little, and at least every second. `epoch` is the unit scheduler's. Models that are not up are not in it. `came` are
-    the requests that gateways have given to the unit since the last one: `loads` tells of these."""
+    the requests that gateways have given to the unit since the last one: `loads` tells of these. `pools` is None while
+    the memory manager is away."""
 
     unit: str
     epoch: str
     loads: list[InstanceLoad]
     came: list[str] = []
+    pools: PoolsLoad | None = None
+
+
+class SetRoom(Message):
+    """The KV pools of the unit may take `bytes` together, of each device, or of the machine's memory on a CPU. Said
+    again for as long as they take another number."""
+
+    bytes: int
 
 
 class RollingRequest(msgspec.Struct, omit_defaults=True, gc=False):
@@ -226,16 +249,16 @@ class DrainReplicas(Message):
 
 class MemoryReport(Message):
     """What everything takes of the memory that the models of `unit` share, bytes (on a CPU: PSS of the whole fleet),
-    and of that what would come free with each model that has processes now. `reserved`: what the KV pools may come to
-    take besides. `starting` are models that are being started. `wake_peaks`: of each model, what its process took at
-    most while it loaded the weights. All of it was read within the last `seconds`. On GPUs, `copies` are bytes of the
-    host's memory for weights of each model, and the engines of those that are `resting` have stayed. Sent where memory
-    decides which models are awake."""
+    and of that what would come free with each model that has processes now. `pools`: what the KV pools have of it,
+    where they take what models leave. `starting` are models that are being started. `wake_peaks`: of each model, what
+    its process took at most while it loaded the weights. All of it was read within the last `seconds`. On GPUs,
+    `copies` are bytes of the host's memory for weights of each model, and the engines of those that are `resting` have
+    stayed. Sent where memory decides which models are awake."""
 
     unit: str
     total: int
     models: dict[str, int]
-    reserved: int = 0
+    pools: int = 0
     starting: list[str] = []
     wake_peaks: dict[str, int] = {}
     copies: dict[str, int] = {}

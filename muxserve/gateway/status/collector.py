@@ -90,7 +90,7 @@ Values = Mapping[tuple[str, ...], float]
 
 
 RESIDENCES = tuple(each.value for each in Residence)
-MEMORY_BYTES = ("limit_bytes", "used_bytes", "fixed_bytes", "reserved_bytes")
+MEMORY_BYTES = ("limit_bytes", "used_bytes", "fixed_bytes", "pools_bytes")
 # For each model that memory decides on: name, text, key of the global scheduler's state, whether it counts up.
 RESIDENCY_METRICS = (
     ("muxserve_model_memory_bytes", "What comes free when the model sleeps.", "held_bytes", False),

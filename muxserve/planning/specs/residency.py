@@ -23,7 +23,7 @@ from muxserve.gpu.budget import at_rest
 from muxserve.gpu.nvml import device_name
 from muxserve.gpu.unit import GpuUnit
 from muxserve.planning.specs.unit_plan import ResolvedUnit
-from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts, WakeRules
+from muxserve.scheduling.residency_types import KvRules, ResidencyRules, WakeCosts, WakeRules
 from muxserve.scheduling.turns import TurnRules
 from muxserve.simulator import SimResidency, SimUnit, WakeContention
 from muxserve.spec import DECODE_NICENESS, ResidencySpec, public_name
@@ -32,6 +32,8 @@ from placement.format import format_size
 
 # `auto`: other programs of the machine have the rest.
 AUTO_PART = 0.9
+# Part of the KV pools that stays free for what comes next while models take memory from them.
+LEAST_POOL_PART = 1 / 16
 # What a step takes for a moment, and whatever nobody foresaw, stays free.
 HEADROOM = 0.05
 # Expected until it is measured, of processes of the pinned vLLM on CPU (docs/residency.md has the measured ones): a
@@ -106,7 +108,7 @@ def with_residency(unit: SimUnit, spec: ResidencySpec) -> SimUnit:
 
 def _awake_ahead(spec: ResidencySpec) -> list[str]:
     """The models that are awake before anybody has asked for one: as many as have room, that of another wake apart."""
-    room = spec.rules.limit - spec.rules.fixed
+    room = spec.rules.limit - spec.rules.always
     found: list[str] = []
     for name, costs in spec.models.items():
         others = [each.bytes for other, each in spec.models.items() if other not in (*found, name)]
@@ -225,16 +227,18 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
         for model, demand in zip(plan.fleet.models, plan.demands, strict=True):
             cache = plan.unit.model(model.name).cache_bytes * demand.ranks
             costs[model.name] = cpu_wake_costs(model, demand.architecture, demand.dtype, cache)
-    fixed = FLEET_BYTES + len(costs) * DECLARED_BYTES + sum(plan.unit.pool_bytes for plan in plans)
+    kv = kv_rules(sum(plan.unit.pool_bytes * max(demand.ranks for demand in plan.demands) for plan in plans))
+    fixed = FLEET_BYTES + len(costs) * DECLARED_BYTES
     fixed += sum(each.bytes for each in costs.values() if each.pinned)
     sleeping = {name: each for name, each in costs.items() if not each.pinned}
     largest = max(sleeping, key=lambda name: sleeping[name].bytes + sleeping[name].load_bytes, default=None)
-    needed = fixed if largest is None else fixed + sleeping[largest].bytes + sleeping[largest].load_bytes
+    always = fixed + kv.least
+    needed = always if largest is None else always + sleeping[largest].bytes + sleeping[largest].load_bytes
     most = _most(limit)
     if needed > most:
-        parts = f"processes, KV pool and models that never sleep take about {_mib(fixed)}"
+        parts = f"processes, the least of the KV pool and models that never sleep take about {_mib(always)}"
         if largest is not None:
-            parts += f", and waking {largest} {_mib(needed - fixed)}"
+            parts += f", and waking {largest} {_mib(needed - always)}"
         message = (
             f"{_mib(limit)} are not enough: {parts}; {HEADROOM:.0%} of the limit stay free. Give at least "
             f"{_mib(math.ceil(needed / (1 - HEADROOM)))}, or a smaller kv_pool.size"
@@ -249,11 +253,17 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
         sleep_seconds=SLEEP_SECONDS,
         fixed=fixed,
         fixed_margin=FIXED_MARGIN,
+        kv=kv,
         # The limit is what the user wants; beyond this the kernel ends processes.
         ceiling=max(most, usable_memory()),
     )
     spec = ResidencySpec(rules, sleeping, None, hibernates)
     return {plans[0].name: msgspec.structs.replace(spec, turns=_turns(spec, fleet.memory))}
+
+
+def kv_rules(most: int) -> KvRules:
+    """The rules of KV pools that take at most so many bytes of what models leave."""
+    return KvRules(int(LEAST_POOL_PART * most), most)
 
 
 def _mib(size: int) -> str:
@@ -406,10 +416,10 @@ def as_declared(spec: ResidencySpec, fleet: Fleet, limit: int) -> ResidencySpec:
 def _check_room(spec: ResidencySpec) -> None:
     sizes = {name: costs.bytes + costs.load_bytes for name, costs in spec.models.items()}
     largest = max(sizes, key=sizes.__getitem__, default=None)
-    if largest is None or spec.rules.fixed + sizes[largest] <= spec.rules.limit:
+    if largest is None or spec.rules.always + sizes[largest] <= spec.rules.limit:
         return
     where = " of each GPU" if spec.on_gpus else ""
-    left = max(0, spec.rules.limit - spec.rules.fixed)
+    left = max(0, spec.rules.limit - spec.rules.always)
     raise NoMemoryError(
         f"waking {largest} takes about {format_size(sizes[largest])}{where}, and {format_size(left)} are left for it; "
         "raise memory.limit"
