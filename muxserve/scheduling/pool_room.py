@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 from muxserve.scheduling.ledger import UnitLedger
-from muxserve.scheduling.long_requests import head_pages
+from muxserve.scheduling.long_requests import GROWTH_TOKENS, head_pages
 from muxserve.scheduling.quotas import Claim, QuotaAdapter, max_min
 from muxserve.scheduling.residency_types import KvRules
 from muxserve.scheduling.state import ModelState, PoolState
@@ -65,7 +65,7 @@ class PoolRoom:
         """Bytes that the pools can give back although they are not told to yet."""
         if self._load is None or self.target is None:
             return 0
-        return max(0, min(self.target, self._load.backed) - self._load.needed - rules.least)
+        return max(0, min(self.target, self._load.backed) - self._load.wanted - rules.least)
 
     def wanting(self, rules: KvRules) -> int:
         """Bytes that requests wait for, as far as the pools may ever have them."""
@@ -125,8 +125,11 @@ def pools_load(ledger: UnitLedger, target: int, ranks: int = 1) -> PoolsLoad:
 
 
 def needed_pages(model: ModelState) -> int:
-    """Pages that the model holds, and that what is in its engines takes next."""
-    return model.used + model.promised + model.in_engines * model.pages_per_block
+    """Pages that the model holds, those that what is in its engines takes within the next second or longer, and while
+    it is in service those of a usual request, which nobody should wait for."""
+    growth = -(-GROWTH_TOKENS // model.block_tokens) * model.in_engines
+    usual = 0 if model.retired else model.blocks_of(max(1, int(model.profile.tokens)))
+    return model.used + model.promised + (growth + usual) * model.pages_per_block
 
 
 def wanted_pages(model: ModelState) -> int:

@@ -31,7 +31,7 @@ def test_what_comes_free_with_a_model_is_told_from_what_all_share(tmp_path: Path
     report = measure("u0", 10, {"a": 20, "b": 30}, [11], 100 * KIB, proc=tmp_path)
     assert report.total == (50 + 70 + 200 + 150 + 150 + 80) * KIB
     assert report.models == {"a": (500 - 30 - 3 * 60) * KIB, "b": 40 * KIB}
-    assert report.reserved == (100 - 30) * KIB
+    assert report.pools == 30 * KIB
 
 
 def test_a_wake_took_at_most_what_its_process_had_before_it_forked_engines(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_wake_took_at_most_what_its_process_had_before_it_forked_engines(tmp_p
     process(tmp_path, 20, 11, 300, 30)
     process(tmp_path, 21, 20, 200, 25)
     (tmp_path / "20" / "status").write_text("Name:\tpython\nVmHWM:\t  950 kB\nVmRSS:\t  900 kB\nThreads:\t1\n")
-    report = measure("u0", 11, {"a": 20}, [11], 0, proc=tmp_path)
+    report = measure("u0", 11, {"a": 20}, [11], proc=tmp_path)
     assert report.models == {"a": (300 + 200 - 2 * 60) * KIB}
     assert report.wake_peaks == {"a": (380 - 25 + 50) * KIB}
 
@@ -47,7 +47,7 @@ def test_a_wake_took_at_most_what_its_process_had_before_it_forked_engines(tmp_p
 def test_processes_that_have_ended_take_nothing(tmp_path: Path) -> None:
     process(tmp_path, 10, 1, 50, 40)
     assert memory_of(11, tmp_path).pss == 0
-    assert measure("u0", 10, {"a": 99}, [98], 0, proc=tmp_path).models == {"a": 0}
+    assert measure("u0", 10, {"a": 99}, [98], proc=tmp_path).models == {"a": 0}
 
 
 def test_this_process_is_found_and_takes_something() -> None:

@@ -33,7 +33,7 @@ from placement.format import format_size
 # `auto`: other programs of the machine have the rest.
 AUTO_PART = 0.9
 # Part of the KV pools that stays free for what comes next while models take memory from them.
-LEAST_POOL_PART = 1 / 16
+LEAST_POOL_PART = 1 / 8
 # What a step takes for a moment, and whatever nobody foresaw, stays free.
 HEADROOM = 0.05
 # Expected until it is measured, of processes of the pinned vLLM on CPU (docs/residency.md has the measured ones): a
