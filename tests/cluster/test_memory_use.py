@@ -28,7 +28,7 @@ def test_what_comes_free_with_a_model_is_told_from_what_all_share(tmp_path: Path
     process(tmp_path, 21, 20, 150, 20, shared_memory=15)
     process(tmp_path, 22, 20, 150, 20, shared_memory=15)
     process(tmp_path, 30, 11, 80, 40)  # one that is only being forked
-    report = measure("u0", 10, {"a": 20, "b": 30}, [11], 100 * KIB, proc=tmp_path)
+    report = measure("u0", 10, {"a": 20, "b": 30}, [11], proc=tmp_path)
     assert report.total == (50 + 70 + 200 + 150 + 150 + 80) * KIB
     assert report.models == {"a": (500 - 30 - 3 * 60) * KIB, "b": 40 * KIB}
     assert report.pools == 30 * KIB
