@@ -5,8 +5,9 @@
 namespace muxserve::memory::python {
 namespace {
 
-void make_pool(PoolConfig* self, const std::string& name, std::int64_t page_bytes, std::int64_t num_pages) {
-  new (self) PoolConfig{name, page_bytes, num_pages};
+void make_pool(PoolConfig* self, const std::string& name, std::int64_t page_bytes, std::int64_t num_pages,
+               std::int64_t chunk_bytes, std::int64_t start_pages) {
+  new (self) PoolConfig{name, page_bytes, num_pages, chunk_bytes, start_pages};
 }
 
 void make_model(ModelConfig* self, const std::string& name, const std::string& pool, std::int64_t layers,
@@ -30,7 +31,8 @@ nb::bytes encode(const Config& config) {
 
 void bind_config(nb::module_& module) {
   nb::class_<PoolConfig>(module, "PoolConfig")
-      .def("__init__", &make_pool, nb::arg("name"), nb::arg("page_bytes"), nb::arg("num_pages"));
+      .def("__init__", &make_pool, nb::arg("name"), nb::arg("page_bytes"), nb::arg("num_pages"),
+           nb::arg("chunk_bytes") = 0, nb::arg("start_pages") = 0);
 
   nb::class_<ModelConfig>(module, "ModelConfig")
       .def("__init__", &make_model, nb::arg("name"), nb::arg("pool"), nb::arg("layers"), nb::arg("kv_heads"),

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "binding.hpp"
+#include "client/chunk_mapping.hpp"
 #include "client/cuda_mapping.hpp"
 #include "cuda_memory.hpp"
 #include "export_server.hpp"
@@ -17,14 +18,15 @@ using Release = nb::call_guard<nb::gil_scoped_release>;
 class ExportedMemory {
  public:
   ExportedMemory(const std::string& uuid, std::size_t bytes)
-      : store_(-1), memory_(cuda::Driver::get(), uuid, bytes, "weights", store_) {}
+      : store_(-1), memory_(cuda::Driver::get(), uuid, bytes, "weights", store_), descriptor_(memory_.descriptor()) {}
 
   std::string handle() const { return memory_.handle(); }
-  int descriptor() const { return memory_.descriptor(); }
+  int descriptor() const { return descriptor_.get(); }
 
  private:
   FdStore store_;
   VmmPoolMemory memory_;
+  Descriptor descriptor_;
 };
 
 }  // namespace
@@ -50,6 +52,16 @@ void bind_cuda(nb::module_& module) {
       .def_prop_ro("device_uuid", &CudaMapping::device_uuid)
       .def_prop_ro("read_only", &CudaMapping::read_only)
       .def_prop_ro("mapped", &CudaMapping::mapped);
+
+  nb::class_<ChunkMapping>(module, "ChunkMapping")
+      .def(nb::init<const std::string&, const std::string&, std::size_t, std::size_t>(), nb::arg("handle"),
+           nb::arg("manager_socket"), nb::arg("pool"), nb::arg("rank"), Release())
+      .def("sync", &ChunkMapping::sync, Release())
+      .def_prop_ro("address", &ChunkMapping::address)
+      .def_prop_ro("bytes", &ChunkMapping::bytes)
+      .def_prop_ro("handle", &ChunkMapping::handle)
+      .def_prop_ro("device_uuid", &ChunkMapping::device_uuid)
+      .def_prop_ro("mapped", &ChunkMapping::mapped);
 
   nb::class_<ExportedMemory>(module, "ExportedMemory")
       .def(nb::init<const std::string&, std::size_t>(), nb::arg("uuid"), nb::arg("bytes"), Release())

@@ -1,6 +1,7 @@
 #include "config.hpp"
 
 #include <algorithm>
+#include <numeric>
 
 #include "text.hpp"
 
@@ -20,6 +21,11 @@ void check_name(const std::string& where, const std::string& name) {
 }
 
 }  // namespace
+
+std::int64_t PoolConfig::pages_of_a_chunk() const {
+  if (chunk_bytes == 0) return num_pages;
+  return std::min(num_pages, chunk_bytes / std::gcd(page_bytes, chunk_bytes));
+}
 
 void check_model(const ModelConfig& model) {
   check_name("models: name", model.name);
@@ -76,6 +82,8 @@ void check_config(const Config& config) {
     const std::string where = "pool \"" + pool.name + "\": ";
     check_range(where + "page_bytes", pool.page_bytes, 1, kMaxPoolBytes);
     check_range(where + "num_pages", pool.num_pages, 2, kMaxPages);
+    check_range(where + "chunk_bytes", pool.chunk_bytes, 0, kMaxPoolBytes);
+    check_range(where + "start_pages", pool.start_pages, 0, pool.num_pages);
     if (pool.num_pages > kMaxPoolBytes / pool.page_bytes)
       throw ConfigError(where + "num_pages * page_bytes is more than a process can address");
     for (std::size_t j = 0; j < i; ++j)

@@ -16,11 +16,17 @@ class ConfigError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// One page pool of num_pages pages of page_bytes bytes. Page 0 is the null page.
+// One page pool of num_pages pages of page_bytes bytes. Page 0 is the null page. Its memory comes and goes in chunks of
+// as many pages as end with a multiple of chunk_bytes (0: it stays as a whole); at first start_pages have memory, in
+// whole chunks (0: all).
 struct PoolConfig {
   std::string name;
   std::int64_t page_bytes = 0;
   std::int64_t num_pages = 0;
+  std::int64_t chunk_bytes = 0;
+  std::int64_t start_pages = 0;
+
+  std::int64_t pages_of_a_chunk() const;
 };
 
 // One model. A block takes layers * kv_heads pages of `pool`; block 0 is the null block. quota_pages bounds the pages

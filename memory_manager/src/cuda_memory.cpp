@@ -1,7 +1,10 @@
 #include "cuda_memory.hpp"
 
+#include <fcntl.h>
 #include <sys/random.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <utility>
 
@@ -112,6 +115,10 @@ VmmPoolMemory::~VmmPoolMemory() {
   if (allocation_) driver_.release(*allocation_);
 }
 
+Descriptor VmmPoolMemory::descriptor(std::size_t) const {
+  return Descriptor(descriptor_ ? fcntl(descriptor_.get(), F_DUPFD_CLOEXEC, 0) : -1);
+}
+
 std::string VmmPoolMemory::handle() const { return "cuda-vmm:" + uuid_ + ":" + std::to_string(bytes_) + ":" + id_; }
 
 void VmmPoolMemory::destroy() {
@@ -119,6 +126,76 @@ void VmmPoolMemory::destroy() {
   if (allocation_) driver_.release(*allocation_);
   allocation_.reset();
   descriptor_.reset();
+}
+
+ChunkedVmmPoolMemory::ChunkedVmmPoolMemory(const Driver& driver, const std::string& uuid, std::size_t bytes,
+                                           std::size_t chunk_bytes, std::string name, FdStore& store,
+                                           const std::string& segment)
+    : driver_(driver),
+      uuid_(uuid),
+      bytes_(bytes),
+      chunk_bytes_(chunk_bytes),
+      name_(std::move(name)),
+      store_(store),
+      numbers_(segment, (bytes + chunk_bytes - 1) / chunk_bytes * sizeof(std::uint32_t), PosixSegment::Use::kMapped),
+      chunks_((bytes + chunk_bytes - 1) / chunk_bytes) {
+  // Clients that have chunks of an earlier manager let go of them: their numbers are not used again.
+  auto* numbers = static_cast<std::atomic<std::uint32_t>*>(numbers_.data());
+  for (std::size_t chunk = 0; chunk < chunks_.size(); ++chunk) {
+    last_ = std::max(last_, numbers[chunk].load());
+    show(chunk, 0);
+  }
+}
+
+std::string ChunkedVmmPoolMemory::handle() const {
+  return "cuda-vmm-chunks:" + uuid_ + ":" + std::to_string(bytes_) + ":" + std::to_string(chunk_bytes_) + ":" +
+         numbers_.name();
+}
+
+void ChunkedVmmPoolMemory::show(std::size_t chunk, std::uint32_t number) {
+  static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "the numbers are shared between processes");
+  static_cast<std::atomic<std::uint32_t>*>(numbers_.data())[chunk].store(number, std::memory_order_release);
+}
+
+Descriptor ChunkedVmmPoolMemory::descriptor(std::size_t chunk) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (chunk >= chunks_.size() || !chunks_[chunk]) return {};
+  return chunks_[chunk]->descriptor();
+}
+
+void ChunkedVmmPoolMemory::give_back(std::size_t offset, std::size_t) noexcept {
+  const std::size_t chunk = offset / chunk_bytes_;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  show(chunk, 0);
+  if (chunks_[chunk]) chunks_[chunk]->destroy();
+  chunks_[chunk].reset();
+}
+
+void ChunkedVmmPoolMemory::take_again(std::size_t offset, std::size_t bytes) {
+  const std::size_t chunk = offset / chunk_bytes_;
+  auto made = std::make_unique<VmmPoolMemory>(driver_, uuid_, bytes, name_ + "." + std::to_string(chunk), store_);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  chunks_[chunk] = std::move(made);
+  show(chunk, ++last_);
+}
+
+void ChunkedVmmPoolMemory::destroy() {
+  for (std::size_t chunk = 0; chunk < chunks_.size(); ++chunk) give_back(chunk * chunk_bytes_, 0);
+  numbers_.unlink();
+}
+
+std::unique_ptr<ChunkedVmmPoolMemory> chunked_cuda_pool(const std::string& uuid, std::size_t bytes,
+                                                        std::size_t chunk_bytes, const std::string& name,
+                                                        FdStore& store, const std::string& segment) {
+  const Driver& driver = Driver::get();
+  if (!exports_memory(driver, driver.device(uuid)))
+    throw DriverError(-1, "the GPU cannot export memory as a file descriptor, so that a pool cannot be in chunks");
+  const std::size_t unit = rounded(driver, properties(driver.device(uuid)), 1);
+  if (chunk_bytes % unit != 0)
+    throw DriverError(-1, "chunks of " + mebibytes(chunk_bytes) + " are no multiple of what the driver maps");
+  // The last chunk ends where the driver can cut memory.
+  bytes = (bytes + unit - 1) / unit * unit;
+  return std::make_unique<ChunkedVmmPoolMemory>(driver, uuid, bytes, chunk_bytes, name, store, segment);
 }
 
 LegacyPoolMemory::LegacyPoolMemory(const Driver& driver, const std::string& uuid, std::size_t bytes)

@@ -7,14 +7,18 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "cuda_driver.hpp"
 #include "descriptors.hpp"
 #include "fd_store.hpp"
 #include "pool_memory.hpp"
+#include "posix_memory.hpp"
 
 namespace muxserve::memory {
 
@@ -33,7 +37,7 @@ class VmmPoolMemory final : public PoolMemory {
 
   // "cuda-vmm:<uuid>:<bytes>:<id>": bytes as mapped, a multiple of the granularity; the id tells allocations apart.
   std::string handle() const override;
-  int descriptor() const override { return descriptor_.get(); }
+  Descriptor descriptor(std::size_t chunk = 0) const override;
   void give_back(std::size_t, std::size_t) noexcept override {}
   void take_again(std::size_t, std::size_t) override {}
   void destroy() override;
@@ -49,6 +53,40 @@ class VmmPoolMemory final : public PoolMemory {
   std::optional<cuda::PrimaryContext> context_;
   std::optional<cuda::AllocationHandle> allocation_;
   Descriptor descriptor_;
+};
+
+// The same in chunks: each is an allocation of its own, which comes and goes. What a client has to map stands in a
+// segment of shared memory: by chunk a number that no other allocation of the pool had, 0 while it has no memory.
+class ChunkedVmmPoolMemory final : public PoolMemory {
+ public:
+  // `name` as of VmmPoolMemory, of each chunk with its number; `segment` is what the numbers lie in. Chunks have
+  // `chunk_bytes`, a multiple of the driver's granularity, the last one perhaps fewer. None has memory at first. Throws
+  // MemoryError.
+  ChunkedVmmPoolMemory(const cuda::Driver& driver, const std::string& uuid, std::size_t bytes, std::size_t chunk_bytes,
+                       std::string name, FdStore& store, const std::string& segment);
+
+  // "cuda-vmm-chunks:<uuid>:<bytes>:<bytes of a chunk>:<segment>".
+  std::string handle() const override;
+  Descriptor descriptor(std::size_t chunk) const override;
+  void give_back(std::size_t offset, std::size_t bytes) noexcept override;
+  void take_again(std::size_t offset, std::size_t bytes) override;
+  void destroy() override;
+
+  const std::string& segment() const { return numbers_.name(); }
+
+ private:
+  void show(std::size_t chunk, std::uint32_t number);
+
+  const cuda::Driver& driver_;
+  std::string uuid_;
+  std::size_t bytes_;
+  std::size_t chunk_bytes_;
+  std::string name_;
+  FdStore& store_;
+  PosixSegment numbers_;
+  std::uint32_t last_ = 0;
+  mutable std::mutex mutex_;  // the export server reads `chunks_` from a thread of its own
+  std::vector<std::unique_ptr<VmmPoolMemory>> chunks_;
 };
 
 // Whether the GPU can export memory as a file descriptor.
@@ -79,5 +117,10 @@ class LegacyPoolMemory final : public PoolMemory {
 // cuda::DriverError.
 std::unique_ptr<PoolMemory> cuda_pool(const std::string& uuid, std::size_t bytes, const std::string& name, PoolIpc ipc,
                                       FdStore& store, std::string& note);
+
+// A pool in chunks. Throws cuda::DriverError where the GPU cannot export memory, or MemoryError.
+std::unique_ptr<ChunkedVmmPoolMemory> chunked_cuda_pool(const std::string& uuid, std::size_t bytes,
+                                                        std::size_t chunk_bytes, const std::string& name,
+                                                        FdStore& store, const std::string& segment);
 
 }  // namespace muxserve::memory

@@ -34,8 +34,7 @@ void limit_waiting(int socket) {
 
 }  // namespace
 
-ExportServer::ExportServer(const std::string& path, PoolDescriptors descriptors)
-    : path_(path), descriptors_(std::move(descriptors)) {
+ExportServer::ExportServer(const std::string& path, ExportedPools pools) : path_(path), pools_(std::move(pools)) {
   const sockaddr_un address = address_of(path);
   const auto fail = [&](const char* what) {
     throw ExportError(std::string(what) + " \"" + path + "\": " + std::strerror(errno));
@@ -70,26 +69,25 @@ void ExportServer::answer(int client) const {
   limit_waiting(client);
   const auto [text, unwanted] = receive_message(client);
   std::istringstream words(text);
-  std::size_t pool = 0;
-  std::size_t rank = 0;
-  if (!(words >> pool >> rank) || !words.eof()) {
-    send_message(client, "the request is not \"<pool> <rank>\"");
-  } else if (pool >= descriptors_.size() || rank >= descriptors_[pool].size()) {
+  std::size_t pool = 0, rank = 0, chunk = 0;
+  if (!(words >> pool >> rank >> chunk) || !words.eof()) {
+    send_message(client, "the request is not \"<pool> <rank> <chunk>\"");
+  } else if (pool >= pools_.size() || rank >= pools_[pool].size()) {
     send_message(client, "there is no pool " + std::to_string(pool) + " on rank " + std::to_string(rank));
-  } else if (descriptors_[pool][rank] < 0) {
-    send_message(client, "pool " + std::to_string(pool) + " has no descriptor; it is mapped by its handle");
+  } else if (const Descriptor found = pools_[pool][rank]->descriptor(chunk); !found) {
+    send_message(client, "pool " + std::to_string(pool) + " has no descriptor of chunk " + std::to_string(chunk));
   } else {
-    send_message(client, "OK", descriptors_[pool][rank]);
+    send_message(client, "OK", found.get());
   }
 }
 
-Descriptor ask_for_descriptor(const std::string& path, std::size_t pool, std::size_t rank) {
+Descriptor ask_for_descriptor(const std::string& path, std::size_t pool, std::size_t rank, std::size_t chunk) {
   const sockaddr_un address = address_of(path);
   const Descriptor server(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   if (!server || connect(server.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0)
     throw ExportError("cannot reach the memory manager on \"" + path + "\": " + std::strerror(errno));
   limit_waiting(server.get());
-  if (!send_message(server.get(), std::to_string(pool) + " " + std::to_string(rank)))
+  if (!send_message(server.get(), std::to_string(pool) + " " + std::to_string(rank) + " " + std::to_string(chunk)))
     throw ExportError("the memory manager on \"" + path + "\" is gone");
   auto [text, descriptor] = receive_message(server.get());
   if (text != "OK" || !descriptor)

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "descriptors.hpp"
+#include "pool_memory.hpp"
 
 namespace muxserve::memory {
 
@@ -16,8 +17,8 @@ class ExportError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// By pool and rank; -1 where the handle alone is enough.
-using PoolDescriptors = std::vector<std::vector<int>>;
+// The memory of the pools, by pool and rank.
+using ExportedPools = std::vector<std::vector<const PoolMemory*>>;
 
 class ExportServer {
  public:
@@ -25,9 +26,8 @@ class ExportServer {
   static std::string path_for(const std::string& manager_socket) { return manager_socket + ".pools"; }
 
   // Listens on `path`, a SEQPACKET socket that only this user can open, until the object is gone: a client sends
-  // "<pool> <rank>" and gets "OK" with the descriptor, or words. `descriptors` stay the caller's, and open. Throws
-  // ExportError.
-  ExportServer(const std::string& path, PoolDescriptors descriptors);
+  // "<pool> <rank> <chunk>" and gets "OK" with the descriptor, or words. `pools` outlive it. Throws ExportError.
+  ExportServer(const std::string& path, ExportedPools pools);
   ~ExportServer();
   ExportServer(const ExportServer&) = delete;
   ExportServer& operator=(const ExportServer&) = delete;
@@ -37,13 +37,13 @@ class ExportServer {
   void answer(int client) const;
 
   std::string path_;
-  PoolDescriptors descriptors_;
+  ExportedPools pools_;
   Descriptor listener_;
   Descriptor stop_;  // an eventfd
   std::thread thread_;
 };
 
 // Asks the server on `path`. Throws ExportError with its words.
-Descriptor ask_for_descriptor(const std::string& path, std::size_t pool, std::size_t rank);
+Descriptor ask_for_descriptor(const std::string& path, std::size_t pool, std::size_t rank, std::size_t chunk = 0);
 
 }  // namespace muxserve::memory

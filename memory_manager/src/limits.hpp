@@ -19,8 +19,6 @@ constexpr std::size_t kMaxModels = 4096;             // over the life of one man
 constexpr std::int64_t kMaxBlocks = 1 << 20;         // of one model; keeps every reply under the message bound
 constexpr std::int64_t kMaxPagesPerBlock = 1 << 20;  // layers * kv_heads
 constexpr std::int64_t kMaxPoolBytes = 1LL << 47;    // the user address space of x86-64
-// Chunks are as many whole pages as end with a multiple of this: what all GPUs so far map.
-constexpr std::int64_t kChunkBytes = 2LL << 20;
 constexpr std::int64_t kMaxPages = (1LL << 31) - 1;  // page ids are int32
 // A block in use has pages of its own, so that a page table as large as the pool is never full. Some more leaves room
 // for block ids that differ from one moment to the next.

@@ -176,15 +176,15 @@ void check_space(const Config& config, const PosixSegments& segments) {
 // The pools of a configuration, by pool and rank, and how clients map them.
 struct Pools {
   std::vector<std::unique_ptr<PoolMemory>> memory;
-  std::vector<std::string> segments;  // names of POSIX segments among them
+  std::vector<std::string> segments;  // names of their POSIX segments
   PoolHandles handles;
-  PoolDescriptors descriptors;
+  ExportedPools exported;
 };
 
 Pools make_pools(const Config& config, FdStore& store) {
   Pools pools;
   pools.handles.resize(config.pools.size());
-  pools.descriptors.resize(config.pools.size());
+  pools.exported.resize(config.pools.size());
   for (std::size_t i = 0; i < config.pools.size(); ++i) {
     const PoolConfig& pool = config.pools[i];
     const auto bytes = static_cast<std::size_t>(pool.page_bytes) * static_cast<std::size_t>(pool.num_pages);
@@ -193,6 +193,15 @@ Pools make_pools(const Config& config, FdStore& store) {
         std::string note;
         const std::string name = "pool." + std::to_string(i) + "." + std::to_string(rank);
         const std::string& uuid = config.devices[static_cast<std::size_t>(rank)];
+        if (pool.chunk_bytes > 0) {
+          const auto chunk = static_cast<std::size_t>(pool.pages_of_a_chunk() * pool.page_bytes);
+          auto made = chunked_cuda_pool(uuid, bytes, chunk, name, store, config.prefix + "." + name);
+          pools.segments.push_back(made->segment());
+          pools.memory.push_back(std::move(made));
+          pools.handles[i].push_back(pools.memory.back()->handle());
+          pools.exported[i].push_back(pools.memory.back().get());
+          continue;
+        }
         pools.memory.push_back(cuda_pool(uuid, bytes, name, *pool_ipc(config.ipc), store, note));
         std::cerr << "muxserve-memory-manager: " << note << std::endl;
       } else {
@@ -200,10 +209,9 @@ Pools make_pools(const Config& config, FdStore& store) {
         pools.memory.push_back(std::make_unique<PosixPoolMemory>(pools.segments.back(), bytes));
       }
       pools.handles[i].push_back(pools.memory.back()->handle());
-      pools.descriptors[i].push_back(pools.memory.back()->descriptor());
+      pools.exported[i].push_back(pools.memory.back().get());
     }
   }
-  store.forget_rest();
   return pools;
 }
 
@@ -258,11 +266,12 @@ void serve(const Arguments& arguments) {
   const Pools pools = make_pools(config, store);
   PoolChunks chunks(config, pools);
   Manager manager(config, segments, generation, arguments.limits, random_number(), &chunks);
+  store.forget_rest();
   segments.remove_stale(pools.segments);
   Dispatcher dispatcher(manager, pools.handles);
   {
     std::optional<ExportServer> exports;
-    if (config.device == "cuda") exports.emplace(ExportServer::path_for(arguments.socket), pools.descriptors);
+    if (config.device == "cuda") exports.emplace(ExportServer::path_for(arguments.socket), pools.exported);
     Heartbeat heartbeat(arguments.heartbeat);
     Server server(dispatcher, arguments.socket, arguments.limits);
     server.beat_in(heartbeat);

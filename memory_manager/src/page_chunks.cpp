@@ -1,22 +1,12 @@
 #include "page_chunks.hpp"
 
 #include <algorithm>
-#include <numeric>
 
 namespace muxserve::memory {
-namespace {
-
-// Memory begins and ends where the kernel and a GPU's driver can cut it; the last chunk ends with the pool.
-std::int64_t pages_of_a_chunk(const PoolConfig& pool) {
-  const std::int64_t common = std::gcd(pool.page_bytes, kChunkBytes);
-  return std::min(pool.num_pages, kChunkBytes / common);
-}
-
-}  // namespace
 
 PageChunks::PageChunks(const PoolConfig& pool)
     : num_pages_(pool.num_pages),
-      pages_(pages_of_a_chunk(pool)),
+      pages_(pool.pages_of_a_chunk()),
       states_(static_cast<std::size_t>((pool.num_pages + pages_ - 1) / pages_), State::kBacked),
       left_(states_.size(), 0),
       room_pages_(pool.num_pages),

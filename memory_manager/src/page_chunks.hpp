@@ -14,7 +14,7 @@ class ChunkMemory {
   virtual ~ChunkMemory() = default;
   // The pages of a chunk have no memory from now on. None of them is in use.
   virtual void give_back(std::uint32_t pool, std::int64_t first_page, std::int64_t pages) noexcept = 0;
-  // They have memory again. Throws std::runtime_error with the reason, and then they have none.
+  // They have memory from now on. Throws std::runtime_error with the reason, and then they have none.
   virtual void take_again(std::uint32_t pool, std::int64_t first_page, std::int64_t pages) = 0;
 };
 

@@ -14,6 +14,16 @@ PagePool::PagePool(PoolConfig config, PoolCounters& counters, std::uint32_t inde
   stack_.resize(count);
   for (std::size_t i = 0; i < count; ++i) stack_[i] = static_cast<std::int32_t>(count - i);
   top_ = static_cast<std::int64_t>(count);
+  const std::int64_t start = config_.start_pages == 0 ? chunks_.count() : chunks_.chunks_for(config_.start_pages);
+  // Of an earlier manager's life there may be memory where this one wants none.
+  for (std::int64_t chunk = chunks_.count(); chunk-- > start;) {
+    chunks_.vacate(chunk, 0);
+    become_vacant(chunk);
+  }
+  top_ -= config_.num_pages - chunks_.room_pages();
+  std::copy(stack_.end() - static_cast<std::ptrdiff_t>(top_), stack_.end(), stack_.begin());
+  for (std::int64_t chunk = 0; chunk < start && memory_ != nullptr; ++chunk)
+    memory_->take_again(index_, chunks_.first_page(chunk), chunks_.pages_of(chunk));
   show();
 }
 

@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "descriptors.hpp"
+
 namespace muxserve::memory {
 
 // What clients map the pools by: handles by pool and rank.
@@ -19,13 +21,17 @@ class PoolMemory {
   // What a client needs to map the pool: "posix:<segment name>". Another kind of memory has another scheme.
   virtual std::string handle() const = 0;
 
-  // The descriptor by which a client maps it, if the handle alone is not enough; else -1. It stays this object's.
-  virtual int descriptor() const { return -1; }
+  // A descriptor by which a client maps it, or that chunk of it, if the handle alone is not enough; else none. Other
+  // threads may ask.
+  virtual Descriptor descriptor(std::size_t chunk) const {
+    static_cast<void>(chunk);
+    return {};
+  }
 
-  // Gives the memory of a part of the pool back, whose addresses stay; nobody uses it.
+  // Gives the memory of a chunk back, if it has any, whose addresses stay. Nobody uses it.
   virtual void give_back(std::size_t offset, std::size_t bytes) noexcept = 0;
 
-  // Has memory in that part again. Throws std::runtime_error with the reason, and then nothing has changed.
+  // Has memory in that chunk. Throws std::runtime_error with the reason, and then nothing has changed.
   virtual void take_again(std::size_t offset, std::size_t bytes) = 0;
 
   // Gives the memory back. Clients that have it mapped keep their mapping.

@@ -97,7 +97,9 @@ Bytes encode_config(const Config& config) {
   frame.u32(static_cast<std::uint32_t>(config.devices.size())).u32(static_cast<std::uint32_t>(config.pools.size()));
   frame.u32(static_cast<std::uint32_t>(config.models.size()));
   for (const std::string& device : config.devices) frame.text(device);
-  for (const PoolConfig& pool : config.pools) frame.text(pool.name).i64(pool.page_bytes).i64(pool.num_pages);
+  for (const PoolConfig& pool : config.pools) {
+    frame.text(pool.name).i64(pool.page_bytes).i64(pool.num_pages).i64(pool.chunk_bytes).i64(pool.start_pages);
+  }
   for (const ModelConfig& model : config.models) write_model(frame, model);
   frame.finish();
   return file;
@@ -132,6 +134,8 @@ Config decode_config(Span<std::uint8_t> file) {
       pool.name = reader.text();
       pool.page_bytes = reader.i64();
       pool.num_pages = reader.i64();
+      pool.chunk_bytes = reader.i64();
+      pool.start_pages = reader.i64();
       config.pools.push_back(pool);
     }
     for (std::uint32_t i = 0; i < models; ++i) config.models.push_back(read_model(reader));

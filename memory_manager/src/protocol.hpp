@@ -29,7 +29,7 @@
 //
 // The manager's configuration is a file with one frame, CONFIGURATION, which no connection may send:
 //   text prefix, i64 ranks, text device, text ipc, u32 devices, u32 pools, u32 models, text device[devices],
-//   pools * (text name, i64 page_bytes, i64 num_pages), model[models]
+//   pools * (text name, i64 page_bytes, i64 num_pages, i64 chunk_bytes, i64 start_pages), model[models]
 #pragma once
 
 #include <cstddef>

@@ -22,7 +22,7 @@ constexpr std::int64_t kPages = 32;
 Config chunked() {
   Config config;
   config.prefix = "muxserve-test";
-  config.pools = {{"p", kChunkBytes / 2, kPages}};
+  config.pools = {{"p", 64, kPages, 128}};
   config.models = {{"a", "p", 1, 2, 20, 16}, {"b", "p", 1, 1, 40, 8}, {"w", "p", 2, 1, 20, 8, {1}, 1}};
   return config;
 }
@@ -30,9 +30,11 @@ Config chunked() {
 // Knows which pages have memory. It has memory for `left` chunks more.
 struct Memory : ChunkMemory {
   void give_back(std::uint32_t, std::int64_t first_page, std::int64_t pages) noexcept override {
-    change(first_page, pages, false);
+    // At the start a manager gives back what one before it may have left.
+    if (started) change(first_page, pages, false);
   }
   void take_again(std::uint32_t, std::int64_t first_page, std::int64_t pages) override {
+    started = true;
     if (left-- <= 0) throw std::runtime_error("the device has no memory left");
     change(first_page, pages, true);
   }
@@ -43,13 +45,13 @@ struct Memory : ChunkMemory {
     }
   }
 
-  std::vector<bool> backed = std::vector<bool>(kPages, true);
-  bool twice = false;
+  std::vector<bool> backed = std::vector<bool>(kPages, false);
+  bool started = false, twice = false;
   int left = 1 << 30;
 };
 
 struct Chunked : Memory, Fixture {
-  Chunked() : Fixture(chunked(), this), client(manager.connect("c", 1)) {}
+  explicit Chunked(const Config& config = chunked()) : Fixture(config, this), client(manager.connect("c", 1)) {}
 
   std::int64_t room() { return load(segments.counters().pools[0].room_pages); }
   std::int64_t backed_pages() { return load(segments.counters().pools[0].backed_pages); }
@@ -82,6 +84,38 @@ TEST(Chunks, GiveBackWhatIsFree) {
   f.manager.set_room(0, kPages);
   EXPECT_EQ(f.backed_pages(), kPages);
   EXPECT_EQ(f.free_pages(), 17);
+  f.check();
+}
+
+TEST(Chunks, APoolMayStartWithFewOfThem) {
+  Config config = chunked();
+  config.pools[0].start_pages = 5;
+  Chunked f(config);
+  EXPECT_EQ(f.room(), 6);
+  EXPECT_EQ(f.free_pages(), 5);
+  EXPECT_EQ(f.reserve(f.client, kB, 8, true).size(), 5u);
+  f.check();
+  f.manager.set_room(0, kPages);
+  EXPECT_EQ(f.free_pages(), 26);
+  f.check();
+}
+
+TEST(Chunks, EndWhereMemoryCanBeCut) {
+  const auto pages = [](std::int64_t page_bytes, std::int64_t chunk_bytes) {
+    return PoolConfig{"p", page_bytes, 1'000'000, chunk_bytes}.pages_of_a_chunk();
+  };
+  EXPECT_EQ(pages(16 << 10, 2 << 20), 128);
+  EXPECT_EQ(pages(36 << 10, 2 << 20), 512);  // 18 MiB
+  EXPECT_EQ(pages(4 << 20, 2 << 20), 1);
+  EXPECT_EQ(pages(64, 0), 1'000'000);  // the pool is one chunk
+}
+
+TEST(Chunks, APoolInOnePieceStays) {
+  Config config = chunked();
+  config.pools[0].chunk_bytes = 0;
+  Chunked f(config);
+  f.manager.set_room(0, 1);
+  EXPECT_EQ(f.room(), kPages);
   f.check();
 }
 

@@ -6,12 +6,17 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <functional>
+#include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "client/chunk_mapping.hpp"
 #include "client/cuda_mapping.hpp"
 #include "export_server.hpp"
 #include "fd_store.hpp"
@@ -101,7 +106,7 @@ class CudaMemory : public ::testing::Test {
   }
 
   static Descriptor copy(const PoolMemory& pool) {
-    return Descriptor(pool.descriptor() < 0 ? -1 : dup(pool.descriptor()));
+    return pool.descriptor(0);
   }
 
   std::string log_;
@@ -353,21 +358,145 @@ TEST_F(CudaMemory, AKeeperThatIsGoneKeepsNothing) {
   keeper = Keeper();
   FdStore store(child);
   const VmmPoolMemory pool(cuda::Driver::get(), kGpu, kBytes, "pool.0.0", store);
-  EXPECT_GE(pool.descriptor(), 0);
+  EXPECT_TRUE(pool.descriptor());
 }
 
 TEST_F(CudaMemory, DescriptorsAreHandedOut) {
   const auto pool = make(PoolIpc::kVmm);
   const std::string path = ::testing::TempDir() + "pools_" + std::to_string(getpid());
   {
-    const ExportServer server(path, {{pool->descriptor(), -1}});
+    const PosixPoolMemory shared("muxserve-test-export-" + std::to_string(getpid()), 4096);
+    const ExportServer server(path, {{pool.get(), &shared}});
     const CudaMapping mapping(pool->handle(), ask_for_descriptor(path, 0, 0));
     EXPECT_NE(mapping.address(), 0u);
     EXPECT_THROW(ask_for_descriptor(path, 0, 1), ExportError);
     EXPECT_THROW(ask_for_descriptor(path, 0, 2), ExportError);
     EXPECT_THROW(ask_for_descriptor(path, 1, 0), ExportError);
+    PosixPoolMemory("muxserve-test-export-" + std::to_string(getpid()), 4096).destroy();
   }
   EXPECT_THROW(ask_for_descriptor(path, 0, 0), ExportError);
+}
+
+// A pool of three chunks, the last one of half the size, and the server of its descriptors.
+struct ChunkedPool {
+  explicit ChunkedPool(FdStore& store)
+      : socket(::testing::TempDir() + "chunks_" + std::to_string(getpid())),
+        memory(chunked_cuda_pool(kGpu, 5 * kMiB2, 2 * kMiB2, "pool.0.0", store,
+                                 "muxserve-test-chunks-" + std::to_string(getpid()))),
+        server(std::in_place, ExportServer::path_for(socket), ExportedPools{{memory.get()}}) {}
+
+  static constexpr std::size_t kMiB2 = 2u << 20, kChunk = 2 * kMiB2;
+  std::string socket;
+  std::unique_ptr<ChunkedVmmPoolMemory> memory;
+  std::optional<ExportServer> server;
+};
+
+// Whether it comes true before long.
+bool soon(const std::function<bool()>& what) {
+  for (int i = 0; i < 2000 && !what(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return what();
+}
+
+TEST_F(CudaMemory, ChunksComeAndGoBehindAddressesThatStay) {
+  ChunkedPool pool(store_);
+  pool.memory->take_again(0, pool.kChunk);
+  {
+    ChunkMapping one(pool.memory->handle(), pool.socket, 0, 0), other(pool.memory->handle(), pool.socket, 0, 0);
+    EXPECT_EQ(one.mapped(), 1u);
+    EXPECT_EQ(one.bytes(), 5 * pool.kMiB2);
+    const auto address = one.address();
+    pool.memory->take_again(2 * pool.kChunk, pool.kMiB2);
+    one.sync();
+    other.sync();
+    EXPECT_EQ(one.mapped(), 2u);
+    std::strcpy(reinterpret_cast<char*>(address + 5 * pool.kMiB2 - 8), "page");
+    EXPECT_STREQ(reinterpret_cast<const char*>(other.address() + 5 * pool.kMiB2 - 8), "page");
+    // What was given back is let go of by itself, and what replaces it is other memory at the same address.
+    pool.memory->give_back(2 * pool.kChunk, pool.kMiB2);
+    EXPECT_TRUE(soon([&] { return one.mapped() == 1 && other.mapped() == 1; }));
+    pool.memory->take_again(2 * pool.kChunk, pool.kMiB2);
+    one.sync();
+    EXPECT_EQ(one.address(), address);
+    EXPECT_STREQ(reinterpret_cast<const char*>(address + 5 * pool.kMiB2 - 8), "");
+  }
+  pool.memory->destroy();
+}
+
+TEST_F(CudaMemory, MemoryOfChunksIsFreeWhenNobodyHasThemMapped) {
+  ChunkedPool pool(store_);
+  ChunkMapping mapping(pool.memory->handle(), pool.socket, 0, 0);
+  const int without = live();
+  pool.memory->take_again(pool.kChunk, pool.kChunk);
+  mapping.sync();
+  EXPECT_GT(live(), without);
+  pool.memory->give_back(pool.kChunk, pool.kChunk);
+  EXPECT_TRUE(soon([&] { return live() == without; }));
+  pool.memory->give_back(pool.kChunk, pool.kChunk);  // there is nothing more to give
+  EXPECT_EQ(live(), without);
+  pool.memory->destroy();
+}
+
+TEST_F(CudaMemory, AChunkThatTheDriverRefusesChangesNothing) {
+  ChunkedPool pool(store_);
+  pool.memory->take_again(0, pool.kChunk);
+  ChunkMapping mapping(pool.memory->handle(), pool.socket, 0, 0);
+  for (const char* call : {"cuMemCreate", "cuMemExportToShareableHandle"}) {
+    setenv("FAKE_CUDA_FAIL", (std::string(call) + "=2").c_str(), 1);
+    EXPECT_THROW(pool.memory->take_again(pool.kChunk, pool.kChunk), cuda::DriverError) << call;
+    unsetenv("FAKE_CUDA_FAIL");
+    mapping.sync();
+    EXPECT_EQ(mapping.mapped(), 1u);
+  }
+  pool.memory->take_again(pool.kChunk, pool.kChunk);
+  for (const char* call : {"cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"}) {
+    setenv("FAKE_CUDA_FAIL", (std::string(call) + "=999").c_str(), 1);
+    const int before = live();
+    EXPECT_THROW(mapping.sync(), cuda::DriverError) << call;
+    EXPECT_EQ(live(), before) << call;
+    unsetenv("FAKE_CUDA_FAIL");
+    EXPECT_EQ(mapping.mapped(), 1u);
+  }
+  mapping.sync();
+  EXPECT_EQ(mapping.mapped(), 2u);
+  pool.memory->destroy();
+}
+
+TEST_F(CudaMemory, ChunksOutliveTheirManager) {
+  Keeper keeper;
+  std::string handle;
+  {
+    FdStore store(keeper.open_child());
+    ChunkedPool pool(store);
+    handle = pool.memory->handle();
+    pool.memory->take_again(0, pool.kChunk);
+    ChunkMapping mapping(handle, pool.socket, 0, 0);
+    std::strcpy(reinterpret_cast<char*>(mapping.address()), "first");
+  }  // as if it were killed: nothing is destroyed
+  keeper.listen();
+  EXPECT_EQ(keeper.kept_.size(), 1u);
+  FdStore store(keeper.open_child());
+  ChunkedPool pool(store);
+  ChunkMapping mapping(pool.memory->handle(), pool.socket, 0, 0);
+  EXPECT_EQ(pool.memory->handle(), handle);
+  EXPECT_EQ(mapping.mapped(), 0u);
+  pool.memory->take_again(0, pool.kChunk);
+  mapping.sync();
+  EXPECT_STREQ(reinterpret_cast<const char*>(mapping.address()), "first");
+  pool.memory->destroy();
+  keeper.listen();
+  EXPECT_TRUE(keeper.kept_.empty());
+  // The manager is gone, and a client that maps more hears so; what it has stays.
+  pool.server.reset();
+  EXPECT_TRUE(soon([&] { return mapping.mapped() == 0; }));
+}
+
+TEST_F(CudaMemory, ChunksNeedMemoryThatCanBeExported) {
+  setenv("FAKE_CUDA_NO_VMM", "1", 1);
+  EXPECT_THROW(ChunkedPool pool(store_), cuda::DriverError);
+  unsetenv("FAKE_CUDA_NO_VMM");
+  EXPECT_THROW(chunked_cuda_pool(kGpu, 8 << 20, 3 << 20, "pool.0.0", store_, "muxserve-test-none"), cuda::DriverError);
+  for (const char* handle : {"cuda-vmm:a:1:b", "cuda-vmm-chunks:a:1:0:b", "cuda-vmm-chunks:a:1:b", ""})
+    EXPECT_ANY_THROW(ChunkMapping(handle, "/nowhere", 0, 0)) << handle;
 }
 
 TEST_F(CudaMemory, HandlesThatAreNotUnderstood) {

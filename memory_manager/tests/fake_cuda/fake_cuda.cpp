@@ -18,6 +18,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <string>
@@ -50,6 +51,19 @@ int contexts = 0;
 std::size_t allocated = 0;
 unsigned long long next_handle = 1;
 thread_local void* current = nullptr;
+
+// Whether [address, address + bytes) is in one reservation; and whether something in it is mapped.
+bool reserved(unsigned long long address, std::size_t bytes) {
+  auto after = reservations.upper_bound(address);
+  if (after == reservations.begin()) return false;
+  const auto& found = *--after;
+  return address + bytes <= found.first + found.second;
+}
+bool in_use(unsigned long long address, std::size_t bytes) {
+  const auto next = mappings.lower_bound(address);
+  if (next != mappings.end() && next->first < address + bytes) return true;
+  return next != mappings.begin() && std::prev(next)->first + std::prev(next)->second > address;
+}
 
 const char* setting(const char* name) {
   const char* value = std::getenv(name);
@@ -285,7 +299,7 @@ Result cuMemAddressReserve(unsigned long long* address, std::size_t bytes, std::
 
 Result cuMemAddressFree(unsigned long long address, std::size_t bytes) {
   return call("cuMemAddressFree", [&] {
-    if (reservations.count(address) == 0 || mappings.count(address) != 0) return kInvalidValue;
+    if (reservations.count(address) == 0 || in_use(address, bytes)) return kInvalidValue;
     munmap(reinterpret_cast<void*>(address), bytes);
     reservations.erase(address);
     return 0;
@@ -295,8 +309,8 @@ Result cuMemAddressFree(unsigned long long address, std::size_t bytes) {
 Result cuMemMap(unsigned long long address, std::size_t bytes, std::size_t, unsigned long long handle,
                 unsigned long long) {
   return call("cuMemMap", [&] {
-    if (reservations.count(address) == 0 || allocations.count(handle) == 0) return kInvalidValue;
-    if (allocations[handle].bytes < bytes) return kInvalidValue;
+    if (!reserved(address, bytes) || in_use(address, bytes) || allocations.count(handle) == 0) return kInvalidValue;
+    if (allocations[handle].bytes < bytes || bytes % kGranularity != 0) return kInvalidValue;
     // Nobody may touch it before cuMemSetAccess.
     void* found =
         mmap(reinterpret_cast<void*>(address), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, allocations[handle].fd, 0);
@@ -308,7 +322,9 @@ Result cuMemMap(unsigned long long address, std::size_t bytes, std::size_t, unsi
 
 Result cuMemUnmap(unsigned long long address, std::size_t bytes) {
   return call("cuMemUnmap", [&] {
-    if (mappings.erase(address) == 0) return kInvalidValue;
+    const auto found = mappings.find(address);
+    if (found == mappings.end() || found->second != bytes) return kInvalidValue;
+    mappings.erase(found);
     mmap(reinterpret_cast<void*>(address), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
          -1, 0);
     return 0;
