@@ -24,9 +24,9 @@ from report import percentiles
 from muxserve.cli.simulate_places import PlacementSearch, places_of
 from muxserve.config.values import parse_size
 from muxserve.costs.measured import latency_model
-from muxserve.planning.specs.residency import hibernated_seconds, kv_rules
+from muxserve.planning.specs.residency import hibernated_seconds
 from muxserve.scheduling.residency import Residency
-from muxserve.scheduling.residency_types import Change, Residence, Sleep, Standing, Stay, Wake
+from muxserve.scheduling.residency_types import Change, KvRules, Residence, Sleep, Standing, Stay, Wake
 from muxserve.scheduling.turns import TurnRules
 from muxserve.simulator import SimUnit, mode_of
 from muxserve.simulator.requests import SimRequest
@@ -80,7 +80,7 @@ def unit_of(models: int, limit: int, slo: float, folder: Path) -> SimUnit:
     (unit,) = places.placed("muxserve").units(mode_of("muxserve"))
     residency = unit.residency
     assert residency is not None, "the fleet has a limit"
-    rules = replace(residency.rules, kv=kv_rules(KV_BYTES))
+    rules = replace(residency.rules, kv=KvRules.of(KV_BYTES))
     return replace(unit, residency=replace(residency, rules=rules))
 
 

@@ -92,7 +92,7 @@ def of_gpus(unit: str, found: GpuMemory | None, residency: ResidencySpec, there:
     """
     if found is not None:
         return MemoryReport(
-            unit, found.total, dict(found.models), copies=dict(found.copies), resting=list(found.resting)
+            unit, found.total, dict(found.models), found.pools, copies=dict(found.copies), resting=list(found.resting)
         )
     models = {name: costs.bytes for name, costs in residency.models.items() if name in there}
     return MemoryReport(unit, residency.rules.fixed + sum(models.values()), models)

@@ -156,23 +156,15 @@ def pool_bytes(budgets: Sequence[Budget]) -> int:
 
 
 def pool_beside(left: int, sleeping: Sequence[int], least: int) -> int:
-    """Bytes of the pools beside models that sleep: what a whole number of them leaves, at their mean size, so that no
-    memory is of no use to anybody; all of them if they have room. The two largest have room together if they can, so
-    that one can be woken while the other is awake.
+    """Bytes that pools may take at most beside models that sleep: what the largest of these leaves, so that one is
+    awake for which there are pages. They take it only while no other model needs it.
 
     Args:
         left: bytes of a GPU for pools and these models.
         sleeping: bytes of each of them.
         least: of the pools.
     """
-    room = left - least
-    if sum(sleeping) <= room:
-        return left - sum(sleeping)
-    mean = sum(sleeping) / len(sleeping)
-    largest = sorted(sleeping, reverse=True)
-    two = sum(largest[:2])
-    awake = max(int(room / mean) * int(mean), largest[0], two if two <= room else 0)
-    return max(least, left - awake)
+    return max(least, left - max(sleeping))
 
 
 def resting_room(taken: Collection[int], resting: Collection[int], room: int, gpu_bytes: int) -> int:

@@ -29,7 +29,7 @@ from muxserve.gpu.budget import (
 from muxserve.gpu.findings import Fallback, Findings
 from muxserve.gpu.nvml import Gpu, GpuMachine
 from muxserve.gpu.sharing import MpsWish
-from muxserve.spec import GpuSpec, PoolSpec, RestingSpec, SmSharing, UnitSpec, save
+from muxserve.spec import GpuSpec, PoolSpec, RestingSpec, SmSharing, UnitSpec, in_chunks, save
 from placement import (
     Machine,
     ModelDemand,
@@ -333,8 +333,9 @@ class GpuUnit:
 
     def used_with(self, pools: Sequence[PoolSpec]) -> int:
         """The same with those pools."""
-        size = sum(pool.page_bytes * pool.num_pages for pool in pools)
-        return self._used(min(pool.page_bytes for pool in pools), size)
+        whole, start = sum(pool.bytes for pool in pools), sum(pool.start_bytes for pool in pools)
+        # Page tables have entries for all pages.
+        return self._used(min(pool.page_bytes for pool in pools), whole) - whole + start
 
     def _used(self, page_bytes: int, pools_bytes: int) -> int:
         return max(each.used(pools_bytes, page_bytes) for each in self._budgets(page_bytes))
@@ -350,7 +351,7 @@ class GpuUnit:
         Raises:
             muxserve.gpu.budget.BudgetError: it does not fit.
         """
-        size = sum(pool.page_bytes * pool.num_pages for pool in pools)
+        size = sum(pool.start_bytes for pool in pools)  # the other memory comes to them when nobody needs it
         together = self.measured([*self.needs, *joining])
         budgets = together._budgets(min(pool.page_bytes for pool in pools))
         for each in joining:
@@ -365,7 +366,10 @@ class GpuUnit:
             muxserve.gpu.budget.BudgetError: that is not there, or not enough for one sequence of every model.
         """
         budgets = self.budgets(demands)
-        if self.sleeping and asked is None:
+        if self.sleeping and asked is None and self.deployed.ipc == "legacy":
+            usable = min(gpu.memory_bytes for gpu in self.gpus) * self.rules.utilisation
+            asked = max(least_pool_bytes(demands, self.together(demands)), int(LEAST_POOL_PART * usable))
+        elif self.sleeping and asked is None:
             usable = min(gpu.memory_bytes for gpu in self.gpus) * self.rules.utilisation
             sleeping = self.taken(self.sleeping)
             there = sum(sleeping[name] for name in {each.model for each in self.needs} & sleeping.keys())
@@ -430,11 +434,13 @@ def _kind(gpu: Gpu) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """Bytes that everything takes of the GPU with least left, and in that by model those that sleep at times. `copies`:
+    """Bytes that everything takes of the GPU with least left, and in that by model those that sleep at times, and the
+    `pools`, as far as they have memory at any time. `copies`:
     bytes of the host's memory for weights, by model; `resting`: models that sleep and whose engines have stayed."""
 
     total: int
     models: Mapping[str, int]
+    pools: int = 0
     copies: Mapping[str, int] = field(default_factory=dict)
     resting: tuple[str, ...] = ()
 
@@ -500,7 +506,8 @@ class GpuPlan:
         """What is taken with the models that are `present`."""
         asleep = {each.model for each in self.sleeping}
         unit = self.unit.measured(present)
-        return GpuMemory(unit.used_with(pools), unit.taken([each for each in present if each.model in asleep]))
+        taken = unit.taken([each for each in present if each.model in asleep])
+        return GpuMemory(unit.used_with(pools), taken, sum(pool.start_bytes for pool in pools))
 
     def with_model(self, demand: ModelDemand, needs: Sequence[Needs], shares: Mapping[str, SmShares]) -> GpuPlan:
         """The plan with a model more; of those that it has only the ones with `shares` are left."""
@@ -625,5 +632,9 @@ def resized(unit_spec: UnitSpec, unit: UnitPlan) -> UnitSpec:
         )
         for model, plan in zip(unit_spec.models, unit.models, strict=True)
     ]
-    pools = [PoolSpec(pool.name, pool.page_bytes, pool.num_pages) for pool in unit.pools]
+    pools = [
+        msgspec.structs.replace(known, page_bytes=pool.page_bytes, num_pages=pool.num_pages)
+        for known, pool in zip(unit_spec.pools, unit.pools, strict=True)
+    ]
+    pools = [in_chunks(pool, unit_spec.gpu) if pool.chunk_bytes else pool for pool in pools]
     return msgspec.structs.replace(unit_spec, pools=pools, models=models)

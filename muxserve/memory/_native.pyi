@@ -13,7 +13,9 @@ _Hashes: TypeAlias = bytes | Iterable[bytes]
 _StepResult: TypeAlias = tuple[_Ids, _Ids | None, list[int] | None]
 
 class PoolConfig:
-    def __init__(self, name: str, page_bytes: int, num_pages: int) -> None: ...
+    def __init__(
+        self, name: str, page_bytes: int, num_pages: int, chunk_bytes: int = 0, start_pages: int = 0
+    ) -> None: ...
 
 class ModelConfig:
     windowed_layers: Sequence[int]
@@ -92,6 +94,15 @@ class CudaMapping:
     def __init__(self, handle: str, descriptor: int = -1, read_only: bool = False) -> None: ...
     def unmap(self) -> None: ...
     def map_again(self, handle: str, descriptor: int) -> None: ...
+
+class ChunkMapping:
+    address: int
+    bytes: int
+    handle: str
+    device_uuid: str
+    mapped: int
+    def __init__(self, handle: str, manager_socket: str, pool: int, rank: int) -> None: ...
+    def sync(self) -> None: ...
 
 class ExportedMemory:
     handle: str

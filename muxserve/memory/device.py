@@ -9,6 +9,7 @@ from typing import Any
 from muxserve.memory import _native
 
 VMM = "cuda-vmm:"
+CHUNKS = "cuda-vmm-chunks:"
 LEGACY = "cuda-ipc:"
 
 
@@ -19,11 +20,21 @@ class DeviceMemory:
     accesses with those of other processes: a page belongs to who holds its block.
     """
 
-    def __init__(self, mapping: _native.CudaMapping, num_pages: int, page_bytes: int) -> None:
+    def __init__(self, mapping: _native.CudaMapping | _native.ChunkMapping, num_pages: int, page_bytes: int) -> None:
         if num_pages * page_bytes > mapping.bytes:
             raise ValueError("the mapping is smaller than the pool")
         self._mapping = mapping
         self.shape = (num_pages, page_bytes)
+
+    def sync(self) -> None:
+        """Before anything computes on pages of blocks that were got since the last call: their chunks may have come.
+
+        Raises:
+            MemoryManagerGone: the manager is gone.
+            DeviceMemoryError: the driver refused; says why and what to do.
+        """
+        if isinstance(self._mapping, _native.ChunkMapping):
+            self._mapping.sync()
 
     @property
     def address(self) -> int:
@@ -63,7 +74,7 @@ _lock = threading.Lock()
 
 def is_device_handle(handle: str) -> bool:
     """Whether a pool with this handle lies on a GPU."""
-    return handle.startswith((VMM, LEGACY))
+    return handle.startswith((VMM, CHUNKS, LEGACY))
 
 
 def map_device_pool(
@@ -80,7 +91,16 @@ def map_device_pool(
         known = _mapped.get(handle)
         if known is not None:
             return known
-        descriptor = _native.pool_descriptor(socket_path, pool, rank) if handle.startswith(VMM) else -1
-        mapped = DeviceMemory(_native.CudaMapping(handle, descriptor), num_pages, page_bytes)
+        mapping: _native.CudaMapping | _native.ChunkMapping
+        if handle.startswith(CHUNKS):
+            mapping = _native.ChunkMapping(handle, socket_path, pool, rank)
+        else:
+            mapping = _whole(socket_path, handle, pool, rank)
+        mapped = DeviceMemory(mapping, num_pages, page_bytes)
         _mapped[handle] = mapped
         return mapped
+
+
+def _whole(socket_path: str, handle: str, pool: int, rank: int) -> _native.CudaMapping:
+    descriptor = _native.pool_descriptor(socket_path, pool, rank) if handle.startswith(VMM) else -1
+    return _native.CudaMapping(handle, descriptor)

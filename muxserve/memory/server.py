@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from muxserve.memory import _native
 from muxserve.net.heartbeat import heartbeat_file
-from muxserve.spec import ModelSpec, UnitSpec
+from muxserve.spec import PRETENDED_PAGE_BYTES, ModelSpec, PoolSpec, UnitSpec
 
 _SHARED_MEMORY = Path("/dev/shm")
 # What an engine had launched on a GPU when it was killed may go on writing for about a step.
@@ -31,16 +31,27 @@ def prefix(unit_spec: UnitSpec) -> str:
 
 def manager_config(unit_spec: UnitSpec) -> _native.Config:
     """The memory manager's configuration; the manager checks its values when it starts."""
-    gpu = unit_spec.gpu
+    gpu, simulated = unit_spec.gpu, unit_spec.simulated
+    pretended = simulated is not None and bool(simulated.gpus)
     return _native.Config(
         prefix=prefix(unit_spec),
         ranks=unit_spec.ranks,
         device="posix" if gpu is None else "cuda",
         devices=[] if gpu is None else gpu.uuids,
         ipc="auto" if gpu is None else gpu.ipc,
-        pools=[_native.PoolConfig(pool.name, pool.page_bytes, pool.num_pages) for pool in unit_spec.pools],
+        pools=[
+            _pool(pool, pretended=bool(unit_spec.simulated and unit_spec.simulated.gpus)) for pool in unit_spec.pools
+        ],
         models=[_model(model, model.quota_pages) for model in unit_spec.models],
     )
+
+
+def _pool(pool: PoolSpec, pretended: bool) -> _native.PoolConfig:
+    page_bytes, chunk_bytes = pool.page_bytes, pool.chunk_bytes
+    if pretended:  # the pages of a GPU that is not there take no memory to speak of
+        page_bytes = PRETENDED_PAGE_BYTES
+        chunk_bytes = page_bytes * pool.chunk_pages if chunk_bytes else 0
+    return _native.PoolConfig(pool.name, page_bytes, pool.num_pages, chunk_bytes, pool.start_pages)
 
 
 def _model(model: ModelSpec, quota_pages: int) -> _native.ModelConfig:

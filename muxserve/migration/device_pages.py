@@ -30,6 +30,7 @@ class DevicePages:
 
     def __init__(self, view: ModelView, pool: torch.Tensor | None = None) -> None:
         self.table = view.page_table
+        self._memory = view.device_pool if pool is None else None
         self.pool = _mapped(view) if pool is None else pool
 
     def copy_to(
@@ -61,6 +62,8 @@ class DevicePages:
 
     def pages_of(self, blocks: Sequence[int], part: StatePart = None) -> torch.Tensor:
         """int64[pages of the blocks], on the pool's device."""
+        if self._memory is not None:
+            self._memory.sync()
         pages: PageIds = pages_of(self.table, blocks, part)
         if pages.size and (pages.min() < 1 or pages.max() >= self.pool.shape[0]):
             raise IndexError(f"pages are 1 to {self.pool.shape[0] - 1}, not {pages.min()} to {pages.max()}")

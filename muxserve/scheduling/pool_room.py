@@ -49,6 +49,11 @@ class PoolRoom:
         if self.target is None:
             self.target = load.backed
 
+    @property
+    def _gives(self) -> PoolsLoad | None:
+        """How pools stand that give and take; None for others, and before any have reported."""
+        return self._load if self._load is not None and self._load.elastic else None
+
     def taken(self, rules: KvRules) -> int:
         """Bytes that count for the pools: those that they have, and those that they may take."""
         if self._load is None or self.target is None:
@@ -63,21 +68,21 @@ class PoolRoom:
 
     def lent(self, rules: KvRules) -> int:
         """Bytes that the pools can give back although they are not told to yet."""
-        if self._load is None or self.target is None:
+        if (load := self._gives) is None or self.target is None:
             return 0
-        return max(0, min(self.target, self._load.backed) - self._load.wanted - rules.least)
+        return max(0, min(self.target, load.backed) - load.wanted - rules.least)
 
     def wanting(self, rules: KvRules) -> int:
         """Bytes that requests wait for, as far as the pools may ever have them."""
-        if self._load is None or self.target is None:
+        if (load := self._gives) is None or self.target is None:
             return 0
-        return max(0, min(self._load.wanted + rules.least, rules.most) - self.target)
+        return max(0, min(load.wanted + rules.least, rules.most) - self.target)
 
     def missing(self, rules: KvRules) -> int:
         """Bytes that the oldest requests of all models wait for."""
-        if self._load is None or self.target is None:
+        if (load := self._gives) is None or self.target is None:
             return 0
-        return max(0, min(self._load.urgent, rules.most) - self.target)
+        return max(0, min(load.urgent, rules.most) - self.target)
 
     def waits(self, now: float, short: bool) -> float:
         """For how long requests have been `short` of pages by now, seconds."""
@@ -100,7 +105,7 @@ class PoolRoom:
 
     def lend(self, rules: KvRules, free: int) -> int:
         """The bytes of `free` ones that are worth lending."""
-        if self.target is None:
+        if self._gives is None or self.target is None:
             return 0
         more = min(free, rules.most - self.target)
         return more if more >= LENT_STEP * rules.most else 0

@@ -25,6 +25,10 @@ class WakeRules:
             raise ValueError("wakes at a time and cores must be positive")
 
 
+# Part of KV pools that stays free for what comes next while models take memory from them.
+LEAST_POOL_PART = 1 / 8
+
+
 @dataclass(frozen=True, slots=True)
 class KvRules:
     """KV pools that take what models leave: at most `most` bytes, and `least` bytes more than their running requests
@@ -32,6 +36,11 @@ class KvRules:
 
     least: int
     most: int
+
+    @classmethod
+    def of(cls, most: int) -> KvRules:
+        """The rules of pools of so many bytes."""
+        return cls(int(LEAST_POOL_PART * most), most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from muxserve.spec.followed import FollowedFleet, followed_file, load_followed, 
 from muxserve.spec.network import Keys, Listen
 from muxserve.spec.unit import (
     DECODE_NICENESS,
+    PRETENDED_PAGE_BYTES,
     SHARES_PER_LEASE,
     UNIT_FILE,
     AdapterSlots,
@@ -45,6 +46,7 @@ from muxserve.spec.unit import (
     TlsSpec,
     UnitSpec,
     WatchdogRules,
+    in_chunks,
     load,
     save,
 )
@@ -52,6 +54,7 @@ from muxserve.spec.versions import next_version, public_name
 
 __all__ = [
     "DECODE_NICENESS",
+    "PRETENDED_PAGE_BYTES",
     "SHARES_PER_LEASE",
     "UNIT_FILE",
     "AdapterSlots",
@@ -88,6 +91,7 @@ __all__ = [
     "UnitSpec",
     "WatchdogRules",
     "followed_file",
+    "in_chunks",
     "load",
     "load_fleet",
     "load_followed",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +13,7 @@ import msgspec
 from muxserve.costs.profile import EngineProfile
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import DEFAULT_LEVELS, TARGET_LOAD, Level, Levels
+from muxserve.scheduling.residency_types import LEAST_POOL_PART
 from muxserve.spec.network import Keys, Listen
 
 # Where a unit's spec is, in its directory.
@@ -73,11 +75,49 @@ def share_steps(sharing: SmSharing, policy: PolicyName) -> int:
 
 class PoolSpec(msgspec.Struct, frozen=True):
     """One page pool. `page_bytes` = K and V of `block_tokens` tokens of one KV head of one layer; `num_pages` are on
-    each rank, and a page has the same number on all of them."""
+    each rank, and a page has the same number on all of them. With `chunk_bytes` it is a pool whose memory comes and
+    goes in such chunks, while the unit runs; at first `start_pages` have memory (0: all)."""
 
     name: str
     page_bytes: int
     num_pages: int
+    chunk_bytes: int = 0
+    start_pages: int = 0
+
+    @property
+    def chunk_pages(self) -> int:
+        """Pages whose memory comes and goes together."""
+        if not self.chunk_bytes:
+            return self.num_pages
+        return min(self.num_pages, self.chunk_bytes // math.gcd(self.page_bytes, self.chunk_bytes))
+
+    @property
+    def bytes(self) -> int:
+        """Of each rank, when all pages have memory."""
+        return self.page_bytes * self.num_pages
+
+    @property
+    def start_bytes(self) -> int:
+        """Of each rank at first."""
+        return self.page_bytes * (self.start_pages or self.num_pages)
+
+
+# Nobody reads or writes the pages of engines that compute nothing.
+PRETENDED_PAGE_BYTES = 64
+# Memory comes and goes in chunks so large: what the kernel maps with one entry, and few enough descriptors of a GPU's
+# memory.
+CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 2 << 20, 64 << 20
+
+
+def in_chunks(pool: PoolSpec, gpu: GpuSpec | None) -> PoolSpec:
+    """The pool where its memory comes and goes while models do; on a GPU with the least of it at first. As a whole
+    where a GPU's memory cannot be exported."""
+    if gpu is None:
+        return msgspec.structs.replace(pool, chunk_bytes=CPU_CHUNK_BYTES)
+    if gpu.ipc == "legacy":
+        return pool
+    start = max(1, int(LEAST_POOL_PART * pool.num_pages))
+    return msgspec.structs.replace(pool, chunk_bytes=GPU_CHUNK_BYTES, start_pages=start)
 
 
 class AdapterSlots(msgspec.Struct, frozen=True):

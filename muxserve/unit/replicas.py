@@ -108,7 +108,11 @@ class UnitReplicas:
 
     def _pools(self) -> PoolsLoad | None:
         state = self._state
-        return pools_load(state.ledger, state.room, state.ranks) if state.ledger.memory_up else None
+        if not state.ledger.memory_up:
+            return None
+        load = pools_load(state.ledger, state.room, state.ranks)
+        load.elastic = all(pool.chunk_bytes for pool in state.unit_spec.pools)
+        return load
 
     def tick(self, now: float) -> None:
         """Report if there is something to report."""

@@ -26,7 +26,8 @@ class PoolsLoad(msgspec.Struct, omit_defaults=True, gc=False):
     """How the KV pools of a unit stand together, bytes of one device, or of the machine's memory on a CPU. They are to
     take `target`, as the unit was told last (0: nothing), and `backed` of them have memory. What runs has them or takes
     them next: `needed`; with the oldest requests that wait that is `urgent`, and with all that there are seats for
-    `wanted`. `model` is the one whose oldest request waits for longest; empty if none waits."""
+    `wanted`. `model` is the one whose oldest request waits for longest; empty if none waits. Pools that are not
+    `elastic` have what they have."""
 
     target: int = 0
     backed: int = 0
@@ -34,6 +35,7 @@ class PoolsLoad(msgspec.Struct, omit_defaults=True, gc=False):
     urgent: int = 0
     wanted: int = 0
     model: str = ""
+    elastic: bool = True
 
 
 class Loads(Message):

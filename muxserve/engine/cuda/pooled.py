@@ -22,6 +22,7 @@ from muxserve.engine.cuda.page_table import DevicePageTable, new_blocks
 from muxserve.engine.cuda.states import PagedStates, keep_own_kernels
 from muxserve.engine.runner import PooledLayers
 from muxserve.engine.states import pages_for
+from muxserve.memory.device import DeviceMemory
 
 
 def token_numbers(spec: AttentionSpec) -> int:
@@ -34,6 +35,7 @@ class PooledOnDevice(CapturingRunner, PooledLayers):
 
     states: PagedStates | None = None
     page_table: DevicePageTable | None = None
+    _device_pool: DeviceMemory | None = None
     kv_caches: list[torch.Tensor]
     # Bytes on the GPU of what the runner has of requests: made behind the weights, and with the layers' caches. What it
     # makes before the weights is counted with these.
@@ -67,7 +69,8 @@ class PooledOnDevice(CapturingRunner, PooledLayers):
         """The mapped pool, uint8 [pages, page bytes] on the device, and the page table in shared memory."""
         view = current().view
         if self.device.type == "cuda":
-            return torch.as_tensor(view.device_pool, device=self.device), view.page_table
+            self._device_pool = view.device_pool
+            return torch.as_tensor(self._device_pool, device=self.device), view.page_table
         return torch.from_numpy(view.pool), view.page_table
 
     def _bind_pool(self) -> dict[str, torch.Tensor]:
@@ -99,6 +102,8 @@ class PooledOnDevice(CapturingRunner, PooledLayers):
 
     def follow(self, scheduler_output: Any) -> None:
         assert self.page_table is not None
+        if self._device_pool is not None:
+            self._device_pool.sync()
         self.page_table.update(new_blocks(scheduler_output))
         super().follow(scheduler_output)
 

@@ -24,6 +24,7 @@ from muxserve.planning.place.prediction import Simulated, simulated_of
 from muxserve.planning.place.simulations import Simulations
 from muxserve.planning.specs.gpus import UNPLANNED, copier_bytes, resting_bytes
 from muxserve.planning.specs.residency import gpu_residency, gpu_wake_costs
+from muxserve.scheduling.residency_types import KvRules
 from muxserve.simulator import FleetResult, Options, ResidencyResult, mode_of, simulate
 from muxserve.spec import ResidencySpec, RestingSpec
 from muxserve.workload.trace import TraceRequest
@@ -167,9 +168,8 @@ def as_deployed(fleet: Fleet, demands: Sequence[Demand], cluster: Cluster, aroun
         pool = least if isinstance(size, int) or not sleeping else pool_beside(usable - fixed, sleeping, least)
         units.append(PlacedUnit(name, node.device, tuple(range(first, first + unit.gpus)), placed, pool))
         first += unit.gpus
-        fixed += pool
         rest = at_rest(engines, RestingSpec(room, len(engines)))
-        specs[name] = gpu_residency(memory, models, usable, fixed, _CORES, rest)
+        specs[name] = gpu_residency(memory, models, usable, fixed, KvRules.of(pool), _CORES, rest)
     made = simulated_of(Placement(cluster, tuple(units)), fleet.as_split(), demands, around)
     return replace(made, residency=specs, origin="units in which memory decides who is awake, as deployed")
 

@@ -32,8 +32,6 @@ from placement.format import format_size
 
 # `auto`: other programs of the machine have the rest.
 AUTO_PART = 0.9
-# Part of the KV pools that stays free for what comes next while models take memory from them.
-LEAST_POOL_PART = 1 / 8
 # What a step takes for a moment, and whatever nobody foresaw, stays free.
 HEADROOM = 0.05
 # Expected until it is measured, of processes of the pinned vLLM on CPU (docs/residency.md has the measured ones): a
@@ -227,7 +225,7 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
         for model, demand in zip(plan.fleet.models, plan.demands, strict=True):
             cache = plan.unit.model(model.name).cache_bytes * demand.ranks
             costs[model.name] = cpu_wake_costs(model, demand.architecture, demand.dtype, cache)
-    kv = kv_rules(sum(plan.unit.pool_bytes * max(demand.ranks for demand in plan.demands) for plan in plans))
+    kv = KvRules.of(sum(plan.unit.pool_bytes * max(demand.ranks for demand in plan.demands) for plan in plans))
     fixed = FLEET_BYTES + len(costs) * DECLARED_BYTES
     fixed += sum(each.bytes for each in costs.values() if each.pinned)
     sleeping = {name: each for name, each in costs.items() if not each.pinned}
@@ -259,11 +257,6 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
     )
     spec = ResidencySpec(rules, sleeping, None, hibernates)
     return {plans[0].name: msgspec.structs.replace(spec, turns=_turns(spec, fleet.memory))}
-
-
-def kv_rules(most: int) -> KvRules:
-    """The rules of KV pools that take at most so many bytes of what models leave."""
-    return KvRules(int(LEAST_POOL_PART * most), most)
 
 
 def _mib(size: int) -> str:
@@ -318,7 +311,13 @@ def resident_costs(model: Model, architecture: ModelArchitecture, dtype: str, gp
 
 
 def gpu_residency(
-    memory: MemorySection, models: Mapping[str, WakeCosts], limit: int, fixed: int, cores: int, resting: int
+    memory: MemorySection,
+    models: Mapping[str, WakeCosts],
+    limit: int,
+    fixed: int,
+    kv: KvRules,
+    cores: int,
+    resting: int,
 ) -> ResidencySpec:
     """By what memory decides in a unit on GPUs, of each of which everything may take `limit` bytes, and what is awake
     all the time takes `fixed`. Weights that have been loaded once are kept in the host's memory, and the engines of
@@ -331,6 +330,7 @@ def gpu_residency(
         wakes=WakeRules(min(max(1, cores), GPU_WAKES), max(1, cores), memory.host_copies != "off"),
         sleep_seconds=GPU_SLEEP_SECONDS,
         fixed=fixed,
+        kv=kv,
         ceiling=limit,
     )
     spec = ResidencySpec(rules, dict(models), on_gpus=True, resting=resting)
@@ -358,8 +358,8 @@ def _on_gpus(memory: MemorySection, plan: ResolvedUnit, gpu: GpuUnit, machine: M
     }
     limit = min(each.lines[0].bytes for each in gpu.budgets(plan.demands))
     awake = sum(gpu.taken([each for each in gpu.needs if each.model in taken]).values())
-    fixed = gpu.used(plan.demands, plan.unit.pool_bytes) - awake
-    return gpu_residency(memory, models, limit, fixed, machine.cores, rest)
+    fixed = gpu.used(plan.demands, plan.unit.pool_bytes) - plan.unit.pool_bytes - awake
+    return gpu_residency(memory, models, limit, fixed, KvRules.of(plan.unit.pool_bytes), machine.cores, rest)
 
 
 # ---------------------------------------------------------------- while the fleet serves

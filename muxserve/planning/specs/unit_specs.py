@@ -33,6 +33,7 @@ from muxserve.replicas.priorities import Level
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.rolling.rules import RollingRules
 from muxserve.spec import (
+    PRETENDED_PAGE_BYTES,
     BatchesSpec,
     BudgetPeriod,
     BudgetSpec,
@@ -52,6 +53,7 @@ from muxserve.spec import (
     UnitEntry,
     UnitSpec,
     WatchdogRules,
+    in_chunks,
     offered,
     public_name,
 )
@@ -69,6 +71,8 @@ _FIRST, _FACTOR = 16, 4
 def unit_spec_of(plan: ResolvedUnit, run_dir: str, host: str | None = None, port: int | None = None) -> UnitSpec:
     """The unit's spec of a planned unit whose models are all local; `host` and `port` override the fleet file's."""
     pools = [PoolSpec(pool.name, pool.page_bytes, pool.num_pages) for pool in plan.unit.pools]
+    if plan.fleet.memory is not None:
+        pools = [in_chunks(pool, None if plan.gpu is None else plan.gpu.deployed) for pool in pools]
     models = [_model(plan, index) for index in range(len(plan.unit.models))]
     if plan.gpu is not None:
         shares = plan.gpu.shares
@@ -210,10 +214,6 @@ def planned_unit(
     return PlannedUnit(unit_spec, plan.served, plan.gpu_plan(), rolling_of(plan))
 
 
-# Nobody reads or writes the pages of engines that compute nothing.
-_PRETENDED_PAGE_BYTES = 64
-
-
 def pretended(unit_spec: UnitSpec, gpu: GpuUnit | None, simulated: SimulatedSpec) -> UnitSpec:
     """A unit as one that computes nothing: one process for each engine, and one pool for all of its ranks, since nobody
     reads what is in it. One on GPUs pretends to have them: it runs on the CPU, with as many pages as on each GPU, which
@@ -223,7 +223,11 @@ def pretended(unit_spec: UnitSpec, gpu: GpuUnit | None, simulated: SimulatedSpec
     unit_spec = msgspec.structs.replace(unit_spec, hibernation="")
     if gpu is None:
         return msgspec.structs.replace(unit_spec, ranks=1, simulated=simulated)
-    pools = [PoolSpec(pool.name, _PRETENDED_PAGE_BYTES, pool.num_pages) for pool in unit_spec.pools]
+    # A chunk has the pages that it has on a GPU.
+    pools = [
+        pool if pool.chunk_bytes else msgspec.structs.replace(pool, page_bytes=PRETENDED_PAGE_BYTES)
+        for pool in unit_spec.pools
+    ]
     kind = device_name(gpu.gpus[0]) or UNKNOWN_GPU
     return msgspec.structs.replace(
         unit_spec,
