@@ -39,9 +39,7 @@ def manager_config(unit_spec: UnitSpec) -> _native.Config:
         device="posix" if gpu is None else "cuda",
         devices=[] if gpu is None else gpu.uuids,
         ipc="auto" if gpu is None else gpu.ipc,
-        pools=[
-            _pool(pool, pretended=bool(unit_spec.simulated and unit_spec.simulated.gpus)) for pool in unit_spec.pools
-        ],
+        pools=[_pool(pool, pretended) for pool in unit_spec.pools],
         models=[_model(model, model.quota_pages) for model in unit_spec.models],
     )
 
