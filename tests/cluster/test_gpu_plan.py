@@ -433,13 +433,19 @@ class TestSleeping:
         costs = spec.models["m0"]
         assert sum(each.bytes for each in spec.models.values()) > 80 * GIB > 4 * costs.bytes
         assert spec.rules.limit == int(0.92 * 80 * GIB)
-        # Beside the memory manager's part a whole number of models has room, and pages have the rest.
+        # Pages take what models leave, at most all that one of them leaves; the others have room while pages do not need
+        # it.
         assert gpu.resting_room is not None
-        resting = gpu.resting_room.bytes
-        assert spec.rules.fixed == pytest.approx(made.unit.pool_bytes + 1.5 * GIB + resting, rel=0.01)
+        page_tables = 0.01 * made.unit.pool_bytes
+        assert spec.rules.fixed == pytest.approx(1.5 * GIB + gpu.resting_room.bytes, abs=page_tables)
+        assert spec.rules.kv is not None
+        assert spec.rules.kv.most == made.unit.pool_bytes
         room = spec.rules.limit - spec.rules.fixed
-        assert room / costs.bytes == pytest.approx(11, abs=0.02)
-        assert 0.05 * spec.rules.limit < made.unit.pool_bytes < 0.05 * spec.rules.limit + costs.bytes
+        assert made.unit.pool_bytes + costs.bytes == pytest.approx(room, rel=0.01)
+        assert (room - spec.rules.kv.least) / costs.bytes > 9
+        (pool,) = unit_spec_of(made, "/run/x").pools
+        assert pool.start_bytes == pytest.approx(spec.rules.kv.least, rel=0.01)
+        assert pool.chunk_bytes
         assert spec.on_gpus
         assert not unit_spec_of(made, "/run/x").decode_gives_way
 
@@ -494,7 +500,8 @@ class TestSleeping:
         assert sum(pool.page_bytes * pool.num_pages for pool in after.pools) == made.unit.pool_bytes
         alone = sizer.used([m0], after.pools)
         assert alone.models == {}
-        assert alone.total == pytest.approx(spec.rules.fixed, rel=0.01)
+        assert alone.total - alone.pools == pytest.approx(spec.rules.fixed, rel=0.01)
+        assert alone.pools == after.pools[0].start_bytes < after.pools[0].bytes
         m1 = next(each for each in sizer.sleeping if each.model == "m1")
         beside = sizer.used([m0, replace(m1, weights_bytes=m1.weights_bytes + GIB)], after.pools)
         assert beside.models == {"m1": spec.models["m1"].bytes + GIB}

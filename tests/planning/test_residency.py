@@ -75,7 +75,7 @@ def test_weights_of_all_models_need_not_fit() -> None:
     ("memory", "models", "expected"),
     [
         ("{limit: 9GiB}", [""], "memory.limit: 9 GiB are more than there is (8 GiB)"),
-        ("{limit: 1GiB}", [""], "memory.limit: 1024MiB are not enough: processes, KV pool"),
+        ("{limit: 1GiB}", [""], "memory.limit: 1024MiB are not enough: processes, the least of the KV pool"),
         ("{limit: 2GiB}", ["", *[", keep: always"] * 9], "waking m0 "),
     ],
 )

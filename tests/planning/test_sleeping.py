@@ -72,7 +72,7 @@ def test_a_table_says_it_for_people(fleet: Path) -> None:
     words = " ".join(out.split())
     assert "GPUs for 95% of these requests within their objectives: " in words, err
     assert "with memory: as `muxserve deploy` serves the fleet with `memory:` in its file" in words
-    assert re.search(r"^1 +with memory: +0 +\d+ +\d+ +0 ", out, re.MULTILINE)
+    assert re.search(r"^1 +with memory: +0 +\d+ +\d+ +\d+ ", out, re.MULTILINE)
 
 
 def test_where_models_cannot_sleep_the_reason_is_told(fleet: Path) -> None:
