@@ -433,8 +433,7 @@ class TestSleeping:
         costs = spec.models["m0"]
         assert sum(each.bytes for each in spec.models.values()) > 80 * GIB > 4 * costs.bytes
         assert spec.rules.limit == int(0.92 * 80 * GIB)
-        # Pages take what models leave, at most all that one of them leaves; the others have room while pages do not need
-        # it.
+        # Pages take what models leave, at most all but one of them. The others have room while pages do not need it.
         assert gpu.resting_room is not None
         page_tables = 0.01 * made.unit.pool_bytes
         assert spec.rules.fixed == pytest.approx(1.5 * GIB + gpu.resting_room.bytes, abs=page_tables)
