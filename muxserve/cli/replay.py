@@ -8,7 +8,7 @@ import secrets
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import msgspec
@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from muxserve.cli.output import command_line, console, errors, escape, print_error, print_problems
 from muxserve.cli.settings import ReplaySettings
+from muxserve.cli.which import endpoint_of
 from muxserve.cli.workload import models_of, print_left_out
 from muxserve.config import FleetError, load_fleet
 from muxserve.metrics import Objectives, RequestRecord
@@ -76,6 +77,10 @@ async def _lines(console: Console, running: Replay, seconds: float, requests: in
 
 def replay(settings: ReplaySettings) -> int:
     """Replay a workload; returns the exit code."""
+    url = endpoint_of(settings.url or None)
+    if url is None:
+        return ExitCode.WRONG
+    settings = replace(settings, url=url)
     try:
         for path in filter(None, (settings.out, settings.html, settings.records)):
             if not path.parent.is_dir():

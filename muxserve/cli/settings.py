@@ -336,9 +336,17 @@ class ReplaySettings:
     """Options of `muxserve replay`; times in seconds, objectives in milliseconds."""
 
     workload: Annotated[str, typer.Option("-w", "--workload", help=SOURCE_HELP, show_default=False)]
-    url: Annotated[str, typer.Option("--url", envvar="MUXSERVE_URL", help="Any OpenAI-compatible endpoint.")] = (
-        "http://127.0.0.1:8000"
-    )
+    url: Annotated[
+        str,
+        typer.Option(
+            "--url",
+            envvar="MUXSERVE_URL",
+            metavar="URL",
+            help="Any OpenAI-compatible endpoint, or the port or ID of a fleet here. Else the only fleet here.",
+            show_default=False,
+            autocompletion=completion.fleets,
+        ),
+    ] = ""
     key: Annotated[
         str | None, typer.Option("--api-key", envvar="MUXSERVE_API_KEY", help="API key, if it wants one.")
     ] = None

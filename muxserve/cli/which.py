@@ -26,6 +26,6 @@ def endpoint_of(wanted: str | None) -> str | None:
     except NoFleetError as error:
         if wanted is not None and ":" in wanted:  # a host with its port, perhaps another machine
             return f"http://{wanted}"
-        print_error(str(error))
+        print_error(str(error) if wanted is None else f"{wanted!r} is not a URL such as {DEFAULT_URL}, and {error}")
         return None
     return DEFAULT_URL if spec is None else endpoint(spec.gateway)
