@@ -93,12 +93,13 @@ def main() -> None:
             job = lambda path=path, ranks=ranks, stages=stages: configure(directory, path, ranks, stages)  # noqa: E731
             in_a_fork(job, f"{name}, {ranks} ranks, {stages} stages")
 
-    def look() -> dict[str, Any]:
+    def initialise() -> dict[str, Any]:
         import torch
 
-        return {"available": torch.cuda.is_available()}
+        torch.cuda.init()
+        return {}
 
-    in_a_fork(look, "a look for GPUs")
+    in_a_fork(initialise, "initialised by torch")
 
 
 if __name__ == "__main__":
