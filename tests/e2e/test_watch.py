@@ -73,13 +73,17 @@ def served(fleet: Fleet) -> set[str]:
     return set(fleet.get("/health").json()["models"])
 
 
+def status(fleet: Fleet, model: str) -> str:
+    return str(fleet.get("/health").json()["models"].get(model, {}).get("status"))
+
+
 async def test_a_swapped_config_map_is_applied_under_load(fleet: Fleet, mount: Mount) -> None:
     async with fleet.async_client() as client, Streams.open(fleet) as streams:
         old = (await stream_chat(client, "chat", LONG))["text"]
         await until(lambda: streams.asked(0), "an answer of each stream")
         # A model more, in the included file.
         mount.put(**files(OTHER))
-        await until(lambda: "other" in served(fleet), "another model served")
+        await until(lambda: status(fleet, "other") == "up", "another model up")
         new = (await stream_chat(client, "other", LONG))["text"]
         assert new != old
         # The checkpoint of the model that is asked for.
