@@ -18,7 +18,7 @@ from muxserve.memory.client import MemoryClient
 from muxserve.memory.errors import DeviceMemoryError, MemoryManagerGone
 from muxserve.memory.fd_store import FdStore
 from muxserve.memory.view import ModelView
-from muxserve.spec import GpuSpec, UnitSpec
+from muxserve.spec import GpuSpec, PoolSpec, UnitSpec
 from tests.memory.support import unit_spec
 from tests.support.patience import eventually
 
@@ -258,3 +258,57 @@ def test_a_client_that_cannot_map_says_why(
         os.unlink(f"{of.memory_socket}.pools")
         with pytest.raises(MemoryManagerGone, match="cannot reach"):
             _ = client.map(of.models[0].name).device_pool
+
+
+def test_chunks_come_and_go_under_a_client(of: UnitSpec, managers: list[subprocess.Popen[bytes]]) -> None:
+    pool = PoolSpec("p", 1 << 20, 101, chunk_bytes=4 << 20, start_pages=8)
+    of = msgspec.structs.replace(of, pools=[pool])
+    managers.append(server.start(of))
+    with MemoryClient(of.memory_socket, "c", timeout_s=60) as client:
+        view = client.map("a")
+        memory = view.device_pool
+        assert memory is not None
+        assert view.counters.backed_pages == 8
+        assert len(client.step("a", reserve=10, partial=True).reserved) == 1
+        client.set_room("p", 101)
+        blocks = client.step("a", reserve=9).reserved
+        memory.sync()
+        pages = view.page_table[blocks].reshape(-1)
+        address, mapped = memory.address, memory_of(view)
+        for page in pages:
+            mapped[int(page) << 20] = 5
+        client.set_room("p", 8)
+        # Pages in use stay, and what is free has gone.
+        assert all(mapped[int(page) << 20] == 5 for page in pages)
+        client.step("a", release=blocks)
+        eventually(lambda: view.counters.backed_pages <= 16, "free chunks are given back")
+        client.set_room("p", 101)
+        again = client.step("a", reserve=9).reserved
+        memory.sync()
+        assert memory.address == address
+        assert sum(mapped[int(page) << 20] for page in view.page_table[again].reshape(-1)) < 5 * len(pages)
+
+
+def test_a_manager_that_dies_has_few_chunks_again(of: UnitSpec, managers: list[subprocess.Popen[bytes]]) -> None:
+    pool = PoolSpec("p", 1 << 20, 101, chunk_bytes=4 << 20, start_pages=8)
+    of = msgspec.structs.replace(of, pools=[pool])
+    managers.append(server.start(of))
+    with MemoryClient(of.memory_socket, "c", timeout_s=60) as client:
+        view = client.map("a")
+        client.set_room("p", 101)
+        memory = view.device_pool
+        assert memory is not None
+        memory.sync()
+        mapped = memory_of(view)
+        mapped[50 << 20] = 1
+        managers[0].kill()
+        managers[0].wait()
+    managers.append(server.start(of))
+    with MemoryClient(of.memory_socket, "c", timeout_s=60) as client:
+        again = client.map("a")
+        assert again.counters.backed_pages == 8
+        assert again.device_pool is memory, "the addresses stay"
+        client.set_room("p", 101)
+        memory.sync()
+        mapped[50 << 20] = 2
+        assert mapped[50 << 20] == 2
