@@ -16,7 +16,7 @@ from muxserve.wire import MemoryReport, PoolsLoad
 # What is no model comes to take more while it works (a gateway's requests), and counts for so long after it was seen.
 _FIXED_SECONDS = 30.0
 # What a unit was told of its pools was lost if it has not said so after that time.
-AGAIN_SECONDS = 0.5
+AGAIN_SECONDS = 0.2
 
 
 class MemoryBalance:

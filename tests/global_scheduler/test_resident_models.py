@@ -6,20 +6,24 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from muxserve.global_scheduler.outbox import ToUnit
 from muxserve.replicas.scaling import ScalingRules
-from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts, WakeRules
+from muxserve.scheduling.residency_types import KvRules, ResidencyRules, WakeCosts, WakeRules
 from muxserve.scheduling.turns import TurnRules
 from muxserve.spec import FleetSpec, ResidencySpec
 from muxserve.wire import (
+    Loads,
     MemoryReport,
     NotPlaced,
     Placed,
+    PoolsLoad,
     PrefetchModel,
     ReplicaEnded,
     ServedBefore,
+    SetRoom,
     StartFailed,
     StartReplicas,
     StopReplica,
@@ -636,3 +640,60 @@ def test_each_unit_has_a_memory_of_its_own() -> None:
     assert state["units"]["u1"]["limit_bytes"] == room
     assert {name: each["copy_bytes"] for name, each in state["models"].items()} == {"a": 0, "b": 0, "c": 7, "d": 9}
     assert [name for name, each in state["models"].items() if each["engines_rest"]] == ["d"]
+
+
+# ---------------------------------------------------------------- KV pools that share the memory
+
+
+def sharing() -> World:
+    """Of 140 bytes 50 are nobody's; pools of at most 60 and models of 40 share the others."""
+    rules = ResidencyRules(140, min_residence=0.5, residence_factor=1.0, kv=KvRules(5, 60))
+    spec = ResidencySpec(rules, {name: WakeCosts(40, seconds=WAKE_SECONDS) for name in ("a", "b")})
+    world = World(msgspec.structs.replace(deployed(["a", "b"], 140), residency={"u0": spec}))
+    world.controller()
+    world.say(CONTROLLER, MemoryReport("u0", FIXED, {}))
+    return world
+
+
+def say_pools(world: World, **pools: int) -> None:
+    world.say(ToUnit("u0"), Loads("u0", "e1", [], pools=PoolsLoad(**pools)))
+
+
+def told(world: World) -> tuple[list[int], list[str]]:
+    """What the pools were told to take, and which models were woken, since the last call."""
+    sent, world.sent = world.sent, []
+    rooms = [message.bytes for _, message in sent if isinstance(message, SetRoom)]
+    return rooms, [message.model for _, message in sent if isinstance(message, StartReplicas)]
+
+
+def test_pools_are_told_to_make_room_until_they_have() -> None:
+    world = sharing()
+    say_pools(world, target=60, backed=60)
+    told(world)
+    world.say(G0, place("r", "a"))
+    assert told(world) == ([50], []), "the memory is not there yet"
+    world.wait(0.15)
+    assert told(world) == ([], [])
+    world.wait(0.15)
+    assert told(world) == ([50], []), "the order may have been lost"
+    say_pools(world, target=50, backed=50)
+    assert told(world) == ([], ["a"])
+    world.wait(2.0)
+    assert told(world)[0] == []
+
+
+def test_a_scheduler_that_is_started_again_begins_with_what_pools_have() -> None:
+    world = sharing()
+    say_pools(world, target=20, backed=20)
+    world.say(G0, place("r", "a"))
+    assert told(world)[1] == ["a"]
+    assert world.state()["memory"]["pools_bytes"] >= 20
+
+
+def test_pools_that_have_not_reported_count_whole() -> None:
+    world = sharing()
+    world.say(G0, place("r", "a"))
+    assert told(world) == ([], [])
+    # Pools in one piece give nothing.
+    world.say(ToUnit("u0"), Loads("u0", "e1", [], pools=PoolsLoad(target=60, backed=60, elastic=False)))
+    assert told(world) == ([], [])

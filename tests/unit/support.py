@@ -50,6 +50,7 @@ class FakeMemory:
         self.connected = False
         self.used: dict[str, int] = {}
         self.quotas: dict[str, int] = {"a": 400, "b": 400}
+        self.room: dict[str, int] = {}
         self.set: list[dict[str, int]] = []
         self.dropped: list[tuple[str, str]] = []
         self.asked = 0
@@ -80,7 +81,12 @@ class FakeMemory:
         free = 1000 - sum(self.used.values())
         for each in ledger.models:
             ledger.pages(each.name, self.used.get(each.name, 0), 0, self.quotas[each.name])
-        ledger.pool_pages("main", free, 0)
+        room = self.room.get("main", 1001) - 1
+        ledger.pool_pages("main", max(0, free - (1000 - room)), 0, room, room + 1)
+
+    def set_room(self, pages: Mapping[str, int]) -> bool:
+        self.room |= pages
+        return True
 
     def set_quotas(self, quotas: Mapping[str, int]) -> bool:
         self.set.append(dict(quotas))

@@ -104,6 +104,9 @@ class Store:
     def set_quotas(self, quotas: Mapping[str, int]) -> bool:
         return True
 
+    def set_room(self, pages: Mapping[str, int]) -> bool:
+        return True
+
     def drop(self, model: str, key: str) -> None:
         self.keys.discard(key)
 
