@@ -655,8 +655,10 @@ def sharing() -> World:
     return world
 
 
-def say_pools(world: World, **pools: int) -> None:
-    world.say(ToUnit("u0"), Loads("u0", "e1", [], pools=PoolsLoad(**pools)))
+def say_pools(world: World, size: int, elastic: bool = True) -> None:
+    """They have what they are to have."""
+    pools = PoolsLoad(target=size, backed=size, elastic=elastic)
+    world.say(ToUnit("u0"), Loads("u0", "e1", [], pools=pools))
 
 
 def told(world: World) -> tuple[list[int], list[str]]:
@@ -668,7 +670,7 @@ def told(world: World) -> tuple[list[int], list[str]]:
 
 def test_pools_are_told_to_make_room_until_they_have() -> None:
     world = sharing()
-    say_pools(world, target=60, backed=60)
+    say_pools(world, 60)
     told(world)
     world.say(G0, place("r", "a"))
     assert told(world) == ([50], []), "the memory is not there yet"
@@ -676,7 +678,7 @@ def test_pools_are_told_to_make_room_until_they_have() -> None:
     assert told(world) == ([], [])
     world.wait(0.15)
     assert told(world) == ([50], []), "the order may have been lost"
-    say_pools(world, target=50, backed=50)
+    say_pools(world, 50)
     assert told(world) == ([], ["a"])
     world.wait(2.0)
     assert told(world)[0] == []
@@ -684,7 +686,7 @@ def test_pools_are_told_to_make_room_until_they_have() -> None:
 
 def test_a_scheduler_that_is_started_again_begins_with_what_pools_have() -> None:
     world = sharing()
-    say_pools(world, target=20, backed=20)
+    say_pools(world, 20)
     world.say(G0, place("r", "a"))
     assert told(world)[1] == ["a"]
     assert world.state()["memory"]["pools_bytes"] >= 20
@@ -695,5 +697,5 @@ def test_pools_that_have_not_reported_count_whole() -> None:
     world.say(G0, place("r", "a"))
     assert told(world) == ([], [])
     # Pools in one piece give nothing.
-    world.say(ToUnit("u0"), Loads("u0", "e1", [], pools=PoolsLoad(target=60, backed=60, elastic=False)))
+    say_pools(world, 60, elastic=False)
     assert told(world) == ([], [])
