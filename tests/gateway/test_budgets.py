@@ -36,11 +36,11 @@ def test_what_counts_is_what_was_used_in_the_period(
     uses = [each for each in uses if each[0] <= now]
     in_file = [each for each in uses if each[3]]
 
-    def sums(first: date) -> dict[tuple[str, str], int]:
-        found = {("other", "a"): 10**9}
+    def sums(first: date) -> dict[str, dict[str, int]]:
+        found: dict[str, dict[str, int]] = {"other": {"a": 10**9}, "one": {}}
         for day, of, tokens, _ in in_file:
             if day >= first:
-                found["one", of] = found.get(("one", of), 0) + tokens
+                found["one"][of] = found["one"].get(of, 0) + tokens
         return found
 
     written = PeriodSums(now, sums(now), sums(now.replace(day=1)))
@@ -52,7 +52,7 @@ def test_what_counts_is_what_was_used_in_the_period(
 
 
 def test_sums_of_another_day_count_no_more() -> None:
-    written = PeriodSums(date(2026, 1, 31), {("one", "a"): 5}, {("one", "a"): 50})
+    written = PeriodSums(date(2026, 1, 31), {"one": {"a": 5}}, {"one": {"a": 50}})
     budgets = [BudgetSpec("day", 100), BudgetSpec("month", 100)]
 
     def used(day: date) -> list[int]:
@@ -60,7 +60,7 @@ def test_sums_of_another_day_count_no_more() -> None:
 
     assert used(date(2026, 1, 31)) == [5, 50]
     assert used(date(2026, 2, 1)) == [0, 0]
-    earlier = PeriodSums(date(2026, 1, 30), {("one", "a"): 5}, {("one", "a"): 50})
+    earlier = PeriodSums(date(2026, 1, 30), {"one": {"a": 5}}, {"one": {"a": 50}})
     assert [each.used for each in statuses("one", budgets, date(2026, 1, 31), earlier, [])] == [0, 50]
 
 

@@ -10,8 +10,8 @@ import msgspec
 
 from muxserve.spec import BudgetSpec
 
-# Tokens by tenant and model, of the current month and of today.
-TokenSums = Mapping[tuple[str, str], int]
+# Tokens by tenant and model.
+TokenSums = Mapping[str, Mapping[str, int]]
 
 
 class BudgetStatus(msgspec.Struct):
@@ -83,9 +83,8 @@ def statuses(
         begins = first_day(budget.period, day)
         used = sum(tokens for used_on, model, tokens in more if used_on >= begins and budget.model in ("", model))
         if written.day >= begins:
-            for (whose, model), tokens in written.of(budget.period).items():
-                if whose == tenant and budget.model in ("", model):
-                    used += tokens
+            of_tenant = written.of(budget.period).get(tenant, {})
+            used += sum(tokens for model, tokens in of_tenant.items() if budget.model in ("", model))
         yield BudgetStatus(tenant, budget.period, budget.model, budget.tokens, used, resets_at(budget.period, day))
 
 

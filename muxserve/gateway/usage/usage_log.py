@@ -181,14 +181,15 @@ class UsageLog:
             return self._sums
         query = "SELECT tenant, model, sum(prompt_tokens + output_tokens) FROM usage WHERE day BETWEEN ? AND ? "
 
-        def sums(first: date) -> dict[tuple[str, str], int]:
+        def sums(first: date) -> dict[str, dict[str, int]]:
+            found: dict[str, dict[str, int]] = {}
             bounds = (first.isoformat(), day.isoformat())
-            rows = db.execute(f"{query}GROUP BY tenant, model", bounds)
-            return {(tenant, model): tokens for tenant, model, tokens in rows}
+            for tenant, model, tokens in db.execute(f"{query}GROUP BY tenant, model", bounds):
+                found.setdefault(tenant, {})[model] = tokens
+            return found
 
-        found = PeriodSums(day, sums(day), sums(day.replace(day=1)))
         self._seen = state
-        return found
+        return PeriodSums(day, sums(day), sums(day.replace(day=1)))
 
 
 def today() -> date:
