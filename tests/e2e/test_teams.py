@@ -190,7 +190,8 @@ async def test_the_death_of_gateways_counts_nothing_twice_and_loses_what_is_said
         nonlocal answered
         for _ in range(rounds):
             with contextlib.suppress(cut):
-                answered += (await stream_chat(asking, "chat", greedy("Who counts", 10)))["completion_tokens"]
+                answer = await stream_chat(asking, "chat", greedy("Who counts", 10))
+                answered += answer["completion_tokens"]
 
     async with client(fleet, key) as asking:
         await asyncio.gather(*(ask(asking, 4) for _ in range(8)))
