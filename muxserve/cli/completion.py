@@ -28,8 +28,14 @@ def models(ctx: typer.Context) -> Candidates:
 
 
 def scales(ctx: typer.Context) -> Candidates:
-    """The same, each with the sign behind which its number of replicas stands."""
-    return [(f"{model}=", words) for model, words in models(ctx)]
+    """Each model with one replica less and one more. Two of a model at least: so shells complete up to the number."""
+    found = []
+    for _, spec in _running(ctx):
+        for model in spec.served_names:
+            count = len(spec.replicas(spec.serving(model)))
+            wanted = (count - 1, count + 1) if count else (1, 2)
+            found += [(f"{model}={number}", f"instead of {count}") for number in wanted]
+    return _once(found)
 
 
 def units(ctx: typer.Context) -> Candidates:

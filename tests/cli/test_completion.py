@@ -34,7 +34,7 @@ def completed(line: str) -> list[str]:
 
 
 def test_models_units_and_fleets(controller: Controller) -> None:
-    assert completed("muxserve scale c") == ["chat=", "code="]
+    assert completed("muxserve scale c") == ["chat=1", "chat=3", "code=0", "code=2"]
     assert completed("muxserve remove co") == ["code"]
     assert completed("muxserve drain ") == ["u0", "u1"]
     assert completed("muxserve add one.yaml --unit u") == ["u0", "u1"]
