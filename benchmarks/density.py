@@ -1,7 +1,7 @@
 """Many models whose weights do not fit into the memory together, under bursty groups: who meets the objective.
 
-    python benchmarks/density.py [--models 24] [--seconds 60] [--limit 4GiB] [--tokens 16] [--seeds 0 1 2] [--add]
-                                 [--trace FILE --speed 0.4] [--out FILE]
+    python benchmarks/density.py [--models 24] [--seconds 60] [--limit 4GiB] [--pool 128MiB] [--tokens 16]
+                                 [--seeds 0 1 2] [--add] [--trace FILE --speed 0.4] [--out FILE]
 
 The same requests go to (proxy) one stock vLLM server per model under a proxy that swaps them, as many at a time as the
 limit holds; (timer) a fleet whose models sleep after an idle time, `replicas: {min: 0}`; (memory) a fleet with
@@ -319,6 +319,7 @@ def main() -> None:
     parser.add_argument("--slo", type=float, default=2.0, help="seconds to the first token")
     parser.add_argument("--idle", type=float, default=5.0, help="seconds, of the fleet with idle timers")
     parser.add_argument("--limit", type=parse_size, default=4 << 30)
+    parser.add_argument("--pool", type=parse_size, default=KV_BYTES, help="most bytes that pages take")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["memory", "timer", "proxy"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/density.json")
@@ -327,7 +328,8 @@ def main() -> None:
     end_cleanly()
     runs: dict[str, list[dict[str, Any]]] = json.loads(args.out.read_text())["runs"] if args.add else {}
     parameters = {
-        key: getattr(args, key) for key in ("models", "rest", "seconds", "rate", "tokens", "slo", "idle", "limit")
+        key: getattr(args, key)
+        for key in ("models", "rest", "seconds", "rate", "tokens", "slo", "idle", "limit", "pool")
     }
     if args.trace is not None:
         parameters |= {"trace": args.trace.name, "speed": args.speed}
@@ -344,7 +346,9 @@ def main() -> None:
                 outcomes, meter, extra = swapped(paths, slots, calls, args.grace)
             else:
                 limit = None if system == "timer" else args.limit
-                file = fleet_file(folder, system, paths, limit, args.idle, args.slo, **MEMORY.get(system, {}))
+                file = fleet_file(
+                    folder, system, paths, limit, args.idle, args.slo, args.pool, **MEMORY.get(system, {})
+                )
                 outcomes, meter, extra = served(file, calls, args.grace, args.rest)
             runs.setdefault(system, []).append(
                 {"seed": seed, **figures(outcomes, args.slo, meter, args.limit), **extra}
