@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from muxserve.cli.output import console, escape
 from muxserve.config import Fleet
@@ -303,6 +304,8 @@ def show_rivals(rivals: Sequence[Rival]) -> None:
     if same is not None:
         console.print(f"simplest: the same plan as {same} ({WAYS[SIMPLEST].about})")
     if simplest is not None:
+        # Under its own name, since another plan of the same way may be there with spare.
+        simplest = replace(simplest, way=SIMPLEST)
         console.print(f"simplest: {simplest.words} ({WAYS[SIMPLEST].about}): {why(first, simplest)}")
     shown = [first, second, *([] if simplest is None else [simplest])]
     table = FigureTable(["requests that count", *(each.way for each in shown)], words=1)

@@ -4,7 +4,7 @@ prints it, `muxserve simulate` runs a workload on it."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -67,6 +67,8 @@ _LONGER, _SPARE = 3, 1.25
 _HALVINGS = 2
 
 
+# Places a fleet in a mode.
+_Placed = Callable[[ModeName, tuple[Demand, ...]], ClusterPlan]
 # Defaults of `muxserve plan`, by which `muxserve simulate` places as well.
 SEARCH_SECONDS = 10.0
 ATTAINMENT = 0.95
@@ -333,25 +335,26 @@ class Planner:
         if self.options.mode == "muxserve" and not self.options.exact and self.simulate != 0.0:
 
             @cache
-            def placed(mode: ModeName) -> ClusterPlan:
+            def placed(mode: ModeName, asked: tuple[Demand, ...]) -> ClusterPlan:
                 options = replace(self.options, mode=mode, exact=False)
-                return self._place(demands, cluster, self.seconds / 4, f"{mode}: ", options)
+                return self._place(asked, cluster, self.seconds / 4, f"{mode}: ", options)
 
             if self.options.objective.name == "throughput":
                 return self._most_served(shared, placed)
-            found = self._most_kept(shared, placed, partial(self._borne_out, shared, demands, cluster))
+            found = self._most_kept(shared, placed, demands, cluster)
         if found is None:
             found = self._borne_out(shared, demands, cluster)
             found.simulated = found.simulated and self._measured(found.plan, found.simulated)
         return found
 
     def _most_kept(
-        self, shared: ClusterPlan, placed: Callable[[ModeName], ClusterPlan], borne_out: Callable[[], PlannedFleet]
+        self, shared: ClusterPlan, placed: _Placed, demands: Sequence[Demand], cluster: Cluster
     ) -> PlannedFleet | None:
         """The plan that keeps most requests within their objectives; None: nothing can be simulated.
 
-        More plans compete where the first ones leave something to be gained: `shared` as its simulation bears it out,
-        other layouts of models, and the best plan with units that are served in different ways."""
+        More plans compete where the first ones leave something to be gained: those of the final with spare for models
+        that fall short in simulation, other layouts of models, and the best plan with units that are served in
+        different ways."""
         began = time.monotonic()
         seconds = usual_seconds(shared) if self.simulate is None else self.simulate
         # Where queues grow a small part of a window shows little.
@@ -361,12 +364,34 @@ class Planner:
         if ranked[0].prediction is None:
             return None
         if not ranked[0].keeps_all or self.options.objective.name == "gpus":
-            found = borne_out()
+            found = self._borne_out(shared, demands, cluster)
             ranked = contest.ranked(self._rivals(found, placed, every=True), SIMPLEST)
+            for way, spared in self._with_spare(ranked, placed, demands, cluster):
+                ranked = contest.joined(ranked, Rival(way, spared.plan))
+                found = spared if ranked[0].plan is spared.plan else found
             ranked = self._with_mixed(ranked, contest)
         return self._won(found, ranked, began)
 
-    def _most_served(self, shared: ClusterPlan, placed: Callable[[ModeName], ClusterPlan]) -> PlannedFleet:
+    def _with_spare(
+        self, ranked: Sequence[Rival], placed: _Placed, demands: Sequence[Demand], cluster: Cluster
+    ) -> Iterator[tuple[str, PlannedFleet]]:
+        """Plans of the final that fall short, by their way, with spare for the models that do. Where models share GPUs
+        in the fleet's own way they have it already."""
+        tried: set[ModeName] = {"muxserve", "even"}
+        for rival in ranked:
+            way, how = rival.way, WAYS[rival.way]
+            if how.mode in tried or how.layout is not None or not rival.short:
+                continue
+            tried.add(how.mode)
+
+            def again(asked: Sequence[Demand], way: str = way, mode: ModeName = how.mode) -> ClusterPlan:
+                return as_way(way, placed(mode, tuple(asked)), self.fleet, self._surroundings(), self.latency)
+
+            spared = self._borne_out(rival.plan, demands, cluster, again)
+            if spared.plan is not rival.plan:
+                yield way, spared
+
+    def _most_served(self, shared: ClusterPlan, placed: _Placed) -> PlannedFleet:
         """The plan that serves most requests per second, which a part of a window does not show; `shared` where its
         simulation is too short for that."""
         simulated, why_not = self._simulated(shared)
@@ -427,16 +452,14 @@ class Planner:
         plan = mixed(first, others, contest)
         return list(ranked) if plan is None else contest.joined(ranked, Rival(MIXED, plan))
 
-    def _rivals(
-        self, found: PlannedFleet, placed: Callable[[ModeName], ClusterPlan], every: bool = False
-    ) -> list[Rival]:
+    def _rivals(self, found: PlannedFleet, placed: _Placed, every: bool = False) -> list[Rival]:
         """The plan that was found, first, and those of other ways to serve that differ from each other: of `every` one,
         or of those that take little time."""
         own, *others = ways_of(self.fleet, every, shares_per_lease(self.fleet, found.plan.placement))
         rivals = [Rival(own, found.plan, found.simulated)]
         for way in others:
             mode = WAYS[way].mode
-            planned = found.plan if mode == WAYS[own].mode else placed(mode)
+            planned = found.plan if mode == WAYS[own].mode else placed(mode, found.plan.demands)
             plan = as_way(way, planned, self.fleet, self._surroundings(), self.latency)
             for number, rival in enumerate(rivals):
                 if rival.plan.placement.units == plan.placement.units:
@@ -446,8 +469,15 @@ class Planner:
                 rivals.append(Rival(way, plan))
         return rivals
 
-    def _borne_out(self, first: ClusterPlan, demands: Sequence[Demand], cluster: Cluster) -> PlannedFleet:
-        """The plan, or one with spare for models that fall short in its simulation."""
+    def _borne_out(
+        self,
+        first: ClusterPlan,
+        demands: Sequence[Demand],
+        cluster: Cluster,
+        again: Callable[[Sequence[Demand]], ClusterPlan] | None = None,
+    ) -> PlannedFleet:
+        """The plan, or one with spare for models that fall short in its simulation, made `again` (None: as the options
+        say)."""
         simulated, why_not = self._simulated(first)
         if simulated is None or self.options.objective.name == "throughput":
             return PlannedFleet(first, simulated, why_not)
@@ -455,15 +485,17 @@ class Planner:
         known, seconds = {id(first): simulated}, simulated.seconds
 
         def plan(asked: Sequence[Demand]) -> ClusterPlan:
-            return first if asked is demands else self._place(asked, cluster, before="again: ")
+            if asked is demands:
+                return first
+            return again(asked) if again is not None else self._place(asked, cluster, before="again: ")
 
         def simulate(made: ClusterPlan) -> Prediction:
             prediction = known.get(id(made)) or self._simulated(made, seconds=seconds)[0]
             assert prediction is not None, "what could be simulated once can be simulated again"
             return prediction
 
-        again = verified(demands, plan, simulate)
-        return PlannedFleet(again.plan, again.prediction, spare=again.spare)
+        best = verified(demands, plan, simulate)
+        return PlannedFleet(best.plan, best.prediction, spare=best.spare)
 
     # ------------------------------------------------------------ CPU
 

@@ -87,6 +87,28 @@ def test_a_plan_is_at_least_what_spatial_and_temporal_plans_are(tmp_path: Path, 
             assert mean_of(plan.plan, file) >= mean_of(other.plan, file) - 0.02, mode
 
 
+@pytest.mark.slow
+def test_whatever_way_is_best_has_spare_for_a_model_that_falls_short(tmp_path: Path) -> None:
+    """Estimates put the model with the short objectives beside one that makes it miss them."""
+    models = [("quick", 0.23, 123, 57, 500, 50), ("a", 0.43, 608, 78, 2000, 100), ("b", 1.2, 664, 89, 2000, 100)]
+    file = tmp_path / "fleet.yaml"
+    file.write_text(
+        "cluster: { gpus: 2, gpu_type: A40-48GB }\nmodels:\n"
+        + "".join(
+            f"  - {{ name: {name}, architecture: llama-3.1-8b, rate: {rate}, "
+            f"workload: {{ prompt_tokens: {prompt}, output_tokens: {output} }}, "
+            f"slo: {{ ttft_ms: {ttft}, tpot_ms: {tpot} }} }}\n"
+            for name, rate, prompt, output, ttft, tpot in models
+        )
+    )
+    found = planned(file, "muxserve", seconds=120.0)
+    assert list(found.spare) == ["quick"]
+    assert not found.rivals[0].short
+    assert any(each.way == found.rivals[0].way and each.short for each in found.rivals[1:]), "the same without spare"
+    alone = next(unit for unit in found.plan.placement.units if unit.models[0].model == "quick")
+    assert len(alone.models) == 1
+
+
 def demand(name: str = "a") -> Demand:
     return Demand(name, planned_architecture("llama-2-7b", Path()), rate=1.0)
 
