@@ -55,7 +55,13 @@ def deploy(tmp_path: Path, with_mps: Environment) -> Start:
         # The sockets of MPS want a short path.
         with (
             tempfile.TemporaryDirectory(prefix="m") as short,
-            running(path, 10 * PATIENCE, {**with_mps, **(lies or {}), "XDG_RUNTIME_DIR": short}) as fleet,
+            running(
+                path,
+                10 * PATIENCE,
+                {**with_mps, **(lies or {}), "XDG_RUNTIME_DIR": short},
+                # Kernels compute nothing: probes would find that nothing can be served.
+                options=["--no-probe"],
+            ) as fleet,
         ):
             yield fleet
 
