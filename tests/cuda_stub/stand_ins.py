@@ -97,8 +97,10 @@ def with_mps(base: Environment, directory: Path) -> Environment:
 def _environment(directory: Path) -> Environment:
     compile_library(directory / "libnvidia-ml.so.1", "-x", "c", HERE / "libnvml.c")
     shutil.copy(HERE / "sitecustomize.py", directory)
+    # The wheels are installed without bytecode: every process that is started would otherwise compile them anew.
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {
-        **os.environ,
+        **inherited,
         "LD_LIBRARY_PATH": str(directory),
         "PYTHONPATH": f"{directory}:{WHEELS}:{ROOT}",
         # Else vLLM leaves FlashInfer alone, which initialises CUDA when it is imported.
