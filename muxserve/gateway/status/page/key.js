@@ -16,6 +16,6 @@ export function KeyForm({ tried, onKey }) {
       <input type="password" aria-label="Key" placeholder="API key" value=${value} oninput=${(e) => setValue(e.target.value)} />
       <button class="main">Open</button>
     </form>
-    <div class="dim">It is kept in this tab until it is closed. The fleet's page wants an admin's key; the chat any.</div>
+    <div class="dim">It is kept in this tab until it is closed. The fleet's view wants an admin's key, the others any.</div>
   </div>`;
 }
