@@ -108,14 +108,14 @@ async def test_a_request_over_the_connection_of_a_stream_that_has_just_ended_is_
     async def until_empty() -> None:
         await next(turns)
 
-    async def stop_listening() -> None: ...
+    async def nothing() -> None: ...
 
     limiter = SimpleNamespace(empty=until_empty, occupied=1)
     gateway: Any = SimpleNamespace(
         limiter=limiter, reports=SimpleNamespace(draining=False), fleet=SimpleNamespace(handed_over=True)
     )
-    endpoint: Any = SimpleNamespace(draining=False, refusing=False)
-    server: Any = SimpleNamespace(should_exit=False, force_exit=False, stop_listening=stop_listening)
+    endpoint: Any = SimpleNamespace(draining=False, refusing=False, until_others_answered=nothing)
+    server: Any = SimpleNamespace(should_exit=False, force_exit=False, stop_listening=nothing)
     drain = process.ServerDrain(gateway, endpoint, server, PATIENCE, beside=False)
     drain.begin()
     assert (endpoint.draining, endpoint.refusing) == (True, False)
