@@ -97,7 +97,7 @@ async def test_a_swapped_config_map_is_applied_under_load(fleet: Fleet, mount: M
         mount.put(**files(models=[{**CHAT, "path": OTHER["path"]}]))
         await until(lambda: "other" not in served(fleet), "one model served")
     assert {text for answers in streams.answers for _, text in answers} <= {old, new}
-    assert unfollowed(fleet) == ""
+    await until(lambda: unfollowed(fleet) == "", "the file followed")
 
 
 async def test_a_broken_file_changes_nothing_and_is_said(fleet: Fleet, mount: Mount) -> None:
@@ -110,7 +110,7 @@ async def test_a_broken_file_changes_nothing_and_is_said(fleet: Fleet, mount: Mo
         await until(lambda: streams.asked(0), "an answer of each stream")
         shown = command(fleet, "status", "--url", fleet.url)
         assert mistake in shown.stdout
-        assert "muxserve_file_unfollowed 1.0" in fleet.get("/metrics").text
+        await until(lambda: "muxserve_file_unfollowed 1.0" in fleet.get("/metrics").text, "the mistake in the metrics")
         assert mistake in (mount.directory / "deploy.log").read_text()
         assert served(fleet) == before
         # What needs a start is not made, and said as well.
@@ -118,7 +118,7 @@ async def test_a_broken_file_changes_nothing_and_is_said(fleet: Fleet, mount: Mo
         await until(lambda: "! kv_pool.size: 64 MiB -> 96 MiB" in unfollowed(fleet), "what needs a start")
         mount.put(**files(models=[present]))
         await until(lambda: unfollowed(fleet) == "", "the file followed again")
-    assert "muxserve_file_unfollowed 0.0" in fleet.get("/metrics").text
+    await until(lambda: "muxserve_file_unfollowed 0.0" in fleet.get("/metrics").text, "no mistake in the metrics")
 
 
 async def test_a_file_removed_and_put_back_is_no_change(fleet: Fleet, mount: Mount) -> None:
