@@ -89,13 +89,14 @@ async def test_a_swapped_config_map_is_applied_under_load(fleet: Fleet, mount: M
         assert new != old
         # The checkpoint of the model that is asked for.
         mount.put(**files(OTHER, models=[{**CHAT, "path": OTHER["path"]}]))
-        await until(lambda: any(said[-1][1] == new for said in streams.answers), "the new checkpoint's answers")
+        await until(lambda: applied(mount) == 2, "the new checkpoint served by every gateway")
         streams.generation = 1
         await until(lambda: streams.asked(1), "an answer of each stream after the change")
         assert {text for answers in streams.answers for asked, text in answers if asked == 1} == {new}
         # The model less that was added.
         mount.put(**files(models=[{**CHAT, "path": OTHER["path"]}]))
-        await until(lambda: "other" not in served(fleet), "one model served")
+        await until(lambda: applied(mount) == 3, "one model less")
+        assert "other" not in served(fleet)
     assert {text for answers in streams.answers for _, text in answers} <= {old, new}
     await until(lambda: unfollowed(fleet) == "", "the file followed")
 
