@@ -377,8 +377,7 @@ std::int64_t Manager::check_chunks(const PagePool& pool, const std::vector<PageU
     } else {
       away += chunks.pages_of(chunk) - used;
       if (std::count(begin, end, PageUse::kCached) != 0) throw std::logic_error("a page of a vacated chunk is cached");
-      if (state == PageChunks::State::kVacant && used != 0)
-        throw std::logic_error("a page in use has no memory");
+      if (state == PageChunks::State::kVacant && used != 0) throw std::logic_error("a page in use has no memory");
       if (state == PageChunks::State::kVacated && (used == 0 || used != chunks.left(chunk)))
         throw std::logic_error("the pages in use of a vacated chunk do not agree");
     }

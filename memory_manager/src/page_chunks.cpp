@@ -12,9 +12,7 @@ PageChunks::PageChunks(const PoolConfig& pool)
       room_pages_(pool.num_pages),
       backed_pages_(pool.num_pages) {}
 
-std::int64_t PageChunks::pages_of(std::int64_t chunk) const {
-  return std::min(pages_, num_pages_ - first_page(chunk));
-}
+std::int64_t PageChunks::pages_of(std::int64_t chunk) const { return std::min(pages_, num_pages_ - first_page(chunk)); }
 
 std::int64_t PageChunks::chunks_for(std::int64_t pages) const {
   return std::clamp<std::int64_t>((pages + pages_ - 1) / pages_, 1, count());

@@ -79,8 +79,7 @@ void PagePool::shrink(std::int64_t chunks, const std::vector<PageUse>& uses) {
   candidates.resize(std::min(candidates.size(), surplus));
   for (const Candidate& each : candidates) chunks_.vacate(each.chunk, each.used + each.cached);
   const auto end = stack_.begin() + static_cast<std::ptrdiff_t>(top_);
-  const auto kept =
-      std::remove_if(stack_.begin(), end, [this](std::int32_t page) { return chunks_.is_vacated(page); });
+  const auto kept = std::remove_if(stack_.begin(), end, [this](std::int32_t page) { return chunks_.is_vacated(page); });
   // Low ids on top again: upper chunks are vacated sooner.
   std::sort(stack_.begin(), kept, std::greater<>());
   top_ = kept - stack_.begin();

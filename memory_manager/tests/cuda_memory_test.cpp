@@ -105,9 +105,7 @@ class CudaMemory : public ::testing::Test {
     return "";
   }
 
-  static Descriptor copy(const PoolMemory& pool) {
-    return pool.descriptor(0);
-  }
+  static Descriptor copy(const PoolMemory& pool) { return pool.descriptor(0); }
 
   std::string log_;
   std::string note_;
