@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,9 +42,23 @@ def started(monkeypatch: pytest.MonkeyPatch, poll: Callable[[], int | None]) -> 
     return commands
 
 
-def test_it_is_done_when_the_fleet_before_has_ended(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = started(monkeypatch, controller.stop)
-    done = CliRunner().invoke(app, ["upgrade", "next.yaml", "--log-dir", "logs"])
+def test_it_is_done_when_the_fleet_before_has_ended_and_the_new_one_serves(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `--in-place` the new one still has a unit to start by then."""
+    looks: list[int] = []
+    with contextlib.ExitStack() as new:
+
+        def poll() -> None:
+            looks.append(1)
+            if len(looks) == 1:
+                controller.stop()
+            elif len(looks) == 3:
+                new.enter_context(running(controller.run_dir.base, {"u0": ["chat"]}))
+
+        commands = started(monkeypatch, poll)
+        done = CliRunner().invoke(app, ["upgrade", "next.yaml", "--log-dir", "logs"])
+    assert len(looks) == 3
     assert done.exit_code == ExitCode.DONE, done.output
     assert f"{controller.name} has ended; process 7 serves the fleet" in done.output
     options = ["--host", "127.0.0.1", "--port", "8123", "--log-dir", "logs"]
