@@ -78,7 +78,8 @@ class Exposed:
         wrong = [f"no metric {node.name}" for node in selectors if node.name not in {*self.labels, *self.empty}]
         if wrong or any(node.name in self.empty for node in selectors):
             return wrong
-        there = {name for node in selectors for name in self.labels[node.name]}
+        # Prometheus itself says of each series which instance had it.
+        there = {"instance", *(name for node in selectors for name in self.labels[node.name])}
         for node in nodes:
             if isinstance(node, promql.VectorSelector):
                 wrong += self._unmatched(promql, node)
