@@ -202,8 +202,8 @@ def test_the_default_placement_is_the_one_that_plan_makes(tmp_path: Path, monkey
     file, plan = tmp_path / "fleet.yaml", tmp_path / "plan.json"
     file.write_text(
         "cluster: { gpus: 4, gpu_type: A100-80GB }\nmodels:\n"
-        f"  - {{ name: chat, architecture: llama-2-7b, rate: 1, {SLO} }}\n"
-        f"  - {{ name: code, architecture: llama-2-13b, rate: 0.5, {SLO} }}\n"
+        f"  - {{ name: chat, architecture: llama-2-7b, rate: 200, {SLO} }}\n"
+        f"  - {{ name: code, architecture: llama-2-13b, rate: 100, {SLO} }}\n"
     )
     # What was found with spare is told by the rates that it was asked for.
     made_again: list[bool] = []
