@@ -19,14 +19,14 @@ from muxserve.spec import FleetSpec, OtherFleet, public_name
 
 
 @dataclass(frozen=True)
-class Group:
+class UnitGroup:
     """Units that change together: they `start` when the fleet before has ended its units with the models `names`."""
 
     start: tuple[PlannedUnit, ...]
     names: frozenset[str]
 
 
-def groups(units: Sequence[PlannedUnit], before: FleetSpec) -> list[Group]:
+def groups(units: Sequence[PlannedUnit], before: FleetSpec) -> list[UnitGroup]:
     """The units to start, in an order in which each finds room.
 
     Units that share a model, here or in the fleet before, are in one group: the memory of a unit is free only when all
@@ -45,14 +45,14 @@ def groups(units: Sequence[PlannedUnit], before: FleetSpec) -> list[Group]:
     for names in joined:
         start = tuple(unit for unit, its in zip(units, wanted, strict=True) if its <= names)
         if start:
-            found.append(Group(start, names & had))
+            found.append(UnitGroup(start, names & had))
     found.sort(key=lambda group: (not group.names, units.index(group.start[0])))
     waited_for = [group for group in found if group.names]
     new = tuple(unit for group in found if not group.names for unit in group.start)
     if not new or not waited_for:
-        return waited_for or [Group(new, frozenset())]
+        return waited_for or [UnitGroup(new, frozenset())]
     last = waited_for[-1]
-    return [*waited_for[:-1], Group((*last.start, *new), last.names)]
+    return [*waited_for[:-1], UnitGroup((*last.start, *new), last.names)]
 
 
 class Succession:
@@ -103,7 +103,7 @@ class Succession:
         async with asyncio.timeout(FOLLOW_SECONDS):
             await self._effects.until_followed(lambda each: each.generation >= generation)
 
-    async def _make_room(self, step: Group, last: bool) -> None:
+    async def _make_room(self, step: UnitGroup, last: bool) -> None:
         if last:
             await asyncio.to_thread(self._previous.end, self._say)
             # Without it, serving some of the models is better than none.
