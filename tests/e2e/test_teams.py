@@ -252,7 +252,7 @@ async def test_a_degraded_model_falls_back_for_streams_and_whole_answers(fleet: 
         changed["models"][2]["fallback"] = {"url": url, "model": "chat", "key": f"file:{place / 'key'}"}
         (place / "key").write_text(OPERATOR)
         (place / "changed.yaml").write_text(yaml.safe_dump(changed))
-        applied = await asyncio.to_thread(fleet.command, "apply", str(place / "changed.yaml"))
+        applied = await asyncio.to_thread(fleet.command, "apply", str(place / "changed.yaml"), "--url", fleet.url)
         assert applied.returncode == 0, applied.stderr
         there = await stream_chat(asking, "chat", request)
         answers = await asyncio.gather(*(stream() for _ in range(STREAMS)))
