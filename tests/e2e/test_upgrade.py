@@ -72,7 +72,7 @@ async def test_a_fleet_takes_over_and_every_stream_ends(tmp_path: Path) -> None:
 
 def upgraded(fleet: Fleet, file: Path, log: Path) -> subprocess.Popen[bytes]:
     """`muxserve upgrade --in-place`."""
-    line = [sys.executable, "-m", "muxserve.cli.app", "upgrade", str(file), "--in-place"]
+    line = [sys.executable, "-m", "muxserve.cli.app", "upgrade", str(file), "--in-place", "--fleet", fleet.url]
     with open(log, "wb") as to:
         return subprocess.Popen(
             line,
