@@ -202,9 +202,7 @@ class Changes:
 
     async def take_back(self, tell: Tell) -> None:
         """See `FleetControl.take_back`."""
-        self._units.change(other_fleet=None)
-        self._units.publish()
-        # Models that were in one unit are in one again.
+        # Models that were in one unit are in one again. Until all are here, clients are asked to come back for them.
         now: dict[str, str] = {}
         while self._lent:
             model, home = self._lent[0]
@@ -213,6 +211,8 @@ class Changes:
             await self.add(self.declared.with_models([model]), tell, to)
             now.update((home, name) for name in self._units.units.keys() - there)
             del self._lent[0]
+        self._units.change(other_fleet=None)
+        self._units.publish()
 
     # ------------------------------------------------------------ asked for by the global scheduler
 
