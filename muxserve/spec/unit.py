@@ -93,12 +93,12 @@ class PoolSpec(msgspec.Struct, frozen=True):
 
     @property
     def bytes(self) -> int:
-        """Of each rank, when all pages have memory."""
+        """Bytes of the pool on each rank, when all pages have memory."""
         return self.page_bytes * self.num_pages
 
     @property
     def start_bytes(self) -> int:
-        """Of each rank at first."""
+        """Bytes of the pool's memory on each rank at its start."""
         return self.page_bytes * (self.start_pages or self.num_pages)
 
 

@@ -646,7 +646,7 @@ def test_each_unit_has_a_memory_of_its_own() -> None:
 
 
 def sharing() -> World:
-    """Of 140 bytes 50 are nobody's; pools of at most 60 and models of 40 share the others."""
+    """There are 140 bytes, and 50 are nobody's; pools of at most 60 and models of 40 share the others."""
     rules = ResidencyRules(140, min_residence=0.5, residence_factor=1.0, kv=KvRules(5, 60))
     spec = ResidencySpec(rules, {name: WakeCosts(40, seconds=WAKE_SECONDS) for name in ("a", "b")})
     world = World(msgspec.structs.replace(deployed(["a", "b"], 140), residency={"u0": spec}))
