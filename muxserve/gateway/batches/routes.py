@@ -28,7 +28,7 @@ from python_multipart.multipart import Field, File, parse_options_header
 
 from muxserve.gateway.batches.lines import ENDPOINTS
 from muxserve.gateway.batches.store import BatchStore, FullError, StoredFile
-from muxserve.gateway.http.body import STALL_SECONDS, BodyMemory, ClientGoneError, read_body
+from muxserve.gateway.http.body import STALL_SECONDS, BodyMemory, ClientGoneError, read_order
 from muxserve.gateway.http.errors import (
     CLOSE,
     Receive,
@@ -199,12 +199,7 @@ class BatchRoutes:
             await respond_json(send, await self._cancel(owner, found[0]) if action else found[0])
 
     async def _create(self, owner: str, key: str, scope: Scope, receive: Receive) -> str:
-        with self._bodies.claim() as claim:
-            body = await read_body(receive, scope["headers"], MAX_BODY_BYTES, claim)
-        try:
-            order = msgspec.json.decode(body, type=BatchOrder)
-        except msgspec.DecodeError as error:
-            raise RequestError(HTTPStatus.BAD_REQUEST, f"{BATCHES}: {error}") from None
+        order = await read_order(receive, scope, self._bodies, BatchOrder, MAX_BODY_BYTES)
         seconds = _checked(order)
         file = await asyncio.to_thread(self._store.file, owner, order.input_file_id)
         if file is None or file.purpose != "batch":

@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from muxserve.gateway.http.errors import CLOSE, Message, Receive, RequestError, retry_after
+from muxserve.gateway.http.errors import CLOSE, Message, Receive, RequestError, Scope, retry_after
 from muxserve.gateway.http.http_request import HttpRequest
+
+Order = TypeVar("Order", bound=msgspec.Struct)
 
 # How much memory the bodies of requests may take together before the requests are admitted.
 #
@@ -187,6 +189,21 @@ async def read_body(receive: Receive, headers: list[tuple[bytes, bytes]], limit:
             headers=[CLOSE, retry_after(1)],
         )
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+async def read_order(receive: Receive, scope: Scope, memory: BodyMemory, kind: type[Order], limit: int) -> Order:
+    """The body of a request of the gateway's own, of at most `limit` bytes.
+
+    Raises:
+        RequestError: it cannot be read, or is no such order (400).
+        ClientGoneError: the client closed the connection.
+    """
+    with memory.claim() as claim:
+        body = await read_body(receive, scope["headers"], limit, claim)
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        raise RequestError(HTTPStatus.BAD_REQUEST, f"{scope['path']}: {error}") from None
 
 
 def asked_by(body: bytes) -> RequestFields:

@@ -18,7 +18,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from muxserve.gateway.http.body import BodyMemory, read_body
+from muxserve.gateway.http.body import BodyMemory, read_order
 from muxserve.gateway.http.errors import App, Receive, RequestError, Scope, Send, check_method, respond_json, shortened
 from muxserve.gateway.limits.tenants import Tenancy
 from muxserve.gateway.usage.issued_keys import IssuedKey, IssuedKeys
@@ -72,12 +72,7 @@ class KeyRoutes:
         await respond_json(send, {"object": "list", "data": found})
 
     async def _create(self, keys: IssuedKeys, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._bodies.claim() as claim:
-            body = await read_body(receive, scope["headers"], MAX_BODY_BYTES, claim)
-        try:
-            order = msgspec.json.decode(body, type=KeyOrder)
-        except msgspec.DecodeError as error:
-            raise RequestError(HTTPStatus.BAD_REQUEST, f"{KEYS}: {error}") from None
+        order = await read_order(receive, scope, self._bodies, KeyOrder, MAX_BODY_BYTES)
         self._check(order)
         with _told():
             key, text = keys.create(order.tenant, order.name, order.expires_in)
