@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from muxserve.gateway.batches.lines import LineError, PlannedLine
+from muxserve.gateway.usage.database import transaction
 from muxserve.spec import BatchesSpec
 
 LOCKED_SECONDS = 5.0
@@ -367,15 +368,8 @@ class BatchStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with self._lock:
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:
-                    self._db.rollback()
-                raise
+        with self._lock, transaction(self._db):
+            yield
 
     @contextmanager
     def _as_runner(self) -> Iterator[None]:

@@ -31,6 +31,7 @@ from muxserve.gateway.http.errors import (
 )
 from muxserve.gateway.http.peers import OtherGateways
 from muxserve.gateway.http.served_app import ServedApp
+from muxserve.gateway.usage.database import transaction
 from muxserve.spec import ResponsesSpec, public_name
 
 log = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class ResponseStore:
             # Conversations are nobody else's; what SQLite puts beside the file gets its mode.
             os.close(os.open(spec.file, os.O_CREAT | os.O_RDWR, 0o600))
             self._db = self._open()
-            with self._transaction():
+            with transaction(self._db):
                 self._db.execute(_INTERRUPTED, (gateway, count))
         except (OSError, sqlite3.Error) as error:
             raise OSError(f"responses cannot be kept in {spec.file}: {error}") from None
@@ -135,7 +136,7 @@ class ResponseStore:
             return
         row = (owner, name, made.model, made.format, made.gateway, made.status, self._clock(), size)
         try:
-            with self._transaction():
+            with transaction(self._db):
                 self._db.execute(_SAVE, (*row, made.response, made.messages))
                 self._make_room((owner, name))
         except sqlite3.Error as error:
@@ -147,7 +148,7 @@ class ResponseStore:
         Raises:
             RequestError: the file cannot be written at present (503).
         """
-        with self._told(), self._transaction():
+        with self._told(), transaction(self._db):
             self._db.execute("DELETE FROM responses WHERE owner = ? AND id = ?", (owner, name))
 
     async def keep(self) -> None:
@@ -189,17 +190,6 @@ class ResponseStore:
             if used <= self._spec.max_bytes:
                 break
         self._db.executemany("DELETE FROM responses WHERE owner = ? AND id = ?", going)
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._db.execute("COMMIT")
-        except BaseException:
-            if self._db.in_transaction:
-                self._db.rollback()
-            raise
 
     @contextmanager
     def _told(self) -> Iterator[None]:
