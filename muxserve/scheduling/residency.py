@@ -146,7 +146,7 @@ class Residency:
         3. Leaving models that requests wait for stay if their memory is promised to nobody.
         4. KV pools get what their requests wait for.
         5. Memory for the next wakes is kept free, or lent to KV pools.
-        6. If nothing else is to be done, a model is woken ahead.
+        6. If nothing else is to be done, a model is woken ahead. KV pools give back what they were lent of its memory.
         7. The first models that still wait are prefetched.
         """
         by_name = {each.model: each for each in standings}
@@ -177,7 +177,7 @@ class Residency:
             changes += self._room_ahead.sleeps(now, balance, by_name, decided)  # 5
             self.restless |= self._room_ahead.short
             if not changes:  # 6
-                changes += self._wakes_ahead.changes(now, balance.free, by_name.values())
+                changes += self._wakes_ahead.changes(now, balance, by_name.values())
             self._lend(this)
         self.pools.give(balance.recalled, now)
         self._wakes_ahead.note(changes)
@@ -286,9 +286,9 @@ class Residency:
         """Step 5: KV pools get what the next wake leaves, while nobody waits for one."""
         if (kv := self.rules.kv) is None or this.queue:
             return
-        asleep = [each.model for each in this.standings.values() if each.residence is Residence.ASLEEP]
         woken = {change.model for change in this.changes if isinstance(change, Wake)}
-        keep = max((self.sizes.needs(model) for model in (*asleep, *woken)), default=0)
+        asleep = [each.model for each in this.standings.values() if each.residence is Residence.ASLEEP]
+        keep = max((self.sizes.needs(model) for model in asleep if model not in woken), default=0)
         more = self.pools.lend(kv, this.balance.free - keep)
         self.pools.take(more)
         this.balance.free -= more

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from muxserve.scheduling.arrival_rates import ModelRates
-from muxserve.scheduling.model_sizes import ModelSizes
+from muxserve.scheduling.model_sizes import Balance, ModelSizes
 from muxserve.scheduling.residency_types import Change, Residence, ResidencyRules, Sleep, Standing, Wake, WakeCosts
 from muxserve.scheduling.sleep_order import SleepOrder
 
@@ -39,9 +39,10 @@ class WakesAhead:
             if isinstance(change, Wake) or (isinstance(change, Sleep) and change.ahead):
                 self._woken[change.model] = self._models[change.model]
 
-    def changes(self, now: float, free: int, standings: Collection[Standing]) -> list[Change]:
+    def changes(self, now: float, balance: Balance, standings: Collection[Standing]) -> list[Change]:
         """The next change, if nobody waits, nothing runs, and no model comes or goes. A model that was never awake is
-        woken, once. Memory for another wake stays free."""
+        woken, once, when KV pools have given back what it needs. Memory for another wake stays free, or lent to KV
+        pools. What is woken takes its bytes from those that are free in `balance`."""
         if not self._rules.wakes.ahead:
             return []
         asleep = [each.model for each in standings if each.residence is Residence.ASLEEP]
@@ -51,9 +52,12 @@ class WakesAhead:
         if model is None or not settled or any(each.running or each.waiting for each in standings):
             return []
         another = max((self._sizes.needs(name) for name in asleep if name != model), default=0)
-        missing = self._sizes.needs(model) + another - free
+        need = self._sizes.needs(model)
+        missing = need + another - balance.available
         if missing <= 0:
-            return [Wake(model)]
+            there = need <= balance.free
+            balance.reserve(need)
+            return [Wake(model)] if there else []
         unasked = [
             each
             for each in standings

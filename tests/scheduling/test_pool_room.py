@@ -12,7 +12,16 @@ from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.long_requests import GROWTH_TOKENS
 from muxserve.scheduling.pool_room import GIVE_SECONDS, divided, pools_load
 from muxserve.scheduling.residency import Residency
-from muxserve.scheduling.residency_types import KvRules, Residence, ResidencyRules, Sleep, Standing, Wake, WakeCosts
+from muxserve.scheduling.residency_types import (
+    KvRules,
+    Residence,
+    ResidencyRules,
+    Sleep,
+    Standing,
+    Wake,
+    WakeCosts,
+    WakeRules,
+)
 from muxserve.scheduling.types import PoolProfile, QueuedRequest
 from muxserve.wire import PoolsLoad
 from tests.scheduling.test_ledger import profile
@@ -64,6 +73,25 @@ def test_free_memory_is_lent_but_for_that_of_the_next_wake() -> None:
     made = policy(PoolsLoad(backed=5), a=WakeCosts(30), b=WakeCosts(30))
     made.decide(10.0, 10, [Standing("a", AWAKE, 0.0), Standing("b", ASLEEP, 0.0)])
     assert made.pools.target == 30
+
+
+def test_pools_give_back_what_they_were_lent_for_models_that_are_woken_before_anybody_asks() -> None:
+    rules = ResidencyRules(120, min_residence=2.0, residence_factor=1.0, kv=KV, wakes=WakeRules(ahead=True))
+    made = Residency(rules, dict.fromkeys("abc", WakeCosts(25)))
+    made.pools.reported(PoolsLoad(backed=5))
+    standings = {name: Standing(name, ASLEEP, 0.0) for name in "abc"}
+    woken = []
+    for step in range(6):
+        for change in made.decide(10.0 + step, 10, standings.values()):
+            assert isinstance(change, Wake), change
+            woken.append(change.model)
+            standings[change.model] = Standing(change.model, AWAKE, 10.0 + step)
+        target = made.pools.target
+        assert target is not None
+        made.pools.reported(PoolsLoad(target=target, backed=target))
+    assert woken == ["a", "b", "c"]
+    # What all of them leave.
+    assert made.pools.target == 35
 
 
 def test_requests_that_wait_for_pages_get_free_memory_and_then_that_of_idle_models() -> None:
