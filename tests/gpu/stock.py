@@ -17,6 +17,8 @@ MODELS = ("arithmetic", "atlas", "frontdesk")
 # Over stand-ins of the driver nothing is compared.
 REQUESTS, TOKENS, TOP = 4 if STAND_INS else 24, 48, 8
 KV_BYTES = 1 << 30
+# vLLM has its engine in a process of its own otherwise.
+IN_PROCESS = ("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
 def checkpoint(model: str) -> Path:
@@ -40,6 +42,21 @@ def reference_answers(out: Path) -> dict[str, Any]:
         for process in processes:
             process.kill()
     return {model: json.loads(path.read_text()) for model, path in paths.items()}
+
+
+def choose_runner() -> str:
+    """Have vLLM compute in this process, on the model runner that engines of fleets have with the installed version.
+
+    Returns:
+        The module of that runner.
+    """
+    os.environ.setdefault(*IN_PROCESS)
+    from muxserve.vllm.engine_seam import runner_choice
+
+    for name, value in runner_choice("cuda").items():
+        os.environ.setdefault(name, value)
+    second = os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    return "vllm.v1.worker.gpu.model_runner" if second else "vllm.v1.worker.gpu_model_runner"
 
 
 def engine(path: Path, **arguments: Any) -> tuple[Any, list[dict[str, list[int]]], Any]:
@@ -131,5 +148,5 @@ def first_difference(tokens: list[int], expected: dict[str, Any]) -> tuple[int, 
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault(*IN_PROCESS)
     Path(sys.argv[1]).write_text(json.dumps(answers(Path(sys.argv[2]))))

@@ -302,12 +302,11 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("names", nargs="+", help="models to record, or the file for what differs")
     options = parser.parse_args()
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     if options.what == "replay":
         replay(options.directory, Path(options.names[0]))
         return
     options.directory.mkdir(parents=True, exist_ok=True)
+    stock.choose_runner()
     for model in options.names:
         record(options.directory, model)
 

@@ -5,8 +5,8 @@
 If it answers wrongly, the cause is a kernel's or the driver's. A way is a percentage; `none` is outside MPS;
 `70+10+10+10` is 70 % beside three others that decode all the time with 10 %. All prompts are asked at once, and then
 each alone for its first token. vLLM is imported once, and every measurement is a fork with an environment of its own,
-made before CUDA is initialised. What the file has by now is not measured again. vLLM runs its first model runner, as
-the engines of fleets do.
+made before CUDA is initialised. What the file has by now is not measured again. vLLM runs the model runner that
+engines of fleets use with this version.
 """
 
 from __future__ import annotations
@@ -176,10 +176,8 @@ def main() -> int:
     parser.add_argument("--without-mps", action="store_true", help="try the way only, on a machine without a GPU")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-    # What takes seconds in every fork otherwise.
-    for module in ("vllm.v1.engine.core", "vllm.v1.worker.gpu_model_runner"):
+    # Imported here, what takes seconds in every fork otherwise.
+    for module in (stock.choose_runner(), "vllm.v1.engine.core"):
         importlib.import_module(module)
 
     report: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
