@@ -29,7 +29,8 @@ def with_tokens(module: Any) -> None:
         output = stock(self, logits, batch)
         through = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens >= batch.prefill_len_np
         output.num_sampled = torch.from_numpy(through.astype("int32")).to(output.num_sampled.device)
-        output.sampled_token_ids.zero_()
+        # Filled by a copy: `zero_` would launch a kernel.
+        output.sampled_token_ids = torch.zeros_like(output.sampled_token_ids, device="cpu").to(logits.device)
         return output
 
     module.Sampler.__call__ = sample
