@@ -227,6 +227,8 @@ def test_what_steps_run_is_there(each: Step) -> None:
     for file in (word for word in words if word.startswith(("benchmarks/", "tests/"))):
         assert (ROOT / file).exists()
     assert not subprocess.run(["bash", "-n", "-c", each.command]).returncode
+    ours = [name for name in each.rehearsal.environment if name.startswith("TRIAL_")]
+    assert all(name in each.command for name in ours), "a rehearsal has no less work"
 
 
 def test_without_a_gpu_the_list_says_so_and_nothing_runs(tmp_path: Path) -> None:

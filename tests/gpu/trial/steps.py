@@ -44,7 +44,7 @@ STEPS: Sequence[Step] = (
     ),
     Step(
         "operators", "a", "the first operator of a prefill that computes otherwise on 70 % of the SMs",
-        f"{_MODULE}.operators record {{state}}/operators {' '.join(MODELS)}"
+        f"{_MODULE}.operators record {{state}}/operators ${{TRIAL_MODELS:-{' '.join(MODELS)}}}"
         f" && {_MODULE}.under_mps 70 {_MODULE}.operators replay {{state}}/operators {{out}}", 60, 100, (*_STOCK, "mps"),
         rehearsal=Rehearsal(environment={"TRIAL_MODELS": MODELS[0]}, unseen="which operator is wrong"),
     ),
