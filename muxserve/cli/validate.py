@@ -121,8 +121,9 @@ def _print(file: Path, found: _Planned) -> None:
     gpus = sum(plan.gpu.ranks for plan in plans if plan.gpu is not None)
     where = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else f"{plans[0].unit.cores} cores"
     how = f", in {len(plans)} units" if len(plans) > 1 else ""
-    policies = enumerate_words(list(dict.fromkeys(plan.policy for plan in plans)))
-    console.print(f"{escape(str(file))} can be deployed here on {where} with {policies}{how}")
+    policies = list(dict.fromkeys(plan.policy for plan in plans))
+    by = f"the polic{'y' if len(policies) == 1 else 'ies'} {enumerate_words(policies)}"
+    console.print(f"{escape(str(file))} can be deployed here on {where} with {by}{how}")
 
 
 def _scaling(plans: Sequence[ResolvedUnit]) -> Iterator[str]:

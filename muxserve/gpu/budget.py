@@ -137,7 +137,8 @@ def budget(
     """
     usable = int(total_bytes * rules.utilisation)
     lines = [Line(f"may be used ({rules.utilisation:.0%} of {format_size(total_bytes)})", usable)]
-    lines.append(Line("taken by others beyond the rest", max(0, usable - (total_bytes - others_bytes))))
+    beyond = max(0, usable - (total_bytes - others_bytes))
+    lines.append(Line(f"other processes, beyond the other {1 - rules.utilisation:.0%}", beyond))
     for each in needs:
         lines.append(Line(f"{each.model}: weights", each.weights_bytes))
         lines.append(Line(f"{each.model}: engines", each.engines(rules)))

@@ -77,7 +77,7 @@ def test_validate_shows_units_and_replicas(fleet_file: Path) -> None:
     assert [line.split()[0] for line in lines[first + 2 : second]] == ["one", "two"]
     assert lines[second + 2].split()[0] == "two"
     assert "- two begins with 2 replicas and has 0 to 3, as its load wants it" in lines
-    assert lines[-1].endswith("with slack and free, in 2 units")
+    assert lines[-1].endswith("with the policies slack and free, in 2 units")
 
 
 def test_validate_shows_units_that_are_alike_once(fleet_file: Path) -> None:
