@@ -33,7 +33,7 @@ Fallback = Literal[
 FALLBACK_WORDS: Mapping[Fallback, str] = {
     "refuse": "nothing can be served on these GPUs",
     "mps_off": "`mps: off`: engines alternate on a GPU",
-    "ipc_legacy": "pools and weights are shared by legacy CUDA IPC, and allocated anew when who has them dies",
+    "ipc_legacy": "pools and weights are shared by legacy CUDA IPC, and new ones are made when their holder dies",
     "keepers_in_mps": "weights and pools are kept inside MPS, and end with its server",
     "piecewise": "CUDA graphs leave attention out",
     "nvls_off": "NCCL does without the NVSwitch's multicast",

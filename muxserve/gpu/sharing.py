@@ -39,7 +39,7 @@ def settle(
         The way of sharing, and what the user should know of it.
 
     Raises:
-        SharingError: MPS does not work, and it is wanted, or the GPUs let one process compute only.
+        SharingError: MPS does not work, and it is wanted, or the GPUs let only one process compute.
     """
     foreign = mps.foreign(ours=ours)
     notes = [f"note: {foreign}; engines of this fleet alternate with its clients"] if foreign else []
@@ -58,7 +58,7 @@ def settle(
     exclusive = [gpu for gpu in gpus if gpu.modes.compute.startswith("exclusive")]
     if exclusive:
         raise SharingError(
-            f"GPU {exclusive[0].index} lets one process compute only ({exclusive[0].modes.compute}), and MPS cannot be "
+            f"GPU {exclusive[0].index} lets only one process compute ({exclusive[0].modes.compute}), and MPS cannot be "
             f"used: {why_not}; `nvidia-smi -c 0` allows several"
         )
     if wish == "auto" and sharing != "off":

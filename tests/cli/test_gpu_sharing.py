@@ -144,7 +144,7 @@ def test_mps_on_is_refused_where_it_does_not_work(
 def test_an_exclusive_gpu_needs_mps(tmp_path: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sharing(tmp_path, run_dir, monkeypatch, mode="exclusive_process")[0] == "mps"
     with pytest.raises(
-        DeployRefused, match=r"GPU 0 lets one process compute only \(exclusive_process\), and MPS cannot"
+        DeployRefused, match=r"GPU 0 lets only one process compute \(exclusive_process\), and MPS cannot"
     ):
         sharing(tmp_path, run_dir, monkeypatch, why_not="broken", mode="exclusive_process")
 
