@@ -257,7 +257,8 @@ def test_models_come_and_go_where_memory_decides(deploy: Start, tmp_path: Path) 
                 return known(fleet)["atlas"]["residence"] == "asleep"
 
             fleet.wait(asleep, PATIENCE, "asleep")
-            assert known(fleet)["atlas"]["engines_rest"]
+            # The controller says so with its next measurement.
+            fleet.wait(lambda: known(fleet)["atlas"]["engines_rest"], PATIENCE, "its engines rest")
             assert known(fleet)["atlas"]["copy_bytes"] > 0
             assert length(stream(fleet, "atlas")) == TOKENS
             assert {fleet.part(f"engine atlas/{phase}").pid for phase in ("prefill", "decode")} == pids
