@@ -317,7 +317,7 @@ def test_models_with_states_share_gpus(deploy: Start, ranks: int) -> None:
     kinds: dict[str, Kind] = {"spaces": "granite_hybrid", "deltas": "qwen3_5-mm", "experts": "nemotron_h-moe"}
     options = {"engine_args": WHOLE, "max_num_batched_tokens": 128, "prefix_caching": True}
     models = [model(name, path=str(tiny_checkpoint(kind, layers=3)), **options) for name, kind in kinds.items()]
-    with deploy(*models, gpus=ranks, mps="off") as fleet:
+    with deploy(*models, gpus=ranks, gpu_memory=0.1, mps="off") as fleet:
         for name in kinds:
             assert length(stream(fleet, name)) == TOKENS
             assert through(fleet, name, lambda name=name: fleet.kill(f"{name}/decode")) == TOKENS
