@@ -39,7 +39,7 @@ STEPS: Sequence[Step] = (
         "stock-percent", "a", "whether stock vLLM alone answers wrongly with 70 % or 10 % of the SMs",
         f"{_MODULE}.stock_percent --out {{out}}", 110, 150, (*_STOCK, "mps"),
         rehearsal=Rehearsal(
-            f"--models {MODELS[0]} --ways none 70 70+10 --limit 300", unseen="whether an answer is wrong"
+            f"--models {MODELS[0]} --ways none 70+10 --limit 300", unseen="whether an answer is wrong"
         ),
     ),
     Step(
