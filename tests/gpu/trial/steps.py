@@ -53,10 +53,12 @@ STEPS: Sequence[Step] = (
         f"for part in ${{TRIAL_PARTS:-none 70 10}}; do"
         f" {_MODULE}.under_mps $part {_MODULE}.flash {{out}} || exit 1; done;"
         f" for part in ${{TRIAL_PARTS:-70 10}}; do {ENABLED}=1 {_MODULE}.under_mps $part {{python}} -m pytest -q"
-        " -p no:cacheprovider tests/gpu/test_attention.py -k quickstart || code=1; done; exit ${code:-0}", 70, 110,
+        " -p no:cacheprovider tests/gpu/test_attention.py -k \"${TRIAL_CASES:-quickstart}\" || code=1; done;"
+        " exit ${code:-0}", 70, 110,
         ("gpu", "vllm", "compiler", "mps", "pytest"),
         rehearsal=Rehearsal(
-            environment={**_RIGHT, "TRIAL_PARTS": "70"}, unseen="whether attention is right: they say that it is"
+            environment={**_RIGHT, "TRIAL_PARTS": "70", "TRIAL_CASES": "quickstart-4-2-128 and prompts"},
+            unseen="whether attention is right: they say that it is",
         ),
     ),
     Step(
