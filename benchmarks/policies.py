@@ -1,7 +1,7 @@
 """Every policy on every scenario, with both shapes of engines, in simulation on A100-80GB: throughput, and how many
 requests keep their SLO.
 
-    python benchmarks/policies.py [--scenarios NAME ...] [--seeds 3 4 5] [--friction 0 0.15 0.3] [--fixed]
+    python benchmarks/policies.py [--scenarios NAME ...] [--seeds 3 4 5] [--fixed]
                                   [--steps 4] [--out FILE]
 
 A scenario is a unit, given, and a load on it, which is offered at several levels; figures are means over the seeds. The
@@ -31,7 +31,6 @@ from inputs import DTYPE, fleet_model, placed_unit
 from msgspec import structs
 from report import machine, write_report
 
-from muxserve.costs.interference import Interference
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.summary import summarise
 from muxserve.planning.demand.known_models import planned_architecture
@@ -207,10 +206,10 @@ def requests_of(scenario: Scenario, names: Sequence[str], seed: int) -> list[Tra
     ]
 
 
-def run(scenario: Scenario, way: Way, friction: float = 0.0, seed: int = 0, fixed: bool = False, steps: int = 0) -> Row:
+def run(scenario: Scenario, way: Way, seed: int = 0, fixed: bool = False, steps: int = 0) -> Row:
     """Simulate the scenario in that way. `fixed`: engines cannot change their share from one lease to the next;
     `steps`: sizes of share that they have (0: any)."""
-    latency = Roofline(interference=Interference(friction=friction))
+    latency = Roofline()
     names = [f"{model.size}-{rank}" for rank, model in enumerate(scenario.models)]
     models = {name: model_of(name, served.size) for name, served in zip(names, scenario.models, strict=True)}
     cluster = Cluster((Node("A100-80GB", max(scenario.gpus, *(ALONE_ON[m.size] for m in scenario.models))),))
@@ -306,7 +305,6 @@ def main() -> int:
         "--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="ways to run; results of others stay in --out"
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[3, 4, 5])
-    parser.add_argument("--friction", nargs="+", type=float, default=[0.0, 0.15, 0.3])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/policies.json")
     parser.add_argument("--steps", type=int, default=0, help="sizes of share that engines have, of equal steps; 0: any")
     parser.add_argument("--fixed", action="store_true", help="engines whose share is one for their life")
@@ -320,25 +318,21 @@ def main() -> int:
         "held_out": list(_held_out()),
         "prediction": PREDICTION,
     }
-    for friction in options.friction:
-        points = [(f"{name}, {load}", name, load) for name in options.scenarios for load in options.loads]
-        known = (
-            json.loads(options.out.read_text())[f"friction {friction:g}"]["points"] if options.ways != [*WAYS] else {}
-        )
-        done: dict[str, dict[str, list[Row]]] = {point: {way: [] for way in options.ways} for point, _, _ in points}
-        for index, seed in enumerate(options.seeds):
-            for point, name, load in points:
-                scenario = made[name].times(LOADS[load])
-                for column, rows in done[point].items():
-                    rows.append(run(scenario, WAYS[column], friction, seed, options.fixed, options.steps))
-            print(f"friction {friction:g}, seeds {options.seeds[: index + 1]}")
-            found = {
-                point: known.get(point, {}) | {column: means(rows) for column, rows in row.items()}
-                for point, row in done.items()
-            }
-            seeds = options.seeds[: index + 1]
-            report[f"friction {friction:g}"] = {"seeds": seeds, "compared": table(found), "points": found}
-            write_report(options.out, report)
+    points = [(f"{name}, {load}", name, load) for name in options.scenarios for load in options.loads]
+    known = json.loads(options.out.read_text())["points"] if options.ways != [*WAYS] else {}
+    done: dict[str, dict[str, list[Row]]] = {point: {way: [] for way in options.ways} for point, _, _ in points}
+    for index, seed in enumerate(options.seeds):
+        for point, name, load in points:
+            scenario = made[name].times(LOADS[load])
+            for column, rows in done[point].items():
+                rows.append(run(scenario, WAYS[column], seed, options.fixed, options.steps))
+        seeds = options.seeds[: index + 1]
+        print(f"seeds {seeds}")
+        found = {
+            point: known.get(point, {}) | {column: means(rows) for column, rows in row.items()}
+            for point, row in done.items()
+        }
+        write_report(options.out, report | {"seeds": seeds, "compared": table(found), "points": found})
     return 0
 
 

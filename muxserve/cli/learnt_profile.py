@@ -16,11 +16,11 @@ from muxserve.costs.latency import CostError
 from muxserve.costs.profile import Overheads, Profile, load_profile, save_profile
 from muxserve.net.exit_codes import ExitCode
 
-_MEASURING = ("FLEET", "--threads", "--tokens", "--sequences", "--batches", "--contexts", "--pairs")
+_MEASURING = ("FLEET", "--threads", "--tokens", "--sequences", "--batches", "--contexts")
 
 
 def learnt_profile(settings: ProfileSettings) -> int:
-    """Write the costs that a serving fleet has learnt; returns the exit code. Other engines, machines, pairs and leases
+    """Write the costs that a serving fleet has learnt; returns the exit code. Other engines, machines and leases
     of the file stay."""
     out = settings.out or Path("profile.json")
     try:

@@ -70,7 +70,7 @@ def profile(settings: ProfileSettings) -> int:
         print_error(str(error))
         return ExitCode.NOT_DONE
     try:
-        return _measure(plan, run_dir, known, out, Scope(counts, grid, settings.pairs))
+        return _measure(plan, run_dir, known, out, Scope(counts, grid))
     finally:
         run_dir.remove()
 
@@ -145,12 +145,6 @@ def _summary(profile: Profile, out: Path) -> None:
             )
     for outlier in model.outliers:
         console.print(f"left out: {escape(str(outlier))}")
-    if profile.pairs:
-        factors = sorted(factor for pair in profile.pairs for factor in pair.slowdowns())
-        console.print(
-            f"{len(profile.pairs)} pairs beside each other: slower by {factors[0]:.2f} to {factors[-1]:.2f} times, "
-            f"{factors[len(factors) // 2]:.2f} in the middle"
-        )
     console.print(f"written to {escape(str(out))}")
 
 

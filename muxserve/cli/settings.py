@@ -200,7 +200,6 @@ class ProfileSettings:
     sequences: Annotated[str | None, typer.Option(help="Sequences of prefill steps, e.g. 1,4.")] = None
     batches: Annotated[str | None, typer.Option(help="Sequences of decode steps, e.g. 1,8,32.")] = None
     contexts: Annotated[str | None, typer.Option(help="Tokens of context of decode steps, e.g. 64,512.")] = None
-    pairs: Annotated[bool, typer.Option(help="Measure pairs of engines beside each other, too.")] = True
     from_fleet: Annotated[
         bool, typer.Option("--from-fleet", help="Start nothing: write what a fleet that serves has learnt.")
     ] = False

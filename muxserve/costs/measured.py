@@ -8,11 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from muxserve.costs import interference
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.costs.calibration import Calibration, calibration_of
 from muxserve.costs.devices import Device, device
-from muxserve.costs.interference import Interference
+from muxserve.costs.interference import slowdowns
 from muxserve.costs.latency import CostError, Decode, EngineCosts, EngineShape, LatencyModel, Load
 from muxserve.costs.llama_tables import read_llama_tables
 from muxserve.costs.outliers import Outlier, Place, find_outliers
@@ -54,7 +53,6 @@ class ProfileModel:
         self.beyond, self.file = beyond, file
         self._groups: dict[tuple[ProfiledModel, str, str, int], list[EngineProfile]] = {}
         self._engines: dict[tuple[ModelArchitecture, EngineShape], EngineCosts] = {}
-        self._interference: dict[str, Interference] = dict(profile.interference)
         groups: defaultdict[tuple[ProfiledModel, str, str, int], list[EngineProfile]] = defaultdict(list)
         for engine in profile.engines:
             groups[_key(engine.shape, engine.where)].append(engine)
@@ -63,8 +61,6 @@ class ProfileModel:
             self.outliers += found
             kept = [_without(engine, found) for engine in engines]
             self._groups[key] = sorted((e for e in kept if e.prefill and e.decode), key=lambda e: e.share)
-        for name in {pair.device for pair in profile.pairs} - set(self._interference):
-            self._interference[name] = interference_of(profile, name)
 
     def knows(self, architecture: ModelArchitecture, shape: EngineShape) -> bool:
         """Whether that engine was measured, at whatever share."""
@@ -97,11 +93,8 @@ class ProfileModel:
         return costs
 
     def slowdowns(self, device: str, loads: Sequence[Load]) -> list[float]:
-        """As fitted to the measured pairs; where there are none, what `beyond` says, or conservation alone."""
-        constants = self._interference.get(_device(device).name)
-        if constants is None and self.beyond is not None:
-            return self.beyond.slowdowns(device, loads)
-        return interference.slowdowns(constants or Interference(), loads)
+        """See `costs.interference`; the same for all devices."""
+        return slowdowns(loads)
 
     def _unknown(self, architecture: ModelArchitecture, shape: EngineShape) -> str:
         same = [e for e in self.profile.engines if e.shape == ProfiledModel.of(architecture)]
@@ -176,17 +169,6 @@ def overheads_on(latency: LatencyModel, device: str) -> Overheads:
         return overheads_on(latency.latency, device)
     known = latency.profile.overheads.get(device, Overheads()) if isinstance(latency, ProfileModel) else Overheads()
     return known if known.turn else msgspec.structs.replace(known, turn=TURN_SECONDS)
-
-
-def interference_of(profile: Profile, device: str) -> Interference:
-    """The constants that explain the profile's pairs on that device best."""
-    measured = []
-    for pair in profile.pairs:
-        if pair.device == device:
-            first, second = pair.slowdowns()
-            measured.append((pair.loads[0], (pair.loads[1],), first))
-            measured.append((pair.loads[1], (pair.loads[0],), second))
-    return interference.fit(measured)
 
 
 def ideal_seconds(engine: EngineProfile, phase: str, place: Place) -> float:

@@ -10,8 +10,7 @@ from pathlib import Path
 import msgspec
 
 from muxserve.costs.architecture import ModelArchitecture
-from muxserve.costs.interference import Interference
-from muxserve.costs.latency import CostError, EngineShape, Load
+from muxserve.costs.latency import CostError, EngineShape
 
 
 class PrefillCell(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -119,30 +118,6 @@ class EngineProfile(msgspec.Struct, omit_defaults=True):
         return f"{self.model} on {self.tp} x {self.device} at {self.share:.0%} in {self.dtype}"
 
 
-class PairedJob(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A job of a measured pair: cell `place` of an engine of `model`, in `phase`, at `share`."""
-
-    model: str
-    phase: str
-    share: float
-    place: tuple[int, ...]
-
-
-class PairCell(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Two jobs that ran over and over beside each other on one device. Their step times (medians, seconds) alone and
-    together, and what each asked of the device alone: (bandwidth, compute)."""
-
-    device: str
-    jobs: tuple[PairedJob, PairedJob]
-    alone: tuple[float, float]
-    together: tuple[float, float]
-    loads: tuple[Load, Load]
-
-    def slowdowns(self) -> tuple[float, float]:
-        """How much slower each was."""
-        return self.together[0] / self.alone[0], self.together[1] / self.alone[1]
-
-
 class Overheads(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds outside of steps, as profiles have them and as the simulator counts them.
 
@@ -184,14 +159,12 @@ class MeasuredMachine(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Profile(msgspec.Struct):
-    """A profile file. `machines`, `interference` and `overheads` are by device."""
+    """A profile file. `machines` and `overheads` are by device."""
 
     muxserve_profile: int = VERSION
     about: str = ""
     machines: dict[str, MeasuredMachine] = {}
     engines: list[EngineProfile] = []
-    pairs: list[PairCell] = []
-    interference: dict[str, Interference] = {}
     overheads: dict[str, Overheads] = {}
 
     def find(self, model: ProfiledModel, where: EngineShape) -> EngineProfile | None:

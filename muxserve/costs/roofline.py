@@ -23,7 +23,7 @@ from muxserve.costs.architecture import ITEM_BYTES, ModelArchitecture
 from muxserve.costs.calibration import LINKS, Calibration, calibration_of
 from muxserve.costs.devices import Device, device
 from muxserve.costs.host import Host
-from muxserve.costs.interference import Interference, slowdowns
+from muxserve.costs.interference import slowdowns
 from muxserve.costs.latency import CostError, Decode, EngineShape, Load, piece_at
 from muxserve.costs.work import LayerWork, layer_work
 
@@ -33,12 +33,10 @@ class Roofline:
 
     Args:
         calibration: constants for every device; by default those of the device's kind.
-        interference: constants of colocation; by default nothing but conservation.
     """
 
-    def __init__(self, calibration: Calibration | None = None, interference: Interference | None = None) -> None:
+    def __init__(self, calibration: Calibration | None = None) -> None:
         self._calibration = calibration
-        self._interference = interference or Interference()
         self._engines: dict[tuple[ModelArchitecture, EngineShape], RooflineCosts] = {}
 
     def engine(self, architecture: ModelArchitecture, shape: EngineShape) -> RooflineCosts:
@@ -56,8 +54,8 @@ class Roofline:
         return costs
 
     def slowdowns(self, device: str, loads: Sequence[Load]) -> list[float]:
-        """See `costs.interference`; the same constants for all devices."""
-        return slowdowns(self._interference, loads)
+        """See `costs.interference`; the same for all devices."""
+        return slowdowns(loads)
 
 
 class DeviceWork(NamedTuple):

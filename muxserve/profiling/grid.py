@@ -25,9 +25,6 @@ class Grid:
     chunk: int = 256
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     contexts: tuple[int, ...] = (64, 256, 1024)
-    pair_tokens: int = 256
-    pair_batch: int = 8
-    pair_context: int = 128
 
 
 @dataclass(frozen=True)
@@ -86,13 +83,6 @@ def fits(model: ModelSpec, pages: int, sequences: int, tokens: int) -> bool:
     """Whether `sequences` of `tokens` tokens have room in the pages, with a tenth to spare."""
     blocks = sequences * -(-tokens // model.block_tokens)
     return blocks * model.pages_per_block <= pages * 0.9 and blocks < model.num_blocks
-
-
-def pairs_of(count: int, most: int = 6) -> list[tuple[int, int]]:
-    """Which of `count` models are measured beside each other: neighbours first, at most `most` pairs, and one model
-    beside itself."""
-    near = [(i, i + distance) for distance in range(1, count) for i in range(count - distance)]
-    return [(0, 0), *near[:most]] if count else []
 
 
 def parse_counts(text: str, what: str) -> tuple[int, ...]:

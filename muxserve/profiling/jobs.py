@@ -1,4 +1,4 @@
-"""What is measured: prefill steps and decode steps of one model, alone or one beside another."""
+"""What is measured: prefill steps and decode steps of one model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import sys
-import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -86,27 +85,16 @@ class Bodies:
 # A request must not end in what is measured, unless that is its end.
 _MANY_TOKENS = 100_000
 _MANY_STEPS = 4096
-_LEASE_STEPS = 8
 
 
 @dataclass
 class Timing:
-    """Steps, when they were reported, and what they do not say: seconds from sending a lease to hearing of its first
-    step beyond that step (`turns`), and between the steps of a lease (`gaps`)."""
+    """Steps, and what they do not say: seconds from sending a lease to hearing of its first step beyond that step
+    (`turns`), and between the steps of a lease (`gaps`)."""
 
     steps: list[Sample] = field(default_factory=list)
     turns: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
-    at: list[float] = field(default_factory=list)
-
-    def took(self, at: float, seconds: float, waited: float) -> None:
-        """A step of which was heard then."""
-        self.steps.append(Sample(seconds, waited))
-        self.at.append(at)
-
-    def within(self, begin: float, end: float) -> list[Sample]:
-        """The steps that were reported in that time."""
-        return [step for when, step in zip(self.at, self.steps, strict=True) if begin <= when <= end]
 
 
 class Bench:
@@ -120,7 +108,6 @@ class Bench:
         self._memory = memory
         self._bodies = bodies
         self._vocab = max(2, vocab)
-        self._room = 0  # tokens by which the longest sequence in the decode engine may grow
 
     # ------------------------------------------------------------ prefill
 
@@ -137,7 +124,7 @@ class Bench:
             raise StartError(
                 f"{self.model.name}: a prefill step of {sequences} x {tokens} tokens computed {heard.report.tokens}"
             )
-        timing.took(heard.at, heard.report.seconds, waited)
+        timing.steps.append(Sample(heard.report.seconds, waited))
         timing.turns.append(heard.at - sent - heard.report.seconds)
         self._drop(heard.report.handed)
 
@@ -164,7 +151,6 @@ class Bench:
         line = self.prefill_line
         most = max(1, self.model.max_num_batched_tokens // context)
         ids: list[str] = []
-        self._room = self.model.max_len - context - 2
         while len(ids) < batch:
             count = min(most, batch - len(ids))
             made = await self._bodies.make(count, context, _MANY_TOKENS, self._vocab)
@@ -189,7 +175,6 @@ class Bench:
         waiting = line.waiting()
         waiting.since()
         sent = await line.lease(steps)
-        self._room -= steps
         done, last = 0, 0.0
         while done < steps:
             heard = await line.heard()
@@ -199,7 +184,7 @@ class Bench:
                     f"{self.model.name}: {report.steps} decode steps of {batch} sequences "
                     f"computed {report.tokens} tokens"
                 )
-            timing.took(heard.at, report.seconds / report.steps, waiting.since() / report.steps)
+            timing.steps.append(Sample(report.seconds / report.steps, waiting.since() / report.steps))
             if done == 0 and report.steps == 1:
                 timing.turns.append(heard.at - sent - report.seconds)
             if last:
@@ -211,24 +196,6 @@ class Bench:
         """Have the decode engine drop these sequences."""
         if ids:
             await self.decode_line.abort(ids)
-
-    # ------------------------------------------------------------ for some time
-
-    async def prefill_for(self, seconds: float, sequences: int, tokens: int) -> Timing:
-        """Prefill steps one after another."""
-        timing = Timing()
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            await self.prefill_step(sequences, tokens, timing)
-        return timing
-
-    async def decode_for(self, seconds: float, batch: int) -> Timing:
-        """Decode steps one after another, of the `batch` sequences that are there already, while they may grow."""
-        timing = Timing()
-        end = time.monotonic() + seconds
-        while (time.monotonic() < end or not timing.steps) and self._room > _LEASE_STEPS:
-            await self.decode_steps(_LEASE_STEPS, batch, timing)
-        return timing
 
     def _drop(self, handed: list[HandOver]) -> None:
         for each in handed:

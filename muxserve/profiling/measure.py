@@ -14,14 +14,11 @@ from typing import Any
 import msgspec
 
 from muxserve.costs.architecture import ModelArchitecture
-from muxserve.costs.latency import EngineShape, Load
-from muxserve.costs.measured import ProfileModel, interference_of
+from muxserve.costs.latency import EngineShape
 from muxserve.costs.profile import (
     DecodeCell,
     EngineProfile,
     Overheads,
-    PairCell,
-    PairedJob,
     PrefillCell,
     Profile,
     ProfiledModel,
@@ -30,7 +27,7 @@ from muxserve.costs.profile import (
 from muxserve.memory.client import MemoryClient
 from muxserve.profiling.contention import Sample, step_seconds
 from muxserve.profiling.family import Family
-from muxserve.profiling.grid import DECODE_STEPS, Grid, ModelGrid, grid_for, pairs_of
+from muxserve.profiling.grid import DECODE_STEPS, Grid, ModelGrid, grid_for
 from muxserve.profiling.jobs import Bench, Bodies, Timing
 from muxserve.profiling.player import Player
 from muxserve.spec import ModelSpec, UnitSpec
@@ -39,16 +36,14 @@ DEVICE = "CPU"
 # A cell is measured until it has been measured often or for long enough.
 _FEWEST, _MOST, _ENOUGH_SECONDS = 3, 15, 0.5
 _WARM_STEPS, _LEASE_STEPS = 2, 8
-_PAIR_SECONDS, _PAIR_TURNS = 0.3, 9
 
 
 @dataclass(frozen=True)
 class Scope:
-    """What is measured: with which numbers of threads per engine, which steps, and whether pairs of engines, too."""
+    """What is measured: with which numbers of threads per engine, and which steps."""
 
     threads: Sequence[int]
     grid: Grid
-    pairs: bool
 
 
 @dataclass
@@ -109,28 +104,9 @@ class Session:
         """The part of the cores that `threads` threads have."""
         return round(min(1.0, threads / self.unit_spec.cores), 4)
 
-    def pair_jobs(self, threads: int) -> list[tuple[tuple[int, PairedJob], tuple[int, PairedJob]]]:
-        """Jobs to run beside each other, each with the number of its model, without those that are measured.
-
-        Only where both have cores of their own: engines never run beside each other otherwise, since shares are granted
-        up to the whole machine, and what waiting threads of two teams do to each other on one core tells nothing.
-        """
-        if not self.scope.pairs or 2 * threads > self.unit_spec.cores:
-            return []
-        models = self.models
-        done = {frozenset(pair.jobs) for pair in self.profile.pairs}
-        wanted = []
-        for i, j in pairs_of(len(models)):
-            phases = [("prefill", "decode")] if i == j else [(a, b) for a in _PHASES for b in _PHASES]
-            for one, other in phases:
-                jobs = (i, self._job(models[i][0], one, threads)), (j, self._job(models[j][0], other, threads))
-                if frozenset((jobs[0][1], jobs[1][1])) not in done:
-                    wanted.append(jobs)
-        return wanted
-
     def outstanding(self, threads: int) -> int:
-        """Cells and pairs that are not measured yet with this number of threads."""
-        count = len(self.pair_jobs(threads))
+        """Cells that are not measured yet with this number of threads."""
+        count = 0
         for model, architecture in self.models:
             engine = self.engine(model, architecture, threads)
             grid = self.grid_of(model)
@@ -152,8 +128,6 @@ class Session:
         for threads in self.scope.threads:
             if self.outstanding(threads):
                 await self._run(threads)
-        if self.profile.pairs:
-            self.profile.interference[DEVICE] = interference_of(self.profile, DEVICE)
         self.save()
 
     def save(self) -> None:
@@ -190,9 +164,6 @@ class Session:
             await self._chunked_cells(bench, engine, grid)
             for context, batches in grid.decode:
                 await self._decode_cells(bench, engine, context, batches)
-        for (i, one), (j, other) in self.pair_jobs(threads):
-            memory.set_quotas(self._quotas([benches[i].model.name, benches[j].model.name]))
-            await self._pair(benches[i], one, benches[j], other)
 
     async def _prefill_cells(self, bench: Bench, engine: EngineProfile, grid: ModelGrid) -> None:
         known = {cell.place for cell in engine.prefill}
@@ -247,32 +218,6 @@ class Session:
             engine.decode.append(DecodeCell(batch, context, step_seconds(timing.steps), len(timing.steps)))
             self._done(1)
 
-    async def _pair(self, first: Bench, one: PairedJob, second: Bench, other: PairedJob) -> None:
-        self.progress(f"{_words(one)} beside {_words(other)}")
-        ids = [await _prepare(bench, job) for bench, job in ((first, one), (second, other))]
-        # Alone and together in turn: what drifts, as contexts and clocks do, counts on both sides.
-        alone: tuple[list[Sample], list[Sample]] = ([], [])
-        together: tuple[list[Sample], list[Sample]] = ([], [])
-        for turn in range(_PAIR_TURNS):
-            if turn % 2:
-                timings = await asyncio.gather(_work(first, one), _work(second, other))
-                if not all(timing.at for timing in timings):
-                    break  # the sequences are as long as they may be
-                begin = max(timing.at[0] for timing in timings)
-                end = min(timing.at[-1] for timing in timings)
-                for into, timing in zip(together, timings, strict=True):
-                    into += timing.within(begin, end)
-            else:
-                for into, bench, job in zip(alone, (first, second), (one, other), strict=True):
-                    into += (await _work(bench, job)).steps
-        for bench, held in zip((first, second), ids, strict=True):
-            await bench.empty(held)
-        if all(alone) and all(together):
-            loads = self._load(one), self._load(other)
-            times = [(step_seconds(steps[0]), step_seconds(steps[1])) for steps in (alone, together)]
-            self.profile.pairs.append(PairCell(DEVICE, (one, other), times[0], times[1], loads))
-        self._done(1)
-
     # ------------------------------------------------------------ details
 
     def _done(self, cells: int) -> None:
@@ -282,25 +227,6 @@ class Session:
         self.profile.overheads[DEVICE] = msgspec.structs.replace(known, turn=turn, between=between)
         self.save()
         self.advanced(cells)
-
-    def _job(self, model: ModelSpec, phase: str, threads: int) -> PairedJob:
-        grid = self.scope.grid
-        place: tuple[int, ...]
-        if phase == "prefill":
-            place = (1, min(grid.pair_tokens, model.max_num_batched_tokens, model.max_len - 2), 0)
-        else:
-            place = (min(grid.pair_batch, model.max_num_seqs), min(grid.pair_context, model.max_len // 2))
-        return PairedJob(model.name, phase, self.share(threads), place)
-
-    def _load(self, job: PairedJob) -> Load:
-        model, architecture = next(each for each in self.models if each[0].name == job.model)
-        costs = ProfileModel(self.profile).engine(architecture, EngineShape(DEVICE, 1, job.share, model.dtype))
-        if job.phase == "prefill":
-            sequences, tokens, context = job.place
-            cell = PrefillCell(sequences, tokens, context, 0.0)
-            return costs.prefill_load(cell.total, cell.pairs, cell.sequences)
-        batch, context = job.place
-        return costs.decode_load(batch, batch * context)
 
     def _quotas(self, names: Sequence[str]) -> dict[str, int]:
         """Nearly all pages for the models that are measured, and what is left for the others."""
@@ -315,9 +241,6 @@ class Session:
         return quotas
 
 
-_PHASES = ("prefill", "decode")
-
-
 def _enough(samples: int, began: float) -> bool:
     return samples >= _MOST or (samples >= _FEWEST and time.monotonic() - began > _ENOUGH_SECONDS)
 
@@ -327,25 +250,6 @@ def _chunk_places(grid: ModelGrid) -> list[tuple[int, int, int]]:
         return []
     tokens = grid.chunked.tokens
     return [(1, tokens, i * tokens) for i in range(1, grid.chunked.chunks)]
-
-
-async def _prepare(bench: Bench, job: PairedJob) -> list[str]:
-    if job.phase == "prefill":
-        await bench.prefill_step(job.place[0], job.place[1], Timing())
-        return []
-    ids = await bench.fill(job.place[0], job.place[1])
-    await bench.decode_steps(_WARM_STEPS, job.place[0], Timing())
-    return ids
-
-
-async def _work(bench: Bench, job: PairedJob) -> Timing:
-    if job.phase == "prefill":
-        return await bench.prefill_for(_PAIR_SECONDS, job.place[0], job.place[1])
-    return await bench.decode_for(_PAIR_SECONDS, job.place[0])
-
-
-def _words(job: PairedJob) -> str:
-    return f"{job.model} {job.phase} {' x '.join(map(str, job.place))}"
 
 
 async def _unless(ends: Coroutine[Any, Any, None], work: Coroutine[Any, Any, None]) -> None:

@@ -150,7 +150,6 @@ def test_findings_that_are_not_kept_are_not_done(monkeypatch: pytest.MonkeyPatch
         ["doctor", "--ray", "auto", "--gpu"],
         ["profile", "fleet.yaml", "--from-fleet"],
         ["profile", "--from-fleet", "--threads", "2"],
-        ["profile", "--from-fleet", "--no-pairs"],
         ["profile", "fleet.yaml", "--url", "http://127.0.0.1:8000"],
         ["profile", "fleet.yaml", "--api-key", "k"],
     ],

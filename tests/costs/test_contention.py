@@ -7,7 +7,7 @@ import pytest
 from muxserve.costs.calibration import CPU_REFILL, CPU_SLICE
 from muxserve.costs.contention import RunningJob, cores, kernels, slowdowns_in_crowd, time_slices
 from muxserve.costs.devices import device
-from muxserve.costs.interference import Interference, slowdowns
+from muxserve.costs.interference import slowdowns
 from muxserve.costs.latency import Load
 
 COLD = 1.0 + CPU_REFILL / (2 * CPU_SLICE)
@@ -50,7 +50,7 @@ def test_a_kernel_waits_for_those_of_other_jobs_that_it_finds() -> None:
 def test_two_equal_jobs_that_fill_the_device_halve_it(load: float) -> None:
     """What order of arrival costs and what conservation costs are the same then."""
     jobs = [RunningJob(1.0, Load(load, 0.1), grain=1e-3)] * 2
-    conserved = slowdowns(Interference(), [job.load for job in jobs])
+    conserved = slowdowns([job.load for job in jobs])
     assert kernels(jobs) == pytest.approx(conserved, rel=0.01)
 
 

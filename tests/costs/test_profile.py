@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from muxserve.costs.calibration import GPU, Launches
-from muxserve.costs.interference import slowdowns
 from muxserve.costs.latency import CostError, EngineShape, Load
 from muxserve.costs.llama_tables import read_llama_tables
 from muxserve.costs.measured import ProfileModel
@@ -22,8 +21,6 @@ from muxserve.costs.profile import (
     EngineProfile,
     MeasuredMachine,
     Overheads,
-    PairCell,
-    PairedJob,
     PrefillCell,
     Profile,
     ProfiledModel,
@@ -71,10 +68,8 @@ def measured(**changes: Any) -> Profile:
 
 
 def test_a_profile_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    jobs = (PairedJob("seven", "decode", 0.5, (8, 128)), PairedJob("seven", "prefill", 0.5, (1, 256, 0)))
     profile = measured(
         machines={"A100-80GB": MeasuredMachine("here", 1.5e12, {"float16": 2e14}, 108)},
-        pairs=[PairCell("A100-80GB", jobs, (0.01, 0.1), (0.012, 0.11), (Load(0.8, 0.1), Load(0.3, 0.5)))],
         overheads={"A100-80GB": Overheads(1e-3, 1e-4)},
     )
     path = tmp_path / "profile.json"
@@ -166,24 +161,6 @@ def test_what_was_not_measured_is_taken_from_beyond_where_given() -> None:
     assert model.engine(SEVEN_B, shape).decode(4, 512) == roofline.engine(SEVEN_B, shape).decode(4, 512)
     loads = [Load(0.9, 0.1), Load(0.8, 0.2)]
     assert model.slowdowns("A100", loads) == roofline.slowdowns("A100", loads)
-
-
-def test_constants_of_colocation_come_from_the_pairs() -> None:
-    from muxserve.costs.interference import Interference
-
-    true = Interference(bandwidth=0.75)
-    kinds = [Load(0.9, 0.2), Load(0.5, 0.9), Load(0.7, 0.6)]
-    pairs = []
-    for a in kinds:
-        for b in kinds:
-            jobs = (PairedJob("a", "decode", 0.5, (1, 1)), PairedJob("b", "decode", 0.5, (1, 1)))
-            first, second = slowdowns(true, [a, b])
-            together = first, second
-            pairs.append(PairCell("CPU", jobs, (1.0, 1.0), together, (a, b)))
-    model = ProfileModel(Profile(pairs=pairs))
-    loads = [kinds[0], kinds[2]]
-    assert model.slowdowns("CPU", loads) == pytest.approx(slowdowns(true, loads), rel=0.02)
-    assert model.slowdowns("A100", loads)[0] == pytest.approx(1 + 0.9 * (1.6 - 1) / 0.9, rel=0.2)
 
 
 # ---------------------------------------------------------------- outliers

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from muxserve.profiling.contention import CoreWaits, Sample, disturbance, step_seconds
-from muxserve.profiling.grid import DECODE_STEPS, Grid, fits, grid_for, pairs_of, parse_counts
+from muxserve.profiling.grid import DECODE_STEPS, Grid, fits, grid_for, parse_counts
 from muxserve.spec import ModelSpec
 from tests.support.unit_specs import model_spec
 
@@ -45,14 +45,6 @@ def test_a_tenth_of_the_pages_is_left_free() -> None:
     assert fits(model(), 4 * 10, 1, 9 * 64)
     assert not fits(model(), 4 * 10, 1, 9 * 64 + 1)
     assert not fits(model(num_blocks=9), 1 << 20, 1, 9 * 64)
-
-
-def test_every_model_is_in_a_pair() -> None:
-    assert pairs_of(1) == [(0, 0)]
-    assert pairs_of(3) == [(0, 0), (0, 1), (1, 2), (0, 2)]
-    many = pairs_of(6)
-    assert {i for pair in many for i in pair} == set(range(6))
-    assert len(many) == 7
 
 
 @pytest.mark.parametrize("text", ["", "1,,2", "a", "0", "4,-1", "1.5"])

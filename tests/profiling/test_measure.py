@@ -58,7 +58,7 @@ class Run:
         self.session = Session(
             unit_spec_of(plan, str(run_dir.path)),
             architectures=plan.architectures,
-            scope=Scope([1], SMALL, pairs=True),
+            scope=Scope([1], SMALL),
             profile=profile,
             path=path / "profile.json",
             progress=self.said.append,
@@ -116,8 +116,8 @@ def test_measuring_is_interrupted_and_goes_on(tmp_path: Path, run_dir: RunDir, m
     first = Run(tmp_path, run_dir, Profile())
     first.stop_after = 5
     total = first.session.outstanding(1)
-    # 16 and 128 tokens of 1 and 2 sequences, a prompt of two chunks, decode with 1 and 4, a pair.
-    assert total == 4 + 1 + 2 + 1
+    # 16 and 128 tokens of 1 and 2 sequences, a prompt of two chunks, decode with 1 and 4.
+    assert total == 4 + 1 + 2
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(first.run())
     assert not list(Path("/dev/shm").glob(f"{server.prefix(first.session.unit_spec)}.*"))
@@ -128,9 +128,9 @@ def test_measuring_is_interrupted_and_goes_on(tmp_path: Path, run_dir: RunDir, m
 
     monkeypatch.setattr(measure, "Bodies", BodiesMadeHere)
     second = Run(tmp_path, run_dir, kept)
-    assert second.session.outstanding(1) == 3
+    assert second.session.outstanding(1) == 2
     asyncio.run(second.run())
-    assert second.cells == 3
+    assert second.cells == 2
     assert second.session.outstanding(1) == 0
     profile = load_profile(tmp_path / "profile.json")
     (engine,) = profile.engines
@@ -144,10 +144,7 @@ def test_measuring_is_interrupted_and_goes_on(tmp_path: Path, run_dir: RunDir, m
     costs = ProfileModel(profile).engine(second.architecture, EngineShape("CPU", 1, engine.share, "float32"))
     assert costs.prefill(256, 256 * 64, 2) > 0
     assert costs.decode(2, 128).seconds(128) > 0
-    (pair,) = profile.pairs
-    assert {job.phase for job in pair.jobs} == {"prefill", "decode"}
-    assert all(factor > 0 for factor in pair.slowdowns())
-    assert set(profile.interference) == set(profile.overheads) == {"CPU"}
+    assert set(profile.overheads) == {"CPU"}
     assert profile.overheads["CPU"].turn > 0
 
     third = Run(tmp_path, run_dir, profile)
