@@ -26,7 +26,7 @@ _EXPANDABLE = "expandable_segments"
 # Kernels of a client wait for those of clients with a lower number. All of ours have the same.
 PRIORITY = "CUDA_MPS_CLIENT_PRIORITY"
 # Has vLLM sample with torch.
-SAMPLER_OFF = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+_SAMPLER_OFF = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 _DEEP_GEMM = "VLLM_USE_DEEP_GEMM"
 _TOOLKIT = "/usr/local/cuda"
 # Each communicator takes slots of the NVSwitch for these, and there are (holder + engines) x models of them on a GPU.
@@ -78,10 +78,8 @@ def parent_environment(unit_spec: UnitSpec, environ: Mapping[str, str] | None = 
         chosen.update({name: value for name, value in _WITHOUT_MULTICAST.items() if name not in environ})
     chosen.update({name: value for name, value in without_compiler(environ).items() if name not in environ})
     if gpu.sm_sharing == "green_contexts":
-        # FlashInfer chooses the device anew and counts all of its SMs: only where a probe has found that to work.
-        chosen.update({} if gpu.flashinfer_sampler else SAMPLER_OFF)
-        # That stream would be one of the whole GPU.
-        chosen["VLLM_DISABLE_SHARED_EXPERTS_STREAM"] = "1"
+        # FlashInfer chooses the device anew and counts all of its SMs; that stream would be one of the whole GPU.
+        chosen.update(_SAMPLER_OFF | {"VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1"})
     return chosen
 
 
@@ -100,7 +98,7 @@ def without_compiler(environ: Mapping[str, str] | None = None) -> dict[str, str]
     # FlashInfer wants ninja, too, or the package that has everything compiled.
     cached = importlib.util.find_spec("flashinfer_jit_cache") is not None
     samples = cached or (compiles and shutil.which("ninja", path=path) is not None)
-    return {**({} if samples else SAMPLER_OFF), **({} if compiles else {_DEEP_GEMM: "0"})}
+    return {**({} if samples else _SAMPLER_OFF), **({} if compiles else {_DEEP_GEMM: "0"})}
 
 
 def _allocator(environ: Mapping[str, str]) -> dict[str, str]:

@@ -28,7 +28,6 @@ Fallback = Literal[
     "restart_mps",
     "no_green_contexts",
     "no_percentages",
-    "torch_sampler",
 ]
 FALLBACK_WORDS: Mapping[Fallback, str] = {
     "refuse": "nothing can be served on these GPUs",
@@ -41,7 +40,6 @@ FALLBACK_WORDS: Mapping[Fallback, str] = {
     "restart_mps": "the MPS server is started again whenever an engine was killed",
     "no_green_contexts": "engines have no green contexts",
     "no_percentages": "engines have no percentages of the SMs",
-    "torch_sampler": "engines in green contexts sample with torch (`VLLM_USE_FLASHINFER_SAMPLER=0`)",
 }
 
 
@@ -52,8 +50,6 @@ GREEN = "green contexts"
 PERCENTAGES = "percentages side by side"
 # The one that computes the shapes of a fleet's models with the percentages that its engines would have.
 SHAPES = "the fleet's shapes with its percentages"
-# The one that shows whether engines in green contexts may sample with FlashInfer.
-SAMPLER = "FlashInfer's sampler in green contexts"
 
 
 class ProbeFinding(msgspec.Struct, frozen=True):
@@ -92,11 +88,6 @@ class Findings(msgspec.Struct, frozen=True):
     def full_graphs(self) -> bool | None:
         """Whether CUDA graphs may hold attention; None if that was not tried."""
         return self._works(GRAPHS)
-
-    @property
-    def flashinfer_sampler(self) -> bool | None:
-        """Whether engines in green contexts may sample with FlashInfer; None if that was not tried."""
-        return self._works(SAMPLER)
 
     @property
     def green_contexts(self) -> bool | None:

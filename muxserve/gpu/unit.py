@@ -64,8 +64,8 @@ class GpuUnit:
     """One unit over `gpus`, in the order of the ranks. `needs` are estimates until they have been measured; `notes`
     says in words what was decided. Models named in `one_engine` have one of both phases; the only model of a unit may
     have that over `stages`. A unit that is served `elsewhere` gets GPUs like these on whatever machine it comes to.
-    `fallbacks` are what is done instead of what probes found not to work there, `full_graphs` and `flashinfer_sampler`
-    whether they found CUDA graphs with attention, and that sampler in green contexts, to. With green contexts an engine
+    `fallbacks` are what is done instead of what probes found not to work there, `full_graphs` whether they
+    found CUDA graphs with attention to. With green contexts an engine
     has graphs for each of `green_sets` sets of SMs. `named`: the fleet file says how SMs are shared, or there is
     nothing to share. Where memory decides which models are awake, `sleeping` has estimates of those that sleep until
     somebody asks for them, and `needs` only the others and the largest of these; `resting_room`, which `rules` reserve,
@@ -82,7 +82,6 @@ class GpuUnit:
     elsewhere: bool = False
     fallbacks: tuple[Fallback, ...] = ()
     full_graphs: bool | None = None
-    flashinfer_sampler: bool | None = None
     green_sets: int = 1
     named: bool = True
     sleeping: tuple[Needs, ...] = ()
@@ -105,7 +104,6 @@ class GpuUnit:
             nvls="nvls_off" not in self.fallbacks,
             full_graphs=self.full_graphs,
             restart_mps="restart_mps" in self.fallbacks,
-            flashinfer_sampler=self.flashinfer_sampler,
         )
 
     def as_found(self, findings: Findings) -> GpuUnit:
@@ -120,7 +118,6 @@ class GpuUnit:
             fallbacks=tuple(sorted(fallbacks)),
             # A pool that is allocated anew would have another address than the graphs know.
             full_graphs=None if "ipc_legacy" in fallbacks and findings.full_graphs else findings.full_graphs,
-            flashinfer_sampler=findings.flashinfer_sampler,
         )
 
     def _sharing_as_found(self, findings: Findings) -> SmSharing:

@@ -18,7 +18,6 @@ import torch
 if TYPE_CHECKING:
     from muxserve.gpu.green import ContextSet
     from muxserve.probes.beside import SameSteps
-    from muxserve.probes.sampler import Sampler
     from muxserve.probes.sms import SmMarks
 
 _SIZE = 16 << 20
@@ -341,63 +340,6 @@ def green() -> dict[str, Any]:
     }
 
 
-def compile_sampler() -> dict[str, Any]:
-    """Have FlashInfer's sampler compiled, which is kept for later processes; whether vLLM would use it here at all."""
-    from muxserve.probes.sampler import SamplerBatch, compare
-
-    compute()
-    sample = _flashinfer()
-    if sample is not None:
-        compare(sample, (SamplerBatch(1, 1),))
-    return {"used": sample is not None}
-
-
-def sampler() -> dict[str, Any]:
-    """Sample in green contexts, in the smallest one that an engine can have as well: FlashInfer counts all SMs of the
-    device, and its kernels wait for each other."""
-    from muxserve.gpu.green import ContextSet, device_of, divide, load, make_context
-    from muxserve.gpu.sm import SmRange
-    from muxserve.probes.sampler import compare
-    from muxserve.probes.sms import SmMarks
-
-    torch.cuda.set_device(0)
-    compute()
-    sample = _flashinfer()
-    if sample is None:
-        raise ValueError("vLLM does not use it here")
-    driver = load()
-    device = device_of(driver, 0)
-    division = divide(driver, device)
-    parts = len(division.parts)
-    ranges = (SmRange(parts - 1, 1), SmRange(0, max(1, parts // 2)))
-    contexts = ContextSet(driver, [make_context(driver, device, division, where) for where in ranges])
-    marks = SmMarks()
-    found = []
-    for index in (1, 0, 1):
-        contexts.use(index)
-        marks.launch()
-        own = marks.take()
-        found.append(compare(sample))
-        contexts.check()
-        marks.launch()
-        astray = marks.take() - own
-        if astray:
-            raise ValueError(f"a kernel after it ran on {len(astray)} SMs of others")
-    return {
-        "outside": sum(each.outside for each in found),
-        "difference": max(each.difference for each in found),
-        "draws": sum(each.draws for each in found),
-        "sms": [context.sms for context in contexts.contexts],
-    }
-
-
-def _flashinfer() -> Sampler | None:
-    """FlashInfer's sampler as vLLM calls it; None if vLLM would not."""
-    from vllm.v1.sample.ops import topk_topp_sampler
-
-    return topk_topp_sampler.flashinfer_sample if topk_topp_sampler.flashinfer_sampler_supported() else None
-
-
 ROLES: dict[str, Callable[..., dict[str, Any]]] = {
     "compute": compute,
     "export": export,
@@ -414,8 +356,6 @@ ROLES: dict[str, Callable[..., dict[str, Any]]] = {
     "beside": beside,
     "shapes": shapes,
     "green": green,
-    "compile-sampler": compile_sampler,
-    "sampler": sampler,
 }
 # These have something that others use, until they are killed or nobody listens any more.
 STAYING = ("keep", "manage", "spin")

@@ -23,8 +23,8 @@ from typing import IO, Any
 import msgspec
 
 from muxserve.gpu import mps
-from muxserve.gpu.environment import LOG, PIPE, SAMPLER_OFF, VISIBLE, without_compiler
-from muxserve.gpu.findings import GRAPHS, GREEN, PERCENTAGES, SAMPLER, SHAPES, Fallback, ProbeFinding
+from muxserve.gpu.environment import LOG, PIPE, VISIBLE
+from muxserve.gpu.findings import GRAPHS, GREEN, PERCENTAGES, SHAPES, Fallback, ProbeFinding
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.sm import PERCENTAGE
 from muxserve.gpu.weight_server import WeightServer
@@ -33,8 +33,6 @@ from muxserve.probes.shape import AttentionShape
 CHILD = (sys.executable, "-m", "muxserve.probes.child")
 # Importing torch and making a context take some seconds, compiling kernels some more.
 LIMIT = 120.0
-# Factor on that limit for probes whose kernels the CUDA toolkit compiles.
-_COMPILES = 5
 _TOLERANCE = 0.15  # of a share of SMs, which GPUs divide only so finely
 _SAID = 400
 
@@ -183,10 +181,8 @@ class Lab:
         return {VISIBLE: self.gpus[0].uuid, PIPE: str(self.directory / "none")}
 
     @contextlib.contextmanager
-    def child(
-        self, role: str, *arguments: object, environment: Mapping[str, str], limits: int = 1
-    ) -> Iterator[ProbeProcess]:
-        """Run a role meanwhile, for so many time limits at most."""
+    def child(self, role: str, *arguments: object, environment: Mapping[str, str]) -> Iterator[ProbeProcess]:
+        """Run a role meanwhile, until the time limit at most."""
         inherited = {name: value for name, value in os.environ.items() if name not in (PERCENTAGE, PIPE, LOG)}
         errors = tempfile.TemporaryFile(dir=self.directory)  # noqa: SIM115 -- closed with the child
         process = subprocess.Popen(
@@ -197,19 +193,19 @@ class Lab:
             env={**inherited, **environment},
             start_new_session=True,
         )
-        child = ProbeProcess(role, process, errors, min(time.monotonic() + limits * self.limit, self.until))
+        child = ProbeProcess(role, process, errors, min(time.monotonic() + self.limit, self.until))
         try:
             yield child
         finally:
             child.kill()
 
-    def ask(self, role: str, *arguments: object, environment: Mapping[str, str], limits: int = 1) -> dict[str, Any]:
+    def ask(self, role: str, *arguments: object, environment: Mapping[str, str]) -> dict[str, Any]:
         """What a role has to say.
 
         Raises:
             ProbeFailed: see `Child.answer`.
         """
-        with self.child(role, *arguments, environment=environment, limits=limits) as child:
+        with self.child(role, *arguments, environment=environment) as child:
             return child.answer()
 
 
@@ -469,28 +465,6 @@ def shapes_probe(shapes: Mapping[int, Sequence[AttentionShape]]) -> Probe:
     return Probe(SHAPES, attempt, "no_percentages")
 
 
-# The share of a token that has half of the probability deviates by less than a third of this in some thousand draws.
-_MOST_DIFFERENCE = 0.03
-
-
-def _sampler(lab: Lab) -> str:
-    lab.needs_mps()
-    if "no_green_contexts" in lab.fallbacks:
-        raise NotTried("engines do without green contexts")
-    if without_compiler().keys() & SAMPLER_OFF.keys():
-        raise NotTried("it is compiled when it is called first, and no CUDA toolkit with ninja was found")
-    if not lab.ask("compile-sampler", environment=lab.client(None, 1), limits=_COMPILES)["used"]:
-        raise NotTried("vLLM does not use it here")
-    said = lab.ask("sampler", environment=lab.client(None, 1))
-    where = f"in green contexts of {' and '.join(map(str, said['sms']))} SMs, {said['draws']} draws"
-    if said["outside"]:
-        raise ProbeFailed(f"{said['outside']} tokens are none that torch leaves ({where})")
-    words = f"largest difference of a token's share from torch's {said['difference']:.2g}"
-    if not said["difference"] <= _MOST_DIFFERENCE:
-        raise ProbeFailed(f"{words}, at most {_MOST_DIFFERENCE:g} ({where})")
-    return f"{words} ({where}); the context stays current"
-
-
 PROBES = (
     Probe("CUDA", _computes, "refuse"),
     Probe("SM shares under MPS", _shares, "mps_off"),
@@ -512,7 +486,6 @@ PROBES = (
     Probe("a client killed in a kernel", _killed, "restart_mps"),
     Probe(GREEN, _green, "no_green_contexts"),
     Probe(PERCENTAGES, _percentages, "no_percentages"),
-    Probe(SAMPLER, _sampler, "torch_sampler"),
 )
 
 _QUICK = ("CUDA", "SM shares under MPS", "weights of another process", "pool of another process", GREEN)

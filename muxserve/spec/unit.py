@@ -48,8 +48,6 @@ class GpuSpec(msgspec.Struct, frozen=True):
     too, which a GPU in an exclusive compute mode wants. `nvls`: NCCL may use the NVSwitch's multicast where one model
     of several ranks has the GPUs to itself. `full_graphs`: CUDA graphs of decode batches hold attention, too, because
     that was found to work; False: it was found not to. `restart_mps`: an engine that was killed takes the server along.
-    `flashinfer_sampler`: engines in green contexts may sample with FlashInfer, because that was found to work; False:
-    it was found not to.
     """
 
     uuids: list[str]
@@ -59,7 +57,6 @@ class GpuSpec(msgspec.Struct, frozen=True):
     nvls: bool = True
     full_graphs: bool | None = None
     restart_mps: bool = False
-    flashinfer_sampler: bool | None = None
 
     @property
     def exports_weights(self) -> bool:

@@ -11,7 +11,6 @@ _MLA = "vllm.model_executor.layers.attention.mla_attention"
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _SECOND = "vllm.v1.worker.gpu"
 _TRITON_MLA = "vllm.v1.attention.backends.mla.triton_mla"
-_SAMPLING = "vllm.v1.sample.ops.topk_topp_sampler"
 
 INTERNALS: list[Internal] = [
     # attention
@@ -143,10 +142,6 @@ INTERNALS: list[Internal] = [
     ("vllm.v1.worker.workspace", "unlock_workspace", ()),
     ("vllm.utils.torch_utils", "current_stream", ()),
     ("vllm.utils.torch_utils", "_patched_set_stream", ("stream",)),
-    # sampling, as a probe compares it
-    (_SAMPLING, "flashinfer_sample", ("logits", "k", "p")),
-    (_SAMPLING, "flashinfer_sampler_supported", ()),
-    (_SAMPLING, "apply_top_k_top_p_pytorch", ("logits", "k", "p")),
     # weights
     (_LOADER, "register_model_loader", ("load_format",)),
     (_LOADER, "_LOAD_FORMAT_TO_MODEL_LOADER", ()),

@@ -170,6 +170,14 @@ class TestParent:
         # They look nowhere else then.
         assert chosen(PATH=f"{tmp_path}:{tmp_path / 'named' / 'bin'}", CUDA_PATH="/nowhere") == ["0", "0"]
 
+    @pytest.mark.parametrize(("sharing", "sampler"), [("mps", None), ("green_contexts", "0")])
+    def test_green_contexts_sample_with_torch(
+        self, sharing: SmSharing, sampler: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Thread blocks of FlashInfer's sampler wait for as many as the whole GPU has SMs."""
+        monkeypatch.setattr(environment, "without_compiler", lambda environ: {})
+        assert parent_environment(unit_spec(sharing), {}).get("VLLM_USE_FLASHINFER_SAMPLER") == sampler
+
     def test_nothing_on_a_cpu(self) -> None:
         assert parent_environment(fake_unit_spec(Path("/run/x")), {}) == {}
 

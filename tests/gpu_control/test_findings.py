@@ -10,14 +10,12 @@ import msgspec
 import pytest
 
 from muxserve.cluster import gpu_host, machine
-from muxserve.gpu import environment, mps
-from muxserve.gpu.environment import parent_environment
+from muxserve.gpu import mps
 from muxserve.gpu.findings import (
     FALLBACK_WORDS,
     GRAPHS,
     GREEN,
     PERCENTAGES,
-    SAMPLER,
     Fallback,
     Findings,
     ProbeFinding,
@@ -31,7 +29,6 @@ from muxserve.gpu.sharing import PERCENTAGES_NOTE, SharingError
 from muxserve.gpu.unit import GpuUnit, SmShares
 from muxserve.spec import SmSharing
 from placement.memory import MemoryRules
-from tests.gpu_control.test_environment import several_gpus
 
 GPUS = (Gpu(0, "GPU-a", "NVIDIA H200"), Gpu(1, "GPU-b", "NVIDIA H200"))
 FOUND = GpuMachine(GPUS, "580.95.05", "13.0")
@@ -192,29 +189,6 @@ class TestDeploy:
     def test_ranks_that_cannot_share_take_turns(self, monkeypatch: pytest.MonkeyPatch) -> None:
         made, _ = self.tried(monkeypatch, findings("fcfs"), unit())
         assert (made.sharing, made.one_at_a_time) == ("mps", True)
-
-    def test_flashinfer_samples_in_green_contexts_where_that_was_found_to_work(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The rule for machines where nothing was tried is the safe one."""
-        monkeypatch.setattr(environment, "without_compiler", lambda environ: {})
-
-        def sampler(found: Findings | None, sharing: SmSharing = "green_contexts") -> tuple[bool | None, str | None]:
-            made, _ = self.tried(monkeypatch, found, unit(sharing=sharing, stages=2))
-            of = msgspec.structs.replace(several_gpus(), gpu=made.deployed)
-            return made.deployed.flashinfer_sampler, parent_environment(of, {}).get("VLLM_USE_FLASHINFER_SAMPLER")
-
-        base = findings()
-        worked = msgspec.structs.replace(base, findings=(ProbeFinding(SAMPLER, "ok", "equal"),))
-        failed = msgspec.structs.replace(
-            base, findings=(ProbeFinding(SAMPLER, "failed", "x", 1.0, ("torch_sampler",)),)
-        )
-        untried = msgspec.structs.replace(base, findings=(ProbeFinding(SAMPLER, "not tried", "x"),))
-        assert [sampler(each) for each in (worked, failed, untried, base, None)] == [
-            (True, None), (False, "0"), (None, "0"), (None, "0"), (None, "0"),
-        ]  # fmt: skip
-        # Engines with percentages have a context of their own, in which nothing is found to fail.
-        assert sampler(failed, "mps") == (False, None)
 
     def test_what_cannot_serve_is_refused_with_its_figures(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(

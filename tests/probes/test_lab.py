@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from muxserve.gpu import mps
-from muxserve.gpu.findings import GREEN, PERCENTAGES, SAMPLER, ProbeFinding
+from muxserve.gpu.findings import GREEN, PERCENTAGES, ProbeFinding
 from muxserve.gpu.nvml import Gpu
 from muxserve.gpu.sm import PERCENTAGE
 from muxserve.probes import lab
@@ -36,8 +36,6 @@ GOOD = {
     "green": '{"sms": 64, "total": 132, "switch_us": 9.5, "slowdown": 1.02}',
     "beside": '{"sms": 92, "rate": 500.0, "alone": 600.0, "steps": 1500, "different": 0}',
     "shapes": '{"sms": 92, "errors": [[0.01, 0.004], [0.02, 0.005]]}',
-    "compile-sampler": '{"used": true}',
-    "sampler": '{"outside": 0, "difference": 0.008, "draws": 3000, "sms": [8, 64]}',
 }
 
 
@@ -78,7 +76,6 @@ def machine(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     monkeypatch.setenv("ROLES", str(directory))
     monkeypatch.setenv("FAKE_MPS", str(directory))
     monkeypatch.setattr(mps, "binary", lambda: str(directory / mps.CONTROL))
-    monkeypatch.setattr(lab, "without_compiler", dict)
     return Machine(directory)
 
 
@@ -89,7 +86,6 @@ def test_a_machine_on_which_everything_works(machine: Machine) -> None:
     assert "a client with 50% sees 66 of 132 SMs" in found["SM shares under MPS"].detail
     assert "that has ended, for reading only" in found["weights of another process"].detail
     (kept,), (mapped,) = machine.journal("export"), machine.journal("map-exported")
-    assert "in green contexts of 8 and 64 SMs" in found[SAMPLER].detail
     assert "6000 steps beside others are those alone, 1.20 times as slow" in found[PERCENTAGES].detail
     assert "side by side they take 1.02 times as long" in found[GREEN].detail
     green, percent = machine.journal("beside")[:3], machine.journal("beside")[3:]
@@ -129,11 +125,6 @@ def test_a_machine_on_which_everything_works(machine: Machine) -> None:
         (PERCENTAGES, "beside", [GOOD["beside"], DIFFERENT], "steps on 92 SMs came out otherwise", ("no_percentages",)),
         (PERCENTAGES, "beside", ['{"error": "ValueError: a step is wrong"}'], "step is wrong", ("no_percentages",)),
         (PERCENTAGES, "beside", ["die"], "status 139", ("no_percentages",)),
-        (SAMPLER, "sampler", [GOOD["sampler"].replace(": 0,", ": 7,")], "7 tokens are none", ("torch_sampler",)),
-        (SAMPLER, "sampler", [GOOD["sampler"].replace("0.008", "0.25")], "0.25, at most", ("torch_sampler",)),
-        (SAMPLER, "sampler", [GOOD["sampler"].replace("0.008", "NaN")], "nan, at most", ("torch_sampler",)),
-        (SAMPLER, "sampler", ['{"error": "GreenContextError: not current"}'], "not current", ("torch_sampler",)),
-        (SAMPLER, "compile-sampler", ['{"error": "RuntimeError: ninja"}'], "ninja", ("torch_sampler",)),
     ],
 )
 def test_what_does_not_work_has_a_way_out(
@@ -180,30 +171,6 @@ def test_the_way_out_of_one_probe_holds_for_the_next(machine: Machine) -> None:
     assert found["SM shares under MPS"].fallbacks == ("mps_off",)
     assert found["a client killed in a kernel"].verdict == found["green contexts"].verdict == "not tried"
     assert all("CUDA_MPS_PIPE_DIRECTORY" not in each for each in machine.journal("attention"))
-
-
-def test_a_sampler_whose_kernels_wait_for_ever_is_ended(machine: Machine) -> None:
-    machine.lab.limit = 1.0
-    machine.say("sampler", "hang")
-    (found,) = run(machine.lab, [each for each in PROBES if each.name == SAMPLER])
-    assert (found.fallbacks, found.detail) == (("torch_sampler",), "sampler did not end in time")
-    assert not alive(machine.journal("sampler")[0]["pid"])
-
-
-def test_the_sampler_is_tried_where_engines_would_use_it(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    (chosen,) = [each for each in PROBES if each.name == SAMPLER]
-    machine.say("compile-sampler", '{"used": false}')
-    (found,) = run(machine.lab, [chosen])
-    assert (found.verdict, found.fallbacks) == ("not tried", ())
-    machine.say("compile-sampler", GOOD["compile-sampler"])
-    machine.say("green", "die")
-    assert machine.findings()[SAMPLER].verdict == "not tried"
-    machine.lab.fallbacks.clear()
-    monkeypatch.setattr(lab, "without_compiler", lambda: {"VLLM_USE_FLASHINFER_SAMPLER": "0"})
-    (found,) = run(machine.lab, [chosen])
-    assert (found.verdict, found.fallbacks) == ("not tried", ())
-    assert "no CUDA toolkit" in found.detail
-    assert machine.journal("sampler") == []
 
 
 def test_a_server_in_fault_after_a_kill_is_started_again_each_time(machine: Machine) -> None:
