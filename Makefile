@@ -54,6 +54,7 @@ $(VENV)/.installed: requirements/cpu.txt
 	@$(SETUP) check
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing pinned packages into $(VENV) (about 2 GB to download, a few minutes the first time)"
+	@$(SETUP) torch $(PINNED) $(BIN)/python
 	@$(SETUP) install $$(grep -c == $(PINNED)) $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-deps $(PINS)
 	@touch $@
 

@@ -81,6 +81,64 @@ def test_how_far_pip_is(setup: dict[str, Any], tmp_path: Path) -> None:
     assert str(pip) == "unpacking: 1 of 3 packages"
 
 
+PIP = """#!/bin/sh
+# In place of Python with pip: keeps its arguments and the file of -r, and does as a test says.
+echo "$@" >> {directory}/calls
+for last; do :; done
+cat "$last" >> {directory}/asked; echo >> {directory}/asked
+{does}
+"""
+CUDA = "mkdir -p {site}/torch/lib && touch {site}/torch/lib/libtorch_cuda.so"
+
+
+def torch_by(directory: Path, does: str, pins: str) -> tuple[subprocess.CompletedProcess[str], list[str], list[str]]:
+    """How `torch` ended with a pip that `does` so; pip's options of each call, and the lines that it was asked for."""
+    python = directory / "bin/python"
+    python.parent.mkdir()
+    site = directory / f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
+    python.write_text(PIP.format(directory=directory, does=does.format(site=site)))
+    python.chmod(0o755)
+    (directory / "pins.txt").write_text(pins)
+    ended = run("torch", directory / "pins.txt", python)
+    asked = (directory / "asked").read_text().split("\n")
+    return ended, (directory / "calls").read_text().splitlines(), [each for each in asked if each]
+
+
+def test_torch_comes_from_where_it_is_built_for_cpus(tmp_path: Path) -> None:
+    ended, calls, asked = torch_by(tmp_path, "", "pulp==3.3.2\ntorch==2.13.0\ntorch-like==1.0\n")
+    assert (ended.returncode, ended.stdout) == (0, "")
+    (call,) = calls
+    assert "--no-deps --retries 1 --timeout 30 --extra-index-url https://download.pytorch.org/whl/cpu -r" in call
+    assert asked == ["torch==2.13.0"]
+
+
+def test_torch_of_a_lock_has_its_hashes(tmp_path: Path) -> None:
+    line = "torch==2.13.0+cpu --hash=sha256:ab  # BSD"
+    ended, (call,), asked = torch_by(tmp_path, "", f"{line}\n")
+    assert ended.returncode == 0
+    assert "--require-hashes" in call
+    assert asked == [line]
+
+
+def test_a_torch_for_cuda_gets_its_libraries(tmp_path: Path) -> None:
+    ended, calls, asked = torch_by(tmp_path, CUDA, "torch==2.13.0\n")
+    assert ended.returncode == 0
+    assert "PyPI's torch is built for CUDA" in ended.stdout
+    assert len(calls) == 2
+    assert "--extra-index-url" not in calls[1]
+    libraries = (ROOT / "requirements/cuda-libraries.txt").read_text().splitlines()
+    assert asked == ["torch==2.13.0", *libraries]
+
+
+def test_without_torch_there_is_an_error(tmp_path: Path) -> None:
+    ended, calls, _ = torch_by(tmp_path, "echo no network; exit 1", "torch==2.13.0\n")
+    assert ended.returncode == 1
+    assert len(calls) == 1
+    assert ended.stdout == "no network\n"
+    where = "https://download.pytorch.org/whl/cpu"
+    assert ended.stderr == f"error: pip cannot install torch==2.13.0; its builds for CPUs are at {where}\n"
+
+
 def test_how_far_a_build_is(setup: dict[str, Any]) -> None:
     build = setup["Building"]()
     assert str(build) == "building: preparing"

@@ -2,7 +2,8 @@
 far it is. Standard library only; it runs with the Python that the environment is made of.
 
     python tools/setup.py check                       before anything is downloaded
-    python tools/setup.py install PINS COMMAND...     runs pip, which installs so many packages
+    python tools/setup.py torch PINS PYTHON           installs PyTorch's build for CPUs, as PINS (a file) has it
+    python tools/setup.py install COUNT COMMAND...    runs pip, which installs COUNT packages
     python tools/setup.py build COMMAND...            runs a build
 """
 
@@ -27,6 +28,9 @@ ENVIRONMENT_BYTES, CACHE_BYTES = 3 * GB, 2 * GB
 # What the quickstart takes.
 MEMORY_BYTES = 4 * GB
 LINE_SECONDS = 10.0
+# Where PyTorch has its builds for CPUs. PyPI's is for CUDA, and cannot be imported without NVIDIA's libraries.
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+PIP = ("-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", "--no-deps")
 _MEGABYTES = re.compile(r"^ *(?:Downloading|Using cached) (?:\S*/)?(\S+?)-\S+ \(([\d.]+) (kB|MB|GB)\)")
 _STEP = re.compile(r"\[(\d+)/(\d+)\]")
 
@@ -190,6 +194,46 @@ def run(command: Sequence[str], progress: Installing | Building) -> int:
     return process.returncode
 
 
+# ---------------------------------------------------------------- PyTorch
+
+
+def install_torch(root: Path, pins: Path, python: str) -> int:
+    """Install the torch of `pins` from PyTorch's index; from PyPI with NVIDIA's libraries where that is out of reach.
+
+    Only torch is looked up there: pip asks every index it knows for every package. Returns an exit code.
+    """
+    lines = [line for line in pins.read_text().splitlines() if line.startswith("torch=")]
+    options = ["--retries", "1", "--timeout", "30", "--extra-index-url", TORCH_INDEX]
+    if any("--hash" in line for line in lines):
+        options.append("--require-hashes")
+    if _pip(python, lines, options):
+        print(
+            f"error: pip cannot install {lines[0].split()[0]}; its builds for CPUs are at {TORCH_INDEX}",
+            file=sys.stderr,
+        )
+        return 1
+    if not (_site(python) / "torch/lib/libtorch_cuda.so").exists():
+        return 0
+    print(f"note: {TORCH_INDEX} is out of reach, and PyPI's torch is built for CUDA. It computes on a CPU too,")
+    print("beside NVIDIA's libraries: installing these (3 GB more on disk)")
+    return _pip(python, (root / "requirements/cuda-libraries.txt").read_text().splitlines(), [])
+
+
+def _pip(python: str, lines: Sequence[str], options: Sequence[str]) -> int:
+    """Install what the lines of a requirements file say."""
+    packages = sum(not line.startswith("#") for line in lines)
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write("\n".join(lines))
+        file.flush()
+        return run([python, *PIP, *options, "-r", file.name], Installing(packages, _site(python)))
+
+
+def _site(python: str) -> Path:
+    """Where packages of this environment are, of the Python that runs this."""
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    return Path(python).parent.parent / "lib" / version / "site-packages"
+
+
 def main(words: Sequence[str]) -> int:
     """Do what the words say; returns the exit code."""
     root = Path(__file__).resolve().parents[1]
@@ -201,10 +245,10 @@ def main(words: Sequence[str]) -> int:
             for problem in found:
                 print(f"error: {problem}", file=sys.stderr)
             return 1 if found else 0
+        case ["torch", pins, python]:
+            return install_torch(root, Path(pins), python)
         case ["install", packages, *command]:
-            version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-            site = Path(command[0]).parent.parent / "lib" / version / "site-packages"
-            return run(command, Installing(int(packages), site))
+            return run(command, Installing(int(packages), _site(command[0])))
         case ["build", *command]:
             return run(command, Building())
     print(__doc__)
