@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from muxserve.costs.latency import CostError, EngineShape, LatencyModel, Load
@@ -11,7 +10,6 @@ from placement.cluster import ShapeName
 from placement.curves import CurveLengths, Curves, DecodeCurve, PrefillCurve
 from placement.demand import Demand, Mesh, splits_evenly
 from placement.memory import MemoryRules, model_bytes, sequence_bytes
-from placement.meshes import Machines
 
 
 class Footprint(NamedTuple):
@@ -31,7 +29,6 @@ class Engines:
         memory: bytes of each device type that may be used.
         rules: what of the memory may be used for what, for models of two engines.
         shape: the engines of models for which nobody has chosen them.
-        machines: those that meshes are cut out of; None: every mesh is on one.
     """
 
     def __init__(
@@ -41,9 +38,7 @@ class Engines:
         memory: Mapping[str, int],
         rules: MemoryRules | None = None,
         shape: ShapeName = "split",
-        machines: Machines | None = None,
     ) -> None:
-        self._machines = machines
         self.demands = tuple(demands)
         self.shapes: tuple[ShapeName, ...] = tuple(demand.shape or shape for demand in self.demands)
         self.rules = rules or MemoryRules()
@@ -110,11 +105,7 @@ class Engines:
 
     def _shape(self, demand: Demand, mesh: Mesh, share: float, ahead: bool) -> EngineShape:
         alone = mesh.size == 1
-        shape = EngineShape(mesh.device, mesh.size, share, demand.dtype, demand.graphs, ahead=ahead and alone)
-        under = 1 if self._machines is None else self._machines.under(mesh)
-        if self._machines is None or self._machines.network is None or under == 1:
-            return shape
-        return replace(shape, machines=under, network=self._machines.network)
+        return EngineShape(mesh.device, mesh.size, share, demand.dtype, demand.graphs, ahead=ahead and alone)
 
     def slowdown(self, mesh: Mesh, mine: Load, others: tuple[Load, ...]) -> float:
         """Factor by which a job is slower beside `others`."""

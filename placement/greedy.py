@@ -52,17 +52,9 @@ def work(values: Values, model: int) -> float:
 
 
 def kinds(values: Values, machines: Machines) -> list[Mesh]:
-    """The kinds of meshes worth having: some model runs there, and for meshes across machines, on nothing smaller."""
+    """The kinds of meshes on which some model runs."""
     fits = values.estimator.engines.fits
-    models = range(len(values.demands))
-    within = machines.within_nodes()
-    found = [mesh for mesh in within if any(fits(model, mesh) for model in models)]
-    homeless = [model for model in models if not any(fits(model, mesh) for mesh in found)]
-    for mesh in machines.across_nodes() if homeless else ():
-        if any(fits(model, mesh) for model in homeless):
-            found.append(mesh)
-            homeless = [model for model in homeless if not fits(model, mesh)]
-    return found
+    return [mesh for mesh in machines.kinds() if any(fits(model, mesh) for model in range(len(values.demands)))]
 
 
 def replicas_needed(values: Values, machines: Machines, meshes: list[Mesh]) -> list[int]:

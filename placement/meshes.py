@@ -14,14 +14,10 @@ Counts = Mapping[Mesh, int]
 
 
 class Machines:
-    """The machines of a cluster by device type, and how meshes are cut out of them.
+    """The machines of a cluster by device type, and how meshes are cut out of them. A mesh lies within one machine."""
 
-    A mesh lies within one machine. With a `network` between machines, of so many bytes per second, one may also take
-    several equally large machines whole.
-    """
-
-    def __init__(self, cluster: Cluster, network: float | None = None) -> None:
-        self.cluster, self.network = cluster, network
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
         self.nodes: dict[str, list[int]] = {}
         for node in cluster.nodes:
             self.nodes.setdefault(node.device, []).append(node.count)
@@ -34,26 +30,9 @@ class Machines:
         """Devices of each type."""
         return {device: sum(sizes) for device, sizes in self.nodes.items()}
 
-    def within_nodes(self) -> list[Mesh]:
-        """Every kind of mesh within a machine, small ones first."""
+    def kinds(self) -> list[Mesh]:
+        """Every kind of mesh, small ones first."""
         return [Mesh(device, size) for device in sorted(self.nodes) for size in range(1, self.nodes[device][0] + 1)]
-
-    def across_nodes(self) -> list[Mesh]:
-        """Every kind of mesh of two or more whole machines, small ones first."""
-        kinds: set[Mesh] = set()
-        if self.network is None:
-            return []
-        for device, sizes in self.nodes.items():
-            for size, count in Counter(sizes).items():
-                kinds |= {Mesh(device, size * n) for n in range(2, count + 1)}
-        return sorted(kinds)
-
-    def under(self, mesh: Mesh) -> int:
-        """How many machines a mesh takes."""
-        sizes = self.nodes.get(mesh.device, [])
-        if not sizes or mesh.size <= sizes[0]:
-            return 1
-        return next((mesh.size // each for each in sorted(set(sizes), reverse=True) if mesh.size % each == 0), 1)
 
     def fits(self, counts: Counts) -> bool:
         """Whether so many meshes of each kind can be cut out of the machines.
@@ -82,34 +61,17 @@ class Machines:
         return divides and all(node % chain[-1] == 0 for node in self.nodes[device])
 
     def _pack(self, device: str, counts: Mapping[int, int]) -> list[list[int]] | None:
-        """Sizes of the meshes on each machine (of `nodes`, in its order); several whole machines have one list with the
-        mesh and others that are empty."""
-        nodes = self.nodes[device]
-        left = list(nodes)
-        packed: list[list[int]] = [[] for _ in nodes]
+        """Sizes of the meshes on each machine (of `nodes`, in its order); None if there is no room."""
+        left = list(self.nodes[device])
+        packed: list[list[int]] = [[] for _ in left]
         for size in sorted(counts, reverse=True):
             for _ in range(counts[size]):
                 room = min((i for i in range(len(left)) if left[i] >= size), key=lambda i: (left[i], i), default=None)
-                if room is not None:
-                    left[room] -= size
-                    packed[room].append(size)
-                    continue
-                whole = self._whole(nodes, left, size)
-                if whole is None:
+                if room is None:
                     return None
-                for i in whole:
-                    left[i] = 0
-                packed[whole[0]].append(size)
+                left[room] -= size
+                packed[room].append(size)
         return packed
-
-    def _whole(self, nodes: list[int], left: list[int], size: int) -> list[int] | None:
-        """Untouched, equally large machines that together are `size` devices."""
-        for each in sorted(set(nodes), reverse=True) if self.network is not None else ():
-            if size % each == 0 and size > each:
-                idle = [i for i, count in enumerate(nodes) if count == each and left[i] == each]
-                if len(idle) >= size // each:
-                    return idle[: size // each]
-        return None
 
     def assign(self, meshes: Iterable[Mesh]) -> list[tuple[int, ...]] | None:
         """Devices of each mesh, numbered as in the cluster; None if they do not fit."""
@@ -120,7 +82,7 @@ class Machines:
         for node in self.cluster.nodes:
             firsts.append(number)
             number += node.count
-        for device, sizes in self.nodes.items():
+        for device in self.nodes:
             order = sorted(
                 (i for i, node in enumerate(self.cluster.nodes) if node.device == device),
                 key=lambda i: -self.cluster.nodes[i].count,
@@ -132,24 +94,10 @@ class Machines:
             waiting: dict[int, list[int]] = {}
             for i in sorted(mine, reverse=True):
                 waiting.setdefault(wanted[i].size, []).append(i)
-            taken: set[int] = set()
             for place, meshes_here in enumerate(packed):
                 offset = 0
                 for size in meshes_here:
-                    which = waiting[size].pop()
-                    if size <= sizes[place]:
-                        first = firsts[order[place]] + offset
-                        answers[which] = tuple(range(first, first + size))
-                        offset += size
-                        continue
-                    # Several machines: this one and untouched ones after it.
-                    each = sizes[place]
-                    devices: list[int] = []
-                    for other in range(place, len(packed)):
-                        if sizes[other] == each and other not in taken and (other == place or not packed[other]):
-                            taken.add(other)
-                            devices += range(firsts[order[other]], firsts[order[other]] + each)
-                            if len(devices) == size:
-                                break
-                    answers[which] = tuple(devices)
+                    first = firsts[order[place]] + offset
+                    answers[waiting[size].pop()] = tuple(range(first, first + size))
+                    offset += size
         return answers if all(answers[i] for i, mesh in enumerate(wanted) if mesh.device in self.nodes) else None

@@ -106,8 +106,7 @@ class PlanOptions:
     """`mode`: `muxserve` colocates with SM shares, `spatial` gives every model meshes of its own, `temporal` colocates
     with all compute to one job at a time, `memory` is memory-greedy. `one` colocates models of one engine each, `alone`
     gives each of them meshes of its own, and `even` divides the devices among them evenly (`placement.even`).
-    With a `network` of so many bytes per second between machines, models that fit on no machine may be split over
-    several. `improved` adds the local search, `exact` solves the program as well, if the fleet is small enough, and
+    `improved` adds the local search, `exact` solves the program as well, if the fleet is small enough, and
     tells the gap."""
 
     objective: Objective = field(default_factory=Objective)
@@ -115,7 +114,6 @@ class PlanOptions:
     improved: bool = True
     exact: bool = False
     rules: MemoryRules = field(default_factory=MemoryRules)
-    network: float | None = None
     shares: tuple[float, ...] = SHARES
     greedy: GreedyLimits = field(default_factory=GreedyLimits)
     local: ImproveLimits = field(default_factory=ImproveLimits)
@@ -215,8 +213,8 @@ def plan_cluster(
         # The baseline knows of no replicas.
         demands = [replace(demand, least=1, most=None) for demand in demands]
     rules = _RULES[options.mode]
-    machines = Machines(cluster, options.network)
-    engines = Engines(demands, latency, memory, options.rules, rules.shape, machines)
+    machines = Machines(cluster)
+    engines = Engines(demands, latency, memory, options.rules, rules.shape)
     estimator = Estimator(Candidates(engines, options.shares), turns=rules.turns)
     values = Values(estimator, options.objective, colocate=rules.colocate)
     if options.mode == "memory":
@@ -282,7 +280,7 @@ def placed_unit(values: Values, name: str, devices: tuple[int, ...], unit: Unit)
 def why_missing(values: Values, machines: Machines, model: int) -> str:
     """Why a model has no place, in words."""
     engines, demand = values.estimator.engines, values.demands[model]
-    meshes = [*machines.within_nodes(), *machines.across_nodes()]
+    meshes = machines.kinds()
     if any(engines.fits(model, mesh) for mesh in meshes):
         if demand.least > 1:
             more = "give the fleet more devices, or fewer replicas"
@@ -297,8 +295,7 @@ def why_missing(values: Values, machines: Machines, model: int) -> str:
     footprint = engines.footprint(model, largest)
     need = format_size(int(footprint.own + footprint.sequence))
     have = format_size(engines.memory.get(largest.device, 0))
-    several = len(machines.nodes[largest.device]) > 1 and machines.network is None
-    more = "; `stages: 2` or more puts its layers on several machines" if several else ""
+    more = "; a model is served by one machine" if len(machines.nodes[largest.device]) > 1 else ""
     return f"needs {need} on each of {largest.size} {largest.device}, of which {have} may be used{more}"
 
 
@@ -339,10 +336,6 @@ def notes_of(plan: ClusterPlan) -> tuple[str, ...]:
     notes = []
     for unit, estimate in zip(plan.placement.units, plan.estimates, strict=True):
         notes.append(f"{unit.name}: {limits_in_words(plan, estimate)}")
-    for unit in plan.placement.units:
-        under = plan.placement.cluster.machines(unit.devices)
-        if under > 1 and unit.stages == 1:
-            notes.append(f"{unit.name} splits tensors over {under} machines, which `muxserve deploy` does not serve")
     idle: dict[str, int] = {}
     for node in plan.placement.cluster.nodes:
         idle[node.device] = idle.get(node.device, 0) + node.count

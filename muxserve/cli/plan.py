@@ -99,7 +99,7 @@ def _plan(settings: PlanSettings) -> int:
             if workload is not None:
                 made.sleeping = planner.with_sleeping_models(made, workload)
     costs = costs_used(latency, made.plan.demands, made.plan.placement)
-    basis = Basis(costs, bottlenecks(made.plan, fleet.cluster.network), made.sureness)
+    basis = Basis(costs, bottlenecks(made.plan), made.sureness)
     _tell(settings, fleet, made, basis, time.monotonic() - began)
     if settings.save is not None:
         save_fleet(settings.fleet, settings.save, made.plan.placement.cluster if cluster is not None else None, fleet)

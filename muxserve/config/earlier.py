@@ -91,6 +91,7 @@ _REMOVED: dict[tuple[str, ...], str] = {
     ("gateway", "structured_output"): "remove it: the limits of grammars are constants (docs/gateway.md)",
     ("default_priority",): "remove it, and call the level of requests that name none `normal`",
     ("cluster", "decode_first"): "remove it: engines share their GPUs by SMs, without priorities",
+    ("cluster", "span_machines"): "remove it: a unit is served by one machine",
     ("memory", "max_wait"): "remove it: a request that has waited for its model for 10 s goes before all others",
     ("memory", "decode_niceness"): "remove it: decoding always gives way to wakes and prompts",
 }

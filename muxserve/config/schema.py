@@ -432,12 +432,9 @@ class ClusterSection(Section):
     )
     network: BytesPerSecond = Field(
         default=NETWORK,
-        description='Between machines, for planning: "25Gb/s" (bits) or "3GB/s" (bytes); 10Gb/s if it is not said',
+        description='Between machines, for simulated moves of requests: "25Gb/s" (bits) or "3GB/s" (bytes); 10Gb/s if '
+        "it is not said",
         json_schema_extra={"default": "10Gb/s"},
-    )
-    span_machines: bool = Field(
-        default=False,
-        description="For planning: models that fit on no machine may split their tensors over several, over `network`",
     )
     launcher: Literal["local", "ray"] = Field(
         default="local", description="What starts units: this machine alone, or a Ray cluster"

@@ -131,8 +131,6 @@ class KernelModel:
         return f"{PACKAGE} {package_version()}{kernels}"
 
     def _kernels_of(self, architecture: ModelArchitecture, shape: EngineShape) -> StepPoints | str:
-        if shape.machines > 1:
-            return "the kernel tables have no tensors that are split over several machines"
         key = (architecture, device(shape.device).name, shape.tp, shape.dtype)
         found = self._kernels.get(key)
         if found is None:

@@ -18,8 +18,8 @@ from muxserve.costs.calibration import Graphs
 class EngineShape:
     """Where an engine runs: on `tp` devices of type `device` (a name of `costs.devices`), with `share` in (0, 1] of the
     compute of each (SMs of a GPU, cores of a CPU), in `dtype`. `graphs` says how a GPU's steps are launched: kernel by
-    kernel, in CUDA graphs between attention, or decode steps in one graph each. The devices are equally many on each of
-    `machines`, between which `network` bytes per second go. `ahead`: the host schedules a step while the device
+    kernel, in CUDA graphs between attention, or decode steps in one graph each. The devices are those of one machine.
+    `ahead`: the host schedules a step while the device
     computes the one before (vLLM's `async_scheduling`)."""
 
     device: str
@@ -27,8 +27,6 @@ class EngineShape:
     share: float = 1.0
     dtype: str = "bfloat16"
     graphs: Graphs = "piecewise"
-    machines: int = 1
-    network: float = 0.0
     ahead: bool = False
 
 

@@ -67,8 +67,7 @@ class ProfileModel:
         return bool(self._measured(architecture, shape))
 
     def _measured(self, architecture: ModelArchitecture, shape: EngineShape) -> list[EngineProfile]:
-        """Profiles are of one machine."""
-        return self._groups.get(_key(ProfiledModel.of(architecture), shape), []) if shape.machines == 1 else []
+        return self._groups.get(_key(ProfiledModel.of(architecture), shape), [])
 
     def engine(self, architecture: ModelArchitecture, shape: EngineShape) -> EngineCosts:
         """Costs of that engine.

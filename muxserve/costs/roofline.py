@@ -94,19 +94,13 @@ class RooflineCosts:
         self._bandwidth = self._full_bandwidth * by.bandwidth_share(shape.share)
         self._attention_speed = peak * by.attention_efficiency * by.compute_share(shape.share)
         self._kv_bandwidth = on.bandwidth * by.kv_efficiency * by.bandwidth_share(shape.share)
-        beside = shape.tp // shape.machines  # devices of one machine
         layers = architecture.layers
         self.host = Host.of(shape, layers, by)
         self._layer_seconds = layers * by.layer_seconds
         link = LINKS[on.link]
         token = 2.0 * layers * architecture.hidden * ITEM_BYTES[shape.dtype]
-        self._reduce_token = token * 2.0 * (beside - 1) / beside / (on.link_bandwidth * link.efficiency)
-        self._reduce_fixed = 2.0 * layers * math.log2(beside) * link.latency
-        if shape.machines > 1:
-            # Each device reduces its part with those of other machines, and all parts go over one network.
-            network, others = LINKS["network"], shape.machines - 1
-            self._reduce_token += token * 2.0 * others / shape.machines / (shape.network * network.efficiency)
-            self._reduce_fixed += 2.0 * layers * math.log2(shape.machines) * network.latency
+        self._reduce_token = token * 2.0 * (shape.tp - 1) / shape.tp / (on.link_bandwidth * link.efficiency)
+        self._reduce_fixed = 2.0 * layers * math.log2(shape.tp) * link.latency
         self._kv_second = self.work.kv_bytes_per_token / self._kv_bandwidth
         self._state_second = self.work.state_bytes / self._kv_bandwidth
         self._batches: dict[int, tuple[Decode, ...]] = {}

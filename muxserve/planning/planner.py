@@ -102,7 +102,6 @@ def options_of(
         mode=placed,
         exact=exact,
         rules=MemoryRules.served(fleet.cluster.gpu_memory),
-        network=fleet.cluster.network if fleet.cluster.span_machines else None,
         local=ImproveLimits(seed=seed),
     )
 

@@ -162,8 +162,7 @@ class SimUnit:
     unit's one model is split over groups of the devices, those of the first stage first; then pages are counted on a
     device of the stage with the most layers. With `residency` its models need not all be awake; else they are.
     Shares per lease come in `share_steps` sizes (0: in any). `sharing` is how
-    processes share a GPU where leases overlap. Without a pipeline its devices are on `machines`, with a `network` of so
-    many bytes per second between them.
+    processes share a GPU where leases overlap.
     """
 
     name: str
@@ -177,13 +176,11 @@ class SimUnit:
     residency: SimResidency | None = None
     share_steps: int = 0
     sharing: Sharing = "mps"
-    machines: int = 1
-    network: float = 0.0
 
     def shape_of(self, model: SimModel, share: float, phase: Phase = Phase.BOTH) -> EngineShape:
         """Where an engine of one of its models runs, with that share of the compute."""
         ahead = model.ahead and self.tp == 1 and phase is not Phase.PREFILL
-        return EngineShape(self.device, self.tp, share, model.dtype, model.graphs, self.machines, self.network, ahead)
+        return EngineShape(self.device, self.tp, share, model.dtype, model.graphs, ahead)
 
     @property
     def one_engine(self) -> bool:

@@ -75,20 +75,6 @@ def test_a_window_bounds_what_its_layers_compute_and_read() -> None:
     assert everywhere.decode(4, 90_000).seconds(90_000) == pytest.approx(full.decode(4, 4000).seconds(4000))
 
 
-def test_tensors_that_are_split_over_machines_are_summed_up_over_their_network() -> None:
-    """512 tokens of DeepSeek-V3's width in 61 layers, over 1 Gb/s between two machines: each sends and receives all of
-    them twice in a layer."""
-    model = replace(llama(layers=61, hidden=7168, heads=128, kv_heads=128), dtype="bfloat16")
-    within, across = (
-        costs(model, device="H100", dtype="bfloat16", tp=16 // machines, machines=3 - machines, network=125e6)
-        for machines in (2, 1)
-    )
-    network = LINKS["network"]
-    sent = 2 * 61 * 7168 * 2 * 512 / (125e6 * network.efficiency)
-    assert 9 < sent < 10
-    assert across.all_reduces(512) == pytest.approx(within.all_reduces(512) + sent + 2 * 61 * network.latency)
-
-
 @given(
     batch=st.integers(1, 64),
     context=st.integers(0, 50_000),

@@ -55,9 +55,9 @@ def tiny(rate: float = 0.5, **more: object) -> LayoutRequest:
     )  # type: ignore[arg-type]
 
 
-def gpus(*nodes: int, kind: str = "L20-48GB", network: float = 1.25e9, memory: float | None = None) -> GpuPool:
+def gpus(*nodes: int, kind: str = "L20-48GB", memory: float | None = None) -> GpuPool:
     size = device(kind).memory_bytes if memory is None else int(memory)
-    return GpuPool(kind, nodes, size, MemoryRules.served(0.92), network)
+    return GpuPool(kind, nodes, size, MemoryRules.served(0.92))
 
 
 def cores(count: int = 2, pool: int | None = 1 << 30, memory: int = 16 << 30) -> CpuPool:

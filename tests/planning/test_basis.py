@@ -29,4 +29,4 @@ def test_the_bottleneck_of_a_model_is_named(demand: Demand, gpus: int, device: s
     cluster = Cluster((Node(device, gpus),))
     memory = {device: (4 if gpus > 1 else 80) * GIB}  # little enough for no fewer than all of them
     plan = plan_cluster([demand], cluster, Roofline(), memory, PlanOptions(mode="alone"))
-    assert set(bottlenecks(plan, 1e9).values()) == {bottleneck}
+    assert set(bottlenecks(plan).values()) == {bottleneck}

@@ -96,10 +96,10 @@ class TestFreeDevices:
         assert carving.take("a", ReplicaLayout(2, 1, 1, True)) is None
         assert carving.on_machines("a") == (1,)
 
-    def test_a_long_pipeline_goes_over_machines_but_no_stage_does(self) -> None:
-        carving = FreeDevices(Cluster((Node("a", 3), Node("a", 3), Node("a", 2))))
-        (devices,) = carving.take("a", ReplicaLayout(1, 3, 2)) or ()
-        assert [tuple(devices[n : n + 2]) for n in (0, 2, 4)] == [(0, 1), (3, 4), (6, 7)]
+    def test_a_replica_lies_within_a_machine(self) -> None:
+        carving = FreeDevices(Cluster((Node("a", 3), Node("a", 4), Node("a", 2))))
+        assert carving.take("a", ReplicaLayout(1, 3, 2)) is None
+        assert carving.take("a", ReplicaLayout(1, 2, 2)) == ((3, 4, 5, 6),)
 
     def test_what_is_not_there_takes_nothing(self) -> None:
         carving = FreeDevices(Cluster((Node("a", 3),)))

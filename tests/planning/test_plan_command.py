@@ -185,20 +185,23 @@ class TestCommand:
         assert code == 1
         assert "small is placed nowhere: needs" in out
 
-    @pytest.mark.parametrize("span", [False, True])
-    def test_tensors_stay_on_one_machine_unless_the_file_says_otherwise(self, fleet: Path, span: bool) -> None:
-        """LLaMA 65B on machines of one GPU each."""
-        key = ", span_machines: true" if span else ""
-        models = "models: [{name: m, architecture: llama-65b, rate: 0.01}]"
-        fleet.write_text(f"cluster: {{ gpus: 4, gpu_type: a100, gpus_per_node: 1, network: 100Gb/s{key} }}\n{models}")
+    @pytest.mark.parametrize(
+        ("keys", "why"),
+        [
+            ("", "may be used; a model is served by one machine"),
+            (
+                ", engines: one, stages: 4",
+                "machines (a replica is on one) cannot be divided into 4 or more stages",
+            ),
+        ],
+    )
+    def test_no_unit_is_larger_than_a_machine(self, fleet: Path, keys: str, why: str) -> None:
+        """LLaMA 65B on machines of one GPU each: `deploy` would refuse such a plan."""
+        models = f"models: [{{name: m, architecture: llama-65b, rate: 0.01{keys}}}]"
+        fleet.write_text(f"cluster: {{ gpus: 4, gpu_type: a100, gpus_per_node: 1 }}\n{models}")
         code, out, _ = run(fleet, "--simulate", 0, "--json")
-        data = json.loads(out)
-        if not span:
-            assert code == 1
-            assert data["missing"]["m"].endswith("`stages: 2` or more puts its layers on several machines")
-            return
-        (unit,) = data["units"]
-        assert f"{unit['name']} splits tensors over {len(unit['devices'])} machines" in " ".join(data["notes"])
+        assert code == 1
+        assert json.loads(out)["missing"]["m"].endswith(why)
 
     def test_the_costs_of_each_model_are_named(self, fleet: Path) -> None:
         code, out, _ = run(fleet, "--simulate", 0, "--gpu-type", "l20", "--json")

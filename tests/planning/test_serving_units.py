@@ -321,17 +321,20 @@ def test_gpus_that_do_not_suffice() -> None:
 
 
 def test_the_devices_of_a_plan_are_gpus_of_this_machine(tmp_path: Path) -> None:
-    units = [("H200-141GB", (0, 2), ["frontdesk", "atlas"]), ("H200-141GB", (1,), ["arithmetic"])]
+    kind, both, alone = "H200-141GB", ["frontdesk", "atlas"], ["arithmetic"]
+    units = [(kind, (0, 2), both), (kind, (1,), alone)]
     file = saved(tmp_path / "p.yaml", units, (Node("H200-141GB", 3),))
     assert gpus_of(plan(halves("1", "auto"), file, MACHINE, H200)) == [[0, 2], [1]]
     assert gpus_of(plan(halves("1", "{gpu_ids: [3, 2, 1]}"), file, MACHINE, H200)) == [[3, 1], [2]]
     assert "the plan's units have 3 GPUs, the fleet file 2" in refused(halves("1", "{gpus: 2}"), file, MACHINE, H200)
-    two = saved(tmp_path / "q.yaml", units, (Node("H200-141GB", 2), Node("H200-141GB", 1)))
+    two = saved(
+        tmp_path / "q.yaml", [(kind, (0, 1), both), (kind, (2,), alone)], (Node("H200-141GB", 2), Node("H200-141GB", 1))
+    )
     assert "the plan is for 2 machines with GPUs" in refused(halves("1", "auto"), two, MACHINE, H200)
     assert [each.gpu.ranks for each in plan(halves("1", "{launcher: ray}"), two, MACHINE, H200) if each.gpu] == [2, 1]
     over = saved(tmp_path / "r.yaml", units, (Node("H200-141GB", 1),) * 3)
     said = refused(halves("1", "{launcher: ray}"), over, MACHINE, H200)
-    assert "the plan has a unit of 2 GPUs, but its machines have 1 at most; a unit is served by one machine" in said
+    assert "units[0].devices: are on 2 machines; a unit is served by one" in said
 
 
 def test_what_is_planned_for_gpus_has_the_replicas_that_are_served(tmp_path: Path) -> None:

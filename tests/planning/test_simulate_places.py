@@ -153,9 +153,7 @@ def plan_file(file: Path, unit: PlacedUnit, nodes: tuple[Node, ...] = (Node("A10
 
 def pipelined_fleet(tmp_path: Path, engines: str = "auto") -> Path:
     file = tmp_path / "fleet.yaml"
-    text = (
-        f"cluster: {{ network: 8Gb/s }}\nmodels:\n  - {{ name: pipe, architecture: llama-2-13b, engines: {engines} }}\n"
-    )
+    text = f"models:\n  - {{ name: pipe, architecture: llama-2-13b, engines: {engines} }}\n"
     file.write_text(text)
     return file
 
@@ -182,18 +180,6 @@ def test_the_units_of_a_plan(tmp_path: Path) -> None:
     assert found[1].pools[0].pages == pytest.approx(2 * found[0].pools[0].pages, rel=0.001)
     with pytest.raises(FleetError, match="the plan has pipe with `engines: one`, the fleet file `split`"):
         places_of(pipelined_fleet(tmp_path, "split"), None, None, None, larger, Roofline())
-
-
-def test_stages_on_different_machines_are_joined_by_the_network(tmp_path: Path) -> None:
-    plan = plan_file(tmp_path / "plan.yaml", UNIT, (Node("A100-80GB", 2), Node("A100-80GB", 2)))
-    (unit,) = places_of(pipelined_fleet(tmp_path), None, None, None, plan, Roofline()).placed("muxserve").others
-    assert unit.pipeline is not None
-    (link,) = unit.pipeline.links
-    assert link.bandwidth == pytest.approx(0.73e9), "of 8 Gb/s so much carries something"
-    plan = plan_file(tmp_path / "plan.yaml", UNIT, (Node("A100-80GB", 3), Node("A100-80GB", 1)))
-    result = simulate(pipelined_fleet(tmp_path), "--workload", LOAD, "--plan", plan)
-    assert result.exit_code == 2
-    assert "the GPUs of a stage of unit0 are not all on one machine" in " ".join(result.output.split())
 
 
 @pytest.mark.slow

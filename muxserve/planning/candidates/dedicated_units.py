@@ -178,16 +178,16 @@ class FreeDevices:
         return tuple(len(free) for node, free in nodes if node.device == kind and free)
 
     def take(self, kind: str, layout: ReplicaLayout) -> tuple[tuple[int, ...], ...] | None:
-        """Devices of type `kind` for each replica of a layout: those of one within a machine if that has them, the
-        stages of a longer pipeline over several. None, and nothing taken, if they are not there."""
+        """Devices of type `kind` for each replica of a layout, those of one within a machine. None, and nothing taken,
+        if they are not there."""
         free = [list(numbers) for numbers in self._free]
         mine = [number for number, node in enumerate(self.cluster.nodes) if node.device == kind]
-        taken = []
+        size, taken = layout.stages * layout.tp, []
         for _ in range(layout.replicas):
-            devices = _replica([free[number] for number in mine], layout)
-            if devices is None:
+            fitting = [free[number] for number in mine if len(free[number]) >= size]
+            if not fitting:
                 return None
-            taken.append(devices)
+            taken.append(_pop(min(fitting, key=len), size))
         self._free = free
         return tuple(taken)
 
@@ -196,18 +196,6 @@ class FreeDevices:
         nodes = [(node, numbers) for node, numbers in zip(self.cluster.nodes, self._free, strict=True) if numbers]
         cluster = Cluster(tuple(Node(node.device, len(numbers)) for node, numbers in nodes))
         return cluster, [number for _, numbers in nodes for number in numbers]
-
-
-def _replica(nodes: Sequence[list[int]], layout: ReplicaLayout) -> tuple[int, ...] | None:
-    size = layout.stages * layout.tp
-    fitting = [numbers for numbers in nodes if len(numbers) >= size]
-    if fitting:
-        return _pop(min(fitting, key=len), size)
-    devices: list[int] = []
-    for numbers in sorted(nodes, key=len, reverse=True):
-        while len(numbers) >= layout.tp and len(devices) < size:
-            devices += _pop(numbers, layout.tp)
-    return tuple(devices) if len(devices) == size else None
 
 
 def _pop(numbers: list[int], count: int) -> tuple[int, ...]:
@@ -324,7 +312,7 @@ def _own_pool(wanted: LayoutRequest, made: ClusterPlan, around: Surroundings) ->
     """The GPUs that a model has by its load, or the fewest more that it can be laid out on."""
     cluster = made.placement.cluster
     kind, nodes = part_of(made, wanted.demand.name)
-    part = GpuPool(kind, nodes, device(kind).memory_bytes, around.rules, around.network)
+    part = GpuPool(kind, nodes, device(kind).memory_bytes, around.rules)
     for count in range(part.devices, sum(n.count for n in cluster.nodes if n.device == kind) + 1):
         pool = replace(part, nodes=nodes_of(cluster, kind, count))
         with suppress(NoPlaceError):
@@ -387,7 +375,7 @@ def _model_rearranged(
     if plan.objective.name != "gpus":
         own |= set(range(cluster.devices)) - used
     free = FreeDevices(cluster, own)
-    pool = GpuPool(kind, free.on_machines(kind), device(kind).memory_bytes, around.rules, around.network)
+    pool = GpuPool(kind, free.on_machines(kind), device(kind).memory_bytes, around.rules)
     index, demand = next((n, each) for n, each in enumerate(plan.demands) if each.name == name)
     wanted = replace(
         wanted_of(fleet.model(name), demand, free=True),

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from muxserve.config import AUTO, NETWORK
-from muxserve.costs.calibration import LINKS
 from muxserve.costs.devices import device
 from muxserve.costs.latency import EngineShape
 from muxserve.planning.candidates.layouts import (
@@ -21,7 +19,6 @@ from muxserve.planning.candidates.layouts import (
     no_layout,
     place_on_gpus,
 )
-from muxserve.simulator import Link
 from placement import HostMemory, Machine, ModelDemand, PlanError, UnitPlan, plan_unit
 from placement.demand import splits_evenly
 from placement.format import format_size
@@ -32,14 +29,13 @@ CPU = "CPU"
 
 @dataclass(frozen=True, slots=True)
 class GpuPool:
-    """GPUs of one type, `nodes[i]` of them on the i-th machine; `network` is bytes per second between machines,
-    `memory` that of one GPU, bytes. Some are left idle where no layout takes all."""
+    """GPUs of one type, `nodes[i]` of them on the i-th machine; `memory` is that of one GPU, bytes. A replica lies
+    within one machine. Some GPUs are left idle where no layout takes all."""
 
     kind: str
     nodes: tuple[int, ...]
     memory: int
     rules: MemoryRules
-    network: float = NETWORK
 
     @property
     def devices(self) -> int:
@@ -49,7 +45,7 @@ class GpuPool:
     @property
     def words(self) -> str:
         """What they are, for people."""
-        machines = f" on {len(self.nodes)} machines" if len(self.nodes) > 1 else ""
+        machines = f" on {len(self.nodes)} machines (a replica is on one)" if len(self.nodes) > 1 else ""
         return f"{self.devices} {self.kind}{machines}"
 
     @property
@@ -63,11 +59,11 @@ class GpuPool:
         check_pool(wanted, wanted.replicas or self.devices, self.devices, "one GPU")
         for devices in range(self.devices, 0, -1):
             for tp in _divisors(devices):
-                if not splits_evenly(architecture, tp) or len(self._groups(tp)) * tp < devices:
+                if not splits_evenly(architecture, tp):
                     continue
                 for stages in _divisors(devices // tp):
                     layout = ReplicaLayout(devices // tp // stages, stages, tp, wanted.rolling)
-                    if allows(layout, wanted):
+                    if self._holds(layout) and allows(layout, wanted):
                         found = True
                         yield layout
         if not found:
@@ -93,19 +89,9 @@ class GpuPool:
             f"{max(0, tokens)} tokens of KV, and a mean request has {demand.sequence_tokens}"
         )
 
-    def crossing(self, layout: ReplicaLayout) -> list[bool]:
-        """See `GpuDevices`: of the first replica; the others are laid out as it is, or better."""
-        return [a != b for a, b in pairwise(self._groups(layout.tp)[: layout.stages])]
-
-    def link(self, tp: int, crosses: bool) -> Link:
-        """See `GpuDevices`."""
-        if crosses:
-            return Link(self.network * LINKS["network"].efficiency, LINKS["network"].latency)
-        return link_of(device(self.kind), tp)
-
-    def _groups(self, tp: int) -> list[int]:
-        """The machine of each group of `tp` GPUs; tensors are not split between machines."""
-        return [number for number, count in enumerate(self.nodes) for _ in range(count // tp)]
+    def _holds(self, layout: ReplicaLayout) -> bool:
+        size = layout.stages * layout.tp
+        return sum(count // size for count in self.nodes) >= layout.replicas
 
 
 @dataclass(frozen=True, slots=True)

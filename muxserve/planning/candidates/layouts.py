@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, Protocol
 from muxserve.config import AUTO, Fleet, Model, Problem
 from muxserve.costs.architecture import split_layers
 from muxserve.costs.calibration import LINKS
-from muxserve.costs.devices import Device
+from muxserve.costs.devices import Device, device
 from muxserve.costs.latency import EngineShape
 from muxserve.metrics.definitions import percentile
 from muxserve.metrics.tables import seconds_words
@@ -204,14 +204,6 @@ class GpuDevices(DevicePool, Protocol):
         """
         ...
 
-    def crossing(self, layout: ReplicaLayout) -> list[bool]:
-        """For each boundary of a replica's stages, whether it lies between machines."""
-        ...
-
-    def link(self, tp: int, crosses: bool) -> Link:
-        """What lies between two stages."""
-        ...
-
 
 # ---------------------------------------------------------------- layouts
 
@@ -295,7 +287,7 @@ def _staged(pool: GpuDevices, wanted: LayoutRequest, layout: ReplicaLayout, rule
         blocks,
         kv_bytes,
         pool.usable - kv_bytes,
-        tuple(pool.link(tp, crosses) for crosses in pool.crossing(layout)),
+        (link_of(device(pool.kind), tp),) * (stages - 1),
     )
 
 

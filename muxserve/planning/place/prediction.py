@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
 
-from muxserve.config import NETWORK, Fleet
+from muxserve.config import Fleet
 from muxserve.costs.contention import Sharing
 from muxserve.costs.devices import device
 from muxserve.costs.latency import EngineShape, LatencyModel, target_load
@@ -81,7 +80,7 @@ class Simulated:
     one engine (`others`), and by what replicas of a model work together, by its name. `spares` are units that
     it may get beside those that it has, before a mode has changed them. `residency`, by unit, if memory decides which
     of its models are awake. `origin` says where the placement comes from, for the user; `share_steps` are as of
-    `sim_unit`, `sharing` and `network` are as of `SimUnit`."""
+    `sim_unit`, `sharing` is as of `SimUnit`."""
 
     placement: Placement
     models: Mapping[str, Demand]
@@ -92,7 +91,6 @@ class Simulated:
     origin: str = ""
     share_steps: int = 0
     sharing: Sharing = "mps"
-    network: float = NETWORK
 
     @property
     def about(self) -> str:
@@ -119,13 +117,7 @@ class Simulated:
         units = units_of(replace(self.placement, units=shared), self.models, mode, self.share_steps)
         if self.residency and mode.placement == "muxserve":
             units = [with_residency(unit, self.residency[unit.name]) for unit in units]
-        return [self._surrounded(unit) for unit in (*units, *self.others)]
-
-    def _surrounded(self, unit: SimUnit) -> SimUnit:
-        """The unit with what it shares with others. Between the stages of a pipeline its links say what there is."""
-        on_gpus = unit.device != CPU and unit.pipeline is None
-        machines = self.placement.cluster.machines(unit.devices) if on_gpus else 1
-        return replace(unit, sharing=self.sharing, machines=machines, network=self.network)
+        return [replace(unit, sharing=self.sharing) for unit in (*units, *self.others)]
 
     def rules_of(self, mode: Mode) -> Rules:
         """By what replicas work together in that mode."""
@@ -181,9 +173,7 @@ def simulated_of(placement: Placement, fleet: Fleet, demands: Sequence[Demand], 
         elif len(mine) > 1 or name in scaling:
             rules[name] = _replica_rules(fleet, levels, scaling.get(name), around)
     sharing: Sharing = "time_slices" if fleet.cluster.mps == "off" else "mps"
-    return Simulated(
-        placement, models, tuple(others), rules, spares, share_steps=steps, sharing=sharing, network=around.network
-    )
+    return Simulated(placement, models, tuple(others), rules, spares, share_steps=steps, sharing=sharing)
 
 
 def shares_per_lease(fleet: Fleet, placement: Placement) -> bool:
@@ -278,23 +268,13 @@ def _place(
         except NoPlaceError as error:
             raise NoPlaceError(f"{name}: {error}") from None
     tp = len(unit.devices) // unit.stages
-    nodes = tuple(_machines(placement, unit))
-    if any(count % tp for count in nodes):
-        raise NoPlaceError(f"{name}: the GPUs of a stage of {unit.name} are not all on one machine")
-    pool = GpuPool(unit.device, nodes, device(unit.device).memory_bytes, around.rules, around.network)
+    pool = GpuPool(unit.device, (len(unit.devices),), device(unit.device).memory_bytes, around.rules)
     try:
         place = pool.place(wanted, ReplicaLayout(replicas, unit.stages, tp, unit.rolls))
     except NoPlaceError as error:
         raise NoPlaceError(f"{name}: {error}") from None
     blocks = tuple(max(1, count * unit.kv_bytes // place.kv_bytes) for count in place.blocks)
     return replace(place, blocks=blocks, kv_bytes=unit.kv_bytes)
-
-
-def _machines(placement: Placement, unit: PlacedUnit) -> Iterator[int]:
-    """How many of a unit's devices, in their order, are on one machine, and then on the next."""
-    homes = [number for number, node in enumerate(placement.cluster.nodes) for _ in range(node.count)]
-    for _, run in groupby(homes[number] for number in unit.devices):
-        yield len(list(run))
 
 
 # ---------------------------------------------------------------- prediction

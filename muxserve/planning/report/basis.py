@@ -47,20 +47,20 @@ def costs_used(latency: LatencyModel, demands: Sequence[Demand], placement: Plac
     for unit in placement.units:
         for placed in unit.models:
             demand = by_name[placed.model]
-            shape = _shape(placement, unit, demand)
+            shape = _shape(unit, demand)
             found[demand.name, unit.device] = source_of(latency, demand.architecture, shape)
     return CostsUsed(tuple((name, device, source) for (name, device), source in found.items()))
 
 
-def bottlenecks(plan: ClusterPlan, network: float) -> dict[tuple[str, str], str]:
+def bottlenecks(plan: ClusterPlan) -> dict[tuple[str, str], str]:
     """What each model waits for most, by unit and model: room for KV where the pool is full, else what most of the time
-    of its requests goes to by the roofline. `network` is bytes per second between machines."""
+    of its requests goes to by the roofline."""
     found = {}
     for unit, estimate in zip(plan.placement.units, plan.estimates, strict=True):
         full = estimate.kv_bytes >= _FULL * estimate.pool_bytes
         for model in estimate.models:
             demand = plan.demands[model.member.model]
-            shape = replace(_shape(plan.placement, unit, demand), network=network)
+            shape = _shape(unit, demand)
             lacks_pages = model.limit == "memory" and (full or not model.meets_rate)
             slowest = _slowest(demand, shape, model.batch, (estimate.prefill_share, model.decode_share))
             found[unit.name, demand.name] = KV_ROOM if lacks_pages else slowest
@@ -77,9 +77,7 @@ def _slowest(demand: Demand, shape: EngineShape, batch: float, shares: tuple[flo
     return _WORDS[request.index(max(request))]
 
 
-def _shape(placement: Placement, unit: PlacedUnit, demand: Demand) -> EngineShape:
+def _shape(unit: PlacedUnit, demand: Demand) -> EngineShape:
     """A whole engine of a model in a unit, or a stage of one."""
     tp = 1 if unit.device == CPU else len(unit.devices) // unit.stages
-    machines = placement.cluster.machines(unit.devices) if unit.device != CPU and unit.stages == 1 else 1
-    ahead = demand.ahead and tp == 1
-    return EngineShape(unit.device, tp, 1.0, demand.dtype, demand.graphs, machines, ahead=ahead)
+    return EngineShape(unit.device, tp, 1.0, demand.dtype, demand.graphs, ahead=demand.ahead and tp == 1)

@@ -288,10 +288,6 @@ class FleetPlanner:
         if on_gpus and len(placement.cluster.nodes) > 1 and not self._on_ray:
             count = len(placement.cluster.nodes)
             raise wrong(plan_file, f"the plan is for {count} machines with GPUs; several need `launcher: ray`")
-        ranks, most = max(len(unit.devices) for unit in units), max(node.count for node in placement.cluster.nodes)
-        if on_gpus and ranks > most:
-            message = f"the plan has a unit of {ranks} GPUs, but its machines have {most} at most"
-            raise wrong(plan_file, f"{message}; a unit is served by one machine")
         if on_gpus and CPU in {unit.device for unit in units}:
             raise wrong(plan_file, "the plan has units on CPU and on GPUs; this version serves one kind")
         check_replicas(fleet, plan_file, units)

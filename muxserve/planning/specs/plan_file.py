@@ -184,6 +184,7 @@ def load_plan(path: str | os.PathLike[str], fleet: Fleet | None = None) -> Place
 
 def _devices(plan: PlanFile, source: Source) -> Iterator[Problem]:
     kinds = [node.device for node in plan.nodes for _ in range(node.gpus)]
+    homes = [number for number, node in enumerate(plan.nodes) for _ in range(node.gpus)]
     owner: dict[int, str] = {}
     names: set[str] = set()
     for index, unit in enumerate(plan.units):
@@ -201,6 +202,9 @@ def _devices(plan: PlanFile, source: Source) -> Iterator[Problem]:
                 yield source.problem(where, f"device {number} belongs to {owner[number]} already")
             else:
                 owner[number] = unit.name
+        machines = len({homes[number] for number in unit.devices if number < len(homes)})
+        if machines > 1:
+            yield source.problem((*at, "devices"), f"are on {machines} machines; a unit is served by one")
         models = [m.model for m in unit.models]
         for name in sorted({name for name in models if models.count(name) > 1}):
             yield source.problem((*at, "models"), f"{name} is in this unit more than once")
