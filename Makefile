@@ -11,7 +11,6 @@
 # make gpu-test    every test that needs a GPU, with GPU_PYTHON; says so where there is none
 # make gpu-trial   fifteen minutes on a GPU, the most decisive first; TRIAL_ARGS="--list" says what (docs/gpu.md)
 # make gpu-trial-stub  the same list with little work, on stand-ins of the driver: whether every step runs (STUB_ARGS)
-# make gpu-bench   every benchmark that needs a GPU
 # make wheel       dist/*.whl for machines without a compiler, with PYTHON (docs/vllm.md)
 # make arm64       the C++ tests compiled for arm64 and run by QEMU
 # make gpu-native  the memory manager for NATIVE_PYTHON, beside the sources: for a GPU machine that cannot build
@@ -43,7 +42,7 @@ PINS = $(if $(LOCKED),--require-hashes )-r $(PINNED)
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 NATIVE_PYTHON ?= python3.12
 
-.PHONY: setup quickstart test thorough quick lint contract unit cpp docs bench soak gpu-test gpu-trial gpu-trial-stub gpu-bench gpu-native cuda-stub wheel arm64 clean
+.PHONY: setup quickstart test thorough quick lint contract unit cpp docs bench soak gpu-test gpu-trial gpu-trial-stub gpu-native cuda-stub wheel arm64 clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.built
@@ -155,9 +154,6 @@ gpu-trial:
 gpu-trial-stub: $(STUB)/.installed
 	@CUDA_STUB_WHEELS=$(STUB) $(BIN)/python -m tests.cuda_stub.stand_ins $(BIN)/python -m tests.gpu.trial --rehearse \
 	  --minutes 240 --out build/trial.json $(STUB_ARGS)
-
-gpu-bench:
-	@$(GPU_PYTHON) benchmarks/gpu/run.py
 
 gpu-native:
 	@$(NATIVE_PYTHON) -m venv build/native-venv
