@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from muxserve.cli.options import OfflineCommand, takes
+from muxserve.cli.options import takes
 from muxserve.cli.settings import (
     SOURCE_HELP,
     FleetModels,
@@ -33,7 +33,7 @@ Out = Annotated[
 ]
 
 
-@app.command(cls=OfflineCommand)
+@app.command()
 @takes(PlanSettings)
 def plan(settings: PlanSettings) -> int:
     """Plan which models share which GPUs, and predict what they will deliver."""
@@ -42,7 +42,7 @@ def plan(settings: PlanSettings) -> int:
     return run(settings)
 
 
-@app.command(cls=OfflineCommand)
+@app.command()
 @takes(SimulateSettings)
 def simulate(settings: SimulateSettings) -> int:
     """Simulate a fleet on a workload, under the scheduler that serves, in one or several modes side by side."""
@@ -51,7 +51,7 @@ def simulate(settings: SimulateSettings) -> int:
     return run(settings)
 
 
-@app.command(cls=OfflineCommand)
+@app.command()
 @takes(ReplaySettings)
 def replay(settings: ReplaySettings) -> int:
     """Send a workload to an endpoint at its own pace and report what clients see.
@@ -64,7 +64,7 @@ def replay(settings: ReplaySettings) -> int:
     return run(settings)
 
 
-@app.command(cls=OfflineCommand)
+@app.command()
 @takes(ProfileSettings)
 def profile(settings: ProfileSettings) -> int:
     """Measure what prefill and decode steps of a fleet cost on this machine.
@@ -95,7 +95,7 @@ def import_file(
     raise typer.Exit(run(file, out))
 
 
-@workload.command(cls=OfflineCommand)
+@workload.command()
 def generate(
     source: Annotated[
         str,
@@ -114,7 +114,7 @@ def generate(
     raise typer.Exit(run(source, out, fleet=fleet, models=models, about=about))
 
 
-@workload.command(cls=OfflineCommand)
+@workload.command()
 def convert(
     source: Source,
     out: Out,
@@ -128,7 +128,7 @@ def convert(
     raise typer.Exit(run(source, out, fleet=fleet, models=models, about=about))
 
 
-@workload.command(cls=OfflineCommand)
+@workload.command()
 def describe(
     source: Source,
     fleet: FleetModels = None,

@@ -1,4 +1,4 @@
-"""Options of commands: stated once, refused where they have no effect, and where they are no longer there."""
+"""Options of commands: stated once, and refused where they have no effect."""
 
 from __future__ import annotations
 
@@ -9,41 +9,12 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 import typer
-from typer.core import TyperCommand
 
 _Settings = TypeVar("_Settings")
-_IN_THE_WORKLOAD = "write it into the workload, as in --workload FILE:{key}=VALUE (docs/workload.md)"
-# Options of earlier versions, each with what to write instead.
-_REMOVED = {
-    **{
-        f"--{key.replace('_', '-')}": _IN_THE_WORKLOAD.format(key=key)
-        for key in (
-            *("format", "map", "seed", "start", "duration", "limit", "speed", "rate", "max_prompt", "max_output"),
-            *("tokenizer", "all_turns", "skip_bad", "time_unit", "block_tokens"),
-        )
-    },
-    "--plotly": "leave it out: a page has the plotting library in it",
-    "--profile": "write --costs FILE",
-    "--network": "set `cluster.network` in the fleet file",
-    "--request-overhead": "leave it out: the profile has that delay (`muxserve profile --from-fleet`)",
-    "--control-delays": "leave it out: the profile has these delays",
-    "--no-control-delays": "leave it out: the profile has these delays",
-}
 
 
 class NoEffectError(ValueError):
     """An option was given that has no effect; the message names it and says why."""
-
-
-class OfflineCommand(TyperCommand):
-    """A command that knows options of earlier versions."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {name for each in self.params for name in (*each.opts, *each.secondary_opts)}
-        for name in (argument.partition("=")[0] for argument in args):
-            if name in _REMOVED and name not in known:
-                raise typer.BadParameter(f"is no longer an option; {_REMOVED[name]}", ctx, param_hint=name)
-        return super().parse_args(ctx, args)
 
 
 def takes(settings: Callable[..., _Settings]) -> Callable[[Callable[[_Settings], int]], Callable[..., None]]:

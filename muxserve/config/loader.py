@@ -15,7 +15,6 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from muxserve.config.checks import check, resolve
-from muxserve.config.earlier import read_earlier, removed_key
 from muxserve.config.include import DEFAULTS, parse_whole, spread_defaults
 from muxserve.config.problems import (
     MOST_PROBLEMS,
@@ -27,6 +26,7 @@ from muxserve.config.problems import (
     format_path,
     shown,
 )
+from muxserve.config.removed import removed_key
 from muxserve.config.schema import Fleet, ModelSettings
 from muxserve.config.source import Source, is_extension, read_text
 from muxserve.config.values import ALIAS_PATTERN, plain_name
@@ -79,8 +79,6 @@ def parse_fleet(
     source.data = {**(others or {}), **source.data}
     spread_defaults(source, frozenset(ModelSettings.model_fields))
     problems = list(fill_in(source, environ, local))
-    notes, mistakes = read_earlier(source)
-    problems += mistakes
     unfilled = {(problem.file, problem.path) for problem in problems}
     problems += [each for each in check(source, base, environ, serving) if (each.file, each.path) not in unfilled]
     fleet = None
@@ -97,7 +95,7 @@ def parse_fleet(
     if problems or fleet is None:
         raise FleetError(problems)
     fleet = resolve(fleet, base, environ)
-    fleet._source, fleet._notes = source, tuple(notes)
+    fleet._source = source
     fleet._places = {model.name: index for index, model in enumerate(fleet.models)}
     return fleet
 

@@ -739,7 +739,6 @@ class Fleet(Section):
     _source: Source | None = PrivateAttr(None)
     # Where each model stands in the file, also when this has become a fleet of some of them.
     _places: dict[str, int] = PrivateAttr(default_factory=dict)
-    _notes: tuple[Problem, ...] = PrivateAttr(())
 
     def with_models(self, models: Sequence[Model]) -> Fleet:
         """The same fleet with these models only; mistakes are reported at their places in the file."""
@@ -753,11 +752,6 @@ class Fleet(Section):
     def as_split(self) -> Fleet:
         """The same fleet with an engine for each phase of every model, whatever it says."""
         return self.with_models([model.with_engines("split") for model in self.models])
-
-    @property
-    def notes(self) -> tuple[Problem, ...]:
-        """What the file says in the words of an earlier version."""
-        return self._notes
 
     def model(self, name: str) -> Model:
         """The model of that name.

@@ -43,19 +43,6 @@ def refused(*arguments: object) -> str:
     return " ".join(result.output.replace("│", " ").split())
 
 
-@pytest.mark.parametrize("command", ["plan", "simulate", "replay", "workload describe"])
-@pytest.mark.parametrize(
-    ("option", "says"),
-    [
-        (("--max-prompt", "100"), "write it into the workload, as in --workload FILE:max_prompt=VALUE"),
-        (("--skip-bad",), "write it into the workload, as in --workload FILE:skip_bad=VALUE"),
-        (("--plotly", "cdn"), "leave it out: a page has the plotting library in it"),
-    ],
-)
-def test_an_option_that_is_gone_says_what_to_write(command: str, option: tuple[str, ...], says: str) -> None:
-    assert f"{option[0]}: is no longer an option; {says}" in refused(*command.split(), *option)
-
-
 def test_an_option_that_never_was_is_unknown() -> None:
     assert "No such option: --max-prompts" in refused("simulate", "--max-prompts", 3)
 

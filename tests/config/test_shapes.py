@@ -50,54 +50,10 @@ def test_shapes(extra: str, shape: str, stages: int, batching: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "shape", "stages", "rolls", "batching", "write"),
-    [
-        ("phases: multiplexed", "split", 1, False, "vllm", "engines: split"),
-        ("phases: auto", DEFAULT, 1, False, "vllm", "engines: auto"),
-        ("phases: rolling\nslo: {ttft_ms: 5, tpot_ms: 1}", "one", 1, True, "vllm", "engines: one, dispatch: rolling"),
-        ("phases: pipelined", "one", 2, False, "throttled", "engines: one, stages: 2, batching: throttled"),
-        (
-            "stages: 3\nphases: pipelined\nbatching: fixed",
-            "one",
-            3,
-            False,
-            "fixed",
-            "engines: one, stages: 3, batching: fixed",
-        ),
-        ("phases: pipelined\nstages: 1", "one", 1, False, "throttled", "engines: one, stages: 1, batching: throttled"),
-    ],
-)
-def test_phases_of_an_earlier_version_is_read(
-    extra: str, shape: str, stages: int, rolls: bool, batching: str, write: str
-) -> None:
-    lines = extra.split("\n")
-    fleet = parse("".join(f"    {line}\n" for line in lines))
-    (model,), (note,) = fleet.models, fleet.notes
-    assert (model.shape("cpu"), model.stage_count, model.rolls, model.step_batching) == (shape, stages, rolls, batching)
-    (said,) = (line for line in lines if line.startswith("phases"))
-    at = 4 + lines.index(said)
-    assert (
-        str(note)
-        == f"fleet.yaml:{at}: models[0].phases: is a key of earlier versions; write `{write}` instead of `{said}`"
-    )
-
-
-@pytest.mark.parametrize(
-    ("cluster", "stages"),
-    [("{gpus: 4, gpu_type: L20}", 4), ("{gpu_ids: [0, 3]}", 2), ("{nodes: [{gpu_type: L20, gpus: 8}]}", AUTO)],
-)
-def test_pipelines_of_an_earlier_version_had_a_stage_on_each_gpu(cluster: str, stages: int | str) -> None:
-    text = f"cluster: {cluster}\n{HEAD}    phases: pipelined\n"
-    (model,) = parse_fleet(text, "fleet.yaml", Path(), {}, serving=False).models
-    assert model.stages == stages
-
-
-@pytest.mark.parametrize(
     ("extra", "expected"),
     [
         ("engines: two", "4: models[0].engines: must be one of auto, split, one, not 'two'"),
-        ("phases: piplined", '4: models[0].phases: must be one of multiplexed, rolling, pipelined, auto, not \'piplined\'; did you mean "pipelined"? (this version has `engines` in its place)'),
-        ("phases: rolling\nengines: one", "4: models[0].phases: is what `engines` says in this version; leave `phases` out"),
+        ("phases: rolling", "4: models[0].phases: is no longer a key; write `engines: split` for multiplexed, `engines: auto` for auto, `dispatch: rolling` for rolling, and `stages: 2` or more for pipelined"),
         ("dispatch: rolling", "4: models[0].dispatch: `dispatch: rolling` needs slo.ttft_ms and slo.tpot_ms: prefill rolls on when the next would miss them"),
         ("dispatch: rolling\nslo: {ttft_ms: 5}", "5: models[0].slo: `dispatch: rolling` needs slo.tpot_ms: prefill rolls on when the next would miss them"),
         ("dispatch: rolling\nslo: {ttft_ms: 5, tpot_ms: 1}\nstages: 2", "6: models[0].stages: must be 1 where prefill rolls over replicas, each of which has one stage; leave one of the two out"),

@@ -405,15 +405,6 @@ class TestPlanFiles:
         assert "split" not in file.read_text()
         assert file.read_text().count("stages: 2") == 1
 
-    def test_of_an_earlier_version_are_read(self, tmp_path: Path) -> None:
-        units = ("one", True, 1), ("two", False, 2), ("three", False, 0)
-        written = load_plan(saved(tmp_path / "plan.yaml", *units))
-        text = (tmp_path / "plan.yaml").read_text().replace(", engines: one", "")
-        text = text.replace("  policy: rolling\n", "  phases: rolling\n  stages: 1\n")
-        text = text.replace("  stages: 2\n", "  phases: pipelined\n  stages: 2\n")
-        (tmp_path / "plan.yaml").write_text(text)
-        assert load_plan(tmp_path / "plan.yaml") == written
-
     def test_with_pipelines_on_gpus(self, tmp_path: Path) -> None:
         file = saved(tmp_path / "plan.yaml", ("arithmetic", False, 2), device="H200-141GB", each=4)
         unit = unit_of(plan(only("engines: auto", head="cluster: {gpus: 4}"), file, H200))
@@ -441,7 +432,6 @@ class TestPlanFiles:
     @pytest.mark.parametrize(
         ("change", "expected"),
         [
-            (("policy: rolling", "phases: rolled"), "units[0].phases: must be one of multiplexed, rolling, pipelined"),
             (("policy: rolling", "policy: pipelined"), "units[0].policy: must be one of adbs, slack, free, fcfs, rolling, not"),
             (("engines: one", "engines: two"), "units[0].models[0].engines: must be one of split, one"),
             ((", engines: one", ""), "units[1].models: arithmetic has one engine, rolling here and two engines in unit0; replicas of a model must be alike"),

@@ -224,7 +224,6 @@ class TestCommand:
             (["--sweep", "gpus=8"], "is not a sweep such as gpus=8..64"),
             (["--sweep", "gpus=8..4"], "upwards, not from 8 to 4"),
             (["--costs", "nowhere.json"], "nowhere.json"),
-            (["--profile", "nowhere.json"], "--profile: is no longer an option; write --costs FILE"),
             (["--html", "/nowhere/at/all.html"], "/nowhere/at/all.html: cannot be written"),
         ],
     )

@@ -111,7 +111,7 @@ class FleetPlanner:
         self.latency = latency or Roofline()
         self.simulated = simulated
         # Why models have the engines that they have, of those that left that open.
-        self.reasons: list[str] = [str(note) for note in fleet.notes]
+        self.reasons: list[str] = []
         self._hub = hub or HuggingFaceHub()
         if simulated is not None:
             machine = _without_weights(machine, fleet, self._hub)

@@ -44,13 +44,12 @@ class PlanModel(Section):
 class PlanUnit(Section):
     """Models colocated on `devices`, numbered through the nodes. `kv_bytes` are the page pool and the private caches of
     each device; `stages`, `policy` (of the unit's scheduler) and `batching` (of steps of one engine) are left out where
-    they say nothing new. `phases` is of earlier versions."""
+    they say nothing new."""
 
     name: str = Field(pattern=NAME_PATTERN)
     device: str = Field(min_length=1)
     devices: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
     kv_bytes: int = Field(ge=1)
-    phases: Literal["multiplexed", "rolling", "pipelined"] = "multiplexed"
     stages: int = Field(default=1, ge=1)
     policy: Literal[PolicyName, "", "rolling"] = ""
     batching: Literal["", "throttled", "fixed", "vllm"] = ""
@@ -59,11 +58,7 @@ class PlanUnit(Section):
     @property
     def rolls(self) -> bool:
         """Whether prefill rolls over this replica and others."""
-        return ROLLING in (self.policy, self.phases)
-
-    def shape(self, model: PlanModel) -> ShapeName:
-        """The engines of one of its models."""
-        return model.engines if self.phases == "multiplexed" else "one"
+        return self.policy == ROLLING
 
 
 class PlanFile(Section):
@@ -83,7 +78,7 @@ class PlanFile(Section):
                 device=unit.device,
                 devices=tuple(unit.devices),
                 models=tuple(
-                    PlacedModel(m.model, m.rate, m.prefill_share, m.decode_share, unit.shape(m)) for m in unit.models
+                    PlacedModel(m.model, m.rate, m.prefill_share, m.decode_share, m.engines) for m in unit.models
                 ),
                 kv_bytes=unit.kv_bytes,
                 stages=unit.stages,
@@ -214,7 +209,7 @@ def _shapes(plan: PlanFile, source: Source) -> Iterator[Problem]:
     seen: dict[str, tuple[str, str]] = {}
     for index, unit in enumerate(plan.units):
         at: KeyPath = ("units", index)
-        shapes = {each.model: unit.shape(each) for each in unit.models}
+        shapes = {each.model: each.engines for each in unit.models}
         if (unit.stages > 1 or unit.rolls) and len(unit.models) > 1:
             what = "whose layers are in stages" if unit.stages > 1 else "whose prefill rolls over its replicas"
             message = f"a model {what} has a unit to itself, but {unit.name} has {len(unit.models)} models"
