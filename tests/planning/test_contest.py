@@ -295,10 +295,10 @@ class TestPlanFile:
         assert (unit.models[0].shape, unit.stages, unit.batching, unit.policy) == ("one", 1, "vllm", "free")
         (model,) = arranged(fleet, tmp_path / "plan.yaml", [unit]).models
         assert (model.engines, model.stages, model.batching) == ("one", 1, "vllm")
-        turns = as_way("first come", plan_of(UNIT), fleet, AROUND, Roofline()).placement
-        save_plan(turns, tmp_path / "plan.yaml")
+        shared = as_way("shared", plan_of(UNIT), fleet, AROUND, Roofline()).placement
+        save_plan(shared, tmp_path / "plan.yaml")
         (unit,) = load_plan(tmp_path / "plan.yaml", fleet).units
-        assert as_placed(fleet, unit, 1).policy == "fcfs"
+        assert as_placed(fleet, unit, 1).policy == "adbs"
 
 
 @pytest.mark.slow

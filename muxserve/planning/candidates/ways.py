@@ -32,7 +32,6 @@ WAYS: dict[str, Way] = {
     "shares per lease": Way("muxserve", "models share GPUs, and their shares of the SMs follow the load", "slack"),
     "shared": Way("muxserve", "models share GPUs, each job on its planned SMs"),
     "turns": Way("temporal", "models share GPUs, each job on all SMs"),
-    "first come": Way("temporal", "models share GPUs and take turns in order of arrival (FCFS)", "fcfs"),
     "free": Way("one", "models share GPUs, one engine of both phases each, and no lease is withheld", "free"),
     "one each": Way("one", "models share GPUs, one engine of both phases each, under leases", "slack"),
     "even": Way("even", "GPUs are divided among the models evenly, one engine of both phases each", "free"),
