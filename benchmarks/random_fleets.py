@@ -9,7 +9,8 @@ declared, in clumps (gamma, cv 4), with rates and lengths off by up to 30 %, wit
 in groups of models that take turns with the whole load. Each fleet is planned at three loads, with `muxserve plan` as a
 user runs it, and the plan is simulated beside the same fleet on divided GPUs (one stock engine per replica) and with
 models in turns. A point counts as best if its SLO attainment is within 1 % of the best alternative's. Requests per
-second are those that end within the load's span, so that the last straggler does not count.
+second are those that end within the load's span, so that the last straggler does not count. `plan_core_seconds` is the
+processor time of a plan, of all its processes together.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ GPUS = {
 }
 PATTERNS = ("declared", "clumps", "drift", "surge", "groups")
 SECONDS = 120.0
+# Seconds of a phase in which the same group of models is active, and the least and largest part of the models in it.
+PHASE, GROUP = 20.0, (0.2, 0.4)
 # Sequences that share the reading of weights in the estimate of a load.
 BATCH = 16
 TOLERANCE = 0.01
@@ -125,8 +128,8 @@ def requests_of(fleet: Mapping[str, object], pattern: str, seed: int) -> list[Tr
     arrivals = POISSON
     if pattern == "clumps":
         arrivals = Arrivals(cv=4.0)
-    elif pattern == "groups":
-        arrivals = Arrivals(shape=Groups(every=20.0, least=0.2, most=0.4, seed=seed))
+    elif pattern == "groups" and len(fleet["models"]) > 1:
+        arrivals = Arrivals(shape=groups_in_turns(len(fleet["models"]), seed))
     surge = rng.randrange(len(fleet["models"]))
     loads = {}
     for number, model in enumerate(fleet["models"]):
@@ -137,6 +140,22 @@ def requests_of(fleet: Mapping[str, object], pattern: str, seed: int) -> list[Tr
         prompt, output = lengths["prompt_tokens"] * off[1], lengths["output_tokens"] * off[2]
         loads[model["name"]] = ModelLoad(rate * off[0], _lengths(prompt), _lengths(output), arrivals)
     return list(generate(loads, SECONDS, seed))
+
+
+def groups_in_turns(models: int, seed: int) -> Groups:
+    """Groups of so many models that take turns: each model is in the group of some phase, and every phase has a group, of
+    no more models than the largest may have. Many draws for few models have phases of all models, or of none.
+
+    Raises:
+        ValueError: there are no such groups of so few models.
+    """
+    for drawn in range(1000 * seed, 1000 * (seed + 1)):
+        groups = Groups(PHASE, *GROUP, seed=drawn)
+        active = [[groups.active(phase, n / models) for n in range(models)] for phase in range(round(SECONDS / PHASE))]
+        least, most = 1, math.ceil(GROUP[1] * models)
+        if all(least <= sum(each) <= most for each in active) and all(map(any, zip(*active, strict=True))):
+            return groups
+    raise ValueError(f"no draw has groups of {models} models that take turns")
 
 
 def _lengths(mean: float, sigma: float = 0.8) -> LogNormalLengths:
