@@ -143,8 +143,8 @@ def requests_of(fleet: Mapping[str, object], pattern: str, seed: int) -> list[Tr
 
 
 def groups_in_turns(models: int, seed: int) -> Groups:
-    """Groups of so many models that take turns: each model is in the group of some phase, and every phase has a group, of
-    no more models than the largest may have. Many draws for few models have phases of all models, or of none.
+    """Groups of so many models that take turns: each model is in the group of some phase, and every phase has a group
+    of no more models than the largest may have. Many draws for few models have phases of all models, or of none.
 
     Raises:
         ValueError: there are no such groups of so few models.

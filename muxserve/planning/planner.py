@@ -30,6 +30,7 @@ from muxserve.planning.place.prediction import (
     Trial,
     falls_short,
     predict,
+    predict_all,
     shares_per_lease,
     simulated_of,
     verified,
@@ -432,16 +433,24 @@ class Planner:
         others = [each for each in WORKLOADS if len(names) > 1 or not each.turns]
         known: dict[object, Prediction | None] = {}
 
+        def trial(part: float, varied: Variation) -> Trial:
+            # What differs from what is declared is only compared, which takes less.
+            longest = dict.fromkeys(names, answers) if answers is not None and varied is DECLARED else None
+            return Trial(part * varied.span * seconds, self.seed, varied, longest=longest)
+
         def simulate(plan: ClusterPlan, part: float, varied: Variation) -> Prediction | None:
             key = (plan.placement, part, varied)
             if key not in known:
-                # What differs from what is declared is only compared, which takes less.
-                longest = dict.fromkeys(names, answers) if answers is not None and varied is DECLARED else None
-                trial = Trial(part * varied.span * seconds, self.seed, varied, longest=longest)
-                known[key] = self._tried(plan, trial)[0]
+                known[key] = self._tried(plan, trial(part, varied))[0]
             return known[key]
 
-        return Contest(simulate, others if self.robust else [DECLARED], part)
+        def ahead(plans: Sequence[ClusterPlan], part: float, varied: Variation) -> None:
+            missing = {key: plan for plan in plans if (key := (plan.placement, part, varied)) not in known}
+            found = self._tried_together([*missing.values()], trial(part, varied))
+            if found is not None:
+                known.update(zip(missing, found, strict=True))
+
+        return Contest(simulate, others if self.robust else [DECLARED], part, ahead)
 
     def _with_mixed(self, ranked: Sequence[Rival], contest: Contest) -> list[Rival]:
         """The plans of the final, and the first of them with each of its units served as it is best."""
@@ -574,6 +583,21 @@ class Planner:
             return predict(made, self.latency, trial, units, count, self._simulations), ""
         except (SimulationError, CostError, NoPlaceError) as error:
             return None, str(error)
+
+    def _tried_together(self, plans: Sequence[ClusterPlan], trial: Trial) -> Sequence[Prediction] | None:
+        """What several plans on GPUs do under a trial; None: one is tried as fast alone, or one cannot be simulated."""
+        if len(plans) < 2 or trial.seconds <= 0.0:
+            return None
+
+        def count(done: int, total: int) -> None:
+            self.told(f"simulating {len(plans)} plans, {done} of {total} requests")
+
+        try:
+            units = [(plan, self._simulated_units(plan, None)) for plan in plans]
+            return predict_all(units, trial, self._simulations, count)
+        except (SimulationError, CostError, NoPlaceError):
+            # `_tried` says which, and why.
+            return None
 
     def _simulated_units(self, made: ClusterPlan, pool: CpuPool | None) -> Simulated:
         """The units of a plan; the same ones each time, so that what was simulated of them is known."""

@@ -200,6 +200,19 @@ class TestContest:
         assert only.kept["30 % less"] == 1.0
         assert "30 % less" not in {name for _, _, name in looks}
 
+    @pytest.mark.parametrize("look", [LOOK, 1.0])
+    def test_plans_of_a_heat_and_of_the_final_are_simulated_together(self, look: float) -> None:
+        together: list[tuple[float, float, str]] = []
+        alone: list[tuple[float, float, str]] = []
+
+        def ahead(plans: Sequence[ClusterPlan], part: float, varied: Variation) -> None:
+            together.extend((plan.search.value, part, varied.name) for plan in plans)
+
+        rates = {n: {each.name: 0.98 - n / 100 for each in WORKLOADS} for n in (0.0, 1.0, 2.0)}
+        replace(contest(rates, alone), look=look, ahead=ahead).ranked(rivals("shared", "turns", "dedicated"))
+        assert set(alone) == set(together)
+        assert len(set(alone)) > len(WORKLOADS)
+
     def test_a_plan_that_has_no_place_for_a_model_does_not_compete(self) -> None:
         made = [Rival("shared", plan_of()), Rival("dedicated", plan_of(missing=1))]
         ranked = Contest(lambda *_: ended(1.0)).ranked(made)

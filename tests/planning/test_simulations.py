@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from muxserve.costs.measured import TURN_SECONDS, ProfileModel
 from muxserve.costs.profile import Overheads, Profile
 from muxserve.planning.place import simulations
-from muxserve.planning.place.simulations import Simulations
+from muxserve.planning.place.simulations import Asked, Simulations
 from muxserve.simulator import Options, ReplicaRules, SimulationError, SimUnit, simulate
 from muxserve.simulator.result import FleetResult
 from muxserve.workload.trace import TraceRequest
@@ -76,6 +77,26 @@ def test_a_unit_that_another_plan_has_as_well_is_not_simulated_again(monkeypatch
     load = [*workload(), TraceRequest(100.0, "m1", 40, 40)]
     assert known.records(units(), load, {}) == expected(units(), load).records
     assert simulated == ["unit1"]
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_what_several_simulations_have_in_common_is_simulated_once(
+    processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    divided: list[int] = []
+
+    def counted(groups: Sequence[object], count: int) -> list[list[int]]:
+        divided.append(len(groups))
+        return divide(groups, count)  # type: ignore[arg-type]
+
+    divide = simulations._divide
+    monkeypatch.setattr(simulations, "_divide", counted)
+    other = [replace(each, policy="fcfs" if number == 2 else each.policy) for number, each in enumerate(units())]
+    longer = [*workload(), TraceRequest(100.0, "m1", 40, 40)]
+    asked = [Asked(units(), workload(), {}), Asked(other, workload(), {}), Asked(units(), longer, {})]
+    made = Simulations(Analytic(), processes).records_of(asked)
+    assert made == [expected(list(of), list(load)).records for of, load, _, _ in asked]
+    assert divided == [6]  # four units, the one under another policy, and the one with another request
 
 
 def test_replicas_of_a_model_are_simulated_together_and_once_for_the_same_rules(

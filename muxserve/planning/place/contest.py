@@ -33,6 +33,7 @@ _FINALISTS = 2
 _ALL = 0.999
 
 Simulate = Callable[[ClusterPlan, float, Variation], Prediction | None]
+Ahead = Callable[[Sequence[ClusterPlan], float, Variation], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +155,13 @@ class Contest:
         workloads: the declared one is the first.
         look: the part of the requests that all plans are looked at with. With all of them that is done under the
             declared workload alone, and with the others in the final.
+        ahead: simulates several plans at the same time, before `simulate` is asked for each of them.
     """
 
     simulate: Simulate
     workloads: Sequence[Variation] = WORKLOADS
     look: float = LOOK
+    ahead: Ahead = lambda plans, part, workload: None
 
     @property
     def whole(self) -> bool:
@@ -183,12 +186,9 @@ class Contest:
         order = ranked([each for each in looks.values() if each.prediction])
         number_of = {id(look): number for number, look in looks.items()}
         first = order[:_FINALISTS] + sorted(order, key=lambda look: -look.mean)[:_FINALISTS]
-        final = [
-            self._in_final(look, heat[number_of[id(look)]].prediction)
-            for look in order
-            if look.is_way(always) or any(look is each for each in first)
-        ]
-        return ranked([each for each in final if each.prediction is not None]) or list(rivals[:1])
+        finalists = [look for look in order if look.is_way(always) or any(look is each for each in first)]
+        final = self._final(finalists, [heat[number_of[id(look)]].prediction for look in finalists])
+        return ranked(final) or list(rivals[:1])
 
     def joined(self, final: Sequence[Rival], another: Rival) -> list[Rival]:
         """The plans of a final and another one, the best first."""
@@ -197,8 +197,9 @@ class Contest:
 
     def _declared(self, heat: Sequence[Rival]) -> dict[int, Rival]:
         """The plans with a part of the declared requests, by their number in `heat`."""
-        looks = (replace(each, prediction=None, kept={}) for each in heat)
-        known = (each.prediction if self.whole else None for each in heat)
+        looks = [replace(each, prediction=None, kept={}) for each in heat]
+        known = [each.prediction if self.whole else None for each in heat]
+        self._ahead([look for look, seen in zip(looks, known, strict=True) if seen is None], DECLARED, self.look)
         return {n: self._look(look, DECLARED, seen) for n, (look, seen) in enumerate(zip(looks, known, strict=True))}
 
     def _settled(self, looks: Sequence[Rival], always: str) -> list[Rival]:
@@ -212,7 +213,9 @@ class Contest:
         if not first.keeps_all or not (first := self._in_final(first, None)).keeps_all:
             return []
         others = [each for place, each in enumerate(order) if place == 1 or (place > 1 and each.is_way(always))]
-        final = [first, *(self._in_final(self._everywhere(each), None) for each in others)]
+        for workload in self.workloads:
+            self._ahead(others, workload, self.look)
+        final = [first, *self._final([self._everywhere(each) for each in others], [None] * len(others))]
         return ranked([each for each in final if each.prediction is not None])
 
     def _everywhere(self, look: Rival, as_long_as_all: bool = False) -> Rival:
@@ -228,6 +231,7 @@ class Contest:
         found = dict(looks)
         for place, workload in enumerate(() if self.whole else self.workloads[1:]):
             found = self._best(found, _MOST[min(place, len(_MOST) - 1)], always)
+            self._ahead([*found.values()], workload, self.look)
             found = {number: self._look(look, workload) for number, look in found.items()}
         return found
 
@@ -235,9 +239,14 @@ class Contest:
         """The plan with a part of the requests of one workload more."""
         if workload.name in look.kept:
             return look
-        if workload.is_less and look.kept.get(DECLARED.name, 0.0) >= _ALL:
+        if _keeps_all_of(look, workload):
             return replace(look, kept={**look.kept, workload.name: 1.0})
         return look.looked_at(workload, known or self.simulate(look.plan, self.look, workload))
+
+    def _ahead(self, looks: Sequence[Rival], workload: Variation, part: float) -> None:
+        """Simulate those of the plans together that are not known under that workload."""
+        known = [workload.name in look.kept or _keeps_all_of(look, workload) for look in looks]
+        self.ahead([look.plan for look, seen in zip(looks, known, strict=True) if not seen], part, workload)
 
     @staticmethod
     def _best(looks: Mapping[int, Rival], count: int, always: str) -> dict[int, Rival]:
@@ -247,6 +256,15 @@ class Contest:
         left = [n for n in order if looks[n].mean * len(looks[n].kept) >= most * len(looks[n].kept) - _BEHIND][:count]
         return {number: look for number, look in looks.items() if number in left or look.is_way(always)}
 
+    def _final(self, looks: Sequence[Rival], known: Sequence[Prediction | None]) -> list[Rival]:
+        """As `_in_final`, all that can be simulated."""
+        unknown = [look.plan for look, seen in zip(looks, known, strict=True) if seen is None]
+        self.ahead(unknown, 1.0, DECLARED)
+        for workload in self.workloads if self.whole else ():
+            self._ahead(looks, workload, 1.0)
+        final = [self._in_final(look, seen) for look, seen in zip(looks, known, strict=True)]
+        return [each for each in final if each.prediction is not None]
+
     def _in_final(self, look: Rival, known: Prediction | None) -> Rival:
         """The plan with all requests of the declared workload, and with all workloads."""
         for workload in self.workloads:
@@ -255,6 +273,11 @@ class Contest:
             elif workload.name not in look.kept and self.whole:
                 look = look.looked_at(workload, self.simulate(look.plan, 1.0, workload))
         return look
+
+
+def _keeps_all_of(look: Rival, workload: Variation) -> bool:
+    """Whether the workload brings less than what the plan keeps all of."""
+    return workload.is_less and look.kept.get(DECLARED.name, 0.0) >= _ALL
 
 
 def ranked(rivals: Sequence[Rival]) -> list[Rival]:

@@ -55,8 +55,10 @@ def mixed(
     order = sorted(before, key=lambda each: _kept(before[each], before[each].summary.models) / asked[each])
     for place, workload in enumerate(order):
         made = before[workload]
-        for way in dict.fromkeys(trial.alternative.way for trial in trials):
-            together = [trial for trial in trials if trial.alternative.way == way]
+        ways = dict.fromkeys(trial.alternative.way for trial in trials)
+        alike = [[trial for trial in trials if trial.alternative.way == way] for way in ways]
+        contest.ahead([_with(plan, together) for together in alike], contest.look, workload)
+        for together in alike:
             tried = contest.simulate(_with(plan, together), contest.look, workload)
             for trial in together:
                 gained = -1 if tried is None else _kept(tried, trial.models) - _kept(made, trial.models)

@@ -21,6 +21,7 @@ from muxserve.costs.latency import EngineShape, LatencyModel, target_load
 from muxserve.costs.measured import overheads_on
 from muxserve.costs.roofline import Roofline
 from muxserve.metrics.definitions import Objectives
+from muxserve.metrics.records import RequestRecord
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.planning.candidates.device_pool import CPU, GpuPool, Surroundings
 from muxserve.planning.candidates.layouts import (
@@ -32,7 +33,7 @@ from muxserve.planning.candidates.layouts import (
     ring_of,
     wanted_of,
 )
-from muxserve.planning.place.simulations import Simulations
+from muxserve.planning.place.simulations import Asked, Simulations
 from muxserve.planning.place.window import ANSWERS, RateWindow, longer_seconds, longest_of, longest_tokens
 from muxserve.planning.place.workloads import DECLARED, Variation, loads_of
 from muxserve.planning.specs.residency import with_residency
@@ -386,8 +387,69 @@ def predict(
         SimulationError: a unit cannot run.
         CostError: the latency model does not know a model.
     """
-    demands, simulated = plan.demands, simulated or Simulated(plan.placement, {})
-    sequences = longest_sequences(plan, simulated)
+    simulated = simulated or Simulated(plan.placement, {})
+    run = _run_of(plan, trial, simulated)
+    if not simulated.residency:
+        records = (simulations or Simulations(latency)).records(*run.asked[:3], progress, run.asked.until)
+        return run.summed_up(records)
+    units, workload, rules, _ = run.asked
+    options = Options(overheads_on(latency, units[0].device))
+    result = simulate(units, workload, latency, options, rules, progress=progress)
+    return run.summed_up(result.records, next((u.residency for u in result.units if u.residency is not None), None))
+
+
+def predict_all(
+    plans: Sequence[tuple[ClusterPlan, Simulated]],
+    trial: Trial,
+    simulations: Simulations,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Prediction]:
+    """What a trial brings on several plans, whose simulations share the processes; otherwise as `predict`. All models
+    of these plans are awake."""
+    runs = [_run_of(plan, trial, simulated) for plan, simulated in plans]
+    found = simulations.records_of([run.asked for run in runs], progress)
+    return [run.summed_up(records) for run, records in zip(runs, found, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One simulation of a plan under a trial: what is `asked` for, what comes for each model (`loads`), and for how
+    many seconds (`spans`). Models that depend on each other are `together`."""
+
+    plan: ClusterPlan
+    trial: Trial
+    asked: Asked
+    loads: Mapping[str, ModelLoad]
+    spans: Mapping[str, float]
+    together: Sequence[Sequence[str]]
+
+    def summed_up(self, records: Sequence[RequestRecord], residency: ResidencyResult | None = None) -> Prediction:
+        """What became of the requests."""
+        demands, spans, seconds = self.plan.demands, self.spans, self.trial.seconds
+        counted = records
+        if self.trial.requests is None:
+            seconds = min(spans.values(), default=seconds)
+            counted = [record for record in records if record.arrival < seconds]
+        summary = summarise(
+            counted,
+            rates={d.name: d.rate for d in demands},
+            objectives={d.name: Objectives(d.slo_ttft, d.slo_tpot) for d in demands},
+        )
+        ended = Counter(
+            r.model
+            for r in records
+            if r.ok and r.finish is not None and spans[r.model] / 2 <= r.finish < spans[r.model]
+        )
+        waiting = Counter(r.model for r in records if r.finish is None and not r.error)
+        windows: dict[str, RateWindow] = {}
+        for names in self.together:
+            answers = longest_of([_longest_answer(summary, name, self.loads[name]) for name in names])
+            windows |= {name: RateWindow(spans[name], ended[name], answers, waiting[name]) for name in names}
+        return Prediction(summary, seconds, windows, residency)
+
+
+def _run_of(plan: ClusterPlan, trial: Trial, simulated: Simulated) -> _Run:
+    demands, sequences = plan.demands, longest_sequences(plan, simulated)
     seconds, requests, longest = trial.seconds, trial.requests, trial.longest
     loads = loads_of(demands, sequences, seconds, trial.varied)
     known = simulated.models
@@ -403,33 +465,10 @@ def predict(
             most = max(longest.get(name, 0.0) for name in names)
             spans |= dict.fromkeys(names, longer_seconds(seconds, most, sum(loads[name].rate for name in names)))
     workload = _requests(loads, spans, trial.seed) if requests is None else list(requests)
-    residency: ResidencyResult | None = None
-    if not simulated.residency:
-        # Who waits longer than that waits in a queue that grows. Playing it to its end would take hours of its time.
-        expected = _expected_answers(plan, loads)
-        until = {name: span + max(span, ANSWERS * expected.get(name, 0.0)) for name, span in spans.items()}
-        records = (simulations or Simulations(latency)).records(units, workload, rules, progress, until)
-    else:
-        options = Options(overheads_on(latency, units[0].device))
-        result = simulate(units, workload, latency, options, rules, progress=progress)
-        records = result.records
-        residency = next((unit.residency for unit in result.units if unit.residency is not None), None)
-    if requests is None:
-        seconds = min(spans.values(), default=seconds)
-    summary = summarise(
-        [record for record in records if record.arrival < seconds] if requests is None else records,
-        rates={d.name: d.rate for d in demands},
-        objectives={d.name: Objectives(d.slo_ttft, d.slo_tpot) for d in demands},
-    )
-    ended = Counter(
-        r.model for r in records if r.ok and r.finish is not None and spans[r.model] / 2 <= r.finish < spans[r.model]
-    )
-    waiting = Counter(r.model for r in records if r.finish is None and not r.error)
-    windows: dict[str, RateWindow] = {}
-    for names in together:
-        answers = longest_of([_longest_answer(summary, name, loads[name]) for name in names])
-        windows |= {name: RateWindow(spans[name], ended[name], answers, waiting[name]) for name in names}
-    return Prediction(summary, seconds, windows, residency)
+    # Who waits longer than that waits in a queue that grows. Playing it to its end would take hours of its time.
+    expected = _expected_answers(plan, loads)
+    until = {name: span + max(span, ANSWERS * expected.get(name, 0.0)) for name, span in spans.items()}
+    return _Run(plan, trial, Asked(units, workload, rules, until), loads, spans, together)
 
 
 def _together(units: Sequence[SimUnit], loads: Mapping[str, ModelLoad]) -> list[list[str]]:

@@ -8,10 +8,11 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
@@ -32,13 +33,25 @@ _PATIENCE = 20.0
 _decoder = msgspec.msgpack.Decoder(list[list[RequestRecord]])
 
 
+class Asked(NamedTuple):
+    """A simulation of units under a workload, with the rules by which replicas work together. It ends for each model at
+    its time in `until`, in seconds (absent: with the last request)."""
+
+    units: Sequence[SimUnit]
+    workload: Sequence[TraceRequest]
+    rules: Rules
+    until: Mapping[str, float] = {}
+
+
 class _Group(NamedTuple):
-    """Units that depend on each other, the requests for their models, where these stand in the workload, and `until`
-    when they are simulated. `key` says all that its result depends on; None where that cannot be told."""
+    """Units that depend on each other, the requests for their models, where these stand in the workload, the rules of
+    these models, and `until` when they are simulated. `key` says all that its result depends on; None where that cannot
+    be told."""
 
     units: list[SimUnit]
     requests: list[TraceRequest]
     places: list[int]
+    rules: Rules
     until: float
     key: object
 
@@ -54,35 +67,39 @@ class Simulations:
     def records(
         self,
         units: Sequence[SimUnit],
-        workload: Iterable[TraceRequest],
+        workload: Sequence[TraceRequest],
         rules: Rules,
         progress: Progress | None = None,
         until: Mapping[str, float] | None = None,
     ) -> list[RequestRecord]:
-        """What becomes of each request, in the order of the workload, `until` that time of its model, in seconds (None:
-        the end). `progress` is as of `simulate`.
+        """What becomes of each request of one simulation; as `records_of`."""
+        (found,) = self.records_of([Asked(units, workload, rules, until or {})], progress)
+        return found
+
+    def records_of(self, asked: Sequence[Asked], progress: Progress | None = None) -> list[list[RequestRecord]]:
+        """What becomes of each request of each simulation, in the order of its workload. All of them share the
+        processes. `progress` is as of `simulate`, over all requests that have to be simulated.
 
         Raises:
             SimulationError, CostError: as `simulate`.
         """
-        requests = list(workload)
-        groups = _groups(units, requests, rules, until or {})
-        missing = [group for group in groups if group.key is None or group.key not in self._known]
-        found = dict(zip(map(id, missing), self._simulate(missing, rules, progress), strict=True))
-        records = [RequestRecord(each.model, each.arrival, each.prompt_tokens, 0) for each in requests]
-        for record in records:
-            record.error = f"no unit serves {record.model}"
-        for group in groups:
-            made = found.get(id(group))
-            if made is None:
-                made = self._known[group.key]
-            elif group.key is not None:
-                self._known[group.key] = made
-            for place, record in zip(group.places, made, strict=True):
-                records[place] = record
-        return records
+        groups = [_groups(each) for each in asked]
+        made: dict[int, list[RequestRecord]] = {}  # by group
+        missing: dict[object, list[_Group]] = {}
+        for group in chain.from_iterable(groups):
+            known = None if group.key is None else self._known.get(group.key)
+            if known is None:
+                missing.setdefault(id(group) if group.key is None else group.key, []).append(group)
+            else:
+                made[id(group)] = known
+        results = self._simulate([alike[0] for alike in missing.values()], progress)
+        for alike, records in zip(missing.values(), results, strict=True):
+            made |= {id(group): records for group in alike}
+            if alike[0].key is not None:
+                self._known[alike[0].key] = records
+        return [_in_order(each.workload, mine, made) for each, mine in zip(asked, groups, strict=True)]
 
-    def _simulate(self, groups: Sequence[_Group], rules: Rules, progress: Progress | None) -> list[list[RequestRecord]]:
+    def _simulate(self, groups: Sequence[_Group], progress: Progress | None) -> list[list[RequestRecord]]:
         count = sum(len(group.requests) for group in groups)
         shares = _divide(groups, max(1, min(self._processes, count // _WORTH_A_PROCESS)))
         # Those of this process stand for all that goes on beside them.
@@ -93,10 +110,9 @@ class Simulations:
             nonlocal done
             made = []
             for number in numbers:
-                units, requests = groups[number].units, groups[number].requests
+                units, requests, _, rules, end, _ = groups[number]
                 told = None if progress is None else partial(_tell, progress, done, own, count)
                 # Nobody asks how many pages were in use.
-                end = groups[number].until
                 options = Options(overheads_on(self._latency, units[0].device), sample_seconds=0.0, until=end)
                 made.append(simulate(units, requests, self._latency, options, rules, progress=told).records)
                 done += len(requests)
@@ -125,23 +141,34 @@ def _tell(progress: Progress, before: int, own: int, count: int, done: int, _: i
     progress(min(count, (before + done) * count // max(1, own)), count)
 
 
-def _groups(
-    units: Sequence[SimUnit], requests: Sequence[TraceRequest], rules: Rules, until: Mapping[str, float]
-) -> list[_Group]:
-    members = coupled(units)
+def _groups(asked: Asked) -> list[_Group]:
+    members = coupled(asked.units)
     places: list[list[int]] = [[] for _ in members]
     of = {model.name: mine for group, mine in zip(members, places, strict=True) for u in group for model in u.models}
-    for number, request in enumerate(requests):
+    for number, request in enumerate(asked.workload):
         if request.model in of:
             of[request.model].append(number)
     found = []
     for group, mine in zip(members, places, strict=True):
-        asked = [requests[number] for number in mine]
+        requests = [asked.workload[number] for number in mine]
         names = {model.name for unit in group for model in unit.models}
-        end = max((until.get(name, math.inf) for name in names), default=math.inf)
-        own = {name: rules[name] for name in sorted(names) if name in rules}
-        found.append(_Group(group, asked, mine, end, _key(group, asked, own, end)))
+        end = max((asked.until.get(name, math.inf) for name in names), default=math.inf)
+        rules = {name: asked.rules[name] for name in sorted(names) if name in asked.rules}
+        found.append(_Group(group, requests, mine, rules, end, _key(group, requests, rules, end)))
     return found
+
+
+def _in_order(
+    workload: Sequence[TraceRequest], groups: Sequence[_Group], made: Mapping[int, list[RequestRecord]]
+) -> list[RequestRecord]:
+    """The records of all groups in the order of the workload. Nothing serves the models that are in none."""
+    records = [RequestRecord(each.model, each.arrival, each.prompt_tokens, 0) for each in workload]
+    for record in records:
+        record.error = f"no unit serves {record.model}"
+    for group in groups:
+        for place, record in zip(group.places, made[id(group)], strict=True):
+            records[place] = record
+    return records
 
 
 def _key(units: Sequence[SimUnit], requests: Sequence[TraceRequest], rules: Rules, until: float) -> object:
