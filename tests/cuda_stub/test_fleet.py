@@ -310,6 +310,17 @@ def test_a_model_that_answers_with_vectors_shares_a_gpu(deploy: Start) -> None:
         assert length(stream(fleet, "atlas", 4)) == 4
 
 
+def test_a_model_with_a_private_cache_shares_a_gpu(deploy: Start) -> None:
+    """It loses nothing to the death of its engine, nor to that of the memory manager, whose pool it does not use."""
+    with deploy(model("arithmetic", kv="private", engine_args=WHOLE), model("atlas"), gpus=1, mps="off") as fleet:
+        assert length(stream(fleet, "arithmetic")) == length(stream(fleet, "atlas")) == TOKENS
+        assert len(engine_trace(fleet, "arithmetic/both").replayed) >= TOKENS - 2
+        for words in (("arithmetic/both",), ("muxserve-memory-manager", "--socket")):
+            assert through(fleet, "arithmetic", lambda words=words: fleet.kill(*words)) == TOKENS
+            fleet.wait_healthy()
+        assert length(stream(fleet, "atlas")) == TOKENS
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_models_with_states_share_gpus(deploy: Start, ranks: int) -> None:
     """With graphs of whole decode batches; the text of a multi-modal one, as Qwen3.5 is published. A prompt that is
