@@ -104,9 +104,8 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
         "execute_model",
         "initialize_kv_cache",
         "kv_block_zeroer",
-        "load_model",
     ),
-    "muxserve.engine.cuda.second_runner.SecondRunner": ("execute_model_state",),
+    "muxserve.engine.cuda.second_runner.SecondRunner": ("execute_model_state", "load_model"),
     "muxserve.engine.cuda.weight_holder.HolderWorker": (
         "compile_or_warm_up_model",
         "init_device",
@@ -150,6 +149,7 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     ),
     "muxserve.engine.private.cpu.PrivateCPUWorker": ("init_device",),
     "muxserve.engine.private.cuda.PrivateGPUWorker": ("determine_available_memory", "init_device"),
+    "muxserve.engine.private.cuda.PrivateHolderWorker": ("init_device",),
     "muxserve.engine.private.scheduler.PrivateScheduler": (
         "finished_req_ids",
         "max_num_scheduled_tokens",

@@ -242,7 +242,7 @@ def test_a_holder_loads_as_its_model_says_and_engines_map(tmp_path: Path) -> Non
     assert weight_holder.holder_args(plain, "m")["load_format"] == "auto"
     held = weight_holder.holder_args(dummy, "m")
     assert held["load_format"] == "dummy"
-    assert held["worker_cls"].endswith("HolderWorker")
+    assert held["worker_cls"] == "muxserve.engine.cuda.weight_holder.HolderWorker"
     assert held["model_loader_extra_config"] == {}
     engine = args.engine_args(dummy, "m", "decode")
     assert engine["load_format"] == args.LOAD_FORMAT

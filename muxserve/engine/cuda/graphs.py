@@ -101,6 +101,9 @@ class CapturingRunner(Base):
 
     # None: the engine has all SMs.
     graphs: ContextGraphs | None = None
+    # Bytes on the GPU of what the runner has of requests: made behind the weights, and with the layers' caches. What it
+    # makes before the weights is counted with these.
+    request_bytes = table_bytes = 0
 
     def compute_in(self, contexts: ContextSet) -> None:
         """Have graphs for each of these contexts."""

@@ -37,9 +37,6 @@ class PooledOnDevice(CapturingRunner, PooledLayers):
     page_table: DevicePageTable | None = None
     _device_pool: DeviceMemory | None = None
     kv_caches: list[torch.Tensor]
-    # Bytes on the GPU of what the runner has of requests: made behind the weights, and with the layers' caches. What it
-    # makes before the weights is counted with these.
-    request_bytes = table_bytes = 0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         if self.model_config.is_hybrid:

@@ -26,6 +26,22 @@ from muxserve.vllm.args import STATE_PROMPTS
 class SecondRunner(CapturingRunner):
     """Mixed in before vLLM's second runner."""
 
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        loaded = 0
+        made_state = vllm_runner.init_model_state
+
+        def init_model_state(*given: Any) -> Any:
+            nonlocal loaded
+            loaded = _allocated(self.device)
+            return made_state(*given)
+
+        with replaced(vllm_runner, "init_model_state", init_model_state):
+            super().load_model(*args, **kwargs)
+        self.request_bytes = _allocated(self.device) - loaded
+        # Block tables of requests and of a step's batch, and where its tokens are written.
+        blocks = -(-self.max_model_len // self.cache_config.block_size)
+        self.table_bytes = 2 * 4 * self.max_num_reqs * blocks + 8 * self.max_num_tokens
+
     def forget_step(self) -> None:
         """A step raised an exception half-way; its requests are dropped, and the next one begins anew."""
         self.execute_model_state = None
@@ -54,22 +70,6 @@ class SecondRunner(CapturingRunner):
 
 class SecondPooledRunner(SecondRunner, PooledOnDevice, GPUModelRunner):
     """On the shared pool."""
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        loaded = 0
-        made_state = vllm_runner.init_model_state
-
-        def init_model_state(*given: Any) -> Any:
-            nonlocal loaded
-            loaded = _allocated(self.device)
-            return made_state(*given)
-
-        with replaced(vllm_runner, "init_model_state", init_model_state):
-            super().load_model(*args, **kwargs)
-        self.request_bytes = _allocated(self.device) - loaded
-        # Block tables of requests and of a step's batch, and where its tokens are written.
-        blocks = -(-self.max_model_len // self.cache_config.block_size)
-        self.table_bytes = 2 * 4 * self.max_num_reqs * blocks + 8 * self.max_num_tokens
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         with replaced(vllm_runner, "init_kv_cache", lambda *_, **__: self._bind_pool()):

@@ -55,6 +55,7 @@ log = logging.getLogger(__name__)
 
 # What a context takes where the driver does not tell, on the safe side for a data-centre GPU.
 UNKNOWN_CONTEXT_BYTES = 768 << 20
+_PRIVATE_WORKER = "muxserve.engine.private.cuda.PrivateHolderWorker"
 # More than any context takes, with the libraries' workspaces and what NCCL has for a few ranks.
 LARGEST_CONTEXT_BYTES = 4 << 30
 
@@ -138,7 +139,7 @@ class HolderWorker(PooledGPUWorker):
         `max_num_seqs` requests. Activations are what torch takes from the GPU for it; the context is all that the
         process has on the GPU and torch does not know of.
         """
-        unit_spec, model, _ = binding.place_of(self.vllm_config)
+        unit_spec, _, _ = binding.place_of(self.vllm_config)
         device = self.device
         torch.cuda.reset_peak_memory_stats(device)
         self._run_largest_batch()
@@ -153,34 +154,38 @@ class HolderWorker(PooledGPUWorker):
         context = _context_bytes(unit_spec.gpu.uuids[self.rank], self._used_before, left + self._exported_bytes)
         # Where nobody has expected this process to stay, its own context is not counted.
         stays = unit_spec.gpu.exports_weights and self._exported is None
-        deployed = unit_spec.model(model)
-        tables = attention.table_shape(self.vllm_config, deployed.layers, deployed.kv_heads, deployed.block_tokens)
-        row_bytes = table_bytes(1, deployed.layers, deployed.kv_heads)
-        partial = MAX_PARTIAL_BYTES
-        if deployed.latent:
-            rank = self.model_config.hf_text_config.kv_lora_rank
-            partial = latent.workspace_bytes(self.vllm_config, rank, deployed.latent)
         return {
             "rank": self.rank,
             "weights_bytes": self._weights_bytes + stays * context,
             # With the buffers that a runner has from the start and makes of requests, and what attention needs, which
-            # was left out: folded tables, partial results, staged rows. Before its first step an engine rebuilds its
-            # modules there.
+            # was left out. Before its first step an engine rebuilds its modules there.
             "activation_bytes": (
                 max(peak, self._rebuilding)
                 + self._before_weights
                 + self.model_runner.request_bytes
                 + self.model_runner.table_bytes
-                + tables.bytes
-                + partial
-                + STAGED_ROWS * row_bytes
-                + states.workspace_bytes(
-                    self.vllm_config, self.model_runner.state_specs, page_bytes_of(self.vllm_config)
-                )
+                + self._attention_bytes()
             ),
             "context_bytes": context,
             "graph_bytes": graphs,
         }
+
+    def _attention_bytes(self) -> int:
+        """What attention and states on pages need on the GPU: folded tables, partial results, staged rows, copies of
+        states."""
+        unit_spec, model, _ = binding.place_of(self.vllm_config)
+        deployed = unit_spec.model(model)
+        tables = attention.table_shape(self.vllm_config, deployed.layers, deployed.kv_heads, deployed.block_tokens)
+        partial = MAX_PARTIAL_BYTES
+        if deployed.latent:
+            rank = self.model_config.hf_text_config.kv_lora_rank
+            partial = latent.workspace_bytes(self.vllm_config, rank, deployed.latent)
+        return (
+            tables.bytes
+            + partial
+            + STAGED_ROWS * table_bytes(1, deployed.layers, deployed.kv_heads)
+            + states.workspace_bytes(self.vllm_config, self.model_runner.state_specs, page_bytes_of(self.vllm_config))
+        )
 
     def _take_in(self) -> None:
         """Keep what has come in place of what was loaded: at its first step a model may make its rotary tables anew, in
@@ -244,7 +249,7 @@ def holder_args(unit_spec: UnitSpec, model: str) -> dict[str, Any]:
         **engine_args(unit_spec, model, deployed.engines[0]),
         "load_format": own.get("load_format", "auto"),
         "model_loader_extra_config": own.get("model_loader_extra_config", {}),
-        "worker_cls": f"{__name__}.HolderWorker",
+        "worker_cls": _PRIVATE_WORKER if deployed.private else f"{__name__}.HolderWorker",
     }
 
 
