@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+from muxserve.gpu.nvml import Gpu, GpuMachine, GpuModes
 from tests.gpu.trial import fleets, needs, operators, runner, stock_percent
 from tests.gpu.trial.runner import ROOT, Rehearsal, Step, Trial, listing, summary
 from tests.gpu.trial.steps import STEPS
@@ -209,6 +210,20 @@ def test_a_missing_wheel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["vllm"].startswith("vLLM is not installed; carry its wheels")
     assert found["fleet"] == "not installed, and fleets need them: openai"
     assert "native" not in found
+
+
+@pytest.mark.parametrize(
+    ("gpu", "why"),
+    [
+        (Gpu(0, "GPU-0", "NVIDIA H200"), ""),
+        (Gpu(0, "GPU-0", "NVIDIA H200", modes=GpuModes(mig=True)), "no GPU is whole and sound"),
+        (Gpu(0, "GPU-0", "NVIDIA H200", fault="lost"), "no GPU is whole and sound"),
+    ],
+)
+def test_a_gpu_is_there_if_it_is_whole_and_sound(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, why: str) -> None:
+    monkeypatch.setattr(needs, "this_machines_gpus", lambda: GpuMachine((gpu,)))
+    assert needs.missing({"gpu"}).get("gpu", "").startswith(why)
+    assert bool(needs.missing({"gpu"})) == bool(why)
 
 
 def test_every_step_has_its_own_name_a_limit_and_known_needs() -> None:

@@ -17,7 +17,7 @@ from tests.gpu.run import NATIVE
 
 def _gpu() -> str:
     found = this_machines_gpus()
-    usable = [gpu for gpu in found.gpus if not (gpu.fault or gpu.mig)]
+    usable = [gpu for gpu in found.gpus if not (gpu.fault or gpu.modes.mig)]
     return "" if usable else found.why_none or "no GPU is whole and sound (`muxserve doctor` says more)"
 
 
