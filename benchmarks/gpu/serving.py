@@ -29,7 +29,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -181,9 +181,13 @@ def compare(report: dict[str, Any]) -> None:
                 print(f"{system}, {point}: {report['ahead'][system][point]:.2f} times the best stock servers'")
 
 
-def attained(points: Mapping[str, dict[str, Any]]) -> float:
-    """The part of the requests of all points that met 8 times their latency alone."""
-    return statistics.mean(each["slo_attainment"]["e2e"][SCALE] for each in points.values())
+def figures(points: Iterable[dict[str, Any]]) -> tuple[float, float]:
+    """Over these points: the part of the requests that met 8 times their latency alone, and tokens per second."""
+    found = list(points)
+    return (
+        statistics.mean(each["slo_attainment"]["e2e"][SCALE] for each in found),
+        statistics.mean(each.get("output_tokens_per_second", 0.0) for each in found),
+    )
 
 
 def decision(report: Mapping[str, Any]) -> list[str]:
@@ -201,15 +205,10 @@ def decision(report: Mapping[str, Any]) -> list[str]:
         elif system in KEYS or system == "stock-mps":
             ways[system] = points
     common = [point for point in next(iter(ways.values()), {}) if all(point in points for points in ways.values())]
-    shown = {
-        system: (
-            attained({point: points[point] for point in common}),
-            statistics.mean(points[point].get("output_tokens_per_second", 0.0) for point in common),
-        )
-        for system, points in ways.items()
-        if common
-    }
-    for system, (part, speed) in shown.items():
+    shown = {system: figures(points[point] for point in common) for system, points in ways.items() if common}
+    # One model's requests only, which nothing else is compared with.
+    lone = {"stock-alone": figures(results["stock-alone"].values())} if "stock-alone" in results else {}
+    for system, (part, speed) in (lone | shown).items():
         objective = f"{SCALE} times their latency alone"
         words.append(f"{system}: {part:.0%} of the requests within {objective}, {speed:.0f} tokens/s")
     fleets = {system: each for system, each in shown.items() if system in KEYS}

@@ -67,3 +67,10 @@ def test_points_that_not_all_have_reached_do_not_count(serving: ModuleType) -> N
 
 def test_one_fleet_decides_nothing(serving: ModuleType) -> None:
     assert len(serving.decision(report(stock_mps=(0.9, 900.0), one_free=(0.9, 990.0)))) == 2
+
+
+def test_a_server_alone_is_shown_and_not_compared(serving: ModuleType) -> None:
+    said = serving.decision(report(stock_alone=(1.0, 2000.0), one_free=(0.9, 990.0), one_turns=(0.8, 990.0)))
+    assert said[0] == "stock-alone: 100% of the requests within 8 times their latency alone, 2000 tokens/s"
+    assert said[-1].startswith("best of the fleets is one-free")
+    assert len(serving.decision(report(stock_alone=(1.0, 2000.0)))) == 1
