@@ -96,7 +96,7 @@ def estimated(
             weights_bytes=weight_bytes(demand, ranks // stages, stages),
             activation_bytes=activation_bytes(demand, ranks // stages),
             context_bytes=rules.context_bytes,
-            graph_bytes=rules.graph_bytes,
+            graph_bytes=0 if demand.graphs == "eager" else rules.graph_bytes,
             engine_count=1 if demand.name in one_engine or demand.architecture.pooling else 2,
         )
         for rank in range(ranks)

@@ -16,6 +16,7 @@ from muxserve.gpu.budget import (
     budget,
     check,
     check_room,
+    estimated,
     measured,
     pool_beside,
     pool_bytes,
@@ -24,6 +25,7 @@ from muxserve.gpu.budget import (
 )
 from placement.format import format_size
 from placement.memory import MemoryRules
+from tests.placement.analytic import demand
 
 GIB, MIB = 1 << 30, 1 << 20
 RULES = MemoryRules.served(0.9)
@@ -52,6 +54,11 @@ def test_one_engine_takes_half_of_what_two_take() -> None:
     assert one.resting(RULES) == 256 * MIB + 500 * MIB
     # Who has loaded the weights keeps a context of its own where memory cannot be exported.
     assert one.engines(replace(RULES, processes=3)) == engine + 500 * MIB
+
+
+def test_engines_that_capture_nothing_have_no_graphs() -> None:
+    demands = [demand("a", graphs="eager"), demand("b")]
+    assert [each.graph_bytes for each in estimated(demands, 1, RULES)] == [0, RULES.graph_bytes]
 
 
 def test_what_others_have_counts_as_far_as_it_is_more_than_is_left_free() -> None:
