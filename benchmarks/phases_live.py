@@ -7,7 +7,7 @@
 global scheduler sends each request as it finds them freest: `independent`, engines whose steps hold prompts and
 sequences that decode, as stock vLLM's; `split`, two engines each. Requests stay where they are.
 
-`pipeline`: one model over two stages with Token Throttling, against the fixed budget of Sarathi-Serve.
+`pipeline`: one model over two stages with Token Throttling, against one stage with as many threads.
 
 Every system gets the very same requests: arrival, prompt, output length. A request meets its objectives if its time to
 first token and its time per token after it are within them. The first token of a rolling replica is followed by a wait
@@ -56,8 +56,10 @@ def systems(part: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]
             "independent": one_stage | replicas,
             "split": replicas,
         }
-    stages = {"engines": "one", "stages": 2, "threads": 1}
-    return {name: stages | {"batching": name} for name in ("throttled", "fixed")}
+    return {
+        "stages": {"engines": "one", "stages": 2, "threads": 1},
+        "one stage": {"engines": "one", "threads": 2},
+    }
 
 
 def fleet_of(keys: Mapping[str, Any], checkpoint: Path, options: argparse.Namespace) -> dict[str, Any]:

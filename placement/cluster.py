@@ -55,7 +55,7 @@ class PlacedUnit:
 
     The only model of a unit may have its layers in `stages`, each on as many devices, which split its tensors; on a
     CPU, where a unit is one device, each is a process. `policy` is that of the unit's scheduler (`rolling`: of a
-    replica over which prefill rolls) and `batching` that of steps of one engine, where they are not the fleet file's.
+    replica over which prefill rolls), where it is not the fleet file's.
     """
 
     name: str
@@ -65,7 +65,6 @@ class PlacedUnit:
     kv_bytes: int
     stages: int = 1
     policy: str = ""
-    batching: str = ""
 
     @property
     def rolls(self) -> bool:

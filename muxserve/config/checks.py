@@ -178,7 +178,7 @@ def _whole(value: object) -> TypeGuard[int]:
 # Like `checks`, these look at the raw data.
 
 # Keys of models with one engine of both phases.
-_OF_ONE = ("stages", "batching", "dispatch")
+_OF_ONE = ("stages", "dispatch")
 
 
 def check_shapes(source: Source) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ _REMOVED: dict[tuple[str, ...], str] = {
     ("models", "replicas", "low"): "remove it: one replica more starts below a freeness of 160 tokens per request",
     ("models", "replicas", "high"): "remove it: a replica goes above a freeness of 960 tokens per request",
     ("models", "replicas", "hold"): "remove it: the number of replicas changes after 10 s outside the bounds",
+    ("models", "batching"): "remove it: steps over several stages are throttled, and others are vLLM's own",
     ("models", "phases"): "write `engines: split` for multiplexed, `engines: auto` for auto, `dispatch: rolling` for "
     "rolling, and `stages: 2` or more for pipelined",
     ("models", "rolling"): "remove it: macro instances have 4 to 16 replicas, and a quarter of the decodes may have "

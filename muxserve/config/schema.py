@@ -42,7 +42,7 @@ from muxserve.replicas.priorities import DEFAULT_LEVELS
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.scheduling.policies import DEFAULT_POLICY
 from muxserve.scheduling.residency_types import ResidencyRules
-from muxserve.spec import BatchingName, ShapeName
+from muxserve.spec import ShapeName
 
 _SCALING, _RESIDENCY = ScalingRules(), ResidencyRules(1)
 # Where answers of `/v1/responses` are kept by `responses: on`.
@@ -360,15 +360,8 @@ BatchesDirectory = Annotated[
 ]
 
 
-BatchingChoice = Literal["auto", "vllm", "fixed", "throttled"]
 # The engines, by device, of models that leave these open and that no plan says more of.
 DEFAULT_SHAPES: dict[Literal["cpu", "cuda"], ShapeName] = {"cpu": "one", "cuda": "split"}
-
-
-def _batching(value: object) -> object:
-    if isinstance(value, dict):
-        raise ValueError(f"is one of throttled, fixed and vllm: write `batching: {value.get('policy', 'throttled')}`")
-    return value
 
 
 class Ray(Section):
@@ -534,12 +527,6 @@ class ModelSettings(Section):
         description="rolling: prefill rolls over replicas of one engine; auto: the fleet's dispatch, or as the plan "
         "has it",
     )
-    batching: Annotated[BatchingChoice, BeforeValidator(_batching)] = Field(
-        default=AUTO,
-        description="How the tokens of a step of one engine are budgeted: throttled is gLLM's Token Throttling, fixed "
-        "fills max_num_batched_tokens up with prompts, vllm leaves it to vLLM; auto: throttled over several stages, "
-        "else vllm",
-    )
     kv: Literal["auto", "pool", "private"] = Field(
         default="auto",
         description="Where its KV lies: in the pool that all models share, or in a cache of vLLM's own of a planned "
@@ -623,15 +610,6 @@ class Model(ModelSettings):
         if self.engines != AUTO:
             return self.engines
         return "one" if self.has_own_unit else DEFAULT_SHAPES[device]
-
-    @property
-    def step_batching(self) -> BatchingName:
-        """What a step of its engine may hold, if it has one."""
-        if self.rolls:
-            return "vllm"
-        if self.batching != AUTO:
-            return self.batching
-        return "throttled" if self.stage_count > 1 else "vllm"
 
     def with_engines(self, shape: ShapeName, stages: int = 1, rolling: bool = False) -> Model:
         """The model with that in place of what it says of its engines."""

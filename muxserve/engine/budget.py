@@ -10,15 +10,7 @@ from collections.abc import Container, Iterable
 
 from vllm.v1.request import Request
 
-from muxserve.scheduling.token_throttling import BudgetInputs, FixedBudget, Throttle, TokenBudget, TokenThrottling
-from muxserve.spec import BatchingName
-
-
-def token_budget_of(batching: BatchingName, max_tokens: int) -> TokenBudget | None:
-    """The budget that a model's `batching` asks for; None leaves it to vLLM. A step has at most `max_tokens` tokens."""
-    if batching == "vllm":
-        return None
-    return FixedBudget(max_tokens) if batching == "fixed" else TokenThrottling(Throttle())
+from muxserve.scheduling.token_throttling import BudgetInputs, TokenBudget
 
 
 class BudgetedSteps:

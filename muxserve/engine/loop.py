@@ -14,7 +14,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
 from muxserve.engine.binding import Binding, bind, current, private_binding
-from muxserve.engine.budget import BudgetedSteps, token_budget_of
+from muxserve.engine.budget import BudgetedSteps
 from muxserve.engine.grammars import load_tokenizers_later, use_grammars
 from muxserve.engine.lease import HeldLease, StepNews
 from muxserve.engine.leased_scheduler import LeasedScheduler
@@ -30,6 +30,7 @@ from muxserve.net.inbox import ImpossibleMessageError, Inbox
 from muxserve.net.logs import of_request
 from muxserve.net.peer import Address, Peer
 from muxserve.net.process import IdleTrim, words
+from muxserve.scheduling.token_throttling import TokenThrottling
 from muxserve.spec import UnitSpec
 from muxserve.spec.unit import EnginePhase
 from muxserve.wire import (
@@ -124,9 +125,8 @@ class EngineLoop:
         self.core = core
         self.scheduler = core.scheduler
         self.scheduler.become(binding.phase)
-        budget = token_budget_of(binding.model.batching, binding.model.max_num_batched_tokens)
-        if budget is not None and binding.phase == "both":
-            self.scheduler.budget = BudgetedSteps(budget, core.vllm_config.max_concurrent_batches)
+        if binding.phase == "both" and binding.model.stages > 1:
+            self.scheduler.budget = BudgetedSteps(TokenThrottling(), core.vllm_config.max_concurrent_batches)
         # The memory manager's client is another one when that has restarted.
         self._pipeline = StepPipeline(core, lambda: self.binding.client.writing())
         self._requests = EngineRequests(core)

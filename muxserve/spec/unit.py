@@ -24,9 +24,6 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 PolicyName = Literal["adbs", "slack", "free", "fcfs", "rolling"]
 ShapeName = Literal["split", "one"]
 EnginePhase = Literal["prefill", "decode", "both"]
-# What one step of a `both` engine may hold (`scheduling.token_throttling`): `vllm` leaves it to vLLM, `fixed` lets all
-# sequences decode and fills up with prompts, `throttled` budgets both apart.
-BatchingName = Literal["vllm", "fixed", "throttled"]
 SmSharing = Literal["mps", "green_contexts", "off"]
 PoolIpc = Literal["auto", "vmm", "legacy"]
 
@@ -130,8 +127,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     stage of a pipeline (of the stage with the most).
 
     `shape` says which engines it has. `split`: one for prefill and one for decode, on shares of the same device. `one`:
-    one engine of both phases, whose steps hold what `batching` has. Such an engine may have its layers over several
-    `stages`, or be one of the replicas over which prefill is `rolling`: then it has a unit to itself.
+    one engine of both phases. Such an engine may have its layers over several `stages`, or be one of the replicas over
+    which prefill is `rolling`: then it has a unit to itself.
 
     The answers of a `pooling` model are vectors (embeddings, scores, classes): a request is finished by its prefill, so
     that there is no decode engine. One with bidirectional attention keeps no KV at all: it has 0 `kv_heads`.
@@ -185,7 +182,6 @@ class ModelSpec(msgspec.Struct, frozen=True):
     shape: ShapeName = "split"
     stages: int = 1
     rolling: bool = False
-    batching: BatchingName = "vllm"
     # Other names that requests may have for it.
     aliases: tuple[str, ...] = ()
     # What automatic target loads of priority levels come to, in tokens of KV.

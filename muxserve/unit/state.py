@@ -109,7 +109,7 @@ def model_profile(model: ModelSpec, elastic: bool = False) -> ModelProfile:
 
 def _waiting_tokens(model: ModelSpec) -> int:
     """Prompt tokens that may be in an engine before they are computed."""
-    throttle = Throttle() if model.batching == "throttled" else None
+    throttle = Throttle() if model.stages > 1 else None
     return prompt_tokens_ahead(model.stages, model.max_num_batched_tokens, throttle)
 
 

@@ -298,7 +298,6 @@ class TestLatentAttention:
         [
             (FP8_CACHE, "keeps its cache in the model's dtype"),
             (STAGES, "models with latent attention are served in one stage"),
-            (f"{ONE}, batching: fixed", "batching: must be vllm: vLLM computes prompts with latent attention in one"),
         ],
     )
     def test_what_it_cannot_have_is_refused(self, tmp_path: Path, options: str, words: str) -> None:

@@ -25,28 +25,27 @@ def parse(extra: str) -> Fleet:
 
 def test_what_a_model_has_that_says_nothing() -> None:
     (model,) = parse("").models
-    assert (model.shape("cpu"), model.stages, model.rolls, model.step_batching) == (DEFAULT, AUTO, False, "vllm")
+    assert (model.shape("cpu"), model.stages, model.rolls) == (DEFAULT, AUTO, False)
 
 
 def test_a_rolling_model() -> None:
     (model,) = parse(f"    dispatch: rolling\n{SLO}").models
-    assert (model.shape("cpu"), model.rolls, model.step_batching) == ("one", True, "vllm")
+    assert (model.shape("cpu"), model.rolls) == ("one", True)
 
 
 @pytest.mark.parametrize(
-    ("extra", "shape", "stages", "batching"),
+    ("extra", "shape", "stages"),
     [
-        ("engines: split", "split", 1, "vllm"),
-        ("engines: one", "one", 1, "vllm"),
-        ("stages: 4", "one", 4, "throttled"),
-        ("engines: one\nstages: 2\nbatching: fixed", "one", 2, "fixed"),
-        ("engines: one\nstages: 1\nbatching: throttled\nsm: {decode: 0.5}", "one", 1, "throttled"),
-        ("engines: auto\nbatching: vllm\nsm: {prefill: 0.5}", DEFAULT, 1, "vllm"),
+        ("engines: split", "split", 1),
+        ("engines: one", "one", 1),
+        ("stages: 4", "one", 4),
+        ("engines: one\nstages: 1\nsm: {decode: 0.5}", "one", 1),
+        ("engines: auto\nsm: {prefill: 0.5}", DEFAULT, 1),
     ],
 )
-def test_shapes(extra: str, shape: str, stages: int, batching: str) -> None:
+def test_shapes(extra: str, shape: str, stages: int) -> None:
     (model,) = parse("".join(f"    {line}\n" for line in extra.split("\n"))).models
-    assert (model.shape("cpu"), model.stage_count, model.step_batching) == (shape, stages, batching)
+    assert (model.shape("cpu"), model.stage_count) == (shape, stages)
 
 
 @pytest.mark.parametrize(
@@ -57,13 +56,12 @@ def test_shapes(extra: str, shape: str, stages: int, batching: str) -> None:
         ("dispatch: rolling", "4: models[0].dispatch: `dispatch: rolling` needs slo.ttft_ms and slo.tpot_ms: prefill rolls on when the next would miss them"),
         ("dispatch: rolling\nslo: {ttft_ms: 5}", "5: models[0].slo: `dispatch: rolling` needs slo.tpot_ms: prefill rolls on when the next would miss them"),
         ("dispatch: rolling\nslo: {ttft_ms: 5, tpot_ms: 1}\nstages: 2", "6: models[0].stages: must be 1 where prefill rolls over replicas, each of which has one stage; leave one of the two out"),
-        *((f"engines: split\n{key}: {value}", f"5: models[0].{key}: is for models with one engine; write `engines: one`, or leave it out") for key, value in (("stages", 2), ("batching", "fixed"))),
+        ("engines: split\nstages: 2", "5: models[0].stages: is for models with one engine; write `engines: one`, or leave it out"),
         ("engines: one\nsm: {prefill: 0.5}", "5: models[0].sm.prefill: is for `engines: split`; the share of a model's one engine is `sm.decode`"),
         ("stages: 2\nsm: {decode: 0.5}", "5: models[0].sm: is for models that share GPUs; this one has GPUs to itself; leave it out"),
         ("engines: one\nstages: 0", "5: models[0].stages: must be a whole number of at least 1, or auto, not 0"),
         ("rolling: {lower: 9}", "4: models[0].rolling: is no longer a key; remove it: macro instances have 4 to 16 replicas, and a quarter of the decodes may have saved less time than a prefill takes (docs/rolling.md)"),
-        ("batching: throtled", '4: models[0].batching: must be one of auto, vllm, fixed, throttled, not \'throtled\'; did you mean "throttled"?'),
-        ("batching: {policy: fixed, iterations: 3}", "4: models[0].batching: is one of throttled, fixed and vllm: write `batching: fixed`"),
+        ("batching: throttled", "4: models[0].batching: is no longer a key; remove it: steps over several stages are throttled, and others are vLLM's own"),
         ("engine_args: {pipeline_parallel_size: 2}", "4: models[0].engine_args.pipeline_parallel_size: is set by `stages` of the model; move it there"),
     ],
 )  # fmt: skip
@@ -77,10 +75,10 @@ def test_mistakes(extra: str, expected: str) -> None:
     ("extra", "good"),
     [
         ("    engines: auto\n    stages: auto\n    dispatch: auto\n", True),
-        ("    engines: one\n    stages: 3\n    batching: fixed\n", True),
+        ("    engines: one\n    stages: 3\n", True),
         ("    engines: both\n", False),
         ("    stages: 0\n", False),
-        ("    batching: {policy: fixed}\n", False),
+        ("    batching: fixed\n", False),
     ],
 )
 def test_what_editors_are_told(extra: str, good: bool) -> None:

@@ -13,12 +13,12 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from muxserve.engine.block_pool import PooledBlockPool
-from muxserve.engine.budget import BudgetedSteps, token_budget_of
+from muxserve.engine.budget import BudgetedSteps
 from muxserve.engine.requests import EngineRequests
 from muxserve.engine.scheduler import PhaseScheduler
 from muxserve.engine.stage_clock import StageClocks
 from muxserve.engine.states import StatefulBlocks
-from muxserve.scheduling.token_throttling import FixedBudget, Throttle, TokenThrottling
+from muxserve.scheduling.token_throttling import Throttle, TokenThrottling
 from muxserve.wire import Admit, HandOff
 
 
@@ -44,16 +44,6 @@ def throttled(**changes: Any) -> BudgetedSteps:
     return BudgetedSteps(TokenThrottling(Throttle(**changes)), depth=2)
 
 
-def test_batching_names_its_budget() -> None:
-    assert token_budget_of("vllm", 512) is None
-    fixed = token_budget_of("fixed", 512)
-    assert isinstance(fixed, FixedBudget)
-    assert fixed.tokens == 512
-    by_waiting = token_budget_of("throttled", 512)
-    assert isinstance(by_waiting, TokenThrottling)
-    assert by_waiting.throttle == Throttle()
-
-
 def test_those_that_decoded_last_sit_the_next_micro_batch_out() -> None:
     steps = throttled()
     running = [decodes(name) for name in "abcd"]
@@ -76,15 +66,6 @@ def test_prompts_that_wait_and_that_are_half_through_count_alike_and_come_behind
     # #WP = 200 + 200, a quarter of it; one of the two sequences; three that were adopted.
     assert most == 100 + 1 + 3
     assert [r.request_id for r in running] == ["a", "b", "p", "last chunk in flight"]
-
-
-def test_a_fixed_budget_lets_all_decode_that_can() -> None:
-    budget = token_budget_of("fixed", 10)
-    assert budget is not None
-    steps = BudgetedSteps(budget, depth=2)
-    running = [decodes("a"), decodes("b"), decodes("c", in_flight=True)]
-    assert steps.tokens(running, 0, [prompt("p", 99)], {"p"}, 0.0, step=1) == 10
-    assert [r.next_decode_eligible_step for r in running] == [0, 0, 0]
 
 
 # ---------------------------------------------------------------- published blocks

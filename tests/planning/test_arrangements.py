@@ -185,7 +185,6 @@ class TestStages:
         # Pages are of one stage: a block of 32 tokens has 2 layers x 4 heads of them, a sequence of 256 tokens 8
         # blocks.
         assert (model.pages_per_block, model.floor_pages) == (8, 64)
-        assert model.batching == "throttled"
         assert unit.layout("arithmetic").endswith(".2r.2s")
 
     def test_in_words(self) -> None:
@@ -204,8 +203,8 @@ class TestStages:
         assert (unit.ranks, unit.stages, unit.models[0].layers) == (stages, stages, layers)
 
     def test_one_is_no_more_than_one_engine_with_mixed_steps(self) -> None:
-        unit = unit_of(plan(only("engines: one, stages: 1, batching: vllm")))
-        assert (unit.ranks, unit.policy, unit.models[0].batching) == (1, "free", "vllm")
+        unit = unit_of(plan(only("engines: one, stages: 1")))
+        assert (unit.ranks, unit.policy, unit.stages) == (1, "free", 1)
 
     def test_more_than_layers_are_refused(self) -> None:
         said = refused(only("engines: one, stages: 5"))
@@ -409,7 +408,6 @@ class TestPlanFiles:
         file = saved(tmp_path / "plan.yaml", ("arithmetic", False, 2), device="H200-141GB", each=4)
         unit = unit_of(plan(only("engines: auto", head="cluster: {gpus: 4}"), file, H200))
         assert (unit.policy, unit.ranks, unit.stages, unit.models[0].kv_heads) == ("free", 4, 2, 2)
-        assert unit.models[0].batching == "throttled"
 
     def test_with_a_pipeline_on_a_cpu(self, tmp_path: Path) -> None:
         unit = unit_of(plan(only("max_len: 256"), saved(tmp_path / "plan.yaml", ("arithmetic", False, 4))))

@@ -297,17 +297,17 @@ FLEET = "cluster: {{ gpus: 1, gpu_type: a100 }}\nmodels:\n  - {{ name: a, archit
 
 
 class TestPlanFile:
-    def test_a_plan_file_names_policy_and_batching_and_the_fleet_gets_them(self, tmp_path: Path) -> None:
+    def test_a_plan_file_names_engines_and_policy_and_the_fleet_gets_them(self, tmp_path: Path) -> None:
         file = tmp_path / "fleet.yaml"
         file.write_text(FLEET.format(more=""))
         fleet = load_fleet(file, serving=False)
-        unit = replace(UNIT, models=(replace(UNIT.models[0], shape="one"),), batching="vllm")
+        unit = replace(UNIT, models=(replace(UNIT.models[0], shape="one"),))
         one = as_way("one engine", plan_of(unit), fleet, AROUND, Roofline()).placement
         save_plan(one, tmp_path / "plan.yaml")
         (unit,) = load_plan(tmp_path / "plan.yaml", fleet).units
-        assert (unit.models[0].shape, unit.stages, unit.batching, unit.policy) == ("one", 1, "vllm", "free")
+        assert (unit.models[0].shape, unit.stages, unit.policy) == ("one", 1, "free")
         (model,) = arranged(fleet, tmp_path / "plan.yaml", [unit]).models
-        assert (model.engines, model.stages, model.batching) == ("one", 1, "vllm")
+        assert (model.engines, model.stages) == ("one", 1)
         shared = as_way("shared", plan_of(UNIT), fleet, AROUND, Roofline()).placement
         save_plan(shared, tmp_path / "plan.yaml")
         (unit,) = load_plan(tmp_path / "plan.yaml", fleet).units

@@ -276,7 +276,7 @@ class TestOpenModels:
 
         own = [unit for unit in made.placement.units if unit.models[0].model == "open"]
         assert len(devices(before, "open")) >= 2
-        assert {(unit.policy, unit.stages, unit.batching) for unit in own} == {(policy, stages, "")}
+        assert {(unit.policy, unit.stages) for unit in own} == {(policy, stages)}
         for name in ("open", "other"):
             assert devices(made, name) == devices(before, name)
         assert sum(unit.models[0].rate for unit in own) == pytest.approx(8.0)

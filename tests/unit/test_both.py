@@ -192,12 +192,11 @@ def test_what_an_engine_is_to_have_waiting_follows_the_budget() -> None:
     from muxserve.unit.state import unit_ledger
 
     def waiting(**changes: Any) -> int:
-        made = unit_spec(model("a", shape="one", stages=3, **changes), policy="free")
+        made = unit_spec(model("a", shape="one", **changes), policy="free")
         return unit_ledger(made).models[0].profile.engines.waiting_tokens
 
-    assert waiting() == 4 * 64, "three micro-batches under way and one more"
-    assert waiting(batching="fixed") == 4 * 64
-    assert waiting(batching="throttled") == 8 * 2048
+    assert waiting() == 2 * 64, "a step under way and one more"
+    assert waiting(stages=3) == 8 * 2048, "as many as Token Throttling looks at"
 
 
 # ---------------------------------------------------------------- waits for the phase switch

@@ -11,9 +11,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from muxserve.config import AUTO, Fleet, Model, Problem
+from muxserve.config import Fleet, Model, Problem
 from muxserve.costs.architecture import split_layers
 from muxserve.costs.calibration import LINKS
 from muxserve.costs.devices import Device, device
@@ -23,15 +23,12 @@ from muxserve.metrics.tables import seconds_words
 from muxserve.rolling.member import LatencyTargets
 from muxserve.rolling.mitosis import Bounds
 from muxserve.scheduling.token_throttling import (
-    FixedBudget,
     Throttle,
-    TokenBudget,
     TokenThrottling,
     prompt_tokens_ahead,
 )
 from muxserve.simulator import Link, Pipeline, RingRules, SimUnit, UnitResult, lone_unit
 from muxserve.simulator.stages import kv_blocks
-from muxserve.spec import BatchingName
 from placement.cluster import ROLLING, PlacedUnit
 from placement.demand import Demand
 from placement.format import enumerate_words
@@ -69,8 +66,7 @@ class ReplicaLayout(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class LayoutRequest:
     """One model as it is asked for. `replicas` and `stages` are None where they may be chosen, the latter from
-    `least_stages` on. `spared` and `bounds` are for `rolling` prefill, `batching` is for the steps of an engine (auto:
-    throttled over several stages)."""
+    `least_stages` on. `spared` and `bounds` are for `rolling` prefill."""
 
     demand: Demand
     replicas: int | None = None
@@ -79,7 +75,6 @@ class LayoutRequest:
     rolling: bool = False
     spared: float | None = 0.25
     bounds: Bounds = field(default_factory=Bounds)
-    batching: BatchingName | Literal["auto"] = AUTO
 
     @property
     def longest(self) -> int:
@@ -90,13 +85,6 @@ class LayoutRequest:
     def has_objectives(self) -> bool:
         """Whether there is one for the first token and one for those after it."""
         return self.demand.slo_ttft is not None and self.demand.slo_tpot is not None
-
-    def throttle(self, stages: int) -> Throttle | None:
-        """By what the steps of an engine of so many stages are throttled; None: they are not."""
-        if self.rolling:
-            return None
-        throttled = stages > 1 if self.batching == AUTO else self.batching == "throttled"
-        return Throttle() if throttled else None
 
 
 def asks_for_choice(model: Model) -> bool:
@@ -133,7 +121,6 @@ def wanted_of(model: Model, demand: Demand, free: bool) -> LayoutRequest:
         replicas=None if free and given.max == 1 else max(1, given.at_start),
         stages=model.stages if isinstance(model.stages, int) else None if free else model.stage_count,
         rolling=model.rolls,
-        batching=model.batching,
     )
 
 
@@ -334,11 +321,11 @@ def link_of(on: Device, tp: int) -> Link:
 def replica_unit(wanted: LayoutRequest, place: SimulatedLayout, name: str, devices: tuple[int, ...]) -> SimUnit:
     """One replica as the simulator has it, in a unit to itself."""
     stages = len(place.blocks)
-    pipeline, throttle = None, wanted.throttle(stages)
-    # The steps of an engine of one stage are vLLM's own, unless they are throttled.
-    if stages > 1 or throttle is not None:
-        budgets = _Budgets(wanted.demand.max_num_batched_tokens, throttle)
-        pipeline = Pipeline(split_layers(wanted.demand.architecture.layers, stages), place.links, budgets)
+    pipeline = throttle = None
+    # The steps of an engine of one stage are vLLM's own.
+    if stages > 1:
+        throttle = Throttle()
+        pipeline = Pipeline(split_layers(wanted.demand.architecture.layers, stages), place.links, TokenThrottling)
     return lone_unit(
         name,
         place.shape.device,
@@ -364,18 +351,6 @@ def ring_of(wanted: LayoutRequest) -> RingRules:
         raise NoPlaceError(f"{demand.name} is rolling, which needs slo.ttft_ms and slo.tpot_ms")
     objectives = LatencyTargets(demand.slo_ttft, demand.slo_tpot, wanted.spared)
     return RingRules(objectives, wanted.bounds, expected_output=demand.output_tokens, max_tokens_told=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Budgets:
-    """Makes the budget of an engine: throttled, or of so many tokens. Those that make the same are equal, and so are
-    the pipelines that have them."""
-
-    tokens: int
-    throttle: Throttle | None
-
-    def __call__(self) -> TokenBudget:
-        return FixedBudget(self.tokens) if self.throttle is None else TokenThrottling(self.throttle)
 
 
 # ---------------------------------------------------------------- report

@@ -184,12 +184,11 @@ def shares_per_lease(fleet: Fleet, placement: Placement) -> bool:
 
 
 def _runs_otherwise(unit: PlacedUnit, fleet: Fleet) -> bool:
-    """Whether the steps of the only engine of a unit are others than vLLM's own on GPUs: it is a pipeline, prefill
-    rolls over it, or its steps are throttled or of a fixed size."""
+    """Whether the steps of the only engine of a unit are others than vLLM's own on GPUs: it is a pipeline, or prefill
+    rolls over it."""
     if unit.split or len(unit.models) > 1:
         return False
-    alone = [as_unit_has(fleet.model(each.model), unit) for each in unit.models]
-    return unit.device == CPU or unit.stages > 1 or unit.rolls or any(each.step_batching != "vllm" for each in alone)
+    return unit.device == CPU or unit.stages > 1 or unit.rolls
 
 
 def _under(unit: PlacedUnit, fleet: Fleet) -> PlacedUnit:

@@ -43,8 +43,7 @@ class PlanModel(Section):
 
 class PlanUnit(Section):
     """Models colocated on `devices`, numbered through the nodes. `kv_bytes` are the page pool and the private caches of
-    each device; `stages`, `policy` (of the unit's scheduler) and `batching` (of steps of one engine) are left out where
-    they say nothing new."""
+    each device; `stages` and `policy` (of the unit's scheduler) are left out where they say nothing new."""
 
     name: str = Field(pattern=NAME_PATTERN)
     device: str = Field(min_length=1)
@@ -52,7 +51,6 @@ class PlanUnit(Section):
     kv_bytes: int = Field(ge=1)
     stages: int = Field(default=1, ge=1)
     policy: Literal[PolicyName, "", "rolling"] = ""
-    batching: Literal["", "throttled", "fixed", "vllm"] = ""
     models: list[PlanModel] = Field(min_length=1)
 
     @property
@@ -83,7 +81,6 @@ class PlanFile(Section):
                 kv_bytes=unit.kv_bytes,
                 stages=unit.stages,
                 policy=ROLLING if unit.rolls else unit.policy,
-                batching=unit.batching,
             )
             for unit in self.units
         )
@@ -105,7 +102,6 @@ def plan_text(placement: Placement, about: str = "") -> str:
                 "kv_bytes": unit.kv_bytes,
                 **({"stages": unit.stages} if unit.stages > 1 else {}),
                 **({"policy": unit.policy} if unit.policy else {}),
-                **({"batching": unit.batching} if unit.batching else {}),
                 "models": [
                     {
                         "model": m.model,

@@ -89,8 +89,6 @@ def model_demands(
             problems += _kind_problems(fleet, model, kind)
         if architecture.sees_images:
             problems += _image_problems(fleet, model, ranks)
-        if not private and (words := _unbudgeted(model, architecture, gpu is not None)):
-            problems.append(fleet.model_problem(model.name, "batching", words))
         if not private and (words := _unspeculative(model, architecture, ranks, gpu is not None)):
             problems.append(fleet.model_problem(model.name, "engine_args", f"no speculative_config: {words}"))
         if (
@@ -150,13 +148,6 @@ def estimated_in_words(models: Iterable[Demand | ModelDemand]) -> list[str]:
 def _unlike(architecture: ModelArchitecture) -> list[str]:
     """What the model keeps instead of K and V by head."""
     return ["latent attention"] * (architecture.latent is not None) + ["states"] * (architecture.states is not None)
-
-
-def _unbudgeted(model: Model, architecture: ModelArchitecture, on_gpus: bool) -> str:
-    """Why the steps of the model cannot have the budget that its `batching` asks for; empty if they can."""
-    if model.step_batching == "vllm" or on_gpus or architecture.latent is None:
-        return ""
-    return "must be vllm: vLLM computes prompts with latent attention in one piece on CPU, and a budget cuts them"
 
 
 def _unspeculative(model: Model, architecture: ModelArchitecture, ranks: int, on_gpus: bool) -> str:

@@ -117,9 +117,8 @@ def arranged(fleet: Fleet, path: str | os.PathLike[str], units: Sequence[PlacedU
 
 
 def as_unit_has(model: Model, unit: PlacedUnit) -> Model:
-    """The model with the engines, and the batching, that a plan gives it in a unit."""
-    model = model.with_engines(unit.shape_of(model.name), unit.stages, unit.rolls)
-    return model.model_copy(update={"batching": unit.batching}) if unit.batching else model
+    """The model with the engines that a plan gives it in a unit."""
+    return model.with_engines(unit.shape_of(model.name), unit.stages, unit.rolls)
 
 
 def check_replicas(fleet: Fleet, path: str | os.PathLike[str], units: Sequence[PlacedUnit]) -> None:

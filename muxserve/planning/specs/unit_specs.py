@@ -153,7 +153,6 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
         shape="one" if demand.one_engine else "split",
         stages=demand.stages,
         rolling=model.rolls,
-        batching=model.step_batching if demand.one_engine else "vllm",
         target_load=target_load(Roofline().engine(demand.architecture, _shape(unit, index))),
         pooling=demand.architecture.pooling,
         text_only=demand.architecture.text_only,
