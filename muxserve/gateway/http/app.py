@@ -208,16 +208,15 @@ class GatewayApp:
         send: Send = AnthropicErrors(answer) if scope["path"].endswith(ANTHROPIC) else answer
         try:
             await self._route(scope, receive, EarlyErrors(send), http)
-        except RequestError as error:
-            await respond_error(send, error)
         except ClientGoneError:
             pass
-        except Exception:
-            if answer.begun:  # the server's to break off
+        except Exception as error:
+            if answer.begun:  # a second answer would be none: the server's to break off
                 raise
-            log.exception("%s %s failed", scope["method"], scope["path"])
-            failure = RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server failed; its log says how")
-            await respond_error(send, failure)
+            if not isinstance(error, RequestError):
+                log.exception("%s %s failed", scope["method"], scope["path"])
+                error = RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server failed; its log says how")
+            await respond_error(send, error)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send, http: HttpRequest) -> None:
         name, path = self._divided(scope)
