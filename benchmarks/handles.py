@@ -84,7 +84,7 @@ def deployed(units: list[str], rules: RollingRules = RULES) -> FleetSpec:
     gateway = GatewaySpec("127.0.0.1", 0)
     entries = []
     for name in units:
-        unit_spec = UnitSpec(f"/nowhere/{name}", name, "rolling", 2, [PoolSpec("main", 32768, 1001)], [model], gateway)
+        unit_spec = UnitSpec(f"/nowhere/{name}", name, "rolling", 2, [PoolSpec("main", 32768, 1001)], [model])
         entries.append(UnitEntry(unit_spec, unit_spec.unit_address, unit_spec.migrator_address, ["m"]))
     return FleetSpec("/nowhere", gateway, [model], entries, rolling={"m": rules})
 

@@ -34,7 +34,7 @@ from report import machine, write_report
 
 from muxserve.memory import _native, server
 from muxserve.memory.client import MemoryClient
-from muxserve.spec import GatewaySpec, ModelSpec, PoolSpec, UnitSpec
+from muxserve.spec import ModelSpec, PoolSpec, UnitSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS, KV_HEADS, BLOCK_TOKENS = 32, 8, 16
@@ -103,7 +103,6 @@ def unit_spec(run_dir: str) -> UnitSpec:
         cores=2,
         pools=[PoolSpec("p", 64, num_blocks * PAGES_PER_BLOCK)],
         models=[model],
-        gateway=GatewaySpec("127.0.0.1", 0),
     )
 
 

@@ -33,7 +33,7 @@ from muxserve.migration.chunks import SEND_BYTES
 from muxserve.migration.pages import HostPages
 from muxserve.migration.process import MACHINE
 from muxserve.net import sockets
-from muxserve.spec import GatewaySpec, Listen, ModelSpec, PoolSpec, UnitSpec
+from muxserve.spec import Listen, ModelSpec, PoolSpec, UnitSpec
 from muxserve.wire import Message, MigratorHello, MoveAbort, MoveFailed, MoveStage, MoveStaged, Reset, decode, encode
 
 MODEL = "m"
@@ -71,8 +71,7 @@ def unit_spec(root: Path, name: str, tokens: int, block_tokens: int, **changes: 
         max_queue=8,
     )
     page_bytes = 2 * block_tokens * HEAD_DIM * ITEM
-    gateway = GatewaySpec("127.0.0.1", 0)
-    return UnitSpec(str(run_dir), name, "adbs", 1, [PoolSpec("p", page_bytes, pages)], [model], gateway, **changes)
+    return UnitSpec(str(run_dir), name, "adbs", 1, [PoolSpec("p", page_bytes, pages)], [model], **changes)
 
 
 class Unit:

@@ -150,7 +150,7 @@ def _deployed(run_dir: str, units: int) -> FleetSpec:
     for number in range(units):
         name = f"u{number}"
         pools = [PoolSpec("main", 32768, 1001)]
-        unit_spec = UnitSpec(f"{run_dir}/{name}", name, "adbs", 2, pools, [model], gateway)
+        unit_spec = UnitSpec(f"{run_dir}/{name}", name, "adbs", 2, pools, [model])
         Path(unit_spec.run_dir).mkdir()
         entries.append(UnitEntry(unit_spec, unit_spec.unit_address, unit_spec.migrator_address, ["m"]))
     return FleetSpec(run_dir, gateway, [model], entries, migration=MigrationRules())

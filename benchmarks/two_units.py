@@ -30,7 +30,7 @@ from muxserve.net import sockets
 from muxserve.profiling.jobs import Bodies
 from muxserve.replicas.priorities import ServiceClass
 from muxserve.replicas.views import InstanceLoad
-from muxserve.spec import GatewaySpec, ModelSpec, PoolSpec, UnitSpec
+from muxserve.spec import ModelSpec, PoolSpec, UnitSpec
 from muxserve.wire import (
     Cancel,
     GatewayHello,
@@ -118,7 +118,7 @@ def unit_of(run_dir: Path, name: str, model: ModelSpec, blocks: int, **changes: 
     pages = blocks * model.pages_per_block + 1
     model = msgspec.structs.replace(model, num_blocks=blocks + 1, quota_pages=pages, floor_pages=pages // 2)
     pool = PoolSpec(model.pool, 2 * model.block_tokens * model.head_dim * ITEM_BYTES[model.dtype], pages)
-    return UnitSpec(str(run_dir), name, "adbs", 1, [pool], [model], GatewaySpec("127.0.0.1", 0), **changes)
+    return UnitSpec(str(run_dir), name, "adbs", 1, [pool], [model], **changes)
 
 
 class Unit:

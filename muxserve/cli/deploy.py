@@ -192,9 +192,7 @@ def _run(
     from muxserve.memory import server
 
     path = str(run_dir.path)
-    units = [
-        planned_unit(plan, path, host, port, simulated=planner.simulated, latency=planner.latency) for plan in plans
-    ]
+    units = [planned_unit(plan, path, simulated=planner.simulated, latency=planner.latency) for plan in plans]
     fleet = fleet_spec_of(planner.fleet, units, path, host, port, residency=residency)
     fleet = msgspec.structs.replace(fleet, takes_over=file.before is not None)
     for note in [*planner.reasons, *notes_of(plans)]:

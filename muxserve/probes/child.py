@@ -101,11 +101,11 @@ def manage(directory: str, uuid: str, ipc: str, pages: str = "256") -> dict[str,
     import msgspec
 
     from muxserve.memory import server
-    from muxserve.spec import GatewaySpec, GpuSpec, ModelSpec, PoolSpec, UnitSpec
+    from muxserve.spec import GpuSpec, ModelSpec, PoolSpec, UnitSpec
 
     Path(directory).mkdir(exist_ok=True)
     model = ModelSpec("m", "", "p", "bfloat16", 2, 2, 64, 16, 64, 128, 0, 512, 1.0, 8, 64, True, 1, 1.0, 1.0, 8, 8)
-    unit_spec = UnitSpec(directory, "probe", "adbs", 1, [PoolSpec("p", 4096, int(pages))], [model], GatewaySpec("", 0))
+    unit_spec = UnitSpec(directory, "probe", "adbs", 1, [PoolSpec("p", 4096, int(pages))], [model])
     gpu = msgspec.convert({"uuids": [uuid], "ipc": ipc}, GpuSpec)
     server.start(msgspec.structs.replace(unit_spec, gpu=gpu))
     return {"socket": unit_spec.memory_socket}

@@ -335,7 +335,6 @@ class UnitSpec(msgspec.Struct, frozen=True):
     cores: int
     pools: list[PoolSpec]
     models: list[ModelSpec]
-    gateway: GatewaySpec
     # Devices of the mesh that every model of the unit is split over: as many pools, one on each.
     ranks: int = 1
     gpu: GpuSpec | None = None

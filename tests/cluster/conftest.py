@@ -58,8 +58,8 @@ def fake_unit_spec(
         )
         for name in names
     ]  # fmt: skip
-    policy, gateway = "rolling" if rolling else "adbs", GatewaySpec("127.0.0.1", 0, drain_seconds=5.0)
-    return unit_spec_of(run_dir / unit, models, PoolSpec("pool0", 65536, 41), unit=unit, policy=policy, gateway=gateway)
+    policy = "rolling" if rolling else "adbs"
+    return unit_spec_of(run_dir / unit, models, PoolSpec("pool0", 65536, 41), unit=unit, policy=policy)
 
 
 def gpu_unit_spec(run_dir: Path) -> UnitSpec:
@@ -153,7 +153,8 @@ def fake_fleet(unit_specs: Sequence[UnitSpec], run_dir: Path, **more: Any) -> Fl
         UnitEntry(each, each.unit_address, each.migrator_address, [model.name for model in each.models])
         for each in unit_specs
     ]
-    return FleetSpec(str(run_dir), unit_specs[0].gateway, list(models.values()), entries, **more)
+    gateway = GatewaySpec("127.0.0.1", 0, drain_seconds=5.0)
+    return FleetSpec(str(run_dir), gateway, list(models.values()), entries, **more)
 
 
 class Fleet:

@@ -16,7 +16,7 @@ from muxserve.memory.server import manager_config
 from muxserve.planning.demand.checkpoints import CheckpointError, architecture_of, fetch, stored_weights
 from muxserve.planning.demand.demands import demands_of
 from muxserve.planning.specs.unit_plan import ResolvedUnit, resolve_unit
-from muxserve.planning.specs.unit_specs import unit_spec_of
+from muxserve.planning.specs.unit_specs import gateway_of, unit_spec_of
 from muxserve.scheduling.state import ModelState, PoolState
 from muxserve.scheduling.types import PoolProfile
 from muxserve.spec import SimulatedSpec, load, save
@@ -122,10 +122,10 @@ models:
     local = fetch(parsed, told.append, hub)
     assert told == ["fetching org/a", "fetching org/b"]
     assert "snapshot org/a v1" in hub.asked
-    unit_spec = unit_spec_of(plan.with_fleet(local), str(tmp_path), port=9001)
+    unit_spec = unit_spec_of(plan.with_fleet(local), str(tmp_path))
     assert unit_spec.policy == "free"
     assert unit_spec.cores == 4
-    gateway = unit_spec.gateway
+    gateway = gateway_of(plan.fleet, port=9001)
     assert (gateway.host, gateway.port, gateway.api_keys) == ("0.0.0.0", 9001, ["k"])
     assert (gateway.http.max_body_bytes, gateway.drain_seconds) == (1 << 20, 7.0)
     a, b = unit_spec.models

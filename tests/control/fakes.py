@@ -45,7 +45,7 @@ def fleet_of(
     names = list(dict.fromkeys(name for served in units.values() for name in served))
     entries = []
     for unit, served in units.items():
-        unit_spec = unit_spec_of(f"{run_dir}/{unit}", [model(name) for name in served], unit=unit, gateway=gateway)
+        unit_spec = unit_spec_of(f"{run_dir}/{unit}", [model(name) for name in served], unit=unit)
         entries.append(UnitEntry(unit_spec, unit_spec.unit_address, unit_spec.migrator_address, list(served)))
     return FleetSpec(run_dir, gateway, [model(name) for name in names], entries, scaling or {})
 

@@ -161,14 +161,13 @@ def serving(
     from muxserve.engine.cpu.ahead import ThreadedExecutor
     from muxserve.memory import server
     from muxserve.memory.client import MemoryClient
-    from muxserve.spec import GatewaySpec, PoolSpec, UnitSpec, save
+    from muxserve.spec import PoolSpec, UnitSpec, save
     from muxserve.vllm.args import config_of, engine_args
 
     with tempfile.TemporaryDirectory(prefix="mux", dir="/tmp") as run_dir:
         item = 4 if model.dtype == "float32" else 2
         pools = [PoolSpec("main", 2 * model.block_tokens * model.head_dim * item, 2500)]
-        gateway = GatewaySpec("127.0.0.1", 0)
-        unit_spec = UnitSpec(run_dir, "test", "adbs", 1, pools, [model], gateway)
+        unit_spec = UnitSpec(run_dir, "test", "adbs", 1, pools, [model])
         save(unit_spec, Path(run_dir) / "unit.json")
         manager = server.start(unit_spec)
         try:

@@ -10,7 +10,7 @@ import pytest
 
 from muxserve.spec import GrammarLimits, HttpSpec
 from tests.gateway.rig import Rig, Running
-from tests.gateway.unit_specs import model, unit_spec
+from tests.gateway.unit_specs import fleet_of, model
 from tests.support.patience import PATIENCE
 from tests.support.ports import free_port
 from tests.support.tiny_checkpoint import tiny_checkpoint
@@ -40,7 +40,7 @@ def gateway(rig: Rig) -> Running:
     directory = rig.directory / "main"
     directory.mkdir()
     running = rig.start(
-        unit_spec(
+        fleet_of(
             directory,
             [
                 model("alpha", llama),
@@ -69,7 +69,7 @@ def guarded(rig: Rig, gateway: Running) -> Running:
     directory = rig.directory / "guarded"
     directory.mkdir()
     running = rig.start(
-        unit_spec(
+        fleet_of(
             directory,
             [model("alpha", tiny_checkpoint(), max_concurrency=1, max_queue=1)],
             unit="guarded",

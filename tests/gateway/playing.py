@@ -23,7 +23,7 @@ def user(say: str, **script: Any) -> list[Any]:
 @contextmanager
 def asking(running: Running, body: dict[str, Any], **headers: str) -> Iterator[None]:
     """A client that has asked, and leaves in the end without having read an answer."""
-    port = running.unit_spec.gateway.port
+    port = running.fleet.gateway.port
     data = json.dumps(body).encode()
     lines = {"Host": "gateway", "Content-Type": "application/json", "Content-Length": str(len(data)), **headers}
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())

@@ -15,7 +15,6 @@ from typing import Any
 
 from muxserve import spec
 from muxserve.spec import FleetSpec, ModelSpec, UnitSpec
-from tests.gateway.unit_specs import fleet_of
 from tests.support import preloaded
 from tests.support.patience import PATIENCE
 
@@ -126,11 +125,7 @@ class Rig:
             self.unit.send("serve", unit_spec=str(path))
             self.unit.wait("serving", when=lambda e: e["unit"] == unit_spec.unit)
 
-    def start(self, unit_spec: UnitSpec, **environment: str) -> Running:
-        """Start a gateway and, unless it has one, its unit."""
-        return self.start_fleet(fleet_of(unit_spec, unit_spec.gateway), **environment)
-
-    def start_fleet(self, fleet: FleetSpec, index: int = 0, **environment: str) -> Running:
+    def start(self, fleet: FleetSpec, index: int = 0, **environment: str) -> Running:
         """Start a gateway and the units that there are not yet."""
         for unit in fleet.units:
             self.serve(unit.unit_spec)

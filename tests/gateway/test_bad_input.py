@@ -364,7 +364,7 @@ def test_huge_body(http: httpx.Client, size: int, announced: bool) -> None:
 
 
 def test_body_far_too_large_is_refused_unread(gateway: Running) -> None:
-    with socket.create_connection(("127.0.0.1", gateway.unit_spec.gateway.port), timeout=PATIENCE) as raw:
+    with socket.create_connection(("127.0.0.1", gateway.fleet.gateway.port), timeout=PATIENCE) as raw:
         raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999999\r\n\r\n{")
         answer = b""
         while chunk := raw.recv(65536):
@@ -384,7 +384,7 @@ def test_body_far_too_large_is_refused_unread(gateway: Running) -> None:
     ids=short,
 )
 def test_no_http(gateway: Running, raw: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", gateway.unit_spec.gateway.port), timeout=PATIENCE) as connection:
+    with socket.create_connection(("127.0.0.1", gateway.fleet.gateway.port), timeout=PATIENCE) as connection:
         connection.sendall(raw)
         connection.shutdown(socket.SHUT_WR)
         answer = b""
@@ -395,7 +395,7 @@ def test_no_http(gateway: Running, raw: bytes) -> None:
 
 def test_a_request_that_never_comes_is_let_go(gateway: Running) -> None:
     for _ in range(50):
-        with socket.create_connection(("127.0.0.1", gateway.unit_spec.gateway.port), timeout=PATIENCE) as connection:
+        with socket.create_connection(("127.0.0.1", gateway.fleet.gateway.port), timeout=PATIENCE) as connection:
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
 
 

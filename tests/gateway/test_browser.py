@@ -17,7 +17,7 @@ from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts
 from muxserve.spec import BudgetSpec, ResidencySpec, TenantSpec
 from tests.gateway.playing import play
 from tests.gateway.rig import Rig, Running
-from tests.gateway.unit_specs import fleet_of, model, unit_spec
+from tests.gateway.unit_specs import fleet_of, model
 from tests.support.patience import PATIENCE
 from tests.support.ports import free_port
 from tests.support.tiny_checkpoint import tiny_checkpoint
@@ -165,7 +165,7 @@ def teams(rig: Rig, gateway: Running) -> Running:
     """A gateway with tenants, of which one has nearly used up its budget."""
     directory = rig.directory / "usage"
     directory.mkdir()
-    spec = unit_spec(
+    fleet = fleet_of(
         directory, [model("alpha", tiny_checkpoint())], unit="usage", port=free_port(), api_keys=["admins-key"]
     )
     file = str(directory / "usage.sqlite")
@@ -175,14 +175,14 @@ def teams(rig: Rig, gateway: Running) -> Running:
     usage.add("research", "alpha", Used(3, 700, 0, 250), "file-0123abcd")
     usage.close()
     fleet = msgspec.structs.replace(
-        fleet_of(spec, spec.gateway),
+        fleet,
         tenants=(
             TenantSpec("research", (), budgets=(BudgetSpec("day", 1000), BudgetSpec("month", 50000, "alpha"))),
             TenantSpec("web", (sha256(b"webs-key").hexdigest(),)),
         ),
         usage_file=file,
     )
-    running = rig.start_fleet(fleet)
+    running = rig.start(fleet)
     running.engines()
     return running
 

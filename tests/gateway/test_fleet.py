@@ -65,7 +65,7 @@ def fleet_in(directory: Path, units: tuple[str, str] = ("x0", "x1"), count: int 
 def fleet(rig: Rig, gateway: Running) -> Running:
     directory = rig.directory / "fleet"
     directory.mkdir()
-    running = rig.start_fleet(fleet_in(directory))
+    running = rig.start(fleet_in(directory))
     for entry in running.fleet.units:
         report(rig, entry.unit_spec)
     return running
@@ -593,7 +593,7 @@ def test_two_gateways_at_one_address(rig: Rig, gateway: Running) -> None:
     directory = rig.directory / "pair"
     directory.mkdir()
     fleet = fleet_in(directory, ("y0", "y1"), count=2)
-    pair = [rig.start_fleet(fleet, index) for index in range(2)]
+    pair = [rig.start(fleet, index) for index in range(2)]
     asked = [0, 0]
     while not all(asked):
         with httpx.Client(base_url=pair[0].url, headers={"Authorization": "Bearer plain"}, timeout=PATIENCE) as http:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.gateway.playing import asking, play
 from tests.gateway.rig import Rig, Running
-from tests.gateway.unit_specs import model, unit_spec
+from tests.gateway.unit_specs import fleet_of, model
 from tests.support.patience import PATIENCE, eventually
 from tests.support.ports import free_port
 from tests.support.tiny_checkpoint import tiny_checkpoint
@@ -94,7 +94,7 @@ def leaving(rig: Rig, gateway: Running) -> Running:
     directory = rig.directory / "leaving"
     directory.mkdir()
     models = [model("alpha", tiny_checkpoint())]
-    running = rig.start(unit_spec(directory, models, unit="leaving", port=free_port(), api_keys=["first-key"]))
+    running = rig.start(fleet_of(directory, models, unit="leaving", port=free_port(), api_keys=["first-key"]))
     running.engines()
     return running
 

@@ -33,7 +33,7 @@ def shared(rig: Rig, gateway: Running, tmp_path_factory: pytest.TempPathFactory)
     tenants = (tenant("one"), tenant("two"), tenant("open", shares_prefixes=True))
     usage = str(tmp_path_factory.mktemp("salts") / "usage.sqlite")
     fleet = msgspec.structs.replace(fleet_in(directory, ("s0", "s1")), tenants=tenants, usage_file=usage)
-    running = rig.start_fleet(fleet)
+    running = rig.start(fleet)
     for entry in fleet.units:
         report(rig, entry.unit_spec)
     return running

@@ -20,21 +20,21 @@ import pytest
 from muxserve.gateway import process
 from muxserve.gateway.main import main
 from muxserve.gateway.process import bind, raise_file_limit
-from muxserve.spec import GatewaySpec, UnitSpec
+from muxserve.spec import FleetSpec, GatewaySpec
 from tests.gateway.playing import play
 from tests.gateway.rig import Rig, Running
-from tests.gateway.unit_specs import model, unit_spec
+from tests.gateway.unit_specs import fleet_of, model
 from tests.support.patience import PATIENCE, eventually
 from tests.support.ports import free_port
 from tests.support.tiny_checkpoint import tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
-def hasty(rig: Rig, gateway: Running) -> UnitSpec:
+def hasty(rig: Rig, gateway: Running) -> FleetSpec:
     """A deployment that gives requests a moment to finish. Its gateways begin after `gateway`."""
     directory = rig.directory / "hasty"
     directory.mkdir()
-    return unit_spec(
+    return fleet_of(
         directory,
         [model("alpha", tiny_checkpoint(), max_concurrency=1)],
         unit="hasty",
@@ -43,7 +43,7 @@ def hasty(rig: Rig, gateway: Running) -> UnitSpec:
     )
 
 
-def test_what_does_not_finish_in_time_is_cancelled(rig: Rig, hasty: UnitSpec) -> None:
+def test_what_does_not_finish_in_time_is_cancelled(rig: Rig, hasty: FleetSpec) -> None:
     running = rig.start(hasty)
     mark = running.mark()
     with ThreadPoolExecutor(2) as pool:
@@ -66,7 +66,7 @@ def test_what_does_not_finish_in_time_is_cancelled(rig: Rig, hasty: UnitSpec) ->
     assert running.wait("cancel", mark)["ids"] == [request_id]
 
 
-def test_a_gateway_follows_one_that_was_killed_and_ends_with_its_controller(rig: Rig, hasty: UnitSpec) -> None:
+def test_a_gateway_follows_one_that_was_killed_and_ends_with_its_controller(rig: Rig, hasty: FleetSpec) -> None:
     killed = rig.start(hasty)
     mark = killed.mark()
     with ThreadPoolExecutor(1) as pool:

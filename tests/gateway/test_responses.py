@@ -15,11 +15,11 @@ import pytest
 
 from muxserve.gateway.http.errors import RequestError
 from muxserve.gateway.http.responses import ResponseStore, StoredResponse
-from muxserve.spec import GatewaySpec, ResponsesSpec, TenantSpec
+from muxserve.spec import ResponsesSpec, TenantSpec
 from tests.gateway.playing import play
 from tests.gateway.rig import Rig, Running
 from tests.gateway.test_tenants import tenant
-from tests.gateway.unit_specs import fleet_of, model, unit_spec
+from tests.gateway.unit_specs import fleet_of, model
 from tests.support.patience import PATIENCE
 from tests.support.ports import free_port
 from tests.support.tiny_checkpoint import tiny_checkpoint
@@ -113,18 +113,19 @@ class Pair:
     def __init__(self, rig: Rig) -> None:
         directory = rig.directory / "kept"
         directory.mkdir()
-        one = unit_spec(directory, [model("alpha", tiny_checkpoint()), model("beta", tiny_checkpoint())], unit="kept")
-        gateway = GatewaySpec(
-            "127.0.0.1",
-            free_port(),
-            ["operator"],
+        fleet = fleet_of(
+            directory,
+            [model("alpha", tiny_checkpoint()), model("beta", tiny_checkpoint())],
+            unit="kept",
+            port=free_port(),
+            api_keys=["operator"],
             count=2,
             responses=ResponsesSpec(str(rig.directory / "responses.sqlite")),
         )
         tenants: tuple[TenantSpec, ...] = (tenant("team"),)
         self.rig = rig
-        self.fleet = msgspec.structs.replace(fleet_of(one, gateway), tenants=tenants)
-        self.running = [rig.start_fleet(self.fleet, index) for index in range(2)]
+        self.fleet = msgspec.structs.replace(fleet, tenants=tenants)
+        self.running = [rig.start(self.fleet, index) for index in range(2)]
         self.running[0].engines()
 
     def client(self, index: int, key: str = "operator") -> openai.OpenAI:
@@ -135,7 +136,7 @@ class Pair:
     def start_again(self, index: int) -> None:
         os.kill(self.running[index].pid, signal.SIGKILL)
         self.running[index].exit_status()
-        self.running[index] = self.rig.start_fleet(self.fleet, index)
+        self.running[index] = self.rig.start(self.fleet, index)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 from muxserve.spec import BatchesSpec, BudgetSpec, FallbackSpec, TenantSpec
 from tests.gateway.playing import play
 from tests.gateway.rig import Rig, Running, unit_state
-from tests.gateway.unit_specs import fleet_of, model, unit_spec
+from tests.gateway.unit_specs import fleet_of, model
 from tests.support.patience import PATIENCE, eventually
 from tests.support.ports import free_port
 from tests.support.tiny_checkpoint import tiny_checkpoint
@@ -29,7 +29,7 @@ class Gateways:
     """Two gateways of one fleet, which may die."""
 
     def __init__(self, rig: Rig, directory: Path) -> None:
-        spec = unit_spec(
+        fleet = fleet_of(
             directory,
             [model("alpha", tiny_checkpoint()), model("beta", tiny_checkpoint())],
             unit="teams",
@@ -39,13 +39,13 @@ class Gateways:
             batches=BatchesSpec(str(directory / "batches")),
         )
         fleet = msgspec.structs.replace(
-            fleet_of(spec, spec.gateway),
+            fleet,
             tenants=(TenantSpec("team", ()), TenantSpec("poor", (), budgets=(BudgetSpec("day", 40, "alpha"),))),
             usage_file=str(directory / "usage.sqlite"),
             fallbacks={"alpha": FallbackSpec("beta")},
         )
         self.rig, self.fleet = rig, fleet
-        self.running: list[Running] = [rig.start_fleet(fleet, index) for index in range(2)]
+        self.running: list[Running] = [rig.start(fleet, index) for index in range(2)]
         self.idle()
 
     def idle(self) -> None:
@@ -62,7 +62,7 @@ class Gateways:
         """Kill a gateway, and start another one in its place."""
         os.kill(self.running[index].pid, signal.SIGKILL)
         assert self.running[index].exit_status() == -signal.SIGKILL
-        self.running[index] = self.rig.start_fleet(self.fleet, index)
+        self.running[index] = self.rig.start(self.fleet, index)
 
     def ask(self, method: str, path: str, headers: dict[str, str] = OPERATOR, **more: Any) -> httpx.Response:
         # A connection each, so that both gateways are asked.

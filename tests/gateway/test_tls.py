@@ -16,7 +16,7 @@ from muxserve.cli.ready import endpoint, trust
 from muxserve.spec import TlsSpec
 from tests.gateway.playing import play
 from tests.gateway.rig import Rig, Running
-from tests.gateway.unit_specs import model, unit_spec
+from tests.gateway.unit_specs import fleet_of, model
 from tests.support.patience import PATIENCE, eventually
 from tests.support.ports import free_port
 from tests.support.tiny_checkpoint import tiny_checkpoint
@@ -40,7 +40,7 @@ def encrypted(rig: Rig, gateway: Running) -> Running:
     directory = rig.directory / "tls"
     directory.mkdir()
     cert, key = put("first", directory)
-    spec = unit_spec(
+    fleet = fleet_of(
         directory,
         [model("alpha", tiny_checkpoint())],
         unit="tls",
@@ -48,17 +48,17 @@ def encrypted(rig: Rig, gateway: Running) -> Running:
         count=2,
         tls=TlsSpec(str(cert), str(key)),
     )
-    running = rig.start(spec)
+    running = rig.start(fleet)
     running.engines()
     return running
 
 
 def url_of(running: Running) -> str:
-    return endpoint(running.unit_spec.gateway)
+    return endpoint(running.fleet.gateway)
 
 
 def cert_of(running: Running) -> str:
-    tls = running.unit_spec.gateway.tls
+    tls = running.fleet.gateway.tls
     assert tls is not None
     return tls.cert
 
@@ -75,7 +75,7 @@ def test_nobody_else_is_and_one_without_tls_is_not(encrypted: Running) -> None:
     with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
         httpx.get(f"{url_of(encrypted)}/health", timeout=PATIENCE)
     with pytest.raises(httpx.TransportError):
-        httpx.get(f"http://127.0.0.1:{encrypted.unit_spec.gateway.port}/health", timeout=PATIENCE)
+        httpx.get(f"http://127.0.0.1:{encrypted.fleet.gateway.port}/health", timeout=PATIENCE)
 
 
 def test_other_gateways_are_told_without(encrypted: Running) -> None:
@@ -89,7 +89,7 @@ def test_commands_on_this_machine_trust_the_fleets_own(encrypted: Running, monke
     monkeypatch.setattr("muxserve.cli.ready.trusted", cli_http.trusted)
     with pytest.raises(HTTPFailure, match="certificate verify failed"):
         get_json(url_of(encrypted), "/health", timeout=PATIENCE)
-    trust(encrypted.unit_spec.gateway)
+    trust(encrypted.fleet.gateway)
     # Also under a name that the certificate has not.
     local = url_of(encrypted).replace("127.0.0.1", "localhost")
     cli_http.trusted[local] = cert_of(encrypted)
@@ -99,7 +99,7 @@ def test_commands_on_this_machine_trust_the_fleets_own(encrypted: Running, monke
 
 def test_a_renewed_certificate_is_taken(encrypted: Running) -> None:
     def shown() -> str:
-        return ssl.get_server_certificate(("127.0.0.1", encrypted.unit_spec.gateway.port), timeout=PATIENCE)
+        return ssl.get_server_certificate(("127.0.0.1", encrypted.fleet.gateway.port), timeout=PATIENCE)
 
     def of(name: str) -> str:
         return (CERTIFICATES / f"{name}.pem").read_text()

@@ -22,7 +22,7 @@ from muxserve.gateway.status.tracing import HttpTrace, Tracing
 from muxserve.wire import RequestTrace, TraceStage
 from tests.gateway.playing import play
 from tests.gateway.rig import Rig, Running
-from tests.gateway.unit_specs import model, unit_spec
+from tests.gateway.unit_specs import fleet_of, model
 from tests.support.patience import PATIENCE
 from tests.support.ports import free_port
 from tests.support.requests import asking
@@ -193,7 +193,7 @@ def test_a_collector_receives_the_spans_of_a_gateway(rig: Rig, gateway: Running,
     directory = rig.directory / "traced"
     directory.mkdir()
     running = rig.start(
-        unit_spec(directory, [model("alpha", tiny_checkpoint())], unit="traced", port=free_port()),
+        fleet_of(directory, [model("alpha", tiny_checkpoint())], unit="traced", port=free_port()),
         OTEL_EXPORTER_OTLP_ENDPOINT=collector.url,
         OTEL_BSP_SCHEDULE_DELAY="50",
     )

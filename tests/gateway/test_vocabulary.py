@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.gateway.rig import Rig, Running
-from tests.gateway.unit_specs import model, unit_spec
+from tests.gateway.unit_specs import fleet_of, model
 from tests.support.patience import PATIENCE
 from tests.support.ports import free_port
 from tests.support.tiny_checkpoint import byte_token, tiny_checkpoint
@@ -32,7 +32,7 @@ def http(rig: Rig, gateway: Running, tmp_path_factory: pytest.TempPathFactory) -
     file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_size": LAST + 1}))
     directory = Path(rig.directory / "vocabulary")
     directory.mkdir()
-    running = rig.start(unit_spec(directory, [model("alpha", checkpoint)], unit="vocabulary", port=free_port()))
+    running = rig.start(fleet_of(directory, [model("alpha", checkpoint)], unit="vocabulary", port=free_port()))
     running.engines()
     with httpx.Client(base_url=running.url, timeout=PATIENCE) as client:
         yield client

@@ -26,24 +26,17 @@ def model(name: str, path: Path | str = "", **changes: Any) -> ModelSpec:
     return model_spec(name, **{**values, **changes})
 
 
-def unit_spec(run_dir: Path | str, models: list[ModelSpec], unit: str = "test", **gateway: Any) -> UnitSpec:
-    """A deployment of `models` with its gateway on a loopback port."""
-    at = GatewaySpec(**{"host": "127.0.0.1", "port": 0, **gateway})
-    return unit_spec_of(run_dir, models, PoolSpec("main", 32768, 2000), unit=unit, gateway=at)
+def unit_spec(run_dir: Path | str, models: list[ModelSpec], unit: str = "test") -> UnitSpec:
+    """A deployment of `models`."""
+    return unit_spec_of(run_dir, models, PoolSpec("main", 32768, 2000), unit=unit)
 
 
-def fleet_of(unit_spec: UnitSpec, gateway: GatewaySpec) -> FleetSpec:
-    """The fleet that consists of one unit of this machine."""
+def fleet_of(run_dir: Path | str, models: list[ModelSpec], unit: str = "test", **gateway: Any) -> FleetSpec:
+    """A fleet of one unit, which is in the same directory, and a gateway with these settings on a loopback port."""
+    one = unit_spec(run_dir, models, unit)
     return FleetSpec(
-        run_dir=unit_spec.run_dir,
-        gateway=gateway,
-        models=unit_spec.models,
-        units=[
-            UnitEntry(
-                unit_spec,
-                unit_spec.unit_address,
-                unit_spec.migrator_address,
-                [model.name for model in unit_spec.models],
-            )
-        ],
+        run_dir=one.run_dir,
+        gateway=GatewaySpec(**{"host": "127.0.0.1", "port": 0, **gateway}),
+        models=models,
+        units=[UnitEntry(one, one.unit_address, one.migrator_address, [model.name for model in models])],
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from muxserve.spec import GatewaySpec, ModelSpec, PoolSpec, UnitSpec
+from muxserve.spec import ModelSpec, PoolSpec, UnitSpec
 
 
 def model_spec(name: str, **changes: Any) -> ModelSpec:
@@ -38,6 +38,6 @@ def model_spec(name: str, **changes: Any) -> ModelSpec:
 
 
 def unit_spec_of(run_dir: Path | str, models: Sequence[ModelSpec], *pools: PoolSpec, **changes: Any) -> UnitSpec:
-    """A unit of these models and pools on two cores; its gateway may take any port."""
-    values: dict[str, Any] = {"unit": "test", "policy": "adbs", "cores": 2, "gateway": GatewaySpec("127.0.0.1", 0)}
+    """A unit of these models and pools on two cores."""
+    values: dict[str, Any] = {"unit": "test", "policy": "adbs", "cores": 2}
     return UnitSpec(run_dir=str(run_dir), models=[*models], pools=[*pools], **{**values, **changes})

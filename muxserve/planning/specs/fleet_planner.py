@@ -516,10 +516,9 @@ class ScaleOut:
 
     def unit(self, model: str, name: str, fleet: FleetSpec) -> PlannedUnit:
         """See `UnitPlanner.unit`."""
-        gateway = fleet.gateway
         plan = self._planner.unit(name, [model], fleet)
         simulated, latency = self._planner.simulated, self._planner.latency
-        return planned_unit(plan, fleet.run_dir, gateway.host, gateway.port, fleet.keys, simulated, latency)
+        return planned_unit(plan, fleet.run_dir, fleet.keys, simulated, latency)
 
     def addition(self, declared: Fleet, names: Callable[[], str], fleet: FleetSpec, tell: Tell) -> Addition:
         """See `UnitPlanner.addition`."""

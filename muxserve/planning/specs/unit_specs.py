@@ -68,7 +68,7 @@ MOST_BLOCKS = 3
 _FIRST, _FACTOR = 16, 4
 
 
-def unit_spec_of(plan: ResolvedUnit, run_dir: str, host: str | None = None, port: int | None = None) -> UnitSpec:
+def unit_spec_of(plan: ResolvedUnit, run_dir: str) -> UnitSpec:
     """The unit's spec of a planned unit whose models are all local; `host` and `port` override the fleet file's."""
     pools = [PoolSpec(pool.name, pool.page_bytes, pool.num_pages) for pool in plan.unit.pools]
     if plan.fleet.memory is not None:
@@ -87,7 +87,6 @@ def unit_spec_of(plan: ResolvedUnit, run_dir: str, host: str | None = None, port
         cores=plan.unit.cores,
         pools=pools,
         models=models,
-        gateway=gateway_of(plan.fleet, host, port),
         ranks=plan.demands[0].ranks,
         gpu=plan.gpu.deployed if plan.gpu else None,
         migration_bandwidth=float((plan.fleet.migration and plan.fleet.migration.bandwidth) or 0),
@@ -190,8 +189,6 @@ def _block_ids(whole: int, layers: int, full: int) -> int:
 def planned_unit(
     plan: ResolvedUnit,
     run_dir: str,
-    host: str | None = None,
-    port: int | None = None,
     keys: Keys | None = None,
     simulated: SimulatedSpec | None = None,
     latency: LatencyModel | None = None,
@@ -200,12 +197,11 @@ def planned_unit(
 
     Args:
         run_dir: of the fleet; the unit's is below it.
-        host, port: of the endpoint, instead of the fleet file's.
         keys: the fleet's, if it is reached from other machines.
         simulated: what its engines only pretend to compute on.
         latency: what their steps are predicted to cost; the roofline by default.
     """
-    unit_spec = unit_spec_of(plan, os.path.join(run_dir, plan.name), host, port)
+    unit_spec = unit_spec_of(plan, os.path.join(run_dir, plan.name))
     costs = predicted_costs(plan, unit_spec, latency or Roofline())
     unit_spec = msgspec.structs.replace(unit_spec, keys=keys, costs=costs)
     if simulated is not None:
