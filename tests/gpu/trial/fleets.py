@@ -1,6 +1,6 @@
 """Fleets one after another, each alone on the GPU, and every wrong answer of each.
 
-    python -m tests.gpu.trial.fleets --out FILE.json WAY ...
+    python -m tests.gpu.trial.fleets --out FILE.json WAY ... [--models NAME ...]
 
 A fleet is asked all requests of the reference 32 at once, one at a time, and 32 at once again: from the second pass on
 prompts are in the prefix cache. A wrong answer has its model, its prompt's length, its place, and whose token came. The
@@ -34,16 +34,10 @@ from tests.gpu.trial.runner import finding
 PERCENTAGES = {**CLUSTER, "mps": "on", "sm_sharing": "mps"}
 # As the fleets had them that answered wrongly.
 SHARES = {**MODEL, "sm": {"prefill": 0.7, "decode": 0.1}}
-ONLY = "arithmetic"
 GRAPHS = {**MODEL, "engine_args": {"enforce_eager": False}}
 WAYS: dict[str, dict[str, Any]] = {
     "percentages": {"cluster": PERCENTAGES, "model_changes": SHARES},
     "percentages-without-prefixes": {"cluster": PERCENTAGES, "model_changes": {**SHARES, "prefix_caching": False}},
-    "percentages-one-model": {
-        "cluster": PERCENTAGES,
-        "model_changes": SHARES,
-        "without": [each for each in stock.MODELS if each != ONLY],
-    },
     "percentages-70-each": {
         "cluster": PERCENTAGES,
         "model_changes": {**MODEL, "sm": {"prefill": 0.7, "decode": 0.7}},
@@ -110,12 +104,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Every wrong answer of fleets, one fleet after another.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--start", type=float, default=240.0, help="seconds for a fleet to be ready")
+    parser.add_argument("--models", nargs="+", choices=stock.MODELS, default=list(stock.MODELS))
     parser.add_argument("ways", nargs="+", choices=WAYS)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the fleet is ended
     report: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
     kept = os.environ.get("MUXSERVE_GPU_REFERENCE")
     reference = stock.reference_answers(Path(kept or tempfile.mkdtemp()))
+    asked = {model: reference[model] for model in options.models}
+    without = reference.keys() - asked.keys()
     for way in options.ways:
         if all(name in report.get(way, {}) for name, _ in PASSES) and "error" not in report[way]:
             continue
@@ -123,8 +120,6 @@ def main() -> int:
         report[way] = row
         changes = dict(WAYS[way])
         chosen = changes["cluster"].get("sm_sharing")
-        without = changes.pop("without", ())
-        asked = {model: rows for model, rows in reference.items() if model not in without}
         with tempfile.TemporaryDirectory(prefix="fleet-") as folder:
             began = time.monotonic()
             file = fleet_file(Path(folder), changes.pop("model_changes", MODEL), without=without, **changes)

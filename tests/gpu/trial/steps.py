@@ -77,7 +77,9 @@ STEPS: Sequence[Step] = (
     _serving("serving-one-turns", "one-turns", "one engine per model, one at a time", 70),
     Step(
         "fleet-graphs", "d", "tokens of stock vLLM from a fleet with CUDA graphs, to its end",
-        f"{_MODULE}.fleets --out {{out}} graphs", 110, 160, (*_FLEET, "mps"), rehearsal=_LITTLE_FLEET,
+        f"{_MODULE}.fleets --out {{out}} graphs", 110, 160, (*_FLEET, "mps"),
+        # Each model's graphs are compiled, which takes a minute over stand-ins.
+        rehearsal=Rehearsal(f"{_LITTLE_FLEET.arguments} --models {MODELS[0]}", unseen=_LITTLE_FLEET.unseen),
     ),
     Step(
         "deaths", "d", "requests survive kills of an engine, the memory manager and the MPS server",
