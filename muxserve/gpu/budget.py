@@ -231,8 +231,9 @@ def check(
     ways.append(f"{smaller}, serve fewer or smaller models, or give the unit more GPUs")
     source = "measured" if all(each.measured for each in here) else "estimated"
     raise BudgetError(
-        f"{tightest.gpu}: of {format_size(usable)} that may be used weights take {format_size(weights)} and engines "
-        f"{format_size(engines)} ({source}); {left} for the KV pool, {format_size(short)} too little "
+        f"{tightest.gpu}: of {format_size(usable)} that may be used weights take {format_size(weights)}, the reserve "
+        f"{format_size(rules.reserve_bytes)} and engines {format_size(engines)} ({source}); {left} "
+        f"for the KV pool, {format_size(short)} too little "
         f"{'for it' if sleeping else 'for one sequence of every model'}: {'; or '.join(ways)}"
     )
 

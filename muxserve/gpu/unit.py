@@ -404,7 +404,7 @@ class GpuUnit:
             if self.has_percentages
             else "engines run side by side under MPS, without percentages",
             "green_contexts": "engines have SMs of their own (green contexts under MPS)"
-            + ", others with each lease" * (self.rules.graph_sets > 1),
+            + ", which each lease chooses anew" * (self.rules.graph_sets > 1),
             "off": "engines alternate on the GPU (no MPS)" + (", one at a time" if self.one_at_a_time else ""),
         }
         condition = ", if MPS works there" if self.elsewhere and self.sharing != "off" else ""

@@ -94,7 +94,7 @@ def test_the_tightest_gpu_decides_and_is_named() -> None:
     assert pool_bytes([big, small]) == small.pool_bytes
     check([big, small], [needs(), needs(rank=1)], small.pool_bytes, RULES)
     with pytest.raises(
-        BudgetError, match="GPU 1: of 36 GiB that may be used weights take 16 GiB and engines"
+        BudgetError, match="GPU 1: of 36 GiB that may be used weights take 16 GiB, the reserve 1 GiB and engines"
     ) as caught:
         check([big, small], [needs(), needs(rank=1)], small.pool_bytes + GIB, RULES)
     words = str(caught.value)

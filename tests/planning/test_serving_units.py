@@ -394,8 +394,8 @@ def test_green_contexts_are_for_one_rank_and_with_slack_for_each_lease() -> None
     fixed, leased = planned(1), planned(1, "slack")
     assert (fixed.sharing, fixed.rules.graph_sets) == ("green_contexts", 1)
     assert (leased.sharing, leased.rules.graph_sets) == ("green_contexts", SHARE_STEPS)
-    assert "others with each lease" in leased.describe()[0]
-    assert "others with each lease" not in fixed.describe()[0]
+    assert "which each lease chooses anew" in leased.describe()[0]
+    assert "which each lease chooses anew" not in fixed.describe()[0]
     # Graphs are captured for each size of share.
     need = leased.needs[0]
     more = (SHARE_STEPS - 1) * leased.rules.engines * need.graph_bytes
