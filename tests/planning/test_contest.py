@@ -157,6 +157,13 @@ class TestContest:
             "not 80%"
         )
 
+    def test_of_equal_ones_the_one_that_keeps_most_under_its_worst_workload_comes_first(self) -> None:
+        rates = {0.0: {"bursts": 0.87}, 1.0: {"bursts": 0.91, "30 % more": 0.94}, 2.0: {"bursts": 0.8}}
+        ranked = contest(rates).ranked(rivals("shared", "free", "turns"))
+        assert [each.way for each in ranked[:2]] == ["free", "shared"]
+        assert ranked[0].mean < ranked[1].mean
+        assert why(ranked[0], ranked[1]) == "as many requests in the mean, but 87% of them with 'bursts', not 91%"
+
     def test_a_plan_that_is_far_behind_is_not_tried_any_further(self) -> None:
         looks: list[tuple[float, float, str]] = []
         rates: dict[float, dict[str, float]] = {0.0: {}, 1.0: {"as declared": 0.6}, 2.0: {}}

@@ -96,6 +96,11 @@ class Rival:
         return len(falls_short(self.plan, self.prediction))
 
     @property
+    def least(self) -> float:
+        """The part of the requests that count, in hundredths, under the workload with the smallest; 0 without any."""
+        return round(min(self.kept.values(), default=0.0), 2)
+
+    @property
     def worst(self) -> float:
         """The part of the requests within their objectives, in hundredths, of the model that has the fewest."""
         if self.prediction is None or self.plan.objective.name == "throughput":
@@ -283,7 +288,8 @@ def _keeps_all_of(look: Rival, workload: Variation) -> bool:
 def ranked(rivals: Sequence[Rival]) -> list[Rival]:
     """The best first: those of which no model falls short of the declared objectives, with the objective `gpus` those
     of them on the fewest devices, then those that keep most requests in the mean of all workloads; of equal ones the
-    one whose worst model is best off, and then the one that answers soonest."""
+    one that keeps most under its worst workload, then the one whose worst model is best off, and then the one that
+    answers soonest."""
     remaining, order = list(rivals), []
     while remaining:
         first = _best(remaining)
@@ -300,7 +306,7 @@ def _best(rivals: Sequence[Rival]) -> Rival:
     pool = pool or list(rivals)
     most = max(each.mean for each in pool)
     equal = [each for each in pool if each.mean >= most - EQUAL]
-    return min(equal, key=lambda each: (-each.worst, each.latency))
+    return min(equal, key=lambda each: (-each.least, -each.worst, each.latency))
 
 
 def why(first: Rival, other: Rival) -> str:
@@ -316,6 +322,11 @@ def why(first: Rival, other: Rival) -> str:
         worst = max(common, key=lambda name: first.kept[name] - other.kept[name])
         parts = f"{other.kept[worst]:.0%} of the requests count there, not {first.kept[worst]:.0%}"
         return f"{100 * (first.mean - other.mean):.1f} points fewer over all workloads, most of them {worst!r}: {parts}"
+    if other.least < first.least:
+        worst = min(common, key=lambda name: other.kept[name])
+        return (
+            f"as many requests in the mean, but {other.kept[worst]:.0%} of them with {worst!r}, not {first.least:.0%}"
+        )
     if other.worst < first.worst:
         return f"as many requests, but {other.worst:.0%} of some model's, not {first.worst:.0%}"
     return "as many requests, but slower answers"
