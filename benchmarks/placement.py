@@ -29,13 +29,13 @@ from placement.candidates import Candidates
 from placement.demand import Demand
 from placement.engines import Engines
 from placement.estimator import Estimator
-from placement.exact import exact
 from placement.greedy import greedy
 from placement.improve import ImproveLimits, improve
 from placement.meshes import Machines
 from placement.objective import Objective
 from placement.planner import PlanOptions, plan_cluster
 from placement.values import Values
+from tests.support.exact_placement import exact
 
 DEVICE = "A100-80GB"
 SIZES = [(4, 8), (8, 16), (16, 32), (32, 64), (64, 128), (64, 256), (128, 512), (200, 1024)]

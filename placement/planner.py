@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
@@ -10,76 +9,22 @@ from typing import Literal, NamedTuple
 from muxserve.costs.latency import LatencyModel
 from placement.candidates import SHARES, Candidates
 from placement.cluster import Cluster, PlacedModel, PlacedUnit, Placement, ShapeName
-from placement.demand import Demand, Member, Mesh, splits_evenly
+from placement.demand import Demand, splits_evenly
 from placement.engines import Engines
 from placement.estimator import Estimator, UnitEstimate
 from placement.even import even
-from placement.exact import Exact, exact
 from placement.format import enumerate_words, format_size
-from placement.greedy import GreedyLimits, greedy, kinds
+from placement.greedy import GreedyLimits, greedy
 from placement.improve import ImproveLimits, improve
-from placement.layout import Layout, Unit, joined
+from placement.layout import Layout, Unit
 from placement.memory import MemoryRules
 from placement.meshes import Machines
 from placement.objective import Objective
-from placement.values import IMPOSSIBLE, Values
+from placement.values import Values
 
-# Memory-greedy placement, the baseline of MuxServe's figure 8 (arXiv:2404.02015, section 4.3).
-#
-# Spatial partitioning and temporal multiplexing are the planner's own searches under other rules (`planner.MODES`).
-
-
-def memory_greedy(values: Values, machines: Machines) -> Layout:
-    """The model with the highest rate first, each onto the mesh with the most free memory per device.
-
-    Machines start whole. A mesh that nobody uses yet is cut down to the smallest kind on which the model meets its rate
-    alone, or on which it serves most; what is cut off is a mesh again.
-    """
-    meshes = kinds(values, machines)
-    order = sorted(range(len(values.demands)), key=lambda m: (-values.demands[m].rate, m))
-    open_: list[Unit] = [Unit(Mesh(device, size), ()) for device, sizes in machines.nodes.items() for size in sizes]
-    for model in order:
-        member = Member(model)
-        found = values.estimator.candidates.all(member, meshes)
-        if not found:
-            continue
-        wanted = {
-            device: min(
-                (c for c in found if c.mesh.device == device),
-                key=lambda c: (not c.meets, c.mesh.size if c.meets else -c.throughput),
-                default=None,
-            )
-            for device in machines.nodes
-        }
-        for index in sorted(range(len(open_)), key=lambda i: (-_free(values, open_[i]), i)):
-            mesh, members = open_[index]
-            choice = wanted[mesh.device]
-            if not members:
-                if choice is None or choice.mesh.size > mesh.size:
-                    continue
-                rest = mesh.size - choice.mesh.size
-                open_[index] = Unit(choice.mesh, (member,))
-                if rest:
-                    open_.append(Unit(Mesh(mesh.device, rest), ()))
-                break
-            if values.of(mesh, joined(members, (member,))) != IMPOSSIBLE:
-                open_[index] = Unit(mesh, joined(members, (member,)))
-                break
-    used = [unit for unit in open_ if unit.members]
-    assert machines.fits(Counter(unit.mesh for unit in used)), "meshes were cut out of machines"
-    return Layout(values, machines, used)
-
-
-def _free(values: Values, unit: Unit) -> float:
-    """The part of each device's memory that is not taken by weights."""
-    if not unit.members:
-        return 1.0
-    return values.estimator.room(unit.mesh, unit.members) / values.estimator.engines.memory[unit.mesh.device]
-
-
-ModeName = Literal["muxserve", "spatial", "temporal", "memory", "one", "alone", "even"]
+ModeName = Literal["muxserve", "spatial", "temporal", "one", "alone", "even"]
 # Those that somebody may ask for; the others are candidates of a plan alone.
-MODES: tuple[ModeName, ...] = ("muxserve", "spatial", "temporal", "memory")
+MODES: tuple[ModeName, ...] = ("muxserve", "spatial", "temporal")
 
 
 class _Rules(NamedTuple):
@@ -92,7 +37,6 @@ class _Rules(NamedTuple):
 
 _RULES: dict[ModeName, _Rules] = {
     "muxserve": _Rules(),
-    "memory": _Rules(),
     "temporal": _Rules(turns=True),
     "spatial": _Rules(turns=True, colocate=False),
     "one": _Rules(turns=True, shape="one"),
@@ -104,15 +48,13 @@ _RULES: dict[ModeName, _Rules] = {
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
     """`mode`: `muxserve` colocates with SM shares, `spatial` gives every model meshes of its own, `temporal` colocates
-    with all compute to one job at a time, `memory` is memory-greedy. `one` colocates models of one engine each, `alone`
+    with all compute to one job at a time. `one` colocates models of one engine each, `alone`
     gives each of them meshes of its own, and `even` divides the devices among them evenly (`placement.even`).
-    `improved` adds the local search, `exact` solves the program as well, if the fleet is small enough, and
-    tells the gap."""
+    `improved` adds the local search."""
 
     objective: Objective = field(default_factory=Objective)
     mode: ModeName = "muxserve"
     improved: bool = True
-    exact: bool = False
     rules: MemoryRules = field(default_factory=MemoryRules)
     shares: tuple[float, ...] = SHARES
     greedy: GreedyLimits = field(default_factory=GreedyLimits)
@@ -122,14 +64,11 @@ class PlanOptions:
 @dataclass(frozen=True, slots=True)
 class SearchRecord:
     """What the search for a placement came to. `value` is the objective's, `greedy_value` what the placement was worth
-    before the local search; `evaluations` counts the units that were estimated. `gap` is the part by which an optimal
-    placement would be better, and `greedy_gap` that part before the local search, if the program was solved exactly."""
+    before the local search; `evaluations` counts the units that were estimated."""
 
     value: float = 0.0
     greedy_value: float = 0.0
     evaluations: int = 0
-    gap: float | None = None
-    greedy_gap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,37 +143,22 @@ def plan_cluster(
 
     Raises:
         ValueError: no demands, or an empty cluster.
-        TooLargeError: `options.exact` for a fleet that is too large for it.
     """
     options = options or PlanOptions()
     if not demands or not cluster.devices:
         raise ValueError("a plan needs at least one model and one device")
-    if options.mode == "memory":
-        # The baseline knows of no replicas.
-        demands = [replace(demand, least=1, most=None) for demand in demands]
     rules = _RULES[options.mode]
     machines = Machines(cluster)
     engines = Engines(demands, latency, memory, options.rules, rules.shape)
     estimator = Estimator(Candidates(engines, options.shares), turns=rules.turns)
     values = Values(estimator, options.objective, colocate=rules.colocate)
-    if options.mode == "memory":
-        first = final = memory_greedy(values, machines)
-    elif options.mode == "even":
+    if options.mode == "even":
         first = final = even(values, machines)
     else:
         first = final = greedy(values, machines, options.greedy, progress)
         if options.improved:
             final = improve(first, options.local, stop, progress)
-    gap = greedy_gap = None
-    if options.exact:
-        progress("solving exactly")
-        best: Exact = exact(values, machines)
-        gap, greedy_gap = best.gap(final), best.gap(first)
-        if best.layout.value > final.value:
-            final = best.layout
-            gap = best.gap(final)
-    plan = describe(values, final, options, first.value)
-    return replace(plan, search=replace(plan.search, gap=gap, greedy_gap=greedy_gap))
+    return describe(values, final, options, first.value)
 
 
 def describe(values: Values, layout: Layout, options: PlanOptions, greedy_value: float) -> ClusterPlan:
@@ -346,7 +270,7 @@ def notes_of(plan: ClusterPlan) -> tuple[str, ...]:
         why = ""
         if plan.meets:
             why = ": rates and objectives are met without them"
-        elif plan.mode != "memory":
+        else:
             why = ": no way was found to serve noticeably more with them"
         notes.append(f"{enumerate_words(left)} left idle{why}")
     for name, reason in plan.missing.items():

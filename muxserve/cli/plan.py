@@ -38,7 +38,6 @@ from muxserve.planning.specs.plan_file import save_plan
 from muxserve.planning.specs.unit_demands import estimated_in_words
 from muxserve.simulator import SimulationError
 from muxserve.workload import Workload, WorkloadError, open_workload
-from placement.exact import TooLargeError
 from placement.planner import PlanOptions
 
 # The workload of a fleet with `memory` on GPUs, where none is named: at the rates of its models.
@@ -51,7 +50,7 @@ def plan(settings: PlanSettings) -> int:
         return _plan(settings)
     except FleetError as error:
         print_problems(error, "there is no plan")
-    except (ClusterError, CostError, NoEffectError, SimulationError, TooLargeError, UsageError, WorkloadError) as error:
+    except (ClusterError, CostError, NoEffectError, SimulationError, UsageError, WorkloadError) as error:
         print_error(str(error))
     except OSError as error:
         print_error(f"{error.filename}: cannot be written: {error.strerror}")
@@ -159,14 +158,14 @@ def _workload(settings: PlanSettings, fleet: Fleet) -> Workload | None:
     one on GPUs needs none to be named."""
     own = fleet.cluster
     on_gpus = bool(own.gpus or own.gpu_ids or settings.gpus)
-    searched = not settings.exact and settings.mode == "muxserve"
+    searched = settings.mode == "muxserve"
     named = settings.workload
     if named is None and fleet.memory is not None and on_gpus and searched:
         named = _ANY_WORKLOAD
     if named is None:
         return None
-    if settings.exact or settings.mode != "muxserve":
-        raise UsageError("--workload goes neither with --exact nor with --mode")
+    if settings.mode != "muxserve":
+        raise UsageError("--workload does not go with --mode")
     rates = {model.name: model.rate for model in fleet.models}
     try:
         found = open_workload(named, rates)
@@ -193,7 +192,7 @@ def _check_effects(settings: PlanSettings, on_gpus: bool, sweeps: bool, scales: 
     if scales:
         check_effect(given, ["--robust"], "with --sweep, which compares rates and no other ways to serve")
         check_effect(given, ["--workload"], "with a sweep over rates")
-    if settings.exact or settings.mode != "muxserve":
+    if settings.mode != "muxserve":
         check_effect(given, ["--robust"], "where no other way to serve is compared")
     if not simulated:
         check_effect(given, ["--robust"], "if nothing is simulated")
@@ -202,7 +201,7 @@ def _check_effects(settings: PlanSettings, on_gpus: bool, sweeps: bool, scales: 
 def _check_cpu(settings: PlanSettings, fleet: Fleet) -> None:
     if settings.workload is not None and fleet.memory is None:
         raise UsageError(NO_SLEEPING)
-    if settings.sweep or settings.exact or settings.mode != "muxserve":
+    if settings.sweep or settings.mode != "muxserve":
         raise UsageError("the fleet has no GPUs to choose among; give --gpus and --gpu-type, or gpus in the fleet file")
 
 
@@ -210,7 +209,7 @@ def _options(settings: PlanSettings, fleet: Fleet) -> PlanOptions:
     over_rates = settings.sweep is not None and settings.sweep.lstrip().startswith("scale")
     if settings.sweep is not None and settings.nodes is not None and not over_rates:
         raise UsageError("--sweep varies the number of equal machines; it does not go with --nodes")
-    return options_of(fleet, settings.mode, settings.seed, settings.objective, settings.attainment, settings.exact)
+    return options_of(fleet, settings.mode, settings.seed, settings.objective, settings.attainment)
 
 
 def _sweep(text: str | None) -> tuple[list[int], list[float]]:

@@ -173,8 +173,6 @@ def show_plan(
     for warning in warnings_of(made, simulated, points):
         console.print(f"[red]{escape(warning)}[/]")
     search = f"{made.search.evaluations} units estimated in {seconds:.1f} s"
-    if made.search.gap is not None:
-        search += f"; optimality gap {made.search.gap:.2%} (greedy alone: {made.search.greedy_gap:.2%})"
     console.print(search)
 
 

@@ -235,8 +235,8 @@ class PlanSettings:
     mode: Annotated[
         str,
         typer.Option(
-            help="muxserve, or a baseline: spatial, temporal, memory.",
-            autocompletion=lambda: ["muxserve", "spatial", "temporal", "memory"],
+            help="muxserve, or a baseline: spatial or temporal.",
+            autocompletion=lambda: ["muxserve", "spatial", "temporal"],
         ),
     ] = "muxserve"
     attainment: Annotated[
@@ -252,9 +252,6 @@ class PlanSettings:
     scale: Annotated[float, typer.Option(min=0.001, help="Factor on the rates of the file.")] = 1.0
     costs: _Costs = "auto"
     seconds: Annotated[float, typer.Option(min=0, help="How long the local search may take.")] = 10.0
-    exact: Annotated[bool, typer.Option("--exact", help="Also solve exactly and tell the gap (small fleets only).")] = (
-        False
-    )
     simulate: Annotated[
         float | None,
         typer.Option(min=0, help="Seconds of the plan to simulate; 0: none. Default: up to 300.", show_default=False),

@@ -82,7 +82,6 @@ def options_of(
     seed: int = 0,
     objective: str = "auto",
     attainment: float = ATTAINMENT,
-    exact: bool = False,
 ) -> PlanOptions:
     """The options of a plan for `fleet`.
 
@@ -101,7 +100,6 @@ def options_of(
     return PlanOptions(
         objective=Objective(known, attainment),
         mode=placed,
-        exact=exact,
         rules=MemoryRules.served(fleet.cluster.gpu_memory),
         local=ImproveLimits(seed=seed),
     )
@@ -330,13 +328,13 @@ class Planner:
 
     def _best(self, shared: ClusterPlan, demands: Sequence[Demand], cluster: Cluster) -> PlannedFleet:
         """The best of all ways to serve, by simulation; `shared`, with its spare, where there is no choice: nothing is
-        simulated, or the program is solved exactly."""
+        simulated."""
         found: PlannedFleet | None = None
-        if self.options.mode == "muxserve" and not self.options.exact and self.simulate != 0.0:
+        if self.options.mode == "muxserve" and self.simulate != 0.0:
 
             @cache
             def placed(mode: ModeName, asked: tuple[Demand, ...]) -> ClusterPlan:
-                options = replace(self.options, mode=mode, exact=False)
+                options = replace(self.options, mode=mode)
                 return self._place(asked, cluster, self.seconds / 4, f"{mode}: ", options)
 
             if self.options.objective.name == "throughput":

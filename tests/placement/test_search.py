@@ -1,4 +1,4 @@
-"""Meshes, Algorithm 1, the local search, the exact solver, the baselines and the facade."""
+"""Meshes, Algorithm 1, the local search against the exact solver, the baselines and the facade."""
 
 from collections import Counter
 from dataclasses import replace
@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.demand import Demand, Member, Mesh
-from placement.exact import TooLargeError, _cuts, exact
 from placement.greedy import GreedyLimits, fill, greedy, kinds, replicas_needed
 from placement.improve import ImproveLimits, improve
 from placement.layout import Layout, Unit
@@ -17,6 +16,7 @@ from placement.objective import Objective, ObjectiveName
 from placement.planner import MODES, ClusterPlan, ModeName, PlanOptions, plan_cluster
 from placement.values import IMPOSSIBLE, Values
 from tests.placement.analytic import B7, B30, B65, MEMORY, Analytic, cluster, demand, estimator, random_fleet
+from tests.support.exact_placement import TooLargeError, _cuts, exact
 from tests.support.thoroughness import cases, examples
 
 QUICK = ImproveLimits(kicks=15, evaluations=3000)
@@ -248,12 +248,6 @@ class TestReplicas:
         assert not better.missing
         assert replicas_of(better)[1] == 2
 
-    def test_the_baseline_has_none(self) -> None:
-        plan = plan_cluster(
-            [demand("a", least=2)], cluster(("big", 2)), Analytic(), MEMORY, PlanOptions(mode="memory", local=QUICK)
-        )
-        assert [len(unit.models) for unit in plan.placement.units] == [1]
-
     @pytest.mark.parametrize(("least", "most"), [(0, None), (2, 1), (0, 0)])
     def test_none_is_no_number(self, least: int, most: int | None) -> None:
         with pytest.raises(ValueError, match="are none"):
@@ -327,14 +321,6 @@ class TestPlans:
         assert not plan.meets
         odd = plan_cluster([demand("a")], cluster(("odd", 2)), Analytic(), {"odd": 80 << 30})
         assert "nothing is known of odd" in odd.missing["a"]
-
-    def test_exact_tells_the_gap(self) -> None:
-        plan = plan_cluster(
-            random_fleet(5, 3, 5.0), cluster(("big", 4)), Analytic(), MEMORY, PlanOptions(exact=True, local=QUICK)
-        )
-        assert plan.search.gap is not None
-        assert plan.search.greedy_gap is not None
-        assert 0 <= plan.search.gap <= plan.search.greedy_gap + 1e-9
 
     def test_nothing_to_plan(self) -> None:
         with pytest.raises(ValueError, match="at least one model"):

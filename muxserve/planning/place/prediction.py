@@ -454,8 +454,7 @@ def _run_of(plan: ClusterPlan, trial: Trial, simulated: Simulated) -> _Run:
     known = simulated.models
     models = {d.name: replace(known.get(d.name) or d, max_len=sequences[d.name]) for d in demands}
     simulated = replace(simulated, models=models)
-    # Memory-greedy placements are served as MuxServe's own are.
-    how = mode_of("muxserve" if plan.mode == "memory" else plan.mode)
+    how = mode_of(plan.mode)
     units, rules = simulated.units(how), simulated.rules_of(how)
     together = _together(units, loads)
     spans = dict.fromkeys(loads, seconds)

@@ -225,8 +225,6 @@ def document(
             "greedy_value": plan.search.greedy_value,
             "evaluations": plan.search.evaluations,
             "seconds": seconds,
-            "optimality_gap": plan.search.gap,
-            "greedy_optimality_gap": plan.search.greedy_gap,
         },
         "simulated": _simulated(simulated),
         "candidates": [

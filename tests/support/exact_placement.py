@@ -12,16 +12,14 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import pulp
 
 from placement.demand import Member, Mesh
 from placement.greedy import kinds
 from placement.layout import Layout, Unit
 from placement.meshes import Machines
 from placement.values import IMPOSSIBLE, Values
-
-if TYPE_CHECKING:
-    import pulp
 
 
 class TooLargeError(ValueError):
@@ -61,8 +59,6 @@ def exact(
         TooLargeError: there are more.
         RuntimeError: the solver failed.
     """
-    import pulp
-
     replicas = max(replicas, *(demand.least for demand in values.demands))
     meshes = kinds(values, machines)
     units = list(itertools.islice(_columns(values, meshes, replicas), columns + 1))
@@ -127,9 +123,7 @@ def _machines(
     units: list[Unit],
     chosen: list[pulp.LpVariable],
 ) -> None:
-    """Every machine is cut in one way, or is part of a mesh of several; no more meshes than these cuts give."""
-    import pulp
-
+    """Every machine is cut in one way; no more meshes than these cuts give."""
     supply: dict[Mesh, list[pulp.LpAffineExpression]] = {mesh: [] for mesh in meshes}
     for device, nodes in machines.nodes.items():
         for size, count in Counter(nodes).items():
@@ -140,13 +134,6 @@ def _machines(
                 used.append(ways)
                 for part, n in cut.items():
                     supply[Mesh(device, part)].append(n * ways)
-            for mesh in meshes:
-                if mesh.device == device and mesh.size > size and mesh.size % size == 0:
-                    wide = pulp.LpVariable(
-                        f"wide_{device}_{size}_{mesh.size}".replace("-", "_"), 0, None, pulp.LpInteger
-                    )
-                    used.append(mesh.size // size * wide)
-                    supply[mesh].append(1 * wide)
             problem += pulp.lpSum(used) <= count
     for mesh in meshes:
         mine = [x for unit, x in zip(units, chosen, strict=True) if unit.mesh == mesh]
