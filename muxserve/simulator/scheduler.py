@@ -181,6 +181,10 @@ class LeaseScheduler:
         """The engine in which the model's sequences decode."""
         return self._engine[name, DECODE]
 
+    def decodes(self, request: SimRequest) -> bool:
+        """Whether the ledger has heard that the sequence decodes. An engine of both phases knows it earlier."""
+        return request.request_id in self.ledger.by_name[request.model].decoding
+
     def reserve(self, name: str, blocks: int, now: float) -> bool:
         """Have blocks for a sequence on its way here, or (negative) give them back; False: there are too few."""
         pages = self.machine.pages.of[name]

@@ -162,6 +162,8 @@ class TurnTaking:
             return
         stopped = self.stopped.setdefault(name, [])
         for request in list(engine.batch.running):
+            if not self.scheduler.decodes(request):
+                continue  # the report of its first token is under way: the next sweep stops it
             blocks = self.scheduler.detach(request, now)
             self.machine.pages.of[name].give_up(request, blocks)
             stopped.append(_Stopped(request, now))
