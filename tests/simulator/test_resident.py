@@ -138,12 +138,18 @@ def test_models_that_sleep_have_no_pages() -> None:
     assert quotas["a"] > 400, "others have the use of what sleeping models have none for"
 
 
-def taking_turns(turns: TurnRules | None, options: Options | None = None) -> SimulatedUnit:
+def taking_turns(
+    turns: TurnRules | None,
+    options: Options | None = None,
+    policy: str = "adbs",
+    one_engine: tuple[str, ...] = (),
+) -> SimulatedUnit:
     """Room for one model of three; a token is due every 100 ms, and takes a tenth of that."""
     costs = {name: WakeCosts(40, seconds=0.1, ttft=1.0, tpot=0.1) for name in NAMES}
     rules = ResidencyRules(60, min_residence=0.1, residence_factor=1.0, max_wait=30.0, patience=0.1)
     residency = SimResidency(rules, costs, turns=turns)
-    return SimulatedUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic(), options)
+    profiles = [profile(name, both=name in one_engine) for name in NAMES]
+    return SimulatedUnit(unit(profiles, 1200, policy, residency=residency), Analytic(), options)
 
 
 LONG = requests(*((0.01 * n, NAMES[n % 3], 40, 250) for n in range(9)))
@@ -185,6 +191,21 @@ def test_a_turn_may_end_while_a_report_is_on_its_way(seed: int) -> None:
     result = run(world, requests(*sorted(rows)))
     assert [record.output_tokens for record in result.records] == [output for *_, output in sorted(rows)]
     assert awakened(result).switches > 0
+
+
+@pytest.mark.parametrize("policy", ["slack", "adbs", "free", "fcfs"])
+@pytest.mark.parametrize("one_engine", [(), NAMES, ("a",), ("b", "c")], ids=["split", "one", "one of a", "one of b, c"])
+def test_turns_end_whatever_engines_and_policies_a_unit_has(one_engine: tuple[str, ...], policy: str) -> None:
+    """An engine of both phases knows of a first token before the unit scheduler does. What was stopped in between was
+    live in the scheduler for ever, as was its lease, and nobody computed any more."""
+    for seed in (16, 18):
+        drawn = random.Random(seed)
+        rows = [(round(drawn.uniform(0, 3), 3), drawn.choice(NAMES), 40, drawn.randint(5, 120)) for _ in range(60)]
+        way = Options(Overheads(turn=TURN_SECONDS))
+        world = taking_turns(TurnRules(switching=0.3), way, policy, one_engine)
+        result = run(world, requests(*sorted(rows)))
+        assert [record.output_tokens for record in result.records] == [output for *_, output in sorted(rows)]
+        assert awakened(result).switches > 0
 
 
 @pytest.mark.parametrize(
