@@ -44,6 +44,10 @@ class MemoryRules:
         both phases), which keep the memory of their largest step. Who has loaded its weights ends before they start."""
         return cls(utilisation, processes=engines, engines=engines, reserve_bytes=1024 * _MIB, graph_sets=graph_sets)
 
+    def of(self, demand: Demand) -> MemoryRules:
+        """The rules for a model by its shape; one that answers with vectors has one engine, whatever that says."""
+        return self.of_one_engine() if demand.shape == "one" or demand.architecture.pooling else self
+
     def of_one_engine(self) -> MemoryRules:
         """The rules for models of which one engine does both phases: one process with one context and its graphs."""
         return replace(self, engines=1, processes=1)

@@ -4,7 +4,8 @@
 
 A fleet with `memory:`, in which some of the models have room, is asked in turn, one model at a time, so that nearly
 every question wakes its model. First with `resting_engines`, then without, and with so much less memory. Only questions
-that waited for a wake count, and not those of the first round: by then each has been loaded.
+that waited for a wake count, and not those of the first round: by then each has been loaded. What the policy has learnt
+of how long an idle model takes to sleep is written down, too.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from servers import ROOT, ServerError, end_cleanly, muxserve_fleet
 from wakes import asked, summary
 
 from gpu import checkpoints
+from muxserve.cli.http import get_json
 from muxserve.config.values import parse_size
 from muxserve.gpu import nvml
 from tests.gpu.run import STAND_INS
@@ -89,9 +91,17 @@ def main() -> int:
                 file = fleet_file(folder, system, paths, limit, resting, options.eager)
                 with muxserve_fleet(file, timeout=START_SECONDS) as server:
                     questions = asyncio.run(asked(server.url, server.pid, names, 1, options.rounds))
+                    sleep_seconds = get_json(server.url, "/fleet")[1]["memory"]["sleep_seconds"]
                 later = [each for each in questions if not each["first_wakes"] and each["round"]]
-                report["systems"][system] = {"later": summary(later), "questions": questions}
-                finding(f"engines {system}: later wakes {json.dumps(summary(later))}")
+                report["systems"][system] = {
+                    "later": summary(later),
+                    "learnt_sleep_seconds": sleep_seconds,
+                    "questions": questions,
+                }
+                words = (
+                    f"later wakes {json.dumps(summary(later))}; an idle model's memory is free after {sleep_seconds} s"
+                )
+                finding(f"engines {system}: {words}")
                 write_report(options.out, report)
         except ServerError as error:
             print(error, file=sys.stderr)

@@ -31,6 +31,7 @@ from placement.format import enumerate_words
 from placement.memory import MemoryRules
 from placement.objective import Objective
 from placement.planner import ClusterPlan
+from placement.unit_types import Device
 
 _MUXSERVE = "muxserve"
 
@@ -182,7 +183,8 @@ class Places:
     def baselines(self, modes: Sequence[str]) -> str:
         """What is to be said of modes (kinds of placement by their names) that leave shapes aside; may be
         empty."""
-        others = [m.name for m in self.fleet.models if m.shape("cuda" if self.cluster else "cpu") == "one"]
+        device: Device = "cuda" if self.cluster else "cpu"
+        others = [m.name for m in self.fleet.models if self.fleet.shape_of(m, device) == "one"]
         if _MUXSERVE in self.found:
             found = dict.fromkeys(m.name for unit in self.found[_MUXSERVE].others for m in unit.models)
             # What the plan has chosen by itself, the file does not say.

@@ -727,6 +727,11 @@ class Fleet(Section):
         (model,) = self.models
         return self.with_models([model.model_copy(update={"name": name})])
 
+    def shape_of(self, model: Model, device: Literal["cpu", "cuda"]) -> ShapeName:
+        """The engines of one of its models, where no plan says more of them. Where memory decides which models are
+        awake, a second engine would take the memory of others."""
+        return "one" if self.memory is not None and model.is_open else model.shape(device)
+
     def as_split(self) -> Fleet:
         """The same fleet with an engine for each phase of every model, whatever it says."""
         return self.with_models([model.with_engines("split") for model in self.models])

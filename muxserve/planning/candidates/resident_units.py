@@ -57,6 +57,7 @@ def resident_units(
     """The units, those over the most GPUs first.
 
     Args:
+        demands: with the shapes of their engines.
         always: models that never sleep.
         gpus: of one machine.
         memory_bytes: of each GPU.
@@ -75,7 +76,7 @@ def resident_units(
     units = []
     for tp in sorted(counts, reverse=True):
         members = [
-            _Resident(each.name, model_bytes(each, tp, rules), each.name not in always, parts[each.name])
+            _Resident(each.name, model_bytes(each, tp, rules.of(each)), each.name not in always, parts[each.name])
             for each in by_tp[tp]
         ]
         # Those that never sleep have to find room; then the largest first.
@@ -124,7 +125,10 @@ def _split(demand: Demand, whole: int, most: int, rules: MemoryRules) -> int:
     """
     tp = 1
     while tp <= most:
-        if model_bytes(demand, tp, rules) <= (1.0 - SHARED_PART) * whole and demand.architecture.heads % tp == 0:
+        if (
+            model_bytes(demand, tp, rules.of(demand)) <= (1.0 - SHARED_PART) * whole
+            and demand.architecture.heads % tp == 0
+        ):
             return tp
         tp *= 2
     raise NoUnitError(f"{demand.name} is too large for {most} GPUs of a machine")
@@ -155,7 +159,7 @@ def _unit_counts(by_tp: Mapping[int, Sequence[Demand]], room: int, gpus: int, ru
     """Units of each size. The next one goes where most models would be for each that has room at the same time."""
     crowds = {}
     for tp, models in by_tp.items():
-        mean = sum(model_bytes(each, tp, rules) for each in models) / len(models)
+        mean = sum(model_bytes(each, tp, rules.of(each)) for each in models) / len(models)
         crowds[tp] = len(models) / max(1, int(room / mean))
     units = dict.fromkeys(by_tp, 1)
     left = gpus - sum(by_tp)
@@ -171,7 +175,7 @@ def _unit_counts(by_tp: Mapping[int, Sequence[Demand]], room: int, gpus: int, ru
 def _all_of(demand: Demand, room: int, gpus: int, rules: MemoryRules) -> int:
     """Over how many GPUs a model is split that leaves little room beside it on any number of them: over the most."""
     tp = max(1 << n for n in range(gpus.bit_length()) if demand.architecture.heads % (1 << n) == 0)
-    needed = model_bytes(demand, tp, rules)
+    needed = model_bytes(demand, tp, rules.of(demand))
     if needed > room:
         where = "a GPU" if tp == 1 else f"each of {tp} GPUs"
         raise NoUnitError(

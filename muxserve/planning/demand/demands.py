@@ -41,6 +41,7 @@ class Batch(NamedTuple):
 
 
 CPU_BATCH = Batch(64, 2048)
+SMALL_GPU_BATCH = Batch(256, 2048)
 
 
 def gpu_batch(name: str, memory_bytes: int) -> Batch:
@@ -49,12 +50,19 @@ def gpu_batch(name: str, memory_bytes: int) -> Batch:
         return Batch(1024, 16384)
     if memory_bytes >= 70 << 30 and "a100" not in name.lower():
         return Batch(1024, 8192)
-    return Batch(256, 2048)
+    return SMALL_GPU_BATCH
 
 
 def least_batch(gpus: Iterable[tuple[str, int]]) -> Batch:
     """The smallest of several GPUs' defaults, of which names and bytes are given; of none that of a CPU."""
     return min((gpu_batch(name, memory) for name, memory in gpus), default=CPU_BATCH)
+
+
+def default_batch(fleet: Fleet, gpus: Iterable[tuple[str, int]]) -> Batch:
+    """What a step of a model holds where the fleet file does not say it. Each awake engine keeps the memory of its
+    largest step: where memory decides which models are awake, those are the steps of GPUs with little memory."""
+    default = least_batch(gpus)
+    return default if fleet.memory is None else min(default, SMALL_GPU_BATCH)
 
 
 def batch_of(model: Model, default: Batch) -> Batch:
@@ -78,7 +86,7 @@ def demands_of(
     Raises:
         FleetError: a model's architecture cannot be had or served; with file and line.
     """
-    hub, default = hub or HuggingFaceHub(), least_batch(gpus)
+    hub, default = hub or HuggingFaceHub(), default_batch(fleet, gpus)
     problems: list[Problem] = []
     demands: list[Demand] = []
     # All at a time: a hub takes long to answer, or not to.

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from muxserve.config import Model
+from collections.abc import Sequence
+from dataclasses import replace
+
+from muxserve.config import Fleet, Model
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.vllm.args import NGRAM
+from placement.demand import Demand
 from placement.unit_types import Device
 
 # What a model with a cache of its own does without.
@@ -23,12 +27,19 @@ def private_because(model: Model, architecture: ModelArchitecture) -> str:
     return architecture.private or _drafts(model)
 
 
-def has_one_engine(model: Model, architecture: ModelArchitecture, device: Device) -> bool:
-    """Whether the model has one engine of both phases, where no plan says more of its engines. One that answers with
-    vectors has an engine for prefill alone."""
+def has_one_engine(fleet: Fleet, model: Model, architecture: ModelArchitecture, device: Device) -> bool:
+    """Whether a model of the fleet has one engine of both phases, where no plan says more of its engines. One that
+    answers with vectors has an engine for prefill alone."""
     if architecture.pooling:
         return False
-    return model.shape(device) == "one" or bool(private_because(model, architecture))
+    return fleet.shape_of(model, device) == "one" or bool(private_because(model, architecture))
+
+
+def with_shapes(fleet: Fleet, demands: Sequence[Demand], device: Device) -> list[Demand]:
+    """The demands of models of the fleet, with the engines that these have where no plan says more of them."""
+    models = [fleet.model(each.name) for each in demands]
+    one = [has_one_engine(fleet, model, each.architecture, device) for model, each in zip(models, demands, strict=True)]
+    return [replace(each, shape="one" if alone else "split") for each, alone in zip(demands, one, strict=True)]
 
 
 def unpooled(model: Model, architecture: ModelArchitecture) -> str:

@@ -20,9 +20,11 @@ from muxserve.metrics.definitions import Objectives
 from muxserve.metrics.summary import Summary, summarise
 from muxserve.planning.candidates.device_pool import Surroundings
 from muxserve.planning.candidates.resident_units import TPOT_SECONDS, TTFT_SECONDS, NoUnitError, resident_units
+from muxserve.planning.demand.demands import batch_of, default_batch, memory_of
+from muxserve.planning.demand.private import with_shapes
 from muxserve.planning.place.prediction import Simulated, simulated_of
 from muxserve.planning.place.simulations import Simulations
-from muxserve.planning.specs.gpus import UNPLANNED, copier_bytes, resting_bytes
+from muxserve.planning.specs.gpus import ALL_SMS, copier_bytes, resident_policy, resting_bytes, unplanned_shares
 from muxserve.planning.specs.residency import gpu_residency, gpu_wake_costs
 from muxserve.scheduling.residency_types import KvRules
 from muxserve.simulator import FleetResult, Options, ResidencyResult, mode_of, simulate
@@ -131,7 +133,10 @@ def as_deployed(fleet: Fleet, demands: Sequence[Demand], cluster: Cluster, aroun
         if model.replicas.max > 1 or model.has_own_unit:
             raise NoUnitError(f"{model.name} has replicas or engines that memory does not decide over")
     (node,) = cluster.nodes
-    whole, rules, memory = device(node.device).memory_bytes, around.rules, fleet.memory or MemorySection()
+    memory = fleet.memory or MemorySection()
+    fleet = fleet.model_copy(update={"memory": memory})
+    demands = _demands(fleet, demands, cluster)
+    whole, rules = device(node.device).memory_bytes, around.rules
     if isinstance(memory.limit, int):
         rules = replace(rules, utilisation=min(rules.utilisation, memory.limit / whole))
     asked = resting_bytes(memory)
@@ -145,13 +150,12 @@ def as_deployed(fleet: Fleet, demands: Sequence[Demand], cluster: Cluster, aroun
     first = 0
     for number, unit in enumerate(resident_units(demands, always, node.count, whole, rules, least)):
         name = f"u{number}"
-        placed = tuple(
-            PlacedModel(each, by_name[each].rate, UNPLANNED.prefill, UNPLANNED.decode) for each in unit.models
-        )
+        part = fleet.with_models([fleet.model(model) for model in unit.models])
+        placed, policy = _placed(part, [by_name[model] for model in unit.models])
         sleepers = [by_name[model] for model in unit.models if model not in always]
-        taken = {each.name: model_bytes(each, unit.gpus, rules) for each in sleepers}
+        taken = {each.name: model_bytes(each, unit.gpus, rules.of(each)) for each in sleepers}
         fixed = rules.reserve_bytes + unit.awake
-        engines = [rules.resting_bytes] * len(sleepers)
+        engines = [rules.of(each).resting_bytes for each in sleepers]
         room = asked if asked is not None else resting_room(taken.values(), engines, usable - fixed - least, whole)
         fixed += room if asked is None else 0
         models = {
@@ -166,12 +170,37 @@ def as_deployed(fleet: Fleet, demands: Sequence[Demand], cluster: Cluster, aroun
         }
         sleeping = [each.bytes for each in models.values()]
         pool = least if isinstance(size, int) or not sleeping else pool_beside(usable - fixed, sleeping, least)
-        units.append(PlacedUnit(name, node.device, tuple(range(first, first + unit.gpus)), placed, pool))
+        units.append(PlacedUnit(name, node.device, tuple(range(first, first + unit.gpus)), placed, pool, policy=policy))
         first += unit.gpus
         rest = at_rest(engines, RestingSpec(room, len(engines)))
         specs[name] = gpu_residency(memory, models, usable, fixed, KvRules.of(pool), _CORES, rest)
-    made = simulated_of(Placement(cluster, tuple(units)), fleet.as_split(), demands, around)
+    made = simulated_of(Placement(cluster, tuple(units)), fleet, demands, around)
     return replace(made, residency=specs, origin="units in which memory decides who is awake, as deployed")
+
+
+def _demands(fleet: Fleet, demands: Sequence[Demand], cluster: Cluster) -> list[Demand]:
+    """The demands with the engines and the steps that models have where memory decides."""
+    default = default_batch(fleet, memory_of(cluster).items())
+    batches = [batch_of(fleet.model(each.name), default) for each in demands]
+    sized = [
+        replace(each, max_num_seqs=batch.seqs, max_num_batched_tokens=batch.tokens)
+        for each, batch in zip(demands, batches, strict=True)
+    ]
+    return with_shapes(fleet, sized, "cuda")
+
+
+def _placed(fleet: Fleet, demands: Sequence[Demand]) -> tuple[tuple[PlacedModel, ...], str]:
+    """The models of a unit, `fleet`, with the shares of SMs that they have where nobody plans them, and its policy."""
+    one_engine = [each.name for each in demands if each.shape == "one"]
+    if len(one_engine) == len(demands) == 1:
+        return (PlacedModel(one_engine[0], demands[0].rate, ALL_SMS.prefill, ALL_SMS.decode, "one"),), ""
+    policy = resident_policy(fleet, one_engine)
+    shares = unplanned_shares(fleet.model_copy(update={"policy": policy}), one_engine)
+    placed = tuple(
+        PlacedModel(each.name, each.rate, shares[each.name].prefill, shares[each.name].decode, each.shape or "split")
+        for each in demands
+    )
+    return placed, policy
 
 
 def live_residency(
@@ -199,7 +228,7 @@ def _outcome(result: FleetResult, demands: Sequence[Demand]) -> Outcome:
         wakes=sum(each.wakes for each in found),
         sleeps=sum(each.sleeps for each in found),
         waited=sum(each.waited for each in found),
-        peak_bytes=max(each.peak_bytes for each in found),
+        peak_bytes=max((each.peak_bytes for each in found), default=0),
         switches=sum(each.switches for each in found),
     )
     return Outcome(summarise(result.records, objectives=objectives_of(demands)), residency=whole)

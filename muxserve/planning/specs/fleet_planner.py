@@ -38,7 +38,8 @@ from muxserve.planning.demand.checkpoints import (
 )
 from muxserve.planning.demand.demands import demands_of, with_adapters
 from muxserve.planning.demand.downloads import OnBytes, in_lines
-from muxserve.planning.specs.gpus import gpu_unit, resident_rules
+from muxserve.planning.demand.private import with_shapes
+from muxserve.planning.specs.gpus import gpu_unit, resident_policy, resident_rules
 from muxserve.planning.specs.joining import JoinedModel, Joining, remaining_capacity, same_table
 from muxserve.planning.specs.plan_file import load_plan
 from muxserve.planning.specs.residency import (
@@ -178,7 +179,7 @@ class FleetPlanner:
         device: Device = "cuda" if self._wants_gpus else "cpu"
         for model in fleet.models:
             if asks_for_choice(model):
-                shape = model.shape(device)
+                shape = fleet.shape_of(model, device)
                 self.reasons.append(f"`engines: auto` of {model.name} is {shape} {self._without_choice}")
 
     @property
@@ -238,7 +239,8 @@ class FleetPlanner:
         """
         fleet, gpus = self.fleet, self._chosen
         rules, smallest = resident_rules(fleet, gpus), min(gpu.memory_bytes for gpu in gpus)
-        demands = demands_of(fleet, Path(), self._hub, [(gpu.name, gpu.memory_bytes) for gpu in gpus])
+        asked = demands_of(fleet, Path(), self._hub, [(gpu.name, gpu.memory_bytes) for gpu in gpus])
+        demands = with_shapes(fleet, asked, "cuda")
         always = frozenset(model.name for model in fleet.models if model.keep == "always")
         size = fleet.kv_pool.size
         pool = size if isinstance(size, int) else int(LEAST_POOL_PART * rules.utilisation * smallest)
@@ -250,8 +252,10 @@ class FleetPlanner:
         for unit in units:
             models = [fleet.model(name) for name in unit.models]
             serves = tuple(model.name for model in models if model.replicas.at_start)
+            one_engine = [each.name for each in demands if each.shape == "one" and each.name in unit.models]
             part = on_gpus(fleet.with_models(models), gpus[first : first + unit.gpus])
-            parts.append(UnitModels(part, serves))
+            policy = {"policy": resident_policy(part, one_engine)}
+            parts.append(UnitModels(part.model_copy(update=policy), serves))
             first += unit.gpus
         if first < len(gpus):
             unused = f"{len(gpus) - first} of {len(gpus)} GPUs" if first else "all GPUs"

@@ -77,7 +77,7 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
     one_engine = tuple(
         model.name
         for model, demand in zip(fleet.models, demands, strict=True)
-        if has_one_engine(model, demand.architecture, "cuda")
+        if has_one_engine(fleet, model, demand.architecture, "cuda")
     )
     alone = len(one_engine) == len(fleet.models) == 1
     stages, problem = stages_of(fleet, fleet.models[0], len(gpus))
@@ -252,6 +252,20 @@ def unit_shares(
         demands[model.member.model].name: SmShares(estimate.prefill_share, model.decode_share)
         for model in estimate.models
     }
+
+
+def unplanned_shares(fleet: Fleet, one_engine: Collection[str]) -> dict[str, SmShares]:
+    """The shares of models whose speed is not looked at, where those of `one_engine` have one."""
+    shares = dict.fromkeys((model.name for model in fleet.models), UNPLANNED)
+    return _with_overrides(fleet, _for_one_engine(fleet, shares, one_engine))
+
+
+def resident_policy(fleet: Fleet, one_engine: Collection[str]) -> str:
+    """The policy of a unit of models that sleep. Which of them are awake together is not known beforehand, so that no
+    shares for life would fit: where each has one engine and the file names no policy, no lease is withheld."""
+    if "policy" in fleet.model_fields_set or len(one_engine) < len(fleet.models):
+        return fleet.policy
+    return "free"
 
 
 def _for_one_engine(fleet: Fleet, shares: Mapping[str, SmShares], one_engine: Collection[str]) -> dict[str, SmShares]:

@@ -23,7 +23,7 @@ from muxserve.gpu.budget import Needs
 from muxserve.gpu.nvml import GpuMachine
 from muxserve.gpu.unit import GpuPlan, GpuUnit, SmShares
 from muxserve.planning.demand.checkpoints import CheckpointError, Hub, architecture_of
-from muxserve.planning.demand.demands import batch_of, least_batch, with_adapters
+from muxserve.planning.demand.demands import batch_of, default_batch, with_adapters
 from muxserve.planning.specs.gpus import gpu_unit
 from muxserve.planning.specs.unit_demands import model_demands
 from muxserve.planning.specs.unit_models import like, on_gpus
@@ -119,7 +119,8 @@ class Joining:
         here, name = self._here, self.model
         models = [like(self.fleet.model(each.name), each) for each in here.values()] + [self.fleet.model(name)]
         try:
-            wished = gpu_unit(on_gpus(self.fleet.with_models(models), plan.unit.gpus), found, self.hub)
+            fleet = on_gpus(self.fleet.with_models(models), plan.unit.gpus)
+            wished = gpu_unit(fleet.model_copy(update={"policy": self.unit.policy}), found, self.hub)
         except FleetError as error:
             raise self._no_room("; ".join(problem.message for problem in error.problems)) from None
         # One that sleeps may be among either.
@@ -183,7 +184,8 @@ class Joining:
 
     def _batched(self, name: str, gpu: GpuUnit) -> Model:
         model = self.fleet.model(name)
-        return with_batch(model, batch_of(model, least_batch((each.name, each.memory_bytes) for each in gpu.gpus)))
+        default = default_batch(self.fleet, ((each.name, each.memory_bytes) for each in gpu.gpus))
+        return with_batch(model, batch_of(model, default))
 
     def _pools(self, demand: ModelDemand) -> Sequence[tuple[PoolSpec, int]]:
         """The pools whose pages a block of the model fills, and its tokens.

@@ -10,7 +10,7 @@ from muxserve.costs.architecture import ModelArchitecture
 from muxserve.gpu.budget import BudgetError
 from muxserve.gpu.unit import GpuPlan, GpuUnit
 from muxserve.planning.demand.checkpoints import Hub, without_chat_template
-from muxserve.planning.demand.demands import CPU_BATCH, Batch, batch_of, least_batch
+from muxserve.planning.demand.demands import Batch, batch_of, default_batch
 from muxserve.planning.demand.private import LOST
 from muxserve.planning.specs.unit_demands import estimated_in_words, known, model_demands
 from muxserve.spec import PolicyName
@@ -121,7 +121,7 @@ def resolve_unit(
         raise ValueError(
             "models over several stages, and those over whose replicas prefill rolls, have units to themselves"
         )
-    default = least_batch((each.name, each.memory_bytes) for each in gpu.gpus) if gpu else CPU_BATCH
+    default = default_batch(fleet, ((each.name, each.memory_bytes) for each in (gpu.gpus if gpu else ())))
     fleet = fleet.with_models([with_batch(model, batch_of(model, default)) for model in fleet.models])
     demands = model_demands(fleet, machine, hub, gpu, block_tokens or {}, units)
     return ResolvedUnit(fleet, _unit(fleet, demands, machine, gpu, units), demands, machine, gpu, units=units)
