@@ -93,7 +93,8 @@ def test_two_models_on_a_gpu_lose_nothing_to_deaths(deploy: Start) -> None:
 
 
 def test_memory_decides_which_models_are_awake(deploy: Start) -> None:
-    """Three models, and room for one or two beside the pool. Engines end when their models sleep."""
+    """Three models with two engines each, and room for one or two beside the pool. Engines end when their models
+    sleep."""
     names = ("arithmetic", "atlas", "frontdesk")
     limit = 6 << 30
 
@@ -103,7 +104,8 @@ def test_memory_decides_which_models_are_awake(deploy: Start) -> None:
         return {name: each for name, each in memory["models"].items() if each["residence"] == "awake"}
 
     memory = {"limit": limit, "min_residence": 0, "resting_engines": "off"}
-    with deploy(*map(model, names), memory=memory, gpus=1, mps="off") as fleet:
+    models = [model(name, engines="split") for name in names]
+    with deploy(*models, memory=memory, gpus=1, mps="off") as fleet:
         # Each is loaded while there is nothing else to do; its weights are in the host's memory from then on.
         fleet.wait(
             lambda: all(said(fleet, f"weights of {name}: loading weights") for name in names), PATIENCE, "loaded"
@@ -138,19 +140,20 @@ def test_memory_decides_which_models_are_awake(deploy: Start) -> None:
 
 
 def test_engines_stay_while_their_models_sleep(deploy: Start) -> None:
-    """With what they have captured: a model that is woken again only has its weights copied back. Of three models two
-    have room at a time, under MPS."""
+    """With what they have captured: a model that is woken again only has its weights copied back. Of three models,
+    with one engine each, two have room at a time, under MPS."""
     names = ("arithmetic", "atlas", "frontdesk")
-    memory = {"limit": 12 << 30, "min_residence": 0, "resting_engines": 6 << 30}
+    memory = {"limit": 7 << 30, "min_residence": 0, "resting_engines": 3 << 30}
     models = [model(name, engine_args=WHOLE) for name in names]
 
     def asleep(fleet: Fleet) -> set[str]:
         found = fleet.get("/fleet").json()["memory"]["models"]
         return {name for name, each in found.items() if each["residence"] == "asleep"}
 
-    def pids(fleet: Fleet, name: str) -> list[int]:
-        parts = (fleet.part(f"engine {name}/{phase}") for phase in ("prefill", "decode"))
-        return [part.pid for part in parts if part is not None]
+    def pid(fleet: Fleet, name: str) -> int:
+        part = fleet.part(f"engine {name}/both")
+        assert part is not None
+        return part.pid
 
     def until_asleep(fleet: Fleet, name: str) -> None:
         others = [other for other in names if other != name]
@@ -164,22 +167,21 @@ def test_engines_stay_while_their_models_sleep(deploy: Start) -> None:
     with deploy(*models, memory=memory, gpus=1, mps="on", sm_sharing="mps") as fleet:
         for name in names:
             assert length(stream(fleet, name, 4)) == 4
-        before = {name: pids(fleet, name) for name in names}
-        assert all(len(each) == 2 for each in before.values()), before
+        before = {name: pid(fleet, name) for name in names}
         for _ in range(3):
             for name in names:
                 until_asleep(fleet, name)
                 assert length(stream(fleet, name, 40)) == 40
-        assert {name: pids(fleet, name) for name in names} == before
+        assert {name: pid(fleet, name) for name in names} == before
         for name in names:
-            trace = engine_trace(fleet, f"{name}/decode")
+            trace = engine_trace(fleet, f"{name}/both")
             assert len(trace.captured) == len(BATCHES), "once"
             assert trace.refused == []
             assert len(trace.replayed) > 3 * 39
             assert said(fleet, f"weights of {name}: loading weights") == 1
             assert said(fleet, f"weights of {name}: copying weights back") >= 3
         # Whatever dies while they rest.
-        for words in (("atlas/decode",), ("muxserve-memory-manager", "--socket"), ("warm parent",)):
+        for words in (("atlas/both",), ("muxserve-memory-manager", "--socket"), ("warm parent",)):
             until_asleep(fleet, "atlas")
             fleet.kill(*words)
             assert length(stream(fleet, "atlas")) == TOKENS
@@ -190,7 +192,7 @@ def test_busy_models_take_turns_and_their_engines_stay(deploy: Start) -> None:
     """Three models that are asked all the time, and room for two beside their engines. Whose turn is over stops within
     an answer, and goes on when it is woken: all answers have all their tokens, also when something dies meanwhile."""
     names = ("arithmetic", "atlas", "frontdesk")
-    memory = {"limit": 12 << 30, "min_residence": 0, "resting_engines": 6 << 30}
+    memory = {"limit": 7 << 30, "min_residence": 0, "resting_engines": 3 << 30}
     models = [model(name, engine_args=WHOLE, slo={"ttft_ms": 3000, "tpot_ms": 100}) for name in names]
 
     def memory_of(fleet: Fleet) -> dict[str, Any]:
@@ -218,7 +220,7 @@ def test_busy_models_take_turns_and_their_engines_stay(deploy: Start) -> None:
             try:
                 fleet.wait(lambda: ended(fleet) >= 6, 4 * PATIENCE, "six turns")
                 for words in (
-                    ("atlas/decode",),
+                    ("atlas/both",),
                     ("muxserve-memory-manager", "--socket"),
                     ("muxserve.global_scheduler",),
                 ):
@@ -239,13 +241,15 @@ def test_models_come_and_go_where_memory_decides(deploy: Start, tmp_path: Path) 
     memory = {"limit": 12 << 30, "min_residence": 0, "resting_engines": 6 << 30}
     names = ("arithmetic", "frontdesk")
     more = tmp_path / "more.yaml"
-    more.write_text(yaml.safe_dump({"models": [model("atlas", engine_args=WHOLE)]}))
+    more.write_text(yaml.safe_dump({"models": [model("atlas", engines="split", engine_args=WHOLE)]}))
 
     def known(fleet: Fleet) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = fleet.get("/fleet").json()["memory"]["models"]
         return found
 
-    with deploy(*(model(name, engine_args=WHOLE) for name in names), memory=memory, gpus=1, mps="off") as fleet:
+    with deploy(
+        *(model(name, engines="split", engine_args=WHOLE) for name in names), memory=memory, gpus=1, mps="off"
+    ) as fleet:
         for _ in range(2):
             added = fleet.command("add", str(more))
             assert added.returncode == 0, added.stderr
