@@ -4,7 +4,7 @@
 
 The fleet is `configs/many.yaml`, the workload that of docs/plan.md: 3 requests/s in bursty groups of 30 s, ShareGPT's
 lengths. `deployed` is what is deployed: weights and KV share one memory, and engines have theirs besides (contexts,
-graphs, the largest step of each of a model's two engines), also those that rest. The other ways are none that can be
+graphs, the largest step of each), also those that rest. The other ways are none that can be
 deployed: engines take a part of that, and those that rest take nothing. They say what engines' memory costs.
 """
 
