@@ -79,7 +79,7 @@ def test_where_models_cannot_sleep_the_reason_is_told(fleet: Path) -> None:
     with fleet.open("a") as file:
         file.write("  - { name: large, architecture: llama-3.1-70b, rate: 0.1 }\n")
     limits = ("--seconds", 60, "--simulate", 5)
-    told = json.loads(run(fleet, "--workload", WORKLOAD, "--gpus", 2, "--json", *limits)[1])
+    told = json.loads(run(fleet, "--workload", WORKLOAD, "--gpus", 1, "--json", *limits)[1])
     (found,) = told["sleeping"]["sizes"]
     assert "large needs" in found["with_memory"]["why_not"]
     assert told["sleeping"]["gpus_needed"]["with_memory"] is None
