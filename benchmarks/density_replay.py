@@ -26,6 +26,7 @@ from muxserve.cli.simulate_places import PlacementSearch, places_of
 from muxserve.config.values import parse_size
 from muxserve.costs.measured import latency_model
 from muxserve.planning.specs.residency import hibernated_seconds
+from muxserve.scheduling import room_ahead
 from muxserve.scheduling.residency import Residency
 from muxserve.scheduling.residency_types import Change, KvRules, Residence, Sleep, Standing, Stay, Wake
 from muxserve.scheduling.turns import TurnRules
@@ -101,7 +102,10 @@ def main() -> None:
     parser.add_argument("--rest", type=float, default=0.0, help="seconds of nothing before the load")
     parser.add_argument("--unprepared", action="store_true", help="hibernating models are not woken ahead")
     parser.add_argument("--within", action="store_true", help="idle timers wait for memory")
+    parser.add_argument("--no-room-ahead", action="store_true", help="no model sleeps before its memory is wanted")
     args = parser.parse_args()
+    if args.no_room_ahead:
+        room_ahead.RoomAhead.sleeps = lambda *_: []
     IdleTimers.within = args.within
     with tempfile.TemporaryDirectory(prefix="density-") as name:
         unit = unit_of(args.models, args.limit, args.slo, args.pool, Path(name))
