@@ -44,7 +44,7 @@ def sizes(told: dict[str, Any]) -> dict[int, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_fewer_gpus_are_enough_for_models_that_sleep(fleet: Path) -> None:
-    asked = (fleet, "--workload", WORKLOAD, "--seconds", 60, "--simulate", 5, "--json")
+    asked = (fleet, "--workload", WORKLOAD.replace("rate=1", "rate=3"), "--seconds", 60, "--simulate", 5, "--json")
     code, out, err = run(*asked, "--sweep", "gpus=1..4:1")
     assert code == 0, err
     told = json.loads(out)
