@@ -425,9 +425,9 @@ class TestSleeping:
         return Planned(made, made.gpu, spec, others)
 
     def test_weights_of_all_models_need_not_fit(self, tmp_path: Path) -> None:
-        made, gpu, spec, _ = self.plan(tmp_path, "auto", 40)
+        made, gpu, spec, _ = self.plan(tmp_path, "auto", 80)
         assert made.served == ()
-        assert {each.model for each in gpu.sleeping} == {f"m{n}" for n in range(40)} == set(spec.models)
+        assert {each.model for each in gpu.sleeping} == {f"m{n}" for n in range(80)} == set(spec.models)
         assert len(gpu.needs) == 1, "room for one of them"
         costs = spec.models["m0"]
         assert sum(each.bytes for each in spec.models.values()) > 80 * GIB > 4 * costs.bytes
@@ -459,7 +459,7 @@ class TestSleeping:
     )
     def test_models_whose_engines_stay_take_turns(self, tmp_path: Path, memory: str, expected: bool) -> None:
         """Unless the fleet file says otherwise: a switch that starts engines takes too long."""
-        *_, spec, _ = self.plan(tmp_path, memory, 40)
+        *_, spec, _ = self.plan(tmp_path, memory, 80)
         assert (spec.turns is not None) is expected
 
     def test_its_limit_is_none_of_the_host_s_memory(self, tmp_path: Path) -> None:
@@ -517,31 +517,31 @@ class TestSleeping:
         assert set(first.residency.models) == set(names[0])
 
     def test_a_model_that_one_gpu_has_little_room_for_is_split(self, tmp_path: Path) -> None:
-        first = self.plan(tmp_path, "{limit: 5GiB}", 9, cluster="{gpus: 2}")
+        first = self.plan(tmp_path, "{limit: 3GiB}", 9, cluster="{gpus: 2}")
         assert first.others == []
         assert first.gpu.ranks == 2
         assert {each.rank for each in first.gpu.sleeping} == {0, 1}
 
     def test_mps_takes_as_many_clients_as_have_room(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """40 models would be 81."""
+        """40 models with an engine each would be 41."""
         cluster = "{gpus: 1, sm_sharing: mps}"
         memory = "{limit: 40GiB, resting_engines: off}"
         _, gpu, spec, _ = self.plan(tmp_path, memory, 40, cluster=cluster)
-        at_once = (40 - 1) * GIB // spec.models["m0"].bytes
+        at_once = int(38.5 * GIB) // spec.models["m0"].bytes
         assert gpu.sharing == "mps"
-        monkeypatch.setattr(unit, "MOST_CLIENTS", 2 * at_once)
-        with pytest.raises(FleetError, match=f"{at_once} models that have room at once are {2 * at_once + 1} clients"):
+        monkeypatch.setattr(unit, "MOST_CLIENTS", at_once)
+        with pytest.raises(FleetError, match=f"{at_once} models that have room at once are {at_once + 1} clients"):
             self.plan(tmp_path, memory, 40, cluster=cluster)
 
     def test_engines_that_rest_have_half_of_the_gpu_at_most(self, tmp_path: Path) -> None:
-        made, gpu, spec, _ = self.plan(tmp_path, "auto", 40)
+        made, gpu, spec, _ = self.plan(tmp_path, "auto", 80)
         assert gpu.sharing == "off", "with those that rest there would be more clients than an MPS server takes"
-        assert gpu.resting_room == RestingSpec(40 * GIB, 40)
+        assert gpu.resting_room == RestingSpec(40 * GIB, 80)
         assert unit_spec_of(made, "/run/x").resting == gpu.resting_room
         assert any("40 GiB of each GPU are for engines that stay" in note for note in gpu.notes)
-        # Half a GiB of context and of graphs for each of two engines.
-        assert spec.resting == 20
-        _, none, ended, _ = self.plan(tmp_path, "{resting_engines: off}", 40)
+        # Half a GiB of context and of graphs.
+        assert spec.resting == 40
+        _, none, ended, _ = self.plan(tmp_path, "{resting_engines: off}", 80)
         assert none.resting_room is None
         assert ended.resting == 0
         assert spec.models["m0"] == ended.models["m0"]
@@ -563,8 +563,8 @@ class TestSleeping:
         _, gpu, spec, _ = self.plan(tmp_path, "{limit: 40GiB}", 40, cluster=cluster)
         at_once = (spec.rules.limit - spec.rules.fixed) // spec.models["m0"].bytes
         assert gpu.resting_room is not None
-        assert 2 * (at_once + gpu.resting_room.models) + 1 <= unit.MOST_CLIENTS
-        assert 2 * (at_once + gpu.resting_room.models + 2) + 1 > unit.MOST_CLIENTS
+        assert at_once + gpu.resting_room.models + 1 <= unit.MOST_CLIENTS
+        assert at_once + gpu.resting_room.models + 3 > unit.MOST_CLIENTS
         # They have no more memory than they need.
         each = max(gpu.resting(gpu.sleeping).values())
         assert gpu.resting_room.bytes <= (gpu.resting_room.models + 1) * each
@@ -573,7 +573,7 @@ class TestSleeping:
         ("memory", "said"),
         [
             ("{limit: 81GiB}", "memory.limit: 81 GiB are more than a GPU has (80 GiB)"),
-            ("{limit: 3GiB}", "m0 needs 2."),
+            ("{limit: 2GiB}", "m0 needs 1."),
         ],
     )
     def test_limits_without_room(self, tmp_path: Path, memory: str, said: str) -> None:
