@@ -10,10 +10,11 @@ from typing import NamedTuple
 import msgspec
 
 from muxserve.cli.output import budget_table, console, escape, models_table, print_problems
-from muxserve.cluster.machine import this_machine
+from muxserve.cluster.machine import findings, this_machine
 from muxserve.cluster.ray.cluster import gpus_for
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.config.problems import Problem, format_path
+from muxserve.gpu.findings import FALLBACK_WORDS, Findings
 from muxserve.net.exit_codes import ExitCode
 from muxserve.planning.specs.fleet_planner import FleetPlanner, notes_of
 from muxserve.planning.specs.residency import residency_of
@@ -60,12 +61,34 @@ def _planned(fleet: Fleet) -> _Planned:
     """
     planner = FleetPlanner(fleet, this_machine(), gpus_for(fleet))
     plans = planner.at_start()
+    probed: list[str] = []
+    if any(plan.gpu is not None and not plan.gpu.elsewhere for plan in plans):
+        plans, probed = _as_probed(fleet, plans, findings())
     residency_of(planner.fleet, plans, planner.machine)
     # Hub models have no local directory before they are deployed; their id stands for it here.
     local = planner.fleet.with_models([m.model_copy(update={"path": m.path or m.hub}) for m in planner.fleet.models])
     units = [unit_spec_of(plan.with_paths(local), run_dir="") for plan in plans]
     memory = [words for plan in plans if plan.gpu is not None for words in plan.gpu.memory_words(plan.demands)]
-    return _Planned(plans, units, [*planner.reasons, *notes_of(plans), *_scaling(plans)], memory)
+    return _Planned(plans, units, [*planner.reasons, *notes_of(plans), *_scaling(plans), *probed], memory)
+
+
+def _as_probed(
+    fleet: Fleet, plans: Sequence[ResolvedUnit], found: Findings | None
+) -> tuple[list[ResolvedUnit], list[str]]:
+    """The plans as `deploy` makes them of what probes found of the GPUs here, and what the user should know of that.
+    Whether MPS works is tried by `deploy` alone.
+
+    Raises:
+        FleetError: these GPUs cannot serve the fleet, by the probes.
+    """
+    if found is None:
+        words = "these GPUs have not been probed: `deploy` does it first, and takes the best way of sharing that passes"
+        return list(plans), [words]
+    if found.refused:
+        message = f"these GPUs cannot serve, by the probes of {found.date}: {found.refused}; mend it, then run "
+        raise FleetError([fleet.problem(("cluster",), message + "`muxserve doctor --gpu` again")])
+    here = [plan if plan.gpu is None or plan.gpu.elsewhere else plan.as_found(found) for plan in plans]
+    return here, [f"as the probes have found: {FALLBACK_WORDS[each]}" for each in sorted(found.fallbacks)]
 
 
 def _print_json(file: Path, problems: Sequence[Problem], found: _Planned | None = None) -> None:

@@ -9,13 +9,14 @@ from typing import Literal
 
 import pytest
 
-from muxserve.cli import deploy
+from muxserve.cli import deploy, validate
 from muxserve.cli.deploy import DeployRefused
 from muxserve.cli.output import errors
 from muxserve.cluster import machine
+from muxserve.config import FleetError
 from muxserve.costs.roofline import Roofline
 from muxserve.gpu import mps, nvml
-from muxserve.gpu.findings import GREEN, PERCENTAGES, SHAPES, Findings, ProbeFinding, place_of
+from muxserve.gpu.findings import GREEN, PERCENTAGES, SHAPES, Fallback, Findings, ProbeFinding, place_of
 from muxserve.gpu.unit import SmShares
 from muxserve.net.exit_codes import ExitCode
 from muxserve.planning.specs.as_planned import unlike_planned
@@ -200,3 +201,42 @@ def test_engines_that_nothing_limits_share_by_mps_whatever_percentages_do(
     assert used.gpu.sharing == "mps"
     assert "side by side under MPS, without percentages" in used.gpu.describe()[0]
     assert "answered wrongly" not in told.get()
+
+
+class TestValidate:
+    """Which sharing of GPUs `validate` shows: the one that `deploy` takes by the probes that were made before."""
+
+    @pytest.mark.parametrize(("green", "sharing"), [("ok", "green_contexts"), ("failed", "off")])
+    def test_it_shows_what_probes_have_found(
+        self, tmp_path: Path, green: Literal["ok", "failed"], sharing: SmSharing
+    ) -> None:
+        fallbacks: tuple[Fallback, ...] = () if green == "ok" else ("no_green_contexts",)
+        known = Findings(place_of(nvml.GpuMachine(), {}), "today", (ProbeFinding(GREEN, green, "", 1.0, fallbacks),))
+        made = plan(tmp_path, "{gpus: 1}", found=gpus(1))
+        (used,), notes = validate._as_probed(made.fleet, [made], known)
+        assert made.gpu is not None
+        assert used.gpu is not None
+        assert (made.gpu.sharing, used.gpu.sharing) == ("mps", sharing)
+        assert notes == ["as the probes have found: engines have no green contexts"] * (green == "failed")
+
+    def test_its_pools_are_what_graphs_for_shares_that_follow_the_load_leave(self, tmp_path: Path) -> None:
+        known = Findings(place_of(nvml.GpuMachine(), {}), "today", (ProbeFinding(GREEN, "ok", ""),))
+        made = plan(tmp_path, "{gpus: 1}", found=gpus(1), top="policy: slack\n")
+        (used,), _ = validate._as_probed(made.fleet, [made], known)
+        assert used.gpu is not None
+        assert used.gpu.rules.graph_sets > 1
+        assert used.unit.pool_bytes < made.unit.pool_bytes
+        assert used.unit.pool_bytes <= used.gpu.budgets(used.demands)[0].pool_bytes
+
+    def test_gpus_that_cannot_serve_are_refused(self, tmp_path: Path) -> None:
+        made = plan(tmp_path, "{gpus: 1}", found=gpus(1))
+        broken = ProbeFinding("attention", "failed", "differs by 3", 1.0, ("refuse",))
+        known = Findings(place_of(nvml.GpuMachine(), {}), "today", (broken,))
+        with pytest.raises(FleetError, match=r"these GPUs cannot serve, by the probes of today: .*differs by 3"):
+            validate._as_probed(made.fleet, [made], known)
+
+    def test_without_probes_it_says_who_makes_them(self, tmp_path: Path) -> None:
+        made = plan(tmp_path, "{gpus: 1}", found=gpus(1))
+        plans, (note,) = validate._as_probed(made.fleet, [made], None)
+        assert plans == [made]
+        assert note.startswith("these GPUs have not been probed: `deploy` does it first")

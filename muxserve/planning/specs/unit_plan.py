@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from muxserve.config import AUTO, Fleet, FleetError, Model, Problem
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.gpu.budget import BudgetError
+from muxserve.gpu.findings import Findings
 from muxserve.gpu.unit import GpuPlan, GpuUnit
 from muxserve.planning.demand.checkpoints import Hub, without_chat_template
 from muxserve.planning.demand.demands import Batch, batch_of, default_batch
@@ -87,6 +88,16 @@ class ResolvedUnit:
     def with_gpu(self, gpu: GpuUnit) -> ResolvedUnit:
         """The same plan with the GPUs shared in another way."""
         return replace(self, gpu=gpu)
+
+    def as_found(self, findings: Findings) -> ResolvedUnit:
+        """The same on GPUs of which that was found, with pools of what is left there.
+
+        Raises:
+            FleetError: the fleet does not fit then.
+        """
+        assert self.gpu is not None
+        gpu = self.gpu.as_found(findings)
+        return replace(self, gpu=gpu, unit=_unit(self.fleet, self.demands, self.machine, gpu, self.units))
 
     def gpu_plan(self) -> GpuPlan | None:
         """What a host has to know of the GPUs; None for serving on CPU."""
