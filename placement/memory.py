@@ -33,10 +33,13 @@ class MemoryRules:
     reserve_bytes: int = 0
     graph_sets: int = 1
 
-    @property
-    def resting_bytes(self) -> int:
+    def graphs(self, demand: Demand) -> int:
+        """Bytes of the CUDA graphs of one engine of the model."""
+        return 0 if demand.graphs == "eager" else self.graph_sets * self.graph_bytes
+
+    def resting_bytes(self, demand: Demand) -> int:
         """Bytes of a model's engines without weights and activations, while their model sleeps."""
-        return self.engines * self.graph_sets * self.graph_bytes + self.processes * self.context_bytes
+        return self.engines * self.graphs(demand) + self.processes * self.context_bytes
 
     @classmethod
     def served(cls, utilisation: float = 0.92, engines: int = 2, graph_sets: int = 1) -> MemoryRules:
@@ -70,7 +73,7 @@ def activation_bytes(demand: Demand, tp: int) -> int:
 
 def model_bytes(demand: Demand, tp: int, rules: MemoryRules) -> int:
     """Bytes on each device for one model before its first token of KV. Prefill and decode engine share the weights."""
-    engine = activation_bytes(demand, tp) + rules.graph_sets * rules.graph_bytes
+    engine = activation_bytes(demand, tp) + rules.graphs(demand)
     return weight_bytes(demand, tp) + rules.engines * engine + rules.processes * rules.context_bytes
 
 

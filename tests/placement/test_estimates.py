@@ -78,9 +78,15 @@ class TestFit:
         assert sequence_bytes(seven, 1) == (161 + 338) * B7.kv_bytes_per_token("float16")
         assert sequence_bytes(seven, 2) == sequence_bytes(seven, 1) / 2
 
-    def test_devices_beyond_the_kv_heads_hold_copies(self) -> None:
-        from dataclasses import replace
+    def test_engines_that_capture_nothing_have_no_graphs(self) -> None:
+        rules = MemoryRules.served(graph_sets=2)
+        seven = demand("a", B7)
+        eager = replace(seven, graphs="eager")
+        assert rules.resting_bytes(seven) == 2 * (2 * rules.graph_bytes + rules.context_bytes)
+        assert rules.resting_bytes(eager) == 2 * rules.context_bytes
+        assert model_bytes(seven, 1, rules) - model_bytes(eager, 1, rules) == 2 * 2 * rules.graph_bytes
 
+    def test_devices_beyond_the_kv_heads_hold_copies(self) -> None:
         grouped = demand("a", replace(B7, kv_heads=4))
         assert sequence_bytes(grouped, 8) == sequence_bytes(grouped, 4)
 

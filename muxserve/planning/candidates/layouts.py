@@ -255,7 +255,7 @@ def place_on_gpus(pool: GpuDevices, wanted: LayoutRequest, layout: ReplicaLayout
 def _staged(pool: GpuDevices, wanted: LayoutRequest, layout: ReplicaLayout, rules: MemoryRules) -> SimulatedLayout:
     demand, tp, stages = wanted.demand, layout.tp, layout.stages
     tokens = block_tokens(demand)
-    engine = activation_bytes(demand, tp) + rules.graph_bytes + rules.processes * rules.context_bytes
+    engine = activation_bytes(demand, tp) + rules.graphs(demand) + rules.processes * rules.context_bytes
     free = [float(tp * (pool.usable - engine))] * stages
     try:
         blocks = kv_blocks(demand.architecture, demand.dtype, stages, free, tokens)

@@ -155,7 +155,7 @@ def as_deployed(fleet: Fleet, demands: Sequence[Demand], cluster: Cluster, aroun
         sleepers = [by_name[model] for model in unit.models if model not in always]
         taken = {each.name: model_bytes(each, unit.gpus, rules.of(each)) for each in sleepers}
         fixed = rules.reserve_bytes + unit.awake
-        engines = [rules.of(each).resting_bytes for each in sleepers]
+        engines = [rules.of(each).resting_bytes(each) for each in sleepers]
         room = asked if asked is not None else resting_room(taken.values(), engines, usable - fixed - least, whole)
         fixed += room if asked is None else 0
         models = {
