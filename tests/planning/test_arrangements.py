@@ -468,6 +468,12 @@ class TestAuto:
         (reason,) = planner.reasons
         assert reason.startswith("`engines: auto` of arithmetic is split without a plan; `muxserve plan -o`")
 
+    def test_where_memory_decides_it_is_one(self) -> None:
+        head = "cluster: {gpus: 1}\nmemory: auto"
+        planner = FleetPlanner(only("engines: auto", head=head), MACHINE, lambda: H200)
+        planner.at_start()
+        assert planner.reasons == ["`engines: auto` of arithmetic is one where memory decides which models are awake"]
+
     def test_a_plan_says_it(self, tmp_path: Path) -> None:
         declared = only(f"engines: auto, {SLO}")
         planner = FleetPlanner(declared, MACHINE, lambda: NONE)

@@ -30,7 +30,7 @@ LIMIT = "memory: {limit: 8GiB}"
 def declared(engines: tuple[str, ...], *more: str) -> Fleet:
     models = [
         f"  - {{name: {name}, path: {MODELS / name}{'' if shape == 'auto' else f', engines: {shape}'}}}"
-        for name, shape in zip(NAMES, engines, strict=True)
+        for name, shape in zip(NAMES, engines, strict=False)
     ]
     head = ["cluster: {gpus: 1, gpu_type: H100}", LIMIT, *more, "models:"]
     return parse_fleet("\n".join([*head, *models]), "fleet.yaml", Path())
@@ -51,8 +51,15 @@ def simulated(fleet: Fleet) -> Simulated:
 @pytest.mark.parametrize("policy", ["", "slack", "adbs", "free", "fcfs"])
 @pytest.mark.parametrize(
     "engines",
-    [("auto", "auto", "auto"), ("split", "split", "split"), ("one", "one", "one"), ("one", "split", "auto")],
-    ids=["auto", "split", "one", "mixed"],
+    [
+        ("auto", "auto", "auto"),
+        ("split", "split", "split"),
+        ("one", "one", "one"),
+        ("one", "split", "auto"),
+        ("auto",),
+        ("split",),
+    ],
+    ids=["auto", "split", "one", "mixed", "alone", "alone and split"],
 )
 def test_engines_policy_shares_and_memory_are_those_of_the_units_that_are_started(
     engines: tuple[str, ...], policy: str

@@ -193,7 +193,7 @@ def _placed(fleet: Fleet, demands: Sequence[Demand]) -> tuple[tuple[PlacedModel,
     """The models of a unit, `fleet`, with the shares of SMs that they have where nobody plans them, and its policy."""
     one_engine = [each.name for each in demands if each.shape == "one"]
     if len(one_engine) == len(demands) == 1:
-        return (PlacedModel(one_engine[0], demands[0].rate, ALL_SMS.prefill, ALL_SMS.decode, "one"),), ""
+        return (PlacedModel(one_engine[0], demands[0].rate, ALL_SMS.prefill, ALL_SMS.decode, "one"),), "free"
     policy = resident_policy(fleet, one_engine)
     shares = unplanned_shares(fleet.model_copy(update={"policy": policy}), one_engine)
     placed = tuple(

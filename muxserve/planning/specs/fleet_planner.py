@@ -186,6 +186,8 @@ class FleetPlanner:
     def _without_choice(self) -> str:
         if not self._wants_gpus:
             return "on a CPU"
+        if self.fleet.memory is not None:
+            return "where memory decides which models are awake"
         return "without a plan; `muxserve plan -o` chooses by simulation, and `deploy --plan` serves that"
 
     def _planned(self) -> list[ResolvedUnit]:

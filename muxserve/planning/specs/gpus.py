@@ -108,23 +108,25 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
     if placed is not None and kind is not None and placed.device != kind:
         message = f"the plan is for {placed.device}, but {found.where} has {gpus[0].name}; make it anew"
         raise FleetError([fleet.problem(("cluster",), message)])
-    sleeping: list[str] = []
+    sleeps = fleet.memory is not None and placed is None
+    sleeping = [model.name for model in fleet.models if sleeps and model.keep == "auto"]
     if alone:
         shares = {demand.name: ALL_SMS for demand in demands}
         if fleet.models[0].sm.decode is not None:
             notes.append(f"`sm` of {fleet.models[0].name} says nothing here: its one engine is alone and has all SMs")
     elif placed is not None:
         shares = {each.model: SmShares(each.prefill_share, each.decode_share) for each in placed.models}
-    elif sleeping := [model.name for model in fleet.models if fleet.memory is not None and model.keep == "auto"]:
+    elif sleeping:
         # Which of them compute beside each other is decided while they are served.
         shares = {demand.name: UNPLANNED for demand in demands}
+    else:
+        shares, note = _planned(fleet, demands, gpus, kind, rules)
+        notes += [note] if note else []
+    if sleeping:
         notes.append(
             f"{len(sleeping)} of {len(demands)} models sleep until somebody asks for them; everything together takes "
             f"at most {format_size(int(rules.utilisation * gpus[0].memory_bytes))} of each GPU"
         )
-    else:
-        shares, note = _planned(fleet, demands, gpus, kind, rules)
-        notes += [note] if note else []
     unit = GpuUnit(
         gpus=gpus,
         sharing=sharing,
