@@ -223,7 +223,8 @@ def places_of(
         fleet = arranged(fleet, plan or "", given.units)
     else:
         cluster = cluster_of(fleet, gpus, gpu_type, nodes)
-    demands = demands_of(fleet, file.parent, gpus=memory_of(cluster).items() if cluster else ())
+    awake = fleet.model_copy(update={"memory": None})
+    demands = demands_of(awake, file.parent, gpus=memory_of(cluster).items() if cluster else ())
     check_lengths(fleet, demands)
     places = Places(
         _words(fleet, cluster),

@@ -169,7 +169,9 @@ class Planner:
             FleetError: as `demands_of`, or requests do not fit into their model's context.
         """
         gpus = memory_of(cluster).items() if cluster is not None else ()
-        demands = demands_of(self.fleet, self.file.parent, gpus=gpus)
+        # Plans are of models that are all awake; where memory decides, `as_deployed` sizes steps anew.
+        awake = self.fleet.model_copy(update={"memory": None})
+        demands = demands_of(awake, self.file.parent, gpus=gpus)
         check_lengths(self.fleet, demands)
         return demands
 
