@@ -19,6 +19,8 @@ _REMOVED: dict[tuple[str, ...], str] = {
     "rolling, and `stages: 2` or more for pipelined",
     ("models", "rolling"): "remove it: macro instances have 4 to 16 replicas, and a quarter of the decodes may have "
     "saved less time than a prefill takes (docs/rolling.md)",
+    ("units", "phases"): "make the plan anew, with `muxserve plan -o`",
+    ("units", "batching"): "remove it: steps over several stages are throttled, and others are vLLM's own",
     ("gateway", "structured_output"): "remove it: the limits of grammars are constants (docs/gateway.md)",
     ("default_priority",): "remove it, and call the level of requests that name none `normal`",
     ("cluster", "decode_first"): "remove it: engines share their GPUs by SMs, without priorities",
@@ -30,5 +32,8 @@ _REMOVED: dict[tuple[str, ...], str] = {
 
 def removed_key(path: KeyPath) -> str | None:
     """What to write instead of a removed key; None: the key at `path` was never there."""
-    advice = _REMOVED.get(tuple(part for part in path if isinstance(part, str)))
+    names = tuple(part for part in path if isinstance(part, str))
+    if names[:1] == ("model_defaults",):
+        names = ("models", *names[1:])
+    advice = _REMOVED.get(names)
     return advice and f"is no longer a key; {advice}"

@@ -151,6 +151,7 @@ ONE = "models:\n  - name: one\n    path: a\n"
         (f"priorities: {{a b: {{rank: 1}}, normal: {{rank: 0}}}}\n{ONE}", "fleet.yaml:1: priorities.a b: must be letters, digits"),
         (f"priorities:\n  normal: {{rank: 1}}\n  gold: {{rank: 1}}\n{ONE}", "fleet.yaml:3: priorities.gold.rank: 'normal' has rank 1, too; which of them goes first must be clear"),
         (f"priorities:\n  gold: {{rank: 1}}\n{ONE}", "fleet.yaml:1: priorities: needs `normal`, the level of requests that name none"),
+        (f"model_defaults: {{batching: fixed}}\n{ONE}", "fleet.yaml:1: model_defaults.batching: is no longer a key; remove it"),
         (f"default_priority: gold\n{ONE}", "fleet.yaml:1: default_priority: is no longer a key; remove it, and call the level of requests that name none `normal`"),
         (f"priorities:\n  normal: {{rank: 1, target: 3}}\n{ONE}", 'fleet.yaml:2: priorities.normal.target: unknown key; did you mean "target_load"?'),
         (f"migration: maybe\n{ONE}", "fleet.yaml:1: migration: must be on, off, or a mapping"),

@@ -365,6 +365,11 @@ class TestPlanFiles:
             ("devices: [0, 1]", "devices: [0, 0]", "device 0 belongs to unit0 already"),
             ("name: unit1", "name: unit0", "units[1].name: 'unit0' is already the name of another unit"),
             ("decode_share: 0.3", "decode_share: 3", "units[0].models[0].decode_share: must be at most 1, not 3"),
+            (
+                "kv_bytes: 1073741824",
+                "kv_bytes: 1073741824\n  phases: pipelined",
+                "units[0].phases: is no longer a key; make the plan anew",
+            ),
             ("kv_bytes: 1073741824", "kv_byte: 1073741824", 'units[0].kv_byte: unknown key; did you mean "kv_bytes"?'),
             ("model: small", "model: smal", "units[0].models[0].model: the fleet has no model 'smal'"),
             ("model: small", "model: large", "the plan has no place for small"),
