@@ -68,7 +68,7 @@ class Engines:
         found = self._footprints.get(key)
         if found is None:
             demand = self.demands[model]
-            rules = self.rules.of_one_engine() if self.shapes[model] == "one" else self.rules
+            rules = self.rules.of_one_engine() if self.shapes[model] == "one" else self.rules.of(demand)
             own = model_bytes(demand, mesh.size, rules)
             found = self._footprints[key] = Footprint(own, sequence_bytes(demand, mesh.size))
         return found

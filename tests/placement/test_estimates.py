@@ -86,6 +86,14 @@ class TestFit:
         assert rules.resting_bytes(eager) == 2 * rules.context_bytes
         assert model_bytes(seven, 1, rules) - model_bytes(eager, 1, rules) == 2 * 2 * rules.graph_bytes
 
+    def test_a_model_that_answers_with_vectors_has_one_engine(self) -> None:
+        vectors = demand("b", replace(B7, pooling=True))
+        engines = Engines([demand("a", B7), vectors], Analytic(), MEMORY)
+        both, one = (engines.footprint(model, ONE).own for model in (0, 1))
+        rules = engines.rules
+        assert one == model_bytes(vectors, 1, rules.of_one_engine())
+        assert both == model_bytes(demand("a", B7), 1, rules)
+
     def test_devices_beyond_the_kv_heads_hold_copies(self) -> None:
         grouped = demand("a", replace(B7, kv_heads=4))
         assert sequence_bytes(grouped, 8) == sequence_bytes(grouped, 4)
