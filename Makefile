@@ -137,7 +137,7 @@ soak: setup
 	@$(BIN)/python -m tests.soak.run $(SOAK_ARGS)
 
 # vLLM's CUDA build on stand-ins of the driver and NVML; installed beside the environment, whose vLLM is the CPU's.
-$(STUB)/.installed: requirements/$(notdir $(STUB)).txt | setup
+$(STUB)/.installed: requirements/$(notdir $(STUB)).txt requirements/cuda-libraries.txt | setup
 	@echo "Installing vLLM's CUDA build into $(@D) (3.2 GB to download, 5.6 GB on disk, a few minutes)"
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --quiet --no-deps --no-compile --upgrade --target $(@D) -r $<
 	@touch $@

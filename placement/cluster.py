@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,11 +28,6 @@ class Cluster:
     def devices(self) -> int:
         """All devices together."""
         return sum(node.count for node in self.nodes)
-
-    def machines(self, devices: Collection[int]) -> int:
-        """On how many machines the devices with these numbers are."""
-        homes = [number for number, node in enumerate(self.nodes) for _ in range(node.count)]
-        return len({homes[number] for number in devices})
 
 
 @dataclass(frozen=True, slots=True)

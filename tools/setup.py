@@ -214,8 +214,8 @@ def install_torch(root: Path, pins: Path, python: str) -> int:
         return 1
     if not (_site(python) / "torch/lib/libtorch_cuda.so").exists():
         return 0
-    print(f"note: {TORCH_INDEX} is out of reach, and PyPI's torch is built for CUDA. It computes on a CPU too,")
-    print("beside NVIDIA's libraries: installing these (3 GB more on disk)")
+    print(f"note: the torch here is PyPI's, which is built for CUDA: it was there before, or {TORCH_INDEX}")
+    print("is out of reach. It computes on a CPU too, beside NVIDIA's libraries: installing these (3 GB more on disk)")
     return _pip(python, (root / "requirements/cuda-libraries.txt").read_text().splitlines(), [])
 
 

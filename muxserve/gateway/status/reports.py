@@ -152,7 +152,7 @@ class Reports:
         }
 
     def profile(self) -> Profile:
-        """What steps cost here, as `muxserve plan --profile` reads it: predictions, corrected by what was measured; and
+        """What steps cost here, as `muxserve plan --costs` reads it: predictions, corrected by what was measured; and
         how long requests take to their unit."""
         units = self._status.units.values()
         profile = corrected_profile([(unit.entry.unit_spec.costs, unit.learnt()) for unit in units])

@@ -95,8 +95,7 @@ def _groups(placement: Placement) -> list[tuple[frozenset[str], list[int]]]:
 
 def _may_change(plan: ClusterPlan, number: int) -> bool:
     unit = plan.placement.units[number]
-    within = plan.placement.cluster.machines(unit.devices) == 1
-    return within and unit.stages == 1 and not unit.rolls
+    return unit.stages == 1 and not unit.rolls
 
 
 def _otherwise(plan: ClusterPlan, number: int, way: UnitWay, values: Values) -> tuple[PlacedUnit, UnitEstimate]:

@@ -69,7 +69,7 @@ _FIRST, _FACTOR = 16, 4
 
 
 def unit_spec_of(plan: ResolvedUnit, run_dir: str) -> UnitSpec:
-    """The unit's spec of a planned unit whose models are all local; `host` and `port` override the fleet file's."""
+    """The spec of a planned unit whose models are all local."""
     pools = [PoolSpec(pool.name, pool.page_bytes, pool.num_pages) for pool in plan.unit.pools]
     if plan.fleet.memory is not None:
         pools = [in_chunks(pool, None if plan.gpu is None else plan.gpu.deployed) for pool in pools]
