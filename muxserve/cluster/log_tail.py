@@ -75,7 +75,8 @@ async def explain(gpu: GpuSpec | None, part: PartId, reason: str, tail: Sequence
 async def _of_gpus(gpu: GpuSpec, tail: Sequence[str]) -> str:
     """What the driver says of the unit's GPUs, or else what the lines mean."""
     try:
-        found = await asyncio.wait_for(asyncio.to_thread(nvml.machine), _NVML_SECONDS)
+        async with asyncio.timeout(_NVML_SECONDS):
+            found = await asyncio.to_thread(nvml.machine)
     except TimeoutError:
         return "the GPU driver does not answer"
     for uuid in gpu.uuids:

@@ -64,7 +64,8 @@ class Process:
         """SIGTERM, and SIGKILL (or `kill`) after `grace` seconds; returns when it has ended."""
         self.send(signal.SIGTERM)
         try:
-            await asyncio.wait_for(self.wait(), grace)
+            async with asyncio.timeout(grace):
+                await self.wait()
         except TimeoutError:
             if kill is None:
                 self.send(signal.SIGKILL)

@@ -328,7 +328,8 @@ class ServerDrain:
             self._endpoint.ended = True
             broker.end_all("the server shut down before the request was finished")
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(empty(), CLOSE_SECONDS)
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await empty()
         self._end(at_once=False)
 
     def _end(self, at_once: bool) -> None:

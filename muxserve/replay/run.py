@@ -126,7 +126,8 @@ class Replay:
         await asyncio.sleep(0)
         while not self.stopped and (left := due - perf_counter()) > 0:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopped.wait(), left)
+                async with asyncio.timeout(left):
+                    await self._stopped.wait()
 
     async def _slot(self) -> bool:
         """Whether the request had to wait for others."""

@@ -306,6 +306,17 @@ async def test_a_death_while_the_files_are_written_ends_in_one_of_each(batches: 
 # ------------------------------------------------------------ ends
 
 
+async def test_a_runner_that_is_ended_in_the_moment_when_there_is_news_ends(batches: Batches) -> None:
+    runner = batches.run(Work(lambda asked, tries: 200))
+    (task,) = batches.tasks
+    await asyncio.sleep(0)
+    runner.look()
+    task.cancel()
+    async with asyncio.timeout(PATIENCE):
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
 @pytest.mark.parametrize("how", ["cancelled", "revoked", "expired"])
 async def test_what_has_no_answer_at_the_end_is_in_the_error_file(batches: Batches, how: str) -> None:
     hold = asyncio.Event()

@@ -77,7 +77,8 @@ class ActorPlace:
             GaveUp: it never will.
         """
         try:
-            return await asyncio.wait_for(reference, seconds)
+            async with asyncio.timeout(seconds):
+                return await reference
         except self._ray.exceptions.ActorDiedError as error:
             raise GaveUp(HOST, why(error)) from None
         except (self._ray.exceptions.RayError, TimeoutError) as error:

@@ -118,7 +118,8 @@ class BatchRunner:
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), BUSY_SECONDS if self._running else IDLE_SECONDS)
+                    async with asyncio.timeout(BUSY_SECONDS if self._running else IDLE_SECONDS):
+                        await self._wake.wait()
                 self._wake.clear()
                 if not self._mine:
                     await self._drop_all()

@@ -248,7 +248,8 @@ class GrammarCompilers:
             self._go_on()
         job.wanted_by += 1
         try:
-            return await asyncio.wait_for(asyncio.shield(job.answer), LONGEST_SECONDS)
+            async with asyncio.timeout(LONGEST_SECONDS):
+                return await asyncio.shield(job.answer)
         except TimeoutError:
             log.error("a grammar of %s was not compiled within %g s", model.name, LONGEST_SECONDS)
             raise GracefulHTTPError(

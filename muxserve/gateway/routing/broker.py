@@ -63,7 +63,8 @@ class UnitQuestions(Generic[T]):
         if len(waiting) == 1:
             send()
         try:
-            return await asyncio.wait_for(waiter, timeout)
+            async with asyncio.timeout(timeout):
+                return await waiter
         except TimeoutError:
             return None
         finally:
