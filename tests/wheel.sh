@@ -40,19 +40,23 @@ muxserve doctor
 coproc fleet { exec muxserve deploy fleet.yaml --port 0 2>&1; }
 deployed=$fleet_PID
 trap 'kill "$deployed" 2>/dev/null || true; rm -rf "$place"' EXIT
+# A process in the background does not have the coprocess's own descriptor.
+exec 3<&"${fleet[0]}"
 url=
-while [ -z "$url" ] && read -r line <&"${fleet[0]}"; do
+while [ -z "$url" ] && read -r line <&3; do
   echo "$line"
   if [[ $line =~ serving\ at\ (http://[^ ]+)/v1 ]]; then url=${BASH_REMATCH[1]}; fi
 done
-cat <&"${fleet[0]}" &
+cat <&3 &
 python - "$url" <<'ASK'
 import json, sys, urllib.request
-for model in ("arithmetic", "atlas"):
-    body = json.dumps({"model": model, "prompt": "What is 14 plus 29?", "max_tokens": 16, "temperature": 0}).encode()
-    asked = urllib.request.Request(f"{sys.argv[1]}/v1/completions", body, {"Content-Type": "application/json"})
+questions = {"arithmetic": "What is 14 plus 29?", "atlas": "What is the capital of France?"}
+for model, question in questions.items():
+    messages = [{"role": "user", "content": question}]
+    body = json.dumps({"model": model, "messages": messages, "max_tokens": 16, "temperature": 0}).encode()
+    asked = urllib.request.Request(f"{sys.argv[1]}/v1/chat/completions", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(asked, timeout=300) as answer:
-        text = json.load(answer)["choices"][0]["text"]
+        text = json.load(answer)["choices"][0]["message"]["content"]
     print(f"{model}: {text!r}")
     assert text
 ASK
