@@ -25,7 +25,7 @@ from muxserve.planning.place.window import (
     usual_seconds,
 )
 from muxserve.planning.place.workloads import loads_of
-from muxserve.planning.report.document import warnings_of
+from muxserve.planning.report.document import _too_short, warnings_of
 from placement.cluster import Cluster, Node
 from placement.demand import Demand
 from placement.objective import Objective
@@ -129,6 +129,17 @@ def test_a_simulation_that_is_too_short_prints_no_figure_and_says_what_is_long_e
     assert "s of virtual time\n" in shown
     assert "runner-up" not in shown
     assert "were not measured" in (tmp_path / "page.html").read_text()
+
+
+def test_a_model_that_had_no_answer_is_named() -> None:
+    answered = RateWindow(300.0, 300, 20.0)
+    silent = RateWindow(300.0, 0, None)
+    assert _too_short(Prediction(summarise([]), 300.0, {"busy": answered, "placeless": silent})) == (
+        "in the simulated 300 s no request of placeless was answered"
+    )
+    assert _too_short(Prediction(summarise([]), 300.0, {"a": silent, "b": silent})) == (
+        "in the simulated 300 s no request was answered, so nothing was measured"
+    )
 
 
 def test_a_model_that_hardly_anybody_asks_has_no_rate_in_simulation() -> None:

@@ -83,11 +83,13 @@ def warnings_of(plan: ClusterPlan, simulated: Prediction | None, points: Sequenc
 
 def _too_short(simulated: Prediction) -> str:
     """Why a simulation does not show how many requests are served per second, and what to do."""
-    short = [window for window in simulated.windows.values() if not window.is_long_enough]
-    longest = longest_of([window.longest for window in short])
-    seconds = min((window.seconds for window in short), default=simulated.seconds)
-    if longest is None:
+    short = {name: window for name, window in simulated.windows.items() if not window.is_long_enough}
+    longest = longest_of([window.longest for window in short.values()])
+    seconds = min((window.seconds for window in short.values()), default=simulated.seconds)
+    if longest is None and len(short) == len(simulated.windows):
         return f"in the simulated {seconds:.3g} s no request was answered, so nothing was measured"
+    if longest is None:
+        return f"in the simulated {seconds:.3g} s no request of {', '.join(short)} was answered"
     least = math.ceil(ANSWERS * longest)
     return (
         f"the simulated {seconds:.3g} s do not hold {ANSWERS:.0f} of the longest answers, which take "
