@@ -14,7 +14,7 @@ from muxserve.cluster.machine import findings, this_machine
 from muxserve.cluster.ray.cluster import gpus_for
 from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.config.problems import Problem, format_path
-from muxserve.gpu.findings import FALLBACK_WORDS, Findings
+from muxserve.gpu.findings import Findings
 from muxserve.net.exit_codes import ExitCode
 from muxserve.planning.specs.fleet_planner import FleetPlanner, notes_of
 from muxserve.planning.specs.residency import residency_of
@@ -85,10 +85,9 @@ def _as_probed(
         words = "these GPUs have not been probed: `deploy` does it first, and takes the best way of sharing that passes"
         return list(plans), [words]
     if found.refused:
-        message = f"these GPUs cannot serve, by the probes of {found.date}: {found.refused}; mend it, then run "
-        raise FleetError([fleet.problem(("cluster",), message + "`muxserve doctor --gpu` again")])
+        raise FleetError([fleet.problem(("cluster",), found.cannot_serve)])
     here = [plan if plan.gpu is None or plan.gpu.elsewhere else plan.as_found(found) for plan in plans]
-    return here, [f"as the probes have found: {FALLBACK_WORDS[each]}" for each in sorted(found.fallbacks)]
+    return here, found.followed
 
 
 def _print_json(file: Path, problems: Sequence[Problem], found: _Planned | None = None) -> None:

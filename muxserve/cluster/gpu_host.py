@@ -13,7 +13,6 @@ import msgspec
 from muxserve.cluster import machine
 from muxserve.gpu import nvml
 from muxserve.gpu.environment import VISIBLE
-from muxserve.gpu.findings import FALLBACK_WORDS
 from muxserve.gpu.sharing import PERCENTAGES_NOTE, MpsWish, SharingError, settle
 from muxserve.gpu.unit import GpuPlan, GpuUnit, PoolSizer
 from muxserve.spec import UnitSpec, save
@@ -93,11 +92,10 @@ def tried(
             unit = replace(unit, sharing="off")
             notes[0] += "; until then engines alternate on a GPU: one computes while the others wait"
     elif found.refused:
-        raise SharingError(f"these GPUs cannot serve, by the probes of {found.date}: {found.refused}; run "
-                           "`muxserve doctor --gpu` again when that is mended")  # fmt: skip
+        raise SharingError(found.cannot_serve)
     else:
         unit = unit.as_found(found)
-        notes = [f"as the probes have found: {FALLBACK_WORDS[each]}" for each in sorted(found.fallbacks)]
+        notes = found.followed
     no_mps = found is not None and "mps_off" in found.fallbacks
     known = "a probe has found that it does not work (`muxserve doctor --gpu` probes again)" if no_mps else ""
     sharing, more = settle(unit.gpus, wish, unit.sharing, directory, ours, known)

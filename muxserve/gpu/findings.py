@@ -109,6 +109,17 @@ class Findings(msgspec.Struct, frozen=True):
         """Why nothing can be served here; empty if something can."""
         return "; ".join(f"{each.probe}: {each.detail}" for each in self.findings if "refuse" in each.fallbacks)
 
+    @property
+    def cannot_serve(self) -> str:
+        """`refused` with what to do about it, in words."""
+        found = f"these GPUs cannot serve, by the probes of {self.date}: {self.refused}"
+        return f"{found}; run `muxserve doctor --gpu` again when that is mended"
+
+    @property
+    def followed(self) -> list[str]:
+        """What is done differently here, in words."""
+        return [f"as the probes have found: {FALLBACK_WORDS[each]}" for each in sorted(self.fallbacks)]
+
 
 def place_of(found: GpuMachine, packages: Mapping[str, str]) -> ProbedMachine:
     """The machine as it is now; `packages` are versions by name."""
