@@ -4,15 +4,19 @@
 
 The fleet is `configs/many.yaml`, the workload that of docs/plan.md: 3 requests/s in bursty groups of 30 s, ShareGPT's
 lengths. `deployed` is what is deployed: weights and KV share one memory, and engines have theirs besides (contexts,
-graphs, the largest step of each), also those that rest. The other ways are none that can be
-deployed: engines take a part of that, and those that rest take nothing. They say what engines' memory costs.
+graphs, the largest step of each), also those that rest. `one at a time` is what a proxy can do that swaps servers with
+vLLM's sleep mode: each group of GPUs has one model awake, which has them until its requests are served. To its favour
+servers that sleep take nothing, wakes take as long as those of engines that rest, and the groups of GPUs and the order
+of the models are MuxServe's. The other ways cannot be deployed: engines take a part of their memory, and those that
+rest take nothing. They say what engines' memory costs.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +38,26 @@ from placement.memory import MemoryRules
 
 ROOT = Path(__file__).resolve().parents[1]
 FLEET = ROOT / "configs/many.yaml"
+RULES = MemoryRules.served()
+# Bytes of each GPU that are taken whichever models are awake, where engines that rest take nothing.
+FIXED = RULES.reserve_bytes + RULES.context_bytes
 WORKLOAD = "bursty-groups:rate=3,duration=120,phase=30,lengths=sharegpt,seed={seed},max_prompt=2000,max_output=1000"
-# The part of their memory besides weights that engines take, by way.
-WAYS = {"deployed": 1.0, "engines take 30 %": 0.3, "engines take nothing": 0.0}
 
 
-def with_engines(made: Simulated, part: float) -> Simulated:
-    """The same where engines take that part of their memory, and those that rest nothing if it is less than all."""
-    if part == 1.0:
-        return made
-    rules = MemoryRules.served()
+def one_at_a_time(made: Simulated) -> Simulated:
+    """The same with one model awake in each unit, until its requests are served."""
+    specs: dict[str, ResidencySpec] = {}
+    for name, spec in made.residency.items():
+        rules = replace(spec.rules, fixed=FIXED)
+        # Two models that take more than half each have no room together.
+        half = (rules.limit - rules.always) // 2 + 1
+        models = {model: replace(costs, bytes=max(costs.bytes, half)) for model, costs in spec.models.items()}
+        specs[name] = msgspec.structs.replace(spec, rules=rules, models=models, turns=None, resting=len(models))
+    return replace(made, residency=specs)
+
+
+def with_engines(part: float, made: Simulated) -> Simulated:
+    """The same where engines take that part of their memory, and those that rest nothing."""
     specs: dict[str, ResidencySpec] = {}
     for unit in made.units(mode_of("muxserve")):
         weights = {each.name: each.architecture.weight_bytes(each.dtype) // unit.tp for each in unit.models}
@@ -52,9 +66,16 @@ def with_engines(made: Simulated, part: float) -> Simulated:
             name: replace(costs, bytes=int(weights[name] + part * (costs.bytes - weights[name])))
             for name, costs in spec.models.items()
         }
-        fixed = rules.reserve_bytes + rules.context_bytes
-        specs[unit.name] = msgspec.structs.replace(spec, models=models, rules=replace(spec.rules, fixed=fixed))
+        specs[unit.name] = msgspec.structs.replace(spec, models=models, rules=replace(spec.rules, fixed=FIXED))
     return replace(made, residency=specs)
+
+
+WAYS: Mapping[str, Callable[[Simulated], Simulated]] = {
+    "deployed": lambda made: made,
+    "one at a time": one_at_a_time,
+    "engines take 30 %": partial(with_engines, 0.3),
+    "engines take nothing": partial(with_engines, 0.0),
+}
 
 
 def fleet_on(gpus: int) -> tuple[Simulated, list[Demand]]:
@@ -83,8 +104,8 @@ def main() -> None:
     runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for gpus in args.gpus:
         made, demands = fleet_on(gpus)
-        for way, part in WAYS.items():
-            served = with_engines(made, part)
+        for way, changed in WAYS.items():
+            served = changed(made)
             for seed in args.seeds:
                 load = list(open_workload(WORKLOAD.format(seed=seed), [each.name for each in demands]))
                 found = live_residency(served, demands, load, Roofline(), lambda *_: None)
