@@ -212,6 +212,35 @@ async def test_a_limits_file_that_fails_lets_everybody_in(
     assert "limits of tenants are not held at present" in caplog.text
 
 
+async def test_a_limits_file_that_is_locked_for_a_moment_keeps_nobody_out(
+    tmp_path: Path, closing: list[Endpoint], caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint = Endpoint(tmp_path, tenant("one", TenantLimits(max_concurrency=1)))
+    closing.append(endpoint)
+    limits = endpoint.tenancy.limits
+    endpoint.hold = asyncio.Event()
+    first = asyncio.create_task(ask(endpoint, "one"))
+    await endpoint.inside.wait()
+    assert (await ask(endpoint, "one")).status_code == 429
+    other = sqlite3.connect(tmp_path / "tenants.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    endpoint.hold.set()
+    # Neither what ends now fails, nor what begins, which is let in.
+    assert (await first).status_code == 200
+    assert (await ask(endpoint, "one")).status_code == 200
+    assert "limits of tenants are not held at present: database is locked" in caplog.text
+    other.execute("COMMIT")
+    limits.settle()
+    assert other.execute("SELECT requests FROM running").fetchall() == [(0,)]
+    other.close()
+    endpoint.hold, endpoint.inside = asyncio.Event(), asyncio.Event()
+    next_one = asyncio.create_task(ask(endpoint, "one"))
+    await endpoint.inside.wait()
+    assert (await ask(endpoint, "one")).status_code == 429
+    endpoint.hold.set()
+    assert (await next_one).status_code == 200
+
+
 def test_gateways_share_limits_and_one_that_died_holds_nothing(tmp_path: Path) -> None:
     now = 0.0
     pair = [SharedLimits(str(tmp_path / "limits"), index, lambda: now) for index in range(2)]

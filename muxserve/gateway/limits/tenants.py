@@ -13,10 +13,12 @@ import logging
 import math
 import sqlite3
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import parse_qs
@@ -27,6 +29,7 @@ from prometheus_client import CollectorRegistry, Counter
 from muxserve.gateway.http.errors import RequestError, Send, respond_json, retry_after
 from muxserve.gateway.limits.admission import Caller
 from muxserve.gateway.usage.budgets import BudgetStatus, spent, statuses
+from muxserve.gateway.usage.database import transaction
 from muxserve.gateway.usage.issued_keys import IssuedKeys
 from muxserve.gateway.usage.usage_log import COLUMNS, UsageLog, Used, today
 from muxserve.net.sockets import local_secret
@@ -44,6 +47,7 @@ NOBODY = "-"
 MINUTE = 60.0
 # A gateway that is stopped while it writes must not stop the others: they let a request in instead.
 LOCKED_SECONDS = 0.1
+OPEN_SECONDS = 5.0
 FLUSH_SECONDS = 1.0
 
 _LIMITS = """
@@ -120,7 +124,8 @@ class LimitExceededError(Exception):
 class SharedLimits:
     """What is left of each tenant's limits, for all gateways that open the same file. Nothing waits for a disk.
 
-    If the file fails, everybody is let in: limits protect the fleet from its tenants, not from a full disk.
+    If the file fails, everybody is let in: limits protect the fleet from its tenants, not from a full disk. What this
+    gateway has in service it knows by itself, and it corrects the file as soon as that can be written again.
 
     Args:
         file: where it is kept.
@@ -131,10 +136,15 @@ class SharedLimits:
     def __init__(self, file: str, gateway: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._gateway = gateway
         self._clock = clock
-        self._db = sqlite3.connect(file, timeout=LOCKED_SECONDS, isolation_level=None, check_same_thread=False)
+        # Requests of tenants that are limited in them, and the tenants of which the file says something else.
+        self._inside: defaultdict[str, int] = defaultdict(int)
+        self._unwritten: set[str] = set()
+        # All gateways open the file at the same time, and nobody is served yet.
+        self._db = sqlite3.connect(file, timeout=OPEN_SECONDS, isolation_level=None, check_same_thread=False)
         self._db.executescript(_LIMITS)
-        with self._transaction():
+        with transaction(self._db):
             self._db.execute("DELETE FROM running WHERE gateway = ?", (gateway,))
+        self._db.execute(f"PRAGMA busy_timeout = {round(1000 * LOCKED_SECONDS)}")
 
     def enter(self, tenant: TenantSpec) -> Allowance:
         """A request of `tenant` begins.
@@ -144,50 +154,60 @@ class SharedLimits:
         """
         if not tenant.limits:
             return Allowance()
-        with self._transaction():
-            allowance = self._read(tenant)
-            if tenant.limits.max_concurrency:
-                query = "SELECT sum(requests) FROM running WHERE tenant = ?"
-                if (self._db.execute(query, (tenant.name,)).fetchone()[0] or 0) >= tenant.limits.max_concurrency:
-                    raise LimitExceededError("concurrency", 1.0, allowance)
-            for kind, bucket in allowance.buckets.items():
-                if bucket.level < 1:
-                    raise LimitExceededError(kind, bucket.seconds_until(1), allowance)
-            if tenant.limits.max_concurrency:
-                self._count(tenant, 1)
-            return self._spend(tenant, allowance, "requests", 1)
-        return Allowance()
+        allowance = self._try(partial(self._let_in, tenant))
+        if tenant.limits.max_concurrency:
+            self._inside[tenant.name] += 1
+            if allowance is None:
+                self._unwritten.add(tenant.name)
+        return allowance or Allowance()
 
     def spend(self, tenant: TenantSpec, tokens: int) -> Allowance:
         """`tenant`, whose tokens are limited, has used `tokens`."""
-        with self._transaction():
-            return self._spend(tenant, self._read(tenant), "tokens", tokens)
-        return Allowance()
+        return self._try(lambda: self._spend(tenant, self._read(tenant), "tokens", tokens)) or Allowance()
 
     def leave(self, tenant: TenantSpec) -> None:
         """A request that had entered is done."""
         if tenant.limits.max_concurrency:
-            with self._transaction():
-                self._count(tenant, -1)
+            self._inside[tenant.name] -= 1
+            self._unwritten.add(tenant.name)
+            self.settle()
+
+    def settle(self) -> None:
+        """Write how many requests are in service where the file says something else."""
+        if self._unwritten:
+            self._try(Allowance)
 
     def close(self) -> None:
         """Close the file."""
         self._db.close()
 
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def _try(self, change: Callable[[], Allowance]) -> Allowance | None:
+        """What `change` comes to, with all that it writes; None if the file fails, and then it has written nothing."""
         try:
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-            except LimitExceededError:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
+            with transaction(self._db):
+                for name in self._unwritten:
+                    self._write_inside(name, self._inside[name])
+                allowance = change()
         except sqlite3.Error as error:
             log.warning("limits of tenants are not held at present: %s", error)
-            if self._db.in_transaction:
-                self._db.rollback()
+            return None
+        self._unwritten.clear()
+        return allowance
+
+    def _let_in(self, tenant: TenantSpec) -> Allowance:
+        allowance = self._read(tenant)
+        inside = self._inside[tenant.name]
+        if tenant.limits.max_concurrency:
+            query = "SELECT total(requests) FROM running WHERE tenant = ? AND gateway != ?"
+            (elsewhere,) = self._db.execute(query, (tenant.name, self._gateway)).fetchone()
+            if inside + elsewhere >= tenant.limits.max_concurrency:
+                raise LimitExceededError("concurrency", 1.0, allowance)
+        for kind, bucket in allowance.buckets.items():
+            if bucket.level < 1:
+                raise LimitExceededError(kind, bucket.seconds_until(1), allowance)
+        if tenant.limits.max_concurrency:
+            self._write_inside(tenant.name, inside + 1)
+        return self._spend(tenant, allowance, "requests", 1)
 
     def _read(self, tenant: TenantSpec) -> Allowance:
         now = self._clock()
@@ -217,11 +237,8 @@ class SharedLimits:
         self._db.execute("INSERT OR REPLACE INTO buckets VALUES (?, ?, ?, ?)", row)
         return Allowance({**allowance.buckets, kind: left})
 
-    def _count(self, tenant: TenantSpec, change: int) -> None:
-        self._db.execute(
-            "INSERT INTO running VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET requests = max(0, requests + ?)",
-            (tenant.name, self._gateway, max(0, change), change),
-        )
+    def _write_inside(self, tenant: str, requests: int) -> None:
+        self._db.execute("INSERT OR REPLACE INTO running VALUES (?, ?, ?)", (tenant, self._gateway, requests))
 
 
 def prefix_salt(secret: bytes, tenant: str, own: str | None) -> str:
@@ -392,6 +409,8 @@ class Tenancy:
         """Write the usage, again and again."""
         while True:
             await asyncio.sleep(FLUSH_SECONDS)
+            if self._limits is not None:
+                self._limits.settle()
             if self.usage is not None:
                 await self.usage.flush()
 
