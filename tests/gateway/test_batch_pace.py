@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muxserve.gateway.batches.lines import MOST_LINES, PlannedLine, answered, not_asked, planned_lines
+from muxserve.gateway.batches.lines import MOST_LINES, PlannedLine, answered, body_of, not_asked, planned_lines
 from muxserve.gateway.batches.pace import QUIET_SECONDS, ModelTraffic, room
 
 ALONE = ModelTraffic(seats=64)
@@ -117,11 +118,27 @@ def test_lines_know_where_they_are() -> None:
         (line("x", body={"model": "a", "stream": True}), "invalid_request"),
         (line("x", body={"model": "b"}), "model_not_found"),
         (line("x", body={"model": 3}), "invalid_request"),
+        (line("x", body=[]), "invalid_request"),
+        (line("x", body={"model": "a", "user": "?"}).replace(b"?", b"\xff"), "invalid_json_line"),
     ],
 )
 def test_every_mistake_is_named_with_its_line(text: bytes, code: str) -> None:
     _, errors = planned_lines([line("one"), text, b"nonsense"], CHAT, model_of)
     assert [(error.line, error.code) for error in errors] == [(2, code), (3, "invalid_json_line")]
+
+
+def test_what_lines_ask_for_is_not_unpacked() -> None:
+    """Each list would take twenty times its text, and all of a file are looked at in one go."""
+    text = line("one", body={"model": "a", "messages": [[]] * 100_000})
+    tracemalloc.start()
+    try:
+        found, errors = planned_lines([text], CHAT, model_of)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (len(found), errors) == (1, [])
+    assert peak < 2 * len(text)
+    assert json.loads(body_of(text)) == json.loads(text)["body"]
 
 
 def test_a_file_has_requests_and_not_too_many() -> None:

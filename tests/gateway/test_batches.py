@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from muxserve.gateway.batches import runner as runner_module
 from muxserve.gateway.batches.asking import WholeAnswer, ask
+from muxserve.gateway.batches.lines import PlannedLine
 from muxserve.gateway.batches.routes import BatchRoutes, apps
 from muxserve.gateway.batches.runner import BatchRunner
 from muxserve.gateway.batches.store import LEASE_SECONDS, BatchStore, FullError, LeaseLostError, StoredBatch
@@ -201,6 +203,27 @@ async def test_no_more_are_asked_at_once_than_there_is_room_for(batches: Batches
     assert room.running["a"] == 0
 
 
+async def test_few_lines_of_a_batch_are_in_memory(batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "PORTION", 4)
+    held = []
+
+    def answer(asked: dict[str, Any], tries: int) -> int:
+        running = runner._running[name]
+        held.append(running.held("a") + running.held("b"))
+        return 429 if tries == 1 and int(asked["user"]) % 3 == 0 else 200
+
+    work = Work(answer)
+    work.model_of = lambda batch, asked: asked or ""  # type: ignore[method-assign]
+    lines = [line(str(each), body={"model": "ab"[each % 2], "messages": [], "user": str(each)}) for each in range(40)]
+    name = batches.new(texts=b"".join(lines))
+    runner = batches.run(work, Room(2))
+    batch = await batches.until(name, "completed")
+    assert batch["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
+    assert [*batches.results(batch["output_file_id"])] == [str(each) for each in range(40)]
+    # Each model: less than a portion, and the next one.
+    assert max(held) <= 2 * 2 * 4
+
+
 async def test_a_wrong_file_fails_as_a_whole(batches: Batches) -> None:
     work = Work(ok)
     name = batches.new(texts=line("one") + b"nonsense\n" + line("two", body={"model": "b"}))
@@ -266,8 +289,14 @@ async def test_a_gateway_that_drains_finishes_what_it_asked_and_lets_go(batches:
     await work.inside.wait()
     work.ends = True
     other = batches.another()
-    await asyncio.sleep(0.1)
-    assert not other.claim()
+    # However long that takes, nobody else asks the same again.
+    for _ in range(3):
+        batches.now += LEASE_SECONDS - 1
+        ends = batches.now + LEASE_SECONDS
+        async with asyncio.timeout(PATIENCE):
+            while other._rows("SELECT until FROM runner", ()) != [(ends,)]:
+                await asyncio.sleep(0.01)
+        assert not other.claim()
     hold.set()
     async with asyncio.timeout(PATIENCE):
         while not other.claim():
@@ -293,14 +322,76 @@ async def test_a_death_while_the_files_are_written_ends_in_one_of_each(batches: 
     batches.store.end = dies  # type: ignore[method-assign,assignment]
     batches.run(work)
     await batches.until(name, "finalizing")
-    await asyncio.gather(*batches.tasks, return_exceptions=True)
-    batches.tasks.clear()
+    await batches.kill()
     batches.store.end = end  # type: ignore[method-assign]
     batches.run(work)
     batch = await batches.until(name, "completed")
     assert len(batches.results(batch["output_file_id"])) == 2
     assert [file.filename for file in batches.store.files("-")].count(f"{name}_output.jsonl") == 1
     assert sum(work.asked.values()) == 2
+
+
+async def test_a_runner_that_was_stopped_while_it_wrote_the_files_leaves_those_of_the_next_one(
+    batches: Batches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = batches.new("one", "two")
+    store, other = batches.store, batches.another()
+    assert store.claim()
+    store.begin(name, [PlannedLine(number, f"n{number}", 0, 1, "a") for number in range(2)])
+    for number in range(2):
+        store.finish(name, number, True, json.dumps({"custom_id": f"n{number}"}))
+    store.finalizing(name)
+    (batch,) = store.open_batches()
+    results = BatchStore._results
+
+    def stops(which: BatchStore, name: str, ok: int) -> Iterator[str]:
+        found = results(which, name, ok)
+        yield from itertools.islice(found, 1)
+        if which is store and ok and other.open_batches():
+            batches.now += LEASE_SECONDS + 1
+            assert other.claim()
+            other.end(batch, "completed", lambda line: "")
+            return
+        yield from found
+
+    monkeypatch.setattr(BatchStore, "_results", stops)
+    with pytest.raises(LeaseLostError):
+        store.end(batch, "completed", lambda line: "")
+    # Nor does it change anything when it has the lease again, and goes on only then.
+    other.release()
+    assert store.claim()
+    store.end(batch, "completed", lambda line: "")
+    other.close()
+    shown = batches.shown(name)
+    assert [*batches.results(shown["output_file_id"])] == ["n0", "n1"]
+    assert len([*store._files.iterdir()]) == 2  # with the input
+
+
+def test_a_lease_holds_no_longer_than_it_may_when_the_clock_is_set_back(batches: Batches) -> None:
+    assert batches.store.claim()
+    other = batches.another()
+    batches.now -= 3600.0
+    assert other.claim()
+    assert not batches.store.claim()
+    other.close()
+
+
+async def test_a_batch_that_cannot_go_on_stops_no_other(batches: Batches, caplog: pytest.LogCaptureFixture) -> None:
+    work = Work(ok)
+    first, second = batches.new("one"), batches.new("two")
+    asked_for = work.model_of
+
+    def model_of(batch: StoredBatch, asked: str | None) -> str:
+        if batch.id == first:
+            raise RuntimeError("dictionary changed size during iteration")
+        return asked_for(batch, asked)
+
+    work.model_of = model_of  # type: ignore[method-assign]
+    batches.run(work)
+    await batches.until(second, "completed")
+    assert f"batch {first} cannot go on at present" in caplog.text
+    work.model_of = asked_for  # type: ignore[method-assign]
+    await batches.until(first, "completed")
 
 
 # ------------------------------------------------------------ ends

@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-import msgspec
-
 from muxserve.gateway.batches.asking import WholeAnswer
-from muxserve.gateway.batches.lines import LineError, PlannedLine, answered, not_asked, planned_lines
+from muxserve.gateway.batches.lines import LineError, PlannedLine, answered, body_of, not_asked, planned_lines
 from muxserve.gateway.batches.store import LEASE_SECONDS, BatchStore, LeaseLostError, StoredBatch
 
 log = logging.getLogger(__name__)
@@ -29,6 +27,8 @@ RENEW_SECONDS = LEASE_SECONDS / 5
 TIDY_SECONDS = 600.0
 # A refused request is asked again after the time that the answer names, or after this, twice as long each time.
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+# Lines of a batch for one model that are in memory: as many as are asked at a time, and some more.
+PORTION = 256
 # How often one that the server fails is asked.
 MOST_FAILURES = 3
 _AGAIN = frozenset({408, 429, 503})
@@ -73,18 +73,33 @@ class BatchRoom(Protocol):
 @dataclass(slots=True, eq=False)
 class RunningBatch:
     """A batch that is asked: lines by model that may be asked now, those that wait until a time of the loop's clock,
-    and the tasks of those that have no answer yet."""
+    and the tasks of those that have no answer yet. `unread` has, by model, the number of the last line that was read,
+    where there are more."""
 
     batch: StoredBatch
     ready: dict[str, deque[PlannedLine]] = field(default_factory=dict)
     later: list[tuple[float, int, PlannedLine]] = field(default_factory=list)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     tries: Counter[int] = field(default_factory=Counter)
+    unread: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_done(self) -> bool:
         """Whether every line has its result."""
-        return not self.tasks and not self.later and not any(self.ready.values())
+        return not self.unread and not self.tasks and not self.later and not any(self.ready.values())
+
+    def held(self, model: str) -> int:
+        """Lines for `model` that are not being asked."""
+        return len(self.ready.get(model, ())) + sum(line.model == model for _, _, line in self.later)
+
+    def read(self, model: str, lines: list[PlannedLine], most: int) -> None:
+        """Ask these lines, too, the next ones for `model`; fewer than `most` are the last."""
+        for line in lines:
+            self.put(line)
+        if len(lines) < most:
+            del self.unread[model]
+        else:
+            self.unread[model] = lines[-1].number
 
     def put(self, line: PlannedLine) -> None:
         """Ask `line` when there is room."""
@@ -140,11 +155,11 @@ class BatchRunner:
         now = asyncio.get_running_loop().time
         while True:
             try:
-                if self._work.draining():
-                    if not any(each.tasks for each in self._running.values()):
-                        self._mine = False
-                        await asyncio.to_thread(self._store.release)
-                else:
+                asks = self._mine and any(each.tasks for each in self._running.values())
+                if self._work.draining() and not asks:
+                    self._mine = False
+                    await asyncio.to_thread(self._store.release)
+                else:  # another gateway would ask again what is being answered
                     had, self._mine = self._mine, await asyncio.to_thread(self._store.claim)
                     if self._mine and not had:
                         self.look()
@@ -162,7 +177,12 @@ class BatchRunner:
         for name in [name for name in self._running if name not in known]:
             await self._drop(name)
         for batch in open_batches:
-            await self._advance(batch)
+            try:
+                await self._advance(batch)
+            except (LeaseLostError, sqlite3.Error, OSError):
+                raise
+            except Exception:  # the others go on
+                log.exception("batch %s cannot go on at present", batch.id)
         if any(any(each.ready.values()) for each in self._running.values()) and not self._work.draining():
             await self._loads.look()
             self._begin_lines()
@@ -203,10 +223,13 @@ class BatchRunner:
     async def _go_on(self, batch: StoredBatch) -> None:
         running = self._running.get(batch.id)
         if running is None:
-            running = self._running[batch.id] = RunningBatch(batch)
-            for line in await asyncio.to_thread(self._store.pending, batch.id):
-                running.put(line)
+            models = await asyncio.to_thread(self._store.models, batch.id)
+            running = self._running[batch.id] = RunningBatch(batch, unread=dict.fromkeys(models, -1))
         running.wake(asyncio.get_running_loop().time())
+        for model, last in [*running.unread.items()]:
+            if running.held(model) < PORTION:
+                read = partial(self._store.pending, batch.id, model, last, PORTION)
+                running.read(model, await asyncio.to_thread(read), PORTION)
         if running.is_done:
             del self._running[batch.id]
             await asyncio.to_thread(self._store.finalizing, batch.id)
@@ -262,7 +285,7 @@ class BatchRunner:
     async def _ask(self, running: RunningBatch, line: PlannedLine) -> None:
         batch = running.batch
         text = await asyncio.to_thread(self._store.read, batch.input_file_id, line.offset, line.length)
-        answer = await self._work.ask(batch, msgspec.json.encode(msgspec.json.decode(text)["body"]))
+        answer = await self._work.ask(batch, body_of(text))
         running.tries[line.number] += 1
         tries = running.tries[line.number]
         if answer.status in _AGAIN or (answer.status >= 500 and tries < MOST_FAILURES):

@@ -33,6 +33,7 @@ LEASE_SECONDS = 10.0
 MOST_OPEN = 1000
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 
+_LINE = "number, custom_id, offset, length, model FROM lines"
 _TIMES = ("in_progress", "expires", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 _TABLES = f"""
 PRAGMA journal_mode = WAL;
@@ -228,7 +229,8 @@ class BatchStore:
         now = self.clock()
         with self._transaction():
             holder = self._db.execute("SELECT name, until FROM runner").fetchone()
-            if holder is not None and holder[0] != self.name and holder[1] > now:
+            # Nobody can have it for longer: where it seems so, the clock was set back.
+            if holder is not None and holder[0] != self.name and now < holder[1] <= now + LEASE_SECONDS:
                 return False
             self._db.execute("INSERT OR REPLACE INTO runner VALUES (1, ?, ?)", (self.name, now + LEASE_SECONDS))
         return True
@@ -267,10 +269,16 @@ class BatchStore:
             query = "UPDATE batches SET status = 'failed', failed_at = ?, errors = ? WHERE id = ? AND status = ?"
             self._db.execute(query, (self.clock(), said, batch, "validating"))
 
-    def pending(self, batch: str) -> list[PlannedLine]:
-        """The lines of a batch that have no result."""
-        query = "SELECT number, custom_id, offset, length, model FROM lines WHERE batch = ? AND ok IS NULL ORDER BY 1"
-        return [PlannedLine(*row) for row in self._rows(query, (batch,))]
+    def models(self, batch: str) -> list[str]:
+        """The models that lines of a batch without a result are for."""
+        query = "SELECT DISTINCT model FROM lines WHERE batch = ? AND ok IS NULL ORDER BY 1"
+        return [model for (model,) in self._rows(query, (batch,))]
+
+    def pending(self, batch: str, model: str, after: int, most: int) -> list[PlannedLine]:
+        """The lines of a batch for `model` that have no result, in their order: at most `most`, behind number
+        `after`."""
+        query = f"SELECT {_LINE} WHERE batch = ? AND model = ? AND number > ? AND ok IS NULL ORDER BY number LIMIT ?"
+        return [PlannedLine(*row) for row in self._rows(query, (batch, model, after, most))]
 
     def finish(self, batch: str, number: int, ok: bool, result: str) -> None:
         """Keep the result of a line, which is a line of the output file if it is `ok`, else of the error file. A line
@@ -293,37 +301,32 @@ class BatchStore:
         Args:
             left: the line of the error file for a line that has no result.
         """
-        rows = [(left(line), batch.id, line.number) for line in self.pending(batch.id)]
+        open_lines = self._rows(f"SELECT {_LINE} WHERE batch = ? AND ok IS NULL", (batch.id,))
+        rows = [(left(line), batch.id, line.number) for line in (PlannedLine(*row) for row in open_lines)]
         with self._as_runner():
             query = "UPDATE lines SET ok = 0, result = ? WHERE batch = ? AND number = ? AND ok IS NULL"
             count = self._db.executemany(query, rows).rowcount if rows else 0
             self._db.execute("UPDATE batches SET failed = failed + ? WHERE id = ?", (count, batch.id))
-        made = []
-        for ok, kind in ((1, "output"), (0, "error")):
-            written = self.new_path()
-            with open(written, "w", encoding="utf-8") as file:
-                for result in self._results(batch.id, ok):
-                    file.write(f"{result}\n")
-                file.flush()
-                os.fsync(file.fileno())
-            size = written.stat().st_size
-            name = f"file-{batch.id.removeprefix('batch_')}-{kind}"
-            stored = StoredFile(name, batch.owner, "batch_output", f"{batch.id}_{kind}.jsonl", size, self.clock())
-            if size:
-                os.replace(written, self.path(name))
-            else:
-                written.unlink()
-            made.append(stored if size else None)
-        with self._as_runner():
-            for each in made:
-                if each is not None:
-                    self._insert_file(each)
-            names = [each.id if each is not None else None for each in made]
-            self._db.execute(
-                f"UPDATE batches SET status = ?, {status}_at = ?, output_file_id = ?, error_file_id = ? WHERE id = ?",
-                (status, self.clock(), *names, batch.id),
-            )
-            self._db.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
+        made = [self._write_results(batch, ok, kind) for ok, kind in ((1, "output"), (0, "error"))]
+        try:
+            with self._as_runner():
+                query = f"SELECT 1 FROM batches WHERE id = ? AND status IN ({_marks(OPEN)})"
+                if self._db.execute(query, (batch.id, *OPEN)).fetchone() is None:
+                    return  # another runner has ended it
+                for file, written in made:
+                    if file.bytes:
+                        os.replace(written, self.path(file.id))
+                        self._insert_file(file)
+                names = [file.id if file.bytes else None for file, _ in made]
+                self._db.execute(
+                    f"UPDATE batches SET status = ?, {status}_at = ?, output_file_id = ?, error_file_id = ? "
+                    "WHERE id = ?",
+                    (status, self.clock(), *names, batch.id),
+                )
+                self._db.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
+        finally:
+            for _, written in made:
+                written.unlink(missing_ok=True)
 
     def tidy(self) -> None:
         """Forget what is older than it is kept, and what was left in the middle of a write."""
@@ -346,6 +349,18 @@ class BatchStore:
     @property
     def _oldest(self) -> float:
         return self.clock() - self.spec.keep_seconds
+
+    def _write_results(self, batch: StoredBatch, ok: int, kind: str) -> tuple[StoredFile, Path]:
+        """The file of a batch with its results that are `ok`, or those that are not, and where it is written."""
+        written = self.new_path()
+        with open(written, "w", encoding="utf-8") as file:
+            for result in self._results(batch.id, ok):
+                file.write(f"{result}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        name = f"file-{batch.id.removeprefix('batch_')}-{kind}"
+        size = written.stat().st_size
+        return StoredFile(name, batch.owner, "batch_output", f"{batch.id}_{kind}.jsonl", size, self.clock()), written
 
     def _results(self, batch: str, ok: int) -> Iterator[str]:
         """In the order of the lines; some at a time, since all may be large."""
